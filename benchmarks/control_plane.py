@@ -255,7 +255,7 @@ def simulated(rank: int, size: Size) -> Iterator[Runtime]:
         for module in ("megatron.placed", "ppo.updates"):
             patches.enter_context(patch(f"megappo.{module}.all_gather_varying", all_ranks))
         patches.enter_context(patch.object(dist, "all_to_all_single", sent_nothing))
-        patches.enter_context(patch("megappo.megatron.placed.from_rank", told))
+        patches.enter_context(patch("megappo.megatron.placed.broadcast_object", told))
         dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=size.world)
         try:
             yield Runtime(rank, size.world, 0, CPU)

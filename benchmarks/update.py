@@ -38,7 +38,7 @@ from benchmarks.step import versions
 from megappo.config import Config, ConfigError, derive_run, load_config
 from megappo.config.model_files import load_architecture, role_folder
 from megappo.plan.here import resolve_here
-from megappo.runtime.objects import from_rank, of_all_ranks
+from megappo.runtime.objects import all_gather_objects, broadcast_object
 from megappo.runtime.process import Runtime, start_runtime
 from megappo.types import Samples
 
@@ -133,7 +133,7 @@ def spent(call: Callable[[], object], runtime: Runtime) -> tuple[float, float]:
     cpu = time.process_time() - cpu_start
     dist.barrier()
     seconds = time.perf_counter() - start
-    return seconds, sum(of_all_ranks(cpu))
+    return seconds, sum(all_gather_objects(cpu))
 
 
 class Bare:
@@ -178,7 +178,7 @@ def measure(name: str, config: Config, runtime: Runtime, size: Size, arguments: 
             # One thread on a core that others use too takes no longer than its CPU seconds.
             warm[form].append(min(bare.spent(*way)))
     found = {form: statistics.median(seconds) for form, seconds in warm.items()}
-    fastest = from_rank(min(found, key=found.__getitem__), src=0)
+    fastest = broadcast_object(min(found, key=found.__getitem__), src=0)
     rounds = [(spent(update, runtime), bare.spent(*ways[fastest])) for _ in range(arguments.repeat)]
     (ours, our_cpu), (theirs, their_cpu) = (list(zip(*side, strict=True)) for side in zip(*rounds, strict=True))
     ratios, cpu_ratios = (

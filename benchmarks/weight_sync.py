@@ -104,12 +104,12 @@ def measure(config: Config, repeat: int) -> Measured | None:
     import torch.distributed as dist
 
     from benchmarks.weight_sync_peers import check_peers, slime_sync, verl_sync
-    from megappo.ppo.parts import Purpose, assemble
+    from megappo.ppo.parts import RunMode, assemble
     from megappo.runtime.process import start_runtime
 
     derived = derive_run(config, int(os.environ.get("WORLD_SIZE", "1")))
     with start_runtime(config.runtime, with_servers=True) as runtime:
-        parts = assemble(config, derived, runtime, Purpose(training=False))
+        parts = assemble(config, derived, runtime, RunMode(training=False))
         try:
             if parts.actor.arch.experts:
                 raise ConfigError("model.path has experts, which the other ways do not gather here; name a dense model")

@@ -189,7 +189,7 @@ class Rollouts(Samples):
     reward_failures: tuple[str, ...] | None = field(default=None, kw_only=True)
     """B: why the reward of a sample failed, "" where it did not; None: not scored yet."""
 
-    def totals_B(self, scores_B: Tensor) -> Tensor:
+    def total_rewards_B(self, scores_B: Tensor) -> Tensor:
         """Scores of the reward function with the environment's rewards of all turns."""
         if self.episodes is None:
             return scores_B

@@ -18,7 +18,7 @@ from megappo.config import Config
 from megappo.config.explain import explain
 from megappo.config.model_files import model_paths, read_config_json, role_folder
 from megappo.families.architecture import ArchitectureConfig
-from megappo.runtime.objects import of_all_ranks
+from megappo.runtime.objects import all_gather_objects
 
 _WITHOUT_MEANING = ("_name_or_path", "transformers_version", "torch_dtype", "dtype", "architectures")
 
@@ -104,7 +104,7 @@ def weights_digest(named_tensors: Iterable[tuple[str, Tensor]]) -> str:
     `named_tensors`: this rank's share of them.
     """
     own = {name: tensor_digest(tensor) for name, tensor in named_tensors}
-    return whole_digest({name: digest for part in of_all_ranks(own) for name, digest in part.items()})
+    return whole_digest({name: digest for part in all_gather_objects(own) for name, digest in part.items()})
 
 
 def tensor_digest(tensor: Tensor) -> str:

@@ -1,8 +1,8 @@
 """Reads what torch's writer has written, without trusting it.
 
 torch keeps in `.metadata` which tensors there are and where each part of them lies, as a pickle, which can run any
-program when pickle reads it. Here it becomes inert records (`inert.py`), and the metadata that torch's loader gets are
-built anew from numbers and texts that were checked.
+program when pickle reads it. Here it becomes inert records (`safe_unpickle.py`), and the metadata that torch's loader
+gets are built anew from numbers and texts that were checked.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from torch.distributed.checkpoint.metadata import (
 )
 
 from megappo.checkpoint.files import DamagedError
-from megappo.checkpoint.inert import (
+from megappo.checkpoint.safe_unpickle import (
     PICKLE_ERRORS,
     InertUnpickler,
     Names,

@@ -10,7 +10,7 @@ from megappo.checkpoint import files
 from megappo.checkpoint.files import DamagedError, Marker
 from megappo.checkpoint.versions import require_readable
 from megappo.errors import first_of
-from megappo.runtime.objects import agreed, attempt, from_rank, of_all_ranks
+from megappo.runtime.objects import agreed, all_gather_objects, attempt, broadcast_object
 from megappo.runtime.process import Runtime
 
 T = TypeVar("T")
@@ -88,7 +88,7 @@ def _from_main(find: Callable[[], T], runtime: Runtime | None) -> T:
     """What the main rank finds, or this process without a runtime. Raises ValueError on every rank where it cannot."""
     if runtime is None:
         return find()
-    found, problem = from_rank(attempt(find) if runtime.is_main else (None, ""))
+    found, problem = broadcast_object(attempt(find) if runtime.is_main else (None, ""))
     if problem:
         raise ValueError(problem)
     return cast(T, found)
@@ -115,4 +115,6 @@ def shared_problems(folder: Path, marker: Marker, runtime: Runtime) -> list[str]
     """What is wrong with a checkpoint's files, each of which one rank reads; a collective of the world. Raises
     ValueError on every rank where one cannot read its part now."""
     mine = sorted(marker.files.items())[runtime.rank :: runtime.world_size]
-    return sorted(problem for part in of_all_ranks(agreed(lambda: files.problems(folder, mine))) for problem in part)
+    return sorted(
+        problem for part in all_gather_objects(agreed(lambda: files.problems(folder, mine))) for problem in part
+    )

@@ -25,12 +25,12 @@ from megappo.checkpoint.reader import ShardReader, read_metadata
 from megappo.errors import reason
 from megappo.families.parameters import Parameter, embedding
 from megappo.megatron.build import RoleModel
-from megappo.megatron.held import HeldParameter
 from megappo.megatron.layout import Layout
+from megappo.megatron.local_shards import LocalShard
 from megappo.megatron.optimizer_state import MOMENTS
 from megappo.megatron.packing import balance
 from megappo.megatron.roles import LocalRole, Role, TrainedRole
-from megappo.runtime.objects import agreed, from_rank
+from megappo.runtime.objects import agreed, broadcast_object
 from megappo.runtime.process import Runtime
 
 VALUE_HEAD = ("value_head.weight", "value_head.bias")
@@ -40,7 +40,7 @@ VALUE_HEAD = ("value_head.weight", "value_head.bias")
 class _Entry:
     """A parameter that this rank holds."""
 
-    held: HeldParameter
+    held: LocalShard
     is_copy: bool = False
     """The last stage's copy of a tied embedding, which the first stage writes."""
 
@@ -60,15 +60,15 @@ def _entries(model: RoleModel) -> Iterator[_Entry]:
     if last.post_process and model.is_critic:
         for name, parameter in zip(VALUE_HEAD, (last.output_layer.weight, last.output_layer.bias), strict=True):
             entry = Parameter(name, (name,), (tuple(parameter.shape),), "replicated")
-            yield _Entry(HeldParameter(entry, parameter))
+            yield _Entry(LocalShard(entry, parameter))
     elif model.options.lora is None and last.post_process and model.arch.tied_embeddings and not last.pre_process:
-        yield _Entry(HeldParameter(embedding(model.arch), last.output_layer.weight), is_copy=True)
+        yield _Entry(LocalShard(embedding(model.arch), last.output_layer.weight), is_copy=True)
 
 
 def role_updates(role: Role) -> int:
     """Updates a trained role has applied, on every rank; a collective of the world."""
     mine = role.optimizer.updates if isinstance(role, TrainedRole) else 0
-    return from_rank(mine, src=role.placement.grid.ranks[0])
+    return broadcast_object(mine, src=role.placement.grid.ranks[0])
 
 
 def role_shards(role: Role) -> dict[str, ShardedTensor]:

@@ -27,7 +27,7 @@ from megappo.checkpoint.files import CheckpointError, Marker, Stamp
 from megappo.checkpoint.reader import METADATA
 from megappo.config.schema import CheckpointSettings
 from megappo.runtime.groups import make_host_group
-from megappo.runtime.objects import attempt, of_all_ranks
+from megappo.runtime.objects import all_gather_objects, attempt
 from megappo.runtime.process import Runtime
 from megappo.runtime.waiting import wait_until
 
@@ -109,7 +109,7 @@ class CheckpointWriter:
         if wait:
             self._thread.join()
         has_ended = not self._thread.is_alive()
-        of_ranks = of_all_ranks((has_ended, str(self._failure or "") if has_ended else ""))
+        of_ranks = all_gather_objects((has_ended, str(self._failure or "") if has_ended else ""))
         if not all(ended for ended, _ in of_ranks):
             return ""
         self._thread = None
@@ -181,7 +181,7 @@ class CheckpointWriter:
     def _together(self, step: int, work: Callable[[], Any]) -> list[Any]:
         """Do a rank's part and wait for all others; raises CheckpointError on every rank where one failed."""
         # torch.save raises RuntimeError on a full disk.
-        results = of_all_ranks(attempt(work, (OSError, RuntimeError)), group=self._group)
+        results = all_gather_objects(attempt(work, (OSError, RuntimeError)), group=self._group)
         for _, reason in results:
             if reason:
                 raise self._cannot(step, reason)

@@ -23,7 +23,7 @@ from megappo.plan.here import resolve_here
 from megappo.plan.planner import fewest_ranks, models_beside, read_models
 from megappo.runtime.device import own_device
 from megappo.runtime.launchers import Ranks, read_ranks
-from megappo.runtime.objects import of_all_ranks
+from megappo.runtime.objects import all_gather_objects
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -66,7 +66,7 @@ def run(arguments: argparse.Namespace) -> bool:
 
 def _together(machine: str, own: list[Finding], ranks: Ranks, derived: Derived | None, as_json_text: bool) -> bool:
     """Gather what the machines found, measure what is between them, print on rank 0."""
-    everyone = of_all_ranks((machine, own))
+    everyone = all_gather_objects((machine, own))
     machines = list(dict.fromkeys(name for name, _ in everyone))
     found = merge(everyone)
     found += differing_settings(found)

@@ -30,7 +30,7 @@ from megappo.data.unknown import unknown_words
 from megappo.doctor.findings import Finding
 from megappo.doctor.machine import disk
 from megappo.doctor.software import generation_finding, reward_findings
-from megappo.environments.registry import set_stage, tool_schemas
+from megappo.environments.registry import make_environment_context, tool_schemas
 from megappo.errors import RunError, one_line, raised_by_megappo, shortened
 from megappo.observe.loggers import find_logger
 from megappo.plan.engines import other_engine
@@ -137,7 +137,7 @@ def _prompts(config: Config, models: Models, ranks: int) -> Rows:
         "stop tokens",
         ", ".join(f"{i} {decoded(tokenizer, [i])!r}" for i in stops) or "none: responses have full length",
     )
-    stage, schemas = set_stage(config, tokenizer, stops, rows), tool_schemas(config)
+    stage, schemas = make_environment_context(config, tokenizer, stops, rows), tool_schemas(config)
     if stage is not None:
         tools = ", ".join(getattr(stage.environment, "tools", {})) or "none in workers"
         yield (

@@ -34,10 +34,10 @@ from megappo.config.model_files import (
     token_rows,
 )
 from megappo.config.rules import server_rules
-from megappo.engines.sglang.bond import Bond, ServerPart
 from megappo.engines.sglang.client import ServerFailure
 from megappo.engines.sglang.fleet import KEY_VARIABLE
 from megappo.engines.sglang.keeper import POLL_SECONDS, keep_running
+from megappo.engines.sglang.rendezvous import MultiNodeRendezvous, ServerPart
 from megappo.engines.sglang.server import Server, start_server
 from megappo.engines.sglang.spec import ServerSpec
 from megappo.errors import RunError
@@ -217,11 +217,11 @@ def _placed(spec: ServerSpec) -> ServerSpec:
 
 def _supervise(service: Service, stop: StopRequest) -> None:
     """Keep the server running until told to stop. Raises RunError where it is given up."""
-    settings, bond = service.spec.settings, _bound(service, stop)
+    settings, rendezvous = service.spec.settings, _rendezvous_of(service, stop)
 
     def start(restarts: int) -> Server | None:
-        part = _begun(bond, restarts, stop)
-        if bond is not None and part is None:
+        part = _begun(rendezvous, restarts, stop)
+        if rendezvous is not None and part is None:
             return None
         return start_server(service.spec, service.index, 0, restarts + 1, port=service.port, key=service.key, part=part)
 
@@ -229,20 +229,20 @@ def _supervise(service: Service, stop: StopRequest) -> None:
     keep_running(start, stop, settings.sync_timeout_seconds + settings.health_timeout_seconds)
 
 
-def _bound(service: Service, stop: StopRequest) -> Bond | None:
+def _rendezvous_of(service: Service, stop: StopRequest) -> MultiNodeRendezvous | None:
     """What holds this part together with the others, if there are any. Raises RunError where part 0 cannot be found."""
     if service.meet is None:
         return None
-    settings, found, (address, port) = service.spec.settings, list[Bond](), service.meet
+    settings, found, (address, port) = service.spec.settings, list[MultiNodeRendezvous](), service.meet
     if service.node == 0:
         try:
-            return Bond.first(address, port, settings)
+            return MultiNodeRendezvous.first(address, port, settings)
         except OSError as error:
             raise RunError(f"parts of a server cannot meet at --meet {address}:{port} ({error})") from None
 
     def joined() -> bool:
         with suppress(ServerFailure):
-            found.append(Bond.further(address, port, service.node, settings, _JOIN_SECONDS))
+            found.append(MultiNodeRendezvous.further(address, port, service.node, settings, _JOIN_SECONDS))
         return bool(found) or stop.due
 
     if not wait_until(joined, settings.start_timeout_seconds, every_seconds=POLL_SECONDS):
@@ -250,16 +250,16 @@ def _bound(service: Service, stop: StopRequest) -> Bond | None:
     return found[0] if found else None
 
 
-def _begun(bond: Bond | None, start: int, stop: StopRequest) -> ServerPart | None:
+def _begun(rendezvous: MultiNodeRendezvous | None, start: int, stop: StopRequest) -> ServerPart | None:
     """The part of the next start; None: told to stop before it was called, or there are no parts. Raises RunError
     where part 0 is gone."""
-    if bond is None:
+    if rendezvous is None:
         return None
-    if bond.node == 0:
-        bond.call(start)
-        return ServerPart(bond, start)
+    if rendezvous.node == 0:
+        rendezvous.call(start)
+        return ServerPart(rendezvous, start)
     try:
-        wait_until(lambda: stop.due or bond.is_called(start), math.inf, every_seconds=POLL_SECONDS)
+        wait_until(lambda: stop.due or rendezvous.is_called(start), math.inf, every_seconds=POLL_SECONDS)
     except ServerFailure as failure:
         raise RunError(f"{failure}, so this part of it ends") from None
-    return None if stop.due else ServerPart(bond, start)
+    return None if stop.due else ServerPart(rendezvous, start)

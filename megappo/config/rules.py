@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from megappo.algo.estimators import NAMES, builtin
-from megappo.config import expert_rules, metric_rules, sharing_rules
+from megappo.config import expert_rules, metric_rules, server_topology_rules
 from megappo.config.engine import ENGINES
 from megappo.config.estimator_rules import estimator_rules
 from megappo.config.roles import ActorSettings, CriticSettings, LayoutSettings
@@ -347,8 +347,8 @@ def server_rules(config: Config, shape: ModelShape) -> Iterator[str]:
             "which cannot be compared with what was sent; set it to false"
         )
     yield from word_rules(rollout.servers)
-    yield from sharing_rules.node_rules(rollout.servers)
-    yield from sharing_rules.attention_rules(rollout.servers, shape)
+    yield from server_topology_rules.node_rules(rollout.servers)
+    yield from server_topology_rules.attention_rules(rollout.servers, shape)
     yield from expert_rules.server_rules(rollout.servers, shape)
     drafts = rollout.servers.arguments.get("speculative-algorithm", "NGRAM")
     if drafts != "NGRAM":  # which drafts without weights

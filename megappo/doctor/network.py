@@ -20,7 +20,7 @@ from megappo.doctor.findings import Finding, broken, fine, slow
 from megappo.errors import reason
 from megappo.runtime.groups import WantedGroups, allow_connections, join_world, make_groups
 from megappo.runtime.launchers import Ranks
-from megappo.runtime.objects import of_all_ranks
+from megappo.runtime.objects import all_gather_objects
 from megappo.runtime.store import listening_problem
 from megappo.runtime.waiting import wait_until
 
@@ -132,7 +132,7 @@ def meet(ranks: Ranks) -> Finding | None:
 
 def clock_finding(machine: str) -> Finding:
     """How far the machines' clocks are apart, to the accuracy of a barrier. A collective of the world."""
-    machines = of_all_ranks(machine)
+    machines = all_gather_objects(machine)
     rounds = []
     for _ in range(_ROUNDS):
         dist.barrier()
@@ -168,7 +168,7 @@ def _measure(kind: GroupKind, own: dist.ProcessGroup | None, device: torch.devic
             _seconds(exchange, small, own, members, _SMALL_ROUNDS),
             _seconds(exchange, large, own, members, _ROUNDS),
         )
-    everyone = of_all_ranks(mine)
+    everyone = all_gather_objects(mine)
     n_bytes = _MESSAGE_BYTES[device.type]
     result = {}
     for ranks in kind.groups:

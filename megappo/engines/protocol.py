@@ -236,11 +236,11 @@ class HoldingEngine(InFlightEngine, Protocol):
         ...
 
 
-class Line(Protocol):
+class RequestStream(Protocol):
     """Takes requests one at a time, and has each answered as soon as it can be."""
 
     def send(self, number: int, request: GenerateRequest) -> None:
-        """Ask for an answer, which comes to `Talk.answered` under this number."""
+        """Ask for an answer, which comes to `TurnDriver.answered` under this number."""
         ...
 
     @property
@@ -250,24 +250,24 @@ class Line(Protocol):
 
 
 class Listener(Protocol):
-    """Who is told the answers of a line."""
+    """Who is told the answers of a stream."""
 
     def answered(self, number: int, completion: Completion) -> None:
         """Take an answer; called from any thread."""
         ...
 
 
-class Talk(Listener, Protocol):
+class TurnDriver(Listener, Protocol):
     """Who asks one thing after the other: the episodes of a rank."""
 
-    def drive(self, line: Line) -> int:
-        """Send over the line what waits for an answer and what comes up, until nothing will any more, the line is over
-        or the run is asked to stop; gives the number of those who may still ask."""
+    def drive(self, stream: RequestStream) -> int:
+        """Send over the stream what waits for an answer and what comes up, until nothing will any more, the stream is
+        over or the run is asked to stop; gives the number of those who may still ask."""
         ...
 
 
 @runtime_checkable
-class InFlightTalkEngine(InFlightEngine, Protocol):
+class InFlightConversingEngine(InFlightEngine, Protocol):
     """One that answers the turns of episodes that are in flight, which go on between two calls of the trainer's."""
 
     def listen(self, listener: Listener) -> None:
@@ -281,7 +281,7 @@ class ConversingEngine(Protocol):
     """An engine that answers each request as soon as it can while others come, so that no episode waits for another's
     turn."""
 
-    def converse(self, talk: Talk, params: SamplingParams) -> None:
+    def converse(self, driver: TurnDriver, params: SamplingParams) -> None:
         """Answer what is asked until nothing is any more; every rank calls it. Raises as `generate` does."""
         ...
 
@@ -291,11 +291,13 @@ class ConversingAheadEngine(ConversingEngine, Protocol):
     """One that does so while the trainer computes, which `rollout.ahead: 1` needs where an environment plays
     episodes."""
 
-    def open_line(self, talk: Talk, params: SamplingParams) -> Line:
-        """Begin to answer what is asked over the line, and return at once; not a collective."""
+    def open_stream(self, driver: TurnDriver, params: SamplingParams) -> RequestStream:
+        """Begin to answer what is asked over the stream, and return at once; not a collective."""
         ...
 
-    def finish_line(self, talk: Talk, line: Line, params: SamplingParams, *, weights_changed: bool = False) -> None:
+    def finish_stream(
+        self, driver: TurnDriver, stream: RequestStream, params: SamplingParams, *, weights_changed: bool = False
+    ) -> None:
         """Answer until nothing is asked any more, as `ConversingEngine.converse`; every rank calls it.
         `weights_changed` as in `AheadEngine.collect`."""
         ...

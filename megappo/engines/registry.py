@@ -17,7 +17,7 @@ from megappo.runtime.sglang_cpu import require_sglang
 
 _NEEDED = ("generate", "update_weights", "close")
 _NEEDED_AHEAD = ("submit", "collect")
-_NEEDED_TALKING_AHEAD = ("converse", "open_line", "finish_line")
+_NEEDED_TALKING_AHEAD = ("converse", "open_stream", "finish_stream")
 """Where an environment plays episodes."""
 _NEEDED_IN_FLIGHT = ("send", "finished", "abort")
 

@@ -6,28 +6,28 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 
-from megappo.engines.protocol import Completion, GenerateRequest, InFlightTalkEngine, SamplingParams
+from megappo.engines.protocol import Completion, GenerateRequest, InFlightConversingEngine, SamplingParams
 from megappo.environments.table import EpisodeStart, Table
 from megappo.types import Prompt
 
 
 @dataclass(eq=False)
 class _FlightLine:
-    """A `Line` to an engine that takes requests from any thread."""
+    """A `RequestStream` to an engine that takes requests from any thread."""
 
-    engine: InFlightTalkEngine
+    engine: InFlightConversingEngine
     params: SamplingParams
     is_over = False
 
     def send(self, number: int, request: GenerateRequest) -> None:
-        """See `Line.send`."""
+        """See `RequestStream.send`."""
         self.engine.send({number: request}, self.params)
 
 
 class FlyingEpisodes:
     """As an `InFlightEngine` gives responses to prompts, with episodes; each is under way until it is over."""
 
-    def __init__(self, table: Table, engine: InFlightTalkEngine, params: SamplingParams) -> None:
+    def __init__(self, table: Table, engine: InFlightConversingEngine, params: SamplingParams) -> None:
         self._table, self._engine, self._params = table, engine, params
         self._halted = True
         engine.listen(table)

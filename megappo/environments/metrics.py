@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterable
 
-from megappo.runtime.objects import of_all_ranks
+from megappo.runtime.objects import all_gather_objects
 from megappo.types import Episode
 
 FAILURES = ("raised", "hung", "nonsense")
@@ -24,7 +24,7 @@ def episode_metrics(episodes: Iterable[Episode], response_tokens: Iterable[int])
         longest["episode/turns_max"] = max(longest["episode/turns_max"], float(len(episode.turns)))
         longest["episode/seconds_max"] = max(longest["episode/seconds_max"], episode.seconds)
     whole, most = defaultdict[str, float](float), dict.fromkeys(_LONGEST, 0.0)
-    for of_rank, longest_of_rank in of_all_ranks((dict(sums), longest)):
+    for of_rank, longest_of_rank in all_gather_objects((dict(sums), longest)):
         for name, value in of_rank.items():
             whole[name] += value
         most = {name: max(value, longest_of_rank[name]) for name, value in most.items()}

@@ -15,7 +15,7 @@ from megappo.config.tokens import TokenRows
 from megappo.environments.chat import ChatTokens
 from megappo.environments.gateway.server import Gateway
 from megappo.environments.protocol import Environment
-from megappo.environments.session import Surroundings
+from megappo.environments.session import SharedEpisodeState
 from megappo.environments.tool_pool import ToolPool
 from megappo.plugins import check_call, load, users_code
 
@@ -41,21 +41,21 @@ def tool_schemas(config: Config) -> Sequence[Any]:
 
 
 @dataclass(frozen=True)
-class Stage:
+class EnvironmentContext:
     """An environment with all that its episodes share; no engine yet."""
 
     environment: Environment
-    shared: Surroundings
+    shared: SharedEpisodeState
 
-    def again(self) -> Stage:
+    def again(self) -> EnvironmentContext:
         """The same for another event loop: tools and gateway of its own."""
         tools, gateway = self.shared.tools.again(), self.shared.gateway.again()
         return replace(self, shared=replace(self.shared, tools=tools, gateway=gateway))
 
 
-def set_stage(
+def make_environment_context(
     config: Config, tokenizer: PreTrainedTokenizerBase, stop_token_ids: tuple[int, ...], rows: TokenRows
-) -> Stage | None:
+) -> EnvironmentContext | None:
     """What episodes need besides an engine; None where a prompt has one response. `rows`: which tokens models can read.
 
     Raises ValueError where the environment, its tools or the chat template cannot be used.
@@ -76,4 +76,6 @@ def set_stage(
         )
     tools = ToolPool(getattr(environment, "tools", {}), settings.tools, getattr(environment, "programs", {}))
     gateway, most = Gateway(settings.gateway_host), config.data.max_prompt_tokens
-    return Stage(environment, Surroundings(settings, tokenizer, rows.count, chat, role, tools, gateway, most, time))
+    return EnvironmentContext(
+        environment, SharedEpisodeState(settings, tokenizer, rows.count, chat, role, tools, gateway, most, time)
+    )

@@ -1,8 +1,8 @@
 """Plays the episodes of a rank, all at the same time, while the trainer waits for them or computes.
 
-The engine decides how turns are asked for: over a `Line`, on which each is answered as soon as it can be, or in rounds,
-in which every episode that is not over wants one. Rounds have the same requests whenever a run is repeated. Nothing
-that ranks do together is done in the thread of the episodes.
+The engine decides how turns are asked for: over a `RequestStream`, on which each is answered as soon as it can be, or
+in rounds, in which every episode that is not over wants one. Rounds have the same requests whenever a run is repeated.
+Nothing that ranks do together is done in the thread of the episodes.
 """
 
 from __future__ import annotations
@@ -16,18 +16,18 @@ from megappo.engines.protocol import (
     ConversingEngine,
     Engine,
     GenerateRequest,
-    InFlightTalkEngine,
-    Line,
+    InFlightConversingEngine,
+    RequestStream,
     SamplingParams,
 )
 from megappo.environments.flying import FlyingEpisodes
 from megappo.environments.loop import WatchedLoop
-from megappo.environments.registry import Stage
+from megappo.environments.registry import EnvironmentContext
 from megappo.environments.table import EpisodeStart, House, Table
 from megappo.errors import RunError
 from megappo.observe.progress import EPISODES, PROGRESS
 from megappo.runtime.interrupts import Stop
-from megappo.runtime.objects import of_all_ranks
+from megappo.runtime.objects import all_gather_objects
 from megappo.types import Prompt
 
 
@@ -40,7 +40,7 @@ class PendingEpisodes:
     """Episodes that are being played."""
 
     table: Table
-    line: Line
+    stream: RequestStream
     params: SamplingParams
     completions: dict[int, Completion]
     """Those that are over, by number."""
@@ -51,7 +51,7 @@ class EpisodeRunner:
     """Answers prompts by episodes, in the place of an engine; every rank calls `generate` and `collect` at the same
     time."""
 
-    def __init__(self, stage: Stage, engine: Engine, stop: Stop) -> None:
+    def __init__(self, stage: EnvironmentContext, engine: Engine, stop: Stop) -> None:
         self._stage, self._engine, self._stop = stage, engine, stop
         self._limits = stage.shared.limits
         self._tables: list[Table] = []
@@ -91,22 +91,22 @@ class EpisodeRunner:
         assert isinstance(self._engine, ConversingAheadEngine), "rules refuse rollout.ahead with other engines"
         done = dict[int, Completion]()
         table = self._begin(prompts, requests, params, done)
-        line = self._engine.open_line(table, params)
-        table.use(line)
-        return PendingEpisodes(table, line, params, done, len(requests))
+        stream = self._engine.open_stream(table, params)
+        table.use(stream)
+        return PendingEpisodes(table, stream, params, done, len(requests))
 
     def collect(self, pending: PendingEpisodes, *, weights_changed: bool = False) -> list[Completion]:
         """The samples, in order, as `AheadEngine.collect`. Raises as `generate` does."""
         assert isinstance(self._engine, ConversingAheadEngine)
         try:
-            self._engine.finish_line(pending.table, pending.line, pending.params, weights_changed=weights_changed)
+            self._engine.finish_stream(pending.table, pending.stream, pending.params, weights_changed=weights_changed)
         finally:
             self._leave(pending.table)
         return self._checked(pending.table, pending.count)
 
     def fly(self, params: SamplingParams) -> FlyingEpisodes:
         """Episodes that are in flight from now on."""
-        assert isinstance(self._engine, InFlightTalkEngine), "rules refuse rollout.ahead with other engines"
+        assert isinstance(self._engine, InFlightConversingEngine), "rules refuse rollout.ahead with other engines"
         self._tables.append(table := Table(self._house, params))
         return FlyingEpisodes(table, self._engine, params)
 
@@ -131,7 +131,7 @@ class EpisodeRunner:
     def _play_in_rounds(self, table: Table, params: SamplingParams) -> None:
         while True:
             wanted = table.round()
-            facts = of_all_ranks((len(wanted), self._stop.asked))
+            facts = all_gather_objects((len(wanted), self._stop.asked))
             if any(asked for _, asked in facts):
                 self._stop.check()
             if not any(count for count, _ in facts):
@@ -148,7 +148,7 @@ class EpisodeRunner:
         Raises RunError and TooManyFailuresError."""
         failed = [c.episode for c in completions if c.episode is not None and c.episode.failure]
         first = f"{failed[0].failure}: {failed[0].reason}" if failed else ""
-        facts = of_all_ranks((len(failed), len(completions), first, error))
+        facts = all_gather_objects((len(failed), len(completions), first, error))
         errors = [of_rank for _, _, _, of_rank in facts if of_rank]
         if errors:
             raise RunError(errors[0])

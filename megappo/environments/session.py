@@ -37,7 +37,7 @@ def turn_seed(seed: int, turn: int) -> int:
 
 
 @dataclass(frozen=True)
-class Surroundings:
+class SharedEpisodeState:
     """What all episodes of a rank share over the run."""
 
     limits: EnvironmentSettings
@@ -61,7 +61,7 @@ class Session:
         self,
         prompt: Prompt,
         request: GenerateRequest,
-        shared: Surroundings,
+        shared: SharedEpisodeState,
         params: SamplingParams,
         ask: Callable[[GenerateRequest], Awaitable[Completion]],
     ) -> None:

@@ -15,12 +15,12 @@ from dataclasses import dataclass, field
 from typing import Literal, NamedTuple
 
 from megappo.config.tokens import without_row
-from megappo.engines.protocol import Completion, GenerateRequest, Line, SamplingParams
+from megappo.engines.protocol import Completion, GenerateRequest, RequestStream, SamplingParams
 from megappo.engines.stopping import stopped
 from megappo.engines.stretches import continued, ended, joined
 from megappo.environments.loop import OWNER, TICK_SECONDS, BlockedLoopError
 from megappo.environments.protocol import LimitReached, NonsenseError
-from megappo.environments.registry import Stage
+from megappo.environments.registry import EnvironmentContext
 from megappo.environments.session import Session
 from megappo.errors import RunError
 from megappo.observe.progress import EPISODES, PROGRESS
@@ -43,7 +43,7 @@ class EpisodeStart(NamedTuple):
 class House:
     """What tables have of the runner. The functions are called from any thread."""
 
-    stage: Callable[[], Stage]
+    stage: Callable[[], EnvironmentContext]
     loop: Callable[[], asyncio.AbstractEventLoop]
     version: Callable[[], int]
     """Of the engine's weights."""
@@ -62,19 +62,19 @@ class Playing:
     """The turn that it waits for."""
     answer: asyncio.Future[Completion] | None = None
     sent: bool = False
-    """The line owes an answer."""
+    """The stream owes an answer."""
     heard: list[tuple[GenerateRequest, Completion]] = field(default_factory=list)
     """The turns that it has had."""
     again: deque[tuple[GenerateRequest, Completion]] = field(default_factory=deque)
     """Turns that it had before it was begun anew, for as long as it asks the same."""
     owed: GenerateRequest | None = None
-    """What the line owes an answer to though nobody waits for it, until it is asked for again."""
+    """What the stream owes an answer to though nobody waits for it, until it is asked for again."""
     partial: tuple[GenerateRequest, Completion] | None = None
     """A turn that was broken off, with the tokens that there are."""
 
 
 class Table:
-    """Episodes with one engine; a `Talk`."""
+    """Episodes with one engine; a `TurnDriver`."""
 
     def __init__(
         self, house: House, params: SamplingParams, done: MutableMapping[int, Completion] | None = None
@@ -85,7 +85,7 @@ class Table:
         self.error: BaseException | None = None
         """What ends the run: no episode's fault."""
         self._house, self._params = house, params
-        self._line: Line | None = None
+        self._stream: RequestStream | None = None
         self._thinking = 0
         """Episodes that wait for no answer."""
         self._lock = threading.RLock()
@@ -208,12 +208,12 @@ class Table:
 
     def _send(self, playing: Playing) -> None:
         wanted = playing.wanted
-        if self._line is None or self._line.is_over or wanted is None:
+        if self._stream is None or self._stream.is_over or wanted is None:
             return
         if playing.partial is not None:
             most, least = wanted.most_tokens(self._params), wanted.least_tokens(self._params)
             wanted = continued(wanted, playing.partial[1], most, least)
-        self._line.send(playing.began.number, wanted)
+        self._stream.send(playing.began.number, wanted)
         playing.sent = True
 
     def _tell(self, *, always: bool = False) -> None:
@@ -221,7 +221,7 @@ class Table:
             self._news.notify_all()
 
     def answered(self, number: int, completion: Completion) -> None:
-        """See `Talk.answered`."""
+        """See `TurnDriver.answered`."""
         self.answer({number: completion})
 
     def answer(self, found: Mapping[int, Completion]) -> None:
@@ -284,23 +284,23 @@ class Table:
 
     # In the thread of the trainer
 
-    def use(self, line: Line) -> None:
+    def use(self, stream: RequestStream) -> None:
         """Send what waits for an answer, and from now on what comes up. Lines before owe nothing any more."""
         with self._lock:
-            if self._line is not line:
-                self._line = line
+            if self._stream is not stream:
+                self._stream = stream
                 for playing in self.playing.values():
                     playing.sent, playing.owed = False, None
                     self._send(playing)
 
-    def drive(self, line: Line) -> int:
-        """See `Talk.drive`."""
-        self.use(line)
+    def drive(self, stream: RequestStream) -> int:
+        """See `TurnDriver.drive`."""
+        self.use(stream)
         try:
-            self._wait(lambda: not self.playing or line.is_over)
+            self._wait(lambda: not self.playing or stream.is_over)
         finally:
             with self._lock:
-                self._line = None
+                self._stream = None
         return len(self.playing)
 
     def round(self) -> dict[int, GenerateRequest]:
@@ -321,7 +321,7 @@ class Table:
         """Give up what is left."""
         with self._lock:
             self.give_up([*self.playing])
-            self._line = None
+            self._stream = None
 
     # Of episodes that are in flight
 
@@ -331,12 +331,12 @@ class Table:
             return sum(bool(p.heard or p.again or p.partial) for p in self.playing.values())
 
     def halt(self) -> None:
-        """Send nothing any more until there is a line again."""
+        """Send nothing any more until there is a stream again."""
         with self._lock:
-            self._line = None
+            self._stream = None
 
     def resume(self) -> None:
-        """Send once more what was broken off, where there is a line."""
+        """Send once more what was broken off, where there is a stream."""
         with self._lock:
             for playing in self.playing.values():
                 if not playing.sent and playing.owed is None:

@@ -37,9 +37,9 @@ from megappo.megatron.beyond import around_layers, core_attention, norms_after
 from megappo.megatron.delta_net import GatedDeltaNet, GatedSelfAttention
 from megappo.megatron.experts import use_grouped_experts
 from megappo.megatron.heads import LogprobHead, ValueHead
-from megappo.megatron.held import HeldAdapter, HeldParameter, global_names
 from megappo.megatron.latent_attention import LatentSelfAttention
 from megappo.megatron.layout import Layout
+from megappo.megatron.local_shards import LocalAdapterShard, LocalShard, global_names
 from megappo.megatron.lora import Switch, attach_adapters, freeze
 from megappo.megatron.normed_values import normed_values
 from megappo.megatron.rotary import PackedRotary, rotate
@@ -111,27 +111,27 @@ class RoleModel:
         """Whether the output layer is a value head."""
         return self.options.is_critic
 
-    def parameters_here(self) -> list[HeldParameter]:
+    def parameters_here(self) -> list[LocalShard]:
         """The mapped parameters of this rank, in the map's order; a critic's trunk has no output layer in it."""
         return self._held_of(
             p for p in model_parameters(self.arch) if not (self.is_critic and p.megatron == OUTPUT_LAYER)
         )
 
-    def adapters_here(self) -> list[HeldParameter]:
+    def adapters_here(self) -> list[LocalShard]:
         """The A and B of this rank, in the map's order."""
         lora = self.options.lora
         return [] if lora is None else self._held_of(adapter_parameters(self.arch, lora))
 
-    def trained_here(self) -> list[HeldParameter]:
+    def trained_here(self) -> list[LocalShard]:
         """What of the map is trained on this rank."""
         return self.parameters_here() if self.options.lora is None else self.adapters_here()
 
     @cached_property
-    def adapter_of(self) -> dict[str, HeldAdapter]:
+    def adapter_of(self) -> dict[str, LocalAdapterShard]:
         """The adapters of this rank by the names of the parameters that they are added to."""
         lora, found = self.options.lora, {held.entry.megatron: held for held in self.adapters_here()}
         return {
-            adapter.base.megatron: HeldAdapter(
+            adapter.base.megatron: LocalAdapterShard(
                 found[adapter.a.megatron],
                 found[adapter.b.megatron],
                 RowOrder.of(self.arch, adapter, self.layout.grid.tp),
@@ -140,9 +140,9 @@ class RoleModel:
             if adapter.a.megatron in found
         }
 
-    def _held_of(self, parameters: Iterable[Parameter]) -> list[HeldParameter]:
+    def _held_of(self, parameters: Iterable[Parameter]) -> list[LocalShard]:
         held = self._held()
-        return [HeldParameter(p, *held[p.megatron]) for p in parameters if p.megatron in held]
+        return [LocalShard(p, *held[p.megatron]) for p in parameters if p.megatron in held]
 
     def _held(self) -> dict[str, tuple[nn.Parameter, int | None]]:
         """Every parameter of this rank by its canonical name, those of all experts by each expert's, with its place."""
@@ -336,7 +336,7 @@ def build_model(
     return model
 
 
-def _fill(model: RoleModel, parameters: Iterable[HeldParameter], source: WeightSource) -> None:
+def _fill(model: RoleModel, parameters: Iterable[LocalShard], source: WeightSource) -> None:
     layout = model.layout
     for held in parameters:
         _mark_partition(held.entry, held.parameter, layout)

@@ -37,8 +37,8 @@ from megappo.families.architecture import ArchitectureConfig
 from megappo.families.declaration import Shape
 from megappo.families.parameters import Parameter, shard_shape
 from megappo.megatron.experts import expert_products
-from megappo.megatron.held import HeldParameter
 from megappo.megatron.layout import Layout
+from megappo.megatron.local_shards import LocalShard
 
 Product = Callable[[Tensor, Tensor], Tensor]
 """Of some inputs and a matrix (or a stack of them)."""
@@ -150,7 +150,7 @@ def attach_adapters(
     return switch
 
 
-def freeze(held: Iterable[HeldParameter], frozen: Iterable[Parameter], chunks: Sequence[GPTModel]) -> None:
+def freeze(held: Iterable[LocalShard], frozen: Iterable[Parameter], chunks: Sequence[GPTModel]) -> None:
     """Train none of the frozen among what a rank would train."""
     names = {parameter.megatron for parameter in frozen}
     for one in held:

@@ -15,8 +15,8 @@ import torch.distributed as dist
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from torch import Tensor, nn
 
-from megappo.megatron.held import HeldParameter
 from megappo.megatron.host_optimizer import PartlyOnHost
+from megappo.megatron.local_shards import LocalShard
 from megappo.runtime.exchange import all_gather_varying
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
@@ -66,7 +66,7 @@ class OptimizerState:
                     if home is main:
                         yield main, {name: state[name] for name in MOMENTS if name in state}
 
-    def whole(self, held: HeldParameter, read: Read, *, moments: bool) -> dict[str, Tensor]:
+    def whole(self, held: LocalShard, read: Read, *, moments: bool) -> dict[str, Tensor]:
         """`weight`, and with `moments` also `exp_avg` and `exp_avg_sq`, in the shard's shape and float32, as `read`
         finds them. What is not trained has no moments.
 
@@ -91,7 +91,7 @@ class OptimizerState:
             tensors[name] = piece.float().view(held.shape)
         return tensors
 
-    def restore(self, held: HeldParameter, tensors: Mapping[str, Tensor], updates: int) -> None:
+    def restore(self, held: LocalShard, tensors: Mapping[str, Tensor], updates: int) -> None:
         """Take over what `whole` gave after so many updates; before the first there are no moments."""
         held.shard.copy_(tensors["weight"])
         if not held.is_trained:

@@ -19,7 +19,7 @@ from megappo.megatron.packing import MicrobatchPlan, plan_microbatches
 from megappo.megatron.roles import Role, TrainedRole, Update
 from megappo.megatron.schedule import PlacedSample, Task
 from megappo.runtime.exchange import Routes, all_gather_varying, exchange, make_routes
-from megappo.runtime.objects import from_rank
+from megappo.runtime.objects import broadcast_object
 from megappo.types import RoutingShape, Samples
 
 
@@ -85,7 +85,7 @@ class PlacedBatch:
             output_R[:n] = found[sample_id]
         return output_BR
 
-    def seen_by(self, role: Role) -> PlacedBatch:
+    def for_role(self, role: Role) -> PlacedBatch:
         """The same samples for a role that stands in the same place; nothing is sent."""
         assert role.placement == self.role.placement
         return replace(self, role=role)
@@ -119,7 +119,7 @@ class PlacedBatch:
         role, mine = self.role, None
         if isinstance(role, TrainedRole):
             mine = role.run_update(self.update_plans[number], self.here, task, stop_above)
-        update = from_rank(mine, src=role.placement.grid.ranks[0])
+        update = broadcast_object(mine, src=role.placement.grid.ranks[0])
         assert update is not None, f"{role.placement.name} is not trained"
         return update
 

@@ -19,15 +19,15 @@ from megappo.families.architecture import ArchitectureConfig
 from megappo.families.flops import SampleCost
 from megappo.megatron.build import BuildOptions, RoleModel
 from megappo.megatron.context import whole_output
-from megappo.megatron.held import HeldParameter
 from megappo.megatron.layout import Layout, Outside
+from megappo.megatron.local_shards import LocalShard
 from megappo.megatron.lora import merged
 from megappo.megatron.offload import RoleStorage, RoleTensors
 from megappo.megatron.optimization import RoleOptimizer
 from megappo.megatron.packing import MicrobatchPlan
 from megappo.megatron.router import FURTHER, summed_losses, summed_reports
 from megappo.megatron.schedule import PackedBatch, PlacedSample, Task, pack_samples, run_schedule
-from megappo.runtime.objects import of_all_ranks
+from megappo.runtime.objects import all_gather_objects
 from megappo.runtime.process import Runtime
 from megappo_kernels.metrics import combine, stacked
 
@@ -85,15 +85,15 @@ class Role(ABC):
         """A parameter's weights on the device, wherever they lie; not to be written to."""
 
     @abstractmethod
-    def read_shard(self, held: HeldParameter) -> Tensor:
+    def read_shard(self, held: LocalShard) -> Tensor:
         """The same of a shard, its adapters added where there are some."""
 
     @abstractmethod
-    def mapped_parameters(self) -> list[HeldParameter]:
+    def mapped_parameters(self) -> list[LocalShard]:
         """See `RoleModel.parameters_here`."""
 
     @abstractmethod
-    def trained_parameters(self) -> list[HeldParameter]:
+    def trained_parameters(self) -> list[LocalShard]:
         """See `RoleModel.trained_here`."""
 
     def copy_weights(self) -> list[Tensor]:
@@ -142,13 +142,13 @@ class AbsentRole(Role):
     def read(self, parameter: nn.Parameter) -> Tensor:
         raise AssertionError(f"{self.placement.name} has no weights on this rank")
 
-    def read_shard(self, held: HeldParameter) -> Tensor:
+    def read_shard(self, held: LocalShard) -> Tensor:
         return self.read(held.parameter)
 
-    def mapped_parameters(self) -> list[HeldParameter]:
+    def mapped_parameters(self) -> list[LocalShard]:
         return []
 
-    def trained_parameters(self) -> list[HeldParameter]:
+    def trained_parameters(self) -> list[LocalShard]:
         return []
 
 
@@ -184,20 +184,20 @@ class LocalRole(Role):
     def read(self, parameter: nn.Parameter) -> Tensor:
         return self.storage.read(parameter).view(parameter.shape)
 
-    def read_shard(self, held: HeldParameter) -> Tensor:
+    def read_shard(self, held: LocalShard) -> Tensor:
         adapter, shape = self.model.adapter_of.get(held.entry.megatron), self.options.lora
         if adapter is None or shape is None:
             return self._as_it_is(held)
         a, b = self._as_it_is(adapter.a), self._as_it_is(adapter.b)
         return merged(self._as_it_is(held), a, b, shape.scale, adapter.order)
 
-    def _as_it_is(self, held: HeldParameter) -> Tensor:
+    def _as_it_is(self, held: LocalShard) -> Tensor:
         return self.storage.read(held.parameter, held.elements).view(held.shape)
 
-    def mapped_parameters(self) -> list[HeldParameter]:
+    def mapped_parameters(self) -> list[LocalShard]:
         return self.model.parameters_here()
 
-    def trained_parameters(self) -> list[HeldParameter]:
+    def trained_parameters(self) -> list[LocalShard]:
         return self.model.trained_here()
 
     def run_forward(self, plan: MicrobatchPlan, samples: Mapping[int, PlacedSample]) -> dict[int, Tensor]:
@@ -328,7 +328,7 @@ class TrainedRole(LocalRole):
             combined = combine(stacked(real))
             numbers = torch.stack([value.double() for value in combined.values()]).tolist()  # one read for all
             local = dict(zip(combined, numbers, strict=True))
-        found = of_all_ranks(
+        found = all_gather_objects(
             (local, summed_losses(batch.segments.routing for batch in batches)), self.layout.role_group
         )
         parts = [part for part, _ in found if part]
@@ -352,7 +352,7 @@ class SharedBase(LocalRole):
     def rest(self) -> None:
         self._actor.rest()
 
-    def read_shard(self, held: HeldParameter) -> Tensor:
+    def read_shard(self, held: LocalShard) -> Tensor:
         return self._as_it_is(held)
 
     def run_forward(self, plan: MicrobatchPlan, samples: Mapping[int, PlacedSample]) -> dict[int, Tensor]:

@@ -37,7 +37,7 @@ from megappo.ppo.updates import MinibatchUpdate, RoleUpdates
 from megappo.reshard.slices import Receiver
 from megappo.reshard.stream import WeightStream
 from megappo.runtime.launchers import seconds_to_end
-from megappo.runtime.objects import from_rank, of_all_ranks
+from megappo.runtime.objects import all_gather_objects, broadcast_object
 
 _CLOSE_SECONDS = 60.0
 _RESPONSES = "responses"
@@ -122,7 +122,7 @@ class Resumed:
             return []
         names, runtime = sorted(n for n in self._marker.files if n.startswith(f"{_RESPONSES}-")), self._parts.runtime
         own = {name: load_values(self._folder / name) for name in names[runtime.rank :: runtime.world_size]}
-        found = {name: kept for of_rank in of_all_ranks(own) for name, kept in of_rank.items()}
+        found = {name: kept for of_rank in all_gather_objects(own) for name, kept in of_rank.items()}
         return [found[name] for name in names]
 
     def metrics(self) -> dict[str, float]:
@@ -198,7 +198,7 @@ class Checkpoints:
         periods = (self._settings.every_steps, self._settings.keep_every_steps)
         if step == self._parts.derived.steps or any(every and step % every == 0 for every in periods):
             return True
-        return from_rank(is_late)  # ranks may disagree about what is late
+        return broadcast_object(is_late)  # ranks may disagree about what is late
 
     def start_clock(self) -> None:
         """The first step begins."""
@@ -207,7 +207,7 @@ class Checkpoints:
     def stop_in_time(self) -> None:
         """Raise Interrupted on every rank where another step might end too late; a collective of the world, once for
         every step but the last."""
-        why = from_rank(self._why_ends if self._deadline.is_near(time.monotonic()) else "")
+        why = broadcast_object(self._why_ends if self._deadline.is_near(time.monotonic()) else "")
         if why:
             if self._parts.runtime.is_main:
                 tell(f"another step may not end in time before {why}: stopping with a checkpoint")
@@ -273,7 +273,9 @@ class Checkpoints:
         runtime, config = self._parts.runtime, self._parts.config
         directory, step = config.run.path / "replay", boundary.step + 1
         folder = step_folder(directory, step)
-        if from_rank(folder.exists() or (directory.is_dir() and len(list(directory.iterdir())) >= _MOST_REPLAYS)):
+        if broadcast_object(
+            folder.exists() or (directory.is_dir() and len(list(directory.iterdir())) >= _MOST_REPLAYS)
+        ):
             return ""
         snapshot = self._snapshot(boundary)
         kept = {

@@ -15,7 +15,7 @@ from megappo.observe.messages import tell
 from megappo.ppo.parts import Parts
 from megappo.ppo.sampling import finish_rollout, prompts_of_rank, request_samples, sample_seed
 from megappo.rewards.workers import too_many_failures
-from megappo.runtime.objects import of_all_ranks
+from megappo.runtime.objects import all_gather_objects
 from megappo.runtime.tally import Tally
 from megappo.types import Rollouts
 
@@ -58,14 +58,14 @@ def _evaluate_set(
     rollouts = finish_rollout(wanted, answers, parts.tokenizer, parts.vocabulary, parts.answerer)
     failures = dict[int, str]()
     assert parts.reward is not None, "rules refuse evaluations without an engine"
-    totals_B = rollouts.totals_B(parts.reward.score_local(rollouts, failures))
+    total_rewards_B = rollouts.total_rewards_B(parts.reward.score_local(rollouts, failures))
     sentence = _failure_words(parts, rollouts, failures)
-    graded_B = torch.tensor([b not in failures for b in range(len(totals_B))], dtype=torch.bool)
-    tally.mean(f"{prefix}/reward_mean", totals_B, graded_B)
+    graded_B = torch.tensor([b not in failures for b in range(len(total_rewards_B))], dtype=torch.bool)
+    tally.mean(f"{prefix}/reward_mean", total_rewards_B, graded_B)
     tally.mean(f"{prefix}/failures", ~graded_B)
     tally.mean(f"{prefix}/response_length", rollouts.response_lengths_B)
     for k in settings.pass_at:
-        tally.mean(f"{prefix}/pass@{k}", passed_P(totals_B, settings, k, graded_B))
+        tally.mean(f"{prefix}/pass@{k}", passed_P(total_rewards_B, settings, k, graded_B))
     return sentence
 
 
@@ -76,18 +76,20 @@ def _failure_words(parts: Parts, rollouts: Rollouts, failures: MutableMapping[in
     for b, episode in enumerate(rollouts.episodes.of_samples if rollouts.episodes is not None else ()):
         if episode.failure:
             failures[b] = f"{episode.failure}: {episode.reason}"
-    counts = of_all_ranks((rewards, len(failures), len(rollouts.responses)))
+    counts = all_gather_objects((rewards, len(failures), len(rollouts.responses)))
     failed_rewards, failed, total = map(sum, zip(*counts, strict=True))
-    reasons = [reason for of_rank in of_all_ranks(list(failures.values())[:1]) for reason in of_rank]
+    reasons = [reason for of_rank in all_gather_objects(list(failures.values())[:1]) for reason in of_rank]
     if failed_rewards > settings.max_failure_fraction * total:
         raise too_many_failures(settings, failed_rewards, total, [(0, reason) for reason in reasons])
     return f"{failed} of {total} answers have no grade; the first: {one_line(reasons[0])}" if failed else ""
 
 
-def passed_P(totals_B: Tensor, settings: ValidationSetSettings, k: int, graded_B: Tensor | None = None) -> Tensor:
+def passed_P(
+    total_rewards_B: Tensor, settings: ValidationSetSettings, k: int, graded_B: Tensor | None = None
+) -> Tensor:
     """float64: `pass@k` of each prompt, of whose samples the rewards stand together. Samples without a grade count for
     nothing, and prompts with fewer than `k` others are left out."""
-    totals_PS = totals_B.view(-1, settings.samples)
+    totals_PS = total_rewards_B.view(-1, settings.samples)
     graded_PS = torch.ones_like(totals_PS, dtype=torch.bool) if graded_B is None else graded_B.view(totals_PS.shape)
     right_P = ((totals_PS > settings.right_above) & graded_PS).sum(-1)
     counts = zip(graded_PS.sum(-1).tolist(), right_P.tolist(), strict=True)

@@ -48,13 +48,13 @@ def returns_to_go(rewards_BR: Tensor, rollouts: Rollouts, algorithm: AlgorithmSe
     return gae(rewards_BR, values_BR, mask_BR, gamma=algorithm.gamma, lam=1.0, borders=borders)[1]
 
 
-def groups_differ_G(totals_B: Tensor, group_ids_B: Tensor) -> Tensor:
+def groups_differ_G(total_rewards_B: Tensor, group_ids_B: Tensor) -> Tensor:
     """bool of each group: whether the rewards of its samples differ. Failed episodes, whose ids are negative, are in
     none."""
     whole_B = group_ids_B >= 0
     ids_G, group_B = group_ids_B[whole_B].unique(return_inverse=True)
-    lowest_G = torch.full(ids_G.shape, math.inf).scatter_reduce(0, group_B, totals_B[whole_B], "amin")
-    highest_G = torch.full(ids_G.shape, -math.inf).scatter_reduce(0, group_B, totals_B[whole_B], "amax")
+    lowest_G = torch.full(ids_G.shape, math.inf).scatter_reduce(0, group_B, total_rewards_B[whole_B], "amin")
+    highest_G = torch.full(ids_G.shape, -math.inf).scatter_reduce(0, group_B, total_rewards_B[whole_B], "amax")
     return highest_G > lowest_G
 
 
@@ -99,12 +99,12 @@ class ExperienceMaker:
         loss_mask_BR = loss_mask_BR & trained_tokens(scored.rollouts, self._algorithm)
         tally.mean_and_std("advantage", advantages_BR, mask_BR)
         tally.mean("return/mean", returns_BR, mask_BR)
-        totals_B = scored.rollouts.totals_B(scored.scores_B)
-        tally.mean_and_std("reward", totals_B)
+        total_rewards_B = scored.rollouts.total_rewards_B(scored.scores_B)
+        tally.mean_and_std("reward", total_rewards_B)
         if self._estimator.compares_samples:
-            tally.mean("reward/group_spread", groups_differ_G(totals_B, scored.rollouts.group_ids_B))
-        tally.maximum("reward/max", totals_B)
-        tally.minimum("reward/min", totals_B)
+            tally.mean("reward/group_spread", groups_differ_G(total_rewards_B, scored.rollouts.group_ids_B))
+        tally.maximum("reward/max", total_rewards_B)
+        tally.minimum("reward/min", total_rewards_B)
         tally.total("tokens", float(mask_BR.sum()))
         numbers = tally.reduce(None, self._device)
         if not numbers.pop("tokens"):  # all episodes have failed: means over tokens are of nothing

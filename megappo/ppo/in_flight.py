@@ -24,7 +24,7 @@ from megappo.ppo.parts import Parts
 from megappo.ppo.sampling import room_behind, sample_seed
 from megappo.ppo.saved import LoadedSteps
 from megappo.ppo.tickets import Group, choose
-from megappo.runtime.objects import of_all_ranks
+from megappo.runtime.objects import all_gather_objects
 from megappo.types import Prompt, Rollouts
 
 _STEP_OF_SEEDS = -3
@@ -129,7 +129,7 @@ class InFlight:
         """Counts over all ranks, of the prompts that the step has not taken, once it has its own; a collective of the
         world."""
         waiting = self._waiting()
-        counts = of_all_ranks((self._cut, self._begun_anew))
+        counts = all_gather_objects((self._cut, self._begun_anew))
         partial, begun_anew = (sum(of_rank) for of_rank in zip(*counts, strict=True))
         dropped, self._dropped, self._begun_anew = self._dropped, 0, 0
         metrics = {
@@ -269,7 +269,7 @@ class InFlight:
             and (numbers := self._numbers(group.ticket))
             and all(self._samples[number].finished for number in numbers)
         ]
-        for of_rank in of_all_ranks(mine):
+        for of_rank in all_gather_objects(mine):
             for ticket in of_rank:
                 self._groups[ticket].finished = True
 

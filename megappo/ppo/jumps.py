@@ -65,7 +65,7 @@ def describe_samples(experience: Experience, chosen: Sequence[int]) -> tuple[dic
     """What there is to say of these samples of this rank, in JSON's types."""
     scored = experience.scored
     rollouts, mask_BR = scored.rollouts, experience.loss_mask_BR
-    totals_B = rollouts.totals_B(scored.scores_B)
+    total_rewards_B = rollouts.total_rewards_B(scored.scores_B)
     push_B = (experience.advantages_BR * mask_BR).abs().sum(-1)
     lowest_B = scored.old_logprob_BR.masked_fill(~mask_BR, 0.0).amin(-1)
     return tuple(
@@ -74,7 +74,7 @@ def describe_samples(experience: Experience, chosen: Sequence[int]) -> tuple[dic
             "prompt": rollouts.prompts[b].text,
             "response": rollouts.responses[b],
             "raw_response": rollouts.raw_responses[b],
-            "score": float(totals_B[b]),
+            "score": float(total_rewards_B[b]),
             "tokens": int(rollouts.response_lengths_B[b]),
             "sum_abs_advantage": float(push_B[b]),
             "lowest_old_logprob": float(lowest_B[b]),

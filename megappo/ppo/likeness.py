@@ -16,7 +16,7 @@ from megappo.config import Config
 from megappo.data import PromptDataset, TrainingPrompts
 from megappo.errors import ConfigError, first_of, show
 from megappo.plugins import own_files
-from megappo.runtime.objects import of_all_ranks
+from megappo.runtime.objects import all_gather_objects
 from megappo.runtime.process import Runtime
 
 _OF_A_MACHINE = ("runtime.", "run.files", "data.template_time", "rollout.sglang.request_timeout_seconds")
@@ -43,9 +43,9 @@ def check_data(training: TrainingPrompts, validation: Mapping[str, PromptDataset
 def check_alike(facts: Mapping[str, object]) -> None:
     """Facts, by what a sentence calls them, are the same on all ranks; as `check_ranks`."""
     text = json.dumps(facts, sort_keys=True, default=str)
-    if len(set(of_all_ranks(hashlib.sha256(text.encode()).hexdigest()))) == 1:
+    if len(set(all_gather_objects(hashlib.sha256(text.encode()).hexdigest()))) == 1:
         return
-    of_ranks = of_all_ranks(json.loads(text))
+    of_ranks = all_gather_objects(json.loads(text))
     names = dict.fromkeys(name for of_rank in of_ranks for name in of_rank)
     found = [words for name in names if (words := _difference(name, [of_rank.get(name) for of_rank in of_ranks]))]
     raise ConfigError(

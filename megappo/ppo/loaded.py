@@ -51,7 +51,7 @@ class LoadedTrainer(Trainer):
         """This rank's samples of the step and their scores."""
         assert isinstance(self.responses, LoadedSteps)
         rollouts = self.generate()
-        self.let_engine_go(rollouts)
+        self.release_engine(rollouts)
         self.parts.stop.check()
         return self.shape(rollouts, self.responses.given_B)
 
@@ -75,7 +75,7 @@ class CriticTrainer(LoadedTrainer):
         with self.reporter.stage("rollout"):
             self._saved = agreed(lambda: self._pool.of_step(self.step))
         scored = self._saved.experience.scored
-        self.let_engine_go(scored.rollouts)
+        self.release_engine(scored.rollouts)
         self.parts.stop.check()
         return scored.rollouts, scored.scores_B
 

@@ -23,7 +23,7 @@ from megappo.engines.protocol import (
 )
 from megappo.engines.registry import make_engine
 from megappo.engines.stopping import StopTexts
-from megappo.environments.registry import set_stage, tool_schemas
+from megappo.environments.registry import make_environment_context, tool_schemas
 from megappo.environments.runner import EpisodeRunner, PendingEpisodes
 from megappo.megatron.roles import Role
 from megappo.ppo.answering import Generation, find_generation, generated
@@ -43,8 +43,8 @@ from megappo.types import Prompt, RoutingShape
 
 
 @dataclass(frozen=True)
-class Purpose:
-    """What the parts are for."""
+class RunMode:
+    """What the parts of a run are assembled for: training, or evaluation and export."""
 
     training: bool = True
     """False: there is an actor to generate with, but no optimizer, critic or reference."""
@@ -194,9 +194,9 @@ def start_reward_servers(config: Config, runtime: Runtime) -> OwnServers:
     return start_servers(wanted, runtime) if wanted else OwnServers()
 
 
-def assemble(config: Config, derived: Derived, runtime: Runtime, purpose: Purpose | None = None) -> Parts:
+def assemble(config: Config, derived: Derived, runtime: Runtime, purpose: RunMode | None = None) -> Parts:
     """Make every part; a collective of the whole world. Data and reward errors come before any model is built."""
-    purpose = purpose if purpose is not None else Purpose()
+    purpose = purpose if purpose is not None else RunMode()
     tokenizer = load_tokenizer(config)
     rows = token_rows(config, tokenizer, training=purpose.training)
     prompts = purpose.prompts
@@ -219,7 +219,7 @@ def assemble(config: Config, derived: Derived, runtime: Runtime, purpose: Purpos
     trusts = config.model.trust_remote_code
     reward, stage = None, None
     if config.rollout.load_from is None:
-        stage = set_stage(config, tokenizer, stop_token_ids, rows)
+        stage = make_environment_context(config, tokenizer, stop_token_ids, rows)
         servers, time = start_reward_servers(config, runtime), config.data.template_time
         reward = RewardScorer(config.reward, runtime.device, servers, trust_remote_code=trusts, template_time=time)
     if purpose.training:

@@ -25,7 +25,7 @@ from megappo.ppo.methods import find_objective
 from megappo.ppo.models import ModelBuilder
 from megappo.ppo.start import run_steps
 from megappo.ppo.updates import LossWeights, PolicyTask, ValueTask
-from megappo.runtime.objects import of_all_ranks
+from megappo.runtime.objects import all_gather_objects
 from megappo.runtime.process import Runtime, start_runtime
 from megappo.types import Samples
 
@@ -142,7 +142,7 @@ def _nonfinite_gradients(role: Role) -> list[str]:
 
 def _everywhere(found: list[Any]) -> list[Any]:
     """What any rank found, without repetitions; a collective of the world."""
-    return sorted({item for part in of_all_ranks(found) for item in part})
+    return sorted({item for part in all_gather_objects(found) for item in part})
 
 
 def _listed(found: list[Any]) -> str:

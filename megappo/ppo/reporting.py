@@ -20,7 +20,7 @@ from megappo.observe.stopwatch import Lap, StageTimer
 from megappo.observe.stragglers import Stragglers
 from megappo.ppo.advice import Advisor
 from megappo.ppo.jumps import Jump
-from megappo.runtime.objects import attempt, of_all_ranks
+from megappo.runtime.objects import all_gather_objects, attempt
 from megappo.runtime.process import Runtime
 from megappo.types import Episodes, Rollouts
 
@@ -115,7 +115,7 @@ class Reporter:
         seconds = self._timer.total
         if self._profiler.is_running:
             self._write_profile()
-        of_ranks = of_all_ranks(self._timer.seconds)
+        of_ranks = all_gather_objects(self._timer.seconds)
         self._slow = {stage: [times[stage] for times in of_ranks] for stage in self._timer.seconds}
         return {
             **{f"time/{name}": value for name, value in self._timer.seconds.items()},
@@ -129,7 +129,7 @@ class Reporter:
         """A trace that cannot be written is a message: the run is worth more."""
         caught = (OSError, RuntimeError)
         found, problem = attempt(self._profiler.end, caught)
-        of_ranks = of_all_ranks((found, problem))
+        of_ranks = all_gather_objects((found, problem))
         if self._runtime.is_main:
             problem = next((problem for _, problem in of_ranks if problem), "")
             if not problem:
@@ -171,7 +171,7 @@ class Reporter:
             "episode": [f"{episode.failure}: {episode.reason}" for episode in episodes if episode.failure],
         }
         for kind in sorted(failed.keys() - self._told_failures):
-            first = next((reason for of_rank in of_all_ranks(failed[kind][:1]) for reason in of_rank), "")
+            first = next((reason for of_rank in all_gather_objects(failed[kind][:1]) for reason in of_rank), "")
             if first:
                 self._told_failures.add(kind)
                 told = f"the first {kind} that failed: {one_line(first)}; {_FAILED[kind]}"
@@ -182,7 +182,7 @@ class Reporter:
         if self._log is None:
             return
         chosen = range(min(self._config.logging.sample_texts, len(rollouts.responses)))
-        totals_B, episodes = rollouts.totals_B(scores_B), rollouts.episodes
+        total_rewards_B, episodes = rollouts.total_rewards_B(scores_B), rollouts.episodes
         failures = rollouts.reward_failures or ("",) * len(rollouts.responses)
         self._log.log_samples(
             step,
@@ -192,7 +192,7 @@ class Reporter:
                     "response": rollouts.responses[b],
                     "raw_response": rollouts.raw_responses[b],
                     "answer": rollouts.prompts[b].answer,
-                    "score": float(totals_B[b]),
+                    "score": float(total_rewards_B[b]),
                     **({"score_failure": failures[b]} if failures[b] else {}),
                     "tokens": int(rollouts.response_lengths_B[b]),
                     **({} if episodes is None else _told_of(episodes, b)),
@@ -203,7 +203,7 @@ class Reporter:
 
     def jump(self, step: int, jump: Jump) -> None:
         """Write an update that stands out, with those of its samples that push most; a collective of the world."""
-        of_ranks = of_all_ranks(jump.samples)
+        of_ranks = all_gather_objects(jump.samples)
         if self._log is None:
             return
         samples = sorted((s for part in of_ranks for s in part), key=lambda s: -s["sum_abs_advantage"])

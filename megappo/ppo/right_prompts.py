@@ -8,7 +8,7 @@ from torch import Tensor
 
 from megappo.data.mixture import MixedPrompts
 from megappo.ppo.parts import Parts
-from megappo.runtime.objects import of_all_ranks
+from megappo.runtime.objects import all_gather_objects
 from megappo.types import Rollouts
 
 
@@ -25,7 +25,7 @@ def note_right_prompts(
     if curriculum is None:
         return {}
     here = _right_positions(rollouts, scores_B, curriculum.right_above, parts)
-    right = [position for of_rank in of_all_ranks(here) for position in of_rank]
+    right = [position for of_rank in all_gather_objects(here) for position in of_rank]
     curriculum.note(step, right)
     metrics = {"curriculum/right": float(len(right))}
     if isinstance(parts.train_prompts, MixedPrompts):
@@ -39,10 +39,10 @@ def _right_positions(rollouts: Rollouts, scores_B: Tensor, above: float, parts: 
     """Of this rank's prompts, in their order; failed episodes say nothing of a prompt."""
     rewards: dict[int, list[float]] = {}
     prompts = {}
-    totals_B, failed_B = rollouts.totals_B(scores_B), rollouts.group_ids_B < 0
+    total_rewards_B, failed_B = rollouts.total_rewards_B(scores_B), rollouts.group_ids_B < 0
     for b, sample_id in enumerate(rollouts.sample_ids_B.tolist()):
         group = sample_id // parts.config.rollout.samples_per_prompt
         prompts[group] = rollouts.prompts[b]
-        rewards.setdefault(group, []).extend([] if failed_B[b] else [float(totals_B[b])])
+        rewards.setdefault(group, []).extend([] if failed_B[b] else [float(total_rewards_B[b])])
     right = [group for group, found in rewards.items() if found and sum(found) / len(found) > above]
     return [parts.train_prompts.position_of(prompts[group]) for group in right]

@@ -19,7 +19,7 @@ from megappo.ppo.evaluation import evaluate_policy
 from megappo.ppo.exports import export_actor
 from megappo.ppo.likeness import check_ranks
 from megappo.ppo.loaded import trainer_of
-from megappo.ppo.parts import Parts, Purpose, assemble
+from megappo.ppo.parts import Parts, RunMode, assemble
 from megappo.ppo.reporting import Reporter
 from megappo.ppo.start import Start, at_one_time, checkpoints_directory, choose_start
 from megappo.runtime.failures import Failure
@@ -52,7 +52,7 @@ def train(config: Config, derived: Derived, prompts: TrainingPrompts | None = No
             closing(Reporter(config, derived, runtime, on_stage, held.check)) as reporter,
             runtime.failures.told(),
         ):
-            purpose = Purpose(prompts=prompts, resumed=start.checkpoint is not None, stop=interrupts)
+            purpose = RunMode(prompts=prompts, resumed=start.checkpoint is not None, stop=interrupts)
             parts = assemble(config, derived, runtime, purpose)
             if watchdog is not None:
                 parts.engine.on_tokens = watchdog.made_tokens
@@ -137,7 +137,7 @@ def evaluate(config: Config, derived: Derived, prompts: TrainingPrompts | None =
         config = at_one_time(config)
         enter = watchdog.enter if watchdog is not None else _unwatched
         with runtime.failures.told():
-            parts = assemble(config, derived, runtime, Purpose(training=False, prompts=prompts))
+            parts = assemble(config, derived, runtime, RunMode(training=False, prompts=prompts))
             if watchdog is not None:
                 parts.engine.on_tokens = watchdog.made_tokens
             with closing(parts), runtime.failures.told():

@@ -25,7 +25,7 @@ from megappo.ppo.generation import Kept
 from megappo.ppo.parts import Parts
 from megappo.ppo.sampling import share_of_rank
 from megappo.ppo.selection import joined_experience
-from megappo.runtime.objects import agreed, attempt, of_all_ranks
+from megappo.runtime.objects import agreed, all_gather_objects, attempt
 from megappo.types import Experience, Rollouts
 
 
@@ -95,7 +95,7 @@ class ExperienceRecord:
     def _everywhere(self, work: Any, *, on_main: bool = False) -> str:
         """Why work failed on any rank; "" where it did not."""
         problem = "" if on_main and not self._runtime.is_main else attempt(work, (OSError,))[1]
-        return next(filter(None, of_all_ranks(problem)), "")
+        return next(filter(None, all_gather_objects(problem)), "")
 
 
 def _clear(folder: Path) -> None:

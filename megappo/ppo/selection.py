@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megappo.runtime.objects import of_all_ranks
+from megappo.runtime.objects import all_gather_objects
 from megappo.types import Episodes, Experience, Rollouts, Scored
 
 
@@ -41,7 +41,7 @@ class Selection:
     def add(self, rollouts: Rollouts, scores_B: Tensor, metrics: Mapping[str, float]) -> None:
         """Take a round's samples of this rank, and what all ranks' rewards report; a collective of the world."""
         here = _spread(rollouts, scores_B, self.samples_per_prompt)
-        found = {group: differs for part in of_all_ranks(here) for group, differs in part.items()}
+        found = {group: differs for part in all_gather_objects(here) for group, differs in part.items()}
         self.rounds.append(_RewardedRound(rollouts, scores_B, metrics, tuple(found[group] for group in sorted(found))))
 
     @property
@@ -93,10 +93,12 @@ class Selection:
 
 def _spread(rollouts: Rollouts, scores_B: Tensor, samples_per_prompt: int) -> dict[int, bool]:
     """Of this rank's groups, by their numbers: whether the rewards of their samples differ, failed episodes aside."""
-    totals_B = rollouts.totals_B(scores_B)
+    total_rewards_B = rollouts.total_rewards_B(scores_B)
     rewards: dict[int, set[float]] = {}
     failed = (rollouts.group_ids_B < 0).tolist()
-    for sample_id, total, has_failed in zip(rollouts.sample_ids_B.tolist(), totals_B.tolist(), failed, strict=True):
+    for sample_id, total, has_failed in zip(
+        rollouts.sample_ids_B.tolist(), total_rewards_B.tolist(), failed, strict=True
+    ):
         of_group = rewards.setdefault(sample_id // samples_per_prompt, set())
         of_group.update([] if has_failed else [total])
     return {group: len(found) > 1 for group, found in rewards.items()}

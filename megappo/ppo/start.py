@@ -14,7 +14,7 @@ from megappo.config.tokens import template_now
 from megappo.errors import show
 from megappo.observe.metrics import read_metrics
 from megappo.plugins import own_files
-from megappo.runtime.objects import from_rank
+from megappo.runtime.objects import broadcast_object
 from megappo.runtime.process import Runtime
 
 
@@ -110,7 +110,7 @@ def with_template_time(config: Config) -> Config:
 def at_one_time(config: Config, recorded: str | None = None) -> Config:
     """The settings with the `data.template_time` of all ranks: the given one, the recorded one, or the main rank's now;
     a collective of the world."""
-    return _at(config, from_rank(config.data.template_time or recorded or template_now()))
+    return _at(config, broadcast_object(config.data.template_time or recorded or template_now()))
 
 
 def _at(config: Config, time: str) -> Config:
@@ -146,7 +146,7 @@ def run_steps(marker: Marker) -> int:
 
 def _begin(config: Config, runtime: Runtime) -> Start:
     """A run without a checkpoint begins again, if it was stopped before it could have written one."""
-    problem, lost = from_rank(lost_steps(config) if runtime.is_main else (None, 0))
+    problem, lost = broadcast_object(lost_steps(config) if runtime.is_main else (None, 0))
     if problem is not None:
         raise ConfigError(problem)
     sentence = f"the run in {config.run.path} was stopped before its first checkpoint and begins again"

@@ -239,7 +239,7 @@ class Trainer:
             self._sync_if_behind()  # in a run that was one step ahead until now
         rollouts, dynamic = self.generate(), self.config.rollout.dynamic_sampling
         if dynamic is None:
-            self.let_engine_go(rollouts)
+            self.release_engine(rollouts)
             self.parts.stop.check()
             rollouts, scores_B, metrics = self.reward(rollouts)
         else:
@@ -252,7 +252,7 @@ class Trainer:
                 self.parts.stop.check()
                 selection.add(*self.reward(more))
             rollouts, scores_B, metrics = selection.finish()
-            self.let_engine_go(rollouts)
+            self.release_engine(rollouts)
         self.metrics |= metrics
         return self.shape(rollouts, scores_B)
 
@@ -275,7 +275,7 @@ class Trainer:
         self._note_recovery()
         return rollouts
 
-    def let_engine_go(self, rollouts: Rollouts) -> None:
+    def release_engine(self, rollouts: Rollouts) -> None:
         """Nothing more is generated for this step. One step ahead, the next step's responses are begun before this one
         is trained on."""
         newest = self.weight_version + self.actor_changed
@@ -315,7 +315,7 @@ class Trainer:
             compares = self.algorithm.compares_in(self.step)
             trainer_logprob = actor.forward() if compares else rollouts.engine_logprob_BR
             parts.actor.rest()
-            reference = actor.seen_by(parts.reference).forward() if parts.reference else None
+            reference = actor.for_role(parts.reference).forward() if parts.reference else None
             if parts.reference:
                 parts.reference.rest()
             values = critic.forward() if critic else None  # which stays: its updates come next

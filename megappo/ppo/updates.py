@@ -29,7 +29,7 @@ from megappo_kernels.losses import PolicyInputs, ppo_value_loss
 from megappo_kernels.metrics import shown
 from megappo_kernels.objectives import PolicyObjective
 
-GOOD = "good"
+POSITIVE = "good"
 """Field of the tokens that are imitated."""
 
 
@@ -78,8 +78,8 @@ class LossWeights:
         """What a loss of this rank's rows is computed from: the samples' fields, with `mask` as bool, and `weights`."""
         mask_W = (batch.fields_W["mask"] > 0) & (not batch.is_filler)
         whole = {**batch.fields_W, "mask": mask_W, "weights": self.of(batch, mask_W)}
-        if GOOD in whole:
-            whole["nll_weights"] = self.nll * whole.pop(GOOD)
+        if POSITIVE in whole:
+            whole["nll_weights"] = self.nll * whole.pop(POSITIVE)
         return {name: x_W[batch.own_N] for name, x_W in whole.items()}
 
 
@@ -159,7 +159,7 @@ class RoleUpdates:
     def _token_counts(self) -> list[dict[int, int]]:
         """Of every sample of the step, on every rank: its tokens that count, and those of them that are imitated."""
         mask_BR = self.fields_BR["mask"]
-        good_BR = self.fields_BR.get(GOOD, torch.zeros_like(mask_BR))
+        good_BR = self.fields_BR.get(POSITIVE, torch.zeros_like(mask_BR))
         columns = [self.batch.samples.sample_ids_B, mask_BR.sum(-1), (good_BR & mask_BR).sum(-1)]
         gathered = all_gather_varying(torch.stack(columns, dim=1).to(self.batch.role.runtime.device))
         ids, *counts = torch.cat(gathered).T.tolist()
@@ -175,7 +175,7 @@ def actor_updates(batch: PlacedBatch, experience: Experience, config: Config, pe
         "mask": experience.loss_mask_BR,
         "ref_logprob": scored.ref_logprob_BR,
         "importance_weights": experience.importance_weights_BR,
-        GOOD: good_tokens(experience, algorithm) if algorithm.positive_nll_coef else None,
+        POSITIVE: good_tokens(experience, algorithm) if algorithm.positive_nll_coef else None,
     }
     fields_BR = {name: values_BR for name, values_BR in given.items() if values_BR is not None}
     make_task = partial(PolicyTask, find_objective(algorithm, penalty_coef))
@@ -186,7 +186,7 @@ def actor_updates(batch: PlacedBatch, experience: Experience, config: Config, pe
 def good_tokens(experience: Experience, algorithm: AlgorithmSettings) -> Tensor:
     """(B, R) bool: tokens of samples whose likelihood is to rise (Yue et al. 2025, "VAPO", section 4.3)."""
     scored = experience.scored
-    good_B = scored.rollouts.totals_B(scored.scores_B) > algorithm.positive_nll_above
+    good_B = scored.rollouts.total_rewards_B(scored.scores_B) > algorithm.positive_nll_above
     return good_B[:, None] & experience.loss_mask_BR
 
 

@@ -23,14 +23,14 @@ from megappo.families.parameters import OUTPUT_LAYER, Parameter, model_parameter
 from megappo.observe.progress import PROGRESS, WEIGHTS
 from megappo.reshard.slices import Holdings, Home, Receiver, SlicedCopy
 from megappo.runtime.device import plain_segments
-from megappo.runtime.objects import of_all_ranks
+from megappo.runtime.objects import all_gather_objects
 
 if TYPE_CHECKING:
     from megappo.megatron.roles import Role
 
 
 class Slot(NamedTuple):
-    """Where a tensor stands in a parcel."""
+    """Where a tensor stands in a payload."""
 
     name: str
     shape: Shape
@@ -40,12 +40,12 @@ class Slot(NamedTuple):
     stop: int
 
     def view(self, flat_bytes: Tensor) -> Tensor:
-        """The tensor inside a parcel's bytes."""
+        """The tensor inside a payload's bytes."""
         return flat_bytes[self.start : self.stop].view(self.dtype).view(self.shape)
 
 
 @dataclass(frozen=True)
-class Parcel:
+class ReceiverPayload:
     """What a receiver gets of a bucket."""
 
     receiver: Receiver
@@ -54,7 +54,7 @@ class Parcel:
 
     @property
     def n_bytes(self) -> int:
-        """Size of the parcel."""
+        """Size of the payload."""
         return self.slots[-1].stop
 
     def tensors(self, flat_bytes: Tensor) -> dict[str, Tensor]:
@@ -82,7 +82,7 @@ class Message:
 class Bucket:
     """Parameters that travel together, as one rank sees them."""
 
-    parcels: tuple[Parcel, ...]
+    payloads: tuple[ReceiverPayload, ...]
     """What this rank gets."""
     dtype: torch.dtype
     """Of all of them."""
@@ -121,20 +121,20 @@ class Delivery:
         self._others = [n for n in given if n not in self._mine]
         cut = holdings.buckets(self.receivers, bucket_bytes // dtype.itemsize)
         made = (self._bucket(parameters) for parameters in cut)
-        self.buckets = tuple(bucket for bucket in made if bucket.parcels or bucket.outgoing)
+        self.buckets = tuple(bucket for bucket in made if bucket.payloads or bucket.outgoing)
         """Those of which this rank gets or sends something."""
 
     def largest_bytes(self, part: tuple[int, int]) -> int:
         """What a buffer for this rank's receivers of a part must hold."""
-        parcels = (parcel for bucket in self.buckets for parcel in bucket.parcels)
-        return max(parcel.n_bytes for parcel in parcels if parcel.receiver.part == part)
+        payloads = (payload for bucket in self.buckets for payload in bucket.payloads)
+        return max(payload.n_bytes for payload in payloads if payload.receiver.part == part)
 
     def _bucket(self, parameters: tuple[Parameter, ...]) -> Bucket:
         dtype = torch.float32 if parameters[0].wide else self._dtype
-        parcels, incoming, outgoing = list[Parcel](), list[Message](), list[Message]()
+        payloads, incoming, outgoing = list[ReceiverPayload](), list[Message](), list[Message]()
         for number in self._mine:
             if chosen := self._chosen(number, parameters):
-                parcels.append(self._parcel(self.receivers[number], chosen, dtype))
+                payloads.append(self._payload(self.receivers[number], chosen, dtype))
                 incoming += self._incoming(number, chosen)
         held = [p for p in parameters if self._holdings.holds(self._rank, p)]
         alike: dict[tuple[tuple[int, int], tuple[Parameter, ...]], list[int]] = {}
@@ -144,13 +144,13 @@ class Delivery:
         for (part, given), numbers in alike.items():
             if copies := tuple(self._copies(part, given, self._homes[numbers[0]])):
                 outgoing.append(Message(self._rank, tuple(numbers), copies))
-        return Bucket(tuple(parcels), dtype, tuple(incoming), tuple(outgoing))
+        return Bucket(tuple(payloads), dtype, tuple(incoming), tuple(outgoing))
 
     def _chosen(self, number: int, parameters: Sequence[Parameter]) -> list[Parameter]:
         receiver = self.receivers[number]
         return [p for p in parameters if self._holdings.wants(receiver, self._number[p.megatron], p)]
 
-    def _parcel(self, receiver: Receiver, parameters: Sequence[Parameter], dtype: torch.dtype) -> Parcel:
+    def _payload(self, receiver: Receiver, parameters: Sequence[Parameter], dtype: torch.dtype) -> ReceiverPayload:
         slots, start = [], 0
         for parameter in parameters:
             for piece in self._holdings.wanted(receiver.part, parameter):
@@ -159,7 +159,7 @@ class Delivery:
                 stop = start + math.prod(shape) * dtype.itemsize
                 slots.append(Slot(piece.name, shape, dtype, start, stop))
                 start = stop
-        return Parcel(receiver, tuple(parameters), tuple(slots))
+        return ReceiverPayload(receiver, tuple(parameters), tuple(slots))
 
     def _incoming(self, number: int, parameters: Sequence[Parameter]) -> Iterator[Message]:
         of_ranks: dict[int, list[SlicedCopy]] = {}
@@ -197,7 +197,7 @@ class WeightStream:
         self.dtype, self.device, self._bucket_bytes = options.dtype, options.device, bucket_bytes
         self._here = {held.entry.megatron: held for held in role.mapped_parameters()}
         self._read = role.read_shard
-        held = of_all_ranks(self._said(grid))
+        held = all_gather_objects(self._said(grid))
         stage_of = {name: s for s in range(grid.pp) for r in grid.stage_ranks(s) for name in held[r]}
         self._check_whole(stage_of, is_critic=options.is_critic)
         self.holdings = Holdings(self.arch, grid, options.padded_vocab, stage_of)
@@ -243,13 +243,13 @@ class WeightStream:
         """(Hugging Face name, tensor) of what is for this rank, which may be nothing; to be consumed by all ranks."""
         delivery = self.delivery(receivers)
         for bucket in delivery.buckets:
-            flats = {p.receiver: self.buffer(p.n_bytes) for p in bucket.parcels}
+            flats = {p.receiver: self.buffer(p.n_bytes) for p in bucket.payloads}
             self.deliver(delivery, bucket, flats)
-            for parcel in bucket.parcels:
-                yield from parcel.tensors(flats[parcel.receiver]).items()
+            for payload in bucket.payloads:
+                yield from payload.tensors(flats[payload.receiver]).items()
 
     def buffer(self, n_bytes: int) -> Tensor:
-        """New memory for a parcel, which an engine's process may open."""
+        """New memory for a payload, which an engine's process may open."""
         with plain_segments():
             return torch.empty(n_bytes, dtype=torch.uint8, device=self.device)
 
@@ -263,7 +263,7 @@ class WeightStream:
                 shards[name] = self._read(self._here[name]).to(bucket.dtype)
             return shards[name][copy.source]
 
-        into = {parcel.receiver: parcel.tensors(flats[parcel.receiver]) for parcel in bucket.parcels}
+        into = {payload.receiver: payload.tensors(flats[payload.receiver]) for payload in bucket.payloads}
         packed = {id(m): torch.cat([part(copy).flatten() for copy in m.copies]) for m in bucket.outgoing}
         operations = [dist.P2POp(dist.isend, packed[id(m)], receivers[number].rank) for number, m in bucket.sends]
         arriving = [(m, self._room(m, bucket.dtype)) for m in bucket.incoming if m.rank != rank]
@@ -275,7 +275,7 @@ class WeightStream:
                     into[receivers[message.receivers[0]]][copy.name][copy.target].copy_(part(copy))
         for work in works:
             work.wait()
-        PROGRESS.add(WEIGHTS, sum(parcel.n_bytes for parcel in bucket.parcels))
+        PROGRESS.add(WEIGHTS, sum(payload.n_bytes for payload in bucket.payloads))
         for message, flat in arriving:
             runs = flat.split([copy.elements for copy in message.copies])
             for copy, run in zip(message.copies, runs, strict=True):

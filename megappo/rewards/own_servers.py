@@ -18,7 +18,7 @@ from megappo.engines.sglang.server import Server, named_in_url, start_server
 from megappo.engines.sglang.spec import ServerSpec
 from megappo.errors import RunError
 from megappo.rewards.http import ServerPlace
-from megappo.runtime.objects import agreed, of_all_ranks
+from megappo.runtime.objects import agreed, all_gather_objects
 from megappo.runtime.process import Runtime
 from megappo.runtime.store import free_port
 
@@ -107,7 +107,7 @@ class OwnServer:
 def start_servers(wanted: Mapping[str, OwnServer], runtime: Runtime) -> OwnServers:
     """Start servers without waiting for them, each on the first rank of its machine; a collective of the world. Raises
     ValueError on every rank where one cannot be started."""
-    hosts = of_all_ranks(machine_here())
+    hosts = all_gather_objects(machine_here())
     mine, machines = hosts[runtime.rank], list(dict.fromkeys(hosts))
     address = address_among(hosts, mine) if len(machines) > 1 else "127.0.0.1"
 
@@ -129,7 +129,7 @@ def start_servers(wanted: Mapping[str, OwnServer], runtime: Runtime) -> OwnServe
         return places, kept
 
     places, kept = agreed(started, (RunError, OSError))
-    everywhere = {name: place for of_rank in of_all_ranks(places) for name, place in of_rank.items()}
+    everywhere = {name: place for of_rank in all_gather_objects(places) for name, place in of_rank.items()}
     return OwnServers(everywhere, kept)
 
 

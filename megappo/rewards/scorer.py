@@ -117,7 +117,7 @@ class RewardScorer:
         the whole world. Raises RewardError on every rank where too many failed over all of them, so that none waits for
         one that has stopped.
         """
-        from megappo.runtime.objects import of_all_ranks
+        from megappo.runtime.objects import all_gather_objects
         from megappo.runtime.tally import Tally
 
         scored = self._result(rollouts)
@@ -137,7 +137,7 @@ class RewardScorer:
         metrics = tally.reduce(None, self._device)
         failed, samples = int(metrics.pop("failed")), int(metrics.pop("samples"))
         if failed > self._settings.max_failure_fraction * samples:
-            everywhere = [failure for of_rank in of_all_ranks(result.failures[:1]) for failure in of_rank]
+            everywhere = [failure for of_rank in all_gather_objects(result.failures[:1]) for failure in of_rank]
             raise too_many_failures(self._settings, failed, samples, everywhere)
         if failures is not None:
             failures.update(result.failures)
@@ -167,7 +167,9 @@ class RewardScorer:
             return scores_B
 
         scores_B = with_failed(found.result.scores)
-        beyond = self._finite(rollouts.totals_B(scores_B), "the score with the environment's rewards is").failures
+        beyond = self._finite(
+            rollouts.total_rewards_B(scores_B), "the score with the environment's rewards is"
+        ).failures
         for b, _ in beyond:
             scores_B[b] = self._settings.failure_score
         failures = sorted([(whole[i], reason) for i, reason in found.result.failures] + beyond)

@@ -13,7 +13,7 @@ from typing import TextIO
 
 from megappo.errors import RunError
 from megappo.observe.plain_files import check_own
-from megappo.runtime.objects import attempt, from_rank
+from megappo.runtime.objects import attempt, broadcast_object
 from megappo.runtime.process import Runtime
 from megappo.runtime.waiting import wait_until
 
@@ -34,7 +34,7 @@ class HeldDirectory:
 
         What is logged then goes into files that nobody can open, and another job may be in the other folder.
         """
-        problem = from_rank(_loss(self._directory, self._file) if self._file is not None else None)
+        problem = broadcast_object(_loss(self._directory, self._file) if self._file is not None else None)
         if problem is not None:
             raise RunError(problem)
 
@@ -68,7 +68,7 @@ def locked_directory(directory: Path, runtime: Runtime, *, private: bool = False
     than a job that is ending would, where the directory cannot be written, or as `check_own`.
     """
     file, problem = attempt(lambda: _take(directory, private=private)) if runtime.is_main else (None, "")
-    problem = from_rank(problem)
+    problem = broadcast_object(problem)
     if problem:
         raise ValueError(problem)
     try:

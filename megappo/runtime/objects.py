@@ -11,7 +11,7 @@ import torch.distributed as dist
 T = TypeVar("T")
 
 
-def from_rank(value: T, src: int = 0, group: dist.ProcessGroup | None = None) -> T:
+def broadcast_object(value: T, src: int = 0, group: dist.ProcessGroup | None = None) -> T:
     """The `value` of global rank `src`, on every rank of the group (None: the world)."""
     shared: list[Any] = [value]
     dist.broadcast_object_list(shared, src=src, group=group)
@@ -19,19 +19,19 @@ def from_rank(value: T, src: int = 0, group: dist.ProcessGroup | None = None) ->
     return found
 
 
-def of_all_ranks(value: T, group: dist.ProcessGroup | None = None) -> list[T]:
+def all_gather_objects(value: T, group: dist.ProcessGroup | None = None) -> list[T]:
     """Every rank's `value` on every rank of the group (None: the world), in the order of ranks."""
     gathered: list[Any] = [None] * dist.get_world_size(group)
     dist.all_gather_object(gathered, value, group=group)
     return gathered
 
 
-def hand_to(value: object, rank: int) -> None:
-    """Give one other rank a value; it takes it by `taken_from`. In the host's memory, as all objects."""
+def send_object(value: object, rank: int) -> None:
+    """Give one other rank a value; it takes it by `receive_object`. In the host's memory, as all objects."""
     dist.send_object_list([value], dst=rank, device=torch.device("cpu"))
 
 
-def taken_from(rank: int) -> Any:
+def receive_object(rank: int) -> Any:
     """What another rank hands to this one."""
     taken: list[Any] = [None]
     dist.recv_object_list(taken, src=rank, device=torch.device("cpu"))
@@ -52,7 +52,7 @@ def agreed(work: Callable[[], T], caught: tuple[type[Exception], ...] = (ValueEr
     Raises ValueError on every rank where the work of one failed, so that none waits for one that has stopped.
     """
     result, problem = attempt(work, caught)
-    problems = of_all_ranks(problem)
+    problems = all_gather_objects(problem)
     for rank, other in enumerate(problems):
         if other:
             raise ValueError(other if all(problems) else f"{other} (on rank {rank}, not on every other)")

@@ -179,7 +179,7 @@ def test_what_one_rank_does_not_see_every_rank_refuses(
     """Also a rank that sees everything, which would otherwise wait for the one that has left."""
     others: list[str] = []
 
-    monkeypatch.setattr(objects, "of_all_ranks", lambda mine: [mine, others.pop(0)])
+    monkeypatch.setattr(objects, "all_gather_objects", lambda mine: [mine, others.pop(0)])
     arch, two = read_architecture(world / "model"), Runtime(0, 2, 0, torch.device("cpu"))
     others += ["", ""]
     open_origin(str(world / "model"), "actor", arch, two)

@@ -26,9 +26,9 @@ from megappo.engines.protocol import Completion, GenerateRequest, SamplingParams
 from megappo.environments.chat import ChatTokens
 from megappo.environments.gateway.server import Gateway
 from megappo.environments.protocol import Environment
-from megappo.environments.registry import Stage, set_stage
+from megappo.environments.registry import EnvironmentContext, make_environment_context
 from megappo.environments.runner import EpisodeRunner, TooManyFailuresError
-from megappo.environments.session import Session, Surroundings
+from megappo.environments.session import Session, SharedEpisodeState
 from megappo.environments.tool_pool import ToolPool
 from megappo.errors import ConfigError, RunError
 from megappo.families.parameters import tensor_shapes
@@ -208,8 +208,8 @@ def narrow_runner(environment: Environment, engine: SayingEngine, template: str 
     words.add_tokens([AddedToken(ADDED, special=True)])
     chat = None if template is None else ChatTokens(words, PARAMS.stop_token_ids)
     pool, gateway = ToolPool({}, settings.tools), Gateway(settings.gateway_host)
-    shared = Surroundings(settings, words, END, chat, "user", pool, gateway, 1000)
-    return EpisodeRunner(Stage(environment, shared), engine, NeverStop())
+    shared = SharedEpisodeState(settings, words, END, chat, "user", pool, gateway, 1000)
+    return EpisodeRunner(EnvironmentContext(environment, shared), engine, NeverStop())
 
 
 class Reading(SayingEngine):
@@ -399,7 +399,7 @@ def test_texts_are_exactly_what_was_sampled(said: list[str], exact: str) -> None
     assert (rollouts.responses, rollouts.raw_responses) == ((exact,), (f"{exact} </e>",))
     settings = EnvironmentSettings()
     pool, gateway = ToolPool({}, settings.tools), Gateway(settings.gateway_host)
-    shared = Surroundings(settings, words, len(words), None, "user", pool, gateway, 100)
+    shared = SharedEpisodeState(settings, words, len(words), None, "user", pool, gateway, 100)
 
     async def engine(_: GenerateRequest) -> Completion:
         return answer
@@ -469,7 +469,7 @@ def test_a_time_is_written_as_a_date_or_a_date_and_a_time(tmp_path: Path) -> Non
 def test_the_gateway_tells_agents_the_time_of_the_run() -> None:
     words, settings = tokenizer(CLOCK), EnvironmentSettings()
     pool, gateway = ToolPool({}, settings.tools), Gateway(settings.gateway_host)
-    shared = Surroundings(settings, words, len(words), None, "user", pool, gateway, 100, MOMENT)
+    shared = SharedEpisodeState(settings, words, len(words), None, "user", pool, gateway, 100, MOMENT)
 
     async def silent(_: GenerateRequest) -> Completion:
         raise AssertionError
@@ -482,7 +482,7 @@ def test_the_gateway_tells_agents_the_time_of_the_run() -> None:
 def test_the_stage_of_episodes_has_the_time_of_the_run() -> None:
     words = ["rollout.environment={name: guess}", f"data.template_time='{MOMENT}'"]
     config = load_config(ROOT / QUICKSTART, words)
-    stage = set_stage(config, tokenizer(CLOCK), (END,), TokenRows(16, "m"))
+    stage = make_environment_context(config, tokenizer(CLOCK), (END,), TokenRows(16, "m"))
     assert stage is not None and stage.shared.template_time == MOMENT
 
 

@@ -68,7 +68,7 @@ def test_a_class_that_generates_ahead_may() -> None:
         (
             "engines_of_mine:Whole",
             ("rollout.ahead=1", "rollout.environment={name: guess}"),
-            "rollout.ahead is 1, but .* has no converse and open_line and finish_line",
+            "rollout.ahead is 1, but .* has no converse and open_stream and finish_stream",
         ),
         (
             "engines_of_mine:Whole",

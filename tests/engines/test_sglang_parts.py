@@ -36,9 +36,9 @@ from megappo.config.schema import Config
 from megappo.config.server_words import OWNED, REFUSED, word_rules
 from megappo.engines.registry import find_engine
 from megappo.engines.sglang import fleet
-from megappo.engines.sglang.bond import Bond, ServerPart
 from megappo.engines.sglang.client import Endpoint
 from megappo.engines.sglang.inspection import check_routing
+from megappo.engines.sglang.rendezvous import MultiNodeRendezvous, ServerPart
 from megappo.engines.sglang.server import EngineError
 from megappo.engines.sglang.spec import ServerSpec, unheard_variables
 from megappo.engines.sglang.sync import ServerSync, SyncRun, SyncSeconds
@@ -52,7 +52,7 @@ from megappo.plan.cache import PlannedCache
 from megappo.ppo import run
 from megappo.reshard.fingerprint import Fingerprints, differing
 from megappo.reshard.slices import EngineShape, Receiver
-from megappo.reshard.stream import Parcel
+from megappo.reshard.stream import ReceiverPayload
 from megappo.runtime import nccl, sglang_cpu
 from megappo.runtime.process import Runtime
 from megappo.runtime.sglang_slices import LOADER, SlicePlace, describe, load_slices
@@ -144,7 +144,7 @@ def test_threads_of_a_sync_work_on_the_device_of_their_rank(monkeypatch: pytest.
         both.wait()
 
     class Watched:
-        def prepare(self, parcels: Loaded, others: Sequence[int]) -> Callable[[], None]:
+        def prepare(self, payloads: Loaded, others: Sequence[int]) -> Callable[[], None]:
             return work
 
         def close(self) -> None: ...
@@ -153,7 +153,7 @@ def test_threads_of_a_sync_work_on_the_device_of_their_rank(monkeypatch: pytest.
     monkeypatch.setattr(Fingerprints, "of_bucket", lambda *_: work())
     server = ServerSync(Endpoint(0, "", "", 0), Watched(), [receiver], 0)
     run = SyncRun([server], EngineShape(arch(), 1), 60.0, True, SyncSeconds())
-    run.load([(Parcel(receiver, (), ()), torch.empty(0))])
+    run.load([(ReceiverPayload(receiver, (), ()), torch.empty(0))])
     run.settle()
     assert len(set(worked)) == 2 and threading.get_ident() not in worked
     assert [devices[thread] for thread in worked] == [3, 3]
@@ -256,9 +256,9 @@ def test_parts_of_a_server_talk_to_each_other_alone(tmp_path: Path, monkeypatch:
         (apart, "10.0.0.1,10.0.0.2"),
         (apart.model_copy(update={"data_parallel_attention": 1}), None),
     ):
-        bond = Bond.first("127.0.0.1", 0, settings)
-        bond.peers = frozenset({"10.0.0.2", "10.0.0.1"})
-        part = ServerPart(bond, 0)
+        rendezvous = MultiNodeRendezvous.first("127.0.0.1", 0, settings)
+        rendezvous.peers = frozenset({"10.0.0.2", "10.0.0.1"})
+        part = ServerPart(rendezvous, 0)
         part.begin()
         spec = ServerSpec(tmp_path, "float32", settings, (1,), False, tmp_path, CACHE, cores=(0,))
         monkeypatch.delenv("SGLANG_ZMQ_ALLOWED_PEERS", raising=False)
@@ -415,7 +415,7 @@ def one_gpu_per_task(monkeypatch: pytest.MonkeyPatch) -> None:
 def started(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, runtime: Runtime, **settings: Any) -> list[dict[str, str]]:
     """The variables of the servers that this rank of a run starts."""
     found: list[dict[str, str]] = []
-    monkeypatch.setattr(fleet, "of_all_ranks", lambda value: [value] * runtime.world_size)
+    monkeypatch.setattr(fleet, "all_gather_objects", lambda value: [value] * runtime.world_size)
     monkeypatch.setattr(Runtime, "release_cached_memory", lambda self: None)
     monkeypatch.setattr(fleet, "agreed", lambda work, _caught: work())
     monkeypatch.setattr(fleet, "start_server", lambda spec, *_, **__: found.append(spec.environment(tmp_path)))
@@ -451,7 +451,7 @@ def test_a_server_may_run_on_the_cores_of_all_ranks_of_its_machine(
     third = Runtime(rank=2, world_size=4, local_rank=2, device=torch.device("cuda", 2))
     found: list[tuple[int, ...]] = []
     monkeypatch.setattr(
-        fleet, "of_all_ranks", lambda value: [(value[0], {2 * rank, 2 * rank + 1}) for rank in range(4)]
+        fleet, "all_gather_objects", lambda value: [(value[0], {2 * rank, 2 * rank + 1}) for rank in range(4)]
     )
     monkeypatch.setattr(Runtime, "release_cached_memory", lambda self: None)
     monkeypatch.setattr(fleet, "agreed", lambda work, _caught: work())
@@ -496,7 +496,7 @@ def started_on_machines(
         return "10.0.0.0" if to == "10.0.0.1" else "10.0.0.1" if hosts[rank] else "127.0.1.1"
 
     monkeypatch.setenv("MASTER_ADDR", "node0")
-    monkeypatch.setattr(fleet, "of_all_ranks", of_all)
+    monkeypatch.setattr(fleet, "all_gather_objects", of_all)
     monkeypatch.setattr(fleet, "address_towards", towards)
     monkeypatch.setattr(fleet, "listening_problem", lambda *_: None)
     monkeypatch.setattr(fleet, "agreed", lambda work, *_caught: work())

@@ -88,7 +88,7 @@ def test_a_server_that_this_machine_cannot_start_again_is_told(tmp_path: Path, m
     path = worlds.fake_package(tmp_path / "packages", "sglang", "0.5.23")
     (tmp_path / "packages/sglang/launch_server.py").write_text("import time\ntime.sleep(1000)\n")
     monkeypatch.setenv("PYTHONPATH", path)
-    monkeypatch.setattr(fleet, "of_all_ranks", lambda value: [value])
+    monkeypatch.setattr(fleet, "all_gather_objects", lambda value: [value])
     monkeypatch.setattr(fleet, "agreed", lambda work, *_caught: work())
     settings = SGLangSettings(placement="disaggregated", engines=1)
     spec = ServerSpec(tmp_path, "float32", settings, (1,), False, tmp_path, PlannedCache(9000, 100))
@@ -115,7 +115,7 @@ def test_a_server_that_this_machine_cannot_start_again_is_told(tmp_path: Path, m
 
 def external(monkeypatch: pytest.MonkeyPatch, folder: Path, port: int, patience_seconds: float = 60.0) -> str:
     """What ends a run whose server is to be at a port."""
-    monkeypatch.setattr(fleet, "of_all_ranks", lambda value: [value])
+    monkeypatch.setattr(fleet, "all_gather_objects", lambda value: [value])
     monkeypatch.setattr(fleet, "agreed", lambda work, *_caught: work())
     settings = SGLangSettings(
         placement="disaggregated", urls=(f"http://127.0.0.1:{port}",), start_timeout_seconds=patience_seconds

@@ -120,7 +120,7 @@ def test_the_model_sees_what_was_said_and_only_its_own_tokens_count() -> None:
         "t3<|im_end|>", "27<|im_end|>", "53<|im_end|>",
     ]  # fmt: skip
     assert rollouts.episodes.turn_rewards_BR[0, ends].tolist() == [1.0, 2.0, 13.0]
-    assert rollouts.totals_B(torch.tensor([0.5, 0.0])).tolist() == [16.5, 16.0]
+    assert rollouts.total_rewards_B(torch.tensor([0.5, 0.0])).tolist() == [16.5, 16.0]
     assert rollouts.responses == ("t53", "t53")
     assert [said["by"] for said in rollouts.episodes.conversations[0]] == ["model", "environment"] * 2 + ["model"]
     assert rollouts.weight_versions_B.tolist() == [7, 7]
@@ -441,7 +441,7 @@ def test_a_failed_episode_has_the_score_of_a_failure() -> None:
         finally:
             scorer.close()
         assert scores.tolist() == [-2.0] * 3 + [own] * 17
-        assert rollouts.totals_B(scores).tolist() == [-2.0] * 3 + [own + 1.0] * 17
+        assert rollouts.total_rewards_B(scores).tolist() == [-2.0] * 3 + [own + 1.0] * 17
         assert metrics["reward/failures"] == 0
 
 

@@ -155,7 +155,7 @@ def test_a_run_that_is_stopped_waits_for_no_episode(kind: type[SayingEngine]) ->
     prompts, requests = asked(3)
     if isinstance(engine, PromptEngine):
         pending = made.submit(prompts, requests, PARAMS)
-        engine.finish_line(pending.table, pending.line, PARAMS)
+        engine.finish_stream(pending.table, pending.stream, PARAMS)
         assert engine.left == 2
         done = pending.completions
     else:

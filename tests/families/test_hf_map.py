@@ -211,7 +211,7 @@ def test_names_are_said_by_the_first_copy_alone(llama_8b: ArchitectureConfig, mo
         said.append(own)
         return [names] * 8
 
-    monkeypatch.setattr(stream, "of_all_ranks", heard)
+    monkeypatch.setattr(stream, "all_gather_objects", heard)
     for rank in range(8):
         with fake_world(rank, 8):
             runtime = Runtime(rank, 8, 0, torch.device("cpu"))

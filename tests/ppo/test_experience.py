@@ -282,11 +282,11 @@ def test_tokens_of_older_weights_prove_nothing_of_the_engine() -> None:
 
 def test_groups_without_a_spread_are_counted() -> None:
     """Failed episodes are in no group, and equal rewards of different prompts are no spread."""
-    totals_B = torch.tensor([0.0, 0.0, 1.0, 1.0, 5.0, 0.0, 0.5, 7.0])
+    total_rewards_B = torch.tensor([0.0, 0.0, 1.0, 1.0, 5.0, 0.0, 0.5, 7.0])
     group_ids_B = torch.tensor([0, 0, 1, 1, -5, 2, 2, 1])
-    assert groups_differ_G(totals_B, group_ids_B).tolist() == [False, True, True]
-    assert groups_differ_G(totals_B[:4], group_ids_B[:4]).tolist() == [False, False]
-    assert groups_differ_G(totals_B, torch.arange(-8, 0)).tolist() == []
+    assert groups_differ_G(total_rewards_B, group_ids_B).tolist() == [False, True, True]
+    assert groups_differ_G(total_rewards_B[:4], group_ids_B[:4]).tolist() == [False, False]
+    assert groups_differ_G(total_rewards_B, torch.arange(-8, 0)).tolist() == []
     numbers = kl_step(maker(), 0.1)
     assert numbers["reward/group_spread"] == 0.0 and numbers["reward/std"] == 0.0
 

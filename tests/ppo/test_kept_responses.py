@@ -38,7 +38,7 @@ def test_ranks_share_out_the_files_and_have_them_all(
             shares.append(own)
         return shares if len(shares) == ranks else [kept]
 
-    monkeypatch.setattr(checkpoints, "of_all_ranks", gathered)
+    monkeypatch.setattr(checkpoints, "all_gather_objects", gathered)
 
     def found(rank: int) -> list[Any]:
         parts: Any = SimpleNamespace(

@@ -41,19 +41,19 @@ def test_pass_at_k_is_that_of_the_paper(samples: int, data: st.DataObject) -> No
 
 def test_each_prompt_has_its_own_share() -> None:
     wanted = ValidationSetSettings(source="a.jsonl", samples=4, temperature=1.0, pass_at=(1, 2), right_above=0.5)
-    totals_B = torch.tensor([0.0, 1.0, 0.5, 0.9, 0.0, 0.0, 0.5, -1.0])
-    assert passed_P(totals_B, wanted, 1).tolist() == [0.5, 0.0]
-    assert passed_P(totals_B, wanted, 2).tolist() == pytest.approx([5 / 6, 0.0], abs=1e-15)
+    total_rewards_B = torch.tensor([0.0, 1.0, 0.5, 0.9, 0.0, 0.0, 0.5, -1.0])
+    assert passed_P(total_rewards_B, wanted, 1).tolist() == [0.5, 0.0]
+    assert passed_P(total_rewards_B, wanted, 2).tolist() == pytest.approx([5 / 6, 0.0], abs=1e-15)
     assert passed_P(torch.zeros(0), wanted, 1).tolist() == []  # a rank without prompts
 
 
 def test_answers_without_a_grade_are_neither_right_nor_wrong() -> None:
     wanted = ValidationSetSettings(source="a.jsonl", samples=4, temperature=1.0, pass_at=(1, 2), right_above=0.5)
-    totals_B = torch.tensor([0.0, 1.0, 9.0, 0.0, 9.0, 9.0, 9.0, 1.0, 9.0, 9.0, 9.0, 9.0])
+    total_rewards_B = torch.tensor([0.0, 1.0, 9.0, 0.0, 9.0, 9.0, 9.0, 1.0, 9.0, 9.0, 9.0, 9.0])
     graded_B = torch.tensor([True, True, False, True, False, False, False, True, False, False, False, False])
-    assert passed_P(totals_B, wanted, 1, graded_B).tolist() == pytest.approx([1 / 3, 1.0])
-    assert passed_P(totals_B, wanted, 2, graded_B).tolist() == pytest.approx([2 / 3])
-    assert passed_P(totals_B, wanted, 2, ~torch.ones(12, dtype=torch.bool)).tolist() == []
+    assert passed_P(total_rewards_B, wanted, 1, graded_B).tolist() == pytest.approx([1 / 3, 1.0])
+    assert passed_P(total_rewards_B, wanted, 2, graded_B).tolist() == pytest.approx([2 / 3])
+    assert passed_P(total_rewards_B, wanted, 2, ~torch.ones(12, dtype=torch.bool)).tolist() == []
 
 
 def override(*given: str) -> Any:

@@ -68,8 +68,8 @@ class World:
         found: dict[Receiver, dict[str, Tensor]] = {receiver: {} for receiver in receivers}
         for rank, way in ways.items():
             for bucket in way.buckets:
-                flats = {p.receiver: torch.full((p.n_bytes,), 255, dtype=torch.uint8) for p in bucket.parcels}
-                tensors = {p.receiver: p.tensors(flats[p.receiver]) for p in bucket.parcels}
+                flats = {p.receiver: torch.full((p.n_bytes,), 255, dtype=torch.uint8) for p in bucket.payloads}
+                tensors = {p.receiver: p.tensors(flats[p.receiver]) for p in bucket.payloads}
                 for message in bucket.incoming:
                     into = tensors[receivers[message.receivers[0]]]
                     if message.rank != rank:
@@ -81,7 +81,7 @@ class World:
                         parts = [self.shard(rank, c.parameter)[c.source].flatten() for c in message.copies]
                     for copy, part in zip(message.copies, parts, strict=True):
                         into[copy.name][copy.target] = part.view(copy.shape)
-                for parcel in bucket.parcels:
+                for parcel in bucket.payloads:
                     self.check_bound(parcel.parameters, parcel.n_bytes, bucket_bytes)
                     assert not found[parcel.receiver].keys() & tensors[parcel.receiver].keys()
                     found[parcel.receiver] |= tensors[parcel.receiver]
@@ -184,16 +184,16 @@ def test_memory_that_all_share_is_filled_by_those_that_hold_one_copy(tp: int) ->
     ways = [Delivery(played.holdings, receivers, 4000, torch.float32, rank, shared=True) for rank in range(8)]
     assert len({len(way.buckets) for way in ways}) == 1
     for buckets in zip(*(way.buckets for way in ways), strict=True):
-        flats = {p.receiver: torch.full((p.n_bytes,), 255, dtype=torch.uint8) for p in buckets[0].parcels}
-        assert sum(map(len, flats.values())) <= 4000 or len(buckets[0].parcels[0].parameters) == 1
+        flats = {p.receiver: torch.full((p.n_bytes,), 255, dtype=torch.uint8) for p in buckets[0].payloads}
+        assert sum(map(len, flats.values())) <= 4000 or len(buckets[0].payloads[0].parameters) == 1
         for rank, bucket in enumerate(buckets):
             assert not bucket.outgoing and (rank < 4 or not bucket.incoming)
             for message in bucket.incoming:
-                (parcel,) = (p for p in bucket.parcels if p.receiver == receivers[message.receivers[0]])
+                (parcel,) = (p for p in bucket.payloads if p.receiver == receivers[message.receivers[0]])
                 for copy in message.copies:
                     part = played.shard(rank, copy.parameter)[copy.source]
                     parcel.tensors(flats[parcel.receiver])[copy.name][copy.target] = part
-        for parcel in buckets[0].parcels:
+        for parcel in buckets[0].payloads:
             for name, tensor in parcel.tensors(flats[parcel.receiver]).items():
                 expected = engine_part(played.holdings.arch, name, played.whole[name], tp, parcel.receiver.tensor_rank)
                 assert torch.equal(tensor, expected)

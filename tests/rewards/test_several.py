@@ -195,7 +195,7 @@ def test_what_the_environment_gave_counts_in_the_sum() -> None:
     given = replace(rollouts("3e38", "2"), episodes=episodes, response_mask_BR=torch.ones(2, 2, dtype=torch.bool))
     scores, metrics = scored({"function": "several_rewards:size", "failure_score": -9.0}, given)
     assert scores == [-9.0, 2.0] and metrics["reward/failures"] == 0.5
-    assert given.totals_B(torch.tensor(scores)).isfinite().all()
+    assert given.total_rewards_B(torch.tensor(scores)).isfinite().all()
 
 
 @pytest.mark.parametrize("given", ["{'penalty': 1e39}", "{'penalty': .inf}", "{'penalty': 2e9}"])

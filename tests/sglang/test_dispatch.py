@@ -24,7 +24,7 @@ import pytest
 import torch
 
 from megappo.config.engine import SGLangSettings
-from megappo.engines.protocol import CacheUse, Completion, GenerateRequest, Line, SamplingParams
+from megappo.engines.protocol import CacheUse, Completion, GenerateRequest, RequestStream, SamplingParams
 from megappo.engines.sglang.client import Endpoint, ServerFailure, call
 from megappo.runtime.waiting import wait_until
 from megappo.types import RoutingShape
@@ -38,9 +38,9 @@ from megappo.engines.sglang import dispatch
 from megappo.engines.sglang.dispatch import Outcome, Round
 from megappo.engines.sglang.homes import Homes
 from megappo.engines.sglang.in_flight import Departures, InFlightRound, abort_servers
-from megappo.engines.sglang.line import OpenRound
 from megappo.engines.sglang.rounds import Rounds
 from megappo.engines.sglang.server import EngineError
+from megappo.engines.sglang.streaming import OpenRound
 from megappo.observe.progress import PROGRESS
 
 pytestmark = [pytest.mark.slow, pytest.mark.waits]
@@ -484,7 +484,7 @@ class Chats:
         self.ended_at: dict[int, float] = {}
         self._line: OpenRound | None = None
 
-    def drive(self, line: Line) -> int:
+    def drive(self, line: RequestStream) -> int:
         assert isinstance(line, OpenRound)
         self._line = line
         for number, request in list(self.waiting.items()):
@@ -656,7 +656,7 @@ def test_turns_in_flight_come_to_who_listens(world_of_one: None) -> None:
 
     with departures.kept_back():
         send(3, 100)
-        assert departures.line is None
+        assert departures.stream is None
     assert wait_until(lambda: len(hears.found) == 1, 10.0, every_seconds=0.01)
     send(3, 101)  # the next turn has the same number
     assert wait_until(lambda: len(hears.found) == 2, 10.0, every_seconds=0.01)
@@ -664,8 +664,8 @@ def test_turns_in_flight_come_to_who_listens(world_of_one: None) -> None:
     server.seconds = 30.0
     send(4, 102)
     assert wait_until(lambda: server.running == 1, 10.0, every_seconds=0.01)
-    line = departures.take_line()
-    assert line is not None and departures.line is None
+    line = departures.take_stream()
+    assert line is not None and departures.stream is None
     line.break_off()
     line.send(5, GenerateRequest((2, 103), seed=5, prompt_id=5))
     assert abort_servers(line, [server.endpoint], settings()) == {}

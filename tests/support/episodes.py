@@ -11,14 +11,14 @@ from tokenizers import decoders
 from transformers import AddedToken, PreTrainedTokenizerFast
 
 from megappo.config.environment import EnvironmentSettings
-from megappo.engines.protocol import Completion, GenerateRequest, Line, Listener, SamplingParams, Talk
+from megappo.engines.protocol import Completion, GenerateRequest, Listener, RequestStream, SamplingParams, TurnDriver
 from megappo.engines.stopping import stopped
 from megappo.environments.chat import ChatTokens
 from megappo.environments.gateway.server import Gateway
 from megappo.environments.protocol import Environment
-from megappo.environments.registry import Stage
+from megappo.environments.registry import EnvironmentContext
 from megappo.environments.runner import EpisodeRunner
-from megappo.environments.session import Surroundings
+from megappo.environments.session import SharedEpisodeState
 from megappo.environments.tool_pool import ToolPool
 from megappo.runtime.interrupts import NeverStop
 from megappo.types import Prompt
@@ -84,20 +84,22 @@ class PromptEngine(SayingEngine):
         self.holds: Callable[[GenerateRequest], bool] = lambda _: False
         """Whether the answer to a request is not to be given yet."""
         self.left = 0
-        """Episodes that were not over when the last talk was."""
+        """Episodes that were not over when the last driver was."""
 
-    def converse(self, talk: Talk, params: SamplingParams) -> None:
-        self.finish_line(talk, self.open_line(talk, params), params)
+    def converse(self, driver: TurnDriver, params: SamplingParams) -> None:
+        self.finish_stream(driver, self.open_stream(driver, params), params)
 
-    def open_line(self, talk: Talk, params: SamplingParams) -> Line:
-        return _Delayed(self, talk, params)
+    def open_stream(self, driver: TurnDriver, params: SamplingParams) -> RequestStream:
+        return _Delayed(self, driver, params)
 
-    def finish_line(self, talk: Talk, line: Line, params: SamplingParams, *, weights_changed: bool = False) -> None:
-        assert isinstance(line, _Delayed)
+    def finish_stream(
+        self, driver: TurnDriver, stream: RequestStream, params: SamplingParams, *, weights_changed: bool = False
+    ) -> None:
+        assert isinstance(stream, _Delayed)
         try:
-            self.left = talk.drive(line)
+            self.left = driver.drive(stream)
         finally:
-            line.close()
+            stream.close()
 
 
 class FlyingEngine(SayingEngine):
@@ -147,11 +149,11 @@ class FlyingEngine(SayingEngine):
             return {number: self._take(number, 1) for number in [*self._under_way]}
 
 
-class _Delayed(Line):
+class _Delayed(RequestStream):
     is_over = False
 
-    def __init__(self, engine: PromptEngine, talk: Talk, params: SamplingParams) -> None:
-        self._engine, self._talk, self._params = engine, talk, params
+    def __init__(self, engine: PromptEngine, driver: TurnDriver, params: SamplingParams) -> None:
+        self._engine, self._driver, self._params = engine, driver, params
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever)
         self._thread.start()
@@ -161,7 +163,7 @@ class _Delayed(Line):
             if self._engine.holds(request):
                 self._loop.call_later(0.01, answer)
             else:
-                self._talk.answered(number, self._engine.answer(request, self._params))
+                self._driver.answered(number, self._engine.answer(request, self._params))
 
         self._loop.call_soon_threadsafe(self._loop.call_later, self._engine.delay(request), answer)
 
@@ -181,8 +183,8 @@ def runner(
     chat = None if template is None else ChatTokens(words, (END,))
     pool = ToolPool(getattr(environment, "tools", {}), settings.tools)
     gateway = Gateway(settings.gateway_host)
-    shared = Surroundings(settings, words, len(words), chat, role, pool, gateway, MOST_PROMPT_TOKENS)
-    return EpisodeRunner(Stage(environment, shared), engine, stop or NeverStop())
+    shared = SharedEpisodeState(settings, words, len(words), chat, role, pool, gateway, MOST_PROMPT_TOKENS)
+    return EpisodeRunner(EnvironmentContext(environment, shared), engine, stop or NeverStop())
 
 
 def asked(count: int, text: str = "go ", answer: str | None = None) -> tuple[list[Prompt], list[GenerateRequest]]:

@@ -16,7 +16,7 @@ from megappo.engines.sglang.guard import session_pids
 from megappo.engines.stretches import continued, joined, token_versions
 from megappo.megatron.placed import announce, place
 from megappo.ppo.trainer import Trainer
-from megappo.runtime.objects import of_all_ranks
+from megappo.runtime.objects import all_gather_objects
 from megappo.types import Samples
 
 LONG = SamplingParams(temperature=0.8, max_new_tokens=100, stop_token_ids=(1,))
@@ -52,7 +52,7 @@ def broken_off(trainer: Trainer, requests: Sequence[GenerateRequest]) -> dict[st
         time.sleep(seconds)
         answers = engine.abort()
         cut = {n: a for n, a in answers.items() if a.broken_off}
-        if all(of_all_ranks(any(answer.token_ids for answer in cut.values()))):
+        if all(all_gather_objects(any(answer.token_ids for answer in cut.values()))):
             break
     idle = engine.finished(0.0)
     trainer.sync_weights()
@@ -88,7 +88,7 @@ def held(trainer: Trainer, requests: Sequence[GenerateRequest], pause: str) -> d
         engine.update_weights(trainer.parts.weights, before + 1)
         go_on(engine, requests, answers)
         several = sum(len(set(token_versions(answer))) > 1 for answer in answers.values())
-        if all(of_all_ranks(several)):
+        if all(all_gather_objects(several)):
             break
     engine.settings, trainer.weight_version = settings, engine.version
     gaps = gaps_by_version(trainer, requests, answers)

@@ -7,10 +7,10 @@ import threading
 from collections.abc import Mapping
 from typing import Any
 
-from megappo.engines.protocol import Completion, GenerateRequest, Line, Listener, SamplingParams, Talk
+from megappo.engines.protocol import Completion, GenerateRequest, Listener, RequestStream, SamplingParams, TurnDriver
 from megappo.engines.transformers_engine import TransformersEngine
 from megappo.runtime.failures import Failures
-from megappo.runtime.objects import of_all_ranks
+from megappo.runtime.objects import all_gather_objects
 from tests.support.embedded import AroundEmbedded
 
 
@@ -24,20 +24,22 @@ class TalkingEngine(AroundEmbedded):
         self._failures = given["runtime"].failures
         self._lock = threading.Lock()
 
-    def converse(self, talk: Talk, params: SamplingParams) -> None:
-        self.finish_line(talk, self.open_line(talk, params), params)
+    def converse(self, talk: TurnDriver, params: SamplingParams) -> None:
+        self.finish_stream(talk, self.open_stream(talk, params), params)
 
-    def open_line(self, talk: Talk, params: SamplingParams) -> Line:
+    def open_stream(self, talk: TurnDriver, params: SamplingParams) -> RequestStream:
         return _OneByOne(self.inner, talk, params, self._failures)
 
-    def finish_line(self, talk: Talk, line: Line, params: SamplingParams, *, weights_changed: bool = False) -> None:
+    def finish_stream(
+        self, talk: TurnDriver, line: RequestStream, params: SamplingParams, *, weights_changed: bool = False
+    ) -> None:
         assert isinstance(line, _OneByOne)
         try:
             left = talk.drive(line)
         finally:
             line.close()
         self.stop.check()
-        assert not any(of_all_ranks(left))
+        assert not any(all_gather_objects(left))
 
     def listen(self, listener: Listener) -> None:
         self._listener = listener
@@ -66,7 +68,7 @@ class TalkingEngine(AroundEmbedded):
         super().close()
 
 
-class _OneByOne(Line):
+class _OneByOne(RequestStream):
     is_over = False
 
     def __init__(self, inner: TransformersEngine, talk: Listener, params: SamplingParams, failures: Failures) -> None:

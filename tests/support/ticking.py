@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from megappo.engines.protocol import Completion, GenerateRequest, Line, SamplingParams, Talk
+from megappo.engines.protocol import Completion, GenerateRequest, RequestStream, SamplingParams, TurnDriver
 from megappo.environments.table import Table
 from megappo.reshard.stream import WeightStream
 from megappo.runtime.process import Runtime
@@ -29,7 +29,7 @@ class _Submitted:
     completions: dict[int, Completion] = field(default_factory=dict)
 
 
-class _Held(Line):
+class _Held(RequestStream):
     """Nothing is answered over it: the turns wait for a round."""
 
     is_over = False
@@ -64,13 +64,15 @@ class TickingEngine(AroundEmbedded):
         pending.completions = dict(enumerate(answers))
         return answers
 
-    def converse(self, talk: Talk, params: SamplingParams) -> None:
-        self.finish_line(talk, self.open_line(talk, params), params)
+    def converse(self, talk: TurnDriver, params: SamplingParams) -> None:
+        self.finish_stream(talk, self.open_stream(talk, params), params)
 
-    def open_line(self, talk: Talk, params: SamplingParams) -> Line:
+    def open_stream(self, talk: TurnDriver, params: SamplingParams) -> RequestStream:
         return _Held()
 
-    def finish_line(self, talk: Talk, line: Line, params: SamplingParams, *, weights_changed: bool = False) -> None:
+    def finish_stream(
+        self, talk: TurnDriver, line: RequestStream, params: SamplingParams, *, weights_changed: bool = False
+    ) -> None:
         assert isinstance(talk, Table)
         while wanted := talk.round():
             talk.answer(dict(zip(wanted, self.inner.generate(list(wanted.values()), params), strict=True)))

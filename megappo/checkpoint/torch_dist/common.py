@@ -14,7 +14,13 @@ from typing import Any
 
 from torch.distributed.checkpoint.metadata import Metadata
 
-from megappo.checkpoint.inert import PICKLE_ERRORS, InertUnpickler, PickledRecord, UnlistedNameError, inert_names
+from megappo.checkpoint.safe_unpickle import (
+    PICKLE_ERRORS,
+    InertUnpickler,
+    PickledRecord,
+    UnlistedNameError,
+    inert_names,
+)
 from megappo.errors import show
 from megappo.families.architecture import ArchitectureConfig
 from megappo.megatron.swiglu import is_swiglu

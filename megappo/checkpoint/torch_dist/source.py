@@ -14,8 +14,8 @@ from torch import Tensor
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, TensorStorageMetadata
 
 from megappo.checkpoint.files import DamagedError
-from megappo.checkpoint.inert import PICKLE_ERRORS
 from megappo.checkpoint.reader import read_metadata_of_megatron
+from megappo.checkpoint.safe_unpickle import PICKLE_ERRORS
 from megappo.checkpoint.torch_dist.common import read_arguments, require_arguments
 from megappo.checkpoint.torch_dist.places import (
     OUTPUT_BIAS,

@@ -7,7 +7,7 @@ from torch import Tensor
 from megappo.engines.sglang.transport import buffer_handles, open_buffers, share_buffers, share_by_name
 from megappo.reshard.slices import Receiver
 from megappo.reshard.stream import Delivery
-from megappo.runtime.objects import from_rank
+from megappo.runtime.objects import broadcast_object
 from megappo.runtime.process import Runtime
 
 
@@ -21,7 +21,7 @@ class SyncBuffers:
     def of(self, delivery: Delivery, runtime: Runtime, placement: str, *, shared: bool) -> dict[Receiver, list[Tensor]]:
         """For those of this rank that servers and, where it is `shared`, all ranks can open; a collective then.
 
-        None where parcels are broadcast, and on GPUs: a server answers when its copies are queued, and torch's
+        None where payloads are broadcast, and on GPUs: a server answers when its copies are queued, and torch's
         allocator gives memory out again when the server has let go of it, so each parcel gets its own, at most two.
         """
         if runtime.on_cuda or placement != "colocated" or not delivery.buckets:
@@ -32,7 +32,9 @@ class SyncBuffers:
             own = [r for r in delivery.receivers if r.rank == rank]
             made = [buffer for r in own for buffer in share_buffers(2, delivery.largest_bytes(r.part))]
             if shared:
-                handles = from_rank([buffer_handles(made) for _ in range(runtime.world_size - 1)] if made else [])
+                handles = broadcast_object(
+                    [buffer_handles(made) for _ in range(runtime.world_size - 1)] if made else []
+                )
                 own, made = list(delivery.receivers), made or open_buffers(handles[rank - 1])
             self._buffers = {receiver: made[2 * n : 2 * n + 2] for n, receiver in enumerate(own)}
             self._delivery = delivery

@@ -25,8 +25,8 @@ from torch import Tensor
 
 from megappo.config.engine import LEAST_REQUEST_SECONDS, SGLangSettings
 from megappo.engines.protocol import CacheUse, Completion, GenerateRequest, SamplingParams
+from megappo.engines.sglang.assignment import RequestAssignment
 from megappo.engines.sglang.client import HEALTH, Endpoint, ServerFailure
-from megappo.engines.sglang.dealing import Deal
 from megappo.engines.sglang.homes import Homes
 from megappo.engines.sglang.server import EngineError
 from megappo.engines.stopping import stopped
@@ -97,7 +97,7 @@ class Round:
         order = sorted(requests, key=lambda i: -len(requests[i].token_ids))
         prompt_ids = {i: requests[i].prompt_id for i in order}
         prompt_tokens = {i: len(requests[i].token_ids) for i in order}
-        self._deal = Deal(
+        self._assignment = RequestAssignment(
             [e.index for e in endpoints], prompt_ids, prompt_tokens, params.max_new_tokens, self._homes.of(requests)
         )
         self._outcome = Outcome()
@@ -139,7 +139,7 @@ class Round:
     @property
     def _is_done(self) -> bool:
         """Nothing waits for an answer."""
-        return not (self._deal.waiting or any(lane.calls for lane in self._lanes))
+        return not (self._assignment.waiting or any(lane.calls for lane in self._lanes))
 
     def _news(self) -> list[asyncio.Future[Any]]:
         """What may bring more requests; with none, the round is over where nobody is asked any more."""
@@ -177,8 +177,8 @@ class Round:
         for lane in self._lanes:
             self._fill(session, lane)
         free = [lane for lane in self._lanes if self._room(lane)]
-        owed = self._deal.owed
-        while free and self._deal.relieve(
+        owed = self._assignment.owed
+        while free and self._assignment.relieve(
             (lane := min(free, key=lambda lane: owed.of(lane.endpoint.index))).endpoint.index
         ):
             self._fill(session, lane)
@@ -188,7 +188,7 @@ class Round:
         return self._settings.max_inflight_sequences - lane.sequences
 
     def _fill(self, session: aiohttp.ClientSession, lane: _Lane) -> None:
-        while group := self._deal.take(lane.endpoint.index, min(self._room(lane), self._largest_group)):
+        while group := self._assignment.take(lane.endpoint.index, min(self._room(lane), self._largest_group)):
             if not lane.calls:
                 lane.last_answer = time.monotonic()
             lane.calls[asyncio.ensure_future(self._ask(session, lane.endpoint, group))] = group
@@ -207,7 +207,7 @@ class Round:
             return
         lane.last_answer = time.monotonic()
         self._on_tokens()
-        self._deal.answered(
+        self._assignment.answered(
             lane.endpoint.index, {i: len(answer.token_ids) for i, answer in zip(group, completions, strict=True)}
         )
         for number in group:
@@ -221,7 +221,7 @@ class Round:
         self._outcome.failures[lane.endpoint.index] = reason
         for task in lane.tasks:
             task.cancel()
-        self._deal.lose(lane.endpoint.index, [*owed, *(i for group in lane.calls.values() for i in group)])
+        self._assignment.lose(lane.endpoint.index, [*owed, *(i for group in lane.calls.values() for i in group)])
         lane.calls.clear()
         self._lanes.remove(lane)
 

@@ -10,23 +10,30 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, MutableMapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import TypeVar
 
 import torch.distributed as dist
 
 from megappo.config import Config
 from megappo.config.engine import SGLangSettings
-from megappo.engines.protocol import CacheUse, Completion, GenerateRequest, Line, Listener, SamplingParams, Talk
+from megappo.engines.protocol import (
+    CacheUse,
+    Completion,
+    GenerateRequest,
+    Listener,
+    RequestStream,
+    SamplingParams,
+    TurnDriver,
+)
 from megappo.engines.sglang.buffers import SyncBuffers
-from megappo.engines.sglang.client import Endpoint, ServerFailure
+from megappo.engines.sglang.client import Endpoint
 from megappo.engines.sglang.dispatch import Outcome, Round
-from megappo.engines.sglang.fleet import Fleet, Started
+from megappo.engines.sglang.fleet import Fleet, Started, by_server
 from megappo.engines.sglang.homes import Homes
 from megappo.engines.sglang.in_flight import Departures, InFlightRound, abort_servers, pause_servers
-from megappo.engines.sglang.line import OpenRound
 from megappo.engines.sglang.rounds import Rounds
 from megappo.engines.sglang.server import CACHES, WEIGHTS, EngineError, Server
 from megappo.engines.sglang.spec import ServerSpec
+from megappo.engines.sglang.streaming import OpenRound
 from megappo.engines.sglang.sync import ServerSync, SyncRun, SyncSeconds
 from megappo.engines.sglang.transport import BroadcastTransport, SharedTransport, Transport
 from megappo.observe.messages import tell
@@ -34,10 +41,8 @@ from megappo.reshard.slices import EngineShape, Receiver
 from megappo.reshard.stream import WeightStream
 from megappo.runtime.device import device_bytes
 from megappo.runtime.interrupts import NeverStop, Stop
-from megappo.runtime.objects import of_all_ranks
+from megappo.runtime.objects import all_gather_objects
 from megappo.runtime.process import Runtime
-
-T = TypeVar("T")
 
 
 class SyncError(EngineError):
@@ -74,8 +79,8 @@ class SGLangEngine:
         self._version = 0
         self._asleep = False
         self._pending: list[Pending] = []
-        self._lines: list[OpenRound] = []
-        """Of talks that are not over."""
+        self._streams: list[OpenRound] = []
+        """Of turns that are still driven."""
         self._departures = Departures()
         self.on_tokens: Callable[[], None] = lambda: None
         self.holds = settings.holds
@@ -138,39 +143,41 @@ class SGLangEngine:
             weights_changed = False
             pending.round = self._start_round(left, pending.params)
 
-    def converse(self, talk: Talk, params: SamplingParams) -> None:
+    def converse(self, driver: TurnDriver, params: SamplingParams) -> None:
         """See `ConversingEngine.converse`. What failed servers owe is generated as `collect` says."""
-        self.finish_line(talk, self.open_line(talk, params), params)
+        self.finish_stream(driver, self.open_stream(driver, params), params)
 
-    def open_line(self, talk: Talk, params: SamplingParams) -> OpenRound:
-        """See `ConversingAheadEngine.open_line`."""
+    def open_stream(self, driver: TurnDriver, params: SamplingParams) -> OpenRound:
+        """See `ConversingAheadEngine.open_stream`."""
         self._require_weights()
-        line = OpenRound(self._ready, talk, params, self._version, self.settings, self.on_tokens)
-        self._lines.append(line)
-        return line
+        stream = OpenRound(self._ready, driver, params, self._version, self.settings, self.on_tokens)
+        self._streams.append(stream)
+        return stream
 
-    def finish_line(self, talk: Talk, line: Line, params: SamplingParams, *, weights_changed: bool = False) -> None:
-        """See `ConversingAheadEngine.finish_line`."""
+    def finish_stream(
+        self, driver: TurnDriver, stream: RequestStream, params: SamplingParams, *, weights_changed: bool = False
+    ) -> None:
+        """See `ConversingAheadEngine.finish_stream`."""
         while True:
-            assert isinstance(line, OpenRound)
+            assert isinstance(stream, OpenRound)
             try:
-                left = talk.drive(line)
+                left = driver.drive(stream)
             finally:
-                self._lines.remove(line)
-                outcome = line.hang_up()
+                self._streams.remove(stream)
+                outcome = stream.hang_up()
             self._stop.check()
             if self._all_is_answered(left, outcome):
                 return
             self._bring_up_to_date(self._version + 1 if weights_changed else None)
             weights_changed = False
-            line = self.open_line(talk, params)
+            stream = self.open_stream(driver, params)
 
     def send(self, requests: Mapping[int, GenerateRequest], params: SamplingParams) -> None:
         """See `InFlightEngine.send`."""
         self._departures.send(requests, lambda: self._begin_flight(params))
 
     def listen(self, listener: Listener) -> None:
-        """See `InFlightTalkEngine.listen`."""
+        """See `InFlightConversingEngine.listen`."""
         self._departures.listener = listener
 
     def _begin_flight(self, params: SamplingParams) -> InFlightRound:
@@ -182,9 +189,9 @@ class SGLangEngine:
         """See `InFlightEngine.finished`. What failed servers owe is generated by others meanwhile, and all is given up
         to bring them back."""
         self._stop.check()  # before answers are taken, which would be lost
-        line, before = self._departures.line, set(self.current)
-        found = {} if line is None else line.take(wait_seconds)
-        self._all_is_answered(0, Outcome({}, line.failures, line.refusal, {}, len(found)) if line else Outcome())
+        stream, before = self._departures.stream, set(self.current)
+        found = {} if stream is None else stream.take(wait_seconds)
+        self._all_is_answered(0, Outcome({}, stream.failures, stream.refusal, {}, len(found)) if stream else Outcome())
         if self.current != before:
             with self._departures.kept_back():
                 found |= self.abort()
@@ -193,21 +200,21 @@ class SGLangEngine:
 
     def abort(self) -> dict[int, Completion]:
         """See `InFlightEngine.abort`: nothing that they have begun is under way in servers afterwards."""
-        line = self._departures.take_line()
-        if line is not None:
-            line.break_off()
+        stream = self._departures.take_stream()
+        if stream is not None:
+            stream.break_off()
         mine = [endpoint for endpoint in self._ready if endpoint.sender == self._runtime.rank]
-        failures = abort_servers(line, mine, self.settings)
-        found, outcome = ({}, Outcome()) if line is None else line.end()
+        failures = abort_servers(stream, mine, self.settings)
+        found, outcome = ({}, Outcome()) if stream is None else stream.end()
         self._note_cache_use(outcome)
-        self._note_failures(failures | _merged(of_all_ranks(outcome.failures)))
+        self._note_failures(failures | by_server(all_gather_objects(outcome.failures)))
         return found
 
     def hold(self) -> None:
         """See `HoldingEngine.hold`."""
         self._departures.hold()
         mine = [endpoint for endpoint in self._ready if endpoint.sender == self._runtime.rank]
-        self._note_failures(_merged(of_all_ranks(pause_servers(mine, self.settings))))
+        self._note_failures(by_server(all_gather_objects(pause_servers(mine, self.settings))))
 
     def _all_is_answered(self, left: int, outcome: Outcome, requests: Sequence[GenerateRequest] = ()) -> bool:
         """Whether no rank has a request left; notes which servers failed. A collective; raises as `Rounds.agree`."""
@@ -277,7 +284,7 @@ class SGLangEngine:
     def _revive(self) -> None:
         """Make sure that every server answers: start the dead again, and take notice of where they listen now."""
         mine = self.fleet.restart_dead(self._suspects) if self._endpoints else self.fleet.start_all()
-        facts: list[Started] = of_all_ranks(mine)
+        facts: list[Started] = all_gather_objects(mine)
         if errors := [fact.error for fact in facts if fact.error]:
             raise EngineError(f"the servers cannot be started: {errors[0]}")
         fresh = {endpoint.index: endpoint for fact in facts for endpoint in fact.endpoints}
@@ -301,12 +308,12 @@ class SGLangEngine:
             server.resume(WEIGHTS)
 
         with self._sync_seconds.timed("wake"):
-            problems = self._each_own(stale, make_ready)
+            problems = self.fleet.each_own(stale, make_ready)
         problems |= self._sync([endpoint for endpoint in stale if endpoint.index not in problems])
         with self._sync_seconds.timed("wake"):
             self._give_back()
             synced = [endpoint for endpoint in stale if endpoint.index not in problems]
-            return problems | self._each_own(synced, lambda server: server.resume(CACHES))
+            return problems | self.fleet.each_own(synced, lambda server: server.resume(CACHES))
 
     def _sync(self, stale: Sequence[Endpoint]) -> dict[int, str]:
         """Send the weights; what went wrong, by server, the same on every rank."""
@@ -322,10 +329,10 @@ class SGLangEngine:
         ]
         run = SyncRun(mine, shape, given.sync_timeout_seconds, given.verify, self._sync_seconds, given.pause)
         run.begin()
-        run.give_up(_merged(of_all_ranks(run.problems)))  # nothing is sent before all sessions are open
+        run.give_up(by_server(all_gather_objects(run.problems)))  # nothing is sent before all sessions are open
         self._send(run, weights, [receiver for e in stale for receiver in feeders[e.index]])
         run.finish(self._version)
-        return _merged(of_all_ranks(run.problems))
+        return by_server(all_gather_objects(run.problems))
 
     def _send(self, run: SyncRun, weights: WeightStream, receivers: Sequence[Receiver]) -> None:
         """All buckets to these receivers, and on into the servers."""
@@ -337,7 +344,7 @@ class SGLangEngine:
         for number, bucket in enumerate(delivery.buckets):
             flats = {
                 p.receiver: buffers[p.receiver][number % 2] if buffers else weights.buffer(p.n_bytes)
-                for p in bucket.parcels
+                for p in bucket.payloads
             }
             with self._sync_seconds.timed("gather"):
                 weights.deliver(delivery, bucket, flats)
@@ -347,7 +354,7 @@ class SGLangEngine:
                 with self._sync_seconds.timed("gather"):
                     dist.barrier()
             self._runtime.synchronize()  # the server's streams know nothing of ours
-            run.load([(parcel, flats[parcel.receiver]) for parcel in bucket.parcels])
+            run.load([(parcel, flats[parcel.receiver]) for parcel in bucket.payloads])
 
     def _transport(self, endpoint: Endpoint, shape: EngineShape) -> Transport:
         key = (endpoint.index, endpoint.starts)
@@ -376,7 +383,9 @@ class SGLangEngine:
             mine = [e for e in self._endpoints if e.sender == self._runtime.rank]
             rounds = [Round([e], {e.index: request}, params, self._version, self.settings) for e in mine]
             outcomes = [round_.result() for round_ in rounds]
-            failures = _merged(of_all_ranks({index: reason for o in outcomes for index, reason in o.failures.items()}))
+            failures = by_server(
+                all_gather_objects({index: reason for o in outcomes for index, reason in o.failures.items()})
+            )
             if not failures:
                 return {index: answer for o in outcomes for index, answer in o.completions.items()}
             self._note_failures(failures)
@@ -385,7 +394,7 @@ class SGLangEngine:
 
     def judge(self, gaps: Mapping[int, float], tolerance_nats: float) -> float:
         """See `ServedEngine.judge`."""
-        found = _merged(of_all_ranks(dict(gaps)))
+        found = by_server(all_gather_objects(dict(gaps)))
         index = max(found, key=lambda i: found[i] if found[i] == found[i] else float("inf"))
         if not found[index] <= tolerance_nats:
             raise SyncError(
@@ -400,7 +409,9 @@ class SGLangEngine:
     def sleep(self) -> None:
         """See `ServedEngine.sleep`: colocated servers on GPUs, where the trainer can use their memory."""
         if self.fleet.can_sleep and not self._asleep:
-            self._note_failures(self._each_own(self._endpoints, lambda server: server.release((*WEIGHTS, *CACHES))))
+            self._note_failures(
+                self.fleet.each_own(self._endpoints, lambda server: server.release((*WEIGHTS, *CACHES)))
+            )
             if self.settings.tensor_parallel > 1:  # a server answers when its first rank has released (0.5.23)
                 self._runtime.await_freed_memory()
             self._asleep, self.current = True, set()
@@ -409,36 +420,20 @@ class SGLangEngine:
         """Every rank gives back what torch's allocator keeps, before servers on the trainers' GPUs want it."""
         if self.fleet.can_sleep:
             self._runtime.release_cached_memory()
-            of_all_ranks(None)  # a server may stand on the GPUs of several ranks
-
-    def _each_own(self, endpoints: Sequence[Endpoint], action: Callable[[Server], None]) -> dict[int, str]:
-        """Do something with those of these servers that this rank started; what went wrong on all ranks, by server."""
-        failed = {}
-        for endpoint in endpoints:
-            if endpoint.index in self.fleet.servers:
-                try:
-                    action(self.fleet.servers[endpoint.index])
-                except ServerFailure as failure:
-                    failed[endpoint.index] = str(failure)
-        return _merged(of_all_ranks(failed))
+            all_gather_objects(None)  # a server may stand on the GPUs of several ranks
 
     def close(self) -> None:
         """End the servers of this rank and everything they made."""
         for pending in self._pending:
             pending.round.cancel()
-        for line in (*self._lines, self._departures.take_line()):
-            if line is not None:
-                line.cancel()
+        for stream in (*self._streams, self._departures.take_stream()):
+            if stream is not None:
+                stream.cancel()
         for transport in self._transports.values():
             transport.close()
-        self._pending, self._transports, self._lines = [], {}, []
+        self._pending, self._transports, self._streams = [], {}, []
         self._buffers.free()
         self.fleet.close()
-
-
-def _merged(facts: Sequence[Mapping[int, T]]) -> dict[int, T]:
-    """What ranks know of servers, by the servers' numbers."""
-    return {index: fact for of_rank in facts for index, fact in of_rank.items()}
 
 
 def served_engine(

@@ -5,27 +5,29 @@ from __future__ import annotations
 import os
 import socket
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import TypeVar
 
-from megappo.engines.sglang.bond import Bond, ServerPart
 from megappo.engines.sglang.client import Endpoint, ServerFailure, is_alive, takes, takes_any_key
 from megappo.engines.sglang.gpus import server_gpus
 from megappo.engines.sglang.inspection import check_room, check_routing, check_stack, what_it_says
+from megappo.engines.sglang.rendezvous import MultiNodeRendezvous, ServerPart
 from megappo.engines.sglang.server import EngineError, Server, start_server
 from megappo.engines.sglang.spec import ServerSpec, unheard_variables
 from megappo.errors import RunError
 from megappo.observe.messages import tell
 from megappo.reshard.feeding import Feeding
 from megappo.runtime.keys import key_of
-from megappo.runtime.objects import agreed, of_all_ranks
+from megappo.runtime.objects import agreed, all_gather_objects
 from megappo.runtime.process import Runtime
 from megappo.runtime.sglang_slices import has_loader
 from megappo.runtime.store import address_towards, is_address, is_loopback, listening_problem
 from megappo.runtime.waiting import wait_until
 
+T = TypeVar("T")
 KEY_VARIABLE = "MEGAPPO_SGLANG_API_KEY"
 _RETRY_SECONDS = 1.0
 _SILENT_SECONDS = 5.0
@@ -50,10 +52,15 @@ def key_problem(endpoint: Endpoint, timeout_seconds: float) -> str | None:
     return f"{name} refuses the key in {KEY_VARIABLE}; set {KEY_VARIABLE} to the key that it was started with"
 
 
+def by_server(facts: Sequence[Mapping[int, T]]) -> dict[int, T]:
+    """What ranks know of servers, by the servers' numbers."""
+    return {index: fact for of_rank in facts for index, fact in of_rank.items()}
+
+
 def address_among(hosts: Sequence[object], mine: object) -> str:
     """The address of this machine, of several, that leads to the others; a collective of the world."""
     towards_first = agreed(lambda: address_towards(os.environ["MASTER_ADDR"], _ANY_PORT), (OSError,))
-    others = [a for a, machine in zip(of_all_ranks(towards_first), hosts, strict=True) if machine != hosts[0]]
+    others = [a for a, machine in zip(all_gather_objects(towards_first), hosts, strict=True) if machine != hosts[0]]
     if mine == hosts[0]:
         return agreed(lambda: address_towards(others[0], _ANY_PORT), (OSError,))
     return agreed(lambda: towards_first)
@@ -81,7 +88,7 @@ class Fleet:
         """Start this rank's servers without waiting for them; a collective of the world."""
         self._settings, self._runtime = spec.settings, runtime
         runtime.release_cached_memory()
-        hosts, cores = zip(*of_all_ranks((machine_here(), os.sched_getaffinity(0))), strict=True)
+        hosts, cores = zip(*all_gather_objects((machine_here(), os.sched_getaffinity(0))), strict=True)
         self._cores_here = {c for host, of_rank in zip(hosts, cores, strict=True) if host == hosts[runtime.rank]
                             for c in of_rank}  # fmt: skip
         self.feeding = Feeding(
@@ -115,7 +122,7 @@ class Fleet:
                 f"{', '.join(unheard)} of the environment {'are' if unheard[1:] else 'is'} not handed to SGLang's "
                 "servers; what they are to have stands in rollout.sglang.environment"
             )
-        self._bonds = self._bind() if self._settings.nodes > 1 else {}
+        self._bonds = self._meet() if self._settings.nodes > 1 else {}
         self._start(list(self._specs))
 
     @property
@@ -148,23 +155,27 @@ class Fleet:
                 "servers listen on the interface that leads to the others"
             )
 
-    def _bind(self) -> dict[int, Bond]:
+    def _meet(self) -> dict[int, MultiNodeRendezvous]:
         """What holds each of this rank's servers and parts together with the rest of it; a collective."""
         address, patience = self._spec.address or self._spec.host, self._settings.start_timeout_seconds
-        first = agreed(lambda: {i: Bond.first(address, 0, self._settings) for i in self._mine}, (OSError,))
-        told = of_all_ranks({index: (address, bond.port) for index, bond in first.items()})
+        first = agreed(
+            lambda: {i: MultiNodeRendezvous.first(address, 0, self._settings) for i in self._mine}, (OSError,)
+        )
+        told = all_gather_objects({index: (address, rendezvous.port) for index, rendezvous in first.items()})
         meetings = {index: meeting for of_rank in told for index, meeting in of_rank.items()}
 
-        def join(index: int, node: int) -> Bond:
-            return Bond.further(*meetings[index], node, self._settings, patience)
+        def join(index: int, node: int) -> MultiNodeRendezvous:
+            return MultiNodeRendezvous.further(*meetings[index], node, self._settings, patience)
 
-        bonds = first | agreed(lambda: {i: join(i, node) for i, node in self._nodes.items() if node}, (ServerFailure,))
-        addresses = of_all_ranks(address)
-        for index, bond in bonds.items():
+        rendezvous_by_server = first | agreed(
+            lambda: {i: join(i, node) for i, node in self._nodes.items() if node}, (ServerFailure,)
+        )
+        addresses = all_gather_objects(address)
+        for index, rendezvous in rendezvous_by_server.items():
             found = {addresses[rank] for rank in self.feeding.starters(index)}
             if all(map(is_address, found)):
-                bond.peers = frozenset({"127.0.0.1", *found})
-        return bonds
+                rendezvous.peers = frozenset({"127.0.0.1", *found})
+        return rendezvous_by_server
 
     def _start(self, indices: Iterable[int]) -> None:
         """First parts first: they call the others. Raises ServerFailure where one is not called."""
@@ -229,7 +240,7 @@ class Fleet:
 
     def _agreed(self, lost: set[int]) -> set[int]:
         """Servers of which any rank has lost a part; one that stands on one machine is its own rank's business."""
-        return {i for of_rank in of_all_ranks(lost) for i in of_rank} if self._settings.nodes > 1 else lost
+        return {i for of_rank in all_gather_objects(lost) for i in of_rank} if self._settings.nodes > 1 else lost
 
     def _came_up(self, index: int) -> bool:
         try:
@@ -318,6 +329,17 @@ class Fleet:
                 f"{patience:g}; start it, or check its key in {KEY_VARIABLE}"
             )
         return endpoint
+
+    def each_own(self, endpoints: Sequence[Endpoint], action: Callable[[Server], None]) -> dict[int, str]:
+        """Do something with those of these servers that this rank started; what went wrong on all ranks, by server."""
+        failed = {}
+        for endpoint in endpoints:
+            if endpoint.index in self.servers:
+                try:
+                    action(self.servers[endpoint.index])
+                except ServerFailure as failure:
+                    failed[endpoint.index] = str(failure)
+        return by_server(all_gather_objects(failed))
 
     def close(self) -> None:
         """End this rank's servers and parts, all at once."""

@@ -14,8 +14,8 @@ from megappo.config.engine import SGLangSettings
 from megappo.engines.protocol import Completion, GenerateRequest, Listener, SamplingParams
 from megappo.engines.sglang.client import Endpoint, ServerFailure, call
 from megappo.engines.sglang.dispatch import Outcome
-from megappo.engines.sglang.line import OpenRound
-from megappo.runtime.objects import of_all_ranks
+from megappo.engines.sglang.streaming import OpenRound
+from megappo.runtime.objects import all_gather_objects
 from megappo.runtime.waiting import wait_until
 
 _ABORT_SECONDS = 0.1
@@ -76,7 +76,7 @@ class InFlightRound(OpenRound):
         super().__init__(endpoints, told, params, version, settings, on_tokens)
 
     def send(self, number: int, request: GenerateRequest) -> None:
-        """See `Line.send`."""
+        """See `RequestStream.send`."""
         self._owed.add(number)
         super().send(number, request)
 
@@ -136,7 +136,7 @@ class Departures:
     """Sends requests over the round that there is, from any thread, and keeps them back while there can be none."""
 
     def __init__(self) -> None:
-        self.line: InFlightRound | None = None
+        self.stream: InFlightRound | None = None
         """Where this rank has sent requests since weights were given last."""
         self.listener: Listener | None = None
         """Who is told answers at once."""
@@ -149,25 +149,25 @@ class Departures:
             if self._kept is not None:
                 self._kept.append(lambda: self.send(requests, begin))
                 return
-            if self.line is None:
-                self.line = begin()
+            if self.stream is None:
+                self.stream = begin()
             for number, request in requests.items():
-                self.line.send(number, request)
+                self.stream.send(number, request)
 
     def hold(self) -> None:
         """See `InFlightRound.hold`."""
-        if self.line is not None:
-            self.line.hold()
+        if self.stream is not None:
+            self.stream.hold()
 
     def given(self, version: int) -> AbstractContextManager[None]:
         """See `InFlightRound.given`."""
-        return nullcontext() if self.line is None else self.line.given(version)
+        return nullcontext() if self.stream is None else self.stream.given(version)
 
-    def take_line(self) -> InFlightRound | None:
+    def take_stream(self) -> InFlightRound | None:
         """The round, which is no more the one that requests are sent over."""
         with self._lock:
-            line, self.line = self.line, None
-            return line
+            stream, self.stream = self.stream, None
+            return stream
 
     @contextmanager
     def kept_back(self) -> Iterator[None]:
@@ -183,11 +183,11 @@ class Departures:
             send()
 
 
-def abort_servers(line: InFlightRound | None, mine: Sequence[Endpoint], settings: SGLangSettings) -> dict[int, str]:
+def abort_servers(stream: InFlightRound | None, mine: Sequence[Endpoint], settings: SGLangSettings) -> dict[int, str]:
     """Have all servers give up all that they have begun, until no rank is owed anything; every rank calls it.
 
     Args:
-        line: of this rank, which is broken off.
+        stream: of this rank, which is broken off.
         mine: the servers that this rank tells.
 
     Returns what went wrong, by server, the same on every rank.
@@ -197,15 +197,15 @@ def abort_servers(line: InFlightRound | None, mine: Sequence[Endpoint], settings
     while True:
         for endpoint in mine:
             failed |= _abort(endpoint, settings) if endpoint.index not in failed else {}
-        owing = [] if line is None else [endpoint for endpoint in line.busy if endpoint.index not in failed]
+        owing = [] if stream is None else [endpoint for endpoint in stream.busy if endpoint.index not in failed]
         if time.monotonic() > deadline:
             failed |= {e.index: f"{e.name} gave nothing back when it was told to give up" for e in owing}
-        facts = of_all_ranks((failed, len(owing)))
+        facts = all_gather_objects((failed, len(owing)))
         failed = {index: reason for of_rank, _ in facts for index, reason in of_rank.items()}
         quiet = 0 if any(count for _, count in facts) else quiet + 1
         if quiet == 2:  # what was being sent during the first is seen by then
             return failed
-        wait_until(lambda: line is None or not line.busy, _ABORT_SECONDS, every_seconds=_ABORT_SECONDS / 10)
+        wait_until(lambda: stream is None or not stream.busy, _ABORT_SECONDS, every_seconds=_ABORT_SECONDS / 10)
 
 
 def pause_servers(mine: Sequence[Endpoint], settings: SGLangSettings) -> dict[int, str]:

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from megappo.engines.protocol import GenerateRequest
 from megappo.engines.sglang.dispatch import Outcome
 from megappo.engines.sglang.server import EngineError
-from megappo.runtime.objects import of_all_ranks
+from megappo.runtime.objects import all_gather_objects
 
 ROUNDS_IN_VAIN = 3
 """In a row, in which servers fail and no request of any rank is answered: what is left makes them fail."""
@@ -28,7 +28,7 @@ class Rounds:
         no server will ever take, and where servers have failed `ROUNDS_IN_VAIN` times before anything was answered.
         """
         example = f"prompt {requests[0].prompt_id}, of {len(requests[0].token_ids)} tokens" if requests else ""
-        facts = of_all_ranks((left, outcome.failures, outcome.refusal, outcome.answered, example))
+        facts = all_gather_objects((left, outcome.failures, outcome.refusal, outcome.answered, example))
         if refusals := [refusal for _, _, refusal, _, _ in facts if refusal]:
             raise EngineError(refusals[0])
         failures = {server: reason for _, of_rank, _, _, _ in facts for server, reason in of_rank.items()}

@@ -21,9 +21,9 @@ from pathlib import Path
 from typing import Any
 
 from megappo.config.engine import SGLangSettings
-from megappo.engines.sglang.bond import ServerPart
 from megappo.engines.sglang.client import HEALTH, Endpoint, ServerFailure, call, takes, takes_any_key
 from megappo.engines.sglang.guard import ServerProcesses, clean_up
+from megappo.engines.sglang.rendezvous import ServerPart
 from megappo.engines.sglang.spec import ServerSpec
 from megappo.errors import RunError
 from megappo.runtime.store import free_port
@@ -98,7 +98,7 @@ class Server:
                 if not self.stopped:
                     self.tell_parts(f"ended; {self.log} ends with: {self.tail()}")
                 return True
-            self.lost = part.bond.why_ended(part.start)
+            self.lost = part.rendezvous.why_ended(part.start)
             if self.lost is not None:
                 self._order_end()
             return self.lost is not None
@@ -108,8 +108,8 @@ class Server:
     def tell_parts(self, reason: str) -> None:
         """Have the other parts end for a reason, unless one was given already."""
         if self.part is not None:
-            here = f"part {self.part.bond.node} of server {self.endpoint.index}, on {socket.gethostname()},"
-            self.part.bond.say_ended(self.part.start, f"{here} {reason}")
+            here = f"part {self.part.rendezvous.node} of server {self.endpoint.index}, on {socket.gethostname()},"
+            self.part.rendezvous.say_ended(self.part.start, f"{here} {reason}")
 
     @property
     def why_ended(self) -> str:
@@ -127,7 +127,7 @@ class Server:
             raise ServerFailure(f"{self.endpoint.name} ended while it started; {self.why_ended}")
         problem = None
         with suppress(ServerFailure):
-            if self.part is not None and self.part.bond.node > 0:  # which answers nothing else
+            if self.part is not None and self.part.rendezvous.node > 0:  # which answers nothing else
                 call(self.endpoint, HEALTH, timeout_seconds=_ANSWER_SECONDS, method="GET")
                 return True
             problem = self._stranger()
@@ -212,8 +212,8 @@ def start_server(
     port = port or free_port(spec.host)
     config = scratch / "server.yaml"
     config.touch(mode=0o600)  # it holds the key, which a command line would show to everybody
-    arguments = spec.arguments(port, key) | (part.bond.arguments(part.start) if part is not None else {})
-    node, proof = part.bond.node if part is not None else 0, secrets.token_hex(16)
+    arguments = spec.arguments(port, key) | (part.rendezvous.arguments(part.start) if part is not None else {})
+    node, proof = part.rendezvous.node if part is not None else 0, secrets.token_hex(16)
     if not node:  # the one that answers
         arguments[_LABELS] = json.dumps({**json.loads(arguments.get(_LABELS) or "{}"), _PROOF: proof})
     config.write_text(json.dumps({k: v for k, v in arguments.items() if v is not None}))

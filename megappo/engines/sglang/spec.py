@@ -16,9 +16,9 @@ import megappo
 from megappo.config import Config
 from megappo.config.engine import SGLangSettings
 from megappo.config.model_files import load_architecture, tokenizer_folder
-from megappo.engines.sglang.bond import PEERS, ServerPart
 from megappo.engines.sglang.compilers import cuda_home
 from megappo.engines.sglang.gpus import visible_devices
+from megappo.engines.sglang.rendezvous import PEERS, ServerPart
 from megappo.plan.cache import PlannedCache, server_cache
 from megappo.runtime.device import ALLOCATOR_VARIABLES, allocator_options
 from megappo.runtime.nccl import own_stack, share_settings
@@ -181,7 +181,7 @@ class ServerSpec:
         path.append(os.environ.get("PYTHONPATH", ""))
         kept["TMPDIR"] = str(scratch)  # SGLang leaves its sockets there
         if part is not None:
-            kept = part.bond.environment(part.start) | kept  # of which only the peers may be the user's own
+            kept = part.rendezvous.environment(part.start) | kept  # of which only the peers may be the user's own
         else:  # its ranks, all on this machine, meet at a file: torch's store would listen on every interface
             kept["SGLANG_DISTRIBUTED_INIT_METHOD_OVERRIDE"] = f"file://{scratch}/ranks"
             if self._broadcasts_from_elsewhere:

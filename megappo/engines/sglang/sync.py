@@ -19,7 +19,7 @@ from megappo.errors import first_of
 from megappo.reshard.fingerprint import Fingerprints, differing
 from megappo.reshard.slices import EngineShape, Receiver
 from megappo.runtime.device import thread_pool
-from megappo.runtime.objects import hand_to, taken_from
+from megappo.runtime.objects import receive_object, send_object
 
 
 @dataclass
@@ -125,17 +125,17 @@ class SyncRun:
             self._call(server, "/end_weight_update")  # answers "no session is open" unless a sync broke off
         self._call(server, "/begin_weight_update")
 
-    def load(self, parcels: Loaded) -> None:
-        """Start loading this rank's parcels of a bucket; their memory is free again when the next was settled and is
+    def load(self, payloads: Loaded) -> None:
+        """Start loading this rank's payloads of a bucket; their memory is free again when the next was settled and is
         loading."""
         for server in self.servers:
             parts = {(receiver.part, receiver.stage) for receiver in server.receivers if receiver.rank == server.rank}
-            own = [entry for entry in parcels if (entry[0].receiver.part, entry[0].receiver.stage) in parts]
+            own = [entry for entry in payloads if (entry[0].receiver.part, entry[0].receiver.stage) in parts]
             work = server.transport.prepare(own, server.others) if own else None
             if work is not None and server.problem is None:
                 server.loading = self._pool.submit(work)
-        self._in_use = parcels
-        for parcel, flat_bytes in parcels if self.verify and self.servers else ():
+        self._in_use = payloads
+        for parcel, flat_bytes in payloads if self.verify and self.servers else ():
             receiver, tensors = parcel.receiver, parcel.tensors(flat_bytes)
             if receiver not in self._fingerprints:
                 rank = receiver.tensor_rank if receiver.tp > 1 else None
@@ -177,11 +177,11 @@ class SyncRun:
         for server in self.servers:
             if server.is_own:
                 server.expected = dict(mine)
-                for problem, expected in [taken_from(rank) for rank in server.others]:
+                for problem, expected in [receive_object(rank) for rank in server.others]:
                     server.problem = server.problem or problem
                     server.expected |= expected
             else:
-                hand_to((server.problem, mine), server.endpoint.sender)
+                send_object((server.problem, mine), server.endpoint.sender)
 
     def _compare(self, server: ServerSync) -> None:
         answer = self._call(server, "/weights_checker", {"action": "checksum"})

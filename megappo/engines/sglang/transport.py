@@ -1,6 +1,6 @@
-"""How a parcel of weights gets from the ranks that feed a server into it.
+"""How a payload of weights gets from the ranks that feed a server into it.
 
-On the same machine only handles travel: a parcel lies in shared memory (CPU) or is opened by CUDA IPC, one for each
+On the same machine only handles travel: a payload lies in shared memory (CPU) or is opened by CUDA IPC, one for each
 rank of the server, which the ranks that have them hand to the one that looks after the server. Elsewhere each rank that
 feeds a server has a process group with the server's ranks, over which it broadcasts.
 """
@@ -26,27 +26,27 @@ from torch import Tensor
 
 from megappo.engines.sglang.client import Endpoint, ServerFailure, call
 from megappo.reshard.slices import EngineShape
-from megappo.reshard.stream import Parcel, Slot
+from megappo.reshard.stream import ReceiverPayload, Slot
 from megappo.runtime import store
 from megappo.runtime.groups import leave_at_once, reached_at
 from megappo.runtime.nccl import errors_are_the_callers
-from megappo.runtime.objects import hand_to, taken_from
+from megappo.runtime.objects import receive_object, send_object
 from megappo.runtime.sglang_slices import LOADER, SlicePlace, describe
 from megappo.runtime.waiting import wait_until
 
 _POLL_SECONDS = 0.002
 
 
-Loaded = Sequence[tuple[Parcel, Tensor]]
+Loaded = Sequence[tuple[ReceiverPayload, Tensor]]
 """Parcels of one bucket with the memory that they are in."""
 
 
 class Transport(Protocol):
-    """Brings parcels into one server."""
+    """Brings payloads into one server."""
 
-    def prepare(self, parcels: Loaded, others: Sequence[int]) -> Callable[[], None] | None:
+    def prepare(self, payloads: Loaded, others: Sequence[int]) -> Callable[[], None] | None:
         """What brings these into the server, to be done in another thread; it raises ServerFailure. None where another
-        rank does it. Called by all ranks that feed the server, for every bucket that they have parcels of.
+        rank does it. Called by all ranks that feed the server, for every bucket that they have payloads of.
 
         `others`: those that do not look after it.
 
@@ -69,33 +69,33 @@ class SharedTransport:
         self._endpoint, self._shape, self._rank, self._timeout = endpoint, shape, rank, timeout_seconds
         self._numbers = numbers
 
-    def prepare(self, parcels: Loaded, others: Sequence[int]) -> Callable[[], None] | None:
-        """See `Transport.prepare`. The server's ranks open a parcel each, or all of them the only one."""
-        handles = {number: handle for parcel, flat in parcels for number, handle in self._handles(parcel, flat)}
+    def prepare(self, payloads: Loaded, others: Sequence[int]) -> Callable[[], None] | None:
+        """See `Transport.prepare`. The server's ranks open a payload each, or all of them the only one."""
+        handles = {number: handle for payload, flat in payloads for number, handle in self._handles(payload, flat)}
         if self._rank != self._endpoint.sender:
-            hand_to(handles, self._endpoint.sender)
-            taken_from(self._endpoint.sender)  # the server has taken the bucket before over
+            send_object(handles, self._endpoint.sender)
+            receive_object(self._endpoint.sender)  # the server has taken the bucket before over
             return None
         for rank in others:
-            handles |= taken_from(rank)
+            handles |= receive_object(rank)
         for rank in others:
-            hand_to(None, rank)
-        load_format = LOADER if parcels[0][0].receiver.tp > 1 else "flattened_bucket"
+            send_object(None, rank)
+        load_format = LOADER if payloads[0][0].receiver.tp > 1 else "flattened_bucket"
         return partial(self._load, [handles[number] for number in sorted(handles)], load_format)
 
-    def _handles(self, parcel: Parcel, flat_bytes: Tensor) -> list[tuple[int, str]]:
+    def _handles(self, payload: ReceiverPayload, flat_bytes: Tensor) -> list[tuple[int, str]]:
         """What ranks of the server open, by their numbers."""
-        flat = flat_bytes[: parcel.n_bytes]
-        if parcel.receiver.tp > 1:
-            return [(parcel.receiver.tensor_rank, serialize([(describe(self._places(parcel)), flat)]))]
-        payload = flat_payload(flat, parcel.slots)
+        flat = flat_bytes[: payload.n_bytes]
+        if payload.receiver.tp > 1:
+            return [(payload.receiver.tensor_rank, serialize([(describe(self._places(payload)), flat)]))]
+        flattened = flat_payload(flat, payload.slots)
         # A handle may be opened once: torch counts openings, and removes the memory after the last.
-        return [(number, serialize(payload)) for number in self._numbers]
+        return [(number, serialize(flattened)) for number in self._numbers]
 
-    def _places(self, parcel: Parcel) -> list[SlicePlace]:
+    def _places(self, payload: ReceiverPayload) -> list[SlicePlace]:
         """Where the runs of bytes of its parameters belong in the engine."""
-        places, slots, rank = [], iter(parcel.slots), parcel.receiver.tensor_rank
-        for parameter in parcel.parameters:
+        places, slots, rank = [], iter(payload.slots), payload.receiver.tensor_rank
+        for parameter in payload.parameters:
             own = [next(slots) for _ in parameter.hf]
             zeros = self._shape.padding(parameter, rank) * math.prod(own[0].shape[1:])
             part, parts = (0, 1) if parameter.expert is None else (parameter.expert, self._shape.arch.experts)
@@ -181,8 +181,8 @@ def address_towards(url: str) -> str:
 
 
 class BroadcastTransport:
-    """A process group of this rank (its rank 0) and the server's ranks, made when the first parcel is sent. Other ranks
-    that feed the server have groups of their own with it; it takes one parcel after the other."""
+    """A process group of this rank (its rank 0) and the server's ranks, made when the first payload is sent. Other
+    ranks that feed the server have groups of their own with it; it takes one payload after the other."""
 
     def __init__(
         self, endpoint: Endpoint, tp: int, rank: int, address: str | None, timeout_seconds: float, backend: str
@@ -195,26 +195,26 @@ class BroadcastTransport:
         self._name = f"megappo-{endpoint.index}-{endpoint.starts}-{rank}-{time.monotonic_ns()}"
         self._pool = ThreadPoolExecutor(1, thread_name_prefix="megappo-sync")
 
-    def prepare(self, parcels: Loaded, others: Sequence[int]) -> Callable[[], None]:
+    def prepare(self, payloads: Loaded, others: Sequence[int]) -> Callable[[], None]:
         """See `Transport.prepare`."""
-        return partial(self._load_all, parcels)
+        return partial(self._load_all, payloads)
 
-    def _load_all(self, parcels: Loaded) -> None:
-        for parcel, flat_bytes in parcels:
-            self._load(parcel, flat_bytes)
+    def _load_all(self, payloads: Loaded) -> None:
+        for payload, flat_bytes in payloads:
+            self._load(payload, flat_bytes)
 
-    def _load(self, parcel: Parcel, flat_bytes: Tensor) -> None:
+    def _load(self, payload: ReceiverPayload, flat_bytes: Tensor) -> None:
         group = self._group or self._join()
         body = {
-            "names": [s.name for s in parcel.slots],
-            "dtypes": [str(s.dtype).removeprefix("torch.") for s in parcel.slots],
-            "shapes": [list(s.shape) for s in parcel.slots],
+            "names": [s.name for s in payload.slots],
+            "dtypes": [str(s.dtype).removeprefix("torch.") for s in payload.slots],
+            "shapes": [list(s.shape) for s in payload.slots],
             "group_name": self._name,
             "load_format": "flattened_bucket",
             "flush_cache": False,
         }
         answer = self._post("/update_weights_from_distributed", body)
-        work = group.broadcast(flat_bytes[: parcel.n_bytes], 0)
+        work = group.broadcast(flat_bytes[: payload.n_bytes], 0)
 
         def is_taken() -> bool:
             if answer.done():

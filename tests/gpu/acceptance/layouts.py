@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from safetensors.torch import load_file
 
-from megappo.runtime.objects import attempt, of_all_ranks
+from megappo.runtime.objects import all_gather_objects, attempt
 from megappo.runtime.process import Runtime
 from tests.gpu.acceptance.ppo_step import Stepped, compared, oracle_overrides, oracle_settings, run_oracle
 from tests.gpu.acceptance.registry import Place
@@ -60,7 +60,7 @@ def against_oracle(place: Place, runtime: Runtime) -> Iterator[Row]:
         folder = replace(place, scratch=f"{place.scratch}/{number}")
         work: partial[list[Row]] = partial(list, _layout(folder, runtime, name, family, overrides))
         rows, problem = attempt(work, (Exception,))
-        problems = {rank: found for rank, found in enumerate(of_all_ranks(problem)) if found}
+        problems = {rank: found for rank, found in enumerate(all_gather_objects(problem)) if found}
         yield from (failed(name, f"rank {rank}: {found}") for rank, found in problems.items())
         yield from rows or ()
 

@@ -18,7 +18,7 @@ from torch import Tensor
 from megappo.config.schema import RuntimeSettings
 from megappo.megatron.attention import PackedCoreAttention, packed_segments, segment_tensors
 from megappo.megatron.context import ContextShard
-from megappo.runtime.objects import of_all_ranks
+from megappo.runtime.objects import all_gather_objects
 from megappo.runtime.process import Runtime, start_runtime
 
 HEADS, WIDTH, SCALE = 4, 8, 0.4
@@ -74,7 +74,7 @@ def errors(case: dict[str, Any], runtime: Runtime) -> dict[str, float]:
 def main() -> None:
     cases = json.loads(Path(sys.argv[1]).read_text())
     with start_runtime(RuntimeSettings(collective_timeout_seconds=120)) as runtime:
-        found = of_all_ranks({name: errors(case, runtime) for name, case in cases.items()})
+        found = all_gather_objects({name: errors(case, runtime) for name, case in cases.items()})
         if runtime.is_main:
             Path(sys.argv[2]).write_text(json.dumps(found))
 

@@ -290,11 +290,11 @@ def corrupted_sync(trainer: Trainer, victim: str, times: int) -> dict[str, Any]:
     """One number of one tensor changes on its way, so many times."""
     left = [times]
 
-    def change(parcels: Loaded) -> Loaded:
-        ((parcel, flat),) = parcels
+    def change(payloads: Loaded) -> Loaded:
+        ((parcel, flat),) = payloads
         slot = next((s for s in parcel.slots if s.name == victim), None)
         if slot is None or not left[0]:
-            return parcels
+            return payloads
         left[0] -= 1
         wrong = share_buffers(1, parcel.n_bytes)[0]
         wrong.copy_(flat[: parcel.n_bytes])
@@ -323,12 +323,12 @@ def cut_sync(bench: Bench, trainer: Trainer, victim: int = 0) -> dict[str, Any]:
     assert engine is not None
     restarts, seen = engine.restarts, [0]
 
-    def kill(parcels: Loaded) -> Loaded:
+    def kill(payloads: Loaded) -> Loaded:
         seen[0] += 1
         if bench.runtime.rank == victim and seen[0] == 4:
             for pid in session_pids(bench.sessions()[0]):
                 os.kill(pid, signal.SIGKILL)
-        return parcels
+        return payloads
 
     with loading(kill):
         trainer.sync_weights()

@@ -6,7 +6,7 @@ import torch
 import torch.distributed as dist
 
 from megappo.runtime.exchange import all_gather_varying, exchange, make_routes
-from megappo.runtime.objects import agreed, from_rank, of_all_ranks
+from megappo.runtime.objects import agreed, all_gather_objects, broadcast_object
 from megappo.runtime.tally import Tally
 
 
@@ -43,8 +43,8 @@ def main() -> None:
     assert found.keys() == {i for i in sources if rank in destinations[i]}, (rank, found.keys())
     assert all(torch.equal(tensor, content(i).flatten()) for i, tensor in found.items())
     assert exchange({}, make_routes({}, {}, own=rank), {}, dtype=torch.int64, device=cpu) == {}
-    assert from_rank(f"of {rank}", src=1) == "of 1"
-    assert of_all_ranks((rank,)) == [(r,) for r in range(world)]
+    assert broadcast_object(f"of {rank}", src=1) == "of 1"
+    assert all_gather_objects((rank,)) == [(r,) for r in range(world)]
     assert agreed(lambda: rank) == rank
     for fails_on, words in (({1}, "no room (on rank 1, not on every other)"), (set(range(world)), "no room")):
         said = agreed_problem(fails_on)

@@ -18,7 +18,7 @@ from megappo.config.grid import Grid
 from megappo.config.schema import RuntimeSettings
 from megappo.megatron.layout import Cut, Layout, make_layouts
 from megappo.runtime.groups import make_host_group
-from megappo.runtime.objects import of_all_ranks
+from megappo.runtime.objects import all_gather_objects
 from megappo.runtime.process import start_runtime
 
 TIMEOUT_SECONDS = 90
@@ -64,7 +64,7 @@ def main() -> None:
         assert met(make_host_group("host", timedelta(seconds=TIMEOUT_SECONDS))) == list(range(runtime.world_size))
         assert resource.getrlimit(resource.RLIMIT_NOFILE)[0] == most
         assert set(timeouts) == {timedelta(seconds=TIMEOUT_SECONDS)}
-        found = of_all_ranks({"groups": own, "made": len(timeouts)})
+        found = all_gather_objects({"groups": own, "made": len(timeouts)})
         if runtime.is_main:
             Path(sys.argv[2]).write_text(json.dumps(found))
 

@@ -24,7 +24,7 @@ from megappo.ppo.reporting import Reporter
 from megappo.ppo.trainer import Trainer
 from megappo.ppo.updates import NonFiniteUpdateError
 from megappo.reshard.stream import WeightStream
-from megappo.runtime.objects import of_all_ranks
+from megappo.runtime.objects import all_gather_objects
 from megappo.runtime.process import start_runtime
 from megappo.types import Episode, Episodes, Prompt, Rollouts
 from tests.support.rewards import given_scores
@@ -149,7 +149,7 @@ def adapter_weights(role: Role) -> dict[str, torch.Tensor]:
             for held in role.trained_parameters()
         ]
     found: dict[str, torch.Tensor] = {}
-    for part in of_all_ranks(mine):
+    for part in all_gather_objects(mine):
         for entry, slices, shard in part:
             for name, shape in entry.tensors.items():
                 found.setdefault(name, torch.full(shape, float("nan")))

@@ -13,8 +13,8 @@ from megappo.engines.sglang.dispatch import Outcome, Round
 
 
 class OpenRound(Round):
-    """A `Line` to servers. The turns of an episode go to the server that answered the one before, whose prefix cache
-    has them; each is a request of its own, as those that go together wait for the longest."""
+    """A `RequestStream` to servers. The turns of an episode go to the server that answered the one before, whose prefix
+    cache has them; each is a request of its own, as those that go together wait for the longest."""
 
     def __init__(
         self,
@@ -32,12 +32,12 @@ class OpenRound(Round):
         self._largest_group = 1
 
     def send(self, number: int, request: GenerateRequest) -> None:
-        """See `Line.send`."""
+        """See `RequestStream.send`."""
         self._loop.call_soon_threadsafe(self._add, number, request)
 
     @property
     def is_over(self) -> bool:
-        """See `Line.is_over`."""
+        """See `RequestStream.is_over`."""
         return self._finished.done()
 
     def hang_up(self) -> Outcome:
@@ -51,7 +51,7 @@ class OpenRound(Round):
 
     def _add(self, number: int, request: GenerateRequest) -> None:
         self._requests[number] = request
-        self._deal.add(number, request.prompt_id, len(request.token_ids))
+        self._assignment.add(number, request.prompt_id, len(request.token_ids))
         if self._bell is not None and not self._bell.done():
             self._bell.set_result(None)
 

@@ -32,7 +32,7 @@ class _DealtPrompt:
     """It is a turn after others, which its server has in its cache."""
 
 
-class Deal:
+class RequestAssignment:
     """The requests of one rank that wait, by server."""
 
     def __init__(

@@ -14,7 +14,7 @@ from megappo.families.parameters import Parameter
 
 
 @dataclass(frozen=True)
-class HeldParameter:
+class LocalShard:
     """A parameter of the map on a rank that has its shard."""
 
     entry: Parameter
@@ -50,11 +50,11 @@ class HeldParameter:
         return slice(start, start + size)
 
 
-class HeldAdapter(NamedTuple):
+class LocalAdapterShard(NamedTuple):
     """What is added to a parameter of this rank."""
 
-    a: HeldParameter
-    b: HeldParameter
+    a: LocalShard
+    b: LocalShard
     order: RowOrder
 
 

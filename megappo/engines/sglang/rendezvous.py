@@ -25,8 +25,8 @@ _OWN_PORTS = 16
 """SGLang 0.5.23 takes the 13 behind the one that it is told (its server_args.py and data_parallel_controller.py)."""
 
 
-class Bond:
-    """One part's end of it."""
+class MultiNodeRendezvous:
+    """The key-value store over which the parts of one server meet, as one of the parts sees it."""
 
     def __init__(self, store: dist.Store, address: str, node: int, settings: SGLangSettings) -> None:
         """`address`: of the first part's machine, `node`: number of this part."""
@@ -36,7 +36,7 @@ class Bond:
         """Addresses of all parts' machines, where they are known: nobody else may talk to SGLang's sockets."""
 
     @classmethod
-    def first(cls, address: str, port: int, settings: SGLangSettings) -> Bond:
+    def first(cls, address: str, port: int, settings: SGLangSettings) -> MultiNodeRendezvous:
         """That of the first part, which listens at `address` (port 0: a free one). Raises OSError as sockets do."""
         timeout = datetime.timedelta(seconds=settings.start_timeout_seconds)
         return cls(
@@ -44,7 +44,9 @@ class Bond:
         )
 
     @classmethod
-    def further(cls, address: str, port: int, node: int, settings: SGLangSettings, patience_seconds: float) -> Bond:
+    def further(
+        cls, address: str, port: int, node: int, settings: SGLangSettings, patience_seconds: float
+    ) -> MultiNodeRendezvous:
         """That of another part. Raises ServerFailure where the first part's does not listen within so long."""
         timeout = datetime.timedelta(seconds=patience_seconds)
         try:
@@ -121,12 +123,12 @@ class Bond:
 class ServerPart:
     """A part of a server in one of its starts."""
 
-    bond: Bond
+    rendezvous: MultiNodeRendezvous
     start: int
 
     def begin(self) -> None:
-        """Call the others, or wait to be called. Raises ServerFailure as `Bond.await_call`."""
-        if self.bond.node == 0:
-            self.bond.call(self.start)
+        """Call the others, or wait to be called. Raises ServerFailure as `MultiNodeRendezvous.await_call`."""
+        if self.rendezvous.node == 0:
+            self.rendezvous.call(self.start)
         else:
-            self.bond.await_call(self.start)
+            self.rendezvous.await_call(self.start)

@@ -14,7 +14,7 @@ from tests.support.places import ROOT
 if importlib.util.find_spec("aiohttp") is None:
     pytest.skip("needs the full environment", allow_module_level=True)
 
-from megappo.engines.sglang.dealing import Deal
+from megappo.engines.sglang.assignment import RequestAssignment
 
 Shares = dict[int, dict[int, int]]
 """The prompt of each sample, by rank."""
@@ -37,18 +37,22 @@ def played(of_ranks: Shares, engines: int, failing: dict[int, int], limit: int =
     dead by it, in an order of the rank's own."""
     answered: dict[int, int] = {}
     for rank, prompt_ids in of_ranks.items():
-        deal, alive, owed = Deal(range(engines), prompt_ids), set(range(engines)), dict[int, list[int]]()
+        assignment, alive, owed = (
+            RequestAssignment(range(engines), prompt_ids),
+            set(range(engines)),
+            dict[int, list[int]](),
+        )
         for engine in alive:
-            owed[engine] = deal.take(engine, limit)
+            owed[engine] = assignment.take(engine, limit)
         for engine in random.Random(rank).sample(sorted(failing), len(failing)):
             done = failing[engine]
             answered |= dict.fromkeys(owed[engine][:done], engine)
             alive.remove(engine)
-            deal.lose(engine, owed.pop(engine)[done:])
-        while deal.waiting or any(owed.values()):
+            assignment.lose(engine, owed.pop(engine)[done:])
+        while assignment.waiting or any(owed.values()):
             for engine in alive:
                 answered |= dict.fromkeys(owed[engine], engine)
-                owed[engine] = deal.take(engine, limit)
+                owed[engine] = assignment.take(engine, limit)
     return answered
 
 
@@ -103,26 +107,26 @@ def test_a_failed_engine_leaves_what_it_answered() -> None:
 
 def test_what_waits_behind_a_full_engine_goes_to_a_free_one_by_whole_prompts() -> None:
     prompt_ids = {i: i // 4 for i in range(32)}  # eight prompts of four samples for two engines
-    deal = Deal([0, 1], prompt_ids)
-    first = deal.take(0, 6)
+    assignment = RequestAssignment([0, 1], prompt_ids)
+    first = assignment.take(0, 6)
     assert {prompt_ids[i] for i in first} == {0} and len(first) == 4
-    mine = [i for _ in range(9) for i in deal.take(1, 8)]
+    mine = [i for _ in range(9) for i in assignment.take(1, 8)]
     assert sorted({prompt_ids[i] for i in mine}) == [1, 3, 5, 7] and len(mine) == 16
-    assert deal.relieve(1)
-    given = deal.take(1, 8)
+    assert assignment.relieve(1)
+    given = assignment.take(1, 8)
     assert {prompt_ids[i] for i in given} == {6} and len(given) == 4
-    cut = deal.take(0, 2)
+    cut = assignment.take(0, 2)
     assert {prompt_ids[i] for i in cut} == {2} and len(cut) == 2
-    assert deal.relieve(1) and {prompt_ids[i] for i in deal.take(1, 8)} == {4}
-    assert deal.waiting and not deal.relieve(1), "the rest of a prompt that was begun stays with its engine"
-    assert {prompt_ids[i] for i in deal.take(0, 8)} == {2} and not deal.waiting
+    assert assignment.relieve(1) and {prompt_ids[i] for i in assignment.take(1, 8)} == {4}
+    assert assignment.waiting and not assignment.relieve(1), "the rest of a prompt that was begun stays with its engine"
+    assert {prompt_ids[i] for i in assignment.take(0, 8)} == {2} and not assignment.waiting
 
 
 def test_without_engines_nothing_is_handed_out() -> None:
-    deal = Deal([4], {0: 0, 1: 1})
-    owed = deal.take(4, 8)
-    deal.lose(4, owed)
-    assert not deal.waiting
+    assignment = RequestAssignment([4], {0: 0, 1: 1})
+    owed = assignment.take(4, 8)
+    assignment.lose(4, owed)
+    assert not assignment.waiting
 
 
 def test_of_a_ranks_prompts_each_server_owes_equally_many_tokens() -> None:
@@ -131,60 +135,62 @@ def test_of_a_ranks_prompts_each_server_owes_equally_many_tokens() -> None:
     prompt_ids = {i: i // 4 for i in range(4 * 64)}
     of_prompts = [int(2 ** lengths.uniform(4, 12)) for _ in range(64)]
     tokens = {i: of_prompts[prompt] for i, prompt in prompt_ids.items()}
-    deal = Deal(range(8), prompt_ids, tokens, most_response_tokens=100)
+    assignment = RequestAssignment(range(8), prompt_ids, tokens, most_response_tokens=100)
     by_number = [sum(4 * (n + 100) for n in of_prompts[server::8]) for server in range(8)]
-    owed = [deal.owed.of(server) for server in range(8)]
+    owed = [assignment.owed.of(server) for server in range(8)]
     assert sum(owed) == sum(by_number)
     assert max(owed) - min(owed) < 0.1 * (max(by_number) - min(by_number))
-    taken = {server: deal.take(server, 4 * 64) + deal.take(server, 4 * 64) for server in range(8)}
-    while deal.waiting:
-        taken = {server: requests + deal.take(server, 4 * 64) for server, requests in taken.items()}
+    taken = {server: assignment.take(server, 4 * 64) + assignment.take(server, 4 * 64) for server in range(8)}
+    while assignment.waiting:
+        taken = {server: requests + assignment.take(server, 4 * 64) for server, requests in taken.items()}
     assert [len(requests) for requests in taken.values()] == [4 * 8] * 8
     assert [len({prompt_ids[i] for i in requests}) for requests in taken.values()] == [8] * 8
-    deal.lose(3, taken[3])
-    owed = [deal.owed.of(server) for server in range(8) if server != 3]
+    assignment.lose(3, taken[3])
+    owed = [assignment.owed.of(server) for server in range(8) if server != 3]
     assert sum(owed) == sum(by_number)
 
 
 def test_what_is_owed_follows_the_responses_so_far() -> None:
-    deal = Deal([0, 1], {0: 0, 1: 1, 2: 2, 3: 3}, {0: 50, 1: 10, 2: 10, 3: 30}, most_response_tokens=1000)
-    assert [deal.owed.of(server) for server in (0, 1)] == [2060, 2040]  # 50 and 10, 30 and 10
-    assert sorted(deal.take(0, 1) + deal.take(0, 1)) == [0, 2]
-    deal.answered(0, {0: 4, 2: 8})
-    assert [deal.owed.of(server) for server in (0, 1)] == [0, 40 + 2 * 6]
+    assignment = RequestAssignment(
+        [0, 1], {0: 0, 1: 1, 2: 2, 3: 3}, {0: 50, 1: 10, 2: 10, 3: 30}, most_response_tokens=1000
+    )
+    assert [assignment.owed.of(server) for server in (0, 1)] == [2060, 2040]  # 50 and 10, 30 and 10
+    assert sorted(assignment.take(0, 1) + assignment.take(0, 1)) == [0, 2]
+    assignment.answered(0, {0: 4, 2: 8})
+    assert [assignment.owed.of(server) for server in (0, 1)] == [0, 40 + 2 * 6]
 
 
 def test_a_free_server_takes_from_the_one_that_owes_most_tokens() -> None:
     """Which has fewer requests than another."""
-    deal = Deal([0, 1, 2], {0: 0, 1: 1, 2: 2, 3: 4, 4: 7}, {0: 10, 1: 900, 2: 10, 3: 10, 4: 10}, 10)
-    waiting = {server: deal.owed.of(server) for server in (0, 1, 2)}
+    assignment = RequestAssignment([0, 1, 2], {0: 0, 1: 1, 2: 2, 3: 4, 4: 7}, {0: 10, 1: 900, 2: 10, 3: 10, 4: 10}, 10)
+    waiting = {server: assignment.owed.of(server) for server in (0, 1, 2)}
     long = max(waiting, key=lambda server: waiting[server])
     (idle,) = [server for server in waiting if server != long][:1]
-    while deal.take(idle, 8):
+    while assignment.take(idle, 8):
         pass
-    assert deal.relieve(idle) and deal.take(idle, 8) == [1]
+    assert assignment.relieve(idle) and assignment.take(idle, 8) == [1]
 
 
 def test_turns_stay_with_the_server_that_answered_the_last() -> None:
     """Whoever else fails, and also where it was not the one that the prompt's number names."""
-    deal = Deal(range(4), {})
+    assignment = RequestAssignment(range(4), {})
     homes = dict[int, int]()
     for episode in range(24):
-        deal.add(episode, episode // 2, prompt_tokens=10)
+        assignment.add(episode, episode // 2, prompt_tokens=10)
     for server in range(4):
-        while taken := deal.take(server, 100):
+        while taken := assignment.take(server, 100):
             homes |= dict.fromkeys(taken, server)
-            deal.answered(server, dict.fromkeys(taken, 5))
+            assignment.answered(server, dict.fromkeys(taken, 5))
     assert all(homes[episode] == episode // 2 % 4 for episode in range(24))
-    deal.lose(1, [])
+    assignment.lose(1, [])
     for _ in range(2):
         for episode in range(24):
-            deal.add(episode, episode // 2, prompt_tokens=20)
+            assignment.add(episode, episode // 2, prompt_tokens=20)
         for server in (0, 2, 3):
-            while taken := deal.take(server, 100):
+            while taken := assignment.take(server, 100):
                 assert all(homes[episode] in (server, 1) for episode in taken)
                 homes |= dict.fromkeys(taken, server)
-                deal.answered(server, dict.fromkeys(taken, 5))
+                assignment.answered(server, dict.fromkeys(taken, 5))
     moved = [homes[episode] for episode in range(24) if episode // 2 % 4 == 1]
     assert set(moved) <= {0, 2, 3} and moved[::2] == moved[1::2], "samples of a prompt went to several servers"
 
@@ -192,21 +198,21 @@ def test_turns_stay_with_the_server_that_answered_the_last() -> None:
 @pytest.mark.parametrize(("elsewhere", "leaves"), [(4, False), (1, True)])
 def test_a_turn_behind_a_full_server_leaves_for_one_that_owes_far_less(elsewhere: int, leaves: bool) -> None:
     """Of 8 it may have what 6 others wait for; one that owes more than half as much does not get any of it."""
-    deal = Deal([0, 1], {})
+    assignment = RequestAssignment([0, 1], {})
     for episode in range(0, 14, 2):  # even prompts are dealt to the first
-        deal.add(episode, episode, prompt_tokens=10)
-    while taken := deal.take(0, 100):
-        deal.answered(0, dict.fromkeys(taken, 10))
+        assignment.add(episode, episode, prompt_tokens=10)
+    while taken := assignment.take(0, 100):
+        assignment.answered(0, dict.fromkeys(taken, 10))
     for number in range(elsewhere):
-        deal.add(101 + 2 * number, 101 + 2 * number, prompt_tokens=10)
-    while deal.take(1, 100):
+        assignment.add(101 + 2 * number, 101 + 2 * number, prompt_tokens=10)
+    while assignment.take(1, 100):
         pass
     for episode in range(0, 14, 2):
-        deal.add(episode, episode, prompt_tokens=10)
-    assert len(deal.take(0, 1)) == 1
-    assert deal.relieve(1) is leaves
+        assignment.add(episode, episode, prompt_tokens=10)
+    assert len(assignment.take(0, 1)) == 1
+    assert assignment.relieve(1) is leaves
     if leaves:
-        (moved,) = deal.take(1, 8)
-        deal.answered(1, {moved: 10})
-        deal.add(moved, moved, prompt_tokens=20)
-        assert deal.take(1, 8) == [moved], "it stays where it went"
+        (moved,) = assignment.take(1, 8)
+        assignment.answered(1, {moved: 10})
+        assignment.add(moved, moved, prompt_tokens=20)
+        assert assignment.take(1, 8) == [moved], "it stays where it went"
