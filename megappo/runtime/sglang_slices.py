@@ -38,7 +38,7 @@ class SlicePlace(NamedTuple):
     """Elements of padding after the run."""
     dtype: str
     start: int
-    """Of the run in its parcel, in bytes."""
+    """Of the run in its payload, in bytes."""
     stop: int
 
 

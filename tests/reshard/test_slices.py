@@ -81,10 +81,10 @@ class World:
                         parts = [self.shard(rank, c.parameter)[c.source].flatten() for c in message.copies]
                     for copy, part in zip(message.copies, parts, strict=True):
                         into[copy.name][copy.target] = part.view(copy.shape)
-                for parcel in bucket.payloads:
-                    self.check_bound(parcel.parameters, parcel.n_bytes, bucket_bytes)
-                    assert not found[parcel.receiver].keys() & tensors[parcel.receiver].keys()
-                    found[parcel.receiver] |= tensors[parcel.receiver]
+                for payload in bucket.payloads:
+                    self.check_bound(payload.parameters, payload.n_bytes, bucket_bytes)
+                    assert not found[payload.receiver].keys() & tensors[payload.receiver].keys()
+                    found[payload.receiver] |= tensors[payload.receiver]
         assert not any(letters.values()), "messages that nobody takes"
         return found
 
@@ -189,13 +189,13 @@ def test_memory_that_all_share_is_filled_by_those_that_hold_one_copy(tp: int) ->
         for rank, bucket in enumerate(buckets):
             assert not bucket.outgoing and (rank < 4 or not bucket.incoming)
             for message in bucket.incoming:
-                (parcel,) = (p for p in bucket.payloads if p.receiver == receivers[message.receivers[0]])
+                (payload,) = (p for p in bucket.payloads if p.receiver == receivers[message.receivers[0]])
                 for copy in message.copies:
                     part = played.shard(rank, copy.parameter)[copy.source]
-                    parcel.tensors(flats[parcel.receiver])[copy.name][copy.target] = part
-        for parcel in buckets[0].payloads:
-            for name, tensor in parcel.tensors(flats[parcel.receiver]).items():
-                expected = engine_part(played.holdings.arch, name, played.whole[name], tp, parcel.receiver.tensor_rank)
+                    payload.tensors(flats[payload.receiver])[copy.name][copy.target] = part
+        for payload in buckets[0].payloads:
+            for name, tensor in payload.tensors(flats[payload.receiver]).items():
+                expected = engine_part(played.holdings.arch, name, played.whole[name], tp, payload.receiver.tensor_rank)
                 assert torch.equal(tensor, expected)
 
 

@@ -22,7 +22,7 @@ class SyncBuffers:
         """For those of this rank that servers and, where it is `shared`, all ranks can open; a collective then.
 
         None where payloads are broadcast, and on GPUs: a server answers when its copies are queued, and torch's
-        allocator gives memory out again when the server has let go of it, so each parcel gets its own, at most two.
+        allocator gives memory out again when the server has let go of it, so each payload gets its own, at most two.
         """
         if runtime.on_cuda or placement != "colocated" or not delivery.buckets:
             return {}

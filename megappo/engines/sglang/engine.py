@@ -354,7 +354,7 @@ class SGLangEngine:
                 with self._sync_seconds.timed("gather"):
                     dist.barrier()
             self._runtime.synchronize()  # the server's streams know nothing of ours
-            run.load([(parcel, flats[parcel.receiver]) for parcel in bucket.payloads])
+            run.load([(payload, flats[payload.receiver]) for payload in bucket.payloads])
 
     def _transport(self, endpoint: Endpoint, shape: EngineShape) -> Transport:
         key = (endpoint.index, endpoint.starts)

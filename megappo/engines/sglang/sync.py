@@ -135,13 +135,13 @@ class SyncRun:
             if work is not None and server.problem is None:
                 server.loading = self._pool.submit(work)
         self._in_use = payloads
-        for parcel, flat_bytes in payloads if self.verify and self.servers else ():
-            receiver, tensors = parcel.receiver, parcel.tensors(flat_bytes)
+        for payload, flat_bytes in payloads if self.verify and self.servers else ():
+            receiver, tensors = payload.receiver, payload.tensors(flat_bytes)
             if receiver not in self._fingerprints:
                 rank = receiver.tensor_rank if receiver.tp > 1 else None
                 self._fingerprints[receiver] = Fingerprints(self.shape, rank)
             compute = self._fingerprints[receiver].of_bucket
-            self._expected.append(self._pool.submit(compute, parcel.parameters, tensors))
+            self._expected.append(self._pool.submit(compute, payload.parameters, tensors))
 
     def settle(self) -> None:
         """Wait until nothing is being loaded by this rank."""

@@ -38,7 +38,7 @@ _POLL_SECONDS = 0.002
 
 
 Loaded = Sequence[tuple[ReceiverPayload, Tensor]]
-"""Parcels of one bucket with the memory that they are in."""
+"""Payloads of one bucket with the memory that they are in."""
 
 
 class Transport(Protocol):

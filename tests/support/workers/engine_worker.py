@@ -291,15 +291,15 @@ def corrupted_sync(trainer: Trainer, victim: str, times: int) -> dict[str, Any]:
     left = [times]
 
     def change(payloads: Loaded) -> Loaded:
-        ((parcel, flat),) = payloads
-        slot = next((s for s in parcel.slots if s.name == victim), None)
+        ((payload, flat),) = payloads
+        slot = next((s for s in payload.slots if s.name == victim), None)
         if slot is None or not left[0]:
             return payloads
         left[0] -= 1
-        wrong = share_buffers(1, parcel.n_bytes)[0]
-        wrong.copy_(flat[: parcel.n_bytes])
+        wrong = share_buffers(1, payload.n_bytes)[0]
+        wrong.copy_(flat[: payload.n_bytes])
         slot.view(wrong).view(-1)[5] += 1e-3
-        return [(parcel, wrong)]
+        return [(payload, wrong)]
 
     error = ""
     with loading(change):
