@@ -1,4 +1,4 @@
-"""`python -m megappo`: the command line."""
+"""The command line in a process of its own: `megappo` and `python -m megappo`."""
 
 from __future__ import annotations
 
@@ -7,10 +7,16 @@ import sys
 from megappo.runtime.heap import put_off_collections
 from megappo.runtime.packages import quicken_packages_scan, read_texts_only
 
-if __name__ == "__main__":
+
+def start() -> int:
+    """Run the command of `sys.argv`; returns the exit code. What it changes of imports stays for the process."""
     put_off_collections()  # until ranks have met
     quicken_packages_scan()
     read_texts_only()
     from megappo.cli import main
 
-    sys.exit(main())
+    return main()
+
+
+if __name__ == "__main__":
+    sys.exit(start())

@@ -57,7 +57,7 @@ def test_the_wheel_holds_both_packages_and_no_kernels(wheel: Path) -> None:
     scripts = {str(p.relative_to(ROOT)) for p in (ROOT / "launch").rglob("*.sh")} - {"launch/image.sh"}
     assert {f"megappo/shipped/{script}" for script in scripts} <= set(names), "launchers"
     entry = next(n for n in names if n.endswith("entry_points.txt"))
-    assert "megappo = megappo.cli:main" in zipfile.ZipFile(wheel).read(entry).decode()
+    assert "megappo = megappo.__main__:start" in zipfile.ZipFile(wheel).read(entry).decode()
 
 
 def test_the_wheel_says_what_it_is(wheel: Path) -> None:
