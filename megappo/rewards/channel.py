@@ -19,7 +19,8 @@ from typing import Any
 
 _TRANSFER_SECONDS = 10
 _KEY_BYTES = 16
-_LARGEST_MESSAGE_BYTES = 65536
+_LARGEST_MESSAGE_BYTES = 2**18
+"""A tool's text has up to 16,000 characters (`output_characters`), of which JSON makes up to twelve bytes each."""
 
 
 class ForeignMessageError(Exception):
@@ -38,6 +39,8 @@ class PoolEnd:
         self._hang_up, self._requests = ours, Connection(os.dup(ours.fileno()), readable=False)
         self.answers, their_answers = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         """Readable where an answer waits, or the worker has ended."""
+        # Linux refuses a longer message than this buffer, which without a word has room for 212,992 bytes.
+        their_answers.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, _LARGEST_MESSAGE_BYTES)
         self._theirs = (theirs, their_answers)
         self._key = secrets.token_bytes(_KEY_BYTES)
 
