@@ -59,7 +59,7 @@ class Plan:
     bottleneck: str
     assumptions: str
     reward_servers: tuple[RewardServerMemory, ...] = ()
-    """Judges' servers, on devices of their own; without CUDA they are part of each rank's reward."""
+    """Servers of rewards, on devices of their own; without CUDA they are counted in each rank's `reward`."""
 
     @property
     def fullest(self) -> RankMemory:
@@ -68,7 +68,7 @@ class Plan:
 
     @property
     def fullest_trainers(self) -> RankMemory:
-        """The same among the trainers' ranks."""
+        """The trainer ranks with the highest peak."""
         return max((r for r in self.ranks if not r.of_servers), key=lambda ranks: ranks.peak)
 
 
@@ -139,11 +139,11 @@ class Planning:
     machine: Machine
     gpus: int
     notes: tuple[str, ...]
-    """Where models were read that are not on this machine, and what is unwise."""
+    """Notes for the user: from where models were read that are not on this machine, and settings that are unwise."""
 
     @property
     def plan(self) -> Plan:
-        """Raises as `make_plan` does."""
+        """The plan of this configuration. Raises as `make_plan` does."""
         return make_plan(self.config, self.models, self.machine, self.gpus)
 
 
@@ -153,9 +153,9 @@ def planning(
     gpus: int | None = None,
     beside: str | os.PathLike[str] | None = None,
 ) -> Planning:
-    """With defaults for what is None: the machine of `runtime.device`, the fewest devices that the layouts need, and
-    models from where they are alone. Raises ConfigError as `find_machine` and `read_models` do, and for a number of
-    devices that no run has."""
+    """What is to be planned, with defaults for arguments that are None: the machine of `runtime.device`, the fewest
+    devices that the layouts need, and models only from where the configuration says. Raises ConfigError as
+    `find_machine` and `read_models` do, and for a number of devices that no run has."""
     if gpus is not None and not 1 <= gpus <= LARGEST_WORLD:
         raise ConfigError(f"gpus is {gpus}, must be a whole number from 1 to {LARGEST_WORLD}; give fewer or more")
     named = default_machine(config) if machine is None else find_machine(os.fspath(machine))
