@@ -21,7 +21,7 @@ OF_TOKENIZERS = (
     "chat_template.json",
     "chat_template.jinja",
 )
-"""What transformers reads of a tokenizer; those that are JSON hold an object."""
+"""Files that transformers reads for a tokenizer; each JSON file among them holds an object."""
 _AGAIN = "fetch or save it again"
 
 
@@ -50,7 +50,7 @@ def check_texts(folder: Path, names: tuple[str, ...]) -> None:
 
 @lru_cache
 def _check(path: Path, changed_ns: int, size: int) -> None:
-    """Once for each state of a file: tokenizers have many megabytes, and each role looks."""
+    """Check a file once for each state that it is in: tokenizers have many megabytes, and each role looks."""
     if path.suffix == ".json":
         read_object(path)
     else:

@@ -15,7 +15,7 @@ class SaveExperienceSettings(Settings):
     steps: StepNumbers = ()
     """Numbers of the steps; default: all."""
     samples: PositiveInt | None = None
-    """The first so many samples of each; default: all, which `rollout.load_from` wants."""
+    """Number of samples saved of each step, the first ones; default: all, which `rollout.load_from` needs."""
 
 
 class LoggingSettings(Settings):
@@ -30,6 +30,6 @@ class LoggingSettings(Settings):
     sample_texts: NonNegativeInt = 2
     """Samples per step written to `<directory>/samples.jsonl`."""
     save_experience: SaveExperienceSettings | None = None
-    """Not null: write samples with all that their updates are made of to `<directory>/experience`, as parquet."""
+    """Not null: write samples with everything that their updates use to `<directory>/experience`, as parquet."""
     profile_steps: StepNumbers = ()
     """Steps to trace: a torch trace of every rank and a page about all of them in `<directory>/profile`."""

@@ -40,7 +40,7 @@ def chunk_layers(
 
 
 def even_layers(layers: int, chunks: int) -> tuple[int, ...]:
-    """Equally many in each."""
+    """Layers of each chunk, equally many in each."""
     assert layers % chunks == 0, f"{layers} layers, {chunks} chunks"
     return (layers // chunks,) * chunks
 

@@ -22,10 +22,10 @@ class TokenRows:
     count: int
     """`vocab_size` of its config.json: ids below it have a row."""
     model: str
-    """Its folder or hub name."""
+    """Folder or hub name of the model with the smallest embedding."""
 
     def problem(self, token_ids: Sequence[int]) -> str:
-        """Which of these ids has no row, in words; "" where each has one."""
+        """The first of these ids without a row, in words; "" where each has one."""
         missing = without_row(token_ids, self.count)
         if missing is None:
             return ""
@@ -40,7 +40,7 @@ def without_row(token_ids: Sequence[int], rows: int) -> int | None:
 
 
 def stop_token_rules(config: Config, shapes: Mapping[str, ModelShape]) -> Iterator[str]:
-    """Stop tokens that are configured can be sampled, and read by every role; `shapes` is keyed by the model's name in
+    """Rule on stop tokens: they can be sampled, and read by every role; `shapes` is keyed by the model's name in
     sentences."""
     name, rows = min(((n, shape.vocab_size) for n, shape in shapes.items()), key=lambda found: found[1])
     missing = without_row(config.rollout.stop_token_ids, rows)
@@ -52,7 +52,7 @@ def stop_token_rules(config: Config, shapes: Mapping[str, ModelShape]) -> Iterat
 
 
 def response_length_rules(config: Config) -> Iterator[str]:
-    """Limits of responses leave room for one."""
+    """Rules on limits of responses: they leave room for one."""
     rollout, prompt = config.rollout, config.data.max_prompt_tokens
     least, total = rollout.min_response_tokens, rollout.max_total_tokens
     if least > rollout.max_response_tokens:
@@ -72,9 +72,9 @@ _PROBES = ("a", "0")
 
 
 def tokens_around(tokenizer: PreTrainedTokenizerBase, texts: Sequence[str] = ()) -> tuple[list[int], list[int]]:
-    """What a tokenizer puts before and behind a text by itself: beginning (bos) and end (eos) of a text, mostly.
+    """(tokens before, tokens behind) that a tokenizer adds to a text by itself, mostly bos and eos.
 
-    `texts`: some that it is used for, should it have no ordinary tokens for ours.
+    `texts`: some that the tokenizer is used for, in case it has no ordinary tokens for the built-in probes.
     """
     special = {*tokenizer.all_special_ids}
     for text in (*_PROBES, *sorted(texts, key=len)):
