@@ -18,7 +18,7 @@ from megappo.errors import RUN_ERROR, USER_ERROR, Verdict, verdict_of
 from megappo.runtime.launchers import adopt_launcher, is_main, tell_torchrun
 from megappo.runtime.waiting import pause
 
-RANK_0_SPEAKS_WITHIN = 15.0  # seconds: what the start of one rank may be behind another's
+RANK_0_SPEAKS_WITHIN = 15.0  # seconds: the start of one rank may be so much later than another's
 
 
 def main(argv: Sequence[str] | None = None) -> int:

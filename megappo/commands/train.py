@@ -70,7 +70,8 @@ def run(arguments: argparse.Namespace) -> None:
 
 
 def _start_again(_number: int, _frame: FrameType | None) -> None:
-    """A scheduler's signal before the run listens to it: there is nothing to save yet, and all to do another time."""
+    """Handle a scheduler's SIGUSR1 before the run handles signals itself: nothing is to be saved yet, so end and be
+    requeued."""
     os._exit(REQUEUE)
 
 

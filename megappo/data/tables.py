@@ -70,8 +70,8 @@ def table_rows(table: pyarrow.Table, place: str | Path) -> Iterator[tuple[str, d
 
 
 def _without_fillings(value: Any) -> Any:
-    """Without the nulls that Arrow puts where a struct lacks a field that others of its column have. A null that was
-    written goes with them: nothing tells it apart."""
+    """The value without the nulls that Arrow fills in where a struct lacks a field that others of its column have.
+    Nulls that were written are dropped too, as nothing tells them apart."""
     if isinstance(value, dict):
         return {name: _without_fillings(inner) for name, inner in value.items() if inner is not None}
     return [_without_fillings(inner) for inner in value] if isinstance(value, list) else value

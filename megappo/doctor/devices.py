@@ -23,7 +23,7 @@ _SLOWING = {
     "NCCL_SHM_DISABLE": "1",
     "TORCH_DISTRIBUTED_DEBUG": "DETAIL",
 }
-"""Variables that were once set to find a fault, and cost every run since."""
+"""Variables, with values, that are set to find a fault and slow every run as long as they stay set."""
 _INTERFACES = ("NCCL_SOCKET_IFNAME", "GLOO_SOCKET_IFNAME")
 
 

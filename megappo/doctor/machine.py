@@ -59,7 +59,7 @@ def memory(local_ranks: int) -> Finding:
 
 
 def _container_free_bytes() -> float:
-    """What the control group of this process leaves it; infinite without a limit."""
+    """Bytes that the control group of this process leaves it; infinite without a limit."""
     folder = Path("/sys/fs/cgroup")
     try:
         limit = (folder / "memory.max").read_text().strip()

@@ -34,7 +34,7 @@ def _key(config: Config, name: str) -> str:
 
 
 def _spec(config: Config, name: str, judge: JudgeSettings, ranks_here: int, *, on_cuda: bool) -> ServerSpec:
-    """What a judge's server is started with. Raises RunError where it has no GPUs."""
+    """Specification with which a judge's server is started. Raises RunError where it has no GPUs."""
     server = judge.server
     assert server is not None
     settings = server.as_servers
