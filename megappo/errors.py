@@ -27,8 +27,10 @@ STOPPED_BY_USER = 130
 _DISK_ERRORS = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EIO, errno.ESTALE)
 _SHOWN_CHARACTERS = 60
 _REASON_CHARACTERS = 300
+# Numbers of 64 bits have at most 19 digits.
 _MOST_DIGITS = 19
 _HIDDEN = "(hidden)"
+# A shorter secret is a part of ordinary words, which would be hidden with it.
 _SHORTEST_KNOWN = 6
 _KNOWN: set[str] = set()
 """Secrets that this process has read."""
@@ -125,7 +127,7 @@ def _place(error: BaseException) -> str:
 
 @contextmanager
 def writing(path: object) -> Iterator[None]:
-    """Set the file name of an OSError in the block to `path` where it has none, as errors of a full disk do not."""
+    """Give an OSError of the block the file name `path` where it names no file, as on a full disk."""
     try:
         yield
     except OSError as error:
@@ -244,6 +246,6 @@ def whole_number(text: str) -> int | None:
 
 
 def divisors(number: int) -> list[int]:
-    """All divisors of a positive number, ascending; takes its square root in steps."""
+    """All divisors of a positive number, ascending, in as many steps as its square root."""
     low = [d for d in range(1, math.isqrt(number) + 1) if number % d == 0]
     return sorted({*low, *(number // d for d in low)})

@@ -61,7 +61,8 @@ def is_import_path(name: str) -> bool:
 
 
 def check_choice(name: str, choices: Iterable[str], setting: str = "") -> None:
-    """Raise ValueError for a name that is neither one of ours nor an import path; `setting` begins the sentence."""
+    """Raise ValueError for a name that is neither a built-in choice nor an import path; `setting` begins the
+    sentence."""
     known = list(choices)
     if name not in known and not is_import_path(name):
         all_forms, near = either([*known, "path/to/file.py:name", "package.module:name"]), nearest_word(name, known)

@@ -161,7 +161,7 @@ class Samples:
 
 @dataclass(frozen=True)
 class Rollouts(Samples):
-    """What the engine made of this rank's prompts; samples of one prompt stand together."""
+    """Responses that the engine generated for this rank's prompts; samples of one prompt stand together."""
 
     prompts: tuple[Prompt, ...]
     """B prompts: that of each sample."""

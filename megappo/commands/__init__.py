@@ -14,10 +14,10 @@ from megappo.errors import ConfigError, shortened, whole_number
 
 
 class CommandModule(Protocol):
-    """What a module of a subcommand offers."""
+    """The interface of a subcommand's module."""
 
     def add_arguments(self, parser: argparse.ArgumentParser) -> None:
-        """Declare what follows the command."""
+        """Declare the arguments of the command."""
 
     def run(self, arguments: argparse.Namespace) -> bool | None:
         """Run the command; False: it ran, and its answer is no (exit code 1)."""

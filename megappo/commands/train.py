@@ -76,7 +76,8 @@ def _start_again(_number: int, _frame: FrameType | None) -> None:
 
 
 def _critic_only(config: Config) -> list[str]:
-    """Overrides that train the critic alone: there is no engine to evaluate, and no other actor to export."""
+    """Overrides that train the critic alone: without an engine nothing can be evaluated, and the actor does not
+    change."""
     if config.critic is None:
         raise ConfigError("--critic-only trains the critic, and there is none; add the section critic")
     own = [] if config.critic.pretraining is not None else ["critic.pretraining={}"]

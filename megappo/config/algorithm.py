@@ -208,7 +208,7 @@ class AlgorithmSettings(Settings):
     mask_truncated: bool = False
     """Leave samples that the length limit ended out of the losses of actor and critic (DAPO's overlong filtering)."""
     loss_aggregation: Aggregation = "token-mean"
-    """How token losses become one number, over the global minibatch."""
+    """How token losses are aggregated to one number, over the global minibatch."""
     kl_in_reward: KLInRewardSettings | None = None
     """KL to the reference subtracted from the token rewards."""
     kl_in_loss: KLInLossSettings | None = None
@@ -223,8 +223,8 @@ class AlgorithmSettings(Settings):
     correction: CorrectionSettings = CorrectionSettings()
     """Settings of `old_logprob: corrected`."""
     router_replay: bool | None = None
-    """In the actor's scoring and updates, send each token to the experts that the engine sent it to; default: where the
-    model has experts and the engine says which."""
+    """In the actor's forward passes and updates, send each token to the experts that the engine sent it to; default:
+    where the model has experts and the engine returns them."""
     mismatch_warn_nats: PositiveFloat = 0.05
     """Mean |engine - trainer| logprob per token of the actor's own weights from which a warning is printed."""
     mismatch_stop_nats: PositiveFloat = 1.0
@@ -233,7 +233,8 @@ class AlgorithmSettings(Settings):
     """Log-probabilities of engine and trainer are compared in the first step and in every so many after it. With
     `old_logprob: bypass` nothing else needs the actor's forward pass, which is left out in the other steps."""
     on_nonfinite: Literal["stop", "skip"] = "stop"
-    """After a non-finite loss or gradient, whose update is never applied: end the run, or go on."""
+    """What follows a non-finite loss or gradient, whose update is never applied: the end of the run (`stop`), or the
+    next update (`skip`)."""
     jumps: JumpSettings = JumpSettings()
     """Updates that are written to jumps.jsonl with the samples they were made of."""
 

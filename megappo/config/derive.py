@@ -59,7 +59,7 @@ class Derived:
     max_sequence_tokens: int
     """Longest prompt and response together."""
     notes: tuple[str, ...]
-    """What is allowed but worth knowing, a sentence each."""
+    """Notes on settings that are allowed but worth knowing, a sentence each."""
     known_steps: int | None = None
     """PPO steps of the run; None: `run.epochs` of data that were not read."""
     prompts: int | None = None

@@ -156,7 +156,7 @@ def likely_keys(section: Key, name: str, value: object) -> list[Key]:
 
 
 def _takes(key: Key, value: object) -> bool:
-    """Whether a setting takes values of this kind; bounds are told later."""
+    """Whether a setting takes values of this kind; bounds are checked elsewhere."""
     field = find_field(key)
     assert field is not None
     if section_of(field) is not None or entries_of(field) is not None:
@@ -204,8 +204,8 @@ def _parted(key: str) -> Key:
 
 
 def explain(error: ValidationError) -> tuple[str, ...]:
-    """One sentence per problem; a missing key that a misspelt one stands for is not told twice. Of very many problems
-    only the first have theirs, those other than unknown keys before them."""
+    """One sentence per problem. A missing key is left out where a misspelt one stands for it. Of very many problems
+    only the first have a sentence, unknown keys last."""
     details: list[Mapping[str, Any]] = list(error.errors(include_url=False))
     details.sort(key=lambda detail: detail["type"] == "extra_forbidden")
     unknown = [(_key(d["loc"]), d["input"]) for d in details if d["type"] == "extra_forbidden"][:_MOST_SENTENCES]

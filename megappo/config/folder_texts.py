@@ -1,4 +1,5 @@
-"""The text files of a Hugging Face folder: a damaged one is told by its name, before a library stumbles over it."""
+"""Checks of the text files of a Hugging Face folder, so that an error names a damaged file before a library fails on
+it."""
 
 from __future__ import annotations
 
@@ -39,8 +40,8 @@ def read_object(path: Path) -> dict[str, Any]:
 
 
 def check_texts(folder: Path, names: tuple[str, ...]) -> None:
-    """Raise ValueError for the first of these files that is there and cannot be read as what it is, and as
-    `check_folder`."""
+    """Raise ValueError for the first of these files that exists and cannot be read as the kind of file that it is;
+    raises also as `check_folder`."""
     check_folder(folder)
     for path in (folder / name for name in names):
         if path.exists():

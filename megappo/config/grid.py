@@ -1,4 +1,4 @@
-"""Where the parts of a role's model stand: the one place that knows the order of ranks."""
+"""The ranks of each part of a role's model: the one place that knows the order of ranks."""
 
 from __future__ import annotations
 
@@ -79,7 +79,7 @@ class Grid:
 
     @property
     def context_groups(self) -> list[list[int]]:
-        """Ranks that share out the tokens of each sample."""
+        """Ranks over which the tokens of each sample are spread."""
         return [ranks[t :: self.tp] for ranks in self.tensor_context_groups for t in range(self.tp)]
 
     @property

@@ -1,4 +1,4 @@
-"""What a run writes and shows of itself (`logging`)."""
+"""Settings of what a run writes and shows (`logging`)."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What verl, slime, OpenRLHF, NeMo-RL and TRL call our settings, for the hint at an unknown key."""
+"""Names of settings in verl, slime, OpenRLHF, NeMo-RL and TRL, for the hint at an unknown key."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How many layers each chunk of a pipeline holds.
+"""The number of layers in each chunk of a pipeline.
 
 Chunks are numbered in the order in which a token passes them, which is Megatron's: of p stages, chunk c of stage s is
 number c p + s. Without interleaving a stage is one chunk.

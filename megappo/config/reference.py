@@ -1,4 +1,4 @@
-"""What settings there are, from the classes that define them: for `megappo settings` and the tables of documents."""
+"""All settings, read from the classes that define them, for `megappo settings` and the tables of documents."""
 
 from __future__ import annotations
 

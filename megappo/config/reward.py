@@ -1,4 +1,4 @@
-"""Settings of what samples are worth."""
+"""Settings of rewards."""
 
 from __future__ import annotations
 
@@ -115,7 +115,7 @@ class RewardSettings(Settings):
     max_failure_fraction: Fraction = 0.5
     """The run stops when more than this fraction of a step's rewards failed."""
     overlong: OverlongSettings | None = None
-    """Not null: answers near the length limit of `rollout.max_response_tokens` get less (DAPO)."""
+    """Not null: answers near the length limit of `rollout.max_response_tokens` lose a part of their score (DAPO)."""
     truncated_score: _Score | None = None
     """Score of an answer that the length limit ended, in place of the function's (ORZ: 0); null: the function's."""
     truncated_penalty: Annotated[float, Field(ge=0.0, le=1e9)] = 0.0
@@ -201,7 +201,7 @@ class RewardSettings(Settings):
         return {name or "judge": term.judge for name, (_, term) in self.terms.items() if term.judge is not None}
 
     def key_of(self, judge: str) -> str:
-        """Where the settings of one of `judges` stand."""
+        """Dotted key of the settings of one of `judges`."""
         return "reward.judge" if self.judge is not None else f"reward.functions.{judge}.judge"
 
     @property

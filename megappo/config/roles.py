@@ -60,12 +60,12 @@ only."""
 
 
 class LayoutSettings(Settings):
-    """How a role is spread over ranks; data parallelism is what is left."""
+    """How a role is spread over ranks; data parallelism uses the ranks that the other sizes leave."""
 
     tensor_parallel: Ranks = 1
     """Ranks that share each layer (TP)."""
     context_parallel: Ranks = 1
-    """Ranks that share out the tokens of each sample (CP)."""
+    """Ranks over which the tokens of each sample are spread (CP)."""
     pipeline_parallel: Ranks = 1
     """Stages into which the layers are divided (PP)."""
     virtual_pipeline_chunks: Ranks = 1
@@ -76,14 +76,14 @@ class LayoutSettings(Settings):
     chunks a list has one entry for each, in the order in which a token passes them, which is Megatron's: the first
     chunk of every stage, then the second of every stage."""
     expert_parallel: Ranks = 1
-    """Ranks that share out the experts of each layer (EP), among those of a pipeline stage."""
+    """Ranks of a pipeline stage over which the experts of each layer are spread (EP)."""
     sequence_parallel: bool | None = None
     """Shard the activations between tensor parallel regions along the sequence (SP). Default: where `tensor_parallel`
     is above 1, as Megatron's guides and published runs have it."""
     first_rank: int = Field(default=0, ge=0, lt=LARGEST_WORLD)
     """First global rank of this role."""
     ranks: Ranks | None = None
-    """How many ranks the role stands on; default: all from `first_rank`."""
+    """Number of ranks of the role; default: all from `first_rank`."""
     deallocate_pipeline_outputs: bool = True
     """Free a pipeline stage's output once it is sent; backward needs only its autograd graph."""
 
@@ -93,8 +93,8 @@ class LayoutSettings(Settings):
         return self.tensor_parallel > 1 if self.sequence_parallel is None else self.sequence_parallel
 
     def grid(self, world_size: int) -> Grid:
-        """Where the role stands; may reach beyond the world, or hold no whole copies, where `placement_rules`
-        complains."""
+        """Ranks of the role in a world of `world_size`. They may reach beyond the world, or hold no whole copies, which
+        `placement_rules` refuses."""
         count = self.ranks if self.ranks is not None else max(0, world_size - self.first_rank)
         ranks = range(self.first_rank, self.first_rank + count)
         return Grid(ranks, self.tensor_parallel, self.pipeline_parallel, self.expert_parallel, self.context_parallel)
@@ -104,7 +104,7 @@ class OptimizerSettings(Settings):
     learning_rate: PositiveFloat
     """Peak learning rate of AdamW."""
     min_learning_rate: NonNegativeFloat = 0.0
-    """Where a decaying schedule ends."""
+    """Learning rate at the end of a decaying schedule."""
     schedule: Literal["constant", "linear", "cosine", "inverse_sqrt", "wsd"] = "constant"
     """Decay after the warm-up: over all updates of the run (`linear`, `cosine`), with one over the square root of the
     updates (`inverse_sqrt`), or linearly in the last of them (`wsd`: warm-up, stable, decay)."""
@@ -131,13 +131,13 @@ class OptimizerSettings(Settings):
     """At least this fraction of the state (moments, and main weights of a bfloat16 model) lives in the host's memory
     for good and is updated there, the largest parameters first."""
     overlap_grad_reduce: bool | None = None
-    """Sum gradients over data parallel ranks while backward goes on; default: on CUDA."""
+    """Reduce gradients over data parallel ranks during backward; default: on CUDA."""
     overlap_param_gather: bool | None = None
     """Gather the weights that other ranks updated while the next forward pass begins; needs `distributed` and
     `overlap_grad_reduce`; default: where both are."""
 
     def reduces_in_backward(self, *, on_cuda: bool) -> bool:
-        """Whether gradients are summed over ranks while backward goes on."""
+        """Whether gradients are reduced over ranks during backward."""
         return on_cuda if self.overlap_grad_reduce is None else self.overlap_grad_reduce
 
     def shards_state(self, grid: Grid) -> bool:
@@ -196,8 +196,8 @@ def _all_or_parts(value: object) -> object:
 
 
 class OffloadSettings(Settings):
-    """What leaves the device while a role rests, for pinned memory of the host, or for a file where there is no CUDA.
-    `true` or `false` in place of the section means all of it or nothing."""
+    """Parts of a role that leave the device while it rests, for pinned memory of the host, or for a file where there is
+    no CUDA. `true` or `false` in place of the section means all of it or nothing."""
 
     weights: bool = False
     """Offload the weights; they come back for the role's forward passes and updates."""
@@ -208,7 +208,7 @@ class OffloadSettings(Settings):
 
     @property
     def parts(self) -> tuple[str, ...]:
-        """What leaves, by name."""
+        """Names of the parts that leave the device."""
         return tuple(name for name, leaves in self if leaves)
 
 
@@ -280,10 +280,10 @@ class TrainedRoleSettings(Settings):
     recompute: Literal["none", "selective", "full"] = "none"
     """Activation recomputation: of parts of each layer (`selective`) or of whole layers (`full`)."""
     offload: Offload = OffloadSettings()
-    """What leaves the device while the role rests: `true`, `false`, or each part by its name."""
+    """Parts that leave the device while the role rests: `true`, `false`, or each part by its name."""
     recompute_modules: RecomputeModules = ("core_attn",)
-    """What `selective` computes again in backward: the attention kernel (`core_attn`; on GPUs it keeps little), MLPs
-    (`mlp`), layers of experts (`moe`)."""
+    """Modules that `selective` computes again in backward: the attention kernel (`core_attn`; on GPUs it keeps little),
+    MLPs (`mlp`), layers of experts (`moe`)."""
 
     def minibatch_count(self, batch_sequences: int) -> int:
         """Number of minibatches in a pass, where their size is not given."""

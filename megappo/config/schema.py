@@ -53,7 +53,7 @@ class RunSettings(Settings):
     """Name of the experiment; the default run directory is `runs/<name>`, which it cannot leave. Default: the name of
     the configuration file."""
     directory: PathFromText | None = None
-    """Where everything the run writes goes."""
+    """Folder for everything that the run writes; default: `runs/<name>`."""
     private: bool = False
     """The run directory is readable by you alone (mode 0700); otherwise your umask decides."""
     steps: PositiveInt | None = None
@@ -181,7 +181,7 @@ class RolloutSettings(Settings):
     """With `ahead` of 2 and more: most syncs between the weights that began a response and the weights that are trained
     on it; default: 1 with `gae`, which older values bias, and `ahead` otherwise. At least `ahead`."""
     record_arrivals: bool = False
-    """With `ahead` of 2 and more: write what each step is trained on to `<directory>/arrivals`, which `replay_arrivals`
+    """With `ahead` of 2 and more: write the samples of each step to `<directory>/arrivals`, which `replay_arrivals`
     reads."""
     replay_arrivals: PathText | None = None
     """The folder `arrivals` of a run that recorded them: steps are trained on the same samples, bit for bit, and the
@@ -389,9 +389,9 @@ class Config(Settings):
     evaluation: EvaluationSettings | None = None
     """Periodic evaluation on `data.validation` and `data.validation_sets`."""
     checkpoint: CheckpointSettings | None = CheckpointSettings()
-    """What a stopped run continues from; null: nothing."""
+    """Checkpoints, from which a stopped run continues; null: none are written."""
     logging: LoggingSettings = LoggingSettings()
-    """What is written and shown."""
+    """Files, loggers and the console."""
 
     @model_validator(mode="wrap")
     @classmethod

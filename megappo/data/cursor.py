@@ -9,6 +9,8 @@ from typing import Any
 import torch
 
 _GENERATOR_BITS = 32
+# Seeds below 2^12 and epochs below 2^20 fill the generator's 32 bits without collisions; higher bits of a seed are
+# hashed in.
 _SEED_BITS, _EPOCH_BITS = 12, 20
 
 
@@ -44,7 +46,7 @@ class Cursor:
 
     @property
     def resting(self) -> int:
-        """How many prompts this epoch leaves out."""
+        """Number of prompts that this epoch leaves out."""
         return len(self._resting)
 
     def rest(self, indices: Iterable[int], epochs: int) -> None:

@@ -56,7 +56,7 @@ class MixedPrompts:
         return self._starts[source] + own
 
     def position_of(self, prompt: Prompt) -> int:
-        """Where one of these prompts stands."""
+        """Position of a prompt among all."""
         source = self.names.index(prompt.source)
         return self.position(source, self.sources[source].position_of(prompt))
 
@@ -80,7 +80,7 @@ class MixedCursor:
 
     @property
     def resting(self) -> int:
-        """How many prompts the passes under way leave out."""
+        """Number of prompts that the current passes leave out."""
         return sum(cursor.resting for cursor in self._cursors)
 
     def rest(self, positions: list[int], epochs: int) -> None:
@@ -100,8 +100,8 @@ class MixedCursor:
         return positions
 
     def _next_source(self) -> int:
-        """The source of the next prompt, by integer arithmetic alone, so that no rounding differs between machines.
-        Sources with equal deadlines are ordered by a number drawn from the seed."""
+        """The source of the next prompt, by integer arithmetic alone. Sources with equal deadlines are ordered by a
+        number drawn from the seed."""
         total, now = sum(self._shares), sum(self.taken) + 1
         given = [*zip(self._shares, self.taken, self._ties, range(len(self._shares)), strict=True)]
         return min(

@@ -20,7 +20,7 @@ from megappo.observe.parquet_files import read_parquet
 
 Rows = Iterator[dict[str, Any]]
 Located = Iterable[tuple[str, dict[str, Any]]]
-"""Rows, each with the words for errors that name its place."""
+"""Rows, each with its place as errors name it."""
 
 TEST_PUZZLES = 512
 _GSM8K_ASKS = 'Let\'s think step by step and output the final answer after "####".'
@@ -84,7 +84,7 @@ def _math(rows: Located, split: Split) -> Rows:
 
 
 def boxed(solution: str) -> str | None:
-    r"""What stands in the last `\boxed{}` of a text, braces inside of it included; None where there is none."""
+    r"""The content of the last `\boxed{}` of a text, with the braces inside it; None where there is none."""
     found = list(_BOXES.finditer(solution))
     if not found:
         return None

@@ -37,7 +37,7 @@ class Record:
 
 
 Located = Iterator[tuple[str, Record]]
-"""Records, each with the words for errors that name its place, such as `train.jsonl line 3`."""
+"""Records, each with its place as errors name it, such as `train.jsonl line 3`."""
 
 
 def read_records(settings: DataSourceSettings) -> list[Record]:

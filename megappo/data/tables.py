@@ -26,7 +26,8 @@ def shown(value: object) -> str:
 
 
 def json_lines(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Each object of the file with the words for errors that name its line. Raises ValueError for what is none."""
+    """Each object of a file of JSON lines, with its place as errors name it. Raises ValueError for a line that is not
+    an object."""
     for number, line in enumerate(_bytes_of(path).removeprefix(b"\xef\xbb\xbf").split(b"\n"), start=1):
         if line.strip():
             where = f"{path} line {number}"
@@ -56,8 +57,8 @@ def _json_object(line: bytes, where: str) -> dict[str, Any]:
 
 
 def table_rows(table: pyarrow.Table, place: str | Path) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Each row with the words for errors that name it, as it would stand in a file of JSON lines. Arrow checks neither
-    UTF-8 nor dates before a value becomes Python's."""
+    """Each row with its place as errors name it, in the types that a file of JSON lines has. Arrow checks neither UTF-8
+    nor dates before it converts a value to Python."""
     first = 0
     for batch in table.to_batches(max_chunksize=1024):
         try:

@@ -1,4 +1,5 @@
-"""What SGLang servers need of this machine and of the network: shared memory for buckets, addresses, answers."""
+"""Checks of what SGLang servers need of this machine and of the network: shared memory for buckets, addresses,
+answers."""
 
 from __future__ import annotations
 

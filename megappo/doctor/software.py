@@ -149,7 +149,8 @@ def _megatron() -> Finding:
 
 
 def acceleration_findings(found: Accelerations, config: Config | None) -> Iterator[Finding]:
-    """What layers, sums of gradients and the optimizer are made of, and what would make them faster."""
+    """Findings on the implementations of layers, gradient accumulation and the optimizer, and on what would make them
+    faster."""
     import torch
 
     wanted = config is None or config.model.accelerations == "auto"

@@ -1,4 +1,4 @@
-"""How many tokens' keys and values a server is told to hold, and whether its longest sequence fits."""
+"""The size of a server's key and value cache, and whether the longest sequence fits into it."""
 
 from __future__ import annotations
 

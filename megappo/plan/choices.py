@@ -1,4 +1,4 @@
-"""What megappo chooses where a configuration says nothing, each value with its reason, for `megappo plan`."""
+"""Defaults that depend on the rest of a configuration, each with its reason, for `megappo plan`."""
 
 from __future__ import annotations
 

@@ -104,7 +104,7 @@ class _StageWork:
         self._seconds["links"] += seconds
 
     def wake(self) -> None:
-        """Count the hand-over of memory between trainers and servers that sleep."""
+        """Count the time in which trainers release memory and sleeping servers take theirs back."""
         self._seconds["waking"] += ASSUMED.waking_seconds
 
     def cost(self, name: str) -> StageCost:
@@ -287,6 +287,8 @@ def _layer_communication(spent: _StageWork, role: RoleSetup, tokens: float, *, p
     parallelism gathers keys and values per layer and forward pass, and scatters their gradients.
     """
     hidden_bytes = role.dtype_bytes * tokens * role.arch.hidden_size
+    # Layer computations whose collectives run: forward alone, forward and backward, or those with full recomputation's
+    # second forward.
     one_way = {1: 1, 3: 2, 4: 3}[passes]
     collectives = 2.0 * one_way + (1.0 if role.sequence_parallel and passes > 1 else 0.0)
     ring = 2 * (role.grid.tp - 1) / role.grid.tp

@@ -1,4 +1,4 @@
-"""How many elements of weights and adapters one tensor parallel rank has, of all of them or of the frozen ones."""
+"""Number of elements of weights and adapters on one tensor parallel rank, all of them or the frozen ones."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the engine that a configuration did not choose would take."""
+"""The rollout's seconds with the engine that a configuration does not use."""
 
 from __future__ import annotations
 

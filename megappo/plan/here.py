@@ -1,4 +1,4 @@
-"""A run that is about to start: the machine it stands on, and what follows from it."""
+"""The plan of a run that is about to start, on the machine that it runs on, and the deadlines that follow from it."""
 
 from __future__ import annotations
 
@@ -143,10 +143,10 @@ def _layer_words(chunk_layers: Sequence[int]) -> str:
 
 
 def with_deadlines(config: Config, planned_seconds: Mapping[str, float]) -> Config:
-    """The settings with the deadlines that were not given, by what the plan says that each phase takes, the rollout
-    among them, and by how long the run's servers may take to start.
+    """The settings with the deadlines that were not given: from the planned seconds of each phase, the rollout among
+    them, and from how long the run's servers may take to start.
 
-    Raises ConfigError where a collective that was given a timeout would fail in a phase that may go on.
+    Raises ConfigError where a collective that was given a timeout would fail in a phase that may last longer.
     """
     slow = {name: PLANNED_TIMES * seconds for name, seconds in planned_seconds.items()}
     slow["start"] = slow.get("start", 0.0) + _OTHER_START_SECONDS + _servers_start_seconds(config)

@@ -1,4 +1,4 @@
-"""What memory and time depend on: the roles and the work of one step, taken from the settings."""
+"""Inputs of the planner: the roles and the work of one step, taken from the settings."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ class RoleSetup:
     dtype_bytes: int
     trained: bool = True
     recompute_modules: tuple[str, ...] = ("core_attn",)
-    """What selective recomputation computes again."""
+    """Modules that selective recomputation computes again."""
     frees_outputs: bool = True
     """Whether a pipeline stage frees what it has sent."""
     reduces_in_backward: bool = False
@@ -69,7 +69,7 @@ class RoleSetup:
     routing_bytes: int = 0
     """Bytes of a token's routing in one layer, where the engine's routing is replayed; 0 otherwise."""
     offload: OffloadSettings = field(default_factory=OffloadSettings)
-    """What leaves the device while the role rests."""
+    """Parts of the role that leave the device while it rests."""
     on_host: float = 0.0
     """Fraction of the optimizer's state that lives on the host."""
     balances_experts: bool = False
@@ -77,7 +77,7 @@ class RoleSetup:
     lora: LoraShape | None = None
     """Adapters that are trained in place of the weights."""
     freeze: tuple[str, ...] = ()
-    """What is not trained, see `families.frozen`."""
+    """Parts of the model that are not trained; see `families.frozen`."""
     scored_steps: float = 1.0
     """Fraction of the steps in which the role scores the samples."""
     shares_weights: bool = False
@@ -102,7 +102,7 @@ class RoleSetup:
         return tuple(sum(self.chunks(stage)) for stage in range(self.grid.pp))
 
     def _stage_count(self, layers: Collection[int]) -> tuple[int, ...]:
-        """How many of these layers each stage has."""
+        """Number of the given layers on each stage."""
         counts = self.chunk_layers or even_layers(self.arch.layers, self.grid.pp * self.vpp)
         ends = itertools.accumulate(counts)
         here = [sum(end - n <= layer < end for layer in layers) for n, end in zip(counts, ends, strict=True)]

@@ -1,4 +1,4 @@
-"""What the devices can do: published peaks, and the share of them that is assumed to be reached."""
+"""Devices: their published peaks, and the share of these that is assumed to be reached."""
 
 from __future__ import annotations
 
@@ -82,7 +82,7 @@ class Machine:
         )
 
     def same_node(self, first_rank: int, last_rank: int) -> bool:
-        """Whether all ranks between the two stand in one node."""
+        """Whether all ranks from the first to the last are in one node."""
         return self.shared_by_ranks or first_rank // self.devices_per_node == last_rank // self.devices_per_node
 
     @property
@@ -108,7 +108,7 @@ class Assumptions:
     measured_launch_seconds_per_layer: float = 0.8e-3
     """Host time of one transformers layer on a CPU, whose norms and rope are several operations."""
     measured_layers_between_tokens: int = 5
-    """What `generate` does between two tokens takes as long as the launches of so many layers."""
+    """Host time of transformers' `generate` between two tokens, in units of a layer's."""
     bandwidth_share: float = 0.7
     """Share of the memory bandwidth that is reached."""
     link_share: float = 0.7

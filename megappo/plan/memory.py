@@ -174,11 +174,12 @@ def role_memory(role: RoleSetup, stage: int, work: Workload) -> RoleMemory:
 
 
 def engine_memory(arch: ArchitectureConfig, work: Workload) -> EngineMemory:
-    """The embedded engine, a whole model on every rank: weights, the batch's keys and values, and a workspace.
+    """Bytes of the embedded engine, which holds a whole model on every rank: weights, the batch's keys and values, and
+    a workspace.
 
-    The cache holds 2 layers K e bytes for each token of each sequence, and grows by concatenation, so one layer's is
-    there twice; with grouped queries one layer's is also repeated for every query head, since a batch of unequal
-    prompts has a mask. Where attention is latent it holds the latents, and one layer's keys and values are made of
+    The cache holds 2 layers K e bytes for each token of each sequence. It grows by concatenation, so one layer's cache
+    exists twice; with grouped queries one layer's is also repeated for every query head, since a batch of unequal
+    prompts has a mask. With latent attention it holds the latents, and keys and values of one layer are expanded from
     them. Prefill's widest layer and the sampler's float32 copies of the last logits never coincide with a full cache,
     but both are small beside it, so their maximum is added.
     """

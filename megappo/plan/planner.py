@@ -34,7 +34,7 @@ _BOUND_WORDS = {
 
 @dataclass(frozen=True)
 class Plan:
-    """What a configuration asks of a machine."""
+    """The plan of a configuration on a machine."""
 
     name: str
     """Name of the run (`run.name`)."""
@@ -105,8 +105,8 @@ def read_models(config: Config, beside: Path | None) -> PlannedModels:
 
 
 def models_beside(configuration: str | os.PathLike[str]) -> Path:
-    """Where `read_models` looks for what a configuration file plans without a network: `models` beside it, or a folder
-    higher."""
+    """The folder in which `read_models` looks for models that are not on this machine: `models` beside the
+    configuration file, or one folder higher."""
     here = Path(configuration).parent
     return next((folder for folder in (here / "models", here / ".." / "models") if folder.is_dir()), here / "models")
 
@@ -132,7 +132,7 @@ def fewest_ranks(config: Config) -> int:
 
 @dataclass(frozen=True)
 class Planning:
-    """What is planned: a configuration on so many devices of a machine."""
+    """The subject of a plan: a configuration on so many devices of a machine."""
 
     config: Config
     models: Models
@@ -153,7 +153,7 @@ def planning(
     gpus: int | None = None,
     beside: str | os.PathLike[str] | None = None,
 ) -> Planning:
-    """What is to be planned, with defaults for arguments that are None: the machine of `runtime.device`, the fewest
+    """The subject of a plan, with defaults for arguments that are None: the machine of `runtime.device`, the fewest
     devices that the layouts need, and models only from where the configuration says. Raises ConfigError as
     `find_machine` and `read_models` do, and for a number of devices that no run has."""
     if gpus is not None and not 1 <= gpus <= LARGEST_WORLD:

@@ -57,7 +57,7 @@ class Proposal:
 
 
 class _Search(NamedTuple):
-    """What the search is for."""
+    """The task of a search."""
 
     given: Config
     """The user's settings, from which changes are counted."""

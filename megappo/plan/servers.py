@@ -22,9 +22,10 @@ from megappo.families.architecture import ArchitectureConfig
 from megappo.plan.sizes import attention_parameters, model_sizes, whole_parameters
 
 _PREFILL_TOKENS = 8192
-"""SGLang's chunked-prefill-size on GPUs of 80 GB and more."""
+"""SGLang 0.5.23's default of `--chunked-prefill-size` on GPUs of 60 to 160 GB (arg_groups/memory_hook.py)."""
 _STATES_BESIDE_CACHE = 0.9
-"""Memory for states of linear attention by that for keys and values: SGLang's `--mamba-full-memory-ratio`."""
+"""Ratio of the memory for states of linear attention to that for keys and values: the default of SGLang 0.5.23's
+`--mamba-full-memory-ratio`."""
 
 
 @dataclass(frozen=True)
@@ -110,7 +111,8 @@ def server_weights(arch: ArchitectureConfig, tensor_parallel: int, attention_gro
 
 
 def token_bytes(arch: ArchitectureConfig, attention_ranks: int, element_bytes: int) -> float:
-    """Keys and values of one token on one of the ranks that share out a server's heads; latents are whole on each."""
+    """Bytes of one token's keys and values on one of the ranks over which a server's heads are spread; latents are
+    whole on each rank."""
     if arch.latent is not None:
         return float(element_bytes * arch.cached_width)
     of_layers = (max(arch.kv_heads_of(n) / attention_ranks, 1) * arch.head_dim_of(n) for n in arch.attention_layers)

@@ -29,7 +29,7 @@ _INTERVALS = (1, 2, 5, 10, 20, 50)
 
 @dataclass(frozen=True)
 class Stopping:
-    """What a scheduler and `checkpoint` should be told."""
+    """Lead time for a scheduler, and the interval for `checkpoint`."""
 
     uninterruptible_seconds: float
     """The longest piece of a step that is finished before the run stops."""

@@ -1,8 +1,8 @@
-"""Expressions of a text as sympy's `parse_expr` reads them, which evaluates Python; here nothing is executed.
+"""Reads expressions as sympy's `parse_expr` does, which evaluates Python code; here nothing is executed.
 
-sympy turns the text into Python code of numbers, symbols, operators and functions. That code is walked, and each node
-becomes what `eval` would have made of it, from a table: there is no attribute, index, text or other name. What would
-grow beyond `_MOST_BITS` is refused before it is computed. Imports sympy.
+sympy turns the text into Python code of numbers, symbols, operators and functions. That code is walked as a syntax
+tree, and each node becomes what `eval` would have made of it, from a table without attributes, indices, texts or other
+names. Results that would grow beyond `_MOST_BITS` are refused before they are computed. Imports sympy.
 """
 
 from __future__ import annotations

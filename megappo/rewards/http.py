@@ -37,7 +37,7 @@ class Unscored(str):
 
 @dataclass(frozen=True)
 class ServerPlace:
-    """Where a server listens that gives rewards."""
+    """Address and key of a server that gives rewards."""
 
     url: str
     model: str

@@ -33,6 +33,7 @@ if TYPE_CHECKING:
 
 class _ScoreServer(ThreadingHTTPServer):
     daemon_threads = True
+    # All ranks may connect at the same time; the default backlog of socketserver is 5.
     request_queue_size = 1024
 
     def __init__(self, arguments: dict[str, Any], model: RewardModel) -> None:

@@ -129,6 +129,7 @@ def start_servers(wanted: Mapping[str, OwnServer], runtime: Runtime) -> OwnServe
             kept.append(_Kept(spec, server.called, port, secret))
         return places, kept
 
+    # Raises on every rank where one fails, so that none waits for it in the gather behind.
     places, kept = agreed(started, (RunError, OSError))
     everywhere = {name: place for of_rank in all_gather_objects(places) for name, place in of_rank.items()}
     return OwnServers(everywhere, kept)

@@ -136,6 +136,7 @@ class RewardScorer:
         tally.total("samples", B)
         metrics = tally.reduce(None, self._device)
         failed, samples = int(metrics.pop("failed")), int(metrics.pop("samples"))
+        # Both numbers are sums over all ranks, so all ranks take this branch, and its collective, together.
         if failed > self._settings.max_failure_fraction * samples:
             everywhere = [failure for of_rank in all_gather_objects(result.failures[:1]) for failure in of_rank]
             raise too_many_failures(self._settings, failed, samples, everywhere)

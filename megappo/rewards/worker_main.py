@@ -71,7 +71,7 @@ def _answers(
 
 
 def _numbers(found: Any, count: int) -> list[Answer]:
-    """What a batch function returned, as a score of each sample."""
+    """The scores of a batch function's result, one for each sample."""
     # A list of them would hold characters, bytes or keys, or be in any order.
     if isinstance(found, str | bytes | bytearray | memoryview | Mapping | Set):
         return [(None, f"returned a {type(found).__name__}, must be a list of numbers")] * count

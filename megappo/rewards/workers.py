@@ -49,7 +49,7 @@ class RewardError(RunError):
 
 @dataclass(frozen=True)
 class RewardRequest:
-    """What a reward function gets to see of a sample."""
+    """The part of a sample that a reward function receives."""
 
     prompt: str
     response: str
@@ -328,7 +328,7 @@ class RewardPool(AbstractContextManager["RewardPool"]):
         self._replace(worker)
 
     def _replace(self, worker: Worker) -> None:
-        """Start a new worker in the place of one; others go on while it starts."""
+        """Replace a worker by a new one; the others work on while it starts."""
         worker.kill()
         self.workers[self.workers.index(worker)] = self._worker()
 
