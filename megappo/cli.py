@@ -33,7 +33,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     except BrokenPipeError:
         if COMMANDS[arguments.command].on_ranks:
             raise
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # who reads it, such as head, has enough
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # the reader, such as head, has closed the pipe
         return 0
     except (Exception, KeyboardInterrupt) as error:
         verdict = verdict_of(error)

@@ -30,7 +30,7 @@ _REASON_CHARACTERS = 300
 # Numbers of 64 bits have at most 19 digits.
 _MOST_DIGITS = 19
 _HIDDEN = "(hidden)"
-# A shorter secret is a part of ordinary words, which would be hidden with it.
+# `redacted` replaces a secret wherever it occurs: a shorter one would be cut out of ordinary words.
 _SHORTEST_KNOWN = 6
 _KNOWN: set[str] = set()
 """Secrets that this process has read."""
@@ -131,7 +131,8 @@ def writing(path: object) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        if error.filename is None and error.errno is not None:  # another's text would be lost
+        # Without an errno, a file name would replace the message.
+        if error.filename is None and error.errno is not None:
             error.filename = str(path)
         raise
 

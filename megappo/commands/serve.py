@@ -165,7 +165,7 @@ def make_service(config: Config, *, host: str | None, port: int, index: int, lin
     rows = token_rows(config, tokenizer, training=False)
     stops = resolve_stop_token_ids(folder, tokenizer, config.rollout.stop_token_ids, rows)
     spec = ServerSpec.of(config, folder, stops, on_cuda=runs_on_cuda(config.runtime), device_bytes=device_bytes())
-    # Who asks it, and for how much at once, only its clients know.
+    # How many sequences it is asked for at once, only its clients know.
     spec = replace(spec, host=host, memory_saver=False, seed=index, cache=replace(spec.cache, sequences=None))
     key = key_of(KEY_VARIABLE) or kept_key(spec.log_directory)
     return Service(_placed(spec), port or free_port(host), key, index, linger_seconds)
@@ -182,7 +182,7 @@ def kept_key(folder: Path) -> str:
         descriptor, made = tempfile.mkstemp(dir=folder)
         with os.fdopen(descriptor, "w") as file:
             file.write(secrets.token_hex(16))
-        with suppress(FileExistsError):  # a server beside this one was sooner
+        with suppress(FileExistsError):  # another server made the key first
             os.link(made, path)
         os.unlink(made)
     if path.stat().st_mode & 0o077:

@@ -132,7 +132,7 @@ def read_text(path: Path) -> str:
     """The text of a YAML file; raises ConfigError where there is none."""
     try:
         with path.open(encoding="utf-8") as file:
-            return file.read(LONGEST_TEXT_CHARACTERS + 1)  # of which the parser refuses the last
+            return file.read(LONGEST_TEXT_CHARACTERS + 1)  # one more than the parser accepts
     except FileNotFoundError:
         raise ConfigError(f"there is no file {path} (from {Path.cwd()}); give the path of a YAML file") from None
     except UnicodeDecodeError as error:

@@ -54,7 +54,7 @@ def read_architecture(
     if not isinstance(model_type, str | None):
         raise ConfigError(f"{key}: model_type in {folder / 'config.json'} is {show(model_type)}, must be text; fix it")
     is_inner = bool(model_type) and any(family.within == model_type for family in families.values())
-    if model_type not in families and not is_inner:  # said before transformers is imported, which has words of its own
+    if model_type not in families and not is_inner:  # before transformers is imported, which has an error of its own
         wrong = f"model_type '{model_type}' is not supported" if model_type else "its config.json has no model_type"
         text, remedy = f"{model_type}_text", f"use a model of {either(families)}"
         if text in families:
@@ -94,7 +94,7 @@ def _hf_config(folder: Path, trust_remote_code: bool, key: str) -> PretrainedCon
     from transformers import AutoConfig
 
     try:
-        if trust_remote_code:  # whose other files have a say
+        if trust_remote_code:  # code in other files of the folder takes part, so the result is not cached
             hf_config: PretrainedConfig = AutoConfig.from_pretrained(folder, trust_remote_code=True)
             return hf_config
         return copy.deepcopy(_plain_config(folder, (folder / "config.json").read_bytes()))

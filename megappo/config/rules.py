@@ -357,7 +357,7 @@ def server_rules(config: Config, shape: ModelShape) -> Iterator[str]:
     yield from server_topology_rules.attention_rules(rollout.servers, shape)
     yield from expert_rules.server_rules(rollout.servers, shape)
     drafts = rollout.servers.arguments.get("speculative-algorithm", "NGRAM")
-    if drafts != "NGRAM":  # which drafts without weights
+    if drafts != "NGRAM":  # NGRAM drafts tokens without weights
         yield (
             f"rollout.sglang.arguments has speculative-algorithm {drafts}, but a run sends its servers the actor's "
             "weights, and none of layers that draft tokens; remove it"

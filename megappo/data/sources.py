@@ -197,7 +197,8 @@ def _parquet(path: Path, settings: DataSourceSettings) -> Located:
     as in lines of JSON."""
     table = read_parquet(path)
     columns, default = set(table.column_names), DataSourceSettings.model_fields["answer_key"].default
-    has_key = settings.answer_key != default  # saved settings name every key
+    # Settings that a run saved name every key, so the default counts as not given.
+    has_key = settings.answer_key != default
     if has_key and settings.answer_key not in columns:
         near = nearest_word(settings.answer_key, sorted(columns))
         raise ValueError(f"{path} has no column '{settings.answer_key}', but '{near}'; set the source's answer_key")

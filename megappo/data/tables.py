@@ -49,7 +49,7 @@ def _json_object(line: bytes, where: str) -> dict[str, Any]:
         raise ValueError(f"{where} is not UTF-8 (byte {error.start}); convert the file") from error
     except json.JSONDecodeError as error:
         raise ValueError(f"{where} is not JSON ({error.msg} at column {error.colno}); fix or remove it") from error
-    except (ValueError, RecursionError) as error:  # numbers of thousands of digits, brackets in brackets
+    except (ValueError, RecursionError) as error:  # numbers of thousands of digits, deeply nested brackets
         raise ValueError(f"{where} is JSON beyond what Python reads ({error}); fix or remove it") from error
     if not isinstance(fields, dict):
         raise ValueError(f'{where} holds {shown(fields)}, must be an object like {{"prompt": ...}}; fix it')

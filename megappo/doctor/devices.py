@@ -16,6 +16,7 @@ from megappo.runtime.launchers import Ranks
 _INFINIBAND = Path("/sys/class/infiniband")
 _DRIVER = Path("/proc/driver/nvidia/version")
 _FREE_SHARE = 0.9
+"""A GPU with a smaller share of free memory is used by another process."""
 _SLOWING = {
     "CUDA_LAUNCH_BLOCKING": "1",
     "NCCL_P2P_DISABLE": "1",

@@ -15,6 +15,7 @@ from megappo.doctor.findings import Finding, broken, fine, slow
 from megappo.runtime.launchers import Ranks
 
 SHARED_MEMORY = Path("/dev/shm")
+# Docker gives a container 64 MB of it without --shm-size, too little for buffers of NCCL and engines.
 _SHARED_BYTES = 1 << 30
 _OPEN_FILES = 4096
 _PROCESSES = 4096

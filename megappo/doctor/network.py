@@ -26,6 +26,7 @@ from megappo.runtime.store import listening_problem
 from megappo.runtime.waiting import wait_until
 
 MEET_SECONDS = 60
+# Rank 0 joins at once, while the others may wait MEET_SECONDS for its port.
 _TIMEOUT = datetime.timedelta(seconds=2 * MEET_SECONDS)
 _CONNECT_SECONDS = 5.0
 _CLOCK_SECONDS = 0.5

@@ -24,6 +24,7 @@ from megappo.runtime.sglang_cpu import TRIED_VERSION
 _REQUIREMENTS = Path(megappo.__file__).with_name("requirements.txt")
 REQUIRED = tuple(line for line in _REQUIREMENTS.read_text().splitlines() if not line.startswith("#"))
 SGLANG = f"sglang=={TRIED_VERSION}"
+# Versions with locks of all packages in launch/locks.
 _PYTHONS = ((3, 11), (3, 12))
 _SHOWN = ("torch", "megatron-core", "transformers")
 _REWARD_PACKAGES = {"math_verify": "math-verify", "reasoning_gym": "reasoning-gym"}

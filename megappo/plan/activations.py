@@ -61,7 +61,7 @@ def layer_bytes_per_token(role: RoleSetup, *, recompute: str, fused: bool) -> fl
     if recompute == "full":
         return e * hidden / rows
     residual = 2.0 * (_norm_input(role, hidden, fused=fused) + e * hidden)
-    if arch.beyond.norms_after:  # what they give is added up, and not kept
+    if arch.beyond.norms_after:  # their outputs are added to the residual, and not kept
         residual += 2.0 * _norm_input(role, hidden, fused=fused)
     attention = float(e * (q + 2 * kv) + e * (q + kv) + e * q)
     dropped = role.recompute_modules if recompute == "selective" else ()
@@ -69,7 +69,7 @@ def layer_bytes_per_token(role: RoleSetup, *, recompute: str, fused: bool) -> fl
         attention = float(e * arch.heads * arch.latent.value_dim)
         attention += e * (q + 2 * kv) if "core_attn" in dropped else 0
     if "core_attn" not in dropped:
-        if role.grid.cp > 1 and not fused and arch.latent is None:  # the kernel's own copies aside, nothing holds them
+        if role.grid.cp > 1 and not fused and arch.latent is None:  # only the kernel's copies are kept
             attention = float(e * (2 * q + 2 * kv) if _key_norm_holds_qkv(role) else e * q)
         attention += e * (2 * q + 2 * kv * seen_per_token(role)) + 4 * arch.heads
     attention *= len(arch.attention_layers) / arch.layers

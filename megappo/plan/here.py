@@ -106,12 +106,12 @@ def outlook(config: Config, world_size: int, machine: Machine) -> Outlook:
     if found.for_model(own_layers=False).uses_engine_layers(dtype):
         _check_windows(setup, found.engine.words)
     stop = stopping(setup, stages, share, total)
-    writing = stop.checkpoint_seconds  # also of the last model, of which a rank writes what all hold of the actor
+    writing = stop.checkpoint_seconds  # also for the export: a rank writes what all of them hold of the actor
     models_bytes = math.fsum(model_sizes(role.arch)[0] * role.dtype_bytes for role in setup.roles)
     # A checkpoint, and all models, which each machine reads.
     reading = writing + models_bytes / ASSUMED.checkpoint_bytes_per_second
     phases = seconds | {"start": reading, "evaluate": rollout, "export": writing}
-    phases["checkpoint"] = 2 * writing  # and the one before it
+    phases["checkpoint"] = 2 * writing  # the one before it may still be written
     rows = (
         ("layers", found.sentence(dtype)),
         (

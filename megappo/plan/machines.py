@@ -212,7 +212,8 @@ MACHINES = {
         _gpu("l40s", "L40S PCIe, 48 GB", 91.6e12, 48e9, 864e9, 32e9, 25e9),
         # Intel Xeon Platinum 8480+ (ark.intel.com): 56 cores, 2.0 GHz base, eight DDR5-4800 channels of 38.4 GB/s.
         # Intel 64 optimization manual, per core and cycle: 2,048 bfloat16 operations with AMX, 64 float32 ones with two
-        # AVX-512 FMA units. Memory size: a 64 GB module per channel. Ranks talk through memory; 100 Gb/s Ethernet.
+        # AVX-512 FMA units. Memory size: a 64 GB module per channel. Ranks communicate through memory; 100 Gb/s
+        # Ethernet.
         Machine(
             "cpu",
             "one Xeon Platinum 8480+ of 56 cores, 512 GB, shared by the ranks",

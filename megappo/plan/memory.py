@@ -194,7 +194,7 @@ def engine_memory(arch: ArchitectureConfig, work: Workload) -> EngineMemory:
     else:
         layer_copies = 2.0 * e * tokens * (kv_width + (q_width if q_width > kv_width else 0))
     prefill = e * batch * work.prompt_tokens * (3 * arch.ffn_hidden_size + 2 * arch.hidden_size)
-    if arch.beyond.attends_by_products:  # scores are there whole, three times in the engine's type and in float32
+    if arch.beyond.attends_by_products:  # whole score matrices, three in the engine's type and one in float32
         prefill += (3 * e + 4) * batch * arch.heads * work.prompt_tokens**2
     sampler = batch * arch.vocab_size * (e + 3 * 4)
     weights = float(model_sizes(arch)[0] * e)
@@ -211,7 +211,7 @@ def server_memory(arch: ArchitectureConfig, servers: Servers, work: Workload) ->
     e = work.engine_dtype_bytes
     weights = e * server_weights(arch, servers.tensor_parallel, servers.attention_groups)
     cache = cache_tokens(arch, servers, e) * token_bytes(arch, servers.attention_ranks, e)
-    if not work.on_cuda:  # which the host holds
+    if not work.on_cuda:  # the host's memory also holds the recorded experts of cached tokens
         cache += cache_tokens(arch, servers, e) * noted_bytes(arch, servers)
     mean = work.prompt_tokens + work.response_tokens / 2
     wanted = -(-work.batch_sequences // servers.count)

@@ -127,7 +127,7 @@ def fewest_ranks(config: Config) -> int:
     for world in range(max(ends), LARGEST_WORLD):
         if all((world - first) % size == 0 for first, size in open_sizes):
             return world
-    return min(max(ends), LARGEST_WORLD)  # the rules say what does not stand on it
+    return min(max(ends), LARGEST_WORLD)  # `derive` then refuses what does not fit
 
 
 @dataclass(frozen=True)

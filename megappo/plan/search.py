@@ -188,7 +188,8 @@ def _fits(task: _Search) -> Iterator[Proposal]:
 
 
 def _fits_memory(task: _Search, roles: Sequence[_Choice], rollout: RolloutSettings, usable_bytes: float) -> bool:
-    settings = {choice.role.name: choice.settings for choice in roles}  # by which the engine knows whether it rests
+    # Whether the embedded engine sleeps follows from the roles' offload settings.
+    settings = {choice.role.name: choice.settings for choice in roles}
     config = task.config.model_copy(update={**settings, "rollout": rollout})
     actor, critic = roles[0].role, roles[1].role if len(roles) > 1 else None
     reference = None if config.reference is None else reference_role(config, actor, task.models, roles[0].settings)

@@ -19,6 +19,7 @@ from typing import Any
 
 _TRANSFER_SECONDS = 10
 _KEY_BYTES = 16
+# A longer message would be truncated. Reward workers send at most 4,000 characters, of 12 bytes each as JSON at most.
 _LARGEST_MESSAGE_BYTES = 65536
 
 

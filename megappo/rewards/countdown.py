@@ -36,7 +36,7 @@ def expression_of_target(
     try:
         value = _value(ast.parse(_text(found[-1] if found else ""), mode="eval").body, used)
     except (SyntaxError, ValueError, ZeroDivisionError, RecursionError, MemoryError):
-        return 0.0  # whatever a model may write
+        return 0.0  # the model wrote something else
     return 1.0 if sorted(used) == sorted(numbers) and value == target else format_score
 
 

@@ -14,6 +14,7 @@ import psutil
 
 from megappo.runtime.waiting import wait_until
 
+# Option numbers of linux/prctl.h.
 _PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36
 _KILL_SECONDS = 10.0
 _POLL_SECONDS = 0.01

@@ -104,7 +104,7 @@ def key_in(variable: str | None, whose: str) -> str:
     """The key in an environment variable, as `key_of`; "" for None. Raises ValueError where there is none."""
     key = key_of(variable) if variable is not None else ""
     if variable is not None and not key:
-        is_name = variable.isupper()  # or it is the key itself, which no sentence shows
+        is_name = variable.isupper()  # otherwise it may be the key itself, which no sentence shows
         named, file = (variable, f"{variable}_FILE") if is_name else ("that is named", "NAME_FILE")
         raise ValueError(
             f"{whose} key is to be in the environment variable {named}, which is empty; export it, or in {file} the "

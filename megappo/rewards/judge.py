@@ -101,7 +101,7 @@ class Reading:
         if pattern is None:  # whole words, and the longer of two that begin alike
             words = "|".join(map(re.escape, sorted(self.choices, key=len, reverse=True)))
             pattern = rf"(?<!\w)({words})(?!\w)"
-        try:  # without holding the other verdicts of the batch up
+        try:  # `concurrent` releases the GIL, so that other verdicts of the batch go on
             matches = regex.finditer(pattern, said, timeout=_MATCH_SECONDS, concurrent=True)
             found = [match[1] for match in matches if match[1] is not None]
         except TimeoutError:

@@ -46,9 +46,9 @@ class ExecutedError(RuntimeError):
 @cache
 def make_safe(library: str) -> None:
     """Replace the names of `SCORERS` in an imported library."""
-    expressions = import_module("megappo.rewards.expressions")  # and with it sympy
+    expressions = import_module("megappo.rewards.expressions")  # imports sympy
     for path, (name, reader) in SCORERS[library].items():
-        with suppress(ModuleNotFoundError):  # of another version
+        with suppress(ModuleNotFoundError):  # another version of the library may lack the module
             setattr(import_module(path), name, getattr(expressions, reader))
     _watch(expressions.read_expression)
 

@@ -142,7 +142,7 @@ def _supervise(worker: int, requests: int, trainer: int) -> None:
     for end in (awake, bell):
         end.setblocking(False)
     signal.set_wakeup_fd(bell.fileno(), warn_on_full_buffer=False)
-    # Whoever sends them, only what is true of worker and trainer counts.
+    # These signals only wake the loop below, which looks at worker and trainer itself.
     for number in (signal.SIGCHLD, signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2):
         signal.signal(number, lambda *_: None)
     die_with_parent(signal.SIGTERM)

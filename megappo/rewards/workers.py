@@ -34,6 +34,7 @@ from megappo.runtime.launchers import read_ranks
 from megappo.types import CHAT_MESSAGES
 
 _START_SECONDS = 120.0
+# Longer than the seconds for which a supervisor tries to kill what it has adopted (`descendants._KILL_SECONDS`).
 _END_SECONDS = 15.0
 _LOOK_SECONDS = 0.5
 _LARGEST_CHUNK, _MOST_WORKERS = 64, 8
@@ -250,7 +251,7 @@ class RewardPool(AbstractContextManager["RewardPool"]):
                 self._collect(job)
         finally:
             for worker in [w for w in self.workers if w.pending]:
-                self._replace(worker)  # its answers are nobody's any more
+                self._replace(worker)  # the call has ended, and nobody reads its answers
         scores = torch.full((len(requests),), self._settings.failure_score, dtype=torch.float32)
         for index, score in job.scores.items():
             scores[index] = score
