@@ -1,8 +1,8 @@
 """The chat template of a run: the tokenizer's, or that of `data.chat_template`, with what `data.chat_template_options`
 tell it.
 
-The options become the first lines of the template itself, so that everything that renders by the tokenizer renders
-alike, an exported model too. Who renders by an export may tell it something else.
+The options become the first lines of the template itself, so that everything that renders with the tokenizer renders
+alike, an exported model too. A caller of the exported template can still set them to other values.
 """
 
 from __future__ import annotations

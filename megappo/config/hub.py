@@ -1,8 +1,8 @@
 """Models and tokenizers by their names on the Hugging Face hub: over the network, or from its cache on this machine.
 
-Compute nodes often have no network, and the hub's client then tries for most of a minute and prints every try. So the
-hub is asked once whether it answers; where it does not, the cache is taken, or a sentence says what is missing. What
-the cache lacks is worth more patience, which `HF_HUB_ETAG_TIMEOUT` sets.
+Compute nodes often have no network, and the hub's client then retries for most of a minute and prints every try. So the
+hub is asked once whether it answers; where it does not, the cache is used, or a sentence says what is missing. For
+files that the cache lacks the wait is longer, as `HF_HUB_ETAG_TIMEOUT` says.
 """
 
 from __future__ import annotations

@@ -15,33 +15,33 @@ head size, F the feed-forward size, h and g the heads:
                e Q              input of the output matrix
                2 e K (CP - 1/2) keys and values of other ranks' tokens, for each of this rank's  [not recomputed]
     SwiGLU     3 e F            gate and up, product
-    norms      2 e H            inputs of those behind attention and MLP, where there are such
-    experts    4 E + 56 k       router: float32 weights; those of the chosen, and places on the way there and back
+    norms      2 e H            inputs of norms behind attention and MLP, in models that have them
+    experts    4 E + 56 k       router: float32 weights; those of the chosen experts, and permutations for both ways
                k e (H + 3 F)    for each of k experts its input, gate and up, weighted product
-               k e H            the bias of what each of them gives, where there are such
-               8 E              with a load-balancing loss: float32 shares, and what they are multiplied with
-    delta net  e (8 Q + 7 V)    of linear attention, Q and V the widths of its keys and values, h its value heads: its
-               16 V             matrices' output, the convolution's input and output, silu; what is read, in float32
+               k e H            biases of the experts' outputs, in models that have them
+               8 E              with a load-balancing loss: float32 shares of tokens, and their factors
+    delta net  e (8 Q + 7 V)    linear attention, Q and V the widths of its keys and values, h its value heads: output
+               16 V             of its matrices, input and output of the convolution, silu; the recurrence's output, float32
                (8 + 4 e) h      decays and strengths
-    latents    e (N + R) + 4     of latent attention, in the place of its own but the kernel's: inputs of the norms of
-               e (N + R) + e V  N latents, with R shared channels of a key; they together; input of the output matrix
-    adapters   2 e r n          what A makes of a token, before and after its scale, for each of n matrices
+    latents    e (N + R) + 4    latent attention, instead of attention's tensors but the kernel's: inputs of the norms
+               e (N + R) + e V  of N latents, with R shared channels of a key; both together; input of the output matrix
+    adapters   2 e r n          output of A, before and after its scale, for each of n matrices
 
-Linear attention stands in the place of attention in some layers; a model that has it is counted by the mean of its
-layers, and what a chunk of the recurrence needs is there while it runs alone, as backward makes it again.
+Linear attention replaces attention in some layers; a model that has it is counted by the mean of its layers. The
+workspace of a chunk of the recurrence exists only while the recurrence runs, as backward computes it again.
 
-F is that of one expert, and routing is taken to be even: a rank's experts get as many tokens as it sends out. Tensor
-parallelism divides attention and SwiGLU; sequence parallelism divides the residual part too (their section 4.2).
-Context parallelism divides the tokens; keys and values that attention sees, copied for each of a rank's two chunks of
-a sample, are (CP + 1/2) times those of its own tokens. On a CPU nothing else then holds the QKV matrix's output, nor
-what is rotated.
+F is that of one expert, and routing is taken to be even: a rank's experts receive as many tokens as the rank sends.
+Tensor parallelism divides attention and SwiGLU; sequence parallelism divides the residual part too (their section 4.2).
+Context parallelism divides the tokens; the keys and values that attention sees, copied for each of a rank's two chunks
+of a sample, are (CP + 1/2) times those of its own tokens. On a CPU the QKV matrix's output and the rotated tensors are
+then not kept besides.
 Selective recomputation drops the attention kernel's own tensors (section 5) or those of the MLP or experts, as
-`recompute_modules` says, and has them again for the layer whose backward runs; full recomputation keeps the layer's
-input only, e H, and one layer is whole while its backward runs. Cosine and sine of the positions, 2 e d, are there once
-for all layers that a microbatch passes on a rank. A pipeline stage that does not free what it sent keeps e H more for
-each microbatch in flight and the one before them. Transformer Engine's fused attention keeps less. On a CPU, where
-SwiGLU and in float32 norms are several operations, more is kept: see `_norm_input` and `per_token` of the blocks; short
-samples in bfloat16 keep the shares of attention there (`shares_bytes`).
+`recompute_modules` says, and holds them again for the layer whose backward runs. Full recomputation keeps the layer's
+input only, e H, and all tensors of one layer while its backward runs. Cosine and sine of the positions, 2 e d, are kept
+once for all layers that a microbatch passes on a rank. A pipeline stage that does not free what it sent keeps e H more
+for each microbatch in flight and the one before them. Transformer Engine's fused attention keeps less. On a CPU more is
+kept, as SwiGLU, and norms in float32, are several operations: see `_norm_input` and `per_token` of the blocks. Short
+samples in bfloat16 keep attention probabilities there (`shares_bytes`).
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """How long a run takes to stop, and how often it should write a checkpoint.
 
-A signal is obeyed while an engine generates, and between a step's stages; but once a step has begun its updates, it is
-finished: critic, actor, weight sync. Then a checkpoint that is still being written is waited for, and the last one is
-written. The scheduler's lead time has to cover all of that.
+A signal stops the run while an engine generates, and between a step's stages; but once a step has begun its updates,
+it is finished: critic, actor, weight sync. Then the run waits for a checkpoint that is still being written, and writes
+the last one. The scheduler's lead time has to cover all of that.
 """
 
 from __future__ import annotations
