@@ -85,7 +85,7 @@ class GateSettings(Settings):
 class CorrectionSettings(Settings):
     level: Literal["token", "sequence", "geometric"] = "token"
     """One importance weight per token, or one per response: `sequence`, the product over its tokens, or `geometric`,
-    their geometric mean, which long responses do not blow up."""
+    their geometric mean, which does not grow with the length."""
     cap: PositiveFloat = 2.0
     """Largest importance weight; larger ones are truncated to it."""
     reject_above: PositiveFloat | None = None

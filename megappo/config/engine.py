@@ -91,7 +91,8 @@ class SGLangSettings(Settings):
     """A server that owes an answer for longer is asked whether it still makes tokens, and restarted where it makes
     none; default: four times what the plan says that a rollout takes, at least 1800."""
     stall_timeout_seconds: Seconds = 60.0
-    """A server that owes answers and gives none for so long is asked for its health, and restarted without it."""
+    """A server that owes answers and gives none for so long is sent a health check, and restarted where it does not
+    answer that."""
     health_timeout_seconds: Seconds = 60.0
     """Longest time for the answer to a health check."""
     sync_timeout_seconds: Seconds = 300.0

@@ -84,8 +84,8 @@ class EnvironmentSettings(Settings):
     tools: ToolSettings = ToolSettings()
     """Worker processes of the environment's tools."""
     gateway_host: Text = "127.0.0.1"
-    """The address of this machine at which agents find the model over HTTP, each episode with a key of its own; a port
-    is chosen. Another one than loopback lets agents on other machines in."""
+    """The address of this machine at which agents reach the model over HTTP, each episode with a key of its own, on a
+    free port. An address other than loopback lets agents on other machines connect."""
 
     @field_validator("gateway_host")
     @classmethod

@@ -24,7 +24,8 @@ class LoggingSettings(Settings):
     wandb_project: Text | None = None
     """Log to this Weights & Biases project too."""
     loggers: dict[Text, dict[str, Any]] = Field(default_factory=dict)
-    """Loggers of your own: `{"package.module:name": {option: value}}`, called with the options behind their paths."""
+    """Loggers of your own: `{"package.module:name": {option: value}}`, called with their options as keyword
+    arguments."""
     console: Literal["auto", "live", "plain", "quiet"] = "auto"
     """`live`: a progress view that is redrawn; `plain`: a line per step; `auto`: live on a terminal."""
     sample_texts: NonNegativeInt = 2

@@ -97,7 +97,7 @@ class RewardSettings(Settings):
     mapping of names to `{function, weight, options, batch, data_sources}` or `{judge, weight, data_sources}`. The
     reward is their weighted sum."""
     judge: JudgeSettings | None = None
-    """A language model that reads answers and says what they are worth, in place of `function`."""
+    """A language model that reads and scores answers, in place of `function`."""
     options: dict[str, Any] = Field(default_factory=dict)
     """Keyword arguments of the function."""
     batch: bool = False

@@ -255,7 +255,7 @@ class TrainedRoleSettings(Settings):
     optimizer: OptimizerSettings
     """AdamW and its schedule."""
     lora: LoraSettings | None = None
-    """Train adapters of the model in place of its weights, which stay as they are (a critic's value head is trained
+    """Train adapters of the model in place of its weights, which stay frozen (a critic's value head is trained
     besides); null: train all weights."""
     epochs: PositiveInt = 1
     """Passes over the step's samples."""

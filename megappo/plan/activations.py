@@ -21,7 +21,7 @@ head size, F the feed-forward size, h and g the heads:
                k e H            biases of the experts' outputs, in models that have them
                8 E              with a load-balancing loss: float32 shares of tokens, and their factors
     delta net  e (8 Q + 7 V)    linear attention, Q and V the widths of its keys and values, h its value heads: output
-               16 V             of its matrices, input and output of the convolution, silu; the recurrence's output, float32
+               16 V             of its matrices, input and output of the convolution, silu; recurrence's output, float32
                (8 + 4 e) h      decays and strengths
     latents    e (N + R) + 4    latent attention, instead of attention's tensors but the kernel's: inputs of the norms
                e (N + R) + e V  of N latents, with R shared channels of a key; both together; input of the output matrix
