@@ -44,8 +44,7 @@ PHASES = (
 )  # fmt: skip
 """Phases that the watchdog distinguishes; each lasts until the next begins."""
 _BUDGET, _ROOM_TOKENS = "microbatch_budget_tokens", 1024
-"""Setting of a role that is filled in, and the number of tokens that it is a multiple of, so that every layout can pad
-a sample in it."""
+"""Setting of a role that is filled in, and its unit in tokens, so that every layout can pad a sample in it."""
 
 
 class RunSettings(Settings):
@@ -133,7 +132,7 @@ class ModelSettings(Settings):
     init: Literal["pretrained", "random"] = "pretrained"
     """`random` draws the weights from the configuration's `initializer_range` and the run's seed."""
     family: Text | None = None
-    """A model family of your own beside the built-in ones, as `package.module:FAMILY`; `model_type` of config.json
+    """A model family of your own beside the built-in ones: `package.module:FAMILY`; config.json's `model_type`
     chooses."""
     tokenizer: PathText | None = None
     """Folder or hub name of the tokenizer; default: `path`."""
@@ -224,8 +223,7 @@ class RolloutSettings(Settings):
     sync_bucket_bytes: Bytes = 256 * 2**20
     """Most bytes of weights that a rank receives at a time in a weight sync, unless one tensor is larger."""
     sglang: SGLangSettings | None = None
-    """Servers of `engine: sglang`; default: on GPUs one server per rank, on the trainers' devices; on a CPU one
-    server."""
+    """Servers of `engine: sglang`; default: on GPUs one per rank, on the trainers' devices; on a CPU one."""
     dynamic_sampling: DynamicSamplingSettings | None = None
     """Not null: prompts whose samples all have the same reward are replaced by others until the step is full (DAPO)."""
     environment: EnvironmentSettings | None = None
@@ -338,16 +336,15 @@ class CheckpointSettings(Settings):
     """Everything that a killed run needs to continue as if it had not been killed, in `<directory>/checkpoints`."""
 
     every_steps: PositiveInt = 50
-    """Write a checkpoint after every so many steps; one is always written at the end and when the run is told to
-    stop."""
+    """Write a checkpoint after every so many steps; one is always written at the end and when the run is stopped."""
     every_minutes: PositiveFloat | None = 60.0
     """Also write a checkpoint where the next step would end later than this after the last one, by the first rank's
     clock; null: count steps only."""
     keep_last: PositiveInt = 2
     """Number of newest checkpoints to keep; with 1 no other is left where the newest is damaged."""
     keep_best: Text | None = None
-    """Also keep the checkpoint with the highest value of this metric (a `-` in front: the lowest), such as
-    reward/mean."""
+    """Also keep the checkpoint with the highest value of this metric, such as reward/mean (`-` in front: the
+    lowest)."""
     keep_every_steps: PositiveInt | None = None
     """Also write a checkpoint after every so many steps, and keep these for good; null: none."""
     huggingface_every_steps: PositiveInt | None = None
