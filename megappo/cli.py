@@ -18,7 +18,7 @@ from megappo.errors import RUN_ERROR, USER_ERROR, Verdict, verdict_of
 from megappo.runtime.launchers import adopt_launcher, is_main, tell_torchrun
 from megappo.runtime.waiting import pause
 
-RANK_0_SPEAKS_WITHIN = 15.0  # seconds: what the start of one rank may be behind another's
+RANK_0_SPEAKS_WITHIN = 15.0  # seconds: the start of one rank may be so much later than another's
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -33,7 +33,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     except BrokenPipeError:
         if COMMANDS[arguments.command].on_ranks:
             raise
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # who reads it, such as head, has enough
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # the reader, such as head, has closed the pipe
         return 0
     except (Exception, KeyboardInterrupt) as error:
         verdict = verdict_of(error)

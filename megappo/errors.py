@@ -27,8 +27,10 @@ STOPPED_BY_USER = 130
 _DISK_ERRORS = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EIO, errno.ESTALE)
 _SHOWN_CHARACTERS = 60
 _REASON_CHARACTERS = 300
+# Numbers of 64 bits have at most 19 digits.
 _MOST_DIGITS = 19
 _HIDDEN = "(hidden)"
+# `redacted` replaces a secret wherever it occurs: a shorter one would be cut out of ordinary words.
 _SHORTEST_KNOWN = 6
 _KNOWN: set[str] = set()
 """Secrets that this process has read."""
@@ -73,22 +75,22 @@ class Interrupted(Exception):
 
     @property
     def exit_code(self) -> int:
-        """What the launcher should see."""
+        """The exit code that the launcher should see."""
         return STOPPED_BY_USER if self.signal == signal.SIGINT else REQUEUE
 
 
 class Verdict(NamedTuple):
-    """What an error means to whoever started the process that it ends."""
+    """The exit code and the sentences with which an error ends a process."""
 
     code: int
     sentences: tuple[str, ...] = ()
-    """None where a signal ended it, which needs no reason."""
+    """Sentences for the user; none where a signal ended the process, which needs no reason."""
     is_unforeseen: bool = False
-    """It is a bug of somebody's, whose traceback says more than a sentence."""
+    """Whether the error is a bug, whose traceback says more than a sentence."""
 
 
 def verdict_of(error: BaseException) -> Verdict:
-    """The exit code of an error that ends a process, and what is said of it."""
+    """The exit code of an error that ends a process, and the sentences for the user."""
     match error:
         case Interrupted():
             return Verdict(error.exit_code)
@@ -114,7 +116,7 @@ def verdict_of(error: BaseException) -> Verdict:
 
 
 def _place(error: BaseException) -> str:
-    """Where an error was raised."""
+    """` (file:line)` where an error was raised; "" where it has no traceback."""
     traceback = error.__traceback__
     if traceback is None:
         return ""
@@ -125,18 +127,19 @@ def _place(error: BaseException) -> str:
 
 @contextmanager
 def writing(path: object) -> Iterator[None]:
-    """An OSError of the block names `path` where it names no file, as those of a full disk do."""
+    """Give an OSError of the block the file name `path` where it names no file, as on a full disk."""
     try:
         yield
     except OSError as error:
-        if error.filename is None and error.errno is not None:  # another's text would be lost
+        # Without an errno, a file name would replace the message.
+        if error.filename is None and error.errno is not None:
             error.filename = str(path)
         raise
 
 
 def how_to_install(extra: str) -> str:
-    """The remedy where the libraries of an extra of pyproject.toml are missing; no index has megappo, whose repository
-    it names."""
+    """The remedy where the libraries of an extra of pyproject.toml are missing. It names the repository, as megappo is
+    on no package index."""
     return f"pip install '.[{extra}]' in megappo's repository"
 
 
@@ -149,7 +152,7 @@ def raised_by_megappo(error: ValueError) -> bool:
 
 
 def remember(secret: str) -> None:
-    """Have no text of this process show a secret that it has read."""
+    """Hide a secret that this process has read in all later texts of it."""
     if len(secret) >= _SHORTEST_KNOWN:
         _KNOWN.add(secret)
 
@@ -194,7 +197,7 @@ def shortened(text: str, characters: int = _SHOWN_CHARACTERS) -> str:
 
 
 def reason(error: BaseException, characters: int = _REASON_CHARACTERS) -> str:
-    """What another program's error says, fit for the middle of a sentence; its type where it cannot say anything."""
+    """The message of another program's error, fit for the middle of a sentence; its type where it has no message."""
     try:
         said = one_line(str(error))
     except Exception:  # noqa: BLE001 - of a class that somebody else wrote
@@ -244,6 +247,6 @@ def whole_number(text: str) -> int | None:
 
 
 def divisors(number: int) -> list[int]:
-    """All divisors of a positive number, ascending; takes its square root in steps."""
+    """All divisors of a positive number, ascending, in as many steps as its square root."""
     low = [d for d in range(1, math.isqrt(number) + 1) if number % d == 0]
     return sorted({*low, *(number // d for d in low)})

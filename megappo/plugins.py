@@ -1,4 +1,4 @@
-"""What users bring along, named as `package.module:name` or `path/to/file.py:name`, wherever the settings take one."""
+"""Users' plug-ins, named as `package.module:name` or `path/to/file.py:name`, wherever the settings take one."""
 
 from __future__ import annotations
 
@@ -25,9 +25,10 @@ _STANDARD_LIBRARY = sysconfig.get_path("stdlib") + os.sep
 
 @contextmanager
 def users_code(problem: str, remedy: str, but: tuple[type[Exception], ...] = ()) -> Iterator[None]:
-    """Whatever the block raises, `but` for some, as ValueError with one sentence: the problem, the error, the remedy.
+    """Raise whatever the block raises, except `but`, as ValueError with one sentence: the problem, the error, the
+    remedy.
 
-    For what runs a user's functions, or the code of their objects and templates, which may raise anything.
+    For blocks that run a user's functions, or the code of their objects and templates, which may raise anything.
     """
     try:
         yield
@@ -38,7 +39,7 @@ def users_code(problem: str, remedy: str, but: tuple[type[Exception], ...] = ())
 
 
 def failure_words(error: BaseException, characters: int = 300) -> str:
-    """What a user's code raised, on one line: the type, the message and `file:line` of the code, where it is known."""
+    """An error of a user's code on one line: the type, the message, and `file:line` of the code where it is known."""
     words, line = f"{type(error).__name__}: {reason(error, characters)}", raised_at(error)
     return f"{shortened(words, max(characters - len(line) - 3, 60))} ({line})" if line else shortened(words, characters)
 
@@ -60,7 +61,8 @@ def is_import_path(name: str) -> bool:
 
 
 def check_choice(name: str, choices: Iterable[str], setting: str = "") -> None:
-    """Raise ValueError for a name that is neither one of ours nor an import path; `setting` begins the sentence."""
+    """Raise ValueError for a name that is neither a built-in choice nor an import path; `setting` begins the
+    sentence."""
     known = list(choices)
     if name not in known and not is_import_path(name):
         all_forms, near = either([*known, "path/to/file.py:name", "package.module:name"]), nearest_word(name, known)
@@ -144,7 +146,7 @@ def _module_of(file: Path, setting: str) -> ModuleType:
 
 
 def _is_strange(name: str, value: object, module: ModuleType) -> bool:
-    """Whether what a module has under a name is none to suggest: private, or imported."""
+    """Whether a module's name should not be suggested: it is private, or imported."""
     imported = (inspect.isroutine(value) or inspect.isclass(value)) and value.__module__ != module.__name__
     return imported or name.startswith("_")
 

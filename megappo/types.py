@@ -25,8 +25,8 @@ CHAT_MESSAGES = "chat_messages"
 class Prompt:
     """One prompt of a data source, tokenised.
 
-    `metadata` is what the source knows besides (for example `data_source`, or reasoning-gym's entry); it is handed
-    to the reward function and must be picklable.
+    `metadata` is what the source knows besides (for example `data_source`, or reasoning-gym's entry); the reward
+    function receives it, and it must be picklable.
     """
 
     index: int
@@ -46,13 +46,13 @@ class Prompts:
 
     prompts: tuple[Prompt, ...]
     first_position: int
-    """Position of the first of them among all prompts of the step."""
+    """Position of this rank's first prompt among all prompts of the step."""
 
 
 @dataclass(frozen=True)
 class RoutingShape:
     """Sizes of the routing of a sample of T tokens, (T - 1, L, K): the numbers of each token's experts in each layer.
-    No engine computes the last token, so that it has none."""
+    The last token has no routing, as no engine computes it."""
 
     layers: int
     experts_per_token: int
@@ -60,28 +60,28 @@ class RoutingShape:
 
     @classmethod
     def of(cls, arch: ArchitectureConfig) -> RoutingShape | None:
-        """None for a model without experts."""
+        """The sizes of a model's routing; None for a model without experts."""
         return cls(arch.layers, arch.experts_per_token, arch.experts) if arch.experts else None
 
     @property
     def dtype(self) -> torch.dtype:
-        """The smallest in which there is a number that is no expert's."""
+        """The smallest integer dtype with a value left that is no expert's number."""
         return {1: torch.uint8, 2: torch.int16}[expert_number_bytes(self.experts)]
 
     def unknown(self, tokens: int, layers: int | None = None) -> Tensor:
-        """Routing of tokens for which the trainer's routers choose: all numbers are no expert's."""
+        """Routing of tokens for which the trainer's routers choose; all its numbers are no expert's."""
         shape = (tokens, self.layers if layers is None else layers, self.experts_per_token)
         return torch.full(shape, torch.iinfo(self.dtype).max, dtype=self.dtype)
 
 
 @dataclass(frozen=True)
 class Turn:
-    """What the model said at a stretch: tokens `start` to `stop` after the prompt, counted from 0."""
+    """What the model said without interruption: tokens `start` to `stop` after the prompt, counted from 0."""
 
     start: int
     stop: int
     reward: float = 0.0
-    """The environment's, which lands on the turn's last token."""
+    """Reward of the environment, given on the turn's last token."""
 
 
 @dataclass(frozen=True)
@@ -90,34 +90,35 @@ class ToolUse:
 
     calls: int = 0
     failures: int = 0
-    """Of them those that raised, ran out of time or took more than they may."""
+    """Calls that raised, ran out of time, or took more resources than they may."""
     seconds: float = 0.0
 
 
 @dataclass(frozen=True)
 class Episode:
-    """How an environment's sample came about. Tokens of no turn are what the environment said; they count nowhere."""
+    """How an environment's sample was made. Tokens outside of turns are the environment's; no loss counts them."""
 
     turns: tuple[Turn, ...]
-    """None where it failed: no token of the sample counts."""
+    """The model's turns; empty where the episode failed: no token of the sample counts."""
     failure: Literal["", "raised", "hung", "nonsense"] = ""
     reason: str = ""
-    """Of the failure, for people."""
+    """Reason of the failure, for people."""
     limit: Literal["", "turns", "tokens", "calls"] = ""
     """The limit that ended it; what was rewarded until then counts."""
     seconds: float = 0.0
-    """In the environment, engine and tools aside."""
+    """Seconds spent in the environment, engine and tools aside."""
     tools: Mapping[str, ToolUse] = field(default_factory=dict)
     prompt_ids: tuple[int, ...] | None = None
-    """What an agent prompted the model with instead of the prompt of the data; None: that."""
+    """Token ids with which an agent prompted the model instead of the prompt of the data; None: the prompt of the
+    data."""
     trajectories: int = 1
-    """Conversations that do not go on from one another. The sample is the one that the model spoke in last."""
+    """Number of conversations that do not continue one another. The sample is the one in which the model spoke last."""
     left_out_tokens: int = 0
-    """The model's in the others."""
+    """Tokens of the model in the other conversations."""
 
     @classmethod
     def read(cls, told: Mapping[str, Any]) -> Episode:
-        """What `dataclasses.asdict` gave, after a way through JSON."""
+        """The episode that `dataclasses.asdict` gave and JSON carried."""
         ids = told.get("prompt_ids")
         given = {
             "turns": tuple(Turn(**turn) for turn in told["turns"]),
@@ -129,13 +130,13 @@ class Episode:
 
 @dataclass(frozen=True)
 class Episodes:
-    """What environments made of this rank's samples."""
+    """The episodes of this rank's samples."""
 
     of_samples: tuple[Episode, ...]
     turn_rewards_BR: Tensor
     """The environment's rewards, on the last token of each turn."""
     conversations: tuple[tuple[dict[str, Any], ...], ...]
-    """B: who said what after the prompt, special tokens shown, and the rewards of turns."""
+    """B conversations: who said what after the prompt, special tokens shown, and the rewards of turns."""
 
     @property
     def failed_B(self) -> Tensor:
@@ -145,14 +146,14 @@ class Episodes:
 
 @dataclass(frozen=True)
 class Samples:
-    """This rank's samples as a model reads them; it may have none."""
+    """This rank's samples as a model reads them; a rank may have none."""
 
     sample_ids_B: Tensor
     """int64: position of each sample in the step's global batch; unique over all ranks."""
     sequences: tuple[Tensor, ...]
     """B tensors (T,) of token ids: the prompt, then the response as sampled, never re-tokenised."""
     response_lengths_B: Tensor
-    """int64, >= 1, the stop token included: all that follows the prompt, what an environment said among it."""
+    """int64, >= 1: tokens after the prompt, the stop token and what an environment said included."""
     routing: tuple[Tensor, ...] | None = field(default=None, kw_only=True)
     """B tensors (T - 1, L, K), see `RoutingShape`: the experts that the engine sent tokens to; None on all ranks: the
     trainer's routers choose."""
@@ -160,16 +161,16 @@ class Samples:
 
 @dataclass(frozen=True)
 class Rollouts(Samples):
-    """What the engine made of this rank's prompts; samples of one prompt stand together."""
+    """Responses that the engine generated for this rank's prompts; samples of one prompt stand together."""
 
     prompts: tuple[Prompt, ...]
-    """B: the prompt of each sample."""
+    """B prompts: that of each sample."""
     group_ids_B: Tensor
     """int64: position of each sample's prompt in the step; equal for samples of one prompt. Negative for a failed
     episode, which is a group of its own."""
     engine_logprob_BR: Tensor
     response_mask_BR: Tensor
-    """True on the response's own tokens: those that the model made. It has holes where an environment spoke."""
+    """bool: True on the tokens that the model made. The mask has holes where an environment spoke."""
     truncated_B: Tensor
     """bool: the length limit ended the response."""
     weight_versions_B: Tensor
@@ -177,17 +178,17 @@ class Rollouts(Samples):
     responses: tuple[str, ...]
     """B decoded responses without special tokens, for the reward and the log."""
     raw_responses: tuple[str, ...]
-    """The same with special tokens shown, the stop token included."""
+    """B decoded responses with special tokens shown, the stop token included."""
     special_tokens_B: Tensor
     """int64: special tokens inside each response, the stop token that ended it aside."""
     episodes: Episodes | None = field(default=None, kw_only=True)
-    """Not None: samples of an environment. `responses` and what is said of them are of the last turn then."""
+    """Not None: samples of an environment; then `responses`, and what is said of them, are those of the last turn."""
     token_versions_BR: Tensor | None = field(default=None, kw_only=True)
-    """int64: version of the weights that generated each response token, where a sample may be of several, of which
-    `weight_versions_B` has the oldest; None: the sample's."""
+    """int64: version of the weights that generated each response token, where a sample may be of several versions;
+    `weight_versions_B` then has the oldest. None: all tokens have the sample's version."""
 
     reward_failures: tuple[str, ...] | None = field(default=None, kw_only=True)
-    """B: why the reward of a sample failed, "" where it did not; None: not scored yet."""
+    """B reasons why the reward of a sample failed, "" where it did not; None: not scored yet."""
 
     def total_rewards_B(self, scores_B: Tensor) -> Tensor:
         """Scores of the reward function with the environment's rewards of all turns."""
@@ -203,11 +204,11 @@ class Rollouts(Samples):
 
 @dataclass(frozen=True)
 class Scored:
-    """Rollouts with what the reward and the models say of them."""
+    """Rollouts with their scores, log-probabilities and values."""
 
     rollouts: Rollouts
     scores_B: Tensor
-    """Of the reward function, for the last token of each sample."""
+    """Scores of the reward function, given on the last token of each sample."""
     old_logprob_BR: Tensor
     """The denominator of the ratio: recomputed by the trainer, or the engine's in bypass mode."""
     ref_logprob_BR: Tensor | None
@@ -227,7 +228,8 @@ class Experience:
     loss_mask_BR: Tensor
     """Response tokens the policy loss counts: the response mask without rejected samples."""
     rewards_BR: Tensor | None = None
-    """Token rewards that advantages and returns are of: scores, and the weighted KL subtracted; None: not known."""
+    """Token rewards from which advantages and returns were computed: scores, with the weighted KL subtracted; None: not
+    known."""
     kl_BR: Tensor | None = None
-    """To the reference, as `kl_in_reward.kind` estimates it, in nats; 0 where nothing is generated. None without a
+    """KL to the reference, as `kl_in_reward.kind` estimates it, in nats; 0 where nothing is generated. None without a
     reference."""

@@ -1,6 +1,6 @@
-"""What programs build upon: a run from Python, and what plug-ins look like. Whatever is not here may change.
+"""The public interface: a run from Python, and the types of plug-ins. Whatever is not here may change.
 
-Names are imported when they are first asked for, so that the import of this package waits for nothing.
+Names are imported when they are first asked for, so that importing this package is fast.
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ _HOMES = {
     "megappo.plan.planner": ("Plan",),
     "megappo.types": ("Prompt",),
 }
-"""Which module has which names."""
+"""Names by the module that defines them."""
 _HOME = {name: module for module, names in _HOMES.items() for name in names}
 
 

@@ -1,4 +1,4 @@
-"""How a run and an evaluation begin: settings are checked against models, ranks and machine before anything else."""
+"""The start of a run or an evaluation: settings are checked against models, ranks and machine before anything else."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def start(command: Literal["train", "eval"], config: Config) -> dict[str, float]
         config = _in_one_process(resolve_here(config))
     _check(command, config, world_size)  # refuses most mistakes before torch is imported
     config = resolve_here(config)
-    find_accelerations(config.model.accelerations)  # before anything imports Megatron-Core
+    find_accelerations(config.model.accelerations)  # hides broken libraries from Megatron-Core, before it is imported
     _check(command, config, world_size)  # and the rest before the data are tokenised
     check_device(config.runtime)  # before an engine for it is asked for
     find_engine(config.rollout)
@@ -69,7 +69,8 @@ def _in_one_process(config: Config) -> Config:
 
 
 def _check(command: str, config: Config, world_size: int) -> None:
-    """Raises ConfigError for settings that do not stand on these ranks; of one process with how many it should be."""
+    """Raise ConfigError for settings that do not fit these ranks; for a single process the error says how many are
+    needed."""
     try:
         check_run(config, world_size)
     except ConfigError as error:

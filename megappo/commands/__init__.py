@@ -14,13 +14,13 @@ from megappo.errors import ConfigError, shortened, whole_number
 
 
 class CommandModule(Protocol):
-    """What a module of a subcommand offers."""
+    """The interface of a subcommand's module."""
 
     def add_arguments(self, parser: argparse.ArgumentParser) -> None:
-        """Declare what follows the command."""
+        """Declare the arguments of the command."""
 
     def run(self, arguments: argparse.Namespace) -> bool | None:
-        """Do it; False: it was done, and the answer is no (exit code 1)."""
+        """Run the command; False: it ran, and its answer is no (exit code 1)."""
 
 
 @dataclass(frozen=True)
@@ -54,7 +54,7 @@ COMMANDS = {
     "report": Command("show how a metric went in a run, or in several"),
     "inspect": Command("show samples that a run saved, token by token: mask, reward, value, return, advantage"),
 }
-"""By name, which is also the name of its module in this package."""
+"""Subcommands by name, which is also the name of the module in this package."""
 
 
 def module_of(command: str) -> CommandModule:
@@ -71,7 +71,7 @@ def whole_option(name: str, text: str, least: int, most: int) -> int:
 
 
 def seconds_option(name: str, text: str, most: float) -> float:
-    """The same for seconds, from 0."""
+    """The seconds that an option has, from 0. Raises ConfigError for anything else, and above `most`."""
     try:
         seconds = float(text)
     except ValueError:
@@ -82,7 +82,7 @@ def seconds_option(name: str, text: str, most: float) -> float:
 
 
 def add_config_arguments(parser: argparse.ArgumentParser, *, optional: bool = False) -> None:
-    """A configuration and what it is to be overridden with."""
+    """Add the arguments of a configuration and its overrides."""
     parser.add_argument("config", metavar="CONFIG", nargs="?" if optional else None, help="YAML file")
     parser.add_argument(
         "overrides", nargs="*", metavar="key=value", help="override such as run.steps=10, or another file"
@@ -90,6 +90,6 @@ def add_config_arguments(parser: argparse.ArgumentParser, *, optional: bool = Fa
 
 
 def add_machine_arguments(parser: argparse.ArgumentParser) -> None:
-    """The devices that a run is planned for."""
+    """Add the arguments of the devices that a run is planned for."""
     parser.add_argument("--machine", metavar="NAME", help="h100, cpu, ... or a YAML file (default: by runtime.device)")
     parser.add_argument("--gpus", metavar="N", help="devices, one per rank (default: the fewest the layouts need)")

@@ -22,7 +22,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> None:
-    """Write them, and print what was written."""
+    """Write the files of a data set, and print what was written."""
     from megappo.data.prepare import prepare
 
     seed = whole_option("--seed", arguments.seed, 0, _LARGEST_SEED)

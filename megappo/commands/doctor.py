@@ -70,6 +70,7 @@ def _together(machine: str, own: list[Finding], ranks: Ranks, derived: Derived |
     machines = list(dict.fromkeys(name for name, _ in everyone))
     found = merge(everyone)
     found += differing_settings(found)
+    # `found` is the same on all ranks, so all of them enter the collectives below or none does.
     if any_broken(found):
         found.append(slow("group", "none was measured, as something is broken", "fix that first"))
     else:

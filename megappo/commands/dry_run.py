@@ -53,7 +53,7 @@ from megappo.runtime.launchers import read_ranks
 
 _SCORED_SAMPLES = 8
 _ANSWER_FORMS = ("{}", "#### {}", "\\boxed{{{}}}", "<answer>{}</answer>")
-"""How models write an answer that some reward understands."""
+"""Forms of an answer that rewards understand; the best of them is reported."""
 _SHOWN_CHARACTERS = 200
 
 Rows = Iterator[tuple[str, str]]
@@ -254,7 +254,7 @@ def _methods(config: Config) -> Rows:
 
 
 def _weights(config: Config) -> Rows:
-    """Every tensor of every model, by the headers of the files."""
+    """Check that the files have every tensor of every model, by their headers."""
     for role, path in model_paths(config).items():
         if config.model.init == "random":
             yield "weights", f"{role}: drawn from the seed; model.init is random"
@@ -274,7 +274,7 @@ def _weights(config: Config) -> Rows:
 
 
 def _origins(config: Config) -> Rows:
-    """What the models of a new run begin with, where that is not their own folder."""
+    """Weights that the models of a new run start from, where these are not those of their own folder."""
     for role, settings in config.trained.items():
         if settings.start_from is not None:
             arch = load_architecture(role_folder(config, role, weights=False), config.model)
@@ -303,7 +303,8 @@ def _plan(config: Config, models: Models, ranks: int, machine: Machine) -> Rows:
 
 
 def _plan_unnamed(config: Config, models: Models, ranks: int, here: Machine) -> Rows:
-    """The same on this machine; what does not fit here is planned for GPUs of the table too, and nothing is refused."""
+    """Memory and time on this machine; a run that does not fit here is planned for GPUs of the table too, and not
+    refused."""
     needs_gpus = config.runtime.device == "cuda" and not here.is_cuda
     if not needs_gpus:
         of_ranks = "1 rank" if ranks == 1 else f"{ranks} ranks"

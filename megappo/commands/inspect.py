@@ -46,7 +46,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> None:
-    """Print them."""
+    """Print the samples of a step, or one sample."""
     saved = SavedRun(Path(arguments.run_dir))
     step = saved.step(arguments.step)
     if arguments.sample is not None:
@@ -92,7 +92,7 @@ class SampleSearch:
         return self.text is not None or {self.reward, self.length} != {(-math.inf, math.inf)}
 
     def among(self, lines: Sequence[SampleLine]) -> list[SampleLine]:
-        """Those that are wanted, in order: the largest rewards and lengths first."""
+        """The lines that the search wants, in its order: the largest rewards and lengths first."""
         found = [line for line in lines if self._wants(line)]
         keys = {"id": lambda x: x.sample_id, "reward": lambda x: -x.reward, "length": lambda x: -x.length}
         return sorted(found, key=keys[self.sort])
@@ -104,7 +104,8 @@ class SampleSearch:
 
 
 class SavedRun:
-    """What a run saved of its steps. Raises ValueError where it saved none, or what is none of these."""
+    """The experience that a run saved of its steps. Raises ValueError where it saved none, or the directory is not a
+    run's."""
 
     def __init__(self, directory: Path) -> None:
         self._directory = directory
@@ -117,7 +118,7 @@ class SavedRun:
             )
 
     def _folder(self) -> Path:
-        """Where the run says that it saved."""
+        """The folder in which the run says that it saved experience."""
         if not self._directory.is_dir():
             raise ValueError(f"{self._directory} is no directory; name that of a run")
         elsewhere = None if self._config is None else self._config.rollout.save_to
@@ -125,7 +126,7 @@ class SavedRun:
 
     @cached_property
     def _config(self) -> Config | None:
-        """The run's own; None where there is none that can be read."""
+        """Configuration of the run; None where none can be read."""
         return self._read_config[0]
 
     @cached_property
@@ -138,7 +139,7 @@ class SavedRun:
             return None, f"{path}: {reason(error)}"
 
     def step(self, given: str | None) -> SavedStep:
-        """The one of a number, or the last."""
+        """The saved step of a number, or the last one."""
         if given is None:
             return self._steps[max(self._steps)]
         number = whole_option("--step", given, 0, _LARGEST_STEP)
@@ -148,7 +149,7 @@ class SavedRun:
         return self._steps[number]
 
     def told_step(self, step: SavedStep, search: SampleSearch) -> Iterator[str]:
-        """A line of each sample that is wanted, and what all of the step add up to."""
+        """The text on a step: a line for each sample that is wanted, and sums over all saved samples."""
         files, lines = list[Path](), list[SampleLine]()
         for path in map(step.file, range(step.ranks)):
             lines += read_lines(path)
@@ -169,7 +170,7 @@ class SavedRun:
         yield from ("", "--sample K shows one token by token; what the numbers say: megappo/observe/gae.md")
 
     def told_sample(self, step: SavedStep, given: str) -> Iterator[str]:
-        """One sample, token by token."""
+        """The text on one sample, token by token."""
         wanted, known = whole_option("--sample", given, 0, _LARGEST_STEP), list[int]()
         for path in map(step.file, range(step.ranks)):
             ids = [line.sample_id for line in read_lines(path)]
@@ -229,7 +230,7 @@ def _told_line(line: SampleLine) -> Iterator[str]:
 
 
 def _told_tokens(tokens: SampleTokens) -> Iterator[str]:
-    """A row of each. What GAE passes over has no value, return and advantage; a reward that lies there is shown."""
+    """A row for each token. Tokens that GAE skips have no value, return or advantage; a reward on them is shown."""
     own = [bool(x) for x in tokens.columns["mask"]]
     columns = {"position": [str(i) for i in range(len(own))], "id": [str(token) for token in tokens.ids]}
     if tokens.texts is not None:

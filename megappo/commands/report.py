@@ -51,7 +51,7 @@ class _History:
 
     @property
     def of_every_step(self) -> bool:
-        """Evaluations leave steps out."""
+        """Whether every step has the metric; evaluations skip steps."""
         return self.steps[-1] - self.steps[0] + 1 == len(self.steps)
 
 
@@ -111,7 +111,7 @@ def _paths(directory: Path) -> list[str]:
 
 
 def _page(path: Path) -> list[str]:
-    """Its lines, without what a terminal would obey."""
+    """Lines of a page, with escapes in place of what a terminal would obey."""
     try:
         return [line if line.isprintable() else one_line(line) for line in plain_text(path).rstrip().splitlines()]
     except (OSError, UnicodeDecodeError) as error:

@@ -1,11 +1,12 @@
 """`megappo serve`: one SGLang server for trainers elsewhere, with the arguments that megappo's own servers get.
 
-Of a server on several machines each has a `megappo serve` of its own, which runs a part of it. Parts end and start
+For a server on several machines, each machine has a `megappo serve`, which runs a part of it. Parts start and end
 together.
 
-The server is started again when it dies or hangs, and ends with everything it made when this process is told to stop
-or is killed. SIGINT and SIGHUP stop at once. SIGTERM, which a scheduler sends to engines and trainers together, stops
-after `linger_seconds`, in which the trainers may still need answers. SIGUSR1 and SIGUSR2 are the trainers' business.
+The server is started again when it dies or hangs, and ends with all its processes when this process is told to stop or
+is killed. SIGINT and SIGHUP stop at once. SIGTERM, which a scheduler sends to engines and trainers together, stops
+after `linger_seconds`, in which the trainers may still need answers. SIGUSR1 and SIGUSR2 are ignored: they are for the
+trainers.
 """
 
 from __future__ import annotations
@@ -60,7 +61,7 @@ class Service:
     port: int
     key: str = field(repr=False)
     index: int
-    """Its number among the engines of a run; names its log."""
+    """Number of the server among the engines of a run; names its log."""
     linger_seconds: float
     node: int = 0
     """Number of this machine's part."""
@@ -69,7 +70,7 @@ class Service:
 
 
 class StopRequest:
-    """What signals have asked of this process."""
+    """The stop that signals have asked for."""
 
     def __init__(self, linger_seconds: float) -> None:
         self._linger, self._deadline = linger_seconds, math.inf
@@ -164,7 +165,7 @@ def make_service(config: Config, *, host: str | None, port: int, index: int, lin
     rows = token_rows(config, tokenizer, training=False)
     stops = resolve_stop_token_ids(folder, tokenizer, config.rollout.stop_token_ids, rows)
     spec = ServerSpec.of(config, folder, stops, on_cuda=runs_on_cuda(config.runtime), device_bytes=device_bytes())
-    # Who asks it, and for how much at once, only its clients know.
+    # How many sequences it is asked for at once, only its clients know.
     spec = replace(spec, host=host, memory_saver=False, seed=index, cache=replace(spec.cache, sequences=None))
     key = key_of(KEY_VARIABLE) or kept_key(spec.log_directory)
     return Service(_placed(spec), port or free_port(host), key, index, linger_seconds)
@@ -181,7 +182,7 @@ def kept_key(folder: Path) -> str:
         descriptor, made = tempfile.mkstemp(dir=folder)
         with os.fdopen(descriptor, "w") as file:
             file.write(secrets.token_hex(16))
-        with suppress(FileExistsError):  # a server beside this one was sooner
+        with suppress(FileExistsError):  # another server made the key first
             os.link(made, path)
         os.unlink(made)
     if path.stat().st_mode & 0o077:
@@ -230,7 +231,7 @@ def _supervise(service: Service, stop: StopRequest) -> None:
 
 
 def _rendezvous_of(service: Service, stop: StopRequest) -> MultiNodeRendezvous | None:
-    """What holds this part together with the others, if there are any. Raises RunError where part 0 cannot be found."""
+    """The rendezvous of this part with the others, if there are any. Raises RunError where part 0 cannot be found."""
     if service.meet is None:
         return None
     settings, found, (address, port) = service.spec.settings, list[MultiNodeRendezvous](), service.meet
@@ -251,8 +252,8 @@ def _rendezvous_of(service: Service, stop: StopRequest) -> MultiNodeRendezvous |
 
 
 def _begun(rendezvous: MultiNodeRendezvous | None, start: int, stop: StopRequest) -> ServerPart | None:
-    """The part of the next start; None: told to stop before it was called, or there are no parts. Raises RunError
-    where part 0 is gone."""
+    """The part for the next start; None: told to stop before that start was announced, or there are no parts. Raises
+    RunError where part 0 is gone."""
     if rendezvous is None:
         return None
     if rendezvous.node == 0:

@@ -21,17 +21,18 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> None:
-    """Print them."""
+    """Print the schema, or the explanation of a name."""
     print(json.dumps(json_schema(), indent=1) if arguments.schema else explanation(arguments.name))
 
 
 def json_schema() -> dict[str, object]:
-    """Of a configuration, by JSON Schema 2020-12."""
+    """The JSON schema of a configuration (JSON Schema 2020-12)."""
     return {"$schema": "https://json-schema.org/draft/2020-12/schema", **Config.model_json_schema()}
 
 
 def explanation(name: str) -> str:
-    """The sections; or the settings of one, or those of a name, of another trainer's name, or of a part of one.
+    """The text on a name: all sections without a name; otherwise the settings of a section, or those of a name, of
+    another trainer's name, or of a part of a name.
 
     Raises ConfigError where there are none.
     """

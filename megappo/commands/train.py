@@ -70,12 +70,14 @@ def run(arguments: argparse.Namespace) -> None:
 
 
 def _start_again(_number: int, _frame: FrameType | None) -> None:
-    """A scheduler's signal before the run listens to it: there is nothing to save yet, and all to do another time."""
+    """Handle a scheduler's SIGUSR1 before the run handles signals itself: nothing is to be saved yet, so end and be
+    requeued."""
     os._exit(REQUEUE)
 
 
 def _critic_only(config: Config) -> list[str]:
-    """Overrides that train the critic alone: there is no engine to evaluate, and no other actor to export."""
+    """Overrides that train the critic alone: without an engine nothing can be evaluated, and the actor does not
+    change."""
     if config.critic is None:
         raise ConfigError("--critic-only trains the critic, and there is none; add the section critic")
     own = [] if config.critic.pretraining is not None else ["critic.pretraining={}"]

@@ -26,7 +26,8 @@ class KLInRewardSettings(Settings):
     controller: Literal["fixed", "adaptive"] = "fixed"
     """`adaptive` moves the weight towards `target` (Ziegler et al. 2019)."""
     per: Literal["token", "response"] = "token"
-    """What the adaptive controller measures: the mean KL per token, or of the sum over a response."""
+    """What the adaptive controller measures: the mean KL per token, or the mean over responses of the KL summed over
+    each."""
     target: PositiveFloat | None = None
     """KL in nats the adaptive controller aims at, per token or response as `per` says; null: 0.01 per token, 6 per
     response."""
@@ -56,25 +57,26 @@ class PenaltySettings(Settings):
     coef: PositiveFloat = 1.0
     """Starting weight of KL(old || new); it stays within 1,024 times this, up and down."""
     target: PositiveFloat = 0.01
-    """KL per token in nats that the weight is adapted to: what the step's updates end at, which takes a forward pass of
-    the actor more (Schulman et al. 2017, section 4)."""
+    """KL(old || new) per token in nats, after a step's updates, to which the weight is adapted; measuring it takes one
+    more forward pass of the actor (Schulman et al. 2017, section 4)."""
 
 
 class BandSettings(Settings):
     low: Annotated[float, Field(gt=0, le=1)] | None = None
-    """Down to 1 - low of the ratio; with `dppo_tv` so far down in probability, with `dppo_kl` in nats. 1: any ratio.
-    Default: 0.8 with `dis` (SAO), 1 with `cispo` (ScaleRL), 3e-4 with `gspo` (its paper), 0.2 with `dppo_tv`, 0.05 with
-    `dppo_kl` (DPPO)."""
+    """Lower edge of the band: ratios from 1 - low on are left alone; `dppo_tv` measures the drop in probability
+    instead, `dppo_kl` in nats. 1: no lower edge. Default: 0.8 with `dis` (SAO), 1 with `cispo` (ScaleRL), 3e-4 with
+    `gspo` (its paper), 0.2 with `dppo_tv`, 0.05 with `dppo_kl` (DPPO)."""
     high: PositiveFloat | None = None
-    """Up to 1 + high of the ratio, or so far up. Default: 3 with `dis`, 4 with `cispo`, 4e-4 with `gspo`, 0.2 with
-    `dppo_tv`, 0.05 with `dppo_kl`, of the same sources."""
+    """Upper edge of the band: ratios up to 1 + high are left alone; `dppo_tv` measures the rise in probability instead,
+    `dppo_kl` in nats. Default: 3 with `dis`, 4 with `cispo`, 4e-4 with `gspo`, 0.2 with `dppo_tv`, 0.05 with `dppo_kl`,
+    from the same sources."""
     cap: PositiveFloat | None = None
     """Largest weight of a token with `dppo_tv` and `dppo_kl`; default: 20 (verl)."""
 
 
 class GateSettings(Settings):
     positive: Annotated[float, Field(gt=0, le=50)] = 1.0
-    """Temperature of tokens whose advantage is above 0: the larger, the sooner slopes fade as ratios leave 1 (Gao et
+    """Temperature of tokens whose advantage is above 0: the larger, the faster gradients fade as ratios leave 1 (Gao et
     al. 2025, "SAPO")."""
     negative: Annotated[float, Field(gt=0, le=50)] = 1.05
     """Temperature of the other tokens."""
@@ -83,13 +85,13 @@ class GateSettings(Settings):
 class CorrectionSettings(Settings):
     level: Literal["token", "sequence", "geometric"] = "token"
     """One importance weight per token, or one per response: `sequence`, the product over its tokens, or `geometric`,
-    their geometric mean, which long responses do not blow up."""
+    their geometric mean, which does not grow with the length."""
     cap: PositiveFloat = 2.0
-    """Weights are truncated here."""
+    """Largest importance weight; larger ones are truncated to it."""
     reject_above: PositiveFloat | None = None
-    """Samples or tokens with a larger weight are left out of the loss."""
+    """Tokens, or samples with a weight per response, are left out of the loss where the weight is larger."""
     reject_below: PositiveFloat | None = None
-    """Samples or tokens with a smaller weight are left out of the loss."""
+    """Tokens, or samples with a weight per response, are left out of the loss where the weight is smaller."""
 
     @model_validator(mode="after")
     def _keeps_something(self) -> CorrectionSettings:
@@ -103,9 +105,10 @@ class CorrectionSettings(Settings):
 
 class JumpSettings(Settings):
     grad_norm_ratio: Annotated[float, Field(gt=1, le=1e9)] | None = 10.0
-    """An update whose gradient norm is so many times the median of the role's last 50; null: off."""
+    """An update is recorded whose gradient norm is more than so many times the median of the role's last 50; null:
+    off."""
     kl_nats: PositiveFloat | None = 0.5
-    """An actor update whose minibatch has a KL(old || new) above this, in nats per token; null: off."""
+    """An actor update is recorded whose minibatch has a KL(old || new) above this, in nats per token; null: off."""
 
 
 def _is_fraction(value: object) -> bool:
@@ -130,9 +133,9 @@ def _number_or_roles(value: object) -> object:
 
 class ActorLambdaSettings(Settings):
     number: Fraction | None = None
-    """The same for all samples."""
+    """Lambda of all samples."""
     length_adaptive: PositiveFloat | None = None
-    """1 - 1 / (this x tokens of the sample), never below 0: of VAPO, where it is 0.05."""
+    """Lambda of each sample is 1 - 1 / (this x its tokens), never below 0 (VAPO, where it is 0.05)."""
 
     @model_validator(mode="after")
     def _has_one(self) -> ActorLambdaSettings:
@@ -144,18 +147,18 @@ class ActorLambdaSettings(Settings):
 
 class LambdaSettings(Settings):
     actor: Annotated[ActorLambdaSettings, BeforeValidator(_number_or_adaptive)] = ActorLambdaSettings(number=1.0)
-    """Of the advantages: a number, or `{length_adaptive: 0.05}`."""
+    """Lambda of the advantages that the policy is trained with: a number, or `{length_adaptive: 0.05}`."""
     critic: Fraction = 1.0
-    """Of the returns that the critic learns."""
+    """Lambda of the returns that the critic is trained on."""
 
     @property
     def is_one(self) -> bool:
-        """Whether actor and critic have the same."""
+        """Whether actor and critic have the same lambda."""
         return self.actor.number == self.critic
 
     @property
     def words(self) -> str:
-        """For people."""
+        """The lambdas in words, for people."""
         adaptive = self.actor.length_adaptive
         actor = f"{self.actor.number:g}" if adaptive is None else f"1 - 1 / ({adaptive:g} x tokens)"
         return actor if self.is_one else f"{actor}, of the critic {self.critic:g}"
@@ -170,11 +173,11 @@ class AlgorithmSettings(Settings):
     gamma: Fraction = 1.0
     """Discount per token, or per turn."""
     discount_at: Literal["token", "turn"] = "token"
-    """Where gamma and lambda apply: at every token, or where a turn of an episode ends, so that what a model says at a
-    stretch is one step of time (`gae_timestep_unit` of AReaL)."""
+    """Where gamma and lambda apply: at every token, or only where a turn of an episode ends, so that a whole turn is
+    one time step (`gae_timestep_unit` of AReaL)."""
     lam: Annotated[LambdaSettings, BeforeValidator(_number_or_roles)] = LambdaSettings()
-    """GAE's lambda: a number, or one for the actor and one for the critic. A score reaches a token that lies so many
-    tokens before it times lambda to the power of them: 0.95 leaves nothing after a thousand."""
+    """GAE's lambda: a number, or one for the actor and one for the critic. A score counts lambda^n at a token n tokens
+    before it: with 0.95 nothing is left after a thousand tokens."""
     whiten_advantages: bool = True
     """Whiten over the global batch where the estimator allows it."""
     policy_loss: Text = "clip"
@@ -191,21 +194,21 @@ class AlgorithmSettings(Settings):
     dual_clip: Annotated[float, Field(gt=1, le=1e9)] | None = 3.0
     """Lower bound c*A of the objective where A < 0 (Ye et al. 2020); null: off."""
     band: BandSettings | None = None
-    """Where ratios are left alone by `policy_loss: dis`, `cispo`, `gspo`, `dppo_tv` and `dppo_kl`; default: the loss's
-    own. `clip` has clip_low and clip_high."""
+    """Band within which `policy_loss: dis`, `cispo`, `gspo`, `dppo_tv` and `dppo_kl` leave ratios alone; default: the
+    loss's own. `clip` has clip_low and clip_high instead."""
     gate: GateSettings | None = None
     """Settings of `policy_loss: sapo`; default: the paper's."""
     entropy_coef: NonNegativeFloat = 0.0
     """Weight of the entropy bonus."""
     positive_nll_coef: NonNegativeFloat = 0.0
-    """Weight of the negative log-likelihood of good samples in the policy loss, per token of theirs in the minibatch
-    (VAPO: 0.1)."""
+    """Weight of the negative log-likelihood of good samples in the policy loss, per response token of good samples in
+    the minibatch (VAPO: 0.1)."""
     positive_nll_above: float = Field(default=0.0, ge=-1e9, le=1e9)
     """Samples whose reward is above this are good ones."""
     mask_truncated: bool = False
     """Leave samples that the length limit ended out of the losses of actor and critic (DAPO's overlong filtering)."""
     loss_aggregation: Aggregation = "token-mean"
-    """How token losses become one number, over the global minibatch."""
+    """How token losses are aggregated to one number, over the global minibatch."""
     kl_in_reward: KLInRewardSettings | None = None
     """KL to the reference subtracted from the token rewards."""
     kl_in_loss: KLInLossSettings | None = None
@@ -215,34 +218,36 @@ class AlgorithmSettings(Settings):
     target_kl: PositiveFloat | None = None
     """Actor updates of a step end once KL(old || new) of a minibatch passes this (nats per token)."""
     old_logprob: Literal["decoupled", "bypass", "corrected"] = "decoupled"
-    """Recompute with the trainer, take the engine's, or recompute and weight for the gap."""
+    """Where old log-probabilities come from: recomputed by the trainer (`decoupled`), the engine's (`bypass`), or
+    recomputed with importance weights for the gap between engine and trainer (`corrected`)."""
     correction: CorrectionSettings = CorrectionSettings()
     """Settings of `old_logprob: corrected`."""
     router_replay: bool | None = None
-    """In the actor's scoring and updates, send each token to the experts that the engine sent it to; default: where the
-    model has experts and the engine says which."""
+    """In the actor's forward passes and updates, send each token to the experts that the engine sent it to; default:
+    where the model has experts and the engine returns them."""
     mismatch_warn_nats: PositiveFloat = 0.05
     """Mean |engine - trainer| logprob per token of the actor's own weights from which a warning is printed."""
     mismatch_stop_nats: PositiveFloat = 1.0
     """Mean |engine - trainer| logprob per token of the actor's own weights from which the run stops."""
     mismatch_every_steps: PositiveInt = 1
-    """Engine and trainer are compared in the first step and in every so many after it. With `old_logprob: bypass`
-    nothing else needs the actor's scores, which are left out in the other steps."""
+    """Log-probabilities of engine and trainer are compared in the first step and in every so many after it. With
+    `old_logprob: bypass` nothing else needs the actor's forward pass, which is left out in the other steps."""
     on_nonfinite: Literal["stop", "skip"] = "stop"
-    """After a non-finite loss or gradient, whose update is never applied: end the run, or go on."""
+    """What follows a non-finite loss or gradient, whose update is never applied: the end of the run (`stop`), or the
+    next update (`skip`)."""
     jumps: JumpSettings = JumpSettings()
     """Updates that are written to jumps.jsonl with the samples they were made of."""
 
     @property
     def band_edges(self) -> tuple[float, float] | None:
-        """low and high of the policy loss's band, its own where none are given; None where it has no band."""
+        """(low, high) of the policy loss's band, its defaults where none are given; None where it has no band."""
         own, given = BANDS.get(self.policy_loss), self.band or BandSettings()
         if own is None:
             return None
         return (own[0] if given.low is None else given.low, own[1] if given.high is None else given.high)
 
     def replays_routing(self, experts: int) -> bool:
-        """Whether the actor, which has so many experts, goes by the engine's routing where it gets one."""
+        """Whether an actor with so many experts replays the engine's routing where the engine returns it."""
         return experts > 0 and self.router_replay is not False
 
     def compares_in(self, step: int) -> bool:
@@ -279,7 +284,7 @@ class AlgorithmSettings(Settings):
         return self
 
     def _unused(self) -> Iterator[str]:
-        """Settings of another policy loss."""
+        """A sentence for each setting that belongs to another policy loss."""
         loss = self.policy_loss
         if self.band is not None and loss not in BANDS:
             instead = {"clip": "set clip_low and clip_high", "sapo": "set gate"}.get(loss, "remove it")

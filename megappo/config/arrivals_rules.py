@@ -14,15 +14,15 @@ INDEX = "steps.jsonl"
 
 
 def folder_of_step(folder: Path, step: int) -> Path:
-    """Where a record has the samples of a step."""
+    """Folder of a step's samples in a record of arrivals."""
     return folder / f"step-{step:06d}"
 
 
 def read_index(folder: Path) -> dict[int, Mapping[str, Any]]:
-    """The line of each step in a folder that `rollout.record_arrivals` has filled.
+    """The index entry of each step in a folder that `rollout.record_arrivals` has filled.
 
-    A run that goes on from a checkpoint trains on later steps again: a line makes those before it void that are of its
-    step or later ones. Raises ValueError where this is no such folder.
+    A run that continues from a checkpoint trains on some steps again, so an entry replaces earlier entries of its step
+    and of later steps. Raises ValueError where the folder is not such a record.
     """
     path = folder / INDEX
     found: dict[int, Mapping[str, Any]] = {}
@@ -40,7 +40,8 @@ def read_index(folder: Path) -> dict[int, Mapping[str, Any]]:
 
 
 def arrivals_rules(config: Config) -> Iterator[str]:
-    """What is recorded and replayed are prompts in flight; the record is there and of steps of the same size."""
+    """Recording and replay need prompts in flight (`rollout.ahead` of 2 and more); a record must be complete and of
+    steps of the same size."""
     rollout = config.rollout
     given, records = rollout.replay_arrivals, rollout.record_arrivals
     for key, asked in (("record_arrivals", records), ("replay_arrivals", given is not None)):

@@ -1,4 +1,4 @@
-"""What every section of the settings has in common."""
+"""The base class of all sections of the settings, and the types of their fields."""
 
 from __future__ import annotations
 

@@ -10,7 +10,7 @@ from megappo.errors import divisors, nearest_numbers
 
 
 def batch_rules(config: Config, role: RoleSpec, world_size: int) -> Iterator[str]:
-    """A role's minibatches and microbatches fit the step's samples."""
+    """Rules on a role's minibatches and microbatches: they fit the step's samples."""
     batch, grid = config.rollout.batch_sequences, role.layout.grid(world_size)
     dp = grid.dp
     size, key = role.settings.minibatch_sequences, f"{role.name}.minibatch_sequences"
@@ -36,7 +36,7 @@ def batch_rules(config: Config, role: RoleSpec, world_size: int) -> Iterator[str
 
 
 def _count_rules(role: RoleSpec, batch: int, dp: int) -> Iterator[str]:
-    """Every data parallel replica has a sample of each of so many minibatches."""
+    """Rule on `minibatches`: every data parallel replica has a sample of each."""
     count = role.settings.minibatch_count(batch)
     if batch // count < dp:
         remedy = f"set at most {batch // dp}" if batch >= dp else "raise rollout.prompts_per_step"
@@ -47,7 +47,7 @@ def _count_rules(role: RoleSpec, batch: int, dp: int) -> Iterator[str]:
 
 
 def warmup_rules(role: RoleSpec, total_updates: int) -> Iterator[str]:
-    """The learning rate reaches its peak, before it falls."""
+    """Rules on warm-up and decay: the learning rate reaches its peak before it falls."""
     settings = role.settings.optimizer
     warmup, key = settings.warmup_updates, f"{role.name}.optimizer"
     if warmup and warmup >= total_updates:

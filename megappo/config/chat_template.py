@@ -1,8 +1,8 @@
 """The chat template of a run: the tokenizer's, or that of `data.chat_template`, with what `data.chat_template_options`
 tell it.
 
-The options become the first lines of the template itself, so that everything that renders by the tokenizer renders
-alike, an exported model too. Who renders by an export may tell it something else.
+The options become the first lines of the template itself, so that everything that renders with the tokenizer renders
+alike, an exported model too. A caller of the exported template can still set them to other values.
 """
 
 from __future__ import annotations
@@ -25,12 +25,14 @@ if TYPE_CHECKING:
 THINKING_SWITCH = "enable_thinking"
 """The option of Qwen3's, GLM-4.5's and SmolLM3's templates, which have models think where it is not given."""
 SHORT_RESPONSE_TOKENS = 4096
-"""Up to which a model that thinks is mostly cut before it answers: Qwen3's authors advise 32,768."""
+"""Response limit, in tokens, up to which a model that thinks is mostly cut before it answers: Qwen3's authors advise
+32,768."""
 
 
 def read_template(settings: dict[str, Any], folder: Path) -> None:
-    """Put the text of the file that `data.chat_template` names into its place: of one in `folder`, or else in the
-    working directory. Raises ConfigError for a file that cannot be read; what is neither is left to be refused."""
+    """Replace a file name in `data.chat_template` by the file's text; the file is looked for in `folder`, then in the
+    working directory. Raises ConfigError for a file that cannot be read. A value that is neither a file nor a template
+    is left for validation to refuse."""
     data = settings.get("data")
     if not isinstance(data, dict) or not isinstance(given := data.get("chat_template"), str) or is_template(given):
         return
@@ -87,7 +89,8 @@ def _literal(value: Any) -> str:
 
 
 def _check_syntax(tokenizer: PreTrainedTokenizerBase, own_lines: int) -> None:
-    """What it says of messages shows with the data; here only whether it is a template at all."""
+    """Raise ConfigError for a template that does not compile. Whether it renders the data's messages is seen when the
+    data are read."""
     from jinja2 import TemplateSyntaxError
 
     try:
@@ -123,7 +126,8 @@ def template_in(folder: Path) -> str:
 
 
 def thinking_notes(config: Config, template: str) -> Iterator[str]:
-    """Of a model that thinks before it answers, as nobody told its template otherwise, and has little room for it."""
+    """A note on a model that thinks before it answers because its template is not told otherwise, and has little room
+    for it."""
     data, most = config.data, config.rollout.max_response_tokens
     template = data.chat_template or template
     if not data.apply_chat_template or THINKING_SWITCH not in template or most > SHORT_RESPONSE_TOKENS:

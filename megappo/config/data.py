@@ -15,9 +15,9 @@ from megappo.config.base import PathText, PositiveInt, Settings, Text
 from megappo.errors import show
 
 OLD_PYTHON_PREFIX = "python:"
-"""Of import paths in settings of before every plug-in was named in the same way."""
+"""Prefix of import paths in older settings, before all plug-ins were named in the same way; still accepted."""
 HUB_PREFIX = "datasets:"
-"""Of what Hugging Face's library `datasets` reads."""
+"""Prefix of sources that Hugging Face's library `datasets` reads."""
 _LONGEST_NAME_CHARACTERS = 60
 _LARGEST_REWARD = 1e9
 _Reward = Annotated[float, Field(ge=-_LARGEST_REWARD, le=_LARGEST_REWARD)]
@@ -47,7 +47,7 @@ class DataSourceSettings(Settings):
     prompt_key: Text = "prompt"
     """Field of a line, row or record with the prompt: a string or a list of chat messages."""
     answer_key: Text = "answer"
-    """Field with the reference answer handed to the reward. In a parquet file of verl's schema it is
+    """Field with the reference answer for the reward. In a parquet file of verl's schema it is
     `reward_model.ground_truth`, unless this names a column."""
     limit: PositiveInt | None = None
     """Use only the first so many records."""
@@ -79,7 +79,7 @@ class ValidationSetSettings(DataSourceSettings):
     temperature: float = Field(default=0.0, ge=0.0, le=100.0)
     """Sampling temperature; 0: greedy answers."""
     pass_at: Annotated[tuple[PositiveInt, ...], Field(strict=False)] = ()
-    """The k of each `pass@k`: how probable it is that one of k answers is right, estimated without bias."""
+    """The k of each `pass@k`: the probability that one of k answers is right, estimated without bias."""
     right_above: _Reward = 0.5
     """An answer is right where its reward is above this."""
 
@@ -106,54 +106,55 @@ class CurriculumSettings(Settings):
     right_above: _Reward
     """A prompt rests where the mean reward of its samples in a step is above this."""
     rest_epochs: Annotated[int, Field(gt=0, le=10_000)] = 1
-    """It is left out of so many passes over its source: the next that begin."""
+    """Passes over its source from which a resting prompt is left out, beginning with the next pass."""
     most_resting: Annotated[float, Field(gt=0.0, lt=1.0)] = 0.5
-    """Largest part of a source that a pass leaves out. Where more would rest, those whose rest ends first take part;
-    of equals, the last of the source."""
+    """Largest part of a source that a pass leaves out. Where more prompts would rest, those whose rest ends first take
+    part; among equals, the last in the source take part."""
 
 
 class DataSettings(Settings):
     train: DataSourceSettings | None = None
     """Prompts to train on. Either this or `mixture` is given."""
     mixture: dict[str, MixedSourceSettings] | None = None
-    """Several sources in its place, each by a name, under which its metrics stand (`source/NAME/...`): a mapping of
-    names to the settings of a source and its `weight`, 1 by default."""
+    """Several sources in place of `train`, each by a name, under which its metrics stand (`source/NAME/...`): a mapping
+    of names to the settings of a source and its `weight`, 1 by default."""
     curriculum: CurriculumSettings | None = None
     """Not null: prompts that are answered well rest for some passes over their source."""
     validation: DataSourceSettings | None = None
     """Prompts of the periodic evaluation and of `megappo eval`, each answered once and greedily."""
     validation_sets: dict[str, ValidationSetSettings] | None = None
-    """More of them, each by a name, under which its metrics stand (`eval/NAME/...`): a mapping of names to the settings
-    of a source with `samples` (1), `temperature` (0: greedy), `pass_at` (such as [1, 4]) and `right_above` (0.5)."""
+    """Further validation sets, each by a name, under which its metrics stand (`eval/NAME/...`): a mapping of names to
+    the settings of a source with `samples` (1), `temperature` (0: greedy), `pass_at` (such as [1, 4]) and `right_above`
+    (0.5)."""
     apply_chat_template: bool = True
     """Render prompts with the tokenizer's chat template; false: prompts are plain text."""
     chat_template: Annotated[str, Field(min_length=1)] | None = None
     """Template in place of the tokenizer's: a file beside the configuration, or else in the working directory, whose
     text becomes the setting, or the text. Exported models have it."""
     chat_template_options: Annotated[dict[Text, Any], Field(max_length=100)] = Field(default_factory=dict)
-    """What the template is told besides messages and tools, by its own names: `{enable_thinking: false}`."""
+    """Variables that the template receives besides messages and tools, by its own names: `{enable_thinking: false}`."""
     system_prompt: str | None = None
     """System message put before prompts that have none."""
     template_time: str | None = None
-    """What chat templates are told that ask for the date or the time, such as 2025-11-25 or 2025-11-25 09:30:00. Null:
-    when the run began, which its checkpoints hold; the time of an evaluation or a dry run."""
+    """Date or time for chat templates that ask for one, such as 2025-11-25 or 2025-11-25 09:30:00. Null: when the run
+    began, which its checkpoints hold; for an evaluation or a dry run the time at which it starts."""
     max_prompt_tokens: PositiveInt = 1024
     """Longest prompt after tokenisation (OpenRLHF's default)."""
     overlong_prompts: Literal["drop", "truncate", "error"] = "drop"
-    """What happens to longer ones: counted and dropped, cut at the left, or refused."""
+    """What happens to longer prompts: they are counted and dropped, cut at the left, or refused."""
     shuffle: bool = True
-    """A new deterministic order each epoch; false: file order."""
+    """Draw a new order each epoch, deterministic by the seed; false: file order."""
 
     @property
     def sources(self) -> dict[str, DataSourceSettings]:
-        """What is trained on, in the order of the names: "" where there is only one."""
+        """Sources of training prompts, in the order of their names; a single one has the name ""."""
         if self.train is not None:
             return {"": self.train}
         return dict(sorted((self.mixture or {}).items()))
 
     @property
     def evaluated(self) -> dict[str, ValidationSetSettings]:
-        """What is evaluated, in the order of the names: "" for `validation`."""
+        """Validation sets in the order of their names; `validation` has the name ""."""
         sets = dict(sorted((self.validation_sets or {}).items()))
         if self.validation is None:
             return sets
@@ -199,7 +200,7 @@ class DataSettings(Settings):
 
 
 def _check_names(key: str, names: Iterable[str]) -> None:
-    """Names are part of metrics', and of files that are named after these."""
+    """Refuse names that cannot be part of a metric's name or of a file's."""
     given = list(names)
     if not given:
         raise ValueError(f"{key} is empty; write a name and a source into it, or set it to null")

@@ -59,7 +59,7 @@ class Derived:
     max_sequence_tokens: int
     """Longest prompt and response together."""
     notes: tuple[str, ...]
-    """What is allowed but worth knowing, a sentence each."""
+    """Notes on settings that are allowed but worth knowing, a sentence each."""
     known_steps: int | None = None
     """PPO steps of the run; None: `run.epochs` of data that were not read."""
     prompts: int | None = None
@@ -112,7 +112,8 @@ def derive(
 
 
 def _steps(config: Config, prompts: int | None) -> int | None:
-    """Every prompt is taken at least `run.epochs` times."""
+    """Steps of the run, enough that every prompt is taken at least `run.epochs` times; None where they depend on
+    prompts that were not counted."""
     if config.run.epochs is None or prompts is None:
         return config.run.steps
     return math.ceil(Fraction(str(config.run.epochs)) * prompts / config.rollout.prompts_per_step)
@@ -269,7 +270,7 @@ def describe_evaluation(config: Config, derived: Derived) -> list[tuple[str, str
 
 
 def _evaluated_rows(config: Config) -> list[tuple[str, str]]:
-    """What is asked of each validation set."""
+    """A row for each validation set: its prompts and how they are answered."""
     own_limit = config.evaluation.max_response_tokens if config.evaluation is not None else None
     most_tokens, rows = own_limit or config.rollout.max_response_tokens, []
     for name, source in config.data.evaluated.items():
@@ -283,7 +284,7 @@ def _evaluated_rows(config: Config) -> list[tuple[str, str]]:
 
 
 def _source_words(data: DataSettings) -> str:
-    """What is trained on, with the shares of several sources."""
+    """The training sources in words, with the shares of several."""
     if data.mixture is None:
         return ", ".join(source.source for source in data.sources.values())
     total = sum(source.weight for source in data.mixture.values())

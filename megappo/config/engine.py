@@ -16,11 +16,11 @@ ENGINES = {
 CPU_TOKENS = 65536
 """Tokens whose keys and values a server on a CPU holds where no number is set."""
 LEAST_REQUEST_SECONDS = 1800.0
-"""After which a server that owes an answer is asked for its work, where no longer time follows from the plan."""
+"""Seconds after which a server that owes an answer is asked whether it still works; longer where the plan says so."""
 
 
 def _variables(given: object) -> object:
-    """Numbers as text, which variables are."""
+    """Numbers in the given mapping as text, which environment variables need."""
     if not isinstance(given, dict):
         return given
     return {name: str(value) if type(value) in (int, float) else value for name, value in given.items()}
@@ -39,20 +39,20 @@ class SGLangSettings(Settings):
     tensor_parallel: Ranks = 1
     """Ranks of each server (TP)."""
     expert_parallel: Ranks = 1
-    """Shares of each layer's experts (SGLang's EP). As many ranks of a server hold each share, and between them the
-    matrices of its experts; divides `tensor_parallel`."""
+    """Shares into which each layer's experts are divided (SGLang's EP). TP / EP ranks hold each share and split the
+    matrices of its experts among themselves; divides `tensor_parallel`."""
     data_parallel_attention: Ranks = 1
     """Groups of a server's ranks that each attend to requests of their own and hold all heads (SGLang's DP attention):
     for models with fewer key and value heads than ranks. Divides `tensor_parallel`."""
     nodes: Ranks = 1
-    """Machines of each own server, which share out its ranks evenly; divides `tensor_parallel`."""
+    """Machines of each own server, each with as many of its ranks; divides `tensor_parallel`."""
     urls: Urls = ()
     """Servers that run already, such as http://10.0.0.5:30000, instead of own ones (disaggregated). Their key, if they
     want one, is read from the environment variable MEGAPPO_SGLANG_API_KEY."""
     first_device: NonNegativeInt | None = None
     """First GPU of the servers on this machine; default: the trainers' (colocated), or the first after them."""
     memory_fraction: Annotated[float, Field(gt=0.0, lt=1.0)] = 0.6
-    """Share of a GPU's memory for weights, keys and values of a server, whatever is free when it starts."""
+    """Share of a GPU's total memory for weights, keys and values of a server, whatever is free when it starts."""
     max_total_tokens: PositiveInt | None = None
     """Tokens whose keys and values a server holds; default: what memory_fraction allows, on a CPU 65536."""
     threads: Processes | None = None
@@ -61,8 +61,8 @@ class SGLangSettings(Settings):
     """Interface that own servers listen on; every request needs the key of the run. Default: loopback, and where the
     trainers have several machines, on each the one that leads to the others."""
     sync_address: Text | None = None
-    """Address of the first machine at which servers reach its ranks, which alone feed them then; default: on every
-    machine the one that its packets to a server bear."""
+    """Address of the first machine at which servers reach its ranks; only its ranks feed servers then. Default: each
+    machine's address towards a server, and ranks of all machines feed servers."""
     deterministic: bool | None = None
     """A response depends on its prompt and seed, not on what else the server computes (SGLang's deterministic
     inference); false is faster on GPUs and ignores seeds. Default: true on a CPU and with `when_stopped: keep`."""
@@ -74,9 +74,9 @@ class SGLangSettings(Settings):
     probe: bool = True
     """With `verify`: also compare the log-probabilities of a probe; false: checksums alone prove a sync."""
     pause: Literal["abort", "retract", "in_place"] = "abort"
-    """What becomes of requests under way when weights change, with `rollout.ahead` of 2 and more. `abort`: they are
-    given back and sent again. `retract`, `in_place`: servers keep them, and go on without keys and values of the older
-    weights, or with them; not with `probe`, as they go on before any probe is answered."""
+    """What happens to running requests when weights change, with `rollout.ahead` of 2 and more. `abort`: they return
+    what they have and are sent again. `retract`, `in_place`: servers keep them, and continue without keys and values of
+    the older weights, or with them; not with `probe`, as they continue before any probe is answered."""
     probe_tolerance_nats: PositiveFloat | None = None
     """Largest gap of the probe; default: 1e-3 with float32 on both sides, 0.5 otherwise."""
     max_inflight_sequences: PositiveInt = 512
@@ -91,9 +91,10 @@ class SGLangSettings(Settings):
     """A server that owes an answer for longer is asked whether it still makes tokens, and restarted where it makes
     none; default: four times what the plan says that a rollout takes, at least 1800."""
     stall_timeout_seconds: Seconds = 60.0
-    """A server that owes answers and gives none for so long is asked for its health, and restarted without it."""
+    """A server that owes answers and gives none for so long is sent a health check, and restarted where it does not
+    answer that."""
     health_timeout_seconds: Seconds = 60.0
-    """Longest time for the answer to a question about its health."""
+    """Longest time for the answer to a health check."""
     sync_timeout_seconds: Seconds = 300.0
     """Longest time for one request of a weight sync."""
     arguments: dict[str, Any] = Field(default_factory=dict)
@@ -110,14 +111,14 @@ class SGLangSettings(Settings):
 
     @property
     def takes_slices(self) -> bool:
-        """Whether each rank of a server is given its own slices, which are put in their places as they are. That wants
-        parameters laid out as fingerprints have them, which more arguments may change where these are not compared."""
+        """Whether each rank of a server receives its own slices, which are loaded as they are. Parameters must then be
+        laid out as fingerprints expect; `arguments` may change that where fingerprints are not compared."""
         even = self.expert_parallel == self.data_parallel_attention == 1
         return self.placement == "colocated" and self.tensor_parallel > 1 and self.verify and even
 
     @property
     def holds(self) -> bool:
-        """Whether servers keep requests while their weights change."""
+        """Whether servers keep running requests while their weights change."""
         return self.pause != "abort"
 
     @property

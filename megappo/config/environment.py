@@ -29,11 +29,11 @@ class SandboxSettings(Settings):
     url: Text
     """Where a service of SandboxFusion's protocol listens, such as `http://10.0.0.7:8080`; `/run_code` is added."""
     concurrent: PositiveInt = 16
-    """Programs that a rank has it run at the same time."""
+    """Programs of a rank that the service runs at the same time."""
     retries: NonNegativeInt = 3
-    """How often it is asked again where it fails or does not answer."""
+    """How often the service is asked again where it fails or does not answer."""
     deadline_seconds: Seconds = 60.0
-    """Longest time of a call with all of them, after which the sample fails."""
+    """Longest time of a call, retries included, after which the sample fails."""
 
     @field_validator("url")
     @classmethod
@@ -47,7 +47,7 @@ class ToolSettings(Settings):
     workers: Processes = 4
     """Worker processes per rank, each of which runs one call at a time."""
     timeout_seconds: Seconds = 10.0
-    """Longest time of a call; what it started is killed then."""
+    """Longest time of a call; then all processes that it started are killed."""
     memory_gigabytes: PositiveFloat = 1.0
     """Most memory (GB, 1e9 bytes) of a call, all its processes together."""
     processes: PositiveInt = 16
@@ -70,21 +70,22 @@ class EnvironmentSettings(Settings):
     arguments: dict[str, Any] = Field(default_factory=dict)
     """Keyword arguments of the environment."""
     max_turns: PositiveInt = 8
-    """An episode ends after so many turns of the model."""
+    """Most turns of the model in an episode; it ends after them."""
     max_calls: NonNegativeInt = 16
-    """An episode ends where it wants to call tools more often."""
+    """Most calls of tools in an episode; it ends where the model wants more."""
     max_turn_tokens: PositiveInt | None = None
     """Longest turn; default: what is left of `rollout.max_response_tokens`, which holds for all turns and what the
     environment says between them together."""
     max_seconds: Seconds = 60.0
-    """An episode that has spent more in its environment, engine and tools aside, hangs: it has failed."""
+    """Longest time of an episode in its environment, engine and tools aside; an episode that takes longer counts as
+    hanging and has failed."""
     max_failure_fraction: Fraction = 0.5
     """The run stops when more than this fraction of a step's episodes failed."""
     tools: ToolSettings = ToolSettings()
     """Worker processes of the environment's tools."""
     gateway_host: Text = "127.0.0.1"
-    """The address of this machine at which agents find the model over HTTP, each episode with a key of its own; a port
-    is chosen. Another one than loopback lets agents on other machines in."""
+    """The address of this machine at which agents reach the model over HTTP, each episode with a key of its own, on a
+    free port. An address other than loopback lets agents on other machines connect."""
 
     @field_validator("gateway_host")
     @classmethod
@@ -101,7 +102,7 @@ class EnvironmentSettings(Settings):
 
 
 def environment_rules(config: Config) -> Iterator[str]:
-    """What episodes need of the other settings."""
+    """Rules on what episodes need of the other settings."""
     rollout, function = config.rollout, config.reward.function
     environment = rollout.episodes
     if environment is None:

@@ -10,7 +10,7 @@ from megappo.errors import either
 
 
 def estimator_rules(config: Config, estimator: Estimator) -> Iterator[str]:
-    """What the estimator needs of the other sections."""
+    """Rules on what the estimator needs of the other sections."""
     if estimator.needs_critic and config.critic is None:
         without = either(name for name in NAMES if not builtin(name).needs_critic)
         yield f"algorithm.estimator '{estimator.name}' needs a critic; add the section critic, or set {without}"

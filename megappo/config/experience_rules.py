@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from megappo.config.schema import Config
 
 MARKER = "step.json"
-"""In the folder of a step, which is whole where this is."""
+"""File in the folder of a step that is written last: the folder is complete where it exists."""
 _MOST = 5
 
 
@@ -30,9 +30,9 @@ class SavedStep:
     run: str
     """Directory of the run that saved it."""
     ranks: Annotated[int, Field(ge=1)]
-    """Of that run, with a file each."""
+    """Ranks of that run, each of which wrote a file."""
     saved: Annotated[int, Field(ge=1)]
-    """Samples that are there."""
+    """Number of samples in the folder."""
     prompts_per_step: Annotated[int, Field(ge=1)]
     samples_per_prompt: Annotated[int, Field(ge=1)]
     temperature: float
@@ -43,7 +43,7 @@ class SavedStep:
         return self.saved == self.prompts_per_step * self.samples_per_prompt
 
     def file(self, rank: int) -> Path:
-        """Of a rank's samples."""
+        """The file of a rank's samples."""
         return self.folder / f"rank-{rank:05d}.parquet"
 
 
@@ -67,12 +67,13 @@ def saved_steps(folder: Path) -> dict[int, SavedStep]:
 
 
 def _problem(found: Mapping[str, Any]) -> str:
-    """One of pydantic's, in its words."""
+    """A problem that pydantic found, in its words."""
     return f"{'.'.join(map(str, found['loc']))}: {found['msg']}"
 
 
 def experience_rules(config: Config, steps: int | None) -> Iterator[str]:
-    """What is loaded is there, and of steps like those of the run; `steps` of the run, None where not known."""
+    """Rules on loaded experience: it exists, and its steps are like the run's. `steps` of the run, None where not
+    known."""
     given, critic = config.rollout.load_from, config.critic
     if critic is not None and critic.pretraining is not None and given is None:
         yield (
@@ -104,7 +105,7 @@ def experience_rules(config: Config, steps: int | None) -> Iterator[str]:
 
 
 def _without_engine(config: Config) -> Iterator[str]:
-    """What would ask an engine, or draw prompts."""
+    """Rules against settings that need an engine or drawn prompts."""
     rollout, data = config.rollout, config.data
     if config.evaluation is not None:
         yield "rollout.load_from starts no engine, which evaluation would ask; set evaluation to null"
@@ -119,7 +120,7 @@ def _without_engine(config: Config) -> Iterator[str]:
 
 
 def _step_rules(config: Config, there: Mapping[int, SavedStep], steps: int | None) -> Iterator[str]:
-    """A step of the run is the one of that number, with all its samples."""
+    """Rules on training from saved steps: each step of the run was saved under its number, with all its samples."""
     rollout, folder = config.rollout, config.rollout.load_from
     sizes = (rollout.prompts_per_step, rollout.samples_per_prompt)
     other = next((s for s in there.values() if (s.prompts_per_step, s.samples_per_prompt) != sizes), None)
@@ -145,14 +146,14 @@ def _step_rules(config: Config, there: Mapping[int, SavedStep], steps: int | Non
 
 
 def held_out(config: Config, saved: int) -> int:
-    """Of so many saved samples, how many are not trained on, in value pretraining."""
+    """Number of the `saved` samples that value pretraining holds out."""
     assert config.critic is not None and config.critic.pretraining is not None
     given = config.critic.pretraining.held_out_samples
     return given or max(1, min(saved // 10, config.rollout.batch_sequences))
 
 
 def _pool_rules(config: Config, there: Mapping[int, SavedStep]) -> Iterator[str]:
-    """A step of value pretraining takes as many samples as any, none of them twice."""
+    """Rule on value pretraining: the samples that are not held out fill a step."""
     saved, wanted = sum(step.saved for step in there.values()), config.rollout.batch_sequences
     kept = held_out(config, saved)
     if saved - kept < wanted:

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 
 def layout_rules(role: RoleSpec, model_name: str) -> Iterator[str]:
-    """Ranks share out experts evenly, and each routes tokens of its own."""
+    """Rules on layouts of models with experts: ranks divide experts evenly, and each rank routes tokens of its own."""
     layout, experts, key = role.layout, role.shape.experts, f"{role.name}.layout"
     ep = layout.expert_parallel
     if ep > 1 and not experts:
@@ -37,13 +37,14 @@ def layout_rules(role: RoleSpec, model_name: str) -> Iterator[str]:
 
 
 def replay_rules(config: Config, shape: ModelShape) -> Iterator[str]:
-    """Routing is replayed by an actor that has some."""
+    """Rule on replay of routing: the actor has experts."""
     if config.algorithm.router_replay and not shape.experts:
         yield "algorithm.router_replay is true, but the actor model has no experts; remove it"
 
 
 def server_rules(servers: SGLangSettings, shape: ModelShape) -> Iterator[str]:
-    """Ranks of a server share out experts evenly, and the matrices of each; where these stand is known."""
+    """Rules on a server's experts: its ranks divide experts and the matrices of each evenly, so that their places are
+    known."""
     tp, ep, key = servers.tensor_parallel, servers.expert_parallel, "rollout.sglang.expert_parallel"
     if ep > 1 and not shape.experts:
         yield f"{key} {ep}, but the actor model has no experts; set it to 1"

@@ -18,14 +18,14 @@ from megappo.errors import either, nearest_word, shortened, show
 Key = tuple[str, ...]
 
 _ENTRY = "NAME"
-"""Of an entry of a mapping of the user's names, in keys that are suggested."""
+"""Stands for an entry's name in suggested keys, in mappings whose names the user chooses."""
 _OF_EVALUATIONS = ("data", "validation_sets", _ENTRY)
 _AKIN = {("evaluation",): _OF_EVALUATIONS, ("data", "validation"): _OF_EVALUATIONS}
-"""Where settings stand that are looked for in another section, before those of the same name elsewhere."""
+"""Section (value) in which a setting is looked for first when the user wrote it into another section (key)."""
 _NAMES_AKIN = {"samples_per_prompt": "samples"}
 
 _OTHER_WORDS = {"gpu": "cuda", "bf16": "bfloat16", "fp32": "float32", "float": "float32", "ppo": "clip"}
-"""What others call the words our settings take."""
+"""Words of other trainers, and ours for the same choice."""
 
 _TYPE_RULES = {
     "int_type": "must be a whole number",
@@ -42,7 +42,8 @@ _TYPE_RULES = {
 }
 
 _MISSPELT = 0.85
-"""How alike a misspelt name is to a right one: `beta` to `beta1` (0.89), but not `kl_penalty` to `penalty` (0.82)."""
+"""Similarity (difflib's ratio) from which a name counts as misspelt: `beta` is 0.89 like `beta1`, `kl_penalty` only
+0.82 like `penalty`."""
 _MOST_SENTENCES = 20
 _LARGEST_EXACT_FLOAT = 2**53
 
@@ -155,7 +156,7 @@ def likely_keys(section: Key, name: str, value: object) -> list[Key]:
 
 
 def _takes(key: Key, value: object) -> bool:
-    """Whether a setting takes values of this kind; bounds are told later."""
+    """Whether a setting takes values of this kind; bounds are checked elsewhere."""
     field = find_field(key)
     assert field is not None
     if section_of(field) is not None or entries_of(field) is not None:
@@ -192,7 +193,7 @@ def unknown_key(section: Key, name: str, value: object) -> str:
 
 
 def _counterpart(section: Key, name: str) -> Counterpart | None:
-    """What another trainer calls so, unless it is rather a misspelt name of this section."""
+    """Our settings for another trainer's name, unless the name is more likely a misspelt one of this section."""
     other = counterpart(section, name)
     is_here = other is not None and any(_parted(key)[:-1] == section for key in other.keys)
     return other if is_here or not nearest_word(name, names_in(section), cutoff=_MISSPELT) else None
@@ -203,8 +204,8 @@ def _parted(key: str) -> Key:
 
 
 def explain(error: ValidationError) -> tuple[str, ...]:
-    """One sentence per problem; a missing key that a misspelt one stands for is not told twice. Of very many problems
-    only the first have theirs, those other than unknown keys before them."""
+    """One sentence per problem. A missing key is left out where a misspelt one stands for it. Of very many problems
+    only the first have a sentence, unknown keys last."""
     details: list[Mapping[str, Any]] = list(error.errors(include_url=False))
     details.sort(key=lambda detail: detail["type"] == "extra_forbidden")
     unknown = [(_key(d["loc"]), d["input"]) for d in details if d["type"] == "extra_forbidden"][:_MOST_SENTENCES]
@@ -256,7 +257,7 @@ def _description(key: Key) -> str:
 
 
 def _without_places(key: Key) -> Key:
-    """Of the list that an entry is in."""
+    """The key without positions in lists."""
     return tuple(part for part in key if not part.isdigit())
 
 
@@ -283,7 +284,7 @@ def _bound(key: Key, kind: str, context: Mapping[str, Any]) -> str:
 
 
 def _type_remedy(kind: str, value: object) -> str:
-    """What to write instead, where that can be told."""
+    """What to write instead, where it follows from the value; otherwise ""."""
     if kind == "string_type" and isinstance(value, (bool, int, float)):
         return f"; put it in quotes: '{show(value)}'"
     if kind == "int_from_float" or (kind == "int_type" and isinstance(value, float)):

@@ -1,4 +1,5 @@
-"""The text files of a Hugging Face folder: a damaged one is told by its name, before a library stumbles over it."""
+"""Checks of the text files of a Hugging Face folder, so that an error names a damaged file before a library fails on
+it."""
 
 from __future__ import annotations
 
@@ -21,7 +22,7 @@ OF_TOKENIZERS = (
     "chat_template.json",
     "chat_template.jinja",
 )
-"""What transformers reads of a tokenizer; those that are JSON hold an object."""
+"""Files that transformers reads for a tokenizer; each JSON file among them holds an object."""
 _AGAIN = "fetch or save it again"
 
 
@@ -39,8 +40,8 @@ def read_object(path: Path) -> dict[str, Any]:
 
 
 def check_texts(folder: Path, names: tuple[str, ...]) -> None:
-    """Raise ValueError for the first of these files that is there and cannot be read as what it is, and as
-    `check_folder`."""
+    """Raise ValueError for the first of these files that exists and cannot be read as the kind of file that it is;
+    raises also as `check_folder`."""
     check_folder(folder)
     for path in (folder / name for name in names):
         if path.exists():
@@ -50,7 +51,7 @@ def check_texts(folder: Path, names: tuple[str, ...]) -> None:
 
 @lru_cache
 def _check(path: Path, changed_ns: int, size: int) -> None:
-    """Once for each state of a file: tokenizers have many megabytes, and each role looks."""
+    """Check a file once for each state that it is in: tokenizers have many megabytes, and each role looks."""
     if path.suffix == ".json":
         read_object(path)
     else:

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 
 def freeze_rules(role: RoleSpec) -> Iterator[str]:
-    """What is frozen is there, and every layer keeps something to train."""
+    """Rules on `freeze`: what it names exists, and every layer keeps something to train."""
     settings, arch = role.settings, role.shape
     if isinstance(settings, CriticSettings) and settings.freeze and isinstance(arch, ArchitectureConfig):
         lora = None if settings.lora is None else settings.lora.of(arch)

@@ -1,4 +1,4 @@
-"""Where the parts of a role's model stand: the one place that knows the order of ranks."""
+"""The ranks of each part of a role's model: the one place that knows the order of ranks."""
 
 from __future__ import annotations
 
@@ -8,7 +8,8 @@ from dataclasses import dataclass
 
 
 def padded_tokens(tokens: int, cp: int) -> int:
-    """Tokens that a sample takes up in a pack: so many context ranks share it out in 2 CP parts of the same length."""
+    """Tokens that a sample takes up in a pack, padded to a multiple of 2 CP: each context rank computes two chunks of
+    equal length."""
     return -(-tokens // (2 * cp)) * 2 * cp if cp > 1 else tokens
 
 
@@ -16,7 +17,7 @@ def padded_tokens(tokens: int, cp: int) -> int:
 class Grid:
     """Ranks of a role ordered as (data replica, pipeline stage, context rank, tensor rank), tensor rank fastest.
 
-    Tensor parallel neighbours are the closest ranks because they talk the most, then those that share out sequences.
+    Tensor parallel neighbours are the closest ranks because they communicate the most, then context parallel ones.
     Experts are spread over the ranks of a stage in the order (expert replica, expert rank), expert rank fastest: an
     expert parallel group lies within a tensor parallel group, or spans context ranks and then data replicas where it is
     larger.
@@ -78,7 +79,7 @@ class Grid:
 
     @property
     def context_groups(self) -> list[list[int]]:
-        """Ranks that share out the tokens of each sample."""
+        """Ranks over which the tokens of each sample are spread."""
         return [ranks[t :: self.tp] for ranks in self.tensor_context_groups for t in range(self.tp)]
 
     @property
@@ -88,7 +89,7 @@ class Grid:
 
     @property
     def pipeline_groups(self) -> list[list[int]]:
-        """Ranks that hand microbatches from stage to stage."""
+        """Ranks that send microbatches from stage to stage."""
         places = itertools.product(range(self.dp), range(self.cp), range(self.tp))
         return [[self.rank(d, p, t, c) for p in range(self.pp)] for d, c, t in places]
 
@@ -116,7 +117,7 @@ class Grid:
         return self.cp * self.tp % self.ep != 0
 
     def first_copy(self, replica: int, context_rank: int) -> tuple[int, int]:
-        """(replica, context rank) of the first copy whose ranks have the same experts as that one's, too."""
+        """(replica, context rank) of the first copy whose ranks hold the same experts as those of the given copy."""
         same_context = self.tp % self.ep == 0
         return replica if self.replicas_in_step else 0, 0 if same_context else context_rank
 
@@ -125,7 +126,7 @@ class Grid:
         return self.ranks[replica * self.model_ranks : (replica + 1) * self.model_ranks]
 
     def output_rank(self, replica: int) -> int:
-        """The rank that hands out a replica's results: last stage, first context and tensor rank."""
+        """The rank from which a replica's results are sent: last stage, first context and tensor rank."""
         return self.rank(replica, self.pp - 1, 0)
 
     def place(self, rank: int) -> tuple[int, int, int, int] | None:

@@ -1,8 +1,8 @@
 """Models and tokenizers by their names on the Hugging Face hub: over the network, or from its cache on this machine.
 
-Compute nodes often have no network, and the hub's client then tries for most of a minute and prints every try. So the
-hub is asked once whether it answers; where it does not, the cache is taken, or a sentence says what is missing. What
-the cache lacks is worth more patience, which `HF_HUB_ETAG_TIMEOUT` sets.
+Compute nodes often have no network, and the hub's client then retries for most of a minute and prints every try. So the
+hub is asked once whether it answers; where it does not, the cache is used, or a sentence says what is missing. For
+files that the cache lacks the wait is longer, as `HF_HUB_ETAG_TIMEOUT` says.
 """
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ from megappo.errors import ConfigError, reason
 _TEXTS = ("*.json", "*.model", "*.jinja", "*.txt", "*.py")
 _WEIGHTS = ("*.safetensors",)
 _OTHER_COPIES = ("*/*.safetensors", "consolidated*.safetensors")
-"""The weights once more in another format; a pattern's `*` crosses slashes."""
+"""Patterns of files that hold the weights again in another format; a pattern's `*` crosses slashes."""
 PATIENCE_SECONDS = 3.0
-"""With a hub that has nothing but news of what the cache holds."""
+"""Seconds to wait for the hub where the cache already holds what is needed."""
 
 
 def may_be_hub_name(path: str) -> bool:
@@ -60,7 +60,7 @@ def hub_folder(name: str, *, key: str = "model.path", weights: bool = False) -> 
 
 
 def http_package() -> Any:
-    """What the hub's client speaks HTTP with, for the errors it raises: `httpx`, from huggingface_hub 2 on `httpx2`."""
+    """The HTTP package of the hub's client, for the errors it raises: `httpx`, from huggingface_hub 2 on `httpx2`."""
     from huggingface_hub.errors import HfHubHTTPError
 
     return importlib.import_module(HfHubHTTPError.__bases__[0].__module__.partition(".")[0])
@@ -93,7 +93,7 @@ def cached_folder(name: str) -> Path | None:
 
 
 def _in_cache(name: str, key: str, weights: bool) -> tuple[Path | None, str]:
-    """The snapshot in the hub's cache on this machine, and what it lacks, "" where that is nothing."""
+    """(the snapshot in the hub's cache on this machine, words for what it lacks; "" where it lacks nothing)."""
     from huggingface_hub import snapshot_download
 
     try:

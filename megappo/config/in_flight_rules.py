@@ -10,9 +10,10 @@ from megappo.families.architecture import ModelShape
 
 
 def longest_lag(config: Config) -> int:
-    """Most syncs between the weights that began a response and those that it is trained on with.
+    """Most syncs between the weights that began a response and the weights that are trained on it.
 
-    A return of GAE mixes rewards with values of the critic that trains, of states that an older policy came to.
+    The default is 1 with `gae`: a return mixes rewards with the current critic's values of states that an older policy
+    visited.
     """
     rollout = config.rollout
     if rollout.max_lag is not None:
@@ -21,7 +22,7 @@ def longest_lag(config: Config) -> int:
 
 
 def in_flight_rules(config: Config, shape: ModelShape) -> Iterator[str]:
-    """What does not go together with them; `shape` is the actor's."""
+    """Rules on settings that exclude prompts in flight; `shape` is the actor's."""
     rollout = config.rollout
     yield from arrivals_rules(config)
     if rollout.has_servers:
@@ -50,7 +51,8 @@ def in_flight_rules(config: Config, shape: ModelShape) -> Iterator[str]:
 
 
 def _pause_rules(rollout: RolloutSettings) -> Iterator[str]:
-    """Servers that keep requests are asked nothing until they go on with these."""
+    """Rules on `rollout.sglang.pause`: servers that keep requests over a sync answer nothing else until they continue
+    them."""
     servers, pause = rollout.servers, rollout.servers.pause
     if not servers.holds:
         return

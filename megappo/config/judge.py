@@ -16,7 +16,7 @@ from megappo.config.own_server import OwnServerSettings
 from megappo.errors import shortened, show
 
 FIELDS = ("question", "answer", "reference")
-"""What stands in braces in a prompt."""
+"""Names of the fields that a prompt may have in braces."""
 _BRACES = re.compile(r"\{\{(\w+)\}\}|\{([A-Za-z_]\w*)\}")
 Template = tuple[tuple[str, str], ...]
 """Texts of a prompt, each with the name of the field that follows it, "" at the end."""
@@ -26,13 +26,13 @@ _Scale = Annotated[tuple[_Score, _Score], Field(strict=False)]
 
 class JudgeServerSettings(OwnServerSettings):
     tensor_parallel: Ranks = 1
-    """Its ranks, each with a GPU of its own."""
+    """Ranks of the server (TP), each with a GPU of its own."""
     memory_fraction: Annotated[float, Field(gt=0.0, lt=1.0)] = 0.85
     """Share of a GPU's memory for weights, keys and values."""
     max_total_tokens: PositiveInt | None = None
-    """Tokens whose keys and values it holds; default: what memory_fraction allows, on a CPU 65536."""
+    """Tokens whose keys and values the server holds; default: what memory_fraction allows, on a CPU 65536."""
     arguments: dict[str, Any] = Field(default_factory=dict)
-    """More arguments, by SGLang's names: `{context-length: 8192}`."""
+    """Further arguments of the server, by SGLang's names: `{context-length: 8192}`."""
 
     @property
     def ranks(self) -> int:
@@ -50,37 +50,37 @@ class JudgeSettings(Settings):
     url: Text | None = None
     """A server that runs already and speaks OpenAI's protocol, such as http://10.0.0.7:30000/v1."""
     server: JudgeServerSettings | None = None
-    """An SGLang server of the run's own in its place, `{}`: with its defaults."""
+    """An SGLang server that the run starts, in place of `url`; `{}`: with its defaults."""
     model: PathText
     """The name under which the server knows the judge's model; of an own server the model's folder."""
     key: Text | None = None
-    """The environment variable that holds the server's key; an own one has a key of the run."""
+    """The environment variable that holds the server's key; a server that the run starts has a key of the run."""
     chat: bool = True
     """The prompt is a user's message, in the chat template of the judge's model; false: the text that it continues."""
     prompt: Annotated[str, Field(min_length=1, max_length=100_000)] | None = None
-    """What the judge is asked, with `{question}`, `{answer}` (the response) and `{reference}` (the data's answer) in
-    it. `{{name}}` stands for a `{name}` of the text's own."""
+    """Text that the judge is asked, with `{question}`, `{answer}` (the response) and `{reference}` (the data's answer)
+    in it. `{{name}}` stands for a literal `{name}`."""
     prompt_file: PathText | None = None
-    """A file with that text in its place."""
+    """A file with the text, in place of `prompt`."""
     pattern: Text | None = None
-    """A regular expression with one group, which is a number: the last place that it fits in what the judge says."""
+    """A regular expression with one group, which matches a number; the last match in the judge's text counts."""
     scale: _Scale | None = None
     """Lowest and highest number that `pattern` may find, which become the scores 0 and 1. Default: any number, as it
     is."""
     choices: dict[str, _Score] = Field(default_factory=dict)
-    """In place of `pattern`: words and the score of each, of which the last one that the judge says counts."""
+    """In place of `pattern`: words and the score of each; the last of them in the judge's text counts."""
     unreadable: _Score = 0.0
-    """Score of an answer in what the judge says of which no number or choice is found."""
+    """Score of a sample where the judge's text holds no number or choice."""
     temperature: NonNegativeFloat = 0.0
-    """Of the judge's own words; 0: the most likely ones, so that an answer has one score."""
+    """Sampling temperature of the judge; 0: greedy, so that an answer always has the same score."""
     max_tokens: PositiveInt = 512
-    """Most tokens of what the judge says."""
+    """Longest text of the judge, in tokens."""
     concurrency: Annotated[int, Field(gt=0, le=4096)] = 256
     """Most requests of a rank at the same time."""
     timeout_seconds: Seconds = 120.0
     """Longest time of a request, tries included, after which its sample has failed."""
     retries: NonNegativeInt = 10
-    """How often it is sent again in that time, after growing pauses, where the server fails."""
+    """How often a request is sent again in that time, after growing pauses, where the server fails."""
 
     @property
     def template(self) -> Template:

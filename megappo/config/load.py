@@ -27,7 +27,7 @@ _ALTERNATIVES: tuple[tuple[Key, Key], ...] = (
     *(((role, "minibatch_sequences"), (role, "minibatches")) for role in ("actor", "critic")),
     *(((role, "optimizer", "warmup_updates"), (role, "optimizer", "warmup_ratio")) for role in ("actor", "critic")),
 )
-"""Settings of which one is given."""
+"""Pairs of settings of which only one may be given."""
 _URLS, _ENGINES = ("rollout", "sglang", "urls"), ("rollout", "sglang", "engines")
 
 
@@ -64,14 +64,14 @@ def load_config(path: str | os.PathLike[str], overrides: Sequence[str] = ()) -> 
 
 
 def _files_of(data: dict[str, Any], path: str | os.PathLike[str]) -> list[Any]:
-    """A file, or those that settings which were written by a run are of."""
+    """The files that settings come from: the file itself, or the `run.files` of settings that a run wrote."""
     run = data.get("run")
     written = run.pop("files", None) if isinstance(run, dict) else None
     return written if written and isinstance(written, list) else [str(path)]
 
 
 def _name_after(data: dict[str, Any], path: Path, files: list[Any]) -> None:
-    """A run that has no name has its first file's; it has the names of all."""
+    """Name a run without a name after its first file, and note all files in `run.files`."""
     run = data.setdefault("run", {})
     if isinstance(run, dict):
         run.setdefault("name", path.stem)
@@ -79,7 +79,7 @@ def _name_after(data: dict[str, Any], path: Path, files: list[Any]) -> None:
 
 
 def _read_sections(path: str | os.PathLike[str]) -> dict[str, Any]:
-    """What a file holds, with whole paths of Python files, and the text of a chat template."""
+    """The settings in a file, with absolute paths of Python files, and the text of a chat template."""
     data = parse_yaml(read_text(Path(path)), str(path))
     if data is None:
         needed = ", ".join(name for name, field in Config.model_fields.items() if field.is_required())
@@ -92,8 +92,8 @@ def _read_sections(path: str | os.PathLike[str]) -> dict[str, Any]:
 
 
 def _laid_over(data: dict[str, Any], layer: Mapping[str, Any], prefix: Key = ()) -> list[tuple[Key, Any]]:
-    """Put the settings of another file in the places of these, and give them. What is no section of ours, such as a
-    mapping of the user's, is one value."""
+    """Lay the settings of another file over `data`, and return them. A value that is no section of the schema, such as
+    a mapping with names of the user's, is replaced as a whole."""
     given: list[tuple[Key, Any]] = []
     for name, value in layer.items():
         key, there = (*prefix, str(name)), data.get(name)
@@ -132,7 +132,7 @@ def read_text(path: Path) -> str:
     """The text of a YAML file; raises ConfigError where there is none."""
     try:
         with path.open(encoding="utf-8") as file:
-            return file.read(LONGEST_TEXT_CHARACTERS + 1)  # of which the parser refuses the last
+            return file.read(LONGEST_TEXT_CHARACTERS + 1)  # one more than the parser accepts
     except FileNotFoundError:
         raise ConfigError(f"there is no file {path} (from {Path.cwd()}); give the path of a YAML file") from None
     except UnicodeDecodeError as error:

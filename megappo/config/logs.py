@@ -1,4 +1,4 @@
-"""What a run writes and shows of itself (`logging`)."""
+"""Settings of what a run writes and shows (`logging`)."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ class SaveExperienceSettings(Settings):
     steps: StepNumbers = ()
     """Numbers of the steps; default: all."""
     samples: PositiveInt | None = None
-    """The first so many samples of each; default: all, which `rollout.load_from` wants."""
+    """Number of samples saved of each step, the first ones; default: all, which `rollout.load_from` needs."""
 
 
 class LoggingSettings(Settings):
@@ -24,12 +24,13 @@ class LoggingSettings(Settings):
     wandb_project: Text | None = None
     """Log to this Weights & Biases project too."""
     loggers: dict[Text, dict[str, Any]] = Field(default_factory=dict)
-    """Loggers of your own: `{"package.module:name": {option: value}}`, called with the options behind their paths."""
+    """Loggers of your own: `{"package.module:name": {option: value}}`, called with their options as keyword
+    arguments."""
     console: Literal["auto", "live", "plain", "quiet"] = "auto"
     """`live`: a progress view that is redrawn; `plain`: a line per step; `auto`: live on a terminal."""
     sample_texts: NonNegativeInt = 2
     """Samples per step written to `<directory>/samples.jsonl`."""
     save_experience: SaveExperienceSettings | None = None
-    """Not null: write samples with all that their updates are made of to `<directory>/experience`, as parquet."""
+    """Not null: write samples with everything that their updates use to `<directory>/experience`, as parquet."""
     profile_steps: StepNumbers = ()
     """Steps to trace: a torch trace of every rank and a page about all of them in `<directory>/profile`."""

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 
 def base_rules(config: Config) -> Iterator[str]:
-    """A reference that is the actor without adapters."""
+    """Rules on a reference that is the actor without its adapters."""
     reference = config.reference
     if reference is not None and reference.refresh_every_steps and config.actor.lora is not None:
         yield (
@@ -42,7 +42,7 @@ def base_rules(config: Config) -> Iterator[str]:
 
 
 def target_rules(role: RoleSpec) -> Iterator[str]:
-    """Adapters are for matrices that there are, and lower in rank than they."""
+    """Rules on adapters: they are for matrices of the model, and of a lower rank than these."""
     lora, arch, key = role.settings.lora, role.shape, f"{role.name}.lora"
     if lora is None or not isinstance(arch, ArchitectureConfig):
         return

@@ -11,8 +11,8 @@ from megappo.observe.metric_docs import METRICS
 
 
 def keep_best_rules(config: Config, steps: int | None) -> Iterator[str]:
-    """The best checkpoint is chosen by a metric that there is where one is written; `steps` of the run, None where not
-    known."""
+    """Rules on `checkpoint.keep_best`: the metric exists in steps that write a checkpoint; `steps` of the run, None
+    where not known."""
     wanted = config.checkpoint.keep_best if config.checkpoint is not None else None
     if wanted is None:
         return
@@ -27,7 +27,7 @@ def keep_best_rules(config: Config, steps: int | None) -> Iterator[str]:
 
 
 def _is_there(config: Config, wanted: str, name: str, steps: int | None) -> Iterator[str]:
-    """A checkpoint holds the metrics of its own step."""
+    """Rules on the metric's section: a checkpoint holds the metrics of its own step only."""
     if name.startswith("critic/") and config.critic is None:
         yield f"checkpoint.keep_best is '{wanted}', and there is no critic; name another metric"
     if not name.startswith("eval/"):
@@ -46,7 +46,7 @@ def _is_there(config: Config, wanted: str, name: str, steps: int | None) -> Iter
 
 
 def _metrics_of(config: Config) -> list[str]:
-    """Every metric, for each of the sources and validation sets that it is of."""
+    """Names of all metrics of the run, with the names of its sources and validation sets filled in."""
     sources = config.data.mixture or {}
     sets = config.data.validation_sets or {}
     found = list[str]()

@@ -54,7 +54,7 @@ def read_architecture(
     if not isinstance(model_type, str | None):
         raise ConfigError(f"{key}: model_type in {folder / 'config.json'} is {show(model_type)}, must be text; fix it")
     is_inner = bool(model_type) and any(family.within == model_type for family in families.values())
-    if model_type not in families and not is_inner:  # said before transformers is imported, which has words of its own
+    if model_type not in families and not is_inner:  # before transformers is imported, which has an error of its own
         wrong = f"model_type '{model_type}' is not supported" if model_type else "its config.json has no model_type"
         text, remedy = f"{model_type}_text", f"use a model of {either(families)}"
         if text in families:
@@ -68,7 +68,7 @@ def read_architecture(
 
 
 def _refuse_no_model(path: str, key: str) -> None:
-    """What is neither a folder nor a name of the hub, which is then not asked."""
+    """Raise ConfigError for a path that is neither a folder nor a name of the hub, so that the hub is not asked."""
     if Path(path).exists():
         raise ConfigError(f"{key} '{path}' is a file; give the folder that holds config.json")
     if not may_be_hub_name(path):
@@ -79,7 +79,7 @@ def _refuse_no_model(path: str, key: str) -> None:
 
 
 def read_config_json(folder: Path, *, key: str = "model.path") -> dict[str, Any]:
-    """What stands in a model's config.json. Raises ConfigError where there is none that can be read."""
+    """The content of a model's config.json. Raises ConfigError where there is none that can be read."""
     path = folder / "config.json"
     if not path.exists():
         raise ConfigError(f"{key} '{folder}' has no config.json; give a Hugging Face model folder")
@@ -94,7 +94,7 @@ def _hf_config(folder: Path, trust_remote_code: bool, key: str) -> PretrainedCon
     from transformers import AutoConfig
 
     try:
-        if trust_remote_code:  # whose other files have a say
+        if trust_remote_code:  # code in other files of the folder takes part, so the result is not cached
             hf_config: PretrainedConfig = AutoConfig.from_pretrained(folder, trust_remote_code=True)
             return hf_config
         return copy.deepcopy(_plain_config(folder, (folder / "config.json").read_bytes()))
@@ -104,7 +104,7 @@ def _hf_config(folder: Path, trust_remote_code: bool, key: str) -> PretrainedCon
 
 @functools.lru_cache(maxsize=16)
 def _plain_config(folder: Path, _content: bytes) -> PretrainedConfig:
-    """What transformers makes of a config.json with this content, a tenth of a second that each rank would take nine
+    """The configuration that transformers reads, cached by content: it takes 0.1 s, and each rank would read it nine
     times."""
     from transformers import AutoConfig
 
@@ -178,7 +178,7 @@ def resolve_stop_token_ids(
 
 
 def _ends_in(folder: Path) -> list[int]:
-    """What a config.json says of the ends of a response; one of a larger model says it of its language model."""
+    """`eos_token_id` of a config.json; of a multimodal model, that of its language model."""
     content = read_config_json(folder)
     inner, said = content.get("text_config"), content.get("eos_token_id")
     if said is None and isinstance(inner, dict):
@@ -195,10 +195,11 @@ def _listed(eos: Any, path: Path) -> list[int]:
 
 
 def token_rows(config: Config, tokenizer: PreTrainedTokenizerBase, *, training: bool = True) -> TokenRows:
-    """Of the models of a run, whose roles all read the same tokens. Without `training` there is the actor alone.
+    """The rows of the smallest embedding among a run's models, whose roles all read the same tokens. Without `training`
+    only the actor counts.
 
-    Raises ConfigError as `load_architectures` does, and for a role that lacks tokens which the actor may sample: those
-    of the tokenizer that the actor has a row for.
+    Raises ConfigError as `load_architectures` does, and for a role without rows for tokens that the actor may sample:
+    those of the tokenizer that the actor has a row for.
     """
     paths = model_paths(config)
     sizes = {

@@ -1,4 +1,4 @@
-"""What verl, slime, OpenRLHF, NeMo-RL and TRL call our settings, for the hint at an unknown key."""
+"""Names of settings in verl, slime, OpenRLHF, NeMo-RL and TRL, for the hint at an unknown key."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ class Counterpart(NamedTuple):
     """Our settings for a name of another trainer's."""
 
     keys: tuple[str, ...]
-    """Dotted; several where theirs is two of ours, or where two trainers mean different things."""
+    """Dotted keys; several where one of theirs is two of ours, or where two trainers mean different things."""
     note: str = ""
-    """What differs, such as the unit; without keys: why there is no such setting."""
+    """Difference between the two, such as the unit; without keys: why there is no such setting."""
 
 
 _PROMPTS = "verl counts prompts there, this counts samples: multiply by rollout.samples_per_prompt"
@@ -178,7 +178,7 @@ COUNTERPARTS: dict[str, Counterpart] = {
     **_same("run.name", "", "experiment_name", "run_name", "exp_name"),
     **_same("logging.wandb_project", "", "project_name", "use_wandb", "wandb"),
 }  # fmt: skip
-"""By the name, or by the section's and the name where another section has a setting of that name."""
+"""Counterparts by the other trainer's name; by section and name where another section has a setting of that name."""
 
 
 def counterpart(section: Key, name: str) -> Counterpart | None:

@@ -8,29 +8,29 @@ from megappo.config.engine import SGLangSettings
 
 class OwnServerSettings(Settings):
     machine: NonNegativeInt = 0
-    """Number of the trainers' machine on which it stands, in the order of their ranks."""
+    """Number of the trainers' machine that runs the server, in the order of their ranks."""
     first_device: NonNegativeInt | None = None
-    """First GPU of it there; default: the one after the trainers'."""
+    """First GPU of the server on that machine; default: the one after the trainers'."""
     threads: Processes | None = None
     """CPU threads of each rank, without CUDA; default: the machine's cores over all of them."""
     host: Text | None = None
-    """Interface that it listens on, under a key of the run. Default: loopback, and where the trainers have several
-    machines, the one that leads to the others."""
+    """Interface that the server listens on, under a key of the run. Default: loopback, and where the trainers have
+    several machines, the one that leads to the others."""
     max_restarts: NonNegativeInt = 5
-    """Restarts over the whole run, after which the run stops."""
+    """Restarts of the server over the whole run, after which the run stops."""
     start_timeout_seconds: Seconds = 600.0
-    """Longest time from its start to its first answer."""
+    """Longest time from the server's start to its first answer."""
     health_timeout_seconds: Seconds = 60.0
-    """It is started again where it has not answered for its health for so long."""
+    """The server is started again where it has not answered a health check for so long."""
 
     @property
     def ranks(self) -> int:
-        """GPUs that it stands on."""
+        """Number of GPUs that the server uses."""
         return 1
 
     @property
     def as_servers(self) -> SGLangSettings:
-        """The same as settings of the servers that megappo starts."""
+        """The settings in the form of an SGLang server that megappo starts."""
         return SGLangSettings(
             placement="disaggregated",
             engines=1,
@@ -43,6 +43,6 @@ class OwnServerSettings(Settings):
 
 class RewardModelServerSettings(OwnServerSettings):
     batch_tokens: PositiveInt = 16384
-    """Most tokens that it computes at a time, padding included."""
+    """Most tokens that the server computes at a time, padding included."""
     timeout_seconds: Seconds = 600.0
-    """Longest time in which it answers a request of 64 samples, those of other ranks before it included."""
+    """Longest time for the answer to a request of 64 samples, earlier requests of other ranks included."""

@@ -1,4 +1,4 @@
-"""How many layers each chunk of a pipeline holds.
+"""The number of layers in each chunk of a pipeline.
 
 Chunks are numbered in the order in which a token passes them, which is Megatron's: of p stages, chunk c of stage s is
 number c p + s. Without interleaving a stage is one chunk.
@@ -40,7 +40,7 @@ def chunk_layers(
 
 
 def even_layers(layers: int, chunks: int) -> tuple[int, ...]:
-    """Equally many in each."""
+    """Layers of each chunk, equally many in each."""
     assert layers % chunks == 0, f"{layers} layers, {chunks} chunks"
     return (layers // chunks,) * chunks
 

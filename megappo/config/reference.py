@@ -1,4 +1,4 @@
-"""What settings there are, from the classes that define them: for `megappo settings` and the tables of documents."""
+"""All settings, read from the classes that define them, for `megappo settings` and the tables of documents."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 from megappo.config.schema import Config
 
 _GUARDS = 10**6
-"""Upper bounds from here on only keep nonsense out; nobody is told them."""
+"""Upper bounds from here on only refuse nonsense; documents leave them out."""
 _BOUNDS = (("minimum", ">="), ("exclusiveMinimum", ">"), ("maximum", "<="), ("exclusiveMaximum", "<"))
 _WORDS = {"integer": "integer", "number": "number", "boolean": "true or false", "string": "text", "null": "null"}
 
@@ -19,9 +19,9 @@ class SettingFacts(NamedTuple):
 
     name: str
     value: str
-    """What it takes, such as `integer > 0`; `section` for one that holds others."""
+    """The values that it takes, such as `integer > 0`; `section` for one that holds others."""
     default: str
-    """As YAML has it; `required` where there is none."""
+    """Default as YAML writes it; `required` where there is none."""
     meaning: str
     section: str | None
     """The name of the section's kind, as in `SectionFacts`, where it is one."""
@@ -32,7 +32,7 @@ class SectionFacts(NamedTuple):
 
     kind: str
     places: tuple[str, ...]
-    """Dotted, such as `actor.optimizer` and `critic.optimizer`."""
+    """Dotted keys, such as `actor.optimizer` and `critic.optimizer`."""
     about: str
     settings: tuple[SettingFacts, ...]
 

@@ -1,4 +1,4 @@
-"""Settings of what samples are worth."""
+"""Settings of rewards."""
 
 from __future__ import annotations
 
@@ -28,37 +28,37 @@ _TAKEN_NAMES = (
     "mean", "std", "min", "max", "failures", "timeouts", "overlong", "given", "clipped", "running_mean",
     "running_std", "group_spread",
 )  # fmt: skip
-"""Of metrics `reward/...` that there are always."""
+"""Names of metrics `reward/...` that every run has, which a function cannot take."""
 MODEL = "model"
 """The name of the reward model among functions."""
 JUDGE = "megappo.rewards.judge:scores"
-"""What asks a judge."""
+"""Import path of the function that asks a judge."""
 SERVER = "megappo.rewards.http:scores"
-"""What asks a reward server."""
+"""Import path of the function that asks a reward server."""
 _STARTING_SECONDS = 5.0
 _Score = Annotated[float, Field(ge=-1e9, le=1e9)]
 
 
 class OverlongSettings(Settings):
     buffer_tokens: PositiveInt
-    """The last so many tokens before the limit are punished, more from one to the next."""
+    """Number of tokens before the limit in which an answer is punished, linearly more from one to the next."""
     penalty: Annotated[PositiveFloat, Field(le=1e9)] = 1.0
-    """What an answer at the limit loses."""
+    """Score that an answer at the limit loses."""
 
 
 class RewardTermSettings(Settings):
     function: Text | None = None
     """A rule, or `package.module:function`."""
     judge: JudgeSettings | None = None
-    """A language model in its place."""
+    """A language model that judges answers, in place of `function`."""
     weight: float = Field(default=1.0, ge=-1e9, le=1e9)
-    """What its score is multiplied by in the sum."""
+    """Factor of the score in the sum."""
     options: dict[str, Any] = Field(default_factory=dict)
     """Keyword arguments of the function."""
     batch: bool = False
     """The Python function takes lists and returns a list, one score per sample."""
     data_sources: Annotated[list[Text], Field(min_length=1)] | None = None
-    """It scores the prompts whose `data_source` is one of these, and adds nothing to the others; null: all."""
+    """Values of a prompt's `data_source` that the function scores; it adds nothing to other prompts; null: all."""
 
     @model_validator(mode="after")
     def _has_function(self) -> RewardTermSettings:
@@ -72,13 +72,13 @@ class RemoteModelSettings(Settings):
     """Where a server holds the model: SGLang's with `--is-embedding`, or another that answers token ids at `/classify`
     as it does, such as http://10.0.0.5:30000."""
     key: Text | None = None
-    """Name of the environment variable that holds its key; null: it wants none."""
+    """Name of the environment variable that holds the server's key; null: the server wants none."""
     concurrency: Annotated[int, Field(gt=0, le=4096)] = 64
     """Most requests of a rank at the same time, one for each sample."""
     timeout_seconds: Seconds = 120.0
     """Longest time of a request, tries included, after which its sample has failed."""
     retries: NonNegativeInt = 10
-    """How often it is sent again in that time, after growing pauses, where the server fails."""
+    """How often a request is sent again in that time, after growing pauses, where the server fails."""
 
     @model_validator(mode="after")
     def _has_address(self) -> RemoteModelSettings:
@@ -93,11 +93,11 @@ class RewardSettings(Settings):
     nothing but what `rollout.environment` gives, which other functions' scores are added to. Default: `functions`.
     """
     functions: dict[str, RewardTermSettings] = Field(default_factory=dict)
-    """Several functions in its place, each by a name, under which its mean is a metric (`reward/NAME`): a mapping of
-    names to `{function, weight, options, batch, data_sources}` or `{judge, weight, data_sources}`. The reward is their
-    weighted sum."""
+    """Several functions in place of `function`, each by a name, under which its mean is a metric (`reward/NAME`): a
+    mapping of names to `{function, weight, options, batch, data_sources}` or `{judge, weight, data_sources}`. The
+    reward is their weighted sum."""
     judge: JudgeSettings | None = None
-    """A language model that reads answers and says what they are worth, in place of `function`."""
+    """A language model that reads and scores answers, in place of `function`."""
     options: dict[str, Any] = Field(default_factory=dict)
     """Keyword arguments of the function."""
     batch: bool = False
@@ -108,44 +108,45 @@ class RewardSettings(Settings):
     timeout_seconds: Seconds = 10.0
     """Time limit per sample; a worker that exceeds it is killed and replaced."""
     worker_memory_gigabytes: PositiveFloat = 8.0
-    """A worker that holds more (GB, 1e9 bytes) after its samples is replaced: a function that leaks costs no run.
-    One that holds twice as much is killed, and the sample it is at has failed."""
+    """Memory (GB, 1e9 bytes) from which a worker is replaced after its samples, so that a function that leaks does not
+    end the run. A worker that holds twice as much is killed, and the sample that it is scoring has failed."""
     failure_score: float = Field(default=0.0, ge=-1e9, le=1e9)
     """Score of a sample whose reward failed or ran out of time."""
     max_failure_fraction: Fraction = 0.5
     """The run stops when more than this fraction of a step's rewards failed."""
     overlong: OverlongSettings | None = None
-    """Not null: answers near the length limit of `rollout.max_response_tokens` get less (DAPO)."""
+    """Not null: answers near the length limit of `rollout.max_response_tokens` lose a part of their score (DAPO)."""
     truncated_score: _Score | None = None
-    """Score of an answer that the length limit ended, whatever the function gave (ORZ: 0); null: what it gave."""
+    """Score of an answer that the length limit ended, in place of the function's (ORZ: 0); null: the function's."""
     truncated_penalty: Annotated[float, Field(ge=0.0, le=1e9)] = 0.0
-    """What such an answer loses (TRL's penalty for a missing end)."""
+    """Score that such an answer loses (TRL's penalty for a missing end)."""
     normalize: Literal["std", "mean_std"] | None = None
-    """After these penalties, training divides scores by their standard deviation over all samples so far (`std`), or
-    takes their mean off before (`mean_std`); null: neither. A checkpoint keeps both numbers."""
+    """How training scales scores after these penalties: divided by their standard deviation over all samples so far
+    (`std`), with their mean subtracted before (`mean_std`); null: not at all. A checkpoint keeps both numbers."""
     scale: Annotated[PositiveFloat, Field(le=1e9)] = 1.0
-    """What all scores are multiplied by in training then."""
+    """Factor of all scores in training, after `normalize`."""
     shift: float = Field(default=0.0, ge=-1e9, le=1e9)
-    """What is added to them then."""
+    """Number added to all scores in training, after `scale`."""
     clip: Annotated[tuple[_Score, _Score], Field(strict=False)] | None = None
-    """The lowest and the highest score after that, such as [-10, 10]; null: no bounds."""
+    """Lowest and highest score in training, after `shift`, such as [-10, 10]; null: no bounds."""
     model_path: PathText | None = None
     """Folder or hub name of the reward model (AutoModelForSequenceClassification) for `function: model`."""
     model_server: RewardModelServerSettings | None = None
-    """Not null, `{}` for its defaults: one process of the run's own holds the reward model for all ranks, in place of
-    a copy on each."""
+    """Not null, `{}` for its defaults: one process of the run holds the reward model for all ranks, in place of a copy
+    on each."""
     model_remote: RemoteModelSettings | None = None
-    """Not null: a server elsewhere holds the reward model, and of `model_path` configuration and tokenizer are read."""
+    """Not null: a server elsewhere holds the reward model; only configuration and tokenizer of `model_path` are
+    read."""
 
     @property
     def is_shaped(self) -> bool:
-        """Whether training makes other scores of those that functions give."""
+        """Whether training changes the scores that functions give."""
         penalties = (self.overlong, self.truncated_score, self.truncated_penalty or None)
         return self.is_rescaled or any(penalty is not None for penalty in penalties)
 
     @property
     def is_rescaled(self) -> bool:
-        """Whether they have another unit or bounds."""
+        """Whether training gives scores another unit or bounds."""
         return (self.normalize, self.scale, self.shift, self.clip) != (None, 1.0, 0.0, None)
 
     @property
@@ -173,7 +174,7 @@ class RewardSettings(Settings):
 
     @property
     def terms(self) -> dict[str, tuple[float, RewardSettings]]:
-        """Weight, and settings that name it alone, of each function, by its name: "" where there is only one."""
+        """(weight, settings with this function alone) of each function, by its name; a single one has the name ""."""
         if self.function is not None:
             return {"": (1.0, self)}
         if self.judge is not None:
@@ -181,7 +182,7 @@ class RewardSettings(Settings):
         return {name: (term.weight, self._alone(term)) for name, term in self.functions.items()}
 
     def _alone(self, term: RewardTermSettings | RewardSettings) -> RewardSettings:
-        """These settings of one function, or of one judge, which is a function of many samples at once."""
+        """The settings for one function alone; a judge is a function of many samples at once."""
         together = term.batch or term.judge is not None
         own = {"function": term.function or JUDGE, "judge": term.judge, "options": term.options, "functions": {}}
         return self.model_copy(update={**own, "batch": together, "workers": 1 if together else self.workers})
@@ -196,11 +197,11 @@ class RewardSettings(Settings):
 
     @property
     def judges(self) -> dict[str, JudgeSettings]:
-        """Of the functions, those that are judges, by the names of their metrics."""
+        """Judges among the functions, by the names of their metrics."""
         return {name or "judge": term.judge for name, (_, term) in self.terms.items() if term.judge is not None}
 
     def key_of(self, judge: str) -> str:
-        """Where the settings of one of `judges` stand."""
+        """Dotted key of the settings of one of `judges`."""
         return "reward.judge" if self.judge is not None else f"reward.functions.{judge}.judge"
 
     @property
@@ -249,7 +250,7 @@ class RewardSettings(Settings):
 
 
 def reward_rules(reward: RewardSettings) -> Iterator[str]:
-    """What settings name is there."""
+    """Rules on what the settings name: it exists."""
     path = reward.model_path
     if path is not None and not Path(path).is_dir() and not may_be_hub_name(path):
         yield (

@@ -55,36 +55,37 @@ LoraTargets = Annotated[
     BeforeValidator(_all_or_names),
 ]
 RecomputeModules = Annotated[tuple[Literal["core_attn", "mlp", "moe"], ...], Field(strict=False)]
-"""Parts of a layer as Megatron calls them; what it has for norms runs with Transformer Engine only."""
+"""Parts of a layer that Megatron can recompute, by its names; its module for norms runs with Transformer Engine
+only."""
 
 
 class LayoutSettings(Settings):
-    """How a role is spread over ranks; data parallelism is what is left."""
+    """How a role is spread over ranks; data parallelism uses the ranks that the other sizes leave."""
 
     tensor_parallel: Ranks = 1
     """Ranks that share each layer (TP)."""
     context_parallel: Ranks = 1
-    """Ranks that share out the tokens of each sample (CP)."""
+    """Ranks over which the tokens of each sample are spread (CP)."""
     pipeline_parallel: Ranks = 1
-    """Stages the layers are cut into (PP)."""
+    """Stages into which the layers are divided (PP)."""
     virtual_pipeline_chunks: Ranks = 1
     """Chunks of layers per stage for the interleaved schedule (VPP); 1: no interleaving."""
     pipeline_layers: PipelineLayers = "auto"
-    """Layers of each stage: a list such as `[3, 1]`, or `balanced`: the stage with most work, the head on the last one
-    included, has the least possible; `auto`: equally many, `balanced` where the layers cannot be. With virtual chunks a
-    list has one entry for each, in the order in which a token passes them, which is Megatron's: the first chunk of
-    every stage, then the second of every stage."""
+    """Layers of each stage: a list such as `[3, 1]`, or `balanced`: the largest work of a stage, the head on the last
+    one included, is as small as possible; `auto`: equally many, `balanced` where the layers cannot be. With virtual
+    chunks a list has one entry for each, in the order in which a token passes them, which is Megatron's: the first
+    chunk of every stage, then the second of every stage."""
     expert_parallel: Ranks = 1
-    """Ranks that share out the experts of each layer (EP), among those of a pipeline stage."""
+    """Ranks of a pipeline stage over which the experts of each layer are spread (EP)."""
     sequence_parallel: bool | None = None
     """Shard the activations between tensor parallel regions along the sequence (SP). Default: where `tensor_parallel`
     is above 1, as Megatron's guides and published runs have it."""
     first_rank: int = Field(default=0, ge=0, lt=LARGEST_WORLD)
     """First global rank of this role."""
     ranks: Ranks | None = None
-    """How many ranks the role stands on; default: all from `first_rank`."""
+    """Number of ranks of the role; default: all from `first_rank`."""
     deallocate_pipeline_outputs: bool = True
-    """Free what a pipeline stage computed once it is sent; backward needs only where it came from."""
+    """Free a pipeline stage's output once it is sent; backward needs only its autograd graph."""
 
     @property
     def shards_sequences(self) -> bool:
@@ -92,8 +93,8 @@ class LayoutSettings(Settings):
         return self.tensor_parallel > 1 if self.sequence_parallel is None else self.sequence_parallel
 
     def grid(self, world_size: int) -> Grid:
-        """Where the role stands; may reach beyond the world, or hold no whole copies, where `placement_rules`
-        complains."""
+        """Ranks of the role in a world of `world_size`. They may reach beyond the world, or hold no whole copies, which
+        `placement_rules` refuses."""
         count = self.ranks if self.ranks is not None else max(0, world_size - self.first_rank)
         ranks = range(self.first_rank, self.first_rank + count)
         return Grid(ranks, self.tensor_parallel, self.pipeline_parallel, self.expert_parallel, self.context_parallel)
@@ -103,7 +104,7 @@ class OptimizerSettings(Settings):
     learning_rate: PositiveFloat
     """Peak learning rate of AdamW."""
     min_learning_rate: NonNegativeFloat = 0.0
-    """Where a decaying schedule ends."""
+    """Learning rate at the end of a decaying schedule."""
     schedule: Literal["constant", "linear", "cosine", "inverse_sqrt", "wsd"] = "constant"
     """Decay after the warm-up: over all updates of the run (`linear`, `cosine`), with one over the square root of the
     updates (`inverse_sqrt`), or linearly in the last of them (`wsd`: warm-up, stable, decay)."""
@@ -112,7 +113,7 @@ class OptimizerSettings(Settings):
     warmup_updates: NonNegativeInt = 0
     """Optimizer updates of linear warm-up from 0."""
     warmup_ratio: Decay = 0.0
-    """The same as a share of the run's updates, rounded down; one of both is given."""
+    """Linear warm-up as a share of the run's updates, rounded down, in place of `warmup_updates`."""
     weight_decay: NonNegativeFloat = 0.0
     """Decoupled weight decay; biases and norms are exempt."""
     beta1: Decay = 0.9
@@ -130,13 +131,13 @@ class OptimizerSettings(Settings):
     """At least this fraction of the state (moments, and main weights of a bfloat16 model) lives in the host's memory
     for good and is updated there, the largest parameters first."""
     overlap_grad_reduce: bool | None = None
-    """Sum gradients over data parallel ranks while backward goes on; default: on CUDA."""
+    """Reduce gradients over data parallel ranks during backward; default: on CUDA."""
     overlap_param_gather: bool | None = None
     """Gather the weights that other ranks updated while the next forward pass begins; needs `distributed` and
     `overlap_grad_reduce`; default: where both are."""
 
     def reduces_in_backward(self, *, on_cuda: bool) -> bool:
-        """Whether gradients are summed over ranks while backward goes on."""
+        """Whether gradients are reduced over ranks during backward."""
         return on_cuda if self.overlap_grad_reduce is None else self.overlap_grad_reduce
 
     def shards_state(self, grid: Grid) -> bool:
@@ -195,19 +196,19 @@ def _all_or_parts(value: object) -> object:
 
 
 class OffloadSettings(Settings):
-    """What leaves the device while a role rests, for pinned memory of the host, or for a file where there is no CUDA.
-    `true` or `false` in place of the section means all of it or nothing."""
+    """Parts of a role that leave the device while it rests, for pinned memory of the host, or for a file where there is
+    no CUDA. `true` or `false` in place of the section means all of it or nothing."""
 
     weights: bool = False
-    """They come back for the role's forward passes and updates."""
+    """Offload the weights; they come back for the role's forward passes and updates."""
     gradients: bool = False
-    """Their buffers are given up between the role's updates of one step and those of the next."""
+    """Free the gradient buffers between the role's updates of one step and those of the next."""
     optimizer: bool = False
-    """Adam's moments, and the main weights of a bfloat16 model; they come back for the role's updates."""
+    """Offload Adam's moments, and the main weights of a bfloat16 model; they come back for the role's updates."""
 
     @property
     def parts(self) -> tuple[str, ...]:
-        """What leaves, by name."""
+        """Names of the parts that leave the device."""
         return tuple(name for name, leaves in self if leaves)
 
 
@@ -221,12 +222,12 @@ class LoraSettings(Settings):
     rank: PositiveInt
     """Rows of A and columns of B, the `r` of PEFT; at most the smaller side of any of the matrices."""
     alpha: PositiveFloat
-    """The sum's weight times the rank, the `lora_alpha` of PEFT."""
+    """Scale of the adapters times their rank, the `lora_alpha` of PEFT."""
     targets: LoraTargets = "all"
     """Which matrices of the layers have adapters, by the last part of their names in the Hugging Face model, such as
     `[q_proj, v_proj]`, or `all` of them; of experts, every expert's."""
     dropout: NonNegativeFloat = 0.0
-    """0 alone: with dropout, a sample's probability under unchanged weights would not be what it was."""
+    """Must be 0: dropout would change a sample's probability although the weights are the same."""
 
     def of(self, arch: ArchitectureConfig) -> LoraShape:
         """The adapters of a model."""
@@ -243,18 +244,18 @@ class LoraSettings(Settings):
 
 
 _MINIBATCHES = 4
-"""Updates in a pass where nothing is said of them."""
+"""Default of `minibatches`; see there."""
 
 
 class TrainedRoleSettings(Settings):
-    """What actor and critic have in common."""
+    """Settings that actor and critic have in common."""
 
     layout: LayoutSettings = LayoutSettings()
     """The role's own parallel layout."""
     optimizer: OptimizerSettings
     """AdamW and its schedule."""
     lora: LoraSettings | None = None
-    """Train adapters of the model in place of its weights, which stay as they are (a critic's value head is trained
+    """Train adapters of the model in place of its weights, which stay frozen (a critic's value head is trained
     besides); null: train all weights."""
     epochs: PositiveInt = 1
     """Passes over the step's samples."""
@@ -279,13 +280,13 @@ class TrainedRoleSettings(Settings):
     recompute: Literal["none", "selective", "full"] = "none"
     """Activation recomputation: of parts of each layer (`selective`) or of whole layers (`full`)."""
     offload: Offload = OffloadSettings()
-    """What leaves the device while the role rests: `true`, `false`, or each part by its name."""
+    """Parts that leave the device while the role rests: `true`, `false`, or each part by its name."""
     recompute_modules: RecomputeModules = ("core_attn",)
-    """What `selective` computes again in backward: the attention kernel (`core_attn`; on GPUs it keeps little), MLPs
-    (`mlp`), layers of experts (`moe`)."""
+    """Modules that `selective` computes again in backward: the attention kernel (`core_attn`; on GPUs it keeps little),
+    MLPs (`mlp`), layers of experts (`moe`)."""
 
     def minibatch_count(self, batch_sequences: int) -> int:
-        """How many there are in a pass, where their size is not given."""
+        """Number of minibatches in a pass, where their size is not given."""
         return self.minibatches or min(_MINIBATCHES, batch_sequences)
 
     def minibatch_sizes(self, batch_sequences: int) -> list[int]:
@@ -296,7 +297,8 @@ class TrainedRoleSettings(Settings):
         return [batch_sequences // count + (n < batch_sequences % count) for n in range(count)]
 
     def largest_minibatch(self, batch_sequences: int) -> int:
-        """Samples of the largest, also where a step has fewer than `minibatch_sequences`, which the rules refuse."""
+        """Samples of the largest minibatch; `minibatch_sequences` also where a step has fewer samples, which the rules
+        refuse."""
         return self.minibatch_sequences or self.minibatch_sizes(batch_sequences)[0]
 
     def updates(self, batch_sequences: int) -> int:
@@ -352,8 +354,8 @@ class PretrainingSettings(Settings):
     --critic-only`)."""
 
     held_out_samples: PositiveInt | None = None
-    """The last so many of the saved samples are not trained on; `critic/held_out_explained_variance` is of them.
-    Default: a tenth, and a step's at most."""
+    """Number of saved samples, the last ones, that are not trained on; `critic/held_out_explained_variance` is computed
+    on them. Default: a tenth of the samples, at most those of a step."""
 
 
 class CriticSettings(TrainedRoleSettings):
@@ -369,9 +371,9 @@ class CriticSettings(TrainedRoleSettings):
     value_clip: PositiveFloat | None = 0.2
     """Clip range of the value loss around the old values; null: no clipping."""
     freeze: Freeze = ()
-    """What of the trunk stays as it is, without gradient and optimizer state: `attention` (SAO), `embeddings`, or a
-    list of these and of patterns of Hugging Face names, such as `[attention, 'model.layers.0.mlp.*']`. With `lora` the
-    adapters of what is named. Default: nothing."""
+    """Parts of the trunk that are not trained and have neither gradient nor optimizer state: `attention` (SAO),
+    `embeddings`, or a list of these and of patterns of Hugging Face names, such as `[attention,
+    'model.layers.0.mlp.*']`. With `lora`, the adapters of these parts. Default: none."""
     warmup_steps: NonNegativeInt = 0
     """First steps in which only the critic is updated: critic warm-up, or value pretraining."""
     pretraining: PretrainingSettings | None = None
@@ -388,10 +390,10 @@ class ReferenceSettings(Settings):
     path: PathText | None = None
     """Hugging Face folder; default: `model.path`, also where the actor has `start_from`."""
     refresh_every_steps: PositiveInt | None = None
-    """Put the actor's weights in the place of the reference's after every so many steps, so that a KL term holds the
-    actor to what it was then; checkpoints hold them. Null: never."""
+    """Replace the reference's weights by the actor's after every so many steps, so that a KL term is measured from a
+    recent actor; checkpoints hold them. Null: never."""
     share_actor_base: bool = False
-    """Compute with the actor's weights, its adapters (`actor.lora`) off, in place of a copy of them."""
+    """Compute with the actor's weights, its adapters (`actor.lora`) switched off, instead of a copy of the weights."""
     offload: Annotated[OffloadSettings, BeforeValidator(_weights_alone)] = OffloadSettings()
     """Whether the weights leave the device while the role rests: `true`, `false`, or `{weights: true}`; it has neither
     gradients nor an optimizer."""

@@ -36,7 +36,7 @@ class RoleSpec:
 
 
 def algorithm_rules(config: Config) -> Iterator[str]:
-    """What the algorithm needs of the other sections; nothing of the user's is imported."""
+    """Rules on what the algorithm needs of the other sections; nothing of the user's code is imported."""
     if config.algorithm.estimator in NAMES:
         yield from estimator_rules(config, builtin(config.algorithm.estimator))
     has_kl = config.algorithm.kl_in_reward is not None or config.algorithm.kl_in_loss is not None
@@ -57,11 +57,12 @@ def algorithm_rules(config: Config) -> Iterator[str]:
 
 
 _MOST_NATS_PER_TOKEN, _LEAST_NATS_PER_RESPONSE = 1.0, 0.1
-"""A policy that differs by more per token has left its reference; one held to less per response cannot move."""
+"""Largest sensible target per token, smallest per response: a policy above the first has left its reference, and one
+held below the second cannot move."""
 
 
 def kl_target_notes(config: Config) -> Iterator[str]:
-    """A target of the adaptive KL that can only be meant for the other unit."""
+    """A note on a target of the adaptive KL that is plausible only in the other unit."""
     kl = config.algorithm.kl_in_reward
     if kl is None or kl.controller != "adaptive":
         return
@@ -79,7 +80,7 @@ def kl_target_notes(config: Config) -> Iterator[str]:
 
 
 def section_rules(config: Config, steps: int | None) -> Iterator[str]:
-    """What sections need of each other besides the algorithm; `steps` of the run, None where not known."""
+    """Rules between sections other than the algorithm; `steps` of the run, None where not known."""
     if config.evaluation is not None and not config.data.evaluated:
         yield (
             "evaluation is given but there is nothing to evaluate on; add data.validation or data.validation_sets, or "
@@ -117,7 +118,7 @@ def section_rules(config: Config, steps: int | None) -> Iterator[str]:
 
 
 def placement_rules(role: RoleSpec, world_size: int) -> Iterator[str]:
-    """A role's ranks lie in the world and hold whole copies of its model."""
+    """Rules on a role's ranks: they lie in the world and hold whole copies of its model."""
     layout, key = role.layout, f"{role.name}.layout"
     if layout.first_rank >= world_size:
         yield (
@@ -155,7 +156,7 @@ def placement_rules(role: RoleSpec, world_size: int) -> Iterator[str]:
 
 
 def coverage_rules(roles: Iterable[RoleSpec], world_size: int) -> Iterator[str]:
-    """Every rank of the world belongs to a role."""
+    """Rule on all roles together: every rank of the world belongs to one."""
     roles = list(roles)
     covered = {rank for role in roles for rank in role.layout.grid(world_size).ranks}
     idle = [rank for rank in range(world_size) if rank not in covered]
@@ -170,7 +171,8 @@ def coverage_rules(roles: Iterable[RoleSpec], world_size: int) -> Iterator[str]:
 
 
 def parallel_rules(role: RoleSpec, model_name: str) -> Iterator[str]:
-    """A role's tensor and pipeline parallel sizes fit its model; `model_name` is `actor`, `critic` or `reference`."""
+    """Rules on a role's tensor and pipeline parallel sizes: they fit its model; `model_name` is `actor`, `critic` or
+    `reference`."""
     layout, shape, key = role.layout, role.shape, f"{role.name}.layout"
     tp, pp, vpp = layout.tensor_parallel, layout.pipeline_parallel, layout.virtual_pipeline_chunks
     unfit = [f"{size} ({name})" for name, size in shape.shared_sizes.items() if size % tp]
@@ -204,7 +206,7 @@ def parallel_rules(role: RoleSpec, model_name: str) -> Iterator[str]:
 
 
 def _layer_list_rules(role: RoleSpec, given: tuple[int, ...], model_name: str) -> Iterator[str]:
-    """A list of layers has an entry for each chunk, and all layers of the model in it."""
+    """Rules on a list of layers: it has an entry for each chunk, and all layers of the model in it."""
     layout, key = role.layout, f"{role.name}.layout"
     pp, vpp = layout.pipeline_parallel, layout.virtual_pipeline_chunks
     if len(given) != pp * vpp:
@@ -221,7 +223,7 @@ def _layer_list_rules(role: RoleSpec, given: tuple[int, ...], model_name: str) -
 
 
 def _recompute_rules(role: RoleSpec, model_name: str) -> Iterator[str]:
-    """What is to be computed again is part of the model's layers."""
+    """Rules on recomputation: its modules are parts of the model's layers."""
     settings = role.settings
     absent, present = ("mlp", "moe") if role.shape.experts else ("moe", "mlp")
     if settings.recompute == "selective" and not settings.recompute_modules:
@@ -234,7 +236,7 @@ def _recompute_rules(role: RoleSpec, model_name: str) -> Iterator[str]:
 
 
 def vocabulary_rules(config: Config, roles: Iterable[RoleSpec]) -> Iterator[str]:
-    """Tensor parallel ranks share the padded vocabulary evenly."""
+    """Rules on padding of the vocabulary: tensor parallel ranks divide it evenly."""
     multiple = config.model.pad_vocab_to_multiple_of
     if multiple == 1:
         return
@@ -253,7 +255,8 @@ def vocabulary_rules(config: Config, roles: Iterable[RoleSpec]) -> Iterator[str]
 
 
 def length_rules(config: Config, shapes: dict[str, ModelShape]) -> Iterator[str]:
-    """Prompt and response fit every model's positions; `shapes` is keyed by the model's name in sentences."""
+    """Rules on lengths: prompt and response fit every model's positions; `shapes` is keyed by the model's name in
+    sentences."""
     lengths = {"rollout": config.rollout.max_response_tokens}
     if config.evaluation is not None and config.evaluation.max_response_tokens is not None:
         lengths["evaluation"] = config.evaluation.max_response_tokens
@@ -271,7 +274,8 @@ def length_rules(config: Config, shapes: dict[str, ModelShape]) -> Iterator[str]
 
 
 def kept_rules(config: Config) -> Iterator[str]:
-    """What is kept of a step's samples is kept for a reason that can come up."""
+    """Rules on generation functions, dynamic sampling and shaping of scores: each can take effect with the other
+    settings."""
     rollout, overlong = config.rollout, config.reward.overlong
     if rollout.generation is not None and (rollout.ahead or rollout.episodes is not None):
         other = f"rollout.ahead is {rollout.ahead}" if rollout.ahead else "rollout.environment plays episodes"
@@ -295,7 +299,8 @@ def kept_rules(config: Config) -> Iterator[str]:
 
 
 def engine_rules(config: Config) -> Iterator[str]:
-    """What is generated ahead is weighted for it."""
+    """Rules on `rollout.ahead`: the engine has processes of its own, and samples of older weights are importance
+    weighted."""
     rollout = config.rollout
     answered = rollout.replays_arrivals or rollout.load_from is not None
     if rollout.ahead and rollout.engine == "transformers" and not answered:
@@ -309,7 +314,8 @@ def engine_rules(config: Config) -> Iterator[str]:
 
 
 def server_rules(config: Config, shape: ModelShape) -> Iterator[str]:
-    """What SGLang servers need of the other settings and of the actor's model, once `resolve` has chosen the engine."""
+    """Rules on what SGLang servers need of the other settings and of the actor's model, once `resolve` has chosen the
+    engine."""
     rollout = config.rollout
     if rollout.engine is None or rollout.load_from is not None:
         return
@@ -351,7 +357,7 @@ def server_rules(config: Config, shape: ModelShape) -> Iterator[str]:
     yield from server_topology_rules.attention_rules(rollout.servers, shape)
     yield from expert_rules.server_rules(rollout.servers, shape)
     drafts = rollout.servers.arguments.get("speculative-algorithm", "NGRAM")
-    if drafts != "NGRAM":  # which drafts without weights
+    if drafts != "NGRAM":  # NGRAM drafts tokens without weights
         yield (
             f"rollout.sglang.arguments has speculative-algorithm {drafts}, but a run sends its servers the actor's "
             "weights, and none of layers that draft tokens; remove it"

@@ -42,17 +42,17 @@ PHASES = (
     "start", "rollout", "reward", "forward", "advantages", "update_critic", "update_actor", "sync", "evaluate",
     "checkpoint", "export",
 )  # fmt: skip
-"""What the watchdog tells apart; each lasts until the next begins."""
+"""Phases that the watchdog distinguishes; each lasts until the next begins."""
 _BUDGET, _ROOM_TOKENS = "microbatch_budget_tokens", 1024
-"""What is filled in of a role, and what it is a multiple of, so that every layout can pad a sample in it."""
+"""Setting of a role that is filled in, and its unit in tokens, so that every layout can pad a sample in it."""
 
 
 class RunSettings(Settings):
     name: PathText = "run"
-    """Name of the experiment; the default run directory is `runs/<name>`, which it cannot leave. Default: that of the
-    configuration file."""
+    """Name of the experiment; the default run directory is `runs/<name>`, which it cannot leave. Default: the name of
+    the configuration file."""
     directory: PathFromText | None = None
-    """Where everything the run writes goes."""
+    """Folder for everything that the run writes; default: `runs/<name>`."""
     private: bool = False
     """The run directory is readable by you alone (mode 0700); otherwise your umask decides."""
     steps: PositiveInt | None = None
@@ -61,16 +61,16 @@ class RunSettings(Settings):
     """Passes over `data.train` in place of `steps`; the last step is filled up from the next pass. With `data.mixture`:
     as many prompts as so many passes over all of its sources have."""
     max_hours: Annotated[float, Field(gt=0.0, le=10_000.0)] | None = None
-    """Stop with a checkpoint before the process has run for so long, so that the same command goes on; null: only
+    """Stop with a checkpoint before the process has run for so long, so that the same command can continue; null: only
     before the end that SLURM has set for the job."""
     seed: int = Field(default=0, ge=0, lt=2**63)
     """Seed of initialisation, shuffling and sampling."""
     export_final_model: bool = True
     """Write the actor as a Hugging Face folder (`<directory>/final`) at the end."""
     files: Annotated[tuple[PathText, ...], Field(strict=False)] = ()
-    """Configuration files that the settings are of, each laid over those before it; written by megappo."""
+    """Configuration files that the settings come from, each laid over those before it; written by megappo."""
     force_resume: bool = False
-    """Continue from a checkpoint although settings changed that make it another run."""
+    """Continue from a checkpoint although settings changed that make this another run."""
 
     @field_validator("name")
     @classmethod
@@ -105,16 +105,16 @@ class RuntimeSettings(Settings):
     """Folder with room for what rests of the roles (`actor.offload`) on a machine without CUDA; default: the system's
     temporary folder."""
     collective_timeout_seconds: WholeSeconds = 1800
-    """A collective that waits longer than this fails; a week where it is not given and the watchdog ends what hangs. It
-    must be above every limit of a phase. Ranks that do not come to the start are waited for no longer than this, and
-    half an hour at most."""
+    """A collective that waits longer than this fails; default with the watchdog, which then ends what hangs: a week. It
+    must be above every limit of a phase. At the start, missing ranks are waited for no longer than this, and half an
+    hour at most."""
     phase_timeout_seconds: Seconds | None = 1500.0
-    """A phase of a step that lasts longer ends the run with the stacks of all ranks; null: no watchdog. It counts from
-    the last part that any rank did: tokens that an engine made in a rollout or evaluation, a minibatch, a microbatch, a
-    bucket of weights. A phase may last four times as long as planned at least, and the start as long as its servers
-    may take, too, where neither this nor a limit of its own is given."""
+    """A phase of a step that lasts longer ends the run with the stacks of all ranks; null: no watchdog. Time counts
+    from the last progress of any rank: tokens that an engine made in a rollout or evaluation, a minibatch, a
+    microbatch, a bucket of weights. Where neither this nor a limit of its own is given, a phase may last at least four
+    times as long as planned, and the start also as long as its servers may take."""
     phase_timeouts_seconds: dict[str, Seconds] = Field(default_factory=dict)
-    """The same for single phases, such as {rollout: 3600}."""
+    """Limits of single phases, such as {rollout: 3600}."""
 
     @model_validator(mode="after")
     def _phases_exist(self) -> RuntimeSettings:
@@ -132,7 +132,8 @@ class ModelSettings(Settings):
     init: Literal["pretrained", "random"] = "pretrained"
     """`random` draws the weights from the configuration's `initializer_range` and the run's seed."""
     family: Text | None = None
-    """A model family of your own beside ours, as `package.module:FAMILY`; `model_type` of config.json chooses."""
+    """A model family of your own beside the built-in ones: `package.module:FAMILY`; config.json's `model_type`
+    chooses."""
     tokenizer: PathText | None = None
     """Folder or hub name of the tokenizer; default: `path`."""
     dtype: Literal["float32", "bfloat16"] = "bfloat16"
@@ -140,7 +141,7 @@ class ModelSettings(Settings):
     accelerations: Literal["auto", "torch"] = "auto"
     """`auto`: Transformer Engine and NVIDIA's Apex on CUDA, where they are installed and work. `torch`: neither."""
     pad_vocab_to_multiple_of: int = Field(default=1, gt=0, le=2**20)
-    """The vocabulary is padded to this multiple (at least to a multiple of the tensor parallel size when 1)."""
+    """The vocabulary is padded to this multiple; 1: to a multiple of the tensor parallel size."""
     trust_remote_code: bool = False
     """Allow Python code from the folders of models, the reward model's among them, to run."""
 
@@ -172,20 +173,20 @@ class RolloutSettings(Settings):
     generation_options: dict[str, Any] = Field(default_factory=dict)
     """Keyword arguments of that function."""
     ahead: Annotated[int, Field(ge=0, le=64)] = 0
-    """1: generate the next step's responses, or play its episodes, during a step's updates, one update behind (not with
-    `transformers`). 2 and more: prompts of so many steps are always in flight, and a step takes those whose responses
-    or episodes are finished."""
+    """Steps that are generated ahead of training. 1: the next step's responses or episodes are generated during a
+    step's updates, with weights one step old (not with `transformers`). 2 and more: prompts of so many steps are always
+    in flight, and a step takes those whose responses or episodes are finished."""
     max_lag: Annotated[int, Field(gt=0, le=1024)] | None = None
-    """With `ahead` of 2 and more: most syncs between the weights that began a response and those that it is trained on
-    with; default: 1 with `gae`, which older values bias, and `ahead` otherwise. At least `ahead`."""
+    """With `ahead` of 2 and more: most syncs between the weights that began a response and the weights that are trained
+    on it; default: 1 with `gae`, which older values bias, and `ahead` otherwise. At least `ahead`."""
     record_arrivals: bool = False
-    """With `ahead` of 2 and more: write what each step is trained on to `<directory>/arrivals`, which `replay_arrivals`
+    """With `ahead` of 2 and more: write the samples of each step to `<directory>/arrivals`, which `replay_arrivals`
     reads."""
     replay_arrivals: PathText | None = None
-    """The folder `arrivals` of a run that recorded them: steps are trained on the same samples, to the last bit, and no
-    engine is asked for any."""
+    """The folder `arrivals` of a run that recorded them: steps are trained on the same samples, bit for bit, and the
+    engine generates none."""
     save_to: PathText | None = None
-    """Folder that gets the experience of steps, of all of them where `logging.save_experience` does not say which;
+    """Folder to which the experience of steps is written, of all steps unless `logging.save_experience` says which;
     default: `<directory>/experience` where that is given."""
     load_from: PathText | None = None
     """Folder of experience that another run saved: each step is trained on the samples and scores of the step of that
@@ -197,8 +198,8 @@ class RolloutSettings(Settings):
     max_response_tokens: PositiveInt = 1024
     """Longest response (OpenRLHF's default); of an episode, all turns and what the environment says between them."""
     when_stopped: Literal["drop", "keep"] = "drop"
-    """What becomes of the responses that a step has when the run is told to stop: generated again, or kept in the
-    checkpoint."""
+    """What happens to finished responses of a step when the run is told to stop: generated again (`drop`), or kept in
+    the checkpoint (`keep`)."""
     temperature: PositiveFloat = 1.0
     """Sampling temperature; every logprob of the run is of the scaled distribution."""
     top_p: Fraction = 1.0
@@ -213,16 +214,16 @@ class RolloutSettings(Settings):
     max_total_tokens: PositiveInt | None = None
     """Longest prompt and response together, or all of an episode; default: what both limits allow."""
     min_response_tokens: NonNegativeInt = 0
-    """Stop tokens are not sampled before a response, or a turn, has so many tokens; log-probabilities of engines are of
-    what was sampled."""
+    """Fewest tokens of a response, or of a turn: stop tokens are not sampled before. Log-probabilities of engines are
+    those of the distribution that was sampled from."""
     dtype: Literal["float32", "bfloat16"] | None = None
     """Type of the engine's weights; default: the model's."""
     generate_batch_sequences: PositiveInt = 64
-    """Sequences the embedded engine generates together."""
+    """Sequences that the embedded engine generates together."""
     sync_bucket_bytes: Bytes = 256 * 2**20
-    """Most bytes of the weights that a rank receives at a time, unless one tensor is larger."""
+    """Most bytes of weights that a rank receives at a time in a weight sync, unless one tensor is larger."""
     sglang: SGLangSettings | None = None
-    """Servers of `engine: sglang`; default: one that lives beside the trainers, on GPUs one per rank."""
+    """Servers of `engine: sglang`; default: on GPUs one per rank, on the trainers' devices; on a CPU one."""
     dynamic_sampling: DynamicSamplingSettings | None = None
     """Not null: prompts whose samples all have the same reward are replaced by others until the step is full (DAPO)."""
     environment: EnvironmentSettings | None = None
@@ -235,12 +236,12 @@ class RolloutSettings(Settings):
 
     @property
     def in_flight(self) -> bool:
-        """Whether steps take what is finished, in place of waiting for prompts of their own."""
+        """Whether steps take prompts that are finished instead of waiting for prompts of their own."""
         return self.ahead > 1
 
     @property
     def replays_arrivals(self) -> bool:
-        """Whether steps are trained on what another run recorded, and the engine answers evaluations alone."""
+        """Whether steps are trained on recorded samples, and the engine answers evaluations only."""
         return self.in_flight and self.replay_arrivals is not None
 
     @property
@@ -273,7 +274,7 @@ class RolloutSettings(Settings):
 
     @property
     def broadcasts(self) -> bool:
-        """Whether trainers and servers are in groups over which weights are broadcast: where those stand elsewhere."""
+        """Whether weights are broadcast to servers in process groups: where servers are on devices of their own."""
         return self.has_servers and self.servers.placement == "disaggregated"
 
     @property
@@ -322,38 +323,39 @@ class EvaluationSettings(Settings):
     every_steps: PositiveInt
     """Evaluate after every so many steps, and after the last."""
     before_training: bool = True
-    """Also before the first step."""
+    """Evaluate also before the first step."""
     max_response_tokens: PositiveInt | None = None
     """Longest response; default: the rollout's."""
 
     def is_due(self, step: int, steps: int) -> bool:
-        """Whether there is one after a step of so many; 0: before the first."""
+        """Whether an evaluation follows `step` of `steps`; 0: before the first."""
         return self.before_training if step == 0 else step % self.every_steps == 0 or step == steps
 
 
 class CheckpointSettings(Settings):
-    """Everything a killed run needs to go on as if nothing had happened, in `<directory>/checkpoints`."""
+    """Everything that a killed run needs to continue as if it had not been killed, in `<directory>/checkpoints`."""
 
     every_steps: PositiveInt = 50
-    """Write one after every so many steps; one is always written at the end and when the run is told to stop."""
+    """Write a checkpoint after every so many steps; one is always written at the end and when the run is stopped."""
     every_minutes: PositiveFloat | None = 60.0
-    """Also write one where the end of the next step would be later than this after the last one, by the first rank's
+    """Also write a checkpoint where the next step would end later than this after the last one, by the first rank's
     clock; null: count steps only."""
     keep_last: PositiveInt = 2
-    """Newest checkpoints to keep; with 1 there is none to fall back to where the newest is damaged."""
+    """Number of newest checkpoints to keep; with 1 no other is left where the newest is damaged."""
     keep_best: Text | None = None
-    """Also keep the one with the highest value of this metric (a `-` in front: the lowest), such as reward/mean."""
+    """Also keep the checkpoint with the highest value of this metric, such as reward/mean (`-` in front: the
+    lowest)."""
     keep_every_steps: PositiveInt | None = None
-    """Also write one after every so many steps, and keep these for good; null: none."""
+    """Also write a checkpoint after every so many steps, and keep these for good; null: none."""
     huggingface_every_steps: PositiveInt | None = None
     """Write the actor as a Hugging Face folder after every so many steps, to `<directory>/huggingface/step-...`, and
     keep all of them; null: at the end alone."""
     asynchronous: bool = True
-    """Write in the background from a copy in the host's memory while training goes on."""
+    """Write checkpoints in the background from a copy in the host's memory while training goes on."""
 
 
 def _said(given: Mapping[str, Any], section: str, name: str, settings: type[Settings]) -> Any:
-    """A setting as it was written, or its default."""
+    """A setting as the user wrote it, or its default."""
     found, default = given.get(section), settings.model_fields[name].default
     return found.get(name, default) if isinstance(found, dict) else default
 
@@ -370,7 +372,7 @@ class Config(Settings):
     actor: ActorSettings = ActorSettings()
     """Layout, optimizer and batches of the policy."""
     critic: CriticSettings | None = None
-    """The value model; with `estimator: gae` there is one where nothing is said of it."""
+    """The value model; default: one with its defaults where the estimator is `gae`, otherwise none."""
     reference: ReferenceSettings | None = None
     """The frozen policy; needed by a KL term."""
     data: DataSettings
@@ -384,15 +386,15 @@ class Config(Settings):
     evaluation: EvaluationSettings | None = None
     """Periodic evaluation on `data.validation` and `data.validation_sets`."""
     checkpoint: CheckpointSettings | None = CheckpointSettings()
-    """What a stopped run continues from; null: nothing."""
+    """Checkpoints, from which a stopped run continues; null: none are written."""
     logging: LoggingSettings = LoggingSettings()
-    """What is written and shown."""
+    """Files, loggers and the console."""
 
     @model_validator(mode="wrap")
     @classmethod
     def _fill_in(cls, given: Any, validate: ModelWrapValidatorHandler[Config]) -> Config:
-        """What follows from other settings where nothing is said of it: a critic for `gae`, and microbatches that have
-        room for the longest sample. It does not count as set (`model_fields_set`)."""
+        """Fill in settings that are not given and follow from others: a critic for `gae`, and microbatches that have
+        room for the longest sample. They do not count as set (`model_fields_set`)."""
         if not isinstance(given, dict):
             return validate(given)
         filled = dict(given)
@@ -417,13 +419,13 @@ class Config(Settings):
 
     @property
     def saves_experience(self) -> SaveExperienceSettings | None:
-        """What is saved of steps' experience; None: nothing."""
+        """Which experience of steps is saved; None: none."""
         given = self.logging.save_experience
         return given or (None if self.rollout.save_to is None else SaveExperienceSettings())
 
     @property
     def experience_folder(self) -> Path:
-        """Where it is saved."""
+        """Folder to which experience is saved."""
         given = self.rollout.save_to
         return self.run.path / "experience" if given is None else Path(given)
 

@@ -11,7 +11,7 @@ from megappo.families.architecture import ModelShape
 
 
 def attention_rules(servers: SGLangSettings, shape: ModelShape) -> Iterator[str]:
-    """Groups of ranks may attend apart in models that SGLang has so, and where the weights stand is known."""
+    """Rules on `data_parallel_attention`: SGLang has it for the model, and the places of the weights are known."""
     tp, groups, key = servers.tensor_parallel, servers.data_parallel_attention, "rollout.sglang.data_parallel_attention"
     if groups == 1:
         return
@@ -26,7 +26,7 @@ def attention_rules(servers: SGLangSettings, shape: ModelShape) -> Iterator[str]
 
 
 def node_rules(servers: SGLangSettings) -> Iterator[str]:
-    """Each machine of a server has as many of its ranks, and is told so by us."""
+    """Rule on `nodes`: each machine has as many of a server's ranks."""
     tp, nodes = servers.tensor_parallel, servers.nodes
     if tp % nodes:
         nearest = nearest_numbers(nodes, divisors(tp))

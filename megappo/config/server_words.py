@@ -28,7 +28,7 @@ OWNED: dict[str, tuple[str, ...]] = {
     "run.seed": ("random-seed",),
     "runtime.device": ("device",),
 }  # fmt: skip
-"""Settings, and the options of SGLang's command line that follow from them, with what argparse takes for short."""
+"""Options of SGLang's command line that follow from a setting, by the setting, with argparse's abbreviations."""
 REFUSED: dict[tuple[str, ...], str] = {
     ("pipeline-parallel-size", "pp-size", "pp"): "and a server in pipeline stages cannot be sent the actor's weights",
     ("attention-context-parallel-size", "attn-cp-size", "enable-prefill-cp"):
@@ -43,7 +43,7 @@ REFUSED: dict[tuple[str, ...], str] = {
 }  # fmt: skip
 """Options that no run's server can have, and why."""
 _DOORS = ("host", "port", "api-key", "admin-api-key", "config", "model-path", "model", "extra-metric-labels")
-"""Of a judge's server, which is otherwise its user's."""
+"""Options that the run decides for a judge's server; the user may give all others."""
 OWNED_VARIABLES = {
     "CUDA_VISIBLE_DEVICES": "rollout.sglang.first_device",
     "OMP_NUM_THREADS": "rollout.sglang.threads",
@@ -67,14 +67,15 @@ def option(name: str) -> str:
 
 
 def own_word_rules(arguments: Mapping[str, Any], where: str) -> Iterator[str]:
-    """No argument of a server that a run starts for itself opens it to others, or has it read what it should not."""
+    """Rules on arguments of a server that a run starts for a judge: none opens it to others, or has it read other
+    files."""
     for given in sorted(arguments):
         if option(given) in _DOORS:
             yield f"{where} has {given}, which a run decides for its own servers; remove it"
 
 
 def word_rules(servers: SGLangSettings) -> Iterator[str]:
-    """No argument and no variable says otherwise than the settings do."""
+    """Rules on SGLang's arguments and variables: none contradicts the settings."""
     settings = {name: key for key, names in OWNED.items() for name in names}
     reasons = {name: reason for names, reason in REFUSED.items() for name in names}
     for given in sorted(servers.arguments):

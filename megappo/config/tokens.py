@@ -1,4 +1,4 @@
-"""From texts to token ids and back, and which ids a model has a row of its embedding for."""
+"""Texts to token ids and back, and the ids that a model's embedding has a row for."""
 
 from __future__ import annotations
 
@@ -22,10 +22,10 @@ class TokenRows:
     count: int
     """`vocab_size` of its config.json: ids below it have a row."""
     model: str
-    """Its folder or hub name."""
+    """Folder or hub name of the model with the smallest embedding."""
 
     def problem(self, token_ids: Sequence[int]) -> str:
-        """Which of these ids has no row, in words; "" where each has one."""
+        """The first of these ids without a row, in words; "" where each has one."""
         missing = without_row(token_ids, self.count)
         if missing is None:
             return ""
@@ -40,7 +40,7 @@ def without_row(token_ids: Sequence[int], rows: int) -> int | None:
 
 
 def stop_token_rules(config: Config, shapes: Mapping[str, ModelShape]) -> Iterator[str]:
-    """Stop tokens that are configured can be sampled, and read by every role; `shapes` is keyed by the model's name in
+    """Rule on stop tokens: they can be sampled, and read by every role; `shapes` is keyed by the model's name in
     sentences."""
     name, rows = min(((n, shape.vocab_size) for n, shape in shapes.items()), key=lambda found: found[1])
     missing = without_row(config.rollout.stop_token_ids, rows)
@@ -52,7 +52,7 @@ def stop_token_rules(config: Config, shapes: Mapping[str, ModelShape]) -> Iterat
 
 
 def response_length_rules(config: Config) -> Iterator[str]:
-    """Limits of responses leave room for one."""
+    """Rules on limits of responses: they leave room for one."""
     rollout, prompt = config.rollout, config.data.max_prompt_tokens
     least, total = rollout.min_response_tokens, rollout.max_total_tokens
     if least > rollout.max_response_tokens:
@@ -72,9 +72,9 @@ _PROBES = ("a", "0")
 
 
 def tokens_around(tokenizer: PreTrainedTokenizerBase, texts: Sequence[str] = ()) -> tuple[list[int], list[int]]:
-    """What a tokenizer puts before and behind a text by itself: beginning (bos) and end (eos) of a text, mostly.
+    """(tokens before, tokens behind) that a tokenizer adds to a text by itself, mostly bos and eos.
 
-    `texts`: some that it is used for, should it have no ordinary tokens for ours.
+    `texts`: some that the tokenizer is used for, in case it has no ordinary tokens for the built-in probes.
     """
     special = {*tokenizer.all_special_ids}
     for text in (*_PROBES, *sorted(texts, key=len)):
@@ -89,9 +89,9 @@ def tokens_around(tokenizer: PreTrainedTokenizerBase, texts: Sequence[str] = ())
 
 
 def continued_ids(tokenizer: PreTrainedTokenizerBase, texts: Sequence[str]) -> list[list[int]]:
-    """The tokens of texts that a model is to go on with: begun as the tokenizer begins a text, and not ended.
+    """Token ids of texts that a model is to continue: with the tokenizer's beginning of a text, and without its end.
 
-    A text that begins with the beginning already, as one that a chat template rendered does, gets no second one.
+    A text that begins with these tokens already, as a rendered chat template does, gets no second beginning.
     """
     before, _ = tokens_around(tokenizer, texts)
     plain: list[list[int]] = tokenizer(list(texts), add_special_tokens=False)["input_ids"]
@@ -99,7 +99,7 @@ def continued_ids(tokenizer: PreTrainedTokenizerBase, texts: Sequence[str]) -> l
 
 
 def whole_ids(tokenizer: PreTrainedTokenizerBase, text: str) -> list[int]:
-    """The tokens of a text that is whole, begun and ended as the tokenizer does it; not twice where the text does."""
+    """Token ids of a complete text, with the tokenizer's beginning and end, neither of them twice."""
     before, behind = tokens_around(tokenizer, [text])
     plain: list[int] = tokenizer(text, add_special_tokens=False)["input_ids"]
     begun = plain if plain[:1] == before[:1] else [*before, *plain]
@@ -107,8 +107,8 @@ def whole_ids(tokenizer: PreTrainedTokenizerBase, text: str) -> list[int]:
 
 
 def decoded(tokenizer: PreTrainedTokenizerBase, token_ids: Sequence[int], *, skip_special_tokens: bool = False) -> str:
-    """Exactly the text of these tokens: transformers would take blanks before punctuation out for tokenizers that say
-    so (`clean_up_tokenization_spaces`)."""
+    """The exact text of these tokens: for tokenizers that say so (`clean_up_tokenization_spaces`), transformers would
+    remove blanks before punctuation."""
     return str(
         tokenizer.decode(list(token_ids), skip_special_tokens=skip_special_tokens, clean_up_tokenization_spaces=False)
     )
@@ -142,10 +142,10 @@ def rendered(
     tools: Sequence[Any] | None = None,
     time: str | None = None,
 ) -> str:
-    """A conversation by a tokenizer's chat template; with `goes_on` to where the model speaks.
+    """A conversation rendered by a tokenizer's chat template; with `goes_on` the text ends where the model is to speak.
 
-    `time`: what a template that asks for the date is told, see `data.template_time`; None: now. Raises whatever the
-    template does.
+    `time`: date and time for a template that asks for them, see `data.template_time`; None: now. Raises whatever the
+    template raises.
     """
     clock = {} if time is None or not reads_clock(tokenizer) else {_CLOCK: datetime.fromisoformat(time).strftime}
     chat = [dict(message) for message in messages]

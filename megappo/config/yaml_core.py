@@ -22,7 +22,7 @@ DEEPEST_NESTING = 50
 _MOST_VALUES = 5_000
 _LONGEST_INT_CHARACTERS = 40
 _NO_TEXT = re.compile("[\0\ud800-\udfff]")
-"""File names cannot hold the one, nor UTF-8 the others."""
+"""Characters that no text may hold: file names cannot hold NUL, and UTF-8 cannot hold half of a surrogate pair."""
 
 _TAG = "tag:yaml.org,2002:"
 _CORE_SCALARS = (

@@ -16,7 +16,7 @@ _LARGEST_NUMBER, _LARGEST_TARGET = 99, 999
 
 
 def puzzles(count: int, seed: int) -> Iterator[dict[str, Any]]:
-    """So many different puzzles in verl's schema, each with a solution as its answer; `extra_info` has `numbers` and
+    """`count` different puzzles in verl's schema, each with a solution as its answer; `extra_info` has `numbers` and
     `target`."""
     draw, seen, made = random.Random(seed), set[tuple[int, ...]](), 0
     while made < count:

@@ -11,10 +11,12 @@ from megappo.data.mixture import MixedCursor
 
 
 class Curriculum:
-    """Remembers which prompts a step answered well until the cursor may know: when it draws the prompts of the step
-    after, or one later where that draws before this one's rewards are there (`rollout.ahead: 1`), so that a run that is
-    continued tells it at the same point. Prompts in flight are drawn while a step waits and after its rewards, so that
-    what was sent before is answered all the same."""
+    """Remembers which prompts a step answered well, until the cursor may leave them out.
+
+    The cursor learns of them when it draws the prompts of the next step, or one step later where that step draws before
+    the rewards of this one exist (`rollout.ahead: 1`); so a continued run tells the cursor at the same point. Prompts
+    in flight are drawn while a step waits and after its rewards, so prompts that were already sent are still answered.
+    """
 
     def __init__(self, settings: CurriculumSettings, cursor: Cursor | MixedCursor, ahead: int) -> None:
         self._settings, self._cursor, self._ahead = settings, cursor, ahead
@@ -26,21 +28,21 @@ class Curriculum:
         return self._settings.right_above
 
     def note(self, step: int, positions: Iterable[int]) -> None:
-        """Prompts that a step answered well, the same on every rank."""
+        """Note prompts that a step answered well; the same on every rank."""
         self._right.setdefault(step, []).extend(positions)
 
     def before_drawing(self, step: int) -> None:
-        """Let rest what the steps before this one answered well, as far as their rewards can be known."""
+        """Let prompts rest that earlier steps answered well, as far as their rewards are known at this point."""
         for before in sorted(self._right):
             if before < step - self._ahead and (right := self._right.pop(before)):
                 self._cursor.rest(right, self._settings.rest_epochs)
 
     def state_dict(self, last_step: int | None = None) -> list[Any]:
-        """What a checkpoint keeps, in JSON's types; without what was noted of steps after `last_step`."""
+        """State for a checkpoint, in JSON's types, without notes of steps after `last_step`."""
         return [
             [step, list(positions)] for step, positions in self._right.items() if last_step is None or step <= last_step
         ]
 
     def load_state_dict(self, state: Iterable[Any]) -> None:
-        """Remember what `state_dict` gave."""
+        """Restore what `state_dict` returned."""
         self._right = {step: list(positions) for step, positions in state}

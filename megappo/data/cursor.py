@@ -9,6 +9,8 @@ from typing import Any
 import torch
 
 _GENERATOR_BITS = 32
+# Seeds below 2^12 and epochs below 2^20 fill the generator's 32 bits without collisions; higher bits of a seed are
+# hashed in.
 _SEED_BITS, _EPOCH_BITS = 12, 20
 
 
@@ -25,8 +27,8 @@ class Cursor:
         most_resting: float = 0.0,
         source: str = "the source",
     ) -> None:
-        """`fingerprint` identifies the data, so that a saved cursor is not used on other data, which errors call
-        `source`. At most the part `most_resting` of them, and never all, is left out of an epoch."""
+        """`fingerprint` identifies the data: a saved cursor is refused on other data, which errors call `source`. An
+        epoch leaves out at most the part `most_resting` of the prompts, and never all."""
         if dataset_size < 1:
             raise ValueError(f"dataset_size is {dataset_size}, must be at least 1; give the cursor a data set")
         self._size, self._seed, self._shuffle, self._fingerprint = dataset_size, seed, shuffle, fingerprint
@@ -37,14 +39,14 @@ class Cursor:
         self.position = 0
         """Prompts taken in this epoch; less than it has."""
         self._last_rests: dict[int, int] = {}
-        """Of the prompts that are to rest: the last epoch without them."""
+        """For each prompt that rests now or later: the last epoch without it."""
         self._resting: tuple[int, ...] = ()
-        """Those that this epoch is without."""
+        """Prompts that this epoch leaves out."""
         self._order = self._draw_order()
 
     @property
     def resting(self) -> int:
-        """How many prompts this epoch leaves out."""
+        """Number of prompts that this epoch leaves out."""
         return len(self._resting)
 
     def rest(self, indices: Iterable[int], epochs: int) -> None:
@@ -82,7 +84,7 @@ class Cursor:
         return taken
 
     def state_dict(self) -> dict[str, Any]:
-        """What a checkpoint keeps."""
+        """State for a checkpoint."""
         return {
             "epoch": self.epoch,
             "position": self.position,

@@ -1,6 +1,6 @@
-"""What Hugging Face's library `datasets` reads: sets on the hub, folders of files, and what `save_to_disk` wrote.
+"""Data read by Hugging Face's library `datasets`: sets on the hub, folders of files, and what `save_to_disk` wrote.
 
-From its version 4 on the library runs no code that comes with the data, so that older ones are refused.
+From its version 4 on the library runs no code that comes with the data; older versions are refused.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 _FIRST_WITHOUT_CODE = 4
 _SAVED = ("state.json", "dataset_dict.json")
-"""A folder has one of these where `save_to_disk` wrote it: of one split, and of several."""
+"""Files by which a folder that `save_to_disk` wrote is known: the first for one split, the second for several."""
 _MOST_SHOWN = 8
 
 

@@ -1,9 +1,10 @@
 """Prompts of several sources, taken in the proportion of their weights.
 
-Whose turn it is follows from the weights alone. With a share p of all prompts, a source's j-th prompt (from 0) may be
-taken after n prompts where j < (n + 1) p, and is due among the first ceil((j + 1) / p); of those that may, the one that
-is due first is taken. All can come in time (Tijdeman 1980, "The chairman assignment problem"), and if they can, they do
-in this order (Horn 1974). So of any first n prompts more than n p - 1 and less than n p + 1 are the source's.
+The order of the sources follows from the weights alone. With a share p of all prompts, a source's j-th prompt (from 0)
+may be taken after n prompts where j < (n + 1) p, and is due among the first ceil((j + 1) / p). Of the prompts that may
+be taken, the one that is due first is taken. Meeting all deadlines is possible (Tijdeman 1980, "The chairman assignment
+problem"), and taking the earliest deadline first meets them whenever that is possible (Horn 1974). So of any first n
+prompts, more than n p - 1 and less than n p + 1 are the source's.
 """
 
 from __future__ import annotations
@@ -23,10 +24,10 @@ from megappo.types import Prompt
 
 
 class MixedPrompts:
-    """The prompts of all sources, those of one after those of the other, by the sources' names."""
+    """The prompts of all sources, source by source in the order of their names."""
 
     def __init__(self, sources: Mapping[str, tuple[float, PromptDataset]]) -> None:
-        """Weight and prompts of each."""
+        """`sources`: weight and prompts of each source, by its name."""
         self.names = tuple(sorted(sources))
         self.weights = tuple(Fraction(str(sources[name][0])) for name in self.names)
         self.sources = tuple(sources[name][1] for name in self.names)
@@ -55,16 +56,16 @@ class MixedPrompts:
         return self._starts[source] + own
 
     def position_of(self, prompt: Prompt) -> int:
-        """Where one of these prompts stands."""
+        """Position of a prompt among all."""
         source = self.names.index(prompt.source)
         return self.position(source, self.sources[source].position_of(prompt))
 
 
 class MixedCursor:
-    """Whose turn it is among the sources, and the place in each; the same on every rank without communication."""
+    """The order in which sources are taken, and the position in each; the same on every rank without communication."""
 
     def __init__(self, prompts: MixedPrompts, seed: int, shuffle: bool, *, most_resting: float = 0.0) -> None:
-        """Every source has a cursor of its own; see there."""
+        """Make a cursor for each source; see `Cursor` for the arguments."""
         self._prompts, self._seed, self._shuffle = prompts, seed, shuffle
         seeds = {name: _seed_of(seed, name) for name in prompts.names}
         self._cursors = tuple(
@@ -79,7 +80,7 @@ class MixedCursor:
 
     @property
     def resting(self) -> int:
-        """How many prompts the passes under way leave out."""
+        """Number of prompts that the current passes leave out."""
         return sum(cursor.resting for cursor in self._cursors)
 
     def rest(self, positions: list[int], epochs: int) -> None:
@@ -99,7 +100,8 @@ class MixedCursor:
         return positions
 
     def _next_source(self) -> int:
-        """By whole numbers alone. Sources whose time runs out together are taken in an order drawn from the seed."""
+        """The source of the next prompt, by integer arithmetic alone. Sources with equal deadlines are ordered by a
+        number drawn from the seed."""
         total, now = sum(self._shares), sum(self.taken) + 1
         given = [*zip(self._shares, self.taken, self._ties, range(len(self._shares)), strict=True)]
         return min(
@@ -109,7 +111,7 @@ class MixedCursor:
         )[-1]
 
     def state_dict(self) -> dict[str, Any]:
-        """What a checkpoint keeps."""
+        """State for a checkpoint."""
         each = zip(self._prompts.names, self.taken, self._cursors, strict=True)
         return {
             "fingerprint": self._prompts.fingerprint,
@@ -140,5 +142,5 @@ class MixedCursor:
 
 
 def _seed_of(seed: int, name: str) -> int:
-    """63 bits, so that sources of equal sizes have orders of their own."""
+    """A seed of 63 bits for a source, so that sources of equal sizes have different orders."""
     return int.from_bytes(hashlib.sha256(f"{seed}/{name}".encode()).digest()[:8], "little") >> 1

@@ -20,7 +20,7 @@ from megappo.observe.parquet_files import read_parquet
 
 Rows = Iterator[dict[str, Any]]
 Located = Iterable[tuple[str, dict[str, Any]]]
-"""Rows, each with the words for errors that name its place."""
+"""Rows, each with its place as errors name it."""
 
 TEST_PUZZLES = 512
 _GSM8K_ASKS = 'Let\'s think step by step and output the final answer after "####".'
@@ -38,11 +38,12 @@ class Split:
     """One file that is written."""
 
     name: str
-    """Of the file, and of what it is made of, which may be in several parts: `train` or `train-00000-of-00002`."""
+    """Name of the written file, and of the source file, which may be in several parts: `train` or
+    `train-00000-of-00002`."""
     repository: str
-    """Of the hub."""
+    """Repository on the hub."""
     folder: str
-    """In it."""
+    """Folder in the repository."""
     converted: Callable[[Located, Split], Rows]
 
     @property
@@ -62,7 +63,7 @@ def _row(split: Split, question: str, asks: str, answer: str, extra: dict[str, A
 
 
 def _gsm8k(rows: Located, split: Split) -> Rows:
-    """Fields `question` and `answer`, which ends in `#### 12`."""
+    """Convert rows with the fields `question` and `answer`, which ends in `#### 12`."""
     for index, (where, row) in enumerate(rows):
         question, told = _text(row, "question", where), _text(row, "answer", where)
         found = _GSM8K_ANSWER.findall(told)
@@ -73,7 +74,7 @@ def _gsm8k(rows: Located, split: Split) -> Rows:
 
 
 def _math(rows: Located, split: Split) -> Rows:
-    r"""Fields `problem`, `level`, `type` and `solution`, whose answer stands in `\boxed{}`."""
+    r"""Convert rows with the fields `problem`, `level`, `type` and `solution`, whose answer stands in `\boxed{}`."""
     for index, (where, row) in enumerate(rows):
         answer = boxed(_text(row, "solution", where))
         if answer is None:
@@ -83,7 +84,7 @@ def _math(rows: Located, split: Split) -> Rows:
 
 
 def boxed(solution: str) -> str | None:
-    r"""What stands in the last `\boxed{}` of a text, braces inside of it included; None where there is none."""
+    r"""The content of the last `\boxed{}` of a text, with the braces inside it; None where there is none."""
     found = list(_BOXES.finditer(solution))
     if not found:
         return None
@@ -97,7 +98,7 @@ def boxed(solution: str) -> str | None:
 
 
 def _each_once(rows: Located, split: Split) -> Rows:
-    """Rows that have verl's schema, of those with the same prompt the first."""
+    """Rows that have verl's schema already, without repeated prompts: DAPO's files have each prompt many times."""
     seen = set[str]()
     for where, row in rows:
         if missing := [name for name in ("data_source", "prompt", "reward_model") if row.get(name) is None]:
@@ -123,7 +124,7 @@ SETS: dict[str, tuple[Split, ...]] = {
         Split("aime-2024", "BytedTsinghua-SIA/AIME-2024", "data", _each_once),
     ),
 }
-"""What is read of the hub, by the names of `megappo data prepare`."""
+"""Splits to read from the hub, by the names of `megappo data prepare`."""
 COUNTDOWN = "countdown"
 
 
@@ -155,7 +156,7 @@ def prepare(name: str, out: Path, *, given: Path | None = None, seed: int = 0, c
 
 
 def _found(name: str, given: Path | None) -> Iterator[tuple[Split, list[Path]]]:
-    """The splits that there are, with the files that hold each."""
+    """The splits that exist, with the files that hold each."""
     splits = SETS[name]
     if given is not None and given.is_file():
         wanted = next((split for split in splits if split.is_one.fullmatch(given.name)), None)

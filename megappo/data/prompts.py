@@ -18,9 +18,11 @@ from megappo.plugins import users_code
 from megappo.types import CHAT_MESSAGES, Prompt
 
 WHOLE_CHARACTERS = 1_000_000
-"""Characters up to which a prompt is always tokenised whole; of a longer one its end may do."""
+"""Prompts up to so many characters are always tokenised whole. Of longer ones only the end is tokenised where that
+proves that they are over the limit: a hundred megabytes would be tokenised for minutes."""
 END_CHARACTERS, END_CHARACTERS_PER_TOKEN = 100_000, 16
-"""Of a longer prompt's end, at first: the larger of both, the second for each token of the limit."""
+"""Characters of a longer prompt's end that are tokenised at first: the larger of both numbers, the second times the
+limit in tokens."""
 
 
 class PromptDataset:
@@ -48,7 +50,7 @@ class PromptDataset:
             raise ValueError("data.system_prompt is set, but apply_chat_template is false; write it into the prompts")
         self._tools = list(tool_schemas) or None
         self.reads_clock = settings.apply_chat_template and reads_clock(tokenizer)
-        """Whether prompts are others at another `data.template_time`."""
+        """Whether prompts depend on `data.template_time`."""
         self._time = settings.template_time or template_now()
         self.dropped = 0
         self.truncated = 0
@@ -68,7 +70,7 @@ class PromptDataset:
         return self._prompts[position]
 
     def position_of(self, prompt: Prompt) -> int:
-        """Where one of these prompts stands: before its index, as many as were dropped before it."""
+        """Position of a prompt in the data set; its index counts dropped prompts too."""
         return bisect_left(self._prompts, prompt.index, key=lambda own: own.index)
 
     def _tokenise(self, records: Sequence[Record]) -> list[Prompt]:
@@ -99,7 +101,7 @@ class PromptDataset:
             )
 
     def _token_ids(self, texts: Sequence[str]) -> list[list[int]]:
-        """Of each text; of a very long one that is over the limit only those of its end, which are over it too."""
+        """Token ids of each text; for a very long text over the limit only those of its end, which are over it too."""
         whole = [text if len(text) <= WHOLE_CHARACTERS else self._end_over_limit(text) for text in texts]
         if not self._settings.apply_chat_template:
             return continued_ids(self._tokenizer, whole)
@@ -108,10 +110,10 @@ class PromptDataset:
         return ids
 
     def _end_over_limit(self, text: str) -> str:
-        """The end of a text, long enough that it has twice the tokens allowed; the whole text where it has fewer.
+        """The end of a text with more than twice the tokens allowed; the whole text where it has fewer.
 
-        Twice, because the tokens next to the cut may be others than in the whole text: those that `truncate` keeps are
-        far from it. A hundred megabytes would be tokenised for minutes.
+        Twice, because tokens next to the cut may differ from those of the whole text, and those that `truncate` keeps
+        are far from it.
         """
         limit = self._settings.max_prompt_tokens
         characters = max(END_CHARACTERS, END_CHARACTERS_PER_TOKEN * limit)

@@ -37,7 +37,7 @@ class Record:
 
 
 Located = Iterator[tuple[str, Record]]
-"""Records, each with the words for errors that name its place, such as `train.jsonl line 3`."""
+"""Records, each with its place as errors name it, such as `train.jsonl line 3`."""
 
 
 def read_records(settings: DataSourceSettings) -> list[Record]:
@@ -102,7 +102,7 @@ def _file(path: Path, settings: DataSourceSettings) -> Located:
 
 
 def _remedy_of(missing: Path) -> str:
-    """How a file is made that the shipped configurations name."""
+    """The remedy for a missing file; for one that the shipped configurations name, the command that writes it."""
     splits = {f"{split.name}.parquet" for split in SETS.get(missing.parent.name, ())}
     if missing.name not in splits:
         return "check the path"
@@ -110,12 +110,12 @@ def _remedy_of(missing: Path) -> str:
 
 
 def _plain(mapping: Mapping[str, Any]) -> dict[str, Any]:
-    """By its own way to give values, which `dict` passes over for a subclass of dict."""
+    """The mapping as a plain dict, through its own `__getitem__`, which `dict` would bypass for a subclass of dict."""
     return {name: mapping[name] for name in mapping}
 
 
 def _check_sendable(metadata: dict[str, Any], where: str) -> None:
-    """Raises ValueError for metadata that no reward worker can be sent: at once, not in the first step."""
+    """Raise ValueError for metadata that cannot be pickled for a reward worker, now rather than in the first step."""
     with users_code(f"{where}: the metadata cannot be sent to a reward worker", _KEEP_PLAIN):
         pickle.dumps(metadata)
 
@@ -148,7 +148,8 @@ def _checked_message(message: Any, where: str) -> dict[str, Any]:
 
 
 def checked_text(text: str, where: str, name: str) -> str:
-    """JSON can escape half of a surrogate pair, which is no character and breaks tokenizers and logs."""
+    """The text itself. Raises ValueError for half of a surrogate pair, which JSON can escape but which is no character
+    and breaks tokenizers and logs."""
     try:
         text.encode("utf-8")
     except UnicodeEncodeError as error:
@@ -191,11 +192,13 @@ def _data_set(settings: DataSourceSettings) -> Located:
 
 
 def _parquet(path: Path, settings: DataSourceSettings) -> Located:
-    """verl's schema: data_source, prompt (chat messages), reward_model.ground_truth, extra_info. A table without
-    reward_model, or a source with an answer_key of its own, has its answers in a column, as lines of JSON have."""
+    """Records of a parquet file in verl's schema: data_source, prompt (chat messages), reward_model.ground_truth,
+    extra_info. In a table without reward_model, or for a source with an answer_key of its own, answers are in a column,
+    as in lines of JSON."""
     table = read_parquet(path)
     columns, default = set(table.column_names), DataSourceSettings.model_fields["answer_key"].default
-    has_key = settings.answer_key != default  # saved settings name every key
+    # Settings that a run saved name every key, so the default counts as not given.
+    has_key = settings.answer_key != default
     if has_key and settings.answer_key not in columns:
         near = nearest_word(settings.answer_key, sorted(columns))
         raise ValueError(f"{path} has no column '{settings.answer_key}', but '{near}'; set the source's answer_key")
@@ -244,7 +247,7 @@ def _reasoning_gym(task: str, options: dict[str, Any]) -> Located:
 
 
 def _entries(task: str, options: dict[str, Any]) -> Iterator[dict[str, Any]]:
-    """What a task generates, its objections to the options as sentences."""
+    """Entries that a task generates; its errors about options are raised as sentences."""
     import reasoning_gym
 
     with users_code(f"reasoning-gym task '{task}' refuses the options {options}", "fix them"):
@@ -261,7 +264,7 @@ def _python(path: str, options: dict[str, Any]) -> Located:
 
 
 def _python_record(fields: Any, where: str) -> Record:
-    """A record in plain types; only the fields that mean something here are read."""
+    """A record in plain types; only the fields prompt, answer and metadata are read."""
     given: dict[str, Any] = {}
     if isinstance(fields, Mapping):
         with users_code(f"{where} cannot be read", _KEEP_PLAIN):
@@ -279,6 +282,6 @@ def _python_record(fields: Any, where: str) -> Record:
 
 
 def _produced(function: Callable[..., Any], path: str, options: dict[str, Any]) -> Iterator[Any]:
-    """What a user's function yields, its exceptions as sentences."""
+    """Items that a user's function yields; its exceptions are raised as sentences."""
     with users_code(f"data source '{path}' failed", "fix the function or its options"):
         yield from function(**options)

@@ -26,7 +26,8 @@ def shown(value: object) -> str:
 
 
 def json_lines(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Each object of the file with the words for errors that name its line. Raises ValueError for what is none."""
+    """Each object of a file of JSON lines, with its place as errors name it. Raises ValueError for a line that is not
+    an object."""
     for number, line in enumerate(_bytes_of(path).removeprefix(b"\xef\xbb\xbf").split(b"\n"), start=1):
         if line.strip():
             where = f"{path} line {number}"
@@ -48,7 +49,7 @@ def _json_object(line: bytes, where: str) -> dict[str, Any]:
         raise ValueError(f"{where} is not UTF-8 (byte {error.start}); convert the file") from error
     except json.JSONDecodeError as error:
         raise ValueError(f"{where} is not JSON ({error.msg} at column {error.colno}); fix or remove it") from error
-    except (ValueError, RecursionError) as error:  # numbers of thousands of digits, brackets in brackets
+    except (ValueError, RecursionError) as error:  # numbers of thousands of digits, deeply nested brackets
         raise ValueError(f"{where} is JSON beyond what Python reads ({error}); fix or remove it") from error
     if not isinstance(fields, dict):
         raise ValueError(f'{where} holds {shown(fields)}, must be an object like {{"prompt": ...}}; fix it')
@@ -56,8 +57,8 @@ def _json_object(line: bytes, where: str) -> dict[str, Any]:
 
 
 def table_rows(table: pyarrow.Table, place: str | Path) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Each row with the words for errors that name it, as it would stand in a file of JSON lines. Arrow checks neither
-    UTF-8 nor dates before a value becomes Python's."""
+    """Each row with its place as errors name it, in the types that a file of JSON lines has. Arrow checks neither UTF-8
+    nor dates before it converts a value to Python."""
     first = 0
     for batch in table.to_batches(max_chunksize=1024):
         try:
@@ -70,8 +71,8 @@ def table_rows(table: pyarrow.Table, place: str | Path) -> Iterator[tuple[str, d
 
 
 def _without_fillings(value: Any) -> Any:
-    """Without the nulls that Arrow puts where a struct lacks a field that others of its column have. A null that was
-    written goes with them: nothing tells it apart."""
+    """The value without the nulls that Arrow fills in where a struct lacks a field that others of its column have.
+    Nulls that were written are dropped too, as nothing tells them apart."""
     if isinstance(value, dict):
         return {name: _without_fillings(inner) for name, inner in value.items() if inner is not None}
     return [_without_fillings(inner) for inner in value] if isinstance(value, list) else value

@@ -1,4 +1,4 @@
-"""What is trained on, of one source or several."""
+"""Training prompts of one source or several, and the order in which they are taken."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def read_prompts(
 
 
 def training_cursor(prompts: TrainingPrompts, settings: DataSettings, seed: int) -> TrainingCursor:
-    """The order in which these prompts are taken, at its beginning."""
+    """A cursor over these prompts, at its beginning."""
     most_resting = settings.curriculum.most_resting if settings.curriculum is not None else 0.0
     if isinstance(prompts, MixedPrompts):
         return MixedCursor(prompts, seed, settings.shuffle, most_resting=most_resting)

@@ -1,4 +1,4 @@
-"""Tokens of prompts that stand for what a tokenizer does not know."""
+"""Tokens of prompts that stand for text outside the tokenizer's vocabulary."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ from megappo.data.prompts import PromptDataset
 
 
 def unknown_token_id(tokenizer: PreTrainedTokenizerBase) -> int | None:
-    """The id of a text that the tokenizer does not know; None where there is none, or where it begins or ends texts,
-    too."""
+    """The id of the tokenizer's unknown token; None where there is none, or where the same token begins or ends
+    texts."""
     token_id = tokenizer.unk_token_id
     if token_id is None:  # a tokenizer may have one that its settings do not name
         model = getattr(getattr(tokenizer, "backend_tokenizer", None), "model", None)

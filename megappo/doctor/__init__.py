@@ -1,1 +1,1 @@
-"""`megappo doctor`: what of a machine, its software and its links is fine, slow or broken, and what to do."""
+"""`megappo doctor`: checks of a machine, its software and its links; each is fine, slow or broken, with a remedy."""

@@ -16,6 +16,7 @@ from megappo.runtime.launchers import Ranks
 _INFINIBAND = Path("/sys/class/infiniband")
 _DRIVER = Path("/proc/driver/nvidia/version")
 _FREE_SHARE = 0.9
+"""A GPU with a smaller share of free memory is used by another process."""
 _SLOWING = {
     "CUDA_LAUNCH_BLOCKING": "1",
     "NCCL_P2P_DISABLE": "1",
@@ -23,7 +24,7 @@ _SLOWING = {
     "NCCL_SHM_DISABLE": "1",
     "TORCH_DISTRIBUTED_DEBUG": "DETAIL",
 }
-"""Variables that were once set to find a fault, and cost every run since."""
+"""Variables, with values, that are set to find a fault and slow every run as long as they stay set."""
 _INTERFACES = ("NCCL_SOCKET_IFNAME", "GLOO_SOCKET_IFNAME")
 
 

@@ -1,4 +1,5 @@
-"""What SGLang servers need of this machine and of the network: shared memory for buckets, addresses, answers."""
+"""Checks of what SGLang servers need of this machine and of the network: shared memory for buckets, addresses,
+answers."""
 
 from __future__ import annotations
 
@@ -69,7 +70,8 @@ def compiler_finding(environment: Mapping[str, str]) -> Finding:
 
 
 def bucket_room(needed: float) -> Finding:
-    """Buckets of the weight stream lie in shared memory: two on a machine that has all ranks, else two for each."""
+    """A finding on shared memory for buckets of the weight stream: two buckets on a machine that has all ranks,
+    otherwise two for each rank on it."""
     folder = machine.SHARED_MEMORY
     if not folder.is_dir():
         return broken("buckets", f"{folder} is not there", "mount a tmpfs there (containers: --ipc=host)")
@@ -107,7 +109,7 @@ def by_nccl() -> bool:
 
 
 def _stack_finding(endpoint: Endpoint, url: str) -> Finding | None:
-    """A finding where it has other versions or settings than trainers here would have."""
+    """A finding where a server has other versions or settings than trainers here would have."""
     try:
         said = what_it_says(endpoint, _ANSWER_SECONDS)
     except ServerFailure:
@@ -117,7 +119,7 @@ def _stack_finding(endpoint: Endpoint, url: str) -> Finding | None:
 
 
 def nccl_finding() -> Finding:
-    """NCCL's settings of trainers and own servers; the doctor compares them over machines."""
+    """A finding with NCCL's settings for trainers and own servers; the doctor compares it over machines."""
     return fine(NCCL, f"{own_stack(os.environ).settings}, for trainers and servers")
 
 

@@ -1,4 +1,4 @@
-"""What a check found, on one machine and on all of them."""
+"""Findings of the doctor's checks, on one machine and on all of them."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def broken(check: str, words: str, remedy: str) -> Finding:
 
 
 def merge(found: Iterable[tuple[str, Sequence[Finding]]]) -> list[Finding]:
-    """The findings of (machine, findings) pairs; what several machines share stands there once, with their names."""
+    """The findings of (machine, findings) pairs; a finding of several machines appears once, with their names."""
     machines_of: dict[Finding, list[str]] = {}
     for machine, findings in found:
         for finding in findings:

@@ -15,6 +15,7 @@ from megappo.doctor.findings import Finding, broken, fine, slow
 from megappo.runtime.launchers import Ranks
 
 SHARED_MEMORY = Path("/dev/shm")
+# Docker gives a container 64 MB of it without --shm-size, too little for buffers of NCCL and engines.
 _SHARED_BYTES = 1 << 30
 _OPEN_FILES = 4096
 _PROCESSES = 4096
@@ -59,7 +60,7 @@ def memory(local_ranks: int) -> Finding:
 
 
 def _container_free_bytes() -> float:
-    """What the control group of this process leaves it; infinite without a limit."""
+    """Bytes that the control group of this process leaves it; infinite without a limit."""
     folder = Path("/sys/fs/cgroup")
     try:
         limit = (folder / "memory.max").read_text().strip()

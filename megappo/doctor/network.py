@@ -1,4 +1,5 @@
-"""Do the ranks meet, do their clocks agree, and how fast is every group that the settings would make."""
+"""Checks of the network: whether ranks meet, whether their clocks agree, and how fast each process group of the
+settings is."""
 
 from __future__ import annotations
 
@@ -25,6 +26,7 @@ from megappo.runtime.store import listening_problem
 from megappo.runtime.waiting import wait_until
 
 MEET_SECONDS = 60
+# Rank 0 joins at once, while the others may wait MEET_SECONDS for its port.
 _TIMEOUT = datetime.timedelta(seconds=2 * MEET_SECONDS)
 _CONNECT_SECONDS = 5.0
 _CLOCK_SECONDS = 0.5
@@ -33,18 +35,18 @@ _SLOWEST_SHARE = 0.5
 _ROUNDS = 5
 _SMALL_ROUNDS = 20
 _LEAST_BYTES_PER_SECOND = {"cuda": 10e9, "cpu": 50e6}
-"""Below this every kind of group is slow: a PCIe card does more, and so does an Ethernet of 1 Gb/s."""
+"""Bandwidth below which any group counts as slow: a PCIe card does more, and so does an Ethernet of 1 Gb/s."""
 _MESSAGE_BYTES = {"cuda": 256 << 20, "cpu": 8 << 20}
 
 
 @dataclass(frozen=True)
 class GroupKind:
-    """Groups of one kind, which work at the same time in a step."""
+    """Process groups of one kind, which communicate at the same time in a step."""
 
     name: str
     groups: tuple[tuple[int, ...], ...]
     point_to_point: bool = False
-    """Neighbours send to each other, as pipeline stages do; otherwise sums are formed over the group."""
+    """Whether neighbours send to each other, as pipeline stages do; otherwise the group all-reduces."""
 
 
 @dataclass(frozen=True)
@@ -54,7 +56,7 @@ class Measured:
     seconds: float
     """Latency: seconds of one small message."""
     bytes_per_second: float
-    """Of large ones; for sums the bus bandwidth 2 (n-1)/n bytes / seconds."""
+    """Bandwidth of large messages; for an all-reduce the bus bandwidth 2 (n-1)/n bytes / seconds."""
 
 
 def group_kinds(derived: Derived | None, world_size: int) -> list[GroupKind]:
@@ -101,7 +103,7 @@ def rendezvous_finding(ranks: Ranks) -> Finding | None:
 
 
 def _connect(address: str, port: int, remedy: str) -> Finding | None:
-    """Other ranks connect to it, once it listens."""
+    """Wait until rank 0's port listens, on the other ranks; a finding where it does not within `MEET_SECONDS`."""
     problems = [""]
 
     def answers() -> bool:
@@ -156,7 +158,8 @@ def group_findings(found: Sequence[GroupKind], device: torch.device) -> Iterator
 
 
 def _measure(kind: GroupKind, own: dist.ProcessGroup | None, device: torch.device) -> dict[tuple[int, ...], Measured]:
-    """All groups of the kind at the same time, as in training; the slowest rank of each counts. `own`: this rank's."""
+    """Measure all groups of a kind at the same time, as in training; the slowest rank of each group counts. `own`: this
+    rank's group."""
     mine = (0.0, 0.0)
     if own is not None:
         members = dist.get_process_group_ranks(own)
@@ -186,7 +189,7 @@ def _sum(tensor: Tensor, group: dist.ProcessGroup, _ranks: Sequence[int]) -> Non
 
 
 def _neighbours(tensor: Tensor, group: dist.ProcessGroup, ranks: Sequence[int]) -> None:
-    """From the first rank to the last, neighbour by neighbour, all pairs at once after the first message."""
+    """Send the tensor from each rank to the next one, all pairs at once."""
     place = list(ranks).index(dist.get_rank())
     steps = []
     arrived = torch.empty_like(tensor)

@@ -1,4 +1,4 @@
-"""What the settings ask of this machine: the model on its disk, and room for it."""
+"""Checks of what the settings need of this machine: the models on its disk, and memory for the roles."""
 
 from __future__ import annotations
 

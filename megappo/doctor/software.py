@@ -24,6 +24,7 @@ from megappo.runtime.sglang_cpu import TRIED_VERSION
 _REQUIREMENTS = Path(megappo.__file__).with_name("requirements.txt")
 REQUIRED = tuple(line for line in _REQUIREMENTS.read_text().splitlines() if not line.startswith("#"))
 SGLANG = f"sglang=={TRIED_VERSION}"
+# Versions with locks of all packages in launch/locks.
 _PYTHONS = ((3, 11), (3, 12))
 _SHOWN = ("torch", "megatron-core", "transformers")
 _REWARD_PACKAGES = {"math_verify": "math-verify", "reasoning_gym": "reasoning-gym"}
@@ -149,7 +150,8 @@ def _megatron() -> Finding:
 
 
 def acceleration_findings(found: Accelerations, config: Config | None) -> Iterator[Finding]:
-    """What layers, sums of gradients and the optimizer are made of, and what would make them faster."""
+    """Findings on the implementations of layers, gradient accumulation and the optimizer, and on what would make them
+    faster."""
     import torch
 
     wanted = config is None or config.model.accelerations == "auto"

@@ -15,33 +15,33 @@ head size, F the feed-forward size, h and g the heads:
                e Q              input of the output matrix
                2 e K (CP - 1/2) keys and values of other ranks' tokens, for each of this rank's  [not recomputed]
     SwiGLU     3 e F            gate and up, product
-    norms      2 e H            inputs of those behind attention and MLP, where there are such
-    experts    4 E + 56 k       router: float32 weights; those of the chosen, and places on the way there and back
+    norms      2 e H            inputs of norms behind attention and MLP, in models that have them
+    experts    4 E + 56 k       router: float32 weights; those of the chosen experts, and permutations for both ways
                k e (H + 3 F)    for each of k experts its input, gate and up, weighted product
-               k e H            the bias of what each of them gives, where there are such
-               8 E              with a load-balancing loss: float32 shares, and what they are multiplied with
-    delta net  e (8 Q + 7 V)    of linear attention, Q and V the widths of its keys and values, h its value heads: its
-               16 V             matrices' output, the convolution's input and output, silu; what is read, in float32
+               k e H            biases of the experts' outputs, in models that have them
+               8 E              with a load-balancing loss: float32 shares of tokens, and their factors
+    delta net  e (8 Q + 7 V)    linear attention, Q and V the widths of its keys and values, h its value heads: output
+               16 V             of its matrices, input and output of the convolution, silu; recurrence's output, float32
                (8 + 4 e) h      decays and strengths
-    latents    e (N + R) + 4     of latent attention, in the place of its own but the kernel's: inputs of the norms of
-               e (N + R) + e V  N latents, with R shared channels of a key; they together; input of the output matrix
-    adapters   2 e r n          what A makes of a token, before and after its scale, for each of n matrices
+    latents    e (N + R) + 4    latent attention, instead of attention's tensors but the kernel's: inputs of the norms
+               e (N + R) + e V  of N latents, with R shared channels of a key; both together; input of the output matrix
+    adapters   2 e r n          output of A, before and after its scale, for each of n matrices
 
-Linear attention stands in the place of attention in some layers; a model that has it is counted by the mean of its
-layers, and what a chunk of the recurrence needs is there while it runs alone, as backward makes it again.
+Linear attention replaces attention in some layers; a model that has it is counted by the mean of its layers. The
+workspace of a chunk of the recurrence exists only while the recurrence runs, as backward computes it again.
 
-F is that of one expert, and routing is taken to be even: a rank's experts get as many tokens as it sends out. Tensor
-parallelism divides attention and SwiGLU; sequence parallelism divides the residual part too (their section 4.2).
-Context parallelism divides the tokens; keys and values that attention sees, copied for each of a rank's two chunks of
-a sample, are (CP + 1/2) times those of its own tokens. On a CPU nothing else then holds the QKV matrix's output, nor
-what is rotated.
+F is that of one expert, and routing is taken to be even: a rank's experts receive as many tokens as the rank sends.
+Tensor parallelism divides attention and SwiGLU; sequence parallelism divides the residual part too (their section 4.2).
+Context parallelism divides the tokens; the keys and values that attention sees, copied for each of a rank's two chunks
+of a sample, are (CP + 1/2) times those of its own tokens. On a CPU the QKV matrix's output and the rotated tensors are
+then not kept besides.
 Selective recomputation drops the attention kernel's own tensors (section 5) or those of the MLP or experts, as
-`recompute_modules` says, and has them again for the layer whose backward runs; full recomputation keeps the layer's
-input only, e H, and one layer is whole while its backward runs. Cosine and sine of the positions, 2 e d, are there once
-for all layers that a microbatch passes on a rank. A pipeline stage that does not free what it sent keeps e H more for
-each microbatch in flight and the one before them. Transformer Engine's fused attention keeps less. On a CPU, where
-SwiGLU and in float32 norms are several operations, more is kept: see `_norm_input` and `per_token` of the blocks; short
-samples in bfloat16 keep the shares of attention there (`shares_bytes`).
+`recompute_modules` says, and holds them again for the layer whose backward runs. Full recomputation keeps the layer's
+input only, e H, and all tensors of one layer while its backward runs. Cosine and sine of the positions, 2 e d, are kept
+once for all layers that a microbatch passes on a rank. A pipeline stage that does not free what it sent keeps e H more
+for each microbatch in flight and the one before them. Transformer Engine's fused attention keeps less. On a CPU more is
+kept, as SwiGLU, and norms in float32, are several operations: see `_norm_input` and `per_token` of the blocks. Short
+samples in bfloat16 keep attention probabilities there (`shares_bytes`).
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ def layer_bytes_per_token(role: RoleSetup, *, recompute: str, fused: bool) -> fl
     if recompute == "full":
         return e * hidden / rows
     residual = 2.0 * (_norm_input(role, hidden, fused=fused) + e * hidden)
-    if arch.beyond.norms_after:  # what they give is added up, and not kept
+    if arch.beyond.norms_after:  # their outputs are added to the residual, and not kept
         residual += 2.0 * _norm_input(role, hidden, fused=fused)
     attention = float(e * (q + 2 * kv) + e * (q + kv) + e * q)
     dropped = role.recompute_modules if recompute == "selective" else ()
@@ -69,7 +69,7 @@ def layer_bytes_per_token(role: RoleSetup, *, recompute: str, fused: bool) -> fl
         attention = float(e * arch.heads * arch.latent.value_dim)
         attention += e * (q + 2 * kv) if "core_attn" in dropped else 0
     if "core_attn" not in dropped:
-        if role.grid.cp > 1 and not fused and arch.latent is None:  # the kernel's own copies aside, nothing holds them
+        if role.grid.cp > 1 and not fused and arch.latent is None:  # only the kernel's copies are kept
             attention = float(e * (2 * q + 2 * kv) if _key_norm_holds_qkv(role) else e * q)
         attention += e * (2 * q + 2 * kv * seen_per_token(role)) + 4 * arch.heads
     attention *= len(arch.attention_layers) / arch.layers
@@ -81,8 +81,9 @@ def layer_bytes_per_token(role: RoleSetup, *, recompute: str, fused: bool) -> fl
 
 
 def _latent_bytes(role: RoleSetup, rows: int, *, fused: bool) -> float:
-    """What is kept of the latents of a token, which `rows` ranks make of their own tokens and every rank has all of:
-    inputs of their norms, the key that heads share, and what the matrices of heads take."""
+    """Activation bytes per token that latent attention keeps: the inputs of the latents' norms, the key that heads
+    share, and the inputs of the matrices of heads. The norms of a token run on one of `rows` ranks; every rank holds
+    the gathered latents of all tokens."""
     net, e = role.arch.latent, role.dtype_bytes
     if net is None:
         return 0.0
@@ -92,17 +93,19 @@ def _latent_bytes(role: RoleSetup, rows: int, *, fused: bool) -> float:
 
 
 def shares_bytes(role: RoleSetup, work: Workload) -> float:
-    """Per token and layer, what attention of short samples keeps on a CPU in bfloat16 beyond the table: its shares, e h
-    for each token of the longest sample. As its queries, keys and values are copies, nothing holds the QKV matrix's
-    output, but a norm of keys, nor what is rotated; nor are there the kernel's output and log-sum-exp.
+    """Activation bytes per token and layer that attention of short samples keeps on a CPU in bfloat16, beyond the table
+    of the module: attention probabilities, e h for each token of the longest sample. Queries, keys and values are
+    copies there, so nothing keeps the QKV matrix's output (unless a norm of keys does) nor the rotated tensors, and the
+    kernel's output and log-sum-exp do not exist.
 
-    Where the longest sample is too long for it, shorter ones may stand together, so it is counted where it is more.
+    Where the longest sample is above `SHORT_SEGMENT`, shorter ones may share its microbatch; the difference is then
+    counted only if it is positive.
     """
     arch, e = role.arch, role.dtype_bytes
     if work.on_cuda or e != 2 or arch.beyond.attends_by_products or role.grid.cp > 1:
         return 0.0
     without = e * (3 * arch.mean_query_width + 3 * arch.mean_key_width) + 4 * arch.heads
-    if arch.latent is not None:  # of whose heads the copies alone are kept anyway
+    if arch.latent is not None:  # whose heads keep nothing but the copies in either case
         without = e * arch.query_width + 4 * arch.heads
     if _key_norm_holds_qkv(role):
         without -= e * (arch.mean_query_width + 2 * arch.mean_key_width)
@@ -112,7 +115,7 @@ def shares_bytes(role: RoleSetup, work: Workload) -> float:
 
 
 def adapted_ranks(role: RoleSetup) -> int:
-    """Numbers between A and B for each token, in all adapters of the layer that has most."""
+    """Elements that lie between A and B for each token, summed over all adapters of the layer with most of them."""
     lora, routed = role.lora, role.arch.experts_per_token
     if lora is None:
         return 0
@@ -130,16 +133,16 @@ def seen_per_token(role: RoleSetup) -> float:
 
 
 def _key_norm_holds_qkv(role: RoleSetup) -> bool:
-    """Whether the QKV matrix's output is there on a CPU for a norm of keys, which keeps its input as it is."""
+    """Whether the QKV matrix's output stays alive on a CPU because a norm of keys keeps its input as it is."""
     family = role.arch.declaration
     return "qk_layernorm" in family.megatron(role.arch) and not family.norms_in_float32(role.arch, role.dtype_bytes)
 
 
 def _norm_input(role: RoleSetup, channels: int, *, fused: bool) -> float:
-    """What a norm of so many channels keeps per token, besides its output.
+    """Bytes that a norm of `channels` channels keeps per token, besides its output.
 
-    One kernel keeps its input and a float32 scale, and so does ours for bfloat16 on a CPU. Torch's composite there
-    works in float32 and keeps the normalised input as well.
+    One kernel keeps its input and a float32 scale; the norm of megappo for bfloat16 on a CPU does the same. Torch's
+    composite norm on a CPU works in float32 and keeps the normalised input as well.
     """
     if not role.arch.declaration.norms_in_float32(role.arch, role.dtype_bytes):
         return role.dtype_bytes * channels + 4
@@ -205,7 +208,7 @@ def kept_bytes(role: RoleSetup, stage: int, work: Workload) -> float:
 
 
 def routing_bytes(role: RoleSetup, stage: int, work: Workload) -> float:
-    """The routing that is replayed in a minibatch, of all microbatches at once, in the layers of a stage."""
+    """Bytes of the replayed expert routing of a minibatch, all its microbatches together, in the layers of a stage."""
     tokens = role.replica_sequences * role.grid.padded(work.sequence_tokens) / role.grid.cp
     return role.routing_bytes * role.stage_layers[stage] * tokens
 
@@ -236,11 +239,11 @@ def head_bytes(role: RoleSetup, stage: int, work: Workload, *, train: bool) -> f
 
 
 def products_bytes(role: RoleSetup, work: Workload) -> float:
-    """What attention with a cap of its scores or with sinks needs for one block of queries, by plain products in
-    float32.
+    """Workspace of attention with soft-capped scores or with sinks, which runs as plain matrix products in float32, for
+    one block of queries.
 
-    Scores, what tanh (or sinks beside them) and softmax make of them, and their gradient; queries, keys and values.
-    Segments side by side are padded to at most twice their tokens.
+    It holds the scores, the outputs of tanh (or the scores with sinks beside them) and of softmax, and their gradient;
+    queries, keys and values. Segments side by side are padded to at most twice their tokens.
     """
     if not role.arch.beyond.attends_by_products:
         return 0.0
@@ -251,14 +254,14 @@ def products_bytes(role: RoleSetup, work: Workload) -> float:
 
 
 def transient_bytes(role: RoleSetup, stage: int, work: Workload, *, train: bool) -> float:
-    """What one layer needs while it runs, beyond what is kept.
+    """Workspace of the one layer that runs, beyond the activations that are kept.
 
     Forward: its widest tensors, gate and up, silu(gate), up and the product, between two residual streams. Backward:
     the gradients of those, and the gradient of the largest weight before it is added to the gradient buffer. Sequence
     parallelism gathers the hidden states of all tokens in a buffer, context parallelism keys and values. Experts: those
     tensors for every routed token, its product times the expert's weight in float32, and its hidden state sorted for
-    sending, as received and sorted by expert, and back. What adapters make of gate and up is there in parts, and put
-    together.
+    sending, as received and sorted by expert, and back. The adapters' outputs for gate and up exist twice: in parts,
+    and concatenated.
     """
     tokens, e = role.rank_tokens(work.sequence_tokens), role.dtype_bytes
     hidden = role.arch.hidden_size

@@ -1,4 +1,4 @@
-"""How many tokens' keys and values a server is told to hold, and whether its longest sequence fits."""
+"""The size of a server's key and value cache, and whether the longest sequence fits into it."""
 
 from __future__ import annotations
 
@@ -17,18 +17,21 @@ class PlannedCache:
     """Keys and values of a server."""
 
     tokens: int | None
-    """Most of them at the same time; None: nobody knows here, as for servers that somebody else starts."""
+    """Most tokens that the cache holds at the same time; None: not known here, as for servers that somebody else
+    starts."""
     longest_tokens: int
-    """Of the longest sequence that it is asked for; with less it could not serve."""
+    """Tokens of the longest sequence that the server is asked for; a smaller cache could not serve it."""
     sequences: int | None = None
-    """Most sequences that it decodes at the same time, as they begin; None where nobody knows what it is asked for."""
+    """Most sequences that the server decodes at the same time, counted when they begin; None where its requests are not
+    known."""
 
 
 def server_cache(config: Config, arch: ArchitectureConfig, *, on_cuda: bool, device_bytes: float) -> PlannedCache:
-    """The cache of each server of a configuration, the same whenever it starts.
+    """The key and value cache of each server of a configuration, the same whenever the server starts.
 
-    SGLang would size it by what is free at that moment, which beside trainers is as much as they leave just then.
-    `device_bytes`: memory of its device; 0 on a CPU, and where it is not known. Raises as `check_cache` does.
+    SGLang would size the cache by the memory that is free when it starts, which beside trainers is what they leave at
+    that moment. `device_bytes`: memory of the server's device; 0 on a CPU, and where it is not known. Raises as
+    `check_cache` does.
     """
     work = workload(config, 1, on_cuda=on_cuda, device_bytes=device_bytes)
     return check_cache(arch, work, config.rollout.servers.memory_fraction)

@@ -1,4 +1,4 @@
-"""What megappo chooses where a configuration says nothing, each value with its reason, for `megappo plan`."""
+"""Defaults that depend on the rest of a configuration, each with its reason, for `megappo plan`."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ class OpenSetting:
     """A setting that the configuration leaves open."""
 
     setting: str
-    """Its name, such as `actor.minibatches`."""
+    """Name of the setting, such as `actor.minibatches`."""
     value: str
-    """As an override has it."""
+    """The chosen value, written as an override takes it."""
     why: str
 
     @property
@@ -29,8 +29,8 @@ class OpenSetting:
 
 
 def choices(config: Config, ranks: int, *, on_cuda: bool) -> Iterator[OpenSetting]:
-    """Those that change what is trained, how fast, or how much memory it takes. `config` is one that was loaded, not
-    what `resolve` made of it."""
+    """The open settings that change what is trained, how fast, or how much memory it takes. `config` is a configuration
+    as it was loaded, before `resolve` fills in defaults."""
     if config.rollout.engine is None and config.rollout.load_from is None:
         engine = resolve(config, on_cuda=on_cuda).rollout.engine
         yield OpenSetting("rollout.engine", str(engine), "on GPUs" if on_cuda else "there is no GPU")

@@ -20,14 +20,18 @@ from megappo.plan.sizes import generation_flops_of_pair, model_sizes, state_byte
 from megappo.plan.sync import sync_traffic
 
 _LAUNCHES_OF_EXPERTS, _LAUNCHES_OF_REPLAY = 1.2, 0.3
-"""Of a layer's kernels, what routing adds and what replaying it does: forward and backward 50 and 12, however many
-experts, where a layer without has 41 with its norms, rope and SwiGLU in kernels of their own."""
+"""Kernel launches that routing and its replay add to a layer with experts, in units of the launches of a dense layer.
+Forward and backward of a dense layer start 41 kernels where its norms, rope and SwiGLU are one kernel each; routing
+adds 50 and replay 12, however many experts there are."""
 _TRAINING_PASSES = {"none": 3, "selective": 3, "full": 4}
-"""Of a microbatch in an update, by recomputation, in units of a forward pass: backward is two."""
+"""Cost of a microbatch in an update in units of its forward pass, by recomputation; backward counts as two."""
 _PASSES_OVER_VOCABULARY, _PASSES_OVER_VOCABULARY_MEASURED, _WEIGHT_READS_MEASURED = 8, 36, 2
-"""Of float32 scores for each token that the embedded engine samples, on a measured CPU in units of a copy's speed: its
-exponentials and sums are no copies, and products of a few rows read weights at half of it."""
+"""Sampling in the embedded engine. The first two are passes over the float32 scores of the vocabulary for each sampled
+token; on a measured CPU they are in units of a copy, which is faster than the exponentials and sums of sampling. The
+third is how often a measured CPU reads each weight: products of a few rows read weights at half the speed of a copy."""
 _BUCKET_ELEMENTS, _BUCKET_ELEMENTS_OF_A_REPLICA = 40_000_000, 1_000_000
+"""Default `bucket_size` of Megatron-Core's `DistributedDataParallel` (0.16.1 and 0.19.2): max(40,000,000, 1,000,000 x
+data parallel size) elements."""
 
 
 @dataclass(frozen=True)
@@ -36,18 +40,18 @@ class StageCost:
 
     name: str
     flops: float
-    """Of all ranks together, recomputation included."""
+    """FLOPs of all ranks together, recomputation included."""
     memory_bytes: float
-    """Read and written by the busiest rank."""
+    """Bytes of device memory that the busiest rank reads and writes."""
     link_bytes: float
-    """Sent by the busiest rank."""
+    """Bytes that the busiest rank sends."""
     seconds: float
     bound_by: str
     """`compute`, `memory`, `launches`, `links`, `host` or `waking`: the largest part of the seconds."""
     hidden_seconds: float = 0.0
-    """Of communication beside kernels, which the seconds leave out."""
+    """Seconds of communication that overlap kernels; `seconds` leaves them out."""
     host_bytes: float = 0.0
-    """Moved between the busiest rank's device and its host."""
+    """Bytes moved between the busiest rank's device and its host."""
 
 
 class _StageWork:
@@ -62,8 +66,8 @@ class _StageWork:
     def run(
         self, *, flops: float, memory_bytes: float, layers: float, times: float = 1.0, in_trainer: bool = False
     ) -> float:
-        """Kernels: `flops` and `memory_bytes` of one rank in `layers` forward passes of a layer, `times` over. Returns
-        the seconds of one time."""
+        """Count kernels: `flops` and `memory_bytes` of one rank in `layers` forward passes of a layer, `times` over.
+        Returns the seconds of one time."""
         machine = self.machine
         launch = machine.trainer_launch_seconds_per_layer if in_trainer else machine.launch_seconds_per_layer
         bounds = {
@@ -79,7 +83,7 @@ class _StageWork:
         return sum(bounds[name] for name in counted)
 
     def send(self, n_bytes: float, *, inside_node: bool, times: float = 1.0, beside: float = 0.0) -> None:
-        """Bytes that a rank sends, each time beside so many seconds of kernels."""
+        """Count bytes that a rank sends; each time, up to `beside` seconds of kernels hide the transfer."""
         machine = self.machine
         bandwidth = machine.intra_node_bandwidth if inside_node else machine.inter_node_bandwidth
         seconds = n_bytes / (bandwidth * ASSUMED.link_share)
@@ -89,7 +93,8 @@ class _StageWork:
         self.link_bytes += times * n_bytes
 
     def move(self, n_bytes: float, *, step_bytes: float = 0.0) -> None:
-        """Bytes to or from the host's memory, and those that an optimizer reads and writes there."""
+        """Count `n_bytes` moved to or from the host's memory, and `step_bytes` that an optimizer step reads and writes
+        there."""
         self.host_bytes += n_bytes
         self._seconds["host"] += n_bytes / (self.machine.host_bandwidth * ASSUMED.link_share)
         self._seconds["host"] += step_bytes / ASSUMED.host_memory_bandwidth
@@ -99,11 +104,11 @@ class _StageWork:
         self._seconds["links"] += seconds
 
     def wake(self) -> None:
-        """Count the hand-over of memory between trainers and servers that sleep."""
+        """Count the time in which trainers release memory and sleeping servers take theirs back."""
         self._seconds["waking"] += ASSUMED.waking_seconds
 
     def cost(self, name: str) -> StageCost:
-        """What was counted as the cost of a stage."""
+        """The counted work as the cost of the stage `name`."""
         seconds = self._seconds
         bound_by = max(seconds, key=lambda part: seconds[part])
         total, hidden = sum(seconds.values()), self.hidden_seconds
@@ -111,8 +116,8 @@ class _StageWork:
 
 
 def step_seconds(stages: Sequence[StageCost], servers: Servers | None) -> float:
-    """Seconds of a step: its stages one after the other, or, one step ahead on devices of its own, the rollout beside
-    all others."""
+    """Seconds of a step. Stages run one after the other; with servers on devices of their own and `rollout.ahead`, the
+    rollout runs beside all other stages."""
     seconds = {stage.name: stage.seconds for stage in stages}
     if servers is None or not (servers.ahead and servers.beside):
         return math.fsum(seconds.values())
@@ -128,10 +133,10 @@ def step_costs(setup: Setup, machine: Machine) -> tuple[StageCost, ...]:
 
 
 def forward_cost(roles: Sequence[RoleSetup], work: Workload, machine: Machine) -> StageCost:
-    """Forward passes over all samples, one role after the other, for which weights that rest come back.
+    """Forward passes over all samples, one role after the other. Weights that rest on the host come back for them.
 
-    Samples are sent before, which takes time for their routing only: to a replica what it has in this pass, and in each
-    epoch, where those are others.
+    Samples are sent to their replica first. Only their routing takes noticeable time: a replica receives the routing of
+    its samples for this pass, and again in each epoch, whose minibatches hold other samples.
     """
     spent = _StageWork(machine, roles[0].dtype_bytes)
     for role in roles:
@@ -150,8 +155,9 @@ def forward_cost(roles: Sequence[RoleSetup], work: Workload, machine: Machine) -
 def update_cost(role: RoleSetup, work: Workload, machine: Machine) -> StageCost:
     """All updates of a role in a step: pipelines, gradient reduction, AdamW.
 
-    AdamW reads gradient, main weight and moments and writes all but the gradient, and the weight. What rests comes and
-    goes once; for what is updated on the host, gradients go there and main weights come back in every update.
+    AdamW reads gradient, main weight and moments, and writes main weight, moments and weight. State that rests on the
+    host comes and goes once per step. For parameters that are updated on the host, gradients go there and main weights
+    come back in every update.
     """
     spent = _StageWork(machine, role.dtype_bytes)
     updates = role.updates_per_step
@@ -167,19 +173,20 @@ def update_cost(role: RoleSetup, work: Workload, machine: Machine) -> StageCost:
 
 
 def _resting_weights(role: RoleSetup) -> float:
-    """Bytes of a rank's weights, where they leave the device."""
+    """Bytes of a rank's weights where they are offloaded while the role rests; otherwise 0."""
     weights = max(role.parameters(stage) for stage in range(role.grid.pp)) * role.dtype_bytes
     return float(weights) if role.offload.weights else 0.0
 
 
 def _between_replicas(spent: _StageWork, role: RoleSetup, microbatch_seconds: float) -> None:
-    """What replicas send each other in all updates of a step.
+    """Count the communication between replicas in all updates of a step.
 
     Ranks with the same weights, data and context parallel ones, all-reduce float32 gradients, 2 (d-1)/d of their bytes
-    in a ring; the distributed optimizer reduce-scatters them and all-gathers weights instead. Overlapped, the sums run
-    beside backward of an update's last microbatch, and the gathers of all updates but the last beside forward of the
-    next one's first: bucket by bucket, but for that of the first layers, whose gradients come last and whose weights
-    are needed first. On a CPU both take the same cores, and nothing is gained.
+    in a ring; the distributed optimizer reduce-scatters gradients and all-gathers weights instead. With overlap, the
+    sums run beside backward of an update's last microbatch, and the gathers of all updates but the last run beside
+    forward of the next update's first microbatch. They run bucket by bucket. The bucket of the first layers is not
+    hidden: its gradients come last and its weights are needed first. On a CPU communication and kernels share the
+    cores, and nothing is hidden.
     """
     reduced = max(_replicated(role, stage) for stage in range(role.grid.pp))
     inside = spent.machine.same_node(role.grid.ranks[0], role.grid.ranks[-1])
@@ -199,7 +206,7 @@ def _between_replicas(spent: _StageWork, role: RoleSetup, microbatch_seconds: fl
 
 
 def _replicated(role: RoleSetup, stage: int) -> float:
-    """Parameters of a rank of a stage that it sends in half an all-reduce."""
+    """Parameters that a rank of a stage sends in half an all-reduce, that is in a reduce-scatter or an all-gather."""
     of_experts, d, copies = role.trained_expert_parameters(stage), role.grid.copies, role.grid.expert_replicas
     return (d - 1) / d * (role.trained_parameters(stage) - of_experts) + (copies - 1) / copies * of_experts
 
@@ -251,7 +258,7 @@ def _pipeline(spent: _StageWork, role: RoleSetup, work: Workload, *, train: bool
 
 
 def _launches(role: RoleSetup) -> float:
-    """Of a layer, in units of one without experts."""
+    """Kernel launches of a layer, in units of a dense layer's."""
     return 1 + (_LAUNCHES_OF_EXPERTS if role.arch.experts else 0) + (_LAUNCHES_OF_REPLAY if role.routing_bytes else 0)
 
 
@@ -271,13 +278,17 @@ def _pass_flops(role: RoleSetup, work: Workload, *, train: bool) -> tuple[float,
 
 
 def _layer_communication(spent: _StageWork, role: RoleSetup, tokens: float, *, passes: int, slots: float) -> None:
-    """Tensor parallelism all-reduces two hidden states per layer and pass, forward and backward once each (Shoeybi et
-    al. 2019); sequence parallelism's gathers and scatters send as much, and gather once more per matrix in backward. A
-    pipeline stage sends its hidden states to the next one, and their gradient back. Expert parallelism sends every
-    routed token to its expert and its result back, those of other nodes over the network. Context parallelism gathers
-    keys and values per layer and forward pass, and scatters their gradients.
+    """Count the communication inside layers and between stages.
+
+    Tensor parallelism all-reduces two hidden states per layer and pass, forward and backward once each (Shoeybi et al.
+    2019). Sequence parallelism's gathers and scatters send as many bytes, and gather once more per matrix in backward.
+    A pipeline stage sends its hidden states to the next stage, and their gradient back. Expert parallelism sends every
+    routed token to its expert and its result back; experts on other nodes are reached over the network. Context
+    parallelism gathers keys and values per layer and forward pass, and scatters their gradients.
     """
     hidden_bytes = role.dtype_bytes * tokens * role.arch.hidden_size
+    # Layer computations whose collectives run: forward alone, forward and backward, or those with full recomputation's
+    # second forward.
     one_way = {1: 1, 3: 2, 4: 3}[passes]
     collectives = 2.0 * one_way + (1.0 if role.sequence_parallel and passes > 1 else 0.0)
     ring = 2 * (role.grid.tp - 1) / role.grid.tp
@@ -325,7 +336,7 @@ def rollout_cost(arch: ArchitectureConfig, work: Workload, machine: Machine) -> 
     kv_bytes = float(e * arch.cached_width)
     groups = arch.heads // arch.kv_heads
     traffic = kv_bytes * (3 if groups == 1 else 3 + 2 * groups)
-    if arch.latent is not None:  # what is made of them is written and read, and keys put together
+    if arch.latent is not None:  # keys and values expanded from latents are written and read, and keys concatenated
         traffic += 2.0 * e * arch.layers * arch.heads * (arch.latent.made_dim + arch.head_dim)
     _, of_token, context = _generation_flops(arch, work)
     turns = [work.prompt_tokens + work.response_tokens * turn // work.turns for turn in range(work.turns)]
@@ -334,7 +345,7 @@ def rollout_cost(arch: ArchitectureConfig, work: Workload, machine: Machine) -> 
         batch = min(work.generate_batch_sequences, remaining)
         same = remaining // batch
         prefills, step = [batch * _prefill_flops(arch, before) for before in turns], batch * of_token
-        for prefill in prefills:  # what was said before a turn is computed again for it
+        for prefill in prefills:  # the embedded engine keeps no cache between turns
             spent.run(flops=prefill, memory_bytes=e * total, layers=arch.layers, times=same)
         of_sequence = context * traffic + 2 * state_bytes(arch, e) + passes * 4 * arch.vocab_size
         step_bytes = reads * e * total + batch * of_sequence
@@ -346,7 +357,8 @@ def rollout_cost(arch: ArchitectureConfig, work: Workload, machine: Machine) -> 
 
 
 def _generation_flops(arch: ArchitectureConfig, work: Workload) -> tuple[float, float, float]:
-    """Of one sequence: its prompt's FLOPs; those of a token of its response, halfway; and the tokens before that."""
+    """(FLOPs of the prompt, FLOPs of a response token halfway through the response, tokens before that token), of one
+    sequence."""
     _, trunk, head = model_sizes(arch)
     attention = generation_flops_of_pair(arch, served=work.servers is not None)
     context = work.prompt_tokens + work.response_tokens / 2
@@ -355,21 +367,21 @@ def _generation_flops(arch: ArchitectureConfig, work: Workload) -> tuple[float, 
 
 
 def _prefill_flops(arch: ArchitectureConfig, tokens: int) -> float:
-    """Of what stands before a response of one sequence."""
+    """FLOPs to prefill `tokens` tokens of one sequence before the engine generates."""
     _, trunk, head = model_sizes(arch)
     attention = 4.0 * len(arch.attention_layers) * arch.heads * arch.multiplied_head_dim * tokens
     return tokens * (2.0 * trunk + attention + recurrence_flops(arch)) + 2.0 * head
 
 
 def _served_rollout(arch: ArchitectureConfig, servers: Servers, work: Workload, machine: Machine) -> StageCost:
-    """SGLang: a server decodes as many sequences together as have room for their keys and values, and takes the next
-    one when one ends, so its S sequences of R tokens take S R / running decoding steps.
+    """The rollout on SGLang servers. A server decodes as many sequences together as have room for their keys and
+    values, and starts the next one when one ends, so its S sequences of R tokens take S R / running decoding steps.
 
-    A step reads the weights and the keys and values of what runs, and writes float32 logits. On a GPU it is a CUDA
-    graph, which costs no host time per layer. Under tensor parallelism two all-reduces per layer wait for each other;
-    they move 2 (t-1)/t of the hidden states and take at least `small_all_reduce_seconds`, or where a server stands on
-    several nodes `small_all_reduce_between_nodes_seconds`. Deterministic inference makes everything there take
-    `deterministic_slowdown` times as long.
+    A step reads the weights and the keys and values of the running sequences, and writes float32 logits. On a GPU it is
+    a CUDA graph, which costs no host time per layer. Under tensor parallelism two all-reduces per layer run one after
+    the other; they move 2 (t-1)/t of the hidden states and take at least `small_all_reduce_seconds`, or
+    `small_all_reduce_between_nodes_seconds` where a server spans several nodes. Deterministic inference multiplies the
+    seconds on GPUs by `deterministic_slowdown`.
     """
     e, tp = work.engine_dtype_bytes, servers.tensor_parallel
     spent = _StageWork(_server_machine(machine, servers, work), e)
@@ -399,19 +411,20 @@ def _served_rollout(arch: ArchitectureConfig, servers: Servers, work: Workload, 
 
 
 def _server_machine(machine: Machine, servers: Servers, work: Workload) -> Machine:
-    """What one rank of a server has: a GPU, or its part of the machine whose `machine` is a trainer rank's part."""
+    """The machine of one server rank: a GPU, or its part of a CPU machine. `machine` is a trainer rank's part."""
     if not machine.shared_by_ranks:
         return machine
     return machine.per_rank(1) if not servers.shares_machine else machine.scaled(work.world_size / servers.ranks)
 
 
 def sync_cost(setup: Setup, machine: Machine) -> StageCost:
-    """Every rank that needs weights receives what it lacks of them, puts tensors together, and copies them into the
-    embedded engine, or has servers load the bucket before meanwhile, of which the slower one counts.
+    """The weight sync. Every rank that feeds an engine receives the weights that it lacks and assembles tensors. It
+    then copies them into the embedded engine; or servers load a bucket while the next one is assembled, and the slower
+    of the two counts.
 
-    Loading on the same devices, where each rank of a server copies its part out of a trainer's memory, is never slower.
-    Elsewhere a server receives the whole model, and a rank broadcasts its pipeline stage to one server after the other.
-    Servers that sleep take their memory back first. Verification is left out.
+    Loading on the same devices, where each rank of a server copies its part out of a trainer's memory, is never slower
+    than assembling. A server elsewhere receives the whole model, and a rank broadcasts its pipeline stage to one server
+    after the other. Servers that sleep first take their memory back. Verification is left out.
     """
     actor, servers = setup.actor, setup.work.servers
     if not setup.work.has_engine:

@@ -1,4 +1,4 @@
-"""How many elements of weights and adapters one tensor parallel rank has, of all of them or of the frozen ones."""
+"""Number of elements of weights and adapters on one tensor parallel rank, all of them or the frozen ones."""
 
 from __future__ import annotations
 
@@ -12,7 +12,8 @@ from megappo.families.frozen import frozen_parameters
 from megappo.families.parameters import EMBEDDING, OUTPUT_LAYER, model_parameters, shard_shape
 
 FIRST = -1
-"""In the place of a layer's number, what stands before all layers; what comes after them has the next number."""
+"""Key, in place of a layer's number, for parameters before all layers. Those after them have the number behind the last
+layer's."""
 
 
 @lru_cache(maxsize=4096)
@@ -59,7 +60,8 @@ def layer_adapters(arch: ArchitectureConfig, lora: LoraShape, tp: int, layer: in
 
 @lru_cache(maxsize=256)
 def largest_adapter(arch: ArchitectureConfig, lora: LoraShape, tp: int, experts_here: int) -> int:
-    """Elements of the largest A or B on one tensor parallel rank, which has those of its experts in one."""
+    """Elements of the largest A or B on one tensor parallel rank, where the A (or B) of all its experts of a layer are
+    one parameter."""
     every = adapter_parameters(arch, lora, experts=range(min(1, arch.experts)))
     here = [p for p in every if p.layer in (0, arch.layers - 1)]
     held = [1 if p.expert is None else experts_here for p in here]
@@ -70,7 +72,8 @@ def largest_adapter(arch: ArchitectureConfig, lora: LoraShape, tp: int, experts_
 def frozen_elements(
     arch: ArchitectureConfig, freeze: tuple[str, ...], lora: LoraShape | None, tp: int, padded_vocab: int
 ) -> tuple[Counter[int], Counter[int]]:
-    """Of each layer, elements on one tensor parallel rank that are frozen, or adapters of these; and of an expert."""
+    """(by layer, elements of frozen weights on one tensor parallel rank; by layer, those of one expert). With `lora`,
+    elements of the adapters of what is frozen."""
     dense, of_expert = Counter[int](), Counter[int]()
     for parameter in frozen_parameters(arch, freeze, lora):
         count = math.prod(shard_shape(arch, parameter, tp, padded_vocab))

@@ -1,4 +1,4 @@
-"""What the engine that a configuration did not choose would take."""
+"""The rollout's seconds with the engine that a configuration does not use."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ from megappo.plan.servers import cache_tokens
 
 _NAMES = {"sglang": "SGLang", "transformers": "the embedded engine"}
 _LARGEST_BATCH = 512
-"""Sequences that the embedded engine is tried with; more of them bring little."""
+"""Largest batch that the embedded engine is tried with, in sequences; larger ones bring little."""
 _ALIKE = 0.02
-"""Rollouts whose seconds differ by less take as long as each other."""
+"""Rollouts whose seconds differ by less than this fraction count as equally fast."""
 
 
 @dataclass(frozen=True)
@@ -30,7 +30,7 @@ class OtherEngine:
 
     engine: str
     overrides: tuple[str, ...]
-    """What makes the configuration generate with it; empty where nothing fits."""
+    """Overrides with which the configuration generates with the other engine; empty where nothing fits."""
     rollout_seconds: float | None
     """Seconds of the rollout with it; None where no settings of it fit."""
     sentence: str
@@ -102,7 +102,7 @@ def _rollout_seconds(config: Config, models: Models, machine: Machine, gpus: int
 
 
 def _fitting_seconds(config: Config, models: Models, machine: Machine, gpus: int) -> float | None:
-    """Of the rollout; None where a rank has too little memory, or a server no room for the longest sequence."""
+    """Seconds of the rollout; None where a rank has too little memory, or a server no room for the longest sequence."""
     share = machine.per_rank(gpus)
     setup = make_setup(config, models, gpus, on_cuda=machine.is_cuda, device_bytes=share.memory_bytes)
     work = setup.work

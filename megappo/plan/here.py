@@ -1,4 +1,4 @@
-"""A run that is about to start: the machine it stands on, and what follows from it."""
+"""The plan of a run that is about to start, on the machine that it runs on, and the deadlines that follow from it."""
 
 from __future__ import annotations
 
@@ -20,15 +20,18 @@ from megappo.plan.sizes import model_sizes
 from megappo.plan.stopping import stopping
 
 _OTHER_START_SECONDS = 300.0
-"""Of a start that is no reading: libraries, what is compiled first, groups of ranks."""
+"""Seconds of a start besides reading weights: importing libraries, the first compilations, making process groups."""
 PLANNED_TIMES = 4.0
-"""How many times as long as planned a rollout may take before somebody asks whether tokens are still made."""
+"""A phase may last so many times its planned seconds before the watchdog ends it, and a request of a rollout before its
+server is asked whether it still makes tokens. Runs that were compared took 0.9 to 1.8 times their planned seconds
+(benchmarks/results/2026-11-21-plan-published.md)."""
 WATCHED_COLLECTIVE_SECONDS = 7 * 24 * 3600
-"""A collective's timeout where the watchdog ends what hangs, which may be long after: a week."""
+"""Timeout of collectives where the watchdog ends what hangs: a week, so that it always comes later than the
+watchdog."""
 _MOST_SECONDS = 1e6
 """The largest value that a setting of seconds may have."""
 _UNKNOWN = "h100"
-"""What a GPU that is not in the table is taken for."""
+"""The machine that stands for a GPU which is not in the table."""
 
 
 def resolve_here(config: Config) -> Config:
@@ -69,10 +72,10 @@ def this_machine() -> Machine:
 
 @dataclass(frozen=True)
 class Outlook:
-    """What a run that is about to start can be told."""
+    """The plan's results for a run that is about to start."""
 
     config: Config
-    """Its settings, with the deadlines that follow from the plan."""
+    """Settings of the run, with the deadlines that follow from the plan."""
     rows: tuple[tuple[str, str], ...]
     """(name, what it is), for the start of the log."""
 
@@ -103,12 +106,12 @@ def outlook(config: Config, world_size: int, machine: Machine) -> Outlook:
     if found.for_model(own_layers=False).uses_engine_layers(dtype):
         _check_windows(setup, found.engine.words)
     stop = stopping(setup, stages, share, total)
-    writing = stop.checkpoint_seconds  # also of the last model, of which a rank writes what all hold of the actor
+    writing = stop.checkpoint_seconds  # also for the export: a rank writes what all of them hold of the actor
     models_bytes = math.fsum(model_sizes(role.arch)[0] * role.dtype_bytes for role in setup.roles)
     # A checkpoint, and all models, which each machine reads.
     reading = writing + models_bytes / ASSUMED.checkpoint_bytes_per_second
     phases = seconds | {"start": reading, "evaluate": rollout, "export": writing}
-    phases["checkpoint"] = 2 * writing  # and the one before it
+    phases["checkpoint"] = 2 * writing  # the one before it may still be written
     rows = (
         ("layers", found.sentence(dtype)),
         (
@@ -123,7 +126,8 @@ def outlook(config: Config, world_size: int, machine: Machine) -> Outlook:
 
 
 def _check_windows(setup: Setup, engine: str) -> None:
-    """The ring in which Transformer Engine hands keys from rank to rank knows no windows."""
+    """Refuse sliding windows under context parallelism: Transformer Engine's ring of keys and values does not support
+    them."""
     for role in setup.roles:
         if role.grid.cp > 1 and role.arch.has_window and not role.arch.has_own_layers:
             name = "actor" if role.name == "reference" else role.name
@@ -139,10 +143,10 @@ def _layer_words(chunk_layers: Sequence[int]) -> str:
 
 
 def with_deadlines(config: Config, planned_seconds: Mapping[str, float]) -> Config:
-    """The settings with the deadlines that were not given, by what the plan says that each phase takes, the rollout
-    among them, and by how long the run's servers may take to start.
+    """The settings with the deadlines that were not given: from the planned seconds of each phase, the rollout among
+    them, and from how long the run's servers may take to start.
 
-    Raises ConfigError where a collective that was given a timeout would fail in a phase that may go on.
+    Raises ConfigError where a collective that was given a timeout would fail in a phase that may last longer.
     """
     slow = {name: PLANNED_TIMES * seconds for name, seconds in planned_seconds.items()}
     slow["start"] = slow.get("start", 0.0) + _OTHER_START_SECONDS + _servers_start_seconds(config)
@@ -164,7 +168,7 @@ def with_deadlines(config: Config, planned_seconds: Mapping[str, float]) -> Conf
 
 
 def _servers_start_seconds(config: Config) -> float:
-    """How long the run's own servers may take until they answer, one after the other; each says itself when it does
+    """Longest seconds until the run's own servers answer, started one after the other; each reports itself when it does
     not."""
     own = [judge.server for judge in config.reward.judges.values()] + [config.reward.model_server]
     of_rewards = math.fsum(server.start_timeout_seconds for server in own if server is not None)
@@ -172,7 +176,8 @@ def _servers_start_seconds(config: Config) -> float:
 
 
 def _with_collectives_that_outlast(runtime: RuntimeSettings, limit: float) -> RuntimeSettings:
-    """The watchdog alone says what lasts too long: it knows of tokens and minibatches, and a collective does not."""
+    """Make collectives outlast the watchdog's limits. Only the watchdog decides what lasts too long: it sees tokens and
+    minibatches arrive, which a collective does not."""
     if "collective_timeout_seconds" not in runtime.model_fields_set:
         return runtime.model_copy(update={"collective_timeout_seconds": WATCHED_COLLECTIVE_SECONDS})
     name, longest = max(runtime.phase_timeouts_seconds.items(), key=lambda item: item[1], default=("step", 0.0))

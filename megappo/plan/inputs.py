@@ -1,4 +1,4 @@
-"""What memory and time depend on: the roles and the work of one step, taken from the settings."""
+"""Inputs of the planner: the roles and the work of one step, taken from the settings."""
 
 from __future__ import annotations
 
@@ -57,9 +57,9 @@ class RoleSetup:
     dtype_bytes: int
     trained: bool = True
     recompute_modules: tuple[str, ...] = ("core_attn",)
-    """What selective recomputation computes again."""
+    """Modules that selective recomputation computes again."""
     frees_outputs: bool = True
-    """What a pipeline stage sent is not kept."""
+    """Whether a pipeline stage frees what it has sent."""
     reduces_in_backward: bool = False
     """Gradients are summed over replicas beside the last microbatch's backward pass."""
     gathers_in_forward: bool = False
@@ -67,23 +67,24 @@ class RoleSetup:
     chunk_layers: tuple[int, ...] | None = None
     """Layers of each chunk of the pipeline in the order in which a token passes them; None: equally many."""
     routing_bytes: int = 0
-    """Of a token in a layer, where the engine's routing is replayed."""
+    """Bytes of a token's routing in one layer, where the engine's routing is replayed; 0 otherwise."""
     offload: OffloadSettings = field(default_factory=OffloadSettings)
-    """What leaves the device while the role rests."""
+    """Parts of the role that leave the device while it rests."""
     on_host: float = 0.0
     """Fraction of the optimizer's state that lives on the host."""
     balances_experts: bool = False
-    """There is a load-balancing loss."""
+    """Whether there is a load-balancing loss."""
     lora: LoraShape | None = None
     """Adapters that are trained in place of the weights."""
     freeze: tuple[str, ...] = ()
-    """What is not trained, see `families.frozen`."""
+    """Parts of the model that are not trained; see `families.frozen`."""
     scored_steps: float = 1.0
-    """Of all steps, the part in which it scores the samples."""
+    """Fraction of the steps in which the role scores the samples."""
     shares_weights: bool = False
-    """It computes with the actor's weights and has none."""
+    """Whether the role computes with the actor's weights and has none of its own."""
     changes: bool = False
-    """It is not trained, but takes the actor's weights now and then, so that checkpoints hold its own."""
+    """Whether the role is not trained but takes the actor's weights every so many steps, so that checkpoints hold its
+    own."""
 
     @property
     def is_critic(self) -> bool:
@@ -97,11 +98,11 @@ class RoleSetup:
 
     @cached_property
     def stage_layers(self) -> tuple[int, ...]:
-        """Layers on a rank of each stage, of all its chunks."""
+        """Number of layers on a rank of each stage, all its chunks together."""
         return tuple(sum(self.chunks(stage)) for stage in range(self.grid.pp))
 
     def _stage_count(self, layers: Collection[int]) -> tuple[int, ...]:
-        """How many of these layers each stage has."""
+        """Number of the given layers on each stage."""
         counts = self.chunk_layers or even_layers(self.arch.layers, self.grid.pp * self.vpp)
         ends = itertools.accumulate(counts)
         here = [sum(end - n <= layer < end for layer in layers) for n, end in zip(counts, ends, strict=True)]
@@ -109,7 +110,7 @@ class RoleSetup:
 
     @cached_property
     def stage_special_layers(self) -> tuple[int, ...]:
-        """Those of them that are unlike the others."""
+        """Number of layers on a rank of each stage that are unlike the others (`ArchitectureConfig.special_layers`)."""
         return self._stage_count(self.arch.special_layers)
 
     @cached_property
@@ -117,11 +118,12 @@ class RoleSetup:
         return self._stage_count(range(self.arch.dense_layers))
 
     def expert_layers(self, stage: int) -> int:
-        """Layers with experts on a rank of a stage; in a dense model all, which have none."""
+        """Number of layers with experts on a rank of a stage; all layers of a dense model, which has zero experts in
+        each."""
         return self.stage_layers[stage] - self._stage_dense_layers[stage]
 
     def in_forward_pass(self, batch_sequences: int) -> RoleSetup:
-        """The same role in a forward pass over all samples of the step."""
+        """The role's setup for a forward pass over all samples of the step."""
         return replace(self, minibatch_sequences=batch_sequences)
 
     def microbatch_tokens(self, sequence_tokens: int) -> int:
@@ -156,21 +158,22 @@ class RoleSetup:
         return tuple(map(sum, zip(shared, of_experts, of_adapters, strict=True)))
 
     def router_biases(self, stage: int) -> int:
-        """Those of them by which routers choose, in float32."""
+        """Biases by which routers choose experts, in float32, on one rank of a stage."""
         return self.expert_layers(stage) * self.arch.experts if self.arch.sigmoid_router else 0
 
     def fixed_parameters(self, stage: int) -> int:
-        """Those of them that are not trained."""
+        """Parameters on one rank of a stage that are never trained: router biases and scalars of layers."""
         scalars = self.stage_layers[stage] if self.arch.beyond.layer_scalars else 0
         return self.router_biases(stage) + scalars
 
     def weight_bytes(self, stage: int) -> float:
-        """Of all parameters on one rank of a stage."""
+        """Bytes of all parameters on one rank of a stage."""
         biases = self.router_biases(stage)
         return float(self.dtype_bytes * (self.parameters(stage) - biases) + 4 * biases)
 
     def trained_parameters(self, stage: int) -> int:
-        """Those of them that have gradients: with adapters these alone, and a critic's head."""
+        """Parameters on one rank of a stage that have gradients; with adapters only the adapters, and a critic's
+        head."""
         if self.lora is None:
             return self.parameters(stage) - self.fixed_parameters(stage) - sum(self._frozen(stage))
         return self._adapters(stage) - sum(self._frozen(stage)) + self._trained_head(stage)
@@ -194,7 +197,7 @@ class RoleSetup:
         return self.arch.hidden_size + 1 if self.is_critic and stage == self.grid.pp - 1 else 0
 
     def trained_expert_parameters(self, stage: int) -> int:
-        """Those of them that belong to experts."""
+        """Parameters of experts on one rank of a stage that have gradients."""
         every = self.expert_parameters(stage) if self.lora is None else self._expert_adapters(stage)
         return every - self._frozen(stage)[1]
 
@@ -240,7 +243,7 @@ class Workload:
     sync_bucket_bytes: int
     engine_dtype_bytes: int
     on_cuda: bool
-    """Where a norm is one kernel, and AdamW takes all parameters at once."""
+    """Whether ranks compute on GPUs, where a norm is one kernel and AdamW updates all parameters at once."""
     cache_sequences: int
     """Most sequences that the engine generates together, evaluation included."""
     cache_tokens: int
@@ -250,11 +253,12 @@ class Workload:
     servers: Servers | None = None
     """The SGLang servers; None with the embedded engine."""
     engine_sleeps: bool = False
-    """The embedded engine gives its weights' memory to the trainers between rollouts."""
+    """Whether the embedded engine gives its weights' memory to the trainers between rollouts."""
     has_engine: bool = True
     """Whether samples are generated; saved ones are loaded otherwise, and no weights leave the trainer."""
     turns: int = 1
-    """Of an episode, each of which the embedded engine begins anew; servers have the others in their caches."""
+    """Turns of an episode. The embedded engine computes all earlier tokens anew in each turn; servers have them in
+    their caches."""
 
     @property
     def sequence_tokens(self) -> int:
@@ -334,7 +338,7 @@ def trained_role(
     on_cuda: bool,
     settings: RoleSettings | None = None,
 ) -> RoleSetup:
-    """Actor or critic on its layout, with its own settings or these."""
+    """The setup of actor or critic on its layout, with its own settings or `settings`."""
     arch, settings = models.of(name), settings or config.trained[name]
     numbers = role_numbers(config, RoleSpec(name, settings, arch), world_size, 1)
     return RoleSetup(
@@ -370,7 +374,7 @@ def _routing_bytes(arch: ArchitectureConfig) -> int:
 
 
 def reference_role(config: Config, actor: RoleSetup, models: Models, settings: RoleSettings | None = None) -> RoleSetup:
-    """The reference on the actor's layout, with the actor's own settings or these."""
+    """The reference's setup on the actor's layout, with the actor's own settings or `settings`."""
     layers = chunk_layers(config, "actor", settings or config.actor, models.reference)
     offload = config.reference.offload if config.reference is not None else OffloadSettings()
     untrained = replace(actor, trained=False, recompute="none", updates_per_step=0, scored_steps=1.0, offload=offload)

@@ -25,10 +25,10 @@ _UNITS = {
 }
 """Numbers of the file: the field of `Machine` that each is, and its unit."""
 _HOST = "host_gigabytes_per_second"
-"""Between a device and the host's memory; may be left out."""
+"""Key of the bandwidth between a device and the host's memory; may be left out."""
 _KEYS = (*_TEXTS, *_UNITS, "devices_per_node")
 _MOST = 1e9
-"""Of any number in the file: beyond it, a unit was mistaken."""
+"""Largest number in the file: a larger one has a mistaken unit."""
 
 
 def find_machine(text: str) -> Machine:
@@ -88,7 +88,7 @@ def _problems(content: Mapping[Any, Any]) -> Iterator[str]:
 
 
 def _wrong(key: str, value: object) -> str | None:
-    """What a value should have been."""
+    """The description of what the key takes where the value is wrong; None where it is right."""
     if key == "kind":
         return None if value in _KINDS else either(_KINDS)
     if key == "words":

@@ -1,4 +1,4 @@
-"""What the devices can do: published peaks, and the share of them that is assumed to be reached."""
+"""Devices: their published peaks, and the share of these that is assumed to be reached."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ class Machine:
 
     name: str
     words: str
-    """The device as its maker calls it."""
+    """Name of the device as its maker calls it, for people."""
     bfloat16_flops: float
     """Dense FLOP/s in bfloat16."""
     float32_flops: float
@@ -21,28 +21,28 @@ class Machine:
     memory_bytes: float
     memory_bandwidth: float
     intra_node_bandwidth: float
-    """Between two devices of a node."""
+    """Bytes per second between two devices of a node, in one direction."""
     inter_node_bandwidth: float
-    """Between two devices of different nodes."""
+    """Bytes per second between two devices of different nodes, in one direction."""
     devices_per_node: int
     is_cuda: bool
     shared_by_ranks: bool = False
-    """The figures are of a whole machine that all ranks share."""
+    """Whether the figures are those of a whole machine that all ranks share."""
     host_bandwidth: float = 32e9
-    """Between a device and the host's memory; where nothing is said, that of PCIe Gen4 x16. Without CUDA: between
-    memory and a file in memory."""
+    """Bytes per second between a device and the host's memory; default: PCIe Gen4 x16. Without CUDA: between memory and
+    a file in memory."""
     is_measured: bool = False
-    """The figures are what a CPU was seen to reach, not what a data sheet says. Its operations run one after the other,
-    so that arithmetic, traffic and the host's time add up instead of hiding behind the slowest."""
+    """Whether the figures were measured on this CPU instead of read off a data sheet. Its operations run one after the
+    other, so that arithmetic, memory traffic and host time add up instead of hiding behind the slowest."""
 
     @property
     def compute_share(self) -> float:
-        """Of `flops`, in the matrix products of a layer and what stands between them."""
+        """Share of `flops` that a layer reaches, its matrix products and what stands between them."""
         return ASSUMED.measured_compute_share if self.is_measured else ASSUMED.compute_share
 
     @property
     def decode_share(self) -> float:
-        """The same in generation."""
+        """Share of `flops` that a layer reaches while the engine decodes."""
         return ASSUMED.measured_decode_share if self.is_measured else ASSUMED.compute_share
 
     @property
@@ -52,13 +52,13 @@ class Machine:
 
     @property
     def trainer_launch_seconds_per_layer(self) -> float:
-        """The same in the trainer; backward is two of them."""
+        """Host time of one layer forward in the trainer; backward takes twice as long."""
         of_gpus = ASSUMED.trainer_launch_seconds_per_layer
         return ASSUMED.measured_launch_seconds_per_layer if self.is_measured else of_gpus
 
     @property
     def bandwidth_share(self) -> float:
-        """Of `memory_bandwidth`."""
+        """Share of `memory_bandwidth` that is reached."""
         return 1.0 if self.is_measured else ASSUMED.bandwidth_share
 
     def flops(self, dtype_bytes: int) -> float:
@@ -66,7 +66,7 @@ class Machine:
         return self.bfloat16_flops if dtype_bytes == 2 else self.float32_flops
 
     def per_rank(self, ranks: int) -> Machine:
-        """What one of `ranks` ranks has of the machine; a GPU belongs to one rank."""
+        """One rank's part of the machine when `ranks` ranks share it; a GPU belongs to one rank."""
         return self.scaled(1 / ranks) if self.shared_by_ranks else self
 
     def scaled(self, share: float) -> Machine:
@@ -82,7 +82,7 @@ class Machine:
         )
 
     def same_node(self, first_rank: int, last_rank: int) -> bool:
-        """Whether all ranks between the two stand in one node."""
+        """Whether all ranks from the first to the last are in one node."""
         return self.shared_by_ranks or first_rank // self.devices_per_node == last_rank // self.devices_per_node
 
     @property
@@ -94,21 +94,21 @@ class Machine:
 
 @dataclass(frozen=True)
 class Assumptions:
-    """What no data sheet says; the same for every machine."""
+    """Assumptions that no data sheet gives; the same for every machine."""
 
     compute_share: float = 0.4
-    """Of the peak FLOP/s, in matrix products of a layer. Megatron-LM reports 0.42 to 0.56 (Korthikanti et al. 2022,
-    table 5)."""
+    """Share of the peak FLOP/s that a layer reaches. Megatron-LM reports 0.42 to 0.56 (Korthikanti et al. 2022, table
+    5)."""
     measured_compute_share: float = 0.6
-    """Of the FLOP/s of one product of a measured CPU, in whole layers: attention, norms, rope and softmax are slower.
-    This and the three below fit CPU seconds of one thread, on cores that others used too, in steps of two sizes of
-    SmolLM2-135M's shapes with 8 layers (AVX512-BF16)."""
+    """Share of a measured CPU's FLOP/s in one product that whole layers reach: attention, norms, rope and softmax are
+    slower. This and the three below are fitted to CPU seconds of one thread, on cores that others used too, in steps of
+    two sizes of SmolLM2-135M's shapes with 8 layers (AVX512-BF16)."""
     measured_decode_share: float = 0.5
-    """The same in generation, whose products have a few rows."""
+    """Share of a measured CPU's FLOP/s in one product that decoding reaches, whose products have a few rows."""
     measured_launch_seconds_per_layer: float = 0.8e-3
-    """Of transformers' layer on a CPU, whose norms and rope are several operations."""
+    """Host time of one transformers layer on a CPU, whose norms and rope are several operations."""
     measured_layers_between_tokens: int = 5
-    """What `generate` does between two tokens takes as long as the launches of so many layers."""
+    """Host time of transformers' `generate` between two tokens, in units of a layer's."""
     bandwidth_share: float = 0.7
     """Share of the memory bandwidth that is reached."""
     link_share: float = 0.7
@@ -116,22 +116,24 @@ class Assumptions:
     launch_seconds_per_layer: float = 0.4e-3
     """Host time to start the kernels of one layer forward in the embedded engine, without CUDA graphs."""
     trainer_launch_seconds_per_layer: float = 1.4e-3
-    """The same in the trainer, where Python starts 59 kernels for each layer and microbatch of an update: four of 8,192
-    tokens of Qwen3-0.6B took 0.507 s on an H100, in the median of nine updates, whose kernels need 0.397."""
+    """Host time to start the kernels of one layer forward in the trainer. Python starts 59 kernels for each layer and
+    microbatch of an update: an update of four microbatches of 8,192 tokens of Qwen3-0.6B took 0.507 s on an H100, in
+    the median of nine, whose kernels need 0.397 (benchmarks/results/2026-11-23-h100.md)."""
     small_all_reduce_seconds: float = 10e-6
-    """Of a few hundred kilobytes within a node, between the kernels of a CUDA graph."""
+    """Seconds of an all-reduce of a few hundred kilobytes within a node, between the kernels of a CUDA graph."""
     small_all_reduce_between_nodes_seconds: float = 40e-6
-    """The same between nodes."""
+    """Seconds of such an all-reduce between nodes."""
     waking_seconds: float = 0.8
-    """Of a weight sync, until servers that sleep have their memory back and the trainer has given up its own: 0.70 to
-    0.85 in nine syncs on an H100, with 4 and with 34 GB that the server takes back."""
+    """Seconds of a weight sync until sleeping servers have their memory back and the trainer has released its own: 0.70
+    to 0.85 in nine syncs on an H100, whether the server takes back 4 or 34 GB (`wake` in
+    benchmarks/results/2026-11-26-h100-whole-step.md and 2026-11-26-h100-experts-and-losses.md)."""
     deterministic_slowdown: float = 1.34
-    """Times as long as otherwise that SGLang's deterministic inference takes on GPUs: its authors measured 34.35% more
+    """Factor by which SGLang's deterministic inference lengthens a rollout on GPUs: its authors measured 34.35% more
     (https://lmsys.org/blog/2025-09-22-sglang-deterministic)."""
     host_memory_bandwidth: float = 50e9
-    """Reached in the host's memory, for each GPU: sixteen DDR5 channels of two sockets between eight of them."""
+    """Bytes per second of the host's memory for each GPU: sixteen DDR5 channels of two sockets shared by eight GPUs."""
     checkpoint_bytes_per_second: float = 2e9
-    """Written by a node to a disk that all share."""
+    """Bytes per second that a node writes to a shared disk."""
     memory_share: float = 0.95
     """Share of the memory that can be filled before fragmentation gets in the way."""
     cuda_reserve_bytes: float = 3e9
@@ -164,7 +166,8 @@ ASSUMED = Assumptions()
 
 
 _GEN5 = ("h100", "h800", "h200", "h20", "b200")
-"""GPUs on PCIe Gen5 x16, 64 GB/s in each direction by their data sheets; those of the others say Gen4, half of that."""
+"""GPUs on PCIe Gen5 x16, 64 GB/s in each direction by their data sheets; the data sheets of the others say Gen4, 32
+GB/s."""
 
 
 def _gpu(
@@ -209,7 +212,8 @@ MACHINES = {
         _gpu("l40s", "L40S PCIe, 48 GB", 91.6e12, 48e9, 864e9, 32e9, 25e9),
         # Intel Xeon Platinum 8480+ (ark.intel.com): 56 cores, 2.0 GHz base, eight DDR5-4800 channels of 38.4 GB/s.
         # Intel 64 optimization manual, per core and cycle: 2,048 bfloat16 operations with AMX, 64 float32 ones with two
-        # AVX-512 FMA units. Memory size: a 64 GB module per channel. Ranks talk through memory; 100 Gb/s Ethernet.
+        # AVX-512 FMA units. Memory size: a 64 GB module per channel. Ranks communicate through memory; 100 Gb/s
+        # Ethernet.
         Machine(
             "cpu",
             "one Xeon Platinum 8480+ of 56 cores, 512 GB, shared by the ranks",

@@ -9,9 +9,9 @@ from collections.abc import Callable
 from megappo.plan.machines import Machine
 
 HERE = "here"
-"""What the machine is called where one is named."""
+"""Name of the measured machine for `--machine`."""
 _ROWS, _INNER, _COLUMNS = 512, 768, 2048
-"""Of the product that is timed: a microbatch through a matrix of a small model."""
+"""Shape of the matrix product that is timed: a microbatch through a matrix of a small model."""
 _COPY_BYTES = 128 << 20
 _ROUNDS = 25
 
@@ -52,7 +52,7 @@ def measure_here() -> Machine:
 
 
 def _fastest(work: Callable[[], object]) -> float:
-    """Seconds of the fastest of some calls: what others do on the same cores makes the rest slower."""
+    """Seconds of the fastest of some calls; other processes on the same cores slow the rest down."""
     work()
     seconds = []
     for _ in range(_ROUNDS):

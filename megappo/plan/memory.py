@@ -36,44 +36,44 @@ class RoleMemory:
     gradients: float
     optimizer: float
     activations: float
-    """Kept for backward at the peak of an update."""
+    """Activations kept for backward at the peak of an update."""
     head: float
     """Workspace of the output layer in an update."""
     transient: float
     """Workspace of the one layer that runs, in an update."""
     optimizer_step: float
-    """What AdamW needs for a moment; the activations are gone by then."""
+    """Workspace of AdamW's step, when the activations are already freed."""
     forward: float
     """Workspace of a forward pass over all samples."""
     moved: tuple[str, ...] = ()
-    """Which of weights, gradients and optimizer are not there while the role rests."""
+    """Which of `weights`, `gradients` and `optimizer` leave the device while the role rests."""
     host: float = 0.0
-    """On the host of a GPU, or in a file: what rests, and the optimizer's part that lives there."""
+    """Bytes on the host of a GPU, or in a file: what rests there, and the optimizer's part that lives there."""
 
     @property
     def resident(self) -> float:
-        """What an update finds."""
+        """Bytes of weights, gradients and optimizer state that are on the device when an update begins."""
         return self.weights + self.gradients + self.optimizer
 
     @property
     def at_rest(self) -> float:
-        """What stays while other roles, or the engine, have their turn."""
+        """Bytes that stay on the device while other roles or the engine run."""
         parts = {"weights": self.weights, "gradients": self.gradients, "optimizer": self.optimizer}
         return sum(n_bytes for name, n_bytes in parts.items() if name not in self.moved)
 
     @property
     def scoring(self) -> float:
-        """What a forward pass over all samples adds to what stays."""
+        """Bytes that a forward pass over all samples adds to `at_rest`."""
         return self.forward + ("weights" in self.moved) * self.weights
 
     @property
     def updating(self) -> float:
-        """What an update adds to what stays."""
+        """Bytes that an update adds to `at_rest`."""
         return self.update + self.resident - self.at_rest
 
     @property
     def update(self) -> float:
-        """What an update adds."""
+        """Bytes that an update adds to `resident`."""
         return max(self.activations + self.head + self.transient, self.optimizer_step)
 
 
@@ -100,7 +100,7 @@ NO_ENGINE = EngineMemory(0.0, 0.0, 0.0, 0.0, 0.0)
 
 @dataclass(frozen=True)
 class RankMemory:
-    """Bytes on ranks that hold the same."""
+    """Bytes on ranks that hold the same parts of the models."""
 
     ranks: tuple[int, ...]
     roles: tuple[RoleMemory, ...]
@@ -110,9 +110,9 @@ class RankMemory:
     reward: float
     """Weights of the reward model."""
     stages: dict[str, float]
-    """Bytes while a stage of the step runs, what stays included."""
+    """Bytes by stage of the step while it runs, resident bytes included."""
     of_servers: bool = False
-    """These are not ranks of the trainer but of SGLang servers on devices of their own, numbered from 0."""
+    """Whether these are ranks of SGLang servers on devices of their own, numbered from 0, instead of trainer ranks."""
 
     @property
     def peak_stage(self) -> str:
@@ -127,17 +127,17 @@ class RankMemory:
 
 @lru_cache(maxsize=65536)
 def role_memory(role: RoleSetup, stage: int, work: Workload) -> RoleMemory:
-    """Megatron's mixed precision, per parameter of a rank.
+    """Bytes of a role on one rank of a stage, by Megatron's mixed precision.
 
-    bfloat16: 2 bytes of weight, 4 of gradient (`grad_reduce_in_fp32`), 12 of optimizer state (main weight and the two
-    moments of AdamW in float32). float32: 4, 4 and 8 (the weight is its own main weight). The distributed optimizer
-    divides its state, and nothing else, by the data parallel size (Rajbhandari et al. 2020, "ZeRO", stage 1), that of
-    experts by the ranks that hold the same. A role that is not trained has weights only, one with adapters gradients
-    and state of these only.
+    Per parameter in bfloat16: 2 bytes of weight, 4 of gradient (`grad_reduce_in_fp32`), 12 of optimizer state (main
+    weight and the two moments of AdamW in float32). In float32: 4, 4 and 8 (the weight is its own main weight). The
+    distributed optimizer divides its state, and nothing else, by the data parallel size (Rajbhandari et al. 2020,
+    "ZeRO", stage 1); the state of experts is divided by the number of ranks that hold the same experts. A role that is
+    not trained has weights only; a role with adapters has gradients and state of the adapters only.
 
-    What lives on the host are moments, a main weight and a gradient in float32 per parameter, 16 bytes, which without
-    CUDA take the same memory. Main weights of a bfloat16 model come from there for the moment in which they become
-    weights.
+    State on the host holds moments, a main weight and a gradient in float32 per parameter, 16 bytes; without CUDA it
+    takes the same memory as the rest. Main weights of a bfloat16 model come from the host for the moment in which they
+    are cast to weights.
     """
     count = role.parameters(stage)
     untrained = role.in_forward_pass(work.batch_sequences)
@@ -174,11 +174,12 @@ def role_memory(role: RoleSetup, stage: int, work: Workload) -> RoleMemory:
 
 
 def engine_memory(arch: ArchitectureConfig, work: Workload) -> EngineMemory:
-    """The embedded engine, a whole model on every rank: weights, the batch's keys and values, and a workspace.
+    """Bytes of the embedded engine, which holds a whole model on every rank: weights, the batch's keys and values, and
+    a workspace.
 
-    The cache holds 2 layers K e bytes for each token of each sequence, and grows by concatenation, so one layer's is
-    there twice; with grouped queries one layer's is also repeated for every query head, since a batch of unequal
-    prompts has a mask. Where attention is latent it holds the latents, and one layer's keys and values are made of
+    The cache holds 2 layers K e bytes for each token of each sequence. It grows by concatenation, so one layer's cache
+    exists twice; with grouped queries one layer's is also repeated for every query head, since a batch of unequal
+    prompts has a mask. With latent attention it holds the latents, and keys and values of one layer are expanded from
     them. Prefill's widest layer and the sampler's float32 copies of the last logits never coincide with a full cache,
     but both are small beside it, so their maximum is added.
     """
@@ -193,7 +194,7 @@ def engine_memory(arch: ArchitectureConfig, work: Workload) -> EngineMemory:
     else:
         layer_copies = 2.0 * e * tokens * (kv_width + (q_width if q_width > kv_width else 0))
     prefill = e * batch * work.prompt_tokens * (3 * arch.ffn_hidden_size + 2 * arch.hidden_size)
-    if arch.beyond.attends_by_products:  # scores are there whole, three times in the engine's type and in float32
+    if arch.beyond.attends_by_products:  # whole score matrices, three in the engine's type and one in float32
         prefill += (3 * e + 4) * batch * arch.heads * work.prompt_tokens**2
     sampler = batch * arch.vocab_size * (e + 3 * 4)
     weights = float(model_sizes(arch)[0] * e)
@@ -202,15 +203,15 @@ def engine_memory(arch: ArchitectureConfig, work: Workload) -> EngineMemory:
 
 
 def server_memory(arch: ArchitectureConfig, servers: Servers, work: Workload) -> EngineMemory:
-    """One rank of an SGLang server (`megappo.plan.servers`).
+    """Bytes of one rank of an SGLang server (`megappo.plan.servers`).
 
-    Beside trainers on a GPU it has a CUDA context of its own. Asleep it keeps nothing else; woken for a weight sync it
-    has its weights, and keys and values only after it.
+    Beside trainers on a GPU it has a CUDA context of its own. Asleep it keeps nothing but the context; woken for a
+    weight sync it holds its weights, and keys and values only after the sync.
     """
     e = work.engine_dtype_bytes
     weights = e * server_weights(arch, servers.tensor_parallel, servers.attention_groups)
     cache = cache_tokens(arch, servers, e) * token_bytes(arch, servers.attention_ranks, e)
-    if not work.on_cuda:  # which the host holds
+    if not work.on_cuda:  # the host's memory also holds the recorded experts of cached tokens
         cache += cache_tokens(arch, servers, e) * noted_bytes(arch, servers)
     mean = work.prompt_tokens + work.response_tokens / 2
     wanted = -(-work.batch_sequences // servers.count)
@@ -238,23 +239,24 @@ def _on_trainers(arch: ArchitectureConfig, work: Workload) -> EngineMemory:
 
 
 def bucket_bytes(setup: Setup) -> float:
-    """What a rank gets of a bucket of the weight stream, or the largest tensor where that is larger, of both its slice
-    where it feeds one rank of a server."""
+    """Bytes that a rank receives of one bucket of the weight stream, at least the largest tensor. Where it feeds one
+    rank of a server it receives only its slice of either."""
     arch, e, parts = setup.actor.arch, setup.actor.dtype_bytes, _parts(setup)
     return max(min(setup.work.sync_bucket_bytes, e * model_sizes(arch)[0] / parts), e * largest_tensor(arch) / parts)
 
 
 def sync_bytes(setup: Setup) -> float:
-    """The weight stream: a bucket, the messages that it is made of, and those that a rank sends.
+    """Bytes of the weight stream on a rank: a bucket, the messages that it is made of, and those that the rank sends.
 
-    Of the c ranks of a copy of the model each gets all but a c-th from the others, and sends them a c-th of every
-    different part of a bucket: whole tensors are one, slices as many as servers have ranks, or as there are others.
+    Of the c ranks that hold a copy of the model, each receives (c-1)/c of a bucket from the others, and sends them 1/c
+    of every different part of a bucket. Whole tensors are one part; slices are as many parts as a server has ranks, or
+    as there are other ranks where those are fewer.
 
-    Into SGLang: two buffers, one of which is loaded while the other is filled, and copies of a layer's experts, which
-    wait for each other to be compared with the engine's: of each pipeline stage where all of them send in turns.
+    SGLang needs two buffers, one of which is loaded while the other is filled, and copies of a layer's experts that
+    wait to be compared with the engine's, one for each pipeline stage where all stages send in turns.
 
-    With adapters a rank's part of a bucket is merged first: weight, product and sum are there in float32 for one
-    parameter at a time.
+    With adapters a rank's part of a bucket is merged first: weight, product and sum exist in float32 for one parameter
+    at a time.
     """
     if not setup.work.has_engine:
         return 0.0
@@ -270,7 +272,8 @@ def sync_bytes(setup: Setup) -> float:
 
 
 def _parts(setup: Setup) -> int:
-    """In how many slices tensors travel, each to other ranks; on a machine that all share they lie in one place."""
+    """Number of slices that a tensor is cut into, each for other ranks; 1 on a machine that all ranks share, where they
+    lie in one place."""
     servers = setup.work.servers
     return servers.tensor_parallel if servers is not None and servers.sliced and not servers.shares_machine else 1
 

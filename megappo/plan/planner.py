@@ -34,7 +34,7 @@ _BOUND_WORDS = {
 
 @dataclass(frozen=True)
 class Plan:
-    """What a configuration asks of a machine."""
+    """The plan of a configuration on a machine."""
 
     name: str
     """Name of the run (`run.name`)."""
@@ -59,7 +59,7 @@ class Plan:
     bottleneck: str
     assumptions: str
     reward_servers: tuple[RewardServerMemory, ...] = ()
-    """Judges' servers, on devices of their own; without CUDA they are part of each rank's reward."""
+    """Servers of rewards, on devices of their own; without CUDA they are counted in each rank's `reward`."""
 
     @property
     def fullest(self) -> RankMemory:
@@ -68,7 +68,7 @@ class Plan:
 
     @property
     def fullest_trainers(self) -> RankMemory:
-        """The same among the trainers' ranks."""
+        """The trainer ranks with the highest peak."""
         return max((r for r in self.ranks if not r.of_servers), key=lambda ranks: ranks.peak)
 
 
@@ -105,8 +105,8 @@ def read_models(config: Config, beside: Path | None) -> PlannedModels:
 
 
 def models_beside(configuration: str | os.PathLike[str]) -> Path:
-    """Where `read_models` looks for what a configuration file plans without a network: `models` beside it, or a folder
-    higher."""
+    """The folder in which `read_models` looks for models that are not on this machine: `models` beside the
+    configuration file, or one folder higher."""
     here = Path(configuration).parent
     return next((folder for folder in (here / "models", here / ".." / "models") if folder.is_dir()), here / "models")
 
@@ -127,23 +127,23 @@ def fewest_ranks(config: Config) -> int:
     for world in range(max(ends), LARGEST_WORLD):
         if all((world - first) % size == 0 for first, size in open_sizes):
             return world
-    return min(max(ends), LARGEST_WORLD)  # the rules say what does not stand on it
+    return min(max(ends), LARGEST_WORLD)  # `derive` then refuses what does not fit
 
 
 @dataclass(frozen=True)
 class Planning:
-    """What is planned: a configuration on so many devices of a machine."""
+    """The subject of a plan: a configuration on so many devices of a machine."""
 
     config: Config
     models: Models
     machine: Machine
     gpus: int
     notes: tuple[str, ...]
-    """Where models were read that are not on this machine, and what is unwise."""
+    """Notes for the user: from where models were read that are not on this machine, and settings that are unwise."""
 
     @property
     def plan(self) -> Plan:
-        """Raises as `make_plan` does."""
+        """The plan of this configuration. Raises as `make_plan` does."""
         return make_plan(self.config, self.models, self.machine, self.gpus)
 
 
@@ -153,9 +153,9 @@ def planning(
     gpus: int | None = None,
     beside: str | os.PathLike[str] | None = None,
 ) -> Planning:
-    """With defaults for what is None: the machine of `runtime.device`, the fewest devices that the layouts need, and
-    models from where they are alone. Raises ConfigError as `find_machine` and `read_models` do, and for a number of
-    devices that no run has."""
+    """The subject of a plan, with defaults for arguments that are None: the machine of `runtime.device`, the fewest
+    devices that the layouts need, and models only from where the configuration says. Raises ConfigError as
+    `find_machine` and `read_models` do, and for a number of devices that no run has."""
     if gpus is not None and not 1 <= gpus <= LARGEST_WORLD:
         raise ConfigError(f"gpus is {gpus}, must be a whole number from 1 to {LARGEST_WORLD}; give fewer or more")
     named = default_machine(config) if machine is None else find_machine(os.fspath(machine))

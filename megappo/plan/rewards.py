@@ -34,7 +34,7 @@ class RewardServerMemory:
 
     @property
     def total(self) -> float:
-        """All of them."""
+        """Bytes of weights, keys and values together."""
         return self.weights + self.kv_cache
 
 
@@ -65,7 +65,8 @@ def reward_parameters(path: str | None) -> int:
 
 
 def _declared_parameters(folder: Path) -> int:
-    """Of the model that transformers would make of a folder's configuration, of which no weight is made."""
+    """Weights of the model that transformers would build from a folder's configuration; built on the meta device,
+    without memory."""
     import torch
     from transformers import AutoConfig, AutoModelForSequenceClassification
 
@@ -75,7 +76,7 @@ def _declared_parameters(folder: Path) -> int:
 
 
 def reward_bytes(reward: RewardSettings, world_size: int, *, on_cuda: bool) -> float:
-    """Of a rank of the trainer."""
+    """Bytes of rewards on one trainer rank; without CUDA its share of the rewards' servers too."""
     has_copy = reward.model_server is None and reward.model_remote is None
     own = _model_bytes(reward, on_cuda=on_cuda) if has_copy else 0.0
     if on_cuda:
@@ -90,7 +91,8 @@ def _model_bytes(reward: RewardSettings, *, on_cuda: bool) -> float:
 def reward_server_memory(
     reward: RewardSettings, device_bytes: float, *, on_cuda: bool
 ) -> tuple[RewardServerMemory, ...]:
-    """Of each server that the run starts for its rewards. Raises ConfigError where weights leave a GPU no room."""
+    """Memory of each server that the run starts for its rewards. Raises ConfigError where weights leave a GPU no
+    room."""
     found = []
     if reward.model_server is not None and (weights := _model_bytes(reward, on_cuda=on_cuda)):
         if on_cuda and weights >= device_bytes:
@@ -126,8 +128,8 @@ def _judge_memory(reward: RewardSettings, name: str, device_bytes: float, *, on_
 
 
 def _numbers_of_tokens(folder: str, server: JudgeServerSettings) -> float:
-    """Of keys and values of all tokens that a rank holds, by what transformers writes into config.json; SGLang serves
-    models of families that megappo does not train."""
+    """Elements of keys and values of all tokens that a rank of the server holds, by the fields that transformers writes
+    into config.json: SGLang serves models of families that megappo does not train."""
     told = read_object(Path(folder) / "config.json")
     told = told.get("text_config", told)
     heads = told.get("num_attention_heads", 1)

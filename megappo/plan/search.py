@@ -37,7 +37,7 @@ from megappo.plan.servers import Servers
 _DEEPEST_PIPELINE = 16
 _RECOMPUTE = ("none", "selective", "full")
 _CONTEXTS, _CONTEXT_TOKENS = (2, 4, 8), 8192
-"""CP that is tried, where each of its ranks has so many tokens of the longest sample at least."""
+"""Sizes of CP that are tried, where each CP rank then has at least so many tokens of the longest sample."""
 _SERVER_RANKS = (1, 2, 4, 8, 16)
 
 
@@ -57,20 +57,20 @@ class Proposal:
 
 
 class _Search(NamedTuple):
-    """What the search is for."""
+    """The task of a search."""
 
     given: Config
-    """The user's settings; proposals with fewer changes to them come first."""
+    """The user's settings, from which changes are counted."""
     config: Config
-    """What is searched from: the given one, or that with its roles on all ranks."""
+    """The configuration that the search starts from: the given one, or the given one with its roles on all ranks."""
     models: Models
     machine: Machine
     gpus: int
     by_speed: bool
-    """Order by predicted seconds, then changes; otherwise the other way round."""
+    """Whether proposals are ordered by predicted seconds, then changes; otherwise by changes, then seconds."""
 
     def order(self, changes: float, seconds: float) -> tuple[float, float]:
-        """Sorts what is wanted first."""
+        """Sort key: the preferred proposal is smallest."""
         return (seconds, changes) if self.by_speed else (changes, seconds)
 
 
@@ -82,9 +82,9 @@ class _Choice(NamedTuple):
     changes: float
     seconds: float
     at_rest: float
-    """Bytes that stay, mean over all ranks of the world."""
+    """Bytes that stay on the device while the role rests, mean over all ranks of the world."""
     peak: float
-    """Bytes at the worst moment of its turns."""
+    """Peak bytes of the role in its forward passes and updates."""
 
 
 class _Batch(NamedTuple):
@@ -164,7 +164,7 @@ def _everywhere(config: Config) -> Config:
 
 
 def _fits(task: _Search) -> Iterator[Proposal]:
-    """What fits, in order, each combination of TP and PP once."""
+    """Proposals that fit, in the order of the search, each combination of TP and PP once."""
     choices = [list(_choices(task, name)) for name in task.config.trained]
     share, batches = task.machine.per_rank(task.gpus), list(_engine_batches(task))
     sized = []
@@ -188,7 +188,8 @@ def _fits(task: _Search) -> Iterator[Proposal]:
 
 
 def _fits_memory(task: _Search, roles: Sequence[_Choice], rollout: RolloutSettings, usable_bytes: float) -> bool:
-    settings = {choice.role.name: choice.settings for choice in roles}  # by which the engine knows whether it rests
+    # Whether the embedded engine sleeps follows from the roles' offload settings.
+    settings = {choice.role.name: choice.settings for choice in roles}
     config = task.config.model_copy(update={**settings, "rollout": rollout})
     actor, critic = roles[0].role, roles[1].role if len(roles) > 1 else None
     reference = None if config.reference is None else reference_role(config, actor, task.models, roles[0].settings)
@@ -197,7 +198,8 @@ def _fits_memory(task: _Search, roles: Sequence[_Choice], rollout: RolloutSettin
 
 
 def _choices(task: _Search, name: str) -> Iterator[_Choice]:
-    """A role's settings that none of the same TP and PP beats in memory and in order."""
+    """The role's Pareto-optimal settings for each TP and PP: no other takes as little memory and comes earlier in the
+    order."""
     work = _work(task, task.config)
     share, reference = task.machine.per_rank(task.gpus), task.config.reference
     found: dict[tuple[int, int], list[_Choice]] = {}
@@ -261,12 +263,13 @@ def _settings(task: _Search, name: str) -> Iterator[RoleSettings]:
 
 
 def _switch(given: bool | None) -> list[bool | None]:
-    """What is given and, where that is off, the default, which shards."""
+    """The given value; where that is false, also the default (None), which shards."""
     return [False, None] if given is False else [given]
 
 
 def _contexts(task: _Search, given: RoleSettings) -> list[int]:
-    """CP that is tried: the given one, and for speed those that leave each rank enough of the longest sample."""
+    """Sizes of CP to try: the given one; in a search for speed also those that leave each rank enough of the longest
+    sample."""
     if not task.by_speed:
         return [given.layout.context_parallel]
     fitting = (cp for cp in _CONTEXTS if cp * _CONTEXT_TOKENS <= task.config.max_sequence_tokens)
@@ -274,7 +277,7 @@ def _contexts(task: _Search, given: RoleSettings) -> list[int]:
 
 
 def _offloads(task: _Search, given: RoleSettings) -> list[OffloadSettings]:
-    """What leaves the device while a role rests: what is given, and for speed, on GPUs, nothing and all of it."""
+    """Offload settings to try: the given ones; in a search for speed on GPUs also nothing and everything."""
     if not (task.by_speed and task.machine.is_cuda):
         return [given.offload]
     nothing, everything = OffloadSettings(), OffloadSettings(weights=True, gradients=True, optimizer=True)
@@ -289,8 +292,8 @@ def _is_valid(task: _Search, role: RoleSpec) -> bool:
 
 
 def _distance(given: RoleSettings, tried: RoleSettings) -> float:
-    """Doublings of TP, PP, CP and EP and what leaves the device count 1, other doublings and steps of recomputation a
-    half, switches a quarter."""
+    """How far settings are from the given ones. Each doubling of TP, PP, CP or EP and a change of the offload count 1;
+    a doubling of the microbatch budget and a step of recomputation count a half; each switch counts a quarter."""
 
     def doublings(a: int, b: int) -> float:
         return abs(math.log2(a / b))
@@ -309,8 +312,8 @@ def _distance(given: RoleSettings, tried: RoleSettings) -> float:
 
 
 def _engine_batches(task: _Search) -> Iterator[_Batch]:
-    """What an engine can be given that no other choice beats in memory and in order: the embedded engine's batch and
-    halves of it; for SGLang beside trainers its TP and its share of the memory."""
+    """The engine's Pareto-optimal settings in memory and order: for the embedded engine its batch and halves of it; for
+    SGLang beside trainers its TP and its share of the memory."""
     given, arch, share = task.config.rollout, task.models.actor, task.machine.per_rank(task.gpus)
     found = []
     for rollout, changes in _rollouts(task, given):
@@ -328,8 +331,8 @@ def _engine_batches(task: _Search) -> Iterator[_Batch]:
 
 
 def _rollouts(task: _Search, given: RolloutSettings) -> Iterator[tuple[RolloutSettings, float]]:
-    """Settings of the engine and how many changes they are: half a change for a halving or a tenth, one for a doubling
-    of TP."""
+    """Settings of the engine with their distance from the given ones: half a change for a halving of the batch or a
+    tenth of the memory, one for a doubling of TP."""
     yield given, 0.0
     servers = _work(task, task.config).servers
     if servers is None:
@@ -348,7 +351,8 @@ def _rollouts(task: _Search, given: RolloutSettings) -> Iterator[tuple[RolloutSe
 
 
 def _server_ranks(task: _Search, servers: Servers) -> list[int]:
-    """TP of servers inside a node; only the given one where the search is not for speed, or it has more to divide."""
+    """Sizes of TP to try for servers inside a node; only the given one where the search is not for speed, or where
+    servers span nodes or attend in groups."""
     given, arch = servers.tensor_parallel, task.models.actor
     if not task.by_speed or servers.nodes > 1 or servers.attention_groups > 1:
         return [given]

@@ -22,9 +22,10 @@ from megappo.families.architecture import ArchitectureConfig
 from megappo.plan.sizes import attention_parameters, model_sizes, whole_parameters
 
 _PREFILL_TOKENS = 8192
-"""SGLang's chunked-prefill-size on GPUs of 80 GB and more."""
+"""SGLang 0.5.23's default of `--chunked-prefill-size` on GPUs of 60 to 160 GB (arg_groups/memory_hook.py)."""
 _STATES_BESIDE_CACHE = 0.9
-"""Memory for states of linear attention by that for keys and values: SGLang's `--mamba-full-memory-ratio`."""
+"""Ratio of the memory for states of linear attention to that for keys and values: the default of SGLang 0.5.23's
+`--mamba-full-memory-ratio`."""
 
 
 @dataclass(frozen=True)
@@ -34,34 +35,34 @@ class Servers:
     count: int
     tensor_parallel: int
     colocated: bool
-    """They share the trainers' devices."""
+    """Whether the servers share the trainers' devices."""
     shares_machine: bool
-    """Without CUDA: on the machine that the trainers' ranks share."""
+    """Whether, without CUDA, the servers are on the machine that the trainers' ranks share."""
     sleeps: bool
-    """Gives its memory to the trainers between rollouts."""
+    """Whether a server gives its memory to the trainers between rollouts."""
     ahead: bool
-    """Generates while the trainers update."""
+    """Whether servers generate while the trainers update."""
     static_bytes: float
-    """Of a device, for weights, keys and values; 0 where a number of tokens is set instead."""
+    """Bytes of a device for weights, keys and values; 0 where a number of tokens is set instead."""
     max_total_tokens: int | None
     deterministic: bool
-    """Computes a response from its prompt and seed alone, which costs speed on GPUs."""
+    """Whether a server computes a response from its prompt and seed alone, which costs speed on GPUs."""
     most_sequences: int
     """Most sequences that all ranks together keep at one server."""
     notes_experts: bool = False
-    """Says which experts computed a token, of a model that has some."""
+    """Whether a server returns which experts computed each token; counts only for a model with experts."""
     sliced: bool = False
-    """In a weight sync each of its ranks is given its own slices."""
+    """Whether each rank of a server receives its own slices in a weight sync."""
     reached_from_everywhere: bool = False
-    """Every machine's ranks can feed it."""
+    """Whether ranks of every machine can feed a server."""
     nodes: int = 1
-    """Machines that share out its ranks."""
+    """Machines over which a server's ranks are spread."""
     attention_groups: int = 1
-    """Groups of its ranks that attend apart."""
+    """Groups of a server's ranks with attention of their own (SGLang's DP attention)."""
 
     @property
     def attention_ranks(self) -> int:
-        """Those of a server that share out its heads."""
+        """Ranks of a server over which the heads of attention are spread."""
         return self.tensor_parallel // self.attention_groups
 
     @property
@@ -110,7 +111,8 @@ def server_weights(arch: ArchitectureConfig, tensor_parallel: int, attention_gro
 
 
 def token_bytes(arch: ArchitectureConfig, attention_ranks: int, element_bytes: int) -> float:
-    """Keys and values of one token on one of the ranks that share out a server's heads; latents are whole on each."""
+    """Bytes of one token's keys and values on one of the ranks over which a server's heads are spread; latents are
+    whole on each rank."""
     if arch.latent is not None:
         return float(element_bytes * arch.cached_width)
     of_layers = (max(arch.kv_heads_of(n) / attention_ranks, 1) * arch.head_dim_of(n) for n in arch.attention_layers)
@@ -132,13 +134,13 @@ def cache_tokens(arch: ArchitectureConfig, servers: Servers, element_bytes: int)
 def running_sequences(
     arch: ArchitectureConfig, servers: Servers, element_bytes: int, *, wanted: int, mean_tokens: float
 ) -> float:
-    """Sequences that a server decodes at the same time, of those it is asked for."""
+    """Sequences that a server decodes at the same time, of the `wanted` ones that it is asked for."""
     room = servers.attention_groups * cache_tokens(arch, servers, element_bytes) / mean_tokens
     return max(1.0, min(float(wanted), float(servers.most_sequences), room))
 
 
 def server_workspace(arch: ArchitectureConfig, servers: Servers, element_bytes: int, sequences: float) -> float:
-    """What a rank of a server needs beside weights, keys and values."""
+    """Bytes that a rank of a server needs beside weights, keys and values."""
     prefill = (
         element_bytes * _PREFILL_TOKENS * (3 * arch.ffn_hidden_size / servers.tensor_parallel + 4 * arch.hidden_size)
     )
@@ -147,6 +149,6 @@ def server_workspace(arch: ArchitectureConfig, servers: Servers, element_bytes: 
 
 
 def noted_bytes(arch: ArchitectureConfig, servers: Servers) -> float:
-    """What a rank of a server notes of a token's experts while it computes them, and then in the host's memory as long
-    as the token's keys and values are there."""
+    """Bytes in which a rank of a server records a token's experts: on the device while it computes the token, then in
+    the host's memory as long as the token's keys and values are cached."""
     return 4.0 * arch.layers * arch.experts_per_token if servers.notes_experts else 0.0

@@ -20,7 +20,7 @@ def model_sizes(arch: ArchitectureConfig) -> tuple[int, int, int]:
 
 @lru_cache(maxsize=64)
 def largest_tensor(arch: ArchitectureConfig) -> int:
-    """Elements that the weight stream moves at once at least: the largest Megatron parameter, whole."""
+    """Elements of the largest Megatron parameter, whole: the least that the weight stream moves at once."""
     return max(p.elements for p in model_parameters(arch, experts=(0,)))
 
 
@@ -32,7 +32,8 @@ def whole_parameters(arch: ArchitectureConfig) -> int:
 
 @lru_cache(maxsize=256)
 def largest_of_layer(arch: ArchitectureConfig, tp: int, experts_here: int) -> int:
-    """Elements of the largest weight of a layer on one tensor parallel rank, which has its experts in one."""
+    """Elements of the largest weight of a layer on one tensor parallel rank, where the rank's experts of a layer are
+    one weight."""
     here = [p for p in model_parameters(arch, experts=(0,)) if p.layer in (0, arch.layers - 1)]
     shapes = [shard_shape(arch, p, tp, arch.vocab_size) for p in here]
     held = [1 if p.expert is None else experts_here for p in here]
@@ -40,8 +41,8 @@ def largest_of_layer(arch: ArchitectureConfig, tp: int, experts_here: int) -> in
 
 
 def state_bytes(arch: ArchitectureConfig, element_bytes: int) -> float:
-    """What an engine keeps of a sequence of any length in layers of linear attention: states, in float32, and what the
-    next tokens' convolutions take."""
+    """Bytes that an engine keeps of a sequence, of any length, in layers of linear attention: states in float32, and
+    the inputs that the convolutions of the next tokens need."""
     net = arch.delta_net
     if net is None:
         return 0.0
@@ -50,10 +51,11 @@ def state_bytes(arch: ArchitectureConfig, element_bytes: int) -> float:
 
 
 def generation_flops_of_pair(arch: ArchitectureConfig, *, served: bool) -> float:
-    """FLOPs in all layers of a token that is generated with a token before it: the scores, and what is read.
+    """FLOPs of attention in all layers between a generated token and one token before it: the scores, and the weighted
+    values.
 
-    What latents stand for the embedded engine makes of them anew for each token; SGLang multiplies queries and what is
-    read by the matrices in place of the latents (DeepSeek-AI 2024, arXiv:2405.04434, section 2.1.2).
+    With latent attention, the embedded engine expands keys and values from the latents again for each generated token.
+    SGLang multiplies queries and outputs by those matrices instead (DeepSeek-AI 2024, arXiv:2405.04434, section 2.1.2).
     """
     layers, net = len(arch.attention_layers), arch.latent
     if net is None:
@@ -65,7 +67,8 @@ def generation_flops_of_pair(arch: ArchitectureConfig, *, served: bool) -> float
 
 @lru_cache(maxsize=64)
 def attention_parameters(arch: ArchitectureConfig) -> int:
-    """Weights, of all layers and of the embedding, that ranks which attend in groups share out within each."""
+    """Weights of all layers and of the embedding that are spread over the ranks of one attention group, where ranks
+    attend in groups."""
     found = (p for p in model_parameters(arch, experts=()) if p.is_of_attention and p.axis is not None)
     return sum(p.elements for p in found)
 

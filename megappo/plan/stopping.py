@@ -1,8 +1,8 @@
 """How long a run takes to stop, and how often it should write a checkpoint.
 
-A signal is obeyed while an engine generates, and between a step's stages; but once a step has begun its updates, it is
-finished: critic, actor, weight sync. Then a checkpoint that is still being written is waited for, and the last one is
-written. The scheduler's lead time has to cover all of that.
+A signal stops the run while an engine generates, and between a step's stages; but once a step has begun its updates,
+it is finished: critic, actor, weight sync. Then the run waits for a checkpoint that is still being written, and writes
+the last one. The scheduler's lead time has to cover all of that.
 """
 
 from __future__ import annotations
@@ -18,9 +18,10 @@ from megappo.plan.machines import ASSUMED, Machine
 from megappo.plan.sizes import model_sizes
 
 _SLACK = 1.5
-"""Seconds of a plan are off by so much (benchmarks/results has a comparison)."""
+"""Factor by which a plan may be too short: a whole step on an H100 took 1.15 times the plan, published runs 0.9 to 1.8
+times (benchmarks/results/2026-11-26-h100-whole-step.md, 2026-11-21-plan-published.md)."""
 _ROUND_SECONDS = 60
-"""A scheduler may be late by a minute, and so is the lead time rounded up."""
+"""A scheduler's signal may be a minute late; the lead time is rounded up to minutes for that."""
 _LOST_SECONDS = 1800.0
 """Most seconds of work that a killed run should lose."""
 _INTERVALS = (1, 2, 5, 10, 20, 50)
@@ -28,20 +29,21 @@ _INTERVALS = (1, 2, 5, 10, 20, 50)
 
 @dataclass(frozen=True)
 class Stopping:
-    """What a scheduler and `checkpoint` should be told."""
+    """Lead time for a scheduler, and the interval for `checkpoint`."""
 
     uninterruptible_seconds: float
     """The longest piece of a step that is finished before the run stops."""
     checkpoint_bytes: float
     checkpoint_seconds: float
-    """To write one, by the assumed bandwidth of a node."""
+    """Seconds to write a checkpoint, by the assumed bandwidth of a node."""
     lead_seconds: int
     """Seconds that the scheduler must leave between its signal and its kill."""
     every_steps: int
-    """Recommended `checkpoint.every_steps`: at most half an hour is lost where a step and the writing are not longer,
-    and one is written before the next is due."""
+    """Recommended `checkpoint.every_steps`: at most half an hour of work is lost, unless a step or the writing takes
+    longer, and a checkpoint is written before the next one is due."""
     lost_seconds: float
-    """Of work that a run killed at the worst moment loses, with checkpoints as often as recommended."""
+    """Seconds of work that a run loses when it is killed at the worst moment, with checkpoints as often as
+    recommended."""
 
     def sentence(self, config: Config) -> str:
         """What to tell the scheduler, and what to change."""
@@ -68,7 +70,7 @@ def _size(n_bytes: float) -> str:
 
 
 def stopping(setup: Setup, stages: Sequence[StageCost], machine: Machine, step_seconds: float) -> Stopping:
-    """`machine` and `stages` as a rank has them."""
+    """Lead time and checkpoint interval of a run; `machine` and `stages` are one rank's."""
     seconds = {stage.name: stage.seconds for stage in stages}
     finished = math.fsum(s for name, s in seconds.items() if name.startswith("update_") or name == "sync")
     piece = max(seconds["forward"], finished)
@@ -90,8 +92,8 @@ def stopping(setup: Setup, stages: Sequence[StageCost], machine: Machine, step_s
 
 
 def _state_bytes(role: RoleSetup) -> float:
-    """Weights, and of the optimizer main weights and moments in float32, or in float32 the moments alone; of what is
-    not trained float32 weights."""
+    """Bytes of a role in a checkpoint: weights, and of the optimizer the float32 main weights and moments, or with
+    float32 weights the moments alone. A role that is not trained has float32 weights."""
     if not role.trained:
         return 4.0 * model_sizes(role.arch)[0]
     optimizer_bytes = 12 if role.dtype_bytes == 2 else 8

@@ -1,4 +1,4 @@
-"""What of the weights each rank receives in a weight sync, by the plan of slices that the sync itself goes by."""
+"""Bytes that each rank receives in a weight sync, computed from the plan of slices that the sync itself follows."""
 
 from __future__ import annotations
 
@@ -16,6 +16,8 @@ from megappo.reshard.feeding import Feeding
 from megappo.reshard.slices import Holdings, Receiver, copy_ranks
 
 _SAMPLED_RANKS = 8
+"""Receivers whose bytes are counted. Each count goes through all parameters of the model, so that not every rank of a
+large world is counted."""
 
 
 @dataclass(frozen=True)
@@ -23,15 +25,15 @@ class SyncTraffic:
     """Bytes of one weight sync on the busiest rank."""
 
     received: float
-    """From other ranks."""
+    """Bytes received from other ranks."""
     made: float
-    """Of the tensors that it puts together."""
+    """Bytes of the tensors that the rank assembles."""
     broadcast: float
-    """To servers elsewhere."""
+    """Bytes broadcast to servers on other devices."""
 
 
 def sync_traffic(setup: Setup, ranks_per_node: int) -> SyncTraffic:
-    """Of a few ranks that are spread over all that receive something, what the busiest one does."""
+    """Traffic of the busiest rank, found among a few receivers that are spread over all of them."""
     found, holdings = receivers(setup, ranks_per_node), _holdings_of(setup)
     arch, servers, e = setup.actor.arch, setup.work.servers, setup.actor.dtype_bytes
     whole = float(e * model_sizes(arch)[0])
@@ -56,7 +58,7 @@ def sync_traffic(setup: Setup, ranks_per_node: int) -> SyncTraffic:
 
 
 def receivers(setup: Setup, ranks_per_node: int) -> list[Receiver]:
-    """All that ask for weights: every rank for the embedded engine, those that feed servers otherwise; none where
+    """Ranks that receive weights: every rank for the embedded engine, the ranks that feed servers otherwise; none where
     servers read memory that all ranks write."""
     if setup.work.servers is None:
         return [Receiver(rank) for rank in range(setup.work.world_size)]
@@ -64,7 +66,7 @@ def receivers(setup: Setup, ranks_per_node: int) -> list[Receiver]:
 
 
 def _feeders(setup: Setup, ranks_per_node: int) -> list[Receiver]:
-    """Of each server."""
+    """The ranks that feed each server."""
     servers, feeding = setup.work.servers, _feeding(setup, ranks_per_node)
     assert servers is not None
     if feeding.shares_memory:
@@ -89,7 +91,8 @@ def misplaced_server(setup: Setup, ranks_per_node: int) -> str | None:
 
 
 def _feeding(setup: Setup, ranks_per_node: int) -> Feeding:
-    """Servers that a node has no room for are started apart, and `rollout.sglang.urls` will name them."""
+    """How servers are fed. Servers that have no room on a node are taken to be started separately, to be named by
+    `rollout.sglang.urls`."""
     servers, world = setup.work.servers, setup.work.world_size
     assert servers is not None
     apart = servers.beside and servers.ranks > ranks_per_node
@@ -105,7 +108,7 @@ def _feeding(setup: Setup, ranks_per_node: int) -> Feeding:
 
 
 def received_bytes(setup: Setup, ranks_per_node: int, ranks: Collection[int] | None = None) -> dict[int, int]:
-    """What other ranks send to each rank, or to each of these."""
+    """Bytes that each rank, or each of `ranks`, receives from other ranks."""
     found = dict.fromkeys(range(setup.work.world_size) if ranks is None else ranks, 0)
     for receiver in receivers(setup, ranks_per_node):
         if receiver.rank in found:
@@ -114,7 +117,7 @@ def received_bytes(setup: Setup, ranks_per_node: int, ranks: Collection[int] | N
 
 
 def sent_bytes(setup: Setup, ranks_per_node: int) -> dict[int, int]:
-    """What each rank sends to others."""
+    """Bytes that each rank sends to other ranks."""
     found = dict.fromkeys(range(setup.work.world_size), 0)
     for receiver in receivers(setup, ranks_per_node):
         for rank, n_bytes in _sources(_holdings_of(setup), receiver, setup.actor.dtype_bytes).items():

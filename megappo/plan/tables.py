@@ -124,7 +124,7 @@ def _stage_table(plan: Plan) -> Table:
 
 
 def _host_table(plan: Plan) -> Table:
-    """What is kept there of each role on the fullest ranks, and what each stage moves there or back."""
+    """Bytes on the host: what each role on the fullest ranks keeps there, and what each stage moves there or back."""
     table = Table(title="the host, bytes of a rank", title_justify="left", box=SIMPLE_HEAD)
     table.add_column("", no_wrap=True)
     for name in ("holds", "moved"):
@@ -137,7 +137,7 @@ def _host_table(plan: Plan) -> Table:
 
 
 def _prefixed(number: float) -> str:
-    """With an SI prefix: 1.5e12 is 1.5 T."""
+    """A number with an SI prefix: 1.5e12 is `1.5 T`."""
     for prefix, size in (("P", 1e15), ("T", 1e12), ("G", 1e9), ("M", 1e6), ("k", 1e3)):
         if number >= size:
             return f"{_short(number / size)} {prefix}"

@@ -1,1 +1,1 @@
-"""Scores of responses: rules, Python functions in killable workers, reward models."""
+"""Scores of responses: rules, Python functions in worker processes that can be killed, judges, reward models."""

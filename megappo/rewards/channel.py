@@ -1,8 +1,8 @@
-"""What a pool and a reward worker say to each other, so that nothing else can be taken for it.
+"""Messages between a pool and a reward worker, which nothing else can be mistaken for.
 
 A reward function may write into any file descriptor of its process. Requests go through a socket that a worker can only
-read. Answers go through one that keeps messages apart, as JSON behind a key that the pool made: what a function writes
-there is recognised, puts no other message out of step, and is never unpickled.
+read. Answers go through a socket that preserves message boundaries, as JSON behind a key that the pool made: whatever a
+function writes there is recognised, does not shift other messages, and is never unpickled.
 """
 
 from __future__ import annotations
@@ -20,11 +20,12 @@ from typing import Any
 _TRANSFER_SECONDS = 10
 _KEY_BYTES = 16
 _LARGEST_MESSAGE_BYTES = 2**18
-"""A tool's text has up to 16,000 characters (`output_characters`), of which JSON makes up to twelve bytes each."""
+"""A longer message would be truncated. A tool's text has at most 16,000 characters (`output_characters`), of which JSON
+makes up to twelve bytes each."""
 
 
 class ForeignMessageError(Exception):
-    """Something else than a worker's answer came out of its socket."""
+    """The socket of a worker held something other than the worker's answer."""
 
 
 class PoolEnd:
@@ -38,25 +39,26 @@ class PoolEnd:
         # Each owner closes a descriptor of its own: one that is closed twice may be somebody else's by then.
         self._hang_up, self._requests = ours, Connection(os.dup(ours.fileno()), readable=False)
         self.answers, their_answers = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        """Readable where an answer waits, or the worker has ended."""
-        # Linux refuses a longer message than this buffer, which without a word has room for 212,992 bytes.
+        """Socket that is readable when an answer waits, or when the worker has ended."""
+        # Linux refuses a message that is longer than this buffer, whose default is 212,992 bytes.
         their_answers.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, _LARGEST_MESSAGE_BYTES)
         self._theirs = (theirs, their_answers)
         self._key = secrets.token_bytes(_KEY_BYTES)
 
     @property
     def their_descriptors(self) -> tuple[int, int]:
-        """What the worker inherits, for `WorkerEnd`."""
+        """File descriptors that the worker inherits, for `WorkerEnd`."""
         return self._theirs[0].fileno(), self._theirs[1].fileno()
 
     def started(self, first: Any) -> None:
-        """The worker has its descriptors: close ours of them, hand it the key and what it is to receive first."""
+        """Call this when the worker process runs: closes this side's copies of its descriptors, and sends it the key
+        and its first message."""
         for end in self._theirs:
             end.close()
         self.send((self._key, first))
 
     def send(self, requests: Any) -> None:
-        """Raises OSError where the worker has ended or does not read."""
+        """Send requests to the worker. Raises OSError where it has ended or does not read."""
         self._requests.send(requests)
 
     def receive(self) -> list[Any] | None:
@@ -76,7 +78,8 @@ class PoolEnd:
         return answer
 
     def close(self) -> None:
-        """The worker sees the end of its requests, even where a forked process of ours still holds the socket."""
+        """Close the channel; the worker sees the end of its requests, even where a forked process of the trainer still
+        holds the socket."""
         self._hang_up.shutdown(socket.SHUT_RDWR)
         self._hang_up.close()
         self._requests.close()
@@ -104,5 +107,5 @@ class WorkerEnd:
         return self._requests.recv()
 
     def send(self, answer: Sequence[Any]) -> None:
-        """Numbers, texts and None. Raises ConnectionError where the pool is gone."""
+        """Send an answer of numbers, texts and None. Raises ConnectionError where the pool is gone."""
         self._answers.send(self._key + json.dumps(answer).encode())

@@ -36,12 +36,13 @@ def expression_of_target(
     try:
         value = _value(ast.parse(_text(found[-1] if found else ""), mode="eval").body, used)
     except (SyntaxError, ValueError, ZeroDivisionError, RecursionError, MemoryError):
-        return 0.0  # whatever a model may write
+        return 0.0  # the model wrote something else
     return 1.0 if sorted(used) == sorted(numbers) and value == target else format_score
 
 
 def _text(expression: str) -> str:
-    """In Python's signs. Raises ValueError for what is no expression of some numbers, or too long for one."""
+    """The expression with Python's operators. Raises ValueError for text that is no expression of a few numbers, or too
+    long for one."""
     plain = expression.strip().translate(_SIGNS)
     if len(plain) > _LONGEST_CHARACTERS or not _ALLOWED.fullmatch(plain):
         raise ValueError("not an expression of some numbers")
@@ -49,7 +50,7 @@ def _text(expression: str) -> str:
 
 
 def _value(node: ast.expr, used: list[int]) -> Fraction:
-    """Of an expression; its numbers are put into `used`. Raises ValueError for anything else."""
+    """The exact value of an expression; its numbers are appended to `used`. Raises ValueError for anything else."""
     if isinstance(node, ast.Constant) and type(node.value) is int:
         used.append(node.value)
         return Fraction(node.value)

@@ -1,7 +1,7 @@
-"""Everything that stems from a process, also what made a session of its own, and how it is ended.
+"""All descendants of a process, those in sessions of their own included, and how they are ended.
 
-A process whose parent ends becomes a child of its nearest ancestor that is a subreaper, so that nothing which a reward
-function starts can leave its worker's supervisor.
+A process whose parent ends becomes a child of its nearest ancestor that is a subreaper (`prctl(2)`), so that no process
+that a reward function starts can leave its worker's supervisor.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ import psutil
 
 from megappo.runtime.waiting import wait_until
 
+# Option numbers of linux/prctl.h.
 _PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36
 _KILL_SECONDS = 10.0
 _POLL_SECONDS = 0.01
@@ -49,9 +50,9 @@ def reap() -> set[int] | None:
 
 
 def end_descendants() -> None:
-    """SIGKILL all that stems from this process, which has adopted its orphans, until it has no child.
+    """SIGKILL all descendants of this process, which has adopted its orphans, until it has no child.
 
-    What cannot be killed, such as another user's process, is left after a while.
+    A process that cannot be killed, such as another user's, is left after `_KILL_SECONDS`.
     """
 
     def all_ended() -> bool:
@@ -66,7 +67,7 @@ def end_descendants() -> None:
 
 
 def end_marked(variable: str, value: str) -> None:
-    """SIGKILL every process with this environment variable: the way to orphans of a supervisor that was killed."""
+    """SIGKILL every process with this environment variable: it finds the orphans of a supervisor that was killed."""
     for process in psutil.process_iter():
         with suppress(psutil.Error):
             if process.environ().get(variable) == value:

@@ -1,8 +1,8 @@
-"""Expressions of a text as sympy's `parse_expr` reads them, which evaluates Python; here nothing is executed.
+"""Reads expressions as sympy's `parse_expr` does, which evaluates Python code; here nothing is executed.
 
-sympy turns the text into Python code of numbers, symbols, operators and functions. That code is walked, and each node
-becomes what `eval` would have made of it, from a table: there is no attribute, index, text or other name. What would
-grow beyond `_MOST_BITS` is refused before it is computed. Imports sympy.
+sympy turns the text into Python code of numbers, symbols, operators and functions. That code is walked as a syntax
+tree, and each node becomes what `eval` would have made of it, from a table without attributes, indices, texts or other
+names. Results that would grow beyond `_MOST_BITS` are refused before they are computed. Imports sympy.
 """
 
 from __future__ import annotations
@@ -22,7 +22,8 @@ from sympy.parsing import sympy_parser
 
 _MOST_CHARACTERS = 20_000
 _MOST_BITS = 5000.0
-"""Of a number, or of the height and degree of an expression together: a symbol counts one bit."""
+"""Largest size of a number, in bits, or of the height and degree of an expression together, where a symbol counts one
+bit."""
 _MOST_COUNTED = 400
 """Largest whole number whose factorial is computed."""
 _LONGEST_SHIFT = 10_000
@@ -53,7 +54,7 @@ _NAMED = ("Symbol", "Function")
 class _Sized(NamedTuple):
     value: Any
     bits: float
-    """No less than the number, or the expression's numbers and degree, have."""
+    """Upper bound of the bits of the number, or of the expression's numbers and degree."""
 
 
 def read_expression(
@@ -63,8 +64,8 @@ def read_expression(
     global_dict: dict[str, Any] | None = None,
     evaluate: bool = True,
 ) -> Any:
-    """What `sympy.parse_expr` gives, whose arguments these are, for numbers, symbols, arithmetic and common functions.
-    Raises ValueError or SyntaxError for anything else."""
+    """The result of `sympy.parse_expr`, which has the same arguments, for numbers, symbols, arithmetic and common
+    functions. Raises ValueError or SyntaxError for anything else."""
     if len(text) > _MOST_CHARACTERS or any(mark in text for mark in "'\"\\`#@"):
         raise ValueError("this is no expression")
     names = dict(local_dict or {})
@@ -74,21 +75,21 @@ def read_expression(
 
 
 SYMPY = ModuleType("sympy")
-"""sympy, for those who call its `parse_expr`."""
+"""The module sympy with `read_expression` as its `parse_expr`, for scorers that call `sympy.parse_expr`."""
 vars(SYMPY).update({**vars(sympy), "parse_expr": read_expression})
 
 
 def read_literal(text: Any) -> Any:
-    """Lists, tuples, dictionaries, texts and numbers as Python writes them, where `eval` would run anything. Raises as
-    `ast.literal_eval`."""
+    """The value of a Python literal of lists, tuples, dictionaries, texts and numbers, in place of `eval`, which would
+    run any code. Raises as `ast.literal_eval`."""
     if not isinstance(text, str) or len(text) > _MOST_CHARACTERS:
         raise ValueError("this is no literal")
     return ast.literal_eval(text)
 
 
 def read_whole(text: str) -> int:
-    """Whole numbers that are added, subtracted, multiplied and shifted. Raises ValueError or SyntaxError for anything
-    else."""
+    """The value of an expression of whole numbers with +, -, *, << and >>. Raises ValueError or SyntaxError for
+    anything else."""
     return _whole(ast.parse(text.strip(), mode="eval").body)
 
 
@@ -171,7 +172,8 @@ def _called(name: str, given: list[_Sized], keywords: list[ast.keyword]) -> _Siz
 
 
 def _counted(value: Any) -> float:
-    """A whole number whose factorial is computed, 0 for what has symbols, of which nothing is."""
+    """Size of a whole number whose factorial is computed; 0 for an expression with symbols, of which none is computed;
+    infinite for numbers above `_MOST_COUNTED`."""
     value = sympy.sympify(value, strict=True)
     if value.free_symbols:
         return 0.0
@@ -179,7 +181,7 @@ def _counted(value: Any) -> float:
 
 
 def _raised(exponent: _Sized) -> float:
-    """How much larger something becomes with an exponent."""
+    """Factor by which an exponent multiplies the bits of its base."""
     value = sympy.sympify(exponent.value, strict=True)
     if value.is_Rational or value.is_Float:
         return max(1.0, abs(float(value))) if exponent.bits < 1000 else math.inf

@@ -1,8 +1,8 @@
 """A reward server of your own, over HTTP: `reward.function: megappo.rewards.http:scores` with `reward.batch: true`.
 
 Each sample is a POST of a JSON object with `prompt`, `response`, `answer`, `metadata`, `conversation` and `truncated`,
-to which the server answers with `{"score": NUMBER}`. Many are asked at the same time; one that has no answer within its
-deadline, tries included, costs its own sample.
+which the server answers with `{"score": NUMBER}`. Many requests run at the same time; a sample without an answer within
+its deadline, tries included, fails alone.
 """
 
 from __future__ import annotations
@@ -32,19 +32,20 @@ T = TypeVar("T")
 
 
 class Unscored(str):
-    """Why a sample has no score, in its place."""
+    """The reason why a sample has no score, in place of the score."""
 
 
 @dataclass(frozen=True)
 class ServerPlace:
-    """Where a server listens that gives rewards."""
+    """Address and key of a server that gives rewards."""
 
     url: str
     model: str
-    """The name by which it knows its model."""
+    """Name by which the server knows its model."""
     key: str = field(repr=False)
     starting_seconds: float | None = None
-    """How long nobody may listen at a server of the run's own, which is being started; None: it is somebody else's."""
+    """Seconds for which a server that the run starts may refuse connections, while it starts; None: somebody else runs
+    the server."""
 
 
 def scores(
@@ -85,7 +86,7 @@ def scores(
 
 
 def each(work: Callable[[T], float | str], items: Iterable[T], concurrent: int) -> list[float | str]:
-    """What the work gives for each item, or the words of what it raised; so many at a time."""
+    """The result of `work` for each item, or the words of the error that it raised; `concurrent` items at a time."""
 
     def attempt(item: T) -> float | str:
         try:
@@ -103,7 +104,7 @@ def key_in(variable: str | None, whose: str) -> str:
     """The key in an environment variable, as `key_of`; "" for None. Raises ValueError where there is none."""
     key = key_of(variable) if variable is not None else ""
     if variable is not None and not key:
-        is_name = variable.isupper()  # or it is the key itself, which no sentence shows
+        is_name = variable.isupper()  # otherwise it may be the key itself, which no sentence shows
         named, file = (variable, f"{variable}_FILE") if is_name else ("that is named", "NAME_FILE")
         raise ValueError(
             f"{whose} key is to be in the environment variable {named}, which is empty; export it, or in {file} the "
@@ -129,11 +130,12 @@ def post(
     most_tries: float = math.inf,
     absent_seconds: float = 0.0,
 ) -> Any:
-    """The JSON that a server answers, tried again as `Tries` say, until the deadline or so many times.
+    """The JSON that a server answers. The request is tried again as `Tries` says, until the deadline or `most_tries`.
 
-    `absent_seconds`: of a server of the run's own, which no proxy stands before; where nobody listens, they pass before
-    time and tries count, as it is being started. Raises OSError where there is no answer by then or the server refuses,
-    ValueError for what is not JSON; JSON that breaks off in its middle is asked for again.
+    `absent_seconds`: for a server that the run starts, which is asked without a proxy; while it refuses connections,
+    this time passes before the deadline and the tries count, as it is being started. Raises OSError where there is no
+    answer by then or the server refuses, ValueError for an answer that is not JSON; JSON that is cut off is asked for
+    again.
     """
     tries, body = Tries(deadline_seconds, most_tries), json.dumps(content).encode()
     back_by: float | None = None
@@ -165,7 +167,8 @@ def post(
 
 
 def _parsed(answer: bytes) -> Any:
-    """Raises ConnectionError for what may be the beginning of JSON, ValueError for what is none."""
+    """The JSON of an answer. Raises ConnectionError for what may be the beginning of JSON, ValueError for anything else
+    that is not JSON."""
     if not answer:  # it broke off where the server told no length
         raise ConnectionError("an empty answer")
     try:

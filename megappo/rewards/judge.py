@@ -1,6 +1,6 @@
-"""A language model as a reward: a server is asked what it thinks of an answer, and what it says is read.
+"""A language model as a reward: a server is asked to judge an answer, and its text is turned into a score.
 
-What a worker needs; the settings are `megappo.config.judge`'s.
+This is the part that runs in a worker; the settings are those of `megappo.config.judge`.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ if TYPE_CHECKING:
 
 _SHOWN_CHARACTERS = 120
 _MATCH_SECONDS = 1.0
-"""That a pattern may take to find its score in one answer."""
+"""Time limit of the pattern on one answer of the judge: a pattern with nested repetitions may take for ever."""
 
 
 class Noted(float):
-    """A score with something to tell of it."""
+    """A score with a note for the log."""
 
     note: str
 
@@ -45,8 +45,7 @@ class Asking:
     most_tries: int
 
     def say(self, prompt: str) -> str:
-        """What the judge says. Raises as `post`, and ValueError where it answers something else than OpenAI's servers
-        do."""
+        """The judge's text. Raises as `post`, and ValueError for an answer that is not one of OpenAI's protocol."""
         content: dict[str, Any] = (
             {"messages": [{"role": "user", "content": prompt}]} if self.chat else {"prompt": prompt}
         )
@@ -70,7 +69,7 @@ class Asking:
 
 @dataclass(frozen=True)
 class Reading:
-    """How what a judge says becomes a score."""
+    """How a judge's text becomes a score."""
 
     pattern: str | None
     scale: tuple[float, float] | None
@@ -78,7 +77,8 @@ class Reading:
     unreadable: float
 
     def score(self, said: str) -> float:
-        """Of the last number or choice that stands there; `unreadable`, with a note, where there is none."""
+        """The score of the last number or choice in the judge's text; `unreadable`, with a note, where there is
+        none."""
         found = self._last(said)
         if found is None:
             return Noted(self.unreadable, f"no verdict in ...{said[-_SHOWN_CHARACTERS:]}")
@@ -101,7 +101,7 @@ class Reading:
         if pattern is None:  # whole words, and the longer of two that begin alike
             words = "|".join(map(re.escape, sorted(self.choices, key=len, reverse=True)))
             pattern = rf"(?<!\w)({words})(?!\w)"
-        try:  # without holding the other verdicts of the batch up
+        try:  # `concurrent` releases the GIL, so that other verdicts of the batch go on
             matches = regex.finditer(pattern, said, timeout=_MATCH_SECONDS, concurrent=True)
             found = [match[1] for match in matches if match[1] is not None]
         except TimeoutError:
@@ -118,7 +118,7 @@ def judge_key(settings: JudgeSettings) -> str:
 
 
 def judge_place(settings: JudgeSettings) -> ServerPlace:
-    """Of a judge whose server runs already. Raises as `judge_key`."""
+    """The place of a judge whose server runs already. Raises as `judge_key`."""
     assert settings.url is not None, "an own server has its place when it is started"
     return ServerPlace(settings.url, settings.model, judge_key(settings))
 
@@ -171,7 +171,7 @@ def scores(
 
 
 def _question(prompt: str, messages: Sequence[Mapping[str, Any]] | None) -> str:
-    """What the model was asked: of a chat the user's message, or where more was said, each message with its role."""
+    """The question to the model: of a chat the user's message, or where more was said, each message with its role."""
     said = [message for message in messages or () if message["role"] != "system"]
     if len(said) < 2:
         return str(said[0]["content"]) if said else prompt

@@ -17,8 +17,8 @@ from megappo.runtime.sglang_cpu import require_sglang
 
 
 def judge_servers(config: Config, runtime: Runtime) -> dict[str, OwnServer]:
-    """The servers to start for judges that have their own; a collective of the world where there are any. Raises
-    ValueError on every rank where SGLang is lacking on one."""
+    """The servers to start for judges with a server of the run; a collective of the world where there are any. Raises
+    ValueError on every rank where SGLang is missing on one."""
     wanted = {}
     for name, judge in config.reward.judges.items():
         if judge.server is not None:
@@ -34,11 +34,11 @@ def _key(config: Config, name: str) -> str:
 
 
 def _spec(config: Config, name: str, judge: JudgeSettings, ranks_here: int, *, on_cuda: bool) -> ServerSpec:
-    """What a judge's server is started with. Raises RunError where it has no GPUs."""
+    """Specification with which a judge's server is started. Raises RunError where it has no GPUs."""
     server = judge.server
     assert server is not None
     settings = server.as_servers
-    if on_cuda:  # of memory that nobody else takes; SGLang's own name, as tokens do not follow from the plan here
+    if on_cuda:  # nobody else uses these GPUs, so SGLang's share of the memory that is free at its start will do
         given = {"mem-fraction-static": server.memory_fraction, **server.arguments}
         settings = settings.model_copy(update={"arguments": given})
     return ServerSpec(

@@ -19,7 +19,7 @@ from megappo.plugins import users_code
 
 @contextmanager
 def _loading(path: str) -> Iterator[None]:
-    """transformers' errors about a folder as one sentence."""
+    """Raise transformers' errors about a folder as ValueError with one sentence."""
     try:
         check_texts(Path(path), ("config.json", *OF_TOKENIZERS))
         yield
@@ -57,8 +57,8 @@ def check_folder(path: str, *, trust_remote_code: bool = False) -> Any:
 
 
 class RewardTexts:
-    """What a reward model reads: prompt and response by its own tokenizer. A text longer than its positions loses its
-    beginning."""
+    """Token ids of prompt and response for a reward model, by its own tokenizer. A text longer than the model's
+    positions loses its beginning."""
 
     def __init__(self, path: str, *, trust_remote_code: bool = False, template_time: str | None = None) -> None:
         """Raises ValueError for a folder without configuration or tokenizer, and several labels. `template_time`: see
@@ -94,7 +94,7 @@ class RewardTexts:
         return list(ids if self._longest_tokens is None else ids[-self._longest_tokens :])
 
     def check(self, ids: Sequence[int]) -> None:
-        """Raises ValueError for what the model cannot read."""
+        """Raise ValueError for token ids that the model cannot read."""
         if not ids:
             raise ValueError("a prompt and its response become no token of the reward model; use another reward model")
         if max(ids) >= self._vocabulary:  # on a GPU this would end the process
@@ -121,7 +121,8 @@ class RewardModel:
         trust_remote_code: bool = False,
         template_time: str | None = None,
     ) -> None:
-        """Load it. Raises ValueError for a folder without a model, several labels, or weights without a score head.
+        """Load the model. Raises ValueError for a folder without a model, several labels, or weights without a score
+        head.
 
         `batch_tokens` bounds a batch, padding included; a longer text is a batch of its own.
         """
@@ -165,7 +166,8 @@ class RewardModel:
 
     @torch.inference_mode()
     def score_ids(self, ids: Sequence[Sequence[int]]) -> Tensor:
-        """The same of texts as token ids. Raises ValueError for what the model cannot read."""
+        """Scores (B,) of texts given as token ids, float32 on the CPU. Raises ValueError for ids that the model cannot
+        read."""
         for sequence in ids:
             self.texts.check(sequence)
         scores_B = torch.empty(len(ids))
@@ -174,10 +176,11 @@ class RewardModel:
         return scores_B
 
     def _score_batch(self, ids: Sequence[Sequence[int]]) -> Tensor:
-        """Right padding: a causal trunk never sees it, and the score is read at the last token of the text.
+        """Scores of one batch, padded on the right: a causal trunk never attends to the padding, and the score is read
+        at the last token of the text.
 
-        The head is applied here because transformers finds the last token by looking for the padding token, which
-        may also be the end of the text.
+        The head is applied here because transformers finds the last token by looking for the padding token, which may
+        also be the token that ends the text.
         """
         longest = max(map(len, ids))
         tokens = torch.zeros(len(ids), longest, dtype=torch.int64)

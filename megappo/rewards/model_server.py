@@ -33,6 +33,7 @@ if TYPE_CHECKING:
 
 class _ScoreServer(ThreadingHTTPServer):
     daemon_threads = True
+    # All ranks may connect at the same time; the default backlog of socketserver is 5.
     request_queue_size = 1024
 
     def __init__(self, arguments: dict[str, Any], model: RewardModel) -> None:
@@ -42,8 +43,8 @@ class _ScoreServer(ThreadingHTTPServer):
         super().__init__((arguments["host"], arguments["port"]), _ScoreHandler)
 
     def handle_error(self, request: Any, client_address: Any) -> None:
-        """What the model cannot compute ends the process, whose keeper sees that, starts it again, and gives it up with
-        the end of this log where that does not help. Who asked may be gone."""
+        """End the process on an error of the model, so that its keeper starts it again, or gives it up and shows the
+        end of this log where that does not help. An OSError is ignored: the client may be gone."""
         if isinstance(sys.exception(), OSError):
             return
         traceback.print_exc()
@@ -100,7 +101,7 @@ class _ScoreHandler(BaseHTTPRequestHandler):
         self.wfile.write(body)
 
     def log_message(self, format: str, *args: Any) -> None:
-        """Nothing: the log is for what goes wrong."""
+        """Log no requests: the log is for errors."""
 
 
 def main() -> int:

@@ -1,4 +1,4 @@
-"""What is a score: a number that float32 can hold. Standard library only, as reward workers start with it."""
+"""What counts as a score: a number that float32 can hold. Standard library only, as reward workers import it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Servers that a run starts for its rewards: which rank starts each, where, and what becomes of it."""
+"""Servers that a run starts for its rewards: which rank starts each, where it runs, and how it is ended."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ _END_SECONDS = 60.0
 
 
 class _EndEvent:
-    """See `Ending`."""
+    """An event that `keep_running` takes as `Ending`."""
 
     def __init__(self) -> None:
         self._event = threading.Event()
@@ -45,7 +45,7 @@ class _Kept:
         self._spec, self._port, self._key, self._ending = spec, port, key, _EndEvent()
         self.called = called
         self.problem: str | None = None
-        """Why it is given up."""
+        """Reason why the server was given up; None: it was not."""
         self._thread = threading.Thread(target=self._keep, name="megappo-reward-server", daemon=True)
         self._thread.start()
 
@@ -59,7 +59,7 @@ class _Kept:
         return start_server(self._spec, 0, 0, restarts + 1, port=self._port, key=self._key)
 
     def end(self) -> None:
-        """Tell it to end; `wait` returns when all of it is gone."""
+        """Tell the server to end; `wait` returns when all its processes are gone."""
         self._ending.end()
 
     def wait(self) -> None:
@@ -71,18 +71,18 @@ class OwnServers:
     """The servers of a run's own rewards."""
 
     places: Mapping[str, ServerPlace] = field(default_factory=dict)
-    """Where each listens, by the names of what they are for; the same on all ranks."""
+    """Places of the servers, by the names of the judges or the model that they serve; the same on all ranks."""
     kept: Sequence[_Kept] = ()
-    """Those that this rank has started."""
+    """Servers that this rank has started."""
 
     def check(self) -> None:
-        """Raises RunError where one of this rank's was given up."""
+        """Raise RunError where a server of this rank was given up."""
         for kept in self.kept:
             if kept.problem is not None:
                 raise RunError(f"{kept.called}'s server cannot be kept running: {kept.problem}")
 
     def close(self) -> None:
-        """End this rank's servers and all that they made."""
+        """End this rank's servers and all their processes."""
         for kept in self.kept:
             kept.end()
         for kept in self.kept:
@@ -95,13 +95,14 @@ class OwnServer:
 
     settings: OwnServerSettings
     key: str
-    """Where its settings stand."""
+    """Dotted key of the server's settings."""
     called: str
-    """Whose it is, for people."""
+    """Whose server it is, for people."""
     spec: Callable[[int], ServerSpec]
-    """What to start on a machine on which so many ranks train; called on the rank that starts it. Raises RunError."""
+    """Makes the specification, given the number of ranks that train on the server's machine; called on the rank that
+    starts it. Raises RunError."""
     path: str = ""
-    """What follows its address where it is asked."""
+    """Path behind the server's address in requests."""
 
 
 def start_servers(wanted: Mapping[str, OwnServer], runtime: Runtime) -> OwnServers:
@@ -128,6 +129,7 @@ def start_servers(wanted: Mapping[str, OwnServer], runtime: Runtime) -> OwnServe
             kept.append(_Kept(spec, server.called, port, secret))
         return places, kept
 
+    # Raises on every rank where one fails, so that none waits for it in the gather behind.
     places, kept = agreed(started, (RunError, OSError))
     everywhere = {name: place for of_rank in all_gather_objects(places) for name, place in of_rank.items()}
     return OwnServers(everywhere, kept)

@@ -1,4 +1,4 @@
-"""From the name in the configuration to the function."""
+"""Reward functions by their names in the configuration, and their arguments."""
 
 from __future__ import annotations
 
@@ -16,16 +16,16 @@ if TYPE_CHECKING:
     from megappo.types import Prompt
 
 OF_ENVIRONMENT = "environment"
-"""Name of no function at all: the environment's own rewards are all there is."""
+"""Name for rewards of the environment alone, without a function."""
 _PER_SAMPLE = ("prompt", "response", "answer", "metadata")
 _PER_BATCH = ("prompts", "responses", "answers", "metadata")
 _FURTHER = ("raw_response", "prompt_token_ids", "token_ids", "truncated", "conversation")
-"""Arguments of a function that has parameters for them."""
+"""Further arguments, for functions that have parameters for them."""
 OF_EACH = {
     "prompts": "prompt", "responses": "response", "answers": "answer", "raw_responses": "raw_response",
     "conversations": "conversation",
 }  # fmt: skip
-"""The argument of a sample that one of a batch, by its name, is a list of; of others it has the same name."""
+"""For arguments of batch functions with another name: the argument of one sample that they are a list of."""
 _OF_BATCH = {one: many for many, one in OF_EACH.items()}
 
 
@@ -41,7 +41,7 @@ class ChosenReward(Protocol):
 
 
 class RewardChoice(NamedTuple):
-    """What is sent to a worker."""
+    """The reward function as it is sent to a worker."""
 
     function: str
     options: dict[str, Any]
@@ -121,8 +121,8 @@ def resolve(settings: ChosenReward) -> Callable[..., Any]:
 def argument_names(function: Callable[..., Any], *, batch: bool) -> tuple[str, ...]:
     """The keyword arguments that a reward function is called with: those of `_offered` that it has parameters for.
 
-    A function with `**kwargs` gets the four basic arguments besides; the others it may hand on to a function that does
-    not expect them. So does a function written in C whose parameters are not known.
+    A function with `**kwargs` gets only the four basic arguments besides: it may pass the others on to a function that
+    does not expect them. A function written in C whose parameters are not known gets the four basic ones too.
     """
     signature = signature_of(function)
     basic = _PER_BATCH if batch else _PER_SAMPLE

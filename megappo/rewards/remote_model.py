@@ -1,7 +1,7 @@
-"""A frozen reward model that a server elsewhere holds: token ids go there, a score comes back.
+"""A frozen reward model on a server elsewhere, which is sent token ids and answers with a score.
 
-Each sample is a POST of `{"input_ids": [...]}` to `/classify`, answered by `{"embedding": [SCORE]}`, as SGLang does for
-a model of sequence classification, and `megappo.rewards.model_server`.
+Each sample is a POST of `{"input_ids": [...]}` to `/classify`, answered by `{"embedding": [SCORE]}`. SGLang does so for
+sequence classification models, and so does `megappo.rewards.model_server`.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ _SHOWN_CHARACTERS = 120
 
 
 class RemoteRewardModel:
-    """Scores by a server; its texts are made here, by the model's own tokenizer."""
+    """Scores from a server; this process tokenises the texts, with the model's own tokenizer."""
 
     def __init__(
         self,

@@ -112,7 +112,8 @@ def math_verify(*, prompt: str, response: str, answer: str | None, metadata: dic
 
 
 def _delimited(gold: str) -> str:
-    r"""A gold as the library reads it. Dollars delimit mathematics in pairs; any other, and every `\$`, is of money."""
+    r"""An answer of the data in the form that math-verify parses. Dollars delimit mathematics in pairs; any other
+    dollar, and every `\$`, is a currency."""
     pairs, odd = divmod(len(_DOLLAR.findall(gold)), 2)
     if (pairs and not odd) or any(mark in gold for mark in ("\\boxed", "\\(", "\\[")):
         return _ESCAPED.sub("", gold)
@@ -144,7 +145,7 @@ def _dataset(task: str, options: str) -> Any:
 
 
 def _library(name: str) -> Any:
-    """One whose scorers execute nothing of a response."""
+    """Import a library, with scorers that execute nothing of a response."""
     try:
         library = import_module(name)
     except ImportError as error:
@@ -172,4 +173,4 @@ RULES: dict[str, Callable[..., float]] = {
 """The built-in rules by their names in `reward.function`."""
 
 GOLDS: dict[str, Callable[[str | None], object]] = {"number": number_gold, "gsm8k": gsm8k_gold}
-"""What reads the answers of the rules that take not every answer."""
+"""For rules that do not take every answer: the function that reads an answer and raises ValueError for a wrong one."""

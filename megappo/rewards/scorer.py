@@ -1,4 +1,4 @@
-"""Scores of a step's responses, whatever they come from."""
+"""Scores of a step's responses, from functions, judges, reward models and environments."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class _Verdicts:
-    """How a judge did with one step's samples of this rank."""
+    """Statistics of a judge on one step's samples of this rank."""
 
     samples: int
     unreadable: int
@@ -36,13 +36,13 @@ class _Verdicts:
 
 @dataclass(frozen=True)
 class _Worth:
-    """What this rank's samples are worth."""
+    """Scores of this rank's samples."""
 
     result: RewardResult
     of_terms: Mapping[str, Tensor] = field(default_factory=dict)
-    """The scores by each of several functions."""
+    """Scores (B,) of each of several functions, by its name."""
     verdicts: Mapping[str, _Verdicts] = field(default_factory=dict)
-    """By the names of `RewardSettings.judges`."""
+    """Statistics of judges, by the names of `RewardSettings.judges`."""
 
 
 class RewardScorer:
@@ -67,7 +67,7 @@ class RewardScorer:
             check_reward(term)
         self._settings, self._device = settings, device
         self._pools: dict[str, RewardPool] = {}
-        """By the names of `RewardSettings.terms`."""
+        """Worker pools, by the names of `RewardSettings.terms`."""
         self._model: RewardModel | SharedRewardModel | None = None
         self._remote: RemoteRewardModel | None = None
         try:
@@ -81,7 +81,7 @@ class RewardScorer:
             raise
 
     def _load_or_ask(self, path: str) -> None:
-        """Have the reward model here, or know where it is."""
+        """Load the reward model, or connect to the process or server that holds it."""
         settings = self._settings
         if self._servers is not None and settings.model_server is not None:
             from megappo.rewards.shared_model import SERVED, SharedRewardModel
@@ -136,6 +136,7 @@ class RewardScorer:
         tally.total("samples", B)
         metrics = tally.reduce(None, self._device)
         failed, samples = int(metrics.pop("failed")), int(metrics.pop("samples"))
+        # Both numbers are sums over all ranks, so all ranks take this branch, and its collective, together.
         if failed > self._settings.max_failure_fraction * samples:
             everywhere = [failure for of_rank in all_gather_objects(result.failures[:1]) for failure in of_rank]
             raise too_many_failures(self._settings, failed, samples, everywhere)
@@ -154,7 +155,8 @@ class RewardScorer:
         return result.scores
 
     def _result(self, rollouts: Rollouts) -> _Worth:
-        """Of all samples. No function sees those of failed episodes, which have the score of a failure."""
+        """Scores of all samples. Samples of failed episodes are given to no function and have the score of a
+        failure."""
         if rollouts.episodes is None:
             return self._scored(rollouts, range(len(rollouts.responses)))
         failed_B = rollouts.episodes.failed_B
@@ -178,7 +180,7 @@ class RewardScorer:
         return _Worth(RewardResult(scores_B, failures, late), every, found.verdicts)
 
     def _scored(self, rollouts: Rollouts, chosen: Sequence[int]) -> _Worth:
-        """Of some samples, in the order of `chosen`, by each function that is for their prompts."""
+        """Scores of the samples `chosen`, in that order, by each function that is for their prompts."""
         judges, found, verdicts = self._settings.judges, dict[str, RewardResult](), dict[str, _Verdicts]()
         requests = [_request(rollouts, b) for b in chosen] if self._pools else []
         for name, (_, term) in self._settings.terms.items():
@@ -198,7 +200,7 @@ class RewardScorer:
         return _Worth(self._sum(found), of_terms, verdicts)
 
     def _by_model(self, rollouts: Rollouts, chosen: Sequence[int]) -> RewardResult:
-        """Of some samples, by the reward model."""
+        """Scores of the samples `chosen` by the reward model."""
         model = self._remote or self._model
         assert model is not None, "settings with `model` have a path"
         chat = model.has_chat_template  # then prompts go to it as messages
@@ -229,7 +231,8 @@ class RewardScorer:
         return RewardResult(summed.scores, sorted([*failures.items(), *summed.failures]), frozenset(late))
 
     def _finite(self, scores: Tensor, words: str) -> RewardResult:
-        """Scores of which those fail that are no finite number; `words` begin the sentence about such a one."""
+        """The scores, with a failure for each that is not finite or beyond float32; `words` begin the sentence about
+        it."""
         problems = [(i, score_problem(score)) for i, score in enumerate(scores.tolist())]
         failures = [(i, f"{words} {problem}") for i, problem in problems if problem]
         scores = scores.masked_fill(~scores.isfinite(), self._settings.failure_score)
@@ -244,7 +247,7 @@ class RewardScorer:
 
 
 def _spread(result: RewardResult, places: Sequence[int], samples: int) -> RewardResult:
-    """A result of some of so many samples, which stand at these places, as one of all; the others have 0."""
+    """The result of a subset, at `places` of `samples` samples, as a result of all; the others have 0."""
     if len(places) == samples:
         return result
     scores_B = torch.zeros(samples)
@@ -270,7 +273,7 @@ def _request(rollouts: Rollouts, b: int) -> RewardRequest:
 
 
 def _conversation(rollouts: Rollouts, b: int) -> list[dict[str, Any]]:
-    """The prompt's messages, and who said what after them."""
+    """Messages of the prompt, then those of the response or the episode, with their roles."""
     prompt = rollouts.prompts[b]
     begun = list(prompt.metadata.get(CHAT_MESSAGES, [{"role": "user", "content": prompt.text}]))
     if rollouts.episodes is None:

@@ -1,4 +1,4 @@
-"""A frozen reward model that all ranks share: the process of the run that holds it, and how ranks ask it."""
+"""A frozen reward model that all ranks share: the process of the run that holds it, and the client in each rank."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from megappo.runtime.process import Runtime
 from megappo.runtime.waiting import wait_until
 
 SERVED = "reward model"
-"""Its name, also among `OwnServers.places`, where no judge has one with a space."""
+"""Name of the process, also in `OwnServers.places`; it has a space, so that no judge has the same name."""
 REQUEST_SAMPLES = 64
 _KEY = "reward.model_server"
 _PAUSE_SECONDS = 0.5
@@ -34,7 +34,7 @@ _PAUSE_SECONDS = 0.5
 
 @dataclass(frozen=True)
 class _ModelServerSpec(ServerSpec):
-    """What the process is started with, which is no SGLang."""
+    """Specification of the process, which runs `megappo.rewards.model_server` instead of SGLang."""
 
     program: ClassVar[str] = "megappo.rewards.model_server"
     batch_tokens: int = 0
@@ -93,7 +93,7 @@ def _spec(
 
 
 class SharedRewardModel:
-    """Scores by the process that holds the model; as `RewardModel` for who asks."""
+    """Scores from the process that holds the model; used like a `RewardModel`."""
 
     def __init__(self, place: ServerPlace, settings: RewardModelServerSettings, check: Callable[[], None]) -> None:
         """`check` raises where the process is given up, on the rank that started it."""
@@ -124,7 +124,7 @@ class SharedRewardModel:
         return scores_B
 
     def _ask(self, path: str, content: dict[str, Any]) -> dict[str, Any]:
-        """Its answer, asked for again while it is being started, or started again."""
+        """The answer of the process; the request is repeated while the process starts, or starts again."""
         most_seconds = self._settings.timeout_seconds
         answers, failures = list[dict[str, Any]](), list[str]()
 

@@ -1,9 +1,9 @@
-"""What a model wrote is not executed by the libraries that score it.
+"""Replacements of functions with which scoring libraries would execute text that a model wrote.
 
-Some scorers of reasoning-gym (0.1.25) `eval` a response, or a question of the data; others, and math-verify (0.9), hand
-it to sympy's `parse_expr`, which does. `make_safe` has them read literals and expressions instead, so that ordinary
-responses score as before. `nothing_executed` stands behind that: text that becomes code while a response is scored is
-an error, in any version of these libraries and of those that they call.
+Some scorers of reasoning-gym (0.1.25) `eval` a response, or a question of the data; others, and math-verify (0.9), pass
+it to sympy's `parse_expr`, which calls `eval`. `make_safe` replaces these calls by readers of literals and expressions,
+so that ordinary responses score as before. `nothing_executed` is the second line of defence: text that is compiled to
+code while a response is scored is an error, in any version of these libraries and of those that they call.
 """
 
 from __future__ import annotations
@@ -34,8 +34,8 @@ SCORERS: dict[str, dict[str, tuple[str, str]]] = {
     },
     "math_verify": {"math_verify.parser": _PARSE},
 }
-"""By library, each module that executes responses or data, the name by which it does, and what of `expressions` stands
-there instead."""
+"""By library and module: the name in the module that executes responses or data, and its replacement in
+`expressions`."""
 _scoring = threading.local()
 
 
@@ -45,17 +45,17 @@ class ExecutedError(RuntimeError):
 
 @cache
 def make_safe(library: str) -> None:
-    """Replace what executes responses in a library's scorers, which has been imported."""
-    expressions = import_module("megappo.rewards.expressions")  # and with it sympy
+    """Replace the names of `SCORERS` in an imported library."""
+    expressions = import_module("megappo.rewards.expressions")  # imports sympy
     for path, (name, reader) in SCORERS[library].items():
-        with suppress(ModuleNotFoundError):  # of another version
+        with suppress(ModuleNotFoundError):  # another version of the library may lack the module
             setattr(import_module(path), name, getattr(expressions, reader))
     _watch(expressions.read_expression)
 
 
 @contextmanager
 def nothing_executed() -> Iterator[None]:
-    """Within, this thread raises ExecutedError where text is executed as code, by whatever library."""
+    """Within the block, this thread raises ExecutedError where any library executes text as code."""
     _scoring.on = True
     try:
         yield
@@ -65,7 +65,8 @@ def nothing_executed() -> Iterator[None]:
 
 @cache
 def _watch(read: Callable[..., Any]) -> None:
-    """Once for the process. While a response is scored, sympy reads texts by `read`, such as `Number("2")`, too."""
+    """Replace sympy's own `parse_expr` and add the audit hook, once for the process. sympy itself calls `parse_expr`,
+    as in `Number("2")`; while a response is scored, `read` is called instead."""
     parser = import_module("sympy.parsing.sympy_parser")
     original: Callable[..., Any] = parser.parse_expr
 
@@ -82,7 +83,7 @@ def _audit(event: str, arguments: tuple[Any, ...]) -> None:
 
 
 def _is_text(code: object) -> bool:
-    """Rather than a module's file."""
+    """Whether code was compiled from text rather than from a module's file."""
     return not isinstance(code, CodeType) or code.co_filename.startswith("<")
 
 

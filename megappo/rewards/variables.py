@@ -1,6 +1,6 @@
-"""Which environment variables code gets that a model wrote, or that handles what a model wrote.
+"""Environment variables for code that a model wrote, and for code that handles what a model wrote.
 
-Standard library only: workers start with it.
+Standard library only: workers import it.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ import re
 from collections.abc import Collection, Mapping
 
 MARK = "MEGAPPO_REWARD_WORKER"
-"""What tells a worker's processes from others."""
+"""Variable by which the processes of a worker are found."""
 _PLAIN = frozenset(
     (
         "PATH", "HOME", "USER", "LOGNAME", "SHELL", "PWD", "LANG", "LANGUAGE", "TZ", "TERM", "TMPDIR", "TMP", "TEMP",
@@ -23,10 +23,10 @@ _SECRET = re.compile(r"TOKEN(?!IZERS)|SECRET|PASS|CREDENTIAL|AUTH|JWT|COOKIE|_PA
 
 
 def plain_variables(environment: Mapping[str, str]) -> dict[str, str]:
-    """Those that any program needs, and none that says who somebody is."""
+    """Variables that any program needs, without any that holds a secret."""
     return {n: value for n, value in environment.items() if n in _PLAIN or n.startswith(_PLAIN_PREFIXES)}
 
 
 def without_secrets(environment: Mapping[str, str], but: Collection[str] = ()) -> dict[str, str]:
-    """All but those whose names are of secrets, of which some may be asked for."""
+    """All variables but those whose names look like secrets; `but` names exceptions."""
     return {n: value for n, value in environment.items() if n in but or not _SECRET.search(n)}

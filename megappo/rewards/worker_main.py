@@ -1,13 +1,13 @@
 """A reward worker: `python -m megappo.rewards.worker_main REQUESTS ANSWERS`, started by `workers.RewardPool`.
 
-Two processes. The supervisor is what the pool starts: it forks the worker, adopts whatever the worker leaves behind,
-and when the worker ends, the pool hangs up or the trainer is gone, ends all that stems from the worker and then itself.
+It is two processes. The pool starts the supervisor, which forks the worker and adopts its orphans. When the worker
+ends, the pool hangs up or the trainer is gone, the supervisor ends all descendants of the worker and then itself.
 
 The worker receives a RewardChoice once and answers ("ready", its process id) or ("broken", reason). Then it receives
-lists of pickled requests, the fields of `workers.RewardRequest` by name, and answers each of them in order with
-(score, None), (score, note) or (None, reason).
+lists of pickled requests, the fields of `workers.RewardRequest` by name, and answers each of them in order with (score,
+None), (score, note) or (None, reason).
 
-Must import nothing heavy: a killed worker is replaced in the time this takes.
+It imports nothing heavy: a killed worker is replaced in the time that its imports take.
 """
 
 from __future__ import annotations
@@ -36,7 +36,8 @@ Answer = tuple[float | None, str | None]
 
 
 def _number(value: Any) -> Answer:
-    """A score that fits float32, or why `value` is none; whatever its own methods raise is a reason, too."""
+    """A score that fits float32, or the reason why `value` is none; an error in the value's own methods is a reason
+    too."""
     try:
         return _read(value)
     except BaseException as error:  # noqa: BLE001 - of a user's object: signals end no worker
@@ -57,7 +58,8 @@ def _read(value: Any) -> Answer:
 def _answers(
     choice: RewardChoice, function: Callable[..., Any], names: Sequence[str], asked: list[bytes]
 ) -> list[Answer]:
-    """Of one call: for one sample, or with a batch function for all of them, which fail together."""
+    """Answers of one call of the function: for one sample, or with a batch function for all of them, which fail
+    together."""
     try:
         samples = [pickle.loads(pickled) for pickled in asked]
         if not choice.batch:
@@ -69,7 +71,7 @@ def _answers(
 
 
 def _numbers(found: Any, count: int) -> list[Answer]:
-    """What a batch function returned, as a score of each sample."""
+    """The scores of a batch function's result, one for each sample."""
     # A list of them would hold characters, bytes or keys, or be in any order.
     if isinstance(found, str | bytes | bytearray | memoryview | Mapping | Set):
         return [(None, f"returned a {type(found).__name__}, must be a list of numbers")] * count
@@ -106,9 +108,8 @@ def _serve(pool: WorkerEnd) -> None:
 
 
 def _leave_stopping_to_the_pool() -> None:
-    """A scheduler and a terminal send their signals to every process of a job; a worker that ended at once would turn
-    the samples it has into failures. What the function itself starts can be stopped as usual.
-    """
+    """Ignore signals that stop a job. A scheduler and a terminal send them to every process of a job, and a worker that
+    ended at once would turn its samples into failures. Processes that the function starts can be stopped as usual."""
     stopping = (signal.SIGTERM, signal.SIGUSR1)
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     for number in stopping:
@@ -117,7 +118,7 @@ def _leave_stopping_to_the_pool() -> None:
 
 
 def _work(requests: int, answers: int, supervisor: int, serve: Callable[[WorkerEnd], None]) -> None:
-    """The worker's life, in a session of its own: a function may signal its whole process group."""
+    """Run the worker, in a session of its own: a function may signal its whole process group."""
     die_with_parent(signal.SIGKILL)  # a function that hangs would never notice that the pool is gone
     if os.getppid() != supervisor:
         return
@@ -132,16 +133,16 @@ def _work(requests: int, answers: int, supervisor: int, serve: Callable[[WorkerE
 
 
 def _supervise(worker: int, requests: int, trainer: int) -> None:
-    """Wait until the worker, the pool or the trainer is gone, then leave nothing that stems from the worker.
+    """Wait until the worker, the pool or the trainer is gone, then end all descendants of the worker.
 
-    The pool hangs up by shutting its end of `requests` down. A killed trainer's end can stay open in a process that it
-    forked: then the signal for its end tells.
+    The pool hangs up by shutting down its end of `requests`. That end of a killed trainer can stay open in a process
+    that the trainer forked; then the signal of the parent's death (`die_with_parent`) tells.
     """
     awake, bell = socket.socketpair()
     for end in (awake, bell):
         end.setblocking(False)
     signal.set_wakeup_fd(bell.fileno(), warn_on_full_buffer=False)
-    # Whoever sends them, only what is true of worker and trainer counts.
+    # These signals only wake the loop below, which looks at worker and trainer itself.
     for number in (signal.SIGCHLD, signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2):
         signal.signal(number, lambda *_: None)
     die_with_parent(signal.SIGTERM)

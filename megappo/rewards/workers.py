@@ -34,6 +34,7 @@ from megappo.runtime.launchers import read_ranks
 from megappo.types import CHAT_MESSAGES
 
 _START_SECONDS = 120.0
+# Longer than the seconds for which a supervisor tries to kill what it has adopted (`descendants._KILL_SECONDS`).
 _END_SECONDS = 15.0
 _LOOK_SECONDS = 0.5
 _LARGEST_CHUNK, _MOST_WORKERS = 64, 8
@@ -49,22 +50,22 @@ class RewardError(RunError):
 
 @dataclass(frozen=True)
 class RewardRequest:
-    """What a reward function gets to see of a sample."""
+    """The part of a sample that a reward function receives."""
 
     prompt: str
     response: str
     raw_response: str
-    """With special tokens."""
+    """The response with special tokens."""
     answer: str | None
     metadata: dict[str, Any]
     prompt_token_ids: Sequence[int] = ()
     token_ids: Sequence[int] = ()
-    """All that follows the prompt, the stop token included."""
+    """Token ids after the prompt, the stop token included."""
     truncated: bool = False
-    """The length limit ended it."""
+    """Whether the length limit ended the response."""
     conversation: Sequence[dict[str, Any]] = ()
-    """The prompt's messages and what followed, each with `role` and `content`: of the model's turns `assistant`, of
-    what an environment said `environment`."""
+    """Messages of the prompt and those after it, each with `role` and `content`; the role is `assistant` for the
+    model's turns, `environment` for what an environment said."""
 
 
 @dataclass(frozen=True)
@@ -74,9 +75,9 @@ class RewardResult:
     scores: Tensor
     failures: list[tuple[int, str]]
     late: frozenset[int] = frozenset()
-    """Those of the failures that ran out of time."""
+    """Indices of failures that ran out of time."""
     notes: tuple[tuple[int, str], ...] = ()
-    """(index, what is to be told) of scores that are no failures."""
+    """(index, note) of scores with a note that are no failures."""
 
     @property
     def timeouts(self) -> int:
@@ -93,14 +94,15 @@ class Worker:
         program: str = "megappo.rewards.worker_main",
         variables: Callable[[Mapping[str, str]], dict[str, str]] = dict,
     ) -> None:
-        """`choice`: what its program receives first; `variables`: which of ours it gets."""
+        """`choice`: the first message to the worker's program; `variables`: chooses its environment variables from this
+        process's."""
         self.ready = False
         self.pending: deque[int] = deque()
-        """Indices of the requests it works on, in order."""
+        """Indices of the requests that the worker is working on, in order."""
         self.deadline = time.monotonic() + _START_SECONDS
         self.channel = PoolEnd()
         self.pid: int | None = None
-        """Of the process that calls the function, once it has imported it."""
+        """Process id of the process that calls the function, once it has imported it."""
         self._mark = secrets.token_hex(16)
         descriptors = self.channel.their_descriptors
         command = [sys.executable, "-m", program, *map(str, descriptors)]
@@ -118,29 +120,29 @@ class Worker:
 
     @property
     def speaks(self) -> bool:
-        """Whether something came that was not read yet; its end counts."""
+        """Whether a message, or the end of the worker, waits to be read."""
         return bool(wait([self.channel.answers], timeout=0))
 
     @property
     def resident_gigabytes(self) -> float:
-        """Memory that its process holds, in 1e9 bytes; 0 where it has ended."""
+        """Resident memory of the worker's process, in 1e9 bytes; 0 where it has ended."""
         try:
             return float(psutil.Process(self.pid).memory_info().rss) / 1e9
         except psutil.Error:
             return 0.0
 
     def kill(self) -> None:
-        """End it with everything that stems from it, sessions of their own included."""
+        """End the worker with all its descendants, those in sessions of their own included."""
         self.hang_up()
         self.wait()
 
     def hang_up(self) -> None:
-        """Tell its supervisor to end it; nothing is waited for."""
+        """Tell the supervisor to end the worker; waits for nothing."""
         self.channel.close()
         self.supervisor.send_signal(signal.SIGCONT)  # a stopped one would not see that its pool hung up
 
     def wait(self) -> None:
-        """Until it has ended, after `hang_up`, with everything that stems from it."""
+        """Wait, after `hang_up`, until the worker and all its descendants have ended."""
         try:
             self.supervisor.wait(_END_SECONDS)
         except subprocess.TimeoutExpired:
@@ -156,7 +158,7 @@ class _Job:
 
     pickled: list[bytes]
     waiting: deque[int]
-    """Indices that no worker has."""
+    """Indices of requests that no worker has."""
     scores: dict[int, float] = field(default_factory=dict)
     failures: dict[int, str] = field(default_factory=dict)
     notes: dict[int, str] = field(default_factory=dict)
@@ -175,8 +177,8 @@ class _Job:
 
 
 def worker_count(settings: RewardSettings, environment: Mapping[str, str]) -> int:
-    """How many processes a rank has for a function. Its share of the cores that it may use is that of the ranks on its
-    machine, as far as the launcher's variables say."""
+    """Number of processes that a rank has for a function; by default half of its share of the machine's cores, which is
+    divided by the ranks on the machine as far as the launcher's variables say."""
     if settings.workers is not None:
         return settings.workers
     if settings.batch:
@@ -249,7 +251,7 @@ class RewardPool(AbstractContextManager["RewardPool"]):
                 self._collect(job)
         finally:
             for worker in [w for w in self.workers if w.pending]:
-                self._replace(worker)  # its answers are nobody's any more
+                self._replace(worker)  # the call has ended, and nobody reads its answers
         scores = torch.full((len(requests),), self._settings.failure_score, dtype=torch.float32)
         for index, score in job.scores.items():
             scores[index] = score
@@ -291,7 +293,7 @@ class RewardPool(AbstractContextManager["RewardPool"]):
             self._end_the_large(job)
 
     def _end_the_large(self, job: _Job) -> None:
-        """Whatever a function computes, it must not take the machine's memory: the trainer has its place there, too."""
+        """Replace workers that hold too much memory while they score: the trainer needs the same machine's memory."""
         for worker in [w for w in self.workers if w.pending]:
             if worker.resident_gigabytes > 2 * self._settings.worker_memory_gigabytes:
                 self._lose(worker, job, _HELD)
@@ -316,7 +318,7 @@ class RewardPool(AbstractContextManager["RewardPool"]):
         worker.pid, worker.ready = int(found), True
 
     def _lose(self, worker: Worker, job: _Job, reason: str) -> None:
-        """Replace a worker; the sample it was at fails, the others wait for another worker."""
+        """Replace a worker; the sample that it was scoring fails, its others wait for another worker."""
         if not worker.ready:
             raise RewardError(f"reward.function '{self._settings.function}' {reason} while it was imported; fix it")
         if self._settings.batch:
@@ -327,12 +329,13 @@ class RewardPool(AbstractContextManager["RewardPool"]):
         self._replace(worker)
 
     def _replace(self, worker: Worker) -> None:
-        """Start a new worker in the place of one; others go on while it starts."""
+        """Replace a worker by a new one; the others work on while it starts."""
         worker.kill()
         self.workers[self.workers.index(worker)] = self._worker()
 
     def _worker(self) -> Worker:
-        """Of a rule of ours, which wants no secret, and reads what a model wrote, it gets none."""
+        """A new worker. A built-in rule reads what a model wrote and needs no secret, so its worker gets no environment
+        variables with secrets."""
         is_rule = self._settings.function in RULES
         return Worker(self._choice, variables=plain_variables if is_rule else dict)
 
