@@ -94,7 +94,7 @@ class _Sampler(LogitsProcessor):
 
 
 class _Stopper(StoppingCriteria):
-    """Which sequences of a batch a text has ended, looked at after each token; what is found is cut exactly later."""
+    """Stops sequences of a batch that a text has ended, checked after each token; `stopped` later cuts them exactly."""
 
     def __init__(self, texts: StopTexts, prompt_tokens: int) -> None:
         self._texts, self._prompt_tokens = texts, prompt_tokens
@@ -105,8 +105,8 @@ class _Stopper(StoppingCriteria):
 
 
 def _destinations(model: Any, arch: ArchitectureConfig) -> dict[str, Tensor]:
-    """Where each tensor of the stream belongs. transformers may keep the experts of a layer in common parameters, and
-    call parameters otherwise than files do."""
+    """The memory of each tensor of the weight stream in the model. transformers may keep the experts of a layer in
+    common parameters, and name parameters differently from the files."""
     held = {name: parameter.data for name, parameter in model.named_parameters()}
     of_map = {name for parameter in model_parameters(arch, experts=()) for name in parameter.hf}
     held |= {name: buffer for name, buffer in model.named_buffers() if name in of_map}
@@ -123,7 +123,8 @@ def _destinations(model: Any, arch: ArchitectureConfig) -> dict[str, Tensor]:
 
 @contextmanager
 def _noted_experts(model: Any, arch: ArchitectureConfig, shape: RoutingShape | None) -> Iterator[list[list[Tensor]]]:
-    """What the routers of each layer choose meanwhile, call by call: (tokens, K). Nothing where nobody asks."""
+    """Record the experts that each layer's router chooses in the context, call by call: (tokens, K). Records nothing
+    without `shape`."""
     noted: list[list[Tensor]] = []
     hooks, held = [], {name for name, _ in model.named_parameters()}
     for parameter in model_parameters(arch, experts=()) if shape is not None else ():
@@ -140,7 +141,7 @@ def _noted_experts(model: Any, arch: ArchitectureConfig, shape: RoutingShape | N
 
 
 def _note(noted: list[Tensor], _router: Any, _inputs: Any, output: tuple[Tensor, Tensor, Tensor]) -> None:
-    """What transformers' routers give: logits, weights, experts."""
+    """Record the third output of transformers' routers: logits, weights, experts."""
     noted.append(output[2])
 
 
@@ -150,8 +151,8 @@ def _with_routing(
     noted: list[list[Tensor]],
     shape: RoutingShape,
 ) -> list[Completion]:
-    """The prompts went through the model in one call, padded on the left, then one new token after the other. The last
-    one is not computed any more. Layers without experts come before the others."""
+    """Answers with the experts of their tokens. Prompts went through the model in one call, padded on the left, then
+    one new token after the other; the last token is not computed. Layers without experts come first."""
     of_layers = [torch.cat([x.unflatten(0, (len(requests), -1)) for x in calls], dim=1) for calls in noted]
     chosen_BTLK = torch.stack(of_layers, dim=2).to("cpu", shape.dtype)
     nobodys_TLK = shape.unknown(chosen_BTLK.shape[1], shape.layers - len(noted))
@@ -164,7 +165,7 @@ def _with_routing(
 
 
 class TransformersEngine:
-    """An `Engine` on transformers. Weights come from the stream only."""
+    """An `Engine` on transformers' `generate`. Weights come from the weight stream only."""
 
     def __init__(
         self,
@@ -287,7 +288,7 @@ class TransformersEngine:
         return Completion(tuple(tokens[:length]), tuple(logprobs[:length]), stop is None, self.version)
 
     def close(self) -> None:
-        """Forget the model."""
+        """Release the model."""
         self._complete = False
         self._model = None
 
