@@ -1,4 +1,4 @@
-"""What an environment is, and what it gets to see of a turn of the model."""
+"""The protocol of an environment, and what it sees of a turn of the model."""
 
 from __future__ import annotations
 
@@ -40,25 +40,25 @@ class Reply:
     """A turn of the model."""
 
     token_ids: tuple[int, ...]
-    """As sampled, the stop token included."""
+    """Sampled tokens, the stop token included."""
     logprobs: tuple[float, ...]
     text: str
-    """Without special tokens."""
+    """Text of the turn without special tokens."""
     raw_text: str
     truncated: bool
-    """A limit of tokens ended it, not a stop token."""
+    """Whether a limit of tokens ended the turn, not a stop token."""
     weight_version: int
 
 
 @dataclass(frozen=True)
 class ToolResult:
-    """What a tool said."""
+    """Result of a call of a tool."""
 
     text: str
     failure: str
-    """Why it failed, one of `tool_worker.LIMITS`, or nothing."""
+    """Kind of failure, one of `tool_worker.LIMITS`; "" where the call succeeded."""
     seconds: float
-    """From when it was taken on."""
+    """Duration, counted from when a worker or the sandbox took the call on."""
 
 
 class LimitReached(Exception):
@@ -70,4 +70,4 @@ class LimitReached(Exception):
 
 
 class NonsenseError(ValueError):
-    """An environment gave what is no reward, no token or no episode."""
+    """An environment gave something that is no reward, no token or no end of an episode."""

@@ -2,8 +2,7 @@
 
 Requests go out in small groups, to the servers that `RequestAssignment` chooses. What waits for a busy server moves to
 a free one, and what a dead or hung server owes moves to the others. What no server could answer is left to the caller.
-Groups shrink
-towards the end, so that servers finish together.
+Groups shrink towards the end, so that servers finish together.
 """
 
 from __future__ import annotations
