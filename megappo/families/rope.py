@@ -10,10 +10,10 @@ from megappo.families.architecture import ArchitectureConfig
 
 
 def rotary(arch: ArchitectureConfig) -> tuple[tuple[Tensor, ...], float]:
-    """Inverse frequencies of each kind, (rotated channels/2,), and the factor on cosine and sine, as transformers
-    computes them.
+    """Inverse frequencies of each kind of rope, (rotated channels/2,), and the factor on cosine and sine, as
+    transformers computes them.
 
-    Megatron's own scaling knows Llama 3's constants only.
+    Not by Megatron's own scaling, which knows Llama 3's constants only.
     """
     kinds = rope_kinds(arch)
     found = [_of_kind(arch, kind) for kind in kinds] if kinds else [_of_kind(arch, None)]
@@ -22,7 +22,7 @@ def rotary(arch: ArchitectureConfig) -> tuple[tuple[Tensor, ...], float]:
 
 
 def rope_kinds(arch: ArchitectureConfig) -> tuple[str, ...]:
-    """The kinds of rope that a model's layers have, in the order of `rotary`; nothing: there is one."""
+    """The kinds of rope in a model's layers, in the order of `rotary`; empty: there is one rope."""
     return tuple(sorted(set(arch.beyond.ropes)))
 
 

@@ -1,1 +1,1 @@
-"""Between Hugging Face's tensors and Megatron's shards."""
+"""Converts between Hugging Face tensors and Megatron's shards, and streams weights between layouts."""

@@ -30,9 +30,10 @@ from megappo.reshard.value_heads import EXPORTED
 _FILE_BYTES = 4 * 2**30
 _GENERATION = "generation_config.json"
 _OS_ERROR = re.compile(r"\(os error (\d+)\)")
-"""What safetensors says of an error of the operating system's."""
+"""Pattern by which safetensors reports an error of the operating system."""
 _OF_OTHER_HEADS = ("normalize_reward", "mean", "std", "value_head_prefix")
-"""What OpenRLHF's config.json says of a head; `SafetensorsSource.value_head` has scaled the weights by it."""
+"""Settings of a head in OpenRLHF's config.json; `SafetensorsSource.value_head` has scaled the weights by them, so an
+export drops them."""
 
 
 def write_policy(
@@ -78,10 +79,10 @@ def write_critic(
 
 
 class _Written(NamedTuple):
-    """What is in the files of an export."""
+    """Content of the files of an export."""
 
     dtype: torch.dtype
-    """Of all tensors but wide ones."""
+    """Type of all tensors except those in float32 by declaration."""
     has_further_layers: bool
 
 
@@ -108,7 +109,7 @@ def _write_config(
 
 
 def _write_generation(out: Path, arch: ArchitectureConfig, folder: Path, stop_token_ids: Sequence[int]) -> None:
-    """As JSON: transformers' own class refuses files of some published models."""
+    """Write generation_config.json as JSON: transformers' own class refuses files of some published models."""
     if (folder / _GENERATION).exists():
         content = read_object(folder / _GENERATION)
     else:
@@ -125,8 +126,8 @@ def _write_tensors(
     wanted: dict[str, tuple[int, ...]],
     beside: tuple[str, ...] = (),
 ) -> _Written:
-    """Write safetensors of at most 4 GiB. `beside`: how names begin of tensors that are taken as they come; the others
-    are to be those that are wanted."""
+    """Write safetensors of at most 4 GiB each. `beside`: beginnings of names of tensors that are written unchecked; all
+    others must be those that are wanted."""
     out.mkdir(parents=True, exist_ok=True)
     for old in (*out.glob("*.safetensors"), *out.glob(INDEX)):  # of an earlier export, perhaps in more files
         old.unlink()
@@ -174,7 +175,7 @@ def _save(out: Path, files: list[dict[str, Tensor]], number: int) -> None:
 
 
 def _finish(out: Path, files: list[dict[str, Tensor]], weight_map: dict[str, int], total: int) -> None:
-    """Save the last file and give all of them the names transformers looks for."""
+    """Save the last file, and give all files the names that transformers looks for."""
     _save(out, files, len(files) - 1)
     if len(files) == 1:
         (out / "part-00000.safetensors").rename(out / SINGLE)
