@@ -2,7 +2,7 @@
 
 REQUEUE_CODE=85 # what megappo exits with where it wants to be started again
 HANG_CODE=79    # and what its watchdog ends a hanging run with
-PORTS_FROM=10000 PORTS=20000
+PORTS_FROM=10000 PORTS=20000 # below those that Linux gives to connections by itself
 
 fail() {
     echo "megappo: error: $*" >&2
@@ -34,7 +34,7 @@ enter_environment() {
     if [ -n "$MEGAPPO_CONTAINER" ]; then
         return
     fi
-    set +u # other people's scripts
+    set +u # scripts of modules, venvs and conda read variables that may not be set
     if [ -n "$MEGAPPO_MODULES" ]; then
         command -v module >/dev/null || fail "MEGAPPO_MODULES is set, but there is no command 'module' on $(hostname)"
         local names

@@ -1,8 +1,8 @@
-"""Reads what torch's writer has written, without trusting it.
+"""Reads checkpoints of torch.distributed.checkpoint without trusting them.
 
-torch keeps in `.metadata` which tensors there are and where each part of them lies, as a pickle, which can run any
-program when pickle reads it. Here it becomes inert records (`safe_unpickle.py`), and the metadata that torch's loader
-gets are built anew from numbers and texts that were checked.
+torch stores in `.metadata`, as a pickle, which tensors there are and where each part of them lies. A pickle can run any
+program when Python's unpickler reads it. Here it becomes inert records (`safe_unpickle.py`), and the metadata for
+torch's loader is rebuilt from numbers and texts that were checked.
 """
 
 from __future__ import annotations
@@ -66,13 +66,13 @@ _BYTES = _OF_MEGATRON["torch.distributed.checkpoint.metadata", "BytesStorageMeta
 
 
 def read_metadata(folder: Path) -> Metadata:
-    """Which tensors a checkpoint holds, and where. Raises DamagedError for anything that a checkpoint does not say."""
+    """Read which tensors a checkpoint holds, and where. Raises DamagedError for anything else in the metadata."""
     return _metadata(folder, _OWN, lambda _: True)
 
 
 def read_metadata_of_megatron(folder: Path, wanted: Callable[[str], bool]) -> Metadata:
-    """The same of a checkpoint that Megatron-Core wrote, for the names that are wanted. What it calls bytes has a place
-    in a file like tensors, and no other entry."""
+    """Read the metadata of a checkpoint that Megatron-Core wrote, for the names that are `wanted`. Objects stored as
+    bytes have a place in a file, as tensors have, but no other entry."""
     return _metadata(folder, _OF_MEGATRON, wanted)
 
 
@@ -109,14 +109,14 @@ def load_values(path: Path) -> Any:
 
 
 class ShardReader(FileSystemReader):
-    """Reads tensors by metadata that were checked."""
+    """A reader of tensors that uses metadata which was checked."""
 
     def __init__(self, folder: Path, metadata: Metadata) -> None:
         super().__init__(folder)
         self._metadata = metadata
 
     def read_metadata(self) -> Metadata:
-        """What the constructor was given; files are not asked again."""
+        """The metadata that the constructor was given; the file is not read again."""
         return self._metadata
 
 

@@ -21,7 +21,7 @@ class UnlistedNameError(Exception):
 
 
 class PickledRecord:
-    """What a pickle says of an object, and nothing more: the arguments of its constructor and its state."""
+    """An object of a pickle as inert data: the arguments of its constructor and its state."""
 
     arguments: tuple[Any, ...] = ()
     state: Any = None
@@ -37,7 +37,7 @@ Names = Mapping[tuple[str, str], type]
 
 
 def inert_names(listed: Mapping[str, Sequence[str]]) -> dict[tuple[str, str], type]:
-    """A record's type for each name in each module."""
+    """A type of records for each name in each module."""
     return {
         (module, name): type(name, (PickledRecord,), {"__module__": __name__})
         for module, names in listed.items()
@@ -46,7 +46,8 @@ def inert_names(listed: Mapping[str, Sequence[str]]) -> dict[tuple[str, str], ty
 
 
 class InertUnpickler(pickle.Unpickler):
-    """Makes records of what is listed, and data types of torch. Raises UnlistedNameError for another name."""
+    """Unpickler that makes records of listed names, and data types of torch. Raises UnlistedNameError for other
+    names."""
 
     def __init__(self, file: IO[bytes], names: Names) -> None:
         super().__init__(file)
@@ -64,7 +65,7 @@ class InertUnpickler(pickle.Unpickler):
 
 
 def record(value: Any, name: str) -> PickledRecord:
-    """Raises ValueError where a value is no record of that name."""
+    """Return a value that is a record of that name. Raises ValueError where it is not."""
     if type(value).__name__ != name or not isinstance(value, PickledRecord):
         raise ValueError(f"{type(value).__name__} instead of {name}")
     return value

@@ -69,7 +69,7 @@ class _Sampler(LogitsProcessor):
         self._on_tokens()
         if self._stop.asked:
             raise _AskedToStop
-        # `generate` hands over a float32 copy of its own; every pass over (B, V) counts.
+        # In place, as `generate` passes a float32 copy of its own: every pass over (B, V) costs time.
         shifted_BV = scores.float().div_(self._params.temperature)
         not_yet = [b for b, least in enumerate(self._least) if len(self.tokens) < least]
         if not_yet and self._params.stop_token_ids:

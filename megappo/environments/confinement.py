@@ -18,6 +18,7 @@ from functools import cache
 from pathlib import Path
 
 _CREATE_RULESET, _ADD_RULE, _RESTRICT_SELF = 444, 445, 446
+# Landlock's versions from which it restricts truncation (Linux 6.2), TCP, ioctl of devices, and signals.
 _OLDEST_ABI, _NETWORK_ABI, _DEVICES_ABI, _SIGNALS_ABI = 3, 4, 5, 6
 _EXECUTE, _READ_FILE, _READ_FOLDER = 1 << 0, 1 << 2, 1 << 3
 _WRITE_FILE, _TRUNCATE = 1 << 1, 1 << 14

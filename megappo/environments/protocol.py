@@ -12,7 +12,7 @@ Limit = Literal["turns", "tokens", "calls"]
 
 
 class Environment(Protocol):
-    """What `rollout.environment.name` names: a class, called with `rollout.environment.arguments`.
+    """An environment: the class that `rollout.environment.name` names, called with `rollout.environment.arguments`.
 
     It may also have, as attributes or properties:
 

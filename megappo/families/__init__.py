@@ -1,4 +1,4 @@
-"""The model families: one file for each, which declares everything that other rooms must know of it."""
+"""The model families: a file for each, which says all that other rooms must know of it."""
 
 from __future__ import annotations
 

@@ -50,7 +50,7 @@ class Weight:
     wide: bool = False
     """Whether engines and files have the parameter in float32, whatever the model's type."""
     sections: tuple[tuple[int, ...], ...] = ()
-    """For `grouped`: number of rows of each part of each tensor; groups divide every part. Empty: a tensor is one
+    """Rows of each part of each tensor of a `grouped` parameter; groups divide every part. Empty: a tensor is one
     part."""
     drawn: Drawn = "by_shape"
     """How the parameter is drawn in a model of random weights."""

@@ -113,8 +113,8 @@ class LatentHeads(Block):
         return {"softmax_scale": softmax_scale(arch)}
 
     def per_token(self, arch: ArchitectureConfig, element_bytes: int, *, fused: bool) -> PerToken:
-        """In memory at once: the matrices' outputs from latents, and the queries, keys and values assembled from them.
-        What is kept of latents is not divided over ranks and counted in `megappo.plan.activations`."""
+        """Elements in memory at once: the matrices' outputs from latents, and the queries, keys and values assembled
+        from them. Kept latents are not divided over ranks, and are counted in `megappo.plan.activations`."""
         net = _latent(arch)
         made = arch.heads * (arch.head_dim + net.made_dim)
         width = made + 3 * arch.query_width

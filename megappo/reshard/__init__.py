@@ -1,1 +1,1 @@
-"""Converts between Hugging Face tensors and Megatron's shards, and streams weights between layouts."""
+"""Between Hugging Face's tensors and Megatron's shards."""

@@ -19,7 +19,7 @@ from megappo.families.architecture import ArchitectureConfig, padded_vocab_size
 from megappo.families.declaration import Kind, Shape
 from megappo.families.parameters import EMBEDDING, Parameter, Piece, expert_share, model_parameters, pieces
 
-_VOCAB_MULTIPLE = 64  # sglang/srt/layers/vocab_parallel_embedding.py:48
+_VOCAB_MULTIPLE = 64  # DEFAULT_VOCAB_PADDING_SIZE of SGLang 0.5.23 (srt/layers/vocab_parallel_embedding.py:48)
 Region = tuple[slice, ...]
 """Part of a tensor: a slice along each of its dimensions."""
 

@@ -271,6 +271,7 @@ class WeightStream:
         operations = [dist.P2POp(dist.isend, packed[id(m)], receivers[number].rank) for number, m in bucket.sends]
         arriving = [(m, self._room(m, bucket.dtype)) for m in bucket.incoming if m.rank != rank]
         operations += [dist.P2POp(dist.irecv, flat, message.rank) for message, flat in arriving]
+        # One batch: separate sends and receives of NCCL, in other orders on two ranks, would wait for each other.
         works = dist.batch_isend_irecv(operations) if operations else []
         for message in bucket.incoming:
             if message.rank == rank:

@@ -1,9 +1,9 @@
 """Assigns requests to servers. There is no network in it, so that a test can play all ranks of a large run.
 
-Prompts are numbered over all ranks and dealt out by their number like cards. Ranks need not talk to each other for
-that, and servers get equal numbers of prompts, however few a single rank has. Which of its prompts goes to which of
-the servers that its cards name, a rank chooses so that they owe it equally many tokens. All samples of a prompt go to
-one server, whose prefix cache then computes the prompt once, and so do all turns of an episode.
+Prompts are numbered over all ranks and dealt by their number, like cards. Ranks need no messages for that, and servers
+get equal numbers of prompts, however few a single rank has. A rank's numbers say how many of its prompts each server
+gets; which ones, it chooses so that the servers owe it equally many tokens. All samples of a prompt go to one server,
+whose prefix cache then computes the prompt once, and so do all turns of an episode.
 """
 
 from __future__ import annotations
@@ -89,6 +89,7 @@ class RequestAssignment:
         """Take the next requests for a server: at most `most`, fewer towards the end, and whole prompts where they
         fit."""
         hand, taken = self._hands[server], list[int]()
+        # A quarter of what waits: groups shrink towards the end, so that servers finish together.
         share = -(-sum(len(prompt.waiting) for prompt in hand) // 4)
         while hand and len(taken) < min(share, most):
             prompt = hand[0]

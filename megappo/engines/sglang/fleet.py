@@ -63,7 +63,7 @@ def address_among(hosts: Sequence[object], mine: object) -> str:
     others = [a for a, machine in zip(all_gather_objects(towards_first), hosts, strict=True) if machine != hosts[0]]
     if mine == hosts[0]:
         return agreed(lambda: address_towards(others[0], _ANY_PORT), (OSError,))
-    return agreed(lambda: towards_first)
+    return agreed(lambda: towards_first)  # collective with the `agreed` of the first machine's ranks
 
 
 def machine_here() -> tuple[str, str]:
@@ -162,6 +162,7 @@ class Fleet:
         first = agreed(
             lambda: {i: MultiNodeRendezvous.first(address, 0, self._settings) for i in self._mine}, (OSError,)
         )
+        # Told only now: every first part listens before another part connects.
         told = all_gather_objects({index: (address, rendezvous.port) for index, rendezvous in first.items()})
         meetings = {index: meeting for of_rank in told for index, meeting in of_rank.items()}
 

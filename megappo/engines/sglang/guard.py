@@ -34,8 +34,8 @@ _PR_SET_PDEATHSIG = 1
 _PR_SET_CHILD_SUBREAPER = 36
 _SHM = "/dev/shm/"
 _OWN_SHM = ("sglang_loads_", "sgl_shm_", "torch_", "psm_", "sem.", "nccl-", "cuda.shm.", "multi_tokenizer_args_")
-"""Beginnings of names that a server makes in /dev/shm. Buckets of the trainer carry the trainer's process id and are
-left to it."""
+"""Beginnings of names that a server makes in /dev/shm, where SGLang leaves files after a kill (0.5.23). Buckets of the
+trainer carry the trainer's process id and are left to it."""
 
 
 class _Process(NamedTuple):

@@ -220,6 +220,8 @@ def pause_servers(mine: Sequence[Endpoint], settings: SGLangSettings) -> dict[in
 
 
 def _abort(endpoint: Endpoint, settings: SGLangSettings) -> dict[int, str]:
+    # Not /pause_generation with mode abort, which looks once a second whether requests are gone (SGLang 0.5.23,
+    # tokenizer_manager.py:2280).
     try:
         call(endpoint, "/abort_request", {"abort_all": True}, timeout_seconds=settings.health_timeout_seconds)
     except ServerFailure as failure:

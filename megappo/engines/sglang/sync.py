@@ -98,7 +98,7 @@ class SyncRun:
     seconds: SyncSeconds
     """Timings that this sync adds to."""
     pause: str = "abort"
-    """What servers do with unfinished requests meanwhile: `rollout.sglang.pause`."""
+    """Treatment of unfinished requests meanwhile: `rollout.sglang.pause`."""
     _expected: list[Future[dict[tuple[int, str], str]]] = field(default_factory=list)
     _fingerprints: dict[Receiver, Fingerprints] = field(default_factory=dict)
     _in_use: Loaded = ()
@@ -124,7 +124,7 @@ class SyncRun:
     def _open(self, server: ServerSync) -> None:
         with suppress(ServerFailure):
             self._call(server, "/end_weight_update")  # answers "no session is open" unless a sync broke off
-        self._call(server, "/begin_weight_update")
+        self._call(server, "/begin_weight_update")  # SGLang 0.5.23 refuses weights outside of a session
 
     def load(self, payloads: Loaded) -> None:
         """Start loading this rank's payloads of a bucket. Their memory is free again once the next bucket has settled
@@ -185,6 +185,8 @@ class SyncRun:
                 send_object((server.problem, mine), server.endpoint.sender)
 
     def _compare(self, server: ServerSync) -> None:
+        # SGLang only logs tensors that it does not know, and answers success (0.5.23, models/llama.py:779): checksums
+        # alone show what arrived.
         answer = self._call(server, "/weights_checker", {"action": "checksum"})
         actual = {
             (place["tp_rank"], name): value

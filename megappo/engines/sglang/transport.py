@@ -1,8 +1,8 @@
 """Brings a payload of weights from the ranks that feed a server into the server.
 
 On the same machine only handles travel: a payload lies in shared memory (CPU) or is opened by CUDA IPC, one for each
-rank of the server, which the ranks that have them hand to the one that looks after the server. Elsewhere each rank that
-feeds a server has a process group with the server's ranks, over which it broadcasts.
+rank of the server; the ranks that made handles send them to the one that looks after the server. Elsewhere each rank
+that feeds a server has a process group with the server's ranks, over which it broadcasts.
 """
 
 from __future__ import annotations
@@ -107,6 +107,7 @@ class SharedTransport:
         return places
 
     def _load(self, handles: list[str], load_format: str) -> None:
+        # The cache is flushed once, at the end of the sync.
         body = {"serialized_named_tensors": handles, "load_format": load_format, "flush_cache": False}
         call(self._endpoint, "/update_weights_from_tensor", body, timeout_seconds=self._timeout)
 
@@ -131,7 +132,8 @@ def serialize(payload: Any) -> str:
     if torch.cuda.is_available():
         from sglang.srt.utils.patch_torch import monkey_patch_torch_reductions
 
-        monkey_patch_torch_reductions()  # handles then name the device by its UUID
+        # Handles then name the device by its UUID: the server numbers its CUDA_VISIBLE_DEVICES differently.
+        monkey_patch_torch_reductions()
     out = io.BytesIO()
     _WithoutEvents(out).dump(payload)
     return base64.b64encode(out.getvalue()).decode()
