@@ -59,13 +59,13 @@ def compare_settings(before: Mapping[str, Any], now: Mapping[str, Any], steps: t
     old, new = dict(flat_settings(before)), dict(flat_settings(now))
     for key in _SOURCES & old.keys():
         old[key] = str(old[key]).removeprefix(OLD_PYTHON_PREFIX)
-    if old.get("data.template_time") is None:  # of before runs kept the time that they began at
+    if old.get("data.template_time") is None:  # from before runs recorded the time of their start
         old["data.template_time"] = new.get("data.template_time")
-    if "algorithm.lam" in old:  # of before actor and critic could have their own
+    if "algorithm.lam" in old:  # from before actor and critic had their own
         old["algorithm.lam.actor.number"] = old["algorithm.lam.critic"] = old.pop("algorithm.lam")
     harmless: list[str] = []
     dangerous: list[str] = []
-    hidden = {*secret_settings(before), *secret_settings(now)}  # of a version that took them; none is the run's task
+    hidden = {*secret_settings(before), *secret_settings(now)}  # a version accepted them; they do not define the task
     decays = any(_decays(new, role) or _decays(old, role) for role in ("actor", "critic"))
     for key in sorted(old.keys() | new.keys()):
         if old.get(key) == new.get(key) or key in hidden or _is_in(key, _UNMENTIONED):
@@ -99,8 +99,8 @@ def tensor_changes(before: Mapping[str, Any], now: Config) -> str | None:
 def keep_kl_unit(before: Mapping[str, Any], config: Config) -> tuple[Mapping[str, Any], Config]:
     """Keep the unit of an adaptive KL, and its target, from the checkpoint where the new settings do not name them.
 
-    Returns the checkpoint's settings with their unit, which is the response where they are from before there was a
-    choice, and the settings to go on with.
+    Returns the checkpoint's settings with their unit, which is the response in checkpoints from before there was a
+    choice, and the settings to continue with.
     """
     old, kl = (before.get("algorithm") or {}).get("kl_in_reward"), config.algorithm.kl_in_reward
     if not isinstance(old, Mapping) or kl is None:

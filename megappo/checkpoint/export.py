@@ -62,10 +62,10 @@ def export_run(
     """`megappo export RUN_DIR OUT`: actor or critic of a checkpoint in one of FORMATS, by one process without GPUs,
     whether the run has finished or not. Returns what to tell the user.
 
-    `step` is a number, `best` or `latest`. `without_mtp`: layers that predict further tokens are left out. `own`: code
-    that may run, as none does because the checkpoint names it. Raises ValueError where there is no such checkpoint or
-    role, where it is of a family that `own` does not name, where the model's config.json or such layers are others now,
-    and where OUT holds something. What fails leaves nothing in OUT.
+    `step` is a number, `best` or `latest`. `without_mtp`: multi-token prediction layers are left out. `own`: code that
+    may run; code that only the checkpoint names does not. Raises ValueError where there is no such checkpoint or role,
+    where its family is not the one of `own`, where the model's config.json or multi-token prediction layers have
+    changed, and where OUT is not empty. A failed export leaves nothing in OUT.
     """
     directory, target = Path(run_dir), Path(out)
     if not (directory / "config.yaml").exists():

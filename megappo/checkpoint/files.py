@@ -247,7 +247,7 @@ def clear(directory: Path) -> list[str]:
     deleted."""
     sentences = []
     for folder in sorted([*directory.glob(f"{_ASIDE}step-*"), *directory.glob(f"step-*{_NEW}")]):
-        shutil.rmtree(folder, ignore_errors=True)  # as much as can be
+        shutil.rmtree(folder, ignore_errors=True)  # deletes as much as possible
         try:
             shutil.rmtree(folder)
         except FileNotFoundError:
@@ -278,8 +278,8 @@ def prune(directory: Path, keep_last: int, keep_best: str | None, keep_every: in
     """Delete all finished checkpoints except the newest, the best and those of every `keep_every` steps; returns a
     sentence for each that cannot be deleted.
 
-    `keep_best` is the name of a metric, with a `-` in front where the lowest is best. Damaged ones are left to be
-    looked at; unfinished ones are overwritten when their step comes again.
+    `keep_best` is the name of a metric, with a `-` in front where the lowest is best. Damaged checkpoints are left for
+    inspection; unfinished ones are overwritten when their step comes again.
     """
     try:
         markers = finished(directory)

@@ -39,7 +39,7 @@ from megappo.errors import reason
 METADATA = ".metadata"
 _SHARD_FILE = re.compile(r"__\d+_\d+\.distcp")
 
-# Names that torch 2.11 to 2.14 write. Tensors only: what torch calls bytes would be read by an unguarded pickle again.
+# Names that torch 2.11 to 2.14 write. Tensors only: torch would load objects stored as bytes with an unguarded pickle.
 _NAMES = {
     "torch.distributed.checkpoint.metadata": (
         "Metadata", "TensorStorageMetadata", "TensorProperties", "ChunkStorageMetadata", "MetadataIndex",
@@ -52,7 +52,7 @@ _NAMES = {
     "builtins": ("getattr",),  # Python before 3.11.4 pickles a member of an enumeration as a call of it
 }  # fmt: skip
 _OWN = inert_names(_NAMES)
-# Names that Megatron-Core's writer adds, for what is not read: bytes, and how a later checkpoint is written faster.
+# Names that Megatron-Core's writer adds, in parts that are not read: bytes, and cached plans for later checkpoints.
 _OF_MEGATRON = _OWN | inert_names({
     "torch.distributed.checkpoint.metadata": ("BytesStorageMetadata",),
     "torch.distributed.checkpoint.planner": (
@@ -139,7 +139,7 @@ def _size(value: Any) -> torch.Size:
 
 def _tensor(value: Any) -> TensorStorageMetadata:
     fields = state_of(value, "TensorStorageMetadata")
-    # The data type and four or five things that are the same for every tensor of a checkpoint.
+    # The state is the data type, and four or five values that are the same for every tensor of a checkpoint.
     dtype = record(fields["properties"], "TensorProperties").state[0]
     if not isinstance(dtype, torch.dtype):
         raise ValueError(f"{type(dtype).__name__} instead of a data type")

@@ -1,6 +1,6 @@
 """Reads pickles without trusting them: names that are listed become inert records, every other name is an error.
 
-A pickle can run any program when pickle reads it. Here nothing that it names is imported or called.
+A pickle can run any program when Python's unpickler reads it. Here nothing that it names is imported or called.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from typing import IO, Any
 
 import torch
 
-# What a pickle that is not what it claims to be makes Python raise.
+# Errors that Python raises for malformed pickles.
 PICKLE_ERRORS = (pickle.UnpicklingError, EOFError, AttributeError, IndexError, KeyError, TypeError, ValueError,
                  OverflowError, MemoryError, RecursionError)  # fmt: skip
 

@@ -64,7 +64,7 @@ class CheckpointSource:
         state = {self._prefix + name: torch.empty(self._sizes[name], dtype=torch.float32)}
         try:
             with warnings.catch_warnings():
-                warnings.filterwarnings("ignore", message="torch.distributed is disabled")  # that is what is meant
+                warnings.filterwarnings("ignore", message="torch.distributed is disabled")  # one process reads
                 dcp.load(state, storage_reader=self._reader, no_dist=True)
         except CheckpointException as error:
             raise RunError(

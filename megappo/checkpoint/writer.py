@@ -121,7 +121,7 @@ class CheckpointWriter:
 
     def _write_guarded(self, snapshot: Snapshot) -> None:
         try:
-            if self._runtime.on_cuda:  # a new thread is on the first GPU, where torch's writer would take memory
+            if self._runtime.on_cuda:  # a new thread uses GPU 0, where torch's writer would allocate
                 torch.cuda.set_device(self._runtime.device)
             self._write(snapshot)
         except CheckpointError as error:  # on all ranks; raised again by `wait`, in the thread that can act on it
@@ -176,7 +176,7 @@ class CheckpointWriter:
             _wait_for(folder, marker)
             files.write_marker(folder, marker)
             files.put_in_place(folder, final)
-            # The checkpoint is written, whatever an old one does, such as a file that is busy on NFS.
+            # Only a warning: the new checkpoint is written, even if an old one cannot be deleted (a busy file on NFS).
             kept = (self._settings.keep_last, self._settings.keep_best, self._settings.keep_every_steps)
             self._warnings += files.prune(self._directory, *kept)
 

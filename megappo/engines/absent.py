@@ -41,5 +41,5 @@ class AbsentEngine:
 
 
 def absent_engine(**_given: Any) -> AbsentEngine:
-    """An `EngineFactory`."""
+    """Make the engine; an `EngineFactory`."""
     return AbsentEngine()

@@ -33,7 +33,7 @@ class SamplingParams:
     max_new_tokens: int
     stop_token_ids: tuple[int, ...]
     greedy: bool = False
-    """Take the most likely token; log-probabilities are still those of the scaled distribution."""
+    """Whether the most likely token is taken; log-probabilities are still those of the scaled distribution."""
     routing: RoutingShape | None = None
     """Not None: each answer says which experts each token was sent to, in these sizes. Only a `RoutingEngine` is
     asked."""
@@ -64,7 +64,8 @@ class GenerateRequest:
 
     @property
     def most_in_all(self) -> int | None:
-        """Most tokens of prompt and response together; None where only the parameters limit the response."""
+        """Largest number of tokens of prompt and response together; None where only the parameters limit the
+        response."""
         return None if self.max_new_tokens is None else len(self.token_ids) + self.max_new_tokens
 
     def least_tokens(self, params: SamplingParams) -> int:
@@ -115,10 +116,10 @@ class CacheUse:
 
 
 class Engine(Protocol):
-    """Token ids in, token ids and log-probabilities out."""
+    """A generation engine: token ids in, token ids and log-probabilities out."""
 
     on_tokens: Callable[[], None]
-    """Called, from any thread, whenever tokens are known to have been made; does nothing until it is set."""
+    """Callback, called from any thread whenever tokens are known to have been made; does nothing until it is set."""
 
     @property
     def version(self) -> int:
@@ -141,8 +142,8 @@ class Engine(Protocol):
     def update_weights(self, named_tensors: WeightStream, version: int) -> None:
         """Take a whole set of weights by Hugging Face names; a collective of the world.
 
-        Iterated over, the stream gives every tensor to every rank; its `to` gives what is wanted to the ranks that want
-        it, and nothing to others. It is consumed to its end whatever happens. Every parameter must arrive exactly once
+        Iterating over the stream gives every tensor to every rank; its `to` gives tensors only to the ranks that want
+        them. Every rank must consume it to its end, whatever happens. Every parameter must arrive exactly once
         in its shape; otherwise an error names the tensors and `generate` refuses until a whole set arrived.
         """
         ...
@@ -171,9 +172,9 @@ class EngineFactory(Protocol):
         Args:
             config: all settings of the run.
             folder: config.json and tokenizer of the actor's model; weights come by `update_weights` alone.
-            stop_token_ids: what ends a response, for who must know before `SamplingParams` say it.
+            stop_token_ids: tokens that end a response, for engines that need them before the first `SamplingParams`.
             runtime: this rank and its device, which the trainer uses too.
-            stop: what `generate` asks from time to time; who gives up for it comes to `stop.check()`.
+            stop: `generate` looks at `stop.asked` from time to time, and calls `stop.check()` when it gives up.
             options: `rollout.engine_options`.
 
         Raises ValueError for what a user can fix.
@@ -201,8 +202,8 @@ class AheadEngine(Protocol):
         """Wait for the answers to `pending` and return them in order; every rank calls it. Raises Interrupted as
         `generate` does.
 
-        `weights_changed`: the stream of the last update has newer weights than the engine, which take over if the
-        engine has to be given weights again.
+        `weights_changed`: the stream of the last update has newer weights than the engine. They are used if weights
+        have to be sent to the engine again.
         """
         ...
 

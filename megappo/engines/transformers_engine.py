@@ -43,7 +43,7 @@ class _AskedToStop(Exception):
 
 
 class _Sampler(LogitsProcessor):
-    """Chooses the tokens itself and hands `generate` one-hot scores.
+    """A logits processor that samples the tokens itself and returns one-hot scores to `generate`.
 
     One uniform number per sequence and position, drawn from the sequence's own seed, inverts the cumulative
     distribution: a response does not depend on its batch, and the log-probability is recorded where it is used.
@@ -86,7 +86,7 @@ class _Sampler(LogitsProcessor):
             total_B1 = cumulative_BV[:, -1:]
             wanted_B1 = self._uniforms_BS[:, len(self.tokens), None] * total_B1
             wanted_B1 = torch.minimum(wanted_B1, torch.nextafter(total_B1, torch.zeros_like(total_B1)))
-            # Where scores are nan nothing is found; the log-probability, nan too, is told by who reads the answer.
+            # Where scores are nan nothing is found; `check_answers` reports the log-probability, which is nan too.
             choice_B1 = torch.searchsorted(cumulative_BV, wanted_B1, right=True).clamp_(max=scores.shape[-1] - 1)
         self.tokens.append(choice_B1[:, 0])
         self.logprobs.append((shifted_BV.gather(1, choice_B1) - sum_B1.log())[:, 0])
@@ -179,13 +179,13 @@ class TransformersEngine:
         stop: Stop | None = None,
     ) -> None:
         self._arch, self._weights = arch, Movable() if sleeps else None
-        # torch's attention knows no cap of scores, which transformers would leave out without a word, and no sinks.
+        # torch's attention has neither sinks nor caps of scores, and transformers would silently leave a cap out.
         attention = "eager" if arch.beyond.attends_by_products else "sdpa"
         self._model: Any = AutoModelForCausalLM.from_config(
             arch.hf_config, dtype=dtype, attn_implementation=attention, trust_remote_code=trust_remote_code
         )
         self._model.to(device).eval().requires_grad_(False)
-        # Everything about generation is said per call; the folder's defaults (top_k, penalties) must not interfere.
+        # Every call gives all its settings; the folder's defaults (top_k, penalties) must not interfere.
         self._model.generation_config = type(self._model.generation_config)()
         self._device, self._batch_sequences = device, generate_batch_sequences
         self.on_tokens: Callable[[], None] = lambda: None
@@ -282,7 +282,7 @@ class TransformersEngine:
         return [stopped(completion, params) for completion in completions]
 
     def _cut(self, tokens: list[int], logprobs: list[float], params: SamplingParams) -> Completion:
-        """End a response after its first stop token; what the batch went on with is not part of it."""
+        """Cut a response after its first stop token; what the batch generated beyond it is dropped."""
         stop = next((i for i, token in enumerate(tokens) if token in params.stop_token_ids), None)
         length = len(tokens) if stop is None else stop + 1
         return Completion(tuple(tokens[:length]), tuple(logprobs[:length]), stop is None, self.version)

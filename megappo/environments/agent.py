@@ -33,10 +33,10 @@ class Agent:
     """Environment in which every episode is one run of an agent, which finds the model at an address of its own.
 
     `function` is an import path, called as `await function(endpoint, prompt, **options)` in the event loop of all
-    episodes; what it returns is a reward, or None. `command` is a program with its arguments, in which `{prompt}` is
-    the task's text, which is its standard input too; it finds the model through `AgentEndpoint.environment`
-    and gives no reward. Of the trainer's variables it gets none whose name is a secret's, but those that `variables`
-    names. A function that waits without asyncio belongs into a program.
+    episodes; what it returns is a reward, or None. `command` is a program with its arguments, in which `{prompt}`
+    stands for the task's text, which is its standard input too. It finds the model through `AgentEndpoint.environment`
+    and gives no reward. It gets the trainer's variables except those with names of secrets that `variables` does not
+    names. A function that blocks the event loop should be a program instead.
     """
 
     role, serves = "tool", True

@@ -46,8 +46,8 @@ _PRETENDED = {
     "x86_64": (90, 91, 92, 93, 94, 132, 235, 260, 261, 268, 280, 452),  # chmod, chown and utime in all forms
     "aarch64": (52, 53, 54, 55, 88, 452),
 }
-# Attributes of files, memory and priorities of other processes, keys, shared memory, namespaces, the kernel's machines
-# for tracing and for calls in bulk, and network sockets, of which a pair is in `_SOCKET_PAIR`.
+# System calls that fail with EPERM: attributes of files, memory and priorities of other processes, keys, shared memory,
+# namespaces, tracing and BPF, io_uring, and network sockets; for socket pairs see `_SOCKET_PAIR`.
 _REFUSED = {
     "x86_64": (
         188, 189, 190, 197, 198, 199, 463, 466, 469, 101, 310, 311, 312, 438, 440, 141, 251, 256, 279, 29, 30, 64, 68,
@@ -58,10 +58,10 @@ _REFUSED = {
         181, 217, 218, 219, 280, 241, 282, 425, 97, 268, 198,
     ),
 }  # fmt: skip
-# Whose first argument names a process, 0 being the caller: limits and places of others'.
+# System calls on limits and scheduling whose first argument names a process: allowed for 0, the caller, alone.
 _OF_ITSELF = {"x86_64": (302, 203, 142, 144, 314), "aarch64": (261, 122, 118, 119, 274)}
 _SOCKET_PAIR = {"x86_64": 53, "aarch64": 199}
-# Where Landlock does not keep signals in: kill and tgkill to itself alone, and no other.
+# Where Landlock does not restrict signals (before ABI 6): kill and tgkill to itself alone, and no other call.
 _SIGNAL_ITSELF = {"x86_64": (62, 234), "aarch64": (129, 131)}
 _SIGNAL_OTHERS = {"x86_64": (200, 129, 297, 424), "aarch64": (130, 138, 240, 424)}
 

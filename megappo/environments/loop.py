@@ -61,7 +61,7 @@ class _PlayingThread:
             for task in asyncio.all_tasks(self.loop):
                 coroutine = task.get_coro()
                 if inspect.iscoroutine(coroutine) and inspect.getcoroutinestate(coroutine) == inspect.CORO_CREATED:
-                    coroutine.close()  # nothing of it has run, and Python would warn of that
+                    coroutine.close()  # it never ran, of which Python would warn
             self.loop.close()
 
     def _goes_on(self) -> bool:
@@ -109,7 +109,7 @@ class _PlayingThread:
 
         with self._lock:
             if not self._gone:
-                self.loop.set_exception_handler(lambda _loop, _context: None)  # nobody is to be told of what is lost
+                self.loop.set_exception_handler(lambda _loop, _context: None)  # errors of a lost loop are not reported
                 self.loop.call_soon_threadsafe(end)
 
     def interrupt(self) -> bool:

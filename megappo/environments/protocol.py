@@ -16,8 +16,8 @@ class Environment(Protocol):
 
     It may also have, as attributes or properties:
 
-        tools     {name: import path} of functions that `Session.use` calls in worker processes, which have time,
-                  memory and processes for a call and no more; they take keyword arguments and return a text
+        tools     {name: import path} of functions that `Session.use` calls in worker processes, with limits of time,
+                  memory and processes for each call; they take keyword arguments and return a text
         programs  {name: argument} of those tools whose argument is a program in Python, which
                   `rollout.environment.tools.sandbox` runs in their place
         schemas   descriptions of its tools for the chat template (OpenAI's form), which prompts are rendered with
@@ -28,9 +28,9 @@ class Environment(Protocol):
     async def run(self, session: Session) -> float | None:
         """Play one episode; all those of a rank run in one event loop.
 
-        Returns a reward for the last turn besides what `Session.reward` gave, or None. `LimitReached` may be left
-        alone: the episode then ends with the rewards that it has. Whatever else is raised fails the sample, of which
-        nothing is trained on. What it draws at random it draws by `Session.seed`, so that a run can be repeated.
+        Returns a reward for the last turn besides what `Session.reward` gave, or None. `LimitReached` need not be
+        caught: the episode then ends with the rewards that it has. Any other exception fails the sample, which is not
+        trained on. Random draws should follow from `Session.seed`, so that a run can be repeated.
         """
         ...
 

@@ -11,7 +11,7 @@ from megappo.rewards.rules import reasoning_gym, warm_up
 
 _SCORE = "score"
 
-if find_spec("reasoning_gym") is not None:  # now, so that a worker imports it once and not with every call
+if find_spec("reasoning_gym") is not None:  # here, so that a worker imports it once, not in each call's fork
     warm_up("reasoning_gym")
 
 

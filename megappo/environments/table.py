@@ -254,14 +254,14 @@ class Table:
             return None
         found = stopped(joined(before, news), self._params)
         found = ended(found, self._params.stop_token_ids, request.most_tokens(self._params))
-        # What the model has no row for is not sent back to go on from: the session refuses it.
+        # A turn with a token that the model has no row for is not continued: the session refuses it.
         goes_on = found.broken_off and without_row(found.token_ids, self._house.stage().shared.vocabulary) is None
         playing.partial = (request, found) if goes_on else None
         return None if goes_on else found
 
     def _answer_owed(self, playing: Playing, request: GenerateRequest, whole: Completion | None) -> None:
         playing.owed = None
-        if playing.wanted is not None:  # it went another way, so that this is of no use
+        if playing.wanted is not None:  # the environment asked for something else, so that this answer is not needed
             playing.partial = None
             self._send(playing)
         elif whole is not None:

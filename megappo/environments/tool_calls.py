@@ -12,7 +12,7 @@ from typing import Any
 from megappo.errors import either, show
 
 _OPEN, _CLOSE = "<tool_call>", "</tool_call>"
-# A text that is not closed goes to the end: looked for from each of its quotes, it would take time by their square.
+# An unclosed string matches to the end of the text: searching again from each quote would take quadratic time.
 _QUOTED_OR_CLOSE = re.compile(rf'"(?:[^"\\]|\\.)*+(?:"|\Z)|{_CLOSE}', re.DOTALL)
 _DECODER = json.JSONDecoder(strict=False)
 """Decoder that finds where an object ends; it allows line breaks within strings."""

@@ -95,7 +95,7 @@ class ToolPool:
     def _give_back(self, worker: Worker, is_well: bool) -> None:
         if is_well:
             self._idle.append(worker)
-        else:  # it works on what nobody waits for, or is gone
+        else:  # it is gone, or works on a call that nobody waits for
             self._workers.discard(worker)
             worker.hang_up()
             asyncio.get_running_loop().run_in_executor(None, worker.wait)
@@ -105,7 +105,7 @@ class ToolPool:
             worker = self._idle.pop()
             if worker.supervisor.poll() is None and not worker.speaks:
                 return worker
-            self._give_back(worker, is_well=False)  # it ended between two calls, by whatever
+            self._give_back(worker, is_well=False)  # it ended between two calls
         worker = Worker(self._choice, _PROGRAM, self._variables)
         self._workers.add(worker)
         try:
@@ -154,6 +154,6 @@ async def receive(worker: Worker, seconds: float) -> list[Any]:
             try:
                 await asyncio.wait_for(came.wait(), None if deadline == math.inf else deadline - loop.time())
             except TimeoutError:
-                continue  # one more look: the loop may have stood still
+                continue  # look once more: the answer may have come while the loop was blocked
     finally:
         loop.remove_reader(socket)

@@ -107,10 +107,10 @@ class _Call:
             kept = plain_variables(os.environ)
             os.environ.clear()
             os.environ.update(kept | dict.fromkeys(("HOME", "TMPDIR", "TMP", "TEMP", "PWD"), self._folder))
-            tempfile.tempdir = None  # as the worker has found it
+            tempfile.tempdir = None  # Python caches the worker's
             for descriptor in map(int, os.listdir("/proc/self/fd")):
                 if descriptor > 2 and descriptor != writer:
-                    with suppress(OSError):  # that of the folder which was listed
+                    with suppress(OSError):  # the descriptor of the listing itself is closed
                         os.close(descriptor)
         held = psutil.Process().memory_info().vms
         resource.setrlimit(resource.RLIMIT_AS, (held + self._choice.memory_bytes,) * 2)
@@ -168,12 +168,12 @@ class _Call:
                 if not piece:
                     return "", told
                 told += piece
-                if len(told) > _MOST_TOLD_BYTES:  # it writes what is no answer
+                if len(told) > _MOST_TOLD_BYTES:
                     return "died", b""
                 if now < look:
                     continue
             ended = reap()
-            if ended is None or self._pid in ended:  # what it left behind may hold the pipe open
+            if ended is None or self._pid in ended:  # processes that it left may hold the pipe open
                 return "", told + self._rest()
             if now >= look:
                 look = now + _LOOK_SECONDS

@@ -56,7 +56,7 @@ class Trajectory:
         self.logprobs += completion.logprobs
         self.turns.append(Turn(start, len(self.tokens)))
         self.is_cut = completion.truncated
-        if completion.routing is not None:  # what the turns before were sampled with stays as it was then
+        if completion.routing is not None:  # earlier turns keep the routing that they were sampled with
             known = completion.routing[:0] if self._routing is None else self._routing
             self._routing = torch.cat([known, completion.routing[len(known) :]])
 

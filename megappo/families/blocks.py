@@ -1,4 +1,4 @@
-"""The blocks that layers are made of.
+"""The blocks of which families' layers consist.
 
 Shapes of matrices are (rows, columns) as transformers stores them: outputs by inputs.
 """
@@ -45,7 +45,7 @@ class Attention(Block):
         some = {"window_attn_skip_freq": [int(has) for has in arch.windowed_layers]} if arch.windowed_layers else {}
         return {
             "window_size": None if arch.sliding_window is None else (arch.sliding_window - 1, 0),
-            # The factor that yarn puts on cosine and sine of both query and key.
+            # Squared: yarn multiplies cosine and sine of both query and key by the factor.
             "softmax_scale": None if scale == 1.0 and width == arch.head_dim else scale**2 * width**-0.5,
             **some,
         }
@@ -152,8 +152,8 @@ class Experts(GatedMlp):
     """Experts block: the norm before it, a router, and SwiGLU in each expert.
 
     No token is dropped. The router learns from the role's objective, and from `router_aux_loss_coef` where that is set.
-    A router of sigmoids has a bias for each expert, by which its pretraining spread tokens evenly (Wang et al. 2024,
-    arXiv:2408.15664); that stays as it is.
+    A sigmoid router has a bias for each expert, by which pretraining balanced the load (Wang et al. 2024,
+    arXiv:2408.15664); it is not changed.
     """
 
     stored: str = "mlp"
@@ -198,7 +198,7 @@ class Experts(GatedMlp):
             "num_moe_experts": arch.experts,
             "moe_ffn_hidden_size": arch.ffn_hidden_size,
             "moe_router_topk": arch.experts_per_token,
-            # Otherwise the softmax of the chosen logits, which is that of all of them made to sum to 1 over the chosen.
+            # False: the softmax of the chosen logits, which equals that of all logits renormalised over the chosen.
             "moe_router_pre_softmax": not arch.normalized_experts,
             "moe_router_dtype": "fp32",
             "moe_router_load_balancing_type": "none",

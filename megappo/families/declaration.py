@@ -30,7 +30,7 @@ matrix; `ones`; `rates`: logarithms of numbers between 0.01 and 16; `normal`: no
 class Weight:
     """A parameter of each layer and the Hugging Face tensors it is made of, by their names within the layer.
 
-    With `{expert}` in its names it is there for every expert, whole on the ranks that hold the expert.
+    With `{expert}` in its names, every expert has one, whole on the ranks that hold the expert.
     """
 
     megatron: str

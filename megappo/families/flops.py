@@ -16,8 +16,8 @@ def forward_flops(arch: ArchitectureConfig, sequence_tokens: float, *, is_critic
 
     A third of `training_flops_per_token` (Chowdhery et al. 2022, appendix B): two per weight, 4 heads head_dim T for
     the scores and their product with the values, T the longest sequence, the causal mask not discounted. An embedding
-    is looked up, which is no arithmetic. Where some layers have linear attention, or wider heads, means over all.
-    Values of latent attention count as wide as queries, as which they are multiplied.
+    is looked up and costs none. Where some layers have linear attention, or wider heads, these are means over all
+    layers. Values of latent attention count as wide as queries, since they are multiplied at that width.
     """
     head = arch.vocab_size * arch.hidden_size
     layers = multiplied_parameters(arch) - head

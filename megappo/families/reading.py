@@ -1,7 +1,7 @@
 """Functions that read fields of ArchitectureConfig from transformers' configuration; families list those that they use.
 
 A setting that transformers does not read for a family, or reads in a way that the blocks do not build, raises
-ValueError: weights of another model would come out of it without a word.
+ValueError: otherwise another model would silently be trained.
 """
 
 from __future__ import annotations

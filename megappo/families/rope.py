@@ -35,6 +35,6 @@ def _of_kind(arch: ArchitectureConfig, kind: str | None) -> tuple[Tensor, float]
         return 1.0 / (rope["rope_theta"] ** exponents), 1.0
     of_layers = {} if kind is None else {"layer_type": kind}
     compute = ROPE_INIT_FUNCTIONS[rope["rope_type"]]
-    with torch.device("cpu"):  # some make a part of them without saying where
+    with torch.device("cpu"):  # some make tensors on the default device
         inverse_frequencies, scale = compute(arch.hf_config, torch.device("cpu"), **of_layers)
     return inverse_frequencies, float(scale)

@@ -19,8 +19,8 @@ INDEX = "model.safetensors.index.json"
 def tensor_files(folder: Path) -> dict[str, str]:
     """The file of each tensor, by the index; empty where all are in `SINGLE`.
 
-    Where there are both, the single file is the model, as for transformers (5.19): the index may be of an older save
-    whose shards are still there, or gone. Raises ValueError where there is neither, and for an index that is none.
+    Where there are both, the single file is the model, as in transformers 5.19: the index may belong to an older save,
+    whether or not its shards are still there. Raises ValueError where there is neither, and for an unusable index.
     """
     path = folder / INDEX
     if (folder / SINGLE).is_file():

@@ -32,7 +32,7 @@ def engine_shards(
 
 
 def fingerprint(shards: Iterable[Tensor]) -> str:
-    """The checksum that SGLang gives a parameter with this content (sglang/srt/managers/mm_utils.py:899)."""
+    """The checksum that SGLang gives a parameter with this content (sglang/srt/managers/mm_utils.py:899 in 0.5.23)."""
     tensors = list(shards)
     if tensors[0].is_cuda:
         from sglang.srt.managers.mm_utils import tensor_hash

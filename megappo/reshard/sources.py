@@ -40,7 +40,7 @@ class SafetensorsSource:
     def __init__(self, folder: Path, arch: ArchitectureConfig) -> None:
         self._folder, self._arch, self._wanted = folder, arch, stored_shapes(arch)
         self._parts = packed_parts(arch)
-        self._expert = lru_cache(maxsize=1)(self._read_expert)  # that of a gate is that of the up behind it
+        self._expert = lru_cache(maxsize=1)(self._read_expert)  # gate and up come from one stored tensor
         # With tied embeddings the files may hold the output layer as well.
         self._shapes = {**self._wanted, HF_OUTPUT_LAYER: self._wanted[HF_EMBEDDING]}
         index = tensor_files(folder)

@@ -47,10 +47,9 @@ def write_policy(
 ) -> None:
     """Write a causal language model as transformers loads it: config, generation_config, tokenizer and safetensors.
 
-    `tensors`: the model's, and perhaps those of layers that predict further tokens. config.json says that there are
-    such layers where there are. `started_from`: the folder whose generation settings it keeps; what ended a response in
-    the run ends one there too. Raises ValueError where a tensor of the architecture is missing or of another shape: an
-    export is whole or not at all.
+    `tensors`: those of the model, and of multi-token prediction layers where there are any, which config.json then
+    mentions. `started_from`: folder whose generation settings are kept, except that `stop_token_ids` end a response.
+    Raises ValueError where a tensor of the architecture is missing or of another shape: an export is complete or fails.
     """
     beside = tuple(arch.declaration.further_layers(arch))
     model_class = MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[arch.family]
@@ -65,7 +64,7 @@ def write_critic(
     out: Path, arch: ArchitectureConfig, tensors: Iterable[tuple[str, Tensor]], tokenizer: PreTrainedTokenizerBase
 ) -> None:
     """Write a value model as AutoModelForTokenClassification loads it: its one logit at a token is the value of the
-    state after that token. Of a family for which transformers has no such class, as megappo alone loads it. Raises
+    state after that token. For a family without such a class in transformers, only megappo can load it. Raises
     ValueError as `write_policy` does."""
     wanted = stored_shapes(arch, output_layer=False)
     wanted |= zip(EXPORTED, ((1, arch.hidden_size), (1,)), strict=True)
@@ -129,7 +128,7 @@ def _write_tensors(
     """Write safetensors of at most 4 GiB each. `beside`: beginnings of names of tensors that are written unchecked; all
     others must be those that are wanted."""
     out.mkdir(parents=True, exist_ok=True)
-    for old in (*out.glob("*.safetensors"), *out.glob(INDEX)):  # of an earlier export, perhaps in more files
+    for old in (*out.glob("*.safetensors"), *out.glob(INDEX)):  # left by an earlier export, perhaps in more files
         old.unlink()
     files: list[dict[str, Tensor]] = [{}]
     shapes: dict[str, tuple[int, ...]] = {}
@@ -156,9 +155,9 @@ def _write_tensors(
 
 
 def save_tensors(tensors: Mapping[str, Tensor], path: Path) -> None:
-    """Write one file of safetensors, for whom the umask allows to read it. Raises OSError, which names it."""
+    """Write one safetensors file, readable as the umask says. Raises OSError, which names the file."""
     path.touch()
-    mode = path.stat().st_mode  # safetensors makes files that only their owner can read
+    mode = path.stat().st_mode  # which safetensors would restrict to the owner
     try:
         save_file(dict(tensors), path, metadata={"format": "pt"})
     except SafetensorError as error:

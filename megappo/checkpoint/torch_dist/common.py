@@ -37,8 +37,8 @@ class _Entries(dict[Any, Any]):
         super().__init__()
 
 
-# What Megatron-LM keeps beside the tensors: its arguments, the optimizer's settings, the state that repeats a step, and
-# random states. As in megatron/core/safe_globals.py, with what arguments hold besides.
+# Names in what Megatron-LM stores beside the tensors: arguments, optimizer settings, the state that repeats a step, and
+# random states. They are those of megatron/core/safe_globals.py, and further ones that arguments contain.
 _ENUMERATIONS = ("ModelType", "LayerType", "AttnType", "AttnMaskType", "AttnBackend", "CudaGraphScope",
                  "CudaGraphModule", "InferenceCudaGraphScope")  # fmt: skip
 _BUILT_IN = ("getattr", "set", "frozenset", "bytearray", "slice", "range", "xrange", "complex", "list", "dict", "int")
@@ -58,7 +58,7 @@ _NAMES: Mapping[tuple[str, str], type] = inert_names({
     "datetime": ("timedelta",),
     "_io": ("BytesIO",),
     "_codecs": ("encode",),
-    "__builtin__": _BUILT_IN,  # as pickle's protocol 2 calls it
+    "__builtin__": _BUILT_IN,  # its name in pickle's protocol 2
     "builtins": _BUILT_IN,
     "numpy": ("ndarray", "dtype"),
     "numpy.core.multiarray": ("_reconstruct", "scalar"),
@@ -202,7 +202,7 @@ def _meant(said: Mapping[str, Any]) -> dict[str, Any]:
 def _differences(meant: Mapping[str, Any], arch: ArchitectureConfig, role: str) -> Iterator[str]:
     # Megatron-LM's `ffn_hidden_size` is of dense layers, of which a model with experts has none here.
     unasked = {"group_query_attention", "ffn_hidden_size" if arch.experts else "moe_ffn_hidden_size"}
-    if role == "critic":  # has no output layer to tie
+    if role == "critic":  # which has no output layer to tie
         unasked.add("untie_embeddings_and_output_weights")
     for name, value in megatron_arguments(arch).items():
         if name not in meant or name in unasked or (meant[name] is None and name not in _NONE_SAYS):

@@ -57,7 +57,7 @@ def places(arch: ArchitectureConfig, parameter: Parameter) -> Iterator[tuple[Sto
 def _singletons(parameter: Parameter, layer: int) -> Iterator[tuple[StoredPlace, ...]]:
     """The way with a tensor for each expert, and for each half of a gated matrix."""
     if parameter.expert is None and len(parameter.hf) != len(_HALVES):
-        return  # as it is named anyway
+        return  # named as in the way with a tensor for each layer
     name = _in_layer(parameter)
     if parameter.expert is not None:
         experts = "mlp.experts.experts."

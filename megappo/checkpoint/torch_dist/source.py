@@ -215,7 +215,7 @@ class TorchDistSource:
     def _loaded(self, place: StoredPlace, part: _Stored) -> Tensor:
         at = place.key, place.index
         if self._last[0] != at:
-            self._last = (at, {})  # frees what was read for another
+            self._last = (at, {})  # frees the parts of another place
         loaded = self._last[1]
         if part not in loaded:
             loaded[part] = self._load(place.key, part)

@@ -269,7 +269,7 @@ class Round:
             loads = json.loads(answer)["loads"] if answer is not None else []
             return any(load["num_running_reqs"] + load["num_waiting_reqs"] for load in loads)
         except (LookupError, TypeError, ValueError):
-            return False  # it does not say so
+            return False  # an answer of unknown form counts as "no requests"
 
     async def _has_lost(
         self, session: aiohttp.ClientSession, endpoint: Endpoint, answer: asyncio.Task[list[Completion]]
@@ -318,7 +318,7 @@ class Round:
                 raise ServerFailure(f"{endpoint.name} answered what is no JSON: {content[:100]!r}") from None
             try:
                 return self._read(texts, endpoint, group)
-            except (LookupError, TypeError, ValueError, AttributeError) as error:  # of a form that SGLang's have not
+            except (LookupError, TypeError, ValueError, AttributeError) as error:  # SGLang's answers have another form
                 raise ServerFailure(
                     f"{endpoint.name} answered what is no list of answers ({error!r}): {content[:100]!r}"
                 ) from None
@@ -363,7 +363,7 @@ def _sampling(request: GenerateRequest, params: SamplingParams) -> dict[str, Any
         "sampling_seed": request.seed,
         "skip_special_tokens": False,
     }
-    if params.stop_texts is not None:  # it looks at as many tokens as a text mostly has, so that it may stop late
+    if params.stop_texts is not None:  # SGLang looks at a text's usual number of tokens, and may so stop late
         chosen |= {"stop": list(params.stop_texts.texts), "no_stop_trim": True}
     if least := request.least_tokens(params):
         chosen["min_new_tokens"] = least
@@ -379,7 +379,7 @@ def _completion(
     meta = text["meta_info"]
     ids = tuple(text["output_ids"])
     is_aborted = may_be_aborted and meta["finish_reason"]["type"] == "abort"
-    if is_aborted and not ids:  # SGLang says nothing of log-probabilities of what it has not begun
+    if is_aborted and not ids:  # SGLang gives no log-probabilities for requests that it has not begun
         return Completion((), (), truncated=False, weight_version=versions[-1], broken_off=True)
     logprobs = meta["output_token_logprobs"]
     if meta["finish_reason"]["type"] not in ("stop", "length") and not is_aborted:

@@ -128,8 +128,8 @@ class SGLangEngine:
     def collect(self, pending: Pending, *, weights_changed: bool = False) -> list[Completion]:
         """The answers, in order. Requests that failed servers owed go to others, or wait until those are restarted.
 
-        `weights_changed` says that the actor was updated since the last sync: servers that come back, and all others,
-        then hold a new version.
+        `weights_changed` says that the actor was updated since the last sync: where a server is restarted, all servers
+        then get the new weights under a new version.
         """
         while True:
             outcome = pending.round.result(self._stop)
@@ -305,7 +305,7 @@ class SGLangEngine:
             return self._sync(stale)
 
         def make_ready(server: Server) -> None:
-            server.release(CACHES)  # one that has just started
+            server.release(CACHES)  # of a server that has just started; a sleeping one has released them
             server.resume(WEIGHTS)
 
         with self._sync_seconds.timed("wake"):
@@ -423,7 +423,7 @@ class SGLangEngine:
         Without this the wake-up fails on full GPUs (verl #575 and #6912)."""
         if self.fleet.can_sleep:
             self._runtime.release_cached_memory()
-            all_gather_objects(None)  # a server may stand on the GPUs of several ranks
+            all_gather_objects(None)  # a barrier: a server may stand on the GPUs of several ranks
 
     def close(self) -> None:
         """End this rank's servers and remove everything they made."""

@@ -132,7 +132,7 @@ class Fleet:
 
     @property
     def returns_routing(self) -> bool:
-        """Whether the servers say which experts computed a token."""
+        """Whether the servers return the experts of each token."""
         return self._spec.returns_routing
 
     def _interface(self, hosts: Sequence[object]) -> tuple[str, str]:
@@ -146,7 +146,7 @@ class Fleet:
         return host or own, host if host and host not in EVERYWHERE else own
 
     def _check_host(self, host: str | None) -> None:
-        """Raises RunError for an interface that does not serve several machines."""
+        """Raise RunError for an interface that does not serve several machines."""
         if host is None or host in EVERYWHERE or not self._nodes:
             return
         problem = "which only the machine itself reaches" if is_loopback(host) else listening_problem(host, 0)
@@ -231,7 +231,7 @@ class Fleet:
         lost = self._agreed(gone | self._of_mine([i for i in self._mine if i in known - gone], self._answers))
         mine = [index for index in self._mine if index in known | lost]
         for index in mine:
-            if index not in lost:  # a broadcast group with it may be broken: never used again
+            if index not in lost:  # counts as a new start: its broadcast group may be broken and is never used again
                 self._starts[index] += 1
                 server = self.servers[index]
                 server.endpoint = replace(server.endpoint, starts=self._starts[index])

@@ -12,7 +12,7 @@ _REMEDY = "let each rank see all GPUs of its machine (srun --gpus-per-node with 
 
 
 def check_visible(settings: SGLangSettings) -> None:
-    """Raises RunError where servers need GPUs that a launcher hides from the ranks that start them."""
+    """Raise RunError where servers need GPUs that a launcher hides from the ranks that start them."""
     if settings.urls or not torch.cuda.is_available() or not sees_one_device(torch.cuda.device_count()):
         return
     if settings.node_ranks > 1:

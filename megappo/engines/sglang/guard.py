@@ -5,10 +5,10 @@ server.
 
 Starts COMMAND in a session of its own, its output in LOG, on CORES, such as 0,1,2; empty: on those of the guard. When
 the owner closes the guard's standard input, which also happens when the owner is killed, or when COMMAND ends,
-everything that COMMAND started is ended and what it left in /dev/shm and in SCRATCH is removed. The keeper, which
-started it, does that. The witness, which the owner knows, does it where the keeper was killed, and the keeper also ends
-where the witness was. Where both were killed at once the kernel kills the server. Standard library only: it must start
-at once and survive anything.
+everything that COMMAND started is ended, and what it left in /dev/shm and in SCRATCH is removed. The keeper, which
+started COMMAND, does that. The witness, which the owner started, does it where the keeper was killed; where the witness
+was killed, the keeper ends COMMAND too. Where both were killed at once, the kernel kills the server. Standard library
+only: it must start at once and survive anything.
 """
 
 from __future__ import annotations
@@ -155,9 +155,9 @@ def _start(command: list[str], scratch: str, log: str, cores: set[int]) -> subpr
             signal.signal(number, signal.SIG_DFL)
         libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
         if cores:
-            with suppress(OSError):  # none of them is this job's any more: those of the owner are left
+            with suppress(OSError):  # the job has lost all of these cores: the owner's stay
                 os.sched_setaffinity(0, cores)
-        if os.getppid() != keeper:  # it was gone before
+        if os.getppid() != keeper:  # it ended before prctl, which would not notice
             os._exit(1)
 
     with open(log, "ab", buffering=0) as out:
@@ -175,7 +175,7 @@ def _start(command: list[str], scratch: str, log: str, cores: set[int]) -> subpr
 def _keep(command: list[str], scratch: str, log: str, cores: set[int], witness: int, report: int) -> None:
     """Run the command until it, the owner or the witness ends. `witness` is a pipe that closes with the witness;
     `report` tells the witness what it needs to clean up."""
-    os.setsid()  # what kills the witness's session does not find this process
+    os.setsid()  # a signal to the witness's session does not reach this process
     ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1)
     server = _start(command, scratch, log, cores)
     processes, files = ServerProcesses(server.pid, scratch, os.getpid()), set[str]()
@@ -219,7 +219,7 @@ def main() -> int:
     scratch, log, command = sys.argv[1], sys.argv[2], sys.argv[5:]
     cores = {int(core) for core in sys.argv[3].split(",") if core}
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
-        signal.signal(number, signal.SIG_IGN)  # Ctrl-C reaches the owner, whose end is our order
+        signal.signal(number, signal.SIG_IGN)  # Ctrl-C ends the owner, and its end ends the server
     ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1)
     witness, alive = os.pipe()
     report, reports = os.pipe()

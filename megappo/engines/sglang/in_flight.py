@@ -53,7 +53,7 @@ class _Relay:
 
     def answered(self, number: int, completion: Completion) -> None:
         """Note the answer and forward it, from the round's thread."""
-        self._owed.discard(number)  # before the next turn is asked for, under the same number
+        self._owed.discard(number)  # first, as the listener may send the next turn under the same number
         self._listener.answered(number, completion)
 
 

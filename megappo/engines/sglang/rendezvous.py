@@ -115,7 +115,8 @@ class MultiNodeRendezvous:
     def environment(self, start: int) -> dict[str, str]:
         """Environment variables by which the part's ranks meet at our store; torch's own would listen on every
         interface."""
-        attends_apart = self._settings.data_parallel_attention > 1  # by sockets that read pickles from whoever connects
+        # Groups then talk over sockets that unpickle what anybody sends, so that peers are limited.
+        attends_apart = self._settings.data_parallel_attention > 1
         return ({PEERS: ",".join(sorted(self.peers))} if attends_apart and self.peers else {}) | {
             "SGLANG_DISTRIBUTED_INIT_METHOD_OVERRIDE": "env://",
             "TORCHELASTIC_USE_AGENT_STORE": "True",  # torch then has no rank serve the store, which is ours

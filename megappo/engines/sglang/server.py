@@ -124,7 +124,7 @@ class Server:
     def wait_ready(self) -> None:
         """Wait until the server answers. Raises ServerFailure with the end of its log where it ends or hangs
         instead."""
-        wait_until(self.is_ready, math.inf, every_seconds=0.2)  # which knows when it is late
+        wait_until(self.is_ready, math.inf, every_seconds=0.2)  # `is_ready` raises after the deadline
 
     def is_ready(self) -> bool:
         """Whether the server answers. Raises ServerFailure with the end of its log where it has ended or is late, and
@@ -133,7 +133,7 @@ class Server:
             raise ServerFailure(f"{self.endpoint.name} ended while it started; {self.why_ended}")
         problem = None
         with suppress(ServerFailure):
-            if self.part is not None and self.part.rendezvous.node > 0:  # which answers nothing else
+            if self.part is not None and self.part.rendezvous.node > 0:  # other parts answer /health alone
                 call(self.endpoint, HEALTH, timeout_seconds=_ANSWER_SECONDS, method="GET")
                 return True
             problem = self._stranger()
@@ -222,7 +222,7 @@ def start_server(
     config.touch(mode=0o600)  # it holds the key, which a command line would show to everybody
     arguments = spec.arguments(port, key) | (part.rendezvous.arguments(part.start) if part is not None else {})
     node, proof = part.rendezvous.node if part is not None else 0, secrets.token_hex(16)
-    if not node:  # the one that answers
+    if not node:  # the first part answers requests
         arguments[_LABELS] = json.dumps({**json.loads(arguments.get(_LABELS) or "{}"), _PROOF: proof})
     config.write_text(json.dumps({k: v for k, v in arguments.items() if v is not None}))
     spec.log_directory.mkdir(parents=True, exist_ok=True)

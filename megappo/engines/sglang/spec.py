@@ -60,7 +60,7 @@ class ServerSpec:
     memory_saver: bool = False
     """Whether the server can release its memory."""
     deterministic: bool = False
-    """Whether a response follows from its prompt and seed."""
+    """Whether a response depends on its prompt and seed alone."""
     further: Mapping[str, Any] = field(default_factory=dict)
     """Entries of config.json that SGLang reads, in addition to those of the folder."""
     has_experts: bool = False
@@ -119,13 +119,13 @@ class ServerSpec:
             "tensor-parallel-size": self.settings.tensor_parallel,
             "random-seed": self.seed,
             "skip-server-warmup": True,
-            "sleep-on-idle": True,  # or each of its ranks takes a core of the trainer's while it has nothing to do
+            "sleep-on-idle": True,  # or each rank of an idle server polls, and takes a core from the trainers
             "log-level": "warning",
         }
         if not self.called:
             found |= self._of_engine()
         if self.deterministic:
-            found |= {"enable-deterministic-inference": True, "sampling-backend": "pytorch"}  # no other takes seeds
+            found |= {"enable-deterministic-inference": True, "sampling-backend": "pytorch"}  # others ignore seeds
         if self.settings.expert_parallel > 1:
             found["ep-size"] = self.settings.expert_parallel
         if self.settings.data_parallel_attention > 1:
@@ -162,7 +162,7 @@ class ServerSpec:
         return {
             "load-format": "dummy",  # weights come from the actor only
             "disable-shared-experts-fusion": True,  # or shared experts lie where neither sync nor fingerprints look
-            # Tokens in, tokens out; texts that end a response are looked for by the server all the same.
+            # Tokens in, tokens out: a tokenizer is needed only where the server looks for texts that end a response.
             **({"skip-tokenizer-init": True} if self.tokenizer is None else {"tokenizer-path": str(self.tokenizer)}),
             "extra-metric-labels": json.dumps(own_stack(os.environ).labels()),  # whom it can form a group with
             # The actor's weights are plain, however those of its folder are stored.
@@ -194,12 +194,12 @@ class ServerSpec:
                 kept |= [_GLOO_ON_LOOPBACK]
         kept["SGLANG_HEALTH_CHECK_TIMEOUT"] = str(max(1, int(self.settings.health_timeout_seconds)))
         if self.settings.tensor_parallel > 1 and not self.deterministic:
-            kept["SYNC_TOKEN_IDS_ACROSS_TP"] = "1"  # ranks that drew other tokens would wait for each other for ever
+            kept["SYNC_TOKEN_IDS_ACROSS_TP"] = "1"  # or ranks that drew different tokens wait for each other for ever
             # (SGLang's log-probability is then of what its first rank drew, which `mismatch/max` would show)
         if self.memory_saver and self._frees_graphs:
             kept["SGLANG_MEMORY_SAVER_CUDA_GRAPH"] = "1"  # or graphs keep their memory while the server sleeps
         if self.devices:
-            # The trainers beside the ranks of a server may leave them unequal room.
+            # The check refuses GPUs with unequal free memory, and trainers beside a server's ranks may cause that.
             kept["SGLANG_ENABLE_TP_MEMORY_INBALANCE_CHECK"] = "0"
             compilers = cuda_home(kept, scratch / "cuda")
             if compilers is not None:
@@ -253,7 +253,7 @@ def _without_megatron(scratch: Path) -> Path:
 
     SGLang imports it for its debugging tools where it is installed (srt/debug_utils/dumper.py). Megatron-Core then
     (core/inference/contexts/dynamic_context.py, 0.16.1 and 0.19.2) tells torch_memory_saver to hook torch's allocator
-    only, with which SGLang cannot capture graphs whose memory it can give away, and does not start.
+    only. Then SGLang cannot capture graphs whose memory it can release, and does not start.
     """
     folder = scratch / "site"
     folder.mkdir(parents=True, exist_ok=True)
@@ -266,8 +266,8 @@ def _with_one_model(scratch: Path, model_folder: Path) -> str | None:
     no class of the name in the model's folder.
 
     Otherwise SGLang imports its two hundred files of models at its start, two of ten CPU seconds. With a package of
-    models from elsewhere it looks there first (srt/models/registry.py:137), and imports all others only where they are
-    asked for: a draft of another architecture, say.
+    models from elsewhere it looks there first (0.5.23, srt/models/registry.py:154), and imports all others only where
+    they are asked for: a draft of another architecture, say.
     """
     config = model_folder / "config.json"
     named = json.loads(config.read_text()).get("architectures") if config.exists() else None

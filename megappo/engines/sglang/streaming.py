@@ -44,7 +44,7 @@ class OpenRound(Round):
         """Cancel unanswered requests and return the outcome, with the servers that failed."""
         try:
             if self._finished.done():
-                self._finished.result()  # raises what nobody expected
+                self._finished.result()  # raises what ended the thread unexpectedly
         finally:
             self.cancel()
         return self._outcome

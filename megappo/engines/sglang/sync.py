@@ -1,6 +1,6 @@
 """One weight sync of the servers that this rank looks after or feeds: session, buckets, verification.
 
-While a server takes bucket k over, bucket k + 1 is gathered into the other of two buffers.
+While a server loads bucket k, bucket k + 1 is gathered into the other of two buffers.
 """
 
 from __future__ import annotations
@@ -163,12 +163,12 @@ class SyncRun:
             with self.seconds.timed("verify"):
                 self._on_own(self._compare)
         with self.seconds.timed("session"):
-            if self.pause != "in_place":  # which goes on with the keys and values of older weights
+            if self.pause != "in_place":  # which keeps keys and values of older weights on purpose
                 # A paused server counts as idle at once, and does not check again while a flush waits.
                 flush = "/flush_cache" if self.pause == "retract" else "/flush_cache?timeout=10"
                 self._on_own(lambda server: self._call(server, flush))
             self._on_own(lambda server: self._publish(server, version))
-            if self.pause != "abort":  # SGLang notes whose tokens are which when it is told a version
+            if self.pause != "abort":  # only now: SGLang assigns tokens to versions when it is told one
                 self._on_own(lambda server: self._call(server, "/continue_generation"))
         self._pool.shutdown()
 

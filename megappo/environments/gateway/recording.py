@@ -86,7 +86,7 @@ class Recorder:
         conversation.messages = [*asked.messages, said.message]
         conversation.replies.add(len(asked.messages))
         for _, call in said.calls:
-            if any(tool["function"]["name"] == call.tool for tool in asked.tools):  # others are made up, without number
+            if any(tool["function"]["name"] == call.tool for tool in asked.tools):  # models may make up others
                 self._session.count_call(call.tool)
         return replace(said, prompt_tokens=prompt_tokens)
 
@@ -98,7 +98,7 @@ class Recorder:
             try:
                 heard = conversation.tokens_of(asked.messages[len(conversation.messages) :])
             except ValueError:
-                continue  # the template has the model see something else than what it said
+                continue  # the template changes earlier turns, which the model would not recognise
             self._go_on(conversation.trajectory, heard)
             return conversation
         return None
@@ -113,7 +113,7 @@ class Recorder:
         chat = self._session.chat_tokens(asked.tools)
         try:
             trajectory = self._session.begin(chat.opening(asked.messages))
-        except ValueError as error:  # tokens that the model has no row for are one, too
+        except ValueError as error:  # also NonsenseError, for tokens that the model has no row for
             raise RefusedError(str(error)) from error
         self._conversations.append(_Conversation(asked.tools, chat, trajectory))
         return self._conversations[-1]

@@ -106,7 +106,7 @@ class Gateway:
                 ) from error
             host, port = runner.addresses[0][:2]
             self._url = f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
-            os.environ |= without_proxies(host)  # of agents that are functions
+            os.environ |= without_proxies(host)  # for agents that are functions in this process
             self._runner = runner
 
     async def close(self) -> None:
