@@ -32,7 +32,7 @@ and values beside their number of tokens, which we choose, and must not be the l
 _PREFILL_GRAPHS = "cuda-graph-backend-prefill"
 # SGLang 0.5.23 as it runs on a CPU from the stock wheel (see megappo/runtime/sglang_cpu.py).
 _ON_A_CPU = {"device": "cpu", "attention-backend": "torch_native", "disable-overlap-schedule": True}
-# torchrun's variables describe the trainers' ranks, not a server's; SGLANG_ ones of a shell would change runs unnoticed.
+# torchrun's variables describe the trainers' ranks, not a server's; a shell's SGLANG_ ones would change runs unnoticed.
 _SCRUBBED = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK", "ROLE_RANK", "MASTER_ADDR")
 _GLOO_ON_LOOPBACK = ("GLOO_SOCKET_IFNAME", "lo")
 _SCRUBBED_PREFIXES = ("TORCHELASTIC_", "ROLE_", "GROUP_", "MASTER_", "TORCH_NCCL_", "SGLANG_", "TRITON_INTERPRET")
