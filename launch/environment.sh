@@ -1,8 +1,8 @@
 #!/usr/bin/env bash
 # Sourced by the other scripts: puts a Python environment on PATH that can train with the engine inside the trainer, or
-# with `ensure_environment full` with SGLang too; the full one serves for the light one. launch/locks says to the file what
-# is in them. They live in a cache folder, named by a hash of the lock, the Python version and the processor, so that
-# clones, branches and versions live side by side. Nothing is deleted unless you ask for it:
+# with `ensure_environment full` with SGLang too; the full one serves for the light one. launch/locks lists every file
+# in them. They live in a cache folder, named by a hash of the lock, the Python version and the processor, so that clones,
+# branches and versions live side by side. Nothing is deleted unless you ask for it:
 #   launch/environment.sh prune [DAYS]    removes environments that nothing has used for DAYS days (default 7)
 # Set MEGAPPO_PYTHON to the interpreter of an environment of your own to use that instead, MEGAPPO_CACHE to keep them
 # elsewhere than in ~/.cache/megappo, MEGAPPO_PYTHON_VERSION to 3.11 or 3.12 to choose what they are made with.
@@ -113,7 +113,7 @@ environment_is_own() {
     [ -z "$(find -L "$1" -maxdepth 0 \( -perm /022 -o -not \( -user "$(id -u)" -o -user 0 \) \) 2>/dev/null)" ]
 }
 
-umask_for_own() { # whatever the user's is: these programs are nobody else's to change
+umask_for_own() { # so that nobody else can change these programs, whatever the user's umask is
     umask "$(printf '%04o' $(($(umask) | 022)))"
 }
 
@@ -148,7 +148,8 @@ ensure_environment() { # full, light, or light-alone: the light one where there 
     environment_lock "$folder"
     take_environment_lock -s || exit 2
     while [ ! -e "$folder/complete" ]; do
-        # On NFS two that share it would wait for each other; without a lock somebody else may be sooner.
+        # Unlocked first: on NFS two that share the lock and both want it alone would wait for each other. Meanwhile
+        # another process may build the environment, so this one looks again.
         flock -u "$ENVIRONMENT_LOCK"
         take_environment_lock -x || exit 2
         if [ ! -e "$folder/complete" ] && ! (umask_for_own && build_environment "$folder" "$python" "$kind"); then
@@ -157,7 +158,7 @@ ensure_environment() { # full, light, or light-alone: the light one where there 
         fi
         take_environment_lock -s || exit 2
     done
-    touch "$folder/complete" 2>/dev/null || true # when it was used last; the owner of a shared cache may be another
+    touch "$folder/complete" 2>/dev/null || true # notes the last use for prune; fails in a cache that another user owns
     export VIRTUAL_ENV="$folder"
     PATH="$folder/bin:$PATH"
 }
@@ -200,8 +201,7 @@ install_pins() { # interpreter, file: first what has hashes, then what has none,
     ! grep -qE "$bare" "$2" || "${install[@]}" -r <(grep -E "$bare" "$2")
 }
 
-# Whether a process of this machine has files of the folder open or mapped: one that was not started by these scripts
-# holds no lock.
+# Whether a process of this machine has files of the folder mapped: one that these scripts did not start holds no lock.
 environment_is_mapped() {
     grep -qsF "$1/" /proc/[0-9]*/maps
 }

@@ -17,6 +17,7 @@ install_pip "$(type -P python)"
 install_pins "$(type -P python)" "$(pins_of full "$(type -P python)")"
 # The build's own needs, which pip does not install without isolation.
 pip install cmake ninja packaging pybind11 setuptools wheel
+# Architectures: A100 (8.0), H100 and H200 (9.0), B200 (10.0), Blackwell's workstation GPUs (12.0).
 export MAX_JOBS=${MAX_JOBS:-8} TORCH_CUDA_ARCH_LIST=${TORCH_CUDA_ARCH_LIST:-"8.0 9.0 10.0 12.0"}
 export APEX_CPP_EXT=1 APEX_CUDA_EXT=1
 pip install --no-build-isolation -r launch/requirements-cuda.txt

@@ -77,7 +77,7 @@ start_engines() {
 }
 
 run_engines() {
-    trap : TERM # the engines decide
+    trap : TERM # a cancelled job signals this shell too; it ends when the engines do
     local code=0 options=(--job-name engines --nodes "$ENGINE_NODES" --ntasks $((ENGINE_NODES * ENGINES_PER_NODE)))
     options+=(--ntasks-per-node "$ENGINES_PER_NODE" --distribution=block --kill-on-bad-exit=1)
     if [ "$ENGINE_CPUS" -ge "$ENGINES_PER_NODE" ]; then

@@ -2,7 +2,7 @@
 
 REQUEUE_CODE=85 # what megappo exits with where it wants to be started again
 HANG_CODE=79    # and what its watchdog ends a hanging run with
-PORTS_FROM=10000 PORTS=20000
+PORTS_FROM=10000 PORTS=20000 # below those that Linux gives to connections by itself
 
 fail() {
     echo "megappo: error: $*" >&2
@@ -34,7 +34,7 @@ enter_environment() {
     if [ -n "$MEGAPPO_CONTAINER" ]; then
         return
     fi
-    set +u # other people's scripts
+    set +u # scripts of modules, venvs and conda read variables that may not be set
     if [ -n "$MEGAPPO_MODULES" ]; then
         command -v module >/dev/null || fail "MEGAPPO_MODULES is set, but there is no command 'module' on $(hostname)"
         local names
@@ -158,7 +158,7 @@ run_ranks() {
     tail -n +1 -F "$MEGAPPO_RANK_LOGS/rank-0.log" 2>/dev/null &
     follower=$!
     srun "${options[@]}" "${SRUN_CONTAINER[@]}" "${IN_CONTAINER[@]}" "${start[@]}" || code=$?
-    sleep 2 # the last lines of rank 0
+    sleep 2 # for the follower to print rank 0's last lines
     kill "$follower" 2>/dev/null || true # a signal to the whole job ends it too
     wait "$follower" 2>/dev/null || true
     if grep -qsx -e "$REQUEUE_CODE" -e "$HANG_CODE" "$MEGAPPO_RANK_LOGS"/exit-*; then
@@ -196,7 +196,7 @@ show_cause() {
 # Put the job back into the queue, unless it was cancelled or SLURM does so itself (preemption).
 requeue() {
     local state
-    # Of a heterogeneous job every component has a line.
+    # A heterogeneous job has a line for every component; the first one's state counts.
     state=$(scontrol --oneliner show job "$SLURM_JOB_ID" | sed -n '1s/.* JobState=\([A-Z_]*\).*/\1/p')
     if [ "$state" != RUNNING ]; then
         echo "megappo: the job is $state, so it is not put back into the queue here"
@@ -204,7 +204,7 @@ requeue() {
         echo "megappo: put back ${SLURM_RESTART_COUNT} times already (MEGAPPO_MOST_REQUEUES); sbatch it again to go on"
     else
         echo "megappo: back into the queue"
-        trap - TERM # by which SLURM ends this script
+        trap - TERM # with this signal SLURM ends this script
         scontrol requeue "$SLURM_JOB_ID"
         sleep 300 # SLURM ends this script now; were it to end by itself, the job could count as failed
     fi

@@ -20,8 +20,8 @@ _UNMENTIONED = (
     "run.export_final_model", "runtime", "logging", "rollout.save_to",
     "rollout.sglang.request_timeout_seconds", "actor.offload", "critic.offload", "reference.offload",
 )  # fmt: skip
-"""Nothing that is learned depends on them; `request_timeout_seconds` mostly follows from the plan, and was set by
-nobody."""
+"""Settings whose changes are not mentioned: nothing that is learned depends on them. `request_timeout_seconds` mostly
+follows from the plan, so that no user set it."""
 _DANGEROUS = (
     "run.seed", "model", "actor.start_from", "critic.start_from", "critic.path",
     "critic.value_head_std", "critic.pretraining", "rollout.load_from",
@@ -34,38 +34,38 @@ _DANGEROUS = (
     "algorithm.policy_loss_options", "rollout.environment.name", "rollout.environment.arguments",
     "rollout.generation", "rollout.generation_options",
 )  # fmt: skip
-"""With another value it is another run: other models, data, task or objective."""
+"""Settings whose changes make it another run: other models, data, task or objective."""
 _JUDGES_SERVER = re.compile(r"\.judge\.(url|key|concurrency|timeout_seconds|retries|server(\..+)?)$")
-"""Where a judge is, and how patiently it is asked, which its scores do not depend on."""
+"""A judge's settings on which its scores do not depend: where it is, and how patiently it is asked."""
 _REWARD_SERVER = re.compile(
     r"(reward\.(?:functions\.[^.]+\.)?)options\."
     r"(url|key|headers_from_environment(\..+)?|concurrent|deadline_seconds)$"
 )
-"""The same of a reward server."""
+"""A reward server's settings on which its scores do not depend: where it is, and how patiently it is asked."""
 _SOURCES = {"data.train.source", "data.validation.source"}
 _LENGTHS = ("run.steps", "run.epochs")
 
 
 @dataclass(frozen=True)
 class Changes:
-    """What differs between a checkpoint's settings and the run's: one sentence per setting."""
+    """Differences between a checkpoint's settings and the run's, one sentence for each setting."""
 
     harmless: tuple[str, ...]
     dangerous: tuple[str, ...]
 
 
 def compare_settings(before: Mapping[str, Any], now: Mapping[str, Any], steps: tuple[int, int]) -> Changes:
-    """Both configurations in JSON's types; `steps`: how many the run had, and has now, however they are given."""
+    """Compare two configurations in JSON's types. `steps`: how many the run had and has now, however they are given."""
     old, new = dict(flat_settings(before)), dict(flat_settings(now))
     for key in _SOURCES & old.keys():
         old[key] = str(old[key]).removeprefix(OLD_PYTHON_PREFIX)
-    if old.get("data.template_time") is None:  # of before runs kept the time that they began at
+    if old.get("data.template_time") is None:  # from before runs recorded the time of their start
         old["data.template_time"] = new.get("data.template_time")
-    if "algorithm.lam" in old:  # of before actor and critic could have their own
+    if "algorithm.lam" in old:  # from before actor and critic had their own
         old["algorithm.lam.actor.number"] = old["algorithm.lam.critic"] = old.pop("algorithm.lam")
     harmless: list[str] = []
     dangerous: list[str] = []
-    hidden = {*secret_settings(before), *secret_settings(now)}  # of a version that took them; none is the run's task
+    hidden = {*secret_settings(before), *secret_settings(now)}  # a version accepted them; they do not define the task
     decays = any(_decays(new, role) or _decays(old, role) for role in ("actor", "critic"))
     for key in sorted(old.keys() | new.keys()):
         if old.get(key) == new.get(key) or key in hidden or _is_in(key, _UNMENTIONED):
@@ -81,8 +81,8 @@ def compare_settings(before: Mapping[str, Any], now: Mapping[str, Any], steps: t
 
 
 def tensor_changes(before: Mapping[str, Any], now: Config) -> str | None:
-    """Why the checkpoint's tensors are not those of these settings' roles at all: adapters are no weights, and what is
-    frozen has no moments."""
+    """Why the checkpoint's tensors cannot be those of these settings' roles; None where they can. Adapters are other
+    tensors than weights, and frozen parameters have no moments."""
     for role, settings in now.trained.items():
         old = (before.get(role) or {}).get("lora")
         new = None if settings.lora is None else settings.lora.model_dump(mode="json")
@@ -97,10 +97,10 @@ def tensor_changes(before: Mapping[str, Any], now: Config) -> str | None:
 
 
 def keep_kl_unit(before: Mapping[str, Any], config: Config) -> tuple[Mapping[str, Any], Config]:
-    """The unit of an adaptive KL, and its target, stay those of the run where the new settings do not name them.
+    """Keep the unit of an adaptive KL, and its target, from the checkpoint where the new settings do not name them.
 
-    Returns the checkpoint's settings with their unit, which is the response where they are from before there was a
-    choice, and the settings to go on with.
+    Returns the checkpoint's settings with their unit, which is the response in checkpoints from before there was a
+    choice, and the settings to continue with.
     """
     old, kl = (before.get("algorithm") or {}).get("kl_in_reward"), config.algorithm.kl_in_reward
     if not isinstance(old, Mapping) or kl is None:

@@ -1,4 +1,4 @@
-"""When a checkpoint is due by the clock, and when the last one is."""
+"""Decides by the clock when a checkpoint is due, and when the last one before the end is."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ class Clock:
         self._saved = self._asked = now
 
     def is_late(self, now: float) -> bool:
-        """Asked after every step: whether the next one, if it takes as long as this one, would end too late."""
+        """Whether the next step, if it takes as long as this one, would end too late; asked after every step."""
         step, self._asked = now - self._asked, now
         return self._most_seconds is not None and now + step - self._saved > self._most_seconds
 
     def restart(self, now: float) -> None:
-        """Count from now, where a checkpoint was just taken."""
+        """Restart the count, as a checkpoint was just taken."""
         self._saved = now
 
 
@@ -27,26 +27,27 @@ class Deadline:
     """The time by which a run must have stopped with a checkpoint. All times are seconds of one monotonic clock."""
 
     SLACK = 1.2
-    """The next step may take so much longer than the longest of the last ones."""
+    """Factor by which the next step may take longer than the longest of the last ones."""
     LEAST_SECONDS = 60.0
-    """What stopping may take whatever was seen of it: a checkpoint under way is waited for, and one is written."""
+    """Least seconds allowed for a stop, whatever was measured: a checkpoint under way is waited for, and another one is
+    written."""
 
     def __init__(self, end: float | None, now: float) -> None:
-        """`end`: None where there is none."""
+        """`end`: time by which the run must have stopped; None: there is none."""
         self._end, self._asked = end, now
         self._steps = deque[float](maxlen=10)
         self._writing = 0.0
 
     def start(self, now: float) -> None:
-        """The first step begins; what was before took as long as it did."""
+        """Note that the first step begins, so that the start does not count as a step."""
         self._asked = now
 
     def wrote(self, seconds: float) -> None:
-        """A checkpoint was written in so many."""
+        """Note the seconds in which a checkpoint was written."""
         self._writing = max(self._writing, seconds)
 
     def is_near(self, now: float) -> bool:
-        """Asked after every step, with what came after it: whether there is no time for another one and a stop."""
+        """Whether there is no time left for another step and a stop; asked after every step, with what followed it."""
         self._steps.append(now - self._asked)
         self._asked = now
         needed = self.SLACK * max(self._steps) + max(self.LEAST_SECONDS, 2 * self._writing)

@@ -1,4 +1,4 @@
-"""A checkpoint of a run as a Hugging Face folder or as one of Megatron-LM's."""
+"""Exports a checkpoint of a run as a Hugging Face folder, a PEFT folder or a checkpoint of Megatron-LM."""
 
 from __future__ import annotations
 
@@ -62,10 +62,10 @@ def export_run(
     """`megappo export RUN_DIR OUT`: actor or critic of a checkpoint in one of FORMATS, by one process without GPUs,
     whether the run has finished or not. Returns what to tell the user.
 
-    `step` is a number, `best` or `latest`. `without_mtp`: layers that predict further tokens are left out. `own`: code
-    that may run, as none does because the checkpoint names it. Raises ValueError where there is no such checkpoint or
-    role, where it is of a family that `own` does not name, where the model's config.json or such layers are others now,
-    and where OUT holds something. What fails leaves nothing in OUT.
+    `step` is a number, `best` or `latest`. `without_mtp`: multi-token prediction layers are left out. `own`: code that
+    may run; code that only the checkpoint names does not. Raises ValueError where there is no such checkpoint or role,
+    where its family is not the one of `own`, where the model's config.json or multi-token prediction layers have
+    changed, and where OUT is not empty. A failed export leaves nothing in OUT.
     """
     directory, target = Path(run_dir), Path(out)
     if not (directory / "config.yaml").exists():
@@ -115,7 +115,8 @@ def _check_peft(lora: LoraShape | None, role: str) -> None:
 def _merged(
     adapters: CheckpointSource, lora: LoraShape, arch: ArchitectureConfig, config: Config, marker: Marker, role: str
 ) -> MergedSource:
-    """Raises ValueError where the weights under the adapters are not those that the run began with."""
+    """The adapters merged into their base. Raises ValueError where the base's weights are not those that the run began
+    with."""
     folder = role_folder(config, role)
     if config.model.init == "random":
         base: WeightSource = RandomSource(arch, config.run.seed)
@@ -132,8 +133,8 @@ def _merged(
 
 
 def _further_layers(arch: ArchitectureConfig, config: Config, marker: Marker) -> FurtherLayers:
-    """Layers that predict further tokens, none where the run's model had none. Raises ValueError where they are not
-    those that it had; a checkpoint of an earlier megappo says nothing of them, and is exported without."""
+    """The multi-token prediction layers; none where the run's model had none. Raises ValueError where they are not
+    those that it had. A checkpoint of an earlier megappo does not mention them, and is exported without."""
     before, none = marker.content.get("identity", {}).get("actor" + FURTHER), whole_digest({})
     if before in (None, none):
         return FurtherLayers(arch)

@@ -1,4 +1,4 @@
-"""What lies in a checkpoint's folder, and whether it is whole."""
+"""The files of a checkpoint's folder, its marker, and checks of whether it is whole."""
 
 from __future__ import annotations
 
@@ -24,19 +24,20 @@ T = TypeVar("T")
 FORMAT = 2
 MARKER = "checkpoint.json"
 _ASIDE = "deleted-"
-"""Before the name of a folder that is to be deleted."""
+"""Prefix of the name of a folder that is to be deleted."""
 _NEW = ".new"
-"""Behind the name of a checkpoint that is written while a finished one of its step is there."""
+"""Suffix of the name of a checkpoint that is written while a finished one of its step exists."""
 _STEP = re.compile(r"step-(\d{6,})")
 _NEEDED = frozenset({"format", "step", "files", "content"})
 _KINDS: dict[str, type] = dict.fromkeys(
     ("trainer", "updates", "identity", "architectures", "settings", "versions", "metrics", "own_files"), dict
 ) | {"world_size": int, "steps": int}
-"""What the parts of a marker's content are, where they are there."""
+"""Types of the parts of a marker's content, where they are present."""
 _NO_FILE = {errno.ENOENT, errno.ENOTDIR, errno.EISDIR, errno.EINVAL, errno.ELOOP, errno.ENAMETOOLONG,
             errno.EFBIG}  # fmt: skip
-"""Errors that come of what lies there; others come of the file system, or of who may read it."""
-_TRIES, _PAUSE_SECONDS = 3, 0.5
+"""Errors whose cause is the path itself, so that trying again is useless; others come from the file system or from
+permissions."""
+_TRIES, _PAUSE_SECONDS = 3, 0.5  # a file system that fails for a moment must not cost a whole checkpoint
 
 
 class CheckpointError(RunError):
@@ -53,7 +54,7 @@ class UnreadableError(ValueError):
 
 @dataclass(frozen=True)
 class Stamp:
-    """Size and checksum of a file when it was written, to tell whether it still is that."""
+    """Size and checksum of a file when it was written, by which it is recognised later."""
 
     n_bytes: int
     sha256: str
@@ -61,7 +62,7 @@ class Stamp:
 
 @dataclass(frozen=True)
 class Marker:
-    """A finished checkpoint."""
+    """Marker of a finished checkpoint."""
 
     step: int
     files: dict[str, Stamp]
@@ -70,7 +71,7 @@ class Marker:
 
 
 def step_folder(directory: Path, step: int) -> Path:
-    """`step-000010` in the folder of checkpoints."""
+    """The folder of a step's checkpoint, such as `step-000010`."""
     return directory / f"step-{step:06d}"
 
 
@@ -91,8 +92,8 @@ def stamp(path: Path) -> Stamp:
 
 
 def _patiently(path: Path, read: Callable[[Path], T]) -> T:
-    """What is read of a file, tried again where that is not the file's fault. Raises OSError where it is,
-    UnreadableError where it still cannot be read."""
+    """Read a file, again where the error is not the file's fault. Raises OSError where it is, UnreadableError where it
+    still cannot be read."""
     for tries_left in reversed(range(_TRIES)):
         try:
             return read(path)
@@ -163,7 +164,8 @@ def read_marker(folder: Path) -> Marker:
 
 
 def _stamps(told: object) -> dict[str, Stamp]:
-    """The files of a marker. Raises DamagedError for what is no name of a file inside of the checkpoint's folder."""
+    """The stamps of a marker's files. Raises DamagedError for names that are no files within the checkpoint's
+    folder."""
     if not isinstance(told, dict):
         raise DamagedError(f"{MARKER} has no files")
     for name, written in told.items():
@@ -180,7 +182,7 @@ def _digest(body: Mapping[str, Any]) -> str:
 
 
 def problems(folder: Path, files: Iterable[tuple[str, Stamp]]) -> list[str]:
-    """What is wrong with these files of a checkpoint; empty where all are what was written. Raises UnreadableError."""
+    """Problems of these files of a checkpoint; empty where all are as written. Raises UnreadableError."""
     found = []
     for name, written in files:
         try:
@@ -207,12 +209,13 @@ def sync_folder(folder: Path) -> None:
 
 
 def writing_folder(final: Path) -> Path:
-    """Where a checkpoint is written: in its place, or beside a finished one of its step until it is finished too."""
+    """The folder that a checkpoint is written to: its own, or one beside it while a finished checkpoint of its step is
+    there."""
     return final.with_name(final.name + _NEW) if (final / MARKER).exists() else final
 
 
 def put_in_place(written: Path, final: Path) -> None:
-    """Let a finished checkpoint take the place of the one of its step, if there is one."""
+    """Move a finished checkpoint to its place, and set aside an older one of its step."""
     if written != final:
         if final.exists():
             set_aside(final)
@@ -221,7 +224,7 @@ def put_in_place(written: Path, final: Path) -> None:
 
 
 def put_all_in_place(directory: Path) -> None:
-    """Do what a run that was killed between the two renames of `put_in_place` left to do."""
+    """Complete the renames of `put_in_place` that a killed run left undone."""
     for written in sorted(directory.glob(f"step-*{_NEW}")):
         final = written.with_name(written.name.removesuffix(_NEW))
         if (written / MARKER).exists() and not final.exists():
@@ -229,7 +232,7 @@ def put_all_in_place(directory: Path) -> None:
 
 
 def set_aside(folder: Path) -> None:
-    """Take a folder out of the way at once, under a name that is no checkpoint's; `clear` deletes it."""
+    """Rename a folder at once to a name that is no checkpoint's; `clear` deletes it."""
     aside = folder.with_name(_ASIDE + folder.name)
     for number in itertools.count(2):
         if not aside.exists():
@@ -240,10 +243,11 @@ def set_aside(folder: Path) -> None:
 
 
 def clear(directory: Path) -> list[str]:
-    """Delete what was set aside, now or by an earlier attempt; a sentence for each folder that cannot be deleted."""
+    """Delete folders that were set aside, now or by an earlier attempt; returns a sentence for each that cannot be
+    deleted."""
     sentences = []
     for folder in sorted([*directory.glob(f"{_ASIDE}step-*"), *directory.glob(f"step-*{_NEW}")]):
-        shutil.rmtree(folder, ignore_errors=True)  # as much as can be
+        shutil.rmtree(folder, ignore_errors=True)  # deletes as much as possible
         try:
             shutil.rmtree(folder)
         except FileNotFoundError:
@@ -271,11 +275,11 @@ def finished(directory: Path) -> dict[Path, Marker]:
 
 
 def prune(directory: Path, keep_last: int, keep_best: str | None, keep_every: int | None = None) -> list[str]:
-    """Delete all finished checkpoints but the newest, the best and those of every so many steps; a sentence for each
-    that cannot be deleted.
+    """Delete all finished checkpoints except the newest, the best and those of every `keep_every` steps; returns a
+    sentence for each that cannot be deleted.
 
-    `keep_best` is the name of a metric, with a `-` in front where the lowest is best. Damaged ones are left to be
-    looked at; unfinished ones are overwritten when their step comes again.
+    `keep_best` is the name of a metric, with a `-` in front where the lowest is best. Damaged checkpoints are left for
+    inspection; unfinished ones are overwritten when their step comes again.
     """
     try:
         markers = finished(directory)
@@ -296,7 +300,7 @@ def prune(directory: Path, keep_last: int, keep_best: str | None, keep_every: in
 
 
 def best(markers: Mapping[Path, Marker], keep_best: str) -> Path | None:
-    """The newest folder with the best value of a metric; None where no checkpoint's step had it."""
+    """The newest folder with the best value of a metric; None where no checkpoint has it."""
     name, sign = keep_best.removeprefix("-"), -1.0 if keep_best.startswith("-") else 1.0
     values = {folder: marker.content["metrics"].get(name) for folder, marker in markers.items()}
     known = {f: sign * v for f, v in values.items() if isinstance(v, int | float) and math.isfinite(v)}

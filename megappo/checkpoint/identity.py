@@ -1,4 +1,4 @@
-"""What says whether a model is still the one a run began with, and whether weights mean in it what they meant."""
+"""Digests and fields by which a run recognises its model, and whether weights still mean the same in it."""
 
 from __future__ import annotations
 
@@ -24,25 +24,25 @@ _WITHOUT_MEANING = ("_name_or_path", "transformers_version", "torch_dtype", "dty
 
 
 BASE = "'s base"
-"""After a role's name: the weights under its adapters, which are in no checkpoint."""
+"""Suffix of a role's name for the digest of the weights under its adapters, which are in no checkpoint."""
 FURTHER = "'s further layers"
-"""After a role's name: layers of its model that predict further tokens, which are in no checkpoint either."""
+"""Suffix of a role's name for the digest of its model's multi-token prediction layers, which are in no checkpoint."""
 
 
 def architecture_digest(folder: Path) -> str:
-    """sha256 of a model folder's config.json without what does not change the model."""
+    """sha256 of a model folder's config.json, without entries that do not change the model."""
     kept = {name: value for name, value in read_config_json(folder).items() if name not in _WITHOUT_MEANING}
     return hashlib.sha256(json.dumps(kept, sort_keys=True).encode()).hexdigest()
 
 
 def architecture_fields(arch: ArchitectureConfig) -> dict[str, Any]:
-    """All that says what an architecture's weights compute, in JSON's types."""
+    """All fields that determine what an architecture's weights compute, in JSON's types."""
     fields = {f.name: getattr(arch, f.name) for f in dataclasses.fields(arch) if f.compare}
     return _of_json({**fields, "rope_parameters": arch.hf_config.rope_parameters})
 
 
 def said_fields(said: Mapping[str, Any]) -> dict[str, Any]:
-    """`architecture_fields` of a checkpoint: what an earlier megappo did not know is as by default."""
+    """The `architecture_fields` in a checkpoint; fields that an earlier megappo did not know have their defaults."""
     unsaid = {f.name: f.default for f in dataclasses.fields(ArchitectureConfig) if f.default is not dataclasses.MISSING}
     return {**_of_json(unsaid), **said}
 
@@ -53,13 +53,12 @@ def _of_json(fields: Mapping[str, Any]) -> dict[str, Any]:
 
 
 class OwnCode(NamedTuple):
-    """Code that the user of a command allows to run; what a checkpoint allows counts for nothing, as it may be somebody
-    else's."""
+    """Code that the user of a command allows to run. A checkpoint, which may be somebody else's, cannot allow any."""
 
     family: str | None = None
     """Import path of a model family."""
     trust_remote_code: bool = False
-    """Code in the folder of the model or of its tokenizer."""
+    """Whether code in the folder of the model or of its tokenizer may run."""
 
 
 NO_CODE = OwnCode()

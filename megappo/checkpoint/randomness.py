@@ -1,4 +1,4 @@
-"""Every random generator of a process."""
+"""Seeds, saves and restores all random generators of a process."""
 
 from __future__ import annotations
 
@@ -11,10 +11,11 @@ import torch
 
 
 def seed_generators(seed: int, rank: int) -> None:
-    """Begin every generator anew, each rank with its own numbers, so that two runs of a seed draw the same.
+    """Seed every generator, differently on each rank, so that two runs of a seed draw the same numbers.
 
     Nothing that is learned draws from them; a user's reward model or data function may.
     """
+    # 32 bits: numpy's legacy generator takes no more, and torch's on a CPU reads no more.
     digest = hashlib.blake2b(f"{seed}/{rank}".encode(), digest_size=4).digest()
     word = int.from_bytes(digest, "little")
     random.seed(word)

@@ -1,8 +1,8 @@
-"""Reads what torch's writer has written, without trusting it.
+"""Reads checkpoints of torch.distributed.checkpoint without trusting them.
 
-torch keeps in `.metadata` which tensors there are and where each part of them lies, as a pickle, which can run any
-program when pickle reads it. Here it becomes inert records (`safe_unpickle.py`), and the metadata that torch's loader
-gets are built anew from numbers and texts that were checked.
+torch stores in `.metadata`, as a pickle, which tensors there are and where each part of them lies. A pickle can run any
+program when Python's unpickler reads it. Here it becomes inert records (`safe_unpickle.py`), and the metadata for
+torch's loader is rebuilt from numbers and texts that were checked.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ from megappo.errors import reason
 METADATA = ".metadata"
 _SHARD_FILE = re.compile(r"__\d+_\d+\.distcp")
 
-# Names that torch 2.11 to 2.14 write. Tensors only: what torch calls bytes would be read by an unguarded pickle again.
+# Names that torch 2.11 to 2.14 write. Tensors only: torch would load objects stored as bytes with an unguarded pickle.
 _NAMES = {
     "torch.distributed.checkpoint.metadata": (
         "Metadata", "TensorStorageMetadata", "TensorProperties", "ChunkStorageMetadata", "MetadataIndex",
@@ -52,7 +52,7 @@ _NAMES = {
     "builtins": ("getattr",),  # Python before 3.11.4 pickles a member of an enumeration as a call of it
 }  # fmt: skip
 _OWN = inert_names(_NAMES)
-# Names that Megatron-Core's writer adds, for what is not read: bytes, and how a later checkpoint is written faster.
+# Names that Megatron-Core's writer adds, in parts that are not read: bytes, and cached plans for later checkpoints.
 _OF_MEGATRON = _OWN | inert_names({
     "torch.distributed.checkpoint.metadata": ("BytesStorageMetadata",),
     "torch.distributed.checkpoint.planner": (
@@ -66,13 +66,13 @@ _BYTES = _OF_MEGATRON["torch.distributed.checkpoint.metadata", "BytesStorageMeta
 
 
 def read_metadata(folder: Path) -> Metadata:
-    """Which tensors a checkpoint holds, and where. Raises DamagedError for anything that a checkpoint does not say."""
+    """Read which tensors a checkpoint holds, and where. Raises DamagedError for anything else in the metadata."""
     return _metadata(folder, _OWN, lambda _: True)
 
 
 def read_metadata_of_megatron(folder: Path, wanted: Callable[[str], bool]) -> Metadata:
-    """The same of a checkpoint that Megatron-Core wrote, for the names that are wanted. What it calls bytes has a place
-    in a file like tensors, and no other entry."""
+    """Read the metadata of a checkpoint that Megatron-Core wrote, for the names that are `wanted`. Objects stored as
+    bytes have a place in a file, as tensors have, but no other entry."""
     return _metadata(folder, _OF_MEGATRON, wanted)
 
 
@@ -109,14 +109,14 @@ def load_values(path: Path) -> Any:
 
 
 class ShardReader(FileSystemReader):
-    """Reads tensors by metadata that were checked."""
+    """A reader of tensors that uses metadata which was checked."""
 
     def __init__(self, folder: Path, metadata: Metadata) -> None:
         super().__init__(folder)
         self._metadata = metadata
 
     def read_metadata(self) -> Metadata:
-        """What the constructor was given; files are not asked again."""
+        """The metadata that the constructor was given; the file is not read again."""
         return self._metadata
 
 
@@ -139,7 +139,7 @@ def _size(value: Any) -> torch.Size:
 
 def _tensor(value: Any) -> TensorStorageMetadata:
     fields = state_of(value, "TensorStorageMetadata")
-    # The data type and four or five things that are the same for every tensor of a checkpoint.
+    # The state is the data type, and four or five values that are the same for every tensor of a checkpoint.
     dtype = record(fields["properties"], "TensorProperties").state[0]
     if not isinstance(dtype, torch.dtype):
         raise ValueError(f"{type(dtype).__name__} instead of a data type")

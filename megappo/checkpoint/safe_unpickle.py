@@ -1,6 +1,6 @@
 """Reads pickles without trusting them: names that are listed become inert records, every other name is an error.
 
-A pickle can run any program when pickle reads it. Here nothing that it names is imported or called.
+A pickle can run any program when Python's unpickler reads it. Here nothing that it names is imported or called.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from typing import IO, Any
 
 import torch
 
-# What a pickle that is not what it claims to be makes Python raise.
+# Errors that Python raises for malformed pickles.
 PICKLE_ERRORS = (pickle.UnpicklingError, EOFError, AttributeError, IndexError, KeyError, TypeError, ValueError,
                  OverflowError, MemoryError, RecursionError)  # fmt: skip
 
@@ -21,7 +21,7 @@ class UnlistedNameError(Exception):
 
 
 class PickledRecord:
-    """What a pickle says of an object, and nothing more: the arguments of its constructor and its state."""
+    """An object of a pickle as inert data: the arguments of its constructor and its state."""
 
     arguments: tuple[Any, ...] = ()
     state: Any = None
@@ -37,7 +37,7 @@ Names = Mapping[tuple[str, str], type]
 
 
 def inert_names(listed: Mapping[str, Sequence[str]]) -> dict[tuple[str, str], type]:
-    """A record's type for each name in each module."""
+    """A type of records for each name in each module."""
     return {
         (module, name): type(name, (PickledRecord,), {"__module__": __name__})
         for module, names in listed.items()
@@ -46,7 +46,8 @@ def inert_names(listed: Mapping[str, Sequence[str]]) -> dict[tuple[str, str], ty
 
 
 class InertUnpickler(pickle.Unpickler):
-    """Makes records of what is listed, and data types of torch. Raises UnlistedNameError for another name."""
+    """Unpickler that makes records of listed names, and data types of torch. Raises UnlistedNameError for other
+    names."""
 
     def __init__(self, file: IO[bytes], names: Names) -> None:
         super().__init__(file)
@@ -64,7 +65,7 @@ class InertUnpickler(pickle.Unpickler):
 
 
 def record(value: Any, name: str) -> PickledRecord:
-    """Raises ValueError where a value is no record of that name."""
+    """Return a value that is a record of that name. Raises ValueError where it is not."""
     if type(value).__name__ != name or not isinstance(value, PickledRecord):
         raise ValueError(f"{type(value).__name__} instead of {name}")
     return value

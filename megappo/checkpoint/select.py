@@ -1,4 +1,4 @@
-"""Which checkpoint a run continues from, is exported, or another run starts from."""
+"""Selects the checkpoint that a run continues from, that is exported, or that another run starts from."""
 
 from __future__ import annotations
 
@@ -85,7 +85,8 @@ def _named(directory: Path, wanted: str) -> tuple[Path | None, str]:
 
 
 def _from_main(find: Callable[[], T], runtime: Runtime | None) -> T:
-    """What the main rank finds, or this process without a runtime. Raises ValueError on every rank where it cannot."""
+    """The result of `find` on the main rank, or in this process without a runtime. Raises ValueError on every rank
+    where it fails."""
     if runtime is None:
         return find()
     found, problem = broadcast_object(attempt(find) if runtime.is_main else (None, ""))
@@ -95,14 +96,15 @@ def _from_main(find: Callable[[], T], runtime: Runtime | None) -> T:
 
 
 def _shared_folders(directory: Path, runtime: Runtime | None) -> list[tuple[Path, bool]]:
-    """(folder, whether it was finished), the newest first, as the main rank sees them."""
+    """(folder, whether it was finished) of all checkpoints, the newest first, as the main rank sees them: on a shared
+    disk others may see them later."""
     return _from_main(
         lambda: [(folder, (folder / files.MARKER).exists()) for _, folder in files.folders(directory)], runtime
     )
 
 
 def _check(folder: Path, runtime: Runtime | None) -> tuple[Marker | None, list[str]]:
-    """The marker and what is wrong with the checkpoint; the same on every rank."""
+    """The marker and the problems of a checkpoint; the same on every rank."""
     marker, problem = _from_main(lambda: attempt(lambda: files.read_marker(folder), (DamagedError,)), runtime)
     if marker is None:
         return None, [problem]
@@ -112,8 +114,8 @@ def _check(folder: Path, runtime: Runtime | None) -> tuple[Marker | None, list[s
 
 
 def shared_problems(folder: Path, marker: Marker, runtime: Runtime) -> list[str]:
-    """What is wrong with a checkpoint's files, each of which one rank reads; a collective of the world. Raises
-    ValueError on every rank where one cannot read its part now."""
+    """Problems of a checkpoint's files, each of which one rank reads; a collective of the world. Raises ValueError on
+    every rank where one cannot read its part now."""
     mine = sorted(marker.files.items())[runtime.rank :: runtime.world_size]
     return sorted(
         problem for part in all_gather_objects(agreed(lambda: files.problems(folder, mine))) for problem in part

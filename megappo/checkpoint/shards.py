@@ -1,9 +1,9 @@
-"""A role's weights and optimizer state as shards of whole tensors, named by the Hugging Face tensors they hold; of a
-role with adapters, these alone, as only they are trained.
+"""A role's weights and optimizer state as shards of whole tensors, named by the Hugging Face tensors that they hold.
+For a role with adapters only these are stored, as only they are trained.
 
-Names and shapes do not depend on the layout, so another layout finds what it needs. A gated layer's two halves are
-tensors of their own, because each tensor rank holds a part of both; query, key and value stay in Megatron's order, in
-which the shards of tensor ranks follow each other.
+Names and shapes do not depend on the layout, so that another layout finds what it needs. A gated layer's two halves are
+separate tensors, because each tensor rank holds a part of both. Query, key and value stay in Megatron's order, in which
+the shards of tensor ranks follow each other.
 """
 
 from __future__ import annotations
@@ -42,15 +42,15 @@ class _Entry:
 
     held: LocalShard
     is_copy: bool = False
-    """The last stage's copy of a tied embedding, which the first stage writes."""
+    """Whether it is the last stage's copy of a tied embedding, which the first stage writes."""
 
     @property
     def of(self) -> Parameter:
-        """What the map says of it."""
+        """The parameter's entry in the map."""
         return self.held.entry
 
     def kinds(self, updates: int) -> tuple[str, ...]:
-        """What a checkpoint has of it after so many updates."""
+        """Tensors that a checkpoint holds of the parameter after so many updates."""
         return ("weight", *(MOMENTS if updates and self.held.is_trained else ()))
 
 
@@ -72,7 +72,7 @@ def role_updates(role: Role) -> int:
 
 
 def role_shards(role: Role) -> dict[str, ShardedTensor]:
-    """What this rank writes of a role: copies on the CPU that later updates do not touch.
+    """The shards that this rank writes of a role: copies on the CPU that later updates do not touch.
 
     Every shard is written once; a collective of the role.
     """
@@ -89,7 +89,7 @@ def role_shards(role: Role) -> dict[str, ShardedTensor]:
 
 
 def weight_shards(role: Role, name: str) -> dict[str, ShardedTensor]:
-    """The weights alone of a role that is not trained, under a name of its own; otherwise as `role_shards`."""
+    """The weight shards of a role that is not trained, under `name`; otherwise as `role_shards`."""
     if not isinstance(role, LocalRole):
         return {}
     shards: dict[str, ShardedTensor] = {}
@@ -101,7 +101,7 @@ def weight_shards(role: Role, name: str) -> dict[str, ShardedTensor]:
 
 
 def load_weights(folder: Path, role: Role, name: str, runtime: Runtime) -> None:
-    """Put a role's weights where `weight_shards` had them; a collective of the world. Raises as `load_shards`."""
+    """Load a role's weights that `weight_shards` gave; a collective of the world. Raises as `load_shards`."""
     wanted: dict[str, ShardedTensor] = {}
     if isinstance(role, LocalRole):
         for entry in _entries(role.model):
@@ -115,7 +115,7 @@ def load_weights(folder: Path, role: Role, name: str, runtime: Runtime) -> None:
 
 
 def _written_here(layout: Layout, entries: Sequence[_Entry]) -> set[int]:
-    """Which of its entries this rank writes: the ranks that hold the same share them out by their sizes."""
+    """Numbers of the entries that this rank writes: ranks that hold the same entries divide them by their sizes."""
     grid, copy = layout.grid, layout.replica * layout.grid.cp + layout.context_rank
     cut, whole, experts = list[int](), list[int](), list[int]()
     for number, entry in enumerate(entries):
@@ -138,7 +138,7 @@ def _written_here(layout: Layout, entries: Sequence[_Entry]) -> set[int]:
 def _sharded(
     role: LocalRole, entry: _Entry, kind: str, tensor: Tensor, name: str | None = None
 ) -> dict[str, ShardedTensor]:
-    """Shards of one of a parameter's tensors, under the role's name or another; they share its memory."""
+    """Shards of one of a parameter's tensors, under the role's name or `name`; they share its memory."""
     layout = role.layout
     place = () if entry.of.axis is None else ((entry.of.axis, layout.tensor_rank, layout.grid.tp),)
     rows = [sum(entry.of.tensors[name][0] for name in names) for names in entry.of.stored.values()]
@@ -154,7 +154,7 @@ def _keys(role: str, entry: _Entry, kind: str) -> list[str]:
 
 
 def load_shards(folder: Path, roles: Sequence[Role], updates: Mapping[str, int], runtime: Runtime) -> None:
-    """Put every role of this rank where the checkpoint was; a collective of the world.
+    """Restore every role of this rank from a checkpoint; a collective of the world.
 
     Raises ValueError where the checkpoint does not hold what the roles need.
     """
@@ -171,7 +171,7 @@ def load_shards(folder: Path, roles: Sequence[Role], updates: Mapping[str, int],
 
 
 def read_tensors(folder: Path, wanted: Mapping[str, ShardedTensor], runtime: Runtime) -> None:
-    """Fill the tensors of shards from a checkpoint; a collective of the world.
+    """Load the tensors of `wanted` from a checkpoint; a collective of the world.
 
     Raises ValueError on every rank where the checkpoint is not what was written, or does not hold what they ask for.
     """
@@ -193,7 +193,7 @@ def read_tensors(folder: Path, wanted: Mapping[str, ShardedTensor], runtime: Run
 
 
 def _open(folder: Path) -> ShardReader:
-    """Raises ValueError on every rank where one of them reads metadata that no checkpoint holds."""
+    """Open a checkpoint. Raises ValueError on every rank where one of them reads metadata that no checkpoint holds."""
     try:
         return agreed(lambda: ShardReader(folder, read_metadata(folder)), (DamagedError,))
     except ValueError as error:

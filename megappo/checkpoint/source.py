@@ -1,6 +1,6 @@
-"""A role's weights in a checkpoint as the Hugging Face tensors they make, one at a time, read by one process.
+"""A role's weights in a checkpoint as Hugging Face tensors, read one at a time by one process.
 
-What an export writes, and what another run starts from on any layout.
+Exports use it, and runs that start from another run's checkpoint on any layout.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from megappo.families.weights import ValueHeadWeights, scatter_shard
 
 
 class CheckpointSource:
-    """The actor or critic of a whole checkpoint, or its adapters.
+    """Source of the weights of an actor or critic in a whole checkpoint, or of its adapters.
 
     Raises ValueError where the checkpoint has no such role, or its tensors are not those of the architecture.
     """
@@ -56,15 +56,15 @@ class CheckpointSource:
                 f"{first_of(strange, 3)} {'is' if len(strange) == 1 else 'are'} in only one of them"
             )
         self._last: tuple[str, dict[str, Tensor]] = ("", {})
-        """The stored tensor that was read last, as the Hugging Face tensors in it: they are asked for, slice by slice,
-        one after another."""
+        """The stored tensor that was read last, as the Hugging Face tensors in it. It is kept because slices of them
+        are asked for one after another."""
 
     def _load(self, name: str) -> Tensor:
-        """A stored tensor, whole, in float32."""
+        """Load a whole stored tensor, in float32."""
         state = {self._prefix + name: torch.empty(self._sizes[name], dtype=torch.float32)}
         try:
             with warnings.catch_warnings():
-                warnings.filterwarnings("ignore", message="torch.distributed is disabled")  # that is what is meant
+                warnings.filterwarnings("ignore", message="torch.distributed is disabled")  # one process reads
                 dcp.load(state, storage_reader=self._reader, no_dist=True)
         except CheckpointException as error:
             raise RunError(
@@ -73,7 +73,7 @@ class CheckpointSource:
         return state[self._prefix + name]
 
     def _tensor(self, name: str) -> Tensor:
-        """A Hugging Face tensor."""
+        """Load a whole Hugging Face tensor, in float32."""
         stored, parameter = self._stored[name]
         if self._last[0] != stored:
             self._last = ("", {})  # frees it before the next one is read
@@ -81,7 +81,7 @@ class CheckpointSource:
         return self._last[1][name]
 
     def _parts(self, stored: str, parameter: Parameter) -> dict[str, Tensor]:
-        """The Hugging Face tensors in a stored one."""
+        """Load the Hugging Face tensors that a stored tensor holds."""
         shapes = {name: parameter.tensors[name] for name in parameter.stored[stored]}
         (first, shape), rows = next(iter(shapes.items())), sum(shape[0] for shape in shapes.values())
         whole = self._load(stored)
@@ -99,7 +99,7 @@ class CheckpointSource:
         return found
 
     def tensors(self) -> Iterator[tuple[str, Tensor]]:
-        """Every tensor of the trunk, and an actor's output layer, or of all adapters, in Hugging Face's order and
+        """Every tensor of the trunk, with an actor's output layer, or of all adapters, in Hugging Face's order and
         float32."""
         for parameter in self._parameters:
             for name in parameter.hf:

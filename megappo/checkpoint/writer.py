@@ -1,8 +1,8 @@
-"""Writes checkpoints, in the background where that is asked for.
+"""Writes checkpoints, in the background where `checkpoint.asynchronous` says so.
 
-Megatron's own writer leaves its work to forked processes, which outlive a trainer that is killed and go on writing into
-the run directory. This one writes Megatron's shards with torch's writer, from a copy, in a thread of this process,
-whose collectives have a process group of their own.
+Megatron's own writer leaves its work to forked processes, which outlive a killed trainer and go on writing into the run
+directory. This one writes Megatron's shards with torch's writer, from a copy, in a thread of this process. Its
+collectives have a process group of their own: on a shared group they would interleave with those of training.
 """
 
 from __future__ import annotations
@@ -31,21 +31,21 @@ from megappo.runtime.objects import all_gather_objects, attempt
 from megappo.runtime.process import Runtime
 from megappo.runtime.waiting import wait_until
 
-_SHARED_SECONDS = 30.0
+_SHARED_SECONDS = 30.0  # within which a shared disk must show the main rank all files
 REMEDY = "make room or fix the folder and start again, the run continues from the checkpoint before it"
 
 
 @dataclass(frozen=True)
 class Snapshot:
-    """What is written; nothing in it changes any more."""
+    """Content of a checkpoint, copied so that nothing in it changes any more."""
 
     step: int
     shards: Mapping[str, ShardedTensor]
     """This rank's part of the weights and optimizers, on the CPU."""
     per_rank: dict[str, Any]
-    """What this rank alone has, by the beginning of its file's name: tensors and plain values."""
+    """Values of this rank alone, by the beginning of their file's name: tensors and plain values."""
     content: dict[str, Any]
-    """Everything else, in JSON's types; the main rank's is written."""
+    """All other content, in JSON's types; the main rank's is written."""
 
 
 class CheckpointWriter:
@@ -71,28 +71,29 @@ class CheckpointWriter:
             self.wait()
 
     def begin(self, snapshot: Snapshot) -> None:
-        """Write a checkpoint, while this returns at once; there is none under way."""
+        """Begin to write a checkpoint and return at once; none may be under way."""
         assert self._thread is None, "outcome or wait was not asked"
         self._thread = threading.Thread(target=self._write_guarded, args=(snapshot,), name="checkpoint", daemon=True)
         self._thread.start()
 
     @property
     def is_busy(self) -> bool:
-        """Whether a checkpoint is under way, as far as `outcome` and `wait` know."""
+        """Whether a checkpoint is under way that `outcome` and `wait` have not seen end."""
         return self._thread is not None
 
     def warnings(self) -> list[str]:
-        """Sentences on what went wrong without harm since the last call; on the main rank."""
+        """Sentences about harmless problems since the last call; on the main rank."""
         said, self._warnings = self._warnings, []
         return said
 
     def abandon(self, seconds: float) -> None:
-        """Give the checkpoint being written so long; for a run that ends with another error, which is told instead."""
+        """Wait at most `seconds` for the checkpoint being written, and ignore its error: the run ends with another one,
+        which is reported."""
         if self._thread is not None:
             self._thread.join(seconds)
 
     def wait(self) -> None:
-        """Until the checkpoint being written is on disk. Raises CheckpointError where it could not be written."""
+        """Wait until the checkpoint being written is on disk. Raises CheckpointError where it could not be written."""
         if self._thread is not None:
             self._thread.join()
             self._thread = None
@@ -101,9 +102,9 @@ class CheckpointWriter:
             raise failure
 
     def outcome(self, *, wait: bool) -> str:
-        """Why the checkpoint that is being written cannot be; "" where it is written, or may be yet. A collective of
-        the world, with `wait` once it has ended, whose answer is the same on all ranks: what one of them knows first
-        counts once all do."""
+        """Why the checkpoint under way could not be written; "" where it is written or still being written. A
+        collective of the world, whose answer is the same on all ranks: a failure counts once all ranks have ended.
+        `wait`: until then."""
         if self._thread is None:
             return ""
         if wait:
@@ -120,7 +121,7 @@ class CheckpointWriter:
 
     def _write_guarded(self, snapshot: Snapshot) -> None:
         try:
-            if self._runtime.on_cuda:  # a new thread is on the first GPU, where torch's writer would take memory
+            if self._runtime.on_cuda:  # a new thread uses GPU 0, where torch's writer would allocate
                 torch.cuda.set_device(self._runtime.device)
             self._write(snapshot)
         except CheckpointError as error:  # on all ranks; raised again by `wait`, in the thread that can act on it
@@ -149,7 +150,8 @@ class CheckpointWriter:
         self._together(snapshot.step, lambda: self._commit(folder, final, marker))
 
     def _prepare(self, final: Path) -> Path:
-        """Make the folder, in the place of one that was never finished; the main rank's answer counts."""
+        """Make the folder, in the place of one that was never finished; returns the same on all ranks, and the main
+        rank's is used."""
         folder = files.writing_folder(final)
         if self._runtime.is_main:
             if folder.exists():
@@ -174,12 +176,12 @@ class CheckpointWriter:
             _wait_for(folder, marker)
             files.write_marker(folder, marker)
             files.put_in_place(folder, final)
-            # The checkpoint is written, whatever an old one does, such as a file that is busy on NFS.
+            # Only a warning: the new checkpoint is written, even if an old one cannot be deleted (a busy file on NFS).
             kept = (self._settings.keep_last, self._settings.keep_best, self._settings.keep_every_steps)
             self._warnings += files.prune(self._directory, *kept)
 
     def _together(self, step: int, work: Callable[[], Any]) -> list[Any]:
-        """Do a rank's part and wait for all others; raises CheckpointError on every rank where one failed."""
+        """Do this rank's part and wait for all others. Raises CheckpointError on every rank where one failed."""
         # torch.save raises RuntimeError on a full disk.
         results = all_gather_objects(attempt(work, (OSError, RuntimeError)), group=self._group)
         for _, reason in results:
@@ -194,7 +196,7 @@ class CheckpointWriter:
 
 
 def _wait_for(folder: Path, marker: Marker) -> None:
-    """Until this machine sees what all machines have written. Raises OSError where it does not."""
+    """Wait until this machine sees the files of all machines. Raises OSError where it does not."""
 
     def missing() -> list[str]:
         return sorted(marker.files.keys() - {path.name for path in folder.iterdir()})

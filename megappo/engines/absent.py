@@ -1,4 +1,5 @@
-"""In place of an engine where steps are trained on saved samples (`rollout.load_from`): it has versions alone."""
+"""Stand-in for the engine of a run that trains on saved samples (`rollout.load_from`): it only keeps a weight
+version."""
 
 from __future__ import annotations
 
@@ -10,7 +11,7 @@ from megappo.reshard.stream import WeightStream
 
 
 class AbsentEngine:
-    """Takes no weights and answers nothing."""
+    """An `Engine` that takes no weights and answers no request."""
 
     on_tokens: Callable[[], None] = staticmethod(lambda: None)
 
@@ -19,7 +20,7 @@ class AbsentEngine:
 
     @property
     def version(self) -> int:
-        """Of the last weights that it was told of."""
+        """Version of the last weight update that the engine was told of."""
         return self._version
 
     def generate(
@@ -28,7 +29,7 @@ class AbsentEngine:
         params: SamplingParams,
         done: MutableMapping[int, Completion] | None = None,
     ) -> list[Completion]:
-        """Raises RuntimeError: rules refuse what would ask it."""
+        """Raise RuntimeError: the rules of the configuration refuse whatever would ask this engine."""
         raise RuntimeError("there is no engine with rollout.load_from")
 
     def update_weights(self, named_tensors: WeightStream, version: int) -> None:
@@ -36,9 +37,9 @@ class AbsentEngine:
         self._version = version
 
     def close(self) -> None:
-        """Nothing is open."""
+        """Do nothing: the engine holds no resources."""
 
 
 def absent_engine(**_given: Any) -> AbsentEngine:
-    """An `EngineFactory`."""
+    """Make the engine; an `EngineFactory`."""
     return AbsentEngine()

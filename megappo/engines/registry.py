@@ -1,4 +1,4 @@
-"""From `rollout.engine` to the engine: one of ours by its name, or one of the user's by its import path."""
+"""Finds the engine that `rollout.engine` names: one of ours by its name, or the user's by an import path."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ from megappo.runtime.sglang_cpu import require_sglang
 _NEEDED = ("generate", "update_weights", "close")
 _NEEDED_AHEAD = ("submit", "collect")
 _NEEDED_TALKING_AHEAD = ("converse", "open_stream", "finish_stream")
-"""Where an environment plays episodes."""
+"""Methods that `rollout.ahead: 1` needs where an environment plays episodes."""
 _NEEDED_IN_FLIGHT = ("send", "finished", "abort")
 
 
 def find_engine(settings: RolloutSettings) -> EngineFactory:
-    """What makes the engine of settings that `resolve` has completed.
+    """The factory of the engine that `settings`, completed by `resolve`, ask for.
 
     Raises ValueError for what cannot be imported, cannot be called as `EngineFactory` says, or is a class without the
     methods of an engine, and RunError without an SGLang that runs here, or the GPUs that its servers need.
@@ -46,7 +46,7 @@ def find_engine(settings: RolloutSettings) -> EngineFactory:
 
 
 def make_engine(config: Config, folder: Path, stop_token_ids: tuple[int, ...], runtime: Runtime, stop: Stop) -> Engine:
-    """The engine of a run; a collective of the world. Raises as `find_engine` and what makes the engine do."""
+    """Make the engine of a run; a collective of the world. Raises as `find_engine` and the factory do."""
     factory = find_engine(config.rollout)
     options = {} if config.rollout.load_from is not None else config.rollout.engine_options
     engine = factory(
@@ -62,7 +62,7 @@ def make_engine(config: Config, folder: Path, stop_token_ids: tuple[int, ...], r
 
 
 def _check_methods(engine: object, settings: RolloutSettings) -> None:
-    """Of a class, or of what a function returned."""
+    """Raise ValueError where an engine, or the class of one, lacks methods that the settings need."""
     lacking = [name for name in _NEEDED if not callable(getattr(engine, name, None))]
     if lacking:
         raise ValueError(

@@ -1,5 +1,5 @@
-"""The last look at token ids before a model reads them, and at their log-probabilities before they are trained on,
-whatever engine, function or record they come from."""
+"""Checks token ids before a model reads them, and log-probabilities before they are trained on, whatever engine,
+function or record they come from."""
 
 from __future__ import annotations
 
@@ -13,7 +13,8 @@ from megappo.errors import RunError
 
 
 def check_requests(requests: Iterable[GenerateRequest], rows: int | None, asker: str = "a request") -> None:
-    """Raise RunError for a token that a model with so many rows has none for; None: any may come."""
+    """Raise RunError for a token id that the model's embedding has no row for. `rows`: its number of rows; None: any id
+    is accepted."""
     for request in requests:
         _check(request.token_ids, rows, f"{asker} wants an answer to")
 
@@ -24,8 +25,8 @@ def check_answers(
     answerer: str = "the engine",
     samples: Iterable[int] | None = None,
 ) -> None:
-    """The same for answers, which are trained on and may be answered in turn; and for log-probabilities that are no
-    finite numbers. `samples` are what errors call the answers."""
+    """Raise RunError for answers with token ids that the model has no row for, or with log-probabilities that are
+    missing or not finite. `samples` are the numbers by which errors name the answers."""
     called = repeat("a request") if samples is None else (f"sample {number}" for number in samples)
     for completion, sample in zip(completions, called, strict=samples is not None):
         _check(completion.token_ids, rows, f"{answerer} answered with")
@@ -44,7 +45,8 @@ def check_answers(
 
 
 def _is_finite(*numbers: float) -> bool:
-    """Whether all are; by their sum, as each token has one."""
+    """Whether all numbers are finite, judged by their sum: one check for a whole response is faster than one for each
+    token."""
     try:
         return math.isfinite(sum(numbers))
     except (TypeError, OverflowError):

@@ -1,4 +1,4 @@
-"""Texts that end a response (`rollout.stop`), the same in every engine: where its text first has one of them in it.
+"""Texts that end a response (`rollout.stop`), in every engine alike: a response ends where its text first contains one.
 
 The tokens of that text stay in the response, in what rewards read and in what is trained on, as stop tokens do: what
 was sampled is what counts. A text may begin and end within tokens; the token that completes it is the last, whole.
@@ -20,24 +20,25 @@ if TYPE_CHECKING:
     from megappo.engines.protocol import Completion, SamplingParams
 
 _FURTHER_TOKENS = 8
-"""Beyond one for each byte of a text: some tokens have no text of their own."""
+"""Tokens that are looked at beyond one for each byte of the longest text: some tokens have no text of their own."""
 
 
 @dataclass(frozen=True)
 class StopTexts:
-    """Texts, and the tokenizer by which tokens have text."""
+    """Stop texts, and the tokenizer that turns tokens into text."""
 
     texts: tuple[str, ...]
     tokenizer: PreTrainedTokenizerBase = field(compare=False, repr=False)
 
     def end(self, token_ids: Sequence[int]) -> int | None:
-        """How many of a response's tokens there are when its text first has one of these; None: it never has."""
+        """Number of a response's tokens up to where its text first contains one of the texts; None: it never does."""
         if not self._stand_in(token_ids):
             return None
         return bisect_left(range(len(token_ids)), True, key=lambda n: self._stand_in(token_ids[: n + 1])) + 1
 
     def ends_now(self, token_ids: Sequence[int]) -> bool:
-        """Whether the newest of these tokens may have completed one: for an engine that looks after every token."""
+        """Whether the newest of these tokens may have completed a stop text; for an engine that checks after every
+        token."""
         tail = max(len(text.encode()) for text in self.texts) + _FURTHER_TOKENS
         return self._stand_in(token_ids[-tail:])
 
@@ -47,7 +48,7 @@ class StopTexts:
 
 
 def stopped(answer: Completion, params: SamplingParams) -> Completion:
-    """An answer to its end by `params.stop_texts`: what an engine made beyond is no part of it."""
+    """The answer cut after the first of `params.stop_texts`; tokens that the engine made beyond it are dropped."""
     end = None if params.stop_texts is None else params.stop_texts.end(answer.token_ids)
     if end is None:
         return answer

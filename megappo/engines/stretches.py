@@ -1,4 +1,4 @@
-"""What becomes of an answer that was broken off: it goes on from its tokens, under other weights."""
+"""Continues answers that were broken off, under other weights, and joins the stretches of each version."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from megappo.engines.protocol import Completion, GenerateRequest
 
 
 def _seed_of_rest(seed: int, tokens: int) -> int:
-    """63 bits for the rest of an answer that has so many tokens."""
+    """Seed of 63 bits for the rest of an answer that has `tokens` tokens."""
     digest = hashlib.blake2b(f"{seed}/after/{tokens}".encode(), digest_size=8).digest()
     return int.from_bytes(digest, "little") >> 1
 
@@ -18,8 +18,8 @@ def _seed_of_rest(seed: int, tokens: int) -> int:
 def continued(
     request: GenerateRequest, partial: Completion | None, most_tokens: int, least_tokens: int = 0
 ) -> GenerateRequest:
-    """What is asked for the rest of an answer that was broken off. The seed is another, as engines may count the
-    positions of a response from its own beginning."""
+    """The request for the rest of an answer that was broken off. Its seed differs, as engines may count the positions
+    of a response from its own beginning."""
     if partial is None:
         return request
     return replace(
@@ -53,7 +53,7 @@ def joined(earlier: Completion | None, later: Completion) -> Completion:
 
 
 def ended(answer: Completion, stop_token_ids: Collection[int], most_tokens: int) -> Completion:
-    """An answer that was broken off after its last token is whole."""
+    """Mark an answer as whole that was broken off after its last token."""
     if not answer.broken_off or not answer.token_ids:
         return answer
     stopped = answer.token_ids[-1] in stop_token_ids

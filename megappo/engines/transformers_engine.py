@@ -43,7 +43,7 @@ class _AskedToStop(Exception):
 
 
 class _Sampler(LogitsProcessor):
-    """Chooses the tokens itself and hands `generate` one-hot scores.
+    """A logits processor that samples the tokens itself and returns one-hot scores to `generate`.
 
     One uniform number per sequence and position, drawn from the sequence's own seed, inverts the cumulative
     distribution: a response does not depend on its batch, and the log-probability is recorded where it is used.
@@ -69,7 +69,7 @@ class _Sampler(LogitsProcessor):
         self._on_tokens()
         if self._stop.asked:
             raise _AskedToStop
-        # `generate` hands over a float32 copy of its own; every pass over (B, V) counts.
+        # In place, as `generate` passes a float32 copy of its own: every pass over (B, V) costs time.
         shifted_BV = scores.float().div_(self._params.temperature)
         not_yet = [b for b, least in enumerate(self._least) if len(self.tokens) < least]
         if not_yet and self._params.stop_token_ids:
@@ -86,7 +86,7 @@ class _Sampler(LogitsProcessor):
             total_B1 = cumulative_BV[:, -1:]
             wanted_B1 = self._uniforms_BS[:, len(self.tokens), None] * total_B1
             wanted_B1 = torch.minimum(wanted_B1, torch.nextafter(total_B1, torch.zeros_like(total_B1)))
-            # Where scores are nan nothing is found; the log-probability, nan too, is told by who reads the answer.
+            # Where scores are nan nothing is found; `check_answers` reports the log-probability, which is nan too.
             choice_B1 = torch.searchsorted(cumulative_BV, wanted_B1, right=True).clamp_(max=scores.shape[-1] - 1)
         self.tokens.append(choice_B1[:, 0])
         self.logprobs.append((shifted_BV.gather(1, choice_B1) - sum_B1.log())[:, 0])
@@ -94,7 +94,7 @@ class _Sampler(LogitsProcessor):
 
 
 class _Stopper(StoppingCriteria):
-    """Which sequences of a batch a text has ended, looked at after each token; what is found is cut exactly later."""
+    """Stops sequences of a batch that a text has ended, checked after each token; `stopped` later cuts them exactly."""
 
     def __init__(self, texts: StopTexts, prompt_tokens: int) -> None:
         self._texts, self._prompt_tokens = texts, prompt_tokens
@@ -105,8 +105,8 @@ class _Stopper(StoppingCriteria):
 
 
 def _destinations(model: Any, arch: ArchitectureConfig) -> dict[str, Tensor]:
-    """Where each tensor of the stream belongs. transformers may keep the experts of a layer in common parameters, and
-    call parameters otherwise than files do."""
+    """The memory of each tensor of the weight stream in the model. transformers may keep the experts of a layer in
+    common parameters, and name parameters differently from the files."""
     held = {name: parameter.data for name, parameter in model.named_parameters()}
     of_map = {name for parameter in model_parameters(arch, experts=()) for name in parameter.hf}
     held |= {name: buffer for name, buffer in model.named_buffers() if name in of_map}
@@ -123,7 +123,8 @@ def _destinations(model: Any, arch: ArchitectureConfig) -> dict[str, Tensor]:
 
 @contextmanager
 def _noted_experts(model: Any, arch: ArchitectureConfig, shape: RoutingShape | None) -> Iterator[list[list[Tensor]]]:
-    """What the routers of each layer choose meanwhile, call by call: (tokens, K). Nothing where nobody asks."""
+    """Record the experts that each layer's router chooses in the context, call by call: (tokens, K). Records nothing
+    without `shape`."""
     noted: list[list[Tensor]] = []
     hooks, held = [], {name for name, _ in model.named_parameters()}
     for parameter in model_parameters(arch, experts=()) if shape is not None else ():
@@ -140,7 +141,7 @@ def _noted_experts(model: Any, arch: ArchitectureConfig, shape: RoutingShape | N
 
 
 def _note(noted: list[Tensor], _router: Any, _inputs: Any, output: tuple[Tensor, Tensor, Tensor]) -> None:
-    """What transformers' routers give: logits, weights, experts."""
+    """Record the third output of transformers' routers: logits, weights, experts."""
     noted.append(output[2])
 
 
@@ -150,8 +151,8 @@ def _with_routing(
     noted: list[list[Tensor]],
     shape: RoutingShape,
 ) -> list[Completion]:
-    """The prompts went through the model in one call, padded on the left, then one new token after the other. The last
-    one is not computed any more. Layers without experts come before the others."""
+    """Answers with the experts of their tokens. Prompts went through the model in one call, padded on the left, then
+    one new token after the other; the last token is not computed. Layers without experts come first."""
     of_layers = [torch.cat([x.unflatten(0, (len(requests), -1)) for x in calls], dim=1) for calls in noted]
     chosen_BTLK = torch.stack(of_layers, dim=2).to("cpu", shape.dtype)
     nobodys_TLK = shape.unknown(chosen_BTLK.shape[1], shape.layers - len(noted))
@@ -164,7 +165,7 @@ def _with_routing(
 
 
 class TransformersEngine:
-    """An `Engine` on transformers. Weights come from the stream only."""
+    """An `Engine` on transformers' `generate`. Weights come from the weight stream only."""
 
     def __init__(
         self,
@@ -178,13 +179,13 @@ class TransformersEngine:
         stop: Stop | None = None,
     ) -> None:
         self._arch, self._weights = arch, Movable() if sleeps else None
-        # torch's attention knows no cap of scores, which transformers would leave out without a word, and no sinks.
+        # torch's attention has neither sinks nor caps of scores, and transformers would silently leave a cap out.
         attention = "eager" if arch.beyond.attends_by_products else "sdpa"
         self._model: Any = AutoModelForCausalLM.from_config(
             arch.hf_config, dtype=dtype, attn_implementation=attention, trust_remote_code=trust_remote_code
         )
         self._model.to(device).eval().requires_grad_(False)
-        # Everything about generation is said per call; the folder's defaults (top_k, penalties) must not interfere.
+        # Every call gives all its settings; the folder's defaults (top_k, penalties) must not interfere.
         self._model.generation_config = type(self._model.generation_config)()
         self._device, self._batch_sequences = device, generate_batch_sequences
         self.on_tokens: Callable[[], None] = lambda: None
@@ -281,13 +282,13 @@ class TransformersEngine:
         return [stopped(completion, params) for completion in completions]
 
     def _cut(self, tokens: list[int], logprobs: list[float], params: SamplingParams) -> Completion:
-        """End a response after its first stop token; what the batch went on with is not part of it."""
+        """Cut a response after its first stop token; what the batch generated beyond it is dropped."""
         stop = next((i for i, token in enumerate(tokens) if token in params.stop_token_ids), None)
         length = len(tokens) if stop is None else stop + 1
         return Completion(tuple(tokens[:length]), tuple(logprobs[:length]), stop is None, self.version)
 
     def close(self) -> None:
-        """Forget the model."""
+        """Release the model."""
         self._complete = False
         self._model = None
 

@@ -1,4 +1,4 @@
-"""An agent that speaks HTTP as it is: `rollout.environment.name: agent`, a function of asyncio or a program."""
+"""Trains an unchanged agent that speaks HTTP: `rollout.environment.name: agent`, a function of asyncio or a program."""
 
 from __future__ import annotations
 
@@ -30,13 +30,13 @@ class AgentError(Exception):
 
 
 class Agent:
-    """Every episode is one run of the agent, which finds the model at an address of its own.
+    """Environment in which every episode is one run of an agent, which finds the model at an address of its own.
 
     `function` is an import path, called as `await function(endpoint, prompt, **options)` in the event loop of all
-    episodes; what it returns is a reward, or None. `command` is a program with its arguments, in which `{prompt}` is
-    the task's text, which is its standard input too; it finds the model through `AgentEndpoint.environment`
-    and gives no reward. Of the trainer's variables it gets none whose name is a secret's, but those that `variables`
-    names. A function that waits without asyncio belongs into a program.
+    episodes; what it returns is a reward, or None. `command` is a program with its arguments, in which `{prompt}`
+    stands for the task's text, which is its standard input too. It finds the model through `AgentEndpoint.environment`
+    and gives no reward. It gets the trainer's variables except those with names of secrets that `variables` does not
+    names. A function that blocks the event loop should be a program instead.
     """
 
     role, serves = "tool", True
@@ -50,7 +50,7 @@ class Agent:
         options: Mapping[str, Any] | None = None,
         variables: Sequence[str] = (),
     ) -> None:
-        """Raises ValueError for what is no agent."""
+        """Check the arguments. Raises ValueError where they name no agent."""
         call_format(format, f"{_ARGUMENTS}.format")
         if bool(function) == bool(command):
             raise ValueError(f"{_ARGUMENTS} has to name either the agent's function or its command; set one of them")
@@ -74,13 +74,14 @@ class Agent:
 
 
 def task_of(prompt: Prompt) -> str:
-    """The text of a prompt without a chat template: of its last message, or all of it."""
+    """The text of a prompt without its chat template: that of the last message, or the whole prompt."""
     messages = prompt.metadata.get(CHAT_MESSAGES)
     return str(messages[-1]["content"]) if messages else prompt.text
 
 
 def _word(word: str, task: str) -> str:
-    """An argument with the task in it. Raises AgentError where the program would not take it for that."""
+    """An argument of the command with the task filled in. Raises AgentError where the program would take the task for
+    something else, such as an option."""
     if "{prompt}" not in word:
         return word
     if "\0" in task or (word.startswith("{prompt}") and task.startswith("-")):
@@ -97,7 +98,7 @@ async def _run_program(
     task: str,
     variables: Callable[[Mapping[str, str]], dict[str, str]],
 ) -> None:
-    """Until it has ended, or this is cancelled, which ends it with all that stems from it. Raises AgentError."""
+    """Run a program until it ends. Cancelling ends it with everything that it started. Raises AgentError."""
     words = [_word(word, task) for word in command]
     worker = Worker(AgentProgram(words, endpoint.environment, task), _PROGRAM, variables)
     try:

@@ -17,12 +17,12 @@ _TOLD_CHARACTERS = 300
 
 
 class AgentProgram(NamedTuple):
-    """What is sent to the worker."""
+    """The program that the worker is to run."""
 
     words: list[str]
     """The program and its arguments."""
     variables: dict[str, str]
-    """What it finds in its environment besides the worker's."""
+    """Environment variables that the program gets besides the worker's."""
     task: str
 
 

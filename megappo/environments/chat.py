@@ -1,7 +1,7 @@
 """The tokens that a chat template puts between two turns of a model.
 
-The template is applied to the conversation as it was and as it goes on, and the tokens that came along are taken. What
-the model said stands there as a placeholder: its own tokens are in the sequence already and are never made again.
+The template is applied to the conversation before and after the new messages, and the added tokens are taken. A
+placeholder stands for what the model said: its own tokens are in the sequence already and are never tokenized again.
 """
 
 from __future__ import annotations
@@ -17,14 +17,15 @@ from megappo.plugins import users_code
 Message = Mapping[str, Any]
 
 PLACEHOLDER = "<think>\nSo it is.\n</think>\n\nYes."
-"""It thinks, as templates that take thoughts out of earlier turns would show."""
+"""Text in the place of a turn of the model. It contains thoughts, so that templates which remove them from earlier
+turns are found out."""
 BEGINNING: Message = {"role": "user", "content": "Begin."}
-"""In place of a prompt whose messages are not known."""
+"""Message in the place of a prompt whose messages are not known."""
 _REMEDY = "give model.tokenizer a template that keeps them, or set data.apply_chat_template: false"
 
 
 class ChatTokens:
-    """One tokenizer's template."""
+    """The chat template of one tokenizer."""
 
     def __init__(
         self,
@@ -49,10 +50,10 @@ class ChatTokens:
 
         Args:
             before: the conversation; its last message is the model's, with any content.
-            heard: what follows it, at least one message.
-            closed: a stop token ended the turn; else the template's own one comes first.
+            heard: the messages that follow, at least one.
+            closed: whether a stop token ended the turn; otherwise the template's own stop token comes first.
 
-        Raises ValueError where the template does not go on from what was there.
+        Raises ValueError where the template does not leave earlier turns as they were.
         """
         old, new = self._ids(before, goes_on=False), self._ids([*before, *heard], goes_on=True)
         stop = next((i for i in reversed(range(len(old))) if old[i] in self._stops), None)
@@ -73,7 +74,8 @@ class ChatTokens:
         return token_ids[-1] in self._stops
 
     def opening(self, messages: Sequence[Message]) -> list[int]:
-        """The tokens of a conversation, to where the model speaks. Raises ValueError where the template refuses it."""
+        """The tokens of a conversation up to where the model speaks. Raises ValueError where the template refuses
+        it."""
         return self._ids(messages, goes_on=True)
 
     def _ids(self, messages: Sequence[Message], *, goes_on: bool) -> list[int]:

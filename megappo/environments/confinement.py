@@ -1,4 +1,4 @@
-"""Keeps a process that runs what a model wrote in a folder of its own: Landlock for files, seccomp for the rest.
+"""Confines a process that runs what a model wrote to a folder of its own: Landlock for files, seccomp for the rest.
 
 Neither needs rights or a setting of the machine, and both last for all that the process starts. Linux 6.2 or newer:
 before, Landlock does not keep files elsewhere from being emptied. Standard library only: workers start with it.
@@ -18,6 +18,7 @@ from functools import cache
 from pathlib import Path
 
 _CREATE_RULESET, _ADD_RULE, _RESTRICT_SELF = 444, 445, 446
+# Landlock's versions from which it restricts truncation (Linux 6.2), TCP, ioctl of devices, and signals.
 _OLDEST_ABI, _NETWORK_ABI, _DEVICES_ABI, _SIGNALS_ABI = 3, 4, 5, 6
 _EXECUTE, _READ_FILE, _READ_FOLDER = 1 << 0, 1 << 2, 1 << 3
 _WRITE_FILE, _TRUNCATE = 1 << 1, 1 << 14
@@ -36,16 +37,17 @@ _LOAD, _IS, _IS_SET, _RETURN = 0x20, 0x15, 0x45, 0x06
 _NUMBER_AT, _MACHINE_AT, _FIRST_AT, _SECOND_AT = 0, 4, 16, 24
 _ALLOW, _FAIL, _KILL = 0x7FFF0000, 0x00050000, 0x80000000
 _OTHER_ABI = 0x40000000
-"""Set in the numbers of x32."""
+"""Bit that is set in the system call numbers of x86-64's x32 ABI."""
 _STREAM, _KIND_OF_SOCKET = 1, 0xF
 _MACHINES = {"x86_64": 0xC000003E, "aarch64": 0xC00000B7}
-# By machine; 0 where it has none. What changes another's file without opening it is said to be done.
+# System calls by machine that change metadata of files without opening them, which Landlock does not cover: they do
+# nothing and report success.
 _PRETENDED = {
     "x86_64": (90, 91, 92, 93, 94, 132, 235, 260, 261, 268, 280, 452),  # chmod, chown and utime in all forms
     "aarch64": (52, 53, 54, 55, 88, 452),
 }
-# Attributes of files, memory and priorities of other processes, keys, shared memory, namespaces, the kernel's machines
-# for tracing and for calls in bulk, and network sockets, of which a pair is in `_SOCKET_PAIR`.
+# System calls that fail with EPERM: attributes of files, memory and priorities of other processes, keys, shared memory,
+# namespaces, tracing and BPF, io_uring, and network sockets; for socket pairs see `_SOCKET_PAIR`.
 _REFUSED = {
     "x86_64": (
         188, 189, 190, 197, 198, 199, 463, 466, 469, 101, 310, 311, 312, 438, 440, 141, 251, 256, 279, 29, 30, 64, 68,
@@ -56,17 +58,17 @@ _REFUSED = {
         181, 217, 218, 219, 280, 241, 282, 425, 97, 268, 198,
     ),
 }  # fmt: skip
-# Whose first argument names a process, 0 being the caller: limits and places of others'.
+# System calls on limits and scheduling whose first argument names a process: allowed for 0, the caller, alone.
 _OF_ITSELF = {"x86_64": (302, 203, 142, 144, 314), "aarch64": (261, 122, 118, 119, 274)}
 _SOCKET_PAIR = {"x86_64": 53, "aarch64": 199}
-# Where Landlock does not keep signals in: kill and tgkill to itself alone, and no other.
+# Where Landlock does not restrict signals (before ABI 6): kill and tgkill to itself alone, and no other call.
 _SIGNAL_ITSELF = {"x86_64": (62, 234), "aarch64": (129, 131)}
 _SIGNAL_OTHERS = {"x86_64": (200, 129, 297, 424), "aarch64": (130, 138, 240, 424)}
 
 
 @cache
 def landlock_abi() -> int:
-    """The version of this kernel's Landlock, 0 where there is none, or no table of system calls here."""
+    """Version of this kernel's Landlock ABI; 0 where there is none, or no table of system calls for this machine."""
     if platform.machine() not in _MACHINES or sys.platform != "linux":
         return 0
     with suppress(OSError):
@@ -75,7 +77,7 @@ def landlock_abi() -> int:
 
 
 def why_not() -> str:
-    """Why this machine confines nobody; "" where it does."""
+    """Why processes cannot be confined on this machine; "" where they can."""
     abi = landlock_abi()
     if abi >= _OLDEST_ABI:
         return ""
@@ -84,10 +86,10 @@ def why_not() -> str:
 
 
 def confine(folder: str, *, most_abi: int = 99) -> None:
-    """Leave this process, and all that it starts, nothing but `folder` to write in, and the interpreter and the
-    system's programs to read: no network, no other process, no capability. For ever.
+    """Confine this process, and all that it starts, for ever: it can write in `folder` alone and read the interpreter
+    and the system's programs, and has no network, no other process and no capability.
 
-    `most_abi`: as on a kernel of this version. Raises OSError where that cannot be had.
+    `most_abi`: newest version of Landlock that is used, for tests. Raises OSError where the process cannot be confined.
     """
     abi = min(landlock_abi(), most_abi)
     if abi < _OLDEST_ABI:
@@ -129,7 +131,7 @@ def _allow(rules: int, path: str, access: int) -> None:
 
 
 def _drop_capabilities() -> None:
-    """Of root in a container; others have none."""
+    """Drop all capabilities, which root in a container has."""
     for capability in range(_CAPABILITIES):
         with suppress(OSError):
             _prctl(_PR_CAPBSET_DROP, capability)
@@ -161,11 +163,11 @@ def _program(abi: int) -> ctypes.Array[ctypes.c_char]:
 
 
 _KEPT: list[object] = []
-"""What the kernel reads by its address."""
+"""Memory that the kernel reads by its address, kept from being freed."""
 
 
 def _only(place: int, value: int, mask: int = 0xFFFFFFFF) -> list[bytes]:
-    """Allow a call whose argument is this, and refuse another."""
+    """Steps that allow a call whose argument has this value and refuse it otherwise."""
     return [
         _step(_LOAD, place), _step(0x54, mask), _step(_IS, value, 1, 0),
         _step(_RETURN, _FAIL | errno.EPERM), _step(_RETURN, _ALLOW),
@@ -173,7 +175,7 @@ def _only(place: int, value: int, mask: int = 0xFFFFFFFF) -> list[bytes]:
 
 
 def _each(numbers: Iterable[int], then: list[bytes]) -> list[bytes]:
-    """What is done with calls of these numbers; others go on behind it."""
+    """Steps that apply `then` to calls of these numbers and skip it for others."""
     return [step for number in numbers for step in (_step(_IS, number, 0, len(then)), *then)]
 
 

@@ -1,5 +1,5 @@
-"""Episodes that are in flight over several weight syncs: their turns go on under other weights where they are broken
-off, and their environments wait meanwhile."""
+"""Episodes in flight over several weight syncs: a sync breaks their turns off, which continue under the new weights
+while the environments wait."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class _FlightLine:
 
 
 class FlyingEpisodes:
-    """As an `InFlightEngine` gives responses to prompts, with episodes; each is under way until it is over."""
+    """Answers prompts with episodes as an `InFlightEngine` does with responses; each is under way until it is over."""
 
     def __init__(self, table: Table, engine: InFlightConversingEngine, params: SamplingParams) -> None:
         self._table, self._engine, self._params = table, engine, params
@@ -33,13 +33,13 @@ class FlyingEpisodes:
         engine.listen(table)
 
     def begin(self, prompts: Mapping[int, Prompt], requests: Mapping[int, GenerateRequest]) -> None:
-        """Let episodes begin."""
+        """Begin episodes."""
         if self._halted:
             self.go_on()
         self._table.begin([EpisodeStart(number, prompts[number], request) for number, request in requests.items()])
 
     def go_on(self) -> None:
-        """Have turns answered, with the weights that the engine has."""
+        """Send turns to the engine from now on, with its current weights."""
         if self._halted:
             self._table.use(_FlightLine(self._engine, self._params))
             self._halted = False
@@ -51,21 +51,22 @@ class FlyingEpisodes:
         return self._table.take_done(wait_seconds)
 
     def abort(self) -> dict[int, Completion]:
-        """Break all turns off, as `InFlightEngine.abort`: the episodes that are over. Others stay under way."""
+        """Break off all turns as `InFlightEngine.abort` does; returns the episodes that are over. Others stay under
+        way."""
         self._halted = True
         self._table.halt()
         self._table.answer(self._engine.abort())
         return self._table.take_done(0.0)
 
     def give_up(self, numbers: Collection[int]) -> None:
-        """Play these no more; nothing of theirs is under way in the engine."""
+        """Drop these episodes; none of their turns is under way in the engine."""
         self._table.give_up(numbers)
 
     def begun(self) -> int:
-        """How many that go on have tokens of the model."""
+        """Number of episodes under way in which the model has made tokens."""
         return self._table.begun()
 
     @property
     def error(self) -> str:
-        """What ends the run, "" where nothing does: no episode's fault."""
+        """Error that ends the run and is no episode's fault; "" where there is none."""
         return str(self._table.error or "")

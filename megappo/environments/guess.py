@@ -1,4 +1,4 @@
-"""A number is guessed with hints: `rollout.environment.name: guess`, and prompts for it."""
+"""A game in which the model guesses a number with hints: `rollout.environment.name: guess`, and prompts for it."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from megappo.errors import whole_number
 def numbers(
     *, highest: int, count: int, template: str = "Guess a whole number from 1 to {highest}."
 ) -> Iterator[dict[str, str]]:
-    """So many prompts, each with a number from 1 to `highest` as its answer; a data source. Raises ValueError where
-    there are none."""
+    """Data source of `count` prompts, each with a number from 1 to `highest` as its answer. Raises ValueError where
+    there would be none."""
     if highest < 1 or count < 1:
         raise ValueError(f"highest is {highest} and count {count}, both must be at least 1; change them")
     draw = random.Random(0)
@@ -23,8 +23,9 @@ def numbers(
 
 
 class GuessNumber:
-    """The last number of a reply is the guess; the prompt's answer is the number. It gives 1 for it, less by
-    `cost_per_turn` for each turn before, and 0 where the turns are used up."""
+    """Environment of the game. The last number of a reply is the guess; the prompt's answer is the number to find. A
+    right guess is rewarded with 1, less `cost_per_turn` for each turn before, and 0 is given where the turns are used
+    up."""
 
     def __init__(
         self,

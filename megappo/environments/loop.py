@@ -1,8 +1,8 @@
-"""The thread that the episodes of a rank are played in, and a watch over whether they let each other go on.
+"""The thread in which a rank's episodes run, and a watch that notices when one of them blocks the others.
 
-Python can interrupt its own code in a thread, but not what waits in C, such as a long sleep. A loop that is blocked is
-therefore given up as it is, and another takes its place: whatever is raised in the old thread, and whenever it awakes,
-hits nothing that still counts.
+Python can interrupt Python code in a thread, but not a call that waits in C, such as a long sleep. A blocked loop is
+therefore abandoned, and another takes its place. Whenever the old thread wakes up, and whatever is raised in it, no
+episode that still counts is affected.
 """
 
 from __future__ import annotations
@@ -23,15 +23,15 @@ TICK_SECONDS = 0.1
 _AGAIN_SECONDS = 1.0
 _REACT_SECONDS = 2.0
 _CLOSE_SECONDS = 30.0
-"""For the workers of tools, which end within their own deadlines."""
+"""Seconds that workers of tools have to end, which they do within their own deadlines."""
 
 OWNER: ContextVar[object | None] = ContextVar("OWNER", default=None)
-"""Whose code a task runs: tasks that it starts are its, too."""
+"""Owner (an episode) of the code that a task runs; tasks that it starts inherit the owner."""
 
 
 class BlockedLoopError(SystemExit):
-    """Raised in a thread that was given up because an environment let nothing else run in it. As every SystemExit in a
-    task it ends the loop at once, so that no other episode's code is run there once more."""
+    """Raised in a thread that was given up because an environment blocked it. As a SystemExit it ends the event loop at
+    once, so that no other episode's code runs there again."""
 
 
 class _PlayingThread:
@@ -40,7 +40,7 @@ class _PlayingThread:
     def __init__(self, on_tick: Callable[[float], None]) -> None:
         self.loop = asyncio.new_event_loop()
         self.ticks = 0
-        """Goes on for as long as everybody lets the others go on."""
+        """Counter that grows as long as no task blocks the loop."""
         self._on_tick, self._last = on_tick, time.monotonic()
         self._owners: WeakKeyDictionary[asyncio.Future[Any], object] = WeakKeyDictionary()
         self._gone, self._lock = False, threading.Lock()
@@ -61,11 +61,12 @@ class _PlayingThread:
             for task in asyncio.all_tasks(self.loop):
                 coroutine = task.get_coro()
                 if inspect.iscoroutine(coroutine) and inspect.getcoroutinestate(coroutine) == inspect.CORO_CREATED:
-                    coroutine.close()  # nothing of it has run, and Python would warn of that
+                    coroutine.close()  # it never ran, of which Python would warn
             self.loop.close()
 
     def _goes_on(self) -> bool:
-        """Run until the loop is stopped, or somebody's task raised what ends a loop; who awaits the task is told."""
+        """Run the loop until it is stopped (False), or until a task raised an exception that ends a loop (True), which
+        the task's awaiter gets."""
         try:
             self.loop.run_forever()
         except BlockedLoopError:
@@ -89,17 +90,17 @@ class _PlayingThread:
         self.ticks += 1
         now = time.monotonic()
         passed, self._last = now - self._last, now
-        self._on_tick(min(passed, TICK_SECONDS))  # one that blocks the loop costs others nothing
+        self._on_tick(min(passed, TICK_SECONDS))  # time in which one episode blocks the loop is not charged to others
         self.loop.call_later(TICK_SECONDS, self._tick)
 
     @property
     def owner(self) -> object | None:
-        """Whose code runs at this moment; None where that is nobody's, or unknown."""
+        """Owner of the code that runs at this moment; None where it has none, or is unknown."""
         task = asyncio.current_task(self.loop)
         return None if task is None else self._owners.get(task)
 
     def give_up(self) -> None:
-        """End everything in it once it can be ended."""
+        """Cancel all tasks and stop the loop, as soon as it can react."""
 
         def end() -> None:
             for task in asyncio.all_tasks(self.loop):
@@ -108,11 +109,12 @@ class _PlayingThread:
 
         with self._lock:
             if not self._gone:
-                self.loop.set_exception_handler(lambda _loop, _context: None)  # nobody is to be told of what is lost
+                self.loop.set_exception_handler(lambda _loop, _context: None)  # errors of a lost loop are not reported
                 self.loop.call_soon_threadsafe(end)
 
     def interrupt(self) -> bool:
-        """Raise BlockedLoopError wherever it is, or as soon as it comes out of C; whether there is anything to end."""
+        """Raise BlockedLoopError in the thread, as soon as it is outside of C code. Returns whether there is still a
+        thread to end."""
         with self._lock:
             if self._gone or not self._thread.is_alive():
                 return False
@@ -121,23 +123,23 @@ class _PlayingThread:
             return True
 
     def join(self, seconds: float) -> None:
-        """Wait for its end, at most so long."""
+        """Wait for the thread's end, at most `seconds`."""
         self._thread.join(seconds)
 
 
 class WatchedLoop:
-    """Runs coroutines in a thread of its own, and in another where one of them blocks it."""
+    """Runs coroutines in a thread of its own, and moves to another thread when one of them blocks it."""
 
     def __init__(
         self, most_seconds: float, on_tick: Callable[[float], None], on_blocked: Callable[[object], None]
     ) -> None:
-        """Begins with the first use.
+        """Make the loop; its thread starts with the first use.
 
         Args:
-            most_seconds: how long an owner may let nobody else go on.
+            most_seconds: how long an owner may block all others.
             on_tick: called in the loop about every `TICK_SECONDS`, with the seconds that passed and that count.
-            on_blocked: called with the `OWNER` of what was running, from a thread of the watch, once `loop` is another
-                one. Nothing of the old loop goes on.
+            on_blocked: called with the `OWNER` of the blocking code, from the watch's thread, after `loop` was
+                replaced. Nothing in the old loop continues.
         """
         self._most_seconds, self._on_tick, self._on_blocked = most_seconds, on_tick, on_blocked
         self._thread: _PlayingThread | None = None
@@ -147,7 +149,7 @@ class WatchedLoop:
 
     @property
     def loop(self) -> asyncio.AbstractEventLoop:
-        """The loop that goes on at present."""
+        """The current event loop."""
         with self._starts:
             if self._thread is None:
                 self._thread = _PlayingThread(self._on_tick)
@@ -162,7 +164,8 @@ class WatchedLoop:
             assert thread is not None
             owner = thread.owner
             now = (thread, thread.ticks, owner)
-            # Counted in looks of this thread: where a busy process lets nobody run, nobody is charged.
+            # Counted in checks of this thread, not by the clock: where the whole process stands still, no episode is
+            # charged for it.
             blocked_seconds = blocked_seconds + TICK_SECONDS if now == seen else 0.0
             seen = now
             if owner is not None and blocked_seconds > self._most_seconds:
@@ -180,7 +183,8 @@ class WatchedLoop:
         old.interrupt()
 
     def close(self, farewell: Callable[[], Coroutine[Any, Any, None]]) -> None:
-        """Run a last coroutine in the loop and end what is left there. A loop that does not react is left alone."""
+        """Run a last coroutine in the loop, then end everything that is left there. A loop that does not react is
+        abandoned."""
         self._closed.set()
         thread = self._thread
         if thread is None:

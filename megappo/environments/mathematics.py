@@ -1,4 +1,4 @@
-"""Tools for mathematics: functions that workers call, with keyword arguments as a model writes them."""
+"""Tools for mathematics: functions that workers call with the keyword arguments that a model writes."""
 
 from __future__ import annotations
 
@@ -29,7 +29,8 @@ _NAMES = {"pi": math.pi, "e": math.e}
 
 
 def calculate(expression: str) -> str:
-    """The value of an arithmetic expression, in Python's notation, or `^` for powers; raises ValueError for another."""
+    """The value of an arithmetic expression in Python's notation, with `^` for powers too. Raises ValueError for
+    anything else."""
     return str(_value(ast.parse(expression.strip().replace("^", "**"), mode="eval").body))
 
 
@@ -49,9 +50,9 @@ def _value(node: ast.expr) -> Any:
 
 
 def python(code: str) -> str:
-    """What a program prints, then the value of its last line where that is an expression, or its error.
+    """Run a program: what it prints, then the value of its last line where that is an expression, or its error.
 
-    Where it is called, `tool_worker` keeps what it may do.
+    The caller, `tool_worker`, confines the process.
     """
     printed, names = io.StringIO(), {"__name__": "__main__"}
     with contextlib.redirect_stdout(printed), contextlib.redirect_stderr(printed):

@@ -1,4 +1,4 @@
-"""What is measured of a step's episodes."""
+"""Metrics of a step's episodes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What an environment is, and what it gets to see of a turn of the model."""
+"""The protocol of an environment, and what it sees of a turn of the model."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ Limit = Literal["turns", "tokens", "calls"]
 
 
 class Environment(Protocol):
-    """What `rollout.environment.name` names: a class, called with `rollout.environment.arguments`.
+    """An environment: the class that `rollout.environment.name` names, called with `rollout.environment.arguments`.
 
     It may also have, as attributes or properties:
 
-        tools     {name: import path} of functions that `Session.use` calls in worker processes, which have time,
-                  memory and processes for a call and no more; they take keyword arguments and return a text
+        tools     {name: import path} of functions that `Session.use` calls in worker processes, with limits of time,
+                  memory and processes for each call; they take keyword arguments and return a text
         programs  {name: argument} of those tools whose argument is a program in Python, which
                   `rollout.environment.tools.sandbox` runs in their place
         schemas   descriptions of its tools for the chat template (OpenAI's form), which prompts are rendered with
@@ -28,9 +28,9 @@ class Environment(Protocol):
     async def run(self, session: Session) -> float | None:
         """Play one episode; all those of a rank run in one event loop.
 
-        Returns a reward for the last turn besides what `Session.reward` gave, or None. `LimitReached` may be left
-        alone: the episode then ends with the rewards that it has. Whatever else is raised fails the sample, of which
-        nothing is trained on. What it draws at random it draws by `Session.seed`, so that a run can be repeated.
+        Returns a reward for the last turn besides what `Session.reward` gave, or None. `LimitReached` need not be
+        caught: the episode then ends with the rewards that it has. Any other exception fails the sample, which is not
+        trained on. Random draws should follow from `Session.seed`, so that a run can be repeated.
         """
         ...
 
@@ -40,25 +40,25 @@ class Reply:
     """A turn of the model."""
 
     token_ids: tuple[int, ...]
-    """As sampled, the stop token included."""
+    """Sampled tokens, the stop token included."""
     logprobs: tuple[float, ...]
     text: str
-    """Without special tokens."""
+    """Text of the turn without special tokens."""
     raw_text: str
     truncated: bool
-    """A limit of tokens ended it, not a stop token."""
+    """Whether a limit of tokens ended the turn, not a stop token."""
     weight_version: int
 
 
 @dataclass(frozen=True)
 class ToolResult:
-    """What a tool said."""
+    """Result of a call of a tool."""
 
     text: str
     failure: str
-    """Why it failed, one of `tool_worker.LIMITS`, or nothing."""
+    """Kind of failure, one of `tool_worker.LIMITS`; "" where the call succeeded."""
     seconds: float
-    """From when it was taken on."""
+    """Duration, counted from when a worker or the sandbox took the call on."""
 
 
 class LimitReached(Exception):
@@ -70,4 +70,4 @@ class LimitReached(Exception):
 
 
 class NonsenseError(ValueError):
-    """An environment gave what is no reward, no token or no episode."""
+    """An environment gave something that is no reward, no token or no end of an episode."""

@@ -1,4 +1,4 @@
-"""Tasks of reasoning-gym in several tries: `rollout.environment.name: reasoning_gym`, with data of the same name."""
+"""reasoning-gym's tasks with several tries: `rollout.environment.name: reasoning_gym`, with data of the same name."""
 
 from __future__ import annotations
 
@@ -11,20 +11,20 @@ from megappo.rewards.rules import reasoning_gym, warm_up
 
 _SCORE = "score"
 
-if find_spec("reasoning_gym") is not None:  # now, so that a worker imports it once and not with every call
+if find_spec("reasoning_gym") is not None:  # here, so that a worker imports it once, not in each call's fork
     warm_up("reasoning_gym")
 
 
 def score(*, reply: str, metadata: dict[str, Any], tagged: bool) -> str:
-    """What the task's own generator gives for a reply, as a text, which is what tools give."""
+    """Score of a reply by the task's own generator, as text, which is what tools return."""
     return repr(reasoning_gym(prompt="", response=reply, answer=None, metadata=metadata, tagged=tagged))
 
 
 class ReasoningGym:
-    """The model answers, hears what its answer scores, and tries again until it is right or has no try left.
+    """Environment in which the model answers, is told its score, and tries again until it is right or has no try left.
 
-    A turn is rewarded with what it scores above the best one before, less by `cost_per_turn` for every further try, so
-    that an episode gives its best score in all. Answers are scored in worker processes, by the generator of the task.
+    A turn is rewarded with its score above the best one before, less `cost_per_turn` for every further try, so that an
+    episode's rewards sum to its best score. Answers are scored in worker processes, by the generator of the task.
     """
 
     def __init__(
@@ -35,7 +35,7 @@ class ReasoningGym:
         cost_per_turn: float = 0.0,
         tagged: bool = False,
     ) -> None:
-        """`tagged`: the answer stands between the last <answer> tags. Raises ValueError for what cannot be used, or
+        """`tagged`: the answer stands between the last <answer> tags. Raises ValueError for unusable arguments, or
         where the library is missing."""
         warm_up("reasoning_gym")
         if isinstance(tries, bool) or not isinstance(tries, int) or tries < 1:

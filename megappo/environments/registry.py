@@ -1,4 +1,4 @@
-"""From the settings to the environment."""
+"""Makes the environment that the settings name, and what its episodes share."""
 
 from __future__ import annotations
 
@@ -42,13 +42,13 @@ def tool_schemas(config: Config) -> Sequence[Any]:
 
 @dataclass(frozen=True)
 class EnvironmentContext:
-    """An environment with all that its episodes share; no engine yet."""
+    """An environment with everything that its episodes share, except the engine."""
 
     environment: Environment
     shared: SharedEpisodeState
 
     def again(self) -> EnvironmentContext:
-        """The same for another event loop: tools and gateway of its own."""
+        """A copy for another event loop, with tools and a gateway of its own."""
         tools, gateway = self.shared.tools.again(), self.shared.gateway.again()
         return replace(self, shared=replace(self.shared, tools=tools, gateway=gateway))
 
@@ -56,7 +56,8 @@ class EnvironmentContext:
 def make_environment_context(
     config: Config, tokenizer: PreTrainedTokenizerBase, stop_token_ids: tuple[int, ...], rows: TokenRows
 ) -> EnvironmentContext | None:
-    """What episodes need besides an engine; None where a prompt has one response. `rows`: which tokens models can read.
+    """Everything that episodes need besides an engine; None without an environment. `rows`: the token ids that models
+    can read.
 
     Raises ValueError where the environment, its tools or the chat template cannot be used.
     """

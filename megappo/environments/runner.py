@@ -1,8 +1,8 @@
 """Plays the episodes of a rank, all at the same time, while the trainer waits for them or computes.
 
-The engine decides how turns are asked for: over a `RequestStream`, on which each is answered as soon as it can be, or
-in rounds, in which every episode that is not over wants one. Rounds have the same requests whenever a run is repeated.
-Nothing that ranks do together is done in the thread of the episodes.
+The engine decides how turns are requested: over a `RequestStream`, which answers each as soon as possible, or in
+rounds, one turn of every unfinished episode at a time. Rounds have the same requests whenever a run is repeated. No
+collective runs in the thread of the episodes: there, ranks would call them in different orders and hang.
 """
 
 from __future__ import annotations
@@ -37,18 +37,18 @@ class TooManyFailuresError(RunError):
 
 @dataclass
 class PendingEpisodes:
-    """Episodes that are being played."""
+    """Handle of episodes that are being played."""
 
     table: Table
     stream: RequestStream
     params: SamplingParams
     completions: dict[int, Completion]
-    """Those that are over, by number."""
+    """Samples of episodes that are over, by number."""
     count: int
 
 
 class EpisodeRunner:
-    """Answers prompts by episodes, in the place of an engine; every rank calls `generate` and `collect` at the same
+    """Answers prompts with episodes, in the place of an engine; every rank calls `generate` and `collect` at the same
     time."""
 
     def __init__(self, stage: EnvironmentContext, engine: Engine, stop: Stop) -> None:
@@ -70,7 +70,7 @@ class EpisodeRunner:
         params: SamplingParams,
         done: MutableMapping[int, Completion] | None = None,
     ) -> list[Completion]:
-        """See `Engine.generate`: one sample for each request, `max_new_tokens` being of all that follows its prompt.
+        """See `Engine.generate`: one sample for each request; `max_new_tokens` limits all that follows its prompt.
 
         Raises TooManyFailuresError on every rank where too many episodes failed over all of them.
         """
@@ -105,7 +105,7 @@ class EpisodeRunner:
         return self._checked(pending.table, pending.count)
 
     def fly(self, params: SamplingParams) -> FlyingEpisodes:
-        """Episodes that are in flight from now on."""
+        """Make the episodes in flight of a run with `rollout.ahead` of 2 or more."""
         assert isinstance(self._engine, InFlightConversingEngine), "rules refuse rollout.ahead with other engines"
         self._tables.append(table := Table(self._house, params))
         return FlyingEpisodes(table, self._engine, params)
@@ -144,7 +144,7 @@ class EpisodeRunner:
         return completions
 
     def check_failures(self, completions: Sequence[Completion], error: str) -> None:
-        """Raise on every rank where there is an error on any, or too many episodes failed over all ranks; a collective.
+        """Raise on every rank where any rank has an error, or too many episodes failed over all ranks; a collective.
         Raises RunError and TooManyFailuresError."""
         failed = [c.episode for c in completions if c.episode is not None and c.episode.failure]
         first = f"{failed[0].failure}: {failed[0].reason}" if failed else ""
@@ -174,7 +174,7 @@ class EpisodeRunner:
         before.shared.tools.close()
 
     def close(self) -> None:
-        """End tools, the gateway and the loop, and what episodes that hang have left in it."""
+        """End tools, the gateway and the loop, with what hanging episodes have left in it."""
         for table in list(self._tables):
             self._leave(table)
         self._stage.shared.tools.close()

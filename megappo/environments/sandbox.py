@@ -1,7 +1,7 @@
 """Programs that a model writes, run by a service over HTTP: SandboxFusion's protocol, `POST /run_code`.
 
-The service keeps them away from the trainer, which the workers of `tool_pool` do not. What it answers is taken for what
-the program printed; what the service itself cannot do is asked for again until the call's time is up.
+The service keeps programs off the trainer's machine, which the workers of `tool_pool` do not. Its answer is taken as
+the program's output. Failures of the service itself are retried until the call's time is up.
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ from megappo.errors import reason
 from megappo.runtime.retrying import TRANSIENT, Tries, asked_pause
 
 _SERVICE_SECONDS = 5.0
-"""Of the service itself, besides the time that a program may take."""
+"""Seconds that the service has for itself, besides the time that a program may take."""
 _LARGEST_ANSWER_BYTES = 16 * 10**6
 
 
 class SandboxError(Exception):
-    """The service did not run a program in time: its sample fails, as a model should not learn from that."""
+    """The service did not run a program in time. The sample fails, as a model should not learn from that."""
 
 
 class _RanProgram(BaseModel):
@@ -36,7 +36,7 @@ class _RanProgram(BaseModel):
 
 
 class _SandboxAnswer(BaseModel):
-    """What of SandboxFusion's RunCodeResponse counts."""
+    """The fields of SandboxFusion's RunCodeResponse that are used."""
 
     status: Literal["Success", "Failed", "SandboxError"]
     message: str = ""
@@ -45,7 +45,8 @@ class _SandboxAnswer(BaseModel):
 
 
 class _TryAgainError(Exception):
-    """Something that may be otherwise the next time, which is to be no sooner than the service asks for."""
+    """An answer of the service that may be different the next time, after at least the pause that the service asks
+    for."""
 
     def __init__(self, problem: str, asked_seconds: float = 0.0) -> None:
         super().__init__(problem)
@@ -53,7 +54,7 @@ class _TryAgainError(Exception):
 
 
 class Sandbox:
-    """Asks the service, from the event loop of the episodes."""
+    """Client of the service, used from the event loop of the episodes."""
 
     def __init__(self, settings: ToolSettings) -> None:
         assert settings.sandbox is not None
@@ -61,7 +62,7 @@ class Sandbox:
         self._places = asyncio.Semaphore(settings.sandbox.concurrent)
 
     async def run(self, code: str, language: str = "python") -> ToolResult:
-        """What a program printed. Raises SandboxError where the service gives no answer in time."""
+        """Run a program and return what it printed. Raises SandboxError where the service gives no answer in time."""
         async with self._places:
             start = time.monotonic()
             answer = await self._answer(code, language)
@@ -125,7 +126,7 @@ class Sandbox:
 
 
 async def _read(answer: aiohttp.ClientResponse) -> bytes:
-    """The body, of at most so many bytes."""
+    """The body of an answer. Raises _TryAgainError above `_LARGEST_ANSWER_BYTES`."""
     told = b""
     async for piece in answer.content.iter_any():
         told += piece

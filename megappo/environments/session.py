@@ -30,7 +30,8 @@ _REASON_CHARACTERS = 300
 
 
 def turn_seed(seed: int, turn: int) -> int:
-    """63 bits for each turn of a sample; the first turn has the sample's own, as a response without environment has."""
+    """Seed of 63 bits for each turn of a sample; the first turn has the sample's own seed, as a response without an
+    environment has."""
     if turn == 0:
         return seed
     return int.from_bytes(hashlib.blake2b(f"{seed}/turn/{turn}".encode(), digest_size=8).digest(), "little") >> 1
@@ -38,14 +39,14 @@ def turn_seed(seed: int, turn: int) -> int:
 
 @dataclass(frozen=True)
 class SharedEpisodeState:
-    """What all episodes of a rank share over the run."""
+    """State that all episodes of a rank share over the run."""
 
     limits: EnvironmentSettings
     tokenizer: PreTrainedTokenizerBase
     vocabulary: int
-    """Token ids below it have a row in every model of the run."""
+    """Number of rows of the embeddings: smaller token ids are known to every model of the run."""
     chat: ChatTokens | None
-    """None: what an environment says is plain text."""
+    """Chat template of the run; None: what an environment says is plain text."""
     role: str
     tools: ToolPool
     gateway: Gateway
@@ -55,7 +56,7 @@ class SharedEpisodeState:
 
 
 class Session:
-    """What an environment has of the engine, for one episode."""
+    """One episode as its environment sees it: asks the model for turns, adds observations and rewards, calls tools."""
 
     def __init__(
         self,
@@ -68,16 +69,17 @@ class Session:
         self.prompt = prompt
         """The text that the episode begins with, its answer and metadata."""
         self.seed = request.seed
-        """For what the environment draws at random."""
+        """Seed for what the environment draws at random."""
         self.is_over = False
         self.waits = 0
-        """For so many answers of engine and tools: time that passes meanwhile is theirs."""
+        """Number of answers of engine and tools that the episode waits for; time that passes meanwhile is not charged
+        to it."""
         self._generates = False
         self.spent_seconds = 0.0
         self._request, self._shared, self._params, self._ask = request, shared, params, ask
         self._current = self._sample = Trajectory(request.token_ids)
         self._trajectories: list[Trajectory] = []
-        """Those that the model has spoken in."""
+        """Trajectories in which the model has made a turn."""
         self._limit: Limit | Literal[""] = ""
         self._heard: list[int] = []
         """Tokens that the model will see with its next turn."""
@@ -91,7 +93,8 @@ class Session:
         return sum(len(trajectory.turns) for trajectory in self._trajectories)
 
     async def generate(self, max_tokens: int | None = None) -> Reply:
-        """The model's next turn, of at most so many tokens. Raises LimitReached where turns or tokens are used up."""
+        """Generate the model's next turn, of at most `max_tokens`. Raises LimitReached where turns or tokens are used
+        up."""
         self._require_running()
         if self._generates:
             raise NonsenseError("asked for two turns of the model at the same time")
@@ -122,7 +125,7 @@ class Session:
 
     def observe(self, text: str, role: str | None = None) -> None:
         """Say something to the model: a message of a role (default: the environment's), or plain text where prompts are
-        plain."""
+        plain text."""
         self._require_running()
         if not isinstance(text, str):
             raise NonsenseError(f"observed {show(text)}, must be a text")
@@ -140,7 +143,7 @@ class Session:
         self._heard += token_ids
 
     def _readable(self, token_ids: Sequence[int]) -> list[int]:
-        """Tokens that are to be seen by the model. Raises NonsenseError for one that it has no row for."""
+        """The tokens, which the model is to read. Raises NonsenseError for a token that the model has no row for."""
         missing = without_row(token_ids, self._shared.vocabulary)
         if missing is not None:
             raise NonsenseError(
@@ -157,8 +160,8 @@ class Session:
         self._sample.reward(_number(value))
 
     async def use(self, tool: str, **arguments: Any) -> str:
-        """What a tool of the environment's `tools` says, called in a worker process; where it raises, hangs or takes
-        too much, words that say so. Raises LimitReached where the calls are used up."""
+        """Call a tool of the environment's `tools` in a worker process and return its text; where it raises, hangs or
+        exceeds a limit, a text that says so. Raises LimitReached where the calls are used up."""
         self._count_call(tool)
         with self._off_the_clock():
             result = await self._shared.tools.call(tool, arguments)
@@ -168,7 +171,8 @@ class Session:
 
     @asynccontextmanager
     async def using(self, tool: str) -> AsyncIterator[None]:
-        """Count a call of a tool of one's own: its time, and whether it raises. Raises LimitReached as `use`."""
+        """Context that counts a call of the environment's own tool: its time, and whether it raises. Raises
+        LimitReached as `use`."""
         self._count_call(tool)
         start, failed = time.monotonic(), True
         try:
@@ -178,10 +182,10 @@ class Session:
             self._note_use(tool, failed=failed, seconds=time.monotonic() - start)
 
     def serve(self, format: str = "qwen") -> AbstractAsyncContextManager[AgentEndpoint]:
-        """For as long as the context lasts, where an agent that speaks HTTP finds the model, and the key that it needs.
-        `format`: how the model writes calls of tools, `qwen` or `llama3`.
+        """Context in which an agent that speaks HTTP can reach the model, at the returned address with the returned
+        key. `format`: how the model writes calls of tools, `qwen` or `llama3`.
 
-        A limit of the episode ends the context as LimitReached once the agent has failed for it.
+        The context raises LimitReached where the agent fails because of a limit of the episode.
         """
         self._require_running()
         return self._shared.gateway.serve(Recorder(self, call_format(format, "the format of calls")))
@@ -189,36 +193,39 @@ class Session:
     # For the gateway
 
     def chat_tokens(self, schemas: Sequence[Any]) -> ChatTokens:
-        """The chat template for a conversation in which the model is told of these tools."""
+        """The chat template for a conversation with these tools."""
         shared = self._shared
         return ChatTokens(shared.tokenizer, self._params.stop_token_ids, schemas, shared.template_time)
 
     def begin(self, prompt_ids: Sequence[int]) -> Trajectory:
-        """Have the next turn answer another prompt. Raises NonsenseError for tokens that the model has no row for."""
+        """Begin a trajectory: the next turn answers this prompt. Raises NonsenseError for tokens that the model has no
+        row for."""
         self._current, self._heard = Trajectory(self._readable(prompt_ids)), []
         return self._current
 
     def go_on(self, trajectory: Trajectory, heard: Sequence[int]) -> None:
-        """Have the next turn follow what was said in a trajectory, and these tokens. Raises as `begin`."""
+        """Continue a trajectory: the next turn follows its tokens and these. Raises as `begin`."""
         self._current, self._heard = trajectory, self._readable(heard)
 
     @property
     def next_prompt_tokens(self) -> int:
-        """What the next turn will follow."""
+        """Number of tokens that the next turn follows."""
         return len(self._current.seen) + len(self._heard)
 
     def count_call(self, tool: str) -> None:
-        """A call that the agent makes itself. Raises LimitReached where the calls are used up."""
+        """Count a call that the agent makes itself. Raises LimitReached where the calls are used up."""
         self._count_call(tool)
 
     def note_limit(self, limit: Limit) -> None:
-        """The agent was refused a turn for a limit; whatever it does then, the limit has ended the episode."""
+        """Note that the agent was refused a turn for a limit, which has ended the episode whatever the agent does
+        then."""
         self._limit = limit
 
     # For who plays the episode
 
     def finish(self, value: object) -> None:
-        """The environment has ended it and given this. Raises NonsenseError for what is no end of an episode."""
+        """End the episode with what the environment returned. Raises NonsenseError where that is no end of an
+        episode."""
         if not self.turns:
             raise NonsenseError("ended without a turn of the model")
         if value is not None:
@@ -227,7 +234,8 @@ class Session:
     def completion(
         self, *, failure: Literal["", "raised", "hung", "nonsense"], reason: str, limit: Any, version: int
     ) -> Completion:
-        """The sample; nothing of a failed one counts. No more can be done in it. `version`: the engine's weights."""
+        """Close the episode and return its sample; nothing of a failed one is trained on. `version`: the engine's
+        weights."""
         self.is_over = True
         sample, limit = self._sample, limit or self._limit
         if not sample.tokens:  # a sample has a token after its prompt
@@ -281,7 +289,7 @@ class Session:
         )
 
     def _take_heard(self) -> list[int]:
-        """The tokens that the model sees before its next turn."""
+        """Take the tokens that the model sees before its next turn."""
         if self._heard_messages:
             assert self._shared.chat is not None
             if self._heard:
@@ -316,7 +324,7 @@ class Session:
 
 
 def _number(value: object) -> float:
-    """A reward. Raises NonsenseError for what is none."""
+    """The value as a reward. Raises NonsenseError where it is no finite number of at most 1e9."""
     if isinstance(value, str | bytes) or not hasattr(value, "__float__"):
         raise NonsenseError(f"gave the reward {show(value)}, must be a number")
     number = float(value)

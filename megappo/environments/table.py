@@ -1,7 +1,7 @@
-"""The episodes of a rank that go on at the same time: what each of them waits for, and what became of it.
+"""The episodes that a rank plays at the same time: what each of them waits for, and how it ended.
 
-Episodes run in the thread of `WatchedLoop`; answers come from the threads of an engine, and the trainer waits in its
-own. One lock is for all that they share; whatever blocks is done outside of it.
+Episodes run in the thread of `WatchedLoop`, answers come from the threads of an engine, and the trainer waits in its
+own. One lock guards all that they share; blocking calls are made outside of it.
 """
 
 from __future__ import annotations
@@ -31,68 +31,68 @@ Failure = Literal["", "raised", "hung", "nonsense"]
 
 
 class EpisodeStart(NamedTuple):
-    """An episode to be played."""
+    """Start of an episode."""
 
     number: int
     prompt: Prompt
     request: GenerateRequest
-    """Its prompt's tokens, and the seed of the sample."""
+    """Request with the prompt's tokens and the seed of the sample."""
 
 
 @dataclass(frozen=True)
 class House:
-    """What tables have of the runner. The functions are called from any thread."""
+    """Access of tables to the runner. The functions are called from any thread."""
 
     stage: Callable[[], EnvironmentContext]
     loop: Callable[[], asyncio.AbstractEventLoop]
     version: Callable[[], int]
-    """Of the engine's weights."""
+    """Version of the engine's weights."""
     stops: Callable[[], bool]
     """Whether the run is asked to stop."""
 
 
 @dataclass(eq=False)
 class Playing:
-    """An episode that goes on."""
+    """State of an episode that is being played."""
 
     began: EpisodeStart
     session: Session
     task: asyncio.Task[None] | None = None
     wanted: GenerateRequest | None = None
-    """The turn that it waits for."""
+    """Request for the turn that the episode waits for."""
     answer: asyncio.Future[Completion] | None = None
     sent: bool = False
-    """The stream owes an answer."""
+    """Whether the request was sent and its answer is outstanding."""
     heard: list[tuple[GenerateRequest, Completion]] = field(default_factory=list)
-    """The turns that it has had."""
+    """Turns that the episode has had."""
     again: deque[tuple[GenerateRequest, Completion]] = field(default_factory=deque)
-    """Turns that it had before it was begun anew, for as long as it asks the same."""
+    """Turns from before the episode was restarted, which answer its requests as long as these are the same."""
     owed: GenerateRequest | None = None
-    """What the stream owes an answer to though nobody waits for it, until it is asked for again."""
+    """Request whose answer is outstanding though the environment does not wait for it, until it is asked again."""
     partial: tuple[GenerateRequest, Completion] | None = None
-    """A turn that was broken off, with the tokens that there are."""
+    """Turn that was broken off, with the tokens that were made."""
 
 
 class Table:
-    """Episodes with one engine; a `TurnDriver`."""
+    """Episodes that are played with one engine; a `TurnDriver`."""
 
     def __init__(
         self, house: House, params: SamplingParams, done: MutableMapping[int, Completion] | None = None
     ) -> None:
-        """`done`: the episodes that are over, by number."""
+        """`done`: samples of episodes that are over, by number."""
         self.done = done if done is not None else {}
         self.playing: dict[int, Playing] = {}
         self.error: BaseException | None = None
-        """What ends the run: no episode's fault."""
+        """Error that ends the run and is no episode's fault."""
         self._house, self._params = house, params
         self._stream: RequestStream | None = None
         self._thinking = 0
-        """Episodes that wait for no answer."""
+        """Number of episodes that wait for no answer of the engine."""
         self._lock = threading.RLock()
         self._news = threading.Condition(self._lock)
 
     def begin(self, episodes: Iterable[EpisodeStart]) -> None:
-        """Let episodes begin."""
+        """Begin episodes."""
         with self._lock:
             for episode in episodes:
                 self._begin(episode)
@@ -142,7 +142,7 @@ class Table:
             raise
 
     def _let_go(self, playing: Playing, request: GenerateRequest) -> None:
-        """The environment does not wait for this turn any more; it may ask for it again."""
+        """Note that the environment no longer waits for this turn; it may ask for it again."""
         with self._lock:
             if self.playing.get(playing.began.number) is playing and playing.wanted is request:
                 playing.owed = request if playing.sent else playing.owed
@@ -173,7 +173,8 @@ class Table:
         self._end(playing, failure, told, limit)
 
     def count_seconds(self, seconds: float) -> None:
-        """So long has everything gone on; who waits for engine or tools is not charged. Ends what takes too long."""
+        """Charge `seconds` to every episode that does not wait for engine or tools, and end those that take too
+        long."""
         with self._lock:
             for playing in list(self.playing.values()):
                 session = playing.session
@@ -194,7 +195,7 @@ class Table:
         return f"took more than {self._most_seconds:g} seconds"
 
     def _end(self, playing: Playing, failure: Failure, told: str, limit: str = "") -> None:
-        """Take note of how an episode ended, the first time it does."""
+        """Record how an episode ended, the first time it does."""
         with self._lock:
             if self.playing.get(playing.began.number) is not playing:
                 return
@@ -225,7 +226,7 @@ class Table:
         self.answer({number: completion})
 
     def answer(self, found: Mapping[int, Completion]) -> None:
-        """Hand answers out, all before any of these episodes goes on."""
+        """Deliver answers, all of them before any of these episodes continues."""
         with self._lock:
             asked: dict[asyncio.AbstractEventLoop, list[tuple[asyncio.Future[Completion], Completion]]] = {}
             for number, completion in found.items():
@@ -247,28 +248,28 @@ class Table:
                 loop.call_soon_threadsafe(_hand_out, answers)
 
     def _whole(self, playing: Playing, request: GenerateRequest, news: Completion) -> Completion | None:
-        """A turn with the tokens that it had before; None where it was broken off again."""
+        """A turn with the tokens from before it was broken off; None where it was broken off again."""
         before = None if playing.partial is None else playing.partial[1]
         if news.broken_off and not news.token_ids:
             return None
         found = stopped(joined(before, news), self._params)
         found = ended(found, self._params.stop_token_ids, request.most_tokens(self._params))
-        # What the model has no row for is not sent back to go on from: the session refuses it.
+        # A turn with a token that the model has no row for is not continued: the session refuses it.
         goes_on = found.broken_off and without_row(found.token_ids, self._house.stage().shared.vocabulary) is None
         playing.partial = (request, found) if goes_on else None
         return None if goes_on else found
 
     def _answer_owed(self, playing: Playing, request: GenerateRequest, whole: Completion | None) -> None:
         playing.owed = None
-        if playing.wanted is not None:  # it went another way, so that this is of no use
+        if playing.wanted is not None:  # the environment asked for something else, so that this answer is not needed
             playing.partial = None
             self._send(playing)
         elif whole is not None:
             playing.again.append((request, whole))
 
     def begin_again(self, blocking: object) -> None:
-        """All go on in another loop from their beginning, with the turns that they had, but for the one that blocks the
-        old one, which has hung."""
+        """Restart all episodes in another loop, with the turns that they had, except the one that blocks the old loop,
+        which counts as hung."""
         with self._lock:
             for old in list(self.playing.values()):
                 if old is blocking:
@@ -285,7 +286,7 @@ class Table:
     # In the thread of the trainer
 
     def use(self, stream: RequestStream) -> None:
-        """Send what waits for an answer, and from now on what comes up. Lines before owe nothing any more."""
+        """Send waiting requests, and later ones, over this stream. Earlier streams owe nothing any more."""
         with self._lock:
             if self._stream is not stream:
                 self._stream = stream
@@ -304,7 +305,7 @@ class Table:
         return len(self.playing)
 
     def round(self) -> dict[int, GenerateRequest]:
-        """Let all episodes go on until each waits for the engine or is over: what they want then, by their numbers."""
+        """Wait until each episode waits for the engine or is over; returns the requests by number."""
         self._wait(lambda: not self._thinking)
         with self._lock:
             waiting = {number: p for number, p in sorted(self.playing.items()) if p.wanted is not None}
@@ -318,7 +319,7 @@ class Table:
                 self._news.wait(TICK_SECONDS)
 
     def leave(self) -> None:
-        """Give up what is left."""
+        """Drop all episodes that are left."""
         with self._lock:
             self.give_up([*self.playing])
             self._stream = None
@@ -326,24 +327,24 @@ class Table:
     # Of episodes that are in flight
 
     def begun(self) -> int:
-        """How many that go on have tokens of the model."""
+        """Number of episodes under way in which the model has made tokens."""
         with self._lock:
             return sum(bool(p.heard or p.again or p.partial) for p in self.playing.values())
 
     def halt(self) -> None:
-        """Send nothing any more until there is a stream again."""
+        """Send nothing until there is a stream again."""
         with self._lock:
             self._stream = None
 
     def resume(self) -> None:
-        """Send once more what was broken off, where there is a stream."""
+        """Send requests again that were broken off, where there is a stream."""
         with self._lock:
             for playing in self.playing.values():
                 if not playing.sent and playing.owed is None:
                     self._send(playing)
 
     def take_done(self, wait_seconds: float) -> dict[int, Completion]:
-        """Those that are over and were not taken; waits at most so long for the first."""
+        """Samples of episodes that are over and were not taken yet; waits at most `wait_seconds` for the first."""
         with self._news:
             if not self.done:
                 self._news.wait(wait_seconds)
@@ -352,7 +353,7 @@ class Table:
             return found
 
     def give_up(self, numbers: Iterable[int]) -> None:
-        """Play these no more."""
+        """Drop these episodes."""
         with self._lock:
             for number in numbers:
                 self.done.pop(number, None)

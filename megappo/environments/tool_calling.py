@@ -1,4 +1,4 @@
-"""A model that may call tools before it answers: `rollout.environment.name: tools`."""
+"""Environment in which a model may call tools before it answers: `rollout.environment.name: tools`."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ _WORDS = {
 
 
 class ToolCalling:
-    """Runs the calls of each reply and shows the model what they gave; a reply without calls ends the episode. It gives
-    no reward itself: `reward.function` scores the last reply. `python`, which runs what the model wrote, is there where
-    it is named."""
+    """Runs the calls of each reply and shows the model their results; a reply without calls ends the episode. It
+    gives no reward itself: `reward.function` scores the last reply. `python`, which runs what the model wrote, must
+    be named."""
 
     role = "tool"
 
     def __init__(self, *, tools: Sequence[str] = ("calculator",), format: str = "qwen") -> None:
-        """Raises ValueError for a tool or a format that there is not."""
+        """Check the arguments. Raises ValueError for an unknown tool or format."""
         self._calls = call_format(format, "rollout.environment.arguments.format").calls
         unknown = [tool for tool in tools if tool not in _FUNCTIONS]
         if unknown or isinstance(tools, str) or not tools:
@@ -58,7 +58,7 @@ class ToolCalling:
 
 
 def _schema(tool: str) -> dict[str, Any]:
-    """OpenAI's description of a tool."""
+    """Schema of a tool in OpenAI's form."""
     what, example = _WORDS[tool]
     name = _PARAMETERS[tool]
     parameters = {

@@ -1,4 +1,4 @@
-"""Calls of tools as models write them."""
+"""Reads calls of tools as models write them."""
 
 from __future__ import annotations
 
@@ -12,29 +12,30 @@ from typing import Any
 from megappo.errors import either, show
 
 _OPEN, _CLOSE = "<tool_call>", "</tool_call>"
-# A text that is not closed goes to the end: looked for from each of its quotes, it would take time by their square.
+# An unclosed string matches to the end of the text: searching again from each quote would take quadratic time.
 _QUOTED_OR_CLOSE = re.compile(rf'"(?:[^"\\]|\\.)*+(?:"|\Z)|{_CLOSE}', re.DOTALL)
 _DECODER = json.JSONDecoder(strict=False)
-"""Says where an object ends, line breaks in its texts or not."""
+"""Decoder that finds where an object ends; it allows line breaks within strings."""
 
 
 @dataclass(frozen=True)
 class WantedCall:
-    """A call that a model asks for."""
+    """A call of a tool that a model asks for."""
 
     tool: str
     arguments: dict[str, Any] = field(default_factory=dict)
     problem: str = ""
-    """Why it is none; for the model to read."""
+    """Why the call cannot be made, in words for the model; "" where it can."""
 
 
 def qwen_calls(text: str) -> list[WantedCall]:
-    """Of Qwen 2.5 and 3, and of Hermes: JSON with `name` and `arguments`, each call between <tool_call> tags."""
+    """Calls as Qwen 2.5 and 3 and Hermes write them: JSON with `name` and `arguments`, each call between <tool_call>
+    tags."""
     return [_wanted(block, "arguments") for block, _, _ in _tagged(text)]
 
 
 def qwen_words(text: str) -> str:
-    """What stands around the calls."""
+    """The text around the calls."""
     end, around = 0, ""
     for _, start, stop in _tagged(text):
         around, end = around + text[end:start], stop
@@ -42,19 +43,20 @@ def qwen_words(text: str) -> str:
 
 
 def llama3_calls(text: str) -> list[WantedCall]:
-    """Of Llama 3.1 to 3.3: the whole reply is JSON with `name` and `parameters`; several are separated by `;`."""
+    """Calls as Llama 3.1 to 3.3 write them: the whole reply is JSON with `name` and `parameters`; several are separated
+    by `;`."""
     text = text.strip().removeprefix("<|python_tag|>").strip()
     return [_wanted(block, "parameters") for block in _objects(text)] if text.startswith("{") else []
 
 
 @dataclass(frozen=True)
 class CallFormat:
-    """How a family of models writes calls."""
+    """How a model family writes calls."""
 
     calls: Callable[[str], list[WantedCall]]
-    """Those of a reply, none where it is an answer."""
+    """Reads the calls of a reply; there are none where it is an answer."""
     words: Callable[[str], str]
-    """What a reply with calls says besides."""
+    """Reads the text of a reply besides its calls."""
 
 
 FORMATS = {
@@ -64,16 +66,15 @@ FORMATS = {
 
 
 def call_format(name: str, setting: str) -> CallFormat:
-    """The format of this name; `setting` says who wants it. Raises ValueError where there is none."""
+    """The format of this name; `setting` is named in the error. Raises ValueError where there is none."""
     if name not in FORMATS:
         raise ValueError(f"{setting} is {show(name)}, must be {either(FORMATS)}; change it")
     return FORMATS[name]
 
 
 def _tagged(text: str) -> Iterator[tuple[str, int, int]]:
-    """What stands between tags, and where it begins and ends with them. Tags in the texts of an object are a part of
-    it; where there is no object, the next closing tag ends it. Tags that stand twice are one, and the last may be open.
-    """
+    """Contents between tags, each with start and end, tags included. Tags within strings of an object belong to it;
+    where there is no object, the next closing tag ends it. Repeated tags count as one, and the last may be open."""
     start = text.find(_OPEN)
     while start >= 0:
         first, depth = _after(text, start, _OPEN)
@@ -88,7 +89,8 @@ def _tagged(text: str) -> Iterator[tuple[str, int, int]]:
 
 
 def _next_close(text: str, start: int) -> int:
-    """Where the next closing tag stands, -1 for nowhere: outside of texts in quotes where that leaves no tag inside."""
+    """Position of the next closing tag, -1 where there is none. One outside of quoted strings is preferred, unless an
+    opening tag stands before it."""
     for found in _QUOTED_OR_CLOSE.finditer(text, start):
         if found[0] == _CLOSE and _OPEN not in text[start : found.start()]:
             return found.start()
@@ -98,7 +100,7 @@ def _next_close(text: str, start: int) -> int:
 
 
 def _after(text: str, place: int, tag: str, most: int = sys.maxsize) -> tuple[int, int]:
-    """Where a tag that is repeated from some place on has ended, spaces before each aside, and how often it stands."""
+    """Position after a tag and its repetitions from `place` on, spaces before each ignored, and their number."""
     count = 0
     while count < most and (found := text[place:].lstrip()).startswith(tag):
         place, count = len(text) - len(found) + len(tag), count + 1
@@ -106,7 +108,7 @@ def _after(text: str, place: int, tag: str, most: int = sys.maxsize) -> tuple[in
 
 
 def _object_end(text: str, start: int) -> int | None:
-    """Where the JSON value that begins there, spaces aside, ends; None where there is none."""
+    """Position at which the JSON value ends that begins at `start`, spaces ignored; None where there is none."""
     start = len(text) - len(text[start:].lstrip())
     try:
         return _DECODER.raw_decode(text, start)[1]
@@ -115,7 +117,7 @@ def _object_end(text: str, start: int) -> int | None:
 
 
 def _objects(text: str) -> Iterator[str]:
-    """The JSON objects of a text one after another; what is none comes as the last."""
+    """The JSON objects of a text, one after another; a rest that is no JSON comes last."""
     while text:
         end = _object_end(text, 0)
         if end is None:

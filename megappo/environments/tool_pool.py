@@ -23,18 +23,18 @@ _PROGRAM = "megappo.environments.tool_worker"
 _OURS = "megappo."
 _START_SECONDS = 120.0
 _GRACE_SECONDS = 15.0
-"""In which a worker itself ends a call whose time is up."""
+"""Seconds beyond a call's limit in which the worker itself must have ended it."""
 
 
 class ToolPool:
-    """At most so many workers, each started when there is a call for it."""
+    """Pool of `ToolSettings.workers` worker processes, each started when there is a call for it."""
 
     def __init__(
         self, functions: Mapping[str, str], settings: ToolSettings, programs: Mapping[str, str] | None = None
     ) -> None:
-        """`functions`: import paths by the names of tools. `programs`: which argument of a tool is a program, to be run
-        in the sandbox where there is one. Raises ValueError for what cannot be imported, a sandbox without use, or
-        programs that this machine cannot confine."""
+        """`functions`: import paths by the names of tools. `programs`: the argument of each tool that is a program, to
+        be run in the sandbox where there is one. Raises ValueError for tools that cannot be imported, a sandbox that no
+        tool uses, or programs that this machine cannot confine."""
         for name, path in functions.items():
             load_function(path, f"tool '{name}'")
         if programs and settings.confined and settings.sandbox is None and (problem := why_not()):
@@ -68,12 +68,12 @@ class ToolPool:
         self._calls = 0
 
     def again(self) -> ToolPool:
-        """The same tools for another event loop."""
+        """A new pool of the same tools for another event loop."""
         return ToolPool(self._choice.functions, self._settings, self._programs)
 
     async def call(self, tool: str, arguments: Mapping[str, Any]) -> ToolResult:
-        """Have a worker call a tool, or the sandbox run its program. Raises ValueError for one that there is not,
-        RunError where no worker starts, SandboxError where the sandbox does not run it."""
+        """Call a tool in a worker, or run its program in the sandbox. Raises ValueError for an unknown tool, RunError
+        where no worker starts, SandboxError where the sandbox does not run the program."""
         if tool not in self._choice.functions:
             known = ", ".join(self._choice.functions) or "none"
             raise ValueError(f"there is no tool '{tool}'; the environment's tools are {known}")
@@ -95,7 +95,7 @@ class ToolPool:
     def _give_back(self, worker: Worker, is_well: bool) -> None:
         if is_well:
             self._idle.append(worker)
-        else:  # it works on what nobody waits for, or is gone
+        else:  # it is gone, or works on a call that nobody waits for
             self._workers.discard(worker)
             worker.hang_up()
             asyncio.get_running_loop().run_in_executor(None, worker.wait)
@@ -105,7 +105,7 @@ class ToolPool:
             worker = self._idle.pop()
             if worker.supervisor.poll() is None and not worker.speaks:
                 return worker
-            self._give_back(worker, is_well=False)  # it ended between two calls, by whatever
+            self._give_back(worker, is_well=False)  # it ended between two calls
         worker = Worker(self._choice, _PROGRAM, self._variables)
         self._workers.add(worker)
         try:
@@ -130,7 +130,7 @@ class ToolPool:
         return failure, text
 
     def close(self) -> None:
-        """End all workers, at the same time."""
+        """End all workers at the same time."""
         for worker in self._workers:
             worker.hang_up()
         for worker in self._workers:
@@ -154,6 +154,6 @@ async def receive(worker: Worker, seconds: float) -> list[Any]:
             try:
                 await asyncio.wait_for(came.wait(), None if deadline == math.inf else deadline - loop.time())
             except TimeoutError:
-                continue  # one more look: the loop may have stood still
+                continue  # look once more: the answer may have come while the loop was blocked
     finally:
         loop.remove_reader(socket)

@@ -41,23 +41,24 @@ LIMITS = {
     "died": "its process ended",
     "raised": "it raised",
 }
-"""Failures of a call, and what a model is told of them."""
+"""Failures of a call, with what the model is told of each."""
 _POLL_SECONDS = 0.02
 _LOOK_SECONDS = 0.08
-"""Between two looks at all descendants, which read /proc, whatever a call writes."""
+"""Seconds between two checks of all descendants, which read /proc. They are not skipped while a call writes without
+end."""
 _MOST_TOLD_BYTES = 1 << 20
-"""More than any answer has."""
+"""Bytes above which what a call writes can be no answer."""
 _BYTES_OF_FILES = 100 * 10**6
 _MOST_FILES = 5000
 _STARTS = ("os.fork", "os.forkpty", "os.posix_spawn", "subprocess.Popen")
-"""Audit events of Python for processes that begin. What other programs start is counted from outside."""
+"""Audit events of Python for new processes. What other programs start is counted from outside."""
 _BROKEN_CHARACTERS = 4000
 _SHARED_BYTES = 100 * 10**6
-"""What every fork of a worker has of it, at most."""
+"""Bytes that a fork of a worker shares with it at most, and that are not charged to the call."""
 
 
 class ToolChoice(NamedTuple):
-    """What is sent to a worker."""
+    """Tools and limits that a worker is sent."""
 
     functions: dict[str, str]
     timeout_seconds: float
@@ -65,13 +66,13 @@ class ToolChoice(NamedTuple):
     processes: int
     output_characters: int
     bare: tuple[str, ...] = ()
-    """Tools that run what a model wrote, or only read it: they get no secrets, and nothing that the worker has open."""
+    """Tools that run what a model wrote, or only read it: they get no secrets and none of the worker's open files."""
     confined: bool = False
-    """These are kept in their folder, by `confine`."""
+    """Whether bare tools are confined to their folder by `confine`."""
 
 
 def cut(text: str, characters: int) -> str:
-    """A text whose middle is left out where it is longer."""
+    """The text, with its middle left out where it is longer than `characters`."""
     if len(text) <= characters:
         return text
     half = characters // 2
@@ -79,13 +80,14 @@ def cut(text: str, characters: int) -> str:
 
 
 class _Call:
-    """One call, in a process of its own."""
+    """One call of a tool, in a process of its own."""
 
     def __init__(
         self, function: Callable[..., Any], arguments: Mapping[str, Any], choice: ToolChoice, *, bare: bool
     ) -> None:
         self._choice, self._shared, self._bare = choice, mmap.mmap(-1, 2), bare
-        """Shared with all that the call forks: processes begun, and whether they were too many."""
+        """Bytes shared with all processes that the call forks: the number of processes begun, and whether they were too
+        many."""
         self._folder = tempfile.mkdtemp(prefix="megappo-tool-")
         self._reader, writer = os.pipe()
         self._pid = os.fork()
@@ -95,7 +97,7 @@ class _Call:
         os.close(writer)
 
     def _run(self, function: Callable[..., Any], arguments: Mapping[str, Any], writer: int) -> NoReturn:
-        """The call's own process, which ends here."""
+        """Run the call in its own process, which ends here."""
         os.setsid()
         os.chdir(self._folder)
         nowhere = os.open(os.devnull, os.O_RDWR)
@@ -105,10 +107,10 @@ class _Call:
             kept = plain_variables(os.environ)
             os.environ.clear()
             os.environ.update(kept | dict.fromkeys(("HOME", "TMPDIR", "TMP", "TEMP", "PWD"), self._folder))
-            tempfile.tempdir = None  # as the worker has found it
+            tempfile.tempdir = None  # Python caches the worker's
             for descriptor in map(int, os.listdir("/proc/self/fd")):
                 if descriptor > 2 and descriptor != writer:
-                    with suppress(OSError):  # that of the folder which was listed
+                    with suppress(OSError):  # the descriptor of the listing itself is closed
                         os.close(descriptor)
         held = psutil.Process().memory_info().vms
         resource.setrlimit(resource.RLIMIT_AS, (held + self._choice.memory_bytes,) * 2)
@@ -138,7 +140,7 @@ class _Call:
             self._shared[0] += 1
 
     def result(self) -> tuple[str, str]:
-        """(failure, text); nothing of the call is left then."""
+        """Wait for the result: (failure, text). No process of the call is left then."""
         try:
             failure, told = self._await()
         finally:
@@ -156,7 +158,7 @@ class _Call:
         return found
 
     def _await(self) -> tuple[str, bytes]:
-        """Until the call has ended or takes too much: why, and what it wrote."""
+        """Wait until the call has ended or exceeds a limit: the failure, and what it wrote."""
         told, look, deadline = b"", 0.0, time.monotonic() + self._choice.timeout_seconds
         poll = select.poll()
         poll.register(self._reader, select.POLLIN | select.POLLHUP)
@@ -166,12 +168,12 @@ class _Call:
                 if not piece:
                     return "", told
                 told += piece
-                if len(told) > _MOST_TOLD_BYTES:  # it writes what is no answer
+                if len(told) > _MOST_TOLD_BYTES:
                     return "died", b""
                 if now < look:
                     continue
             ended = reap()
-            if ended is None or self._pid in ended:  # what it left behind may hold the pipe open
+            if ended is None or self._pid in ended:  # processes that it left may hold the pipe open
                 return "", told + self._rest()
             if now >= look:
                 look = now + _LOOK_SECONDS
@@ -198,7 +200,7 @@ class _Call:
 
 
 def _writes_too_much(folder: str, processes: Iterable[int]) -> bool:
-    """Whether a folder, and files without a name that these processes have open, are more than a call may write."""
+    """Whether a folder, and deleted files that these processes hold open, exceed what a call may write."""
     n_bytes, places = 0, [folder, *(f"/proc/{pid}/fd" for pid in processes)]
     for number, path in enumerate(_below(places)):
         with suppress(OSError):
@@ -220,7 +222,7 @@ def _below(folders: list[str]) -> Iterator[str]:
 
 
 def _serve(pool: WorkerEnd) -> None:
-    """Answer until the pool is gone, which raises EOFError or ConnectionError."""
+    """Answer calls until the pool is gone, which raises EOFError or ConnectionError."""
     choice: ToolChoice = pool.first
     try:
         functions = {name: load_function(path, f"tool '{name}'") for name, path in choice.functions.items()}

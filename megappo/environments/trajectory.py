@@ -1,4 +1,5 @@
-"""What a model has seen and said at a stretch, token by token: what is trained on of an episode."""
+"""A trajectory: the sequence of tokens that a model has seen and said, of which an episode's training sample is
+made."""
 
 from __future__ import annotations
 
@@ -13,39 +14,39 @@ from megappo.types import RoutingShape, Turn
 
 
 class Trajectory:
-    """Tokens that only ever grow: a prompt, turns of the model, and what it hears between them."""
+    """Append-only sequence of tokens: a prompt, turns of the model, and what it hears between them."""
 
     def __init__(self, prompt_ids: Sequence[int]) -> None:
         self.prompt_ids = tuple(prompt_ids)
         self.tokens: list[int] = []
-        """All that follows the prompt."""
+        """All tokens after the prompt."""
         self.logprobs: list[float] = []
-        """0 for what the model heard."""
+        """Log-probabilities of `tokens`; 0 for what the model heard."""
         self.turns: list[Turn] = []
         self.stretches: list[tuple[int, int]] = []
-        """Weight version and number of tokens, one stretch after the other; what the model heard belongs to the turn
-        after it."""
+        """Weight version and number of tokens of each stretch, in order; what the model heard belongs to the turn after
+        it."""
         self.is_cut = False
-        """A limit of tokens ended the last turn, not a stop token."""
+        """Whether a limit of tokens ended the last turn, not a stop token."""
         self._routing: torch.Tensor | None = None
 
     @property
     def seen(self) -> tuple[int, ...]:
-        """Everything, the prompt included."""
+        """All tokens, the prompt included."""
         return (*self.prompt_ids, *self.tokens)
 
     @property
     def own_tokens(self) -> int:
-        """How many of them the model made."""
+        """Number of tokens that the model made."""
         return sum(turn.stop - turn.start for turn in self.turns)
 
     def hear(self, token_ids: Sequence[int]) -> None:
-        """What the model sees before its next turn."""
+        """Append tokens that the model sees before its next turn."""
         self.tokens += token_ids
         self.logprobs += [0.0] * len(token_ids)
 
     def say(self, completion: Completion) -> None:
-        """A turn of the model, as the engine gave it."""
+        """Append a turn of the model, as the engine gave it."""
         start = len(self.tokens)
         heard = start - sum(tokens for _, tokens in self.stretches)
         for version, tokens in stretches_of(completion):
@@ -55,7 +56,7 @@ class Trajectory:
         self.logprobs += completion.logprobs
         self.turns.append(Turn(start, len(self.tokens)))
         self.is_cut = completion.truncated
-        if completion.routing is not None:  # what the turns before were sampled with stays as it was then
+        if completion.routing is not None:  # earlier turns keep the routing that they were sampled with
             known = completion.routing[:0] if self._routing is None else self._routing
             self._routing = torch.cat([known, completion.routing[len(known) :]])
 
@@ -70,7 +71,8 @@ class Trajectory:
         self.turns[-1] = replace(last, reward=last.reward + value)
 
     def routing(self, shape: RoutingShape | None) -> torch.Tensor | None:
-        """(T - 1, L, K): of tokens that no engine has seen it says so. None where nobody asks."""
+        """Experts of each token, (T - 1, L, K); tokens that no engine has seen are marked unknown. None without
+        `shape`."""
         if shape is None:
             return None
         computed = len(self.prompt_ids) + len(self.tokens) - 1

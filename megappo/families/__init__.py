@@ -48,7 +48,7 @@ FAMILIES: Mapping[str, Family] = {
         qwen3_5_moe_text,
     )
 }
-"""The families that ship, by `model_type` of config.json."""
+"""The families of this repository, by `model_type` of config.json."""
 
 
 def architecture(hf_config: PretrainedConfig, families: Mapping[str, Family] = FAMILIES) -> ArchitectureConfig:

@@ -1,8 +1,8 @@
-"""Low-rank adapters of a model's matrices, as they stand beside Megatron's parameters and as PEFT names them.
+"""Low-rank adapters (LoRA) of a model's matrices, in Megatron's parameters and under PEFT's names.
 
-Where a Megatron parameter holds several Hugging Face matrices (query, key and value; gate and up), each of them has an
-A and a B of its own, as in PEFT: the A stand one below the other, and the B have the rows of the parameter, in its
-order and on the same ranks.
+Where a Megatron parameter holds several Hugging Face matrices (query, key and value; gate and up), each has its own A
+and B, as in PEFT. The A are stacked row-wise, and the B have the rows of the parameter, in its order and on the same
+ranks.
 """
 
 from __future__ import annotations
@@ -19,33 +19,33 @@ from megappo.families.parameters import Parameter, model_parameters, pieces
 _KINDS = ("column", "row", "qkv")
 WEIGHT = ".weight"
 A, B = ".lora_A.weight", ".lora_B.weight"
-"""What PEFT puts in the place of `.weight`."""
+"""Endings that PEFT puts in the place of `.weight`."""
 
 
 @dataclass(frozen=True)
 class LoraShape:
-    """Which adapters a model has."""
+    """Rank, alpha and targets of a model's adapters."""
 
     rank: int
     alpha: float
     targets: tuple[str, ...]
-    """Last parts of the names of the matrices that have some, in the model's order."""
+    """Last parts of the names of the adapted matrices, in the model's order."""
 
     @property
     def scale(self) -> float:
-        """The weight of B A beside the matrix."""
+        """Factor of the product B A that is added to the matrix."""
         return self.alpha / self.rank
 
     @classmethod
     def of(cls, arch: ArchitectureConfig, rank: int, alpha: float, targets: str | Iterable[str]) -> LoraShape:
-        """`targets`: names, or `all`."""
+        """The shape of an architecture's adapters. `targets`: names, or `all`."""
         possible = target_names(arch)
         return cls(rank, alpha, possible if targets == "all" else tuple(n for n in possible if n in tuple(targets)))
 
 
 @dataclass(frozen=True)
 class Adapter:
-    """Those of the matrices in one Megatron parameter."""
+    """Adapters of the matrices in one Megatron parameter."""
 
     base: Parameter
     a: Parameter
@@ -53,22 +53,22 @@ class Adapter:
 
     @property
     def adapted(self) -> tuple[bool, ...]:
-        """Which of the base's matrices have one."""
+        """Whether each of the base's matrices has an adapter."""
         return tuple(name.removesuffix(WEIGHT) + A in self.a.hf for name in self.base.hf)
 
 
 @dataclass(frozen=True)
 class RowOrder:
-    """In which order the rows of the matrices stand in a shard: groups, each with some rows of every matrix."""
+    """Order of the matrices' rows in a shard: groups, each with some rows of every matrix."""
 
     groups: int
     rows: tuple[int, ...]
-    """Of each matrix in a group."""
+    """Number of rows of each matrix in a group."""
     adapted: tuple[bool, ...]
 
     @classmethod
     def of(cls, arch: ArchitectureConfig, adapter: Adapter, tp: int) -> RowOrder:
-        """The same on every tensor parallel rank."""
+        """The row order of a parameter, which is the same on every tensor parallel rank."""
         base = adapter.base
         found = pieces(arch, base, 0, tp, arch.vocab_size)
         first = found[: len(base.hf)]
@@ -77,27 +77,27 @@ class RowOrder:
 
 
 def target_name(matrix: str) -> str:
-    """`q_proj` of `model.layers.0.self_attn.q_proj.weight`."""
+    """The target that a matrix belongs to: `q_proj` for `model.layers.0.self_attn.q_proj.weight`."""
     return matrix.removesuffix(WEIGHT).rpartition(".")[2]
 
 
 @lru_cache(maxsize=64)
 def target_names(arch: ArchitectureConfig) -> tuple[str, ...]:
-    """Every name that `targets` may have, in the model's order."""
+    """All names that `targets` may contain, in the model's order."""
     found = (p for p in model_parameters(arch, experts=range(min(1, arch.experts))) if _can_have(p))
     return tuple(dict.fromkeys(target_name(name) for parameter in found for name in parameter.hf))
 
 
 def least_side(arch: ArchitectureConfig, targets: Iterable[str]) -> int:
-    """The smallest side of the matrices of these names, which no rank may exceed."""
+    """Smallest side of the matrices of these targets, which no rank may exceed."""
     wanted = set(targets)
     found = (p for p in model_parameters(arch, experts=range(min(1, arch.experts))) if _can_have(p))
     return min(min(s) for p in found for name, s in p.tensors.items() if target_name(name) in wanted)
 
 
 def ambiguous_targets(arch: ArchitectureConfig, lora: LoraShape) -> tuple[str, ...]:
-    """Targets that are names of experts' matrices and of others: PEFT, for which a target is one or the other, leaves
-    out the adapters of the experts without a word."""
+    """Targets that name both experts' matrices and others. For PEFT a target is one or the other, and it drops the
+    experts' adapters without a word."""
     found = list(adapters(arch, lora, experts=range(min(1, arch.experts))))
     of_experts, others = (
         {target_name(name) for x in found if (x.base.expert is None) == is_other for name in x.base.hf}
@@ -111,7 +111,7 @@ def _can_have(parameter: Parameter) -> bool:
 
 
 def adapters(arch: ArchitectureConfig, lora: LoraShape, *, experts: Iterable[int] | None = None) -> Iterator[Adapter]:
-    """Those of every layer, in the model's order; of experts, those of these alone."""
+    """Adapters of every layer, in the model's order. `experts`: only the adapters of these experts."""
     wanted = set(lora.targets)
     for base in model_parameters(arch, experts=experts):
         if _can_have(base):
@@ -141,7 +141,7 @@ def _adapter(base: Parameter, tensors: dict[str, tuple[int, ...]], rank: int) ->
 def adapter_parameters(
     arch: ArchitectureConfig, lora: LoraShape, *, experts: Iterable[int] | None = None
 ) -> Iterator[Parameter]:
-    """The A and B of all adapters."""
+    """The parameters A and B of all adapters."""
     return chain.from_iterable((adapter.a, adapter.b) for adapter in adapters(arch, lora, experts=experts))
 
 
@@ -154,7 +154,7 @@ def expert_adapter_parameters(arch: ArchitectureConfig, lora: LoraShape) -> int:
 
 @lru_cache(maxsize=64)
 def multiplied_adapters(arch: ArchitectureConfig, lora: LoraShape) -> int:
-    """Elements of the adapters that a token passes."""
+    """Number of elements of the adapters that a token passes."""
     return sum(p.elements for p in adapter_parameters(arch, lora, experts=range(arch.experts_per_token)))
 
 
@@ -164,5 +164,5 @@ def adapter_tensors(arch: ArchitectureConfig, lora: LoraShape) -> dict[str, tupl
 
 
 def initial_bound(columns: int) -> float:
-    """A is drawn uniformly between minus and plus this: PEFT's kaiming_uniform_(a=sqrt(5)), He et al. 2015."""
+    """Bound of the uniform distribution that A is drawn from: PEFT's kaiming_uniform_(a=sqrt(5)), He et al. 2015."""
     return 1 / math.sqrt(columns)

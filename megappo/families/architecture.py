@@ -1,4 +1,4 @@
-"""What the trainer needs to know of a model, in one form for every family."""
+"""The architecture of a model as the trainer needs it, in one form for every family."""
 
 from __future__ import annotations
 
@@ -13,25 +13,25 @@ if TYPE_CHECKING:
 
 
 DELTA_CHUNK = 64
-"""Tokens of a chunk of the gated delta rule, for which one triangular system is solved; transformers and the kernels of
-others have as many."""
+"""Tokens of a chunk of the gated delta rule, for which one triangular system is solved; the default `chunk_size` of
+transformers 5.19 (modeling_qwen3_next.py)."""
 
 
 @dataclass(frozen=True)
 class DeltaNet:
-    """Layers of linear attention by the gated delta rule."""
+    """Layers with linear attention by the gated delta rule."""
 
     layers: tuple[int, ...]
-    """Those that have it in the place of attention."""
+    """Layers that have it in the place of attention."""
     key_heads: int
     value_heads: int
-    """As many for each key head."""
+    """Value heads; a multiple of the key heads."""
     key_dim: int
     """Channels of a head's query and key."""
     value_dim: int
     """Channels of a head's value."""
     conv_width: int
-    """Tokens that the convolution before it sees."""
+    """Width of the causal convolution before the recurrence, in tokens."""
 
     @property
     def key_width(self) -> int:
@@ -45,13 +45,14 @@ class DeltaNet:
 
     @property
     def state_elements(self) -> int:
-        """Numbers of a layer's state, of a sequence of any length."""
+        """Elements of a layer's state, which has the same size for sequences of any length."""
         return self.value_heads * self.key_dim * self.value_dim
 
     @property
     def token_flops(self) -> float:
-        """Of a token in the recurrence of one layer, forward: products of a chunk's queries and keys with its keys, its
-        triangular system, what its tokens read of each other; and what they expect and read of the state, and write."""
+        """FLOPs of a token in the recurrence of one layer, forward: the products of a chunk's queries and keys with its
+        keys, its triangular system, what its tokens read of each other, and what they expect of the state, read and
+        write."""
         sums = 2 * self.key_dim * DELTA_CHUNK * 2 * self.key_heads
         of_head = DELTA_CHUNK * (self.key_dim + self.value_dim) + 2 * DELTA_CHUNK * self.value_dim
         return float(sums + self.value_heads * (of_head + 6 * self.key_dim * self.value_dim))
@@ -59,36 +60,36 @@ class DeltaNet:
 
 @dataclass(frozen=True)
 class LatentAttention:
-    """Attention whose keys and values are made of a few numbers for each token (DeepSeek-AI 2024, arXiv:2405.04434,
-    section 2.1): a latent, and a key with positions that all heads share."""
+    """Attention whose keys and values are computed from a few numbers of each token (DeepSeek-AI 2024,
+    arXiv:2405.04434, section 2.1): a latent, and a rotated key that all heads share."""
 
     query_rank: int | None
-    """Numbers of the latent that queries are made of; None: they are made of the hidden state."""
+    """Size of the latent from which queries are computed; None: they are computed from the hidden state."""
     rank: int
-    """Numbers of the latent that keys and values are made of."""
+    """Size of the latent from which keys and values are computed."""
     plain_dim: int
-    """Channels of a head's query and key that are not rotated, its first ones."""
+    """First channels of a head's query and key, which are not rotated."""
     rotary_dim: int
-    """Those that are, of which the key's are the same in all heads."""
+    """Rotated channels; those of the key are the same in all heads."""
     value_dim: int
     """Channels of a head's value."""
     interleaved: bool
-    """Channels 2 i and 2 i + 1 are turned together; otherwise i and i + half of them."""
+    """Whether channels 2 i and 2 i + 1 are rotated together; otherwise i and i + half of them."""
 
     @property
     def token_width(self) -> int:
-        """Numbers of a token that are enough for its keys and values in all heads."""
+        """Numbers of a token from which its keys and values in all heads follow."""
         return self.rank + self.rotary_dim
 
     @property
     def made_dim(self) -> int:
-        """Channels of a head that are made of the latent."""
+        """Channels of a head that are computed from the latent of keys and values."""
         return self.plain_dim + self.value_dim
 
 
 @dataclass(frozen=True)
 class WideAttention:
-    """Layers of attention whose heads have a size of their own, and whose keys, before their norm, are their values."""
+    """Layers of attention with a head size of their own, whose keys, before their norm, are also their values."""
 
     layers: tuple[int, ...]
     head_dim: int
@@ -98,7 +99,7 @@ class WideAttention:
 
 @dataclass(frozen=True)
 class ModelShape:
-    """The sizes that layouts and batches depend on."""
+    """The sizes of a model on which layouts and batches depend."""
 
     family: str
     """`model_type` of config.json."""
@@ -108,35 +109,35 @@ class ModelShape:
     kv_heads: int
     head_dim: int
     ffn_hidden_size: int
-    """Of the MLP, or of each expert where there are experts."""
+    """Hidden size of the MLP, or of each expert where there are experts."""
     vocab_size: int
     """Rows of the embedding, before padding for tensor parallelism."""
     max_position_embeddings: int
     """Tokens of the longest sequence."""
     tied_embeddings: bool
     experts: int = field(default=0, kw_only=True)
-    """Experts of each layer that has some; 0: a dense model."""
+    """Number of experts of each layer with experts; 0: a dense model."""
     dense_layers: int = field(default=0, kw_only=True)
-    """The first layers, which have an MLP in place of experts; 0 where all layers are alike."""
+    """Number of first layers that have an MLP in the place of experts; 0: all layers are alike."""
     dense_ffn_hidden_size: int = field(default=0, kw_only=True)
-    """Of their MLP."""
+    """Hidden size of the MLP of `dense_layers`."""
     shared_ffn_hidden_size: int = field(default=0, kw_only=True)
-    """Of the expert that every token passes beside those it is sent to; 0: there is none."""
+    """Hidden size of the shared expert, which every token passes; 0: there is none."""
     delta_net: DeltaNet | None = field(default=None, kw_only=True)
-    """Of layers with linear attention; None: all layers have attention."""
+    """Layers with linear attention; None: all layers have attention."""
     latent: LatentAttention | None = field(default=None, kw_only=True)
-    """Of attention whose keys and values are made of a latent; None: matrices make them of the hidden state."""
+    """Latent attention; None: keys and values are computed from the hidden state by matrices."""
     wide_attention: WideAttention | None = field(default=None, kw_only=True)
-    """Of layers whose heads differ from `head_dim` and `kv_heads`; None: there are none."""
+    """Layers whose heads differ from `head_dim` and `kv_heads`; None: there are none."""
 
     @property
     def query_width(self) -> int:
-        """Channels of a token's queries over all heads, but in layers of wide attention."""
+        """Channels of a token's queries over all heads, except in layers of wide attention."""
         return self.heads * self.head_dim
 
     @property
     def key_width(self) -> int:
-        """Channels of a token's keys over all heads, and of its values, but in layers of wide attention."""
+        """Channels of a token's keys over all heads, and of its values, except in layers of wide attention."""
         return self.kv_heads * self.head_dim
 
     def kv_heads_of(self, layer: int | None) -> int:
@@ -166,25 +167,26 @@ class ModelShape:
 
     @property
     def mean_key_width(self) -> float:
-        """The mean of these."""
+        """The mean of `key_widths`."""
         return sum(self.key_widths) / len(self.key_widths)
 
     @property
     def cached_width(self) -> int:
-        """Numbers that an engine keeps of a token in all layers with attention: keys and values of all heads, or what
-        they are made of."""
+        """Numbers that an engine caches of a token in all layers with attention: keys and values of all heads, or the
+        latents that they follow from."""
         if self.latent is not None:
             return len(self.attention_layers) * self.latent.token_width
         return 2 * sum(self.key_widths)
 
     @property
     def multiplied_head_dim(self) -> float:
-        """Channels of a head that two tokens multiply, mean of query and value."""
+        """Channels of a head in the products of two tokens, as the mean of query and value."""
         return self.mean_head_dim if self.latent is None else (self.head_dim + self.latent.value_dim) / 2
 
     @property
     def shared_sizes(self) -> dict[str, int]:
-        """What tensor parallel ranks share out evenly, by its name in sentences; an expert is whole on its ranks."""
+        """Sizes that tensor parallel ranks divide evenly, by their names in sentences. An expert is whole on its
+        ranks."""
         sizes = {"heads": self.heads, "KV heads": self.kv_heads}
         if self.wide_attention is not None:
             sizes["KV heads of full attention"] = self.wide_attention.kv_heads
@@ -210,7 +212,7 @@ class ModelShape:
 
     @property
     def special_layers(self) -> tuple[int, ...]:
-        """The layers that are unlike all others, which are alike: dense ones before those with experts, or those with
+        """The layers that differ from the others, which are alike: dense ones before those with experts, or those with
         linear or wide attention."""
         wide = self.wide_attention
         return self.linear_layers or (tuple(range(self.dense_layers)) if wide is None else wide.layers)
@@ -222,96 +224,101 @@ class ModelShape:
 
 
 LATENT_NORM_EPS = 1e-6
-"""Of the norms of latents, whatever `rms_norm_eps` says of the others."""
+"""Epsilon of the norms of latents, whatever `rms_norm_eps` is: transformers' DeepseekV3RMSNorm has it by default
+there."""
 PRODUCT_ROWS = 256
-"""Queries whose attention scores are there at once, where attention is made of plain products."""
+"""Queries of a block where attention is made of plain products: only the scores of one block are in memory at once."""
 SHORT_SEGMENT = 256
-"""Tokens of the longest segment that a CPU attends to by plain products in bfloat16, which keep scores' shares; torch's
-flash kernel catches up at about 512."""
+"""Longest segment, in tokens, for which a CPU computes attention in bfloat16 by plain products and keeps the softmax
+for backward; torch's flash kernel catches up at about 512 (benchmarks/results/2026-11-23-update-cpu.md)."""
 
 
 @dataclass(frozen=True)
 class Beyond:
-    """What a model has that Megatron-Core has no field for: megappo's own layers build it, not Transformer Engine's."""
+    """Properties of a model that Megatron-Core has no field for: megappo's own layers build it, not Transformer
+    Engine's."""
 
     scores_cap: float | None = None
-    """Attention scores become cap * tanh(score / cap) before the softmax."""
+    """Cap of attention scores, which become cap * tanh(score / cap) before the softmax."""
     logits_cap: float | None = None
-    """So do logits, before the temperature."""
+    """Cap of the logits, applied in the same way before the temperature."""
     embedding_scale: float = 1.0
-    """Embeddings are multiplied by it."""
+    """Factor that embeddings are multiplied by."""
     norms_after: bool = False
-    """What attention and MLP add to the residual stream passes a norm first."""
+    """Whether the outputs of attention and MLP pass a norm before they are added to the residual stream."""
     layer_scalars: bool = False
-    """What a layer gives, its residual stream included, is multiplied by a number of its own, which is not trained."""
+    """Whether a layer's output, its residual stream included, is multiplied by a number of the layer, which is not
+    trained."""
     ropes: tuple[str, ...] = ()
-    """The kind of rope of each layer, by its name in `rope_parameters`; nothing: there is one rope for all."""
+    """Kind of rope of each layer, by its name in `rope_parameters`; empty: one rope for all layers."""
     sinks: bool = False
-    """Each head has a learned score that takes part in the softmax, and no value (Xiao et al. 2023,
+    """Whether each head has a learned score without a value that takes part in the softmax (Xiao et al. 2023,
     arXiv:2309.17453)."""
 
     @property
     def attends_by_products(self) -> bool:
-        """Attention is made of plain products, as torch's has no place for what is done with scores."""
+        """Whether attention is made of plain products, because torch's attention supports neither caps nor sinks."""
         return self.scores_cap is not None or self.sinks
 
 
 @dataclass(frozen=True)
 class ArchitectureConfig(ModelShape):
-    """A decoder as its `config.json` says, read by its family."""
+    """A decoder as its `config.json` describes it, read by its family."""
 
     norm_eps: float
     initializer_range: float
     hf_config: PretrainedConfig = field(repr=False, compare=False)
-    """Of the plain model: without `quantization_config`, which says how the files were stored."""
+    """Configuration of the plain model: without `quantization_config`, which says how the files were stored."""
     declaration: Family = field(repr=False, compare=False)
-    """What its parameters are and how it is built."""
+    """The family's declaration, of which the model is built."""
     sliding_window: int | None = None
-    """Tokens each token sees, itself included; None: all before it."""
+    """Size of the attention window in tokens, the token itself included; None: tokens see all before them."""
     windowed_layers: tuple[bool, ...] = ()
-    """Which layers have the window; nothing: all of them."""
+    """Whether each layer has the window; empty: all layers have it."""
     score_width: int | None = None
-    """Attention scores are divided by the root of it; None: by that of a head's size."""
+    """Attention scores are divided by the square root of this; None: by that of the head size."""
     beyond: Beyond = Beyond()
     experts_per_token: int = 0
     """Experts that each token is sent to; 0: a dense model."""
     normalized_experts: bool = True
-    """The weights of a token's experts sum to 1 (`norm_topk_prob`)."""
+    """Whether the weights of a token's experts sum to 1 (`norm_topk_prob`)."""
     sigmoid_router: bool = False
-    """Experts are chosen by the sigmoid of each logit plus a correction bias, and weighted by the sigmoids alone."""
+    """Whether experts are chosen by the sigmoid of their logits plus a correction bias, and weighted by the sigmoids
+    alone."""
     experts_scale: float = 1.0
-    """The sum of a token's experts is multiplied by it."""
+    """Factor that the sum of a token's experts is multiplied by."""
     expert_groups: int = 1
-    """Equal groups of neighbouring experts, by the sum of whose two largest scores a token chooses some first."""
+    """Number of equal groups of neighbouring experts. A token first chooses groups, by the sum of the two largest
+    scores of each."""
     groups_per_token: int = 1
-    """Of which a token's experts are."""
+    """Number of groups that a token chooses its experts from."""
     rotary_channels: int | None = None
-    """Channels of a head that are rotated, its first ones; None: all of them."""
+    """First channels of a head, which are rotated; None: all of them."""
     stored_blocks: tuple[int, int] | None = field(default=None, compare=False)
     """Rows and columns of the blocks that share a scale where the files hold float8 weights; None: plain weights."""
     stored_mxfp4: bool = field(default=False, compare=False)
-    """The files may hold the matrices of experts in MXFP4."""
+    """Whether the files may hold the matrices of experts in MXFP4."""
 
     @property
     def has_window(self) -> bool:
-        """Whether a token sees only the last of those before it."""
+        """Whether tokens see only a window of those before them."""
         return self.sliding_window is not None
 
     @property
     def has_own_layers(self) -> bool:
-        """Whether megappo's own layers build it, where others may be Transformer Engine's."""
+        """Whether the model needs megappo's own layers; for others Transformer Engine's may be used."""
         special = self.sigmoid_router or self.latent is not None or self.special_layers != ()
         return special or self.beyond != Beyond()
 
     @property
     def layers_with_window(self) -> int:
-        """How many of the layers have the window."""
+        """Number of layers that have the window."""
         every = self.windowed_layers or (True,) * self.layers
         return sum(every) if self.has_window else 0
 
 
 def expert_number_bytes(experts: int) -> int:
-    """Bytes in which there is a number for each expert, and one for none."""
+    """Bytes of the smallest integer that can number each expert and has one more value for "none"."""
     return 1 if experts < 256 else 2
 
 

@@ -1,4 +1,4 @@
-"""The blocks that layers are made of.
+"""The blocks of which families' layers consist.
 
 Shapes of matrices are (rows, columns) as transformers stores them: outputs by inputs.
 """
@@ -25,7 +25,7 @@ def mlp_norm(arch: ArchitectureConfig) -> Weight:
 
 
 class Attention(Block):
-    """The norm before it, grouped queries with rotary positions, and the output matrix."""
+    """Attention block: the norm before it, grouped-query attention with rotary positions, and the output matrix."""
 
     def weights(self, arch: ArchitectureConfig) -> Sequence[Weight]:
         hidden, queries, keys = arch.hidden_size, arch.query_width, arch.key_width
@@ -45,7 +45,7 @@ class Attention(Block):
         some = {"window_attn_skip_freq": [int(has) for has in arch.windowed_layers]} if arch.windowed_layers else {}
         return {
             "window_size": None if arch.sliding_window is None else (arch.sliding_window - 1, 0),
-            # The factor that yarn puts on cosine and sine of both query and key.
+            # Squared: yarn multiplies cosine and sine of both query and key by the factor.
             "softmax_scale": None if scale == 1.0 and width == arch.head_dim else scale**2 * width**-0.5,
             **some,
         }
@@ -74,8 +74,8 @@ class QueryKeyNorms(Block):
         return {"qk_layernorm": True}
 
     def per_token(self, arch: ArchitectureConfig, element_bytes: int, *, fused: bool) -> PerToken:
-        """Queries made contiguous and a scale for each head; keys are a view of the QKV matrix' output. Torch's
-        composite on CPU works in float32 and keeps the normalised input as well."""
+        """Keeps queries made contiguous and a scale for each head; keys are a view of the QKV matrix's output. torch's
+        composite on a CPU works in float32 and also keeps the normalised input."""
         scales = 4.0 * (arch.heads + arch.kv_heads)
         if fused or not arch.declaration.norms_in_float32(arch, element_bytes):
             return PerToken(kept_bytes=scales + element_bytes * arch.query_width)
@@ -84,7 +84,7 @@ class QueryKeyNorms(Block):
 
 
 def gated(place: str, arch: ArchitectureConfig, ffn: int, stored: str = "") -> tuple[Weight, Weight]:
-    """The matrices of an MLP with a gate that stands there; `stored`: where it does in files, if that is elsewhere."""
+    """The matrices of a gated MLP at `place` in Megatron's model; `stored`: its place in files, where it differs."""
     stored = stored or place
     gate_up = dict.fromkeys((f"{stored}.gate_proj.weight", f"{stored}.up_proj.weight"), (ffn, arch.hidden_size))
     return (
@@ -94,7 +94,7 @@ def gated(place: str, arch: ArchitectureConfig, ffn: int, stored: str = "") -> t
 
 
 class GatedMlp(Block):
-    """The norm before it, and SwiGLU: down(silu(gate) * up)."""
+    """MLP block: the norm before it, and SwiGLU: down(silu(gate) * up)."""
 
     recompute_module = "mlp"
 
@@ -111,13 +111,13 @@ class GatedMlp(Block):
         return {"gated_linear_unit": True, "activation_func": silu}
 
     def per_token(self, arch: ArchitectureConfig, element_bytes: int, *, fused: bool) -> PerToken:
-        """Gate and up, product; in torch's operations silu(gate) besides."""
+        """Keeps gate, up and their product; torch's operations also keep silu(gate)."""
         width = (3 if fused else 4) * self.size(arch)
         return PerToken(kept_bytes=element_bytes * width, live_elements=width, moved_elements=width)
 
 
 class FirstMlp(GatedMlp):
-    """That of the first layers, where the others have experts."""
+    """MLP of the first layers in models whose other layers have experts."""
 
     def size(self, arch: ArchitectureConfig) -> int:
         return arch.dense_ffn_hidden_size
@@ -130,7 +130,7 @@ class FirstMlp(GatedMlp):
 
 
 class SharedExpert(GatedMlp):
-    """The expert that every token passes beside those it is sent to: SwiGLU of what the router sees."""
+    """Shared expert, which every token passes beside its routed ones: SwiGLU of the router's input."""
 
     recompute_module = "moe"
 
@@ -149,19 +149,19 @@ class SharedExpert(GatedMlp):
 
 @dataclass(frozen=True)
 class Experts(GatedMlp):
-    """The norm before it, a router, and in each expert SwiGLU.
+    """Experts block: the norm before it, a router, and SwiGLU in each expert.
 
     No token is dropped. The router learns from the role's objective, and from `router_aux_loss_coef` where that is set.
-    A router of sigmoids has a bias for each expert, by which its pretraining spread tokens evenly (Wang et al. 2024,
-    arXiv:2408.15664); that stays as it is.
+    A sigmoid router has a bias for each expert, by which pretraining balanced the load (Wang et al. 2024,
+    arXiv:2408.15664); it is not changed.
     """
 
     stored: str = "mlp"
-    """What files, and SGLang, call the router and the experts of a layer together; transformers says `mlp`."""
+    """Name of the router and experts of a layer in files and in SGLang; transformers says `mlp`."""
     matrices: tuple[str, str, str] = ("gate_proj", "up_proj", "down_proj")
-    """What files call those of an expert."""
+    """Names of an expert's matrices in files."""
     wide_router: bool = False
-    """Engines and files have the router in float32, as the bias."""
+    """Whether engines and files have the router in float32, as the correction bias."""
 
     recompute_module = "moe"
 
@@ -198,7 +198,7 @@ class Experts(GatedMlp):
             "num_moe_experts": arch.experts,
             "moe_ffn_hidden_size": arch.ffn_hidden_size,
             "moe_router_topk": arch.experts_per_token,
-            # Otherwise the softmax of the chosen logits, which is that of all of them made to sum to 1 over the chosen.
+            # False: the softmax of the chosen logits, which equals that of all logits renormalised over the chosen.
             "moe_router_pre_softmax": not arch.normalized_experts,
             "moe_router_dtype": "fp32",
             "moe_router_load_balancing_type": "none",
@@ -207,9 +207,9 @@ class Experts(GatedMlp):
         }
 
     def per_token(self, arch: ArchitectureConfig, element_bytes: int, *, fused: bool) -> PerToken:
-        """Kept: the router's weights; for each of a token's experts its choice and weight, the places of its row on the
-        way there and back, its input, gate and up, and the product times the expert's weight; in torch's operations
-        silu(gate) and the product without the weight besides, and the weighted one is made in float32. A routed token's
+        """Keeps the router's weights and, for each of a token's experts, its choice and weight, the places of its row
+        on the way there and back, its input, gate and up, and the product times the expert's weight. torch's operations
+        also keep silu(gate) and the unweighted product, and compute the weighted one in float32. A routed token's
         hidden state is sorted for sending, as received and sorted by expert, and back."""
         hidden, ffn, routed = arch.hidden_size, arch.ffn_hidden_size, arch.experts_per_token
         width = (3 if fused else 5) * ffn

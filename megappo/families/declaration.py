@@ -1,4 +1,4 @@
-"""What a model family is: how its config.json is read, and the blocks that each of its layers is made of."""
+"""The declaration of a model family: how its config.json is read, and the blocks that its layers consist of."""
 
 from __future__ import annotations
 
@@ -16,70 +16,70 @@ if TYPE_CHECKING:
 
 Shape = tuple[int, ...]
 Kind = Literal["replicated", "column", "row", "qkv", "grouped", "vocab"]
-"""How tensor parallel ranks share out a parameter: not at all; the rows of each of its tensors (Megatron's column
-parallel layers); the columns of its one tensor; groups of query, key and value heads; key heads of linear attention,
-each with what belongs to it; the padded rows of a vocabulary."""
+"""How tensor parallel ranks divide a parameter. `replicated`: not at all; `column`: the rows of each of its tensors
+(Megatron's column parallel layers); `row`: the columns of its one tensor; `qkv`: groups of query, key and value heads;
+`grouped`: key heads of linear attention, each with what belongs to it; `vocab`: the padded rows of a vocabulary."""
 
 
 Drawn = Literal["by_shape", "ones", "rates", "normal"]
-"""By its shape: a norm or a bias that does nothing, or a normal matrix; ones; logarithms of numbers between 0.01 and
-16; normal numbers whatever its shape."""
+"""How a parameter is drawn in a model of random weights. `by_shape`: a norm or a bias that does nothing, or a normal
+matrix; `ones`; `rates`: logarithms of numbers between 0.01 and 16; `normal`: normal numbers whatever its shape."""
 
 
 @dataclass(frozen=True)
 class Weight:
     """A parameter of each layer and the Hugging Face tensors it is made of, by their names within the layer.
 
-    With `{expert}` in its names it is there for every expert, whole on the ranks that hold the expert.
+    With `{expert}` in its names, every expert has one, whole on the ranks that hold the expert.
     """
 
     megatron: str
-    """Its one name in the map, in checkpoints and streams: that in Megatron's own layers."""
+    """Canonical name, in the map, in checkpoints and in weight streams: that of Megatron's own layers."""
     tensors: Mapping[str, Shape]
     kind: Kind
     alias: str = ""
-    """Its name in Transformer Engine's layers, where it is another."""
+    """Name in Transformer Engine's layers, where it differs."""
     fused: str = ""
-    """SGLang's parameter that holds all of the tensors, where it is not named like the only one."""
+    """SGLang's parameter that holds all of the tensors, where its name is not that of the only one."""
     packed: str = ""
-    """transformers' parameter that holds the tensors, where it is not named like the only one; of experts, that which
-    holds those of all of them."""
+    """transformers' parameter that holds the tensors, where its name is not that of the only one; for experts, the
+    parameter that holds the tensors of all of them."""
     interleaved: bool = False
-    """Files have what `packed` names too, in the place of the tensors: of each expert the matrix transposed, inputs by
-    outputs, the outputs of the tensors in turns."""
+    """Whether files have the `packed` tensor too, in the place of the tensors: for each expert the transposed matrix,
+    inputs by outputs, with the outputs of the tensors alternating."""
     wide: bool = False
-    """Engines and files have it in float32, whatever the model's type."""
+    """Whether engines and files have the parameter in float32, whatever the model's type."""
     sections: tuple[tuple[int, ...], ...] = ()
-    """Of a `grouped` one: the rows of each part of each tensor, all of which groups share out; nothing: a tensor is one
+    """Rows of each part of each tensor of a `grouped` parameter; groups divide every part. Empty: a tensor is one
     part."""
     drawn: Drawn = "by_shape"
-    """What it is in a model of random weights."""
+    """How the parameter is drawn in a model of random weights."""
 
     @property
     def is_of_experts(self) -> bool:
-        """Whether each expert of a layer has a tensor of this kind."""
+        """Whether each expert of a layer has such a parameter."""
         return "{expert}" in self.megatron
 
 
 class PerToken(NamedTuple):
-    """What a block takes for each token, over all tensor parallel ranks (`megappo.plan.activations`)."""
+    """Memory and traffic of a block for each token, over all tensor parallel ranks (`megappo.plan.activations`)."""
 
     kept_bytes: float = 0.0
-    """What forward keeps for backward."""
+    """Bytes that forward keeps for backward."""
     live_elements: int = 0
-    """There at once while it runs."""
+    """Elements that are in memory at once while the block runs."""
     moved_elements: int = 0
-    """Written and read again by a forward pass."""
+    """Elements that a forward pass writes and reads again."""
 
 
 class Block:
-    """A part of layers. A method that a block does not define says: nothing, and of every layer."""
+    """A part of layers. A method that a block does not override says that it has nothing, and is in every layer."""
 
     recompute_module = ""
-    """The word of `recompute_modules` by which backward computes all of it again."""
+    """Word of `recompute_modules` by which backward recomputes the whole block."""
 
     def layers(self, arch: ArchitectureConfig) -> Collection[int]:
-        """The layers that have it."""
+        """The layers that have the block."""
         return range(arch.layers)
 
     def weights(self, arch: ArchitectureConfig) -> Sequence[Weight]:
@@ -87,78 +87,79 @@ class Block:
         return ()
 
     def megatron(self, arch: ArchitectureConfig) -> Mapping[str, Any]:
-        """Fields of Megatron's TransformerConfig that make it part of the model."""
+        """Fields of Megatron's TransformerConfig that make the block part of the model."""
         return {}
 
     def per_token(self, arch: ArchitectureConfig, element_bytes: int, *, fused: bool) -> PerToken:
-        """What the planner counts for it, in a type of so many bytes; `fused`: a norm or an
+        """Activations that the planner counts for the block, in a type of `element_bytes`; `fused`: a norm or an
         activation is one kernel."""
         return PerToken()
 
 
 def nothing(c: Any) -> dict[str, Any]:
-    """Of config.json."""
+    """No fields of config.json."""
     return {}
 
 
 def no_tensors(arch: ArchitectureConfig) -> tuple[str, ...]:
-    """Of the files."""
+    """No names of tensors."""
     return ()
 
 
 def next_token_layers(arch: ArchitectureConfig) -> Sequence[str]:
-    """Those that predict further tokens stand behind the others."""
+    """Beginnings of the names of multi-token prediction layers in families that have them behind the other layers."""
     return [f"model.layers.{arch.layers + n}." for n in range(arch.hf_config.num_mtp_layers)]
 
 
 def without_next_token_layers(c: Any) -> dict[str, Any]:
-    """SGLang is told of none: a run's servers hold what the actor computes."""
+    """config.json's entry that tells SGLang of no multi-token prediction layers: a run's servers hold what the actor
+    computes."""
     return {"num_mtp_layers": 0}
 
 
 @dataclass(frozen=True)
 class Family:
-    """The one declaration of a family, which loading, streaming, checkpoints, export, plans and engines walk."""
+    """Declaration of a family, from which loading, streaming, checkpoints, export, plans and engines all follow."""
 
     model_type: str
     """`model_type` of the config.json files that the family reads."""
     reads: tuple[Callable[[Any], Mapping[str, Any]], ...]
-    """Each gives fields of ArchitectureConfig from transformers' configuration, of which later ones win, and raises
-    ValueError for what the blocks do not build."""
+    """Functions from transformers' configuration to fields of ArchitectureConfig; later ones win. They raise ValueError
+    for what the blocks do not build."""
     blocks: tuple[Block, ...]
-    """Of the layers. Their order is that of the parameters in buckets and files."""
+    """Blocks of the layers. Their order is that of the parameters in buckets and files."""
     attends_in_groups: bool = False
-    """Whether groups of a server's ranks may attend apart in SGLang's model (`rollout.sglang.data_parallel_attention`).
-    """
+    """Whether SGLang's model supports data parallel attention (`rollout.sglang.data_parallel_attention`)."""
     unserved: Callable[[ArchitectureConfig, Served], str] = unread_settings
-    """Why SGLang does not compute such a model; nothing where it does."""
+    """Why SGLang does not compute such a model; "" where it does."""
     further: Callable[[Any], Mapping[str, Any]] = nothing
-    """Of transformers' configuration: what SGLang reads of config.json beside what transformers writes."""
+    """Entries of config.json, from transformers' configuration, that SGLang reads in addition to what transformers
+    writes."""
     further_layers: Callable[[ArchitectureConfig], Sequence[str]] = no_tensors
-    """How names begin of tensors of layers that predict further tokens (multi-token prediction). No role computes them:
+    """Beginnings of the names of layers that predict further tokens (multi-token prediction). No role computes them:
     they stay in the folder of the model, and an export of the policy has them again."""
     further_count: str = ""
-    """Where config.json says how many such layers there are."""
+    """Name of config.json's entry with the number of such layers."""
     passed_over: Callable[[ArchitectureConfig], Sequence[str]] = no_tensors
-    """How names begin of tensors in files that transformers does not read either."""
+    """Beginnings of names of tensors in files that transformers does not read either."""
     stored_prefix: str = ""
-    """What names in files may begin with in the place of `model.`, where the model was part of a larger one."""
+    """Prefix that names in files may have in the place of `model.`, where the model was part of a larger one."""
     within: str = ""
-    """`model_type` of larger models, which see images too, in whose folders the language model is read: its
-    configuration is what stands at `text_config`."""
+    """`model_type` of larger models with images, in whose folders the language model is read; its configuration is
+    their `text_config`."""
     adapted: bool = True
-    """Adapters of its matrices (`actor.lora`) are those that PEFT would have."""
+    """Whether adapters of its matrices (`actor.lora`) are those that PEFT would have."""
     fingerprinted: bool = True
-    """SGLang keeps its tensors where `fused` says, in their order; otherwise what arrived cannot be compared
+    """Whether SGLang keeps its tensors where `fused` says, in their order; otherwise what arrived cannot be compared
     (`rollout.sglang.verify`)."""
 
     @property
     def may_have_further_layers(self) -> bool:
-        """Whether models of the family have any."""
+        """Whether models of the family may have multi-token prediction layers."""
         return self.further_layers is not no_tensors
 
     def architecture(self, hf_config: PretrainedConfig) -> ArchitectureConfig:
-        """The architecture of a model of this family. Raises ValueError for what it refuses."""
+        """The architecture of a model of this family. Raises ValueError for what the family refuses."""
         c = copy.deepcopy(hf_config)
         fields = {name: value for read in self.reads for name, value in read(c).items()}
         if hasattr(c, "quantization_config"):
@@ -166,23 +167,23 @@ class Family:
         return ArchitectureConfig(family=self.model_type, hf_config=c, declaration=self, **fields)
 
     def megatron(self, arch: ArchitectureConfig) -> dict[str, Any]:
-        """Fields of Megatron's TransformerConfig that its blocks ask for."""
+        """Fields of Megatron's TransformerConfig that the family's blocks ask for."""
         return {name: value for block in self.blocks for name, value in block.megatron(arch).items()}
 
     def has_zero_centered_norms(self, arch: ArchitectureConfig) -> bool:
-        """Whether norms multiply by 1 more than their weights."""
+        """Whether norms multiply by 1 plus their weights."""
         return _has_zero_centered_norms(self, arch)
 
     def norms_in_float32(self, arch: ArchitectureConfig, element_bytes: int) -> bool:
-        """Whether they work on copies in float32 where no kernel does it, as those whose weights are around zero do."""
+        """Whether norms work on float32 copies where no kernel computes them, as zero-centered ones do."""
         return element_bytes == 4 or self.has_zero_centered_norms(arch)
 
     def per_token(
         self, arch: ArchitectureConfig, element_bytes: int, *, fused: bool, without: Sequence[str] = ()
     ) -> PerToken:
-        """Of all blocks of a layer but those that are recomputed by these modules; where layers differ, the most of
-        the first and the last. Where linear attention or wider heads stand among others, their mean, but for what is
-        there at once."""
+        """Activations of all blocks of a layer except those that are recomputed (`without`). Where layers differ, the
+        larger of the first and the last. Where linear attention or wider heads stand among others, the mean over
+        layers, but the maximum of `live_elements`."""
         return _per_token(self, arch, element_bytes, fused, tuple(without))
 
 

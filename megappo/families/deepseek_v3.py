@@ -1,5 +1,5 @@
-"""DeepSeek-V3 and R1, Kimi-K2, Moonlight: latent attention, and experts as GLM's behind some dense layers, of which a
-token chooses in the best groups of them."""
+"""DeepSeek-V3 and R1, Kimi-K2, Moonlight: latent attention, and experts as GLM's behind some dense layers. A token
+chooses its experts within the best groups of them."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ from megappo.families.reading import biased_experts, decoder, no_attention_bias,
 from megappo.families.served import Served, get_mscale, unread_yarn
 
 _ALIKE = {"scoring_func": "sigmoid", "topk_method": "noaux_tc", "moe_layer_freq": 1}
-"""What config.json may say of routers and layers, and transformers takes for granted."""
+"""Settings of routers and layers that transformers takes for granted, with the only values that are read."""
 _MSCALES = {"mscale": 1.0, "mscale_all_dim": 0.0}
-"""SGLang's defaults."""
+"""Defaults of SGLang's DeepseekScalingRotaryEmbedding."""
 
 
 def latent_attention(c: Any) -> dict[str, Any]:
-    """The sizes of its heads and latents. Raises ValueError for heads that share keys, and sizes that do not go
+    """Read the sizes of heads and latents. Raises ValueError for heads that share keys, and for sizes that do not fit
     together."""
     if c.num_key_value_heads != c.num_attention_heads:
         raise ValueError(
@@ -62,8 +62,8 @@ def latent_attention(c: Any) -> dict[str, Any]:
 
 
 def alike(c: Any) -> dict[str, Any]:
-    """Nothing. Raises ValueError for routers and layers of its predecessor, which transformers builds as this family's
-    own without a word."""
+    """Read no fields. Raises ValueError for routers and layers of DeepSeek-V2, which transformers would silently build
+    as this family's."""
     for name, value in _ALIKE.items():
         if getattr(c, name, value) != value:
             raise ValueError(
@@ -73,7 +73,7 @@ def alike(c: Any) -> dict[str, Any]:
 
 
 def softmax_scale(arch: ArchitectureConfig) -> float:
-    """What scores are multiplied by: YaRN's `mscale_all_dim` makes it larger (DeepSeek-V3's `yarn_get_mscale`)."""
+    """Factor of attention scores, which YaRN's `mscale_all_dim` raises (DeepSeek-V3's `yarn_get_mscale`)."""
     rope = arch.hf_config.rope_parameters
     stretch, factor = rope.get("mscale_all_dim") or 0.0, rope.get("factor") or 1.0
     more = 1.0 if rope["rope_type"] == "default" else get_mscale(factor, stretch)
@@ -81,7 +81,7 @@ def softmax_scale(arch: ArchitectureConfig) -> float:
 
 
 class LatentHeads(Block):
-    """The norm before it, the matrices that make latents and heads, and the output matrix."""
+    """Latent attention block: the norm before it, the matrices of latents and heads, and the output matrix."""
 
     def weights(self, arch: ArchitectureConfig) -> Sequence[Weight]:
         net = _latent(arch)
@@ -113,8 +113,8 @@ class LatentHeads(Block):
         return {"softmax_scale": softmax_scale(arch)}
 
     def per_token(self, arch: ArchitectureConfig, element_bytes: int, *, fused: bool) -> PerToken:
-        """There at once: what matrices make of latents, and queries, keys and values put together of it. What is kept
-        of latents, ranks do not share out (`megappo.plan.activations`)."""
+        """Elements in memory at once: the matrices' outputs from latents, and the queries, keys and values assembled
+        from them. Kept latents are not divided over ranks, and are counted in `megappo.plan.activations`."""
         net = _latent(arch)
         made = arch.heads * (arch.head_dim + net.made_dim)
         width = made + 3 * arch.query_width
@@ -131,8 +131,8 @@ def _queries(name: str, arch: ArchitectureConfig, inputs: int) -> dict[str, tupl
 
 
 def unserved(arch: ArchitectureConfig, asked: Served) -> str:
-    """SGLang 0.5.23 on a CPU dies when it generates. It takes every other rope for its own YaRN, whose factor is
-    another where one of two settings is given."""
+    """Why SGLang 0.5.23 does not compute such a model: on a CPU it dies when it generates. It treats every other rope
+    as its own YaRN, whose factor differs where one of two settings is given."""
     if not asked.on_cuda:
         return f"SGLang's {arch.family} needs a GPU, and the run is on a CPU"
     rope, name = arch.hf_config.rope_parameters, f"SGLang's {arch.family}"
@@ -148,7 +148,8 @@ def unserved(arch: ArchitectureConfig, asked: Served) -> str:
 
 
 def _scale_of_yarn(rope: Mapping[str, Any]) -> float | None:
-    """Of SGLang's DeepseekScalingRotaryEmbedding, whose `mscale` is 1 and whose `mscale_all_dim` is 0 by default."""
+    """Factor on cosine and sine in SGLang's DeepseekScalingRotaryEmbedding, whose `mscale` is 1 and whose
+    `mscale_all_dim` is 0 by default."""
     if rope.get("factor") is None:
         return None
     mscale, of_all = (default if rope.get(name) is None else rope[name] for name, default in _MSCALES.items())
@@ -156,7 +157,7 @@ def _scale_of_yarn(rope: Mapping[str, Any]) -> float | None:
 
 
 def further(c: Any) -> dict[str, Any]:
-    """What SGLang asks for, and transformers does not write."""
+    """Entries of config.json that SGLang needs and transformers does not write."""
     return {**without_next_token_layers(c), **_ALIKE}
 
 

@@ -16,8 +16,8 @@ def forward_flops(arch: ArchitectureConfig, sequence_tokens: float, *, is_critic
 
     A third of `training_flops_per_token` (Chowdhery et al. 2022, appendix B): two per weight, 4 heads head_dim T for
     the scores and their product with the values, T the longest sequence, the causal mask not discounted. An embedding
-    is looked up, which is no arithmetic. Where some layers have linear attention, or wider heads, means over all.
-    Values of latent attention count as wide as queries, as which they are multiplied.
+    is looked up and costs none. Where some layers have linear attention, or wider heads, these are means over all
+    layers. Values of latent attention count as wide as queries, since they are multiplied at that width.
     """
     head = arch.vocab_size * arch.hidden_size
     layers = multiplied_parameters(arch) - head
@@ -73,7 +73,7 @@ def adapter_flops(arch: ArchitectureConfig, lora: LoraShape | None) -> float:
 
 @dataclass(frozen=True)
 class SampleCost:
-    """The work that a sample is, in FLOPs: of its tokens, and of the pairs of tokens that attend to each other.
+    """Cost of a sample in FLOPs, of its tokens and of the pairs of tokens that attend to each other.
 
     In microbatches of equal tokens the one that holds a single long sample takes longest.
     """
@@ -81,12 +81,12 @@ class SampleCost:
     of_token: int
     of_pair: int
     window: int | None = None
-    """Tokens each token sees, itself included; None: all before it."""
+    """Size of the attention window in tokens, the token itself included; None: tokens see all before them."""
     of_far_pair: int = 0
-    """Of a pair that layers without the window see, where others have it."""
+    """FLOPs of a pair in layers without the window, where others have it."""
 
     def of(self, tokens: int) -> int:
-        """Of a sample of so many tokens, of which each sees itself and those before it."""
+        """FLOPs of a sample of `tokens`, each of which sees itself and those before it."""
         seen = tokens if self.window is None else min(tokens, self.window)
         pairs = seen * (seen + 1) // 2 + (tokens - seen) * seen
         every = tokens * (tokens + 1) // 2
@@ -94,7 +94,7 @@ class SampleCost:
 
 
 def sample_cost(arch: ArchitectureConfig, *, is_critic: bool) -> SampleCost:
-    """Forward and backward of a model (Chowdhery et al. 2022, appendix B, with the causal mask discounted).
+    """Cost of forward and backward (Chowdhery et al. 2022, appendix B, with the causal mask discounted).
 
     A policy's output matrix counts for every token, though a prompt does not pass it; a critic has none.
     """

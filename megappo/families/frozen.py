@@ -1,4 +1,4 @@
-"""Which parameters of a model that is trained stay as they are."""
+"""Parameters of a trained model that stay frozen."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from megappo.families.architecture import ArchitectureConfig
 from megappo.families.parameters import EMBEDDING, Parameter, model_parameters
 
 WORDS = ("attention", "embeddings")
-"""Besides patterns of names: what belongs to attention of either kind, norms of queries and keys included but not those
-of layers; the embedding of tokens."""
+"""Words that `freeze` may contain besides patterns. `attention`: attention of either kind, with norms of queries and
+keys but not those of layers; `embeddings`: the embedding of tokens."""
 
 
 def _matches(parameter: Parameter, freeze: tuple[str, ...]) -> list[bool]:
-    """Of each of its Hugging Face tensors, whether it is frozen."""
+    """Whether each of the parameter's Hugging Face tensors is frozen."""
     is_named = ("attention" in freeze and ".self_attention." in parameter.megatron) or (
         "embeddings" in freeze and parameter.megatron == EMBEDDING
     )
@@ -28,9 +28,9 @@ def _matches(parameter: Parameter, freeze: tuple[str, ...]) -> list[bool]:
 def frozen_parameters(
     arch: ArchitectureConfig, freeze: tuple[str, ...], lora: LoraShape | None = None
 ) -> tuple[Parameter, ...]:
-    """What of a model is not trained; with adapters, the adapters of that, as they alone are trained.
+    """Parameters that are not trained. With adapters, which alone are trained, the adapters of those parameters.
 
-    `freeze`: words, and patterns of Hugging Face names as shells have them, each of all or none of the tensors that
+    `freeze`: `WORDS`, and shell patterns of Hugging Face names. A pattern must match all or none of the tensors that
     Megatron has in one parameter.
     """
     if not freeze:
@@ -41,7 +41,7 @@ def frozen_parameters(
 
 
 def freeze_problems(arch: ArchitectureConfig, freeze: tuple[str, ...], lora: LoraShape | None) -> Iterator[str]:
-    """What is wrong with patterns for a model, and its remedy."""
+    """Problems of the patterns for a model, each with its remedy."""
     parameters = list(model_parameters(arch))
     for pattern in (text for text in freeze if text not in WORDS):
         if not any(fnmatchcase(name, pattern) for p in parameters for name in p.hf):

@@ -17,7 +17,7 @@ _GELU = "gelu_pytorch_tanh"
 
 
 def gemma(c: Any) -> dict[str, Any]:
-    """What Gemma 2 and 3 have. Raises ValueError for what some of their configurations may switch on."""
+    """Read what Gemma 2 and 3 have in common. Raises ValueError for settings that some configurations may switch on."""
     check_gemma(c)
     check_sees_backward(c, c.use_bidirectional_attention)
     if c.query_pre_attn_scalar < 1:
@@ -32,7 +32,7 @@ def gemma(c: Any) -> dict[str, Any]:
 
 
 def check_gemma(c: Any) -> None:
-    """Raise ValueError for what some configurations of any Gemma may switch on."""
+    """Raise ValueError for settings that some configurations of any Gemma may switch on."""
     if c.hidden_activation != _GELU:
         raise ValueError(f"hidden_activation '{c.hidden_activation}' is not supported; use a model with {_GELU}")
     for name in ("attn_logit_softcapping", "final_logit_softcapping"):
@@ -51,7 +51,7 @@ def check_sees_backward(c: Any, both_ways: bool) -> None:
 
 
 class NormedAttention(Attention):
-    """With a norm behind it; the norm's weight stands in the layer of its output matrix."""
+    """Attention with a norm behind it, whose weight Megatron has in the layer of the output matrix."""
 
     def weights(self, arch: ArchitectureConfig) -> Sequence[Weight]:
         after = norm("self_attention.linear_proj.norm.weight", "post_attention_layernorm.weight", arch.hidden_size)
@@ -62,7 +62,7 @@ class NormedAttention(Attention):
 
 
 class GeluMlp(GatedMlp):
-    """The norms before and behind it, and GeGLU: down(gelu(gate) * up), with the approximation of gelu by tanh."""
+    """MLP block with norms before and behind it: GeGLU, down(gelu(gate) * up), with the tanh approximation of gelu."""
 
     def weights(self, arch: ArchitectureConfig) -> Sequence[Weight]:
         before = norm("pre_mlp_layernorm.weight", "pre_feedforward_layernorm.weight", arch.hidden_size)
@@ -77,19 +77,20 @@ class GeluMlp(GatedMlp):
         return {"gated_linear_unit": True, "activation_func": partial(gelu, approximate="tanh")}
 
     def per_token(self, arch: ArchitectureConfig, element_bytes: int, *, fused: bool) -> PerToken:
-        """Gate and up, gelu(gate), product: torch's operations on every device."""
+        """Keeps gate, up, gelu(gate) and the product: torch's operations on every device."""
         return super().per_token(arch, element_bytes, fused=False)
 
 
 def unserved(arch: ArchitectureConfig, asked: Served) -> str:
-    """SGLang 0.5.23 starts none without Triton's driver, and hands on no parameters of a rope."""
+    """Why SGLang 0.5.23 does not compute such a model: it does not start without Triton's driver, and reads no
+    parameters of a rope."""
     if not asked.on_cuda:
         return "SGLang's gemma2 needs a GPU, and the run is on a CPU"
     return unread_rope(arch, ("default",))
 
 
 def activation(c: Any) -> dict[str, Any]:
-    """By the name that SGLang asks for."""
+    """The activation by the name under which SGLang reads it."""
     return {"hidden_act": c.hidden_activation}
 
 

@@ -1,5 +1,5 @@
-"""Gemma 3, the language model: Gemma 2 without its cap on scores, with norms of queries and keys, mostly windows, and
-another rope in the layers that have them."""
+"""Gemma 3, the language model: Gemma 2 without its cap on scores, with norms of queries and keys, windows in most
+layers, and another rope in the layers that have them."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ _ROPES = ("default", "linear")
 
 
 def gemma3(c: Any) -> dict[str, Any]:
-    """The rope of each layer. Raises ValueError for ropes that scale more than positions, and for a cap on
-    scores, which transformers reads and does not compute."""
+    """Read the rope of each layer. Raises ValueError for ropes that scale more than positions, and for a cap on scores,
+    which transformers reads and does not compute."""
     if c.attn_logit_softcapping is not None:
         raise ValueError(
             f"attn_logit_softcapping {c.attn_logit_softcapping} means nothing to transformers for {c.model_type}; set "
@@ -32,8 +32,9 @@ def gemma3(c: Any) -> dict[str, Any]:
 
 
 def unserved(arch: ArchitectureConfig, asked: Served) -> str:
-    """The first was found by the probe of a weight sync with SGLang 0.5.23, which computes the rope of layers without
-    a window by transformers, and that of layers with one from its base alone."""
+    """Why SGLang does not compute such a model. The first reason was found by the probe of a weight sync with SGLang
+    0.5.23. It computes the rope of layers without a window by transformers, and that of layers with one from its base
+    alone."""
     if not asked.on_cuda:
         return "SGLang's gemma3_text on a CPU is 0.3 nats and more off, and the run is on one"
     kind = arch.hf_config.rope_parameters["sliding_attention"]["rope_type"]

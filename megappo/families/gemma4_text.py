@@ -1,6 +1,6 @@
-"""Gemma 4, the language model of its dense sizes: Gemma 3 with a number that multiplies each layer, normed values, and
-in the layers without a window wider heads, fewer of keys, which are the values too, and a rope that turns a part of a
-head. Scores are not scaled, and a norm's weight is what it multiplies by."""
+"""Gemma 4, the language model of its dense sizes: Gemma 3 with a factor on each layer and normed values. Layers without
+a window have wider heads, fewer key heads, whose keys are the values too, and a rope that rotates a part of a head.
+Scores are not scaled, and a norm multiplies by its weight."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ from megappo.families.reading import no_attention_bias, sizes, window_by_layer_t
 from megappo.families.served import Served
 
 _KINDS = {"sliding_attention": "default", "full_attention": "proportional"}
-"""The kinds of layers, and the rope of each."""
+"""Kinds of layers, and the rope type of each."""
 _OF_KIND = {"head_dim", "num_key_value_heads"}
 
 
 def decoder_of_two_kinds(c: Any) -> dict[str, Any]:
-    """The sizes, and those of layers without a window. Raises ValueError for layers that differ in more, and for ropes
-    that transformers computes otherwise."""
+    """Read the sizes, and those of layers without a window. Raises ValueError for layers that differ in more, and for
+    ropes that transformers computes differently."""
     kinds = tuple(c.layer_types)
     other = [kind for kind in kinds if kind not in _KINDS]
     if other or len(set(kinds)) < 2:
@@ -48,8 +48,8 @@ def decoder_of_two_kinds(c: Any) -> dict[str, Any]:
 
 
 def gemma4(c: Any) -> dict[str, Any]:
-    """What it has beyond other decoders. Raises ValueError for the sizes that are not dense, or whose layers take more
-    than the residual stream, and for what some configurations may switch on."""
+    """Read what Gemma 4 has beyond other decoders. Raises ValueError for sizes that are not dense, or whose layers take
+    more than the residual stream, and for settings that some configurations may switch on."""
     check_gemma(c)
     check_sees_backward(c, c.use_bidirectional_attention == "all")  # "vision" is of images alone
     for name, means in (
@@ -76,8 +76,8 @@ def gemma4(c: Any) -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class AttentionToKeys(NormedAttention):
-    """Attention of one of the two kinds, with norms of queries, keys and values before it, and one behind it. The norm
-    of values has no weight."""
+    """Attention block of one of the two kinds of layers, with norms of queries, keys and values before it, and one
+    behind it. The norm of values has no weight."""
 
     is_wide: bool
 
@@ -97,14 +97,14 @@ class AttentionToKeys(NormedAttention):
         return super().megatron(arch) | QueryKeyNorms().megatron(arch) | own
 
     def per_token(self, arch: ArchitectureConfig, element_bytes: int, *, fused: bool) -> PerToken:
-        """The norms of queries and keys, and the values normed in float32, with their scales."""
+        """Keeps what norms of queries and keys do, and the values normed in float32, with their scales."""
         seen = _seen(arch, is_wide=self.is_wide)
         kept, live, moved = QueryKeyNorms().per_token(seen, element_bytes, fused=fused)
         return PerToken(kept + (4 + element_bytes) * seen.key_width + 4 * seen.kv_heads, live, moved)
 
 
 class LayerScalar(Block):
-    """The number that multiplies what a layer gives. It is a buffer of transformers' model, which is not trained."""
+    """Factor of a layer's output. In transformers' model it is a buffer, which is not trained."""
 
     def weights(self, arch: ArchitectureConfig) -> Sequence[Weight]:
         return (Weight("layer_scalar", {"layer_scalar": (1,)}, "replicated", drawn="ones"),)
@@ -123,12 +123,13 @@ def _seen(arch: ArchitectureConfig, *, is_wide: bool) -> ArchitectureConfig:
 
 
 def unserved(arch: ArchitectureConfig, asked: Served) -> str:
-    """Of SGLang 0.5.23's classes; it reads the sizes of the wider heads of `gemma4` alone."""
+    """Why SGLang 0.5.23 does not compute such a model: it has a class for `gemma4`, with images, alone, and reads the
+    sizes of wider heads there."""
     return f"SGLang has no {arch.family}, but Gemma 4 with images alone"
 
 
 def passed_over(arch: ArchitectureConfig) -> tuple[str, ...]:
-    """What sees images and hears."""
+    """Beginnings of the names of tensors for images and audio."""
     return ("model.vision_tower.", "model.embed_vision.", "model.audio_tower.", "model.embed_audio.")
 
 

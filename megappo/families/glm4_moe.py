@@ -1,5 +1,5 @@
-"""GLM-4.5 to 4.7: experts behind some dense layers, one of them for every token, chosen by sigmoids with a correction
-bias, and half of each head rotated. Norms of queries and keys, and biases, are in some of them."""
+"""GLM-4.5 to 4.7: experts behind some dense layers, chosen by sigmoids with a correction bias, with one shared expert
+for every token; half of each head is rotated. Some models have norms of queries and keys, some have biases."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from megappo.families.reading import biased_experts, no_window, partly_rotated_d
 
 
 class Biases(QueryKeyValueBiases):
-    """Where `attention_bias` says so."""
+    """Biases of queries, keys and values, where `attention_bias` is true."""
 
     def weights(self, arch: ArchitectureConfig) -> Sequence[Weight]:
         return super().weights(arch) if arch.hf_config.attention_bias else ()
@@ -30,7 +30,7 @@ class Biases(QueryKeyValueBiases):
 
 
 class Norms(QueryKeyNorms):
-    """Where `use_qk_norm` says so."""
+    """Norms of queries and keys, where `use_qk_norm` is true."""
 
     def weights(self, arch: ArchitectureConfig) -> Sequence[Weight]:
         return super().weights(arch) if arch.hf_config.use_qk_norm else ()

@@ -1,5 +1,5 @@
-"""gpt-oss: attention with sinks and biases, and a window in every other layer; experts with biases and a SwiGLU between
-bounds, which files keep in one tensor a layer, published in MXFP4."""
+"""gpt-oss: attention with sinks and biases, and a window in every other layer; experts with biases and a clamped
+SwiGLU, which files keep in one tensor for each layer, published in MXFP4."""
 
 from __future__ import annotations
 
@@ -17,7 +17,8 @@ _STORED = "quantization_config"
 
 
 def stored_decoder(c: Any) -> dict[str, Any]:
-    """The sizes, of a model whose experts may be stored in MXFP4. Raises ValueError for every other quantisation."""
+    """Read the sizes of a model whose experts may be stored in MXFP4. Raises ValueError for every other
+    quantisation."""
     said, plain = getattr(c, _STORED, None), copy.copy(c)
     is_mxfp4 = isinstance(said, Mapping) and said.get("quant_method") == "mxfp4"
     if is_mxfp4:
@@ -29,8 +30,8 @@ def stored_decoder(c: Any) -> dict[str, Any]:
 
 
 def experts(c: Any) -> dict[str, Any]:
-    """Experts in every layer, whose weights sum to 1. Raises ValueError for what transformers does not read, and for
-    bounds that are none."""
+    """Read the experts of every layer, whose weights sum to 1. Raises ValueError for settings that transformers does
+    not read, and for clamps that are not above 0."""
     if c.hidden_act != "silu":
         raise ValueError(
             f"hidden_act '{c.hidden_act}' means nothing to transformers for {c.model_type}, whose experts have an "
@@ -49,7 +50,7 @@ def experts(c: Any) -> dict[str, Any]:
 
 
 class SinkAttention(Attention):
-    """With a sink for each head, and a bias behind it."""
+    """Attention with a sink for each head, and a bias behind it."""
 
     def weights(self, arch: ArchitectureConfig) -> Sequence[Weight]:
         sinks = {"self_attn.sinks": (arch.heads,)}
@@ -65,7 +66,7 @@ class SinkAttention(Attention):
 
 
 class BiasedExperts(Experts):
-    """With biases of the router and of both products of an expert, and gate and up between bounds."""
+    """Experts with biases of the router and of both products of an expert, and with gate and up clamped."""
 
     def weights(self, arch: ArchitectureConfig) -> Sequence[Weight]:
         hidden, ffn = arch.hidden_size, arch.ffn_hidden_size
@@ -94,8 +95,9 @@ class BiasedExperts(Experts):
         return super().megatron(arch) | {"activation_func": ClampedSwiGLU(c.swiglu_alpha, c.swiglu_limit)}
 
     def per_token(self, arch: ArchitectureConfig, element_bytes: int, *, fused: bool) -> PerToken:
-        """Gate and up, and the product times the expert's weight, which backward makes all else again of; and the bias
-        of what a row gets, which its weight is multiplied with. While it runs, float32 of all of it."""
+        """Keeps gate and up, and the product times the expert's weight, from which backward recomputes everything else;
+        and the bias of a row's output, which the weight is multiplied with. While it runs, all of it is in memory in
+        float32."""
         hidden, ffn, routed = arch.hidden_size, arch.ffn_hidden_size, arch.experts_per_token
         found = super().per_token(arch, element_bytes, fused=True)
         widened = 4 // element_bytes * 5 * ffn
@@ -107,7 +109,8 @@ class BiasedExperts(Experts):
 
 
 def unserved(arch: ArchitectureConfig, asked: Served) -> str:
-    """SGLang 0.5.23's loader (srt/models/gpt_oss.py) is given whole layers of experts by its own files alone."""
+    """Why SGLang 0.5.23 does not compute such a model: its loader (srt/models/gpt_oss.py) takes only whole layers of
+    experts, as in files."""
     why = "" if asked.on_cuda else ", and none of its attention backends for CPUs has sinks"
     return f"SGLang's gpt_oss takes the experts of a layer as one tensor, while weights are sent expert by expert{why}"
 

@@ -1,4 +1,4 @@
-"""Llama, and models that say they are, such as SmolLM2."""
+"""Llama, and models with its `model_type`, such as SmolLM2."""
 
 from megappo.families.blocks import Attention, GatedMlp
 from megappo.families.declaration import Family

@@ -1,4 +1,4 @@
-"""Mixtral: Mistral with experts in every layer, which files call `block_sparse_moe`, and their matrices w1, w3 and
+"""Mixtral: Mistral with experts in every layer. Files call them `block_sparse_moe`, and their matrices w1, w3 and
 w2."""
 
 from __future__ import annotations
@@ -13,8 +13,8 @@ from megappo.families.served import Served, unread_rope, unread_window
 
 
 def top_experts(c: Any) -> dict[str, Any]:
-    """The weights of a token's experts always sum to 1. Raises ValueError for noise, which transformers adds to what
-    its routers see in training alone."""
+    """Read the experts, whose weights always sum to 1. Raises ValueError for router noise, which transformers adds in
+    training alone."""
     if c.router_jitter_noise:
         raise ValueError(
             f"router_jitter_noise {c.router_jitter_noise} trains a policy that is not the one that samples; set it to 0"
@@ -23,7 +23,8 @@ def top_experts(c: Any) -> dict[str, Any]:
 
 
 def unserved(arch: ArchitectureConfig, asked: Served) -> str:
-    """What SGLang's Mixtral does not read of config.json, and a base of rope whose decimals it leaves out."""
+    """Why SGLang does not compute such a model: its Mixtral does not read some settings of config.json, and drops the
+    decimals of rope's base."""
     if arch.head_dim * arch.heads != arch.hidden_size:
         return f"SGLang's Mixtral takes no account of head_dim {arch.head_dim} in config.json"
     theta = arch.hf_config.rope_parameters["rope_theta"]

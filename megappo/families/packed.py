@@ -1,4 +1,4 @@
-"""Files in which the experts of a layer are one tensor: which of its numbers are an expert's tensors, both ways.
+"""Converts between files in which the experts of a layer are one tensor and the tensors of each expert.
 
 The map, checkpoints and streams have a tensor for each expert; see `Weight.interleaved`.
 """
@@ -17,22 +17,24 @@ from megappo.families.parameters import Parameter, model_parameters, tensor_shap
 
 
 class PackedPart(NamedTuple):
-    """Where an expert's tensor stands in files."""
+    """Place of an expert's tensor within the packed tensor of a file."""
 
     name: str
-    """Of the tensor that has those of all experts."""
+    """Name of the tensor that holds those of all experts."""
     expert: int
     turn: int
     turns: int
-    """Every so many outputs of the expert's matrix are the tensor's, from `turn` on."""
+    """Number of tensors whose outputs alternate in the expert's matrix; this one has the outputs `turn`, `turn +
+    turns`, ..."""
 
     def of(self, own: Tensor) -> Tensor:
-        """A view of what is there for the expert: (inputs, outputs), or (outputs,) -> (rows, columns), or (rows,)."""
+        """View of the tensor in the expert's part of the file: (inputs, outputs), or (outputs,) -> (rows, columns), or
+        (rows,)."""
         return own.t()[self.turn :: self.turns]
 
 
 def packed_parts(arch: ArchitectureConfig) -> dict[str, PackedPart]:
-    """Of each tensor that has no name of its own in files."""
+    """Places of all tensors that have no name of their own in files, by their names in the map."""
     return {
         name: PackedPart(parameter.packed, parameter.expert, turn, len(parameter.hf))
         for parameter in model_parameters(arch)
@@ -42,7 +44,7 @@ def packed_parts(arch: ArchitectureConfig) -> dict[str, PackedPart]:
 
 
 def stored_shapes(arch: ArchitectureConfig, *, output_layer: bool = True) -> dict[str, Shape]:
-    """Shapes of all tensors in files by their names, as `tensor_shapes` has them of the map."""
+    """Shapes of all tensors in files by their names, as `tensor_shapes` gives those of the map."""
     whole = tensor_shapes(arch, output_layer=output_layer)
     for parameter in model_parameters(arch):
         if parameter.interleaved:
@@ -58,9 +60,9 @@ def _packed_shape(arch: ArchitectureConfig, parameter: Parameter) -> Shape:
 
 
 def packed_tensors(arch: ArchitectureConfig, tensors: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
-    """Tensors by the names and in the shapes that they have in files, on the CPU where they are made of several.
+    """Tensors with the names and shapes that they have in files, on the CPU where several make one.
 
-    Each comes when all that is in it has come. What has another shape comes as it is.
+    A packed tensor is yielded when all of its parts have arrived. A tensor of an unexpected shape is yielded unchanged.
     """
     parts, shapes = packed_parts(arch), tensor_shapes(arch) if arch.experts else {}
     whole_shapes = stored_shapes(arch) if parts else {}

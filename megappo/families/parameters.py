@@ -22,7 +22,7 @@ HF_EMBEDDING, HF_OUTPUT_LAYER = "model.embed_tokens.weight", "lm_head.weight"
 
 @dataclass(frozen=True)
 class Piece:
-    """Rows (dim 0) or columns (dim 1) `start:stop` of a Hugging Face tensor."""
+    """Slice of a Hugging Face tensor: rows (dim 0) or columns (dim 1) `start:stop`."""
 
     name: str
     dim: int
@@ -31,7 +31,7 @@ class Piece:
 
     @property
     def size(self) -> int:
-        """Rows or columns in the piece."""
+        """Number of rows or columns."""
         return self.stop - self.start
 
 
@@ -40,7 +40,7 @@ class Parameter:
     """One Megatron parameter and the Hugging Face tensors it is made of; see `Weight`."""
 
     megatron: str
-    """Its name within the model, layers and experts numbered over all ranks."""
+    """Name within the model; layers and experts are numbered over all ranks."""
     hf: tuple[str, ...]
     shapes: tuple[Shape, ...]
     """Shape of each of the Hugging Face tensors, in the order of their names."""
@@ -58,29 +58,30 @@ class Parameter:
     drawn: Drawn = "by_shape"
     """See `Weight`."""
     expert: int | None = None
-    """Global number of the expert it belongs to; None for what every token passes. An expert is whole on the ranks that
-    hold it: tensor parallel ranks share out experts, not their matrices."""
+    """Global number of the expert that the parameter belongs to; None: every token passes it. An expert is whole on the
+    ranks that hold it: they divide experts among them, not their matrices."""
 
     @property
     def axis(self) -> int | None:
-        """Along which tensor parallel ranks share it; None: every rank that has it has all of it."""
+        """Axis along which tensor parallel ranks divide the parameter; None: every rank that has it has all of it."""
         return _AXES.get(self.kind) if self.expert is None else None
 
     @property
     def is_of_attention(self) -> bool:
-        """Whether ranks of an engine that attend in groups share it out within each: heads, and what is embedded."""
+        """Whether data parallel attention divides the parameter within each group of an engine's ranks: heads, and the
+        embedding."""
         return ".self_attention." in self.megatron or self.megatron == EMBEDDING
 
     @property
     def engine_name(self) -> str:
-        """SGLang's name of the parameter that holds its tensors."""
+        """Name of SGLang's parameter that holds the tensors."""
         return self.fused or self.hf[0]
 
     @property
     def stored(self) -> dict[str, tuple[str, ...]]:
-        """The whole tensors that checkpoints have of it, each with the Hugging Face tensors in it. Tensor ranks' shards
-        follow each other in query, key and value as Megatron has them, and in what key heads of linear attention have;
-        of a gated layer, each has a part of both."""
+        """Whole tensors that checkpoints store, each with the Hugging Face tensors in it. Shards of tensor ranks follow
+        each other in query, key and value in Megatron's order, and likewise in linear attention's key heads; of a gated
+        layer each rank has a part of both halves, which are stored separately."""
         return {self.engine_name: self.hf} if self.kind in ("qkv", "grouped") else {name: (name,) for name in self.hf}
 
     @property
@@ -89,7 +90,7 @@ class Parameter:
         return dict(zip(self.hf, self.shapes, strict=True))
 
     def element_bytes(self, of_model: int) -> int:
-        """Of an element where it is stored or sent, in a model of a type of so many bytes."""
+        """Bytes of an element where it is stored or sent, in a model whose type has `of_model` bytes."""
         return 4 if self.wide else of_model
 
     @property
@@ -99,19 +100,19 @@ class Parameter:
 
 
 def layer_weights(arch: ArchitectureConfig) -> Iterator[tuple[Weight, ...]]:
-    """What each layer consists of."""
+    """The weights that each layer consists of."""
     blocks = [(block.layers(arch), block.weights(arch)) for block in arch.declaration.blocks]
     for layer in range(arch.layers):
         yield tuple(weight for layers, weights in blocks if layer in layers for weight in weights)
 
 
 def canonical_names(arch: ArchitectureConfig) -> dict[str, str]:
-    """The one name, within a layer, of each parameter that Transformer Engine's layers call otherwise."""
+    """Canonical names, within a layer, of the parameters that Transformer Engine's layers name differently."""
     return {weight.alias: weight.megatron for weights in layer_weights(arch) for weight in weights if weight.alias}
 
 
 def embedding(arch: ArchitectureConfig) -> Parameter:
-    """The first parameter of every model."""
+    """The embedding, the first parameter of every model."""
     return Parameter(EMBEDDING, (HF_EMBEDDING,), ((arch.vocab_size, arch.hidden_size),), "vocab")
 
 
@@ -171,7 +172,8 @@ def expert_parameters(arch: ArchitectureConfig) -> int:
 
 @lru_cache(maxsize=64)
 def multiplied_parameters(arch: ArchitectureConfig) -> int:
-    """Weights that a token is multiplied with: all but an input embedding of its own and the experts it misses."""
+    """Number of weights that a token is multiplied with: all except an untied input embedding and the experts that it
+    is not sent to."""
     active = model_parameters(arch, experts=range(arch.experts_per_token))
     return sum(p.elements for p in active if arch.tied_embeddings or p.megatron != EMBEDDING)
 
@@ -198,7 +200,8 @@ def pieces(arch: ArchitectureConfig, parameter: Parameter, tensor_rank: int, tp:
 
 
 def _grouped_pieces(parameter: Parameter, groups: int, tensor_rank: int, tp: int) -> list[Piece]:
-    """By group, what it has of each part of each tensor: as Megatron interleaves queries, keys and values."""
+    """Slices by group, each group with its rows of every part of every tensor, as Megatron interleaves queries, keys
+    and values."""
     found = []
     sections = parameter.sections or tuple((shape[0],) for shape in parameter.shapes)
     for group in range(tensor_rank * groups // tp, (tensor_rank + 1) * groups // tp):
@@ -222,5 +225,5 @@ def shard_shape(arch: ArchitectureConfig, parameter: Parameter, tp: int, padded_
 
 
 def expert_share(arch: ArchitectureConfig, parameter: Parameter, ep: int) -> int | None:
-    """Which of the `ep` shares of the experts a parameter is in; None for what every token passes."""
+    """Number of the expert parallel share, out of `ep`, that a parameter is in; None for what every token passes."""
     return None if parameter.expert is None else parameter.expert * ep // arch.experts

@@ -21,7 +21,7 @@ from megappo.families.reading import expert_counts, no_attention_bias, partly_ro
 
 
 def experts(c: Any) -> dict[str, Any]:
-    """Experts in every layer, whose weights transformers makes to sum to 1."""
+    """Read the experts of every layer, whose weights transformers normalises to sum to 1."""
     return {**expert_counts(c, "num_experts"), "ffn_hidden_size": c.moe_intermediate_size}
 
 

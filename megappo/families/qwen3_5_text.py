@@ -1,4 +1,4 @@
-"""The language model of Qwen3.5, dense: layers as Qwen3-Next's, whose matrices stand in files by what they make."""
+"""The dense language model of Qwen3.5: layers as Qwen3-Next's, whose input matrices files store by their outputs."""
 
 from __future__ import annotations
 
@@ -19,7 +19,8 @@ from megappo.families.served import Served
 
 
 class SplitLinearAttention(LinearAttention):
-    """With a matrix for queries, keys and values, one for the gates of values, and one for strengths and for decays."""
+    """Linear attention with one matrix for queries, keys and values, one for the gates of values, one for strengths and
+    one for decays."""
 
     def inputs(self, arch: ArchitectureConfig, net: DeltaNet) -> tuple[Weight, Weight]:
         qkv = (net.key_width, net.key_width, net.value_width)
@@ -37,12 +38,12 @@ PREFIX = "model.language_model."
 
 
 def passed_over(arch: ArchitectureConfig) -> tuple[str, ...]:
-    """What sees images."""
+    """Beginning of the names of tensors for images."""
     return ("model.visual.",)
 
 
 def unserved(arch: ArchitectureConfig, asked: Served) -> str:
-    """Of SGLang 0.5.23's classes."""
+    """Why SGLang 0.5.23 does not compute such a model: it has a class for Qwen3.5 with images alone."""
     return f"SGLang has no {arch.family}, but Qwen3.5 with images alone"
 
 

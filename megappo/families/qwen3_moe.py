@@ -1,4 +1,5 @@
-"""Qwen3 with experts, such as Qwen3-30B-A3B; a window holds for every layer, which Qwen3's own does not."""
+"""Qwen3 with experts, such as Qwen3-30B-A3B; a window applies to every layer, where in Qwen3 it applies by
+`layer_types`."""
 
 from megappo.families.blocks import Attention, Experts, QueryKeyNorms
 from megappo.families.declaration import Family

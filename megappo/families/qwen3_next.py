@@ -1,6 +1,5 @@
-"""Qwen3-Next: linear attention by a gated delta net in most layers, in the others attention with a gate behind it, and
-experts, of which every token passes one through a gate of its own. A norm's weight is what it multiplies by, less 1,
-but for that of the delta net."""
+"""Qwen3-Next: linear attention by a gated delta net in most layers, attention with an output gate in the others, and
+experts with a gated shared one. A norm multiplies by 1 plus its weight, except that of the delta net."""
 
 from __future__ import annotations
 
@@ -17,8 +16,8 @@ _KINDS = ("linear_attention", "full_attention")
 
 
 def delta_net(c: Any) -> dict[str, Any]:
-    """The layers with linear attention and their sizes. Raises ValueError for layers of other kinds, for a model that
-    lacks one of the two, and for heads, windows and gates that transformers computes otherwise."""
+    """Read the layers with linear attention and their sizes. Raises ValueError for layers of other kinds, for a model
+    that lacks one of the two, and for heads, windows and gates that transformers computes differently."""
     kinds = tuple(c.layer_types)
     other = [kind for kind in kinds if kind not in _KINDS]
     if other or len(set(kinds)) < 2:
@@ -45,7 +44,7 @@ def delta_net(c: Any) -> dict[str, Any]:
 
 
 def shared_expert(c: Any) -> dict[str, Any]:
-    """That which every token passes. Raises ValueError where there is none."""
+    """Read the size of the shared expert. Raises ValueError where there is none."""
     size = c.shared_expert_intermediate_size
     if size < 1:
         raise ValueError(f"shared_expert_intermediate_size {size} is not supported; use a model with at least 1")
@@ -53,8 +52,8 @@ def shared_expert(c: Any) -> dict[str, Any]:
 
 
 class GatedAttention(Attention):
-    """Attention whose output is multiplied by the sigmoid of a gate. Its rows stand behind those of each head in the
-    matrix of queries."""
+    """Attention whose output is multiplied by the sigmoid of a gate. The gate's rows follow those of each head in the
+    query matrix."""
 
     def layers(self, arch: ArchitectureConfig) -> Collection[int]:
         return arch.attention_layers
@@ -69,27 +68,28 @@ class GatedAttention(Attention):
         return super().megatron(arch) | {"attention_output_gate": True, "layernorm_zero_centered_gamma": True}
 
     def per_token(self, arch: ArchitectureConfig, element_bytes: int, *, fused: bool) -> PerToken:
-        """The gate, its sigmoid, and what attention gave."""
+        """Keeps the gate, its sigmoid, and attention's output."""
         width = 3 * arch.query_width
         return PerToken(kept_bytes=element_bytes * width, live_elements=width, moved_elements=width)
 
 
 class AttentionNorms(QueryKeyNorms):
-    """In the layers with attention."""
+    """Norms of queries and keys in the layers with attention."""
 
     def layers(self, arch: ArchitectureConfig) -> Collection[int]:
         return arch.attention_layers
 
 
 class LinearAttention(Block):
-    """The norm before it, and a gated delta net: a causal convolution, the recurrence, a norm with a gate."""
+    """Linear attention block: the norm before it, and a gated delta net, which is a causal convolution, the recurrence
+    and a norm with a gate."""
 
     def layers(self, arch: ArchitectureConfig) -> Collection[int]:
         return arch.linear_layers
 
     def inputs(self, arch: ArchitectureConfig, net: DeltaNet) -> tuple[Weight, Weight]:
-        """The matrices before it. Files have what belongs to a key head together: query, key, values, and the gates of
-        the values; the strengths of its value heads, and what makes their decays."""
+        """The input matrices. Files group by key head: query, key, values and the gates of the values in one; the
+        strengths of the value heads and what their decays are computed from in the other."""
         names = ("linear_attn.in_proj_qkvz.weight", "linear_attn.in_proj_ba.weight")
         rows = (2 * net.key_width + 2 * net.value_width, 2 * net.value_heads)
         first, second = ({name: (n, arch.hidden_size)} for name, n in zip(names, rows, strict=True))
@@ -117,9 +117,9 @@ class LinearAttention(Block):
         )
 
     def per_token(self, arch: ArchitectureConfig, element_bytes: int, *, fused: bool) -> PerToken:
-        """Kept: the output of the matrices; what the convolution takes, with zeros before segments, gives, and what
-        silu makes of it, which the recurrence begins from again in backward; decays and strengths; what it read, normed
-        and times the gate, in float32. There at once while it runs, in float32 and with gradients: each head's queries,
+        """Keeps the matrices' output; the convolution's input, with zeros before segments, its output, and silu of
+        that, from which backward restarts the recurrence; decays and strengths; what was read from the state, normed
+        and gated, in float32. In memory at once while it runs, in float32 and with gradients: each head's queries,
         keys, values, corrections, products of a chunk's tokens, and states."""
         net = arch.delta_net
         assert net is not None
@@ -131,7 +131,7 @@ class LinearAttention(Block):
 
 
 class GatedSharedExpert(SharedExpert):
-    """With a gate of one number for each token."""
+    """Shared expert with a gate of one number for each token."""
 
     def weights(self, arch: ArchitectureConfig) -> Sequence[Weight]:
         matrices = gated("mlp.shared_experts", arch, self.size(arch), "mlp.shared_expert")
@@ -143,7 +143,8 @@ class GatedSharedExpert(SharedExpert):
 
 
 def unserved(arch: ArchitectureConfig, asked: Served) -> str:
-    """SGLang 0.5.23 starts none without Triton's driver, and counts layers from one with attention to the next."""
+    """Why SGLang 0.5.23 does not compute such a model: it does not start without Triton's driver, and expects attention
+    in every n-th layer."""
     if not asked.on_cuda:
         return f"SGLang's {arch.family} needs a GPU, and the run is on a CPU"
     if interval(arch.hf_config) is None:
@@ -154,14 +155,14 @@ def unserved(arch: ArchitectureConfig, asked: Served) -> str:
 
 
 def interval(c: Any) -> int | None:
-    """Every n-th layer has attention; None where it is not so."""
+    """The n of models in which every n-th layer has attention; None for other models."""
     n = c.layer_types.index("full_attention") + 1
     regular = [_KINDS[(layer + 1) % n == 0] for layer in range(len(c.layer_types))]
     return n if list(c.layer_types) == regular else None
 
 
 def full_attention_interval(c: Any) -> dict[str, Any]:
-    """Of which transformers makes `layer_types`, which SGLang does not read."""
+    """config.json's entry from which transformers derives `layer_types`, which SGLang does not read."""
     n = interval(c)
     return {} if n is None else {"full_attention_interval": n}
 
@@ -170,7 +171,7 @@ FURTHER_COUNT = "mtp_num_hidden_layers"
 
 
 def further_layers(arch: ArchitectureConfig) -> tuple[str, ...]:
-    """With what stands before and behind them."""
+    """Beginning of the names of the multi-token prediction layers, and of what stands before and behind them."""
     return ("mtp.",)
 
 

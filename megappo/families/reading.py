@@ -1,7 +1,7 @@
-"""What families read of transformers' configuration: fields of ArchitectureConfig, by functions that families list.
+"""Functions that read fields of ArchitectureConfig from transformers' configuration; families list those that they use.
 
 A setting that transformers does not read for a family, or reads in a way that the blocks do not build, raises
-ValueError: weights of another model would come out of it without a word.
+ValueError: otherwise another model would silently be trained.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ _LAYER_TYPES = ("full_attention", "sliding_attention")
 
 
 def decoder(c: Any) -> dict[str, Any]:
-    """The sizes of every decoder, by their usual names.
+    """Read the sizes of a decoder by their usual names.
 
     Raises ValueError for layers that differ, tokens that see those after them, and positions, head counts and stored
     weights that are not covered.
@@ -26,7 +26,8 @@ def decoder(c: Any) -> dict[str, Any]:
 
 
 def partly_rotated_decoder(c: Any) -> dict[str, Any]:
-    """The same, of a family in which a part of each head may be rotated. Raises ValueError for a part that is none."""
+    """Read the sizes of a decoder that may rotate a part of each head. Raises ValueError as `decoder`, and for an
+    impossible part."""
     found = sizes(c)
     _check_rope(c, partly_rotated=True)
     factor = _rotated_part(c, c.rope_parameters)
@@ -45,7 +46,7 @@ def _rotated_part(c: Any, rope: Mapping[str, Any]) -> float | None:
 
 
 def sizes(c: Any) -> dict[str, Any]:
-    """Those of a decoder whose rope is read elsewhere. Raises ValueError as `decoder` does for the others."""
+    """Read the sizes of a decoder, without its rope. Raises ValueError as `decoder` does for everything else."""
     if getattr(c, "is_heterogeneous", False):
         raise ValueError("per_layer_config is not supported; use a model whose layers are alike")
     if not getattr(c, "is_causal", True):
@@ -73,7 +74,7 @@ def sizes(c: Any) -> dict[str, Any]:
 
 
 def silu_mlp(c: Any) -> dict[str, Any]:
-    """Nothing. Raises ValueError for another activation, and for biases in the MLP."""
+    """Read no fields. Raises ValueError for another activation than silu, and for biases in the MLP."""
     if c.hidden_act not in _SILU:
         raise ValueError(f"hidden_act '{c.hidden_act}' is not supported; use a model with silu")
     if getattr(c, "mlp_bias", False):
@@ -82,7 +83,7 @@ def silu_mlp(c: Any) -> dict[str, Any]:
 
 
 def no_attention_bias(c: Any) -> dict[str, Any]:
-    """Nothing. Raises ValueError for biases in the attention."""
+    """Read no fields. Raises ValueError for biases in the attention."""
     if getattr(c, "attention_bias", False):
         raise ValueError("attention_bias: true is not supported for this family; use a model without it")
     return {}
@@ -110,7 +111,7 @@ def _check_one_rope(c: Any, rope: Mapping[str, Any], *, partly_rotated: bool) ->
 
 
 def no_window(c: Any) -> dict[str, Any]:
-    """For families without windows in transformers. Raises ValueError where config.json speaks of one."""
+    """Read no window, for families without windows in transformers. Raises ValueError where config.json has one."""
     window = None if getattr(c, "use_sliding_window", None) is False else _stated_window(c)
     if window is not None:
         raise ValueError(
@@ -121,14 +122,16 @@ def no_window(c: Any) -> dict[str, Any]:
 
 
 def window_of_every_layer(c: Any) -> dict[str, Any]:
-    """`sliding_window`, for families whose layers all have it. Raises ValueError where `layer_types` say otherwise."""
+    """Read `sliding_window`, for families whose layers all have it. Raises ValueError where `layer_types`
+    contradicts."""
     return _agreeing(c, _stated_window(c))
 
 
 def window_by_layer_types(c: Any) -> dict[str, Any]:
-    """`sliding_window`, for families in which it holds for the layers that `layer_types` calls sliding, all or some.
+    """Read `sliding_window`, for families in which it applies to the layers that `layer_types` calls sliding, all or
+    some.
 
-    Raises ValueError for a window that is not there, and for layers without a type.
+    Raises ValueError where `layer_types` and the window contradict each other, and for layers without a type.
     """
     window, kinds = _stated_window(c), _layer_types(c)
     if len(kinds) < 2:
@@ -144,7 +147,7 @@ def window_by_layer_types(c: Any) -> dict[str, Any]:
 
 
 def _layer_types(c: Any) -> tuple[str, ...]:
-    """The kinds of layers that there are, or nothing where config.json does not say it."""
+    """The kinds of layers that occur; empty where config.json does not say."""
     kinds = tuple(dict.fromkeys(getattr(c, "layer_types", None) or ()))
     other = [kind for kind in kinds if kind not in _LAYER_TYPES]
     if other:
@@ -161,8 +164,7 @@ def _stated_window(c: Any) -> int | None:
 
 
 def _agreeing(c: Any, window: int | None) -> dict[str, Any]:
-    """The window that transformers applies. Raises ValueError where `layer_types` speak of the other kind, or of it
-    too."""
+    """The window that transformers applies. Raises ValueError where `layer_types` contradicts it."""
     wrong = [kind for kind in _layer_types(c) if (kind == "sliding_attention") != (window is not None)]
     if wrong:
         found = "no sliding_window" if window is None else f"a sliding_window of {window} in every layer"
@@ -174,7 +176,7 @@ def _agreeing(c: Any, window: int | None) -> dict[str, Any]:
 
 
 def experts(c: Any) -> dict[str, Any]:
-    """Experts in every layer. Raises ValueError where some layers have none."""
+    """Read the experts of every layer. Raises ValueError where some layers have none."""
     if c.decoder_sparse_step != 1 or c.mlp_only_layers:
         raise ValueError(
             f"decoder_sparse_step {c.decoder_sparse_step} with mlp_only_layers {c.mlp_only_layers} mixes dense layers "
@@ -185,8 +187,8 @@ def experts(c: Any) -> dict[str, Any]:
 
 
 def expert_counts(c: Any, name: str) -> dict[str, Any]:
-    """How many there are, by the setting of that name, and how many a token is sent to. Raises ValueError where that
-    is no choice."""
+    """Read the number of experts, from the setting `name`, and how many a token is sent to. Raises ValueError for
+    impossible numbers."""
     count = getattr(c, name)
     if not 0 < c.num_experts_per_tok <= count or count < 2:
         raise ValueError(
@@ -197,9 +199,9 @@ def expert_counts(c: Any, name: str) -> dict[str, Any]:
 
 
 def biased_experts(c: Any) -> dict[str, Any]:
-    """Experts behind the first layers, chosen by sigmoids with a correction bias, in groups or among all, and one for
-    every token. Raises ValueError for those that Megatron would weigh otherwise, for groups that are no choice, and for
-    layers that are all dense."""
+    """Read experts behind the first layers, chosen by sigmoids with a correction bias, in groups or among all, with a
+    shared expert. Raises ValueError for experts that Megatron would weight differently, for impossible groups, and
+    where all layers are dense."""
     if not c.norm_topk_prob:
         raise ValueError("norm_topk_prob: false is not supported for this family; use a model with true")
     if c.num_experts_per_tok < 2:

@@ -10,10 +10,10 @@ from megappo.families.architecture import ArchitectureConfig
 
 
 def rotary(arch: ArchitectureConfig) -> tuple[tuple[Tensor, ...], float]:
-    """Inverse frequencies of each kind, (rotated channels/2,), and the factor on cosine and sine, as transformers
-    computes them.
+    """Inverse frequencies of each kind of rope, (rotated channels/2,), and the factor on cosine and sine, as
+    transformers computes them.
 
-    Megatron's own scaling knows Llama 3's constants only.
+    Not by Megatron's own scaling, which knows Llama 3's constants only.
     """
     kinds = rope_kinds(arch)
     found = [_of_kind(arch, kind) for kind in kinds] if kinds else [_of_kind(arch, None)]
@@ -22,7 +22,7 @@ def rotary(arch: ArchitectureConfig) -> tuple[tuple[Tensor, ...], float]:
 
 
 def rope_kinds(arch: ArchitectureConfig) -> tuple[str, ...]:
-    """The kinds of rope that a model's layers have, in the order of `rotary`; nothing: there is one."""
+    """The kinds of rope in a model's layers, in the order of `rotary`; empty: there is one rope."""
     return tuple(sorted(set(arch.beyond.ropes)))
 
 
@@ -35,6 +35,6 @@ def _of_kind(arch: ArchitectureConfig, kind: str | None) -> tuple[Tensor, float]
         return 1.0 / (rope["rope_theta"] ** exponents), 1.0
     of_layers = {} if kind is None else {"layer_type": kind}
     compute = ROPE_INIT_FUNCTIONS[rope["rope_type"]]
-    with torch.device("cpu"):  # some make a part of them without saying where
+    with torch.device("cpu"):  # some make tensors on the default device
         inverse_frequencies, scale = compute(arch.hf_config, torch.device("cpu"), **of_layers)
     return inverse_frequencies, float(scale)

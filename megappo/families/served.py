@@ -1,5 +1,5 @@
-"""What SGLang's models do not read of a config.json as transformers does: they would sample from another policy than
-the one that is trained, without a word. Of SGLang 0.5.23."""
+"""Settings of config.json that SGLang 0.5.23 reads differently from transformers: it would silently sample from another
+policy than the one that is trained."""
 
 from __future__ import annotations
 
@@ -11,36 +11,38 @@ if TYPE_CHECKING:
     from megappo.families.architecture import ArchitectureConfig
 
 ROPE_TYPES = ("default", "linear", "llama3", "yarn")
-"""Rope types of which SGLang's `get_rope` reads the parameters, where a model hands them on."""
+"""Rope types whose parameters SGLang's `get_rope` reads, where a model passes them on."""
 _TOP_LEVEL_FAMILIES = ("llama", "mistral")
-"""Those whose `original_max_position_embeddings` SGLang takes from the top level of config.json, if it stands there."""
+"""Families whose `original_max_position_embeddings` SGLang takes from the top level of config.json, where it is
+there."""
 _SCALE_TOLERANCE = 1e-6
 
 
 class Served(NamedTuple):
-    """What SGLang is to generate with a model."""
+    """Conditions under which SGLang is to generate with a model."""
 
     on_cuda: bool
-    """On GPUs; otherwise on a CPU."""
+    """Whether it runs on GPUs; otherwise on a CPU."""
     tokens: int
-    """Of the longest sequence."""
+    """Tokens of the longest sequence."""
 
 
 def unread_settings(arch: ArchitectureConfig, asked: Served) -> str:
-    """Why SGLang does not compute a model of most families; nothing where it does."""
+    """Why SGLang does not compute a model of most families; "" where it does."""
     return unread_window(arch, asked) or unread_rope(arch)
 
 
 def unread_window(arch: ArchitectureConfig, asked: Served) -> str:
-    """SGLang's models of most families read no window."""
+    """Why SGLang does not compute a model's window, which most of its models do not read; "" where it makes no
+    difference."""
     if arch.sliding_window is None or arch.sliding_window >= asked.tokens:
         return ""
     return f"SGLang's {arch.family} takes no account of sliding_window {arch.sliding_window} in config.json"
 
 
 def unread_rope(arch: ArchitectureConfig, types: tuple[str, ...] = ROPE_TYPES) -> str:
-    """A rope that SGLang computes otherwise than transformers; `types` are those that the family's model hands on.
-    Nothing is said of a family of the user's without one rope for all layers."""
+    """Why SGLang computes a rope differently from transformers; "" where it does not. `types`: the rope types that the
+    family's model passes on. A user's own family without one rope for all layers is not checked."""
     c, name = arch.hf_config, f"SGLang's {arch.family}"
     rope: Mapping[str, Any] = getattr(c, "rope_parameters", None) or {}
     if "rope_type" not in rope:
@@ -63,7 +65,7 @@ def unread_rope(arch: ArchitectureConfig, types: tuple[str, ...] = ROPE_TYPES) -
 
 
 def unread_yarn(name: str, rope: Mapping[str, Any], scale: float | None) -> str:
-    """YaRN's parameters that a model of SGLang computes otherwise; `scale` is by what it multiplies cosine and sine,
+    """Why SGLang computes YaRN's parameters differently; "" where it does not. `scale`: its factor on cosine and sine;
     None where `factor` does not say it."""
     if scale is None:
         return f"{name} needs a number as factor in config.json's rope_parameters, which have {rope.get('factor')}"
@@ -91,7 +93,7 @@ def get_mscale(factor: float, weight: float = 1.0) -> float:
 
 
 def _scale_of_get_rope(rope: Mapping[str, Any]) -> float | None:
-    """Of SGLang's YaRNScalingRotaryEmbedding."""
+    """Factor on cosine and sine in SGLang's YaRNScalingRotaryEmbedding; None without `factor`."""
     factor, mscale, of_all = (rope.get(name) for name in ("factor", "mscale", "mscale_all_dim"))
     if factor is None:
         return None
@@ -101,7 +103,7 @@ def _scale_of_get_rope(rope: Mapping[str, Any]) -> float | None:
 
 
 def _scale_of_transformers(rope: Mapping[str, Any]) -> float:
-    """Of transformers' `_compute_yarn_parameters`."""
+    """Factor on cosine and sine in transformers' `_compute_yarn_parameters`."""
     stated, factor = rope.get("attention_factor"), rope["factor"]
     if stated is not None:
         return float(stated)

@@ -1,4 +1,4 @@
-"""Where a model's weights come from, as whoever fills a model sees it, and how slices of them become shards."""
+"""Protocols of weight sources, and how slices of Hugging Face tensors become shards."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from megappo.families.parameters import Parameter, Piece, pieces
 
 
 class ValueHeadWeights(NamedTuple):
-    """What a critic's output layer holds."""
+    """Weights of a critic's output layer."""
 
     weight: Tensor
     """(1, H)"""
@@ -22,10 +22,10 @@ class ValueHeadWeights(NamedTuple):
 
 
 class WeightSource(Protocol):
-    """Gives slices of Hugging Face tensors."""
+    """Source of slices of Hugging Face tensors."""
 
     def read(self, piece: Piece) -> Tensor:
-        """The slice, on the CPU."""
+        """Read a slice, on the CPU."""
         ...
 
     def value_head(self) -> ValueHeadWeights | None:
@@ -34,7 +34,7 @@ class WeightSource(Protocol):
 
 
 class TensorSource(Protocol):
-    """Gives a whole model, tensor by tensor."""
+    """Source of a whole model, tensor by tensor."""
 
     def tensors(self) -> Iterator[tuple[str, Tensor]]:
         """(Hugging Face name, tensor) in Hugging Face's order, in float32."""
@@ -54,7 +54,7 @@ def read_shard(
     tp: int,
     padded_vocab: int,
 ) -> Tensor:
-    """This rank's shard of a parameter in the shape and type of `like`, on the CPU."""
+    """Read this rank's shard of a parameter in the shape and type of `like`, on the CPU."""
     shard_pieces = pieces(arch, parameter, tensor_rank, tp, padded_vocab)
     shard = _assembled([source.read(p) for p in shard_pieces], shard_pieces[0].dim, rows=like.shape[0])
     assert shard.shape == like.shape, f"{parameter.megatron}: {tuple(shard.shape)} for {tuple(like.shape)}"

@@ -1,8 +1,8 @@
-"""Which ranks feed the servers of a run, and what each of them gives.
+"""Chooses the ranks that feed a run's servers with weights, and what each of them gives.
 
-A colocated server stands on the devices of as many trainer ranks as it has ranks, and each of these hands over what the
-rank of the server beside it holds. A disaggregated one is fed by a rank of every pipeline stage of the actor, each of
-which broadcasts the tensors of its stage; different servers are fed by different ranks of a stage.
+A colocated server stands on the devices of as many trainer ranks as it has ranks, and each of these gives the server's
+rank on its device what that rank holds. A disaggregated one is fed by a rank of every pipeline stage of the actor, each
+of which broadcasts the tensors of its stage; different servers are fed by different ranks of a stage.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from megappo.reshard.slices import Receiver
 
 @dataclass(frozen=True)
 class Feeding:
-    """Where servers are, seen from the ranks of the world."""
+    """Placement of servers relative to the ranks of the world."""
 
     hosts: Sequence[object]
     """The machine of each rank."""
@@ -26,19 +26,20 @@ class Feeding:
     colocated: bool
     on_cuda: bool
     sliced: bool = False
-    """Each rank of a colocated server is given its own slices; otherwise all of them are given whole tensors."""
+    """Whether each rank of a colocated server is given its own slices; otherwise all of them get whole tensors."""
     anywhere: bool = False
-    """Servers are reached from every machine. Own ones are disaggregated on the first machine, and listen there."""
+    """Whether servers are reached from every machine. Own disaggregated servers are not: they stand on the first
+    machine and listen there."""
     nodes: int = 1
-    """Machines of each server, which share out its ranks."""
+    """Number of machines of each server, which divide its ranks."""
 
     @property
     def shares_memory(self) -> bool:
-        """Whether all ranks write what they hold into memory that servers read."""
+        """Whether all ranks write their parts into memory that servers read."""
         return self.colocated and not self.on_cuda and len(set(self.hosts)) == 1
 
     def sender(self, index: int) -> int:
-        """The rank that looks after a server: of those that start its parts, the first."""
+        """The rank that looks after a server: the first of those that start its parts."""
         return self.starters(index)[0]
 
     def starters(self, index: int) -> tuple[int, ...]:
@@ -51,7 +52,7 @@ class Feeding:
         return tuple(ranks[index % len(ranks)] for ranks in self._machines[: self.nodes])
 
     def problem(self, index: int) -> str | None:
-        """Why the trainers' machines are none for a server of several; None where they are."""
+        """Why the trainers' machines cannot hold a server of several machines; None where they can."""
         if self.nodes == 1 or self.anywhere:
             return None
         if not (self.on_cuda and self.colocated):
@@ -79,8 +80,8 @@ class Feeding:
         return list(found.values())
 
     def feeders(self, index: int, grid: Grid) -> tuple[Receiver, ...]:
-        """Who gives a server the weights of an actor on this grid, and needs them for that, in the order of the
-        server's ranks or of pipeline stages."""
+        """The receivers that feed a server, for an actor on this grid, in the order of the server's ranks or of
+        pipeline stages."""
         if not self.colocated:
             return tuple(Receiver(self._of_stage(grid, stage, index), stage=stage) for stage in range(grid.pp))
         if not self.sliced:
@@ -95,13 +96,13 @@ class Feeding:
         return range(first, min(first + self._node_ranks, self.tp))
 
     def _beside(self, starters: Sequence[int], tensor_rank: int) -> int:
-        """The rank on whose device a rank of a server stands; the one that starts it where nobody trains there."""
+        """The rank on whose device a server's rank stands; where nobody trains there, the rank that starts it."""
         node, place = divmod(tensor_rank, self._node_ranks)
         rank = starters[node] + place
         near = rank < len(self.hosts) and self.hosts[rank] == self.hosts[starters[node]]
         return rank if near and not self.shares_memory else starters[node]
 
     def _of_stage(self, grid: Grid, stage: int, index: int) -> int:
-        """A rank of the stage that reaches the server, or, where none does, the sender."""
+        """A rank of the stage that can reach the server; where none can, the sender."""
         ranks = [rank for rank in grid.stage_ranks(stage) if self.anywhere or self.hosts[rank] == self.hosts[0]]
         return ranks[index % len(ranks)] if ranks else self.sender(index)

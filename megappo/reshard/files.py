@@ -1,5 +1,5 @@
-"""Which files of a Hugging Face folder hold its weights: one decision for all who read or count them; and what no
-weight may be."""
+"""Finds the files of a Hugging Face folder that hold its weights, one decision for all readers; and refuses weights
+that are not finite."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ INDEX = "model.safetensors.index.json"
 def tensor_files(folder: Path) -> dict[str, str]:
     """The file of each tensor, by the index; empty where all are in `SINGLE`.
 
-    Where there are both, the single file is the model, as for transformers (5.19): the index may be of an older save
-    whose shards are still there, or gone. Raises ValueError where there is neither, and for an index that is none.
+    Where there are both, the single file is the model, as in transformers 5.19: the index may belong to an older save,
+    whether or not its shards are still there. Raises ValueError where there is neither, and for an unusable index.
     """
     path = folder / INDEX
     if (folder / SINGLE).is_file():
@@ -45,19 +45,20 @@ def _is_inside(file: str) -> bool:
 
 
 def counted_files(folder: Path) -> list[Path]:
-    """Those of a folder that somebody else reads: what `tensor_files` says, or all safetensors where it has nothing to
-    say. Raises ValueError for an index that is none."""
+    """The weight files of a folder that another program reads: those of `tensor_files`, or all safetensors where it
+    says nothing. Raises ValueError for an unusable index."""
     if not (folder / SINGLE).is_file() and not (folder / INDEX).is_file():
         return sorted(folder.glob("*.safetensors"))
     return [folder / file for file in sorted(set(tensor_files(folder).values())) or [SINGLE]]
 
 
 class NotFiniteError(ValueError):
-    """A file holds a weight that is no finite float32: the rank that reads it finds it, and no other."""
+    """A file holds a weight that is not a finite float32; only the rank that reads it notices."""
 
 
 def finite(part: Tensor, name: str, path: Path) -> Tensor:
-    """What was read of a tensor of a file. Raises NotFiniteError where it holds what is no finite float32."""
+    """Return a part that was read of a file's tensor. Raises NotFiniteError where it holds a value that is not a finite
+    float32."""
     if not part.numel():
         return part
     ends = [end.float().item() for end in torch.aminmax(part)]  # in one pass and without a copy, and nan passes through

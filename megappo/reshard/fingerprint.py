@@ -1,4 +1,5 @@
-"""What arrived is what was sent: fingerprints of an SGLang engine's parameters, computed from Hugging Face tensors.
+"""Fingerprints of an SGLang engine's parameters, computed from Hugging Face tensors, to prove that what arrived is what
+was sent.
 
 SGLang keeps query, key and value in one parameter, gate and up projections in another and a rank's experts of a layer
 in two, shards rows or columns over its tensor parallel ranks and pads the vocabulary. `/weights_checker` answers with a
@@ -20,7 +21,7 @@ from megappo.reshard.slices import EngineShape
 def engine_shards(
     shape: EngineShape, parameter: Parameter, tensors: Mapping[str, Tensor], rank: int, *, sliced: bool = False
 ) -> Iterator[Tensor]:
-    """What stands, one after another, in the engine's parameter on one of its ranks. `sliced`: the tensors are that
+    """The slices whose concatenation is the engine's parameter on one of its ranks. `sliced`: the tensors are that
     rank's part already."""
     for piece in shape.pieces(parameter, rank):
         tensor = tensors[piece.name]
@@ -31,7 +32,7 @@ def engine_shards(
 
 
 def fingerprint(shards: Iterable[Tensor]) -> str:
-    """The checksum that SGLang gives a parameter with this content (sglang/srt/managers/mm_utils.py:899)."""
+    """The checksum that SGLang gives a parameter with this content (sglang/srt/managers/mm_utils.py:899 in 0.5.23)."""
     tensors = list(shards)
     if tensors[0].is_cuda:
         from sglang.srt.managers.mm_utils import tensor_hash
@@ -46,12 +47,13 @@ def fingerprint(shards: Iterable[Tensor]) -> str:
 class Fingerprints:
     """Checksums of one sync, bucket after bucket.
 
-    Experts of a layer may come in several buckets, but make one parameter: copies of them wait here for the others, so
-    beyond the buckets it holds up to the experts of one layer.
+    Experts of a layer may come in several buckets, but make one parameter of the engine. Copies of them are kept until
+    the others arrive, so that up to the experts of one layer are in memory beyond the buckets.
     """
 
     def __init__(self, shape: EngineShape, rank: int | None = None) -> None:
-        """`rank`: of the engine, whose slices alone are there; None: whole tensors, from which all ranks' follow."""
+        """`rank`: the engine's rank whose slices are given; None: whole tensors are given, from which those of all
+        ranks follow."""
         self._shape, self._sliced = shape, rank is not None
         self._ranks: Sequence[int] = range(shape.tp) if rank is None else (rank,)
         self._waiting: dict[tuple[int, str], dict[int, list[Tensor]]] = {}
@@ -90,6 +92,6 @@ class Fingerprints:
 
 
 def differing(expected: Mapping[tuple[int, str], str], actual: Mapping[tuple[int, str], str]) -> list[str]:
-    """Names of the parameters that are not what was sent, that did not come, or that the engine has besides."""
+    """Names of the parameters that differ from what was sent, did not arrive, or that only the engine has."""
     wrong = {name for (rank, name), value in expected.items() if actual.get((rank, name)) != value}
     return sorted(wrong | {name for key in actual.keys() - expected.keys() for name in [key[1]]})

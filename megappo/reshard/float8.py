@@ -13,18 +13,18 @@ from torch import Tensor
 SCALE_SUFFIX = "_scale_inv"
 WEIGHT_TYPE = "F8_E4M3"
 SCALE_TYPES = ("F32", "BF16", "F16", "F8_E8M0")
-"""Types that scales may have, by safetensors' names; all of them are exact in float32."""
+"""Types that scales may have, by safetensors' names; float32 holds all their values exactly."""
 
 
 def scale_shape(shape: tuple[int, ...], blocks: tuple[int, int]) -> tuple[int, ...]:
-    """Numbers that belong to a matrix of this shape, by rows and columns of blocks."""
+    """Shape of the scales of a matrix: rows and columns of blocks."""
     return tuple(-(-size // block) for size, block in zip(shape, blocks, strict=True))
 
 
 def dequantised(
     stored_RC: Tensor, scales: Tensor, blocks: tuple[int, int], *, first_row: int = 0, first_column: int = 0
 ) -> Tensor:
-    """Rows and columns of a matrix, from `first_row` and `first_column` on, in float32.
+    """Dequantise a part of a matrix that begins at `first_row` and `first_column`, to float32.
 
     `scales`: those of the whole matrix. Each product of an e4m3 number and a float32 is rounded once.
     """

@@ -21,16 +21,15 @@ from megappo.reshard.sources import SafetensorsSource
 
 @dataclass(frozen=True)
 class FurtherLayers:
-    """Those of a model; nothing of them is read before it is asked for."""
+    """Multi-token prediction layers of a model, which are read only when they are asked for."""
 
     arch: ArchitectureConfig
     source: SafetensorsSource | None = None
-    """Files that have them, which stay open, so that they can be read when their folder is gone; None: the model has
-    none of them."""
+    """Open files that hold the layers, so that they can be read when their folder is gone; None: the model has none."""
 
     @property
     def names(self) -> tuple[str, ...]:
-        """Of all their tensors, in order."""
+        """Names of all tensors of the layers, in order."""
         return () if self.source is None else tuple(sorted(self.source.further))
 
     def tensors(self, share: tuple[int, int] = (0, 1)) -> Iterator[tuple[str, Tensor]]:
@@ -42,7 +41,8 @@ class FurtherLayers:
             yield name, self.source.read(Piece(name, 0, 0, self.source.further[name][0]))
 
     def exported(self, dtype: torch.dtype) -> Iterator[tuple[str, Tensor]]:
-        """The same in the type of an export, in which what the model's own layers have in float32 is in float32."""
+        """The tensors in the type of an export: float32 where the model's own layers have float32, otherwise
+        `dtype`."""
         wide = {_in_layer(name) for name in wide_tensors(self.arch)}
         for name, tensor in self.tensors():
             yield name, tensor.to(torch.float32 if _in_layer(name) in wide else dtype)
@@ -55,7 +55,7 @@ def _in_layer(name: str) -> str:
 
 
 def further_layers_in(folder: Path, arch: ArchitectureConfig) -> FurtherLayers:
-    """Those of the model in a folder. Raises ValueError as `SafetensorsSource` does."""
+    """The multi-token prediction layers of the model in a folder. Raises ValueError as `SafetensorsSource` does."""
     source = SafetensorsSource(folder, arch)
     source.check_further()
     return FurtherLayers(arch, source)

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 SUFFIXES = ("_blocks", "_scales")
-"""Of the names of what is stored in the place of a tensor."""
+"""Endings of the names of the tensors that are stored in the place of a plain one."""
 BLOCK = 32
 """Numbers that share a scale."""
 _VALUES = torch.tensor([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0])
@@ -19,8 +19,8 @@ _BIAS = 127
 
 
 def dequantised(blocks: Tensor, scales: Tensor) -> Tensor:
-    """(rows, columns) in float32, all of which bfloat16 has too: of (rows, columns / 32, 16) uint8 pairs of numbers and
-    (rows, columns / 32) uint8 exponents."""
+    """Dequantise to (rows, columns) in float32, whose values bfloat16 holds exactly, from (rows, columns / 32, 16)
+    uint8 pairs of numbers and (rows, columns / 32) uint8 exponents."""
     pairs = torch.stack([blocks & 0x0F, blocks >> 4], dim=-1)
     numbers = _VALUES[pairs.int()].flatten(-2)
     return torch.ldexp(numbers, scales.int().sub_(_BIAS).unsqueeze(-1)).flatten(-2)

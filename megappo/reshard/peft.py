@@ -1,4 +1,4 @@
-"""Adapters: where they come from, the folders in which PEFT keeps them, and whole weights with adapters added."""
+"""Reads, draws and writes adapters as PEFT's folders have them, and merges them into whole weights."""
 
 from __future__ import annotations
 
@@ -32,12 +32,12 @@ _PLAIN: dict[str, tuple[Any, ...]] = {
     "target_parameters": (None, []), "trainable_token_indices": (None, []), "use_qalora": (False, None),
     "alora_invocation_tokens": (None, []),
 }  # fmt: skip
-"""What PEFT's configuration may say beside rank, alpha and targets: that there is nothing else."""
+"""Values of PEFT's other settings with which adapters are plain LoRA."""
 
 
 class FreshAdapters:
-    """A drawn from a seed and the tensor's name alone, as PEFT draws it, so that every layout starts from the same; B
-    is zero."""
+    """Fresh adapters: A is drawn from a seed and the tensor's name alone, with PEFT's distribution, so that every
+    layout starts from the same values; B is zero."""
 
     def __init__(self, arch: ArchitectureConfig, lora: LoraShape, seed: int) -> None:
         self._shapes, self._seed = adapter_tensors(arch, lora), seed
@@ -55,7 +55,7 @@ class FreshAdapters:
         return self._whole(piece.name).narrow(piece.dim, piece.start, piece.size)
 
     def value_head(self) -> None:
-        """None: a new head is drawn, or comes with the critic's weights."""
+        """Return None: a new head is drawn, or comes with the critic's weights."""
 
 
 class PeftSource:
@@ -86,7 +86,7 @@ class PeftSource:
         return finite(part, _PREFIX + piece.name, self._path)
 
     def value_head(self) -> None:
-        """None: PEFT's folders of causal language models have none."""
+        """Return None: PEFT's folders of causal language models have no head."""
 
 
 def _opened(path: Path) -> Any:
@@ -122,7 +122,7 @@ def _check_config(folder: Path, lora: LoraShape) -> None:
 def write_peft(
     out: Path, arch: ArchitectureConfig, lora: LoraShape, tensors: Iterable[tuple[str, Tensor]], base: str
 ) -> None:
-    """Adapters, by their names, as a folder that PEFT loads onto `base`, a folder or a hub name.
+    """Write adapters as a folder that PEFT loads onto `base`, a folder or a hub name.
 
     Raises ValueError where PEFT would load a part of them (0.21 does, with transformers 5).
     """
@@ -145,7 +145,7 @@ def write_peft(
 
 @dataclass(frozen=True)
 class MergedSource:
-    """Whole weights: those of a base with adapters added."""
+    """Whole weights: those of a base with the adapters merged in."""
 
     arch: ArchitectureConfig
     lora: LoraShape
@@ -153,10 +153,10 @@ class MergedSource:
     adapters_from: WeightSource
     is_critic: bool
     dtype: torch.dtype
-    """Of the run's weights."""
+    """Type of the run's weights."""
 
     def read(self, piece: Piece) -> Tensor:
-        """The slice in float32, of numbers that are rounded as the run's are."""
+        """The slice in float32, rounded as the run's weights are."""
         tensor = self.base.read(piece).to(self.dtype).float()
         pair = self._pairs.get(piece.name)
         if pair is None:
@@ -174,7 +174,7 @@ class MergedSource:
         yield from ((piece.name, self.read(piece)) for piece in self._whole_tensors())
 
     def base_tensors(self) -> Iterator[tuple[str, Tensor]]:
-        """Those of the base, in the type of the run."""
+        """Every tensor of the base model, in the type of the run."""
         yield from ((piece.name, self.base.read(piece).to(self.dtype)) for piece in self._whole_tensors())
 
     def _whole_tensors(self) -> Iterator[Piece]:
@@ -184,11 +184,11 @@ class MergedSource:
 
     @cached_property
     def _pairs(self) -> dict[str, tuple[Piece, Piece]]:
-        """A and B of each matrix, whole."""
+        """Whole A and B of each adapted matrix."""
         wholes = {name: Piece(name, 0, 0, shape[0]) for name, shape in adapter_tensors(self.arch, self.lora).items()}
         names = (name.removesuffix(A) for name in wholes if name.endswith(A))
         return {name + WEIGHT: (wholes[name + A], wholes[name + B]) for name in names}
 
     def value_head(self) -> ValueHeadWeights | None:
-        """The critic's, which is trained beside the adapters."""
+        """The critic's head, which is trained beside the adapters."""
         return self.adapters_from.value_head()

@@ -1,8 +1,8 @@
-"""Who needs which slices of a role's weights, and who gives them: pure functions of grids and parameters.
+"""Computes who needs which slices of a role's weights and who gives them: pure functions of grids and parameters.
 
 A receiver is a rank and what it wants of every parameter: all of it, or what one rank of an engine holds. It takes what
-it lacks from the ranks nearest to it: those of its own replica and context rank, and its own copy of the experts. So
-what the ranks of one copy of the model send and receive is the same however many copies there are.
+it lacks from its own replica and context rank, and its own copy of the experts. So the traffic of the ranks of one copy
+of the model does not grow with the number of copies.
 """
 
 from __future__ import annotations
@@ -19,50 +19,51 @@ from megappo.families.architecture import ArchitectureConfig, padded_vocab_size
 from megappo.families.declaration import Kind, Shape
 from megappo.families.parameters import EMBEDDING, Parameter, Piece, expert_share, model_parameters, pieces
 
-_VOCAB_MULTIPLE = 64  # sglang/srt/layers/vocab_parallel_embedding.py:48
+_VOCAB_MULTIPLE = 64  # DEFAULT_VOCAB_PADDING_SIZE of SGLang 0.5.23 (srt/layers/vocab_parallel_embedding.py:48)
 Region = tuple[slice, ...]
-"""A part of a tensor, along each of its dimensions."""
+"""Part of a tensor: a slice along each of its dimensions."""
 
 
 @dataclass(frozen=True)
 class EngineShape:
-    """How an engine holds a model."""
+    """Layout of a model in an engine."""
 
     arch: ArchitectureConfig
     tp: int
     ep: int = 1
-    """Groups of ranks that hold whole experts; the first tp / ep ranks are the first group."""
+    """Number of groups of ranks that hold whole experts; the first tp / ep ranks are the first group."""
     attention: int = 1
-    """Groups of ranks that hold all heads; the first tp / attention ranks are the first group."""
+    """Number of groups of ranks that hold all heads; the first tp / attention ranks are the first group."""
 
     def of_experts(self, rank: int) -> tuple[range, EngineShape, int]:
-        """The experts that are on a rank, how its group holds each of them, and its place in the group."""
+        """The experts on a rank, the layout of an expert within its group of ranks, and the rank's place in the
+        group."""
         held, ranks = self.arch.experts // self.ep, self.tp // self.ep
         group, place = divmod(rank, ranks)
         return range(group * held, (group + 1) * held), EngineShape(self.arch, ranks), place
 
     @property
     def padded_vocab(self) -> int:
-        """Rows of its embedding over all ranks."""
+        """Rows of the engine's embedding over all ranks."""
         rows = padded_vocab_size(self.arch.vocab_size, self.tp, _VOCAB_MULTIPLE)
         return padded_vocab_size(rows, self.tp, _VOCAB_MULTIPLE * self.tp) if rows % self.tp else rows
 
     def pieces(self, parameter: Parameter, rank: int) -> list[Piece]:
-        """What stands, one after another, in the engine's parameter on one of the tensor parallel ranks that share it
-        out; of an expert, those are its group's."""
+        """The slices whose concatenation is the engine's parameter on one of the tensor parallel ranks that divide it;
+        of an expert, these are the ranks of its group."""
         shape, place = self._sharing(parameter, rank)
         cuts = _engine_cuts(shape, parameter.kind, parameter.shapes, place, self.arch.kv_heads_of(parameter.layer))
         return [Piece(name, *cut) for name, cut in zip(parameter.hf, cuts, strict=True)]
 
     def _sharing(self, parameter: Parameter, rank: int) -> tuple[EngineShape, int]:
-        """The ranks among which a parameter is shared out, and the place of a rank there."""
+        """The ranks that divide a parameter, and the place of a rank among them."""
         if self.attention == 1 or not parameter.is_of_attention:
             return self, rank
         ranks = self.tp // self.attention
         return EngineShape(self.arch, ranks), rank % ranks
 
     def padding(self, parameter: Parameter, rank: int) -> int:
-        """Rows of zeros after them."""
+        """Number of zero rows behind the slices of `pieces`."""
         if parameter.kind != "vocab":
             return 0
         shape, _ = self._sharing(parameter, rank)
@@ -99,48 +100,49 @@ def _cut_elements(shape: EngineShape, kind: Kind, shapes: tuple[Shape, ...], ran
 
 
 class Receiver(NamedTuple):
-    """A rank and what it wants."""
+    """A rank that receives weights, and the part that it wants."""
 
     rank: int
     tp: int = 1
-    """Ranks of the engine that it feeds one of; 1: whole tensors."""
+    """Ranks of the engine of which it feeds one; 1: whole tensors."""
     tensor_rank: int = 0
-    """Which of them."""
+    """Number of the engine's rank that it feeds."""
     stage: int | None = None
-    """The pipeline stage whose parameters it wants; None: those of all."""
+    """Pipeline stage whose parameters are wanted; None: those of all stages."""
     share: tuple[int, int] = (0, 1)
-    """(k, n): every n-th parameter, from the k-th on."""
+    """(k, n): every n-th parameter is wanted, from the k-th on."""
 
     @property
     def part(self) -> tuple[int, int]:
-        """What it wants of a parameter: the same for receivers that get the same bytes."""
+        """The part of a parameter that is wanted; it is equal for receivers that get the same bytes."""
         return self.tp, self.tensor_rank
 
 
 class SlicedCopy(NamedTuple):
-    """A slice of one rank's shard, and its place among what a receiver wants of a tensor."""
+    """A slice of one rank's shard, and its place in what a receiver wants of a tensor."""
 
     parameter: Parameter
     name: str
-    """Of the Hugging Face tensor."""
+    """Name of the Hugging Face tensor."""
     source: Region
-    """In the shard."""
+    """Region within the shard."""
     target: Region
-    """In the receiver's tensor."""
+    """Region within the receiver's tensor."""
 
     @property
     def shape(self) -> Shape:
-        """Of the slice."""
+        """Shape of the slice."""
         return tuple(part.stop - part.start for part in self.target)
 
     @property
     def elements(self) -> int:
-        """Of the slice."""
+        """Number of elements of the slice."""
         return math.prod(self.shape)
 
 
 class Home(NamedTuple):
-    """A place whose copy of the weights a rank draws on: its own, or for ranks outside of the role one of the role."""
+    """Coordinates of the copy of the weights that a rank draws on: its own place, or for ranks outside of the role a
+    place in it."""
 
     replica: int
     context_rank: int
@@ -149,17 +151,17 @@ class Home(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class Holdings:
-    """Which rank holds what of a role's weights."""
+    """What each rank holds of a role's weights."""
 
     arch: ArchitectureConfig
     grid: Grid
     padded_vocab: int
     stage_of: Mapping[str, int]
-    """Pipeline stage of each parameter that is there, by canonical names."""
+    """Pipeline stage of each existing parameter, by canonical names."""
     stands_for: Sequence[int] | None = None
-    """For how many layers of each stage the one layer stands that is there of it; None: all layers are there."""
+    """Number of layers that each stage's only layer stands for, in a plan; None: all layers exist."""
     parameters: Sequence[Parameter] = field(init=False)
-    """Those that are there, in the model's order."""
+    """Existing parameters, in the model's order."""
 
     def __post_init__(self) -> None:
         found = tuple(p for p in model_parameters(self.arch) if p.megatron in self.stage_of)
@@ -167,21 +169,23 @@ class Holdings:
 
     @classmethod
     def planned(cls, arch: ArchitectureConfig, grid: Grid, padded_vocab: int, stage_layers: Sequence[int]) -> Holdings:
-        """Of a role that is not there, whose pipeline stages have so many layers: one of each stands for all."""
+        """Holdings of a planned role with `stage_layers` layers in each pipeline stage: one layer of each stage stands
+        for all."""
         some = None if arch.delta_net is None else replace(arch.delta_net, layers=tuple(range(grid.pp)))
-        # One with experts also for those without, and one with linear attention, as most have, for all.
+        # A layer with experts stands also for those without, and one with linear attention, as most layers have, for
+        # all.
         small = replace(arch, layers=grid.pp, dense_layers=0, delta_net=some)
         stage_of = {p.megatron: grid.pp - 1 if p.layer is None else p.layer for p in model_parameters(small)}
         return cls(small, grid, padded_vocab, {**stage_of, EMBEDDING: 0}, tuple(stage_layers))
 
     def home(self, rank: int) -> Home:
-        """Ranks outside of the role are spread over those of it."""
+        """The place that a rank draws on; ranks outside of the role are spread over those in it."""
         place = self.grid.place(rank) or self.grid.place(self.grid.ranks[rank % len(self.grid.ranks)])
         assert place is not None
         return Home(place[0], *place[2:])
 
     def holders(self, parameter: Parameter, home: Home) -> Iterator[tuple[int, list[Piece]]]:
-        """The ranks from which a receiver of this home gets a parameter, and what each has of it."""
+        """The ranks from which a receiver of this home gets a parameter, and the slices that each of them has."""
         grid, stage = self.grid, self.stage_of[parameter.megatron]
         share = expert_share(self.arch, parameter, grid.ep)
         if share is not None:
@@ -195,7 +199,7 @@ class Holdings:
                 yield rank, self._pieces(parameter, tensor_rank)
 
     def gives(self, rank: int, home: Home) -> bool:
-        """Whether ranks of this home get anything from that rank."""
+        """Whether receivers of this home get anything from a rank."""
         place, grid = self.grid.place(rank), self.grid
         if place is None:
             return False
@@ -214,21 +218,21 @@ class Holdings:
         return pieces(self.arch, parameter, tensor_rank, self.grid.tp, self.padded_vocab)
 
     def wants(self, receiver: Receiver, number: int, parameter: Parameter) -> bool:
-        """Whether anything of the parameter with this number among all is for a receiver."""
+        """Whether a receiver wants anything of the parameter with this number."""
         k, n = receiver.share
         return number % n == k and receiver.stage in (None, self.stage_of[parameter.megatron])
 
     def wanted(self, part: tuple[int, int], parameter: Parameter) -> list[Piece]:
-        """What an engine's rank holds of a parameter's tensors, in their order."""
+        """The slices of a parameter's tensors that an engine's rank holds, in their order."""
         return EngineShape(self.arch, part[0]).pieces(parameter, part[1])
 
     def wanted_elements(self, part: tuple[int, int], parameter: Parameter) -> int:
-        """How much that is."""
+        """Number of elements of `wanted`."""
         kv_heads = self.arch.kv_heads_of(parameter.layer)
         return _cut_elements(EngineShape(self.arch, part[0]), parameter.kind, parameter.shapes, part[1], kv_heads)
 
     def copies(self, part: tuple[int, int], parameter: Parameter, held: Sequence[Piece]) -> Iterator[SlicedCopy]:
-        """What of the shard made of these pieces an engine's rank wants."""
+        """The parts of a shard, which consists of `held`, that an engine's rank wants."""
         wanted = {piece.name: piece for piece in self.wanted(part, parameter)}
         offset = 0
         for piece in held:
@@ -243,8 +247,8 @@ class Holdings:
             offset += piece.size
 
     def spread(self, parameters: Iterable[Parameter]) -> list[Parameter]:
-        """In an order in which all ranks of a copy have something to send at any time: stages in turns, and the shares
-        of a layer's experts in turns."""
+        """The parameters in an order in which all ranks of a copy have something to send at any time: pipeline stages
+        alternate, and so do the expert parallel shares of a layer."""
         of_share = max(1, self.arch.experts // self.grid.ep)
         first_of_layer: dict[tuple[int, int | None], int] = {}
         keyed = []
@@ -263,8 +267,8 @@ class Holdings:
         return [parameter for *_, parameter in sorted(found, key=lambda entry: entry[:3])]
 
     def buckets(self, receivers: Sequence[Receiver], most_elements: int) -> Iterator[tuple[Parameter, ...]]:
-        """Parameters that travel together: of no bucket does a rank receive more, unless one parameter is more. What
-        is for receivers of one stage travels by itself, and so do those in float32."""
+        """Groups of parameters that travel together. No rank receives more than `most_elements` of one bucket, unless
+        one parameter is larger. Parameters for receivers of one stage travel separately, and so do those in float32."""
         balanced = len({receiver.rank for receiver in receivers}) > 1
         for stage in dict.fromkeys(receiver.stage for receiver in receivers):
             of_ranks: dict[int, set[tuple[int, int]]] = {}
@@ -293,22 +297,22 @@ class Holdings:
             yield tuple(current)
 
     def stage_bytes(self, stage: int, element_bytes: int) -> int:
-        """Of all parameters of a pipeline stage, in a type of so many bytes."""
+        """Bytes of all parameters of a pipeline stage, in a model type of `element_bytes`."""
         here = (p for p in self.parameters if self.stage_of[p.megatron] == stage)
         return sum(p.elements * p.element_bytes(element_bytes) * self._times(p) for p in here)
 
     def _times(self, parameter: Parameter) -> int:
-        """How many parameters of the model one of ours stands for."""
+        """Number of the model's parameters that one of these stands for."""
         if parameter.layer is None or self.stands_for is None:
             return 1
         return self.stands_for[self.stage_of[parameter.megatron]]
 
     def received_bytes(self, receiver: Receiver, element_bytes: int) -> int:
-        """What a receiver gets from other ranks, over the whole model in a type of so many bytes."""
+        """Bytes that a receiver gets from other ranks, over the whole model in a type of `element_bytes`."""
         return sum(self.sources(receiver, element_bytes).values())
 
     def sources(self, receiver: Receiver, element_bytes: int) -> Counter[int]:
-        """How many bytes it gets from each of them."""
+        """Bytes that a receiver gets from each other rank."""
         home, found = self.home(receiver.rank), Counter[int]()
         alike: dict[tuple[int, Kind, tuple[Shape, ...], int | None], dict[int, int]] = {}
         for number, parameter in enumerate(self.parameters):
@@ -328,10 +332,11 @@ class Holdings:
 
 
 def copy_ranks(grid: Grid) -> int:
-    """Neighbouring ranks that hold whole copies of the model, experts too, and draw on nobody else."""
+    """Number of neighbouring ranks that together hold whole copies of the model, experts too, and need no other
+    ranks."""
     return grid.pp * math.lcm(grid.tp * grid.cp, grid.ep)
 
 
 def _box(piece: Piece, shape: Shape) -> list[tuple[int, int]]:
-    """Start and stop along each dimension of the tensor that a piece is of."""
+    """Start and stop of a piece along each dimension of its tensor."""
     return [(piece.start, piece.stop) if dim == piece.dim else (0, size) for dim, size in enumerate(shape)]

@@ -1,4 +1,4 @@
-"""Where weights come from: safetensors of which only the needed slices are read, or a seed."""
+"""Sources of weights: safetensors, of which only the needed slices are read, or random numbers of a seed."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from megappo.reshard.value_heads import EXTRA_FILE, find_value_head
 _PLAIN_TYPES = ("F64", "F32", "F16", "BF16")
 _COMPARED_ROWS = 8192
 _FOLLOWS_FROM_CONFIG = "rotary_emb.inv_freq"
-"""The end of names of tensors that older files hold and nobody reads."""
+"""Ending of names of tensors in older files that nobody reads: they follow from config.json."""
 
 
 class SafetensorsSource:
@@ -40,7 +40,7 @@ class SafetensorsSource:
     def __init__(self, folder: Path, arch: ArchitectureConfig) -> None:
         self._folder, self._arch, self._wanted = folder, arch, stored_shapes(arch)
         self._parts = packed_parts(arch)
-        self._expert = lru_cache(maxsize=1)(self._read_expert)  # that of a gate is that of the up behind it
+        self._expert = lru_cache(maxsize=1)(self._read_expert)  # gate and up come from one stored tensor
         # With tied embeddings the files may hold the output layer as well.
         self._shapes = {**self._wanted, HF_OUTPUT_LAYER: self._wanted[HF_EMBEDDING]}
         index = tensor_files(folder)
@@ -58,15 +58,15 @@ class SafetensorsSource:
             raise ValueError(f"the value head in {folder} cannot be read: {error}") from error
         self._stored = self._names()
         self.further = self._further()
-        """Shapes of the tensors of layers that predict further tokens, by their names; see `Family.further_layers`."""
+        """Shapes of the tensors of multi-token prediction layers, by their names; see `Family.further_layers`."""
 
     def _hold(self, file: str, opened: Any, names: Iterable[str]) -> None:
-        """These tensors are read from this file."""
+        """Note the file that these tensors are read from."""
         for name in names:
             self._file_of[name], self._path_of[name] = opened, self._folder / file
 
     def _further(self) -> dict[str, tuple[int, ...]]:
-        """What is read of them as of the model's own."""
+        """Find the multi-token prediction layers, which are read like the model's own tensors."""
         begin = tuple(self._arch.declaration.further_layers(self._arch))
         named = [name for name in self._file_of if name.startswith(begin)]
         self._stored |= dict(zip(named, named, strict=True))
@@ -76,7 +76,7 @@ class SafetensorsSource:
         return found
 
     def of_further_layers(self) -> SafetensorsSource | None:
-        """A source of what `further` names alone, which keeps no other files open; None where there is nothing."""
+        """A source of the tensors of `further` alone, which keeps no other files open; None where there are none."""
         if not self.further:
             return None
         kept, known = copy.copy(self), {*self.further, *(name + SCALE_SUFFIX for name in self.further)}
@@ -93,7 +93,7 @@ class SafetensorsSource:
             ) from error
 
     def _names(self) -> dict[str, str]:
-        """What the model's tensors, and the scales beside them, are called in the files."""
+        """Names in the files of the model's tensors and of the scales beside them."""
         known = {*self._shapes, *(self._head.names if self._head is not None else ())}
         if self._arch.stored_blocks is not None:
             known |= {name + SCALE_SUFFIX for name, shape in self._shapes.items() if len(shape) == 2}
@@ -123,7 +123,7 @@ class SafetensorsSource:
         return found
 
     def _slice(self, name: str) -> Any:
-        """A tensor that is there in the shape that config.json gives it; nothing of it is read yet."""
+        """An unread tensor, checked to exist with the shape of config.json."""
         if name not in self._stored:
             raise ValueError(f"{self._folder} has no tensor '{name}'; the weights do not fit its config.json")
         tensor = self._unread(name, self._shapes[name])
@@ -163,11 +163,11 @@ class SafetensorsSource:
         return scales[:]
 
     def check(self, *, with_output_layer: bool) -> int:
-        """Look for every tensor of the model by the files' headers; returns their number, that of layers which predict
-        further tokens aside, whose types are looked at too.
+        """Check by the files' headers that every tensor of the model exists; returns their number. Multi-token
+        prediction layers are checked but not counted.
 
-        What is read are scales and, in a model with tied embeddings whose output layer is wanted, an output matrix that
-        the files hold besides.
+        Only scales are read, and an output matrix that the files hold although the embeddings are tied, where the
+        output layer is wanted: it must equal the embedding.
         """
         wanted = [name for name in self._wanted if with_output_layer or name != HF_OUTPUT_LAYER]
         for name in wanted:
@@ -182,7 +182,7 @@ class SafetensorsSource:
         return len(wanted)
 
     def check_further(self) -> None:
-        """Look for what `further` names in a type that can be read, by the files' headers and scales."""
+        """Check that the tensors of `further` have a type that can be read, by the files' headers and scales."""
         for name in self.further:
             self._slice(name)
             self._scales(name)
@@ -200,8 +200,8 @@ class SafetensorsSource:
                 )
 
     def read(self, piece: Piece) -> Tensor:
-        """The slice, on the CPU, in the type it is stored in; float8 and MXFP4 as float32. Raises ValueError for one
-        that is not finite."""
+        """Read a slice, on the CPU, in its stored type; float8 and MXFP4 as float32. Raises ValueError where it is not
+        finite."""
         packed = self._parts.get(piece.name)
         if packed is not None:
             return packed.of(self._expert(packed.name, packed.expert)).narrow(piece.dim, piece.start, piece.size)
@@ -223,7 +223,7 @@ class SafetensorsSource:
         return dequantised(part, scales, blocks, first_row=first_row, first_column=first_column)
 
     def _read_expert(self, name: str, expert: int) -> Tensor:
-        """What a tensor of all experts has of one, (inputs, outputs) of a matrix."""
+        """The part of one expert in a packed tensor, (inputs, outputs) of a matrix."""
         own = slice(expert, expert + 1)
         if self._is_mxfp4(name):
             blocks, scales = (tensor[own].squeeze(0) for tensor in self._mxfp4(name))
@@ -234,7 +234,7 @@ class SafetensorsSource:
         return any(name + suffix in self._stored for suffix in MXFP4)
 
     def _mxfp4(self, name: str) -> tuple[Any, Any]:
-        """Blocks and scales of the matrices of a layer's experts; nothing of them is read yet."""
+        """Unread blocks and scales of the matrices of a layer's experts."""
         experts, inputs, outputs = self._shapes[name]
         if name in self._stored or inputs % MXFP4_BLOCK:
             raise ValueError(
@@ -279,7 +279,7 @@ class SafetensorsSource:
 
 
 def generator_of(seed: int, name: str) -> torch.Generator:
-    """What draws a tensor, by its name alone."""
+    """The random generator of a tensor, which depends on the seed and its name alone."""
     digest = hashlib.blake2b(f"{seed}/{name}".encode(), digest_size=8).digest()
     return torch.Generator().manual_seed(int.from_bytes(digest, "little") >> 1)
 
@@ -296,8 +296,8 @@ class RandomSource:
         self._whole = lru_cache(maxsize=3)(self._draw)
 
     def _draw(self, name: str) -> Tensor:
-        """A normal(0, initializer_range) matrix, a norm that multiplies by one or a bias of zeros; or what its family
-        says."""
+        """Draw a normal(0, initializer_range) matrix, a norm that multiplies by one, a bias of zeros, or what the
+        family says."""
         shape, drawn = self._shapes[name], self._drawn.get(name)
         if drawn == "ones":
             return torch.ones(shape)
@@ -312,4 +312,4 @@ class RandomSource:
         return self._whole(piece.name).narrow(piece.dim, piece.start, piece.size)
 
     def value_head(self) -> None:
-        """None: a new head is drawn by `critic.value_head_std`."""
+        """Return None: a new head is drawn with `critic.value_head_std`."""

@@ -1,8 +1,8 @@
 """The weight stream: from the shards of a layout to Hugging Face tensors, or to what an engine's rank holds of them.
 
-It goes in buckets, straight from the ranks that hold something to those that want it (`slices`); nobody else takes
-part. What a receiver gets of a bucket is one flat run of bytes in which its tensors stand one after another. It arrives
-in messages, or, where all ranks are on one machine, each rank copies its own slices into memory that they share.
+Weights travel in buckets, straight from the ranks that hold something to those that want it (`slices`); no other rank
+takes part. A receiver gets one flat run of bytes of each bucket, in which its tensors follow each other. The bytes
+arrive in messages; where all ranks are on one machine, each rank copies its own slices into memory that they share.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
 
 class Slot(NamedTuple):
-    """Where a tensor stands in a payload."""
+    """Place of a tensor in a payload."""
 
     name: str
     shape: Shape
@@ -46,7 +46,7 @@ class Slot(NamedTuple):
 
 @dataclass(frozen=True)
 class ReceiverPayload:
-    """What a receiver gets of a bucket."""
+    """The part of a bucket that one receiver gets: its tensors in one flat run of bytes."""
 
     receiver: Receiver
     parameters: tuple[Parameter, ...]
@@ -58,48 +58,50 @@ class ReceiverPayload:
         return self.slots[-1].stop
 
     def tensors(self, flat_bytes: Tensor) -> dict[str, Tensor]:
-        """Its tensors, by their names."""
+        """Views of the payload's tensors in its bytes, by their names."""
         return {slot.name: slot.view(flat_bytes) for slot in self.slots}
 
 
 @dataclass(frozen=True)
 class Message:
-    """Slices that one rank gives to some receivers, as they stand in it."""
+    """Slices that one rank gives to some receivers, in the order of the message."""
 
     rank: int
-    """Who gives them."""
+    """Rank that gives the slices."""
     receivers: tuple[int, ...]
-    """Who gets them, by number."""
+    """Numbers of the receivers that get them."""
     copies: tuple[SlicedCopy, ...]
 
     @property
     def elements(self) -> int:
-        """How long it is."""
+        """Number of elements of the message."""
         return sum(copy.elements for copy in self.copies)
 
 
 @dataclass(frozen=True)
 class Bucket:
-    """Parameters that travel together, as one rank sees them."""
+    """Parameters that travel together, from one rank's point of view."""
 
     payloads: tuple[ReceiverPayload, ...]
-    """What this rank gets."""
+    """Payloads of this rank's receivers."""
     dtype: torch.dtype
-    """Of all of them."""
+    """Type of all tensors of the bucket."""
     incoming: tuple[Message, ...]
-    """Each for one receiver of this rank; its own slices are among them."""
+    """Messages to receivers of this rank, each for one; the rank's own slices are among them."""
     outgoing: tuple[Message, ...]
-    """To receivers of other ranks."""
+    """Messages to receivers of other ranks."""
 
     @property
     def sends(self) -> list[tuple[int, Message]]:
-        """Each message with the number of a receiver, in their order: between two ranks it is that of both ends."""
+        """Each outgoing message with the number of a receiver, sorted by it. Both ends thus order the messages between
+        two ranks alike, and point-to-point messages are matched by their order."""
         found = [(number, message) for message in self.outgoing for number in message.receivers]
         return sorted(found, key=lambda entry: entry[0])
 
 
 class Delivery:
-    """How a role's weights get to some receivers: what this rank sends and gets, bucket by bucket. Made once."""
+    """Plan of how a role's weights get to some receivers: what this rank sends and gets, bucket by bucket. It is made
+    once."""
 
     def __init__(
         self,
@@ -111,7 +113,7 @@ class Delivery:
         *,
         shared: bool = False,
     ) -> None:
-        """`shared`: what receivers get lies in memory that all ranks see, and each rank writes what it holds."""
+        """`shared`: payloads lie in memory that all ranks see, and each rank writes what it holds."""
         self.receivers = tuple(receivers)
         self._holdings, self._dtype, self._rank, self._shared = holdings, dtype, rank, shared
         self._number = {p.megatron: number for number, p in enumerate(holdings.parameters)}
@@ -122,10 +124,10 @@ class Delivery:
         cut = holdings.buckets(self.receivers, bucket_bytes // dtype.itemsize)
         made = (self._bucket(parameters) for parameters in cut)
         self.buckets = tuple(bucket for bucket in made if bucket.payloads or bucket.outgoing)
-        """Those of which this rank gets or sends something."""
+        """Buckets of which this rank gets or sends something."""
 
     def largest_bytes(self, part: tuple[int, int]) -> int:
-        """What a buffer for this rank's receivers of a part must hold."""
+        """Bytes that a buffer for this rank's receivers of a part must hold."""
         payloads = (payload for bucket in self.buckets for payload in bucket.payloads)
         return max(payload.n_bytes for payload in payloads if payload.receiver.part == part)
 
@@ -171,7 +173,7 @@ class Delivery:
         yield from (Message(rank, (number,), tuple(copies)) for rank, copies in of_ranks.items() if copies)
 
     def _given(self, number: int, parameters: Sequence[Parameter]) -> tuple[Parameter, ...]:
-        """What this rank gives to a receiver."""
+        """Parameters of which this rank gives something to a receiver."""
         home = self._homes[number]
         return tuple(p for p in parameters if self._rank in dict(self._holdings.holders(p, home)))
 
@@ -182,7 +184,7 @@ class Delivery:
 
 
 class WeightStream:
-    """Streams a role's weights to who wants them.
+    """Streams a role's weights to the receivers that want them.
 
     Memory beyond the weights: what a rank gets of a bucket, once as messages and once as tensors, so at most two
     buckets, or the largest tensor where that is larger; and what it sends of one.
@@ -204,13 +206,14 @@ class WeightStream:
         itemsize = options.dtype.itemsize
         self.total_bytes = sum(p.elements * p.element_bytes(itemsize) for p in self.holdings.parameters)
         self.received_bytes = 0
-        """What other ranks have sent to this one so far."""
+        """Bytes that other ranks have sent to this one so far."""
         self._deliveries: dict[tuple[tuple[Receiver, ...], bool], Delivery] = {}
-        # NCCL wants all ranks in the first thing that goes over a group; later, messages are for those concerned alone.
+        # NCCL needs all ranks in the first operation of a group; later messages are between the ranks concerned alone.
         dist.all_reduce(torch.zeros(1, device=self.device))
 
     def _said(self, grid: Grid) -> list[str]:
-        """Names of what this rank has the first copy of, so that every rank hears each name once or twice."""
+        """Names of the parameters of which this rank has the first copy, so that every rank hears each name once or
+        twice."""
         place = grid.place(dist.get_rank())
         if place is None:
             return []
@@ -227,7 +230,7 @@ class WeightStream:
             )
 
     def delivery(self, receivers: Sequence[Receiver], *, shared: bool = False) -> Delivery:
-        """The way to these receivers, the same ones in the same order on every rank. See `Delivery`."""
+        """The delivery to these receivers, which must be the same in the same order on every rank. See `Delivery`."""
         key = (tuple(receivers), shared)
         if key not in self._deliveries:
             made = Delivery(self.holdings, key[0], self._bucket_bytes, self.dtype, dist.get_rank(), shared=shared)
@@ -235,12 +238,12 @@ class WeightStream:
         return self._deliveries[key]
 
     def __iter__(self) -> Iterator[tuple[str, Tensor]]:
-        """(Hugging Face name, whole tensor) on every rank, in one order; a collective of the world, to be consumed by
-        all."""
+        """(Hugging Face name, whole tensor) on every rank, in one order; a collective of the world, which all ranks
+        must consume to its end."""
         return self.to([Receiver(rank) for rank in range(dist.get_world_size())])
 
     def to(self, receivers: Sequence[Receiver]) -> Iterator[tuple[str, Tensor]]:
-        """(Hugging Face name, tensor) of what is for this rank, which may be nothing; to be consumed by all ranks."""
+        """(Hugging Face name, tensor) of this rank's part, which may be empty; all ranks must consume it to its end."""
         delivery = self.delivery(receivers)
         for bucket in delivery.buckets:
             flats = {p.receiver: self.buffer(p.n_bytes) for p in bucket.payloads}
@@ -249,17 +252,17 @@ class WeightStream:
                 yield from payload.tensors(flats[payload.receiver]).items()
 
     def buffer(self, n_bytes: int) -> Tensor:
-        """New memory for a payload, which an engine's process may open."""
+        """Allocate memory for a payload, which an engine's process can open."""
         with plain_segments():
             return torch.empty(n_bytes, dtype=torch.uint8, device=self.device)
 
     def deliver(self, delivery: Delivery, bucket: Bucket, flats: Mapping[Receiver, Tensor]) -> None:
-        """Send what others want of a bucket, and fill the memory of this rank's receivers."""
+        """Send what other ranks want of a bucket, and fill the memory of this rank's receivers."""
         rank, receivers, shards = dist.get_rank(), delivery.receivers, dict[str, Tensor]()
 
         def part(copy: SlicedCopy) -> Tensor:
             name = copy.parameter.megatron
-            if name not in shards:  # it may rest elsewhere
+            if name not in shards:  # read once: an offloaded weight has to be fetched
                 shards[name] = self._read(self._here[name]).to(bucket.dtype)
             return shards[name][copy.source]
 
@@ -268,6 +271,7 @@ class WeightStream:
         operations = [dist.P2POp(dist.isend, packed[id(m)], receivers[number].rank) for number, m in bucket.sends]
         arriving = [(m, self._room(m, bucket.dtype)) for m in bucket.incoming if m.rank != rank]
         operations += [dist.P2POp(dist.irecv, flat, message.rank) for message, flat in arriving]
+        # One batch: separate sends and receives of NCCL, in other orders on two ranks, would wait for each other.
         works = dist.batch_isend_irecv(operations) if operations else []
         for message in bucket.incoming:
             if message.rank == rank:

@@ -8,9 +8,9 @@ from dataclasses import dataclass
 EXPORTED = ("score.weight", "score.bias")
 """Names in transformers' token classifiers, which exports of a critic have."""
 EXTRA_FILE = "value_head.safetensors"
-"""Where some programs keep the head beside the model's own files."""
+"""File in which some programs keep the head beside the model's own files."""
 _STEMS = ("score", "v_head.summary", "v_head", "value_head")
-"""transformers' classifiers and verl; TRL; older TRL and trlx; OpenRLHF."""
+"""Names of the head's layer: transformers' classifiers and verl; TRL; older TRL and trlx; OpenRLHF."""
 
 
 @dataclass(frozen=True)

@@ -30,9 +30,10 @@ from megappo.reshard.value_heads import EXPORTED
 _FILE_BYTES = 4 * 2**30
 _GENERATION = "generation_config.json"
 _OS_ERROR = re.compile(r"\(os error (\d+)\)")
-"""What safetensors says of an error of the operating system's."""
+"""Pattern by which safetensors reports an error of the operating system."""
 _OF_OTHER_HEADS = ("normalize_reward", "mean", "std", "value_head_prefix")
-"""What OpenRLHF's config.json says of a head; `SafetensorsSource.value_head` has scaled the weights by it."""
+"""Settings of a head in OpenRLHF's config.json; `SafetensorsSource.value_head` has scaled the weights by them, so an
+export drops them."""
 
 
 def write_policy(
@@ -46,10 +47,9 @@ def write_policy(
 ) -> None:
     """Write a causal language model as transformers loads it: config, generation_config, tokenizer and safetensors.
 
-    `tensors`: the model's, and perhaps those of layers that predict further tokens. config.json says that there are
-    such layers where there are. `started_from`: the folder whose generation settings it keeps; what ended a response in
-    the run ends one there too. Raises ValueError where a tensor of the architecture is missing or of another shape: an
-    export is whole or not at all.
+    `tensors`: those of the model, and of multi-token prediction layers where there are any, which config.json then
+    mentions. `started_from`: folder whose generation settings are kept, except that `stop_token_ids` end a response.
+    Raises ValueError where a tensor of the architecture is missing or of another shape: an export is complete or fails.
     """
     beside = tuple(arch.declaration.further_layers(arch))
     model_class = MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[arch.family]
@@ -64,7 +64,7 @@ def write_critic(
     out: Path, arch: ArchitectureConfig, tensors: Iterable[tuple[str, Tensor]], tokenizer: PreTrainedTokenizerBase
 ) -> None:
     """Write a value model as AutoModelForTokenClassification loads it: its one logit at a token is the value of the
-    state after that token. Of a family for which transformers has no such class, as megappo alone loads it. Raises
+    state after that token. For a family without such a class in transformers, only megappo can load it. Raises
     ValueError as `write_policy` does."""
     wanted = stored_shapes(arch, output_layer=False)
     wanted |= zip(EXPORTED, ((1, arch.hidden_size), (1,)), strict=True)
@@ -78,10 +78,10 @@ def write_critic(
 
 
 class _Written(NamedTuple):
-    """What is in the files of an export."""
+    """Content of the files of an export."""
 
     dtype: torch.dtype
-    """Of all tensors but wide ones."""
+    """Type of all tensors except those in float32 by declaration."""
     has_further_layers: bool
 
 
@@ -108,7 +108,7 @@ def _write_config(
 
 
 def _write_generation(out: Path, arch: ArchitectureConfig, folder: Path, stop_token_ids: Sequence[int]) -> None:
-    """As JSON: transformers' own class refuses files of some published models."""
+    """Write generation_config.json as JSON: transformers' own class refuses files of some published models."""
     if (folder / _GENERATION).exists():
         content = read_object(folder / _GENERATION)
     else:
@@ -125,10 +125,10 @@ def _write_tensors(
     wanted: dict[str, tuple[int, ...]],
     beside: tuple[str, ...] = (),
 ) -> _Written:
-    """Write safetensors of at most 4 GiB. `beside`: how names begin of tensors that are taken as they come; the others
-    are to be those that are wanted."""
+    """Write safetensors of at most 4 GiB each. `beside`: beginnings of names of tensors that are written unchecked; all
+    others must be those that are wanted."""
     out.mkdir(parents=True, exist_ok=True)
-    for old in (*out.glob("*.safetensors"), *out.glob(INDEX)):  # of an earlier export, perhaps in more files
+    for old in (*out.glob("*.safetensors"), *out.glob(INDEX)):  # left by an earlier export, perhaps in more files
         old.unlink()
     files: list[dict[str, Tensor]] = [{}]
     shapes: dict[str, tuple[int, ...]] = {}
@@ -155,9 +155,9 @@ def _write_tensors(
 
 
 def save_tensors(tensors: Mapping[str, Tensor], path: Path) -> None:
-    """Write one file of safetensors, for whom the umask allows to read it. Raises OSError, which names it."""
+    """Write one safetensors file, readable as the umask says. Raises OSError, which names the file."""
     path.touch()
-    mode = path.stat().st_mode  # safetensors makes files that only their owner can read
+    mode = path.stat().st_mode  # which safetensors would restrict to the owner
     try:
         save_file(dict(tensors), path, metadata={"format": "pt"})
     except SafetensorError as error:
@@ -174,7 +174,7 @@ def _save(out: Path, files: list[dict[str, Tensor]], number: int) -> None:
 
 
 def _finish(out: Path, files: list[dict[str, Tensor]], weight_map: dict[str, int], total: int) -> None:
-    """Save the last file and give all of them the names transformers looks for."""
+    """Save the last file, and give all files the names that transformers looks for."""
     _save(out, files, len(files) - 1)
     if len(files) == 1:
         (out / "part-00000.safetensors").rename(out / SINGLE)

@@ -1,4 +1,4 @@
-"""Megatron-LM's own checkpoints: what `megatron.core.dist_checkpointing` reads and writes in the format `torch_dist`.
+"""Reads and writes Megatron-LM's own checkpoints: the format `torch_dist` of `megatron.core.dist_checkpointing`.
 
 A folder holds one checkpoint for each iteration, and `latest_checkpointed_iteration.txt` says which is the newest. In a
 checkpoint lie tensors as `torch.distributed.checkpoint` writes them, `metadata.json`, which names the format, and a

@@ -1,4 +1,4 @@
-"""Megatron-LM's arguments, which it keeps beside the tensors: read through a list of the names that may stand there.
+"""Megatron-LM's arguments, which it stores beside the tensors, read through a list of the names that may occur there.
 
 They are in `common.pt`; from Megatron-Core 0.19 on in bytes of the name `common_state` among the tensors.
 """
@@ -31,14 +31,14 @@ _LARGEST_PICKLE_BYTES = 2**30
 
 
 class _Entries(dict[Any, Any]):
-    """Stands for other kinds of dictionaries."""
+    """Stand-in for other kinds of dictionaries."""
 
     def __init__(self, *_arguments: Any) -> None:
         super().__init__()
 
 
-# What Megatron-LM keeps beside the tensors: its arguments, the optimizer's settings, the state that repeats a step, and
-# random states. As in megatron/core/safe_globals.py, with what arguments hold besides.
+# Names in what Megatron-LM stores beside the tensors: arguments, optimizer settings, the state that repeats a step, and
+# random states. They are those of megatron/core/safe_globals.py, and further ones that arguments contain.
 _ENUMERATIONS = ("ModelType", "LayerType", "AttnType", "AttnMaskType", "AttnBackend", "CudaGraphScope",
                  "CudaGraphModule", "InferenceCudaGraphScope")  # fmt: skip
 _BUILT_IN = ("getattr", "set", "frozenset", "bytearray", "slice", "range", "xrange", "complex", "list", "dict", "int")
@@ -58,7 +58,7 @@ _NAMES: Mapping[tuple[str, str], type] = inert_names({
     "datetime": ("timedelta",),
     "_io": ("BytesIO",),
     "_codecs": ("encode",),
-    "__builtin__": _BUILT_IN,  # as pickle's protocol 2 calls it
+    "__builtin__": _BUILT_IN,  # its name in pickle's protocol 2
     "builtins": _BUILT_IN,
     "numpy": ("ndarray", "dtype"),
     "numpy.core.multiarray": ("_reconstruct", "scalar"),
@@ -71,20 +71,20 @@ _NAMES: Mapping[tuple[str, str], type] = inert_names({
     "torch.serialization": ("_get_layout",),
 }) | {("collections", name): _Entries for name in ("OrderedDict", "defaultdict")}  # fmt: skip
 _NONE_SAYS = ("num_experts", "window_size", "window_attn_skip_freq", "rotary_seq_len_interpolation_factor")
-"""Arguments that mean something where they are None; of others it is unknown then."""
+"""Arguments for which None is a value; for others None means unknown."""
 
 RENAMED = {"norm_epsilon": "layernorm_epsilon", "apply_layernorm_1p": "layernorm_zero_centered_gamma"}
-"""Arguments by the names that Megatron-LM gave them, and by those that it gives them since they are made of
-Megatron-Core's settings."""
+"""Old names of Megatron-LM's arguments, with the names that they have since they are made of Megatron-Core's
+settings."""
 
 
 class _CommonUnpickler(InertUnpickler):
     def persistent_load(self, pid: Any) -> None:
-        """A tensor's numbers, which nobody asks for."""
+        """Return None in the place of a tensor's data, which is not needed."""
 
 
 def read_arguments(folder: Path, metadata: Metadata) -> Mapping[str, Any] | None:
-    """Megatron-LM's arguments by their names; None where whoever wrote the checkpoint was another program.
+    """Megatron-LM's arguments by their names; None where another program wrote the checkpoint.
 
     Raises ValueError for a file that holds anything but what Megatron-LM writes.
     """
@@ -109,7 +109,7 @@ def read_arguments(folder: Path, metadata: Metadata) -> Mapping[str, Any] | None
 
 
 def _place(folder: Path, metadata: Metadata) -> tuple[Path, int, int]:
-    """The file, and where in it; a length of -1: to its end."""
+    """File, offset and length of the pickle's archive; a length of -1 means up to the file's end."""
     if not (folder / COMMON).is_file():
         for index, found in metadata.storage_data.items():
             if index.fqn == _COMMON_BYTES:
@@ -129,7 +129,7 @@ def _pickle_of(file: BytesIO) -> bytes:
 
 
 def megatron_arguments(arch: ArchitectureConfig) -> dict[str, Any]:
-    """Megatron-LM's arguments for a model of this architecture. Raises ValueError where it has none that say it."""
+    """Megatron-LM's arguments for a model of this architecture. Raises ValueError where none describe it."""
     if arch.has_own_layers:
         raise ValueError(
             f"a {arch.family} has layers, caps, sinks, scales or norms that are not written to Megatron-LM's format; "
@@ -177,7 +177,7 @@ def megatron_arguments(arch: ArchitectureConfig) -> dict[str, Any]:
 
 
 def require_arguments(said: Mapping[str, Any], arch: ArchitectureConfig, stored_tokens: int, role: str) -> None:
-    """Raise ValueError where a checkpoint's arguments contradict the architecture. What they do not say is not asked.
+    """Raise ValueError where a checkpoint's arguments contradict the architecture. Missing arguments are not checked.
 
     `stored_tokens`: rows of the embedding, padding included.
     """
@@ -190,7 +190,7 @@ def require_arguments(said: Mapping[str, Any], arch: ArchitectureConfig, stored_
 
 
 def _meant(said: Mapping[str, Any]) -> dict[str, Any]:
-    """Arguments with what Megatron-LM makes of those that are left out."""
+    """The arguments, completed by what Megatron-LM assumes for missing ones."""
     meant = {old: said[new] for old, new in RENAMED.items() if new in said} | dict(said)
     if said.get("group_query_attention") is False and "num_attention_heads" in said:
         meant["num_query_groups"] = said["num_attention_heads"]
@@ -202,7 +202,7 @@ def _meant(said: Mapping[str, Any]) -> dict[str, Any]:
 def _differences(meant: Mapping[str, Any], arch: ArchitectureConfig, role: str) -> Iterator[str]:
     # Megatron-LM's `ffn_hidden_size` is of dense layers, of which a model with experts has none here.
     unasked = {"group_query_attention", "ffn_hidden_size" if arch.experts else "moe_ffn_hidden_size"}
-    if role == "critic":  # has no output layer to tie
+    if role == "critic":  # which has no output layer to tie
         unasked.add("untie_embeddings_and_output_weights")
     for name, value in megatron_arguments(arch).items():
         if name not in meant or name in unasked or (meant[name] is None and name not in _NONE_SAYS):
@@ -212,7 +212,8 @@ def _differences(meant: Mapping[str, Any], arch: ArchitectureConfig, role: str) 
 
 
 def _of_vocabulary(said: Mapping[str, Any], arch: ArchitectureConfig, stored: int) -> Iterator[str]:
-    """Rows that are neither the model's nor explained by padding are tokens that the model does not know."""
+    """Differences of vocabularies: rows beyond the model's that padding does not explain are tokens that it does not
+    know."""
     tokens, multiple, tp = (
         said.get(name) for name in ("vocab_size", "make_vocab_size_divisible_by", "tensor_model_parallel_size")
     )

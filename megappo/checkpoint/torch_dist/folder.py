@@ -1,4 +1,4 @@
-"""Which checkpoint of Megatron-LM's a path names, and whether it is of the format that can be read."""
+"""Finds the Megatron-LM checkpoint that a path names, and checks that its format can be read."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _TRACKER_CHARACTERS = 100
 
 
 def is_megatron(path: Path) -> bool:
-    """Whether Megatron-LM wrote to a folder, in whatever format: all iterations, or one of them."""
+    """Whether a folder is one of Megatron-LM's, in whatever format: of all iterations, or of one of them."""
     if (path / MARKER).is_file():  # ours
         return False
     return _legacy(path) or any((path / name).is_file() for name in (TRACKER, FORMAT_FILE, METADATA))
@@ -33,7 +33,7 @@ def _legacy(folder: Path) -> bool:
 
 
 def find_iteration(path: Path, step: str | None) -> Path:
-    """The folder of an iteration: the one that is given, the newest, or that of a step, which may be `release`.
+    """The folder of an iteration: `path` itself, the newest in it, or that of `step`, which may be `release`.
 
     Raises ValueError where there is none, or where it is of another format than `torch_dist`.
     """
@@ -51,7 +51,7 @@ def find_iteration(path: Path, step: str | None) -> Path:
 
 
 def _said(path: Path) -> str:
-    """The text of a file. Raises ValueError where there is none to be read."""
+    """The text of a file. Raises ValueError where it cannot be read."""
     try:
         return plain_text(path)
     except OSError as error:
@@ -78,7 +78,7 @@ def _of_step(path: Path, step: str) -> Path:
 
 
 def _require_format(folder: Path) -> None:
-    """Raise ValueError for what was written with another `--ckpt-format`, or by another program."""
+    """Raise ValueError for a checkpoint that was written with another `--ckpt-format`, or by another program."""
     if _legacy(folder):
         raise ValueError(f"{folder} is in Megatron-LM's format torch, a file for each rank; {_ADVICE}")
     path = folder / FORMAT_FILE

@@ -1,10 +1,10 @@
-"""Where the parameters of a model lie in a checkpoint of Megatron-Core: names, and the axes before each matrix.
+"""Places of a model's parameters in a checkpoint of Megatron-Core: tensor names, and the axes before each matrix.
 
-Megatron-Core names tensors in three ways, of which a checkpoint has one: all layers in one tensor, which has an axis
-for them (its default), and then one for the experts; a tensor for each layer (`non_homogeneous_layers`, which mixed
-layers need); and besides one for each expert and for each half of a gated matrix (`singleton_local_shards`). Norms
-before a linear layer have the names of Transformer Engine's fused layers, also where they were not fused; a norm before
-experts has either.
+Megatron-Core names tensors in three ways, of which a checkpoint has one. By default all layers are in one tensor, which
+has an axis for them, and then one for the experts. With `non_homogeneous_layers`, which mixed layers need, there is a
+tensor for each layer. With `singleton_local_shards` there is also one for each expert and each half of a gated matrix.
+Norms before a linear layer have the names of Transformer Engine's fused layers, also where they were not fused; a norm
+before experts has either.
 """
 
 from __future__ import annotations
@@ -24,23 +24,23 @@ _HALVES = ("_w", "_v")
 
 @dataclass(frozen=True)
 class StoredPlace:
-    """A matrix or vector in a stored tensor: all of it, or what lies at a place along the axes in front."""
+    """Place of a matrix or vector in a stored tensor: the whole tensor, or an index along its first axes."""
 
     key: str
     shape: Shape
     index: tuple[int, ...] = ()
-    """Layer, expert, both or neither."""
+    """Index along the first axes: of the layer, the expert, both or neither."""
     counts: tuple[int, ...] = ()
     """Sizes of the axes that `index` is along."""
 
     @property
     def size(self) -> Shape:
-        """Of the whole stored tensor."""
+        """Shape of the whole stored tensor."""
         return (*self.counts, *self.shape)
 
 
 def places(arch: ArchitectureConfig, parameter: Parameter) -> Iterator[tuple[StoredPlace, ...]]:
-    """Each way in which a parameter may be stored, the usual one first: as a whole, or each half on its own."""
+    """Every way in which a parameter may be stored, the usual one first: as a whole, or in two halves."""
     if parameter.layer is None:
         yield (StoredPlace(parameter.megatron, _stored_shape(parameter)),)
         return
@@ -55,9 +55,9 @@ def places(arch: ArchitectureConfig, parameter: Parameter) -> Iterator[tuple[Sto
 
 
 def _singletons(parameter: Parameter, layer: int) -> Iterator[tuple[StoredPlace, ...]]:
-    """A tensor for each expert, and for each half of a gated matrix."""
+    """The way with a tensor for each expert, and for each half of a gated matrix."""
     if parameter.expert is None and len(parameter.hf) != len(_HALVES):
-        return  # as it is named anyway
+        return  # named as in the way with a tensor for each layer
     name = _in_layer(parameter)
     if parameter.expert is not None:
         experts = "mlp.experts.experts."
@@ -70,7 +70,7 @@ def _singletons(parameter: Parameter, layer: int) -> Iterator[tuple[StoredPlace,
 
 
 def stored_names(arch: ArchitectureConfig, parameter: Parameter) -> tuple[str, ...]:
-    """What a parameter of a layer may be called within it: fused names first."""
+    """Names that a parameter may have within its layer, fused ones first."""
     name = _in_layer(parameter)
     if parameter.expert is not None:
         return (name,)
@@ -79,7 +79,8 @@ def stored_names(arch: ArchitectureConfig, parameter: Parameter) -> tuple[str, .
 
 
 def written_places(arch: ArchitectureConfig, parameter: Parameter) -> list[StoredPlace]:
-    """Where a parameter is written, so that models of either kind of layers find it: all layers in one tensor."""
+    """Places that a parameter is written to, so that models of either kind of layers find it: all layers in one
+    tensor."""
     usual = next(places(arch, parameter))[0]
     if parameter.layer is None:
         return [usual]
@@ -97,14 +98,14 @@ def _in_layer(parameter: Parameter) -> str:
 
 
 def _stored_shape(parameter: Parameter) -> Shape:
-    """Of the parameter on one tensor parallel rank alone, without padding."""
+    """Shape of the parameter without tensor parallelism and padding."""
     rows = sum(shape[0] for shape in parameter.shapes)
     return (rows, *parameter.shapes[0][1:])
 
 
 @dataclass(frozen=True)
 class StoredRows:
-    """Where the rows of a Hugging Face tensor lie in a stored one: `run` at a time, `stride` rows from run to run."""
+    """Rows of a Hugging Face tensor within a stored one: `run` rows at a time, `stride` rows from run to run."""
 
     place: StoredPlace
     first: int
@@ -122,7 +123,7 @@ class StoredRows:
 
 
 def rows_of(arch: ArchitectureConfig, parameter: Parameter, stored: tuple[StoredPlace, ...]) -> dict[str, StoredRows]:
-    """The rows of each of a parameter's Hugging Face tensors."""
+    """The stored rows of each of a parameter's Hugging Face tensors."""
     if len(stored) > 1:
         named = zip(parameter.tensors.items(), stored, strict=True)
         return {name: StoredRows(place, 0, shape[0], 0) for (name, shape), place in named}
@@ -138,7 +139,7 @@ def rows_of(arch: ArchitectureConfig, parameter: Parameter, stored: tuple[Stored
 
 
 def chosen_places(arch: ArchitectureConfig, parameter: Parameter, keys: Collection[str]) -> tuple[StoredPlace, ...]:
-    """The way in which a checkpoint with these tensors has a parameter. Raises ValueError where it has it in none."""
+    """The way in which a checkpoint with these tensors stores a parameter. Raises ValueError where it does not."""
     ways = list(places(arch, parameter))
     for way in ways:
         if all(place.key in keys for place in way):
@@ -147,5 +148,5 @@ def chosen_places(arch: ArchitectureConfig, parameter: Parameter, keys: Collecti
 
 
 def is_padded(parameter: Parameter) -> bool:
-    """Whether stored rows may be more than the model's: those of a vocabulary."""
+    """Whether a parameter may have more stored rows than the model: those of a vocabulary may be padded."""
     return parameter.megatron in (EMBEDDING, OUTPUT_LAYER)

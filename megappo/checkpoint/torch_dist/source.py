@@ -1,4 +1,4 @@
-"""A model's weights in a checkpoint of Megatron-LM's, of which a rank reads the parts that it needs."""
+"""Source of a model's weights in a checkpoint of Megatron-LM, of which a rank reads the parts that it needs."""
 
 from __future__ import annotations
 
@@ -37,12 +37,12 @@ _TYPES = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
 _OPTIMIZER = ("optimizer.", "chained_")
 _EXTRA_STATE = "_extra_state"
 _At = tuple[str, tuple[int, ...]]
-"""A tensor's name, and the layer, the expert, both or neither."""
+"""Name of a stored tensor, and the index of the layer, the expert, both or neither."""
 
 
 @dataclass(frozen=True)
 class _Stored:
-    """A part of a stored tensor, which one rank wrote: where it begins, its size, and its bytes in a file."""
+    """Part of a stored tensor, as one rank wrote it: its offsets and sizes, and its bytes in a file."""
 
     offsets: Shape
     sizes: Shape
@@ -52,12 +52,12 @@ class _Stored:
 
     @property
     def ends(self) -> Shape:
-        """Where it ends along each axis."""
+        """Ends of the part along each axis."""
         return tuple(offset + size for offset, size in zip(self.offsets, self.sizes, strict=True))
 
 
 class TorchDistSource:
-    """The weights of one checkpoint of Megatron-LM's, in any layout.
+    """The weights of one checkpoint of Megatron-LM, of any layout.
 
     Raises ValueError where a tensor of the model is missing or of another shape, where there are others, where the
     arguments that were saved contradict the architecture, and where a file is not as long as the checkpoint says.
@@ -88,10 +88,12 @@ class TorchDistSource:
         for place in dict.fromkeys(wanted):
             self._require_whole(place)
         self._last: tuple[_At | None, dict[_Stored, Tensor]] = (None, {})
-        """The parts that were read last, all of one place: slices of a parameter are asked for one after another."""
+        """The parts that were read last, all of one place. They are kept because slices of a parameter are asked for
+        one after another."""
 
     def _find(self, parameters: list[Parameter]) -> dict[str, StoredRows]:
-        """Where each Hugging Face tensor lies. Raises ValueError for those that do not lie there as they should."""
+        """The stored rows of each Hugging Face tensor. Raises ValueError where one is missing or has another shape or
+        type."""
         found: dict[str, StoredRows] = {}
         for parameter in parameters:
             try:
@@ -120,7 +122,8 @@ class TorchDistSource:
             )
 
     def _value_head_places(self, role: str) -> tuple[StoredPlace, ...]:
-        """Of a critic's head: its weight, and its bias if there is one; none in a language model's checkpoint."""
+        """Places of a critic's head: its weight, and its bias if there is one; empty in a language model's
+        checkpoint."""
         shapes: Mapping[str, Shape] = {OUTPUT_LAYER: (1, self._arch.hidden_size), OUTPUT_BIAS: (1,)}
         there = [key for key, shape in shapes.items() if key in self._tensors and self._tensors[key].size == shape]
         if OUTPUT_LAYER not in there:
@@ -147,7 +150,8 @@ class TorchDistSource:
             )
 
     def _find_parts(self, axes: Mapping[str, int]) -> dict[_At, list[_Stored]]:
-        """The parts of tensors, for each place along so many axes of theirs. Raises ValueError for impossible ones."""
+        """The parts of tensors at each index along their first axes; `axes`: number of these axes by tensor. Raises
+        ValueError for impossible parts."""
         found: dict[_At, list[_Stored]] = {}
         for key, n_axes in axes.items():
             for chunk in self._tensors[key].chunks:
@@ -195,7 +199,7 @@ class TorchDistSource:
         return self._read(rows.place, (run, (piece.start, piece.stop)))
 
     def _read(self, place: StoredPlace, ranges: tuple[tuple[int, int], ...]) -> Tensor:
-        """These rows, and of a matrix these columns or all."""
+        """Read a part of a place: ranges of rows, and of columns too where a matrix has them in `ranges`."""
         box = (*ranges, *((0, width) for width in place.shape[len(ranges) :]))
         whole = torch.empty([stop - start for start, stop in box], dtype=self._tensors[place.key].properties.dtype)
         n_axes = len(place.counts)
@@ -211,7 +215,7 @@ class TorchDistSource:
     def _loaded(self, place: StoredPlace, part: _Stored) -> Tensor:
         at = place.key, place.index
         if self._last[0] != at:
-            self._last = (at, {})  # frees what was read for another
+            self._last = (at, {})  # frees the parts of another place
         loaded = self._last[1]
         if part not in loaded:
             loaded[part] = self._load(place.key, part)
@@ -239,10 +243,11 @@ class TorchDistSource:
 
 
 def _slices(ranges: Sequence[tuple[int, int]], firsts: Sequence[int]) -> tuple[slice, ...]:
-    """Ranges counted from these."""
+    """Slices of the ranges, counted from `firsts`."""
     return tuple(slice(start - first, stop - first) for (start, stop), first in zip(ranges, firsts, strict=True))
 
 
 def _is_of_model(key: str) -> bool:
-    """Optimizers' states and what Transformer Engine keeps beside its weights are not read."""
+    """Whether a tensor belongs to the model: not to an optimizer's state or to what Transformer Engine stores beside
+    weights."""
     return not key.startswith(_OPTIMIZER) and _EXTRA_STATE not in key

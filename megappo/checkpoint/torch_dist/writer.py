@@ -1,4 +1,4 @@
-"""Writes a model as Megatron-LM does, for any layout, by one process that holds one tensor at a time."""
+"""Writes a model in Megatron-LM's format, for any layout, by one process that holds one tensor at a time."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ _CHECKPOINT_VERSION = 3.0  # of Megatron-LM's since 2020
 
 @dataclass(frozen=True)
 class _Part:
-    """What fills a place, read when it is written."""
+    """Content of a place, read when it is written."""
 
     place: StoredPlace
     read: Callable[[], Tensor]
@@ -57,14 +57,15 @@ class _Part:
 
 
 class _OneByOne(DefaultSavePlanner):
-    """Gives the writer each tensor when its turn has come, and nothing where Megatron-Core looks for an object."""
+    """Planner that gives torch's writer each tensor when its turn has come, and an empty object where Megatron-Core
+    looks for one."""
 
     def __init__(self, parts: list[_Part], dtype: torch.dtype) -> None:
         super().__init__()
         self._parts, self._dtype = {part.index: part for part in parts}, dtype
 
     def resolve_data(self, write_item: WriteItem) -> Tensor | BytesIO:
-        """See torch."""
+        """See `DefaultSavePlanner`."""
         if write_item.type == WriteItemType.BYTE_IO:
             content = BytesIO()
             torch.save([None], content)
@@ -106,14 +107,14 @@ def _parts(arch: ArchitectureConfig, source: WeightSource, role: str) -> Iterato
 
 
 def _whole(arch: ArchitectureConfig, source: WeightSource, parameter: Parameter) -> Tensor:
-    """A parameter as one tensor parallel rank alone has it, without padding."""
+    """A parameter without tensor parallelism and padding."""
     like = torch.empty(shard_shape(arch, parameter, 1, arch.vocab_size), device="meta")
     return read_shard(source, arch, parameter, like, 0, 1, arch.vocab_size)
 
 
 def _extra_state(place: StoredPlace) -> Iterator[str]:
-    """What linear layers and norms keep beside their weights where they compute in float8, and look for also where they
-    do not: an object for each place, as Megatron-Core's `ShardedObject` names it."""
+    """Names of the extra state of linear layers and norms, one for each place, as Megatron-Core's `ShardedObject` names
+    them. It is for computing in float8, but Megatron-Core looks for it in any case."""
     module, _, last = place.key.rpartition(".")
     if last == "weight" and not module.endswith(("word_embeddings", "output_layer", "router")):
         index, counts = (".".join(map(str, of)) for of in (place.index or (0,), place.counts or (1,)))
@@ -121,7 +122,7 @@ def _extra_state(place: StoredPlace) -> Iterator[str]:
 
 
 def _write_tensors(folder: Path, parts: list[_Part], dtype: torch.dtype) -> None:
-    """By torch's writer, of which Megatron-Core's is one."""
+    """Write tensors with torch's writer, on which Megatron-Core's is based."""
     properties = TensorProperties(dtype=dtype)
     stored = {p.place.key: TensorStorageMetadata(properties, torch.Size(p.place.size), []) for p in parts}
     objects = [key for part in parts for key in _extra_state(part.place)]
@@ -139,7 +140,7 @@ def _write_tensors(folder: Path, parts: list[_Part], dtype: torch.dtype) -> None
 
 
 def _arguments(arch: ArchitectureConfig, role: str) -> dict[str, Any]:
-    """What Megatron-LM takes from a checkpoint with --use-checkpoint-args, and looks for when it loads one."""
+    """Arguments that Megatron-LM takes from a checkpoint with --use-checkpoint-args, and checks when it loads one."""
     said = megatron_arguments(arch)
     if role == "critic":
         said["untie_embeddings_and_output_weights"] = True

@@ -1,9 +1,9 @@
-"""Which server answers which request: no network, so that a test can play all ranks of a large run.
+"""Assigns requests to servers. There is no network in it, so that a test can play all ranks of a large run.
 
-Prompts are numbered over all ranks and dealt out by their number like cards. Ranks need not talk to each other for
-that, and servers get equal numbers of prompts, however few a single rank has. Which of its prompts goes to which of
-the servers that its cards name, a rank chooses so that they owe it equally many tokens. All samples of a prompt go to
-one server, whose prefix cache then computes the prompt once, and so do all turns of an episode.
+Prompts are numbered over all ranks and dealt by their number, like cards. Ranks need no messages for that, and servers
+get equal numbers of prompts, however few a single rank has. A rank's numbers say how many of its prompts each server
+gets; which ones, it chooses so that the servers owe it equally many tokens. All samples of a prompt go to one server,
+whose prefix cache then computes the prompt once, and so do all turns of an episode.
 """
 
 from __future__ import annotations
@@ -15,25 +15,25 @@ from dataclasses import dataclass, field
 from megappo.engines.sglang.owing import OwedTokens
 
 FAR_BUSIER = 2.0
-"""A turn that finds its server full waits there, unless one with room owes less than its tokens by this: another server
-has to compute the whole conversation anew."""
+"""Factor by which a server has to owe more tokens than one with room before a waiting turn moves there: the other
+server has no cache of the conversation and computes all of it anew."""
 
 
 @dataclass
 class _DealtPrompt:
-    """The samples of one prompt that nobody has begun, and what deals them out again if their server fails."""
+    """The waiting samples of one prompt, and the number by which they are dealt again if their server fails."""
 
     number: int
-    """Over all ranks; once it is dealt, among the prompts that were dealt to the same server."""
+    """Number of the prompt over all ranks; once dealt, its number among the prompts of the same server."""
     waiting: deque[int] = field(default_factory=deque)
     begun: bool = False
-    """Some of its samples were handed to its server, so the others stay there."""
+    """Whether some samples were sent to the server already; the others then stay with it."""
     follows: bool = False
-    """It is a turn after others, which its server has in its cache."""
+    """Whether this is a later turn of an episode, whose earlier turns are in the server's cache."""
 
 
 class RequestAssignment:
-    """The requests of one rank that wait, by server."""
+    """The waiting requests of one rank, by server."""
 
     def __init__(
         self,
@@ -43,15 +43,15 @@ class RequestAssignment:
         most_response_tokens: int = 1,
         homes: Mapping[int, int] | None = None,
     ) -> None:
-        """`servers` in the same order on every rank; `prompt_ids` has the number of each request's prompt, and hands
-        requests out in its own order. `prompt_tokens`: of each request; default: none. `homes`: of requests that go on
-        from what a server has answered, that server, which then has all of the prompt's."""
+        """`servers`: in the same order on every rank. `prompt_ids`: the number of each request's prompt; requests are
+        sent in its order. `prompt_tokens`: length of each request's prompt; default: 0. `homes`: for requests that
+        continue what a server has answered, that server, which then gets all requests of the prompt."""
         self._servers = list(servers)
         self.owed = OwedTokens(servers, most_response_tokens)
         self._hands: dict[int, deque[_DealtPrompt]] = {server: deque() for server in servers}
         self._tokens = {request: (prompt_tokens or {}).get(request, 0) for request in prompt_ids}
         self._home: dict[int, int] = {}
-        """The server that each request went to last, which has the episode's turns in its cache."""
+        """The server that each request went to last; its cache holds the episode's turns."""
         self._home_of_prompt: dict[int, int] = {}
         prompts = {number: _DealtPrompt(number) for number in prompt_ids.values()}
         self._prompt_of = {request: prompts[number] for request, number in prompt_ids.items()}
@@ -67,8 +67,8 @@ class RequestAssignment:
         self._give(new, first=0)
 
     def add(self, request: int, prompt_id: int, prompt_tokens: int = 0) -> None:
-        """One more request. The turn of an episode after others, which has their number, is for the server that the
-        last one went to, an episode's first turn for the one that this prompt's others went to."""
+        """Add a request. A later turn of an episode, which keeps its number, goes to the server of the turn before; the
+        first turn of an episode goes to the server of the prompt's other episodes."""
         last = self._home.get(request)
         home = last if last in self._hands else self._home_of_prompt.get(prompt_id)
         prompt = _DealtPrompt(prompt_id, deque([request]), follows=last in self._hands)
@@ -82,12 +82,14 @@ class RequestAssignment:
 
     @property
     def waiting(self) -> bool:
-        """Whether there is anything to hand out."""
+        """Whether any request waits for a server."""
         return any(self._hands.values())
 
     def take(self, server: int, most: int) -> list[int]:
-        """The next requests for a server: at most so many, fewer towards the end, and whole prompts where they fit."""
+        """Take the next requests for a server: at most `most`, fewer towards the end, and whole prompts where they
+        fit."""
         hand, taken = self._hands[server], list[int]()
+        # A quarter of what waits: groups shrink towards the end, so that servers finish together.
         share = -(-sum(len(prompt.waiting) for prompt in hand) // 4)
         while hand and len(taken) < min(share, most):
             prompt = hand[0]
@@ -100,12 +102,12 @@ class RequestAssignment:
         return taken
 
     def answered(self, server: int, responses: Mapping[int, int]) -> None:
-        """A server has answered requests with so many tokens each."""
+        """Note that a server has answered requests; `responses`: number of tokens by request."""
         self.owed.answered(server, sum(self._tokens[request] for request in responses), responses.values())
 
     def relieve(self, server: int) -> bool:
-        """Let a server that is free have a whole prompt of the one that owes most of those behind which some wait, or
-        a turn of one that owes far more; false: nothing waits that may leave."""
+        """Move a waiting prompt to a server with room: a whole prompt of the server that owes most, or a turn of one
+        that owes far more. Returns False where nothing that waits may move."""
         donors = sorted((e for e in self._servers if e != server and self._hands[e]), key=lambda e: -self.owed.of(e))
         for donor in donors:
             far_busier = self.owed.of(donor) > FAR_BUSIER * self.owed.of(server)
@@ -118,7 +120,7 @@ class RequestAssignment:
         return False
 
     def lose(self, server: int, owed: Iterable[int]) -> None:
-        """A server failed: what it owes and what waits for it is dealt out to the others."""
+        """Remove a failed server: its unanswered and waiting requests are dealt to the others."""
         lost = {id(prompt): prompt for prompt in self._hands.pop(server)}
         for request in owed:
             prompt = self._prompt_of[request]
@@ -132,11 +134,11 @@ class RequestAssignment:
         self._give(lost.values(), first=position)
 
     def _give(self, prompts: Iterable[_DealtPrompt], first: int) -> None:
-        """One to each server in turn, from the one at position `first` on. The quotient numbers the prompts of a
-        server, so that they can be dealt out evenly once more.
+        """Deal one prompt to each server in turn, starting at position `first`. The quotient numbers the prompts of a
+        server, so that they can be dealt evenly once more.
 
-        So many prompts each server gets. Which of them is up to the rank: the largest first, to the server that owes
-        the fewest tokens.
+        The numbers say how many prompts each server gets. Which of its prompts go there the rank chooses: the largest
+        first, to the server that owes the fewest tokens.
         """
         count, cards = len(self._servers), dict[int, deque[int]]()
         if not count:

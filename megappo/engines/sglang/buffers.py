@@ -1,4 +1,4 @@
-"""The memory that weights pass through on their way into colocated servers on a CPU."""
+"""Shared memory through which weights reach colocated servers on a CPU."""
 
 from __future__ import annotations
 
@@ -12,17 +12,19 @@ from megappo.runtime.process import Runtime
 
 
 class SyncBuffers:
-    """Two buffers for each receiver, made once and used by every sync."""
+    """Two buffers for each receiver, allocated once and reused by every sync."""
 
     def __init__(self) -> None:
         self._buffers: dict[Receiver, list[Tensor]] = {}
         self._delivery: Delivery | None = None
 
     def of(self, delivery: Delivery, runtime: Runtime, placement: str, *, shared: bool) -> dict[Receiver, list[Tensor]]:
-        """For those of this rank that servers and, where it is `shared`, all ranks can open; a collective then.
+        """The buffers of this rank's receivers, which servers can open. With `shared` all ranks open the same buffers,
+        and the call is a collective.
 
-        None where payloads are broadcast, and on GPUs: a server answers when its copies are queued, and torch's
-        allocator gives memory out again when the server has let go of it, so each payload gets its own, at most two.
+        There are none where payloads are broadcast, and none on GPUs. There SGLang answers when its copies are queued,
+        not done, so that a reused buffer could be overwritten; torch's allocator reuses memory only after the server
+        has released it, and at most two payloads are held.
         """
         if runtime.on_cuda or placement != "colocated" or not delivery.buckets:
             return {}
@@ -41,5 +43,5 @@ class SyncBuffers:
         return self._buffers
 
     def free(self) -> None:
-        """Let go of them."""
+        """Release the buffers."""
         self._buffers, self._delivery = {}, None

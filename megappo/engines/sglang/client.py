@@ -1,4 +1,4 @@
-"""Control requests to one SGLang server, each with a deadline."""
+"""Sends control requests to one SGLang server, each with a deadline."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from typing import Any
 from urllib.parse import urlsplit
 
 HEALTH = "/health_generate"
-"""Answered well by a server that can generate: SGLang makes one token, or has made some lately."""
+"""Endpoint that answers 200 where a server can generate: SGLang makes one token for it, or has made some lately."""
 
 
 _WHO = "/model_info"
-"""Answered by a server that is up to those who have its key."""
+"""Endpoint that a running server answers to whoever has its key."""
 
 
 class ServerFailure(Exception):
@@ -24,26 +24,26 @@ class ServerFailure(Exception):
     def __init__(self, message: str, status: int | None = None) -> None:
         super().__init__(message)
         self.status = status
-        """HTTP's, of an answer that refuses."""
+        """HTTP status of the answer that refused; None where there was no answer."""
 
 
 @dataclass(frozen=True)
 class Endpoint:
-    """Where a server listens; the same on every rank."""
+    """Address and key of a server; the same on every rank."""
 
     index: int
     url: str
     key: str = field(repr=False)
     sender: int
-    """Rank that sends weights to it (and started it, where it is one of our own)."""
+    """Rank that looks after the server: it sends its weights, and started it where it is one of our own."""
     starts: int = 1
-    """How often the server was started, the first time included; a new start is another process."""
+    """Number of starts of the server, the first included; each start is another process."""
     called: str = ""
-    """What it is called where it is no server of the engine's."""
+    """Name of a server that does not belong to the engine; "" for the engine's own."""
 
     @property
     def name(self) -> str:
-        """What the log and errors call the server."""
+        """Name of the server in the log and in errors."""
         return f"{self.called or f'server {self.index}'} ({self.url})"
 
     @property
@@ -56,7 +56,7 @@ class Endpoint:
 def call(
     endpoint: Endpoint, path: str, body: dict[str, Any] | None = None, *, timeout_seconds: float, method: str = "POST"
 ) -> dict[str, Any]:
-    """One request; returns the answer's JSON, {} where there is none.
+    """Send one request and return the JSON of its answer, {} where there is none.
 
     Raises ServerFailure without an answer in time, with a status other than 200, and where the answer says that it
     did not succeed.
@@ -88,8 +88,8 @@ def _parse(text: str) -> dict[str, Any]:
 
 
 def takes(endpoint: Endpoint, timeout_seconds: float) -> bool:
-    """Whether what listens takes the endpoint's key. Raises ServerFailure for no answer, and for another than 200 and
-    401."""
+    """Whether the program at the endpoint accepts the endpoint's key. Raises ServerFailure where there is no answer, or
+    one with a status other than 200 and 401."""
     try:
         call(endpoint, _WHO, timeout_seconds=timeout_seconds, method="GET")
     except ServerFailure as failure:
@@ -100,8 +100,8 @@ def takes(endpoint: Endpoint, timeout_seconds: float) -> bool:
 
 
 def takes_any_key(endpoint: Endpoint, timeout_seconds: float) -> bool:
-    """Whether it takes a key that nobody has: then it is not the server that has this one, which it is not told. Raises
-    as `takes`."""
+    """Whether the program at the endpoint accepts a random key. If so it is not our server, and is not sent the real
+    key. Raises as `takes`."""
     return takes(replace(endpoint, key=secrets.token_hex(16)), timeout_seconds)
 
 

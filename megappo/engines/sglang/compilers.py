@@ -13,12 +13,12 @@ from collections.abc import Mapping
 from pathlib import Path
 
 DEFAULT = Path("/usr/local/cuda")
-"""Where SGLang looks last."""
+"""Folder in which SGLang looks for a toolkit last."""
 _RUNTIMES = "lib/libcudart.so.*"
 
 
 def where_looked(environment: Mapping[str, str]) -> Path:
-    """Where SGLang looks for a toolkit by itself; whatever is there."""
+    """The folder that SGLang takes for the CUDA toolkit by itself, whether or not there is one."""
     named = environment.get("CUDA_HOME") or environment.get("CUDA_PATH")
     if named:
         return Path(named)
@@ -27,7 +27,8 @@ def where_looked(environment: Mapping[str, str]) -> Path:
 
 
 def toolkit(environment: Mapping[str, str]) -> Path | None:
-    """The one that a server compiles with: where SGLang looks, or else the packages', unless another one was named."""
+    """The toolkit that a server compiles with: SGLang's own choice, or that of torch's packages unless the environment
+    names another; None: there is none."""
     home = where_looked(environment)
     if (home / "bin" / "nvcc").is_file() and (home / "lib64" / "libcudart.so").exists():
         return home
@@ -36,7 +37,8 @@ def toolkit(environment: Mapping[str, str]) -> Path | None:
 
 
 def missing(environment: Mapping[str, str]) -> list[str]:
-    """What a server would not find to compile with, by names that a reader can look for; none where all is there."""
+    """Names of compilers and files that a server needs to compile kernels and would not find; empty where nothing is
+    missing."""
     path, found = environment.get("PATH"), list[str]()
     if toolkit(environment) is None:
         found.append(f"nvcc and lib64/libcudart.so in {where_looked(environment)}")
@@ -48,9 +50,10 @@ def missing(environment: Mapping[str, str]) -> list[str]:
 
 
 def cuda_home(environment: Mapping[str, str], folder: Path) -> str | None:
-    """CUDA_HOME for a server that would find no toolkit: the packages', linked in `folder` under the usual names.
+    """CUDA_HOME for a server that would find no toolkit: that of torch's packages, linked in `folder` under the usual
+    names.
 
-    None where nothing is to be set: SGLang finds one, or there is none.
+    None where nothing has to be set: SGLang finds a toolkit itself, or there is none.
     """
     found = toolkit(environment)
     if found is None or found == where_looked(environment):
@@ -65,7 +68,7 @@ def cuda_home(environment: Mapping[str, str], folder: Path) -> str | None:
 
 
 def packaged_toolkit() -> Path | None:
-    """The one of torch's packages; None where they have no compiler."""
+    """The toolkit of torch's packages; None where they bring no compiler."""
     spec = importlib.util.find_spec("nvidia")
     folders = [Path(found) for found in (spec.submodule_search_locations or [] if spec is not None else [])]
     homes = [home for folder in folders for home in sorted(folder.glob("cu*"), reverse=True)]

@@ -1,8 +1,8 @@
-"""Spreads requests over servers and brings every answer home, or says which server failed.
+"""Spreads requests over servers and collects their answers, or names the server that failed.
 
-Requests go out in small groups, to the servers that `dealing` says. What waits behind a busy server is given to a free
-one, what a dead or hung server owes to the others; what nobody could answer is left to the caller. Groups shrink
-towards the end, so that servers finish together.
+Requests go out in small groups, to the servers that `RequestAssignment` chooses. What waits for a busy server moves to
+a free one, and what a dead or hung server owes moves to the others. What no server could answer is left to the caller.
+Groups shrink towards the end, so that servers finish together.
 """
 
 from __future__ import annotations
@@ -35,10 +35,12 @@ from megappo.runtime.interrupts import Stop
 from megappo.types import RoutingShape
 
 _LARGEST_GROUP = 32
-"""With routing each answer travels alone: 2 KB a token from 48 layers with 8 experts each."""
+"""Most requests in one call. With routing each answer is a call of its own: it is 2 KB a token for 48 layers with 8
+experts each."""
 _GREEDY_TOP_P = 1e-9
-"""Leaves the most likely token only; log-probabilities stay those of the scaled distribution, which they are not with
-SGLang's temperature 0. At temperature 1 nothing is scaled, and its `top_k: 1` takes the largest without sorting."""
+"""top_p of greedy sampling: only the most likely token is left, and log-probabilities stay those of the scaled
+distribution, which they do not with SGLang's temperature 0. At temperature 1 nothing is scaled, and `top_k: 1` takes
+the largest without sorting."""
 _WATCH_SECONDS = 1.0
 
 
@@ -48,25 +50,25 @@ class Outcome:
 
     completions: dict[int, Completion] = field(default_factory=dict)
     failures: dict[int, str] = field(default_factory=dict)
-    """Servers that failed, and how."""
+    """Reasons of servers that failed, by server."""
     refusal: str | None = None
-    """A request that a server will never take, which ends the run."""
+    """Error of a request that no server will ever accept, which ends the run; None: there is none."""
     cache: dict[int, CacheUse] = field(default_factory=dict)
-    """What the servers' prefix caches had of the prompts."""
+    """Use of the prefix caches, by server."""
     answered: int = 0
-    """Requests that servers answered, also where the answers were taken already."""
+    """Number of requests that were answered, also those whose answers were taken already."""
 
 
 @dataclass
 class _Lane:
-    """One server and what it owes."""
+    """One server and the requests that it has not answered."""
 
     endpoint: Endpoint
     sequences: int = 0
     last_answer: float = field(default_factory=time.monotonic)
     calls: dict[asyncio.Task[list[Completion]], list[int]] = field(default_factory=dict)
     check: asyncio.Task[bool] | None = None
-    """Its health, asked for because it gave nothing for long."""
+    """Health check under way, started because the server gave nothing for long."""
 
     @property
     def tasks(self) -> list[asyncio.Task[Any]]:
@@ -75,7 +77,7 @@ class _Lane:
 
 
 class Round:
-    """Requests on their way, in a thread of their own; the trainer may compute meanwhile."""
+    """Requests under way, in a thread of their own, so that the trainer may compute meanwhile."""
 
     def __init__(
         self,
@@ -87,8 +89,8 @@ class Round:
         on_tokens: Callable[[], None] = lambda: None,
         homes: Homes | None = None,
     ) -> None:
-        """`on_tokens` is called from the round's thread whenever a server has shown that it makes tokens. `homes`: of
-        the rounds with these weights."""
+        """`on_tokens` is called from the round's thread whenever a server has shown that it makes tokens. `homes`: the
+        servers whose caches hold beginnings of prompts, kept over all rounds with these weights."""
         self._on_tokens = on_tokens
         self._lanes = [_Lane(endpoint) for endpoint in endpoints]
         self._requests, self._params, self._version, self._settings = requests, params, version, settings
@@ -103,11 +105,11 @@ class Round:
         self._outcome = Outcome()
         self._largest_group = _LARGEST_GROUP if params.routing is None else 1
         self._aborts = False
-        """Servers are being told to give up what they have begun."""
+        """Whether servers are being told to abort their requests."""
         self._oldest = version
-        """Oldest weights that tokens may come from; other than `_version` where servers keep requests in a sync."""
+        """Oldest weight version that may have made tokens; below `_version` where servers keep requests in a sync."""
         self._is_held = False
-        """Servers make no tokens because their weights change."""
+        """Whether servers are paused because their weights change."""
         if requests:
             PROGRESS.expect(SAMPLES, len(requests))
         self._loop = asyncio.new_event_loop()
@@ -117,8 +119,8 @@ class Round:
         pool.shutdown(wait=False)
 
     def result(self, stop: Stop | None = None) -> Outcome:
-        """Wait for everything that the servers can still give; each of them has deadlines. Where the run is asked to
-        stop, what has come by then."""
+        """Wait for all answers that servers can still give; each server has deadlines. Where the run is asked to stop,
+        return what has arrived by then."""
         try:
             while stop is not None and not stop.asked and not self._finished.done():
                 wait([self._finished], timeout=_WATCH_SECONDS)
@@ -129,7 +131,7 @@ class Round:
         return self._outcome
 
     def cancel(self) -> None:
-        """Give up what is still on its way."""
+        """Cancel the requests that are still under way."""
         if not self._finished.done():
             self._loop.call_soon_threadsafe(self._task.cancel)
             wait([self._finished])
@@ -138,11 +140,11 @@ class Round:
 
     @property
     def _is_done(self) -> bool:
-        """Nothing waits for an answer."""
+        """Whether no request waits for an answer."""
         return not (self._assignment.waiting or any(lane.calls for lane in self._lanes))
 
     def _news(self) -> list[asyncio.Future[Any]]:
-        """What may bring more requests; with none, the round is over where nobody is asked any more."""
+        """Futures that complete when more requests arrive. Without any, the round is over once no call is under way."""
         return []
 
     async def _spread(self) -> None:
@@ -173,7 +175,8 @@ class Round:
                         task.cancel()
 
     def _hand_out(self, session: aiohttp.ClientSession) -> None:
-        """Give every server what was dealt to it, as far as it has room, and then what waits behind others."""
+        """Send every server the requests assigned to it, as far as it has room, and then give the servers with room
+        left what waits for others."""
         for lane in self._lanes:
             self._fill(session, lane)
         free = [lane for lane in self._lanes if self._room(lane)]
@@ -217,7 +220,7 @@ class Round:
         PROGRESS.add(SAMPLES, len(group), tokens=sum(len(answer.token_ids) for answer in completions))
 
     def _lose(self, lane: _Lane, reason: str, owed: Sequence[int] = ()) -> None:
-        """Take a server out; what it owes, `owed` and in its calls, waits for the others."""
+        """Remove a failed server; its requests, in its calls and in `owed`, wait for the others."""
         self._outcome.failures[lane.endpoint.index] = reason
         for task in lane.tasks:
             task.cancel()
@@ -226,7 +229,7 @@ class Round:
         self._lanes.remove(lane)
 
     def _watch(self, session: aiohttp.ClientSession, lane: _Lane) -> None:
-        """Have a server that has given nothing for long asked how it is, while the others go on."""
+        """Start a health check of a server that has given nothing for long, while the others go on."""
         silent = time.monotonic() - lane.last_answer
         if self._is_held:
             lane.last_answer = time.monotonic()
@@ -243,7 +246,7 @@ class Round:
                 self._lose(lane, f"{lane.endpoint.name} gave nothing for {silent:.0f} seconds and is not well")
 
     async def _get(self, session: aiohttp.ClientSession, endpoint: Endpoint, path: str) -> bytes | None:
-        """What it answers to a question about itself; None where it does not before the deadline, or not well."""
+        """The body of a server's answer to a GET; None without an answer of status 200 before the deadline."""
         try:
             async with asyncio.timeout(self._settings.health_timeout_seconds):
                 async with session.get(f"{endpoint.url}{path}", headers=endpoint.headers) as answer:
@@ -252,11 +255,11 @@ class Round:
             return None
 
     async def _is_well(self, session: aiohttp.ClientSession, endpoint: Endpoint) -> bool:
-        """Whether it generates a token before its deadline, unless it is to make none."""
+        """Whether a server generates a token before the deadline, or is paused and must not."""
         return await self._get(session, endpoint, HEALTH) is not None or self._is_held
 
     async def _works(self, session: aiohttp.ClientSession, endpoint: Endpoint) -> bool:
-        """Whether it makes tokens, and has requests to make them for; both as far as it may."""
+        """Whether a server makes tokens and has requests to make them for; a paused server counts as working."""
         if self._is_held:
             return True
         if not await self._is_well(session, endpoint):
@@ -266,19 +269,19 @@ class Round:
             loads = json.loads(answer)["loads"] if answer is not None else []
             return any(load["num_running_reqs"] + load["num_waiting_reqs"] for load in loads)
         except (LookupError, TypeError, ValueError):
-            return False  # it does not say so
+            return False  # an answer of unknown form counts as "no requests"
 
     async def _has_lost(
         self, session: aiohttp.ClientSession, endpoint: Endpoint, answer: asyncio.Task[list[Completion]]
     ) -> bool:
-        """Whether it works on nothing, also a while later: what it says of itself may be some tokens old."""
+        """Whether a server has no request, also when it is asked again later: its counts may be some tokens old."""
         for pause_seconds in (self._settings.stall_timeout_seconds, 0.0):
             if await self._works(session, endpoint) or (await asyncio.wait([answer], timeout=pause_seconds))[0]:
                 return False
         return True
 
     async def _ask(self, session: aiohttp.ClientSession, endpoint: Endpoint, group: list[int]) -> list[Completion]:
-        """Have a group answered, however long it takes, as long as the server works on it. Raises as `_post`."""
+        """Send a group of requests and wait as long as the server works on it. Raises as `_post`."""
         limit = self._settings.request_timeout_seconds or LEAST_REQUEST_SECONDS
         answer = asyncio.ensure_future(self._post(session, endpoint, group))
         try:
@@ -291,7 +294,8 @@ class Round:
             answer.cancel()
 
     async def _post(self, session: aiohttp.ClientSession, endpoint: Endpoint, group: list[int]) -> list[Completion]:
-        """One request for a group. Raises ServerFailure for a failed server, EngineError for a refused request."""
+        """Send one HTTP request for a group. Raises ServerFailure for a failed server, EngineError for a refused
+        request."""
         body = {
             "input_ids": [list(self._requests[i].token_ids) for i in group],
             "sampling_params": [_sampling(self._requests[i], self._params) for i in group],
@@ -314,7 +318,7 @@ class Round:
                 raise ServerFailure(f"{endpoint.name} answered what is no JSON: {content[:100]!r}") from None
             try:
                 return self._read(texts, endpoint, group)
-            except (LookupError, TypeError, ValueError, AttributeError) as error:  # of a form that SGLang's have not
+            except (LookupError, TypeError, ValueError, AttributeError) as error:  # SGLang's answers have another form
                 raise ServerFailure(
                     f"{endpoint.name} answered what is no list of answers ({error!r}): {content[:100]!r}"
                 ) from None
@@ -336,9 +340,9 @@ class Round:
 
 @contextmanager
 def _no_collections() -> Iterator[None]:
-    """Without Python's garbage collector: an answer is a list for each of its tokens, of which some ten thousand make
-    the collector walk through every object of the trainer, which takes longer than reading them. They end with the
-    answer, by their count of references."""
+    """Switch Python's garbage collector off. An answer is a list for each of its tokens; some ten thousand of them make
+    the collector walk through every object of the trainer, which takes longer than reading them. Reference counts free
+    them with the answer."""
     if not gc.isenabled():
         yield
         return
@@ -350,8 +354,8 @@ def _no_collections() -> Iterator[None]:
 
 
 def _sampling(request: GenerateRequest, params: SamplingParams) -> dict[str, Any]:
-    """SGLang's parameters. The seed counts with deterministic inference only, together with the position of each token:
-    without it SGLang makes no tensor of seeds, and draws from a generator of the server's."""
+    """SGLang's sampling parameters of a request. The seed counts only with deterministic inference, together with each
+    token's position. Without that SGLang makes no tensor of seeds and draws from a generator of the server's."""
     chosen: dict[str, Any] = {
         "temperature": params.temperature,
         "max_new_tokens": request.most_tokens(params),
@@ -359,7 +363,7 @@ def _sampling(request: GenerateRequest, params: SamplingParams) -> dict[str, Any
         "sampling_seed": request.seed,
         "skip_special_tokens": False,
     }
-    if params.stop_texts is not None:  # it looks at as many tokens as a text mostly has, so that it may stop late
+    if params.stop_texts is not None:  # SGLang looks at a text's usual number of tokens, and may so stop late
         chosen |= {"stop": list(params.stop_texts.texts), "no_stop_trim": True}
     if least := request.least_tokens(params):
         chosen["min_new_tokens"] = least
@@ -371,11 +375,11 @@ def _sampling(request: GenerateRequest, params: SamplingParams) -> dict[str, Any
 def _completion(
     text: dict[str, Any], endpoint: Endpoint, versions: range, *, may_be_aborted: bool = False
 ) -> Completion:
-    """Check and convert one answer, whose tokens come from weights of these versions."""
+    """Check and convert one answer, whose tokens must come from weights of these versions."""
     meta = text["meta_info"]
     ids = tuple(text["output_ids"])
     is_aborted = may_be_aborted and meta["finish_reason"]["type"] == "abort"
-    if is_aborted and not ids:  # SGLang says nothing of log-probabilities of what it has not begun
+    if is_aborted and not ids:  # SGLang gives no log-probabilities for requests that it has not begun
         return Completion((), (), truncated=False, weight_version=versions[-1], broken_off=True)
     logprobs = meta["output_token_logprobs"]
     if meta["finish_reason"]["type"] not in ("stop", "length") and not is_aborted:
@@ -391,7 +395,7 @@ def _completion(
 
 
 def _stretches(meta: dict[str, Any], tokens: int, endpoint: Endpoint, versions: range) -> tuple[tuple[int, int], ...]:
-    """Version and number of tokens, one stretch after the other, as SGLang notes them when it is told a version."""
+    """Weight version and number of tokens of each stretch, in order, as SGLang notes them when it is told a version."""
     spans = meta.get("weight_versions") or [{"version": meta["weight_version"], "start": 0, "end": tokens}]
     told = {span["version"] for span in spans} | {meta["weight_version"]}
     known = {str(version): version for version in versions}
@@ -405,13 +409,13 @@ def _stretches(meta: dict[str, Any], tokens: int, endpoint: Endpoint, versions: 
 
 
 def _cache_use(texts: Sequence[dict[str, Any]]) -> CacheUse:
-    """Of the prompts that these answers are for, those of an answer that was given up included."""
+    """Cache use of the prompts of these answers, those that were given up included."""
     told = [text["meta_info"] for text in texts]
     return CacheUse(*(sum(int(meta.get(name) or 0) for meta in told) for name in ("prompt_tokens", "cached_tokens")))
 
 
 def _routing(text: dict[str, Any], request: GenerateRequest, shape: RoutingShape, endpoint: Endpoint) -> Tensor:
-    """(T - 1, L, K): SGLang has 32 bits for each number, in base64. Raises as `_post`."""
+    """Experts of each token, (T - 1, L, K), from SGLang's base64 of int32. Raises as `_post`."""
     told = base64.b64decode(text["meta_info"].get("routed_experts") or "")
     tokens = len(request.token_ids) + len(text["output_ids"]) - 1
     sizes = (tokens, shape.layers, shape.experts_per_token)

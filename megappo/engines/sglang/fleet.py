@@ -1,4 +1,4 @@
-"""The servers of a run: which there are, on which devices, and which rank looks after which."""
+"""The servers of a run: how many there are, on which devices, and which rank looks after each."""
 
 from __future__ import annotations
 
@@ -32,13 +32,13 @@ KEY_VARIABLE = "MEGAPPO_SGLANG_API_KEY"
 _RETRY_SECONDS = 1.0
 _SILENT_SECONDS = 5.0
 _ANY_PORT = 9
-"""Of another machine, to which nothing is sent."""
+"""Port that stands in for any port of another machine; nothing is sent to it."""
 EVERYWHERE = ("0.0.0.0", "::")
 
 
 def key_problem(endpoint: Endpoint, timeout_seconds: float) -> str | None:
-    """Why a server of `rollout.sglang.urls` cannot be asked with our key, with the remedy; None where it can. It is
-    told the key only where it refuses others. Raises ServerFailure where nobody answers."""
+    """Why a server of `rollout.sglang.urls` cannot be asked with our key, with the remedy; None where it can. The key
+    is sent only where the server refuses a random one. Raises ServerFailure where nobody answers."""
     name = f"{endpoint.name} of rollout.sglang.urls"
     if endpoint.key and takes_any_key(endpoint, timeout_seconds):
         return (
@@ -53,36 +53,36 @@ def key_problem(endpoint: Endpoint, timeout_seconds: float) -> str | None:
 
 
 def by_server(facts: Sequence[Mapping[int, T]]) -> dict[int, T]:
-    """What ranks know of servers, by the servers' numbers."""
+    """Merge what the ranks know of servers, by the servers' numbers."""
     return {index: fact for of_rank in facts for index, fact in of_rank.items()}
 
 
 def address_among(hosts: Sequence[object], mine: object) -> str:
-    """The address of this machine, of several, that leads to the others; a collective of the world."""
+    """The address of this machine that leads to the other ones; a collective of the world."""
     towards_first = agreed(lambda: address_towards(os.environ["MASTER_ADDR"], _ANY_PORT), (OSError,))
     others = [a for a, machine in zip(all_gather_objects(towards_first), hosts, strict=True) if machine != hosts[0]]
     if mine == hosts[0]:
         return agreed(lambda: address_towards(others[0], _ANY_PORT), (OSError,))
-    return agreed(lambda: towards_first)
+    return agreed(lambda: towards_first)  # collective with the `agreed` of the first machine's ranks
 
 
 def machine_here() -> tuple[str, str]:
-    """What tells this machine from others."""
+    """Identity of this machine: host name and boot id."""
     return socket.gethostname(), Path("/proc/sys/kernel/random/boot_id").read_text()
 
 
 @dataclass(frozen=True)
 class Started:
-    """What a rank did for its servers; told to all ranks."""
+    """Outcome of starting a rank's servers, which all ranks are told."""
 
     endpoints: tuple[Endpoint, ...] = ()
-    """Of servers that are new, or must be treated as new."""
+    """Addresses of servers that are new, or must be treated as new."""
     restarts: int = 0
     error: str | None = None
 
 
 class Fleet:
-    """This rank's servers: none, one or several."""
+    """The servers that this rank looks after: none, one or several."""
 
     def __init__(self, spec: ServerSpec, runtime: Runtime) -> None:
         """Start this rank's servers without waiting for them; a collective of the world."""
@@ -106,16 +106,16 @@ class Fleet:
         places = {i: self.feeding.starters(i) for i in range(self._count)}
         self._mine = [i for i, starters in places.items() if starters[0] == runtime.rank]
         self._nodes = {i: starters.index(runtime.rank) for i, starters in places.items() if runtime.rank in starters}
-        """Which part of which server is this rank's."""
+        """Number of this rank's part, by server."""
         self.servers: dict[int, Server] = {}
         self.parts: dict[int, Server] = {}
-        """Further parts of servers that stand on several machines; their first ones are other ranks'."""
+        """Parts other than the first of servers on several machines; the first parts belong to other ranks."""
         self._starts = dict.fromkeys(self._mine, 0)
         self._restarts = dict.fromkeys(self._nodes, 0)
         host, address = self._interface(hosts)
         self._spec = replace(spec, host=host, address=address)
         self._specs = agreed(lambda: {i: self._placed(i) for i in self._nodes if not self._external}, (RunError,))
-        """Of own servers, also when they are started again."""
+        """Specifications of this rank's servers and parts, also used for restarts."""
         unheard = unheard_variables(os.environ)
         if unheard and runtime.rank == 0 and not self._external:
             tell(
@@ -127,16 +127,17 @@ class Fleet:
 
     @property
     def can_sleep(self) -> bool:
-        """Whether the servers can give memory away that the trainers want."""
+        """Whether the servers can release memory that the trainers want."""
         return self._spec.memory_saver
 
     @property
     def returns_routing(self) -> bool:
-        """Whether the servers say which experts computed a token."""
+        """Whether the servers return the experts of each token."""
         return self._spec.returns_routing
 
     def _interface(self, hosts: Sequence[object]) -> tuple[str, str]:
-        """Where this machine's servers listen, and where others find them; a collective."""
+        """The interface that this machine's servers listen on, and the address at which others reach them; a
+        collective."""
         host, mine = self._settings.host, hosts[self._runtime.rank]
         if self._external or len(set(hosts)) == 1:
             return host or "127.0.0.1", ""
@@ -145,7 +146,7 @@ class Fleet:
         return host or own, host if host and host not in EVERYWHERE else own
 
     def _check_host(self, host: str | None) -> None:
-        """Raises RunError for an interface that does not serve several machines."""
+        """Raise RunError for an interface that does not serve several machines."""
         if host is None or host in EVERYWHERE or not self._nodes:
             return
         problem = "which only the machine itself reaches" if is_loopback(host) else listening_problem(host, 0)
@@ -156,11 +157,12 @@ class Fleet:
             )
 
     def _meet(self) -> dict[int, MultiNodeRendezvous]:
-        """What holds each of this rank's servers and parts together with the rest of it; a collective."""
+        """Connect each of this rank's servers and parts with its other parts; a collective."""
         address, patience = self._spec.address or self._spec.host, self._settings.start_timeout_seconds
         first = agreed(
             lambda: {i: MultiNodeRendezvous.first(address, 0, self._settings) for i in self._mine}, (OSError,)
         )
+        # Told only now: every first part listens before another part connects.
         told = all_gather_objects({index: (address, rendezvous.port) for index, rendezvous in first.items()})
         meetings = {index: meeting for of_rank in told for index, meeting in of_rank.items()}
 
@@ -178,7 +180,8 @@ class Fleet:
         return rendezvous_by_server
 
     def _start(self, indices: Iterable[int]) -> None:
-        """First parts first: they call the others. Raises ServerFailure where one is not called."""
+        """Start these servers and parts, first parts before others, which wait for their call. Raises ServerFailure
+        where a call does not come."""
         for index in sorted(indices, key=lambda i: self._nodes[i]):
             spec, rank, part = self._specs[index], self._runtime.rank, None
             if index in self._bonds:
@@ -191,7 +194,7 @@ class Fleet:
                 self.servers[index] = start_server(spec, index, rank, self._starts[index], part=part)
 
     def _placed(self, index: int) -> ServerSpec:
-        """The specification with the devices or cores of this server, or of this rank's part of it."""
+        """The specification with the GPUs or CPU cores of this server, or of this rank's part of it."""
         problem = self.feeding.problem(index)
         if problem is not None:
             raise RunError(
@@ -209,16 +212,17 @@ class Fleet:
     # What a rank does for its servers; every method returns what all ranks must know
 
     def start_all(self) -> Started:
-        """Wait until this rank's servers answer; a collective where they stand on several machines. One that does not
-        is started once more: another program may have taken the port in the meantime, and a real fault shows again."""
+        """Wait until this rank's servers answer; a collective where they stand on several machines. A server that does
+        not come up is started once more: another program may have taken its port meanwhile, and a real fault shows
+        again."""
         if self._external:
             return self._each(self._mine, lambda index: self._taken_in(self._await_external(index)))
         lost = self._agreed(self._of_mine(self._mine, self._came_up))
         return self._renewed(lost, self._mine)
 
     def restart_dead(self, suspects: Iterable[int]) -> Started:
-        """Start again what does not answer, and wait for it; `suspects` failed in some way. A collective as
-        `start_all`."""
+        """Restart servers that do not answer and wait for them. `suspects`: servers that failed in some way. A
+        collective as `start_all`."""
         known = set(suspects)
         if self._external:
             suspected = [index for index in self._mine if index in known]
@@ -227,19 +231,19 @@ class Fleet:
         lost = self._agreed(gone | self._of_mine([i for i in self._mine if i in known - gone], self._answers))
         mine = [index for index in self._mine if index in known | lost]
         for index in mine:
-            if index not in lost:  # a broadcast group with it may be broken: never used again
+            if index not in lost:  # counts as a new start: its broadcast group may be broken and is never used again
                 self._starts[index] += 1
                 server = self.servers[index]
                 server.endpoint = replace(server.endpoint, starts=self._starts[index])
         return self._renewed(lost, mine)
 
     def _of_mine(self, indices: list[int], is_well: Callable[[int], bool]) -> set[int]:
-        """Those of these servers that are not well."""
+        """Which of these servers fail the check `is_well`."""
         with ThreadPoolExecutor(max(1, len(indices))) as pool:
             return {i for i, well in zip(indices, pool.map(is_well, indices), strict=True) if not well}
 
     def _agreed(self, lost: set[int]) -> set[int]:
-        """Servers of which any rank has lost a part; one that stands on one machine is its own rank's business."""
+        """Servers of which any rank has lost a part; a server on one machine concerns its own rank alone."""
         return {i for of_rank in all_gather_objects(lost) for i in of_rank} if self._settings.nodes > 1 else lost
 
     def _came_up(self, index: int) -> bool:
@@ -250,14 +254,13 @@ class Fleet:
         return True
 
     def _answers(self, index: int) -> bool:
-        """A server of which a part of its memory was given away is not well when it failed, as nothing can be asked of
-        it."""
+        """Whether a server answers. One that has released memory counts as failed, as it must not be asked anything."""
         server = self.servers[index]
         return not server.released and is_alive(server.endpoint, self._settings.health_timeout_seconds)
 
     def _renewed(self, lost: set[int], mine: list[int]) -> Started:
-        """Start this rank's parts of the lost servers again, and take its own servers in: those that still answer will
-        be given weights again."""
+        """Restart this rank's parts of the lost servers, and check its own servers: those that still answer are given
+        weights again."""
         again = sorted(lost & self._nodes.keys())
         try:
             for index in again:
@@ -293,7 +296,7 @@ class Fleet:
         return Started(tuple(e for d in done for e in d.endpoints), sum(d.restarts for d in done))
 
     def _taken_in(self, endpoint: Endpoint, restarts: int = 0) -> Started:
-        """A server that has just come up, looked at once."""
+        """Check a server that has just come up."""
         said = what_it_says(endpoint, self._settings.health_timeout_seconds)
         check_room(endpoint.name, said, self._spec.cache)
         if self._external:
@@ -302,7 +305,7 @@ class Fleet:
         return Started((endpoint,), restarts)
 
     def _await_external(self, index: int) -> Endpoint:
-        """Wait until a server that somebody else starts answers."""
+        """Wait until a server that was started elsewhere answers."""
         self._starts[index] += 1
         key = key_of(KEY_VARIABLE)
         endpoint = Endpoint(index, self._external[index].rstrip("/"), key, self._runtime.rank, self._starts[index])
@@ -331,7 +334,8 @@ class Fleet:
         return endpoint
 
     def each_own(self, endpoints: Sequence[Endpoint], action: Callable[[Server], None]) -> dict[int, str]:
-        """Do something with those of these servers that this rank started; what went wrong on all ranks, by server."""
+        """Apply an action to those of these servers that this rank started; returns the problems of all ranks, by
+        server. A collective."""
         failed = {}
         for endpoint in endpoints:
             if endpoint.index in self.servers:
@@ -342,7 +346,7 @@ class Fleet:
         return by_server(all_gather_objects(failed))
 
     def close(self) -> None:
-        """End this rank's servers and parts, all at once."""
+        """End this rank's servers and parts at the same time."""
         self._stop([*self.servers.values(), *self.parts.values()])
         self.servers, self.parts = {}, {}
 

@@ -1,4 +1,4 @@
-"""Which GPUs a server gets, and how it is told."""
+"""Chooses the GPUs of a server, and the CUDA_VISIBLE_DEVICES that says so."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ _REMEDY = "let each rank see all GPUs of its machine (srun --gpus-per-node with 
 
 
 def check_visible(settings: SGLangSettings) -> None:
-    """Raises RunError where servers need GPUs that a launcher hides from the ranks that start them."""
+    """Raise RunError where servers need GPUs that a launcher hides from the ranks that start them."""
     if settings.urls or not torch.cuda.is_available() or not sees_one_device(torch.cuda.device_count()):
         return
     if settings.node_ranks > 1:
@@ -28,8 +28,8 @@ def check_visible(settings: SGLangSettings) -> None:
 
 
 def server_gpus(settings: SGLangSettings, index: int, own: int, ranks_here: int) -> tuple[int, ...]:
-    """GPUs of server `index` here by their number among those that this process sees. `own` is that of the rank that
-    starts it, `ranks_here` how many ranks train on this machine.
+    """GPUs of server `index` on this machine, by their number among those that this process sees. `own`: the GPU of the
+    rank that starts it; `ranks_here`: number of ranks that train on this machine.
 
     Raises RunError where there are too few, which depends on the rank.
     """
@@ -48,7 +48,7 @@ def server_gpus(settings: SGLangSettings, index: int, own: int, ranks_here: int)
 
 
 def visible_devices(gpus: tuple[int, ...], ours: str) -> str:
-    """CUDA_VISIBLE_DEVICES of a server, from numbers among the devices that this process sees, which are `ours`: all of
-    the machine where it is empty. Where that is one of a launcher's choice, it is handed over as it is."""
+    """CUDA_VISIBLE_DEVICES of a server. `gpus`: numbers among the devices that this process sees; `ours`: its own
+    CUDA_VISIBLE_DEVICES, empty for all of the machine. Names that a launcher chose, such as UUIDs, are kept."""
     names = ours.split(",") if ours else []
     return ",".join(names[gpu] if names else str(gpu) for gpu in gpus)

@@ -1,13 +1,14 @@
-"""Keeps one server alive and nothing of it alive after its owner: two processes between trainer and server.
+"""Keeps one server alive, and leaves nothing of it behind when its owner ends: two processes between trainer and
+server.
 
     python guard.py SCRATCH LOG CORES -- COMMAND...
 
 Starts COMMAND in a session of its own, its output in LOG, on CORES, such as 0,1,2; empty: on those of the guard. When
 the owner closes the guard's standard input, which also happens when the owner is killed, or when COMMAND ends,
-everything that COMMAND started is ended and what it left in /dev/shm and in SCRATCH is removed. The keeper, which
-started it, does that. The witness, which the owner knows, does it where the keeper was killed, and the keeper also ends
-where the witness was. Where both were killed at once the kernel kills the server. Standard library only: it must start
-at once and survive anything.
+everything that COMMAND started is ended, and what it left in /dev/shm and in SCRATCH is removed. The keeper, which
+started COMMAND, does that. The witness, which the owner started, does it where the keeper was killed; where the witness
+was killed, the keeper ends COMMAND too. Where both were killed at once, the kernel kills the server. Standard library
+only: it must start at once and survive anything.
 """
 
 from __future__ import annotations
@@ -28,23 +29,24 @@ KILL_SECONDS = 10.0
 _POLL_SECONDS = 0.5
 _SCAN_SECONDS = 5.0
 _MARK = "MEGAPPO_SERVER_SCRATCH"
-"""Variable that everything a server starts inherits, also in sessions of its own."""
+"""Variable that all processes of a server inherit, also those in sessions of their own."""
 _PR_SET_PDEATHSIG = 1
 _PR_SET_CHILD_SUBREAPER = 36
 _SHM = "/dev/shm/"
 _OWN_SHM = ("sglang_loads_", "sgl_shm_", "torch_", "psm_", "sem.", "nccl-", "cuda.shm.", "multi_tokenizer_args_")
-"""What a server makes there; buckets of the trainer carry the trainer's process id and are left to it."""
+"""Beginnings of names that a server makes in /dev/shm, where SGLang leaves files after a kill (0.5.23). Buckets of the
+trainer carry the trainer's process id and are left to it."""
 
 
 class _Process(NamedTuple):
     parent: int
     session: int
     start: int
-    """In clock ticks; tells a process from a later one with its number."""
+    """Start time in clock ticks; distinguishes a process from a later one with the same id."""
 
 
 def _processes() -> dict[int, _Process]:
-    """Everything that runs on this machine, zombies left out."""
+    """All processes of this machine by id, zombies left out."""
     found = {}
     for entry in os.listdir("/proc"):
         if entry.isdigit():
@@ -56,13 +58,13 @@ def _processes() -> dict[int, _Process]:
 
 
 def session_pids(session: int) -> list[int]:
-    """Processes of a session."""
+    """Ids of the processes of a session."""
     return [pid for pid, process in _processes().items() if process.session == session]
 
 
 class ServerProcesses:
-    """The processes of a server: its session, what has its mark in the environment, and all that any of these started,
-    remembered when the parent is gone."""
+    """The processes of a server: those of its session, those with its mark in the environment, and all that these
+    started, which are remembered when the parent is gone."""
 
     def __init__(self, session: int, scratch: str, guard: int | None = None) -> None:
         """`guard` is a process that inherits what the server leaves, and has no other children."""
@@ -71,7 +73,7 @@ class ServerProcesses:
         self._seen: set[tuple[int, int]] = set()
 
     def alive(self) -> list[int]:
-        """Those that run, never this process or one that it descends from."""
+        """Ids of the processes that run, without this process and its ancestors."""
         table = _processes()
         pid = os.getpid()
         while pid in table:
@@ -95,9 +97,11 @@ class ServerProcesses:
         return False
 
     def end(self) -> None:
-        """Kill them; returns when none of them runs, or only what a driver keeps from dying.
+        """Kill the processes; returns when none is left, or after `KILL_SECONDS` only those that a driver keeps from
+        dying.
 
-        Nobody is asked: of SGLang's processes those that are still there would call it a crash of the others.
+        SIGKILL, not SIGTERM: SGLang's remaining processes would report the end of the others as a crash, and with
+        TP of 2 SIGTERM drains for more than 10 s (0.5.23).
         """
         deadline = time.monotonic() + KILL_SECONDS
         while (found := self.alive()) and time.monotonic() < deadline:
@@ -125,14 +129,15 @@ def shared_files(pids: list[int]) -> set[str]:
 
 
 def _made_by(name: str, pids: list[int]) -> bool:
-    """torch names its segments after the process that made them."""
+    """Whether a file of /dev/shm was made by a server: torch puts the process id into the names of its segments."""
     if name.startswith("torch_"):
         return name.split("_")[1] in {str(pid) for pid in pids}
     return name.startswith(_OWN_SHM)
 
 
 def clean_up(processes: ServerProcesses, files: set[str], scratch: str) -> None:
-    """End a server and remove what it leaves: `files`, what it has in shared memory now, and last its scratch."""
+    """End a server and remove what it leaves: `files`, its current files in shared memory, and last its scratch
+    folder."""
     files = files | shared_files(processes.alive())
     processes.end()
     for path in files:
@@ -142,7 +147,7 @@ def clean_up(processes: ServerProcesses, files: set[str], scratch: str) -> None:
 
 
 def _start(command: list[str], scratch: str, log: str, cores: set[int]) -> subprocess.Popen[bytes]:
-    """The server, which the kernel kills as soon as this process is gone."""
+    """Start the server, which the kernel kills as soon as this process is gone."""
     keeper, libc = os.getpid(), ctypes.CDLL(None)
 
     def prepare() -> None:
@@ -150,9 +155,9 @@ def _start(command: list[str], scratch: str, log: str, cores: set[int]) -> subpr
             signal.signal(number, signal.SIG_DFL)
         libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
         if cores:
-            with suppress(OSError):  # none of them is this job's any more: those of the owner are left
+            with suppress(OSError):  # the job has lost all of these cores: the owner's stay
                 os.sched_setaffinity(0, cores)
-        if os.getppid() != keeper:  # it was gone before
+        if os.getppid() != keeper:  # it ended before prctl, which would not notice
             os._exit(1)
 
     with open(log, "ab", buffering=0) as out:
@@ -168,9 +173,9 @@ def _start(command: list[str], scratch: str, log: str, cores: set[int]) -> subpr
 
 
 def _keep(command: list[str], scratch: str, log: str, cores: set[int], witness: int, report: int) -> None:
-    """Run the command until it, the owner or the witness ends. `witness` is a pipe that ends with the witness, which
-    reads from `report` what it would have to know."""
-    os.setsid()  # what kills the witness's session does not find this process
+    """Run the command until it, the owner or the witness ends. `witness` is a pipe that closes with the witness;
+    `report` tells the witness what it needs to clean up."""
+    os.setsid()  # a signal to the witness's session does not reach this process
     ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1)
     server = _start(command, scratch, log, cores)
     processes, files = ServerProcesses(server.pid, scratch, os.getpid()), set[str]()
@@ -214,7 +219,7 @@ def main() -> int:
     scratch, log, command = sys.argv[1], sys.argv[2], sys.argv[5:]
     cores = {int(core) for core in sys.argv[3].split(",") if core}
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
-        signal.signal(number, signal.SIG_IGN)  # Ctrl-C reaches the owner, whose end is our order
+        signal.signal(number, signal.SIG_IGN)  # Ctrl-C ends the owner, and its end ends the server
     ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1)
     witness, alive = os.pipe()
     report, reports = os.pipe()

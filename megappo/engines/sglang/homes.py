@@ -1,4 +1,4 @@
-"""Which server has the beginning of a prompt in its cache, from one round of requests to the next."""
+"""Remembers which server has the beginning of a prompt in its cache, from one round of requests to the next."""
 
 from __future__ import annotations
 
@@ -8,14 +8,15 @@ from megappo.engines.protocol import GenerateRequest
 
 
 class Homes:
-    """By the numbers of prompts, which count from 0 in every round: a number alone does not say that it is the same
-    prompt, nor does its text where a long answer is asked for piece by piece (`rollout.generation`)."""
+    """The server of each prompt, by the prompt's number and beginning. Numbers count from 0 in every round, so that a
+    number alone does not identify a prompt; nor does the text where a long answer is generated piece by piece
+    (`rollout.generation`)."""
 
     def __init__(self) -> None:
         self._found: dict[int, tuple[tuple[int, ...], int]] = {}
 
     def of(self, requests: Mapping[int, GenerateRequest]) -> dict[int, int]:
-        """The server of each request that goes on from what one has answered."""
+        """The server of each request that continues a prompt which a server has answered."""
         return {i: server for i, request in requests.items() if (server := self._of(request)) is not None}
 
     def _of(self, request: GenerateRequest) -> int | None:
@@ -23,11 +24,11 @@ class Homes:
         return server if request.token_ids[: len(beginning)] == beginning else None
 
     def note(self, request: GenerateRequest, server: int) -> None:
-        """A server has answered it."""
+        """Note which server has answered a request."""
         is_known = self._of(request) is not None
         beginning = self._found[request.prompt_id][0] if is_known else request.token_ids
         self._found[request.prompt_id] = (beginning, server)
 
     def forget(self) -> None:
-        """The caches are empty: the weights are others."""
+        """Forget all servers: new weights have emptied their caches."""
         self._found = {}

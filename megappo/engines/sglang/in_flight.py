@@ -1,5 +1,5 @@
-"""A round that is never over: requests come at any time, answers are taken at any time, and all of it can be broken
-off, with the tokens that there are."""
+"""A round without an end: requests arrive and answers are taken at any time, and everything can be broken off with the
+tokens that were made."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ from megappo.runtime.objects import all_gather_objects
 from megappo.runtime.waiting import wait_until
 
 _ABORT_SECONDS = 0.1
-"""Between two calls to abort: a request that was on its way during the first is met by the second."""
+"""Seconds between two calls to abort; a request that was on its way during the first is caught by the second."""
 
 
 class _Inbox:
-    """A `Listener`: answers that nobody has taken yet."""
+    """A `Listener` that collects answers until they are taken."""
 
     def __init__(self) -> None:
         self._found: dict[int, Completion] = {}
@@ -31,13 +31,13 @@ class _Inbox:
         self._bell = threading.Event()
 
     def answered(self, number: int, completion: Completion) -> None:
-        """From the round's thread."""
+        """Take an answer, from the round's thread."""
         with self._lock:
             self._found[number] = completion
             self._bell.set()
 
     def take(self, wait_seconds: float) -> dict[int, Completion]:
-        """Those that there are; waits at most so long for the first."""
+        """The answers that were not taken yet; waits at most `wait_seconds` for the first."""
         self._bell.wait(wait_seconds)
         with self._lock:
             found, self._found = self._found, {}
@@ -46,19 +46,19 @@ class _Inbox:
 
 
 class _Relay:
-    """A `Listener`: notes who is owed nothing any more, and hands the answer on."""
+    """A `Listener` that notes which requests are answered and forwards each answer."""
 
     def __init__(self, listener: Listener, owed: set[int]) -> None:
         self._listener, self._owed = listener, owed
 
     def answered(self, number: int, completion: Completion) -> None:
-        """From the round's thread."""
-        self._owed.discard(number)  # before the next turn is asked for, under the same number
+        """Note the answer and forward it, from the round's thread."""
+        self._owed.discard(number)  # first, as the listener may send the next turn under the same number
         self._listener.answered(number, completion)
 
 
 class InFlightRound(OpenRound):
-    """What one version of the weights answers, of this rank's requests."""
+    """This rank's requests in flight under one version of the weights."""
 
     def __init__(
         self,
@@ -69,7 +69,7 @@ class InFlightRound(OpenRound):
         on_tokens: Callable[[], None] = lambda: None,
         listener: Listener | None = None,
     ) -> None:
-        """`listener`: who is told answers at once, in place of `take`."""
+        """`listener`: receives answers at once; without one, `take` returns them."""
         self._inbox = _Inbox()
         self._owed: set[int] = set()
         told = self._inbox if listener is None else _Relay(listener, self._owed)
@@ -81,47 +81,47 @@ class InFlightRound(OpenRound):
         super().send(number, request)
 
     def take(self, wait_seconds: float) -> dict[int, Completion]:
-        """The answers that nobody has taken yet; see `_Inbox.take`."""
+        """The answers that were not taken yet; see `_Inbox.take`."""
         found = self._inbox.take(0.0 if self.is_over else wait_seconds)
         self._owed.difference_update(found)
         return found
 
     @property
     def failures(self) -> dict[int, str]:
-        """Servers that failed until now, and how. Raises what nobody expected."""
+        """Reasons of servers that failed so far, by server. Raises what ended the round's thread unexpectedly."""
         if self._finished.done():
             self._finished.result()
         return dict(self._outcome.failures)
 
     @property
     def refusal(self) -> str | None:
-        """A request that a server will never take."""
+        """Error of a request that no server will ever accept; None: there is none."""
         return self._outcome.refusal
 
     def break_off(self) -> None:
-        """Send out nothing any more, and let answers be broken off."""
+        """Send no more requests, and accept answers that were broken off."""
         self._aborts = True
 
     def hold(self) -> None:
-        """Servers make no tokens from now on."""
+        """Note that servers are paused from now on."""
         self._is_held = True
 
     @contextmanager
     def given(self, version: int) -> Iterator[None]:
-        """While servers are given these weights, of which they make tokens as soon as they have them; what they have
-        begun has tokens of older ones."""
+        """Context in which servers are given weights of this version. They make tokens as soon as they have them; what
+        they had begun has tokens of older versions."""
         self._version = version
         yield
         self._is_held = False
 
     @property
     def busy(self) -> list[Endpoint]:
-        """Servers that owe answers."""
+        """Servers with unanswered requests."""
         return [lane.endpoint for lane in list(self._lanes) if lane.calls]
 
     def end(self) -> tuple[dict[int, Completion], Outcome]:
-        """The answers that nobody has taken yet, with what is owed as broken off without a token; and what else is
-        known of the round."""
+        """End the round. Returns the answers that were not taken yet, with unanswered requests as broken off without
+        tokens, and the outcome of the round."""
         outcome = self.hang_up()
         found = self.take(0.0)
         nothing = Completion((), (), truncated=False, weight_version=self._version, broken_off=True)
@@ -133,18 +133,18 @@ class InFlightRound(OpenRound):
 
 
 class Departures:
-    """Sends requests over the round that there is, from any thread, and keeps them back while there can be none."""
+    """Sends requests over the current round, from any thread, and keeps them back while there can be none."""
 
     def __init__(self) -> None:
         self.stream: InFlightRound | None = None
-        """Where this rank has sent requests since weights were given last."""
+        """The round over which requests are sent since the last weight update; None: none was sent since."""
         self.listener: Listener | None = None
-        """Who is told answers at once."""
+        """Receiver of answers, who gets each at once; None: answers are collected."""
         self._lock = threading.Lock()
         self._kept: list[Callable[[], None]] | None = None
 
     def send(self, requests: Mapping[int, GenerateRequest], begin: Callable[[], InFlightRound]) -> None:
-        """Send requests; `begin` makes the round where there is none."""
+        """Send requests; `begin` makes the round where there is none yet."""
         with self._lock:
             if self._kept is not None:
                 self._kept.append(lambda: self.send(requests, begin))
@@ -164,14 +164,14 @@ class Departures:
         return nullcontext() if self.stream is None else self.stream.given(version)
 
     def take_stream(self) -> InFlightRound | None:
-        """The round, which is no more the one that requests are sent over."""
+        """Detach and return the current round; later requests begin another."""
         with self._lock:
             stream, self.stream = self.stream, None
             return stream
 
     @contextmanager
     def kept_back(self) -> Iterator[None]:
-        """Servers are started again meanwhile."""
+        """Context in which servers are restarted: requests are kept and sent afterwards."""
         with self._lock:
             self._kept = []
         try:
@@ -184,13 +184,13 @@ class Departures:
 
 
 def abort_servers(stream: InFlightRound | None, mine: Sequence[Endpoint], settings: SGLangSettings) -> dict[int, str]:
-    """Have all servers give up all that they have begun, until no rank is owed anything; every rank calls it.
+    """Have all servers abort all their requests, until no rank waits for an answer; every rank calls it.
 
     Args:
-        stream: of this rank, which is broken off.
-        mine: the servers that this rank tells.
+        stream: this rank's round, which was broken off.
+        mine: the servers to which this rank sends the order.
 
-    Returns what went wrong, by server, the same on every rank.
+    Returns the problems by server, the same on every rank.
     """
     failed, quiet = dict[int, str](), 0
     deadline = time.monotonic() + settings.sync_timeout_seconds
@@ -203,13 +203,13 @@ def abort_servers(stream: InFlightRound | None, mine: Sequence[Endpoint], settin
         facts = all_gather_objects((failed, len(owing)))
         failed = {index: reason for of_rank, _ in facts for index, reason in of_rank.items()}
         quiet = 0 if any(count for _, count in facts) else quiet + 1
-        if quiet == 2:  # what was being sent during the first is seen by then
+        if quiet == 2:  # a request that was being sent during the first pass shows in the second
             return failed
         wait_until(lambda: stream is None or not stream.busy, _ABORT_SECONDS, every_seconds=_ABORT_SECONDS / 10)
 
 
 def pause_servers(mine: Sequence[Endpoint], settings: SGLangSettings) -> dict[int, str]:
-    """Have these servers keep what they have begun and make no tokens; what went wrong, by server."""
+    """Have these servers pause with their requests kept; returns the problems by server."""
     failed = dict[int, str]()
     for endpoint in mine:
         try:
@@ -220,6 +220,8 @@ def pause_servers(mine: Sequence[Endpoint], settings: SGLangSettings) -> dict[in
 
 
 def _abort(endpoint: Endpoint, settings: SGLangSettings) -> dict[int, str]:
+    # Not /pause_generation with mode abort, which looks once a second whether requests are gone (SGLang 0.5.23,
+    # tokenizer_manager.py:2280).
     try:
         call(endpoint, "/abort_request", {"abort_all": True}, timeout_seconds=settings.health_timeout_seconds)
     except ServerFailure as failure:

@@ -1,4 +1,4 @@
-"""What a server says of itself when it is up, compared with what the run needs of it."""
+"""Compares what a server reports of itself with what the run needs."""
 
 from __future__ import annotations
 
@@ -12,16 +12,17 @@ from megappo.plan.cache import PlannedCache
 from megappo.runtime.nccl import group_problem, own_stack, read_labels
 
 _LARGEST_PAGE_TOKENS = 256
-"""SGLang holds whole pages of tokens, and leaves the rest of the last one out."""
+"""Largest page of keys and values, in tokens. SGLang holds whole pages only, so that it may report up to a page less
+than planned."""
 
 
 def what_it_says(endpoint: Endpoint, timeout_seconds: float) -> dict[str, Any]:
-    """Its arguments as it understood them, and what it made of its memory. Raises ServerFailure."""
+    """A server's arguments as it understood them, and its memory (SGLang's `/server_info`). Raises ServerFailure."""
     return call(endpoint, "/server_info", timeout_seconds=timeout_seconds, method="GET")
 
 
 def check_room(name: str, said: dict[str, Any], cache: PlannedCache) -> None:
-    """Raises EngineError for a server without room for the longest sequence; tells where it is less than planned."""
+    """Raise EngineError for a server without room for the longest sequence; warn where it has less than planned."""
     held = said.get("max_total_num_tokens")
     if held is None:
         return
@@ -38,14 +39,15 @@ def check_room(name: str, said: dict[str, Any], cache: PlannedCache) -> None:
 
 
 def stack_problem(name: str, said: dict[str, Any], *, by_nccl: bool) -> tuple[str | None, bool]:
-    """Why this process should broadcast nothing to a server, None where it may, and whether the server told enough to
+    """Why no broadcast group can be formed with a server (None: it can), and whether the server reported enough to
     know."""
     theirs, ours = read_labels(said.get("extra_metric_labels")), own_stack(os.environ)
     return (None, False) if theirs is None else (group_problem(name, theirs, ours, by_nccl=by_nccl), True)
 
 
 def check_stack(name: str, said: dict[str, Any], *, by_nccl: bool) -> None:
-    """Raises EngineError for a server with which no group can be formed; tells where it does not say what it has."""
+    """Raise EngineError for a server with which no broadcast group can be formed; warn where it does not report its
+    versions."""
     problem, is_known = stack_problem(name, said, by_nccl=by_nccl)
     if problem is not None:
         raise EngineError(problem)
@@ -57,7 +59,7 @@ def check_stack(name: str, said: dict[str, Any], *, by_nccl: bool) -> None:
 
 
 def check_routing(name: str, said: dict[str, Any], *, wanted: bool) -> None:
-    """Raises EngineError for a server that does not say which experts computed a token, where that is `wanted`."""
+    """Raise EngineError for a server that does not return the experts of each token where they are `wanted`."""
     if wanted and not said.get("enable_return_routed_experts"):
         raise EngineError(
             f"{name} does not say which experts computed a token; start it by `megappo serve` with this configuration "

@@ -1,4 +1,4 @@
-"""Keeps one server running that is no fleet's: starts it again when it dies or hangs, until told to stop."""
+"""Keeps one server running that belongs to no fleet: restarts it when it dies or hangs, until told to stop."""
 
 from __future__ import annotations
 
@@ -16,21 +16,22 @@ _HEALTH_SECONDS = 10.0
 
 
 class Ending(Protocol):
-    """Says when to stop."""
+    """Signal to stop."""
 
     @property
     def due(self) -> bool:
         """Whether to stop now."""
 
     def wait(self, seconds: float) -> object:
-        """Sleep so long, or until it is due."""
+        """Sleep for `seconds`, or until `due`."""
 
 
 def keep_running(start: Callable[[int], Server | None], ending: Ending, patience_seconds: float) -> None:
-    """Start a server as often as its `max_restarts` allows; one that never got ready twice running is given up.
+    """Keep a server running, with at most `max_restarts` restarts; a server that twice in a row never became ready is
+    given up.
 
-    `start` is told how often it was started before, and gives None where it was told to stop meanwhile. A server that
-    has not answered for `patience_seconds` hangs. Raises RunError where it is given up.
+    `start` gets the number of earlier starts, and returns None where it was told to stop meanwhile. A server that has
+    not answered for `patience_seconds` counts as hung. Raises RunError where it is given up.
     """
     restarts = never_ready = 0
     while not ending.due:
@@ -54,7 +55,7 @@ def keep_running(start: Callable[[int], Server | None], ending: Ending, patience
 
 
 def _watch(server: Server, ending: Ending, patience_seconds: float) -> tuple[bool, str | None]:
-    """Whether it got ready, and why it has to be replaced; None where it is to stop."""
+    """Watch a server. Returns whether it became ready, and why it has to be replaced; None where it is to stop."""
     ready = False
     try:
         while not ending.due and not (ready := server.is_ready()):

@@ -1,4 +1,4 @@
-"""What each server has still to do, in tokens, as far as one rank knows: what the servers are filled by."""
+"""Estimates the tokens that each server still owes one rank, by which requests are assigned."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ class _Debt:
 
 
 class OwedTokens:
-    """By server, of the requests that wait for it or are with it: the tokens of their prompts, and for each response
-    those that it will have in the mean of the responses so far, or before there is one as many as it may have."""
+    """Owed tokens by server, over the requests that wait for it or were sent to it. A request counts its prompt tokens
+    and an expected response: the mean of the responses so far, or before the first the limit."""
 
     def __init__(self, servers: Iterable[int], most_response_tokens: int) -> None:
         self._debts = {server: _Debt() for server in servers}
@@ -23,31 +23,31 @@ class OwedTokens:
 
     @property
     def response_tokens(self) -> float:
-        """What a response is expected to have."""
+        """Expected number of tokens of a response."""
         return self._response_tokens / self._responses if self._responses else float(self._most)
 
     def worth(self, prompt_tokens: int, sequences: int) -> float:
-        """Tokens of so many requests, whose prompts have so many together."""
+        """Owed tokens of `sequences` requests, whose prompts have `prompt_tokens` together."""
         return prompt_tokens + sequences * self.response_tokens
 
     def of(self, server: int) -> float:
-        """What it owes."""
+        """Tokens that a server owes."""
         debt = self._debts[server]
         return self.worth(debt.prompt_tokens, debt.sequences)
 
     def add(self, server: int, prompt_tokens: int, sequences: int) -> None:
-        """It owes so many requests more, or fewer where the numbers are negative."""
+        """Add requests to a server, or remove them where the numbers are negative."""
         debt = self._debts[server]
         debt.prompt_tokens += prompt_tokens
         debt.sequences += sequences
 
     def answered(self, server: int, prompt_tokens: int, responses: Iterable[int]) -> None:
-        """It has given responses of so many tokens each."""
+        """Note responses of a server, each by its number of tokens."""
         lengths = list(responses)
         self.add(server, -prompt_tokens, -len(lengths))
         self._responses += len(lengths)
         self._response_tokens += sum(lengths)
 
     def lose(self, server: int) -> None:
-        """It owes nothing any more; what it owed is added to others."""
+        """Remove a server; its requests are added to others by the caller."""
         del self._debts[server]

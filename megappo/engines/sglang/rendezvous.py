@@ -1,8 +1,8 @@
-"""What holds the parts of a server together that stands on several machines.
+"""Connects the parts of a server that stands on several machines.
 
 Each part is an SGLang process group with a share of the server's ranks, started and guarded on its own machine; the
-first one answers requests. Those who start the parts talk over a key-value store of the first one's: where the ranks
-meet, start after start, and that a part has ended, upon which everybody ends his own.
+first one answers requests. The processes that start the parts share a key-value store of the first part. It says where
+the ranks of each start meet, and that a part has ended, upon which all others are ended too.
 """
 
 from __future__ import annotations
@@ -22,7 +22,8 @@ from megappo.runtime.waiting import wait_until
 _POLL_SECONDS = 0.2
 PEERS = "SGLANG_ZMQ_ALLOWED_PEERS"
 _OWN_PORTS = 16
-"""SGLang 0.5.23 takes the 13 behind the one that it is told (its server_args.py and data_parallel_controller.py)."""
+"""Free ports in a row that a server gets: SGLang 0.5.23 takes the 13 after the one that it is told (its server_args.py
+and data_parallel_controller.py)."""
 
 
 class MultiNodeRendezvous:
@@ -33,11 +34,12 @@ class MultiNodeRendezvous:
         self._store, self._address, self.node, self._settings = store, address, node, settings
         self._ranks: dist.TCPStore | None = None
         self.peers: frozenset[str] = frozenset()
-        """Addresses of all parts' machines, where they are known: nobody else may talk to SGLang's sockets."""
+        """Addresses of all parts' machines, where they are known: only these may connect to SGLang's sockets."""
 
     @classmethod
     def first(cls, address: str, port: int, settings: SGLangSettings) -> MultiNodeRendezvous:
-        """That of the first part, which listens at `address` (port 0: a free one). Raises OSError as sockets do."""
+        """Make the first part's store, which listens at `address` (port 0: a free one). Raises OSError as sockets
+        do."""
         timeout = datetime.timedelta(seconds=settings.start_timeout_seconds)
         return cls(
             listening_store(address, port, settings.nodes, timeout, wait_for_workers=False), address, 0, settings
@@ -47,7 +49,8 @@ class MultiNodeRendezvous:
     def further(
         cls, address: str, port: int, node: int, settings: SGLangSettings, patience_seconds: float
     ) -> MultiNodeRendezvous:
-        """That of another part. Raises ServerFailure where the first part's does not listen within so long."""
+        """Connect another part to the first part's store. Raises ServerFailure where it does not listen within
+        `patience_seconds`."""
         timeout = datetime.timedelta(seconds=patience_seconds)
         try:
             store = dist.TCPStore(address, port, settings.nodes, False, timeout, wait_for_workers=False)
@@ -57,12 +60,12 @@ class MultiNodeRendezvous:
 
     @property
     def port(self) -> int:
-        """On which the first part's listens."""
+        """Port on which the first part's store listens."""
         assert isinstance(self._store, dist.TCPStore)
         return int(self._store.port)
 
     def call(self, start: int) -> None:
-        """Let the ranks of this start meet, at a store of their own; for the first part."""
+        """Announce the meeting of this start's ranks, at a store of their own; called by the first part."""
         timeout = datetime.timedelta(seconds=self._settings.start_timeout_seconds)
         ranks = self._settings.tensor_parallel
         self._ranks = listening_store(self._address, 0, ranks, timeout, wait_for_workers=False)
@@ -70,11 +73,12 @@ class MultiNodeRendezvous:
         self._store.set(f"{start}/meeting", f"{self._ranks.port} {own}")
 
     def is_called(self, start: int) -> bool:
-        """Whether they may. Raises ServerFailure where the first part's owner is gone."""
+        """Whether the first part has announced this start. Raises ServerFailure where its owner is gone."""
         return self._has(f"{start}/meeting")
 
     def await_call(self, start: int) -> None:
-        """Wait for it. Raises ServerFailure as `is_called`, and where it does not come."""
+        """Wait for the announcement of this start. Raises ServerFailure as `is_called`, and where it does not come in
+        time."""
         patience = self._settings.start_timeout_seconds
         if not wait_until(lambda: self.is_called(start), patience, every_seconds=_POLL_SECONDS):
             raise ServerFailure(f"the first part of a server was not started within {patience:g} seconds")
@@ -85,7 +89,7 @@ class MultiNodeRendezvous:
             self._store.compare_set(f"{start}/ended", "", reason)
 
     def why_ended(self, start: int) -> str | None:
-        """Why a part has ended; None: all run as far as is known."""
+        """Why a part has ended; None where none has as far as is known."""
         try:
             return self._store.get(f"{start}/ended").decode("utf-8", "replace") if self._has(f"{start}/ended") else None
         except ServerFailure as failure:
@@ -98,22 +102,24 @@ class MultiNodeRendezvous:
             raise ServerFailure("whoever started the first part of the server is gone") from None
 
     def arguments(self, start: int) -> dict[str, Any]:
-        """SGLang's arguments of this part. Groups that attend apart are sent their requests from ports that follow the
-        one that stands here."""
+        """SGLang's arguments of this part. With data parallel attention SGLang sends requests to its groups at the
+        ports that follow the one given here."""
         address = f"[{self._address}]" if ":" in self._address else self._address
         found: dict[str, Any] = {"nnodes": self._settings.nodes, "node-rank": self.node}
         return found | {"dist-init-addr": f"{address}:{self._meeting(start)[1]}"}
 
     def _meeting(self, start: int) -> list[str]:
-        """Port of the ranks' store, and the first of SGLang's own."""
+        """Port of the store at which the ranks meet, and the first of SGLang's own ports."""
         return str(self._store.get(f"{start}/meeting").decode()).split()
 
     def environment(self, start: int) -> dict[str, str]:
-        """Variables by which its ranks find the others: at our store, as torch's would listen on every interface."""
-        attends_apart = self._settings.data_parallel_attention > 1  # by sockets that read pickles from whoever connects
+        """Environment variables by which the part's ranks meet at our store; torch's own would listen on every
+        interface."""
+        # Groups then talk over sockets that unpickle what anybody sends, so that peers are limited.
+        attends_apart = self._settings.data_parallel_attention > 1
         return ({PEERS: ",".join(sorted(self.peers))} if attends_apart and self.peers else {}) | {
             "SGLANG_DISTRIBUTED_INIT_METHOD_OVERRIDE": "env://",
-            "TORCHELASTIC_USE_AGENT_STORE": "True",  # no rank is to serve it
+            "TORCHELASTIC_USE_AGENT_STORE": "True",  # torch then has no rank serve the store, which is ours
             "MASTER_ADDR": self._address,
             "MASTER_PORT": self._meeting(start)[0],
         }
@@ -127,7 +133,8 @@ class ServerPart:
     start: int
 
     def begin(self) -> None:
-        """Call the others, or wait to be called. Raises ServerFailure as `MultiNodeRendezvous.await_call`."""
+        """Announce this start to the other parts, or wait for the announcement. Raises ServerFailure as
+        `MultiNodeRendezvous.await_call`."""
         if self.rendezvous.node == 0:
             self.rendezvous.call(self.start)
         else:

@@ -1,4 +1,4 @@
-"""What the rounds of requests of all ranks came to, agreed among them."""
+"""Agreement of all ranks on the outcome of their rounds of requests."""
 
 from __future__ import annotations
 
@@ -10,11 +10,12 @@ from megappo.engines.sglang.server import EngineError
 from megappo.runtime.objects import all_gather_objects
 
 ROUNDS_IN_VAIN = 3
-"""In a row, in which servers fail and no request of any rank is answered: what is left makes them fail."""
+"""Rounds in a row in which servers fail and no request of any rank is answered, after which the run ends: the remaining
+requests must be what makes the servers fail."""
 
 
 class Rounds:
-    """Counts those that were in vain, over a run."""
+    """Counts rounds without any answer, over a run."""
 
     def __init__(self) -> None:
         self._in_vain = 0

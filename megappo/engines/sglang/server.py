@@ -1,4 +1,4 @@
-"""Starts one SGLang server as a child process and ends it, with everything it made."""
+"""Starts one SGLang server as a child process, and ends it with everything it made."""
 
 from __future__ import annotations
 
@@ -29,16 +29,17 @@ from megappo.errors import RunError
 from megappo.runtime.store import free_port
 from megappo.runtime.waiting import wait_until
 
-STOP_SECONDS = 20.0
+STOP_SECONDS = 20.0  # above KILL_SECONDS, within which the guard kills the server
 _FREEZE_SECONDS = 30.0
 _IDLE_SECONDS = 10
 _PART_SECONDS = 0.5
 _ANSWER_SECONDS = 5.0
 _GUARD_SECONDS, _LONGEST_NUMBER = 60.0, 32
 _LABELS, _PROOF = "extra-metric-labels", "megappo_server"
-"""Where a server is given what only it and its owner know, and what it tells that under to who has its key."""
+"""SGLang's argument that hands a server a secret label, and the label's name in `/server_info`: whoever has the key can
+tell from it that this is the server which was started."""
 WEIGHTS, CACHES = ("weights",), ("kv_cache", "cuda_graph")
-"""Parts of a server's memory by SGLang's names; it needs the second ones to generate only."""
+"""Parts of a server's memory by SGLang's names; those of `CACHES` are needed only to generate."""
 
 
 class EngineError(RunError):
@@ -54,31 +55,34 @@ class Server:
     session: int
     """Process id of the server, which leads a session of its own."""
     scratch: Path
-    """Its sockets and its key; removed by the guard, last of all."""
+    """Folder of the server's sockets and key; the guard removes it last."""
     log: Path
     deadline: float
     settings: SGLangSettings
     key: str = "rollout.sglang"
-    """Where its settings stand."""
+    """Path of the server's settings, for errors."""
     part: ServerPart | None = None
-    """Of a server on several machines; it ends where another part has ended."""
+    """Part of a server on several machines; it ends where another part has ended."""
     proof: str = field(default="", repr=False)
-    """What it was given to tell."""
+    """Secret label that the server reports; see `_PROOF`."""
     lost: str | None = None
-    """Why another part ended, where this one ended for that."""
+    """Why another part ended, where this one was ended for it."""
     stopped: bool = field(default=False)
     released: set[str] = field(default_factory=set)
-    """Parts whose memory it has given away; while there is one, it must not generate, not even for its health."""
+    """Parts of the memory that the server has released. While there is one it must not generate, not even for a health
+    check."""
 
     def release(self, parts: Iterable[str]) -> None:
-        """Give the memory of `parts` away once it is idle. Raises ServerFailure, and is to be replaced then."""
+        """Release the memory of `parts` once the server is idle. Raises ServerFailure, after which the server must be
+        replaced."""
         if wanted := sorted(set(parts) - self.released):
-            self._ask(f"/flush_cache?timeout={_IDLE_SECONDS}", {})  # waits: a release while it is busy kills it
+            # Waits until the server is idle: SGLang dies of a release while it is busy.
+            self._ask(f"/flush_cache?timeout={_IDLE_SECONDS}", {})
             self.released |= set(wanted)
             self._ask("/release_memory_occupation", {"tags": wanted})
 
     def resume(self, parts: Iterable[str]) -> None:
-        """Take the memory of `parts` back; what was in it is lost. Raises as `release`."""
+        """Allocate the memory of `parts` again; its contents are lost. Raises as `release`."""
         if wanted := sorted(set(parts) & self.released):
             self._ask("/resume_memory_occupation", {"tags": wanted})
             self.released -= set(wanted)
@@ -91,7 +95,8 @@ class Server:
             threading.Thread(target=self._end_together, args=(self.part,), daemon=True).start()
 
     def _end_together(self, part: ServerPart) -> None:
-        """End with the other parts, which end with this one: a collective would wait for the dead for ever."""
+        """End this part when another part ends, and tell the others when this one does: a collective would wait for a
+        dead part for ever."""
 
         def is_over() -> bool:
             if not self.running:
@@ -106,34 +111,36 @@ class Server:
         wait_until(is_over, math.inf, every_seconds=_PART_SECONDS)
 
     def tell_parts(self, reason: str) -> None:
-        """Have the other parts end for a reason, unless one was given already."""
+        """Tell the other parts to end, with a reason; the first reason counts."""
         if self.part is not None:
             here = f"part {self.part.rendezvous.node} of server {self.endpoint.index}, on {socket.gethostname()},"
             self.part.rendezvous.say_ended(self.part.start, f"{here} {reason}")
 
     @property
     def why_ended(self) -> str:
-        """What to tell of a server that runs no longer."""
+        """Why the server ended, for errors."""
         return self.lost or f"{self.log} ends with: {self.tail()}"
 
     def wait_ready(self) -> None:
-        """Wait until it answers. Raises ServerFailure with the end of its log where it ends or hangs instead."""
-        wait_until(self.is_ready, math.inf, every_seconds=0.2)  # which knows when it is late
+        """Wait until the server answers. Raises ServerFailure with the end of its log where it ends or hangs
+        instead."""
+        wait_until(self.is_ready, math.inf, every_seconds=0.2)  # `is_ready` raises after the deadline
 
     def is_ready(self) -> bool:
-        """Whether it answers by now. Raises ServerFailure with the end of its log where it ended or is late, and where
-        another program listens at its port."""
+        """Whether the server answers. Raises ServerFailure with the end of its log where it has ended or is late, and
+        where another program listens at its port."""
         if self.guard.poll() is not None:
             raise ServerFailure(f"{self.endpoint.name} ended while it started; {self.why_ended}")
         problem = None
         with suppress(ServerFailure):
-            if self.part is not None and self.part.rendezvous.node > 0:  # which answers nothing else
+            if self.part is not None and self.part.rendezvous.node > 0:  # other parts answer /health alone
                 call(self.endpoint, HEALTH, timeout_seconds=_ANSWER_SECONDS, method="GET")
                 return True
             problem = self._stranger()
             if problem is None:
                 # SGLang sends itself this when it starts, now and then before it listens. Without it every weight sync
-                # waits half a second for Python's garbage collection, which looks through all that was imported.
+                # waits half a second for Python's garbage collection, which looks through all that was imported
+                # (benchmarks/results/2026-11-21-sglang-cpu.md).
                 call(self.endpoint, "/freeze_gc", timeout_seconds=_FREEZE_SECONDS)
                 return True
         if problem is not None:
@@ -146,8 +153,9 @@ class Server:
         return False
 
     def _stranger(self) -> str | None:
-        """Why what listens at its port is another program, None: it is this server. Told its key is only who refuses
-        others, and it is known by what it was given when it was started. Raises ServerFailure where nobody answers."""
+        """Why the program at the server's port is another one; None: it is this server. The key is sent only where a
+        random one is refused, and the server is recognised by the secret label that it was started with. Raises
+        ServerFailure where nobody answers."""
         if takes_any_key(self.endpoint, _ANSWER_SECONDS):
             return "takes any key"
         if not takes(self.endpoint, _ANSWER_SECONDS):
@@ -157,16 +165,16 @@ class Server:
         return None if is_own else "does not tell what the server was given"
 
     def tail(self, characters: int = 1500) -> str:
-        """The end of its log."""
+        """The last `characters` of the server's log."""
         return self.log.read_text(errors="replace")[-characters:].strip() if self.log.exists() else ""
 
     @property
     def running(self) -> bool:
-        """Whether its process is there (it may hang)."""
+        """Whether the server's process exists (it may hang)."""
         return not self.stopped and self.guard.poll() is None
 
     def stop(self) -> None:
-        """End it and what it made; returns when all of that is gone."""
+        """End the server and remove what it made; returns when all of that is gone."""
         if self.stopped:
             return
         self.stopped = True
@@ -182,7 +190,7 @@ class Server:
             self.guard.stdin.close()
 
     def _end_without_guard(self) -> None:
-        """The guard hangs, or it was killed: its keeper ends the server then, unless that is gone too."""
+        """End a server whose guard hangs or was killed: the keeper ends it then, unless that is gone too."""
         self.guard.kill()
         self.guard.wait()
         wait_until(lambda: not self.scratch.exists(), STOP_SECONDS, every_seconds=0.05)
@@ -190,7 +198,7 @@ class Server:
 
 
 def named_in_url(host: str) -> str:
-    """What this machine calls an interface of its own in a URL."""
+    """The name by which a URL on this machine addresses one of its own interfaces."""
     host = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(host, host)
     return f"[{host}]" if ":" in host else host
 
@@ -205,7 +213,7 @@ def start_server(
     key: str | None = None,
     part: ServerPart | None = None,
 ) -> Server:
-    """Start a server or a part of it, on a free port under a key of its own unless they are given; returns at once."""
+    """Start a server or a part of it, on a free port and under a new key unless they are given; returns at once."""
     # Short, because the names of sockets in it may not be longer than 107 bytes.
     scratch = Path(tempfile.mkdtemp(prefix="mppo-", dir="/tmp"))
     key = secrets.token_hex(16) if key is None else key
@@ -214,7 +222,7 @@ def start_server(
     config.touch(mode=0o600)  # it holds the key, which a command line would show to everybody
     arguments = spec.arguments(port, key) | (part.rendezvous.arguments(part.start) if part is not None else {})
     node, proof = part.rendezvous.node if part is not None else 0, secrets.token_hex(16)
-    if not node:  # the one that answers
+    if not node:  # the first part answers requests
         arguments[_LABELS] = json.dumps({**json.loads(arguments.get(_LABELS) or "{}"), _PROOF: proof})
     config.write_text(json.dumps({k: v for k, v in arguments.items() if v is not None}))
     spec.log_directory.mkdir(parents=True, exist_ok=True)
@@ -244,7 +252,8 @@ def start_server(
 
 
 def _session_of(guard: subprocess.Popen[bytes]) -> int:
-    """Of the server that a guard has started. Raises OSError where it does not say so in time."""
+    """Process id, and session, of the server that a guard has started. Raises OSError where the guard does not report
+    it in time."""
     assert guard.stdout is not None
     said = b""
     if select.select([guard.stdout], [], [], _GUARD_SECONDS)[0]:

@@ -1,4 +1,4 @@
-"""What one SGLang server is started with: its arguments and its environment."""
+"""The arguments and the environment that one SGLang server is started with."""
 
 from __future__ import annotations
 
@@ -27,10 +27,12 @@ from megappo.runtime.sglang_slices import LOADER, has_loader
 from megappo.runtime.store import is_loopback
 
 _SHARE_OF_FREE_MEMORY = 0.99
-"""SGLang's mem_fraction_static: of what is free when a server starts. It is a second limit on keys and values beside
-their number of tokens, which we choose, and must not be the lower one."""
+"""SGLang's mem_fraction_static, a share of the memory that is free when a server starts. It is a second limit on keys
+and values beside their number of tokens, which we choose, and must not be the lower one."""
 _PREFILL_GRAPHS = "cuda-graph-backend-prefill"
+# SGLang 0.5.23 as it runs on a CPU from the stock wheel (see megappo/runtime/sglang_cpu.py).
 _ON_A_CPU = {"device": "cpu", "attention-backend": "torch_native", "disable-overlap-schedule": True}
+# torchrun's variables describe the trainers' ranks, not a server's; a shell's SGLANG_ ones would change runs unnoticed.
 _SCRUBBED = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK", "ROLE_RANK", "MASTER_ADDR")
 _GLOO_ON_LOOPBACK = ("GLOO_SOCKET_IFNAME", "lo")
 _SCRUBBED_PREFIXES = ("TORCHELASTIC_", "ROLE_", "GROUP_", "MASTER_", "TORCH_NCCL_", "SGLANG_", "TRITON_INTERPRET")
@@ -38,7 +40,7 @@ _SCRUBBED_PREFIXES = ("TORCHELASTIC_", "ROLE_", "GROUP_", "MASTER_", "TORCH_NCCL
 
 @dataclass(frozen=True)
 class ServerSpec:
-    """What a server is started with."""
+    """What a server is started with; `arguments` and `environment` follow from it."""
 
     model_folder: Path
     dtype: str
@@ -50,41 +52,42 @@ class ServerSpec:
     devices: tuple[int, ...] = ()
     """GPUs by their number among those that this process sees; none on a CPU."""
     cores: tuple[int, ...] = ()
-    """CPU cores that it computes on, on a machine without CUDA."""
+    """CPU cores that the server computes on, on a machine without CUDA."""
     job_cores: tuple[int, ...] = ()
     """CPU cores of all ranks of this machine, on any of which its processes may run: a launcher may have bound the rank
     that starts it to a few. Empty: those of that rank."""
     memory_saver: bool = False
-    """Whether it can give its memory away."""
+    """Whether the server can release its memory."""
     deterministic: bool = False
-    """Whether a response follows from its prompt and seed."""
+    """Whether a response depends on its prompt and seed alone."""
     further: Mapping[str, Any] = field(default_factory=dict)
-    """What it reads of config.json beside what may stand there."""
+    """Entries of config.json that SGLang reads, in addition to those of the folder."""
     has_experts: bool = False
     """Whether the model has experts whose weights in a server are compared with the actor's."""
     returns_routing: bool = False
-    """Whether it says which experts computed a token, where a request asks for it."""
+    """Whether the server returns the experts of each token, where a request asks for them."""
     tokenizer: Path | None = None
-    """Its folder, where the server has to know the texts of tokens or which of them end a response."""
+    """Folder of the tokenizer, where the server has to know the texts of tokens or which of them end a response."""
     seed: int = 0
     host: str = "127.0.0.1"
-    """Interface that it listens on."""
+    """Interface that the server listens on."""
     address: str = ""
-    """Where others find it; by default at `host`."""
+    """Address at which others reach the server; by default `host`."""
     called: str = ""
-    """What it is called where it is no server of the engine's, and loads weights and tokenizer of its folder."""
+    """Name of a server that does not belong to the engine, and loads weights and tokenizer of its folder."""
     key: str = "rollout.sglang"
-    """Where its settings stand."""
+    """Path of the server's settings, for errors."""
     program: ClassVar[str] = "sglang.launch_server"
-    """The module that is run."""
+    """Python module of the server."""
 
     @classmethod
     def of(
         cls, config: Config, folder: Path, stop_token_ids: tuple[int, ...], *, on_cuda: bool, device_bytes: float = 0.0
     ) -> ServerSpec:
-        """What a configuration asks for, before a server has its place. Raises ConfigError as `server_cache` does.
+        """The specification that a configuration asks for, before the server has its place. Raises ConfigError as
+        `server_cache` does.
 
-        `device_bytes`: memory of a GPU; servers that somebody else starts have others.
+        `device_bytes`: memory of a GPU; ignored for servers that somebody else starts, whose GPUs may differ.
         """
         own_bytes = 0.0 if config.rollout.servers.urls else device_bytes
         arch = load_architecture(folder, config.model)
@@ -115,13 +118,13 @@ class ServerSpec:
             "tensor-parallel-size": self.settings.tensor_parallel,
             "random-seed": self.seed,
             "skip-server-warmup": True,
-            "sleep-on-idle": True,  # or each of its ranks takes a core of the trainer's while it has nothing to do
+            "sleep-on-idle": True,  # or each rank of an idle server polls, and takes a core from the trainers
             "log-level": "warning",
         }
         if not self.called:
             found |= self._of_engine()
         if self.deterministic:
-            found |= {"enable-deterministic-inference": True, "sampling-backend": "pytorch"}  # no other takes seeds
+            found |= {"enable-deterministic-inference": True, "sampling-backend": "pytorch"}  # others ignore seeds
         if self.settings.expert_parallel > 1:
             found["ep-size"] = self.settings.expert_parallel
         if self.settings.data_parallel_attention > 1:
@@ -138,27 +141,27 @@ class ServerSpec:
         return found | self.settings.arguments
 
     def _on_gpus(self) -> dict[str, Any]:
-        """What only servers on GPUs want."""
+        """Arguments of servers on GPUs."""
         found: dict[str, Any] = {
             "mem-fraction-static": _SHARE_OF_FREE_MEMORY,
             # Graphs of prefill, which are SGLang's default, keep inputs as weak references: a smaller one's overwrite a
             # larger one's, and the answers are wrong without a word (sgl-project/sglang#37606).
             _PREFILL_GRAPHS: "disabled",
         }
-        if self.cache.sequences is not None:  # beyond which it would launch each kernel by itself
+        if self.cache.sequences is not None:  # larger batches would run without graphs, kernel by kernel
             found["cuda-graph-max-bs-decode"] = self.cache.sequences
         if self.memory_saver:
             found["enable-memory-saver"] = True
-        if self.has_experts:  # others put the experts' weights in an order of their own, where none can be compared
+        if self.has_experts:  # other runners reorder the experts' weights, so that no fingerprint would match
             found["moe-runner-backend"] = "triton"
         return found
 
     def _of_engine(self) -> dict[str, Any]:
-        """What a server wants whose weights are the actor's."""
+        """Arguments of servers whose weights are the actor's."""
         return {
             "load-format": "dummy",  # weights come from the actor only
-            "disable-shared-experts-fusion": True,  # each stands where the map says
-            # Tokens in, tokens out; texts that end a response are looked for by the server all the same.
+            "disable-shared-experts-fusion": True,  # or shared experts lie where neither sync nor fingerprints look
+            # Tokens in, tokens out: a tokenizer is needed only where the server looks for texts that end a response.
             **({"skip-tokenizer-init": True} if self.tokenizer is None else {"tokenizer-path": str(self.tokenizer)}),
             "extra-metric-labels": json.dumps(own_stack(os.environ).labels()),  # whom it can form a group with
             # The actor's weights are plain, however those of its folder are stored.
@@ -168,7 +171,7 @@ class ServerSpec:
         }
 
     def environment(self, scratch: Path, part: ServerPart | None = None) -> dict[str, str]:
-        """The server's variables, or those of a part of it: ours without what torchrun set."""
+        """Environment variables of the server, or of a part of it: ours without those of torchrun."""
         kept = {
             name: value
             for name, value in os.environ.items()
@@ -190,12 +193,12 @@ class ServerSpec:
                 kept |= [_GLOO_ON_LOOPBACK]
         kept["SGLANG_HEALTH_CHECK_TIMEOUT"] = str(max(1, int(self.settings.health_timeout_seconds)))
         if self.settings.tensor_parallel > 1 and not self.deterministic:
-            kept["SYNC_TOKEN_IDS_ACROSS_TP"] = "1"  # ranks that drew other tokens would wait for each other for ever
+            kept["SYNC_TOKEN_IDS_ACROSS_TP"] = "1"  # or ranks that drew different tokens wait for each other for ever
             # (SGLang's log-probability is then of what its first rank drew, which `mismatch/max` would show)
         if self.memory_saver and self._frees_graphs:
             kept["SGLANG_MEMORY_SAVER_CUDA_GRAPH"] = "1"  # or graphs keep their memory while the server sleeps
         if self.devices:
-            # The trainers beside the ranks of a server may leave them unequal room.
+            # The check refuses GPUs with unequal free memory, and trainers beside a server's ranks may cause that.
             kept["SGLANG_ENABLE_TP_MEMORY_INBALANCE_CHECK"] = "0"
             compilers = cuda_home(kept, scratch / "cuda")
             if compilers is not None:
@@ -221,23 +224,25 @@ class ServerSpec:
 
     @property
     def _broadcasts_from_elsewhere(self) -> bool:
-        """Whether its ranks are in groups over gloo with trainers of other machines, which bring it weights."""
+        """Whether trainers on other machines broadcast weights to the server's ranks over gloo."""
         by_gloo = not self.called and not self.devices and self.settings.placement == "disaggregated"
         return by_gloo and not is_loopback(self.host)
 
     @property
     def _frees_graphs(self) -> bool:
-        """Whether its graphs can give their memory away; SGLang refuses to start otherwise."""
+        """Whether the server's CUDA graphs can release their memory; otherwise SGLang refuses to start with
+        SGLANG_MEMORY_SAVER_CUDA_GRAPH."""
         return self.settings.arguments.get(_PREFILL_GRAPHS, "disabled") == "disabled"
 
 
 def unheard_variables(environment: Mapping[str, str]) -> list[str]:
-    """Names of SGLang's own variables in an environment, none of which a server gets: who set them may think so."""
+    """Names of SGLang's own variables in an environment. Servers do not get them, which whoever set them may not
+    expect."""
     return sorted(name for name in environment if name.startswith("SGLANG_") and name != PEERS)
 
 
 def _without_expandable_segments(options: str) -> str:
-    """torch's allocator options without the one that torch_memory_saver, which gives memory away, refuses."""
+    """torch's allocator options without `expandable_segments`, which torch_memory_saver refuses."""
     told = allocator_options(options)
     return ",".join(f"{name}:{value}" for name, value in told.items() if name != "expandable_segments")
 
@@ -247,7 +252,7 @@ def _without_megatron(scratch: Path) -> Path:
 
     SGLang imports it for its debugging tools where it is installed (srt/debug_utils/dumper.py). Megatron-Core then
     (core/inference/contexts/dynamic_context.py, 0.16.1 and 0.19.2) tells torch_memory_saver to hook torch's allocator
-    only, with which SGLang cannot capture graphs whose memory it can give away, and does not start.
+    only. Then SGLang cannot capture graphs whose memory it can release, and does not start.
     """
     folder = scratch / "site"
     folder.mkdir(parents=True, exist_ok=True)
@@ -257,11 +262,11 @@ def _without_megatron(scratch: Path) -> Path:
 
 def _with_one_model(scratch: Path, model_folder: Path) -> str | None:
     """A package, in the folder that `_without_megatron` makes, with the class of the model alone; None where SGLang has
-    none under the name that the model's folder gives it.
+    no class of the name in the model's folder.
 
     Otherwise SGLang imports its two hundred files of models at its start, two of ten CPU seconds. With a package of
-    models from elsewhere it looks there first (srt/models/registry.py:137), and imports all others only where they are
-    asked for: a draft of another architecture, say.
+    models from elsewhere it looks there first (0.5.23, srt/models/registry.py:154), and imports all others only where
+    they are asked for: a draft of another architecture, say.
     """
     config = model_folder / "config.json"
     named = json.loads(config.read_text()).get("architectures") if config.exists() else None
@@ -277,7 +282,7 @@ def _with_one_model(scratch: Path, model_folder: Path) -> str | None:
 
 @functools.cache
 def _module_with(architecture: str) -> str | None:
-    """The file of SGLang that has a class of this name."""
+    """Name of SGLang's module that defines a class of this name."""
     found = importlib.util.find_spec("sglang")
     folders = found.submodule_search_locations if found is not None else None
     files = Path(folders[0], "srt", "models").glob("*.py") if folders else ()
@@ -285,7 +290,7 @@ def _module_with(architecture: str) -> str | None:
 
 
 def _advertise_platform(scratch: Path) -> Path:
-    """A folder for the import path in which SGLang finds its CPU plugins, also where megappo is not installed."""
+    """Path of a folder in which SGLang finds its CPU plugins, also where megappo is not installed."""
     site = scratch / "site"
     if any(PLATFORM_NAME not in importlib.metadata.entry_points(group=group).names for group in ENTRY_POINTS):
         info = site / f"megappo-{megappo.__version__}.dist-info"

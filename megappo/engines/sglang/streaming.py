@@ -1,4 +1,4 @@
-"""A round that requests are added to while it goes on: turns of episodes, each answered as soon as it can be."""
+"""A round to which requests are added while it runs: turns of episodes, each answered as soon as possible."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from megappo.engines.sglang.dispatch import Outcome, Round
 
 
 class OpenRound(Round):
-    """A `RequestStream` to servers. The turns of an episode go to the server that answered the one before, whose prefix
-    cache has them; each is a request of its own, as those that go together wait for the longest."""
+    """A `RequestStream` to servers. Turns of an episode go to the server of the turn before, whose prefix cache holds
+    them. Each turn is a call of its own, as a group would wait for its longest answer."""
 
     def __init__(
         self,
@@ -27,7 +27,7 @@ class OpenRound(Round):
     ) -> None:
         self._listener = listener
         self._bell: asyncio.Future[None] | None = None
-        """Rings when there is a request more."""
+        """Future that completes when a request was added."""
         super().__init__(endpoints, {}, params, version, settings, on_tokens)
         self._largest_group = 1
 
@@ -41,10 +41,10 @@ class OpenRound(Round):
         return self._finished.done()
 
     def hang_up(self) -> Outcome:
-        """Give up what is not answered. Which servers failed meanwhile, and how."""
+        """Cancel unanswered requests and return the outcome, with the servers that failed."""
         try:
             if self._finished.done():
-                self._finished.result()  # raises what nobody expected
+                self._finished.result()  # raises what ended the thread unexpectedly
         finally:
             self.cancel()
         return self._outcome

@@ -1,6 +1,6 @@
 """One weight sync of the servers that this rank looks after or feeds: session, buckets, verification.
 
-While a server takes bucket k over, bucket k + 1 is gathered into the other of two buffers.
+While a server loads bucket k, bucket k + 1 is gathered into the other of two buffers.
 """
 
 from __future__ import annotations
@@ -24,19 +24,19 @@ from megappo.runtime.objects import receive_object, send_object
 
 @dataclass
 class SyncSeconds:
-    """Where the time of a sync went on this rank; `gather` includes the conversion and the wait for other ranks."""
+    """Seconds of a sync on this rank by phase; `gather` includes the conversion and the wait for other ranks."""
 
     gather: float = 0.0
     load: float = 0.0
-    """Waiting for servers to take buckets over, beyond what hid behind gathering."""
+    """Waiting for servers to load buckets, beyond what was hidden behind gathering."""
     verify: float = 0.0
     session: float = 0.0
     wake: float = 0.0
-    """Before and after: the trainer gives memory back, servers start where they must, and take theirs."""
+    """Before and after the transfer: trainers release memory, and servers start where they must and allocate theirs."""
 
     @contextmanager
     def timed(self, phase: str) -> Iterator[None]:
-        """Count what happens inside as time of a phase."""
+        """Add the duration of the context to a phase."""
         started = time.monotonic()
         try:
             yield
@@ -46,32 +46,33 @@ class SyncSeconds:
 
 @dataclass
 class ServerSync:
-    """One server's sync, as a rank sees it that looks after it or feeds it."""
+    """State of one server's sync on a rank that looks after it or feeds it."""
 
     endpoint: Endpoint
     transport: Transport
     receivers: Sequence[Receiver]
-    """Of what feeds it."""
+    """Receivers of the weights that feed the server."""
     rank: int
-    """This one."""
+    """This rank."""
     problem: str | None = None
-    """Why the sync of this server failed; no more is sent to it then. None: it has not."""
+    """Why the sync of this server failed, after which nothing more is sent to it; None: it has not failed."""
     loading: Future[None] | None = None
     expected: dict[tuple[int, str], str] = field(default_factory=dict)
-    """Fingerprints of what was sent."""
+    """Fingerprints of the sent tensors, by engine rank and name."""
 
     @property
     def is_own(self) -> bool:
-        """Whether this rank looks after it: opens its session, compares what arrived, and says its version."""
+        """Whether this rank looks after the server: opens its session, compares what arrived, and tells it its
+        version."""
         return self.rank == self.endpoint.sender
 
     @property
     def others(self) -> list[int]:
-        """Further ranks that feed it."""
+        """Other ranks that feed the server."""
         return [rank for rank in dict.fromkeys(r.rank for r in self.receivers) if rank != self.endpoint.sender]
 
     def step(self, action: Callable[[], object]) -> None:
-        """Do something unless it failed already, and note where it fails."""
+        """Run an action unless the sync of this server has failed, and note its failure."""
         if self.problem is None:
             try:
                 action()
@@ -90,14 +91,14 @@ class SyncRun:
     """A sync of several servers from this rank's buffers."""
 
     servers: Sequence[ServerSync]
-    """In the order of their numbers, on all ranks."""
+    """Servers in the order of their numbers on all ranks: objects between two ranks are matched by their order."""
     shape: EngineShape
     timeout_seconds: float
     verify: bool
     seconds: SyncSeconds
-    """Counted on."""
+    """Timings that this sync adds to."""
     pause: str = "abort"
-    """What servers do with requests meanwhile: `rollout.sglang.pause`."""
+    """Treatment of unfinished requests meanwhile: `rollout.sglang.pause`."""
     _expected: list[Future[dict[tuple[int, str], str]]] = field(default_factory=list)
     _fingerprints: dict[Receiver, Fingerprints] = field(default_factory=dict)
     _in_use: Loaded = ()
@@ -107,7 +108,7 @@ class SyncRun:
 
     @property
     def problems(self) -> dict[int, str]:
-        """What went wrong so far on this rank, by server."""
+        """Problems on this rank so far, by server."""
         return {server.endpoint.index: server.problem for server in self.servers if server.problem}
 
     def begin(self) -> None:
@@ -116,18 +117,18 @@ class SyncRun:
             self._on_own(self._open)
 
     def give_up(self, problems: Mapping[int, str]) -> None:
-        """Send nothing to these servers."""
+        """Mark these servers as failed: nothing more is sent to them."""
         for server in self.servers:
             server.problem = server.problem or problems.get(server.endpoint.index)
 
     def _open(self, server: ServerSync) -> None:
         with suppress(ServerFailure):
             self._call(server, "/end_weight_update")  # answers "no session is open" unless a sync broke off
-        self._call(server, "/begin_weight_update")
+        self._call(server, "/begin_weight_update")  # SGLang 0.5.23 refuses weights outside of a session
 
     def load(self, payloads: Loaded) -> None:
-        """Start loading this rank's payloads of a bucket; their memory is free again when the next was settled and is
-        loading."""
+        """Start loading this rank's payloads of a bucket. Their memory is free again once the next bucket has settled
+        and is loading."""
         for server in self.servers:
             parts = {(receiver.part, receiver.stage) for receiver in server.receivers if receiver.rank == server.rank}
             own = [entry for entry in payloads if (entry[0].receiver.part, entry[0].receiver.stage) in parts]
@@ -153,7 +154,7 @@ class SyncRun:
                 expected.result()
 
     def finish(self, version: int) -> None:
-        """Close the sessions, compare what arrived, and only then give it its version."""
+        """Close the sessions, compare what arrived, and only then tell servers their new version."""
         self.settle()
         self._report()
         with self.seconds.timed("session"):
@@ -162,17 +163,17 @@ class SyncRun:
             with self.seconds.timed("verify"):
                 self._on_own(self._compare)
         with self.seconds.timed("session"):
-            if self.pause != "in_place":  # which goes on with the keys and values of older weights
-                # A server that is paused does not look again whether it is idle, and is at once.
+            if self.pause != "in_place":  # which keeps keys and values of older weights on purpose
+                # A paused server counts as idle at once, and does not check again while a flush waits.
                 flush = "/flush_cache" if self.pause == "retract" else "/flush_cache?timeout=10"
                 self._on_own(lambda server: self._call(server, flush))
             self._on_own(lambda server: self._publish(server, version))
-            if self.pause != "abort":  # SGLang notes whose tokens are which when it is told a version
+            if self.pause != "abort":  # only now: SGLang assigns tokens to versions when it is told one
                 self._on_own(lambda server: self._call(server, "/continue_generation"))
         self._pool.shutdown()
 
     def _report(self) -> None:
-        """Ranks that feed a server tell the one that looks after it what went wrong, and what they have sent."""
+        """Send problems and fingerprints from the ranks that feed a server to the one that looks after it."""
         mine = {key: value for part in self._expected for key, value in part.result().items()}
         for server in self.servers:
             if server.is_own:
@@ -184,6 +185,8 @@ class SyncRun:
                 send_object((server.problem, mine), server.endpoint.sender)
 
     def _compare(self, server: ServerSync) -> None:
+        # SGLang only logs tensors that it does not know, and answers success (0.5.23, models/llama.py:779): checksums
+        # alone show what arrived.
         answer = self._call(server, "/weights_checker", {"action": "checksum"})
         actual = {
             (place["tp_rank"], name): value

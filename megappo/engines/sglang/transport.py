@@ -1,8 +1,8 @@
-"""How a payload of weights gets from the ranks that feed a server into it.
+"""Brings a payload of weights from the ranks that feed a server into the server.
 
 On the same machine only handles travel: a payload lies in shared memory (CPU) or is opened by CUDA IPC, one for each
-rank of the server, which the ranks that have them hand to the one that looks after the server. Elsewhere each rank that
-feeds a server has a process group with the server's ranks, over which it broadcasts.
+rank of the server; the ranks that made handles send them to the one that looks after the server. Elsewhere each rank
+that feeds a server has a process group with the server's ranks, over which it broadcasts.
 """
 
 from __future__ import annotations
@@ -38,19 +38,21 @@ _POLL_SECONDS = 0.002
 
 
 Loaded = Sequence[tuple[ReceiverPayload, Tensor]]
-"""Payloads of one bucket with the memory that they are in."""
+"""Payloads of one bucket, each with its memory, uint8 (bytes,)."""
 
 
 class Transport(Protocol):
-    """Brings payloads into one server."""
+    """Way of payloads into one server."""
 
     def prepare(self, payloads: Loaded, others: Sequence[int]) -> Callable[[], None] | None:
-        """What brings these into the server, to be done in another thread; it raises ServerFailure. None where another
-        rank does it. Called by all ranks that feed the server, for every bucket that they have payloads of.
+        """Prepare the transfer of payloads. Returns a function to be run in another thread, which raises ServerFailure,
+        or None where another rank does it. Called by all ranks that feed the server, for every bucket in which they
+        have payloads.
 
-        `others`: those that do not look after it.
+        `others`: the ranks among them that do not look after the server.
 
-        The memory is free again when that is done, or, where others do it, when the next bucket was prepared.
+        The memory is free again when the function has returned, or, where another rank does it, when the next bucket
+        was prepared.
         """
         ...
 
@@ -60,21 +62,22 @@ class Transport(Protocol):
 
 
 class SharedTransport:
-    """Handles of memory that the server opens."""
+    """Transport to a server on the same machine, by handles of memory that the server opens."""
 
     def __init__(
         self, endpoint: Endpoint, shape: EngineShape, rank: int, timeout_seconds: float, numbers: Sequence[int]
     ) -> None:
-        """`rank`: of this process; `numbers`: of the server's ranks, those that open whole tensors of ours."""
+        """`rank`: of this process; `numbers`: those of the server's ranks that open whole tensors of this rank."""
         self._endpoint, self._shape, self._rank, self._timeout = endpoint, shape, rank, timeout_seconds
         self._numbers = numbers
 
     def prepare(self, payloads: Loaded, others: Sequence[int]) -> Callable[[], None] | None:
-        """See `Transport.prepare`. The server's ranks open a payload each, or all of them the only one."""
+        """See `Transport.prepare`. Each of the server's ranks opens a payload of its own, or all of them open the only
+        one."""
         handles = {number: handle for payload, flat in payloads for number, handle in self._handles(payload, flat)}
         if self._rank != self._endpoint.sender:
             send_object(handles, self._endpoint.sender)
-            receive_object(self._endpoint.sender)  # the server has taken the bucket before over
+            receive_object(self._endpoint.sender)  # sent once the server has loaded the bucket before
             return None
         for rank in others:
             handles |= receive_object(rank)
@@ -84,16 +87,16 @@ class SharedTransport:
         return partial(self._load, [handles[number] for number in sorted(handles)], load_format)
 
     def _handles(self, payload: ReceiverPayload, flat_bytes: Tensor) -> list[tuple[int, str]]:
-        """What ranks of the server open, by their numbers."""
+        """Handles that ranks of the server open, each with the rank's number."""
         flat = flat_bytes[: payload.n_bytes]
         if payload.receiver.tp > 1:
             return [(payload.receiver.tensor_rank, serialize([(describe(self._places(payload)), flat)]))]
         flattened = flat_payload(flat, payload.slots)
-        # A handle may be opened once: torch counts openings, and removes the memory after the last.
+        # One handle for each opening: torch counts openings of a handle, and removes the memory after the last.
         return [(number, serialize(flattened)) for number in self._numbers]
 
     def _places(self, payload: ReceiverPayload) -> list[SlicePlace]:
-        """Where the runs of bytes of its parameters belong in the engine."""
+        """The places in the engine's parameters of a payload's runs of bytes."""
         places, slots, rank = [], iter(payload.slots), payload.receiver.tensor_rank
         for parameter in payload.parameters:
             own = [next(slots) for _ in parameter.hf]
@@ -104,15 +107,16 @@ class SharedTransport:
         return places
 
     def _load(self, handles: list[str], load_format: str) -> None:
+        # The cache is flushed once, at the end of the sync.
         body = {"serialized_named_tensors": handles, "load_format": load_format, "flush_cache": False}
         call(self._endpoint, "/update_weights_from_tensor", body, timeout_seconds=self._timeout)
 
     def close(self) -> None:
-        """The handles belong to the buffers, which outlive the transport."""
+        """Do nothing: handles belong to the buffers, which outlive the transport."""
 
 
 def flat_payload(flat_bytes: Tensor, slots: Sequence[Slot]) -> dict[str, Any]:
-    """What SGLang's `flattened_bucket` holds: uint8 (bytes,) and where each tensor lies in it."""
+    """Content of SGLang's `flattened_bucket` format: uint8 (bytes,) and where each tensor lies in it."""
     # Plain records instead of SGLang's class: it reads the same attributes, and SGLang need not be imported.
     metadata = [
         SimpleNamespace(
@@ -124,23 +128,25 @@ def flat_payload(flat_bytes: Tensor, slots: Sequence[Slot]) -> dict[str, Any]:
 
 
 def serialize(payload: Any) -> str:
-    """Handles of the payload's tensors, for one opening in one process of the server."""
+    """Handles of a payload's tensors as base64, for one opening in one process of the server."""
     if torch.cuda.is_available():
         from sglang.srt.utils.patch_torch import monkey_patch_torch_reductions
 
-        monkey_patch_torch_reductions()  # handles then name the device by its UUID
+        # Handles then name the device by its UUID: the server numbers its CUDA_VISIBLE_DEVICES differently.
+        monkey_patch_torch_reductions()
     out = io.BytesIO()
     _WithoutEvents(out).dump(payload)
     return base64.b64encode(out.getvalue()).decode()
 
 
 class _WithoutEvents(ForkingPickler):
-    """Handles of CUDA memory without the event that torch sends along for the other process to wait for. Weights are
-    there before their handles leave, and a server that was started in the place of a killed one could not open such
-    events (`cudaErrorMapBufferObjectFailed`, on an H100 with torch 2.11)."""
+    """Pickler of CUDA handles without the event that torch sends along for the other process to wait for. Weights are
+    complete before their handles leave, and a server started in the place of a killed one cannot open such events
+    (`cudaErrorMapBufferObjectFailed`, on an H100 with torch 2.11)."""
 
     def reducer_override(self, obj: Any) -> Any:
-        """As torch reduces it, with the last argument of `rebuild_cuda_tensor`, `event_sync_required`, false."""
+        """Reduce a CUDA tensor as torch does, but with `event_sync_required`, the last argument of
+        `rebuild_cuda_tensor`, false."""
         if not (isinstance(obj, Tensor) and obj.is_cuda):
             return NotImplemented
         rebuild, arguments = torch.multiprocessing.reductions.reduce_tensor(obj)
@@ -148,8 +154,8 @@ class _WithoutEvents(ForkingPickler):
 
 
 def share_by_name() -> None:
-    """Let handles of this process name memory. File descriptors, torch's other way, need an authentication key that
-    server and trainer do not share."""
+    """Have handles of this process name shared memory. File descriptors, torch's default, need an authentication key
+    that server and trainer do not share."""
     torch.multiprocessing.set_sharing_strategy("file_system")
 
 
@@ -159,20 +165,20 @@ def share_buffers(count: int, n_bytes: int) -> list[Tensor]:
 
 
 def buffer_handles(buffers: Sequence[Tensor]) -> bytes:
-    """What `open_buffers` needs in one other process; good for one opening."""
+    """Pickled handles of buffers, for one `open_buffers` in one other process."""
     out = io.BytesIO()
     ForkingPickler(out).dump(list(buffers))
     return out.getvalue()
 
 
 def open_buffers(handles: bytes) -> list[Tensor]:
-    """Map the first rank's buffers into the process of another rank of the machine."""
+    """Map the buffers of another rank of the machine into this process."""
     found: list[Tensor] = ForkingPickler.loads(handles)
     return found
 
 
 def address_towards(url: str) -> str:
-    """The address at which a server finds this machine. Raises ServerFailure where no way leads there."""
+    """The address at which a server reaches this machine. Raises ServerFailure where there is no route."""
     parts = urlsplit(url)
     try:
         return store.address_towards(parts.hostname or "", parts.port or 80)
@@ -181,14 +187,14 @@ def address_towards(url: str) -> str:
 
 
 class BroadcastTransport:
-    """A process group of this rank (its rank 0) and the server's ranks, made when the first payload is sent. Other
-    ranks that feed the server have groups of their own with it; it takes one payload after the other."""
+    """Transport over a process group of this rank (its rank 0) and the server's ranks, made for the first payload.
+    Other ranks that feed the server have groups of their own with it; it takes one payload after the other."""
 
     def __init__(
         self, endpoint: Endpoint, tp: int, rank: int, address: str | None, timeout_seconds: float, backend: str
     ) -> None:
-        """`rank`: of this process; `address`: where the server finds this machine, None: where its packets come
-        from."""
+        """`rank`: of this process; `address`: where the server reaches this machine; None: the source address of
+        packets to it."""
         self._endpoint, self._tp, self._address = endpoint, tp, address
         self._timeout, self._backend = timeout_seconds, backend
         self._group: dist.ProcessGroup | None = None
@@ -233,7 +239,7 @@ class BroadcastTransport:
         return self._pool.submit(call, self._endpoint, path, body, timeout_seconds=self._timeout)
 
     def _join(self) -> dist.ProcessGroup:
-        """Meet the server's ranks at a store of our own; torchrun's belongs to the trainers."""
+        """Make the group with the server's ranks, at a store of our own; torchrun's belongs to the trainers."""
         world, timeout = 1 + self._tp, datetime.timedelta(seconds=self._timeout)
         address = self._address or address_towards(self._endpoint.url)
         try:
@@ -255,6 +261,7 @@ class BroadcastTransport:
         )
         try:
             with reached_at(address), errors_are_the_callers():
+                # `new_group` takes ranks of the trainers' world alone, to which a server's do not belong.
                 group, _ = dist.distributed_c10d._new_process_group_helper(
                     world,
                     0,
@@ -268,12 +275,13 @@ class BroadcastTransport:
             raise ServerFailure(f"{self._endpoint.name} did not join the broadcast group ({error})") from None
         answer.result()
         assert isinstance(group, dist.ProcessGroup)
-        dist.distributed_c10d._world.pg_group_ranks[group] = {rank: rank for rank in range(world)}  # to be left
+        # The helper does not register a group's ranks as `new_group` does; `destroy_process_group` looks for them.
+        dist.distributed_c10d._world.pg_group_ranks[group] = {rank: rank for rank in range(world)}
         self._store, self._group = meeting, group
         return group
 
     def close(self) -> None:
-        """Leave the group; its server may be gone."""
+        """Leave the group, also where the server is gone."""
         group, self._group = self._group, None
         if group is not None:
             leave_at_once(group)

@@ -1,1 +1,1 @@
-"""Where agents that speak HTTP find the model: OpenAI's and Anthropic's protocols, recorded token by token."""
+"""The HTTP gateway at which agents find the model: OpenAI's and Anthropic's protocols, recorded token by token."""

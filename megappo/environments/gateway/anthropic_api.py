@@ -29,11 +29,12 @@ _REFUSED: dict[str, list[Any]] = {
     "thinking": [{"type": "disabled"}],
     "mcp_servers": [[]],
 }
-"""With the values that ask for nothing. What a temperature asks for is the run's to say."""
+"""Fields that are refused unless they have one of these values, which change nothing. A temperature is ignored: the run
+decides it."""
 
 
 def asked(body: Mapping[str, Any]) -> Asked:
-    """What a request asks. Raises RefusedError."""
+    """Read a request. Raises RefusedError."""
     refuse_unknown(body, _REFUSED)
     system = text_of(body.get("system"), "system")
     messages: list[Message] = [{"role": "system", "content": system}] if system else []
@@ -57,7 +58,7 @@ def _tool(tool: object) -> Json:
 
 
 def _messages(message: object, where: str) -> Iterator[Message]:
-    """OpenAI has what tools gave in messages of their own, before what the user says with it."""
+    """Messages in OpenAI's form, in which results of tools are messages of their own before the user's text."""
     role = message.get("role") if isinstance(message, dict) else None
     if not isinstance(message, dict) or role not in ("user", "assistant", "system"):
         raise RefusedError(f"{where} is {show(message)}, must have the role user or assistant")
@@ -76,7 +77,7 @@ def _messages(message: object, where: str) -> Iterator[Message]:
 
 
 def answer(asked: Asked, said: Said) -> Json:
-    """A whole answer."""
+    """The answer as one JSON object."""
     return {
         **_head(asked, said),
         "content": list(_blocks(said)),
@@ -86,7 +87,7 @@ def answer(asked: Asked, said: Said) -> Json:
 
 
 def chunks(asked: Asked, said: Said) -> Iterator[bytes]:
-    """The same as a stream, each block in one piece."""
+    """The answer as a stream of server-sent events, each block in one piece."""
     begun = {**_head(asked, said), "content": [], "stop_reason": None}
     usage = {"input_tokens": said.prompt_tokens, "output_tokens": 1}
     yield _event("message_start", message=begun | {"usage": usage})
@@ -105,7 +106,7 @@ def chunks(asked: Asked, said: Said) -> Iterator[bytes]:
 
 
 def error(message: str, kind: str, code: str) -> Json:
-    """What goes with an error's status."""
+    """Body of an error response."""
     kind = {"authentication": "authentication_error", "server": "api_error"}.get(kind, "invalid_request_error")
     return {"type": "error", "error": {"type": kind, "message": message}}
 

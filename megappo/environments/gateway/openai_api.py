@@ -34,12 +34,13 @@ _REFUSED: dict[str, list[Any]] = {
     "logit_bias": [{}],
     "modalities": [["text"]],
 }
-"""With the values that ask for nothing. What a seed, a temperature or a penalty asks for is the run's to say."""
+"""Fields that are refused unless they have one of these values, which change nothing. A seed, a temperature and
+penalties are ignored: the run decides them."""
 _ROLES = {"system": "system", "developer": "system", "user": "user", "assistant": "assistant", "tool": "tool"}
 
 
 def asked(body: Mapping[str, Any]) -> Asked:
-    """What a request asks. Raises RefusedError."""
+    """Read a request. Raises RefusedError."""
     refuse_unknown(body, _REFUSED)
     messages = required(body, "messages", list, "a list of messages")
     options = body.get("stream_options")
@@ -62,7 +63,8 @@ def _tool(tool: object) -> Json:
 
 
 def _message(message: object, number: int) -> Message:
-    """Only what a chat template reads: SDKs send back more of an answer than they were given, or less."""
+    """The fields of a message that a chat template reads: SDKs send back more of an answer than they were given, or
+    less."""
     where = f"message {number}"
     role = _ROLES.get(str(message.get("role"))) if isinstance(message, dict) else None
     if not isinstance(message, dict) or role is None:
@@ -84,7 +86,7 @@ def _call(call: object, where: str) -> Json:
 
 
 def answer(asked: Asked, said: Said) -> Json:
-    """A whole answer."""
+    """The answer as one JSON object."""
     message: Json = {"role": "assistant", "content": _content(said), "refusal": None}
     if said.calls:
         message["tool_calls"] = _calls(said)
@@ -93,7 +95,7 @@ def answer(asked: Asked, said: Said) -> Json:
 
 
 def chunks(asked: Asked, said: Said) -> Iterator[bytes]:
-    """The same as a stream of one piece."""
+    """The answer as a stream of server-sent events, in one piece."""
     head = _head(asked, said, "chat.completion.chunk")
     delta: Json = {"role": "assistant", "content": _content(said)}
     if said.calls:
@@ -106,7 +108,7 @@ def chunks(asked: Asked, said: Said) -> Iterator[bytes]:
 
 
 def error(message: str, kind: str, code: str) -> Json:
-    """What goes with an error's status."""
+    """Body of an error response."""
     kind = {"authentication": "authentication_error", "server": "server_error"}.get(kind, "invalid_request_error")
     return {"error": {"message": message, "type": kind, "param": None, "code": code}}
 
@@ -123,7 +125,7 @@ def _calls(said: Said) -> list[Json]:
 
 
 def _content(said: Said) -> str | None:
-    """An empty text is one; null is for a turn that only calls tools."""
+    """The text of a message. An empty text stays one; null stands for a turn that only calls tools."""
     return said.text if said.text or not said.calls else None
 
 

@@ -1,7 +1,7 @@
-"""From the conversations of an agent to trajectories of tokens.
+"""Turns the conversations of an agent into trajectories of tokens.
 
-An agent sends its whole conversation with every request. Where it is one that was recorded, with something after it,
-the model's turns in it are the recorded tokens and only what came after is made into tokens; else a trajectory begins.
+An agent sends its whole conversation with every request. Where that continues a recorded one, the model's turns keep
+their recorded tokens, and only the messages after them are tokenized. Otherwise a new trajectory begins.
 """
 
 from __future__ import annotations
@@ -24,14 +24,14 @@ if TYPE_CHECKING:
 
 @dataclass
 class _Conversation:
-    """What went over the wire, and the trajectory that it became."""
+    """Messages of a conversation, and the trajectory that they became."""
 
     tools: tuple[Json, ...]
     chat: ChatTokens
     trajectory: Trajectory
     messages: list[Message] = field(default_factory=list)
     replies: set[int] = field(default_factory=set)
-    """Which of the messages the model wrote."""
+    """Positions of the messages that the model wrote."""
 
     def is_continued_by(self, asked: Asked) -> bool:
         count = len(self.messages)
@@ -43,7 +43,8 @@ class _Conversation:
         )
 
     def tokens_of(self, heard: Sequence[Message]) -> list[int]:
-        """What follows the last turn. Raises ValueError where the template changes earlier ones."""
+        """Tokens of the messages that follow the last turn. Raises ValueError where the template changes earlier
+        turns."""
         said: Message = {"role": "assistant", "content": PLACEHOLDER}
         before = [said if i in self.replies else message for i, message in enumerate(self.messages)]
         return self.chat.between(before, heard, closed=self.chat.ends(self.trajectory.tokens))
@@ -57,13 +58,13 @@ class Recorder:
         self._conversations: list[_Conversation] = []
         self._turn = asyncio.Lock()
         self.limit: Limit | None = None
-        """What the episode has used up, once the agent was told so."""
+        """Limit that the episode has reached, once the agent was told so."""
         self.error: RunError | None = None
-        """What ends the run."""
+        """Error that ends the run."""
 
     async def answer(self, asked: Asked) -> Said:
-        """The model's turn. Raises RefusedError for what cannot be asked, LimitReached, and RunError for what ends the
-        run."""
+        """The model's next turn. Raises RefusedError for a request that cannot be answered, LimitReached, and RunError
+        for errors that end the run."""
         async with self._turn:
             try:
                 return await self._next(asked)
@@ -85,18 +86,19 @@ class Recorder:
         conversation.messages = [*asked.messages, said.message]
         conversation.replies.add(len(asked.messages))
         for _, call in said.calls:
-            if any(tool["function"]["name"] == call.tool for tool in asked.tools):  # others are made up, without number
+            if any(tool["function"]["name"] == call.tool for tool in asked.tools):  # models may make up others
                 self._session.count_call(call.tool)
         return replace(said, prompt_tokens=prompt_tokens)
 
     def _continued(self, asked: Asked) -> _Conversation | None:
-        """The longest conversation that goes on, the newest of those."""
+        """The longest recorded conversation that the request continues, the newest of equal ones; None: there is
+        none."""
         newest = reversed(self._conversations)
         for conversation in sorted((c for c in newest if c.is_continued_by(asked)), key=lambda c: -len(c.messages)):
             try:
                 heard = conversation.tokens_of(asked.messages[len(conversation.messages) :])
             except ValueError:
-                continue  # the template has the model see something else than what it said
+                continue  # the template changes earlier turns, which the model would not recognise
             self._go_on(conversation.trajectory, heard)
             return conversation
         return None
@@ -111,13 +113,13 @@ class Recorder:
         chat = self._session.chat_tokens(asked.tools)
         try:
             trajectory = self._session.begin(chat.opening(asked.messages))
-        except ValueError as error:  # tokens that the model has no row for are one, too
+        except ValueError as error:  # also NonsenseError, for tokens that the model has no row for
             raise RefusedError(str(error)) from error
         self._conversations.append(_Conversation(asked.tools, chat, trajectory))
         return self._conversations[-1]
 
     def _said(self, reply: Reply, tools: Sequence[Json]) -> Said:
-        """A reply as the wire has it: what cannot be read as calls is text."""
+        """A reply in the form of the protocols; text that cannot be read as calls stays text."""
         text, calls = reply.text, self._format.calls(reply.text) if tools else []
         if any(call.problem for call in calls):
             calls = []

@@ -1,4 +1,5 @@
-"""The HTTP server of a rank's episodes, in their event loop, and the keys that tell whose request it is."""
+"""The HTTP server of a rank's episodes, in their event loop; each episode has a key by which its requests are told
+apart."""
 
 from __future__ import annotations
 
@@ -22,22 +23,23 @@ from megappo.runtime.direct import without_proxies
 
 _LARGEST_BODY_BYTES = 64 * 10**6
 _NEVER_AGAIN = {"x-should-retry": "false"}
-"""Both SDKs heed it: the answer would be the same."""
+"""Header by which both SDKs do not retry a request: the answer would be the same."""
 
 
 @dataclass(frozen=True)
 class AgentEndpoint:
-    """Where an agent finds the model, for one episode."""
+    """Address and key at which an agent finds the model, for one episode."""
 
     base_url: str
-    """For OpenAI's SDKs; it ends in `/v1`."""
+    """Base URL for OpenAI's SDKs; it ends in `/v1`."""
     anthropic_base_url: str
-    """For Anthropic's, which add `/v1` themselves."""
+    """Base URL for Anthropic's SDKs, which add `/v1` themselves."""
     api_key: str = field(repr=False)
 
     @property
     def environment(self) -> dict[str, str]:
-        """The variables that the SDKs read, and those by which no proxy stands before the model."""
+        """Environment variables of the agent: those that the SDKs read, and those that keep proxies from standing
+        before the model."""
         return without_proxies(urlsplit(self.base_url).hostname or "") | {
             "OPENAI_BASE_URL": self.base_url,
             "OPENAI_API_KEY": self.api_key,
@@ -53,7 +55,7 @@ class _Serving:
 
 
 class Gateway:
-    """Listens on one interface once an episode needs it."""
+    """HTTP server on one interface, started when the first episode needs it."""
 
     def __init__(self, host: str) -> None:
         self._host = host
@@ -63,7 +65,7 @@ class Gateway:
         self._starts = asyncio.Lock()
 
     def again(self) -> Gateway:
-        """Another one for another event loop."""
+        """A new gateway for another event loop."""
         return Gateway(self._host)
 
     @asynccontextmanager
@@ -104,18 +106,18 @@ class Gateway:
                 ) from error
             host, port = runner.addresses[0][:2]
             self._url = f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
-            os.environ |= without_proxies(host)  # of agents that are functions
+            os.environ |= without_proxies(host)  # for agents that are functions in this process
             self._runner = runner
 
     async def close(self) -> None:
-        """Listen no more."""
+        """Stop listening."""
         if self._runner is not None:
             await self._runner.cleanup()
             self._runner = None
 
 
 def _route(served: dict[str, _Serving], api: ModuleType) -> Callable[[web.Request], Awaitable[web.StreamResponse]]:
-    """A handler of one protocol."""
+    """The request handler of one protocol."""
 
     def failed(status: int, message: str, kind: str, code: str) -> web.Response:
         return web.json_response(api.error(message, kind, code), status=status, headers=_NEVER_AGAIN)

@@ -1,4 +1,4 @@
-"""What agents ask and are told, whichever protocol they speak. Messages and tools have OpenAI's form."""
+"""Requests of agents and answers to them, whichever protocol they speak. Messages and tools have OpenAI's form."""
 
 from __future__ import annotations
 
@@ -15,24 +15,24 @@ Json = dict[str, Any]
 
 
 class RefusedError(ValueError):
-    """A request that cannot be answered, in words for who wrote the agent."""
+    """A request that cannot be answered; the message is for whoever wrote the agent."""
 
     def __init__(self, problem: str, code: str = "invalid_value") -> None:
         super().__init__(problem)
         self.code = code
-        """OpenAI's word for the kind of problem."""
+        """OpenAI's error code for the kind of problem."""
 
 
 @dataclass(frozen=True)
 class Asked:
-    """A conversation that the model is to go on with."""
+    """A request of an agent: a conversation that the model is to continue."""
 
     messages: tuple[Message, ...]
     tools: tuple[Json, ...] = ()
     max_tokens: int | None = None
     stream: bool = False
     model: str = ""
-    """As the agent calls it; it has no say in which model answers."""
+    """Model name that the agent sent; it does not choose which model answers."""
     stream_usage: bool = False
 
 
@@ -41,29 +41,30 @@ class Said:
     """A turn of the model."""
 
     name: str
-    """Unique within the episode."""
+    """Id of the turn, unique within the episode."""
     text: str
-    """Without special tokens, and without the calls."""
+    """Text of the turn, without special tokens and without the calls."""
     calls: tuple[tuple[str, WantedCall], ...]
-    """With the name of each."""
+    """Calls of tools, each with its id."""
     truncated: bool
     prompt_tokens: int
     own_tokens: int
 
     @property
     def message(self) -> Message:
-        """As the agent is to send it back."""
+        """The turn as a message, as the agent sends it back with its next request."""
         calls = [called(name, call.tool, call.arguments) for name, call in self.calls]
         return {"role": "assistant", "content": self.text, **({"tool_calls": calls} if calls else {})}
 
 
 def called(name: str, tool: str, arguments: Mapping[str, Any]) -> Json:
-    """A call of a message. Arguments are an object, as chat templates want them; over the wire OpenAI has a text."""
+    """A tool call within a message. Its arguments are an object, as chat templates need them; OpenAI's protocol has
+    JSON text there."""
     return {"id": name, "type": "function", "function": {"name": tool, "arguments": dict(arguments)}}
 
 
 def required(body: Mapping[str, Any], key: str, kind: type, word: str) -> Any:
-    """A field that must be there. Raises RefusedError."""
+    """The value of a required field. Raises RefusedError."""
     value = body.get(key)
     if not isinstance(value, kind):
         raise RefusedError(f"{key} is {show(value)}, must be {word}")
@@ -71,12 +72,12 @@ def required(body: Mapping[str, Any], key: str, kind: type, word: str) -> Any:
 
 
 def listed(body: Mapping[str, Any], key: str) -> list[Any]:
-    """A field that may be missing, else a list. Raises RefusedError."""
+    """The list in a field; empty where the field is missing. Raises RefusedError."""
     return [] if body.get(key) is None else list(required(body, key, list, "a list"))
 
 
 def whole(body: Mapping[str, Any], *keys: str) -> int | None:
-    """The first of these fields that is there, a number of tokens. Raises RefusedError."""
+    """The number of tokens in the first of these fields that is present; None: none is. Raises RefusedError."""
     for key in keys:
         if (value := body.get(key)) is not None:
             if not isinstance(value, int) or isinstance(value, bool) or value < 1:
@@ -86,7 +87,7 @@ def whole(body: Mapping[str, Any], *keys: str) -> int | None:
 
 
 def parts(content: object, where: str) -> Iterator[Json]:
-    """The parts of a content, which may be a text, nothing, or a list. Raises RefusedError."""
+    """The parts of a message's content, which may be text, nothing, or a list. Raises RefusedError."""
     if isinstance(content, str):
         yield {"type": "text", "text": content}
         return
@@ -96,7 +97,7 @@ def parts(content: object, where: str) -> Iterator[Json]:
 
 
 def text_of(content: object, where: str) -> str:
-    """The text of a content. Raises RefusedError for anything but text, which the model does not read."""
+    """The text of a message's content. Raises RefusedError for anything but text, which is all that the model reads."""
     if content is None:
         return ""
     found = []
@@ -108,7 +109,7 @@ def text_of(content: object, where: str) -> str:
 
 
 def arguments_of(text: object, where: str) -> Json:
-    """The arguments of a call from their JSON. Raises RefusedError."""
+    """The arguments of a call, parsed from JSON. Raises RefusedError."""
     try:
         found = json.loads(str(text) or "{}")
     except (ValueError, RecursionError) as error:
