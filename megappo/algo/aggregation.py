@@ -1,4 +1,4 @@
-"""How the losses of tokens become one number: weights that carry the one global division.
+"""Aggregation of token losses to one number: weights that include the one global division.
 
 Losses with these weights, summed over microbatches and ranks, are the loss of the global minibatch.
 """

@@ -37,7 +37,7 @@ _Function = TypeVar("_Function", bound=Callable[..., Any])
 
 
 class GAE(Protocol):
-    """`megappo_kernels.gae.gae`, on whichever device."""
+    """Signature of `megappo_kernels.gae.gae`, on any device."""
 
     def __call__(
         self, *, rewards: Tensor, values: Tensor, mask: Tensor, gamma: float, lam: float | Tensor
@@ -45,44 +45,44 @@ class GAE(Protocol):
 
 
 def unwhitened(compute: _Function) -> _Function:
-    """Declare an estimator whose advantages have their scale already."""
+    """Declare an estimator whose advantages are already scaled and are not whitened."""
     compute.whitens = False  # type: ignore[attr-defined]
     return compute
 
 
 @dataclass(frozen=True)
 class Estimator:
-    """A function that estimates advantages, and what its parameters say of it."""
+    """A function that estimates advantages, with the properties that follow from its parameters."""
 
     name: str
     compute: Callable[..., tuple[Tensor, Tensor]]
     options: Mapping[str, Any] = field(default_factory=dict)
-    """Further keyword arguments."""
+    """Further keyword arguments of the function."""
 
     @property
     def needs_critic(self) -> bool:
-        """Whether it cannot do without values."""
+        """Whether the estimator requires values."""
         values = inspect.signature(self.compute).parameters.get("values")
         return values is not None and values.default is inspect.Parameter.empty
 
     @property
     def takes_values(self) -> bool:
-        """Whether a critic is of use."""
+        """Whether the estimator can use values, so that a critic is of use."""
         return "values" in taken_by(self.compute, ARGUMENTS)
 
     @property
     def tells_lambdas_apart(self) -> bool:
-        """Whether the critic may have a lambda of its own."""
+        """Whether the critic's returns may have a lambda of their own."""
         return "critic_lam" in taken_by(self.compute, ARGUMENTS)
 
     @property
     def discounts_by_turn(self) -> bool:
-        """Whether it leaves it to `gae` where gamma and lambda apply."""
+        """Whether the estimator computes by `gae`, which applies gamma and lambda by tokens or by turns."""
         return "gae" in taken_by(self.compute, ARGUMENTS)
 
     @property
     def compares_samples(self) -> bool:
-        """Whether it needs several samples of a prompt."""
+        """Whether the estimator needs several samples of a prompt."""
         return "group_ids" in inspect.signature(self.compute).parameters
 
     @property
@@ -91,8 +91,11 @@ class Estimator:
         return getattr(self.compute, "whitens", True)
 
     def __call__(self, **offered: Any) -> tuple[Tensor, Tensor]:
-        """Estimate, given all of ARGUMENTS but `gae`, which may be, and `critic_lam`, which is `lam` where it is not;
-        `values` may be None where they are not needed."""
+        """Estimate advantages and returns from all of ARGUMENTS, by keyword.
+
+        `gae` may be left out, and `critic_lam` too: its default is `lam`. `values` may be None where the estimator does
+        not need them. Raises ValueError where needed values are missing or the result has another form.
+        """
         from megappo.algo.masks import check_mask
         from megappo_kernels.gae import gae
 
@@ -107,5 +110,5 @@ class Estimator:
 
 
 def builtin(name: str) -> Estimator:
-    """The estimator of NAMES."""
+    """Built-in estimator of this name, one of NAMES."""
     return Estimator(name, getattr(import_module(f"{__name__}.{name}"), name))
