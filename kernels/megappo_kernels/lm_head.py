@@ -68,7 +68,7 @@ class HeadShard:
         return HeadShard(group, first, here, scaling, exact, runs_triton(hidden_TH))
 
     def compacted(self, rows: Tensor) -> HeadShard:
-        """The same shard for some of the T rows of hidden states."""
+        """This shard for some of the T rows of hidden states."""
         return replace(self, scaling=self.scaling.of_rows(rows))
 
 

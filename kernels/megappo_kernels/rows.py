@@ -22,7 +22,7 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class Scaling:
-    """From logits to scaled logits: soft cap (cap * tanh(z / cap)), then temperature."""
+    """Scaling of logits: soft cap (cap * tanh(z / cap)), then temperature."""
 
     inverse_temperature: float | Tensor
     """A number, or (T,) in the precision of the logits."""
@@ -80,12 +80,12 @@ class RowGradients:
 
     @staticmethod
     def of(stats_4C: Tensor, logprob_C: Tensor, entropy_C: Tensor | None) -> RowGradients:
-        """From the statistics of the whole vocabulary and the upstream gradients."""
+        """Combine the statistics of the whole vocabulary with the upstream gradients."""
         max_C, sum_C, weighted_C, _ = stats_4C.unbind(0)
         return RowGradients(max_C, sum_C, weighted_C, logprob_C, entropy_C)
 
     def of_rows(self, rows: slice | Tensor) -> RowGradients:
-        """The same quantities of some of the rows."""
+        """The quantities of some of the rows."""
         entropy_C = self.entropy_C[rows] if self.entropy_C is not None else None
         return RowGradients(self.max_C[rows], self.sum_C[rows], self.weighted_C[rows], self.logprob_C[rows], entropy_C)
 

@@ -170,16 +170,16 @@ def dppo(s: Any, logprob: Numbers, ratio: Numbers, advantages: Numbers, change: 
 def dppo_tv(
     s: Any, logprob: Numbers, old_logprob: Numbers, log_ratio: Numbers, ratio: Numbers, advantages: Numbers
 ) -> Surrogate:
-    """Tokens are left out by how far their probability moved, new - old: the total variation of "this token or another"
-    (DPPO with binary TV, arXiv 2602.04879, eq. 11 to 13). The ratio is capped as verl does it."""
+    """DPPO with tokens left out by the change of their probability, new - old: the total variation of "this token or
+    another" (binary TV, arXiv 2602.04879, eq. 11 to 13). The ratio is capped as verl does it."""
     return dppo(s, logprob, ratio, advantages, xp.exp(logprob) - xp.exp(old_logprob))
 
 
 def dppo_kl(
     s: Any, logprob: Numbers, old_logprob: Numbers, log_ratio: Numbers, ratio: Numbers, advantages: Numbers
 ) -> Surrogate:
-    """The same by KL(old || new) of "this token or another", in nats, with the sign of the change (DPPO with binary KL,
-    arXiv 2602.04879, eq. 14)."""
+    """DPPO with tokens left out by KL(old || new) of "this token or another", in nats, with the sign of the change (binary
+    KL, arXiv 2602.04879, eq. 14)."""
     new, old = xp.exp(logprob), xp.exp(old_logprob)
     not_new, not_old = clamped(1 - new, 0.0, 1.0), clamped(1 - old, 0.0, 1.0)  # rounding leaves logprobs above 0
     divergence = not_old * xp.log((not_old + ALMOST_NOTHING) / (not_new + ALMOST_NOTHING)) - old * log_ratio

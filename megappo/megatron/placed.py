@@ -86,12 +86,12 @@ class PlacedBatch:
         return output_BR
 
     def for_role(self, role: Role) -> PlacedBatch:
-        """The same samples for a role with the same placement; nothing is sent."""
+        """The batch for another role with the same placement; nothing is sent."""
         assert role.placement == self.role.placement
         return replace(self, role=role)
 
     def with_fields(self, fields_BR: Mapping[str, Tensor]) -> PlacedBatch:
-        """The same samples with numbers for each response token, which are sent to the ranks that have the samples.
+        """The batch with further numbers for each response token, which are sent to the ranks that have the samples.
 
         All ranks pass the same names in the same order.
         """

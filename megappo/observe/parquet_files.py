@@ -53,7 +53,7 @@ class ColumnFile:
         return found.chunk(0) if hasattr(found, "chunk") else found
 
     def row(self, number: int) -> ColumnFile:
-        """The same columns of one row."""
+        """The file's columns, reduced to one row."""
         one = object.__new__(ColumnFile)
         one._table = self._table.slice(number, 1)
         return one

@@ -34,7 +34,7 @@ _WITHOUT_MEANING = ("max_position_embeddings", "initializer_range")
 
 @dataclass(frozen=True)
 class Wanted:
-    """What an origin is asked for: weights of a role, or adapters."""
+    """Request to an origin: weights of a role, or adapters."""
 
     role: str
     arch: ArchitectureConfig
