@@ -21,10 +21,10 @@ from typing import Any, ClassVar, Literal, NamedTuple
 from megappo_kernels.surrogates import POLICY_LOSSES, Numbers, clamped, xp
 
 LOG_RATIO_LIMIT = 20.0
-"""Log-ratios are clamped to +- this before exp, so that no outlier token can overflow a batch; beyond it slopes are
-0."""
+"""Log-ratios are clamped to +- this before exp, as in verl (verl/trainer/ppo/core_algos.py), so that no outlier token
+can overflow a batch; beyond it slopes are 0."""
 K3_LIMIT = 10.0
-"""The k3 estimate of the KL is clamped to this."""
+"""The k3 estimate of the KL is clamped to this, as verl clamps `low_var_kl` (verl/trainer/ppo/core_algos.py)."""
 
 
 class Metric(NamedTuple):

@@ -178,8 +178,8 @@ def dppo_tv(
 def dppo_kl(
     s: Any, logprob: Numbers, old_logprob: Numbers, log_ratio: Numbers, ratio: Numbers, advantages: Numbers
 ) -> Surrogate:
-    """DPPO with tokens left out by KL(old || new) of "this token or another", in nats, with the sign of the change (binary
-    KL, arXiv 2602.04879, eq. 14)."""
+    """DPPO with tokens left out by KL(old || new) of "this token or another", in nats, with the sign of the change
+    (binary KL, arXiv 2602.04879, eq. 14)."""
     new, old = xp.exp(logprob), xp.exp(old_logprob)
     not_new, not_old = clamped(1 - new, 0.0, 1.0), clamped(1 - old, 0.0, 1.0)  # rounding leaves logprobs above 0
     divergence = not_old * xp.log((not_old + ALMOST_NOTHING) / (not_new + ALMOST_NOTHING)) - old * log_ratio

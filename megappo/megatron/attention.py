@@ -1,7 +1,7 @@
 """Core attention and norm for machines without Transformer Engine.
 
-Megatron's own local attention refuses packed sequences and builds an S x S mask; its local norm refuses sequence
-parallelism. Both fit Megatron's layer spec as they are.
+Megatron's own local attention refuses packed sequences (0.16.1 and 0.19.2, dot_product_attention.py:153) and builds an
+S x S mask; its local norm refuses sequence parallelism. Both fit Megatron's layer spec as they are.
 Shape legend: t tokens of a packed microbatch, h query heads, g key/value heads of this rank, d channels, S segments,
 L longest segment.
 """

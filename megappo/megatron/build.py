@@ -211,7 +211,7 @@ def transformer_config(arch: ArchitectureConfig, layout: Layout, options: BuildO
         hidden_dropout=0.0,
         attention_dropout=0.0,
         init_method_std=arch.initializer_range,
-        perform_initialization=False,
+        perform_initialization=False,  # `_fill` writes all weights; `_mark_partition` sets what Megatron then omits
         use_cpu_initialization=options.device.type == "cpu",
         params_dtype=options.dtype,
         bf16=options.dtype == torch.bfloat16,

@@ -137,6 +137,7 @@ def _layout(cut: Cut, own: Mapping[str, dist.ProcessGroup | None]) -> Layout | O
         tp=own["tp"],
         pp=own["pp"],
         mp=own["mp"],
+        # None on ranks outside: torch's own placeholder, an int, crashes Megatron (finalize_model_grads.py:229).
         embd=own["embd"],
         pos_embd=own["pos_embd"],
         cp=own["cp"],

@@ -2,7 +2,7 @@
 
 Megatron's own `load_state_dict` cannot be used with torch's Adam: it expects a state that a fresh optimizer lacks,
 copies into leaves that need gradients, and gives all parameters one shared `step`, which then counts all of their
-updates.
+updates (0.16.1 / 0.19.2, distrib_optimizer.py:642/839, 940/1225, 825/1032).
 """
 
 from __future__ import annotations

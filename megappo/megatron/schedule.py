@@ -142,8 +142,9 @@ def run_schedule(
 
         def finish(output_1NC: Tensor) -> tuple[Tensor, Tensor, Any]:
             scalar, report = task.finish(gpt.output_layer, output_1NC.squeeze(0), batch)
-            # The second value is Megatron's token count, which `calculate_per_token_loss` would divide by. The first is
-            # a clone, because `deallocate_pipeline_outputs` frees it and cannot free a view.
+            # Three values: Megatron would multiply the first of two by the context parallel size (0.16.1 / 0.19.2,
+            # schedules.py:269/340). The second is its token count, which `calculate_per_token_loss` would divide by.
+            # The first is a clone, because `deallocate_pipeline_outputs` frees it and cannot free a view.
             return scalar.clone(), torch.zeros((), dtype=torch.int32, device=scalar.device), report
 
         return output, finish

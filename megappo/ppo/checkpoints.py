@@ -40,6 +40,7 @@ from megappo.runtime.launchers import seconds_to_end
 from megappo.runtime.objects import all_gather_objects, broadcast_object
 
 _CLOSE_SECONDS = 60.0
+"""Time for a pending checkpoint where a run ends early; `failures` waits a little longer before the process ends."""
 _RESPONSES = "responses"
 _REFERENCE = "reference"
 """Name of the reference's weights in a checkpoint, beside those of the actor, with which it shares ranks."""

@@ -1,4 +1,4 @@
-"""Turns scores into the inputs of updates: KL in the reward, advantages, whitening, correction of the engine's mismatch.
+"""Turns scores into the inputs of updates: KL in the reward, advantages, whitening, correction of the mismatch.
 
 Works on this rank's own samples; only statistics are exchanged. B samples of this rank, R longest response.
 """

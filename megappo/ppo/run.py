@@ -35,6 +35,7 @@ def train(config: Config, derived: Derived, prompts: TrainingPrompts | None = No
     `prompts`: the training prompts, where they were read already. Raises Interrupted after a run that was asked to stop
     has written a checkpoint.
     """
+    # The watchdog starts before the lock, which is the first collective that a rank could hang in.
     with (
         start_runtime(config.runtime, with_servers=config.rollout.broadcasts) as runtime,
         watched(_watchdog(config, runtime)) as watchdog,

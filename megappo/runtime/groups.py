@@ -136,8 +136,8 @@ def _rounds(due: Iterable[_Members]) -> list[dict[int, _Members]]:
 def _new_group(
     ranks: Sequence[int], backend: str, timeout: datetime.timedelta, name: str, *, by_members: bool = True
 ) -> dist.ProcessGroup:
-    """`by_members`: only the members call this. Without an explicit timeout a group would have torch's default, not the
-    world's."""
+    """`by_members`: only the members call this. Without an explicit timeout a group would have torch's default (10
+    minutes on NCCL), not the world's."""
     group = dist.new_group(
         list(ranks), timeout=timeout, backend=backend, use_local_synchronization=by_members, group_desc=name
     )

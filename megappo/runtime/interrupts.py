@@ -23,6 +23,7 @@ from megappo.errors import STOPPED_BY_USER, Interrupted
 from megappo.observe.messages import MESSAGES, tell
 from megappo.runtime.process import Runtime
 
+# SIGUSR1 comes some time before SLURM's time limit (launch/slurm/*.sbatch), SIGTERM from schedulers.
 _SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)
 # A terminal sends Ctrl-C to every process, and torchrun sends it to its workers once more.
 _ONE_PRESS_SECONDS = 1.0

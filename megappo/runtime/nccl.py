@@ -11,8 +11,8 @@ import torch
 import torch.distributed as dist
 
 SETTINGS = {"NCCL_CUMEM_ENABLE": "0", "NCCL_NVLS_ENABLE": "0"}
-"""Values that SGLang sets in its servers unless the user does (its entrypoints/engine.py). A trainer with NCCL's own
-defaults would register memory in a way that the other end of a group does not."""
+"""Values that SGLang sets in its servers unless the user does (0.5.23, entrypoints/engine.py). A trainer with NCCL's
+own defaults would register memory in a way that the other end of a group does not."""
 
 
 # Read by torch when a group on NCCL is made.

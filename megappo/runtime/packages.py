@@ -33,8 +33,8 @@ def packages_digest() -> str:
 def quicken_packages_scan() -> None:
     """Make `importlib.metadata.packages_distributions` fast in this process: a tenth of a second.
 
-    transformers calls it on import (utils/import_utils.py:51), and the standard library's version inspects every file
-    of every package: a CPU second in each process.
+    transformers calls it on import (5.19, utils/import_utils.py:51), and the standard library's version inspects every
+    file of every package: a CPU second in each process.
     """
     importlib.metadata.packages_distributions = packages_distributions
 

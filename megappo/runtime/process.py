@@ -106,7 +106,10 @@ class Runtime:
             torch.cuda.synchronize()
 
     def release_cached_memory(self) -> None:
-        """Return the cache of torch's allocator to the GPU, for other processes; on a CPU there is none."""
+        """Return the cache of torch's allocator to the GPU, for other processes; on a CPU there is none.
+
+        An engine that wakes before this call finds too little memory on a full GPU.
+        """
         if self.on_cuda:
             gc.collect()  # reference cycles hold tensors
             torch.cuda.synchronize()
@@ -213,7 +216,10 @@ def _leave_group(runtime: Runtime) -> None:
 
 
 def _prepare_megatron() -> None:
-    """Create the buffer of sequence parallel gathers, the one global of Megatron that process groups do not replace."""
+    """Create the buffer of sequence parallel gathers, the one global of Megatron that process groups do not replace.
+
+    0.16.1 / 0.19.2 read it in dot_product_attention.py:189 and tensor_parallel/layers.py:482, 519 / 570, 614.
+    """
     from megatron.core import parallel_state
 
     if parallel_state._GLOBAL_MEMORY_BUFFER is None:

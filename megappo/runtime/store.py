@@ -20,6 +20,7 @@ from megappo.runtime.launchers import Ranks
 _LOW_PORTS = range(10000, 30000)
 _TRIES = 100
 _USUAL_SECONDS = 60.0
+"""Time after which rank 0 prints whom it waits for."""
 _COUNT, _ALL = "megappo/come", "megappo/all-come"
 
 

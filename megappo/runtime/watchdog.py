@@ -22,9 +22,12 @@ from megappo.runtime.process import Runtime
 
 _POLL_SECONDS = 0.5
 _BLOCKED_SECONDS = 60.0
+"""The interpreter-independent timer ends the process this much later, so that the thread can report first."""
 _STDERR = 2
 _TELL_SECONDS = 1.0
+"""Shortest interval between two counts of progress, each of which is a request to the store."""
 _DISK_SECONDS = 10.0
+"""Limit of a look at the run directory, whose disk may be what hangs."""
 _CHECKPOINT = "newest-checkpoint"
 """File that names the newest checkpoint at the time of a hang."""
 _COUNT, _FOLDER = "megappo/parts-done", "megappo/hang-folder"

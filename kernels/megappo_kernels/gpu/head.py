@@ -23,6 +23,7 @@ from megappo_kernels.rows import merge_parts
 if TYPE_CHECKING:
     from megappo_kernels.rows import Scaling
 
+# 16 tiles of 128 rows of hidden states have 17 MB in bfloat16 at a width of 4,096, which L2 keeps.
 SPLIT_COLUMNS = 2048
 GROUP_M = 16
 
