@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 # A rectangle of S x L is one call of SDPA instead of S; it pays off while it is not mostly padding.
 _MOST_PADDING = 2.0
 
-# torch 2.11 lets queries share keys without being asked.
+# In torch 2.11 grouped queries need no argument.
 _ASKS_FOR_GROUPS = "enable_gqa" in inspect.signature(varlen.varlen_attn).parameters
 
 
@@ -209,7 +209,7 @@ def attend_pack(
         window_size=(-1 if window is None else window - 1, 0),
         **grouped,
     )
-    assert isinstance(out, Tensor)  # as nothing else is asked for
+    assert isinstance(out, Tensor)  # no other outputs are requested
     return out
 
 

@@ -389,7 +389,7 @@ def _build_chunk(
         layer.mlp.token_dispatcher = TokenDispatcher(config, layout.groups)
         if arch.sigmoid_router:
             layer.mlp.router.correction_bias = nn.Parameter(torch.zeros(arch.experts), requires_grad=False)
-    model.to(options.device)  # Megatron makes the router's weight on the CPU, torch makes norms there
+    model.to(options.device)  # Megatron creates the router's weight on the CPU, and torch the norms
     frequencies = [of_kind.to(options.device) for of_kind in rotary(arch)[0]]
     if options.has_engine_layers:
         model.rotary_pos_emb.inv_freq = frequencies[0]

@@ -99,7 +99,8 @@ class GatedDeltaNet(MegatronModule):
 
 
 class GatedSelfAttention(SelfAttention):
-    """Attention whose output is multiplied by the sigmoid of a gate, which stands behind each head's query."""
+    """Attention whose output is multiplied by the sigmoid of a gate. Each head's gate follows its query in the
+    projection."""
 
     def get_query_key_value_tensors(
         self, hidden_states: Tensor, *_of_megatron: Any, **_more: Any

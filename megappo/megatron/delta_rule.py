@@ -94,7 +94,7 @@ def _read(query: Tensor, key: Tensor, value: Tensor, decay: Tensor, strength: Te
     later = torch.ones(CHUNK, CHUNK, dtype=torch.bool, device=q.device).triu(1)
     between = (total[..., :, None] - total[..., None, :]).masked_fill(later, -torch.inf).exp()
     seen = (q @ k.transpose(-1, -2))[:, :, None] * between
-    system = (k @ k.transpose(-1, -2))[:, :, None] * between * b[..., None]  # the diagonal is taken for ones
+    system = (k @ k.transpose(-1, -2))[:, :, None] * between * b[..., None]  # its diagonal counts as ones
     since = total.exp()[..., None]
     own = torch.cat([v, since * k[:, :, None]], dim=-1) * b[..., None]
     own = torch.linalg.solve_triangular(system, own, upper=False, unitriangular=True)

@@ -63,7 +63,7 @@ class PartlyOnHost:
         for main, gradient in given.items():
             assert gradient is not None, "a parameter without a gradient"
             self._gradients[main].copy_(gradient, non_blocking=True)
-            main.grad = None  # the device's optimizer passes over it
+            main.grad = None  # the device's optimizer skips it
         arrived = torch.cuda.current_stream().record_event()
         self.device.step()
         arrived.synchronize()

@@ -63,7 +63,7 @@ def curve(
 
 def _level(value: float, low: float, high: float, levels: int) -> int:
     """0 for `low` to `levels` - 1 for `high`; 0 where they are equal."""
-    span = high / 2 - low / 2  # halves: the whole may be more than a float holds
+    span = high / 2 - low / 2  # halves, as the whole may overflow a float
     return round((value / 2 - low / 2) / span * (levels - 1)) if span > 0 else 0
 
 

@@ -101,7 +101,7 @@ class Resumed:
             load_weights(self._folder, reference, _REFERENCE, self._parts.runtime)
         state: dict[str, Any] = self._marker.content["trainer"]
         if self._parts.config.run.force_resume and self._has_other_data():
-            # Other data are begun at their beginning.
+            # Other data start at their beginning.
             state = {**state, "cursor": self._parts.cursor.state_dict(), "curriculum": []}
         return state
 
@@ -264,7 +264,7 @@ class Checkpoints:
             raise RunError(f"stopped after step {boundary.step} without a checkpoint, as checkpoint is null")
         self._failures = 0  # earlier failures do not keep this one from being tried
         if self._parts.config.rollout.keeps_when_stopped and self._anywhere(boundary.responses):
-            self._saved_step = -1  # the checkpoint of this step may be there without them
+            self._saved_step = -1  # the existing checkpoint of this step may lack them
         self.save(boundary, wait=True)
         return f"stopped after step {boundary.step} with a checkpoint; the same command continues the run"
 
@@ -369,7 +369,7 @@ def _weights_home(parts: Parts) -> int | None:
 
 
 def _tell_warnings(writer: CheckpointWriter) -> None:
-    for sentence in writer.warnings():  # the main rank's alone
+    for sentence in writer.warnings():  # on the main rank only
         tell(sentence)
 
 

@@ -156,7 +156,7 @@ class InFlight:
             for ticket in tickets:
                 self._forget(ticket)
 
-    # What a checkpoint holds
+    # State for a checkpoint
 
     @property
     def draws_on(self) -> bool:
@@ -277,7 +277,7 @@ class InFlight:
     def _prompt(self, group: Group) -> Prompt:
         return self._parts.train_prompts[group.prompt]
 
-    # Samples, of this rank
+    # This rank's samples
 
     def _numbers(self, ticket: int) -> range:
         """Numbers of the samples of a prompt; none where the prompt is another rank's."""

@@ -116,7 +116,7 @@ def _open_run(path: Path, wanted: Wanted) -> Origin:
     _require_same_adapters(marker, wanted)
     source = CheckpointSource(folder, wanted.role, wanted.arch, wanted.lora)
     other = marker.content.get("architectures", {}).get(wanted.role)
-    if other is None:  # checkpoints of an earlier megappo do not say it
+    if other is None:  # not in checkpoints of earlier versions
         _, model = model_of(marker, wanted.role)
         other = architecture_fields(_read(model, wanted))
     _require_same(said_fields(other), wanted)

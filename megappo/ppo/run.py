@@ -35,7 +35,7 @@ def train(config: Config, derived: Derived, prompts: TrainingPrompts | None = No
     `prompts`: the training prompts, where they were read already. Raises Interrupted after a run that was asked to stop
     has written a checkpoint.
     """
-    # The watchdog starts before the lock, which is the first collective that a rank could hang in.
+    # The watchdog starts before the lock, the first collective after the ranks have met.
     with (
         start_runtime(config.runtime, with_servers=config.rollout.broadcasts) as runtime,
         watched(_watchdog(config, runtime)) as watchdog,
@@ -89,7 +89,7 @@ def _train_and_export(
 ) -> None:
     for sentence in (*data_lines(parts), *parts.origins, *start.sentences):
         reporter.message(sentence)
-    if start.sentences:  # there was a run before
+    if start.sentences:  # the run resumes
         reporter.continue_after(start.step, is_open=start.is_open)
     trainer = trainer_of(parts, reporter, checkpoints)
     try:

@@ -164,7 +164,7 @@ def lost_steps(config: Config) -> tuple[str | None, int]:
         before = load_config(saved) if saved.exists() else None
     except ValueError as error:
         return str(error), 0
-    # In the background a checkpoint may have been under way until the next one was due.
+    # An asynchronous checkpoint may have been unfinished until the next one was due.
     settings = before.checkpoint if before is not None else None
     last = lines[-1]["step"] if lines else -1
     has_ended = (before is not None and last == before.run.steps) or (config.run.path / "final").exists()

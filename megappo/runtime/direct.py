@@ -42,7 +42,7 @@ def fetch(request: urllib.request.Request, *, timeout_seconds: float, own: bool 
         body: bytes = answer.read(_LARGEST_ANSWER_BYTES + 1)
         if len(body) > _LARGEST_ANSWER_BYTES:
             raise ValueError(f"an answer of more than {_LARGEST_ANSWER_BYTES} bytes")
-        if answer.length:  # which reading so much at most does not raise
+        if answer.length:  # `read` with a size does not raise for a short body
             raise http.client.IncompleteRead(body, answer.length)
         return body
 

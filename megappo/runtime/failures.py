@@ -77,7 +77,7 @@ class _Torchrun:
     """torchrun's agent process on this machine; nobody else would end this rank."""
 
     def __init__(self) -> None:
-        self._pid = int(os.environ.get(_AGENT, "") or _PARENT)  # a shell may stand between
+        self._pid = int(os.environ.get(_AGENT, "") or _PARENT)  # a shell may be between torchrun and the rank
         self._process: psutil.Process | None = None
         if "TORCHELASTIC_RUN_ID" in os.environ:
             with contextlib.suppress(psutil.Error):
@@ -153,7 +153,7 @@ class Failures:
             self._close_within(_STOP_SECONDS, Failure(self._rank, error.exit_code))
             raise
         except BaseException as error:
-            if self._world_size == 1 and not _is_no_failure(error):  # others would end it
+            if self._world_size == 1 and not _is_no_failure(error):  # with several ranks the others end it
                 code, sentences, _ = verdict_of(error)
                 self._close_within(_STOP_SECONDS, Failure(self._rank, code, sentences))
             self.tell(error)
@@ -203,7 +203,7 @@ class Failures:
             return
         self.tell(error)
         self._closed.set()
-        threading.Event().wait()  # for the thread that ends the process
+        threading.Event().wait()  # until the other thread ends the process
 
     def _close_within(self, seconds: float, failure: Failure) -> None:
         """Bound the time of closing, for example a service's client: a scheduler would wait for it, or kill the rank

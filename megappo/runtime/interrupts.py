@@ -118,7 +118,7 @@ class Interrupts:
         if is_first:
             if not self._heard:
                 self._tell_stopping(number)
-            with contextlib.suppress(dist.DistError):  # who holds the store is gone, and the run with it
+            with contextlib.suppress(dist.DistError):  # the store's holder is gone, and so is the run
                 self._notices.post(_TOLD, str(number))
 
     def _hear(self, number: str) -> None:

@@ -150,7 +150,7 @@ def install() -> None:
         setattr(cuda, name, getattr(torch, name))
 
     with _without_compiler():
-        import_module("megatron.core.models.gpt.gpt_layer_specs")  # with all that a model may be made of
+        import_module("megatron.core.models.gpt.gpt_layer_specs")  # imports all parts of the models
         import megatron.core.tensor_parallel.random as megatron_random
 
     # Without these two nothing raises, but the tracker's fork() neither switches nor restores the generator.

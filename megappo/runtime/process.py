@@ -194,7 +194,7 @@ def start_runtime(settings: RuntimeSettings, *, with_servers: bool = False) -> I
     device = prepare_device(settings, ranks)
     runtime = Runtime(ranks.rank, ranks.world_size, ranks.local_rank, device, ranks.local_world_size or 1)
     if "MASTER_ADDR" not in os.environ:
-        os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT="0")  # alone, so that nobody has to know the port
+        os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT="0")  # a single process: any free port
     _join(settings, runtime.device, ranks)
     runtime.failures.start()
     try:

@@ -54,5 +54,5 @@ def asked_pause(headers: Mapping[str, str] | Message | None) -> float:
     try:  # the difference of two times of the server's clock
         until, now = parsedate_to_datetime(text), parsedate_to_datetime(date)
         return max(0.0, (until - now).total_seconds())
-    except (ValueError, TypeError):  # none, no date, or one without its zone
+    except (ValueError, TypeError):  # missing, no date, or without a time zone
         return 0.0

@@ -102,7 +102,7 @@ class Watchdog:
         if now - self._told >= _TELL_SECONDS:
             self._told = now
             self._arm()
-            with contextlib.suppress(dist.DistError):  # who holds the store is gone, and the run with it
+            with contextlib.suppress(dist.DistError):  # the store's holder is gone, and so is the run
                 self._notices.count(_COUNT, 1)
 
     def _others_go_on(self) -> bool:

@@ -150,7 +150,7 @@ def fused_kernel(
         factor = tl.full((BM,), inverse_temperature, tl.float32)
         if PER_ROW:
             factor = tl.load(inverse_temperatures + lanes, mask=valid_rows, other=1.0)
-        # Logits in units of log 2: exp2 is the instruction that exists.
+        # Logits in units of log 2: exp2 is the hardware's instruction.
         m = tl.full((BM,), -float("inf"), tl.float32)
         s = tl.zeros((BM,), tl.float32)
         u = tl.zeros((BM,), tl.float32)

@@ -1,19 +1,19 @@
-"""Ways to get advantages: a file each, with a function of the file's name; your own is named by its import path.
+"""Advantage estimators: one file each, with a function of the file's name; your own is named by its import path.
 
-An estimator gets, by keyword, those of these that it has parameters for:
+An estimator is called by keyword, with those of the following that it has parameters for:
 
     rewards      (B, T) per token, the weighted KL subtracted where it is in the reward
     values       (B, T) of the critic, which an estimator that takes them needs
     mask         (B, T) bool
-    group_ids    (B,) int64; samples of one prompt share one, and lie on one rank
+    group_ids    (B,) int64; samples of one prompt share one, and are on one rank
     gamma        the setting
     lam          of the advantages: a number, or where it is `length_adaptive` (B,) one of each sample
     critic_lam   of the returns, which the critic learns: a number
     gae          a function of rewards, values, mask, gamma and lam, by keyword, that does GAE: by tokens or by turns,
                  as `algorithm.discount_at` says
 
-and returns advantages and returns, both (B, T), 0 at masked positions. Whitening over the global batch follows where
-the settings ask for it, unless the function is `unwhitened`.
+It returns advantages and returns, both (B, T), 0 at masked positions. They are whitened over the global batch
+afterwards where the settings say so, unless the function is `unwhitened`.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 from megappo_kernels.objectives import taken_by
 
-if TYPE_CHECKING:  # names of estimators are asked for where torch is not waited for
+if TYPE_CHECKING:  # names of estimators are used without importing torch
     from torch import Tensor
 
 NAMES = tuple(sorted(module.name for module in pkgutil.iter_modules(__path__)))
