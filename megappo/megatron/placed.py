@@ -70,7 +70,7 @@ class PlacedBatch:
 
     @property
     def samples(self) -> Samples:
-        """The samples that this rank made and handed over."""
+        """The samples that this rank generated and sent."""
         return self.announced.samples
 
     def forward(self) -> Tensor:

@@ -20,7 +20,7 @@ from megappo.runtime.tally import Tally
 from megappo.types import Rollouts
 
 _STEP_OF_SEEDS = 0
-"""In place of a step's number: every evaluation of a run uses the same seeds, so that only the model differs."""
+"""Replaces a step's number in seeds: all evaluations of a run use the same ones, so that only the model differs."""
 
 
 def evaluate_policy(parts: Parts, say: Callable[[str], object] = tell) -> dict[str, float]:

@@ -28,7 +28,7 @@ from megappo.runtime.objects import all_gather_objects
 from megappo.types import Prompt, Rollouts
 
 _STEP_OF_SEEDS = -3
-"""In place of a step's number in seeds, as samples are numbered over the whole run."""
+"""Replaces a step's number in seeds, as samples are numbered over the whole run."""
 _WAIT_SECONDS = 0.1
 """Interval at which ranks exchange which samples are finished."""
 

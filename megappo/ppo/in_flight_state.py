@@ -13,7 +13,7 @@ from megappo.ppo.episodes import keep_episodes, kept_episodes
 from megappo.ppo.tickets import Group
 
 KEY = -1
-"""In place of a step's number among the responses of a checkpoint."""
+"""Replaces a step's number among the responses of a checkpoint."""
 
 
 @dataclass(frozen=True)

@@ -28,7 +28,7 @@ from megappo.runtime.tally import Tally
 from megappo.types import Experience, Rollouts, Scored
 
 _EPOCHS = -4
-"""In place of a step's number in the seeds of the order of saved steps."""
+"""Replaces a step's number in the seeds of the order of saved steps."""
 EXPLAINED = "critic/held_out_explained_variance"
 
 

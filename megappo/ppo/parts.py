@@ -72,7 +72,7 @@ class Parts:
     validation_prompts: Mapping[str, PromptDataset]
     """Prompts of each validation set by its name; see `DataSettings.evaluated`."""
     reward: RewardScorer | None
-    """None where samples have saved scores (`rollout.load_from`)."""
+    """Scores responses; None where samples have saved scores (`rollout.load_from`)."""
     engine: Engine
     episodes: EpisodeRunner | None
     """Runs episodes on the engine; None where no environment takes part."""

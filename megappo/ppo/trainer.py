@@ -60,7 +60,7 @@ class PlacedStep:
     """A step's samples on the ranks of each role, until the step is over."""
 
     actor: PlacedBatch | None
-    """None where the actor computes nothing (value pretraining)."""
+    """Samples of the actor; None where it computes nothing (value pretraining)."""
     critic: PlacedBatch | None
 
 
