@@ -225,7 +225,7 @@ def transformer_config(arch: ArchitectureConfig, layout: Layout, options: BuildO
         sequence_parallel=layout.sequence_parallel,
         # Packed microbatches differ in length.
         variable_seq_lengths=layout.grid.pp > 1,
-        moe_token_dispatcher_type="alltoall",  # the default, `allgather`, refuses variable lengths, even without experts
+        moe_token_dispatcher_type="alltoall",  # the default refuses variable lengths, even without experts
         expert_model_parallel_size=layout.grid.ep,
         expert_tensor_parallel_size=1,
         # Between two stages an interleaved schedule would put activations and gradients for the same neighbour into
