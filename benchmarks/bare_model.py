@@ -28,7 +28,8 @@ class Inputs:
     tokens: Tensor
     """(S, L), or (1, t)."""
     positions: Tensor
-    """Of the same shape; where they start anew within a row, transformers lets a token see none before."""
+    """Position of each token, in the same shape. Where positions restart within a row, transformers masks the tokens
+    before."""
     rows_N: Tensor
     """Places among all tokens of the call whose outputs predict response tokens."""
     labels_N: Tensor
@@ -76,7 +77,7 @@ class BareModel:
         self.model.train()
 
     def forget_gradients(self) -> None:
-        """As before the first backward."""
+        """Drop all gradients, as before the first backward."""
         self.model.zero_grad(set_to_none=True)
 
     def run(self, calls: Sequence[Inputs], attention: str) -> float:

@@ -86,7 +86,7 @@ class Measurement:
         self.trainer.step += 1
 
     def own_tensors(self) -> dict[str, Any]:
-        """What this rank writes, as plain tensors."""
+        """Tensors that this rank writes into a checkpoint."""
         from megappo.checkpoint.shards import role_shards
 
         return {key: shard.data for role in self.parts.trained for key, shard in role_shards(role).items()}

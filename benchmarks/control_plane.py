@@ -70,12 +70,12 @@ class Size:
     world: int
     samples: int
     tokens: int
-    """Of the longest sample, half of which is response; others have down to half of that."""
+    """Tokens of the longest sample, half of which is response; others have down to half of that."""
 
 
 @dataclass
 class Spent:
-    """By one rank in a step."""
+    """Costs of one rank in a step."""
 
     seconds: dict[str, float]
     """CPU time by stage."""
@@ -96,7 +96,7 @@ class Echo(TrainedRole):
         Role.__init__(self, placement, arch, options, runtime)
 
     def rest(self) -> None:
-        """There is nothing to move."""
+        """Does nothing: there are no tensors to move."""
 
     def run_forward(self, plan: MicrobatchPlan, samples: Mapping[int, PlacedSample]) -> dict[int, Tensor]:
         """Zeros, from the rank that hands out results."""
@@ -233,7 +233,7 @@ def counted(spent: Spent, runtime: Runtime) -> Iterator[None]:
 
 @contextlib.contextmanager
 def simulated(rank: int, size: Size) -> Iterator[Runtime]:
-    """This process as one rank of a world whose other ranks answer as they would."""
+    """This process as one rank of a simulated world, in which the other ranks' answers are filled in."""
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
     homes = [range(r * size.samples // size.world, (r + 1) * size.samples // size.world) for r in range(size.world)]
@@ -264,7 +264,7 @@ def simulated(rank: int, size: Size) -> Iterator[Runtime]:
 
 
 def simulate(config: Config, size: Size) -> list[Spent]:
-    """By the first, a middle and the last rank."""
+    """Costs of the first, a middle and the last rank of a simulated world."""
     found = []
     for rank in sorted({0, size.world // 2, size.world - 1}):
         with simulated(rank, size) as runtime:
@@ -287,7 +287,7 @@ def _process(rank: int, config: Config, sizes: list[Size], folder: str) -> None:
 
 
 def measure(config: Config, world: int, sizes: list[Size]) -> list[list[Spent]]:
-    """By every rank of a world of processes, for each size."""
+    """Costs of every rank of a world of processes, for each size."""
     with tempfile.TemporaryDirectory() as folder:
         torch.multiprocessing.start_processes(_process, (config, sizes, folder), nprocs=world, start_method="fork")
         of_ranks = [json.loads(Path(folder, f"{world}-{rank}.json").read_text()) for rank in range(world)]
@@ -334,7 +334,8 @@ def busiest(of_ranks: list[Spent]) -> Spent:
 
 
 def planned_seconds(path: str) -> float:
-    """Of a step, on the machine that a plan takes where none is named, with the ranks that the file's head names."""
+    """Planned seconds of a step, on the machine that a plan assumes by default, with the ranks that the file's head
+    names."""
     config = load_config(path)
     words = Path(path).read_text().split("--gpus ", 1)
     gpus = int(words[1].split()[0]) if len(words) == 2 else 1

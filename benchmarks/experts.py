@@ -41,7 +41,7 @@ from megappo.runtime.process import start_runtime
 
 @dataclass(frozen=True)
 class Shape:
-    """What is measured."""
+    """Sizes of a measured layer."""
 
     hidden: int
     ffn: int

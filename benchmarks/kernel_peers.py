@@ -45,7 +45,7 @@ class Peer:
     """Why it cannot run on this machine."""
     run: Callable[..., Any] | None
     notes: str
-    """What it computes differently from what the task asks."""
+    """Differences between what it computes and what the task asks for."""
 
 
 def _devices(needs: str) -> frozenset[str]:
@@ -137,7 +137,8 @@ def _liger_scaled_head(sm90: bool) -> Head:
 
 
 def _cross_entropy_head(loss: Callable[[Tensor, Tensor, Tensor], Tensor]) -> Head:
-    """From a loss per token without temperature: logits / temperature = (hidden / temperature) @ weight.T."""
+    """Log-probabilities from a loss per token without temperature: logits / temperature = (hidden / temperature) @
+    weight.T."""
 
     def run(hidden_TH: Tensor, weight_VH: Tensor, labels_T: Tensor, temperature: float, *, entropy: bool) -> Scores:
         scaled_TH = hidden_TH if temperature == 1.0 else hidden_TH / temperature
@@ -393,7 +394,7 @@ def logits_peers() -> list[Peer]:
 
 @torch.no_grad()
 def _verl_loop(rewards_BT: Tensor, values_BT: Tensor, mask_BT: Tensor, gamma: float, lam: float) -> Advantages:
-    """One column at a time from the last; a masked column hands on what it was given."""
+    """verl's GAE: one column at a time from the last; a masked column passes its input on."""
     next_value_B = torch.zeros_like(values_BT[:, 0])
     advantage_B = torch.zeros_like(next_value_B)
     columns = []

@@ -66,7 +66,7 @@ class Machine:
         return seconds, torch.cuda.max_memory_allocated() - before
 
     def seconds(self, call: Callable[[], Any]) -> float:
-        """Of a call, on CUDA between two events, with nothing of it in the cache."""
+        """Seconds of a call, on CUDA between two events and with a flushed L2 cache."""
         if not self.is_cuda:
             start = time.perf_counter()
             call()

@@ -206,7 +206,7 @@ def _peer_training(run: Any, data: HeadCase, hidden: Tensor, weight: Tensor, lab
 
 
 def _given(run: Callable[[], Any], _: int) -> Callable[[], Any]:
-    """For a provider whose inputs are the same in every case."""
+    """Call of a provider whose inputs are the same in every case."""
     return run
 
 

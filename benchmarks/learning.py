@@ -57,11 +57,11 @@ class Arm:
 
     @property
     def name(self) -> str:
-        """Of its file."""
+        """Name of the run's file."""
         return f"{Path(self.config).stem}-{self.method}-lag{self.lag}-seed{self.seed}"
 
     def overrides(self) -> list[str]:
-        """What it changes of the configuration. Raises ConfigError, and ValueError where groups do not fit."""
+        """Overrides of the configuration. Raises ConfigError, and ValueError where groups do not fit."""
         words = [*QUIET, *self.given, f"run.seed={self.seed}", *(LAGGED if self.lag else ())]
         if self.method != "grpo":
             return [*words, "critic.layout={}", f"algorithm.policy_loss={self.method}"]
@@ -74,7 +74,7 @@ class Arm:
 
 @dataclass(frozen=True)
 class Learned:
-    """What a run learned, step by step."""
+    """Course of a run's learning, step by step."""
 
     task: str
     method: str
@@ -87,11 +87,11 @@ class Learned:
     """Share of the tokens that `dis` leaves out for their ratio, or whose gain is clipped; of steps that update the
     actor."""
     seconds: float
-    """Of all steps."""
+    """Seconds of all steps."""
 
     @classmethod
     def of(cls, arm: Arm, lines: Sequence[dict[str, Any]]) -> Learned:
-        """From a run's metrics."""
+        """Read it from a run's metrics."""
         steps = [line for line in lines if "reward/mean" in line]
         explained = [line["critic/explained_variance"] for line in steps if "critic/explained_variance" in line]
         names = ("actor/masked_below", "actor/masked_above") if arm.method == "dis" else ("actor/clipfrac",)
@@ -171,7 +171,7 @@ def tables(runs: Sequence[Learned]) -> Iterator[str]:
 
 
 def page(document: dict[str, Any], runs: Sequence[Learned]) -> str:
-    """What was found, in Markdown."""
+    """The results as a page of Markdown."""
     words = ", ".join(f"{name} {document[name]}" for name in ("torch", "megatron-core", "transformers"))
     seeds = ", ".join(map(str, sorted({run.seed for run in runs})))
     head = [

@@ -22,7 +22,7 @@ SHAPES = ("full", "even", "tail", "natural")
 
 @dataclass(frozen=True)
 class Profile:
-    """How long the responses of a step are, the end token included."""
+    """Distribution of the lengths of a step's responses, the end token included."""
 
     shape: str
     """`full`: all of the longest; `even`: spread evenly; `tail`: log-normal; `natural`: as the model ends them."""
@@ -32,7 +32,7 @@ class Profile:
 
     @classmethod
     def read(cls, text: str) -> Profile:
-        """From `full:64`, `even:1-64`, `tail:32-256` or `natural:64`. Raises ValueError for anything else."""
+        """Profile from `full:64`, `even:1-64`, `tail:32-256` or `natural:64`. Raises ValueError for anything else."""
         shape, _, numbers = text.partition(":")
         try:
             counts = [int(number) for number in numbers.split("-")]
@@ -50,7 +50,7 @@ class Profile:
         return f"{self.shape}:{self.other}-{self.longest}" if self.other else f"{self.shape}:{self.longest}"
 
     def of_step(self, samples: int, step: int, seed: int = 7) -> list[int] | None:
-        """Of each sample of a step: every step has the same lengths in another order. None for natural ones."""
+        """Lengths of a step's samples: every step has the same ones in another order. None for natural lengths."""
         match self.shape:
             case "natural":
                 return None
@@ -102,7 +102,7 @@ class Forcing:
         self._left: list[int] = []
 
     def begin(self, lengths: Sequence[int]) -> None:
-        """What the sequences of a step will be given, in the order in which they are asked for."""
+        """Set the lengths of a step's sequences, in the order in which they are generated."""
         self._left = list(lengths)
 
     def take(self, count: int) -> list[int]:
@@ -114,7 +114,7 @@ class Forcing:
 
     @contextmanager
     def applied(self) -> Iterator[None]:
-        """To every call of transformers' `generate` in this process meanwhile."""
+        """Within the context, force the lengths in every call of transformers' `generate` in this process."""
         from unittest.mock import patch
 
         from transformers import GenerationMixin, LogitsProcessorList

@@ -50,17 +50,17 @@ class Row:
 
     samples: int
     cpu_seconds: list[float]
-    """Of whole steps."""
+    """CPU seconds of whole steps."""
     seconds: list[float]
-    """The same, waiting included."""
+    """Seconds of whole steps, waiting included."""
     cpu_seconds_per_sample: float
-    """The median's."""
+    """Median CPU seconds per sample."""
     stages: dict[str, float]
     """Median seconds of each stage, waiting included."""
 
 
 class EchoEngine:
-    """An engine that has said everything already."""
+    """An engine whose responses exist already."""
 
     def __init__(self, response_tokens: int, vocabulary: int) -> None:
         g = torch.Generator().manual_seed(5)
@@ -75,12 +75,12 @@ class EchoEngine:
         params: SamplingParams,
         done: MutableMapping[int, Completion] | None = None,
     ) -> list[Completion]:
-        """Of different lengths, half as long on average as the longest."""
+        """Responses of different lengths; their mean is half of the longest."""
         lengths = [1 + request.seed % self._length for request in requests]
         return [Completion(tuple(self._tokens[n : 2 * n]), (0.0,) * n, False, self.version) for n in lengths]
 
     def update_weights(self, _named_tensors: Any, version: int) -> None:
-        """Nothing comes."""
+        """Set the version; no weights are sent."""
         self.version = version
 
     def close(self) -> None:

@@ -34,28 +34,28 @@ from megappo.plan.planner import make_plan, read_models
 
 @dataclass(frozen=True)
 class Row:
-    """One size."""
+    """Planned and measured seconds of one size."""
 
     words: str
     machine: str
     planned: dict[str, float]
     """Seconds of each stage, and of the `step`."""
     measured: dict[str, float]
-    """Medians."""
+    """Median seconds of each stage."""
     spread: dict[str, tuple[float, float]]
-    """The least and the most measured."""
+    """Least and most measured seconds."""
 
 
 @dataclass(frozen=True)
 class Size:
-    """Of a step."""
+    """Size of a step."""
 
     samples: int
     response_tokens: int
 
     @classmethod
     def read(cls, text: str) -> Size:
-        """From `32:64`. Raises ValueError for anything else."""
+        """Size from `32:64`. Raises ValueError for anything else."""
         samples, _, tokens = text.partition(":")
         if not (samples.isdecimal() and tokens.isdecimal() and int(samples) * int(tokens) > 0):
             raise ValueError(f"'{text}' is no size; give samples and response tokens such as 32:64")
@@ -85,7 +85,7 @@ def measure(run: Run, ranks: int, warmup: int, repeat: int) -> list[Turn]:
 
 
 def compare(config: Config, run: Run, size: Size, machine: Machine, arguments: argparse.Namespace) -> Row:
-    """One size, planned and measured. Raises ConfigError for what cannot run."""
+    """Plan and measure one size. Raises ConfigError for what cannot run."""
     models = read_models(config, Path(run.path).parent / "models").models
     plan = make_plan(config, models, machine, arguments.ranks)
     turns = measure(run, arguments.ranks, arguments.warmup, arguments.repeat)

@@ -74,7 +74,7 @@ _PRECISIONS = {"mixed": "", "bfloat16": "\nTRL in bfloat16", "float32": "\nfloat
 
 
 def _lengths(profile: str) -> str:
-    """What a profile is called in a picture."""
+    """Name of a profile in a picture."""
     shape, _, numbers = profile.partition(":")
     match shape:
         case "full":
@@ -177,7 +177,7 @@ def draw_rollout(documents: Sequence[Document], figure: Any) -> bool:
 
 
 def draw_step(documents: Sequence[Document], figure: Any) -> bool:
-    """Where the seconds of a step go."""
+    """Draw the seconds of each stage of a step."""
     axes = figure.subplots()
     for n, document in enumerate(documents):
         seconds = {row["stage"]: row["median_seconds"] for row in document["stages"]}
@@ -270,7 +270,8 @@ PICTURES: dict[str, tuple[str, Draw]] = {
     "planned": ("planned", draw_planned),
     "learning": ("learning", draw_learning),
 }
-"""By the end of a picture's name: the benchmark that it is of, and what draws it unless there is nothing to draw."""
+"""For each end of a picture's name: the benchmark whose results it shows, and the function that draws it, which returns
+False where there is nothing to draw."""
 
 
 def draw_all(documents: Sequence[Document], folder: Path, name: str) -> list[Path]:

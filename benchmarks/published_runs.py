@@ -36,7 +36,7 @@ class Published:
     """GPUs that train."""
     engines: int
     tensor_parallel: int
-    """Of an engine."""
+    """Tensor parallel size of an engine."""
     colocated: bool
     response_tokens: int
     """Mean; the longest were 4096 tokens with the prompt."""
@@ -46,7 +46,7 @@ class Published:
 
     @property
     def gpus(self) -> int:
-        """All of the run's."""
+        """Number of GPUs of the run."""
         return self.trainers + (0 if self.colocated else self.engines * self.tensor_parallel)
 
     @property

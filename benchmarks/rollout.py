@@ -57,21 +57,21 @@ class Generation:
 
     @property
     def speed(self) -> float:
-        """Of the engine, in units of transformers' own: the median of rounds that took turns."""
+        """Speed of the engine relative to transformers': the median of rounds that took turns."""
         return statistics.median(g / e for g, e in zip(self.generate_seconds, self.engine_seconds, strict=True))
 
 
 @dataclass(frozen=True)
 class Answers:
-    """What one rank took from a server that answers at once."""
+    """Responses that one rank received from a server that responds at once."""
 
     count: int
     tokens: int
-    """Of each answer."""
+    """Tokens of each response."""
     seconds: list[float]
-    """Until the last was there."""
+    """Seconds until the last response arrived."""
     cpu_seconds: list[float]
-    """Of the rank's process."""
+    """CPU seconds of the rank's process."""
 
     @property
     def per_second(self) -> float:
@@ -85,7 +85,7 @@ class Answers:
 def measure_generation(
     folder: Path, sequences: int, prompt: int, response: int, *, dtype: torch.dtype, device: torch.device, repeat: int
 ) -> Generation:
-    """In turns, after one of each that is not counted."""
+    """Measure both in turns, after an uncounted run of each."""
     torch.manual_seed(3)
     arch = read_architecture(folder)
     engine = TransformersEngine(arch, dtype=dtype, device=device, generate_batch_sequences=sequences)
@@ -188,7 +188,7 @@ def measure_answers(count: int, tokens: int, repeat: int) -> Answers:
 
 
 def print_tables(generation: Generation, answers: list[Answers], title: str) -> None:
-    """On the terminal."""
+    """Print the tables on the terminal."""
     made = generation.sequences * generation.response_tokens
     shape = f"{generation.sequences} sequences of {generation.prompt_tokens} + {generation.response_tokens} tokens"
     table = Table(title=f"{shape}, {title}")

@@ -41,7 +41,7 @@ class World:
     axis: str
 
     def overrides(self, config: Config) -> Iterator[str]:
-        """What it changes of the configuration."""
+        """Overrides of the configuration for this world."""
         times = self.processes if self.kind == "weak" else 1
         yield f"rollout.prompts_per_step={times * config.rollout.prompts_per_step}"
         for name, role in config.trained.items():
@@ -58,9 +58,9 @@ class Row:
     axis: str
     processes: int
     samples: int
-    """Of a step."""
+    """Samples of a step."""
     tokens: float
-    """Of a step: the median."""
+    """Median tokens of a step."""
     seconds: list[float]
     median_seconds: float
     samples_per_second: float
@@ -68,13 +68,13 @@ class Row:
     efficiency: float
     """Tokens a second beside those of the smallest world, by the cores that both can use."""
     peak_bytes: int
-    """Of all processes."""
+    """Peak memory of all processes together."""
     stages: dict[str, float]
     """Median seconds."""
 
 
 def side(turns: Turns, path: str, overrides: Sequence[str], directory: str) -> None:
-    """What each process of a world runs."""
+    """Work of each process of a world: runs steps on request."""
     with running(configuration(path, overrides, directory)) as trainer:
         turns.ready()
         while True:

@@ -26,28 +26,28 @@ _RESET_PEAK = "5"  # what proc(5) wants in clear_refs for VmHWM to begin anew
 
 @dataclass(frozen=True)
 class Turn:
-    """One step of a side."""
+    """Measurements of one step of a side."""
 
     seconds: float
-    """From the moment when it was asked for to the one when the last process was done."""
+    """Seconds from the request of the step until the last process was done."""
     cpu_seconds: float
-    """Of all threads of all processes."""
+    """CPU seconds of all threads of all processes."""
     peak_bytes: int
     """Most memory that each process, those it started included, held during the step, summed up; what processes share
     is counted in each."""
     metrics: dict[str, float]
-    """What the first process says of the step."""
+    """The first process's metrics of the step."""
 
 
 class Turns:
-    """In a process of a side: when to begin a step, and that it is done."""
+    """Requests and results of steps, in a process of a side."""
 
     def __init__(self, pipe: Connection) -> None:
         self._pipe = pipe
         self._cpu = 0.0
 
     def wait(self) -> None:
-        """Until a step is asked for. Ends the process where none will be."""
+        """Wait until a step is requested. Ends the process where none will be."""
         try:
             self._pipe.recv()
         except EOFError:
@@ -56,17 +56,17 @@ class Turns:
         self._cpu = time.process_time()
 
     def done(self, metrics: dict[str, float]) -> None:
-        """The step that was asked for is over."""
+        """Report that the requested step is done."""
         self._pipe.send((time.process_time() - self._cpu, _peak_bytes(), metrics))
         trim_heap()
 
     def ready(self) -> None:
-        """Everything is loaded, and steps can be asked for."""
+        """Report that everything is loaded and steps can be requested."""
         self._pipe.send(None)
 
 
 Work = Callable[..., None]
-"""What each process of a side runs: `work(turns, *arguments)`, importable by name."""
+"""Function that each process of a side runs: `work(turns, *arguments)`, importable by name."""
 
 
 @dataclass
@@ -77,11 +77,11 @@ class Side:
     processes: list[BaseProcess]
     pipes: list[Connection]
     log: Path
-    """What they print."""
+    """Log file of the processes' output."""
     _asked: float = field(default=0.0, init=False)
 
     def ask(self) -> None:
-        """Have a step done."""
+        """Request a step."""
         self._asked = time.perf_counter()
         for pipe in self.pipes:
             pipe.send("step")
@@ -94,7 +94,7 @@ class Side:
         return Turn(seconds, sum(cpu), sum(peak), answers[0][2])
 
     def turn(self) -> Turn:
-        """One step, from beginning to end."""
+        """Request a step and wait until it is done."""
         self.ask()
         return self.answer()
 
@@ -161,7 +161,7 @@ def _run(work: Work, pipe: Connection, environment: dict[str, str], log: str, ar
 
 
 def _family() -> list[int]:
-    """This process and all that it started."""
+    """Ids of this process and of all its descendants."""
     import psutil
 
     return [os.getpid(), *(child.pid for child in psutil.Process().children(recursive=True))]

@@ -104,8 +104,8 @@ def summarise(steps: list[dict[str, float]]) -> list[StageTiming]:
 
 
 def outside_share(steps: list[dict[str, float]]) -> float:
-    """Of a step's seconds, what is neither generation nor in the stages of the models: rewards, advantages, the weight
-    sync, logging, and whatever no stage is named after; the median step's."""
+    """Share of the median step that is neither generation nor stages of the models: rewards, advantages, the weight
+    sync, logging, and whatever belongs to no stage."""
     within = ("time/rollout", "time/forward", "time/update_critic", "time/update_actor")
     return statistics.median(1 - sum(step.get(name, 0.0) for name in within) / step["time/step"] for step in steps)
 
@@ -127,7 +127,7 @@ def print_rows(rows: list[StageTiming], title: str) -> None:
 
 
 def versions(*more: str) -> dict[str, str]:
-    """What the figures were measured with, these packages among it."""
+    """Device, commit and versions of the measurement, those of `more` packages included."""
     from importlib.metadata import version
 
     import torch
@@ -138,7 +138,7 @@ def versions(*more: str) -> dict[str, str]:
 
 
 def commit() -> str:
-    """Of the commands that measure."""
+    """Git commit of the benchmark programs."""
     command = ["git", "describe", "--always", "--dirty"]
     done = subprocess.run(command, cwd=Path(__file__).parent, capture_output=True, text=True, check=False)
     return done.stdout.strip() or "unknown"

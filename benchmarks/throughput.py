@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""What is claimed of a PPO step's speed on a CPU, measured one after the other, and the page that says what was found.
+"""How fast is a PPO step on a CPU? Measures every published claim, one after the other, and writes the page of results.
 
 Usage: python -m benchmarks.throughput --model FOLDER --out FOLDER [--only NAME ...] [--list]
 
@@ -50,10 +50,10 @@ class Measurement:
     arguments: tuple[str, ...]
     ranks: int = 1
     is_small: bool = False
-    """Of eight layers, of which four processes have room."""
+    """Whether the model has only eight layers, so that four processes fit."""
 
     def command(self, model: Path, out: Path) -> list[str]:
-        """Its words."""
+        """Command line of the measurement."""
         launch = [sys.executable]
         if self.ranks > 1:
             launch += ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(self.ranks)]
@@ -137,7 +137,7 @@ def eight_layers(model: Path, out: Path) -> Path:
 
 
 def measure(measurement: Measurement, model: Path, out: Path) -> bool:
-    """Whether its file is there afterwards."""
+    """Run a measurement unless its file exists; returns whether the file exists afterwards."""
     file = out / f"{measurement.name}.json"
     if not file.exists():
         print(f"{measurement.name}: about {measurement.minutes} minutes", flush=True)
@@ -152,7 +152,7 @@ def measure(measurement: Measurement, model: Path, out: Path) -> bool:
 
 
 def join(out: Path) -> None:
-    """What trl.py measured in several runs, as one file each."""
+    """Join the results of several runs of trl.py into one file each."""
     for name, parts in JOINED.items():
         files = [str(out / f"{part}.json") for part in parts if (out / f"{part}.json").exists()]
         if files:
@@ -238,7 +238,7 @@ def updates(found: Found) -> Iterator[str]:
 
 
 def steps(found: Found) -> Iterator[str]:
-    """Where a step's time goes, and what a sample costs besides."""
+    """Tables of a step's stages, and of its cost per sample outside of the models."""
     of_steps = {name: d for name, d in found.items() if name.startswith("step-")}
     if of_steps:
         names = [stage["stage"] for stage in next(iter(of_steps.values()))["stages"]]
@@ -275,7 +275,7 @@ def planned(found: Found) -> Iterator[str]:
 
 
 def scaling(found: Found) -> Iterator[str]:
-    """On more processes."""
+    """Table of the measurements with more processes."""
     rows = [
         (
             r["axis"], r["kind"], str(r["processes"]), str(r["samples"]), f"{r['median_seconds']:.2f}",
@@ -292,7 +292,7 @@ def scaling(found: Found) -> Iterator[str]:
 
 
 def processor() -> str:
-    """Its name, where Linux says it."""
+    """Name of the processor, where Linux reports it."""
     told = Path("/proc/cpuinfo")
     lines = told.read_text().splitlines() if told.exists() else []
     names = (line.partition(":")[2].strip() for line in lines if line.startswith("model name"))

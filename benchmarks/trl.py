@@ -65,9 +65,9 @@ class Row:
     profile: str
     precision: str
     ranks: int
-    """Of megappo."""
+    """Processes of megappo."""
     samples: int
-    """Of a step."""
+    """Samples of a step."""
     trl: list[Turn]
     megappo: list[Turn]
     speeds: list[float]
@@ -80,7 +80,7 @@ class Row:
 
     @classmethod
     def of(cls, profile: str, precision: str, ranks: int, samples: int, turns: Mapping[str, list[Turn]]) -> Row:
-        """What the turns of both sides say."""
+        """Row from the turns of both sides."""
         trl, megappo = turns["trl"], turns["megappo"]
         speeds = [t.seconds / m.seconds for t, m in zip(trl, megappo, strict=True)]
         rates = [samples / statistics.median(turn.seconds for turn in side) for side in (trl, megappo)]
@@ -152,11 +152,11 @@ class Comparison:
     megappo_mean: float
     difference: float
     standard_error: float
-    """Of the difference; nan for one seed."""
+    """Standard error of the difference; nan for one seed."""
 
     @classmethod
     def of(cls, curves: Sequence[Curve]) -> Comparison:
-        """What the ends of curves say."""
+        """Comparison of the ends of curves."""
         of_sides = ([c.trl for c in curves], [c.megappo for c in curves])
         ends = [[statistics.mean(rewards[-LAST:]) for rewards in side] for side in of_sides]
         trl, megappo = (statistics.mean(end) for end in ends)
@@ -166,7 +166,7 @@ class Comparison:
 
     @property
     def words(self) -> str:
-        """As a sentence."""
+        """The comparison as a sentence."""
         errors = f"{abs(self.difference) / self.standard_error:.1f}" if self.standard_error > 0 else "no number of"
         return (
             f"mean reward of the last {LAST} steps: TRL {self.trl_mean:.3f}, megappo {self.megappo_mean:.3f}, "
@@ -225,7 +225,7 @@ def parse() -> argparse.Namespace:
 
 
 def plan_run(arguments: argparse.Namespace, directory: str) -> tuple[Run, Config]:
-    """What both sides do. Raises ValueError, ConfigError among them, for what cannot be compared."""
+    """Settings of both sides. Raises ValueError, or its subclass ConfigError, for what cannot be compared."""
     if arguments.threads % arguments.ranks:
         raise ValueError(f"--threads {arguments.threads} is no multiple of --ranks {arguments.ranks}; change one")
     dtype = "float32" if arguments.precision == "float32" else "bfloat16"

@@ -1,9 +1,8 @@
-"""The same PPO run as megappo does it, and as TRL's experimental `PPOTrainer` does it: what the processes of each side
-run.
+"""One PPO run in megappo and in TRL's experimental `PPOTrainer`: the code of the processes of each side.
 
-TRL is given what the configuration says, in its own settings: model, prompts in the order of megappo's cursor, rewards,
-epochs, minibatches, learning rates, clipping, the KL term and GAE. What has no counterpart there is refused. TRL holds
-both models in one process; its stop token ends generation, and everything behind it is padding.
+The configuration is translated to TRL's own settings: model, prompts in the order of megappo's cursor, rewards, epochs,
+minibatches, learning rates, clipping, the KL term and GAE. Settings without a counterpart are refused. TRL holds both
+models in one process; its stop token ends generation, and everything after it is padding.
 """
 
 from __future__ import annotations
@@ -30,17 +29,17 @@ _ESTIMATORS = {"kl": "k1", "low_var_kl": "k3"}
 
 @dataclass(frozen=True)
 class Run:
-    """What both sides do."""
+    """Settings that both sides share."""
 
     path: str
     overrides: tuple[str, ...]
     directory: str
     profile: Profile
     precision: str
-    """Of TRL: `mixed`, float32 parameters under bfloat16 autocast; or the type of everything, `bfloat16` or
+    """Precision of TRL: `mixed`, float32 parameters under bfloat16 autocast; or the type of everything, `bfloat16` or
     `float32`."""
     threads: int
-    """Of all processes of a side together."""
+    """Threads of all processes of a side together."""
     seed: int
     trl_microbatch: int = 0
     """Sequences that TRL takes at a time."""
@@ -119,8 +118,8 @@ def _forcing(stop_token_ids: tuple[int, ...], tokenizer: Any) -> Forcing:
 
 
 def padding_token(tokenizer: Any, stop_token_ids: tuple[int, ...]) -> int:
-    """For TRL, which takes every occurrence for padding: a special token that neither ends a response nor stands in a
-    chat. Raises ValueError where there is none."""
+    """Padding token for TRL, which treats every occurrence as padding: a special token that neither ends a response nor
+    occurs in a chat. Raises ValueError where there is none."""
     chat = {tokenizer.bos_token_id, tokenizer.eos_token_id, *stop_token_ids}
     if tokenizer.chat_template:
         messages = [{"role": role, "content": "a"} for role in ("user", "assistant", "user")]
@@ -222,7 +221,7 @@ class _Judge:
         return BaseModelOutput(hidden_states=(rewards_B[:, None, None].expand(*input_ids.shape, 1),))
 
     def _judge(self, ids: list[int]) -> tuple[float, int]:
-        """Of one sample without padding: its reward, and the tokens of its response."""
+        """Reward of one sample without padding, and the number of its response tokens."""
         from megappo.config.tokens import decoded
 
         length = next(n for n in self._lengths if tuple(ids[:n]) in self._prompts)
@@ -234,20 +233,20 @@ class _Judge:
         return float(self._function(**given, **self._settings.options)), len(response)
 
     def score(self, hidden: Tensor) -> Tensor:
-        """What the backbone said."""
+        """Return the reward, which the stand-in for the backbone has computed."""
         return hidden
 
     def modules(self) -> tuple[()]:
-        """It has no dropout to switch off."""
+        """No modules: there is no dropout to switch off."""
         return ()
 
     def to(self, _device: Any) -> _Judge:
-        """It stands nowhere."""
+        """Does nothing: the reward is on no device."""
         return self
 
 
 def trl_settings(config: Config, run: Run, stop: int) -> dict[str, str | float | bool | None]:
-    """What TRL's PPOConfig is made of, which checks no types itself; `stop`: the token that ends a response."""
+    """Fields of TRL's PPOConfig, which checks no types itself; `stop`: the token that ends a response."""
     algorithm, critic, kl = config.algorithm, config.critic, config.algorithm.kl_in_reward
     assert critic is not None and kl is not None
     batch = config.rollout.batch_sequences

@@ -45,7 +45,7 @@ from megappo.types import Samples
 
 @dataclass(frozen=True)
 class Size:
-    """Of the samples of one update."""
+    """Numbers and lengths of the samples of one update."""
 
     samples: int
     prompt: int
@@ -66,13 +66,13 @@ class Row:
 
     role: str
     form: str
-    """Of the bare model: the fastest."""
+    """Name of the bare model's fastest form."""
     update_seconds: list[float]
     bare_seconds: list[float]
     ratios: list[float]
     median_ratio: float
     update_cpu_seconds: list[float]
-    """Of all threads of all ranks."""
+    """CPU seconds of all threads of all ranks."""
     bare_cpu_seconds: list[float]
     median_cpu_ratio: float
     other_forms: dict[str, float]
@@ -148,7 +148,7 @@ class Bare:
             self.model = BareModel(role_folder(config, name), DTYPES[config.model.dtype], is_critic=name == "critic")
 
     def spent(self, calls: list[Inputs], attention: str) -> tuple[float, float]:
-        """Of forward and backward, as `spent`."""
+        """Seconds and CPU seconds of forward and backward, as `spent` measures them."""
         if self.model is not None:
             self.model.forget_gradients()
         return spent(partial(self._run, calls, attention), self.runtime)
@@ -239,7 +239,7 @@ def parse() -> argparse.Namespace:
 
 
 def settings(arguments: argparse.Namespace, size: Size, *, has_critic: bool) -> Iterator[str]:
-    """What the measurement itself settles of the configuration, as overrides."""
+    """Overrides that the measurement itself needs."""
     yield from (
         "run.export_final_model=false",
         "model.init=random",

@@ -47,11 +47,11 @@ class Row:
 
 @dataclass(frozen=True)
 class Measured:
-    """What a run of the benchmark gives."""
+    """Results of a run of the benchmark."""
 
     rows: list[Row]
     received_bytes: list[int]
-    """By each rank from others, in one weight sync."""
+    """Bytes that each rank received from others in one weight sync."""
 
 
 def interleaved(ways: Mapping[str, Callable[[], Any]], repeat: int) -> dict[str, list[float]]:
@@ -100,7 +100,7 @@ def our_sync(parts: Any, verify: bool, phases: list[dict[str, float]]) -> Callab
 
 
 def measure(config: Config, repeat: int) -> Measured | None:
-    """On the main rank."""
+    """Measure all ways; returns the results on the main rank, None elsewhere."""
     import torch.distributed as dist
 
     from benchmarks.weight_sync_peers import check_peers, slime_sync, verl_sync
@@ -138,7 +138,7 @@ def measure(config: Config, repeat: int) -> Measured | None:
 
 
 def _slowest(of_ranks: list[dict[str, list[dict[str, float]]]], way: str) -> dict[str, float]:
-    """Of each phase the median on the rank that spends most in it; repetitions after the first."""
+    """Median seconds of each phase on the rank that spends most in it, without the first repetition."""
     if way not in of_ranks[0]:
         return {}
     names = of_ranks[0][way][0]
@@ -160,7 +160,7 @@ def show(measured: Measured) -> None:
 
 
 def simulated(config: Config, arguments: argparse.Namespace) -> int:
-    """What a sync would send on larger worlds."""
+    """Print the traffic of a sync on larger, simulated worlds."""
     from benchmarks import weight_sync_simulation
 
     worlds = list(weight_sync_simulation.simulate(config, Path(arguments.config).parent, arguments.simulate))

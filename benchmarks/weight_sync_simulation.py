@@ -1,4 +1,4 @@
-"""What each rank of a large world receives and sends in a weight sync, by the plan of slices that a sync goes by.
+"""Computes the bytes that each rank of a large world receives and sends in a weight sync, from its plan of slices.
 
 Nothing is sent: the plan is a pure function of grids and parameters, and what a sync of a small world receives is
 compared with it byte by byte in the tests. Gigabytes are 1e9 bytes.
@@ -24,17 +24,17 @@ class Simulated:
     ranks: int
     servers: int
     model_gigabytes: float
-    """What each of the ranks would receive if all of them received the model."""
+    """Gigabytes that each rank would receive if all of them received the whole model."""
     receiving_ranks: int
-    """Those that feed servers, or have an engine of their own."""
+    """Ranks that feed servers, or have an engine of their own."""
     received_bytes: list[int]
-    """Of each rank."""
+    """Bytes received by each rank."""
     sent_bytes: list[int]
-    """By each rank to other ranks; what is broadcast to servers comes on top."""
+    """Bytes that each rank sends to other ranks, without those broadcast to servers."""
 
 
 def simulate(config: Config, folder: Path, worlds: Sequence[int]) -> Iterator[Simulated]:
-    """One for each number of ranks. Raises ConfigError where the settings do not hold on one.
+    """Simulate one world for each number of ranks. Raises ConfigError where the settings do not hold on one.
 
     `folder`: that of the configuration; architectures may lie beside it.
     """

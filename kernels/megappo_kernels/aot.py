@@ -1,9 +1,9 @@
-"""Compiles every Triton kernel for GPU generations without having one: `python -m megappo_kernels.aot`.
+"""Compiles every Triton kernel for GPU generations without such a GPU: `python -m megappo_kernels.aot`.
 
-Each kernel is compiled in every combination of its switches that changes the code, with the tile sizes that are used,
-and must neither spill registers nor ask for more shared memory than the chip has. With `--few`, of a kernel's
-combinations only the fullest, those that differ from it in one switch, and the emptiest. Prints a line per kernel and
-chip; exits with 1 where a kernel fails.
+Each kernel is compiled in every combination of its switches that changes the code, with the tile sizes that are used.
+It must neither spill registers nor need more shared memory than the chip has. With `--few`, only the fullest
+combination of a kernel, those that differ from it in one switch, and the emptiest are compiled. Prints a line per
+kernel and chip; exits with 1 where a kernel fails.
 """
 
 from __future__ import annotations
@@ -32,18 +32,18 @@ from megappo_kernels.surrogates import gspo
 
 _KIB = {80: 163, 86: 99, 87: 163, 89: 99, 90: 227, 100: 227, 103: 227, 110: 227, 120: 99, 121: 99}
 SHARED_BYTES = {capability: kib * 1024 for capability, kib in _KIB.items()}
-"""Most shared memory a block may have, by compute capability: CUDA C++ Programming Guide, table of technical limits."""
+"""Largest shared memory of a block by compute capability: CUDA C++ Programming Guide, table of technical limits."""
 CHIPS = (80, 90, 100, 120)
-"""Generations compiled for by default: those between them run the code of one of these, from the same tiles."""
+"""Generations compiled for by default. Those between them run the code of one of these, with the same tiles."""
 
 
 class Kind(str):
-    """The type of an argument, in Triton's words; what is no Kind is a value to compile for."""
+    """The type of an argument in Triton's notation; arguments that are no Kind are values to compile for."""
 
 
 @dataclass(frozen=True)
 class Variant:
-    """One compilation of a kernel; `arguments` by name, among them tuples that Triton takes as one."""
+    """One compilation of a kernel. `arguments` by name; tuples among them are single arguments for Triton."""
 
     name: str
     kernel: Any
@@ -56,7 +56,7 @@ class Variant:
 
 @dataclass(frozen=True)
 class Report:
-    """What the compiler says of a kernel on one GPU generation."""
+    """The compiler's report on a kernel for one GPU generation."""
 
     name: str
     capability: int
@@ -66,12 +66,12 @@ class Report:
 
     @property
     def fits(self) -> bool:
-        """No spills, and no more shared memory than there is."""
+        """Whether nothing spills and shared memory suffices."""
         return self.spill_bytes == 0 and self.shared_bytes <= SHARED_BYTES[self.capability]
 
 
 def _switches(few: bool, **choices: tuple[Any, ...]) -> Iterator[dict[str, Any]]:
-    """Combinations of choices, of which the last of each is the fullest and the first the emptiest."""
+    """Combinations of choices. The last of each choice is the fullest, the first the emptiest."""
     fullest, emptiest = tuple(c[-1] for c in choices.values()), tuple(c[0] for c in choices.values())
     for values in itertools.product(*choices.values()):
         differences = sum(a is not b for a, b in zip(values, fullest, strict=True))
@@ -117,7 +117,7 @@ def _fused_variant(switches: dict[str, Any], tile: head.Tile) -> Variant:
 
 
 def _row_variants(few: bool) -> Iterator[Variant]:
-    """Statistics of rows and their gradient, for a vocabulary that is a multiple of 16: it makes loads wide."""
+    """Statistics of rows and their gradient, for a vocabulary that is a multiple of 16, which allows wide loads."""
     for switches in _switches(few, PER_ROW=(False, True), CAPPED=(False, True), ENTROPY=(False, True)):
         for logits in ("*fp32", "*bf16"):
             sizes = {"BLOCK": rows.STATISTICS_BLOCK}
@@ -128,7 +128,7 @@ def _row_variants(few: bool) -> Iterator[Variant]:
 
 
 def _layer_variants() -> Iterator[Variant]:
-    """SwiGLU with and without weights of rows, and rotations of heads of 128 channels there and back."""
+    """SwiGLU with and without weights of rows, and rotations of heads of 128 channels, forward and backward."""
     for kind in ("*bf16", "*fp32"):
         for kernel, weighted in itertools.product((layers.swiglu_kernel, layers.swiglu_gradient_kernel), (False, True)):
             absent = set() if weighted else {"weights", "grad_weights"} & set(kernel.arg_names)
@@ -144,7 +144,7 @@ def _layer_variants() -> Iterator[Variant]:
 
 
 def _objective_variants(few: bool, objective: type[Objective]) -> Iterator[Variant]:
-    """With and without what is optional of numbers and settings, and with each function that a setting can name."""
+    """Variants with and without each optional number and setting, and with each function that a setting can name."""
     pointer, number, hints = Kind("*fp32"), Kind("fp32"), get_type_hints(objective)
     numbers = {name: (pointer,) if must else (None, pointer) for name, must in inputs_of(objective.formula).items()}
     if "sequence_log_ratio" in numbers:
@@ -187,7 +187,7 @@ def variants(capability: int, *, few: bool = False) -> Iterator[Variant]:
 
 
 def compile_variant(variant: Variant, capability: int) -> Report:
-    """Compile for one chip and read what the assembler says."""
+    """Compile a variant for one chip and read the assembler's report."""
     signature, constants, aligned = {}, {}, {}
     for i, parameter in enumerate(variant.kernel.params):
         argument = variant.arguments[name := parameter.name]
@@ -198,7 +198,7 @@ def compile_variant(variant: Variant, capability: int) -> Report:
             path = (i,) if parts is None else (i, j)
             if kind == "constexpr":
                 constants[path] = x
-            # As Triton finds it at a launch: torch's memory is aligned, and so are rows of hidden states.
+            # As Triton specialises at a launch: torch's memory is aligned, and so are rows of hidden states.
             elif _is_aligned(kind, parameter) and (variant.aligned or kind.startswith("*") or name == "features"):
                 aligned[path] = [["tt.divisibility", 16]]
     source = ASTSource(fn=variant.kernel, signature=signature, constexprs=constants, attrs=aligned)
@@ -231,20 +231,20 @@ def resource_usage(cubin: bytes) -> tuple[int, int]:
 
 
 def compile_all(capabilities: Sequence[int], jobs: int, *, few: bool = False) -> Iterator[Report]:
-    """Every variant for every chip, in processes of their own."""
+    """Compile every variant for every chip, in worker processes."""
     indices = [(c, few, i) for c in capabilities for i, _ in enumerate(variants(c, few=few))]
     with ProcessPoolExecutor(jobs, mp_context=get_context("spawn")) as pool:
         yield from pool.map(_compile_index, indices, chunksize=8)
 
 
 def _compile_index(what: tuple[int, bool, int]) -> Report:
-    """Kernels cannot be pickled, so a process finds them by their place in `variants`."""
+    """Compile a variant by its position in `variants`, as kernels cannot be pickled."""
     capability, few, index = what
     return compile_variant(next(itertools.islice(variants(capability, few=few), index, None)), capability)
 
 
 def main(arguments: list[str]) -> int:
-    """Compile for the capabilities given, by default for those of `CHIPS`."""
+    """Compile for the given capabilities, by default for those of `CHIPS`."""
     capabilities = [int(a) for a in arguments if a != "--few"] or list(CHIPS)
     failed = 0
     for report in compile_all(capabilities, os.cpu_count() or 1, few="--few" in arguments):

@@ -1,4 +1,4 @@
-"""The activation of gpt-oss' experts: SwiGLU between bounds."""
+"""The activation of gpt-oss' experts: SwiGLU with clamped inputs."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from torch.autograd.function import once_differentiable
 
 @dataclass(frozen=True)
 class ClampedSwiGLU:
-    """(up + 1) gate sigmoid(alpha gate), of a gate of at most `limit` and an up between -limit and limit.
+    """(up + 1) gate sigmoid(alpha gate), with the gate clamped to at most `limit` and up to [-limit, limit].
 
     Source: openai/gpt-oss, gpt_oss/torch/model.py, `swiglu`.
     """
@@ -21,9 +21,11 @@ class ClampedSwiGLU:
     limit: float
 
     def __call__(self, gate_up: Tensor, weights: Tensor) -> Tensor:
-        """(R, 2F) gates, and ups beside them, -> (R, F) times the (R,) weights; of the type of `gate_up`, rounded to it
-        once. Backward makes all but these again; at a bound there is no gradient. Raises ValueError for an odd number
-        of columns."""
+        """(R, 2F), gates beside ups, -> (R, F) times the (R,) weights, rounded once to the type of `gate_up`.
+
+        Backward recomputes all but the inputs; clamped values get no gradient. Raises ValueError for an odd number of
+        columns.
+        """
         if gate_up.shape[-1] % 2:
             raise ValueError(f"{gate_up.shape[-1]} columns are no gate and up side by side; give an even number")
         found: Tensor = _Clamped.apply(gate_up, weights, self.alpha, self.limit)

@@ -4,9 +4,9 @@ From the last token to the first, with m the mask, n the next value and g the ru
 
     n' = (1-m) n + m v        g' = (1-m + m gamma lam) g + m gamma n + m (r - v)
 
-Masked tokens are as if they were not there: values and rewards pass over them undecayed. With `borders` gamma and lam
-are 1 but where a border is, such as the end of a turn: what lies between two of them is one step of time. A token is an
-affine map of (n, g), and affine maps compose, so the recursion is an associative scan.
+Masked tokens are skipped: values and rewards pass over them undecayed. With `borders`, gamma and lam are 1 except at
+borders, such as the end of a turn: the tokens between two borders are one step of time. A token is an affine map of (n,
+g), and affine maps compose, so the recursion is an associative scan.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from torch import Tensor
 from megappo_kernels.backend import runs_triton
 
 _FEW_ROWS = 4096
-"""Up to so many concurrent rows it pays to cut each row into pieces that advance together."""
+"""Up to this many concurrent rows it pays off to cut each row into pieces that advance together."""
 
 
 def gae(
@@ -87,7 +87,7 @@ def _packed(
     bootstrap_S: Tensor,
     cu_seqlens: Tensor,
 ) -> Tensor:
-    """Unpack to (S, longest), left-aligned, and pack the result again."""
+    """GAE of packed sequences: unpack to (S, longest), left-aligned, and pack the result again."""
     lengths_S = cu_seqlens.diff()
     if not len(lengths_S) or not len(values_N):
         return torch.zeros_like(values_N)
@@ -132,7 +132,7 @@ def _steps(
     decay: Tensor,
     bootstrap_B: Tensor,
 ) -> Tensor:
-    """The recursion for fractional masks, step by step; (T, B) layout, so each step reads contiguous memory.
+    """The recursion for fractional masks, step by step; in (T, B) layout, so that each step reads contiguous memory.
 
     `discount`: a number, or (B, T); `decay`: (B,) or (T, B).
     """
@@ -165,8 +165,8 @@ def _next_values(values_BT: Tensor, mask_BT: Tensor, bootstrap_B: Tensor) -> Ten
 def _decayed_sums(deltas_BT: Tensor, mask_BT: Tensor, decay_B: Tensor) -> Tensor:
     """g_t = (decay where the mask is True, else 1) * g_{t+1} + delta_t, from the right.
 
-    Rows are cut into pieces of about sqrt(T) tokens. All pieces advance one token at a time together, then the carries
-    run over the pieces, and each position receives its piece's carry times the decay of the tokens in between.
+    Rows are cut into pieces of about sqrt(T) tokens. All pieces advance together, one token at a time. Then carries are
+    passed from piece to piece, and each position receives its piece's carry times the decay of the tokens in between.
     """
     rows, length = deltas_BT.shape
     piece = max(1, round(length**0.5)) if rows <= _FEW_ROWS else length

@@ -1,4 +1,4 @@
-"""The matrix products around the output layer, with float32 sums wherever torch can give them.
+"""Matrix products around the output layer, with float32 sums wherever torch provides them.
 
 Shape legend: C rows of a block, H hidden size, W columns (vocabulary rows) of a slice.
 """
@@ -12,18 +12,20 @@ import torch
 from torch import Tensor
 
 MIN_ROWS = 16
-"""Below this a CPU's GEMM takes other kernels, whose sums differ in the last bit from those of a larger batch."""
+"""Fewest rows of a product. With fewer, a CPU's GEMM uses other kernels, whose sums differ in the last bit from those
+of a larger batch."""
+# Rows and columns that are converted to float32 at a time, so that the copies stay small.
 _WIDENED = 4096
 _ROUNDED = 1024
 """Rows of a product that stay in a CPU's caches until they are added."""
 
 
 class LogitsGemm:
-    """float32 logits of one block of rows against slices of the output matrix, in buffers that are reused.
+    """float32 logits of one block of rows against slices of the output matrix, in reused buffers.
 
-    With bfloat16 inputs on a CPU, torch's GEMM hands out bfloat16. `exact` then multiplies in float32 (the products of
-    bfloat16 numbers are exact there); without it the logits are rounded, for about 2.4 times the speed where the CPU
-    has bfloat16 instructions. On CUDA the float32 accumulators come out as they are.
+    With bfloat16 inputs on a CPU, torch's GEMM returns bfloat16. `exact` then multiplies in float32 (products of
+    bfloat16 numbers are exact there); without it the logits are rounded, at about 2.4 times the speed where the CPU has
+    bfloat16 instructions. On CUDA the float32 accumulators are returned unrounded.
     """
 
     def __init__(self, hidden_CH: Tensor, columns: int, *, exact: bool) -> None:
@@ -63,7 +65,7 @@ class LogitsGemm:
 
 @contextmanager
 def bf16_valued_inputs() -> Iterator[None]:
-    """Let oneDNN read float32 matrices as bfloat16: exact where they hold bfloat16 values, fast where AMX is."""
+    """Let oneDNN read float32 matrices as bfloat16: exact where they hold bfloat16 values, fast with AMX."""
     setting = torch.backends.mkldnn.matmul  # type: ignore[attr-defined]
     before = setting.fp32_precision
     setting.fp32_precision = "bf16"
@@ -74,11 +76,11 @@ def bf16_valued_inputs() -> Iterator[None]:
 
 
 def add_product(total: Tensor, left: Tensor, right: Tensor, *, rounds: bool = False) -> None:
-    """total += left @ right, every product and sum in the precision of `total`.
+    """total += left @ right, with every product and sum in the precision of `total`.
 
     `rounds` lets a CPU round the product of bfloat16 matrices to bfloat16 before it is added, in a half to a quarter of
-    the time. That is for what is rounded so anyway: the gradient of a weight, as in every other layer, or the only
-    product of a sum that is handed out in bfloat16.
+    the time. It is meant for results that are rounded in any case: the gradient of a weight, as in every other layer,
+    or the only product of a sum that is returned in bfloat16.
     """
     if left.dtype == total.dtype:
         total.addmm_(left, right)
@@ -95,5 +97,5 @@ def add_product(total: Tensor, left: Tensor, right: Tensor, *, rounds: bool = Fa
 
 
 def _blocks(n: int) -> list[slice]:
-    """Slices of 0:n whose copies in float32 stay small."""
+    """Slices of 0:n whose float32 copies stay small."""
     return [slice(start, start + _WIDENED) for start in range(0, n, _WIDENED)]

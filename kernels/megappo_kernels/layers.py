@@ -1,8 +1,8 @@
-"""What a transformer's layer computes between its matrices: SwiGLU, the rotation of queries and keys, and RMSNorm.
+"""Operations of a transformer layer between its matrices: SwiGLU, rotation of queries and keys, and RMSNorm.
 
-With Triton the first two are one kernel forward and one backward, and keep nothing but their operands; elsewhere they
-are torch's operations. On a CPU backward is written out where autograd would go through memory more often.
-Shape legend: T tokens, F features, H heads, D channels of a head.
+With Triton the first two are one kernel forward and one backward, and keep only their operands; elsewhere they are
+torch's operations. On a CPU, backward is written out where autograd would pass over memory more often. Shape legend: T
+tokens, F features, H heads, D channels of a head.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ from megappo_kernels.backend import runs_triton
 def swiglu(gate_up: Tensor, weights: Tensor | None = None) -> Tensor:
     """(..., 2F) -> (..., F): silu of the first half times the second, times the weights (...) where they are given.
 
-    Of the type of `gate_up`, whatever the weights' type; float32 inside with Triton.
-    Source: Shazeer 2020, "GLU Variants Improve Transformer" (arXiv:2002.05202), equation 6.
+    The result has the type of `gate_up`, whatever the weights' type; Triton computes in float32. Source: Shazeer 2020,
+    "GLU Variants Improve Transformer" (arXiv:2002.05202), equation 6.
     """
     if gate_up.shape[-1] % 2:
         raise ValueError(f"{gate_up.shape[-1]} columns are no gate and up side by side; give an even number of them")
@@ -36,7 +36,8 @@ def swiglu(gate_up: Tensor, weights: Tensor | None = None) -> Tensor:
 
 
 class _TorchSwiGLU(torch.autograd.Function):
-    """The numbers of torch's operations to the last bit, with gradients written where they belong."""
+    """SwiGLU by torch's operations, equal to autograd's to the last bit, with gradients written directly to their
+    places."""
 
     @staticmethod
     def forward(ctx: Any, gate_up: Tensor) -> Tensor:
@@ -80,9 +81,11 @@ class _SwiGLU(torch.autograd.Function):
 
 
 def rotate_pairs(x_THD: Tensor, cosine_T1D: Tensor, sine_T1D: Tensor) -> Tensor:
-    """Turn each pair of channels i and i + D/2 by its token's angles, whose cosines and sines the second half repeats.
+    """Rotate each pair of channels i and i + D/2 by its token's angles. The second half of cosines and sines repeats
+    the first.
 
-    Of the type of `x`; computed in float32 where either is, so that angles need not be rounded to bfloat16.
+    The result has the type of `x`; it is computed in float32 where either is float32, so that angles need not be
+    rounded to bfloat16.
 
     Source: Su et al. 2021, "RoFormer" (arXiv:2104.09864), equation 34, with the pairs of GPT-NeoX.
     """
@@ -97,7 +100,7 @@ def rotate_pairs(x_THD: Tensor, cosine_T1D: Tensor, sine_T1D: Tensor) -> Tensor:
 
 
 class _TorchRotation(torch.autograd.Function):
-    """Computed in the type of the angles and rounded once, to that of `x`."""
+    """Rotation computed in the type of the angles and rounded once, to the type of `x`."""
 
     @staticmethod
     def forward(ctx: Any, x_THD: Tensor, cosine_T1D: Tensor, sine_T1D: Tensor) -> Tensor:
@@ -141,10 +144,11 @@ def _turned(x_THD: Tensor, cosine_T1D: Tensor, sine_T1D: Tensor, *, back: bool) 
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """(..., F) times (F,), after each row was divided by the root of its mean square and eps; of the type of `x`.
+    """(..., F): each row divided by the root of (its mean square + eps), times the (F,) weight; of the type of `x`.
 
-    As torch's, float32 inside with one rounding at the end; in bfloat16 on a CPU in half of torch's time. Source: Zhang
-    and Sennrich 2019, "Root Mean Square Layer Normalization" (arXiv:1910.07467), equation 4.
+    As in torch, it is computed in float32 and rounded once at the end; in bfloat16 on a CPU in half of torch's time
+    (benchmarks/results/2026-11-24-update-cpu.md). Source: Zhang and Sennrich 2019, "Root Mean Square Layer
+    Normalization" (arXiv:1910.07467), equation 4.
     """
     if x.is_cuda or x.dtype != torch.bfloat16 or weight.dtype != torch.bfloat16:
         return functional.rms_norm(x, weight.shape, weight, eps)
@@ -153,7 +157,7 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
 
 
 class _RMSNorm(torch.autograd.Function):
-    """Each operand is made wide once, and then written over."""
+    """RMSNorm that converts each operand to float32 once and then works in place."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, eps: float) -> Tensor:

@@ -1,7 +1,7 @@
-"""Log-probabilities and entropies straight from hidden states, vocabulary-parallel, without the (T, V) logits.
+"""Log-probabilities and entropies directly from hidden states, vocabulary-parallel, without the (T, V) logits.
 
-Forward goes through blocks of rows and fixed slices of the vocabulary, so what a row gets does not depend on the other
-rows. Backward recomputes the logits a slice at a time: the slice's weight gradient is then complete, and only the
+Forward processes blocks of rows and fixed slices of the vocabulary, so a row's result does not depend on the other
+rows. Backward recomputes the logits a slice at a time: each slice's weight gradient is then complete, and only the
 gradient of the hidden states is summed over slices, in float32. See `rows` for the formulas.
 """
 
@@ -25,19 +25,20 @@ from megappo_kernels.rows import (
 )
 from megappo_kernels.softmax import logits_gradient, update_statistics
 
-# (rows, columns) of logits alive at once in forward, by device. On a CPU they stay in its caches.
+# (rows, columns) of logits that exist at once in forward, by device. On a CPU they stay in its caches.
 BLOCK = {"cpu": (512, 896), "cuda": (8192, 8192)}
+# Most bytes of a slice's logits and gradients in backward: 6 bytes a number, float32 and bfloat16.
 _BACKWARD_BYTES = 512 * 2**20
 
 
 @dataclass(frozen=True)
 class HeadShard:
-    """This rank's part of the vocabulary, and how its logits are made."""
+    """This rank's part of the vocabulary, and how its logits are computed."""
 
     group: dist.ProcessGroup | None
-    """Ranks that share the vocabulary; None: this one has all of it."""
+    """Ranks that share the vocabulary; None: this rank has all of it."""
     first: int
-    """Token id that the first row of this rank's weight stands for."""
+    """Token id of the first row of this rank's weight."""
     here: int
     """Rows of this rank's weight that are tokens, not padding."""
     scaling: Scaling
@@ -67,7 +68,7 @@ class HeadShard:
         return HeadShard(group, first, here, scaling, exact, runs_triton(hidden_TH))
 
     def compacted(self, rows: Tensor) -> HeadShard:
-        """The same shard for some of the T rows of hidden states."""
+        """This shard for some of the T rows of hidden states."""
         return replace(self, scaling=self.scaling.of_rows(rows))
 
 
@@ -185,7 +186,7 @@ class _LinearLogprob(torch.autograd.Function):
         hidden_TH, weight_VH, local_labels_T, stats_4T = ctx.saved_tensors
         if grad_logprob_T is None:
             grad_logprob_T = torch.zeros_like(stats_4T[0])
-        # Rows without an upstream gradient have none to give: clipped tokens cost nothing.
+        # Rows without an upstream gradient are skipped: clipped tokens cost nothing.
         rows_N = torch.nonzero((grad_logprob_T != 0) | (0 if grad_entropy_T is None else grad_entropy_T != 0)).squeeze(
             1
         )
@@ -202,7 +203,7 @@ class _LinearLogprob(torch.autograd.Function):
 def _recomputed_gradients(
     hidden_NH: Tensor, weight_VH: Tensor, labels_N: Tensor, gradients: RowGradients, shard: HeadShard
 ) -> tuple[Tensor, Tensor]:
-    """(gradient of the hidden rows in float32 or float64, of the weight in its own type)."""
+    """(gradient of the hidden rows in float32 or float64, gradient of the weight in its own type)."""
     n = len(hidden_NH)
     grad_hidden_NH = torch.zeros(hidden_NH.shape, dtype=gradients.max_C.dtype, device=hidden_NH.device)
     grad_weight_VH = torch.zeros_like(weight_VH)

@@ -1,4 +1,4 @@
-"""Log-probabilities and entropies from vocabulary-parallel logits that exist already.
+"""Log-probabilities and entropies from existing vocabulary-parallel logits.
 
 Forward reads the logits once. Backward overwrites them with their gradient, so a training step holds one copy of them.
 """
@@ -22,6 +22,7 @@ from megappo_kernels.rows import (
 )
 from megappo_kernels.softmax import logits_gradient, update_statistics
 
+# Float32 bytes of the rows that a CPU processes at a time; its two scratch buffers have this size.
 _CPU_BLOCK_BYTES = 4 * 2**20
 
 

@@ -1,7 +1,7 @@
 """Losses of tokens with their gradients, in one pass over them and without a host synchronisation.
 
-The weights carry the only normalisation, so that every aggregation is a set of per-token weights and losses simply add
-up over microbatches and ranks. Arguments have any one shape.
+The weights are the only normalisation, so every aggregation is a set of per-token weights, and losses add up over
+microbatches and ranks. All arguments have the same shape, whatever it is.
 """
 
 from __future__ import annotations
@@ -23,56 +23,56 @@ from megappo_kernels.sequences import sequence_log_ratio
 
 @dataclass(frozen=True)
 class PolicyInputs:
-    """Per token, all of one shape."""
+    """Inputs of the policy loss per token, all of one shape."""
 
     old_logprob: Tensor
     """Log-probabilities under the policy before the updates, nats."""
     advantages: Tensor
     weights: Tensor
-    """The only normalisation."""
+    """Weights of the tokens, the only normalisation of the loss."""
     mask: Tensor
-    """bool; positions that are False change nothing, whatever they hold."""
+    """bool; positions that are False have no effect, whatever they hold."""
     ref_logprob: Tensor | None = None
     importance_weights: Tensor | None = None
     """Constants that multiply the surrogate."""
     nll_weights: Tensor | None = None
-    """Weights of the negative log-likelihood, their normalisation in them: 0 for what is not to be imitated,
-    and where `weights` are 0."""
+    """Weights of the negative log-likelihood, including its normalisation: 0 for tokens that are not imitated, and
+    where `weights` are 0."""
     sequences: Tensor | None = None
-    """int64: a number for each token's sequence, for objectives that see sequences."""
+    """int64: number of each token's sequence, for objectives that see sequences."""
 
     def tensors(self) -> dict[str, Tensor]:
-        """Those that are given, by name."""
+        """The given tensors, by name."""
         named = {name: getattr(self, name) for name in self.__dataclass_fields__}
         return {name: x for name, x in named.items() if x is not None}
 
     def of_rows(self, rows: slice | Tensor) -> PolicyInputs:
-        """Those of some of the tokens (1-d only)."""
+        """Inputs of some of the tokens (1-d only)."""
         return PolicyInputs(**{name: x[rows] for name, x in self.tensors().items()})
 
 
 @dataclass(frozen=True)
 class Loss:
-    """A differentiable scalar, and what to report."""
+    """A differentiable scalar, and its metrics."""
 
     loss: Tensor
     metrics: Mapping[str, Tensor]
-    """A report as of `metrics`, detached float64 scalars, with the `loss` itself in it."""
+    """Report as described in `metrics`, detached float64 scalars, including the `loss` itself."""
 
 
 @dataclass(frozen=True)
 class Evaluation:
-    """An objective of some tokens."""
+    """An objective evaluated on some tokens."""
 
     slopes: Mapping[str, Tensor]
-    """Of the loss in what is trained, by name; 0 where masked."""
+    """Derivatives of the loss with respect to the trained numbers, by name; 0 where masked."""
     report: dict[str, Tensor]
 
 
 def evaluate(
     objective: Objective, given: Mapping[str, Tensor], context_group: dist.ProcessGroup | None = None
 ) -> Evaluation:
-    """The objective of tokens, of which `given` holds the numbers by name, and their `mask`.
+    """Evaluate an objective on tokens. `given`: their numbers by name, and `mask`.
 
     `context_group`: ranks that have other tokens of the same sequences.
     """
@@ -96,7 +96,7 @@ def evaluate(
 
 
 def whole_loss(report: Mapping[str, Tensor]) -> Tensor:
-    """The sum of the terms in a report."""
+    """Sum of the terms in a report."""
     return torch.stack([x for name, x in report.items() if metric_kind(name) == "term"]).sum()
 
 
@@ -133,8 +133,8 @@ def ppo_value_loss(
 ) -> Loss:
     """The critic's objective of tokens, differentiable in `values`, which are float32 or float64 of any shape.
 
-    `mask` is bool; positions that are False change nothing. Without `value_clip` nothing is clipped, and `old_values`
-    play no part. Raises ValueError where shapes differ, TypeError where the mask is not bool.
+    `mask` is bool; positions that are False have no effect. Without `value_clip` nothing is clipped, and `old_values`
+    are not used. Raises ValueError where shapes differ, TypeError where the mask is not bool.
     """
     given = {"values": values, "old_values": old_values, "returns": returns, "weights": weights, "mask": mask}
     return _differentiable(ValueObjective(value_clip), given)
@@ -151,7 +151,7 @@ def _differentiable(objective: Objective, given: Mapping[str, Tensor]) -> Loss:
 
 
 class _WithSlopes(torch.autograd.Function):
-    """A loss whose gradients are known."""
+    """A loss whose gradients were computed in forward."""
 
     @staticmethod
     def forward(ctx: Any, value: Tensor, slopes: tuple[Tensor, ...], *trained: Tensor) -> Tensor:

@@ -1,8 +1,8 @@
-"""Metrics of an objective on their way from tokens to a report, by name.
+"""Reports of an objective's metrics, from tokens up to a whole step.
 
-A report holds `count`, the valid tokens it is of, and of each metric its sum over them, its largest, or for a spread
-two numbers, `<name>.mean` and `<name>.m2` (`objectives.Metric` says which). Reports of the blocks of a kernel, the
-chunks of the output layer, microbatches, ranks and updates are put together by the same function.
+A report holds `count`, its number of valid tokens, and for each metric its sum over them, its largest value, or for a
+spread two numbers, `<name>.mean` and `<name>.m2` (`objectives.Metric` says which). Reports of the blocks of a kernel,
+chunks of the output layer, microbatches, ranks and updates are combined by the same function.
 """
 
 from __future__ import annotations
@@ -16,11 +16,11 @@ from megappo_kernels.objectives import metric_kind
 from megappo_kernels.whiten import masked_whiten_stats, merge_whiten_stats
 
 _EQUAL_RETURNS = 1e-6
-"""Returns whose spread is below this share of their size differ by rounding only."""
+"""Returns whose deviation is below this share of their size differ by rounding only."""
 
 
 def measure(numbers: Mapping[str, Tensor], mask: Tensor) -> dict[str, Tensor]:
-    """The report of the valid tokens of (any one shape) numbers; float64 scalars."""
+    """Report on the valid tokens of (any one shape) numbers; float64 scalars."""
     report = {"count": mask.sum().double()}
     for name, x in numbers.items():
         x, kind = x.detach().masked_fill(~mask, 0), metric_kind(name)
@@ -32,7 +32,7 @@ def measure(numbers: Mapping[str, Tensor], mask: Tensor) -> dict[str, Tensor]:
 
 
 def combine(parts: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """One report of (R,) reports of parts of a batch."""
+    """One report from (R,) values, the reports of R parts of a batch."""
     combined = {}
     for name, values_R in parts.items():
         of, _, moment = name.partition(".")
@@ -45,12 +45,12 @@ def combine(parts: Mapping[str, Tensor]) -> dict[str, Tensor]:
 
 
 def stacked(reports: Sequence[Mapping[str, Tensor]]) -> dict[str, Tensor]:
-    """(R,) by name from R reports of the same names."""
+    """(R,) values by name from R reports with the same names."""
     return {name: torch.stack([report[name] for report in reports]) for name in reports[0]}
 
 
 def shown(updates: Sequence[Mapping[str, float]]) -> dict[str, float]:
-    """What a user is told of some updates: means over all their tokens, but terms of the loss over updates."""
+    """Metrics of some updates for users: means over all their tokens; terms of the loss are averaged over updates."""
     names = updates[0]
     total = combine({name: torch.tensor([u[name] for u in updates], dtype=torch.float64) for name in names})
     count, numbers = float(total["count"]), {}
@@ -72,7 +72,7 @@ def shown(updates: Sequence[Mapping[str, float]]) -> dict[str, float]:
 
 
 def _explained_variance(total: Mapping[str, float]) -> float:
-    """NaN where all returns are equal, up to the last bits of float32."""
+    """Explained variance; NaN where all returns are equal, up to the last bits of float32."""
     variance = total["returns.m2"] / total["count"]
     if variance <= _EQUAL_RETURNS**2 * max(1.0, total["returns.mean"] ** 2):
         return float("nan")

@@ -1,11 +1,11 @@
-"""What PPO optimises, declared once: what a token adds to a loss, the slopes of that, and what is reported of it.
+"""PPO's objectives, declared once: what a token adds to a loss, its derivatives ("slopes"), and the reported metrics.
 
-`policy_loss` and `value_loss` are written in the words that torch and Triton's language share: operators, `xp.where`,
-`xp.exp`, `xp.abs`, `xp.zeros_like`. `losses` runs them on tensors of any shape, `gpu.objectives` compiles the same
-source. Their arguments are the settings `s` and a token's numbers by name, None where an optional one is not given.
-Slopes are formulas, not autograd: the output layer needs them as soon as a token's log-probability is there.
+`policy_loss` and `value_loss` are written in the vocabulary that torch and Triton's language share: operators,
+`xp.where`, `xp.exp`, `xp.abs`, `xp.zeros_like`. `losses` runs them on tensors of any shape, `gpu.objectives` compiles
+the same source. Their arguments are the settings `s` and a token's numbers by name; optional numbers that are not given
+are None. Slopes are formulas, not autograd: the output layer needs them as soon as a token's log-probability is known.
 
-Nothing here needs torch before it is called, so that settings and documents can be made of these declarations.
+Nothing here imports torch before it is called, so that settings and documents can be built from these declarations.
 """
 
 from __future__ import annotations
@@ -21,26 +21,28 @@ from typing import Any, ClassVar, Literal, NamedTuple
 from megappo_kernels.surrogates import POLICY_LOSSES, Numbers, clamped, xp
 
 LOG_RATIO_LIMIT = 20.0
-"""Log-ratios are clamped to +- this before exp, so that no wild token can overflow a batch; beyond, slopes are 0."""
+"""Log-ratios are clamped to +- this before exp, as in verl (verl/trainer/ppo/core_algos.py), so that no outlier token
+can overflow a batch; beyond it slopes are 0."""
 K3_LIMIT = 10.0
-"""The k3 estimate of the KL is clamped to this."""
+"""The k3 estimate of the KL is clamped to this, as verl clamps `low_var_kl` (verl/trainer/ppo/core_algos.py)."""
 
 
 class Metric(NamedTuple):
-    """What becomes of a number that is reported, and what it means."""
+    """How a reported number is combined, and what it means."""
 
     kind: Literal["term", "mean", "largest", "spread", "derived"]
-    """A weighted term of the loss; the mean over tokens; the largest of any token; mean and sum of squared deviations,
-    of which others are derived (moments that are not centred lose a spread that is small beside the mean)."""
+    """How values are combined: a weighted term of the loss; the mean over tokens; the largest of any token; mean and
+    sum of squared deviations; derived from those (moments that are not centred lose a spread that is small beside the
+    mean)."""
     unit: str = ""
     meaning: str = ""
     healthy: str = ""
-    """What to expect of a run that goes well."""
+    """What to expect of a healthy run."""
 
 
 @functools.cache
 def _tuple_type(name: str, names: tuple[str, ...]) -> Any:
-    """Triton knows named tuples, but neither dictionaries nor dataclasses."""
+    """Named tuple type of these names. Triton knows named tuples, but neither dictionaries nor dataclasses."""
     return namedtuple(name, names)
 
 
@@ -50,22 +52,22 @@ def _tuple_type(name: str, names: tuple[str, ...]) -> Any:
 
 
 def k1(gap: Numbers) -> tuple[Numbers, Numbers]:
-    """The gap."""
+    """k1: the gap itself."""
     return gap, 1.0
 
 
 def absolute(gap: Numbers) -> tuple[Numbers, Numbers]:
-    """Its size."""
+    """abs: the absolute value of the gap."""
     return xp.abs(gap), xp.where(gap > 0, 1.0, xp.where(gap < 0, -1.0, 0.0))
 
 
 def k2(gap: Numbers) -> tuple[Numbers, Numbers]:
-    """Half its square."""
+    """k2: half the square of the gap."""
     return 0.5 * (gap * gap), gap
 
 
 def k3(gap: Numbers) -> tuple[Numbers, Numbers]:
-    """e^-gap - 1 + gap: never below 0, with the expectation of k1."""
+    """k3: e^-gap - 1 + gap, never below 0 and with the expectation of k1."""
     near = clamped(gap, -LOG_RATIO_LIMIT, LOG_RATIO_LIMIT)
     shrunk = xp.exp(-near)
     estimate = shrunk - 1 + near
@@ -80,7 +82,8 @@ KL_ESTIMATES: Mapping[str, Callable[[Numbers], tuple[Numbers, Numbers]]] = {
 
 
 def kl_estimate(gap: Numbers, kind: str) -> Numbers:
-    """KL(policy || reference) at each token in nats, from gap = logprob - ref_logprob of what the policy sampled."""
+    """KL(policy || reference) at each token in nats, from gap = logprob - ref_logprob of tokens that the policy
+    sampled."""
     return named_function("kl", kind)(gap)[0]
 
 
@@ -143,11 +146,11 @@ def policy_loss(
     nll_weights: Numbers = None,
     sequence_log_ratio: Numbers = None,
 ) -> tuple[tuple[Numbers, ...], Any]:
-    """weights * (importance * surrogate - entropy_coef * entropy + kl_coef * KL(policy || reference))
-    - nll_weights * logprob.
+    """weights * (importance * surrogate - entropy_coef * entropy + kl_coef * KL(policy || reference)) - nll_weights *
+    logprob.
 
-    `sequence_log_ratio`: the mean of a token's sequence, which the surrogate gets in the place of the token's own.
-    Returns the slopes in `logprob` and `entropy`, and PolicyMetrics.
+    `sequence_log_ratio`: mean log-ratio of a token's sequence, which replaces the token's own in the surrogate. Returns
+    the slopes in `logprob` and `entropy`, and PolicyMetrics.
     """
     gap = logprob - old_logprob
     log_ratio = clamped(gap, -LOG_RATIO_LIMIT, LOG_RATIO_LIMIT)
@@ -193,7 +196,7 @@ def policy_loss(
 
 
 OFFERED = ("logprob", "old_logprob", "log_ratio", "advantages", "entropy", "ref_logprob", "sequence_mean")
-"""What a policy loss of the user's is called with, as far as it has parameters for it: see `own_losses`."""
+"""Keyword arguments of a user's policy loss, as far as it has parameters for them: see `own_losses`."""
 
 
 # -- The value --
@@ -216,7 +219,7 @@ ValueMetrics = _tuple_type("ValueMetrics", tuple(name for name in VALUE_METRICS 
 def value_loss(
     s: Any, values: Numbers, old_values: Numbers, returns: Numbers, weights: Numbers
 ) -> tuple[tuple[Numbers, ...], Any]:
-    """weights * max((v - R)^2, (v_clipped - R)^2) / 2, v_clipped within +-value_clip of the old value.
+    """weights * max((v - R)^2, (v_clipped - R)^2) / 2, with v_clipped within +-value_clip of the old value.
 
     Returns the slope in `values`, and ValueMetrics. Schulman et al. 2017's reference code (baselines).
     """
@@ -239,19 +242,19 @@ def value_loss(
 
 @dataclass(frozen=True)
 class Objective:
-    """What is optimised: a formula, and its settings by name."""
+    """An objective: a formula, and its settings by name."""
 
     formula: ClassVar[Callable[..., Any]]
-    """What a token adds; its parameters after `s` name the numbers of a token."""
+    """Function of a token's contribution; its parameters after `s` name the numbers of a token."""
     trained: ClassVar[tuple[str, ...]]
-    """The numbers it has slopes in."""
+    """Numbers that the formula has slopes in."""
     metrics: ClassVar[tuple[str, ...]]
 
     def __init_subclass__(cls, formula: Callable[..., Any], trained: tuple[str, ...], metrics: Any) -> None:
         cls.formula, cls.trained, cls.metrics = staticmethod(formula), trained, metrics._fields
 
     def settings(self) -> Any:
-        """`s` of the formula: by name, with a function in the place of its name."""
+        """The settings `s` of the formula, with functions in place of their names."""
         given = {field.name: getattr(self, field.name) for field in fields(self)}
         found = {n: named_function(n, x) if n in FUNCTIONS and isinstance(x, str) else x for n, x in given.items()}
         return _tuple_type(f"{type(self).__name__}Settings", tuple(found))(**found)
@@ -259,7 +262,7 @@ class Objective:
 
 @dataclass(frozen=True)
 class PolicyObjective(Objective, formula=policy_loss, trained=("logprob", "entropy"), metrics=PolicyMetrics):
-    """`policy_loss`; the defaults are those of PPO-clip."""
+    """Settings of `policy_loss`; the defaults are those of PPO-clip."""
 
     policy_loss: str | Callable[..., Any] = "clip"
     """One of POLICY_LOSSES, or a function of your own: see `own_losses`."""
@@ -271,10 +274,11 @@ class PolicyObjective(Objective, formula=policy_loss, trained=("logprob", "entro
     penalty_coef: float = 0.0
     band_low: float = 0.2
     band_high: float = 0.2
-    """Of the losses in BANDS: from 1 - band_low to 1 + band_high of the ratio, or so far down and up."""
+    """Edges of the band of the losses in BANDS: the ratio from 1 - band_low to 1 + band_high, or a change down and
+    up."""
     gate_positive: float = 1.0
     gate_negative: float = 1.05
-    """`sapo`'s temperatures: the larger, the sooner a token's slope fades."""
+    """Temperatures of `sapo`; the larger, the sooner a token's slope fades."""
     weight_cap: float = 20.0
     """Largest weight of a token with `dppo_tv` and `dppo_kl`."""
     entropy_coef: float = 0.0
@@ -288,28 +292,28 @@ class PolicyObjective(Objective, formula=policy_loss, trained=("logprob", "entro
 
     @property
     def sees_sequences(self) -> bool:
-        """Whether a token's slope depends on the other tokens of its sequence, so that all have to be there."""
+        """Whether a token's slope depends on the other tokens of its sequence, so that all of them are needed first."""
         if callable(self.policy_loss):
             return "sequence_mean" in taken_by(self.policy_loss, OFFERED)
         return self.policy_loss == "gspo"
 
     @property
     def slopes_in_entropy(self) -> bool:
-        """Whether the entropy is differentiated at all."""
+        """Whether the loss depends on the entropy."""
         own = callable(self.policy_loss) and "entropy" in taken_by(self.policy_loss, OFFERED)
         return own or self.entropy_coef != 0
 
 
 @dataclass(frozen=True)
 class ValueObjective(Objective, formula=value_loss, trained=("values",), metrics=ValueMetrics):
-    """`value_loss`."""
+    """Settings of `value_loss`."""
 
     value_clip: float | None = None
-    """None: no clipping, and the old values play no part."""
+    """Range of the value clip; None: no clipping, and the old values are not used."""
 
 
 FUNCTIONS: Mapping[str, Mapping[str, Callable[..., Any]]] = {"policy_loss": POLICY_LOSSES, "kl": KL_ESTIMATES}
-"""Settings that name a function."""
+"""Settings whose values name a function, with the functions by name."""
 
 
 def named_function(setting: str, name: str) -> Callable[..., Any]:
@@ -322,19 +326,19 @@ def named_function(setting: str, name: str) -> Callable[..., Any]:
 
 
 def inputs_of(formula: Callable[..., Any]) -> dict[str, bool]:
-    """The numbers of a token that a formula takes, in its order, and whether each must be given."""
+    """Numbers of a token that a formula takes, in its order, and whether each is required."""
     parameters = list(inspect.signature(formula).parameters.values())[1:]
     return {p.name: p.default is inspect.Parameter.empty for p in parameters}
 
 
 def metric_kind(name: str) -> str:
-    """What becomes of a metric; of those that no formula declares, the mean."""
+    """How a metric is combined; the mean for metrics that no formula declares."""
     found = POLICY_METRICS.get(name) or VALUE_METRICS.get(name)
     return found.kind if found is not None else "mean"
 
 
 def taken_by(function: Callable[..., Any], offered: Sequence[str]) -> tuple[str, ...]:
-    """Those of the offered keyword arguments that a function has parameters for; all where it takes any."""
+    """The offered keyword arguments that a function has parameters for; all where it takes any."""
     parameters = inspect.signature(function).parameters
     takes_any = any(p.kind is inspect.Parameter.VAR_KEYWORD for p in parameters.values())
     return tuple(name for name in offered if takes_any or name in parameters)

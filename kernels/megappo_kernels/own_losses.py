@@ -1,7 +1,7 @@
-"""A policy loss of your own: a function of the numbers of tokens, differentiated by autograd.
+"""Policy losses of the user's: a function of the numbers of tokens, differentiated by autograd.
 
-It is called with those of these that it has parameters for, by keyword; all are (N,), one number for each token that
-counts, of several sequences end to end:
+The function is called by keyword with those of the following that it has parameters for. All are (N,), one number for
+each token that counts, of several sequences end to end:
 
     logprob, entropy     of the policy, in nats; differentiable
     old_logprob          of the policy before the updates
@@ -10,11 +10,11 @@ counts, of several sequences end to end:
     ref_logprob          of the reference policy; None without one
     sequence_mean        a function: the mean of (N,) numbers over the tokens of each token's sequence, (N,)
 
-and returns the loss of each token, or a pair of it and a dictionary of further numbers (N,), whose means over tokens
-are reported. Weights, importance weights, entropy bonus and KL to the reference are those of `objectives.policy_loss`.
+It returns the loss of each token, or a pair of it and a dictionary of further numbers (N,), whose means over tokens are
+reported. Weights, importance weights, entropy bonus and KL to the reference are those of `objectives.policy_loss`.
 
-A parameter `sequence_mean` declares that slopes depend on whole sequences. The output layer then finishes all
-log-probabilities before any gradient, and where they do not fit into one chunk computes the logits twice.
+A parameter `sequence_mean` declares that slopes depend on whole sequences. The output layer then computes all
+log-probabilities before any gradient, and computes the logits twice where they do not fit into one chunk.
 """
 
 from __future__ import annotations
@@ -37,15 +37,15 @@ _OF_BANDS = ("masked_below", "masked_above", "band_position", "token_weight")
 def own_slopes(
     objective: PolicyObjective, given: Mapping[str, Tensor], context_group: dist.ProcessGroup | None = None
 ) -> tuple[dict[str, Tensor], dict[str, Tensor], Tensor]:
-    """Slopes by name in the shape of what was given; metrics of the tokens that count, and a mask of those.
+    """Slopes by name in the shape of the given numbers; metrics of the tokens that count, and a mask of those.
 
-    `context_group`: ranks that have other tokens of the same sequences, numbered alike; all call it.
+    `context_group`: ranks that have other tokens of the same sequences, numbered alike; all of them call this.
     """
     mask = given["mask"]
     numbers = {name: given[name][mask] for name in inputs_of(objective.formula) if name in given}
     sequences_N = given["sequences"][mask] if "sequences" in given else None
     counts_N = torch.ones_like(numbers["logprob"], dtype=torch.bool)
-    if not len(counts_N):  # a token that does not count shows what there is to report
+    if not len(counts_N):  # without tokens the function still shows which metrics it reports
         numbers = {name: x.new_zeros(1) for name, x in numbers.items()}
         sequences_N, counts_N = torch.full_like(numbers["logprob"], -1, dtype=torch.int64), mask.new_zeros(1)
     loss_N, slopes, extra = _differentiated(objective, numbers, mean_over(sequences_N, context_group))
@@ -64,7 +64,7 @@ def own_slopes(
 def _differentiated(
     objective: PolicyObjective, numbers: Mapping[str, Tensor], sequence_mean: Callable[[Tensor], Tensor]
 ) -> tuple[Tensor, tuple[Tensor, ...], dict[str, Tensor]]:
-    """The function's loss, the slopes of its weighted sum, and what else it reports."""
+    """The function's loss, the slopes of its weighted sum, and its further metrics."""
     assert callable(objective.policy_loss)
     with torch.enable_grad():
         logprob, entropy = (numbers[name].detach().requires_grad_() for name in objective.trained)
@@ -84,7 +84,7 @@ def _differentiated(
 
 
 def _check(loss_N: Any, extra: Any, logprob_N: Tensor) -> None:
-    """Raise ValueError for what is not what a policy loss returns."""
+    """Raise ValueError for results that are not those of a policy loss."""
     if not isinstance(loss_N, Tensor) or loss_N.shape != logprob_N.shape:
         shown = f"shape {tuple(loss_N.shape)}" if isinstance(loss_N, Tensor) else type(loss_N).__name__
         raise ValueError(f"the policy loss returned {shown}, must be a number per token, {tuple(logprob_N.shape)}")

@@ -1,10 +1,10 @@
-"""The output layer and the policy loss in one pass: 6NHV, nothing recomputed, no (T, V) logits.
+"""The output layer and the policy loss in one pass: 6NHV operations, nothing recomputed, no (T, V) logits.
 
-All that the gradient of a token's logits depends on (its log-probability, its entropy and known constants) is there
-as soon as its logits are. So forward goes through chunks of rows, and for each of them: logits, statistics, one
-exchange between the ranks that share the vocabulary, the loss, the gradient of the logits in place, and from it the
-gradients of the hidden states and of the weight. Backward has nothing left to do. Rows without weight in the loss are
-left out altogether. Only an objective that sees whole sequences waits for all chunks.
+The gradient of a token's logits depends on its log-probability, its entropy and known constants, all known as soon as
+its logits are. So forward processes chunks of rows, and for each chunk: logits, statistics, one exchange between the
+ranks that share the vocabulary, the loss, the gradient of the logits in place, and from it the gradients of the hidden
+states and of the weight. Backward has nothing left to compute. Rows without weight in the loss are skipped. Only an
+objective that sees whole sequences waits for all chunks.
 
 Shape legend: T rows, N rows that count, C rows of a chunk, H hidden size, V vocabulary rows on this rank.
 """
@@ -28,15 +28,16 @@ from megappo_kernels.rows import RowGradients, empty_statistics, logprob_and_ent
 from megappo_kernels.softmax import logits_gradient, update_statistics
 
 CHUNK_BYTES = {"cpu": 256 * 2**20, "cuda": 2 * 2**30}
-"""Most bytes of logits, and their gradient, alive at once, by device."""
+"""Most bytes of logits and their gradients that exist at once, by device."""
 _CHUNK_ROWS = 128
-"""Chunks are a multiple of this where they hold so many."""
+"""Chunks are a multiple of this number of rows, where they have as many."""
+# Columns of a chunk's logits that a CPU processes at a time; its scratch buffers have this width.
 _SLICE_CPU = 1024
 
 
 @dataclass(frozen=True)
 class HeadLoss(Loss):
-    """The loss with what it was made of; detached, zeros for rows that do not count."""
+    """The loss with log-probabilities and entropies of its rows; detached, zeros for rows that do not count."""
 
     logprob_T: Tensor
     entropy_T: Tensor
@@ -60,7 +61,7 @@ def ppo_head_loss(
 ) -> HeadLoss:
     """The policy loss of labels under softmax(cap(hidden @ weight.T) / temperature), differentiable in both factors.
 
-    Equal to `ppo_token_loss` on the outputs of `linear_logprob`, for 6 instead of 8 NHV operations.
+    Equal to `ppo_token_loss` on the outputs of `linear_logprob`, in 6 instead of 8 NHV operations.
 
     Args:
         hidden_TH, weight_VH, labels_T, temperature, tp_group, valid_vocab, softcap, sequence_parallel: as for
@@ -115,13 +116,14 @@ class _Options:
 
 @dataclass
 class _Found:
-    """What forward made; backward takes the gradients."""
+    """Results of forward; backward takes the gradients."""
 
     loss: Tensor
     report: dict[str, Tensor]
     outputs_2T: Tensor
     gradients: tuple[Tensor, Tensor | None] | None
-    """Of the hidden states, and of the weight where it is not in `main_grad`."""
+    """Gradients of the hidden states, and of the weight where it is not in `main_grad`; None after backward took
+    them."""
 
 
 def _forward(
@@ -152,7 +154,7 @@ def _forward(
 
 
 class _HandedOut(torch.autograd.Function):
-    """A loss whose gradients are there already."""
+    """A loss whose gradients were computed in forward."""
 
     @staticmethod
     def forward(ctx: Any, hidden_TH: Tensor, weight_VH: Tensor, found: _Found, options: _Options) -> Tensor:
@@ -178,17 +180,19 @@ class _HandedOut(torch.autograd.Function):
 
 
 def _leave_placeholder(weight_VH: Tensor) -> None:
-    """Megatron's hooks run without a gradient of ours too, but want `grad` to be there where reductions overlap.
+    """Leave a placeholder in `weight.grad`: Megatron's hooks run without a gradient too, but need `grad` to be set
+    where reductions overlap.
 
-    One number stands for all: autograd would copy a gradient of such strides, so it does not pass through autograd.
-    A weight that is an embedding on the same stage (`zero_out_wgrad`) gets its other gradient in the same place.
+    A single number is expanded to the weight's shape. Autograd would copy a gradient with such strides, so it is set
+    directly. A weight that is also an embedding on the same stage (`zero_out_wgrad`) gets its other gradient in the
+    same place.
     """
     if weight_VH.grad is None and not getattr(weight_VH, "zero_out_wgrad", False):
         weight_VH.grad = weight_VH.new_zeros(()).expand_as(weight_VH)
 
 
 def _expect_upstream(grad: Tensor, upstream: float) -> None:
-    """The weight's gradient is in main_grad already, so the loss must receive what was declared."""
+    """Check that the loss receives the declared gradient, as the weight's gradient is already in main_grad."""
     if grad.is_cuda:
         torch._assert_async(grad == upstream)
     elif float(grad) != upstream:
@@ -201,7 +205,7 @@ def _accumulator(weight_VH: Tensor) -> Tensor:
 
 
 class _Chunks:
-    """The rows that count, chunk by chunk, in buffers that are reused."""
+    """The rows that count, chunk by chunk, in reused buffers."""
 
     def __init__(
         self,
@@ -219,7 +223,8 @@ class _Chunks:
         dtype = torch.float64 if hidden_NH.dtype == torch.float64 else torch.float32
         self.outputs_2N = torch.zeros(2, n, dtype=dtype, device=device)
         self.grad_hidden_NH = torch.zeros(hidden_NH.shape, dtype=dtype, device=device)
-        # By the rows of the whole shard, so that all ranks cut alike.
+        # By the rows of the whole shard, padding included, so that all ranks make the same chunks and collectives
+        # match.
         chunk = max(1, CHUNK_BYTES[hidden_NH.device.type] // (6 * len(weight_VH)))
         self.chunk = max(1, min(chunk // _CHUNK_ROWS * _CHUNK_ROWS or chunk, n))
         padded = self.chunk if hidden_NH.is_cuda else max(self.chunk, MIN_ROWS)
@@ -230,8 +235,8 @@ class _Chunks:
         self.width = max(1, self.shard.here) if self.shard.triton else _SLICE_CPU
 
     def run(self, grad_weight_VH: Tensor | None, *, trains: bool) -> dict[str, Tensor]:
-        """All chunks; returns the report. Gradients where it `trains`, of the weight where there is something to add
-        its to."""
+        """Process all chunks; returns the report. Where it `trains`, gradients are computed too, that of the weight
+        where there is a tensor to add it to."""
         n = len(self.labels_N)
         chunks = [slice(start, min(start + self.chunk, n)) for start in range(0, n, self.chunk)]
         if self.options.objective.sees_sequences or not chunks:
@@ -248,7 +253,7 @@ class _Chunks:
     def _run_at_once(
         self, chunks: Sequence[slice], grad_weight_VH: Tensor | None, *, trains: bool
     ) -> dict[str, Tensor]:
-        """The objective of all rows together; of several chunks the logits are computed once more for gradients."""
+        """The objective of all rows together; with several chunks the logits are recomputed for gradients."""
         stats = [self._forward(rows) for rows in chunks]
         found = self._evaluate(slice(None))
         for rows, stats_4C in zip(chunks, stats, strict=True) if trains else ():
@@ -258,7 +263,7 @@ class _Chunks:
         return found.report
 
     def _forward(self, rows: slice) -> Tensor:
-        """Log-probabilities and entropies of a chunk; its statistics over the whole vocabulary, (4, C)."""
+        """Log-probabilities and entropies of a chunk; returns its statistics over the whole vocabulary, (4, C)."""
         stats_4C = merge_statistics(self._statistics(rows), self.shard.group)
         self.outputs_2N[:, rows] = torch.stack(logprob_and_entropy(stats_4C, entropy=True))
         return stats_4C
@@ -284,7 +289,7 @@ class _Chunks:
         return [slice(first, min(first + self.width, here)) for first in range(0, here, self.width)]
 
     def _statistics(self, rows: slice) -> Tensor:
-        """Fill the logits of a chunk; (4, C) statistics of this rank's part of the vocabulary."""
+        """Fill the logits of a chunk; returns (4, C) statistics of this rank's part of the vocabulary."""
         n = rows.stop - rows.start
         stats_4C = empty_statistics(n, self.hidden_NH)
         gemm = LogitsGemm(self.hidden_NH[rows], self.width, exact=True)
@@ -315,7 +320,7 @@ class _Chunks:
                 triton=self.shard.triton,
             )
         low_CV = self.low[:n]
-        # A part of the vocabulary may give more than what is left of the sum over ranks, and so would its rounding.
+        # On a part of the vocabulary a gradient may be larger than the sum over ranks, and so would be its rounding.
         add_product(self.grad_hidden_NH[rows], low_CV, self.weight_VH, rounds=self.shard.group is None)
         if grad_weight_VH is not None:
             add_product(grad_weight_VH[: self.shard.here], low_CV.T, self.hidden_NH[rows], rounds=True)

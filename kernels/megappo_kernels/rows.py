@@ -1,9 +1,9 @@
-"""What a row of logits comes to: softmax statistics, and their merger over a split vocabulary. `softmax` computes them.
+"""Softmax statistics of rows of logits, and their merger over a split vocabulary. `softmax` computes them.
 
 Shape legend: T rows (tokens), C rows of a block, V vocabulary rows on this rank, W columns of a slice, R parts.
 
 Per row, with z the scaled logits: m = max z, s = sum e^(z-m), u = sum e^(z-m) (z-m), t = the label's z, or -inf where
-the label lives elsewhere. Parts of a row merge exactly, and then, M, S, U being those of the whole vocabulary,
+the label is elsewhere. Parts of a row merge exactly. With M, S, U those of the whole vocabulary,
 
     logprob = t - M - log S            entropy = log S - U/S
     dz_j    = [g_l (1[j=y] - p_j) - g_H p_j (z_j - M - U/S)] d(scaled)/d(logit),   p_j = e^(z_j-M) / S
@@ -22,7 +22,7 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class Scaling:
-    """From logits to scaled logits: soft cap (cap * tanh(z / cap)), then temperature."""
+    """Scaling of logits: soft cap (cap * tanh(z / cap)), then temperature."""
 
     inverse_temperature: float | Tensor
     """A number, or (T,) in the precision of the logits."""
@@ -30,7 +30,7 @@ class Scaling:
 
     @staticmethod
     def of(temperature: float | Tensor, softcap: float | None, rows: int, like: Tensor) -> Scaling:
-        """Check and invert; raises ValueError for what is not positive."""
+        """Check and invert the temperature; raises ValueError for values that are not positive."""
         if softcap is not None and not softcap > 0:
             raise ValueError(f"softcap is {softcap}, must be positive; pass None for no cap")
         if isinstance(temperature, Tensor):
@@ -68,7 +68,7 @@ class Scaling:
 
 @dataclass(frozen=True)
 class RowGradients:
-    """What the gradient of a row of logits depends on besides the logits; all (C,)."""
+    """Quantities besides the logits that the gradient of a row of logits depends on; all (C,)."""
 
     max_C: Tensor
     sum_C: Tensor
@@ -80,18 +80,18 @@ class RowGradients:
 
     @staticmethod
     def of(stats_4C: Tensor, logprob_C: Tensor, entropy_C: Tensor | None) -> RowGradients:
-        """From the statistics of the whole vocabulary and the upstream gradients."""
+        """Combine the statistics of the whole vocabulary with the upstream gradients."""
         max_C, sum_C, weighted_C, _ = stats_4C.unbind(0)
         return RowGradients(max_C, sum_C, weighted_C, logprob_C, entropy_C)
 
     def of_rows(self, rows: slice | Tensor) -> RowGradients:
-        """What the gradients of some of the rows depend on."""
+        """The quantities of some of the rows."""
         entropy_C = self.entropy_C[rows] if self.entropy_C is not None else None
         return RowGradients(self.max_C[rows], self.sum_C[rows], self.weighted_C[rows], self.logprob_C[rows], entropy_C)
 
 
 def empty_statistics(rows: int, like: Tensor) -> Tensor:
-    """(4, rows): m, s, u, t of no columns at all, in float32 (float64 for float64)."""
+    """(4, rows): m, s, u, t of no columns, in float32 (float64 for float64)."""
     dtype = torch.float64 if like.dtype == torch.float64 else torch.float32
     stats_4T = torch.zeros(4, rows, dtype=dtype, device=like.device)
     stats_4T[0] = stats_4T[3] = -torch.inf
@@ -101,7 +101,7 @@ def empty_statistics(rows: int, like: Tensor) -> Tensor:
 def merge_statistics(stats_4T: Tensor, group: dist.ProcessGroup | None) -> Tensor:
     """The (4, T) statistics of the whole vocabulary from those of each rank, by one all-gather of 16 bytes a row.
 
-    The order of ranks fixes the order of sums, so every rank gets the same bits.
+    Sums are in the order of ranks, so every rank gets the same bits.
     """
     if group is None:
         return stats_4T

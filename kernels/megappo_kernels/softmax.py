@@ -1,4 +1,4 @@
-"""The statistics of rows of logits, and the gradient of the logits, by the formulas of `rows`.
+"""Statistics of rows of logits, and the gradient of the logits, by the formulas of `rows`.
 
 Shape legend: C rows of a block, W columns of a slice.
 """
@@ -24,13 +24,13 @@ def update_statistics(
     """Add a slice of columns to the statistics in place.
 
     Args:
-        stats_4C: what `empty_statistics` or an earlier call left.
-        logits_CW: float32 or float64; kept only with `scratch`.
-        labels_C: int64, counted from the first column of the slice; those outside the slice have their logit elsewhere.
+        stats_4C: result of `empty_statistics` or of an earlier call.
+        logits_CW: float32 or float64; preserved only with `scratch`.
+        labels_C: int64, counted from the first column of the slice; labels outside the slice are ignored.
         scaling: of these rows.
-        entropy: whether u is wanted.
-        scratch: two flat buffers for the work, else it is done in `logits_CW`.
-        triton: whether to run the Triton kernel, which needs no buffers and leaves the logits alone.
+        entropy: whether u is needed.
+        scratch: two flat buffers for the work; without them it is done in `logits_CW`.
+        triton: whether to run the Triton kernel, which needs no buffers and preserves the logits.
     """
     if triton:
         from megappo_kernels.gpu.rows import launch_statistics
@@ -66,7 +66,7 @@ def update_statistics(
 
 
 def _at_labels(values_CW: Tensor, labels_C: Tensor) -> Tensor:
-    """(C,) the values at the labels, anything where a label lies outside."""
+    """(C,) the values at the labels; arbitrary where a label is outside."""
     return values_CW.gather(1, labels_C.clamp(0, values_CW.shape[1] - 1)[:, None]).squeeze(1)
 
 
@@ -79,7 +79,7 @@ def logits_gradient(
     *,
     triton: bool = False,
 ) -> Tensor:
-    """Write the gradient of the logits to `out_CW`; returns it. Torch destroys the logits on the way.
+    """Write the gradient of the logits to `out_CW`; returns it. torch overwrites the logits on the way.
 
     Args:
         logits_CW: as `update_statistics` saw them, any float type.

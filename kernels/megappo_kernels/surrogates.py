@@ -1,10 +1,10 @@
-"""What rewards advantages in a policy loss: the ways that `algorithm.policy_loss` can name, forward and slope.
+"""Surrogate losses that `algorithm.policy_loss` can name, with their slopes.
 
-Written in the words that torch and Triton's language share, as `objectives` says. Each gets the settings `s` and by
-token the log-probabilities of the policy and of the old one, their log-ratio within +-20, its exponential and the
-advantage.
+Written in the vocabulary that torch and Triton's language share, see `objectives`. Each function gets the settings `s`
+and for each token the log-probabilities of the policy and of the old one, their log-ratio within +-20, its exponential
+and the advantage.
 
-Nothing here needs torch before it is called.
+Nothing here imports torch before it is called.
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ class _Torch:
 
 
 xp: Any = _Torch()
-"""torch; in what Triton compiles, its language."""
+"""torch; replaced by Triton's language in compiled kernels."""
 Numbers: TypeAlias = Any
 """A number for each token: a tensor, or a block of Triton's."""
 
 ALMOST_NOTHING = 1e-8
-"""Added to probabilities whose logarithm is taken."""
+"""Added to probabilities before taking their logarithm."""
 
 
 def clamped(x: Numbers, low: Numbers, high: Numbers) -> Numbers:
@@ -35,7 +35,7 @@ def clamped(x: Numbers, low: Numbers, high: Numbers) -> Numbers:
 
 
 class Surrogate(NamedTuple):
-    """What rewards advantages: a loss, its slope in `logprob`, and what is reported of it."""
+    """A surrogate loss of tokens, its slope in `logprob`, and what is reported of it."""
 
     loss: Numbers
     slope: Numbers
@@ -43,15 +43,15 @@ class Surrogate(NamedTuple):
     clipfrac_lower: Numbers
     below: Numbers
     above: Numbers
-    """Whether the token lies outside the loss's band, where it is left out or held at the edge."""
+    """Whether the token is outside the loss's band, where it is left out or held at the edge."""
     weight: Numbers
-    """What multiplies the advantage in the slope."""
+    """Factor on the advantage in the slope."""
     position: Numbers
-    """Where the token lies in the band: 0 at its lower edge or below, 1 at its upper edge or above."""
+    """Position of the token in the band: 0 at its lower edge or below, 1 at its upper edge or above."""
 
 
 def position(x: Numbers, low: Numbers, high: Numbers) -> Numbers:
-    """Where `x` lies from `low` (0) to `high` (1)."""
+    """Position of `x` between `low` (0) and `high` (1), clamped."""
     return (clamped(x, low, high) - low) / (high - low)
 
 
@@ -76,7 +76,7 @@ def weighted(
     is_capped: Numbers,
     place: Numbers,
 ) -> Surrogate:
-    """-weight * A * logprob, the weight constant in the gradient."""
+    """-weight * A * logprob, with the weight constant in the gradient."""
     slope = -advantages * weight
     return Surrogate(slope * logprob, slope, below | above, is_capped, below, above, weight, place)
 
@@ -170,16 +170,16 @@ def dppo(s: Any, logprob: Numbers, ratio: Numbers, advantages: Numbers, change: 
 def dppo_tv(
     s: Any, logprob: Numbers, old_logprob: Numbers, log_ratio: Numbers, ratio: Numbers, advantages: Numbers
 ) -> Surrogate:
-    """Tokens are left out by how far their probability moved, new - old: the total variation of "this token or another"
-    (DPPO with binary TV, arXiv 2602.04879, eq. 11 to 13). The ratio is capped as verl does it."""
+    """DPPO with tokens left out by the change of their probability, new - old: the total variation of "this token or
+    another" (binary TV, arXiv 2602.04879, eq. 11 to 13). The ratio is capped as verl does it."""
     return dppo(s, logprob, ratio, advantages, xp.exp(logprob) - xp.exp(old_logprob))
 
 
 def dppo_kl(
     s: Any, logprob: Numbers, old_logprob: Numbers, log_ratio: Numbers, ratio: Numbers, advantages: Numbers
 ) -> Surrogate:
-    """The same by KL(old || new) of "this token or another", in nats, with the sign of the change (DPPO with binary KL,
-    arXiv 2602.04879, eq. 14)."""
+    """DPPO with tokens left out by KL(old || new) of "this token or another", in nats, with the sign of the change
+    (binary KL, arXiv 2602.04879, eq. 14)."""
     new, old = xp.exp(logprob), xp.exp(old_logprob)
     not_new, not_old = clamped(1 - new, 0.0, 1.0), clamped(1 - old, 0.0, 1.0)  # rounding leaves logprobs above 0
     divergence = not_old * xp.log((not_old + ALMOST_NOTHING) / (not_new + ALMOST_NOTHING)) - old * log_ratio

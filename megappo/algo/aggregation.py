@@ -1,4 +1,4 @@
-"""How the losses of tokens become one number: weights that carry the one global division.
+"""Aggregation of token losses to one number: weights that include the one global division.
 
 Losses with these weights, summed over microbatches and ranks, are the loss of the global minibatch.
 """
@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Literal, assert_never
 
-if TYPE_CHECKING:  # settings are made of the choices without waiting for torch
+if TYPE_CHECKING:  # settings use the choices without importing torch
     from torch import Tensor
 
 Aggregation = Literal["token-mean", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm"]

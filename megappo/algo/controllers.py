@@ -1,4 +1,4 @@
-"""What steers the weight of a KL term from step to step."""
+"""Controllers that adjust the weight of a KL term from step to step."""
 
 from __future__ import annotations
 
@@ -13,17 +13,17 @@ def _finite(current_kl: float) -> float:
 
 
 class FixedKLController:
-    """The weight of a KL term that does not move; what the adaptive ones share with it."""
+    """A constant weight of a KL term, and the base of the adaptive controllers."""
 
     def __init__(self, value: float) -> None:
         self.value = value
 
     def update(self, current_kl: float, n_steps: int) -> None:
-        """Refuse a KL that is not finite; the weight stays."""
+        """Raise ValueError for a KL that is not finite; the weight stays."""
         _finite(current_kl)
 
     def state_dict(self) -> dict[str, Any]:
-        """What a checkpoint keeps."""
+        """State for a checkpoint."""
         return {"value": self.value}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -35,8 +35,8 @@ class AdaptiveKLController(FixedKLController):
     """A weight that moves towards a target KL: value *= 1 + clip(kl/target - 1, -.2, .2) * n_steps / horizon.
 
     Ziegler et al. 2019, section 2.2. `target` and `current_kl` are in nats, both per token or both per response;
-    `horizon` and `n_steps` in samples. More samples than the horizon, which settings are refused for, count as the
-    horizon: the formula would turn the weight negative from five times as many on.
+    `horizon` and `n_steps` in samples. More samples than the horizon, which settings refuse, count as the horizon: from
+    five times as many on, the formula would turn the weight negative.
     """
 
     def __init__(self, value: float, target: float, horizon: int) -> None:
@@ -44,7 +44,7 @@ class AdaptiveKLController(FixedKLController):
         self.target, self.horizon = target, horizon
 
     def update(self, current_kl: float, n_steps: int) -> None:
-        """Move after `n_steps` samples whose mean KL was `current_kl`."""
+        """Adjust the weight after `n_steps` samples whose mean KL was `current_kl`."""
         error = min(max(_finite(current_kl) / self.target - 1, -0.2), 0.2)
         self.value *= 1 + error * min(n_steps / self.horizon, 1.0)
 
@@ -53,7 +53,7 @@ class PenaltyController(FixedKLController):
     """The weight of PPO-penalty: doubled above 1.5 x target, halved below target / 1.5.
 
     Schulman et al. 2017, "Proximal Policy Optimization Algorithms", section 4; nats per token. The weight stays within
-    2**10 times the first one, up and down: halved for ever it would reach 0, which no doubling raises again.
+    2**10 times the first one, up and down: repeated halving would reach 0, which doubling never raises again.
     """
 
     MOST_DOUBLINGS = 10
@@ -64,7 +64,7 @@ class PenaltyController(FixedKLController):
         self._least, self._most = value / 2**self.MOST_DOUBLINGS, value * 2**self.MOST_DOUBLINGS
 
     def update(self, current_kl: float, n_steps: int) -> None:
-        """Move after a step whose updates ended at KL(old || new) = `current_kl`; `n_steps` plays no part."""
+        """Adjust the weight after a step whose updates ended at KL(old || new) = `current_kl`; `n_steps` is ignored."""
         if _finite(current_kl) > 1.5 * self.target:
             self._move_to(2 * self.value)
         elif current_kl < self.target / 1.5:

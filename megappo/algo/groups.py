@@ -1,4 +1,4 @@
-"""Samples of one prompt compared with each other."""
+"""Comparison of the samples of one prompt."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class Groups:
-    """Scores of the samples of each prompt: (B,) tensors, of a sample and its group."""
+    """Statistics of the scores within each prompt's group: (B,) tensors with a value for each sample."""
 
     deviations_B: Tensor
     """Score minus the group's mean."""
@@ -20,8 +20,11 @@ class Groups:
 
     @staticmethod
     def of(scores_B: Tensor, group_ids: Tensor) -> Groups:
-        """Means are taken above the group's lowest score, so that equal scores deviate by exactly 0: what rounding
-        leaves of a mean of 3.3 would be divided by a standard deviation that is rounding too."""
+        """Compute the statistics from scores and the group of each sample.
+
+        Means are taken relative to the group's lowest score, so that equal scores deviate by exactly 0. Otherwise the
+        rounding of a mean of 3.3 would be divided by a standard deviation that is rounding, too.
+        """
         groups, index_B = torch.unique(group_ids, return_inverse=True)
 
         def sums_B(numbers_B: Tensor) -> Tensor:
@@ -34,6 +37,6 @@ class Groups:
 
 
 def spread(scores_B: Tensor, mask: Tensor) -> tuple[Tensor, Tensor]:
-    """The same advantage at every token of a sample."""
+    """Advantages and returns (B, T) with the sample's score at each of its tokens."""
     spread = torch.where(mask, scores_B[:, None], 0.0)
     return spread, spread

@@ -1,4 +1,4 @@
-"""The KL in the reward."""
+"""KL divergence as a part of the reward."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""GAE's lambda of long answers."""
+"""GAE's lambda as a function of the response's length."""
 
 from __future__ import annotations
 
@@ -6,12 +6,12 @@ from torch import Tensor
 
 
 def length_adaptive(*, mask: Tensor, alpha: float) -> Tensor:
-    """(B,) float64: 1 - 1 / (alpha * length), never below 0, so that the score reaches the first token of an answer of
-    any length about alike.
+    """(B,) float64: 1 - 1 / (alpha * length), at least 0, so that the score reaches the first token of responses of any
+    length about alike.
 
     Args:
-        mask: (B, T) bool; a sample's length is what is True of it, as GAE passes over the rest.
-        alpha: the larger, the nearer to 1.
+        mask: (B, T) bool; a sample's length is its number of True positions, as GAE skips the others.
+        alpha: the larger, the nearer lambda is to 1.
 
     Yue et al. 2025, "VAPO", section 4.2.
     """

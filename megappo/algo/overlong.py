@@ -1,4 +1,4 @@
-"""Answers that are too long."""
+"""Penalty of overlong responses."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from torch import Tensor
 
 
 def overlong_penalty(lengths_B: Tensor, *, most_tokens: int, buffer_tokens: int) -> Tensor:
-    """(B,) float32 from 0 to -1: nothing up to `most_tokens` - `buffer_tokens`, from there in a straight line to -1.
+    """(B,) float32 from 0 to -1: 0 up to `most_tokens` - `buffer_tokens`, then linear down to -1 at `most_tokens`.
 
     Yu et al. 2025, "DAPO", eq. 13 (soft overlong punishment).
     """

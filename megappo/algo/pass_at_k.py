@@ -1,5 +1,5 @@
-"""How probable it is that one of k answers to a prompt is right, from n of them (Chen et al. 2021, "Evaluating Large
-Language Models Trained on Code", equation 1)."""
+"""pass@k: the probability that one of k responses to a prompt is right, estimated from n of them (Chen et al. 2021,
+"Evaluating Large Language Models Trained on Code", equation 1)."""
 
 from __future__ import annotations
 
@@ -7,7 +7,8 @@ from math import comb
 
 
 def pass_at_k(samples: int, right: int, k: int) -> float:
-    """1 - C(n - c, k) / C(n, k) for n samples of which c are right, without bias; whole numbers up to the division.
+    """Unbiased estimate 1 - C(n - c, k) / C(n, k) for n samples of which c are right; exact integers up to the
+    division.
 
     `k` is from 1 to `samples`.
     """

@@ -1,7 +1,7 @@
 """Core attention and norm for machines without Transformer Engine.
 
-Megatron's own local attention refuses packed sequences and builds an S x S mask; its local norm refuses sequence
-parallelism. Both fit Megatron's layer spec as they are.
+Megatron's own local attention refuses packed sequences (0.16.1 and 0.19.2, dot_product_attention.py:153) and builds an
+S x S mask; its local norm refuses sequence parallelism. Both fit Megatron's layer spec as they are.
 Shape legend: t tokens of a packed microbatch, h query heads, g key/value heads of this rank, d channels, S segments,
 L longest segment.
 """
@@ -35,33 +35,36 @@ if TYPE_CHECKING:
 # A rectangle of S x L is one call of SDPA instead of S; it pays off while it is not mostly padding.
 _MOST_PADDING = 2.0
 
-# torch 2.11 lets queries share keys without being asked.
+# In torch 2.11 grouped queries need no argument.
 _ASKS_FOR_GROUPS = "enable_gqa" in inspect.signature(varlen.varlen_attn).parameters
 
 
 @dataclass
 class PackedSegments(PackedSeqParams):
-    """Megatron's description of a packed microbatch, with the lengths on the host so that nothing synchronises."""
+    """Megatron's description of a packed microbatch, with segment lengths on the host too, so that reading them does
+    not synchronise with the device."""
 
     lengths: tuple[int, ...] = ()
     key_lengths: tuple[int, ...] = ()
-    """Of what each segment sees: itself, or more before it."""
+    """Number of keys that each segment's queries attend to: the segment's own length, or more for a context chunk that
+    has tokens before it."""
     positions: Tensor = field(kw_only=True)
-    """int64: place in its segment of each token on this rank."""
+    """int64: position of each token of this rank within its segment."""
     slots: Tensor | None = None
-    """(t,) int64: place of each token in the (S, L) rectangle, None where segments are attended one by one."""
+    """(t,) int64: row of each token in the padded (S, L) rectangle; None where segments are attended one by one."""
     chunks: PackedSegments | None = None
-    """This rank's chunks of the segments, under context parallelism."""
+    """This rank's chunks of the segments under context parallelism; None without it."""
     key_rows: Tensor | None = None
-    """Of chunks: see `ContextShard.key_rows`."""
+    """Rows of the gathered keys that this rank's chunks attend to, set on `chunks` only; see `ContextShard.key_rows`.
+    """
     routing: MicrobatchRouting | None = None
-    """For layers with experts."""
+    """Routing of the microbatch, for models with experts."""
     recurrence: Chunks | None = None
-    """Made by the first layer of linear attention that the pack passes."""
+    """Chunks of the gated delta rule, made by the first linear attention layer that the pack passes."""
 
 
 def segment_tensors(lengths: Sequence[int], shard: ContextShard = WHOLE) -> dict[str, Tensor]:
-    """What `packed_segments` has to be on the device, made on the host."""
+    """Tensors that `packed_segments` needs on the device, made on the host."""
     positions = torch.cat([torch.arange(n) for n in lengths])
     tensors = {"cu_seqlens": _cumulative(lengths), "positions": positions}
     if shard.size > 1:
@@ -82,7 +85,7 @@ def _cumulative(lengths: Sequence[int]) -> Tensor:
 def packed_segments(
     lengths: Sequence[int], tensors: Mapping[str, Tensor], shard: ContextShard = WHOLE
 ) -> PackedSegments:
-    """Describe a microbatch of segments that do not see each other; `tensors`: see `segment_tensors`."""
+    """Describe a microbatch of segments that do not attend to each other. `tensors`: those of `segment_tensors`."""
     whole = {"cu_seqlens_q": tensors["cu_seqlens"], "cu_seqlens_kv": tensors["cu_seqlens"]}
     segments = _described(lengths, lengths, positions=tensors["positions"], slots=tensors.get("slots"), **whole)
     if shard.size > 1:
@@ -110,29 +113,30 @@ def _described(lengths: Sequence[int], key_lengths: Sequence[int], **tensors: An
 
 @dataclass(frozen=True)
 class Scores:
-    """What becomes of attention scores before the softmax."""
+    """How attention scores are transformed before the softmax."""
 
     scale: float
-    """They are multiplied by it."""
+    """Factor on the scores."""
     cap: float | None = None
-    """They become cap * tanh(score / cap)."""
+    """Softcap of the scores: a score becomes cap * tanh(score / cap); None: no cap."""
     sinks_h: Tensor | None = None
-    """A score of each head beside those of the keys, to which no value belongs."""
+    """(h,) learned logit of each head that joins the softmax beside the keys' scores and has no value; None: no sinks.
+    """
 
     @property
     def are_plain(self) -> bool:
-        """Torch's attention does that."""
+        """Whether torch's attention computes the scores as they are: there is neither a cap nor sinks."""
         return self.cap is None and self.sinks_h is None
 
 
 def _attend(query: Tensor, key: Tensor, value: Tensor, scores: Scores, window: int | None) -> Tensor:
-    """Causal attention of (b, heads, n, d) tensors, of which the last query sees all keys; with a window each token
-    sees the last `window` tokens.
+    """Causal attention of (b, heads, n, d) tensors whose last query sees all keys. With a window each token sees the
+    last `window` tokens.
 
-    Queries of a long windowed sequence are taken in blocks of `window`, so that no mask exceeds window x 2 window.
-    Without a window, a chunk that is not the first of its segment takes one mask of all its queries x keys. With a cap
-    or sinks, which torch's attention does not know, blocks have at most `PRODUCT_ROWS` queries and keep no scores:
-    these are made again in backward.
+    A long windowed sequence is computed in blocks of `window` queries, so that no mask exceeds window x 2 window.
+    Without a window, a chunk that is not the first of its segment takes one mask of all its queries x keys. torch's
+    attention has no caps or sinks: there, blocks have at most `PRODUCT_ROWS` queries and their scores are recomputed in
+    backward instead of being kept.
     """
     length, before = query.shape[-2], key.shape[-2] - query.shape[-2]
     plain, scale, grouped = scores.are_plain, scores.scale, query.shape[1] != key.shape[1]
@@ -155,7 +159,8 @@ def _attend(query: Tensor, key: Tensor, value: Tensor, scores: Scores, window: i
 
 
 def _by_products(query: Tensor, key: Tensor, value: Tensor, mask: Tensor, scores: Scores) -> Tensor:
-    """Plain products in float32: what kernels keep of scores, products of bfloat16 would round away."""
+    """Attention by plain matrix products in float32. The fused kernels keep scores in float32 too; products of bfloat16
+    would round them."""
     grouped = query.unflatten(1, (key.shape[1], -1)).float()  # (b, g, h/g, n, d)
     found = grouped @ key.unsqueeze(2).float().transpose(-1, -2) * scores.scale
     if scores.cap is not None:
@@ -170,10 +175,11 @@ def _by_products(query: Tensor, key: Tensor, value: Tensor, mask: Tensor, scores
 
 
 def takes_packs(dtype: torch.dtype, head_dim: int, capability: tuple[int, int] | None) -> bool:
-    """Whether torch's variable-length attention computes such heads: a whole pack in one call, without padding.
+    """Whether torch's variable-length attention computes heads of this type and size: a whole pack in one call, without
+    padding.
 
-    Its flash kernels (aten/src/ATen/native/transformers/cuda/flash_attn/flash_api.cpp) want Ampere or later. float16 is
-    no type of ours. `capability`: of the GPU, None on a CPU.
+    Its flash kernels (aten/src/ATen/native/transformers/cuda/flash_attn/flash_api.cpp) need Ampere or later. megappo
+    has no float16. `capability`: compute capability of the GPU, None on a CPU.
     """
     return capability is not None and capability >= (8, 0) and dtype == torch.bfloat16 and head_dim in range(8, 257, 8)
 
@@ -185,8 +191,10 @@ def _capability(device: torch.device) -> tuple[int, int] | None:
 def attend_pack(
     query: Tensor, key: Tensor, value: Tensor, segments: PackedSegments, *, scale: float, window: int | None
 ) -> Tensor:
-    """All segments of (t, h, d) queries and (t, g, d) keys and values in one call of torch's variable-length attention;
-    with a window each token sees the last `window` tokens."""
+    """Attend all segments of a pack in one call of torch's variable-length attention.
+
+    Queries are (t, h, d), keys and values (t, g, d). With a window each token sees the last `window` tokens.
+    """
     grouped: dict[str, Any] = {"enable_gqa": query.shape[1] != key.shape[1]} if _ASKS_FOR_GROUPS else {}
     out = varlen.varlen_attn(
         query,
@@ -201,15 +209,16 @@ def attend_pack(
         window_size=(-1 if window is None else window - 1, 0),
         **grouped,
     )
-    assert isinstance(out, Tensor)  # as nothing else is asked for
+    assert isinstance(out, Tensor)  # no other outputs are requested
     return out
 
 
 class PackedCoreAttention(MegatronModule):
-    """Causal self-attention of packed segments: torch's variable-length attention where a GPU has it for the type,
-    plain products of short segments in bfloat16 on a CPU, else torch's scaled_dot_product_attention.
+    """Causal self-attention of packed segments.
 
-    Takes part in Megatron's layer spec as `core_attention`; the arguments are those Megatron passes.
+    Computed by torch's variable-length attention where a GPU supports the type, by plain products for short bfloat16
+    segments on a CPU, and otherwise by torch's scaled_dot_product_attention. Used as `core_attention` of Megatron's
+    layer spec; the arguments are those that Megatron passes.
     """
 
     def __init__(
@@ -247,7 +256,7 @@ class PackedCoreAttention(MegatronModule):
         attention_bias: Tensor | None = None,
         packed_seq_params: PackedSeqParams | None = None,
     ) -> Tensor:
-        """query (t,h,d), key and value (t,g,d) -> (t, h*d); of this rank's tokens under context parallelism."""
+        """query (t,h,d), key and value (t,g,d) -> (t, h*d). Under context parallelism t counts this rank's tokens."""
         assert isinstance(packed_seq_params, PackedSegments)
         segments = packed_seq_params.chunks or packed_seq_params
         if segments.key_rows is not None:
@@ -270,7 +279,7 @@ class PackedCoreAttention(MegatronModule):
     def _attend_rectangle(
         self, query: Tensor, key: Tensor, value: Tensor, segments: PackedSegments, scores: Scores
     ) -> Tensor:
-        """All segments in one call, padded on the right, where causality hides the padding from every real token."""
+        """Attend all segments in one call, padded on the right; the causal mask hides padding from every real token."""
         count, longest, slots = len(segments.lengths), max(segments.lengths), segments.slots
         assert slots is not None
 
@@ -284,10 +293,10 @@ class PackedCoreAttention(MegatronModule):
 
 
 class RMSNorm(torch.nn.RMSNorm):
-    """torch's RMSNorm that Megatron's sequence parallelism accepts.
+    """torch's RMSNorm with the attribute that Megatron's sequence parallelism needs.
 
-    Under sequence parallelism each tensor rank sees a part of the tokens; the attribute makes Megatron sum the
-    weight's gradient over tensor ranks.
+    Under sequence parallelism each tensor rank sees a part of the tokens; the attribute makes Megatron sum the weight's
+    gradient over tensor ranks.
     """
 
     def __init__(self, config: TransformerConfig, hidden_size: int, eps: float = 1e-5, **_unused: Any) -> None:
@@ -295,10 +304,11 @@ class RMSNorm(torch.nn.RMSNorm):
         self.epsilon = eps
         self.weight.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
         self.zero_centered = config.layernorm_zero_centered_gamma
-        """The weight is what it multiplies by, less 1."""
+        """Whether the stored weight is the scale minus 1."""
 
     def forward(self, x: Tensor) -> Tensor:
-        """Of weights around zero the sum with 1 is made in float32, as are the products: bfloat16 would round it."""
+        """(..., H) -> (..., H). For zero-centered weights 1 + weight and the product are computed in float32; bfloat16
+        would round them."""
         if not self.zero_centered:
             return row_norm(x, self.weight, self.epsilon)
         return rms_norm(x.float(), self.normalized_shape, 1 + self.weight.float(), self.epsilon).to(x.dtype)

@@ -1,6 +1,7 @@
-"""What Megatron-Core's GPT model has no field for, put into its layers and around them; see `Beyond` of families.
+"""Features that Megatron-Core's GPT model has no setting for, added to its layers and around them; see
+`families.architecture.Beyond`.
 
-The caps and sinks are elsewhere: those of attention scores in `attention`, the cap of logits in `heads`.
+Two of them are elsewhere: caps and sinks of attention scores in `attention`, the cap of logits in `heads`.
 """
 
 from __future__ import annotations
@@ -22,9 +23,10 @@ from megappo.megatron.swiglu import mlp_submodules
 
 
 class NormedRowParallel(RowParallelLinear):
-    """A row parallel layer with a norm behind it, of whole sums: of all tokens, or of a sequence parallel rank's.
+    """A row parallel layer followed by a norm of its complete sums: of all tokens, or of a sequence parallel rank's
+    part.
 
-    The norm is a forward hook, so that an adapter adds to the product before it (`lora`).
+    The norm is a forward hook, so that an adapter adds to the product before the norm (see `lora`).
     """
 
     def __init__(self, input_size: int, output_size: int, *, config: Any, **of_megatron: Any) -> None:
@@ -34,18 +36,18 @@ class NormedRowParallel(RowParallelLinear):
 
 
 def core_attention(beyond: Beyond) -> ModuleSpec:
-    """Our own attention, with the cap of its scores, and with sinks."""
+    """Spec of `PackedCoreAttention` with the model's cap of attention scores and its sinks."""
     return ModuleSpec(PackedCoreAttention, params={"scores_cap": beyond.scores_cap, "has_sinks": beyond.sinks})
 
 
 def norms_after(layer: ModuleSpec) -> None:
-    """Put them into the spec of a layer with a dense MLP."""
+    """Put a norm behind attention and behind the MLP of a dense layer's spec."""
     layer.submodules.self_attention.submodules.linear_proj = NormedRowParallel
     mlp_submodules(layer).linear_fc2 = NormedRowParallel
 
 
 def around_layers(model: GPTModel, arch: ArchitectureConfig) -> None:
-    """Scale what the embedding and each layer give, and hand each layer its kind of rope."""
+    """Scale the outputs of the embedding and of each layer, and give each layer its kind of rope."""
     if model.pre_process and arch.beyond.embedding_scale != 1:
         model.embedding.register_forward_hook(partial(_scaled, arch.beyond.embedding_scale))
     kinds = rope_kinds(arch)
@@ -73,7 +75,7 @@ def _scaled(scale: float, _embedding: nn.Module, _inputs: Any, output: Tensor) -
 def _with_rope(
     rope: Callable[[Tensor], Tensor], _layer: nn.Module, inputs: Any, options: Mapping[str, Any]
 ) -> tuple[Any, dict[str, Any]]:
-    """Of the cosines and sines of all kinds, those of one."""
+    """Select the layer's kind from the cosines and sines of all kinds of rope."""
     return inputs, {**options, "rotary_pos_emb": rope(options["rotary_pos_emb"])}
 
 

@@ -68,20 +68,20 @@ class BuildOptions:
     """Layers of each chunk of the pipeline in the order in which a token passes them; None: equally many."""
     seed: int = 0
     value_head_std: float | None = None
-    """Not None: a critic, its value head drawn with this standard deviation."""
+    """Standard deviation that a critic's value head is drawn with; None: the model is no critic."""
     replays_routing: bool = False
-    """Routers take the experts that a sample comes with, in place of their own choice."""
+    """Whether routers use the experts recorded with a sample instead of choosing."""
     router_aux_loss_coef: float = 0.0
     """Weight of the load-balancing loss of each layer's experts."""
     lora: LoraShape | None = None
-    """Adapters that are trained in place of the weights."""
+    """Low-rank adapters that are trained instead of the weights; None: the weights are trained."""
     freeze: tuple[str, ...] = ()
-    """What is not trained, see `families.frozen`."""
+    """Names of parameters that are not trained, see `families.frozen`."""
     accelerations: Accelerations = field(default_factory=Accelerations)
     offload: OffloadSettings = field(default_factory=OffloadSettings)
-    """What leaves the device while the role rests."""
+    """Which tensors leave the device while the role rests."""
     offload_directory: Path | None = None
-    """Where that lies without CUDA; None: the system's temporary folder."""
+    """Folder for offloaded tensors on machines without CUDA; None: the system's temporary folder."""
 
     @property
     def is_critic(self) -> bool:
@@ -90,7 +90,8 @@ class BuildOptions:
 
     @property
     def has_engine_layers(self) -> bool:
-        """Whether layers are Transformer Engine's; these make a norm and a matrix one, and leave adapters no place."""
+        """Whether layers are Transformer Engine's. These fuse a norm with the matrix behind it, so adapters cannot be
+        attached."""
         return self.lora is None and self.accelerations.uses_engine_layers(self.dtype)
 
 
@@ -104,7 +105,7 @@ class RoleModel:
     config: TransformerConfig
     chunks: list[GPTModel]
     switch: Switch | None = None
-    """Of the adapters, where there are some."""
+    """Turns the adapters on and off; None for a model without adapters."""
 
     @property
     def is_critic(self) -> bool:
@@ -112,23 +113,23 @@ class RoleModel:
         return self.options.is_critic
 
     def parameters_here(self) -> list[LocalShard]:
-        """The mapped parameters of this rank, in the map's order; a critic's trunk has no output layer in it."""
+        """Shards of this rank's mapped parameters, in the map's order. A critic's map has no output layer."""
         return self._held_of(
             p for p in model_parameters(self.arch) if not (self.is_critic and p.megatron == OUTPUT_LAYER)
         )
 
     def adapters_here(self) -> list[LocalShard]:
-        """The A and B of this rank, in the map's order."""
+        """Shards of this rank's adapter matrices A and B, in the map's order."""
         lora = self.options.lora
         return [] if lora is None else self._held_of(adapter_parameters(self.arch, lora))
 
     def trained_here(self) -> list[LocalShard]:
-        """What of the map is trained on this rank."""
+        """Shards that are trained on this rank: the adapters' where there are adapters, otherwise the weights'."""
         return self.parameters_here() if self.options.lora is None else self.adapters_here()
 
     @cached_property
     def adapter_of(self) -> dict[str, LocalAdapterShard]:
-        """The adapters of this rank by the names of the parameters that they are added to."""
+        """This rank's adapters by the name of the parameter that they adapt."""
         lora, found = self.options.lora, {held.entry.megatron: held for held in self.adapters_here()}
         return {
             adapter.base.megatron: LocalAdapterShard(
@@ -145,7 +146,8 @@ class RoleModel:
         return [LocalShard(p, *held[p.megatron]) for p in parameters if p.megatron in held]
 
     def _held(self) -> dict[str, tuple[nn.Parameter, int | None]]:
-        """Every parameter of this rank by its canonical name, those of all experts by each expert's, with its place."""
+        """Every parameter of this rank by its canonical name, with its index. A stacked parameter of experts has a name
+        and an index for each expert."""
         canonical = canonical_names(self.arch)
         return {
             global_name: (parameter, place)
@@ -155,8 +157,8 @@ class RoleModel:
         }
 
     def check_names(self) -> None:
-        """Raise RunError for a parameter that the map does not know, and for one of the map that belongs here and is
-        not held: it would be missing from every load, weight sync and export."""
+        """Raise RunError for a parameter that the map does not know, and for a mapped one that belongs on this rank and
+        was not built: it would be missing from every load, weight sync and export."""
         held = self._held().keys()
         lora = self.options.lora
         known = chain(model_parameters(self.arch), adapter_parameters(self.arch, lora) if lora is not None else ())
@@ -193,6 +195,7 @@ def transformer_config(arch: ArchitectureConfig, layout: Layout, options: BuildO
     elif options.recompute == "selective":
         recompute = {"recompute_granularity": "selective", "recompute_modules": list(options.recompute_modules)}
     if not options.has_engine_layers:
+        # Without it Megatron's rotation of packs reads segment lengths on the host, four times a layer (see `rotary`).
         rotate_packed_by(rotate)
     settings = arch.declaration.megatron(arch)
     pre_softmax = settings.pop("moe_router_pre_softmax", False)
@@ -208,7 +211,7 @@ def transformer_config(arch: ArchitectureConfig, layout: Layout, options: BuildO
         hidden_dropout=0.0,
         attention_dropout=0.0,
         init_method_std=arch.initializer_range,
-        perform_initialization=False,
+        perform_initialization=False,  # `_fill` writes all weights; `_mark_partition` sets what Megatron then omits
         use_cpu_initialization=options.device.type == "cpu",
         params_dtype=options.dtype,
         bf16=options.dtype == torch.bfloat16,
@@ -222,7 +225,7 @@ def transformer_config(arch: ArchitectureConfig, layout: Layout, options: BuildO
         sequence_parallel=layout.sequence_parallel,
         # Packed microbatches differ in length.
         variable_seq_lengths=layout.grid.pp > 1,
-        moe_token_dispatcher_type="alltoall",  # checked with variable lengths even where there are no experts
+        moe_token_dispatcher_type="alltoall",  # the default refuses variable lengths, even without experts
         expert_model_parallel_size=layout.grid.ep,
         expert_tensor_parallel_size=1,
         # Between two stages an interleaved schedule would put activations and gradients for the same neighbour into
@@ -237,7 +240,8 @@ def transformer_config(arch: ArchitectureConfig, layout: Layout, options: BuildO
         apply_rope_fusion=True,  # by `rotate`, or by Transformer Engine's kernel
         use_te_activation_func=is_swiglu(settings),  # `SwiGLU`, not Transformer Engine's
         add_bias_linear=settings.pop("add_bias_linear", False),
-        # Without it, the router of a single expert learns nothing, which Megatron refuses and transformers computes.
+        # Megatron refuses a softmax over the chosen experts where there is one (its weight is 1 and the router learns
+        # nothing); transformers computes it. So Megatron's check sees pre-softmax, and the field is set back below.
         moe_router_pre_softmax=pre_softmax or settings.get("moe_router_topk") == 1,
         **options.accelerations.switches(options.dtype),
         **settings,
@@ -257,7 +261,7 @@ def _stage_layers(arch: ArchitectureConfig, layout: Layout, options: BuildOption
 def layer_spec(
     config: TransformerConfig, layout: Layout, vp_stage: int | None, options: BuildOptions, arch: ArchitectureConfig
 ) -> Any:
-    """Transformer Engine's layers where it can run; otherwise Megatron's own with our attention and norm."""
+    """Spec of the layers: Transformer Engine's where it can run, else Megatron's own with our attention and norm."""
     if options.has_engine_layers:
         parts = {"num_experts": config.num_moe_experts, "qk_layernorm": config.qk_layernorm}
         layer = get_gpt_layer_with_transformer_engine_spec(**parts)
@@ -271,7 +275,7 @@ def layer_spec(
 
 
 def _with_own_mlp(layer: Any, config: TransformerConfig, arch: ArchitectureConfig, *, has_experts: bool) -> Any:
-    """The spec of a layer, with our experts or activation in it."""
+    """Put our experts or activation into the spec of a layer and return the spec."""
     if has_experts:
         use_grouped_experts(layer, shares_one=arch.shared_ffn_hidden_size > 0)
     elif config.use_te_activation_func:
@@ -309,7 +313,7 @@ def build_model(
     source: WeightSource,
     adapters_from: WeightSource | None = None,
 ) -> RoleModel:
-    """Build this rank's chunks of a role and fill them from `source`, and their adapters from a source of these."""
+    """Build this rank's chunks of a role, fill them from `source`, and fill their adapters from `adapters_from`."""
     if arch.experts:
         fix_router()
     options = replace(options, accelerations=options.accelerations.for_model(own_layers=arch.has_own_layers))
@@ -347,10 +351,11 @@ def _fill(model: RoleModel, parameters: Iterable[LocalShard], source: WeightSour
 
 
 def _mark_partition(entry: Parameter, parameter: nn.Parameter, layout: Layout) -> None:
-    """Megatron does this where it initialises weights itself; without it a norm counts one shard for all.
+    """Set the attributes of tensor parallel parameters that Megatron sets where it initialises weights itself. Without
+    them the gradient norm counts one shard for all.
 
-    A rank's experts are its own, whatever its tensor rank. Megatron takes them for dense parameters where one rank
-    holds them all, and would then miss what other tensor parallel ranks' tokens add to their gradients.
+    Experts are whole on their rank, whatever its tensor rank. Where one rank holds all experts Megatron would take them
+    for dense parameters and would miss the gradients from tokens of other tensor parallel ranks.
     """
     if entry.expert is not None:
         parameter.allreduce = False  # type: ignore[attr-defined]
@@ -384,7 +389,7 @@ def _build_chunk(
         layer.mlp.token_dispatcher = TokenDispatcher(config, layout.groups)
         if arch.sigmoid_router:
             layer.mlp.router.correction_bias = nn.Parameter(torch.zeros(arch.experts), requires_grad=False)
-    model.to(options.device)  # Megatron makes the router's weight on the CPU, torch makes norms there
+    model.to(options.device)  # Megatron creates the router's weight on the CPU, and torch the norms
     frequencies = [of_kind.to(options.device) for of_kind in rotary(arch)[0]]
     if options.has_engine_layers:
         model.rotary_pos_emb.inv_freq = frequencies[0]
@@ -408,13 +413,13 @@ def _build_chunk(
 
 
 def first_value_head(sources: Iterable[WeightSource | None]) -> ValueHeadWeights | None:
-    """That of the first source which has one."""
+    """Value head of the first source that has one."""
     heads = (source.value_head() for source in sources if source is not None)
     return next((head for head in heads if head is not None), None)
 
 
 def _fill_value_head(model: RoleModel, sources: Iterable[WeightSource | None]) -> None:
-    """A trained head takes the place of the drawn one."""
+    """Replace the drawn value head by a trained one, where a source has one."""
     last = model.chunks[-1]
     head = first_value_head(sources) if model.is_critic and last.post_process else None
     if head is not None:
@@ -423,7 +428,7 @@ def _fill_value_head(model: RoleModel, sources: Iterable[WeightSource | None]) -
 
 
 def _fill_last_stage_copy(model: RoleModel, source: WeightSource) -> None:
-    """Tied embeddings under a pipeline: the last stage trains a copy of the first stage's embedding."""
+    """Fill the last stage's copy of a tied embedding: under a pipeline it trains a copy of the first stage's."""
     last = model.chunks[-1]
     if not (model.arch.tied_embeddings and last.post_process and not last.pre_process) or model.is_critic:
         return

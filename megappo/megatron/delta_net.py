@@ -1,8 +1,8 @@
-"""A layer's gated delta net: linear attention in the place of attention, over packed segments.
+"""The gated delta net of a layer: linear attention in place of attention, over packed segments.
 
-Megatron-Core's own wants a library of kernels and refuses packs. This one is made of torch's operations everywhere.
-Tensor parallel ranks share out key heads, each with its value heads; what of the weights belongs to a key head stands
-together (`grouped` of families), so that a rank's shard is a model of fewer heads.
+Megatron-Core's own needs a library of kernels and refuses packs. This one uses torch's operations on every device.
+Tensor parallel ranks split the key heads, each with its value heads. Weights of one key head are contiguous (`grouped`
+of families), so that a rank's shard is a model with fewer heads.
 
 Shape legend: t tokens of a pack, H hidden size; g key heads of this rank, r value heads of each, k and v channels of a
 key and of a value.
@@ -31,7 +31,7 @@ from megappo.megatron.delta_rule import Chunks, causal_convolution, decays, gate
 
 
 class GatedDeltaNet(MegatronModule):
-    """Stands at `self_attention` of Megatron's layer; the arguments are those Megatron passes."""
+    """Replaces `self_attention` of Megatron's layer; the arguments are those that Megatron passes."""
 
     def __init__(
         self, config: TransformerConfig, layer_number: int, shape: DeltaNet, pg_collection: Any, **_of_megatron: Any
@@ -45,7 +45,7 @@ class GatedDeltaNet(MegatronModule):
         self.in_proj = ColumnParallelLinear(config.hidden_size, 2 * (shape.key_width + shape.value_width), **of_columns)
         self.gates_proj = ColumnParallelLinear(config.hidden_size, 2 * shape.value_heads, **of_columns)
         for linear in (self.in_proj, self.gates_proj):
-            linear.explicit_expert_comm = True  # what they share is gathered once, here
+            linear.explicit_expert_comm = True  # their common input is gathered once, in forward
         self.out_proj = RowParallelLinear(
             shape.value_width,
             config.hidden_size,
@@ -64,7 +64,7 @@ class GatedDeltaNet(MegatronModule):
     def forward(
         self, hidden_states: Tensor, *_of_attention: Any, packed_seq_params: PackedSegments, **_more: Any
     ) -> tuple[Tensor, None]:
-        """[t, 1, H] -> the same, or a sequence parallel rank's part of both; there is no bias."""
+        """[t, 1, H] -> [t, 1, H], or a sequence parallel rank's part of both; there is no bias."""
         assert isinstance(packed_seq_params, PackedSegments)
         shape, segments = self.shape, packed_seq_params
         if self.config.sequence_parallel:
@@ -91,14 +91,16 @@ class GatedDeltaNet(MegatronModule):
         return output, None
 
     def _gated_norm(self, read: Tensor, gate: Tensor) -> Tensor:
-        """Each head's channels normed, times silu of the gate. Ranks have other heads, and the same weight."""
+        """RMS norm over each head's channels, times silu of the gate. Tensor ranks have different heads and share the
+        weight."""
         weight = copy_to_tensor_model_parallel_region(self.norm_weight, group=self.group)
         normed = rms_norm(wide(read), read.shape[-1:], eps=self.config.layernorm_epsilon).to(read.dtype)
         return (weight * normed * silu(wide(gate))).to(read.dtype)
 
 
 class GatedSelfAttention(SelfAttention):
-    """Attention whose output is multiplied by the sigmoid of a gate, which stands behind each head's query."""
+    """Attention whose output is multiplied by the sigmoid of a gate. Each head's gate follows its query in the
+    projection."""
 
     def get_query_key_value_tensors(
         self, hidden_states: Tensor, *_of_megatron: Any, **_more: Any
@@ -112,5 +114,5 @@ class GatedSelfAttention(SelfAttention):
         return self.q_layernorm(query), self.k_layernorm(key), value, gate
 
     def _apply_output_gate(self, x: Tensor, gate: Tensor) -> Tensor:
-        """Megatron's would be compiled."""
+        """Multiply by the gate in eager mode: Megatron's version is compiled by torch."""
         return x * torch.sigmoid(gate.flatten(2))

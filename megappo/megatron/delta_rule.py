@@ -1,15 +1,15 @@
-"""The gated delta rule over packed segments: linear attention whose state starts anew in each of them.
+"""The gated delta rule over packed segments: linear attention whose state starts anew in each segment.
 
 A head's state S is a matrix of key by value channels. A token with key k, value v, decay g <= 0 and strength b in (0,
-1) leaves S' = exp(g) S + k u^T with u = b (v - exp(g) S^T k): it corrects what the state says of its key. What it reads
-is S'^T q (Yang et al. 2024, arXiv:2412.06464). Queries and keys are made unit vectors, queries divided by the root of
-their channels.
+1) changes it to S' = exp(g) S + k u^T with u = b (v - exp(g) S^T k): it corrects what the state stores for its key. The
+token's output is S'^T q (Yang et al. 2024, arXiv:2412.06464). Queries and keys are normalised to unit vectors, and
+queries divided by the root of their number of channels.
 
-Token by token that would be as many products as there are tokens. Here each segment is cut into chunks of `DELTA_CHUNK`
-tokens. Within a chunk all corrections are the solution of one triangular system (the UT transform of Yang et al. 2024,
-arXiv:2406.06484), for all chunks of the pack at once; then states pass from chunk to chunk, all segments side by side.
-So the steps that follow each other are as many as the longest segment has chunks. Arithmetic is in float32 at least,
-as transformers has it. Backward computes the chunks again: a state for each would be far more than what goes in.
+Token by token this would take as many products as there are tokens. Here each segment is cut into chunks of
+`DELTA_CHUNK` tokens. Within a chunk all corrections solve one triangular system (the UT transform of Yang et al. 2024,
+arXiv:2406.06484), for all chunks of the pack at once. States are then passed from chunk to chunk, for all segments in
+parallel, so the sequential steps are the chunks of the longest segment. Arithmetic is float32 or wider, as in
+transformers. Backward recomputes the chunks: keeping a state for each would take far more memory than the inputs.
 
 Shape legend: t tokens of a pack, n chunks, c tokens of a chunk, s segments; g key heads, r value heads of each, k and v
 channels of a key and of a value.
@@ -28,25 +28,27 @@ from torch.utils.checkpoint import checkpoint
 from megappo.families.architecture import DELTA_CHUNK as CHUNK
 from megappo.megatron.attention import PackedSegments
 
+# As transformers' `l2norm` of queries and keys.
 _EPS = 1e-6
 
 
 @dataclass(frozen=True)
 class Chunks:
-    """Where the tokens of a pack stand in chunks that no two segments share.
+    """How the tokens of a pack are laid out in chunks, none of which has tokens of two segments.
 
-    The first chunks of all segments come first, then their second ones: those that a step takes are neighbours. Longer
-    segments stand before shorter ones, so that a step's are the first of the step before.
+    The first chunks of all segments come first, then all second chunks, so that the chunks of one step are neighbours.
+    Longer segments stand before shorter ones, so that the segments of a step are the first ones of the step before.
     """
 
     slots_t: Tensor
-    """int64: place of each token among those of all chunks."""
+    """int64: row of each token among the rows of all chunks."""
     active: tuple[int, ...]
-    """How many segments have a first chunk, a second one, and so on."""
+    """Number of segments that have a first chunk, a second chunk, and so on."""
 
     @classmethod
     def of(cls, segments: PackedSegments) -> Chunks:
-        """Made on the device of the pack, from what lies there; the host has the lengths and waits for nothing."""
+        """Lay out the pack's segments. Computed on the pack's device from its tensors; the host knows the lengths and
+        does not wait."""
         counts = sorted((-(-n // CHUNK) for n in segments.lengths), reverse=True)
         active = [sum(count > step for count in counts) for step in range(counts[0])]
         positions, device = segments.positions, segments.positions.device
@@ -73,8 +75,10 @@ class Chunks:
 def gated_delta_rule(
     query: Tensor, key: Tensor, value: Tensor, decay: Tensor, strength: Tensor, chunks: Chunks
 ) -> Tensor:
-    """What each token reads: (t, g, r, v) of queries and keys (t, g, k), values (t, g, r, v), decays and strengths
-    (t, g, r), in the type of the values."""
+    """Outputs (t, g, r, v) of all tokens, in the type of the values.
+
+    Queries and keys are (t, g, k), values (t, g, r, v), decays and strengths (t, g, r).
+    """
     inputs = (query, key, value, decay, strength)
     if torch.is_grad_enabled() and any(x.requires_grad for x in inputs):
         return checkpoint(_read, *inputs, chunks, use_reentrant=False, preserve_rng_state=False)
@@ -90,7 +94,7 @@ def _read(query: Tensor, key: Tensor, value: Tensor, decay: Tensor, strength: Te
     later = torch.ones(CHUNK, CHUNK, dtype=torch.bool, device=q.device).triu(1)
     between = (total[..., :, None] - total[..., None, :]).masked_fill(later, -torch.inf).exp()
     seen = (q @ k.transpose(-1, -2))[:, :, None] * between
-    system = (k @ k.transpose(-1, -2))[:, :, None] * between * b[..., None]  # the diagonal is taken for ones
+    system = (k @ k.transpose(-1, -2))[:, :, None] * between * b[..., None]  # its diagonal counts as ones
     since = total.exp()[..., None]
     own = torch.cat([v, since * k[:, :, None]], dim=-1) * b[..., None]
     own = torch.linalg.solve_triangular(system, own, upper=False, unitriangular=True)
@@ -104,8 +108,11 @@ def _read(query: Tensor, key: Tensor, value: Tensor, decay: Tensor, strength: Te
 def _scan(
     q: Tensor, k: Tensor, wanted: Tensor, expected: Tensor, seen: Tensor, kept: Tensor, active: tuple[int, ...]
 ) -> Tensor:
-    """(n, g, r, c, v): what tokens read of the state before their chunk and of the tokens in it. Corrections are what a
-    chunk's tokens would write into an empty state, less what the state has already."""
+    """(n, g, r, c, v): the outputs of all tokens, from the state before their chunk and from the tokens in it.
+
+    A chunk's corrections are those for an empty state (`wanted`) minus what the state already stores (`expected` times
+    it).
+    """
     reads, state = list[Tensor](), None
     for start, count in zip(itertools.accumulate(active, initial=0), active, strict=False):
         here = slice(start, start + count)
@@ -126,17 +133,18 @@ def _unit(x: Tensor) -> Tensor:
 
 
 def wide(x: Tensor) -> Tensor:
-    """In float32 at least."""
+    """The tensor in float32, or in its own type where that is wider."""
     return x.to(torch.promote_types(x.dtype, torch.float32))
 
 
 def decays(a: Tensor, log_rate: Tensor, bias: Tensor) -> Tensor:
-    """(t, h) of numbers below zero: how fast each head forgets at each token."""
+    """(t, h) of numbers below zero: the logarithm of the factor by which each token decays each head's state."""
     return -wide(log_rate).exp() * softplus(wide(a) + bias)
 
 
 def causal_convolution(x: Tensor, weight: Tensor, segments: PackedSegments) -> Tensor:
-    """(t, d): each channel of each token and the w - 1 before it in its segment, times the channel's (d, 1, w) weights.
+    """Causal depthwise convolution of (t, d) with weights (d, 1, w): each token sees itself and the w - 1 tokens before
+    it in its segment.
 
     One convolution of the whole pack, with zeros before each segment.
     """

@@ -1,9 +1,9 @@
 """The experts of a layer as grouped products, in place of Megatron's `SequentialMLP`.
 
-Megatron-Core's experts for machines without Transformer Engine are a list of MLPs that run one after the other, the
-numbers of their rows read on the host. Here they are two stacked weights and two products.
+Without Transformer Engine, Megatron-Core's experts are a list of MLPs that run one after the other and read the numbers
+of their rows on the host. Here they are two stacked weights and two grouped products.
 
-Shape legend: L experts of this rank, R rows that it has for them; H hidden size, F size of an expert.
+Shape legend: L experts of this rank, R rows that it receives for them; H hidden size, F intermediate size of an expert.
 """
 
 from __future__ import annotations
@@ -25,6 +25,7 @@ from megappo_kernels.layers import swiglu
 if TYPE_CHECKING:
     from megappo.megatron.lora import ExpertAdapter
 
+# What torch's `grouped_mm` accepts in forward and backward: these types, and rows of whole 16 bytes.
 _GROUPED_TYPES = (torch.bfloat16, torch.float32)
 _GROUPED_ROW_BYTES = 16
 
@@ -35,10 +36,11 @@ def takes_grouped(dtype: torch.dtype, *widths: int) -> bool:
 
 
 def expert_products(rows_RI: Tensor, weight_LOI: Tensor, counts_L: Tensor) -> Tensor:
-    """(R, O): each row times the transposed weight of its expert; `counts_L` rows of each stand in the experts' order.
+    """(R, O): each row times the transposed weight of its expert. Rows are sorted by expert; `counts_L` is the number
+    of rows of each.
 
-    Where torch has no grouped product for the type or the widths, or there is no row, one product after the other, for
-    which the host reads the counts.
+    Where torch has no grouped product for the type or the widths, or there are no rows, the experts are computed one by
+    one and the host reads the counts.
     """
     if len(rows_RI) and takes_grouped(rows_RI.dtype, *weight_LOI.shape[1:]):
         return grouped_mm(rows_RI, weight_LOI.transpose(1, 2), offs=counts_L.cumsum(0, dtype=torch.int32))
@@ -48,7 +50,8 @@ def expert_products(rows_RI: Tensor, weight_LOI: Tensor, counts_L: Tensor) -> Te
 
 
 class _OfRows(torch.autograd.Function):
-    """Torch's own gradient of a gather adds rows up in whatever order they come on a GPU."""
+    """Repeats each expert's bias for its rows. The gradient is a segmented sum: torch's gradient of a gather would add
+    rows in an undetermined order on a GPU."""
 
     @staticmethod
     def forward(ctx: Any, bias_LO: Tensor, counts_L: Tensor, n_rows: int) -> Tensor:
@@ -64,24 +67,25 @@ class _OfRows(torch.autograd.Function):
 
 
 class RowBias(nn.Module):
-    """What is added to the rows of each expert. A module, so that its parameter's name ends with `.bias`: Megatron's
-    optimizer lets the weights of such decay nothing."""
+    """Biases that are added to the rows of each expert. A module of its own, so that the parameter's name ends with
+    `.bias`: Megatron's optimizer applies no weight decay to such names."""
 
     def __init__(self, bias_LO: Tensor) -> None:
         super().__init__()
         self.bias = nn.Parameter(bias_LO)
 
     def forward(self, counts_L: Tensor, n_rows: int) -> Tensor:
-        """(R, O): the bias of each row's expert; `counts_L` rows of each stand in the experts' order."""
+        """(R, O): the bias of each row's expert. Rows are sorted by expert; `counts_L`: the rows of each."""
         found: Tensor = _OfRows.apply(self.bias, counts_L, n_rows)
         return found
 
 
 class GroupedExperts(MegatronModule):
-    """This rank's experts of a layer, each of them whole."""
+    """This rank's experts of a layer; no expert is split over ranks."""
 
     def __init__(self, n_experts: int, config: TransformerConfig, **_of_megatron: Any) -> None:
-        """As Megatron's layer calls it; the rest is process groups and, in 0.19, a name."""
+        """The signature with which Megatron's layer calls it; ignored arguments are process groups and, in 0.19, a
+        name."""
         super().__init__(config=config)
         hidden, ffn = config.hidden_size, config.moe_ffn_hidden_size
         assert ffn is not None
@@ -98,8 +102,8 @@ class GroupedExperts(MegatronModule):
         self.lora2: ExpertAdapter | None = None
 
     def forward(self, rows_RH: Tensor, counts_L: Tensor, weights_R: Tensor) -> tuple[Tensor, None]:
-        """(R, H): what the expert of each row makes of it, biases and all, times the row's weight; and nothing that is
-        to be added."""
+        """(R, H): each row through its expert, biases included, times the row's weight; and None for the bias that the
+        caller would add."""
         inner = expert_products(rows_RH, self.weight1, counts_L)
         if self.bias1 is not None:
             inner = inner + self.bias1(counts_L, len(rows_RH))
@@ -114,7 +118,7 @@ class GroupedExperts(MegatronModule):
         return output, None
 
     def _weighted(self, inner: Tensor, weights_R: Tensor) -> Tensor:
-        """The activation times the weights of the rows, which the router makes in float32."""
+        """The activation times the rows' weights, which the router computes in float32."""
         if is_swiglu(vars(self.config)):
             return swiglu(inner, weights_R)
         activation = self.config.activation_func
@@ -129,7 +133,7 @@ class GroupedExperts(MegatronModule):
 
 
 def use_grouped_experts(layer: ModuleSpec, *, shares_one: bool = False) -> None:
-    """Put them into the spec of a layer. `shares_one`: there is an expert that every token passes."""
+    """Put `GroupedExperts` into the spec of a layer. `shares_one`: the layer has an expert that every token passes."""
     inner = mlp_submodules(layer)
     inner.experts = GroupedExperts
     if shares_one:

@@ -1,8 +1,8 @@
-"""Output layers that hand out what PPO needs instead of logits.
+"""Output layers that return what PPO needs instead of logits.
 
-Both stand at GPTModel's `output_layer` and keep its contract: `forward(hidden, weight, runtime_gather_output)` returns
-(output, None) with the output in Megatron's [rows, 1, channels]. Only the rows that predict response tokens are
-computed: `expect` names them before each microbatch.
+Both replace GPTModel's `output_layer` and keep its contract: `forward(hidden, weight, runtime_gather_output)` returns
+(output, None) with the output in Megatron's [rows, 1, channels]. Only rows that predict response tokens are computed:
+`expect` names them before each microbatch.
 """
 
 from __future__ import annotations
@@ -33,8 +33,8 @@ class _Head(nn.Module):
     def _select(self, hidden: Tensor, *, partial_gradients: bool) -> Tensor:
         """(t, 1, H) hidden states, or their sequence parallel part -> the expected rows (n, H).
 
-        `partial_gradients`: each tensor rank's gradient is a part to be summed (the head is split over ranks), not
-        the whole (the head is replicated).
+        `partial_gradients`: whether each tensor rank's gradient is a part to be summed (the head is split over ranks)
+        or already the whole (the head is replicated).
         """
         assert self._rows_N is not None, "expect() comes before each forward"
         if self.layout.sequence_parallel:
@@ -46,7 +46,7 @@ class _Head(nn.Module):
 
 @dataclass(frozen=True)
 class PolicyTarget:
-    """What an update of the policy wants of a microbatch's response tokens."""
+    """Inputs and objective of a policy update for the response tokens of a microbatch."""
 
     inputs: PolicyInputs
     objective: PolicyObjective
@@ -73,18 +73,18 @@ class LogprobHead(_Head):
         self._labels_N: Tensor | None = None
         self._target: PolicyTarget | None = None
         self.report: Mapping[str, Tensor] = {}
-        """What there is to report of the last microbatch's loss."""
+        """Metrics of the last microbatch's loss."""
 
     def expect(self, rows_N: Tensor, labels_N: Tensor, target: PolicyTarget | None = None) -> None:
-        """Name the rows of the next microbatch, the tokens they predict (int64), and the loss where it is wanted."""
+        """Set the rows of the next microbatch, the tokens they predict (int64), and the loss to compute, if any."""
         self._rows_N, self._labels_N, self._target = rows_N, labels_N, target
 
     def forward(
         self, hidden: Tensor, weight: Tensor | None = None, runtime_gather_output: bool | None = None
     ) -> tuple[Tensor, None]:
-        """[t, 1, H] -> [n, 1, 1] log-probabilities in nats; with a target [1, 1, 1]: the loss.
+        """[t, 1, H] -> [n, 1, 1] log-probabilities in nats, or with a target the loss as [1, 1, 1].
 
-        The loss adds the weight's gradient to its `main_grad` in forward already (see `ppo_head_loss`).
+        With a target, forward already adds the weight's gradient to its `main_grad` (see `ppo_head_loss`).
         """
         assert self._labels_N is not None
         matrix = weight if weight is not None else self.weight
@@ -116,7 +116,7 @@ class LogprobHead(_Head):
 
 
 class ValueHead(_Head):
-    """Scalar head of the critic, replicated over tensor ranks; float32 arithmetic whatever the trunk's type."""
+    """Scalar head of the critic, replicated over tensor ranks. It computes in float32 whatever the trunk's type."""
 
     def __init__(self, layout: Layout, hidden_size: int, dtype: torch.dtype, device: torch.device) -> None:
         super().__init__(layout)
@@ -124,7 +124,7 @@ class ValueHead(_Head):
         self.bias = nn.Parameter(torch.zeros(1, dtype=dtype, device=device))
 
     def expect(self, rows_N: Tensor, labels_N: Tensor) -> None:
-        """Name the rows of the next microbatch; the labels play no part."""
+        """Set the rows of the next microbatch; labels are not used."""
         self._rows_N = rows_N
 
     def forward(

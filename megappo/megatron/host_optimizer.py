@@ -1,8 +1,8 @@
-"""AdamW of which a part lives and steps on the host (`optimizer.on_host`).
+"""AdamW that keeps and updates a part of its state on the host (`optimizer.on_host`).
 
-Megatron-Core has one (`HybridDeviceOptimizer`), which takes only CUDA's parameters, so that nothing of it runs on a CPU
-(0.16.1 raises KeyError at the first step), and keeps the main weights on the device besides. Here gradients travel to
-the host, torch's fused AdamW steps there, and weights travel back.
+Megatron-Core's `HybridDeviceOptimizer` accepts CUDA parameters only, so nothing of it can run on a CPU (0.16.1 raises
+KeyError at the first step), and it keeps the main weights on the device. Here gradients are copied to the host, torch's
+fused AdamW steps there, and weights are copied back.
 """
 
 from __future__ import annotations
@@ -14,19 +14,23 @@ import torch
 from torch import Tensor
 
 _SHARED = ("lr", "betas", "eps", "weight_decay")
-"""What a parameter group of the host has from that of the device, where Megatron's schedule sets it."""
+"""Settings of a parameter group on the host that are copied from the device's group, where Megatron's schedule sets
+them."""
 
 
 class PartlyOnHost:
-    """Stands in the place of an optimizer that Megatron has made, and updates a part of its main weights itself."""
+    """Replaces an optimizer that Megatron made, and updates a part of its main weights on the host."""
 
     def __init__(self, device: Any, fraction: float, weight_storages: set[int]) -> None:
-        """Take over this fraction of what `device` updates. `weight_storages`: identities of those that hold the
-        model's weights; main weights elsewhere are on the device for the moment of a step only."""
+        """Take over this fraction of the weights that `device` updates.
+
+        `weight_storages`: identities of the storages of the model's weights. Main weights in other storages are on the
+        device only during a step.
+        """
         self.device = device
         chosen = list(_largest(device.param_groups, fraction))
         self._homes = {main: _on_host(main).copy_(main.detach()) for main in chosen}
-        """What steps on the host in the place of a main weight."""
+        """The float32 copy on the host of each main weight that steps there."""
         self._gradients = {main: _on_host(main) for main in chosen}
         groups: list[dict[str, Any]] = [
             {"params": [self._homes[p] for p in group["params"] if p in self._homes], **_shared(group)}
@@ -39,27 +43,27 @@ class PartlyOnHost:
 
     @property
     def param_groups(self) -> list[dict[str, Any]]:
-        """Of everything, as Megatron and its schedule know them."""
+        """Parameter groups of all main weights, as Megatron and its schedule expect them."""
         groups: list[dict[str, Any]] = self.device.param_groups
         return groups
 
     @property
     def state(self) -> Any:
-        """Of the device's part."""
+        """Optimizer state of the device's part."""
         return self.device.state
 
     def whereabouts(self, main: Tensor) -> tuple[Any, Tensor]:
-        """The optimizer that has a main weight's moments, and what it knows the weight by."""
+        """The optimizer that has a main weight's moments, and the tensor that this optimizer updates."""
         return (self._host, self._homes[main]) if main in self._homes else (self.device, main)
 
     @torch.no_grad()
     def step(self) -> None:
-        """Update everything from the main weights' gradients, the device's part while gradients travel."""
+        """Update all main weights. The device's part steps while gradients are copied to the host."""
         given = {main: main.grad for main in self._homes}
         for main, gradient in given.items():
             assert gradient is not None, "a parameter without a gradient"
             self._gradients[main].copy_(gradient, non_blocking=True)
-            main.grad = None  # the device's optimizer passes over it
+            main.grad = None  # the device's optimizer skips it
         arrived = torch.cuda.current_stream().record_event()
         self.device.step()
         arrived.synchronize()
@@ -78,14 +82,14 @@ class PartlyOnHost:
         self._host.step()
 
     def release(self) -> None:
-        """Give up main weights on the device that are not the model's weights, once Megatron has copied them."""
+        """Free the device memory of main weights that are not the model's weights, after Megatron has copied them."""
         for storage, _ in self._brought:
             storage.resize_(0)
 
 
 def _largest(groups: list[dict[str, Any]], fraction: float) -> Iterator[Tensor]:
-    """Main weights that together are at least this fraction of all, the largest first: tensor parallel neighbours
-    choose the same. A tied embedding comes before all, as its copies on two stages must be updated alike."""
+    """Yield the largest main weights until they are at least this fraction of all. Tensor parallel neighbours choose
+    the same ones. A tied embedding comes first, as its copies on two stages must be updated alike."""
     mains = [main for group in groups for main in group["params"]]
     wanted, taken = fraction * sum(main.numel() for main in mains), 0
     for main in sorted(mains, key=lambda m: (not getattr(m, "shared", False), -m.numel())):

@@ -1,11 +1,12 @@
-"""A layer's latent attention: keys and values of all heads are made of one latent for each token, over packed segments.
+"""Latent attention of a layer: keys and values of all heads are projected from one latent per token, over packed
+segments.
 
-Megatron-Core's own takes its packs by Transformer Engine alone. This one has the attention of every other family
-behind it, so packs, context parallelism and recomputation are as there. What is kept of a token, latents and the key
-with positions that heads share, is made by ranks of their own tokens under sequence parallelism, gathered in one
-collective, and met there by the rows of each rank's heads.
+Megatron-Core's own handles packs only with Transformer Engine. This one uses the core attention of every other family,
+so packs, context parallelism and recomputation work alike. Each token's latents and the rotated key that heads share
+are computed by the rank that has the token under sequence parallelism, gathered in one collective, and multiplied there
+by the rows of each rank's heads.
 
-Values have fewer channels than queries and keys, which no kernel for packs takes: zeros fill them up.
+Values have fewer channels than queries and keys, which no kernel for packs supports: they are padded with zeros.
 
 Shape legend: t tokens of a pack, l of them on this tensor rank under sequence parallelism, else all; H hidden size; h
 heads of this rank; d channels of a query and key, r of them rotated, v of a value.
@@ -34,13 +35,14 @@ from megappo_kernels.layers import rotate_pairs
 
 
 class DownProjection(nn.Module):
-    """The matrix, whole on every tensor parallel rank, that makes latents of hidden states."""
+    """Projection of hidden states to latents, replicated on every tensor parallel rank."""
 
     def __init__(self, config: TransformerConfig, outputs: int) -> None:
         super().__init__()
         device = "cpu" if config.use_cpu_initialization else torch.cuda.current_device()
         self.weight = nn.Parameter(torch.empty(outputs, config.hidden_size, dtype=config.params_dtype, device=device))
-        # Each rank has the gradient of its own tokens then, which Megatron adds up.
+        # Under sequence parallelism each rank has the gradient of its own tokens; the attribute makes Megatron sum
+        # them.
         self.weight.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
 
     def forward(self, hidden_states: Tensor) -> Tensor:
@@ -49,9 +51,9 @@ class DownProjection(nn.Module):
 
 
 class LatentSelfAttention(MegatronModule):
-    """Stands at `self_attention` of Megatron's layer; the arguments are those Megatron passes.
+    """Replaces `self_attention` of Megatron's layer; the arguments are those that Megatron passes.
 
-    `rotary_scale`: the factor on cosine and sine (`families.rope.rotary`), which only rotated channels have.
+    `rotary_scale`: factor on cosine and sine (`families.rope.rotary`), which applies to the rotated channels only.
     """
 
     def __init__(
@@ -72,7 +74,7 @@ class LatentSelfAttention(MegatronModule):
         self.linear_down_proj = DownProjection(config, (rank or 0) + shape.token_width)
         self.kv_layernorm = RMSNorm(config, shape.rank, eps=LATENT_NORM_EPS)
         self.linear_kv_up_proj = ColumnParallelLinear(shape.rank, heads * shape.made_dim, **of_columns)
-        self.linear_kv_up_proj.explicit_expert_comm = True  # what it takes is gathered by `_whole`
+        self.linear_kv_up_proj.explicit_expert_comm = True  # `_whole` gathers its input
         if rank is None:
             self.linear_q_proj = ColumnParallelLinear(hidden, heads * self.head_dim, **of_columns)
         else:
@@ -100,7 +102,7 @@ class LatentSelfAttention(MegatronModule):
         packed_seq_params: PackedSegments,
         **_more: Any,
     ) -> tuple[Tensor, None]:
-        """[l, 1, H] and cosine and sine (2, t, 1, r) -> [l, 1, H]; there is no bias."""
+        """[l, 1, H] with cosine and sine (2, t, 1, r) -> [l, 1, H]; there is no bias."""
         shape, rank = self.shape, self.shape.query_rank
         down = self.linear_down_proj(hidden_states)
         of_query, latent, shared_key = down.split([rank or 0, shape.rank, shape.rotary_dim], dim=-1)
@@ -123,7 +125,7 @@ class LatentSelfAttention(MegatronModule):
         return output, None
 
     def _whole(self, of_tokens: Tensor) -> Tensor:
-        """[l, 1, n] -> [t, 1, n]: what every rank's heads are made of; backward adds up what they say of it."""
+        """[l, 1, n] -> [t, 1, n]: inputs of every rank's heads. Backward sums the gradients of all ranks' heads."""
         if self.config.sequence_parallel:
             found: Tensor = gather_from_sequence_parallel_region(
                 of_tokens, tensor_parallel_output_grad=True, group=self.group
@@ -133,13 +135,14 @@ class LatentSelfAttention(MegatronModule):
         return found
 
     def _rotated(self, x: Tensor, cosine: Tensor, sine: Tensor) -> Tensor:
-        """(t, heads, r), of queries and keys in the same order of channels, whichever that is."""
+        """Rotate (t, heads, r). Interleaved channels are reordered first, for queries and keys alike, so that their
+        products stay the same."""
         if self.shape.interleaved:
             x = x.unflatten(-1, (-1, 2)).transpose(-1, -2).flatten(-2)
         return rotate_pairs(x, cosine, sine)
 
     def _attend(self, query: Tensor, key: Tensor, value: Tensor, segments: PackedSegments) -> Tensor:
-        """(t, h, d) each -> (t, h d)"""
+        """Core attention, recomputed in backward where the settings say so: (t, h, d) each -> (t, h d)."""
 
         def attend(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
             found: Tensor = self.core_attention(query, key, value, None, packed_seq_params=segments)

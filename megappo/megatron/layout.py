@@ -1,5 +1,6 @@
-"""Process groups of the roles. Roles live on their own groups, so an actor and a critic of different layouts may share
-ranks or stand apart; Megatron's global state is not used. Where groups of theirs have the same ranks they are one."""
+"""Process groups of the roles. Roles have groups of their own, so an actor and a critic of different layouts may share
+ranks or be apart. Megatron's global parallel state is not used. Groups with the same ranks are created once and shared.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +21,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Cut:
-    """How a role's model is cut: what its layout is made of."""
+    """How a role's model is split over ranks; the input of `make_layouts`."""
 
     grid: Grid
     vpp: int = 1
@@ -29,7 +30,7 @@ class Cut:
 
 @dataclass(frozen=True)
 class Layout:
-    """A grid, this rank's place in it and the groups it needs. Made by `make_layouts` on every rank of the world."""
+    """A role's grid, this rank's place in it and its process groups; made by `make_layouts` on every rank."""
 
     grid: Grid
     vpp: int
@@ -39,55 +40,54 @@ class Layout:
     context_rank: int
     tensor_rank: int
     expert_replica: int
-    """Number of the copy of the experts that this rank holds a part of."""
+    """Index of the replica of the experts that this rank holds a part of."""
     expert_rank: int
-    """Which of the `grid.ep` shares of the experts is here."""
+    """Index of this rank's share of the experts, below `grid.ep`."""
     groups: ProcessGroupCollection
     role_group: dist.ProcessGroup
-    """All ranks of the role."""
+    """Process group of all ranks of the role."""
 
     @property
     def is_last_stage(self) -> bool:
-        """Whether the output layer lives here."""
+        """Whether the output layer is on this rank."""
         return self.stage == self.grid.pp - 1
 
     @property
     def shard(self) -> ContextShard:
-        """Which part of each pack is here."""
+        """This rank's part of each pack."""
         return ContextShard(self.grid.cp, self.context_rank)
 
     @property
     def token_multiple(self) -> int:
-        """What this rank's tokens must be a multiple of: sequence parallelism gives each tensor rank as many."""
+        """Number that this rank's tokens must be a multiple of: sequence parallelism gives each tensor rank equally
+        many."""
         return self.grid.tp if self.sequence_parallel else 1
 
     @property
     def sample_group(self) -> dist.ProcessGroup | None:
-        """The ranks that share out the tokens of each sample; None where this one has them all."""
+        """Ranks that split the tokens of each sample; None where this rank has all tokens."""
         shared = self.grid.cp > 1 or self.sequence_parallel
         return self.groups.tp_cp if shared else None
 
     @property
     def reports_losses(self) -> bool:
-        """Whether this rank is the one that speaks for the rows of its context rank."""
+        """Whether this rank reports the losses of its context rank's rows: tensor rank 0 of the last stage."""
         return self.is_last_stage and self.tensor_rank == 0
 
     @property
     def hands_out_results(self) -> bool:
-        """Whether this rank is its replica's output rank."""
+        """Whether this rank returns its replica's results."""
         return self.reports_losses and self.context_rank == 0
 
 
 @dataclass(frozen=True)
 class Outside:
-    """In the place of a layout on a rank outside of the role."""
+    """Stands for a layout on a rank that is not in the role."""
 
 
 def make_layouts(cuts: Mapping[str, Cut], device_type: str, timeout_seconds: int) -> dict[str, Layout | Outside]:
-    """Make the process groups of all roles at once, by their names; a collective of the whole world.
-
-    A role's layout is Outside on ranks that are not of it.
-    """
+    """Create the process groups of all roles; a collective of the world. Returns each role's layout, or `Outside` on
+    ranks that are not in the role."""
     wanted = {role: _wanted_groups(role, cut.grid) for role, cut in cuts.items()}
     kinds = [kind for of_role in wanted.values() for kind in of_role.values()]
     own = iter(make_groups(kinds, device_type, datetime.timedelta(seconds=timeout_seconds)))
@@ -96,10 +96,10 @@ def make_layouts(cuts: Mapping[str, Cut], device_type: str, timeout_seconds: int
 
 
 def _wanted_groups(role: str, grid: Grid) -> dict[str, WantedGroups]:
-    """Every kind of group that a role needs, under Megatron's name of it.
+    """Every kind of group that a role needs, by Megatron's name for it.
 
-    Those of the experts are kept apart also where they hold the same ranks as others: Megatron adds up gradient norms
-    of dense and expert parameters by comparing groups.
+    Groups of experts stay separate from others with the same ranks: Megatron compares groups to tell apart the gradient
+    norms of dense and expert parameters.
     """
     shares, copies, stages = grid.expert_groups, grid.expert_replicas, grid.pipeline_groups
     dense: dict[str, Sequence[Sequence[int]]] = {
@@ -137,6 +137,7 @@ def _layout(cut: Cut, own: Mapping[str, dist.ProcessGroup | None]) -> Layout | O
         tp=own["tp"],
         pp=own["pp"],
         mp=own["mp"],
+        # None on ranks outside: torch's own placeholder, an int, crashes Megatron (finalize_model_grads.py:229).
         embd=own["embd"],
         pos_embd=own["pos_embd"],
         cp=own["cp"],
@@ -145,7 +146,7 @@ def _layout(cut: Cut, own: Mapping[str, dist.ProcessGroup | None]) -> Layout | O
         expt_tp=own["alone"],
         tp_ep=own["ep"],
         tp_ep_pp=own["tp_ep_pp"],
-        dp=own["dp_cp"],  # sizes buckets, and nothing goes over it
+        dp=own["dp_cp"],  # only its size is read, for buckets; nothing is sent over it
         dp_cp=own["dp_cp"],
         tp_dp_cp=own["tp_dp_cp"],
         expt_dp=own["expt_dp"],

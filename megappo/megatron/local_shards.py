@@ -1,4 +1,4 @@
-"""Parameters of the map that a rank has a shard of, whatever Megatron keeps them in."""
+"""Shards of mapped parameters on this rank, however Megatron stores them."""
 
 from __future__ import annotations
 
@@ -15,43 +15,43 @@ from megappo.families.parameters import Parameter
 
 @dataclass(frozen=True)
 class LocalShard:
-    """A parameter of the map on a rank that has its shard."""
+    """This rank's shard of a mapped parameter."""
 
     entry: Parameter
     parameter: nn.Parameter
-    """What Megatron trains: the shard, or those of all experts of this rank in one."""
+    """The parameter that Megatron trains: the shard itself, or a stack of the shards of all experts of this rank."""
     place: int | None = None
-    """Of the shard in `parameter`, if that holds several."""
+    """Index of the shard in a stacked `parameter`; None where the parameter is the shard."""
 
     @property
     def shard(self) -> Tensor:
-        """The weights, without a gradient; they share the parameter's memory, and must be on the device."""
+        """The shard's weights without gradient; they share the parameter's memory, which must be on the device."""
         return self.part_of(self.parameter.detach())
 
     @property
     def is_trained(self) -> bool:
-        """Whether it ever changes."""
+        """Whether the shard is trained."""
         return self.parameter.requires_grad
 
     @property
     def shape(self) -> torch.Size:
-        """The shard's, wherever it lies."""
+        """Shape of the shard."""
         return self.parameter.shape if self.place is None else self.parameter.shape[1:]
 
     def part_of(self, tensor: Tensor) -> Tensor:
-        """What belongs to the shard in a tensor that is shaped as the parameter."""
+        """The shard's part of a tensor that has the parameter's shape."""
         return tensor if self.place is None else tensor[self.place]
 
     @property
     def elements(self) -> slice:
-        """The shard's in the flattened parameter."""
+        """Elements of the shard in the flattened parameter."""
         size = self.parameter.numel() // (1 if self.place is None else len(self.parameter))
         start = size * (self.place or 0)
         return slice(start, start + size)
 
 
 class LocalAdapterShard(NamedTuple):
-    """What is added to a parameter of this rank."""
+    """Adapter matrices A and B that are added to a parameter of this rank."""
 
     a: LocalShard
     b: LocalShard
@@ -59,8 +59,11 @@ class LocalAdapterShard(NamedTuple):
 
 
 def global_names(chunk: Any, name: str, canonical: Mapping[str, str]) -> Iterator[tuple[str, int | None]]:
-    """What the map calls a parameter, or each part of one that holds several, with its place: Megatron numbers the
-    layers of a chunk from 0, the map those of the model, and the map has a name for each expert."""
+    """Global names of a chunk's parameter, each with its index in a stacked parameter or None.
+
+    Megatron numbers the layers of a chunk from 0 and stacks experts; the map numbers the layers of the whole model and
+    has a name for each expert.
+    """
     parts = name.split(".")
     if parts[:2] != ["decoder", "layers"]:
         yield name, None

@@ -1,16 +1,16 @@
 """Low-rank adapters on Megatron's parallel layers and on grouped experts.
 
-A layer computes W x + scale B A x, where W requires no gradient; what a layer does with its product, such as the norms
-behind Gemma's, it does with that sum. Between A and B stand only `rank` numbers for each
-token and matrix, so these are what tensor parallel ranks tell each other:
+A layer computes W x + scale B A x, where W requires no gradient. What follows the product in a layer, such as the norms
+behind Gemma's, applies to that sum. Between A and B there are only `rank` numbers for each token and matrix; these are
+what tensor parallel ranks exchange:
 
-- Column parallel: A is whole on every rank and takes what the rank has of the sequence; what it makes is gathered along
-  the sequence, or handed on with a sum in backward, and meets the rows of B that belong to the rank's rows of W.
-- Row parallel: A has the rank's columns, what it makes is summed over ranks (and scattered along the sequence), and B
-  is whole.
+- Column parallel: A is replicated and takes the rank's part of the sequence. Its output is gathered along the sequence,
+  or copied with a sum in backward, and multiplied by the rows of B that belong to the rank's rows of W.
+- Row parallel: A has the rank's columns, its output is summed over ranks (and scattered along the sequence), and B is
+  replicated.
 
-So the gradient of an adapter that is whole on all ranks is that of all tokens, or under sequence parallelism that of
-the rank's, which Megatron sums as it does that of norms (`sequence_parallel`).
+The gradient of a replicated factor is that of all tokens, or under sequence parallelism that of the rank's tokens,
+which Megatron sums as it does for norms (`sequence_parallel`).
 
 Shape legend: P rows of all A of a parameter, O rows of its B, I inputs, L experts of this rank, R rows for them.
 """
@@ -41,18 +41,18 @@ from megappo.megatron.layout import Layout
 from megappo.megatron.local_shards import LocalShard
 
 Product = Callable[[Tensor, Tensor], Tensor]
-"""Of some inputs and a matrix (or a stack of them)."""
+"""Multiplies inputs by a matrix, or by a stack of matrices."""
 
 
 class Switch:
-    """Whether the adapters of a model take part."""
+    """Turns the adapters of a model on and off."""
 
     def __init__(self) -> None:
         self.is_on = True
 
     @contextmanager
     def off(self) -> Iterator[None]:
-        """The model computes as if it had none, to the last bit."""
+        """Within the context the model computes as without adapters, to the last bit."""
         self.is_on = False
         try:
             yield
@@ -61,9 +61,10 @@ class Switch:
 
 
 class LowRank(nn.Module):
-    """A and B of the matrices in one parameter.
+    """Adapter matrices A and B of one parameter of Megatron.
 
-    Only a call of the module itself waits for what other ranks updated of it (Megatron's hooks), so `add_to` makes one.
+    `add_to` calls the module itself, because Megatron's hooks wait for weights that other ranks update only in module
+    calls.
     """
 
     def __init__(self, a: Tensor, b: Tensor, scale: float, order: RowOrder, switch: Switch) -> None:
@@ -72,12 +73,13 @@ class LowRank(nn.Module):
         self.scale, self.order, self.switch = scale, order, switch
 
     def add_to(self, output: Tensor, *inputs: Tensor) -> Tensor:
-        """What the parameter made of its inputs, with what the adapters make of them where they are on."""
+        """The layer's output, plus the adapters' where they are on."""
         added: Tensor = self(output, *inputs) if self.switch.is_on else output
         return added
 
     def _expanded(self, low: Tensor, product: Product) -> Tensor:
-        """(..., P) -> (..., outputs of the parameter): what each A made, times its B, where its matrix' rows stand."""
+        """(..., P) -> (..., outputs of the parameter): the output of each A times its B, placed at the rows of its
+        matrix."""
         order, lead = self.order, self.b.shape[:-2]
         lows = iter((low * self.scale).chunk(sum(order.adapted), dim=-1))
         of_groups = self.b.view(*lead, order.groups, -1, self.b.shape[-1])
@@ -94,14 +96,14 @@ class LowRank(nn.Module):
 
 
 class LinearAdapter(LowRank):
-    """Of a tensor parallel layer."""
+    """Adapter of a tensor parallel layer."""
 
     def __init__(self, *parts: Any, layout: Layout, of_rows: bool) -> None:
         super().__init__(*parts)
         self._layout, self._of_rows = layout, of_rows
 
     def forward(self, output: Tensor, inputs: Tensor) -> Tensor:
-        """What the layer made of its inputs, and what the adapters make of them."""
+        """Add the adapters' output to the layer's output."""
         return output + self._expanded(self._between_ranks(linear(inputs, self.a)), linear)
 
     def _between_ranks(self, low: Tensor) -> Tensor:
@@ -118,10 +120,10 @@ class LinearAdapter(LowRank):
 
 
 class ExpertAdapter(LowRank):
-    """Of all experts of this rank."""
+    """Adapter of all experts of this rank."""
 
     def forward(self, output_RO: Tensor, rows_RI: Tensor, counts_L: Tensor) -> Tensor:
-        """What the experts' matrix made of the rows, and what the adapters make of them."""
+        """Add the adapters' output to the output of the experts' matrix."""
 
         def product(rows: Tensor, matrix: Tensor) -> Tensor:
             return expert_products(rows, matrix, counts_L)
@@ -132,8 +134,8 @@ class ExpertAdapter(LowRank):
 def attach_adapters(
     arch: ArchitectureConfig, layout: Layout, lora: LoraShape, chunks: Sequence[GPTModel], *, is_critic: bool
 ) -> Switch:
-    """Put adapters, whose values are still to come, beside the matrices of these chunks, and freeze every weight that
-    there was but a critic's head."""
+    """Attach uninitialised adapters beside the matrices of these chunks, and freeze every weight except a critic's
+    head."""
     switch = Switch()
     templates = list(adapters(arch, lora, experts=range(min(1, arch.experts))))
     for chunk in chunks:
@@ -151,7 +153,7 @@ def attach_adapters(
 
 
 def freeze(held: Iterable[LocalShard], frozen: Iterable[Parameter], chunks: Sequence[GPTModel]) -> None:
-    """Train none of the frozen among what a rank would train."""
+    """Stop training those parameters of a rank that are frozen."""
     names = {parameter.megatron for parameter in frozen}
     for one in held:
         if one.entry.megatron in names:
@@ -161,7 +163,8 @@ def freeze(held: Iterable[LocalShard], frozen: Iterable[Parameter], chunks: Sequ
 
 
 def _begin_gradients(_embedding: nn.Module, _inputs: Any, hidden: Tensor) -> None:
-    """Layers that are computed again in backward have no gradient where no input wants one."""
+    """Make the embedding's output require a gradient: layers that are recomputed in backward get no gradient where no
+    input requires one."""
     if torch.is_grad_enabled():
         hidden.requires_grad_()
 
@@ -169,7 +172,7 @@ def _begin_gradients(_embedding: nn.Module, _inputs: Any, hidden: Tensor) -> Non
 def _attach(
     layer: nn.Module, adapter: Adapter, shapes: Sequence[Shape], rest: tuple[float, RowOrder, Switch], layout: Layout
 ) -> None:
-    """Beside one parameter of a layer."""
+    """Attach an adapter beside one parameter of a layer."""
     base = adapter.base
     path = base.megatron.split(".")[3:]
     if base.expert is not None:  # one parameter for all experts: mlp.experts.weight1 of mlp.experts.0.weight1

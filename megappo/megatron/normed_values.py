@@ -1,4 +1,4 @@
-"""Attention whose values are normed, of Gemma 4: in some layers with wider heads, and with keys that are values too.
+"""Attention with normed values, as in Gemma 4: some layers have wider heads and use their keys as values.
 
 Shape legend: t tokens of a pack, H hidden size; h query heads and g key/value heads of this rank, d channels of each.
 """
@@ -19,7 +19,7 @@ from megappo.families.architecture import WideAttention
 
 
 class QueriesAndKeys(ColumnParallelLinear):
-    """Stands at `linear_qkv`, without the rows of values that Megatron asks for."""
+    """Replaces `linear_qkv`, without the rows for values that Megatron asks for."""
 
     def __init__(self, input_size: int, output_size: int, *, config: TransformerConfig, **of_megatron: Any) -> None:
         assert config.kv_channels is not None and config.num_query_groups is not None
@@ -28,8 +28,8 @@ class QueriesAndKeys(ColumnParallelLinear):
 
 
 class NormedValueSelfAttention(SelfAttention):
-    """Stands at `self_attention` of Megatron's layer; the arguments are those Megatron passes, but for `wide`: the
-    sizes of the layer's heads where they are not the model's."""
+    """Replaces `self_attention` of Megatron's layer; the arguments are those that Megatron passes. `wide`: sizes of the
+    layer's heads where they differ from the model's."""
 
     def __init__(self, config: TransformerConfig, *, wide: WideAttention | None = None, **of_megatron: Any) -> None:
         if wide is not None:
@@ -54,7 +54,7 @@ class NormedValueSelfAttention(SelfAttention):
 
 
 def normed_values(layer: ModuleSpec, wide: WideAttention | None) -> None:
-    """Put it into the spec of a layer."""
+    """Put `NormedValueSelfAttention` into the spec of a layer."""
     attention = layer.submodules.self_attention
     attention.module = NormedValueSelfAttention
     if wide is not None:

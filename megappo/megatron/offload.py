@@ -1,8 +1,8 @@
-"""What of a role is where: weights, gradients and optimizer state leave the device while the role rests.
+"""Offloading of a role: weights, gradients and optimizer state leave the device while the role rests.
 
-A role comes back by itself where it is run: its weights for a forward pass, everything for an update. Who only reads
-weights or state (the weight stream, checkpoints, exports) reads them where they lie, and brings nothing back. `rest` is
-called where a role's turn ends.
+Running a role brings its tensors back: weights for a forward pass, everything for an update. Readers of weights or
+state (the weight stream, checkpoints, exports) read them where they are and bring nothing back. `rest` is called when a
+role's turn ends.
 """
 
 from __future__ import annotations
@@ -19,19 +19,19 @@ from megappo.runtime.resting import Movable, RestingPlace
 
 @dataclass(frozen=True)
 class RoleTensors:
-    """The tensors of a role on one rank, to be asked anew each time, since an optimizer's state grows."""
+    """The tensors of a role on one rank, as functions that are called each time, since an optimizer's state grows."""
 
     weights: Callable[[], Iterable[Tensor]]
     gradients: Callable[[], Iterable[Tensor]] = tuple
-    """The buffers in which they add up; every update begins with zeros."""
+    """Buffers in which gradients are accumulated; every update begins with zeros."""
     optimizer: Callable[[], Iterable[Tensor]] = tuple
-    """Adam's moments, and main weights that are not the weights."""
+    """Adam's moments, and main weights that are not the model's weights."""
     optimizer_bytes: Callable[[], int] = int
-    """Of the optimizer's tensors once there are moments."""
+    """Size in bytes of the optimizer's tensors once the moments exist."""
 
 
 class RoleStorage:
-    """Moves what the settings say of a role that is on this rank."""
+    """Moves a role's tensors on this rank to and from the device, as the settings say."""
 
     def __init__(self, options: BuildOptions, tensors: RoleTensors) -> None:
         moved, self._tensors, self._on_cpu = options.offload, tensors, options.device.type == "cpu"
@@ -40,7 +40,7 @@ class RoleStorage:
         self._optimizer = Movable(_place(options)) if moved.optimizer else None
 
     def rest(self) -> None:
-        """Everything that the settings name leaves the device, beside what is computed next."""
+        """Move everything that the settings name off the device, while the device computes what comes next."""
         if self._gradients is not None:
             self._gradients.leave(self._tensors.gradients())
         if self._optimizer is not None:
@@ -51,13 +51,14 @@ class RoleStorage:
             trim_heap()
 
     def bring_weights(self) -> None:
-        """The weights are there for a forward pass, which does not change them."""
+        """Bring the weights back for a forward pass, which does not change them."""
         if self._weights is not None:
             self._weights.come_back(unchanged=True)
             self._weights.arrive()
 
     def bring_all(self) -> None:
-        """Weights and gradients are there, the optimizer's state is on its way: `await_optimizer` before it is used."""
+        """Bring weights and gradients back and start copying the optimizer's state; call `await_optimizer` before using
+        it."""
         for part in (self._weights, self._gradients, self._optimizer):
             if part is not None:
                 part.come_back()
@@ -65,12 +66,12 @@ class RoleStorage:
             self._weights.arrive()
 
     def await_optimizer(self) -> None:
-        """What `bring_all` has begun is done."""
+        """Wait for the copies of the optimizer's state that `bring_all` started."""
         if self._optimizer is not None:
             self._optimizer.arrive()
 
     def read(self, tensor: Tensor, elements: slice = slice(None)) -> Tensor:
-        """Elements of a tensor of the role, flattened, wherever they lie: not to be written to."""
+        """Elements of a flattened tensor of the role, wherever it is; read-only."""
         for part in self._moved():
             found = part.read(tensor, elements)
             if found is not None:

@@ -21,16 +21,17 @@ from megappo.megatron.schedule import finalize_summed_grads
 from megappo.runtime.megatron_cpu import fix_gradient_norm, gather_one_by_one, param_groups_of_role
 
 _STYLES = {"inverse_sqrt": "inverse-square-root", "wsd": "WSD"}
-"""Megatron's names, where they are not ours."""
+"""Megatron's names of schedules, where they differ from ours."""
 PIECE = 2**17
-"""Elements whose float32 copy stays in a core's cache."""
+"""Elements that are converted at once, so that their float32 copy stays in a core's cache (adding in pieces is part of
+benchmarks/results/2026-11-23-update-cpu.md)."""
 
 
 def add_to_main_grad(parameter: Any) -> None:
-    """Add a parameter's gradient to Megatron's float32 one, and drop it: what Megatron's hook, which comes after this
-    one, does with a float32 copy of the whole gradient in between. Zeros (`has_zero_main_grad`) are written over.
+    """Add a parameter's gradient to Megatron's float32 one and drop it. Zeros (`has_zero_main_grad`) are overwritten.
 
-    A function of the parameter alone: what hooks hold, Python's collector does not see.
+    Megatron's hook, which runs after this one, would make a float32 copy of the whole gradient. This is a function of
+    the parameter alone: Python's garbage collector does not see objects that hooks hold.
     """
     is_zero, parameter.has_zero_main_grad = parameter.has_zero_main_grad, False
     added = parameter.grad_added_to_main_grad and not getattr(parameter, "zero_out_wgrad", False)
@@ -46,10 +47,11 @@ def add_to_main_grad(parameter: Any) -> None:
 
 
 def clip_gradients(optimizers: Iterable[Any], grad_norm: float) -> None:
-    """Scale the gradients of Megatron's optimizers, whose norm this is, down to the norm that the settings allow.
+    """Scale the gradients of Megatron's optimizers, whose norm is `grad_norm`, down to the norm that the settings
+    allow.
 
-    Megatron's `clip_grad_by_total_norm_fp32` does so too, and without Apex makes a copy of each. torch's fused AdamW
-    divides them while it reads them.
+    Megatron's `clip_grad_by_total_norm_fp32` copies each gradient where there is no Apex. torch's fused AdamW divides
+    gradients while it reads them.
     """
     for inner in optimizers:
         allowed = inner.config.clip_grad
@@ -66,7 +68,7 @@ def _is_fused(optimizer: Any) -> bool:
 
 
 def rate_schedule(optimizer: Any, settings: OptimizerSettings, total_updates: int) -> OptimizerParamScheduler:
-    """Of the learning rate of a role that has so many updates in the run; `step` sets it after each."""
+    """Learning rate schedule of a role with so many updates in the run; call its `step` after each."""
     warmup = settings.warmup(total_updates)
     return OptimizerParamScheduler(
         optimizer,
@@ -87,7 +89,7 @@ def rate_schedule(optimizer: Any, settings: OptimizerSettings, total_updates: in
 
 
 class RoleOptimizer:
-    """Gradients, AdamW and the schedule of a role on one of its ranks; made by all of them together."""
+    """Gradients, AdamW and the schedule of a role on one rank; constructing it is a collective of the role's ranks."""
 
     def __init__(self, model: RoleModel, settings: OptimizerSettings, total_updates: int) -> None:
         bf16, on_cuda = model.options.dtype == torch.bfloat16, model.options.device.type == "cuda"
@@ -97,7 +99,7 @@ class RoleOptimizer:
             grad_reduce_in_fp32=True,
             overlap_grad_reduce=settings.reduces_in_backward(on_cuda=on_cuda),
             overlap_param_gather=self._gathers_late,
-            align_param_gather=self._gathers_late,  # all of them begin with `step`
+            align_param_gather=self._gathers_late,  # `step` begins the gathers of all chunks
             use_distributed_optimizer=settings.shards_state(grid),
         )
         self.chunks = [
@@ -105,7 +107,7 @@ class RoleOptimizer:
             for chunk in model.chunks
         ]
         model.config.finalize_model_grads_func = finalize_summed_grads
-        if ddp.overlap_grad_reduce:  # they are added up over the microbatches first
+        if ddp.overlap_grad_reduce:  # gradients are accumulated over microbatches before they are reduced
             without_sync = [chunk.no_sync for chunk in self.chunks]
             model.config.no_sync_func = without_sync if len(without_sync) > 1 else without_sync[0]
         config = OptimizerConfig(
@@ -131,7 +133,7 @@ class RoleOptimizer:
         inners = getattr(self.megatron, "chained_optimizers", [self.megatron])
         self._inners = [inner for inner in inners if inner.optimizer is not None]
         self._added_here: list[Any] = []
-        """Parameters whose gradients `add_to_main_grad` adds up."""
+        """Parameters whose gradients `add_to_main_grad` accumulates."""
         if bf16 and not on_cuda:
             self._spare_memory(adds_at_once=ddp.overlap_grad_reduce)
         for inner in self._inners if settings.on_host else ():
@@ -141,10 +143,10 @@ class RoleOptimizer:
         self._schedule = rate_schedule(self.megatron, settings, total_updates)
 
     def _spare_memory(self, *, adds_at_once: bool) -> None:
-        """Go through a CPU's memory as seldom as can be.
+        """Pass over a CPU's memory as rarely as possible.
 
         torch's AdamW takes five times as long where it is not fused, which Megatron does not ask for and torch reads at
-        every step. It rounds otherwise than the loop, by the last bits of float32, which is nothing beside bfloat16's;
+        every step. The fused one rounds differently by the last bits of float32, which is nothing beside bfloat16's;
         float32 models keep the loop.
         """
         for inner in self._inners:
@@ -167,12 +169,12 @@ class RoleOptimizer:
         return int(self._schedule.num_steps)
 
     def continue_after(self, updates: int) -> None:
-        """Set the schedule to where it stands after so many updates; the rate is a function of their number."""
+        """Set the schedule to its state after so many updates; the rate is a function of their number."""
         self._schedule.num_steps = 0
         self._schedule.step(increment=updates)
 
     def tensors(self) -> RoleTensors:
-        """All that the role has on the device."""
+        """All tensors of the role on the device."""
         return RoleTensors(
             weights=lambda: (p for chunk in self.chunks for p in chunk.parameters()),
             gradients=lambda: (b.grad_data for c in self.chunks for b in (*c.buffers, *c.expert_parallel_buffers)),
@@ -195,12 +197,12 @@ class RoleOptimizer:
         return total
 
     def _weight_storages(self) -> set[int]:
-        """Identities of the storages that hold weights, the distributed optimizer's main weights of a float32 model
-        among them."""
+        """Identities of the storages that hold weights. The distributed optimizer's main weights of a float32 model
+        share them."""
         return {p.untyped_storage()._cdata for chunk in self.chunks for p in chunk.parameters()}
 
     def zero_grad(self) -> None:
-        """Forget the gradients of the last minibatch."""
+        """Reset the gradients of the last minibatch."""
         for chunk in self.chunks:
             chunk.zero_grad_buffer()
         for parameter in self._added_here:
@@ -211,6 +213,7 @@ class RoleOptimizer:
         """Apply the gradients unless their norm is not finite; returns (applied, norm before clipping)."""
         self.megatron.prepare_grads()
         grad_norm = float(self.megatron.get_grad_norm())
+        # The norm is global: either all ranks of the role take part in the gather of the step below, or none.
         if not math.isfinite(grad_norm):
             return False, grad_norm
         clip_gradients(self._inners, grad_norm)
@@ -224,7 +227,8 @@ class RoleOptimizer:
         return True, grad_norm
 
     def settle_weights(self) -> None:
-        """Wait until the weights that other ranks updated are here, as each part of the model does before it runs."""
+        """Wait until weights that other ranks updated have arrived; a part of the model waits for its own before it
+        runs."""
         for chunk in self.chunks if self._gathers_late else ():
             for group in [*chunk.bucket_groups, *chunk.expert_parallel_bucket_groups]:
                 if group.param_gather_handle is not None:

@@ -1,7 +1,8 @@
-"""The optimizer's state of each parameter, read and written whole, whatever Megatron does with it.
+"""Reads and writes the whole optimizer state of each parameter, however Megatron distributes it.
 
-Megatron's own `load_state_dict` cannot be used with torch's Adam: it wants a state that a fresh optimizer lacks, copies
-into leaves that need gradients, and gives all parameters one shared `step`, which then counts them all.
+Megatron's own `load_state_dict` cannot be used with torch's Adam: it expects a state that a fresh optimizer lacks,
+copies into leaves that need gradients, and gives all parameters one shared `step`, which then counts all of their
+updates (0.16.1 / 0.19.2, distrib_optimizer.py:642/839, 940/1225, 825/1032).
 """
 
 from __future__ import annotations
@@ -21,33 +22,33 @@ from megappo.runtime.exchange import all_gather_varying
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
 Read = Callable[[Tensor, slice], Tensor]
-"""Elements of a flattened tensor, wherever they lie."""
+"""Reads elements of a flattened tensor, wherever it is."""
 
 
 @dataclass(frozen=True)
 class _Main:
-    """Where this rank's part of a parameter's state lies."""
+    """This rank's part of a parameter's optimizer state."""
 
     adam: Any
-    """What updates it."""
+    """Optimizer that updates it."""
     tensor: Tensor | None
-    """What that knows it by: the parameter, its float32 copy, there or on the host, or a part of one of them; None: no
-    part."""
+    """Tensor that `adam` updates: the parameter, its float32 copy on the device or on the host, or a part of one of
+    them; None where this rank has no part."""
     part: slice
-    """Elements of the flattened parameter whose state this rank holds."""
+    """Elements of the flattened parameter whose state is on this rank."""
 
 
 class OptimizerState:
     """Float32 weights and Adam's moments of a role's parameters on one rank."""
 
     def __init__(self, optimizer: Any, replicas: dist.ProcessGroup, expert_replicas: dist.ProcessGroup) -> None:
-        """`optimizer` is what `get_megatron_optimizer` returned, `replicas` the data parallel group and
-        `expert_replicas` the ranks with the same experts."""
+        """`optimizer`: result of `get_megatron_optimizer`. `replicas`: the data parallel group. `expert_replicas`: the
+        ranks with the same experts."""
         inners = getattr(optimizer, "chained_optimizers", [optimizer])
         self._inners = [inner for inner in inners if inner.optimizer is not None]  # where all dense weights are frozen
         self._replicas, self._expert_replicas = replicas, expert_replicas
         self._is_shared = any(isinstance(inner, DistributedOptimizer) for inner in self._inners)
-        """Whether the state is spread over data parallel ranks."""
+        """Whether the state is distributed over data parallel ranks."""
         self._owners = {
             id(main): inner
             for inner in self._inners
@@ -56,8 +57,8 @@ class OptimizerState:
         }
 
     def mains(self) -> Iterator[tuple[Tensor, Mapping[str, Tensor]]]:
-        """What the device's part of the optimizer updates: weights or their float32 copies, or parts of them, each with
-        its moments, of which there are none before the first update."""
+        """Main weights that the device's part of the optimizer updates, each with its moments: weights, their float32
+        copies, or parts of them. There are no moments before the first update."""
         for inner in self._inners:
             for group in inner.optimizer.param_groups:
                 for main in group["params"]:
@@ -67,8 +68,8 @@ class OptimizerState:
                         yield main, {name: state[name] for name in MOMENTS if name in state}
 
     def whole(self, held: LocalShard, read: Read, *, moments: bool) -> dict[str, Tensor]:
-        """`weight`, and with `moments` also `exp_avg` and `exp_avg_sq`, in the shard's shape and float32, as `read`
-        finds them. What is not trained has no moments.
+        """`weight`, and with `moments` also `exp_avg` and `exp_avg_sq`, in the shard's shape and float32. `read` gets
+        the elements; a shard that is not trained has no moments.
 
         A collective of the ranks with the same parameter where the optimizer is distributed.
         """
@@ -92,7 +93,7 @@ class OptimizerState:
         return tensors
 
     def restore(self, held: LocalShard, tensors: Mapping[str, Tensor], updates: int) -> None:
-        """Take over what `whole` gave after so many updates; before the first there are no moments."""
+        """Restore the tensors of `whole`, taken after so many updates; before the first update there are no moments."""
         held.shard.copy_(tensors["weight"])
         if not held.is_trained:
             return
@@ -120,22 +121,22 @@ class OptimizerState:
 
 
 def _whereabouts(optimizer: Any, main: Tensor) -> tuple[Any, Tensor]:
-    """The optimizer that updates a main weight, and what it knows it by."""
+    """The optimizer that updates a main weight, and the tensor that this optimizer updates."""
     return optimizer.whereabouts(main) if isinstance(optimizer, PartlyOnHost) else (optimizer, main)
 
 
 def _overlap(part: slice, wanted: slice) -> tuple[slice, slice]:
-    """Of two runs of elements: where what they share stands in the first, and where in the second."""
+    """Where the common elements of two slices are in the first one, and where in the second."""
     start = max(part.start, wanted.start)
     stop = max(start, min(part.stop, wanted.stop))
     return slice(start - part.start, stop - part.start), slice(start - wanted.start, stop - wanted.start)
 
 
 def _moments(adam: Any, main: Tensor, updates: int) -> dict[str, Tensor]:
-    """Those of a tensor after so many updates, for `restore` to fill."""
+    """Moments of a tensor, allocated for `restore` to fill, with the step count set to `updates`."""
     state = adam.state[main]
     if isinstance(adam, torch.optim.Adam | torch.optim.AdamW):
-        state["step"] = torch.tensor(float(updates))  # one for each parameter, or they would count together
+        state["step"] = torch.tensor(float(updates))  # not shared: it would count all parameters' steps
     else:  # the fused implementations count once per group
         for group in adam.param_groups:
             group["step"] = updates

@@ -1,6 +1,6 @@
-"""Which data parallel replica processes which sample, and in which packed microbatch.
+"""Assigns samples to data parallel replicas and packs them into microbatches.
 
-Pure functions of the lengths, in whole numbers: every rank computes the same plan from the all-gathered lengths.
+Pure functions of the lengths in integers: every rank computes the same plan from the all-gathered lengths.
 """
 
 from __future__ import annotations
@@ -14,11 +14,11 @@ from megappo.families.flops import SampleCost
 
 @dataclass(frozen=True)
 class Microbatch:
-    """Samples that are packed together."""
+    """Samples that are packed into one sequence."""
 
     sample_ids: tuple[int, ...]
     is_filler: bool = False
-    """A repetition with zero weight, there because a schedule needs a multiple of microbatches."""
+    """Whether it repeats a sample with zero weight, because a schedule needs a multiple of microbatches."""
 
 
 @dataclass(frozen=True)
@@ -27,13 +27,13 @@ class MicrobatchPlan:
 
     replicas: tuple[tuple[Microbatch, ...], ...]
     busiest_flops: int
-    """Of the replica with most to do, fillers included; where replicas wait for each other in every microbatch, of the
-    costliest of each."""
+    """FLOPs of the busiest replica, fillers included. Where replicas wait for each other in every microbatch: the sum
+    over microbatches of the costliest one."""
     mean_flops: float
-    """Of all replicas, fillers aside."""
+    """Mean FLOPs of the replicas, without fillers."""
 
     def replica_of(self) -> dict[int, int]:
-        """The replica that processes each sample, by ascending id; repetitions as fillers aside."""
+        """The replica that processes each sample, by ascending sample id; fillers are left out."""
         places = (
             (sample_id, replica)
             for replica, microbatches in enumerate(self.replicas)
@@ -59,7 +59,8 @@ def balance(costs: Sequence[int], n_bins: int) -> list[list[int]]:
 
 
 def pack(lengths: Sequence[int], budget_tokens: int, cost: SampleCost) -> list[list[int]]:
-    """The fewest bins of at most `budget_tokens` tokens each of about equal costs, the costliest first.
+    """Pack items into the fewest bins of at most `budget_tokens` tokens with about equal costs, the costliest bin
+    first.
 
     Raises ValueError where a single item exceeds the budget.
     """
@@ -80,12 +81,13 @@ def pack(lengths: Sequence[int], budget_tokens: int, cost: SampleCost) -> list[l
                 return sorted((b for b in bins if b), key=lambda b: -sum(costs[i] for i in b))
         return None
 
-    halves = sum(2 * n > budget_tokens for n in lengths)  # of which no two go into one bin
+    halves = sum(2 * n > budget_tokens for n in lengths)  # no two of these fit into one bin
     return fewest(max(-(-sum(lengths) // budget_tokens), halves), packed)
 
 
 def fewest(n_bins: int, packed: Callable[[int], list[list[int]] | None]) -> list[list[int]]:
-    """The first packing from so many bins on, found by steps that double, then by halving the last of them."""
+    """Find the first number of bins from `n_bins` on that can be packed, by doubling steps and then bisection of the
+    last one."""
     found, step = packed(n_bins), 1
     while found is None:
         n_bins, step = n_bins + step, 2 * step
@@ -114,13 +116,13 @@ def plan_microbatches(
 
     Args:
         lengths: tokens of each sample id; the order of the mapping does not matter.
-        cost: of a sample.
+        cost: cost model of a sample.
         replicas: data parallel size.
         budget_tokens: most tokens in a microbatch.
         multiple_of: every replica gets a multiple of this many microbatches (interleaved pipelines need it).
-        in_step: every replica gets as many as the others (experts spread over replicas need it).
+        in_step: every replica gets equally many microbatches (experts spread over replicas need it).
 
-    A replica's shortfall is filled with repetitions of the shortest sample that carry no weight, so every replica has
+    A replica's missing microbatches are repetitions of the shortest sample that carry no weight, so every replica has
     at least one microbatch.
     """
     ids = sorted(lengths)

@@ -1,9 +1,9 @@
-"""A step's samples on the ranks of a role: sent there once, read by every forward pass and update of the step.
+"""The samples of a step on the ranks of a role: sent there once, used by every forward pass and update of the step.
 
-Lengths are announced once for all roles. From these and the minibatches follows where each sample goes: to the replicas
-that process it in some minibatch of the step or in the forward pass, at most 1 + epochs of them (and those that fill a
-schedule up with it). So a rank holds no more than (1 + epochs) / replicas of the batch, and the plan of each minibatch
-stays balanced by itself.
+Lengths are announced once for all roles. Lengths and minibatches determine where each sample goes: to the replicas that
+process it in the forward pass or in a minibatch of the step, at most 1 + epochs of them (and those that use it as a
+filler). So a rank holds no more than (1 + epochs) / replicas of the batch, and the plan of each minibatch is balanced
+on its own.
 """
 
 from __future__ import annotations
@@ -25,13 +25,13 @@ from megappo.types import RoutingShape, Samples
 
 @dataclass(frozen=True)
 class Announced:
-    """This rank's samples, and what every rank knows of those of all ranks, in the order of ranks and of
-    each rank's samples."""
+    """This rank's samples, and what every rank knows about the samples of all ranks, in the order of ranks and of each
+    rank's samples."""
 
     samples: Samples
-    """That this rank made and hands over."""
+    """Samples that this rank generated and sends."""
     homes: dict[int, int]
-    """The rank that hands each sample over and gets its results."""
+    """Rank that sends each sample and receives its results."""
     tokens: dict[int, int]
     """Length of each sample, prompt and response together."""
     responses: dict[int, int]
@@ -39,7 +39,7 @@ class Announced:
 
 
 def announce(samples: Samples, device: torch.device) -> Announced:
-    """Tell all ranks of this one's samples, whose ids are unique over all ranks; a collective of the world."""
+    """Tell all ranks about this rank's samples, whose ids are unique over all ranks; a collective of the world."""
     tokens_B = torch.tensor([len(s) for s in samples.sequences], dtype=torch.int64)
     local_B3 = torch.stack([samples.sample_ids_B, tokens_B, samples.response_lengths_B], dim=1).to(device)
     announced = Announced(samples, {}, {}, {})
@@ -52,30 +52,30 @@ def announce(samples: Samples, device: torch.device) -> Announced:
 
 @dataclass(frozen=True)
 class PlacedBatch:
-    """The samples of all ranks as one role holds them; every method is a collective of the world."""
+    """The samples of all ranks as one role holds them. Every method is a collective of the world, except `for_role`."""
 
     role: Role
     announced: Announced
     here: Mapping[int, PlacedSample]
-    """The samples that this rank processes by their ids, in the host's memory."""
+    """Samples that this rank processes, by id, in host memory."""
     minibatches: tuple[Collection[int], ...]
     """Sample ids of each update of the step."""
     forward_plan: MicrobatchPlan
     update_plans: tuple[MicrobatchPlan, ...]
-    """How each minibatch is cut into microbatches, in the order of `minibatches`."""
+    """Microbatches of each minibatch, in the order of `minibatches`."""
     there: Routes
-    """Where each sample travels: from the rank that made it to those of the role that process it."""
+    """Routes of the samples, from the rank that generated each one to the ranks of the role that process it."""
     back: Routes
-    """From the ranks that hand out results of the forward pass to the homes."""
+    """Routes of the forward pass's results, from the output ranks to the rank that each sample came from."""
 
     @property
     def samples(self) -> Samples:
-        """The samples that this rank made and handed over."""
+        """The samples that this rank generated and sent."""
         return self.announced.samples
 
     def forward(self) -> Tensor:
-        """The model's output at each response token of this rank's samples: log-probabilities of the sampled tokens
-        of a policy, values of a critic. (B, R) float32 on the CPU, padded with 0; R is 1 where there is no sample."""
+        """The model's output at each response token of this rank's samples: a policy's log-probabilities of the sampled
+        tokens, or a critic's values. (B, R) float32 on the CPU, padded with 0; R is 1 where there is no sample."""
         outputs = self.role.run_forward(self.forward_plan, self.here)
         device = self.role.runtime.device
         found = exchange(outputs, self.back, self.announced.responses, dtype=torch.float32, device=device)
@@ -86,14 +86,14 @@ class PlacedBatch:
         return output_BR
 
     def for_role(self, role: Role) -> PlacedBatch:
-        """The same samples for a role that stands in the same place; nothing is sent."""
+        """The batch for another role with the same placement; nothing is sent."""
         assert role.placement == self.role.placement
         return replace(self, role=role)
 
     def with_fields(self, fields_BR: Mapping[str, Tensor]) -> PlacedBatch:
-        """The same samples with numbers for each response token, which are sent to where the samples are.
+        """The batch with further numbers for each response token, which are sent to the ranks that have the samples.
 
-        The names and their order are the same on all ranks.
+        All ranks pass the same names in the same order.
         """
         fields_FBR = torch.stack([values_BR.float() for values_BR in fields_BR.values()])
         mine = zip(self.samples.sample_ids_B.tolist(), self.samples.response_lengths_B.tolist(), strict=True)
@@ -109,12 +109,12 @@ class PlacedBatch:
         return replace(self, here=here)
 
     def update(self, number: int, task: Task, *, stop_above: tuple[str, float] | None = None) -> Update:
-        """One optimizer update from the samples of a minibatch.
+        """Run one optimizer update on the samples of a minibatch.
 
         Args:
-            number: of the minibatch among `minibatches`.
-            task: gives the weighted sum to differentiate and metrics of it, `loss` and `count` among them.
-            stop_above: a metric and the mean per `count` from which the update is refused.
+            number: index of the minibatch in `minibatches`.
+            task: computes the weighted sum to differentiate and its metrics, `loss` and `count` among them.
+            stop_above: a metric and the mean per `count` above which the update is refused.
         """
         role, mine = self.role, None
         if isinstance(role, TrainedRole):
@@ -166,7 +166,7 @@ def place(role: Role, announced: Announced, minibatches: Iterable[Collection[int
 
 
 def _replicas(plans: Iterable[MicrobatchPlan]) -> dict[int, list[int]]:
-    """The replicas that process each sample in some plan, in ascending order."""
+    """Replicas that process each sample in any of the plans, in ascending order."""
     found: defaultdict[int, set[int]] = defaultdict(set)
     for plan in plans:
         for replica, microbatches in enumerate(plan.replicas):
@@ -176,13 +176,15 @@ def _replicas(plans: Iterable[MicrobatchPlan]) -> dict[int, list[int]]:
 
 
 def _send_routing(role: Role, announced: Announced, replicas: Mapping[int, Collection[int]]) -> dict[int, Tensor]:
-    """The routing of each sample that this rank processes, in the layers that are here, where the role replays it."""
+    """Recorded routing of each sample that this rank processes, for this rank's layers; empty where the role does not
+    replay it."""
     samples, grid, layers = announced.samples, role.placement.grid, role.placement.stage_layers
     if samples.routing is None or not role.options.replays_routing:
         return {}
     shape, place = RoutingShape.of(role.arch), grid.place(role.runtime.rank)
     assert shape is not None
-    # What goes to a stage has an id of its own: sample x stages + stage; so have the stages of the replicas.
+    # Each stage is sent its own layers. The id of such a part is sample x stages + stage; stages of replicas are
+    # numbered alike.
     stages = range(grid.pp)
     homes = {i * grid.pp + stage: home for i, home in announced.homes.items() for stage in stages}
     to_stages = {

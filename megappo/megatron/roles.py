@@ -1,7 +1,7 @@
-"""Actor, critic and reference: models on their layouts, each seen by every rank of the world.
+"""Actor, critic and reference: models on their layouts, each represented on every rank of the world.
 
-A rank on which a role has no part of its model has an `AbsentRole` in its place, so all ranks call the same methods.
-`place` sends samples to the ranks of a role, see `placed`; the rest is what a role does with those that are there.
+A rank without a part of a role's model has an `AbsentRole` in its place, so that all ranks call the same methods.
+`place` sends samples to the ranks of a role, see `placed`; this file has what a role does with the samples it holds.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from megappo_kernels.metrics import combine, stacked
 
 @dataclass(frozen=True)
 class Placement:
-    """Where a role stands, known on every rank."""
+    """Layout of a role, known on every rank."""
 
     name: str
     grid: Grid
@@ -42,13 +42,13 @@ class Placement:
     microbatch_multiple: int
     """A replica's microbatches are a multiple of this: the pipeline size where it is interleaved, else 1."""
     cost: SampleCost
-    """By which samples are spread over replicas and microbatches."""
+    """Cost model by which samples are spread over replicas and microbatches."""
     stage_layers: tuple[tuple[int, ...], ...] = ()
     """Numbers of the layers of each pipeline stage, in the order of its chunks."""
 
 
 class Role(ABC):
-    """A role on one rank of the world, which has a part of the model or none."""
+    """A role as seen by one rank of the world, which has a part of the model or none."""
 
     def __init__(self, placement: Placement, arch: ArchitectureConfig, options: BuildOptions, runtime: Runtime) -> None:
         self.placement, self.arch, self.options, self.runtime = placement, arch, options, runtime
@@ -56,48 +56,50 @@ class Role(ABC):
     @property
     @abstractmethod
     def layout(self) -> Layout | Outside:
-        """The grid with this rank's place in it."""
+        """This rank's place in the role's grid, or `Outside`."""
 
     @abstractmethod
     def run_forward(self, plan: MicrobatchPlan, samples: Mapping[int, PlacedSample]) -> dict[int, Tensor]:
-        """The output (R,) float32 at the response tokens of each sample, on the ranks that hand out results."""
+        """Compute the output (R,) float32 at the response tokens of each sample; empty on ranks that do not return
+        results."""
 
     def routing_report(self) -> Tensor:
-        """(layers, experts + 2) int64 of the last forward pass, in the host's memory: what routers say of this rank's
-        tokens, see `RouterChoice`, with 0 for layers that are elsewhere."""
+        """(layers, experts + 2) int64 in host memory: the counts of `RouterChoice` over this rank's tokens of the last
+        forward pass, with 0 for layers on other ranks."""
         return torch.zeros(self.arch.layers, self.arch.experts + FURTHER, dtype=torch.int64)
 
     @abstractmethod
     def parameters(self) -> list[nn.Parameter]:
-        """This rank's part of the model."""
+        """Parameters of this rank's part of the model."""
 
     @abstractmethod
     def rest(self) -> None:
-        """The role's turn is over: weights that are still on their way after an update are waited for, and what the
-        settings say leaves the device (see `megappo.megatron.offload`)."""
+        """End the role's turn: wait for weights that are still on their way after an update, and move off the device
+        what the settings name (see `megappo.megatron.offload`)."""
 
     @abstractmethod
     def wake(self) -> None:
-        """All of the role is on the device, to be changed; `run_forward` and `run_update` see to it by themselves."""
+        """Bring the whole role to the device so that it can be changed; `run_forward` and `run_update` do so by
+        themselves."""
 
     @abstractmethod
     def read(self, parameter: nn.Parameter) -> Tensor:
-        """A parameter's weights on the device, wherever they lie; not to be written to."""
+        """A parameter's weights on the device, wherever they are stored; read-only."""
 
     @abstractmethod
     def read_shard(self, held: LocalShard) -> Tensor:
-        """The same of a shard, its adapters added where there are some."""
+        """A shard's weights on the device, with its adapters added where there are some; read-only."""
 
     @abstractmethod
     def mapped_parameters(self) -> list[LocalShard]:
-        """See `RoleModel.parameters_here`."""
+        """Shards of the map on this rank, see `RoleModel.parameters_here`."""
 
     @abstractmethod
     def trained_parameters(self) -> list[LocalShard]:
-        """See `RoleModel.trained_here`."""
+        """Shards that are trained on this rank, see `RoleModel.trained_here`."""
 
     def copy_weights(self) -> list[Tensor]:
-        """This rank's part of the model, as far as it is ever trained, in the host's memory."""
+        """Copy this rank's trained parameters to host memory."""
         return [self.read(p).to("cpu", copy=True) for p in self._changing()]
 
     def _changing(self) -> list[nn.Parameter]:
@@ -105,7 +107,7 @@ class Role(ABC):
 
     @torch.no_grad()
     def exchange_weights(self, weights: Sequence[Tensor]) -> list[Tensor]:
-        """Put what `copy_weights` gave once in the model's place; returns a copy of what was there."""
+        """Replace the model's weights by those of an earlier `copy_weights`; returns a copy of the replaced ones."""
         before = self.copy_weights()
         self.wake()
         for parameter, tensor in zip(self._changing(), weights, strict=True):
@@ -115,7 +117,7 @@ class Role(ABC):
 
     @torch.no_grad()
     def take_weights(self, other: Role) -> None:
-        """Put the weights of a role with the same model on the same layout in the place of this one's."""
+        """Copy the weights of a role with the same model on the same layout."""
         self.wake()
         for own, theirs in zip(self.parameters(), other.parameters(), strict=True):
             own.copy_(other.read(theirs))
@@ -123,7 +125,7 @@ class Role(ABC):
 
 
 class AbsentRole(Role):
-    """A role on a rank outside of it: the rank hands samples over and takes results back."""
+    """A role on a rank outside of it: the rank sends samples and receives results."""
 
     layout = Outside()
 
@@ -161,7 +163,7 @@ class LocalRole(Role):
         self._chunks: Sequence[Any] = model.chunks
         self._report: Tensor | None = None
         self.storage = RoleStorage(model.options, self._tensors())
-        """What of the role is on the device."""
+        """Moves the role's tensors to and from the device."""
 
     def _tensors(self) -> RoleTensors:
         return RoleTensors(weights=lambda: [p for chunk in self.model.chunks for p in chunk.parameters()])
@@ -230,7 +232,7 @@ class LocalRole(Role):
     def _packed(
         self, plan: MicrobatchPlan, samples: Mapping[int, PlacedSample], *, balance: float = 0.0
     ) -> list[PackedBatch]:
-        """The microbatches that the plan has for this rank's replica. `balance`: see `pack_samples`."""
+        """Pack the plan's microbatches of this rank's replica. `balance`: see `pack_samples`."""
         if not self.options.replays_routing and any(sample.routing is not None for sample in samples.values()):
             samples = {i: replace(sample, routing=None) for i, sample in samples.items()}
         return [
@@ -247,30 +249,30 @@ class LocalRole(Role):
 
 
 class _Forward:
-    """Hands out what the output layer says: log-probabilities or values."""
+    """Returns the output of the output layer: log-probabilities or values."""
 
     def expect(self, head: Any, batch: PackedBatch) -> None:
-        """Name the rows and the tokens they predict."""
+        """Set the rows and the tokens that they predict."""
         head.expect(batch.rows_N, batch.labels_N)
 
     def finish(self, head: Any, output_NC: Tensor, batch: PackedBatch) -> tuple[Tensor, Tensor]:
-        """The output as it is; the sum is there for the schedule, nothing is differentiated."""
+        """The output unchanged, with its sum for the schedule; nothing is differentiated."""
         return output_NC.sum(), output_NC[:, 0].detach().float()
 
 
 @dataclass(frozen=True)
 class Update:
-    """What one minibatch did; the same on every rank of the world."""
+    """Result of one update on a minibatch, the same on every rank of the world."""
 
     applied: bool
     finite: bool
     sums: dict[str, float]
-    """The report of the minibatch, as of `megappo_kernels.metrics`."""
+    """Summed metrics of the minibatch, as in `megappo_kernels.metrics`."""
     grad_norm: float
     """Global L2 norm before clipping; NaN where the update was refused before gradients were reduced."""
     learning_rate: float
     router_aux_loss: float | None = None
-    """The load-balancing loss of a layer, in the mean and without its weight; None where there is none."""
+    """Mean load-balancing loss of a layer, without its weight; None where there is none."""
 
 
 class TrainedRole(LocalRole):
@@ -299,7 +301,7 @@ class TrainedRole(LocalRole):
         task: Task,
         stop_above: tuple[str, float] | None,
     ) -> Update:
-        """One optimizer update from all replicas' microbatches; see `PlacedBatch.update`."""
+        """Run one optimizer update on all replicas' microbatches; see `PlacedBatch.update`."""
         balance = self.options.router_aux_loss_coef / len(plan.replica_of())
         batches, optimizer = self._packed(plan, samples, balance=balance), self.optimizer
         self.storage.bring_all()
@@ -308,6 +310,7 @@ class TrainedRole(LocalRole):
             reports = run_schedule(self._chunks, self.layout, batches, task, train=True)
             sums, uneven = self._reduce(batches, reports)
             rate = optimizer.learning_rate
+            # The sums are those of the whole role, so that all of its ranks refuse the update or none does.
             if stop_above is not None and sums[stop_above[0]] > stop_above[1] * sums["count"]:
                 return Update(False, True, sums, float("nan"), rate, uneven)
             finite_loss = bool(torch.isfinite(torch.tensor(sums["loss"])))
@@ -318,8 +321,8 @@ class TrainedRole(LocalRole):
     def _reduce(
         self, batches: Sequence[PackedBatch], reports: Sequence[Mapping[str, Tensor]]
     ) -> tuple[dict[str, float], float | None]:
-        """Combine the reports of all microbatches, context ranks and replicas, and the load-balancing losses of all
-        layers; every rank of the role gets the result."""
+        """Combine the metrics of all microbatches, context ranks and replicas, and the load-balancing losses of all
+        layers. A collective of the role; every rank gets the result."""
         local: dict[str, float] = {}
         if self.layout.reports_losses:
             real = [r for b, r in zip(batches, reports, strict=True) if not b.is_filler] or [
@@ -339,10 +342,8 @@ class TrainedRole(LocalRole):
 
 
 class SharedBase(LocalRole):
-    """A reference that is an actor with its adapters off, on one of its ranks: it has no weights of its own.
-
-    They rest and come back with the actor's.
-    """
+    """A reference that is the actor with its adapters off, on one of its ranks. It has no weights of its own: they rest
+    and return with the actor's."""
 
     def __init__(self, actor: TrainedRole) -> None:
         Role.__init__(self, actor.placement, actor.arch, replace(actor.options, replays_routing=False), actor.runtime)
@@ -362,5 +363,5 @@ class SharedBase(LocalRole):
 
 
 def base_of(actor: Role) -> Role:
-    """The model under the adapters of a trained role, on every rank."""
+    """The model under a trained role's adapters, on every rank."""
     return SharedBase(actor) if isinstance(actor, TrainedRole) else actor

@@ -1,17 +1,17 @@
-"""Which experts compute a token: those with the largest scores, or those that the engine chose when it sampled.
+"""Chooses the experts of each token: those with the largest scores, or those that the engine used when it sampled.
 
-Engine and trainer round differently, and where two experts score alike the same token goes to others: its
-log-probability jumps, and the update learns of a policy that did not sample (Ma et al. 2025, arXiv:2510.11370).
-With the engine's choice replayed, routers still compute every score and gradient themselves; they are told which of the
-scores count. The weights of a token's experts are made of those as they would be of the largest.
+Engine and trainer round differently. Where two experts score almost alike, the same token may go to different ones: its
+log-probability jumps, and the update learns from a policy that did not sample (Ma et al. 2025, arXiv:2510.11370). With
+the engine's choice replayed, routers still compute every score and gradient; only the choice of scores is given. The
+weights of a token's experts are computed from these scores as they would be from the largest.
 
-Megatron has a place for that at its routers, `router_replay`, and a class of its own (moe/router_replay.py) which keeps
-what is to be replayed in lists that all roles of a process share and that a pipeline empties by turns. Here it belongs
-to the microbatch: each layer is given the microbatch's segments, in forward and when it is computed again.
+Megatron's routers have a field for this, `router_replay`, with a class of its own (moe/router_replay.py). That class
+keeps recorded choices in lists that all roles of a process share and that a pipeline consumes in turn. Here they belong
+to the microbatch: each layer gets them with the microbatch's segments, in forward and when it is recomputed.
 
-A second loss can have tokens spread evenly over experts, sample by sample, as DeepSeek-V3 defines it (arXiv:2412.19437,
-eq. 17 to 20; Megatron's `seq_aux_loss`): what a sample adds depends on nothing that shares its microbatch, so that no
-layout changes the result. It adds up over layers; Megatron's autograd function brings it into backward.
+A second loss can spread tokens evenly over experts within each sample, as in DeepSeek-V3 (arXiv:2412.19437, eq. 17 to
+20; Megatron's `seq_aux_loss`). What a sample adds does not depend on other samples of its microbatch, so no layout
+changes the result. The loss is summed over layers; Megatron's autograd function adds it to backward.
 
 Shape legend: l tokens of a microbatch on this context rank, T of them on this tensor rank; L layers of this rank, E
 experts, K of them for each token; S samples.
@@ -32,34 +32,35 @@ from megatron.core.transformer.moe.moe_utils import MoEAuxLossAutoScaler
 from torch import Tensor
 
 FURTHER = 2
-"""Numbers of a report behind those of the experts."""
+"""Counts in a report behind those of the experts: tokens with given experts, and tokens whose experts that changed."""
 
 
 @dataclass(frozen=True)
 class Balance:
-    """Of which tokens the load-balancing loss of a microbatch is made."""
+    """Inputs of a microbatch's load-balancing loss."""
 
     samples: int
     sample_l: Tensor
-    """int64: the sample of each token."""
+    """int64: the sample that each token belongs to."""
     weights_l: Tensor
-    """float32: the loss' weight by the square of its sample's tokens; 0 for padding."""
+    """float32: weight of the loss, divided by the square of the number of the sample's tokens; 0 for padding."""
 
 
 @dataclass
 class MicrobatchRouting:
-    """What the routers of a rank are told of a microbatch, and what they say of it."""
+    """Inputs of a rank's routers for a microbatch, and their reports."""
 
     counted_l: Tensor
-    """bool: tokens of samples; not padding, and not those of a filler."""
+    """bool: tokens that count; false for padding and for the samples of a filler."""
     given_LlK: Tensor | None = None
-    """The experts of each token. Where K different ones are not given the router chooses."""
+    """Given experts of each token; a token without K different ones is routed by the router. None: routers choose
+    all."""
     balance: Balance | None = None
-    """Where tokens shall be spread evenly over experts."""
+    """Inputs of the load-balancing loss; None where there is none."""
     reports: dict[int, Tensor] = field(default_factory=dict)
-    """By layer: see `RouterChoice`. A layer that is computed again says the same again."""
+    """Counts of `RouterChoice` by layer. A recomputed layer writes the same counts again."""
     losses: dict[int, Tensor] = field(default_factory=dict)
-    """By layer: the load-balancing loss of this rank's tokens, its weight included."""
+    """Load-balancing loss of this rank's tokens by layer, its weight included."""
 
 
 def routing_tensors(
@@ -71,14 +72,14 @@ def routing_tensors(
     counts: bool,
     balance: float = 0.0,
 ) -> dict[str, Tensor]:
-    """What routers are told of a pack, on the host; `told_routers` makes it known to them.
+    """Inputs of the routers for a pack, on the host; `told_routers` takes them on the device.
 
     Args:
         lengths: tokens of each sample.
-        padded: what each takes up in the pack, and behind them what fills it up.
-        places_l: where the tokens of this rank stand in the pack.
+        padded: tokens that each sample takes up in the pack, followed by those of the segment that fills it up.
+        places_l: positions of this rank's tokens in the pack.
         routings: (tokens - 1, L, K) of each sample, or nothing.
-        counts: whether the samples count.
+        counts: whether the samples count; false for fillers.
         balance: weight of a sample in the load-balancing loss.
     """
     starts = [0, *itertools.accumulate(padded)]
@@ -102,20 +103,20 @@ def routing_tensors(
 
 
 def told_routers(tensors: Mapping[str, Tensor], samples: int) -> MicrobatchRouting:
-    """From what `routing_tensors` made of so many samples, on the device."""
+    """Make the routing of a pack of so many samples from the tensors of `routing_tensors`, on the device."""
     balance = Balance(samples, tensors["sample"], tensors["balance"]) if "balance" in tensors else None
     return MicrobatchRouting(tensors["counted"], tensors.get("given"), balance)
 
 
 def _members(experts_TK: Tensor, n_experts: int) -> Tensor:
-    """(T, E) bool: the experts that are among them."""
+    """(T, E) bool: which experts each token has."""
     members = torch.zeros(len(experts_TK), n_experts, dtype=torch.bool, device=experts_TK.device)
     return members.scatter_(1, experts_TK, True)
 
 
 def _within_best_groups(scores_TE: Tensor, groups: int, chosen: int) -> Tensor:
-    """(T, E) the scores of the experts in the best groups, -inf elsewhere. A group has the sum of its two largest
-    (DeepSeek-AI 2024, arXiv:2412.19437, and transformers), where Megatron's takes K / `chosen` of them."""
+    """(T, E): the scores of experts in the best groups, -inf elsewhere. A group is ranked by the sum of its two largest
+    scores (DeepSeek-AI 2024, arXiv:2412.19437, and transformers); Megatron takes K / `chosen` of them."""
     of_groups_TGe = scores_TE.unflatten(1, (groups, -1))
     best_TG = of_groups_TGe.topk(2, dim=-1).values.sum(-1).topk(chosen, dim=-1).indices
     others_TG = torch.ones_like(of_groups_TGe[..., 0], dtype=torch.bool).scatter_(1, best_TG, False)
@@ -123,14 +124,15 @@ def _within_best_groups(scores_TE: Tensor, groups: int, chosen: int) -> Tensor:
 
 
 class RouterChoice:
-    """Stands at `router_replay` of a layer's router, which asks it for a choice.
+    """Replaces `router_replay` of a layer's router, which calls it for a choice of experts.
 
-    Reports (E + 2,) int64 of each microbatch: the tokens that went to each expert; those whose experts were given; and
-    those of them whom the router would have sent to others.
+    It counts (E + 2,) int64 of each microbatch: the tokens that went to each expert, the tokens with given experts, and
+    those of them that the router would have sent elsewhere.
     """
 
     def __init__(self, layer: Any, number: int, tensor_rank: int, sharing: dist.ProcessGroup | None = None) -> None:
-        """`number`: of the layer among this rank's. `sharing`: ranks that share out the tokens of each sample."""
+        """`number`: index of the layer among this rank's layers with experts. `sharing`: ranks that split the tokens of
+        each sample."""
         self._number, self._tensor_rank, self._sharing = number, tensor_rank, sharing
         config = layer.mlp.router.config
         self._scores_are_shares = config.moe_router_pre_softmax
@@ -140,7 +142,7 @@ class RouterChoice:
         layer.mlp.router.router_replay = self
         layer.register_forward_pre_hook(self._begin, with_kwargs=True)
         if layer.mlp.moe_layer_recompute:
-            # Megatron would compute the experts again while the router is at a later microbatch.
+            # Megatron would recompute the experts in backward, when the router already holds a later microbatch.
             layer.mlp.moe_layer_recompute, layer.mlp.forward = False, partial(self._recomputed, layer.mlp.forward)
 
     def _begin(self, _layer: Any, _args: Any, options: Mapping[str, Any]) -> None:
@@ -158,7 +160,7 @@ class RouterChoice:
     def get_replay_topk(
         self, scores_TE: Tensor, chosen: int, groups: int | None, of_groups: int | None, largest: Callable[..., Any]
     ) -> tuple[Tensor, Tensor]:
-        """(T, K) scores that count, and (T, K) their experts; as Megatron's router calls it."""
+        """(T, K) scores of the chosen experts, and (T, K) their indices; the signature is that of Megatron's router."""
         if self._scores_are_sigmoids:
             biased_TE = scores_TE + self._router.correction_bias
             if groups is not None and of_groups is not None:
@@ -176,7 +178,7 @@ class RouterChoice:
         known_T = changed_T = torch.zeros_like(counted_T)
         if microbatch.given_LlK is not None:
             given_TK = microbatch.given_LlK[self._number, here].long()
-            nearest_TK = given_TK.clamp(0, n_experts - 1)  # itself, of an expert
+            nearest_TK = given_TK.clamp(0, n_experts - 1)  # equal to the given index where that is an expert's
             given_TE = _members(nearest_TK, n_experts)
             known_T = (nearest_TK == given_TK).all(1) & (given_TE.sum(1) == chosen)
             changed_T = known_T & (given_TE & ~members_TE).any(1)
@@ -193,9 +195,11 @@ class RouterChoice:
         return values_TK, experts_TK
 
     def _balancing_loss(self, scores_TE: Tensor, members_TE: Tensor, balance: Balance, here: slice) -> Tensor:
-        """The weighted loss of this rank's tokens, times K: of a sample E sum_e n_e sum_t p_te / T^2, if n_e of its T
-        tokens go to expert e, which has p_te of a token's softmax, or of its sigmoids together. That is K where both
-        are even."""
+        """Weighted load-balancing loss of this rank's tokens, times K.
+
+        For a sample of T tokens it is E sum_e n_e sum_t p_te / T^2, where n_e tokens go to expert e and p_te is its
+        share of a token's softmax, or of the token's sum of sigmoids. It equals K where both are uniform.
+        """
         sample_T, weights_T = balance.sample_l[here], balance.weights_l[here]
         if self._scores_are_sigmoids:
             shares_TE = scores_TE / scores_TE.sum(-1, keepdim=True)
@@ -210,7 +214,7 @@ class RouterChoice:
 
 
 def summed_reports(microbatches: Iterable[MicrobatchRouting | None]) -> Tensor | None:
-    """(L, E + 2): the reports of all microbatches, of one layer with experts after another; None without any."""
+    """(L, E + 2): the counts of all microbatches, one row for each layer with experts; None without any."""
     found = [
         torch.stack([microbatch.reports[number] for number in sorted(microbatch.reports)])
         for microbatch in microbatches
@@ -220,6 +224,6 @@ def summed_reports(microbatches: Iterable[MicrobatchRouting | None]) -> Tensor |
 
 
 def summed_losses(microbatches: Iterable[MicrobatchRouting | None]) -> float:
-    """The load-balancing loss of all microbatches and layers here, its weight included."""
+    """Load-balancing loss summed over microbatches and this rank's layers, its weight included."""
     losses = [loss for microbatch in microbatches if microbatch is not None for loss in microbatch.losses.values()]
     return float(torch.stack(losses).sum()) if losses else 0.0

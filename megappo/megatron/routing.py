@@ -1,12 +1,12 @@
-"""The way of tokens to their experts and back, without a look at the routing from the host.
+"""Dispatch of tokens to their experts and back, without reading the routing on the host.
 
-Megatron-Core's dispatcher finds the places of the routed tokens by `masked_select`, twice, and sorts what came by the
-counts of each expert as host numbers: in every layer and pass, also where one rank has all experts. Here orders are
-computed on the device, from sizes that are known. One thing is left to read, where ranks share out the experts: how
-many rows they send each other, which collectives want to know.
+Megatron-Core's dispatcher finds the rows of routed tokens by `masked_select`, twice, and sorts received rows with each
+expert's count as a host number: in every layer and pass, even where one rank has all experts. Here orders are computed
+on the device from known sizes. The host reads only one thing, where ranks split the experts: how many rows they send
+each other, which collectives need.
 
-Shape legend: T tokens of this rank, E experts, K of them for each token, N = T K rows; P ranks that share out the
-experts, L experts of this rank, R rows that it receives; H hidden size.
+Shape legend: T tokens of this rank, E experts, K of them for each token, N = T K rows; P ranks that split the experts,
+L experts of this rank, R rows that it receives; H hidden size.
 """
 
 from __future__ import annotations
@@ -25,12 +25,12 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class Reordering:
-    """New rows of old ones, each of which has K copies among them."""
+    """Maps old rows to new ones; each old row has K copies among the new rows."""
 
     sources_N: Tensor
-    """(N,) int64: the old row that a new one is a copy of."""
+    """(N,) int64: the old row that each new row is a copy of."""
     copies_TK: Tensor
-    """(T, K) int64: where the copies of an old row stand."""
+    """(T, K) int64: the new rows that are copies of each old row."""
 
     def spread(self, rows: Tensor) -> Tensor:
         """(T, H) -> (N, H)."""
@@ -38,7 +38,7 @@ class Reordering:
         return spread
 
     def collect(self, rows: Tensor) -> Tensor:
-        """(N, H) -> (T, H): the sum over the copies of each row, which is what `spread` does backward."""
+        """(N, H) -> (T, H): the sum over the copies of each row; the gradient of `spread`."""
         collected: Tensor = _Collect.apply(rows, self.sources_N, self.copies_TK)
         return collected
 
@@ -49,7 +49,8 @@ def _sums(rows: Tensor, copies_TK: Tensor) -> Tensor:
 
 
 class _Spread(torch.autograd.Function):
-    """Torch's own gradient of a gather adds rows up in whatever order they come on a GPU."""
+    """Gather of rows whose gradient is a sum in a fixed order; torch's gradient of a gather adds rows in an
+    undetermined order on a GPU."""
 
     @staticmethod
     def forward(ctx: Any, rows: Tensor, sources_N: Tensor, copies_TK: Tensor) -> Tensor:
@@ -73,9 +74,10 @@ class _Collect(torch.autograd.Function):
 
 
 def by_expert(experts_N: Tensor, chosen: int) -> tuple[Reordering, Tensor]:
-    """The order of the rows by expert, and by token within one: of the tokens, and (N,) of the rows themselves.
+    """Order rows by expert, and by token within an expert. Returns the reordering of tokens, and (N,) the old index of
+    each row.
 
-    `experts_N`: the expert of each row, in the order of the tokens, which have `chosen` rows each.
+    `experts_N`: the expert of each row; rows are in the order of tokens, `chosen` rows each.
     """
     order_N = experts_N.argsort(stable=True)
     places_N = torch.empty_like(order_N).scatter_(0, order_N, torch.arange(len(order_N), device=order_N.device))
@@ -83,12 +85,13 @@ def by_expert(experts_N: Tensor, chosen: int) -> tuple[Reordering, Tensor]:
 
 
 def by_own_expert(counts_PL: Tensor, n_rows: int) -> Reordering:
-    """The order by expert, and by sender within one, of rows that came by sender; `counts_PL` came from each."""
+    """Order received rows by expert, and by sender within an expert. They arrive by sender; `counts_PL`: rows from each
+    sender for each expert."""
     return Reordering(_transposed(counts_PL, n_rows), _transposed(counts_PL.T, n_rows).unsqueeze(1))
 
 
 def _transposed(counts_AB: Tensor, n_rows: int) -> Tensor:
-    """(R,) where the rows in the order (b, a) stand in the order (a, b); each pair has a run of so many rows."""
+    """(R,): where the rows in the order (b, a) are in the order (a, b); each pair has a run of `counts_AB` rows."""
     shifts_AB = _starts(counts_AB) - _starts(counts_AB.T).T
     rows = torch.arange(n_rows, device=counts_AB.device)
     return rows + shifts_AB.T.flatten().repeat_interleave(counts_AB.T.flatten(), output_size=n_rows)
@@ -100,7 +103,7 @@ def _starts(counts_AB: Tensor) -> Tensor:
 
 
 class _OnItsWay:
-    """Numbers that the host asks for now and reads later, without waiting for what the device was given meanwhile."""
+    """Numbers whose copy to the host is started now and read later, without waiting for other work of the device."""
 
     def __init__(self, numbers: Tensor) -> None:
         self._numbers = numbers.to("cpu", non_blocking=True)
@@ -115,7 +118,7 @@ class _OnItsWay:
 
 
 class TokenDispatcher(MoETokenDispatcher):
-    """Brings rows to their experts and back; Megatron's layer calls the methods in the order in which they stand.
+    """Sends rows to their experts and back; Megatron's layer calls the methods in the order in which they stand here.
 
     No token is dropped and nothing is padded. An expert is whole on its rank.
     """
@@ -126,7 +129,8 @@ class TokenDispatcher(MoETokenDispatcher):
         self._experts_here = config.num_moe_experts // self.ep_size
 
     def dispatch_preprocess(self, tokens: Tensor, routing_map: Tensor, probs: Tensor) -> tuple[Tensor, Tensor]:
-        """(N, H) and (N,): rows and their weights. Tokens are (..., H), where they are sent to and weights (T, E)."""
+        """Returns (N, H) rows and their (N,) weights. `tokens` is (..., H); the routing map and the weights `probs` are
+        (T, E)."""
         self._shape, chosen = tokens.shape, self.config.moe_router_topk
         n_tokens, n_experts = routing_map.shape
         cells_N = routing_map.flatten().nonzero_static(size=n_tokens * chosen).flatten()
@@ -138,13 +142,15 @@ class TokenDispatcher(MoETokenDispatcher):
         return self._by_expert.spread(tokens.reshape(-1, self._shape[-1])), weights_N
 
     def _tell_counts(self) -> None:
-        """From how many rows go to each expert to how many come for each of this rank's."""
+        """Exchange counts with the other ranks: from the rows sent to each expert to the rows received for each of this
+        rank's experts."""
         sent_PL, self._counts_PL = self._counts_PL, torch.empty_like(self._counts_PL)
+        # Before the all-to-all of rows: that one needs its sizes on the host, and this leaves time to copy them.
         dist.all_to_all_single(self._counts_PL, sent_PL, group=self.ep_group)
         self._splits = _OnItsWay(torch.stack([sent_PL.sum(1), self._counts_PL.sum(1)]))
 
     def token_dispatch(self, hidden_states: Tensor, probs: Tensor) -> tuple[Tensor, Tensor]:
-        """(R, H) and (R,): what the ranks have for this one's experts."""
+        """(R, H) and (R,): rows and weights that all ranks send to this rank's experts."""
         if self.ep_size == 1:
             return hidden_states, probs
         self._sent, self._received = self._splits.read()
@@ -152,7 +158,7 @@ class TokenDispatcher(MoETokenDispatcher):
         return received[0], received[1]
 
     def dispatch_postprocess(self, hidden_states: Tensor, probs: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Rows, how many each expert has, and weights, in the order of this rank's experts."""
+        """Rows, the count of each expert, and weights, ordered by this rank's experts."""
         counts_L = self._counts_PL.sum(0)
         if self.ep_size == 1:
             return hidden_states, counts_L, probs
@@ -161,15 +167,15 @@ class TokenDispatcher(MoETokenDispatcher):
         return self._by_own_expert.spread(hidden_states), counts_L, weights_R
 
     def combine_preprocess(self, hidden_states: Tensor) -> Tensor:
-        """Back to the order in which rows came."""
+        """Rows in the order in which they arrived."""
         if self.ep_size == 1:
             return hidden_states
         rows = self._by_own_expert.collect(hidden_states)
-        del self._by_own_expert  # what backward needs of it, autograd holds
+        del self._by_own_expert  # autograd keeps what backward needs
         return rows
 
     def token_combine(self, hidden_states: Tensor) -> Tensor:
-        """(N, H): to where the rows came from."""
+        """(N, H): rows sent back to the ranks they came from."""
         if self.ep_size == 1:
             return hidden_states
         return all_to_all(self.ep_group, hidden_states, self._sent, self._received)

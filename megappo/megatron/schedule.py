@@ -38,7 +38,7 @@ class PlacedSample:
     fields: Mapping[str, Tensor] = field(default_factory=dict)
     """(R,) float32 each: what an update needs per response token."""
     routing: Tensor | None = None
-    """(T - 1, L, K): the experts that the engine sent each token to, in this rank's layers; None: routers choose."""
+    """(T - 1, L, K): experts that the engine used for each token, in this rank's layers; None: routers choose."""
 
 
 @dataclass(frozen=True)
@@ -50,15 +50,15 @@ class PackedBatch:
     tokens_1l: Tensor
     segments: PackedSegments
     rows_N: Tensor
-    """(N,) int64: positions among this rank's tokens whose output predicts a response token."""
+    """(N,) int64: rows among this rank's tokens whose output predicts a response token."""
     labels_N: Tensor
-    """(N,) int64: the response token that each of the rows predicts."""
+    """(N,) int64: the response token that each row predicts."""
     sequences_N: Tensor
-    """(N,) int64: the place among `sample_ids` of the sample that each of the rows belongs to."""
+    """(N,) int64: index in `sample_ids` of the sample that each row belongs to."""
     own_N: Tensor
-    """(N,) int64: which of the W response tokens the rows predict."""
+    """(N,) int64: index of each row's response token among the W of the pack."""
     fields_W: Mapping[str, Tensor]
-    """float32: the samples' fields, one after another."""
+    """float32: the samples' fields, concatenated."""
     is_filler: bool
 
 
@@ -71,11 +71,12 @@ def pack_samples(
     is_filler: bool = False,
     balance: float | None = None,
 ) -> PackedBatch:
-    """Pack samples, which have the same fields, and keep the tokens of a shard; the host waits for no device.
+    """Pack samples, which have the same fields, and keep the tokens of a context shard. The host does not wait for the
+    device.
 
-    What is shared out is padded behind each sample's end, where nothing sees it. A shard is filled up to a multiple of
-    so many tokens by a segment of its own, which nothing reads. `balance`: of a model with experts, whose routers are
-    told of the pack: what a sample weighs in the load-balancing loss.
+    Under context parallelism each sample is padded at its end, where nothing attends to the padding. A shard is filled
+    up to a multiple of `multiple_of` tokens by a segment of its own, whose output is not read. `balance`: weight of a
+    sample in the load-balancing loss; None for a model without experts.
     """
     responses = [s.response_tokens for s in samples]
     padded = [shard.padded(len(s.tokens_T)) for s in samples]
@@ -113,13 +114,13 @@ def pack_samples(
 
 
 class Task(Protocol):
-    """What a pass through the model is for."""
+    """Purpose of a pass through the model: what the output layer computes and what is reported."""
 
     def expect(self, head: Any, batch: PackedBatch) -> None:
-        """Tell the output layer, on the last stage, what the next microbatch wants of it."""
+        """Tell the output layer, on the last stage, what to compute for the next microbatch."""
 
     def finish(self, head: Any, output_NC: Tensor, batch: PackedBatch) -> tuple[Tensor, Any]:
-        """What the output layer made of it -> (the scalar to differentiate, what to report)."""
+        """Turn the output layer's output into (the scalar to differentiate, the report)."""
 
 
 def run_schedule(
@@ -127,8 +128,8 @@ def run_schedule(
 ) -> list[Any]:
     """Run all microbatches forward (and backward) through the pipeline.
 
-    Gradients are summed over microbatches, context ranks and data parallel replicas. Returns on the last stage what
-    `task` reported for each microbatch in order, elsewhere an empty list.
+    Gradients are summed over microbatches, context ranks and data parallel replicas. Returns the reports of `task` for
+    each microbatch in order on the last stage, and an empty list elsewhere.
     """
 
     def forward_step(batches: Iterator[PackedBatch], model: Any) -> tuple[Tensor, Callable[[Tensor], Any]]:
@@ -141,8 +142,9 @@ def run_schedule(
 
         def finish(output_1NC: Tensor) -> tuple[Tensor, Tensor, Any]:
             scalar, report = task.finish(gpt.output_layer, output_1NC.squeeze(0), batch)
-            # The second value is Megatron's token count, which `calculate_per_token_loss` would divide by.
-            # The first is freed where `deallocate_pipeline_outputs` says so, which it does not take of a view.
+            # Three values: Megatron would multiply the first of two by the context parallel size (0.16.1 / 0.19.2,
+            # schedules.py:269/340). The second is its token count, which `calculate_per_token_loss` would divide by.
+            # The first is a clone, because `deallocate_pipeline_outputs` frees it and cannot free a view.
             return scalar.clone(), torch.zeros((), dtype=torch.int32, device=scalar.device), report
 
         return output, finish
@@ -171,7 +173,7 @@ def run_schedule(
 
 
 def _p2p(chunks: Sequence[Any], layout: Layout) -> Any:
-    """The pipeline schedules want their communicator together with the process groups; one stage has none."""
+    """Communicator of the pipeline; the schedules need it together with the process groups. None for a single stage."""
     if layout.grid.pp == 1:
         return None
     from megatron.core.pipeline_parallel.p2p_communication import P2PCommunicator
@@ -180,5 +182,5 @@ def _p2p(chunks: Sequence[Any], layout: Layout) -> Any:
 
 
 def finalize_summed_grads(models: list[Any], num_tokens: Tensor | None, **groups: Any) -> None:
-    """Megatron's finalisation without its division by tokens: our loss weights are already global."""
+    """Megatron's finalisation of gradients without its division by tokens: our loss weights are already global."""
     finalize_model_grads(models, None, **groups)

@@ -1,10 +1,10 @@
-"""Attention of short segments in bfloat16 on a CPU, as plain matrix products.
+"""Attention of short bfloat16 segments on a CPU by plain matrix products.
 
-torch's flash kernel for CPUs is made for long sequences: of segments of 73 tokens it takes four times as long, most of
-it in backward. Scores and their softmax are float32, as in kernels. The shares of attention stay until backward in
-bfloat16, where a kernel would compute them again.
-Shape legend: t tokens of a pack, h query heads, g key/value heads, d channels, r = h / g; S segments of a rectangle, L
-the longest of them, Q = S g r L rows of queries in all rectangles, K = S g L rows of keys.
+torch's flash kernel for CPUs is made for long sequences: for segments of 73 tokens it takes four times as long, mostly
+in backward. Scores and softmax are float32, as in fused kernels. Attention probabilities are kept for backward in
+bfloat16, where a kernel would recompute them. Shape legend: t tokens of a pack, h query heads, g key/value heads, d
+channels, r = h / g; S segments of a rectangle, L the longest of them, Q = S g r L rows of queries in all rectangles, K
+= S g L rows of keys.
 """
 
 from __future__ import annotations
@@ -21,47 +21,48 @@ from torch.autograd.function import once_differentiable
 from megappo.families.architecture import SHORT_SEGMENT
 
 _LEAST_SHARE = 0.8
-"""Of the longest segment of a rectangle: what is shorter begins one of its own."""
+"""Least length of a segment, as a share of the longest one of its rectangle; a shorter one begins another rectangle."""
 BLOCK_BYTES = 2**21
-"""Of float32 scores made at once, so that they stay in a CPU's caches."""
+"""Bytes of float32 scores that are computed at once, so that they stay in a CPU's caches."""
 
 
 def takes_products(query: Tensor, lengths: Sequence[int], window: int | None) -> bool:
-    """Whether segments that see themselves alone are attended faster so; in float32 torch's kernel is as fast."""
+    """Whether plain products are faster for segments that attend to themselves only. In float32 torch's kernel is as
+    fast."""
     if query.is_cuda or query.dtype != torch.bfloat16:
         return False
     return max(lengths) <= min(SHORT_SEGMENT, window or SHORT_SEGMENT)
 
 
 def attend_short(query: Tensor, key: Tensor, value: Tensor, lengths: tuple[int, ...], scale: float) -> Tensor:
-    """Causal attention of segments of (t, h, d) queries, and (t, g, d) keys and values -> (t, h, d)."""
+    """Causal attention of segments: (t, h, d) queries, (t, g, d) keys and values -> (t, h, d)."""
     found: Tensor = _Products.apply(query, key, value, _places(lengths, query.shape[1], key.shape[1]), scale)
     return found
 
 
 @dataclass(frozen=True)
 class _Rectangle:
-    """Segments of similar lengths, and where they lie among the rows of all rectangles."""
+    """Segments of similar lengths, and their rows among those of all rectangles."""
 
     segments: int
     longest: int
     queries: slice
     keys: slice
     bias_LL: Tensor
-    """float32: what is added to the score of a query, by its row, and a key: -inf where it does not see it, else 0."""
+    """float32: added to the score of each query (row) and key (column): -inf where the key is masked, else 0."""
 
 
 @dataclass(frozen=True)
 class _Places:
-    """How the rows of d channels of a pack are put into rectangles, S x g x r x L after S x g x r x L. Padding is the
-    segment's last token once more: causality hides it from all others, and it gets no gradient."""
+    """Mapping between the rows of a pack and rectangles, each S x g x r x L, one after the other. Padding repeats the
+    segment's last token: the causal mask hides it from all others, and it gets no gradient."""
 
     rectangles: tuple[_Rectangle, ...]
     queries_Q: Tensor
-    """Row of (t h, d) that each row of the rectangles is."""
+    """Row of (t h, d) for each row of the rectangles."""
     keys_K: Tensor
     of_queries: Tensor
-    """(t h,): row of the rectangles that each row of the pack is."""
+    """(t h,): row of the rectangles for each row of the pack."""
     of_keys: Tensor
     padding: Tensor
     """Rows of queries in the rectangles that are padding."""
@@ -69,7 +70,7 @@ class _Places:
 
 @lru_cache(maxsize=32)
 def _places(lengths: tuple[int, ...], heads: int, groups: int) -> _Places:
-    """Once for all layers of a microbatch."""
+    """Mapping for these lengths; cached, because all layers of a microbatch share it."""
     starts = torch.tensor([0, *lengths]).cumsum(0)
     rectangles: list[_Rectangle] = []
     queries: list[Tensor] = []
@@ -101,7 +102,7 @@ def _places(lengths: tuple[int, ...], heads: int, groups: int) -> _Places:
 
 
 def _similar(lengths: Sequence[int]) -> Iterator[list[int]]:
-    """Numbers of segments of similar length, the longest of each first."""
+    """Indices of segments, grouped by similar length, the longest of each group first."""
     members: list[int] = []
     for i in sorted(range(len(lengths)), key=lambda i: -lengths[i]):
         if members and lengths[i] < _LEAST_SHARE * lengths[members[0]]:
@@ -146,7 +147,7 @@ class _Products(torch.autograd.Function):
             for block in _blocks(q, rectangle.longest):
                 torch.bmm(share[block].transpose(1, 2), given[block], out=of_v[block])
                 of_share, wide = torch.bmm(given[block], v[block].transpose(1, 2)).float(), share[block].float()
-                # As autograd calls it: wide * (of_share - its mean by shares).
+                # The softmax backward as autograd calls it: wide * (of_share - its mean weighted by the shares).
                 of_scores = torch._softmax_backward_data(of_share, wide, -1, wide.dtype).mul_(ctx.scale).to(q.dtype)
                 torch.bmm(of_scores, k[block], out=of_q[block])
                 torch.bmm(of_scores.transpose(1, 2), q[block], out=of_k[block])
@@ -165,11 +166,11 @@ def _rows(x: Tensor, places: Tensor) -> Tensor:
 
 
 def _shape(query: Tensor, key: Tensor, rectangle: _Rectangle) -> tuple[int, int]:
-    """Rows of queries beside one another that share keys, and channels."""
+    """Rows of queries that share a key head, and channels."""
     return query.shape[1] // key.shape[1] * rectangle.longest, query.shape[2]
 
 
 def _blocks(queries: Tensor, longest: int) -> Iterator[slice]:
-    """Of pairs of a segment and a key head."""
+    """Blocks of (segment, key head) pairs, each with at most `BLOCK_BYTES` of scores."""
     step = max(1, BLOCK_BYTES // (4 * queries.shape[1] * longest))
     return (slice(start, start + step) for start in range(0, len(queries), step))

@@ -1,4 +1,4 @@
-"""Layers of a pipeline's chunks, as Megatron asks for them."""
+"""Layers of a pipeline's chunks, as Megatron queries them."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ from megatron.core.transformer.pipeline_parallel_layer_layout import PipelinePar
 
 
 class StageLayers(PipelineParallelLayerLayout):
-    """Megatron's own layout of a pipeline, but for a rank whose stage it is told.
+    """Megatron's own pipeline layout for a rank whose stage is given.
 
-    Megatron-Core 0.16 asks its layout without a stage, and that takes stage and chunks from global state, which roles
-    on groups of their own do not have.
+    Megatron-Core 0.16 queries its layout without a stage, which then reads stage and chunk from global state. Roles
+    with groups of their own do not set that state.
     """
 
     def __init__(self, chunk_layers: Sequence[int], stages: int, stage: int) -> None:
-        """`chunk_layers` in the order in which a token passes the chunks."""
+        """`chunk_layers`: layers of each chunk, in the order in which a token passes the chunks."""
         rows = [["decoder"] * count for count in chunk_layers]
         super().__init__([["embedding", *rows[0]], *rows[1:-1], [*rows[-1], "loss"]], stages)
         self._stage = stage

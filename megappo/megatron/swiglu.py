@@ -19,8 +19,8 @@ def is_swiglu(settings: Mapping[str, Any]) -> bool:
 
 
 class SwiGLU(nn.Module):
-    """Stands at `activation_func` of an MLP's submodules, which Megatron builds where `use_te_activation_func` is true:
-    the only place for an activation that is given gate and up at once."""
+    """Replaces `activation_func` of an MLP's submodules. Megatron builds it where `use_te_activation_func` is true: the
+    only hook for an activation that takes gate and up in one tensor."""
 
     def __init__(self, config: Any) -> None:
         super().__init__()
@@ -31,10 +31,11 @@ class SwiGLU(nn.Module):
 
 
 def mlp_submodules(layer: ModuleSpec) -> Any:
-    """What the MLP or the experts of a layer's spec are built of."""
+    """Submodules of the MLP or of the experts in a layer's spec."""
     return submodules(layer.submodules.mlp)
 
 
 def submodules(module: Any) -> Any:
-    """What a module is built of: Megatron-Core 0.16 has a spec of it, 0.19 a function that builds it."""
+    """Submodules of a module's spec: Megatron-Core 0.16 has a spec, 0.19 a function (`functools.partial`) that builds
+    the module."""
     return module.keywords["submodules"] if isinstance(module, partial) else module.submodules

@@ -1,1 +1,1 @@
-"""What a user sees of a run."""
+"""Output of a run for its user: console, logs, metrics, profiles and saved samples."""

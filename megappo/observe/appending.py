@@ -1,4 +1,4 @@
-"""A file that grows by whole pieces, although its disk may be full for a while."""
+"""A file that grows by whole pieces, even if its disk is full for a while."""
 
 from __future__ import annotations
 
@@ -7,15 +7,15 @@ from pathlib import Path
 
 
 class AppendedFile:
-    """Pieces are appended whole: what there is of one that failed is cut off before the next."""
+    """Appends whole pieces: a partly written piece is cut off before the next one."""
 
     def __init__(self, path: Path) -> None:
-        """Append to the file, which is made where it is missing. Raises OSError where it cannot be written."""
+        """Open the file for appending, and create it where it is missing. Raises OSError where it cannot be written."""
         self._file = path.open("ab", buffering=0)
         self._torn_at: int | None = None
 
     def append(self, piece: bytes) -> None:
-        """Write all of it, readable at once. Raises OSError."""
+        """Write the whole piece, so that it can be read at once. Raises OSError."""
         size = os.fstat(self._file.fileno()).st_size
         if self._torn_at is not None:
             size = min(size, self._torn_at)  # somebody may have emptied the file to make room
@@ -30,5 +30,5 @@ class AppendedFile:
             raise
 
     def close(self) -> None:
-        """May be called twice."""
+        """Close the file; may be called twice."""
         self._file.close()

@@ -1,4 +1,4 @@
-"""Charts made of characters."""
+"""Charts made of text characters."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from collections.abc import Iterable, Sequence
 BLOCKS = "▁▂▃▄▅▆▇█"
 """Characters of rising height."""
 ASCII_BLOCKS = "_.-=*#"
-"""The same for a terminal that knows no Unicode."""
+"""Characters of rising height for a terminal without Unicode."""
 
 
 def sparkline(values: Iterable[float], width: int, *, blocks: str = BLOCKS) -> str:
@@ -26,13 +26,13 @@ def curve(
 ) -> str:
     """A chart of several lines: values upwards, their positions to the right.
 
-    Of more than `width` values each column shows the mean of its share. Values that are not finite leave a gap.
+    With more than `width` values each column shows the mean of its share. Values that are not finite leave a gap.
 
     Args:
-        values: in order, one per step for instance.
+        values: in order, for instance one per step.
         width: most columns of the chart, labels not counted; at least 1.
         height: rows of the chart, axis not counted; at least 1.
-        ends: what is written under the first value and the last, such as their steps; their positions, from 1.
+        ends: labels under the first and the last value, such as their steps; default: positions, from 1.
         mark: the character of a point.
     """
     assert width >= 1 and height >= 1, f"a chart of {width} x {height} characters"
@@ -63,7 +63,7 @@ def curve(
 
 def _level(value: float, low: float, high: float, levels: int) -> int:
     """0 for `low` to `levels` - 1 for `high`; 0 where they are equal."""
-    span = high / 2 - low / 2  # halves: the whole may be more than a float holds
+    span = high / 2 - low / 2  # halves, as the whole may overflow a float
     return round((value / 2 - low / 2) / span * (levels - 1)) if span > 0 else 0
 
 

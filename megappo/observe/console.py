@@ -1,4 +1,4 @@
-"""What a person at the terminal sees."""
+"""Console output of a run."""
 
 from __future__ import annotations
 
@@ -33,10 +33,10 @@ _LINE = (
     ("tok/s", "tokens_per_second", ".0f"),
     ("s", "time/step", ".2f"),
 )
-"""Label, metric and format of a plain line."""
+"""Label, metric and format of each item of a plain line."""
 _TABLE = (*(name for _, name, _ in _LINE), "actor/grad_norm", "critic/loss", "mismatch/mean")
 _FAILURES = {"reward/failures": "failed rewards", "episode/failures": "failed episodes"}
-"""Metrics that are shown where they are not 0, and their labels."""
+"""Metrics that are shown where they are not 0, with their labels."""
 _KEPT_STEPS = 60
 _SPARKLINE_COLUMNS = 24
 _KEPT_WARNINGS = 3
@@ -46,7 +46,7 @@ _ETA_WINDOW_SECONDS = 6 * 3600.0
 
 
 class PlainView(View):
-    """One line per step, and one a minute in a stage that takes longer."""
+    """Prints one line per step, and one a minute in a stage that takes longer."""
 
     def __init__(
         self,
@@ -57,33 +57,33 @@ class PlainView(View):
         every_seconds: float = 60.0,
         clock: Callable[[], float] = time.time,
     ) -> None:
-        """`clock`: seconds since 1970, of which lines show the time of day here."""
+        """`clock`: seconds since 1970; lines show its local time of day."""
         super().__init__(stream)
         self._clock = clock
         self._begun: tuple[int, float] | None = None
-        """The step that was the first here, and when it began."""
+        """The first step of this process, and when it began."""
         self._total_steps, self._progress, self._every_seconds = total_steps, progress, every_seconds
         self._step: int | None = None
         self._closed = threading.Event()
         self._lines = 0
-        """Lines that were printed of this stage so far."""
+        """Number of lines printed in this stage so far."""
         self._thread: threading.Thread | None = None
 
     def begin_step(self, step: int) -> None:
-        """Note the step for the lines that follow; the first one starts the clock of what is left."""
+        """Note the step for the following lines; the first one starts the clock of the ETA."""
         self._step = step
         if self._begun is None:
             self._begun = (step, self._clock())
 
     def stage(self, name: str) -> None:
-        """Count the lines of this stage; the first stage starts the thread that reports on long ones."""
+        """Reset the count of lines; the first stage starts the thread that reports on long ones."""
         self._lines = 0
         if self._thread is None:
             self._thread = threading.Thread(target=self._watch, name="progress", daemon=True)
             self._thread.start()
 
     def close(self) -> None:
-        """End the thread that reports on long stages."""
+        """Stop the thread that reports on long stages."""
         self._closed.set()
 
     def _watch(self) -> None:
@@ -94,7 +94,7 @@ class PlainView(View):
                 self.message(f"{of_step}{self._progress.text()} ({self._time_of_day()})")
 
     def step(self, step: int, metrics: Mapping[str, float]) -> None:
-        """The key metrics that there are, the time of day, and how long the steps that are left will take."""
+        """Print the step's key metrics, the time of day, and the estimated time for the remaining steps."""
         parts = [f"{label} {metrics[name]:{form}}" for label, name, form in _LINE if name in metrics]
         parts += [f"{label} {metrics[name]:.1%}" for name, label in _FAILURES.items() if metrics.get(name)]
         parts += [self._time_of_day(), *self._left(step)]
@@ -104,7 +104,7 @@ class PlainView(View):
         return time.strftime("%H:%M:%S", time.localtime(self._clock()))
 
     def _left(self, step: int) -> list[str]:
-        """At the mean pace of the steps so far, evaluations and checkpoints between them included."""
+        """ETA at the mean pace of the steps so far, including evaluations and checkpoints between them."""
         if self._begun is None or step >= self._total_steps:
             return []
         first, since = self._begun
@@ -113,7 +113,7 @@ class PlainView(View):
 
 
 class _Doing:
-    """What the stage has done so far, asked anew whenever the screen is drawn."""
+    """Progress of the stage, read whenever the screen is drawn."""
 
     def __init__(self, progress: StageProgress) -> None:
         self._progress = progress
@@ -123,11 +123,11 @@ class _Doing:
 
 
 class LiveView(View):
-    """Last message, progress with ETA, stage and what it has done, last warnings, metrics and step times, redrawn in
-    place."""
+    """Redraws in place: last message, progress with ETA, stage and its progress, last warnings, metrics and step
+    times."""
 
     def __init__(self, stream: TextIO, total_steps: int, progress: StageProgress = PROGRESS) -> None:
-        """Nothing is drawn before the first call, so that a run that fails to start leaves the terminal alone."""
+        """Draws nothing before the first call, so that a run that fails to start leaves the terminal as it is."""
         self._doing = _Doing(progress)
         self._console = Console(file=stream, force_terminal=True)
         self._blocks = BLOCKS if self._console.encoding.startswith("utf") else ASCII_BLOCKS
@@ -159,13 +159,13 @@ class LiveView(View):
         self._draw()
 
     def stage(self, name: str) -> None:
-        """Name the stage beside the bar."""
+        """Show the stage's name beside the bar."""
         description = name if self._step is None else f"step {self._step}: {name}"
         self._progress.update(self._task, description=description)
         self._draw()
 
     def step(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Take the numbers over and move the bar."""
+        """Store the step's metrics and move the bar."""
         for name, history in self._history.items():
             if name in metrics and (metrics[name] or history or name not in _FAILURES):
                 history.append(metrics[name])
@@ -174,7 +174,7 @@ class LiveView(View):
         self._draw()
 
     def message(self, text: str) -> None:
-        """Show it above the bar; the one before moves up into the scrollback, so each is written once."""
+        """Show a message above the bar. The previous one moves up into the scrollback, so each is written once."""
         if self._closed:
             self._console.print(text, markup=False, highlight=False)
             return
@@ -184,8 +184,8 @@ class LiveView(View):
             self._console.print(before, markup=False, highlight=False)
 
     def warn(self, text: str) -> None:
-        """Show it below the bar until newer ones have taken its place, or the same was said again; it moves up into the
-        scrollback then."""
+        """Show a warning below the bar, until newer ones replace it or it is repeated; then it moves up into the
+        scrollback."""
         if self._closed:
             self.message(text)
             return
@@ -215,7 +215,8 @@ class LiveView(View):
         self._live.start()
 
     def _table(self) -> Table:
-        """Metrics with last value and course at the left, seconds and share of each stage at the right."""
+        """Table with each metric's last value and course on the left, and each stage's seconds and share on the
+        right."""
         table = Table(box=None, pad_edge=False)
         table.add_column("metric")
         table.add_column("last", justify="right")
@@ -248,7 +249,7 @@ def make_view(mode: Literal["auto", "live", "plain", "quiet"], total_steps: int,
     if stream is None:
         stream = sys.stderr if mode == "quiet" else sys.stdout
     if isinstance(stream, io.TextIOWrapper):
-        stream.reconfigure(errors="backslashreplace")  # a text that the terminal cannot show must not end a run
+        stream.reconfigure(errors="backslashreplace")  # unencodable text must not end a run
     if mode == "auto":
         drawable = stream.isatty() and not Console(file=stream).is_dumb_terminal
         mode = "live" if drawable else "plain"

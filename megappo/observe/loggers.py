@@ -1,7 +1,7 @@
-"""What takes a run's metrics besides its own files: TensorBoard, Weights & Biases, and loggers of the user's.
+"""Loggers of a run's metrics besides its own files: TensorBoard, Weights & Biases, and loggers of the user's.
 
-The start of a logger may end the run with a sentence. Later a run is worth more than what is written of it: `Contained`
-turns whatever a logger raises into a message.
+A logger that fails to start ends the run with a message. Later a failed log must not end a run: `Contained` turns every
+exception of a logger into a message.
 """
 
 from __future__ import annotations
@@ -21,37 +21,37 @@ from megappo.plugins import check_call, failure_words, load_function
 
 
 class Logger(Protocol):
-    """Takes the metrics of each step; any method may raise anything."""
+    """Receives the metrics of each step; any method may raise any exception."""
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Take the metrics of a step."""
+        """Log the metrics of a step."""
 
     def forget_after(self, step: int) -> None:
-        """Forget what was logged of later steps than `step`, where the logger can."""
+        """Drop what was logged of later steps than `step`, where the logger can."""
 
     def close(self) -> None:
-        """Finish what was logged."""
+        """Finish and close the log."""
 
 
 class LoggerFactory(Protocol):
-    """A class or a function that `logging.loggers` names by its import path."""
+    """A class or function that `logging.loggers` names by its import path."""
 
     def __call__(self, *, directory: Path, run_name: str, config: Mapping[str, Any], **options: Any) -> Logger:
         """Make a logger, on rank 0, before models are built.
 
         Args:
-            directory: of the run, which is there.
+            directory: the run directory, which exists.
             run_name: `run.name`.
             config: all settings of the run, in JSON's types.
-            options: those that stand behind the import path.
+            options: options given with the import path.
 
-        What it raises ends the run with a sentence.
+        An exception ends the run with a message.
         """
         ...
 
 
 def find_logger(path: str, options: Mapping[str, Any]) -> LoggerFactory:
-    """What `logging.loggers` names. Raises ValueError for what cannot be imported or called."""
+    """The factory that an entry of `logging.loggers` names. Raises ValueError where it cannot be imported or called."""
     factory = load_function(path, "logging.loggers")
     given, remedy = ("directory", "run_name", "config"), "change its parameters or its options"
     check_call(factory, given, options, what=f"logging.loggers '{path}'", remedy=remedy)
@@ -61,7 +61,8 @@ def find_logger(path: str, options: Mapping[str, Any]) -> LoggerFactory:
 def make_logger(
     path: str, options: Mapping[str, Any], directory: Path, run_name: str, config: Mapping[str, Any]
 ) -> Logger:
-    """The same, made. Raises ConfigError where it fails, or is none."""
+    """Make the logger of an entry of `logging.loggers`. Raises ConfigError where that fails, or the result is no
+    logger."""
     factory = find_logger(path, options)
     try:
         logger = factory(directory=directory, run_name=run_name, config=config, **options)
@@ -77,14 +78,14 @@ def make_logger(
 
 
 class Contained:
-    """Calls one logger, and tells once that it fails and once that it works again."""
+    """Calls one logger; reports once that it fails and once that it works again."""
 
     def __init__(self, name: str) -> None:
-        """`name` is for messages, `metrics.jsonl` for instance."""
+        """`name`: name of the logger in messages, for instance `metrics.jsonl`."""
         self._name, self._fails = name, False
 
     def __call__(self, work: Callable[[], object]) -> None:
-        """Do the work; what it raises is a message, but not a second one while it goes on failing."""
+        """Run `work`. Its exception becomes a message, but only the first of consecutive failures does."""
         try:
             work()
         except Exception as error:  # noqa: BLE001 - a service's client raises what it likes, and the run goes on
@@ -97,7 +98,7 @@ class Contained:
             self._fails = False
 
     def finish(self, work: Callable[[], object]) -> None:
-        """Do the last work; what it raises is a message."""
+        """Run the last work of a logger; its exception becomes a message."""
         try:
             work()
         except Exception as error:  # noqa: BLE001 - as above
@@ -105,15 +106,15 @@ class Contained:
 
 
 class TensorBoardLogger:
-    """An event file of TensorBoard's, written by the thread that logs, so that what fails is raised there."""
+    """A TensorBoard event file. The calling thread writes it, so that errors are raised there."""
 
     def __init__(self, directory: Path) -> None:
-        """Begin a file in `directory`. Raises OSError where that cannot be written."""
+        """Create a file in `directory`. Raises OSError where it cannot be written."""
         directory.mkdir(parents=True, exist_ok=True)
         name = f"events.out.tfevents.{time.time():.6f}.{socket.gethostname()}.{os.getpid()}"
         self._file = AppendedFile(directory / name)
         self._due = _event(file_version="brain.Event:2")
-        """What the file needs before the next step's event."""
+        """Events that must be written before the next step's event."""
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
         """Write the metrics of a step. Raises OSError."""
@@ -124,7 +125,7 @@ class TensorBoardLogger:
         self._due = b""
 
     def forget_after(self, step: int) -> None:
-        """Have TensorBoard pass over earlier files' events of later steps, from the next step on."""
+        """Make TensorBoard ignore earlier files' events of later steps, from the next step on."""
         from tensorboard.compat.proto.event_pb2 import SessionLog
 
         self._due += _event(step=step + 1, session_log=SessionLog(status=SessionLog.START))
@@ -135,7 +136,7 @@ class TensorBoardLogger:
 
 
 def _event(**content: Any) -> bytes:
-    """An event as it stands in a file."""
+    """An event in the format of the file."""
     from tensorboard.compat.proto.event_pb2 import Event
     from tensorboard.summary.writer.record_writer import RecordWriter
 
@@ -148,7 +149,7 @@ class WandbLogger:
     """A run at Weights & Biases."""
 
     def __init__(self, project: str, run_name: str, config: Mapping[str, Any], directory: Path) -> None:
-        """Begin the run. Raises ConfigError where wandb is not installed or does not begin one."""
+        """Start the run. Raises ConfigError where wandb is not installed or does not start one."""
         wanted = f"logging.wandb_project is '{project}', but"
         try:
             import wandb
@@ -169,8 +170,8 @@ class WandbLogger:
         self._run.log(dict(metrics), step=step)
 
     def forget_after(self, step: int) -> None:
-        """What was sent stays there."""
+        """Does nothing: data that was sent stays there."""
 
     def close(self) -> None:
-        """Wait until everything is sent."""
+        """Wait until all data is sent."""
         self._run.finish()

@@ -1,4 +1,4 @@
-"""The files of a run that hold its numbers."""
+"""Files of a run with its metrics."""
 
 from __future__ import annotations
 
@@ -22,10 +22,10 @@ _NONFINITE = {"nan": math.nan, "inf": math.inf, "-inf": -math.inf}
 
 
 class MetricsLog:
-    """`metrics.jsonl`, `samples.jsonl` and `jumps.jsonl` always, TensorBoard, Weights & Biases and loggers of
-    the user's by configuration.
+    """Writes `metrics.jsonl`, `samples.jsonl` and `jumps.jsonl`; TensorBoard, Weights & Biases and loggers of the
+    user's where they are configured.
 
-    What cannot be written after the start is a message, and the run goes on without it.
+    A log that cannot be written after the start is reported, and the run goes on without it.
     """
 
     def __init__(
@@ -38,15 +38,15 @@ class MetricsLog:
         wandb_project: str | None = None,
         loggers: Mapping[str, Mapping[str, Any]] | None = None,
     ) -> None:
-        """Append to the files of `directory`, which is made where it is missing; for one rank only.
+        """Append to the files of `directory`, which is created where it is missing; for one rank only.
 
         Args:
             directory: the run directory.
-            run_name: the name of the run at Weights & Biases, where it has a `wandb_project`, and for `loggers`.
-            config: the whole configuration in JSON's types, for the same.
-            loggers: of the user's: options by import path.
+            run_name: the run's name at Weights & Biases, where there is a `wandb_project`, and for `loggers`.
+            config: the whole configuration in JSON's types, for the same two.
+            loggers: the user's loggers: options by import path.
 
-        Raises ConfigError where a logger is asked for and cannot be had, OSError where the directory cannot be written.
+        Raises ConfigError where a configured logger cannot be made, OSError where the directory cannot be written.
         """
         directory.mkdir(parents=True, exist_ok=True)
         self._loggers: list[tuple[Contained, Logger]] = []
@@ -61,29 +61,30 @@ class MetricsLog:
         self._contained = {name: Contained(str(directory / name)) for name in self._files}
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
-        """One line of JSON, `step` first; what is not finite is written as text, so that every line is valid JSON."""
+        """Write a line of JSON, `step` first. Numbers that are not finite are written as text, so that every line is
+        valid JSON."""
         self._write(_METRICS_FILE, {"step": step, **dict(sorted(metrics.items()))})
         for contained, logger in self._loggers:
             contained(partial(logger.log, step, metrics))
 
     def log_samples(self, step: int, samples: Sequence[Mapping[str, Any]]) -> None:
-        """One line of JSON per sample, `step` first."""
+        """Write a line of JSON per sample, `step` first."""
         for sample in samples:
             self._write(_SAMPLES_FILE, {"step": step, **sample})
 
     def log_jump(self, step: int, jump: Mapping[str, Any]) -> None:
-        """One line of JSON for an update that stands out."""
+        """Write a line of JSON for an update that stands out."""
         self._write(_JUMPS_FILE, {"step": step, **jump})
 
     def _write(self, name: str, record: Mapping[str, Any]) -> None:
         self._contained[name](partial(self._files[name].write, record))
 
     def truncate_after(self, step: int, *, is_open: bool = False) -> None:
-        """Forget what was logged of later steps than `step`, because a resumed run logs them again; where the step
-        itself `is_open`, its metrics too, which wait for its evaluation.
+        """Drop what was logged of later steps than `step`, because a resumed run logs them again; where the step itself
+        `is_open`, its metrics too, as they wait for its evaluation.
 
-        Each file is replaced at once: a run killed here leaves the old one or the new one. TensorBoard is told to pass
-        over its old events; what Weights & Biases was sent stays there. Raises OSError where a file cannot be written.
+        Each file is replaced atomically: a run killed here leaves the old one or the new one. TensorBoard is told to
+        ignore its old events; data sent to Weights & Biases stays there. Raises OSError where a file cannot be written.
         """
         for name, file in self._files.items():
             file.keep_until(step - (is_open and name == _METRICS_FILE))
@@ -91,7 +92,7 @@ class MetricsLog:
             contained(partial(logger.forget_after, step - is_open))
 
     def close(self) -> None:
-        """Finish all files; may be called twice."""
+        """Close all files; may be called twice."""
         for name, file in self._files.items():
             self._contained[name].finish(file.close)
         for contained, logger in self._loggers:
@@ -100,10 +101,10 @@ class MetricsLog:
 
 
 def read_metrics(path: Path) -> list[dict[str, Any]]:
-    """The lines of a metrics.jsonl, values that are not finite as floats again.
+    """Records of a metrics.jsonl, with values that are not finite as floats again.
 
-    A last line that a killed run left unfinished is passed over. Raises ValueError for any other that is no JSON object
-    with a `step`.
+    An unfinished last line of a killed run is skipped. Raises ValueError for any other line that is no JSON object with
+    a `step`.
     """
     return [{name: _read(value) for name, value in record.items()} for _, record in _lines(path)]
 
@@ -113,7 +114,7 @@ def _read(value: Any) -> Any:
 
 
 def _lines(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Each complete line as text, its end included, and what it holds."""
+    """Each complete line as text, with its line end, and its record."""
     try:
         check_plain(path)
     except OSError as error:
@@ -135,7 +136,7 @@ class _LinesFile:
     """A file of JSON lines, each of which is written whole or not at all."""
 
     def __init__(self, path: Path) -> None:
-        """Append behind the last complete line. Raises OSError where the file cannot be written."""
+        """Append after the last complete line. Raises OSError where the file cannot be written."""
         self._path = path
         self._open()
 
@@ -161,12 +162,12 @@ class _LinesFile:
         self._open()
 
     def close(self) -> None:
-        """May be called twice."""
+        """Close the file; may be called twice."""
         self._file.close()
 
 
 def _valid(value: Any) -> Any:
-    """The value in JSON's types, numbers that are not finite as text."""
+    """The value in JSON's types, with numbers that are not finite as text."""
     if isinstance(value, float):
         return value if math.isfinite(value) else str(value)
     if isinstance(value, Mapping):

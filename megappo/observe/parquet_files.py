@@ -1,6 +1,6 @@
-"""Parquet files that somebody else may have written: their table, or their columns as numpy's arrays.
+"""Reads parquet files of unknown origin: as a table, or columns as numpy arrays.
 
-Without torch, for which a command that shows numbers need not wait.
+Without torch, so that a command that shows numbers starts quickly.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 
 def read_parquet(path: Path, columns: Sequence[str] | None = None) -> pyarrow.Table:
-    """The table of a file; `columns`: these alone, of those that it has. Raises ValueError for one that is damaged."""
+    """The table of a file; `columns`: only these, as far as the file has them. Raises ValueError for a damaged file."""
     import pyarrow
     from pyarrow import parquet
 
@@ -33,8 +33,8 @@ def read_parquet(path: Path, columns: Sequence[str] | None = None) -> pyarrow.Ta
 
 
 class ColumnFile:
-    """The columns of a file. Raises ValueError for a file that cannot be read, and for a column that is not there or of
-    another kind."""
+    """Columns of a file. Raises ValueError for a file that cannot be read, and for a column that is missing or of
+    another type."""
 
     def __init__(self, path: Path, columns: Sequence[str] | None = None) -> None:
         self._table = read_parquet(path, columns)
@@ -46,40 +46,40 @@ class ColumnFile:
         return int(self._table.num_rows)
 
     def _column(self, name: str) -> pyarrow.Array:
-        """In one piece."""
+        """A column in one chunk."""
         if name not in self:
             raise ValueError(f"there is no column {name}")
         found = self._table.column(name).combine_chunks()
         return found.chunk(0) if hasattr(found, "chunk") else found
 
     def row(self, number: int) -> ColumnFile:
-        """The same columns of one row."""
+        """The file's columns, reduced to one row."""
         one = object.__new__(ColumnFile)
         one._table = self._table.slice(number, 1)
         return one
 
     def plain(self, name: str) -> list[Any]:
-        """Texts, numbers or bytes of each row."""
+        """A column of texts, numbers or bytes, one per row."""
         return list(self._column(name).to_pylist())
 
     def texts(self, name: str) -> list[str | None]:
-        """The same where they can be nothing but texts, or missing."""
+        """A column of texts, one per row or None. Raises ValueError for other types."""
         found = self.plain(name)
         if not all(text is None or isinstance(text, str) for text in found):
             raise ValueError(f"column {name} has no texts")
         return found
 
     def numbers(self, name: str) -> np.ndarray[Any, Any]:
-        """(B,): one of each row."""
+        """(B,): a column of numbers, one per row."""
         return _array(self._column(name), name)
 
     def lists(self, name: str) -> tuple[list[int], np.ndarray[Any, Any]]:
-        """How many numbers each row has, and all of them, one row after the other."""
+        """A column of lists of numbers: the length of each row, and the numbers of all rows, concatenated."""
         column = self._lists(name)
         return column.value_lengths().to_pylist(), _array(column.flatten(), name)
 
     def text_lists(self, name: str) -> list[list[str]]:
-        """The texts of each row."""
+        """A column of lists of texts."""
         found = self._lists(name).to_pylist()
         if not all(isinstance(text, str) for row in found for text in row):
             raise ValueError(f"column {name} has no lists of texts")

@@ -1,4 +1,4 @@
-"""Files that somebody else may have put there: no device or pipe in a file's place, no link that leads elsewhere."""
+"""Checks of files of unknown origin: no devices or pipes in place of files, no links that lead elsewhere."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ from collections.abc import Iterator
 from pathlib import Path
 
 LARGEST_TEXT_BYTES = 256 * 2**20
-"""Of a text that is read as a whole; the largest tokenizers have 40 MiB."""
+"""Most bytes of a text that is read as a whole; the largest tokenizers have 40 MiB."""
 
 
 def check_plain(path: Path, most_bytes: int | None = None) -> None:
-    """Raises OSError for what is no plain file, which may have no end, or a larger one."""
+    """Raises OSError for anything but a regular file, as reading might never end, and for a file that is too large."""
     found = path.stat()
     if not stat.S_ISREG(found.st_mode):
         raise OSError(errno.EINVAL, "it is no plain file", str(path))
@@ -22,18 +22,18 @@ def check_plain(path: Path, most_bytes: int | None = None) -> None:
 
 
 def plain_text(path: Path) -> str:
-    """The text of a file. Raises OSError, as `check_plain`, and UnicodeDecodeError."""
+    """The text of a file. Raises OSError as `check_plain` does, and UnicodeDecodeError."""
     check_plain(path, LARGEST_TEXT_BYTES)
     return path.read_text(encoding="utf-8")
 
 
 def check_folder(folder: Path) -> None:
-    """Raises ValueError where a folder holds devices or pipes, which whoever reads it would wait for, or texts that are
-    too large to be read as a whole."""
+    """Raises ValueError where a folder has devices or pipes, for which a reader would wait, or texts that are too large
+    to be read as a whole."""
     for entry in os.scandir(folder):
         try:
             found = entry.stat()
-        except OSError:  # a link to nothing, which is as if nothing was there
+        except OSError:  # a link to nothing counts as nothing
             continue
         if not (stat.S_ISREG(found.st_mode) or stat.S_ISDIR(found.st_mode) or stat.S_ISSOCK(found.st_mode)):
             raise ValueError(f"{entry.path} is no plain file; remove it, or fetch the folder again")
@@ -45,8 +45,8 @@ def check_folder(folder: Path) -> None:
 
 
 def check_own(directory: Path) -> None:
-    """Raises ValueError where what is written below a directory could come to lie elsewhere, or be waited for: at links
-    that lead out of it, pipes and devices."""
+    """Raises ValueError where writing below a directory could end elsewhere, or wait: at links that lead out of it,
+    pipes and devices."""
     root = directory.resolve()
     for entry in _below(directory):
         if entry.is_symlink() and not Path(entry.path).resolve().is_relative_to(root):

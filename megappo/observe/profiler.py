@@ -1,8 +1,8 @@
-"""Where the time of a step goes: a torch trace of every rank, and one page about all of them.
+"""Profile of a step: a torch trace of every rank, and one page on all of them.
 
-Of each stage a rank's seconds are split three ways: computing, which is kernels of the device, or on a CPU torch's
-operators; exchanging, which is collectives beside which nothing computes; and idle, where there is neither: Python,
-engines and reward functions that are waited for, launches that come too late.
+The seconds of each stage on a rank are split three ways: computing (kernels of the device, or torch's operators on a
+CPU), exchanging (collectives without simultaneous computation), and idle: Python, waiting for engines and reward
+functions, and kernels that are launched too late.
 """
 
 from __future__ import annotations
@@ -30,13 +30,13 @@ class StepProfiler:
     """Traces the steps that are asked for, on every rank."""
 
     def __init__(self, directory: Path, steps: Iterable[int], *, rank: int, on_cuda: bool) -> None:
-        """`directory` of the run."""
+        """`directory`: the run directory."""
         self._folder, self._steps, self._rank, self._on_cuda = directory / FOLDER, frozenset(steps), rank, on_cuda
         self._step = 0
         self._running: Any = None
 
     def begin(self, step: int) -> None:
-        """Start where this step is asked for."""
+        """Start tracing, if this step is asked for."""
         self.cancel()
         if step in self._steps:
             activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if self._on_cuda else [])]
@@ -45,15 +45,15 @@ class StepProfiler:
 
     @property
     def is_running(self) -> bool:
-        """Whether the step that began is traced; the same on every rank."""
+        """Whether the current step is traced; the same on every rank."""
         return self._running is not None
 
     def stage(self, name: str) -> AbstractContextManager[object]:
-        """Marks a stage in the trace."""
+        """Mark a stage in the trace."""
         return record_function(f"{_STAGE}{name}") if self._running is not None else nullcontext()
 
     def end(self) -> RankProfile:
-        """Write this rank's trace. Returns what it says. Raises OSError or RuntimeError where it cannot be written."""
+        """Write this rank's trace and return its profile. Raises OSError or RuntimeError where it cannot be written."""
         running, self._running = self._running, None
         running.stop()
         self._folder.mkdir(parents=True, exist_ok=True)
@@ -61,7 +61,7 @@ class StepProfiler:
         return read_events(running.events(), on_cuda=self._on_cuda)
 
     def write_page(self, ranks: Sequence[RankProfile]) -> Path:
-        """The page about all ranks, and its numbers as JSON. Returns its path."""
+        """Write the page on all ranks, and its numbers as JSON. Returns its path."""
         path = self._folder / f"step-{self._step:06d}.md"
         path.with_suffix(".json").write_text(json.dumps([asdict(rank) for rank in ranks], indent=1))
         device = torch.cuda.get_device_name() if self._on_cuda else "CPU"
@@ -69,16 +69,16 @@ class StepProfiler:
         return path
 
     def cancel(self) -> None:
-        """Give up a step that did not end."""
+        """Stop tracing a step that did not end."""
         if self._running is not None:
             self._running.stop()
             self._running = None
 
 
 def read_events(events: Iterable[Any], *, on_cuda: bool) -> RankProfile:
-    """From torch's events: those of the device are work, or on a CPU all operators; stages are marks of ours.
+    """Profile from torch's events: events of the device are work, or all operators on a CPU; stages are our own marks.
 
-    With a GPU the host's events of NCCL are launches, and those of gloo collectives.
+    With a GPU, events of NCCL on the host are only launches, while those of gloo are collectives.
     """
     stages, work, exchange = [], [], []
     seconds: Counter[str] = Counter()

@@ -1,7 +1,7 @@
-"""What this rank has done of the stage that it is in, counted where it is done and shown by whoever looks.
+"""Progress of this rank's current stage, counted where work is done and shown on request.
 
-One per process, as generation and updates count deep inside and from threads of their own, and a stage that takes
-minutes is to be told while it goes on.
+There is one per process: generation and updates count in nested calls and in threads of their own, and a stage of
+minutes must be reported while it goes on.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from dataclasses import dataclass
 
 @dataclass
 class _Count:
-    """So many of so many things, with the tokens in them."""
+    """Number of done and of expected things, and the tokens in them."""
 
     total: int
     since: float
@@ -23,7 +23,7 @@ class _Count:
 
 
 class StageProgress:
-    """A stage and what is counted in it; any thread may call anything."""
+    """A stage and the counts in it. Any thread may call any method."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
@@ -34,24 +34,24 @@ class StageProgress:
         self._servers = (0, 0)
 
     def enter(self, stage: str, waits_for: str = "") -> None:
-        """A stage begins. Counts are forgotten, except what is generated ahead and not finished."""
+        """Begin a stage. Counts are reset, except those of generation ahead that is not finished."""
         with self._lock:
             self._stage, self._waits_for, self._since = stage, waits_for, self._clock()
             ahead = {name: count for name, count in self._counts.items() if name in (SAMPLES, EPISODES)}
             self._counts = {name: count for name, count in ahead.items() if count.done < count.total}
 
     def leave(self) -> None:
-        """The stage has ended; nothing is shown until the next begins."""
+        """End the stage; nothing is shown until the next begins."""
         with self._lock:
             self._stage = ""
 
     def expect(self, what: str, total: int) -> None:
-        """Begin to count up to `total` of `what`, such as `SAMPLES`."""
+        """Start counting up to `total` of `what`, such as `SAMPLES`."""
         with self._lock:
             self._counts[what] = _Count(total, self._clock())
 
     def add(self, what: str, number: int, tokens: int = 0) -> None:
-        """So many more are done; shown where some are expected."""
+        """Count `number` more as done; shown where a total is expected."""
         with self._lock:
             self._parts += 1
             if what in self._counts:
@@ -59,30 +59,30 @@ class StageProgress:
                 self._counts[what].tokens += tokens
 
     def note_servers(self, busy: int, of: int) -> None:
-        """So many of the engine's servers owe this rank answers; of 0 nothing is told."""
+        """Note how many of the engine's servers have pending requests of this rank; with `of` 0 nothing is shown."""
         with self._lock:
             self._servers = (busy, of)
 
     def forget(self) -> None:
-        """What is counted was given up."""
+        """Reset all counts, as their work was given up."""
         with self._lock:
             self._counts.clear()
 
     @property
     def parts(self) -> int:
-        """How often something was done in this process; where that grows, work goes on."""
+        """Number of parts of work that this process has done; while it grows, work goes on."""
         with self._lock:
             return self._parts
 
     @property
     def seconds(self) -> float:
-        """How long the stage has lasted; 0 where there is none."""
+        """Seconds since the stage began; 0 where there is none."""
         with self._lock:
             return self._clock() - self._since if self._stage else 0.0
 
     def text(self) -> str:
-        """One line: `rollout for 3 min 5 s: 12 of 64 samples of this rank, 1,234 tokens/s, about 13 min 20 s left, 3 of
-        4 servers busy; waits for ...`."""
+        """One line such as `rollout for 3 min 5 s: 12 of 64 samples of this rank, 1,234 tokens/s, about 13 min 20 s
+        left, 3 of 4 servers busy; waits for ...`."""
         with self._lock:
             if not self._stage:
                 return ""
@@ -99,13 +99,13 @@ def _words(name: str, count: _Count, now: float) -> str:
     words = f"{count.done:,} of {count.total:,} {name}"
     if count.tokens and now > count.since:
         words += f", {count.tokens / (now - count.since):,.0f} tokens/s"
-    if 0 < count.done < count.total:  # at the pace so far; long answers come last
+    if 0 < count.done < count.total:  # at the pace so far; long responses come last
         words += f", about {duration((now - count.since) / count.done * (count.total - count.done))} left"
     return words
 
 
 def duration(seconds: float) -> str:
-    """`5 s`, `3 min 5 s`, `2 h 3 min` or `4 d 2 h`."""
+    """Duration as `5 s`, `3 min 5 s`, `2 h 3 min` or `4 d 2 h`."""
     minutes, rest = divmod(int(seconds), 60)
     hours, minutes_left = divmod(minutes, 60)
     days, hours_left = divmod(hours, 24)

@@ -1,7 +1,7 @@
-"""Samples of a saved step as somebody looks at them: a line of each, the tokens of one, and what all tokens add up to.
+"""Views of the samples of a saved step: one line each, the tokens of one sample, and sums over all tokens.
 
-Read from the files that `megappo.ppo.experience_files` writes, without torch. Texts are what a model wrote: whoever
-shows them escapes them. B samples, N their response tokens, one sample after the other.
+Read without torch from the files that `megappo.ppo.experience_files` writes. Texts come from a model and must be
+escaped when they are shown. B samples, N their response tokens, concatenated by sample.
 """
 
 from __future__ import annotations
@@ -19,15 +19,15 @@ if TYPE_CHECKING:
     import numpy as np
 
 DATA_SOURCE = "data_source"
-"""Column, and metadata key, of the task that a sample is of, as verl's files have it."""
+"""Column, and metadata key, of a sample's task, named as in verl's files."""
 TOKEN_TEXTS = "response_token_texts"
-"""Column of the text of each response token."""
+"""Column with the text of each response token."""
 _TOKENS, _MASK, _LOSS_MASK = "response_tokens", "response_mask", "loss_mask"
 _TOKEN_COLUMNS = {
     "mask": _MASK, "loss": _LOSS_MASK, "reward": "token_rewards", "kl": "kl", "value": "values", "return": "returns",
     "advantage": "advantages", "ratio": "ratios", "version": "token_versions",
 }  # fmt: skip
-"""What is shown of each token, and the columns that have it; not every run has all."""
+"""Values that are shown for each token, and their columns; not every run has all of them."""
 _NUMBERS = ("sample_id", "group_id", "reward", "score", "truncated", "weight_version")
 _TEXTS = ("prompt", "response", "raw_response", "answer", DATA_SOURCE, "reward_failure")
 
@@ -37,24 +37,24 @@ class SampleLine:
     """A sample without its tokens."""
 
     sample_id: int
-    """Its position in the step's global batch."""
+    """Position of the sample in the step's global batch."""
     group_id: int
-    """Position of its prompt in the step; negative where its episode failed."""
+    """Position of the prompt in the step; negative where the episode failed."""
     reward: float
-    """What was trained on, rewards of turns aside."""
+    """Reward that was trained on, without rewards of turns."""
     score: float
-    """What the reward function gave."""
+    """Score that the reward function returned."""
     length: int
-    """Response tokens, those of an environment among them."""
+    """Number of response tokens, including those of an environment."""
     truncated: bool
     weight_version: int
-    """Of the weights that generated it; the oldest, where there are several."""
+    """Version of the weights that generated the response; the oldest, where there are several."""
     prompt: str
     response: str
     raw_response: str
-    """With special tokens."""
+    """Response with special tokens."""
     answer: str | None
-    """The right one, where the data have it."""
+    """Reference answer, where the data have one."""
     data_source: str | None
     reward_failure: str
     """Why there is no score; "" where there is one."""
@@ -66,22 +66,22 @@ class SampleTokens:
 
     ids: Sequence[int]
     texts: Sequence[str] | None
-    """None in files of before they were saved."""
+    """Text of each token; None in files of older versions."""
     columns: Mapping[str, Sequence[float]]
-    """By `mask`, `loss`, `reward`, `kl`, `value`, `return`, `advantage`, `ratio` and `version`, those that the run
-    has."""
+    """Values of each token by name: `mask`, `loss`, `reward`, `kl`, `value`, `return`, `advantage`, `ratio` and
+    `version`, as far as the run has them."""
 
 
 @dataclass(frozen=True)
 class TokenSpread:
-    """Of numbers of tokens; NaN of none."""
+    """Mean and standard deviation of token values; NaN without tokens."""
 
     mean: float
     std: float
 
     @classmethod
     def of(cls, numbers_N: np.ndarray[Any, Any]) -> TokenSpread:
-        """In float64."""
+        """Compute both in float64."""
         if not len(numbers_N):
             return cls(float("nan"), float("nan"))
         numbers_N = numbers_N.astype("float64")
@@ -90,34 +90,35 @@ class TokenSpread:
 
 @dataclass(frozen=True)
 class StepSums:
-    """What the tokens of samples add up to, the numbers by which GAE is checked. Means are over own tokens: those that
-    the model made."""
+    """Sums over the tokens of samples, by which GAE can be checked. Means are over own tokens: those that the model
+    generated."""
 
     tokens: int
     own: int
     counted: int
-    """Of them those that the losses count."""
+    """Number of own tokens that the losses count."""
     reward: float
-    """Mean sum of a sample's token rewards."""
+    """Mean over samples of the sum of token rewards."""
     reward_at_end: float
-    """Share of the token rewards, by size, that lies on the last own token of a sample; NaN where there are none."""
+    """Share of the absolute token rewards on the last own token of a sample; NaN where all are 0."""
     reward_elsewhere: float
-    """Share that lies on tokens that are not the model's, where nothing may."""
+    """Share on tokens that are not the model's, which must be 0."""
     first_return: float
     """Mean return of the first own token."""
     return_gap: float
-    """Mean size of that return less the sum of rewards; 0 with gamma and lambda of the critic 1."""
+    """Mean absolute difference between that return and the sum of rewards; 0 where gamma and the critic's lambda
+    are 1."""
     returns: TokenSpread
     advantages: TokenSpread
     values: TokenSpread | None
     explained_variance: float
     """1 - Var(return - value) / Var(return) of own tokens; NaN without a critic."""
     correlation: float
-    """Of values and returns."""
+    """Correlation of values and returns."""
 
 
 def no_samples(path: Path, error: Exception) -> ValueError:
-    """What to raise for a file that holds something else."""
+    """Error for a file that holds something else."""
     return ValueError(f"{path} holds no saved samples ({reason(error)}); name what a run saved")
 
 
@@ -130,7 +131,7 @@ def _samples_of(path: Path) -> Iterator[None]:
 
 
 def read_lines(path: Path) -> list[SampleLine]:
-    """A line of each sample of a file. Raises ValueError for a file that is damaged, or is none of these."""
+    """A line for each sample of a file. Raises ValueError for a damaged file or one of another kind."""
     with _samples_of(path):
         return _lines(ColumnFile(path, (*_NUMBERS, *_TEXTS, _MASK)))
 
@@ -160,7 +161,7 @@ def _lines(file: ColumnFile) -> list[SampleLine]:
 
 
 def read_sample(path: Path, place: int) -> tuple[SampleLine, SampleTokens, StepSums]:
-    """The sample that stands at a place of a file. Raises ValueError as `read_lines`."""
+    """The sample at a position of a file. Raises ValueError as `read_lines`."""
     with _samples_of(path):
         columns = (*_NUMBERS, *_TEXTS, _TOKENS, TOKEN_TEXTS, *_TOKEN_COLUMNS.values())
         file = ColumnFile(path, columns).row(place)
@@ -177,7 +178,7 @@ def read_sample(path: Path, place: int) -> tuple[SampleLine, SampleTokens, StepS
 
 
 def _token_columns(file: ColumnFile) -> dict[str, str]:
-    """What the file has of each token, and the column of it. Raises ValueError where one is longer than another."""
+    """Values per token that the file has, with their columns. Raises ValueError where lengths of columns differ."""
     found = {name: column for name, column in _TOKEN_COLUMNS.items() if column in file}
     lengths = file.lists(_TOKENS)[0]
     for column in found.values():
@@ -187,7 +188,7 @@ def _token_columns(file: ColumnFile) -> dict[str, str]:
 
 
 def read_sums(paths: Sequence[Path]) -> StepSums:
-    """What the tokens of all samples of some files add up to. Raises ValueError as `read_lines`."""
+    """Sums over the tokens of all samples of some files. Raises ValueError as `read_lines`."""
     files = []
     for path in paths:
         with _samples_of(path):

@@ -1,4 +1,4 @@
-"""Where the time of a step went, stage by stage on every rank: numbers, and one page of them."""
+"""Where the time of a step went, by stage and rank: numbers, and a page with them."""
 
 from __future__ import annotations
 
@@ -8,43 +8,44 @@ from dataclasses import dataclass
 from pathlib import Path
 
 FOLDER = "profile"
-"""In a run's directory."""
+"""Folder of profiles in a run's directory."""
 _OPERATORS, _RANKS = 12, 8
-"""On the page; of more ranks it has the quickest, the middle and the slowest of each stage."""
+"""Most operators and ranks on the page. With more ranks it has the fastest, the median and the slowest of each
+stage."""
 
 Interval = tuple[float, float]
-"""Microseconds of its beginning and its end."""
+"""Start and end in microseconds."""
 
 
 @dataclass(frozen=True)
 class StageShare:
-    """A stage on one rank."""
+    """Seconds of a stage on one rank."""
 
     stage: str
     seconds: float
     computing: float
-    """Seconds in which its device computed."""
+    """Seconds in which the device computed."""
     exchanging: float
-    """Seconds of collectives beside which nothing was computed."""
+    """Seconds of collectives without simultaneous computation."""
 
     @property
     def idle(self) -> float:
-        """Seconds that are left."""
+        """Seconds without computation and collectives."""
         return self.seconds - self.computing - self.exchanging
 
 
 @dataclass(frozen=True)
 class RankProfile:
-    """A step on one rank."""
+    """Profile of a step on one rank."""
 
     stages: list[StageShare]
     operators: dict[str, float]
-    """Seconds in each kernel of a GPU, or in each operator on a CPU, those that it calls left out."""
+    """Seconds in each kernel of a GPU, or in each operator on a CPU without the operators that it calls."""
     calls: dict[str, int]
 
 
 def united(intervals: Iterable[Interval]) -> list[Interval]:
-    """The same time without overlaps, in order."""
+    """Union of intervals as disjoint intervals, in order."""
     found: list[Interval] = []
     for start, end in sorted(intervals):
         if found and start <= found[-1][1]:
@@ -55,12 +56,12 @@ def united(intervals: Iterable[Interval]) -> list[Interval]:
 
 
 def _within(intervals: Sequence[Interval], start: float, end: float) -> float:
-    """Seconds of disjoint intervals that lie in a longer one."""
+    """Seconds of disjoint intervals that are inside `start` to `end`."""
     return 1e-6 * sum(max(0.0, min(end, b) - max(start, a)) for a, b in intervals)
 
 
 def shares(stages: Sequence[tuple[str, Interval]], work: list[Interval], exchange: list[Interval]) -> list[StageShare]:
-    """How the time of each stage divides; stages of one name add up."""
+    """How the time of each stage divides; stages with one name are summed."""
     busy, either = united(work), united([*work, *exchange])
     found: dict[str, StageShare] = {}
     for name, (start, end) in stages:
@@ -76,7 +77,7 @@ def shares(stages: Sequence[tuple[str, Interval]], work: list[Interval], exchang
 
 
 def _chosen(times: Mapping[int, StageShare]) -> Iterator[int]:
-    """The ranks that the page has of a stage."""
+    """Ranks that the page shows for a stage."""
     order = sorted(times, key=lambda rank: times[rank].seconds)
     return iter(sorted(times) if len(order) <= _RANKS else (order[0], order[len(order) // 2], order[-1]))
 
@@ -117,5 +118,5 @@ def _row(share: StageShare) -> str:
 
 
 def newest_page(directory: Path) -> Path | None:
-    """Of the traced steps of a run."""
+    """Page of the newest traced step of a run; None without any."""
     return max((directory / FOLDER).glob("step-*.md"), default=None)

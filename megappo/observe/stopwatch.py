@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 @dataclass
 class Lap:
-    """One timed stage; `seconds` is right after its block."""
+    """One timed stage; `seconds` is valid after its block."""
 
     seconds: float = 0.0
 
@@ -24,14 +24,14 @@ class StageTimer:
         """Start the clock of the first step.
 
         Args:
-            synchronize: waits for the device, so that a stage is charged for its own work.
-            on_enter: is told the name of each stage before its clock starts.
+            synchronize: waits for the device, so that a stage's time is that of its own work.
+            on_enter: called with the name of each stage before its clock starts.
         """
         self._synchronize = synchronize
         self._on_enter = on_enter
         self._running: str | None = None
         self.seconds: dict[str, float] = {}
-        """Seconds of each stage since the last `reset`, in the order of their beginnings."""
+        """Seconds of each stage since the last `reset`, in the order in which they began."""
         self._start = time.perf_counter()
 
     def reset(self) -> None:
@@ -47,7 +47,7 @@ class StageTimer:
 
     @contextmanager
     def stage(self, name: str) -> Iterator[Lap]:
-        """Time a block; blocks of the same name add up."""
+        """Time a block; blocks with the same name are summed."""
         assert self._running is None, f"stage {name} began inside stage {self._running}"
         if self._on_enter is not None:
             self._on_enter(name)

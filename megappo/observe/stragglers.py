@@ -1,4 +1,4 @@
-"""Ranks that hold up the others."""
+"""Detects ranks that delay the others."""
 
 from __future__ import annotations
 
@@ -11,15 +11,15 @@ _QUIET_STEPS = 20
 
 
 class Stragglers:
-    """Names the slowest rank of a stage where it is far behind; the same stage at most every 20 steps."""
+    """Reports the slowest rank of a stage where it is far behind; the same stage at most every 20 steps."""
 
     def __init__(self) -> None:
         self._last_said: dict[str, int] = {}
 
     def observe(self, step: int, seconds: Mapping[str, Sequence[float]]) -> list[str]:
-        """A sentence per stage; `seconds` has those of all ranks by stage.
+        """A sentence per stage with a straggler. `seconds`: the times of all ranks by stage.
 
-        A stage in which ranks wait for each other takes all of them equally long and shows none.
+        Stages in which ranks wait for each other take all of them equally long and show none.
         """
         said = []
         for stage, of_rank in seconds.items():

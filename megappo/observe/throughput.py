@@ -1,4 +1,4 @@
-"""Model FLOPs utilisation: the share of the hardware's peak that went into the model's own arithmetic."""
+"""Model FLOPs utilisation: the share of the hardware's peak that is spent on the model's own arithmetic."""
 
 from __future__ import annotations
 
@@ -19,15 +19,15 @@ PEAK_FLOPS = {
 }
 """Dense bfloat16 tensor core FLOP/s by the name of the device; the first match counts.
 
-From NVIDIA's data sheets (A100 80GB; H100 Tensor Core GPU; H200 Tensor Core GPU; L40S; HGX B200, an
-eighth of the board).
-The Hopper and Blackwell sheets print the figure "with sparsity", which is twice the one here. The H800 computes as the
-H100 does; the H20's figure is from the specifications that SemiAnalysis published in November 2023.
+From NVIDIA's data sheets (A100 80GB; H100 Tensor Core GPU; H200 Tensor Core GPU; L40S; HGX B200, an eighth of the
+board). The Hopper and Blackwell sheets print the figure "with sparsity", which is twice the one here. The H800 computes
+as fast as the H100; the H20's figure is from the specifications that SemiAnalysis published in November 2023.
 """
 
 
 def peak_flops(device_name: str) -> float | None:
-    """Peak of a device as `torch.cuda.get_device_name` calls it; None where it is not in the table, or a MIG slice."""
+    """Peak FLOP/s of a device by its name from `torch.cuda.get_device_name`; None for a device that is not in the
+    table, and for a MIG slice."""
     if "MIG" in device_name:
         return None
     for name, flops in PEAK_FLOPS.items():

@@ -1,1 +1,1 @@
-"""A run of PPO: its parts, the step, what the stages of a step do, and how it begins, stops and goes on."""
+"""A run of PPO: its parts, the step and the stages of a step, and how it begins, stops and resumes."""

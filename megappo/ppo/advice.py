@@ -1,4 +1,4 @@
-"""Sentences for numbers that ask for one: what they mean, and which setting to try."""
+"""Advice for unusual metrics: what they mean, and which setting to try."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _EARLY_STEPS = 5
 _MUCH_LEFT_OUT = 0.2
 _OVERSHOT = -1.0  # explained variance of errors that vary twice as much as the returns
 _LARGE_REWARD = 1e9  # the largest that an environment may give; the square of much larger ones leaves float32
-# Rewards whose spread is below this share of their size are equal up to the rounding of the moments it is made of.
+# Rewards whose deviation is below this share of their size are equal up to rounding.
 _EQUAL = 1e-6
 
 ADVICE = {
@@ -64,21 +64,21 @@ PAGES = {
     "critic_nonfinite": "trouble.md#an-update-is-not-finite",
     "large_reward": "trouble.md#an-update-is-not-finite",
 }
-"""Where more is said of a condition: a file of megappo/observe and a heading of it."""
+"""Page with more on each condition: a file of megappo/observe and a heading in it."""
 
 
 def told(name: str) -> str:
-    """What a user is told of a condition: its sentence, and where there is more."""
+    """Text for a user on a condition: its sentence, and the page with more."""
     return f"{ADVICE[name]} More in megappo/observe/{PAGES[name]}"
 
 
 def largest_reward(metrics: Mapping[str, float]) -> float:
-    """The largest size of a step's rewards; 0 where they are not known."""
+    """Largest absolute reward of a step; 0 where rewards are not known."""
     return max(abs(metrics.get(f"reward/{end}", 0.0)) for end in ("min", "max"))
 
 
 def remedy_of_nonfinite(role: str, metrics: Mapping[str, float]) -> str:
-    """What to change where an update of a role is not finite in a step with these metrics."""
+    """What to change when an update of a role is not finite in a step with these metrics."""
     largest = largest_reward(metrics)
     if largest > _LARGE_REWARD:
         return f"The rewards of this step are up to {largest:.3g} in size: scale what the reward gives down"
@@ -86,7 +86,7 @@ def remedy_of_nonfinite(role: str, metrics: Mapping[str, float]) -> str:
 
 
 class Advisor:
-    """Watches the metrics of a run; the same advice comes at most every 20 steps."""
+    """Watches the metrics of a run; the same advice is given at most every 20 steps."""
 
     def __init__(self, algorithm: AlgorithmSettings) -> None:
         kl = algorithm.kl_in_reward
@@ -99,7 +99,7 @@ class Advisor:
         self._first_entropies: list[float] = []
 
     def observe(self, step: int, metrics: Mapping[str, float]) -> list[str]:
-        """The sentences that this step's metrics call for."""
+        """Sentences that this step's metrics call for."""
         said = []
         for name in self._conditions(metrics):
             if step - self._last_said.get(name, -_QUIET_STEPS) >= _QUIET_STEPS:

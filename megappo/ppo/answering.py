@@ -1,6 +1,6 @@
-"""How responses come about, where not by the engine alone: a function of the user's (`rollout.generation`).
+"""Generation of responses by a function of the user's (`rollout.generation`) instead of the engine alone.
 
-It is called by keyword on every rank at the same time, with
+The function is called by keyword on every rank at the same time, with
 
     prompts    a `Prompt` for each request, in the same order
     requests   `GenerateRequest`s, of which a rank may have none
@@ -8,8 +8,8 @@ It is called by keyword on every rank at the same time, with
     generate   `generate(requests, params)` of the engine, which every rank has to call equally often
 
 and returns a `Completion` for each request: token ids as they were sampled, with their log-probabilities at the
-temperature of `params`, the stop token included. Evaluations call it too, with `params.greedy` or with a
-temperature of their own.
+temperature of `params`, the stop token included. Evaluations call it too, with `params.greedy` or with a temperature of
+their own.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ _ARGUMENTS = ("prompts", "requests", "params", "generate")
 
 
 class Generation(Protocol):
-    """What `find_generation` finds."""
+    """Signature of the function that `find_generation` returns."""
 
     def __call__(
         self,
@@ -43,7 +43,8 @@ class Generation(Protocol):
 
 
 def find_generation(settings: RolloutSettings) -> Generation | None:
-    """None: the engine answers by itself. Raises ValueError for what cannot be imported or called."""
+    """The function that `rollout.generation` names; None: the engine generates by itself. Raises ValueError where it
+    cannot be imported or called."""
     if settings.generation is None:
         return None
     function = load_function(settings.generation, "rollout.generation")
@@ -60,8 +61,10 @@ def generated(
     params: SamplingParams,
     rows: int | None = None,
 ) -> list[Completion]:
-    """What the function makes of requests. Raises RunError where that is no completion for each, and for tokens that
-    models of so many rows have none for; None: any may come."""
+    """Completions that the function returns for the requests.
+
+    Raises RunError unless there is one for each request, and for token ids of `rows` or above; None: any id is allowed.
+    """
 
     def generate(asked: Sequence[GenerateRequest], *others: Any, **named: Any) -> list[Completion]:
         check_requests(asked, rows, "rollout.generation")

@@ -1,8 +1,8 @@
-"""What a run with prompts in flight was trained on, step by step, on the disk; and a run that trains on it again.
+"""Records on disk what a run with prompts in flight was trained on, step by step, and replays such a record.
 
 `rollout.record_arrivals` writes `<run directory>/arrivals`: `steps.jsonl`, a line of JSON for each step, and
-`step-000001/rank-00000.safetensors` for each of its ranks, with the answers to that rank's prompts. A line is written
-when the files of its step are.
+`step-000001/rank-00000.safetensors` for each of its ranks, with the responses to that rank's prompts. A step's line is
+written after its files.
 """
 
 from __future__ import annotations
@@ -35,13 +35,13 @@ FOLDER = "arrivals"
 
 
 def numbers_of(ticket: int, samples_per_prompt: int, runtime: Runtime) -> range:
-    """Of the samples of a prompt, none where it is another rank's."""
+    """Numbers of the samples of a prompt; none where the prompt is another rank's."""
     is_mine = ticket % runtime.world_size == runtime.rank
     return range(ticket * samples_per_prompt, (ticket + is_mine) * samples_per_prompt)
 
 
 def rollouts_of(parts: Parts, groups: Sequence[Group], answers: Mapping[int, Completion]) -> Rollouts:
-    """This rank's samples of a round, numbered in the order of its groups; `answers` has them by their numbers."""
+    """This rank's samples of a round, in the order of its groups; `answers` has the completions by sample number."""
     samples = parts.config.rollout.samples_per_prompt
     found = list[tuple[int, Prompt, Completion]]()
     for place, group in enumerate(groups):
@@ -63,21 +63,21 @@ def rollouts_of(parts: Parts, groups: Sequence[Group], answers: Mapping[int, Com
 
 
 class ArrivalsRecord:
-    """Writes what steps were trained on into the run directory; every rank calls it."""
+    """Writes the samples of each step into the run directory; every rank calls it."""
 
     def __init__(self, parts: Parts) -> None:
         self._runtime, self._settings = parts.runtime, parts.config.rollout
         self._folder = parts.config.run.path / FOLDER
 
     def write(self, step: int, state: State, cursor: Mapping[str, Any], metrics: Mapping[str, float]) -> None:
-        """A step that has all its samples; a collective of the world.
+        """Write a step that has all its samples; a collective of the world.
 
         Args:
-            step: its number.
-            state: its groups, all finished, with this rank's answers; `returned` has the prompts that are not trained
-                on yet.
-            cursor: where the cursor stands.
-            metrics: what `InFlight.metrics` says of the step.
+            step: number of the step.
+            state: its groups, all finished, with this rank's completions; `returned` has the prompts that are not yet
+                trained on.
+            cursor: state of the data cursor.
+            metrics: `InFlight.metrics` of the step.
         """
         sizes = (self._settings.prompts_per_step, self._settings.samples_per_prompt)
         folder = folder_of_step(self._folder, step)
@@ -98,21 +98,23 @@ class ArrivalsRecord:
 
 
 class ReplayedArrivals:
-    """Gives steps what another run recorded, instead of asking the engine; a collective of the world. In place of
-    `InFlight`. What it was recorded by, and on how many ranks, makes no difference."""
+    """Gives steps the samples that another run recorded, instead of asking the engine; a collective of the world.
+
+    Replaces `InFlight`. The recording run may have used any engine and any number of ranks.
+    """
 
     def __init__(self, parts: Parts, folder: Path) -> None:
         self._parts, self._folder = parts, folder
         self._index = read_index(folder)
         self._step = 0
         self._state = State([], [], 0, 0, {})
-        """Of the step that was asked for last."""
+        """State of the step that was asked for last."""
         self._kept = self._state
-        """Of the last step that is done."""
+        """State of the last step that is done."""
 
     def of_step(self, step: int, *, weights_changed: bool) -> Rollouts:
-        """This rank's samples of a step. Raises ValueError on every rank where the record does not have it whole, and
-        where it is of other data."""
+        """This rank's samples of a step. Raises ValueError on every rank where the record is incomplete or belongs to
+        other data."""
         self._parts.stop.check()
         if self._parts.curriculum is not None:
             self._parts.curriculum.before_drawing(step)
@@ -121,7 +123,7 @@ class ReplayedArrivals:
         return self.more(step, 0, 0)
 
     def more(self, step: int, number: int, prompts: int) -> Rollouts:
-        """This rank's samples of a round of a step. Raises ValueError where the recorded run had none."""
+        """This rank's samples of a further round of a step. Raises ValueError where the recorded run had none."""
         groups = [group for group, _, of_round in self._state.groups if of_round == number]
         if not groups:
             raise ValueError(
@@ -149,47 +151,47 @@ class ReplayedArrivals:
         return replace(whole, answers=answers)
 
     def begin(self, step: int) -> None:
-        """Nothing is generated."""
+        """Does nothing: nothing is generated."""
 
     def settle(self, *, weights_changed: bool) -> None:
-        """Nothing has to be waited for."""
+        """Does nothing: there is nothing to wait for."""
 
     def pause(self, *, stops: bool = False) -> None:
-        """Nothing is under way."""
+        """Does nothing: nothing is in progress."""
 
     def go_on(self) -> None:
-        """Nothing is sent."""
+        """Does nothing: nothing is sent."""
 
     def metrics(self) -> dict[str, float]:
-        """As the recorded run had them."""
+        """Metrics of the step, as the recorded run logged them."""
         return dict(self._index[self._step]["metrics"])
 
     @property
     def draws_on(self) -> bool:
-        """The cursor belongs to the end of a step."""
+        """False: the cursor is at the end of a step."""
         return False
 
     def is_torn(self, step: int) -> bool:
-        """Nothing is begun."""
+        """False: no step is begun early."""
         return False
 
     def cursor_state(self) -> dict[str, Any]:
-        """Where the recorded run's cursor stood."""
+        """State of the recorded run's cursor."""
         return self._parts.cursor.state_dict()
 
     def forget(self, step: int) -> None:
-        """A step is done."""
+        """Keep the state of a finished step for `state_dict`."""
         if step == self._step:
             self._kept = replace(self._state, groups=[], answers={})
 
     def state_dict(self, step: int) -> Kept:
-        """What a run needs that goes on without the record: the prompts that were drawn and not trained on, which it
+        """State for a run that continues without the record: the prompts that were drawn and not trained on, which it
         sends first."""
         settings = self._parts.config.rollout
         return {KEY: written_state(self._kept, (settings.prompts_per_step, settings.samples_per_prompt))}
 
     def load_state_dict(self, kept: Sequence[Kept]) -> None:
-        """Take back what `state_dict` gave, or what a run without a record had in flight."""
+        """Restore what `state_dict` returned, or what a run without a record had in flight."""
         states = [read_state(of_rank[KEY])[0] for of_rank in kept if KEY in of_rank]
         if states:
             waiting = [*(group.prompt for group, _, _ in states[0].groups), *states[0].returned]
@@ -201,7 +203,7 @@ def _file(folder: Path, rank: int) -> Path:
 
 
 def _append(path: Path, line: str) -> None:
-    """Behind the last whole line, should a run have been killed while it wrote one."""
+    """Append a line after the last whole one; a killed run may have left a partial line."""
     whole = path.read_bytes() if path.exists() else b""
     with writing(path), path.open("r+b" if whole else "wb") as file:
         file.seek(whole.rfind(b"\n") + 1)

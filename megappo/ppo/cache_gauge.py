@@ -1,4 +1,4 @@
-"""`rollout/cache_hit_rate`: how much of a step's prompts the engine's prefix caches had."""
+"""`rollout/cache_hit_rate`: share of a step's prompt tokens that the engine's prefix caches had."""
 
 from __future__ import annotations
 
@@ -11,20 +11,20 @@ from megappo.runtime.tally import Tally
 
 
 class CacheGauge:
-    """Reads what an engine has counted over the run, step by step."""
+    """Reads an engine's cumulative counts step by step."""
 
     def __init__(self, engine: Engine, runtime: Runtime) -> None:
         self._engine, self._runtime = engine, runtime
         self._read: Mapping[int, CacheUse] = {}
-        """What was counted before this step, or is none of its."""
+        """Counts that do not belong to this step: those of earlier steps and of evaluations."""
 
     @property
     def _counted(self) -> dict[int, CacheUse]:
         return dict(self._engine.cache_use) if isinstance(self._engine, CachingEngine) else {}
 
     def metrics(self) -> dict[str, float]:
-        """Of what was generated since it was last asked, over all ranks, and of the servers with the lowest and highest
-        rate; a collective of the world. Empty where nothing was, and with an engine that has no such cache."""
+        """Hit rates since the last call over all ranks, and of the servers with the lowest and the highest rate; a
+        collective of the world. Empty where nothing was generated, and with an engine without such a cache."""
         counted, tally = self._counted, Tally()
         for server, use in sorted(_difference(counted, self._read).items()):
             tally.total(f"{server}/prompts", float(use.prompt_tokens))
@@ -46,7 +46,7 @@ class CacheGauge:
 
     @contextmanager
     def left_out(self) -> Iterator[None]:
-        """Not to count what is generated meanwhile, for an evaluation."""
+        """Context whose generation is not counted, for an evaluation."""
         before = self._counted
         try:
             yield

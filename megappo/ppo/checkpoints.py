@@ -1,4 +1,4 @@
-"""What a run leaves to continue from, and how it goes on: wires the checkpoint room to the parts of a run."""
+"""Connects the parts of a run to the checkpoint package: what a run saves, and how it resumes."""
 
 from __future__ import annotations
 
@@ -40,35 +40,36 @@ from megappo.runtime.launchers import seconds_to_end
 from megappo.runtime.objects import all_gather_objects, broadcast_object
 
 _CLOSE_SECONDS = 60.0
+"""Time for a pending checkpoint where a run ends early; `failures` waits a little longer before the process ends."""
 _RESPONSES = "responses"
 _REFERENCE = "reference"
-"""What a reference's weights are called beside those of the actor, on whose ranks it stands."""
+"""Name of the reference's weights in a checkpoint, beside those of the actor, with which it shares ranks."""
 _ENGINE_WEIGHTS = "engine-weights"
 _MOST_FAILURES = 3
-"""So often in a row a checkpoint may not be written before the run ends."""
+"""Failed checkpoints in a row after which the run ends."""
 _MOST_REPLAYS = 3
-"""Replay folders that a run keeps at most: each holds models and optimizers."""
+"""Most replay folders that a run keeps: each holds models and optimizers."""
 
 
 def outcome_text(update: Update) -> dict[str, str]:
-    """The numbers of an update as text, so that they can be compared to the last bit, NaN included."""
+    """Numbers of an update as text, so that they can be compared to the last bit, NaN included."""
     numbers = {**update.sums, "grad_norm": update.grad_norm, "learning_rate": update.learning_rate}
     return {name: repr(value) for name, value in sorted(numbers.items())}
 
 
 @dataclass(frozen=True)
 class Boundary:
-    """The end of a step: what a checkpoint of it holds besides models and optimizers, to be saved or gone back to."""
+    """The end of a step, to be saved or returned to: everything in its checkpoint besides models and optimizers."""
 
     trainer: dict[str, Any]
     """The trainer's state, in JSON's types."""
     metrics: dict[str, float]
     responses: Kept
-    """This rank's, generated one step ahead, or kept of a step that was given up."""
+    """This rank's responses that were generated one step ahead, or kept from a step that was dropped."""
     engine_weights: Sequence[Tensor] = ()
-    """This rank's part of the actor as the engine has it, where it has to go on with older weights."""
+    """This rank's part of the actor as the engine has it, where the engine must resume with older weights."""
     random: dict[str, Any] = field(default_factory=random_states)
-    """This rank's generators as they are now."""
+    """States of this rank's random generators."""
 
     @property
     def step(self) -> int:
@@ -77,7 +78,7 @@ class Boundary:
 
 
 class Resumed:
-    """The checkpoint that a run continues from; every rank calls every method."""
+    """The checkpoint from which a run resumes; every rank calls every method."""
 
     def __init__(self, parts: Parts, folder: Path, marker: Marker, identity: Mapping[str, str]) -> None:
         """`identity`: digests of the models that are not in the checkpoint."""
@@ -85,9 +86,9 @@ class Resumed:
         self._roles = parts.trained
 
     def load(self) -> dict[str, Any]:
-        """Put models and optimizers where the checkpoint was; returns the trainer's state.
+        """Restore models and optimizers; returns the trainer's state.
 
-        Raises ValueError where the models are others than the run began with.
+        Raises ValueError where the models are not those that the run began with.
         """
         self._check_identity()
         updates = self._marker.content["updates"]
@@ -100,7 +101,7 @@ class Resumed:
             load_weights(self._folder, reference, _REFERENCE, self._parts.runtime)
         state: dict[str, Any] = self._marker.content["trainer"]
         if self._parts.config.run.force_resume and self._has_other_data():
-            # Other data are begun at their beginning.
+            # Other data start at their beginning.
             state = {**state, "cursor": self._parts.cursor.state_dict(), "curriculum": []}
         return state
 
@@ -109,15 +110,18 @@ class Resumed:
         return any(before[name] != now[name] for name in ("fingerprint", "seed", "shuffle"))
 
     def restore_random_states(self) -> None:
-        """Put this rank's generators back, where the world has the size it had; nothing that is learned draws from
-        them, samples have seeds of their own."""
+        """Restore this rank's random generators, if the world has its former size. Otherwise nothing is lost: training
+        draws nothing from them, and samples have seeds of their own."""
         runtime = self._parts.runtime
         if self._marker.content["world_size"] == runtime.world_size:
             restore_random_states(load_values(self._folder / f"random-{runtime.rank:05d}.pt"))
 
     def kept_responses(self) -> list[Kept]:
-        """What every rank had generated one step ahead; nothing where the run goes on with other data. A collective of
-        the world, as ranks share out the files: all of them reading all would be as many reads as ranks times ranks."""
+        """Responses of every rank that were generated one step ahead; empty where the run resumes with other data.
+
+        A collective of the world. Ranks split the files: if all read all, there would be as many reads as ranks times
+        ranks.
+        """
         if self._has_other_data():
             return []
         names, runtime = sorted(n for n in self._marker.files if n.startswith(f"{_RESPONSES}-")), self._parts.runtime
@@ -131,8 +135,8 @@ class Resumed:
         return {name: float(value) if isinstance(value, str) else value for name, value in kept.items()}
 
     def engine_weights(self) -> list[Tensor] | None:
-        """This rank's part of the older actor with which the engine goes on; None where it has the newest weights, and
-        on another layout."""
+        """This rank's part of the older actor with which the engine resumes; None where the engine had the newest
+        weights, and on another layout."""
         before, layout = self._marker.content, self._parts.config.actor.layout.model_dump(mode="json")
         is_there = any(name.startswith(f"{_ENGINE_WEIGHTS}-") for name in self._marker.files)
         same = before["settings"]["actor"]["layout"] == layout
@@ -174,7 +178,7 @@ class Checkpoints:
         self._began_writing = now
         self._writer: CheckpointWriter | None = None
         self._failures = 0
-        """Checkpoints in a row that could not be written."""
+        """Number of checkpoints in a row that could not be written."""
         self._identity: dict[str, str] = {}
         if self._settings is not None:
             directory, seconds = checkpoints_directory(parts.config), parts.config.runtime.collective_timeout_seconds
@@ -182,14 +186,17 @@ class Checkpoints:
         if self._settings is not None or start.checkpoint is not None:
             self._identity = _identity(parts)
         self.resumed: Resumed | None = None
-        """Where the run continues from a checkpoint, that one."""
+        """The checkpoint from which the run resumes, if any."""
         if start.checkpoint is not None:
             self.resumed = Resumed(parts, *start.checkpoint, self._identity)
 
     def is_due(self, step: int) -> bool:
-        """Whether a checkpoint is written after this step: every so many steps or minutes, after the last, and after
-        one that could not be written, which is told. A collective of the world, once for every step. Raises
-        CheckpointError where that happens too often."""
+        """Whether a checkpoint is written after this step: at its intervals in steps or minutes, after the last step,
+        and after one that could not be written, which is reported.
+
+        A collective of the world, to be called once for every step. Raises CheckpointError after too many failures in a
+        row.
+        """
         if self._settings is None:
             return False
         if self._has_failed(wait=False):
@@ -198,15 +205,15 @@ class Checkpoints:
         periods = (self._settings.every_steps, self._settings.keep_every_steps)
         if step == self._parts.derived.steps or any(every and step % every == 0 for every in periods):
             return True
-        return broadcast_object(is_late)  # ranks may disagree about what is late
+        return broadcast_object(is_late)  # ranks' clocks may differ
 
     def start_clock(self) -> None:
-        """The first step begins."""
+        """Start the clock at the first step."""
         self._deadline.start(time.monotonic())
 
     def stop_in_time(self) -> None:
-        """Raise Interrupted on every rank where another step might end too late; a collective of the world, once for
-        every step but the last."""
+        """Raise Interrupted on every rank where another step might end too late; a collective of the world, to be
+        called once for every step but the last."""
         why = broadcast_object(self._why_ends if self._deadline.is_near(time.monotonic()) else "")
         if why:
             if self._parts.runtime.is_main:
@@ -216,11 +223,12 @@ class Checkpoints:
     def save(self, boundary: Boundary, *, wait: bool) -> None:
         """Write a checkpoint of the end of a step, unless there is one; with `wait` it is on disk afterwards.
 
-        Models and optimizers must be those of the boundary. One that cannot be written is told and tried again, with
-        `wait` at once, else after the next step. Raises CheckpointError where that happens too often.
+        Models and optimizers must be in the state of the boundary. A checkpoint that cannot be written is reported and
+        tried again, with `wait` at once, else after the next step. Raises CheckpointError after too many failures in a
+        row.
         """
         assert self._writer is not None and self._settings is not None, "is_due was not asked"
-        self._has_failed(wait=True)  # the one before
+        self._has_failed(wait=True)  # the previous one
         self._clock.restart(time.monotonic())
         while boundary.step != self._saved_step:
             self._saved_step = boundary.step
@@ -231,7 +239,7 @@ class Checkpoints:
         _tell_warnings(self._writer)
 
     def _has_failed(self, *, wait: bool) -> bool:
-        """Whether the checkpoint under way could not be written, where that is known; a collective of the world."""
+        """Whether the pending checkpoint is known to have failed; a collective of the world."""
         assert self._writer is not None
         was_under_way = self._writer.is_busy
         problem = self._writer.outcome(wait=wait)
@@ -248,27 +256,27 @@ class Checkpoints:
         return True
 
     def save_interrupted(self, boundary: Boundary) -> str:
-        """Write a checkpoint of a run that was asked to stop; returns what to tell its user.
+        """Write a checkpoint of a run that was asked to stop; returns the message for its user.
 
         Raises RunError where the settings have no checkpoints.
         """
         if self._writer is None:
             raise RunError(f"stopped after step {boundary.step} without a checkpoint, as checkpoint is null")
-        self._failures = 0  # whatever became of the ones before, this one is tried
+        self._failures = 0  # earlier failures do not keep this one from being tried
         if self._parts.config.rollout.keeps_when_stopped and self._anywhere(boundary.responses):
-            self._saved_step = -1  # the checkpoint of this step may be there without them
+            self._saved_step = -1  # the existing checkpoint of this step may lack them
         self.save(boundary, wait=True)
         return f"stopped after step {boundary.step} with a checkpoint; the same command continues the run"
 
     def _anywhere(self, responses: Kept) -> bool:
-        """Whether any rank has some; a collective of the world."""
+        """Whether any rank has responses; a collective of the world."""
         dist.all_reduce(found := torch.tensor([len(responses)], device=self._parts.runtime.device))
         return bool(found)
 
     def keep_refused(self, updates: RoleUpdates, refused: MinibatchUpdate, boundary: Boundary) -> str:
-        """Save a minibatch with a non-finite loss or gradient and the models that met it, the first few times.
+        """Save a minibatch with a non-finite loss or gradient and the models before it, for the first few of them.
 
-        `boundary` is the end of the step before. Returns what to tell the user.
+        `boundary` is the end of the step before. Returns the message for the user.
         """
         runtime, config = self._parts.runtime, self._parts.config
         directory, step = config.run.path / "replay", boundary.step + 1
@@ -320,7 +328,7 @@ class Checkpoints:
 
     @property
     def keeps_engine_weights(self) -> bool:
-        """Whether this rank writes the weights that the engine has, where they may be older than the actor's."""
+        """Whether this rank saves the engine's weights, which may be older than the actor's."""
         return self._settings is not None and _weights_home(self._parts) == self._parts.runtime.rank
 
     def finish(self) -> None:
@@ -330,19 +338,19 @@ class Checkpoints:
             _tell_warnings(self._writer)
 
     def close(self) -> None:
-        """Let a checkpoint under way be finished where the run ends early."""
+        """Give a pending checkpoint time to finish where the run ends early."""
         if self._writer is not None:
             self._writer.abandon(_CLOSE_SECONDS)
 
 
 def _changing_reference(parts: Parts) -> Role | None:
-    """The reference, where it is not that of its folder for good."""
+    """The reference, if it changes during the run."""
     settings = parts.config.reference
     return parts.reference if settings is not None and settings.refresh_every_steps else None
 
 
 def _time_left(config: Config) -> tuple[str, float | None]:
-    """What ends the run first, in words, and in how many seconds it does; None where nothing is known to."""
+    """What ends the run first, as text, and the seconds until then; None where no end is known."""
     own, slurm = config.run.max_hours, seconds_to_end(os.environ)
     if config.checkpoint is None or (own is None and slurm is None):
         return "", None
@@ -352,7 +360,7 @@ def _time_left(config: Config) -> tuple[str, float | None]:
 
 
 def _weights_home(parts: Parts) -> int | None:
-    """The rank that writes for all replicas what this rank holds of the actor; None on ranks outside it."""
+    """The rank that saves this rank's part of the actor for all replicas; None on ranks outside of the actor."""
     if not isinstance(parts.actor, LocalRole):
         return None
     layout = parts.actor.layout
@@ -361,7 +369,7 @@ def _weights_home(parts: Parts) -> int | None:
 
 
 def _tell_warnings(writer: CheckpointWriter) -> None:
-    for sentence in writer.warnings():  # the main rank's alone
+    for sentence in writer.warnings():  # on the main rank only
         tell(sentence)
 
 

@@ -1,6 +1,6 @@
-"""Samples of environments as a step sees them: which tokens count, where rewards land, who said what.
+"""Episodes of environments in a step's samples: which tokens count, where rewards are placed, who said what.
 
-A checkpoint holds what is not in their tokens as JSON in bytes.
+In a checkpoint, what the tokens do not contain is JSON in bytes.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from megappo.types import Episode, Episodes, Prompt
 
 
 def own_tokens(completion: Completion) -> list[int]:
-    """What the model answered: all of it, or in an episode its last turn."""
+    """Tokens of the model's response: all of them, or in an episode those of its last turn."""
     ids = list(completion.token_ids)
     if completion.episode is None or not completion.episode.turns:
         return ids
@@ -29,13 +29,13 @@ def own_tokens(completion: Completion) -> list[int]:
 
 
 def prompt_ids(prompt: Prompt, completion: Completion) -> tuple[int, ...]:
-    """What the model saw before its first token: the prompt of the data, or in an episode what an agent made of it."""
+    """Tokens before the model's first one: the data's prompt, or in an episode the prompt that an agent made of it."""
     told = None if completion.episode is None else completion.episode.prompt_ids
     return prompt.token_ids if told is None else told
 
 
 def turns_mask(completions: Sequence[Completion], mask_BR: Tensor) -> Tensor:
-    """(B, R) bool of the tokens that the model made, where `mask_BR` is of all that follow the prompt."""
+    """(B, R) bool: tokens that the model generated; `mask_BR` marks all tokens after the prompt."""
     if all(completion.episode is None for completion in completions):
         return mask_BR
     own_BR = torch.zeros_like(mask_BR)
@@ -49,7 +49,7 @@ def turns_mask(completions: Sequence[Completion], mask_BR: Tensor) -> Tensor:
 def episodes_of(
     completions: Sequence[Completion], mask_BR: Tensor, tokenizer: PreTrainedTokenizerBase
 ) -> Episodes | None:
-    """None where no environment took part."""
+    """Episodes of the completions; None where no environment takes part."""
     episodes = tuple(completion.episode for completion in completions if completion.episode is not None)
     if not episodes:
         return None
@@ -61,7 +61,7 @@ def episodes_of(
 
 
 def _conversation(completion: Completion, tokenizer: PreTrainedTokenizerBase) -> tuple[dict[str, Any], ...]:
-    """What the model and the environment said in turn; before it the prompt, where an agent wrote it."""
+    """Turns of model and environment as text, preceded by the prompt where an agent wrote it."""
     assert completion.episode is not None
     said: list[dict[str, Any]] = []
     if completion.episode.prompt_ids is not None:
@@ -77,7 +77,7 @@ def _conversation(completion: Completion, tokenizer: PreTrainedTokenizerBase) ->
 
 
 def keep_episodes(completions: Sequence[Completion]) -> dict[str, Tensor]:
-    """Their episodes for a checkpoint; nothing where there are none."""
+    """Episodes of the completions as tensors for a checkpoint; empty where there are none."""
     episodes = [asdict(completion.episode) for completion in completions if completion.episode is not None]
     if not episodes:
         return {}
@@ -85,7 +85,7 @@ def keep_episodes(completions: Sequence[Completion]) -> dict[str, Tensor]:
 
 
 def kept_episodes(kept: Mapping[str, Tensor], count: int) -> list[Episode | None]:
-    """What `keep_episodes` gave, for each of so many completions."""
+    """Episodes from `keep_episodes`, one for each of `count` completions."""
     if "episodes" not in kept:
         return [None] * count
     return [Episode.read(told) for told in json.loads(bytes(kept["episodes"].tolist()))]

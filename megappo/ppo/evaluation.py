@@ -1,4 +1,4 @@
-"""Answers to the validation prompts, and how good they are."""
+"""Evaluation: responses to the validation prompts, and their rewards."""
 
 from __future__ import annotations
 
@@ -20,15 +20,15 @@ from megappo.runtime.tally import Tally
 from megappo.types import Rollouts
 
 _STEP_OF_SEEDS = 0
-"""No step of training: every evaluation of a run draws with the same seeds, so that what differs is the model."""
+"""Replaces a step's number in seeds: all evaluations of a run use the same ones, so that only the model differs."""
 
 
 def evaluate_policy(parts: Parts, say: Callable[[str], object] = tell) -> dict[str, float]:
     """Mean reward and length over every validation set with the engine's weights, and `pass@k`; a collective of the
     whole world.
 
-    What failed is in no mean but that of the lengths; `eval/failures` counts it, and the main rank says it with the
-    first reason. Raises RewardError on every rank where too many rewards failed.
+    Failed samples count only in the mean of the lengths. `eval/failures` has their share, and the main rank prints
+    their number with the first reason. Raises RewardError on every rank where too many rewards failed.
     """
     tally = Tally()
     for name, settings in parts.config.data.evaluated.items():
@@ -43,7 +43,7 @@ def evaluate_policy(parts: Parts, say: Callable[[str], object] = tell) -> dict[s
 def _evaluate_set(
     prefix: str, settings: ValidationSetSettings, dataset: PromptDataset, parts: Parts, tally: Tally
 ) -> str:
-    """A sentence about what failed on any rank, "" where nothing did."""
+    """Evaluate one set into `tally`; returns a sentence about failures on any rank, "" where there were none."""
     config = parts.config
     own_limit = config.evaluation.max_response_tokens if config.evaluation is not None else None
     prompts = prompts_of_rank(dataset, range(len(dataset)), parts.runtime)
@@ -70,8 +70,11 @@ def _evaluate_set(
 
 
 def _failure_words(parts: Parts, rollouts: Rollouts, failures: MutableMapping[int, str]) -> str:
-    """How many samples of all ranks have no grade, and the first reason; those of failed episodes are added to
-    `failures`, which has those whose reward failed. Raises RewardError on every rank where these are too many."""
+    """Sentence with the number of ungraded samples of all ranks and the first reason.
+
+    Adds failed episodes to `failures`, which has the samples whose reward failed. Raises RewardError on every rank
+    where too many rewards failed.
+    """
     rewards, settings = len(failures), parts.config.reward
     for b, episode in enumerate(rollouts.episodes.of_samples if rollouts.episodes is not None else ()):
         if episode.failure:
@@ -87,8 +90,8 @@ def _failure_words(parts: Parts, rollouts: Rollouts, failures: MutableMapping[in
 def passed_P(
     total_rewards_B: Tensor, settings: ValidationSetSettings, k: int, graded_B: Tensor | None = None
 ) -> Tensor:
-    """float64: `pass@k` of each prompt, of whose samples the rewards stand together. Samples without a grade count for
-    nothing, and prompts with fewer than `k` others are left out."""
+    """float64: `pass@k` of each prompt, whose samples are consecutive. Ungraded samples do not count, and prompts with
+    fewer than `k` graded ones are left out."""
     totals_PS = total_rewards_B.view(-1, settings.samples)
     graded_PS = torch.ones_like(totals_PS, dtype=torch.bool) if graded_B is None else graded_B.view(totals_PS.shape)
     right_P = ((totals_PS > settings.right_above) & graded_PS).sum(-1)

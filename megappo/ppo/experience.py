@@ -1,4 +1,4 @@
-"""From scores to what the updates need: KL in the reward, advantages, whitening, correction of the engine's gap.
+"""Turns scores into the inputs of updates: KL in the reward, advantages, whitening, correction of the mismatch.
 
 Works on this rank's own samples; only statistics are exchanged. B samples of this rank, R longest response.
 """
@@ -25,7 +25,7 @@ from megappo_kernels.whiten import masked_whiten, masked_whiten_stats, merge_whi
 
 
 def trained_tokens(rollouts: Rollouts, algorithm: AlgorithmSettings) -> Tensor:
-    """(B, R) bool: response tokens that count in the losses, where nothing else is said of them."""
+    """(B, R) bool: response tokens that count in the losses, before any correction rejects some."""
     mask_BR = rollouts.response_mask_BR
     return mask_BR & ~rollouts.truncated_B[:, None] if algorithm.mask_truncated else mask_BR
 
@@ -41,7 +41,7 @@ def turn_ends(rollouts: Rollouts) -> Tensor:
 
 
 def returns_to_go(rewards_BR: Tensor, rollouts: Rollouts, algorithm: AlgorithmSettings) -> Tensor:
-    """(B, R): the discounted sum of the rewards from each response token on, as they came (lambda 1)."""
+    """(B, R): the discounted sum of the rewards from each response token on (lambda 1, no values)."""
     borders = turn_ends(rollouts) if algorithm.discount_at == "turn" else None
     mask_BR = rollouts.response_mask_BR
     values_BR = torch.zeros_like(rewards_BR)
@@ -49,8 +49,8 @@ def returns_to_go(rewards_BR: Tensor, rollouts: Rollouts, algorithm: AlgorithmSe
 
 
 def groups_differ_G(total_rewards_B: Tensor, group_ids_B: Tensor) -> Tensor:
-    """bool of each group: whether the rewards of its samples differ. Failed episodes, whose ids are negative, are in
-    none."""
+    """(G,) bool: whether the rewards of a group's samples differ. Failed episodes, which have negative group ids, are
+    in no group."""
     whole_B = group_ids_B >= 0
     ids_G, group_B = group_ids_B[whole_B].unique(return_inverse=True)
     lowest_G = torch.full(ids_G.shape, math.inf).scatter_reduce(0, group_B, total_rewards_B[whole_B], "amin")
@@ -74,12 +74,12 @@ class ExperienceMaker:
     def make(
         self, scored: Scored, step_sequences: int, rewards_BR: Tensor | None = None
     ) -> tuple[Experience, dict[str, float]]:
-        """The step's experience and its metrics; a collective of the whole world.
+        """Experience of the step and its metrics; a collective of the whole world.
 
         Args:
             scored: this rank's samples.
-            step_sequences: samples of the step over all ranks, by which the adaptive controller moves.
-            rewards_BR: token rewards that are known already; None: scores, and the KL.
+            step_sequences: samples of the step over all ranks, by which the adaptive controller is updated.
+            rewards_BR: token rewards that are known already; None: they are computed from scores and KL.
         """
         tally, mask_BR, kl_BR = Tally(), scored.rollouts.response_mask_BR, None
         if rewards_BR is None:
@@ -107,7 +107,7 @@ class ExperienceMaker:
         tally.minimum("reward/min", total_rewards_B)
         tally.total("tokens", float(mask_BR.sum()))
         numbers = tally.reduce(None, self._device)
-        if not numbers.pop("tokens"):  # all episodes have failed: means over tokens are of nothing
+        if not numbers.pop("tokens"):  # all episodes have failed: means over tokens are NaN
             numbers = {name: value for name, value in numbers.items() if not math.isnan(value)}
         elif "kl/per_response" in numbers:
             numbers["kl/coef"] = self.kl_controller.value
@@ -118,8 +118,11 @@ class ExperienceMaker:
         return experience, numbers
 
     def _rewards(self, scored: Scored, tally: Tally) -> tuple[Tensor, Tensor | None]:
-        """Token rewards (B, R): the score on the last token, minus the weighted KL on every token. What an environment
-        gave for a turn stands on the turn's last token. And that KL, where there is a reference."""
+        """Token rewards (B, R), and the KL per token where there is a reference.
+
+        The score is on the last token, and the weighted KL is subtracted on every token. An environment's reward of a
+        turn is on the turn's last token.
+        """
         mask_BR, episodes, scores = scored.rollouts.response_mask_BR, scored.rollouts.episodes, scored.scores_B
         if episodes is not None:
             scores = episodes.turn_rewards_BR + on_last_tokens(scores, mask_BR)
@@ -148,7 +151,7 @@ class ExperienceMaker:
         lam: float | Tensor,
         borders: Tensor | None,
     ) -> tuple[Tensor, Tensor]:
-        """GAE on the device it is fast on."""
+        """GAE, computed on the device of the run."""
         here = (x.to(self._device) for x in (rewards, values, mask))
         lam = lam.to(self._device) if isinstance(lam, Tensor) else lam
         borders = None if borders is None else borders.to(self._device)
@@ -156,14 +159,16 @@ class ExperienceMaker:
         return advantages_BR.to(rewards.device), returns_BR.to(rewards.device)
 
     def _global_stats(self, values_BR: Tensor, mask_BR: Tensor) -> Tensor:
-        """Whitening statistics over the samples of all ranks, merged in the order of ranks."""
+        """Whitening statistics over the samples of all ranks, merged in the order of ranks: the result is the same on
+        each."""
         local_3 = masked_whiten_stats(values_BR.to(self._device), mask_BR.to(self._device))
         gathered = [torch.empty_like(local_3) for _ in range(dist.get_world_size())]
         dist.all_gather(gathered, local_3)
         return merge_whiten_stats(torch.stack(gathered)).to(values_BR.device)
 
     def _correction(self, scored: Scored, tally: Tally) -> tuple[Tensor | None, Tensor]:
-        """Importance weights for the engine's gap, and the mask of tokens that count."""
+        """Importance weights for the engine's mismatch, and the mask of tokens that count; no weights without
+        correction."""
         mask_BR = scored.rollouts.response_mask_BR
         if self._algorithm.old_logprob != "corrected":
             return None, mask_BR

@@ -1,7 +1,7 @@
-"""Files of experience: parquet with a row for each sample, all that a step's updates are made of among it.
+"""Parquet files of experience: a row for each sample, with everything that a step's updates are computed from.
 
-A rank writes its own samples. Numbers keep their bits. What a run does not have (a critic, a reference, an environment)
-has no column. `pandas.read_parquet` and the like read a file or the folder of a step as well.
+A rank writes its own samples. Numbers keep their bits. Parts that a run does not have (a critic, a reference, an
+environment) have no column. `pandas.read_parquet` and similar functions read a file or the folder of a step.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ _PER_TOKEN = {
     "token_rewards": "rewards_BR", "advantages": "advantages_BR", "returns": "returns_BR", "loss_mask": "loss_mask_BR",
     "importance_weights": "importance_weights_BR",
 }  # fmt: skip
-"""Columns of a number for each response token, and the fields they are of."""
+"""Columns with a number for each response token, and the fields that they are read from."""
 _PER_SAMPLE = {
     "sample_id": "sample_ids_B", "group_id": "group_ids_B", "truncated": "truncated_B",
     "special_tokens": "special_tokens_B", "weight_version": "weight_versions_B",
@@ -42,19 +42,20 @@ class SavedSamples:
     """Samples of one rank in a step, as they are saved."""
 
     experience: Experience
-    """`scored.scores_B` are what was trained on; environments' rewards of turns are not in them."""
+    """Experience of the samples. `scored.scores_B` are the scores that were trained on, without environments' rewards
+    of turns."""
     given_B: Tensor
-    """float32: scores of the reward, before `reward.scale` and the like."""
+    """float32: scores as the reward returned them, before `reward.scale` and similar settings."""
 
     @property
     def sample_ids(self) -> list[int]:
-        """Of each, its position in the step's global batch."""
+        """Position of each sample in the step's global batch."""
         found: list[int] = self.experience.scored.rollouts.sample_ids_B.tolist()
         return found
 
 
 def require_parquet() -> None:
-    """Raises ConfigError where nothing is installed that writes and reads these files."""
+    """Raises ConfigError where pyarrow, which writes and reads these files, is not installed."""
     try:
         import pyarrow.parquet  # noqa: F401
     except ImportError as error:
@@ -64,8 +65,8 @@ def require_parquet() -> None:
 
 
 def write_samples(path: Path, samples: SavedSamples, rows: Sequence[int], text_of: Callable[[int], str]) -> None:
-    """Write those samples of a rank that stand at these places. `text_of`: of a token, for people; asked once for each
-    that there is. Raises OSError."""
+    """Write these rows of a rank's samples. `text_of`: text of a token for readers, called once for each distinct
+    token. Raises OSError."""
     import pyarrow
     from pyarrow import parquet
 
@@ -127,7 +128,7 @@ def _task(prompt: Prompt) -> str | None:
 
 
 def _texts(values: Sequence[str | None]) -> pyarrow.Array:
-    """Half of a surrogate pair, which a model may write, is no UTF-8."""
+    """Array of texts. Half of a surrogate pair, which a model may write, is not valid UTF-8 and is replaced."""
     import pyarrow
 
     told = [None if text is None else text.encode("utf-8", "replace").decode("utf-8") for text in values]
@@ -158,13 +159,13 @@ def _text_lists(flat: Tensor, lengths: Sequence[int], text_of: Callable[[int], s
 
 
 def sample_ids_of(path: Path) -> list[int]:
-    """Ids of the samples of a file, in its order. Raises ValueError for one that is damaged."""
+    """Ids of a file's samples, in the file's order. Raises ValueError for a damaged file."""
     found: list[int] = _File(path, ("sample_id",)).tensor("sample_id").tolist()
     return found
 
 
 def read_samples(path: Path) -> SavedSamples:
-    """What `write_samples` wrote. Raises ValueError for a file that is damaged, or is none of these."""
+    """Read what `write_samples` wrote. Raises ValueError for a damaged file or one of another kind."""
     file = _File(path)
     try:
         rollouts = _rollouts(file)
@@ -240,19 +241,19 @@ def _routing(file: _File) -> tuple[Tensor, ...] | None:
 
 
 class _File(ColumnFile):
-    """The columns of a file as tensors."""
+    """Columns of a file as tensors."""
 
     def tensor(self, name: str) -> Tensor:
-        """(B,): one number of each row."""
+        """(B,): a column with one number per row."""
         return torch.from_numpy(self.numbers(name).copy())
 
     def split(self, name: str) -> tuple[Tensor, ...]:
-        """The numbers of each row."""
+        """A column of lists, as a tensor for each row."""
         lengths, flat = self.lists(name)
         return torch.from_numpy(flat.copy()).split(lengths) if lengths else ()
 
     def tokens(self, name: str) -> Tensor:
-        """(B, R), R the longest row, filled up with 0."""
+        """(B, R): a column of lists, padded with 0 to the longest row."""
         lengths, numbers = self.lists(name)
         flat, lengths_B = torch.from_numpy(numbers.copy()), torch.tensor(lengths, dtype=torch.int64)
         here_BR = torch.arange(max(lengths, default=1))[None] < lengths_B[:, None]
@@ -261,5 +262,5 @@ class _File(ColumnFile):
         return found_BR
 
     def tokens_or_none(self, name: str) -> Tensor | None:
-        """The same of what not every run has."""
+        """A column as `tokens` reads it; None where the file does not have it."""
         return self.tokens(name) if name in self else None

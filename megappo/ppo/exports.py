@@ -1,4 +1,4 @@
-"""The actor in Hugging Face's format, at the end of a run and in between."""
+"""Exports of the actor in Hugging Face's format, during and at the end of a run."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from megappo.reshard.writer import write_policy
 
 
 def export_actor(parts: Parts, out: Path) -> None:
-    """Write the actor to a folder, in the place of one that is there; a collective of the world. The folder has its
-    name once it is whole. Raises OSError on the main rank where it cannot be written."""
+    """Write the actor to a folder, replacing an existing one; a collective of the world. The folder gets its name once
+    it is complete. Raises OSError on the main rank where it cannot be written."""
     config = parts.config
     whole = parts.weights.to([Receiver(0)])
     if not parts.runtime.is_main:

@@ -1,4 +1,4 @@
-"""The responses of each step: generated when the step asks for them, or during the step before it."""
+"""Generates the responses of each step: when the step asks for them, or during the step before it."""
 
 from __future__ import annotations
 
@@ -16,42 +16,43 @@ from megappo.ppo.sampling import SampleRequests, finish_rollout, prompts_of_rank
 from megappo.types import Prompt, Rollouts
 
 Kept = dict[int, dict[str, Tensor]]
-"""Responses by step, in tensors that a checkpoint can hold."""
+"""Responses by step, as tensors for a checkpoint."""
 
 
 @dataclass
 class _Drawn:
-    """The prompts of a step, and what is known of their answers."""
+    """The prompts of a step, with the responses that are known."""
 
     wanted: SampleRequests
     cursor: dict[str, Any]
-    """Where the cursor stood before it gave the prompts."""
+    """State of the cursor before it gave the prompts."""
     answers: dict[int, Completion] = field(default_factory=dict)
-    """Responses that have come, by the number of their request in `wanted`."""
+    """Responses that have arrived, by the number of their request in `wanted`."""
     asked: tuple[int, ...] = ()
-    """The requests that were missing when they were asked for last."""
+    """Requests that were missing at the last call of `ask_for_the_rest`."""
     pending: PendingCompletions | None = None
-    """What has come of those, while they are on their way."""
+    """Pending responses to the `asked` requests."""
     is_whole: bool = False
-    """Every rank has all its answers."""
+    """Whether every rank has all its responses."""
 
     def ask_for_the_rest(self) -> list[GenerateRequest]:
-        """The requests without an answer, for the engine."""
+        """Requests without a response, for the engine."""
         self.asked = tuple(i for i in range(len(self.wanted.requests)) if i not in self.answers)
         return [self.wanted.requests[i] for i in self.asked]
 
     @property
     def asked_prompts(self) -> list[Prompt]:
-        """The prompts of those requests."""
+        """Prompts of the `asked` requests."""
         return [self.wanted.prompts[i] for i in self.asked]
 
     def take(self, done: Mapping[int, Completion]) -> None:
-        """Answers, by their number among what was asked for last."""
+        """Store responses by their number among the `asked` requests."""
         self.answers |= {self.asked[i]: completion for i, completion in done.items()}
 
 
 class Responses:
-    """Takes prompts from the cursor, step by step, and has them answered; a collective of the world."""
+    """Takes prompts from the cursor, step by step, and has the engine respond; every call is a collective of the
+    world."""
 
     def __init__(self, parts: Parts) -> None:
         self._parts = parts
@@ -61,10 +62,10 @@ class Responses:
         self._drawn: dict[int, _Drawn] = {}
 
     def of_step(self, step: int, *, weights_changed: bool) -> Rollouts:
-        """This rank's responses of a step; what was sampled is what is trained on, token by token.
+        """This rank's responses of a step. The sampled tokens are exactly those that are trained on.
 
-        `weights_changed`: the actor is newer than the engine, which matters where an engine has to be started again.
-        Raises Interrupted on every rank where the run is asked to stop.
+        `weights_changed`: whether the actor is newer than the engine's weights, which matters where an engine must be
+        restarted. Raises Interrupted on every rank where the run is asked to stop.
         """
         self.settle(weights_changed=weights_changed)
         drawn = self._drawn[step] if step in self._drawn else self._draw(step)
@@ -81,8 +82,8 @@ class Responses:
         return self._finish(drawn.wanted, completions)
 
     def more(self, step: int, number: int, prompts: int) -> Rollouts:
-        """This rank's responses to further prompts of a step, in its round `number` (the first is 0); raises as
-        `of_step`. A run that is stopped meanwhile asks for them again."""
+        """This rank's responses to further prompts of a step, in round `number` (the first is 0); raises as `of_step`.
+        A run that is stopped during it generates them again."""
         wanted = self._request(step, self._parts.cursor.take(prompts), number * self._parts.derived.batch_sequences)
         completions = self._parts.answer(wanted.prompts, wanted.requests, self._params)
         return self._finish(wanted, completions)
@@ -91,13 +92,13 @@ class Responses:
         return finish_rollout(wanted, completions, self._parts.tokenizer, self._parts.vocabulary, self._parts.answerer)
 
     def begin(self, step: int) -> None:
-        """Have a later step's prompts answered from now on."""
+        """Start generating the responses of a later step."""
         drawn = self._drawn[step] if step in self._drawn else self._draw(step)
         requests = drawn.ask_for_the_rest()
         drawn.pending = self._parts.submit(drawn.asked_prompts, requests, self._params)
 
     def settle(self, *, weights_changed: bool) -> None:
-        """Wait for everything that was begun. Raises Interrupted as `of_step` does."""
+        """Wait for everything that was started. Raises Interrupted as `of_step` does."""
         for drawn in self._drawn.values():
             pending = drawn.pending
             if pending is None:
@@ -110,42 +111,42 @@ class Responses:
             drawn.is_whole = True
 
     def pause(self, *, stops: bool = False) -> None:
-        """Weights change, or the run stops; what is under way goes on with the weights that it has."""
+        """Does nothing when weights change or the run stops: pending responses keep the weights they began with."""
 
     def go_on(self) -> None:
-        """Weights have changed."""
+        """Does nothing after weights have changed."""
 
     def metrics(self) -> dict[str, float]:
-        """Of what no step has taken yet: a step takes all."""
+        """Metrics of responses that no step has taken yet; empty, as a step takes all."""
         return {}
 
     @property
     def draws_on(self) -> bool:
-        """Whether the cursor belongs to what `state_dict` gives at the same time; here the prompts are drawn again."""
+        """Whether the cursor must be saved at the same time as `state_dict`; False, as prompts are drawn again here."""
         return False
 
     def is_torn(self, step: int) -> bool:
-        """Whether a step was begun and given up, the same on every rank."""
+        """Whether a step was begun and dropped; the same on every rank."""
         return step in self._drawn and not self._drawn[step].is_whole
 
     def cursor_state(self) -> dict[str, Any]:
-        """Where the cursor stood before it gave prompts that are not trained on yet."""
+        """State of the cursor before it gave prompts that are not trained on yet."""
         return next((drawn.cursor for drawn in self._drawn.values()), None) or self._parts.cursor.state_dict()
 
     def forget(self, step: int) -> None:
-        """Drop what was kept of a step whose updates are done."""
+        """Drop the responses of a step whose updates are done."""
         self._drawn.pop(step, None)
 
     def state_dict(self, step: int) -> Kept:
-        """This rank's responses of a step that is not trained on yet: all of them, or those that
-        `rollout.when_stopped` keeps."""
+        """This rank's responses of a step that is not trained on yet: all of them, or those that `rollout.when_stopped`
+        keeps."""
         drawn = self._drawn.get(step)
         if drawn is None or not drawn.answers or not (drawn.is_whole or self._keeps):
             return {}
         return {step: {"batch_2": self._batch_2(), **_keep(drawn)}}
 
     def load_state_dict(self, kept: Sequence[Kept]) -> None:
-        """Take back what `state_dict` gave on every rank of a run, which may have had other ranks.
+        """Restore what `state_dict` returned on every rank of a run, which may have had other ranks.
 
         The prompts are drawn again. Where settings have changed so that the step has other samples, it is generated
         anew.
@@ -166,7 +167,7 @@ class Responses:
             drawn.is_whole = len(found) == len(everything)
 
     def _batch_2(self) -> Tensor:
-        """Prompts and samples of each in a step: what a sample's number stands for."""
+        """Prompts per step and samples per prompt, which define what a sample's number means."""
         settings = self._parts.config.rollout
         return torch.tensor([settings.prompts_per_step, settings.samples_per_prompt])
 
@@ -179,7 +180,7 @@ class Responses:
         return drawn
 
     def _request(self, step: int, indices: Sequence[int], first_seed: int) -> SampleRequests:
-        """What is asked for prompts of a step, whose samples' seeds are those of its numbers from `first_seed` on."""
+        """Requests for prompts of a step; seeds are those of sample numbers from `first_seed` on."""
         config, parts = self._parts.config, self._parts
         return request_samples(
             prompts_of_rank(parts.train_prompts, indices, parts.runtime),
@@ -190,7 +191,7 @@ class Responses:
 
 
 def _keep(drawn: _Drawn) -> dict[str, Tensor]:
-    """The answers one after another, in tensors; B of them, at least one."""
+    """B responses, at least one, concatenated into tensors."""
     numbers = sorted(drawn.answers)
     answers = [drawn.answers[n] for n in numbers]
     return {

@@ -1,8 +1,8 @@
-"""Prompts that are always in flight: a step takes those whose answers are finished, and others are sent for them.
+"""Keeps prompts in flight at all times: a step takes those whose responses are finished, and others are sent instead.
 
-`rollout.ahead` of 2 and more. Weights change while answers are generated: what is under way is broken off, and goes on
-from the tokens that it has under the new weights. Every rank holds the samples of its own prompts, by ticket; which
-prompts are in flight and which are finished is known to all.
+Used for `rollout.ahead` of 2 and more. Weights change during generation: unfinished responses are interrupted, and
+continue from their tokens under the new weights. Every rank holds the samples of its own prompts, by ticket; all ranks
+know which prompts are in flight and which are finished.
 """
 
 from __future__ import annotations
@@ -28,18 +28,18 @@ from megappo.runtime.objects import all_gather_objects
 from megappo.types import Prompt, Rollouts
 
 _STEP_OF_SEEDS = -3
-"""In place of a step's number, where samples are numbered over the whole run."""
+"""Replaces a step's number in seeds, as samples are numbered over the whole run."""
 _WAIT_SECONDS = 0.1
-"""Between two looks at what all ranks have."""
+"""Interval at which ranks exchange which samples are finished."""
 
 
 @dataclass
 class _Sample:
-    """A sample of a prompt of this rank."""
+    """A sample of one of this rank's prompts."""
 
     request: GenerateRequest
     answer: Completion | None = None
-    """What there is of it; `broken_off` while it is not finished."""
+    """The response so far; `broken_off` while it is not finished."""
     under_way: bool = False
 
     @property
@@ -48,7 +48,8 @@ class _Sample:
 
 
 class InFlight:
-    """Has prompts from the cursor answered all the time; a collective of the world. In place of `Responses`."""
+    """Keeps responses to the cursor's prompts in progress at all times; every call is a collective of the world.
+    Replaces `Responses`."""
 
     def __init__(self, parts: Parts) -> None:
         assert isinstance(parts.engine, InFlightEngine), "rules refuse rollout.ahead with other engines"
@@ -57,17 +58,17 @@ class InFlight:
         self._max_lag = longest_lag(parts.config)
         self._params = parts.sampling(self._settings.max_response_tokens, trained_on=True)
         self._groups: dict[int, Group] = {}
-        """All that are not trained on yet, by ticket, in the order of tickets."""
+        """All groups that are not trained on yet, by ticket, in the order of tickets."""
         self._taken: dict[int, list[list[int]]] = {}
-        """Tickets of the steps that were begun with them, of each round; one without dynamic sampling."""
+        """Tickets of each round of the steps that have taken them; there is one round without dynamic sampling."""
         self._returned: list[int] = []
-        """Prompts to be sent again, before the cursor's."""
+        """Prompts to be sent again, before the cursor's next ones."""
         self._next_ticket = 0
         self._samples: dict[int, _Sample] = {}
-        """This rank's, by number: ticket x samples of a prompt + sample."""
+        """This rank's samples by number: ticket x samples per prompt + sample."""
         self._dropped, self._cut, self._begun_anew = 0, 0, 0
         self._episodes = None if parts.episodes is None else parts.episodes.fly(self._params)
-        """What the engine is asked by where an environment takes part."""
+        """Generates episodes where an environment takes part; None without one."""
         self._record = ArrivalsRecord(parts) if self._settings.record_arrivals else None
 
     def of_step(self, step: int, *, weights_changed: bool) -> Rollouts:
@@ -80,8 +81,8 @@ class InFlight:
         return self._round(step, 0, self._settings.prompts_per_step)
 
     def more(self, step: int, number: int, prompts: int) -> Rollouts:
-        """This rank's responses of a further round of a step, whose number is `number` (the first is 0): of so many
-        prompts, the next that are finished. A run that is stopped meanwhile goes on with the rounds that it has."""
+        """This rank's responses of a further round of a step: those to the next `prompts` finished prompts. `number`
+        counts rounds from 0. A run that is stopped during it continues with the rounds that it has."""
         if number == len(self._taken[step]):
             self._fill(step, at_least=prompts)
         return self._round(step, number, prompts)
@@ -90,7 +91,7 @@ class InFlight:
         if number == len(self._taken.get(step, [])):
             while (chosen := self._choose(prompts)) is None:
                 self._note((self._episodes or self._engine).finished(_WAIT_SECONDS))
-                self._send()  # what had to be given up
+                self._send()  # prompts that had to be dropped
             self._taken.setdefault(step, []).append([group.ticket for group in chosen])
         self._fill(step)
         groups = [self._groups[ticket] for ticket in self._taken[step][number]]
@@ -100,14 +101,14 @@ class InFlight:
         return rollouts_of(self._parts, groups, answers)
 
     def begin(self, step: int) -> None:
-        """Prompts are in flight at all times."""
+        """Does nothing: prompts are in flight at all times."""
 
     def settle(self, *, weights_changed: bool) -> None:
-        """Nothing has to be waited for."""
+        """Does nothing: there is nothing to wait for."""
 
     def pause(self, *, stops: bool = False) -> None:
-        """Break off what is under way: weights change, or the run stops. An engine that keeps it through changes of its
-        weights holds it meanwhile."""
+        """Interrupt generation because weights change or the run stops. An engine that can keep unfinished responses
+        through a weight sync holds them instead."""
         if isinstance(self._engine, HoldingEngine) and self._engine.holds and not stops:
             self._engine.hold()
         elif self._groups:
@@ -115,7 +116,7 @@ class InFlight:
         self._count_cut()
 
     def go_on(self) -> None:
-        """Go on under the weights that the engine has now, without what would be too old for a step."""
+        """Continue under the engine's new weights, and drop groups that would be too old for a step."""
         for group in self._waiting():
             if self._engine_version - group.version > self._max_lag:
                 self._dropped += 1
@@ -126,8 +127,8 @@ class InFlight:
         self._send()
 
     def metrics(self) -> dict[str, float]:
-        """Counts over all ranks, of the prompts that the step has not taken, once it has its own; a collective of the
-        world."""
+        """Counts over all ranks of the prompts that no step has taken; a collective of the world, called once the step
+        has its own."""
         waiting = self._waiting()
         counts = all_gather_objects((self._cut, self._begun_anew))
         partial, begun_anew = (sum(of_rank) for of_rank in zip(*counts, strict=True))
@@ -150,29 +151,29 @@ class InFlight:
         return metrics
 
     def forget(self, step: int) -> None:
-        """Drop what a step was trained on whose updates are done."""
+        """Drop the samples of a step whose updates are done."""
         for tickets in self._taken.pop(step, []):
             for ticket in tickets:
                 self._forget(ticket)
 
-    # What a checkpoint holds
+    # State for a checkpoint
 
     @property
     def draws_on(self) -> bool:
-        """Prompts are drawn at any time, so that the cursor belongs to what `state_dict` gives at the same time."""
+        """True: prompts are drawn at any time, so the cursor must be saved at the same time as `state_dict`."""
         return True
 
     def is_torn(self, step: int) -> bool:
-        """No step's answers are of weights that are not there any more when it is begun again."""
+        """False: a step that is begun again never needs weights that are gone."""
         return False
 
     def cursor_state(self) -> dict[str, Any]:
-        """Where the cursor stands: prompts in flight are in the checkpoint."""
+        """State of the cursor now: prompts in flight are in the checkpoint."""
         return self._parts.cursor.state_dict()
 
     def state_dict(self, step: int) -> Kept:
-        """This rank's samples, finished or not, and all that ranks know of groups, from step `step` on. What is under
-        way has the tokens that it had when it was broken off last."""
+        """This rank's samples, finished or not, and the groups that all ranks know, from step `step` on. Unfinished
+        responses have the tokens that they had when they were last interrupted."""
         taken_by = {
             ticket: (taker, number)
             for taker, rounds in self._taken.items()
@@ -185,11 +186,11 @@ class InFlight:
         return {KEY: written_state(state, self._batch_2)}
 
     def load_state_dict(self, kept: Sequence[Kept]) -> None:
-        """Take back what `state_dict` gave on every rank of a run, which may have had other ranks, and go on with it.
+        """Restore what `state_dict` returned on every rank of a run, which may have had other ranks, and continue with
+        it.
 
-        With another number of samples of a prompt all prompts are sent anew; with another number of prompts a step
-        that was begun chooses again. Episodes that were not over are begun anew: the states of their environments are
-        nowhere.
+        With another number of samples per prompt all prompts are sent anew; with another number of prompts a step that
+        was begun chooses again. Unfinished episodes begin anew, as the states of their environments are not saved.
         """
         states = [read_state(of_rank[KEY]) for of_rank in kept if KEY in of_rank]
         if not states:
@@ -224,7 +225,7 @@ class InFlight:
         return self._parts.engine.version
 
     def _waiting(self) -> list[Group]:
-        """Those that no step has taken, in the order of their tickets."""
+        """Groups that no step has taken, in the order of their tickets."""
         taken = {ticket for rounds in self._taken.values() for tickets in rounds for ticket in tickets}
         return [group for ticket, group in self._groups.items() if ticket not in taken]
 
@@ -233,8 +234,8 @@ class InFlight:
         return choose(self._waiting(), wanted=wanted, newest=newest, max_lag=self._max_lag, of_step=of_step)
 
     def _fill(self, step: int, at_least: int = 0) -> None:
-        """Send prompts until those of `rollout.ahead` steps after this one are in flight, or of all that are left; and
-        `at_least` so many, for this one."""
+        """Send prompts until those of the next `rollout.ahead` steps, or all that are left, are in flight; at least
+        `at_least` for this step."""
         ahead = min(self._settings.ahead, self._parts.derived.steps - step)
         missing = max(ahead * self._settings.prompts_per_step, at_least) - len(self._waiting())
         again, self._returned = self._returned[: max(0, missing)], self._returned[max(0, missing) :]
@@ -261,7 +262,7 @@ class InFlight:
         del self._groups[ticket]
 
     def _agree(self) -> None:
-        """Tell all ranks which groups of this one are finished."""
+        """Tell all ranks which of this rank's groups are finished."""
         mine = [
             group.ticket
             for group in self._groups.values()
@@ -276,19 +277,19 @@ class InFlight:
     def _prompt(self, group: Group) -> Prompt:
         return self._parts.train_prompts[group.prompt]
 
-    # Samples, of this rank
+    # This rank's samples
 
     def _numbers(self, ticket: int) -> range:
-        """Of the samples of a prompt, none where it is another rank's."""
+        """Numbers of the samples of a prompt; none where the prompt is another rank's."""
         return numbers_of(ticket, self._settings.samples_per_prompt, self._parts.runtime)
 
     def _answers(self, groups: Sequence[Group]) -> dict[int, Completion]:
-        """What there is of the samples of these."""
+        """Responses so far of this rank's samples in these groups."""
         found = {n: self._samples[n].answer for group in groups for n in self._numbers(group.ticket)}
         return {n: answer for n, answer in found.items() if answer is not None}
 
     def _note(self, news: Mapping[int, Completion]) -> None:
-        """Take answers, and tell all ranks what is finished. Raises RunError as `check_answers` does."""
+        """Store new responses, and tell all ranks what is finished. Raises RunError as `check_answers` does."""
         check_answers(news.values(), self._parts.vocabulary, self._parts.answerer, news)
         for number, answer in news.items():
             sample = self._samples.get(number)
@@ -307,7 +308,7 @@ class InFlight:
         self._cut = sum(sample.answer is not None and sample.answer.broken_off for sample in self._samples.values())
 
     def _send(self) -> None:
-        """Ask for all that is neither finished nor under way."""
+        """Send requests for all samples that are neither finished nor in progress."""
         wanted: dict[int, GenerateRequest] = {}
         for number, sample in self._samples.items():
             if not sample.finished and not sample.under_way:
@@ -323,7 +324,7 @@ class InFlight:
 
 
 def responses_of(parts: Parts) -> Responses | InFlight | ReplayedArrivals | LoadedSteps:
-    """What gives the steps of a run their samples."""
+    """The source of the samples of a run's steps, as its settings say."""
     settings = parts.config.rollout
     if settings.load_from is not None:
         return LoadedSteps(parts, Path(settings.load_from))

@@ -1,4 +1,4 @@
-"""Prompts in flight as tensors that a checkpoint can hold."""
+"""Prompts in flight as tensors for a checkpoint."""
 
 from __future__ import annotations
 
@@ -13,27 +13,29 @@ from megappo.ppo.episodes import keep_episodes, kept_episodes
 from megappo.ppo.tickets import Group
 
 KEY = -1
-"""In place of a step's number among the responses of a checkpoint."""
+"""Replaces a step's number among the responses of a checkpoint."""
 
 
 @dataclass(frozen=True)
 class State:
-    """What one rank keeps."""
+    """State of the prompts in flight on one rank."""
 
     groups: Sequence[tuple[Group, int, int]]
-    """All ranks' in the order of their tickets, each with the number of the step that has taken it, 0: none; and of its
-    round of that step."""
+    """Groups of all ranks in the order of their tickets, each with the number of the step that has taken it (0: none)
+    and of that step's round."""
     returned: Sequence[int]
     """Indices of prompts to be sent again."""
     next_ticket: int
     dropped: int
-    """Prompts given up since the last step was logged."""
+    """Prompts dropped since the last step was logged."""
     answers: Mapping[int, Completion]
-    """Of this rank's samples, by number, whole or broken off; each has at least one token. Episodes are whole."""
+    """Responses of this rank's samples by number, finished or not; each has at least one token. Episodes are
+    complete."""
 
 
 def written_state(state: State, batch_2: tuple[int, int]) -> dict[str, Tensor]:
-    """`batch_2`: prompts and samples of each in a step. G groups, B answers, S stretches of one version."""
+    """The state as tensors; G groups, B responses, S stretches of tokens from one weight version. `batch_2`: prompts
+    per step and samples per prompt."""
     answers = list(state.answers.values())
     stretches = [a.stretches or ((a.weight_version, len(a.token_ids)),) for a in answers]
     return {
@@ -46,7 +48,7 @@ def written_state(state: State, batch_2: tuple[int, int]) -> dict[str, Tensor]:
         "numbers_B": torch.tensor(list(state.answers), dtype=torch.int64),
         "lengths_B": torch.tensor([len(a.token_ids) for a in answers], dtype=torch.int64),
         "token_ids": torch.tensor([token for a in answers for token in a.token_ids], dtype=torch.int64),
-        # As the engine gave them: a response of a run that goes on is the same to the last bit.
+        # float64, as the engine returned them: a resumed run's responses are the same to the last bit.
         "logprobs": torch.tensor([logprob for a in answers for logprob in a.logprobs], dtype=torch.float64),
         "truncated_B": torch.tensor([a.truncated for a in answers], dtype=torch.bool),
         "broken_off_B": torch.tensor([a.broken_off for a in answers], dtype=torch.bool),
@@ -57,7 +59,7 @@ def written_state(state: State, batch_2: tuple[int, int]) -> dict[str, Tensor]:
 
 
 def read_state(kept: Mapping[str, Tensor]) -> tuple[State, tuple[int, int]]:
-    """What `written_state` wrote, and its `batch_2`."""
+    """State and `batch_2` from the tensors of `written_state`."""
     groups = [
         (Group(ticket, prompt, version, bool(finished)), step, of_round)
         for ticket, prompt, version, finished, step, of_round in kept["groups_G6"].tolist()

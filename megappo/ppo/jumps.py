@@ -1,4 +1,4 @@
-"""Updates that stand out from those before them, and the samples they were made of."""
+"""Detects updates that stand out from earlier ones, and describes their samples."""
 
 from __future__ import annotations
 
@@ -13,30 +13,30 @@ from megappo.types import Experience
 
 _REMEMBERED = 50
 _FEWEST = 10
-"""Updates before which there is no median to stand out from."""
+"""Number of earlier updates from which a median is taken."""
 
 
 @dataclass(frozen=True)
 class Jump:
-    """One update that stands out."""
+    """An update that stands out."""
 
     role: str
     minibatch: int
     """Number of the minibatch in the step, from 0."""
     reasons: tuple[str, ...]
     samples: tuple[dict[str, Any], ...]
-    """Samples of the minibatch that this rank made, in JSON's types."""
+    """This rank's samples of the minibatch, in JSON's types."""
 
 
 class JumpWatch:
-    """Remembers one role's gradient norms. Ranks that are shown the same numbers judge alike."""
+    """Keeps one role's recent gradient norms. Ranks that get the same numbers decide alike."""
 
     def __init__(self, settings: JumpSettings) -> None:
         self._settings = settings
         self._norms: deque[float] = deque(maxlen=_REMEMBERED)
 
     def judge(self, grad_norm: float, kl: float | None) -> tuple[str, ...]:
-        """Why an applied update stands out; nothing where it does not.
+        """Reasons why an applied update stands out; empty where it does not.
 
         Args:
             grad_norm: L2 norm of the gradient before clipping.
@@ -53,16 +53,16 @@ class JumpWatch:
         return tuple(reasons)
 
     def state_dict(self) -> list[float]:
-        """What a checkpoint keeps."""
+        """State for a checkpoint."""
         return list(self._norms)
 
     def load_state_dict(self, state: Sequence[float]) -> None:
-        """Remember what `state_dict` gave."""
+        """Restore what `state_dict` returned."""
         self._norms = deque(state, maxlen=_REMEMBERED)
 
 
 def describe_samples(experience: Experience, chosen: Sequence[int]) -> tuple[dict[str, Any], ...]:
-    """What there is to say of these samples of this rank, in JSON's types."""
+    """Descriptions of these samples of this rank, in JSON's types."""
     scored = experience.scored
     rollouts, mask_BR = scored.rollouts, experience.loss_mask_BR
     total_rewards_B = rollouts.total_rewards_B(scored.scores_B)

@@ -1,6 +1,6 @@
-"""Ranks that were started with different things are told so before anything follows from it.
+"""Checks that all ranks were started with the same settings, data and devices.
 
-Collectives of ranks with other settings, data or devices wait for ever, or compute what nobody asked for.
+Otherwise collectives would wait for ever, or compute something that nobody asked for.
 """
 
 from __future__ import annotations
@@ -20,13 +20,13 @@ from megappo.runtime.objects import all_gather_objects
 from megappo.runtime.process import Runtime
 
 _OF_A_MACHINE = ("runtime.", "run.files", "data.template_time", "rollout.sglang.request_timeout_seconds")
-"""Settings that follow from the machine or the clock where they are not given, or say where files are."""
+"""Settings that depend on the machine or the clock by default, or that name places of files."""
 _MOST = 3
 
 
 def check_ranks(config: Config, runtime: Runtime) -> None:
-    """Settings, kind of device and versions are the same on all ranks; a collective of the world. Raises ConfigError on
-    every rank, which names those that differ, and in what."""
+    """Raise ConfigError on every rank unless settings, kind of device and versions are the same on all; a collective of
+    the world. The error names the ranks that differ, and in what."""
     settings = config.model_dump(mode="json")
     facts = dict(_flat(settings)) | {f"the checksum of {file}": digest for file, digest in own_files(settings).items()}
     facts = {name: value for name, value in facts.items() if not name.startswith(_OF_A_MACHINE)}
@@ -35,13 +35,14 @@ def check_ranks(config: Config, runtime: Runtime) -> None:
 
 
 def check_data(training: TrainingPrompts, validation: Mapping[str, PromptDataset]) -> None:
-    """The data are the same on all ranks; as `check_ranks`."""
+    """Raise ConfigError on every rank unless all have the same data; a collective of the world."""
     sets = {f"the checksum of validation data{name and f' {name}'}": v.fingerprint for name, v in validation.items()}
     check_alike({"the checksum of the training data": training.fingerprint, **sets})
 
 
 def check_alike(facts: Mapping[str, object]) -> None:
-    """Facts, by what a sentence calls them, are the same on all ranks; as `check_ranks`."""
+    """Raise ConfigError on every rank unless all have the same facts; a collective of the world. Names are used in the
+    error."""
     text = json.dumps(facts, sort_keys=True, default=str)
     if len(set(all_gather_objects(hashlib.sha256(text.encode()).hexdigest()))) == 1:
         return
@@ -69,7 +70,7 @@ def _difference(name: str, values: Sequence[Any]) -> str:
 
 
 def _shown(value: Any) -> Any:
-    """Of a checksum its beginning."""
+    """First 12 digits of a checksum; other values as they are."""
     return value[:12] if isinstance(value, str) and len(value) == 64 and value.isalnum() else value
 
 

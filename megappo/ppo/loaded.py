@@ -1,4 +1,5 @@
-"""Training on saved experience, without an engine: whole steps again, or the critic alone (value pretraining)."""
+"""Training on saved experience, without an engine: repeats whole steps, or trains the critic alone (value
+pretraining)."""
 
 from __future__ import annotations
 
@@ -27,24 +28,25 @@ from megappo.runtime.tally import Tally
 from megappo.types import Experience, Rollouts, Scored
 
 _EPOCHS = -4
-"""In place of a step's number, where the order of saved steps is drawn."""
+"""Replaces a step's number in the seeds of the order of saved steps."""
 EXPLAINED = "critic/held_out_explained_variance"
 
 
 def trainer_of(parts: Parts, *given: Any) -> Trainer:
-    """What trains a run with these settings; `given` as `Trainer` takes it."""
+    """The trainer for a run with these settings; `given` are the other arguments of `Trainer`."""
     if parts.config.pretrains_critic:
         return CriticTrainer(parts, *given)
     return (Trainer if parts.config.rollout.load_from is None else LoadedTrainer)(parts, *given)
 
 
 class LoadedTrainer(Trainer):
-    """Each step is trained on the saved samples of the step of its number, with the scores that they had; all else is
-    computed, so that an update comes out as it did, or as other settings have it."""
+    """Trains each step on the saved samples of the same step, with their saved scores. Everything else is computed, so
+    that an update repeats the saved run's, or shows what other settings make of it."""
 
     def __init__(self, *given: Any) -> None:
         super().__init__(*given)
-        # Other settings lead to another actor than that which sampled; the gap says nothing of an engine.
+        # With other settings the actor differs from the one that sampled; the mismatch then says nothing about an
+        # engine.
         self.algorithm = self.algorithm.model_copy(update={"mismatch_stop_nats": torch.inf})
 
     def sample(self) -> tuple[Rollouts, Tensor]:
@@ -57,7 +59,7 @@ class LoadedTrainer(Trainer):
 
 
 class CriticTrainer(LoadedTrainer):
-    """The critic alone is trained, on samples of all saved steps; the actor stays as it is, and computes nothing."""
+    """Trains the critic alone on samples of all saved steps; the actor stays as it is and computes nothing."""
 
     def __init__(self, parts: Parts, *given: Any) -> None:
         super().__init__(parts, *given)
@@ -80,7 +82,7 @@ class CriticTrainer(LoadedTrainer):
         return scored.rollouts, scored.scores_B
 
     def forward(self, rollouts: Rollouts, scores_B: Tensor) -> tuple[PlacedStep, Scored]:
-        """Values of every response token; log-probabilities are the saved ones."""
+        """The critic's values of every response token; log-probabilities are the saved ones."""
         with self.reporter.stage("forward"):
             critic = place(self._critic, announce(rollouts, self.parts.runtime.device), self.minibatches("critic"))
             values = critic.forward()
@@ -88,7 +90,7 @@ class CriticTrainer(LoadedTrainer):
         return PlacedStep(None, critic), replace(self._saved.experience.scored, values_BR=values)
 
     def estimate_advantages(self, scored: Scored) -> Experience:
-        """Returns of the saved rewards, by values of the critic as it is now."""
+        """Returns of the saved rewards, with values of the current critic."""
         with self.reporter.stage("advantages"):
             rewards_BR, samples = self._saved.experience.rewards_BR, self.parts.derived.batch_sequences
             experience, metrics = self.experience_maker.make(scored, samples, rewards_BR)
@@ -96,20 +98,20 @@ class CriticTrainer(LoadedTrainer):
         return experience
 
     def update_critic(self, placed: PlacedStep, experience: Experience) -> None:
-        """Epochs of value updates, and what the critic knows then of samples that it never sees in them."""
+        """Epochs of value updates, then the explained variance on held-out samples."""
         super().update_critic(placed, experience)
         with self.reporter.stage("forward"):
             self.metrics[EXPLAINED] = self._explained_variance()
 
     def update_actor(self, placed: PlacedStep, experience: Experience) -> None:
-        """The actor is not trained."""
+        """Does nothing: the actor is not trained."""
 
     def refresh_reference(self) -> None:
-        """There is none."""
+        """Does nothing: there is no reference."""
 
     def _explained_variance(self) -> float:
-        """1 - Var(return - value) / Var(return) over the tokens of all ranks' held-out samples, of returns as they came
-        (lambda 1); NaN where all are equal."""
+        """1 - Var(return - value) / Var(return) over the tokens of all ranks' held-out samples. Returns are sums of
+        rewards (lambda 1); NaN where all are equal."""
         experience, runtime = self._held_out.experience, self.parts.runtime
         rollouts, rewards_BR = experience.scored.rollouts, experience.rewards_BR
         assert rewards_BR is not None, "files have them"
@@ -124,8 +126,8 @@ class CriticTrainer(LoadedTrainer):
 
 
 class SavedPool:
-    """The samples of all saved steps: the last are held out, the others given one batch after the other, epoch after
-    epoch, the steps of an epoch in an order of its own."""
+    """The samples of all saved steps. The last ones are held out; the others are returned batch by batch and epoch by
+    epoch, the steps of each epoch in a different order."""
 
     def __init__(self, parts: Parts) -> None:
         self._parts, config = parts, parts.config
@@ -133,19 +135,19 @@ class SavedPool:
         self._steps = list(saved_steps(Path(config.rollout.load_from)).values())
         left = held_out(config, sum(step.saved for step in self._steps))
         self._trained = list[int]()
-        """Of each step, how many of its first samples are trained on."""
+        """How many of each step's samples, counted from its first, are trained on."""
         for step in reversed(self._steps):
             kept = min(left, step.saved)
             self._trained.insert(0, step.saved - kept)
             left -= kept
 
     def held_out(self) -> SavedSamples:
-        """This rank's share of those."""
+        """This rank's share of the held-out samples."""
         places = [(s, i) for s, n in zip(self._steps, self._trained, strict=True) for i in range(n, s.saved)]
         return self._read(places)
 
     def of_step(self, step: int) -> SavedSamples:
-        """This rank's share of what a step of the run is trained on."""
+        """This rank's share of the samples of a step of the run."""
         samples, places = self._parts.derived.batch_sequences, list[tuple[SavedStep, int]]()
         first = (step - 1) * samples
         for saved, trained in self._in_order(first // sum(self._trained)):
@@ -155,14 +157,14 @@ class SavedPool:
         return self._read(places[first % sum(self._trained) :][:samples])
 
     def _in_order(self, first_epoch: int) -> Iterator[tuple[SavedStep, int]]:
-        """The steps of this epoch and those after it, with how many of their samples are trained on."""
+        """Saved steps of this epoch and the following ones, each with how many of its samples are trained on."""
         for epoch in count(first_epoch):
             generator = torch.Generator().manual_seed(sample_seed(self._parts.config.run.seed, _EPOCHS, epoch))
             for number in torch.randperm(len(self._steps), generator=generator).tolist():
                 yield self._steps[number], self._trained[number]
 
     def _read(self, places: list[tuple[SavedStep, int]]) -> SavedSamples:
-        """This rank's share of these, numbered anew."""
+        """This rank's share of the samples at these places, renumbered."""
         first, stop = share_of_rank(len(places), self._parts.runtime)
         mine = places[first:stop] or places[:1]
         torn = (b for b in range(1, len(mine)) if mine[b][0] is not mine[b - 1][0] or mine[b][1] < mine[b - 1][1])

@@ -33,7 +33,8 @@ class MismatchError(RunError):
 
 
 def rollout_metrics(rollouts: Rollouts, runtime: Runtime, newest_version: int) -> dict[str, float]:
-    """Lengths and counts of the step over all ranks; `newest_version` is what the actor's weights are or will be."""
+    """Lengths and counts of the step over all ranks. `newest_version`: version that the actor's weights have, or get at
+    the next sync."""
     tally, responses = Tally(), rollouts.response_lengths_B
     tally.mean("response/length", responses)
     tally.maximum("response/length_max", responses)
@@ -53,7 +54,7 @@ def rollout_metrics(rollouts: Rollouts, runtime: Runtime, newest_version: int) -
 
 
 def source_metrics(rollouts: Rollouts, scores_B: Tensor, parts: Parts) -> dict[str, float]:
-    """`source/NAME/*` of the sources that the step has prompts of; empty without a mixture."""
+    """`source/NAME/*` of the data sources that the step has prompts of; empty without a mixture."""
     if not isinstance(parts.train_prompts, MixedPrompts):
         return {}
     tally, total_rewards_B = Tally(), rollouts.total_rewards_B(scores_B)
@@ -67,7 +68,7 @@ def source_metrics(rollouts: Rollouts, scores_B: Tensor, parts: Parts) -> dict[s
 
 
 def environment_metrics(rollouts: Rollouts, parts: Parts) -> dict[str, float]:
-    """`episode/*`, `turn/*` and `tool/*` of a step; empty where no environment takes part."""
+    """`episode/*`, `turn/*` and `tool/*` of a step; empty without an environment."""
     if parts.config.rollout.episodes is None:
         return {}
     episodes = rollouts.episodes.of_samples if rollouts.episodes is not None else ()  # none on a rank without samples
@@ -75,7 +76,7 @@ def environment_metrics(rollouts: Rollouts, parts: Parts) -> dict[str, float]:
 
 
 def balance_metrics(batches: Iterable[PlacedBatch]) -> dict[str, float]:
-    """`balance/imbalance` of all forward passes and updates that the batches are placed for."""
+    """`balance/imbalance` over all forward passes and updates of the batches."""
     plans = [plan for batch in batches for plan in (batch.forward_plan, *batch.update_plans)]
     busiest, mean = sum(plan.busiest_flops for plan in plans), sum(plan.mean_flops for plan in plans)
     return {"balance/imbalance": busiest / mean - 1}
@@ -88,11 +89,11 @@ def check_mismatch(
     runtime: Runtime,
     newest_version: int,
 ) -> dict[str, float]:
-    """`mismatch/*`: how far the engine's log-probabilities are from the trainer's, in nats per token.
+    """`mismatch/*`: difference between the engine's and the trainer's log-probabilities, in nats per token.
 
-    `newest_version` is that of the actor's weights. Tokens of older ones differ by what was learned since, and prove
-    nothing of the engine. Raises MismatchError where the others are above `algorithm.mismatch_stop_nats`. Empty where
-    no token counts on any rank, as all episodes have failed.
+    `newest_version` is that of the actor's weights. Tokens of older versions also differ by what was learned since,
+    and prove nothing about the engine. Raises MismatchError where the others are above `algorithm.mismatch_stop_nats`.
+    Empty where no token counts on any rank, as all episodes have failed.
     """
     mask_BR = rollouts.response_mask_BR
     trainer, engine = (x.masked_fill(~mask_BR, 0.0) for x in (trainer_logprob_BR, rollouts.engine_logprob_BR))
@@ -100,7 +101,7 @@ def check_mismatch(
     tally = Tally()
     tally.mean("mismatch/mean", gap.abs(), mask_BR)
     tally.maximum("mismatch/max", gap.abs(), mask_BR)
-    # Of KL(engine || trainer): the responses are samples of the engine.
+    # KL(engine || trainer), as the engine sampled the responses.
     tally.mean("mismatch/k3", kl_estimate(engine - trainer, "k3"), mask_BR)
     tally.mean("mismatch/truncated", (gap > math.log(algorithm.correction.cap)).float(), mask_BR)
     of_tokens_BR, of_samples_B1 = rollouts.token_versions_BR, rollouts.weight_versions_B[:, None]
@@ -113,7 +114,7 @@ def check_mismatch(
     if not (own or others):
         return {}
     mean = numbers["mismatch/mean"]
-    if math.isfinite(mean):  # otherwise it is no number of any weights
+    if math.isfinite(mean):  # NaN and infinity stop the run whichever weights they are from
         mean = numbers["mismatch/own_weights"] if own else 0.0
     if not (own and others):
         del numbers["mismatch/own_weights"]
@@ -127,7 +128,8 @@ def check_mismatch(
 
 
 def policy_kl(new_logprob_BR: Tensor, experience: Experience, runtime: Runtime) -> float:
-    """KL(old || new) in nats per token, over the tokens of all ranks that the policy loss counts, estimated by k3."""
+    """KL(old || new) in nats per token by the k3 estimator, over the tokens of all ranks that the policy loss
+    counts."""
     mask_BR = experience.loss_mask_BR
     old, new = (x.masked_fill(~mask_BR, 0.0) for x in (experience.scored.old_logprob_BR, new_logprob_BR))
     tally = Tally()
@@ -136,7 +138,7 @@ def policy_kl(new_logprob_BR: Tensor, experience: Experience, runtime: Runtime) 
 
 
 def routing_metrics(role: Role, runtime: Runtime) -> dict[str, float]:
-    """What the routers of a role say of its last forward pass, all ranks together; empty without experts."""
+    """Metrics of a role's routers in its last forward pass, over all ranks; empty without experts."""
     name, experts = role.placement.name, role.arch.experts
     if not experts:
         return {}
@@ -156,7 +158,7 @@ def routing_metrics(role: Role, runtime: Runtime) -> dict[str, float]:
 
 
 def sync_metrics(seconds: float, total_bytes: int, version: int) -> dict[str, float]:
-    """`sync/*` of a weight stream that took `seconds`."""
+    """`sync/*` of a weight sync that took `seconds`."""
     return {
         "sync/seconds": seconds,
         "sync/gigabytes_per_second": total_bytes / 1e9 / max(seconds, 1e-9),
@@ -174,7 +176,7 @@ def engine_metrics(parts: Parts) -> dict[str, float]:
 
 
 def actor_mfu(parts: Parts, metrics: Mapping[str, float]) -> dict[str, float]:
-    """`mfu` of the actor's updates in a finished step; empty where the device's peak is not known, as on a CPU."""
+    """`mfu` of the actor's updates in a finished step; empty where the device's peak is unknown, as on a CPU."""
     if "time/update_actor" not in metrics:
         return {}
     arch = parts.actor.arch
@@ -187,7 +189,7 @@ def actor_mfu(parts: Parts, metrics: Mapping[str, float]) -> dict[str, float]:
     )
     per_token += 3 * recurrence_flops(arch)
     lora = parts.actor.options.lora
-    if lora is not None:  # backward has the gradients of adapters in place of those of weights
+    if lora is not None:  # backward computes gradients of adapters instead of those of weights
         per_token += 6 * multiplied_adapters(arch, lora) - 2 * multiplied_parameters(arch)
     share = mfu(
         metrics["step_tokens"] * parts.config.actor.epochs / metrics["time/update_actor"],

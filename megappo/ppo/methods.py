@@ -1,4 +1,4 @@
-"""From the section `algorithm` to its functions: estimator and policy loss, by name or by import path."""
+"""Functions that the section `algorithm` names: estimator and policy loss, by name or by import path."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from megappo_kernels.objectives import OFFERED, PolicyObjective, taken_by
 
 
 def find_estimator(algorithm: AlgorithmSettings) -> Estimator:
-    """What `algorithm.estimator` names. Raises ValueError for what cannot be imported or called."""
+    """The estimator that `algorithm.estimator` names. Raises ValueError where it cannot be imported or called."""
     name, options = algorithm.estimator, algorithm.estimator_options
     if not is_import_path(name):
         return builtin(name)
@@ -33,7 +33,7 @@ def find_estimator(algorithm: AlgorithmSettings) -> Estimator:
 
 
 def lambdas(algorithm: AlgorithmSettings, mask_BR: Tensor) -> dict[str, float | Tensor]:
-    """`lam` and `critic_lam` of an estimator, for samples of which the mask is True where a token counts."""
+    """`lam` and `critic_lam` of an estimator. `mask_BR` is True at the tokens of a sample that count."""
     actor, critic = algorithm.lam.actor, algorithm.lam.critic
     if actor.length_adaptive is not None:
         return {"lam": length_adaptive(mask=mask_BR, alpha=actor.length_adaptive), "critic_lam": critic}
@@ -42,10 +42,10 @@ def lambdas(algorithm: AlgorithmSettings, mask_BR: Tensor) -> dict[str, float | 
 
 
 def find_objective(algorithm: AlgorithmSettings, penalty_coef: float) -> PolicyObjective:
-    """What an update of the policy minimises: `algorithm.policy_loss` with the settings that have its names.
+    """The objective of a policy update: `algorithm.policy_loss` with its settings.
 
-    `penalty_coef` is the weight of KL(old || new) with `policy_loss: penalty`. Raises ValueError for what cannot be
-    imported or called.
+    `penalty_coef` is the weight of KL(old || new) with `policy_loss: penalty`. Raises ValueError where the loss cannot
+    be imported or called.
     """
     kl, name = algorithm.kl_in_loss, algorithm.policy_loss
     given: dict[str, Any] = {f.name: getattr(algorithm, f.name, f.default) for f in fields(PolicyObjective)}
@@ -61,7 +61,7 @@ def find_objective(algorithm: AlgorithmSettings, penalty_coef: float) -> PolicyO
 
 
 def _band(algorithm: AlgorithmSettings) -> dict[str, float]:
-    """Of the losses that have one: its edges, what is largest in it, and the temperatures of `sapo`'s gate."""
+    """Settings of losses with a band: its edges, the cap of weights in it, and the temperatures of `sapo`'s gate."""
     found, edges = {}, algorithm.band_edges
     if edges is not None:
         found = {"band_low": edges[0], "band_high": edges[1]}
@@ -73,10 +73,10 @@ def _band(algorithm: AlgorithmSettings) -> dict[str, float]:
 
 
 def check_methods(config: Config) -> None:
-    """Import what the settings name and try it on six tokens, before anything else takes time.
+    """Import the functions that the settings name and try them on six tokens, before anything else takes time.
 
-    Raises ConfigError for what cannot be imported or called, does not fit the other sections, fails, or returns
-    nonsense.
+    Raises ConfigError for a function that cannot be imported or called, does not fit the other sections, fails, or
+    returns a wrong result.
     """
     algorithm = config.algorithm
     estimator, objective = find_estimator(algorithm), find_objective(algorithm, algorithm.penalty.coef)
@@ -103,7 +103,7 @@ def check_methods(config: Config) -> None:
 
 @contextmanager
 def _tried(setting: str, name: str) -> Iterator[None]:
-    """Whatever the block raises as ConfigError; what we raise ourselves says already what is wrong."""
+    """Raise every error of the block as ConfigError. ValueErrors are ours and say already what is wrong."""
     try:
         with users_code("it failed", "fix it", but=(ValueError,)):
             yield

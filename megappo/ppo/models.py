@@ -29,13 +29,13 @@ from megappo.runtime.process import Runtime
 
 ROLES = ("actor", "critic", "reference")
 _Sources = tuple[WeightSource, WeightSource | None]
-"""Of a model's weights, and of its adapters where it has some."""
+"""Source of a model's weights, and of its adapters where it has some."""
 
 
 def weight_sources(config: Config, roles: Sequence[str]) -> Mapping[Path, SafetensorsSource]:
-    """The weights in each of these roles' folders, none with random weights.
+    """Weights of each folder that these roles use; empty with random weights.
 
-    Every rank looks through the headers of all files before any model is built, so that all find the same mistake.
+    Every rank checks the headers of all files before any model is built, so that all find the same mistake.
     """
     sources: dict[Path, SafetensorsSource] = {}
     if config.model.init == "random":
@@ -44,14 +44,14 @@ def weight_sources(config: Config, roles: Sequence[str]) -> Mapping[Path, Safete
     for role, path in model_paths(config).items():
         if role in roles:
             users.setdefault(model_folder(path), set()).add(role)
-    for folder, there in users.items():  # once for all the roles that share it
+    for folder, there in users.items():  # once for all roles that share a folder
         sources[folder] = SafetensorsSource(folder, load_architecture(folder, config.model))
         sources[folder].check(with_output_layer=there != {"critic"})
     return sources
 
 
 def _cuts(config: Config, derived: Derived) -> dict[str, Cut]:
-    """How actor and critic are cut; the reference stands where the actor does."""
+    """Cuts of actor and critic; the reference has the actor's."""
     roles = {"actor": (config.actor, derived.actor), "critic": (config.critic, derived.critic)}
     return {
         name: Cut(numbers.grid, numbers.vpp, settings.layout.shards_sequences)
@@ -61,44 +61,45 @@ def _cuts(config: Config, derived: Derived) -> dict[str, Cut]:
 
 
 class ModelBuilder:
-    """Every rank calls every method, in the same order."""
+    """Builds the models; every rank calls every method, in the same order."""
 
     def __init__(
         self, config: Config, derived: Derived, runtime: Runtime, *, roles: Sequence[str] = ROLES, resumed: bool = False
     ) -> None:
-        """Look through the weights of these roles' folders and make their process groups; a collective of the world.
+        """Check the weights of these roles' folders and make their process groups; a collective of the world.
 
-        `resumed`: a checkpoint's weights come in the place of all that are built, so that what `start_from` names is
-        not needed any more. Raises ValueError on every rank where one of them cannot use a folder.
+        `resumed`: whether a checkpoint will replace all built weights, so that `start_from` is not needed any more.
+        Raises ValueError on every rank where one of them cannot use a folder.
         """
         self._config, self._derived, self._runtime, self._resumed = config, derived, runtime, resumed
         self._sources = agreed(lambda: weight_sources(config, roles))
         cuts = {role: cut for role, cut in _cuts(config, derived).items() if role in roles}
         self._layouts = make_layouts(cuts, runtime.device.type, config.runtime.collective_timeout_seconds)
         self.origins: list[str] = []
-        """A sentence for each model that begins with other weights than those of its folder."""
+        """A sentence for each model that begins with weights of another folder than its own."""
 
     def further_layers(self) -> FurtherLayers:
-        """Layers of the policy's model that predict further tokens, where it has some."""
+        """Layers of the policy's model that predict further tokens (multi-token prediction), where it has some."""
         folder = role_folder(self._config, "actor")
         source = self._sources.get(folder)
         kept = None if source is None else source.of_further_layers()
         return FurtherLayers(load_architecture(folder, self._config.model), kept)
 
     def actor(self, *, trained: bool = True) -> Role:
-        """The policy, with an optimizer where it is to be trained."""
+        """The policy, with an optimizer if it is `trained`."""
         settings, numbers = self._config.actor, self._derived.actor
         arch, source, adapters = self._weights("actor", settings)
         layers = chunk_layers(self._config, "actor", settings, arch)
         options = self._options(numbers, layers, settings.offload, (arch, settings))
-        # The reference is a policy of its own, and its routers choose as they would without an actor.
+        # Only the actor replays routing: the reference is a policy of its own, whose routers choose as without an
+        # actor.
         options = replace(options, replays_routing=self._config.algorithm.replays_routing(arch.experts))
         placement = self._placement("actor", settings, numbers, arch, layers)
         role = self._role(placement, self._layouts["actor"], arch, (source, adapters), options)
         return self._at_rest(self._trained(role, settings, numbers) if trained else role)
 
     def reference(self, actor: Role) -> Role | None:
-        """The frozen policy on the actor's layout, where there is one."""
+        """The frozen policy on the actor's layout; None where there is no reference."""
         settings = self._config.reference
         if settings is None:
             return None
@@ -110,12 +111,12 @@ class ModelBuilder:
         return self._at_rest(self._role(actor.placement, actor.layout, arch, (source, None), options))
 
     def critic(self) -> Role | None:
-        """The value model, where there is one."""
+        """The value model; None where there is no critic."""
         settings, numbers = self._config.critic, self._derived.critic
         if settings is None or numbers is None:
             return None
         arch, source, adapters = self._weights("critic", settings)
-        head = first_value_head((adapters, source))  # asked on every rank, as `_weights` is
+        head = first_value_head((adapters, source))  # on every rank, as `_weights`, so that all raise alike
         if head is not None and settings.value_head_std and not self._resumed:
             raise ConfigError(
                 f"critic.value_head_std {settings.value_head_std:g} is for a new value head, but the critic's weights "
@@ -128,12 +129,13 @@ class ModelBuilder:
         return self._at_rest(self._trained(role, settings, numbers))
 
     def _at_rest(self, role: Role) -> Role:
-        """What the settings say leaves the device before the next role is built."""
+        """Offload what the settings say before the next role is built."""
         role.rest()
         return role
 
     def _weights(self, role: str, settings: TrainedRoleSettings | None) -> tuple[ArchitectureConfig, *_Sources]:
-        """On every rank, so that what is wrong with the weights is found where it can be told."""
+        """Architecture, weights and adapters of a role; read on every rank, so that an error is raised where it can be
+        reported."""
         folder = role_folder(self._config, role)
         arch, seed = load_architecture(folder, self._config.model), self._config.run.seed
         lora = settings.lora.of(arch) if settings is not None and settings.lora is not None else None
@@ -196,7 +198,7 @@ class ModelBuilder:
         trained: tuple[ArchitectureConfig, TrainedRoleSettings] | None = None,
         value_head_std: float | None = None,
     ) -> BuildOptions:
-        """Those of a role whose model is trained with such settings, or of one that is not."""
+        """Build options of a role; `trained` is the architecture and settings of a trained one."""
         kept: dict[str, Any] = {}
         if trained is not None:
             arch, settings = trained

@@ -1,6 +1,6 @@
-"""Where a run's models begin: with weights of another run, of a Hugging Face folder or of Megatron-LM (`start_from`).
+"""Weights that a run's models begin with: of another run, a Hugging Face folder or Megatron-LM (`start_from`).
 
-What a path names is recognised by what lies there. Another kind joins with `register_origin`.
+The kind of a path is recognised by its content. `register_origin` adds another kind.
 """
 
 from __future__ import annotations
@@ -29,29 +29,29 @@ from megappo.runtime.objects import agreed
 from megappo.runtime.process import Runtime
 
 _WITHOUT_MEANING = ("max_position_embeddings", "initializer_range")
-"""Fields of config.json that may differ between two models whose weights mean the same."""
+"""Fields of config.json that may differ between models whose weights are interchangeable."""
 
 
 @dataclass(frozen=True)
 class Wanted:
-    """What is asked of an origin: weights for a role."""
+    """Request to an origin: weights of a role, or adapters."""
 
     role: str
     arch: ArchitectureConfig
     step: str | None
-    """The words behind the path's `@`: a step or `best`; None: there were none."""
+    """Text after the path's `@`: a step or `best`; None: there was none."""
     runtime: Runtime | None
     """The run's ranks, which all read; None: this process reads alone."""
     lora: LoraShape | None = None
-    """Not None: not weights, but such adapters."""
+    """Shape of the wanted adapters; None: weights are wanted."""
 
 
 @dataclass(frozen=True)
 class Origin:
-    """Weights to begin with."""
+    """Weights, or adapters, that a model begins with."""
 
     source: WeightSource
-    """Of weights, or of adapters where these are wanted."""
+    """Source of weights, or of adapters where these are wanted."""
     words: str
 
 
@@ -61,26 +61,27 @@ class OriginKind:
 
     words: str
     recognises: Callable[[Path], bool]
-    """Whether an existing path is such a place, judged by what lies there."""
+    """Whether an existing path is such a place, judged by its content."""
     open: Callable[[Path, Wanted], Origin]
-    """A collective of the world where there is a runtime. Raises ValueError for what cannot be used, on every rank."""
+    """Open the place; a collective of the world where there is a runtime. Raises ValueError on every rank where it
+    cannot be used."""
 
 
 _KINDS: dict[str, OriginKind] = {}
 
 
 def register_origin(name: str, kind: OriginKind) -> None:
-    """Let `start_from` name another kind of place; the first that recognises a path takes it."""
+    """Add a kind of place that `start_from` may name; the first that recognises a path opens it."""
     _KINDS[name] = kind
 
 
 def open_origin(
     text: str, role: str, arch: ArchitectureConfig, runtime: Runtime | None = None, lora: LoraShape | None = None
 ) -> Origin:
-    """The weights, or adapters of this shape, that `<role>.start_from: text` names; a collective of the world where
-    there is a runtime.
+    """Weights, or adapters of shape `lora`, that `<role>.start_from: text` names; a collective of the world where there
+    is a runtime.
 
-    Raises ValueError where there are none, or none of this architecture; on every rank, whichever of them finds it.
+    Raises ValueError on every rank where one finds none, or none of this architecture.
     """
     try:
         path, step = _split(text)
@@ -100,7 +101,8 @@ def _kind(path: Path) -> OriginKind:
 
 
 def _split(text: str) -> tuple[Path, str | None]:
-    """`runs/a@120` -> (runs/a, 120), unless there is a folder of that whole name. Raises ValueError for half of it."""
+    """`runs/a@120` -> (runs/a, 120), unless a folder has that whole name. Raises ValueError where one of the two is
+    empty."""
     path, at, step = text.rpartition("@")
     if not at or Path(text).exists():
         return Path(text), None
@@ -114,7 +116,7 @@ def _open_run(path: Path, wanted: Wanted) -> Origin:
     _require_same_adapters(marker, wanted)
     source = CheckpointSource(folder, wanted.role, wanted.arch, wanted.lora)
     other = marker.content.get("architectures", {}).get(wanted.role)
-    if other is None:  # checkpoints of an earlier megappo do not say it
+    if other is None:  # not in checkpoints of earlier versions
         _, model = model_of(marker, wanted.role)
         other = architecture_fields(_read(model, wanted))
     _require_same(said_fields(other), wanted)
@@ -123,7 +125,7 @@ def _open_run(path: Path, wanted: Wanted) -> Origin:
 
 
 def _require_same_adapters(marker: Marker, wanted: Wanted) -> None:
-    """Raises ValueError where a run trained weights and adapters are wanted, or the other way round, or others."""
+    """Raises ValueError unless the run trained what is wanted: all weights, or adapters of the same shape."""
     settings = Config.model_validate(marker.content["settings"]).trained.get(wanted.role)
     lora = None if settings is None or settings.lora is None else settings.lora.of(wanted.arch)
     if lora is not None and wanted.lora is None:
@@ -178,7 +180,7 @@ def _open_megatron(path: Path, wanted: Wanted) -> Origin:
 
 
 def _read(folder: Path, wanted: Wanted) -> ArchitectureConfig:
-    """Without code from the folder, which may be somebody else's."""
+    """Read a folder's architecture, without running code from the folder, which may be somebody else's."""
     return read_architecture(folder, {**FAMILIES, wanted.arch.family: wanted.arch.declaration}, key="the model")
 
 

@@ -1,4 +1,4 @@
-"""Puts the parts of a run together from its configuration: models on their layouts, engine, data, rewards."""
+"""Assembles the parts of a run from its configuration: models on their layouts, engine, data, rewards."""
 
 from __future__ import annotations
 
@@ -44,16 +44,16 @@ from megappo.types import Prompt, RoutingShape
 
 @dataclass(frozen=True)
 class RunMode:
-    """What the parts of a run are assembled for: training, or evaluation and export."""
+    """Purpose of the parts of a run: training, or evaluation and export."""
 
     training: bool = True
-    """False: there is an actor to generate with, but no optimizer, critic or reference."""
+    """Whether to train; False: there is an actor to generate with, but no optimizer, critic or reference."""
     prompts: TrainingPrompts | None = None
-    """What to train on, where it was read already."""
+    """Prompts to train on, where they were read already."""
     resumed: bool = False
-    """See `ModelBuilder`."""
+    """Whether a checkpoint will replace the weights; see `ModelBuilder`."""
     stop: Stop = field(default_factory=NeverStop)
-    """Says when to give up generating."""
+    """Says when to stop generating."""
 
 
 @dataclass(frozen=True)
@@ -68,29 +68,29 @@ class Parts:
     train_prompts: TrainingPrompts
     cursor: TrainingCursor
     curriculum: Curriculum | None
-    """What lets prompts rest that are answered well, where `data.curriculum` asks for it."""
+    """Lets prompts rest that are answered well; None without `data.curriculum`."""
     validation_prompts: Mapping[str, PromptDataset]
-    """Of each validation set, by its name; see `DataSettings.evaluated`."""
+    """Prompts of each validation set by its name; see `DataSettings.evaluated`."""
     reward: RewardScorer | None
-    """None where samples have scores already (`rollout.load_from`)."""
+    """Scores responses; None where samples have saved scores (`rollout.load_from`)."""
     engine: Engine
     episodes: EpisodeRunner | None
-    """What asks the engine where an environment takes part."""
+    """Runs episodes on the engine; None where no environment takes part."""
     actor: Role
     critic: Role | None
     reference: Role | None
     weights: WeightStream
     further_layers: FurtherLayers
-    """Of the policy's model, whose weights an export has again."""
+    """Layers of the policy's model that are not trained; exports contain their weights."""
     stop: Stop
     generation: Generation | None = None
-    """What asks the engine where `rollout.generation` names a function."""
+    """Function that generates instead of the engine alone; None without `rollout.generation`."""
     origins: tuple[str, ...] = ()
-    """A sentence for each model that begins with other weights than those of its folder."""
+    """A sentence for each model that begins with weights of another folder than its own."""
 
     @property
     def trained(self) -> list[Role]:
-        """Actor and critic, where there is one; in value pretraining that alone."""
+        """Actor and critic, where there is one; in value pretraining the critic alone."""
         if self.config.pretrains_critic:
             assert self.critic is not None
             return [self.critic]
@@ -98,19 +98,19 @@ class Parts:
 
     @property
     def vocabulary(self) -> int:
-        """Token ids below it have a row in every model of the run."""
+        """Token ids below this number have an embedding in every model of the run."""
         models = (self.actor, self.critic, self.reference)
         return min(role.arch.vocab_size for role in models if role is not None)
 
     @property
     def answerer(self) -> str:
-        """Who makes responses, in errors."""
+        """Name of the generator of responses, in errors."""
         return f"the engine '{self.config.rollout.engine}'"
 
     @property
     def replayed_routing(self) -> RoutingShape | None:
-        """Sizes of the routing that the engine gives and the actor goes by; None: the actor's routers choose. Raises
-        ConfigError where the actor shall go by it and the engine gives none."""
+        """Sizes of the routing that the engine returns and the actor replays; None: the actor's routers choose. Raises
+        ConfigError where `algorithm.router_replay` is set and the engine returns none."""
         if not self.config.algorithm.replays_routing(self.actor.arch.experts):
             return None
         if isinstance(self.engine, RoutingEngine) and self.engine.returns_routing:
@@ -125,8 +125,8 @@ class Parts:
     def sampling(
         self, most_tokens: int, *, temperature: float | None = None, trained_on: bool = False
     ) -> SamplingParams:
-        """How to generate responses of at most so many tokens in this run: by default at the rollout's temperature, and
-        greedily at 0. `trained_on`: the actor runs on them too."""
+        """Sampling parameters for responses of at most so many tokens; by default at the rollout's temperature, greedy
+        at 0. `trained_on`: whether the actor is trained on them."""
         routing = self.replayed_routing if trained_on else None
         scale = temperature or self.config.rollout.temperature
         rollout = self.config.rollout
@@ -141,8 +141,8 @@ class Parts:
         params: SamplingParams,
         done: MutableMapping[int, Completion] | None = None,
     ) -> list[Completion]:
-        """A sample for each request, whose prompts these are: the engine's response, or an episode. As
-        `Engine.generate` otherwise."""
+        """A sample for each request: the engine's response, or an episode. `prompts` are those of the requests;
+        otherwise as `Engine.generate`."""
         if self.generation is not None:
             return generated(self.generation, self.engine, prompts, requests, params, self.vocabulary)
         if self.episodes is None:
@@ -152,14 +152,14 @@ class Parts:
     def submit(
         self, prompts: Sequence[Prompt], requests: Sequence[GenerateRequest], params: SamplingParams
     ) -> PendingCompletions:
-        """Begin to make samples as `answer` does, while the trainer computes; `collect` takes them."""
+        """Start making samples as `answer` does, while the trainer computes; `collect` returns them."""
         if self.episodes is not None:
             return self.episodes.submit(prompts, requests, params)
         assert isinstance(self.engine, AheadEngine), "rules refuse rollout.ahead with other engines"
         return self.engine.submit(requests, params)
 
     def collect(self, pending: PendingCompletions, *, weights_changed: bool) -> list[Completion]:
-        """See `AheadEngine.collect`; raises as `answer` does, too."""
+        """Wait for the samples of `submit`; see `AheadEngine.collect`. Raises as `answer` does, too."""
         if isinstance(pending, PendingEpisodes):
             assert self.episodes is not None
             return self.episodes.collect(pending, weights_changed=weights_changed)
@@ -167,7 +167,7 @@ class Parts:
         return self.engine.collect(pending, weights_changed=weights_changed)
 
     def close(self) -> None:
-        """End worker processes and engines."""
+        """Close worker processes and engines."""
         if self.reward is not None:
             self.reward.close()
         if self.episodes is not None:
@@ -176,26 +176,27 @@ class Parts:
 
 
 def training_prompts(config: Config) -> TrainingPrompts:
-    """The prompts to train on. Raises ValueError where data or tokenizer cannot be read."""
+    """The training prompts. Raises ValueError where data or tokenizer cannot be read."""
     tokenizer = load_tokenizer(config)
     return read_prompts(config.data, tokenizer, tool_schemas(config), token_rows(config, tokenizer))
 
 
 def check_answers(config: Config, train: TrainingPrompts, validation: Iterable[PromptDataset]) -> None:
-    """Raises ValueError for prompts whose answer the reward cannot compare with."""
+    """Raises ValueError for prompts whose reference answer the reward cannot use."""
     for data in (*(train.sources if isinstance(train, MixedPrompts) else (train,)), *validation):
         check_prompts(config.reward, [data[i] for i in range(len(data))], data.source)
 
 
 def start_reward_servers(config: Config, runtime: Runtime) -> OwnServers:
-    """Start what rewards need that is the run's own, without waiting for it; a collective of the world where that is
-    anything. Raises ValueError on every rank where one cannot be started."""
+    """Start the run's own servers for rewards without waiting until they are ready. A collective of the world where
+    there are any. Raises ValueError on every rank where one cannot be started."""
     wanted = model_servers(config, runtime) | judge_servers(config, runtime)
     return start_servers(wanted, runtime) if wanted else OwnServers()
 
 
 def assemble(config: Config, derived: Derived, runtime: Runtime, purpose: RunMode | None = None) -> Parts:
-    """Make every part; a collective of the whole world. Data and reward errors come before any model is built."""
+    """Make every part; a collective of the whole world. Errors in data and rewards are raised before any model is
+    built."""
     purpose = purpose if purpose is not None else RunMode()
     tokenizer = load_tokenizer(config)
     rows = token_rows(config, tokenizer, training=purpose.training)
@@ -204,7 +205,7 @@ def assemble(config: Config, derived: Derived, runtime: Runtime, purpose: RunMod
         prompts = read_prompts(config.data, tokenizer, tool_schemas(config), rows)
     cursor, curriculum = training_cursor(prompts, config.data, config.run.seed), None
     if config.data.curriculum is not None:
-        ahead = 0 if config.rollout.in_flight else config.rollout.ahead  # then its draws come after all rewards
+        ahead = 0 if config.rollout.in_flight else config.rollout.ahead  # in flight: draws follow rewards
         curriculum = Curriculum(config.data.curriculum, cursor, ahead)
     validation_prompts = {}
     if config.evaluation is not None or not purpose.training:

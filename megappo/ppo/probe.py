@@ -1,4 +1,4 @@
-"""After a sync engines answer a short and a long prompt, and the actor says what it would have said."""
+"""Probes engines after a sync: they respond to a short and a long prompt, and the actor scores these responses."""
 
 from __future__ import annotations
 
@@ -18,20 +18,20 @@ from megappo.ppo.sampling import finish_rollout, request_samples, routing_of
 from megappo.types import Prompts, Samples
 
 _PROMPT_TOKENS = (8, 1024)
-"""Engines take prompts of so different lengths by other kernels, or other CUDA graphs."""
+"""Lengths of the two prompts. Engines run prompts of such different lengths with different kernels or CUDA graphs."""
 _RESPONSE_TOKENS = 8
 
 
 def probe_engines(parts: Parts) -> dict[str, float]:
     """Compare the log-probabilities of every engine's probe with the actor's; a collective of the world.
 
-    Empty for an engine that has nothing to probe. Raises SyncError beyond `rollout.sglang.probe_tolerance_nats`.
+    Empty for an engine that cannot be probed. Raises SyncError beyond `rollout.sglang.probe_tolerance_nats`.
     """
     engine, config = parts.engine, parts.config
     if not isinstance(engine, ServedEngine) or not config.rollout.servers.probes:
         return {}
     params = parts.sampling(min(_RESPONSE_TOKENS, config.rollout.max_response_tokens), temperature=0.0, trained_on=True)
-    params = replace(params, min_new_tokens=0)  # of the actor's distribution
+    params = replace(params, min_new_tokens=0)  # a minimum length would change the distribution
     started, gaps = time.monotonic(), dict[int, float]()
     for request in _requests(parts):
         answers = engine.probe(request, params)
@@ -51,7 +51,7 @@ def probe_engines(parts: Parts) -> dict[str, float]:
 
 
 def _requests(parts: Parts) -> list[GenerateRequest]:
-    """Short and, where the run's prompts may be longer, long: training prompts one after another."""
+    """A short request, and a long one where the run's prompts may be longer: the concatenated training prompts, cut."""
     longest = parts.config.data.max_prompt_tokens
     prompts = (parts.train_prompts[position] for position in range(len(parts.train_prompts)))
     tokens = itertools.chain.from_iterable(prompt.token_ids for prompt in prompts)
@@ -61,12 +61,12 @@ def _requests(parts: Parts) -> list[GenerateRequest]:
 
 
 def default_tolerance_nats(dtype: str) -> float:
-    """The largest difference of one token's log-probabilities that rounding in the models' `dtype` accounts for."""
+    """Largest difference of a token's log-probabilities that rounding in the models' `dtype` explains."""
     return 1e-3 if dtype == "float32" else 0.5
 
 
 def probe_rollout(parts: Parts) -> None:
-    """Compare engine and actor on one token per rank, by the way of a step's responses; a collective of the world.
+    """Compare engine and actor on one token per rank, in the same way as a step's responses; a collective of the world.
 
     Nothing is compared without an engine (`rollout.load_from`). Raises MismatchError where they are not the same model.
     """
@@ -83,7 +83,8 @@ def probe_rollout(parts: Parts) -> None:
 
 
 def _as_the_actor_says(parts: Parts, samples: Samples) -> Tensor:
-    """Its log-probabilities, (B, R). What of it is offloaded leaves the device again, to the engine, which is awake."""
+    """The actor's log-probabilities, (B, R). Its offloaded parts leave the device again, as the awake engine needs the
+    memory."""
     outputs_BR = place(parts.actor, announce(samples, parts.runtime.device)).forward()
     parts.actor.rest()
     return outputs_BR

@@ -33,15 +33,15 @@ _SHOWN = 8
 
 
 class ReplayError(RunError):
-    """A repeated update came out otherwise than the one that was refused."""
+    """A repeated update differs from the one that was refused."""
 
 
 def replay(path: str, world_size: int) -> None:
-    """Load the models and this rank's part of the batch from a folder in `<run directory>/replay`, repeat the update
-    and print what came of it, which samples and which gradients are not finite; every rank calls this.
+    """Repeat the refused update in a folder of `<run directory>/replay`, and print its result and which samples and
+    gradients are not finite; every rank calls this and loads its part of the batch.
 
     Raises ValueError where the folder is damaged or was written by another number of ranks, ReplayError where the
-    update came out differently. No code that the folder holds or names is run.
+    update differs. No code that the folder contains or names is run.
     """
     folder = Path(path)
     try:
@@ -63,7 +63,7 @@ def replay(path: str, world_size: int) -> None:
         "ahead": 0,
         "max_lag": None,
     }  # nothing is generated
-    settings["model"]["trust_remote_code"] = False  # the folder may be somebody else's, and no family needs it
+    settings["model"]["trust_remote_code"] = False  # the folder may be somebody else's
     loss = settings["algorithm"]["policy_loss"]
     of_users = {"model.family": settings["model"].get("family"), "algorithm.policy_loss": loss}
     for key, name in of_users.items():
@@ -86,7 +86,7 @@ def replay(path: str, world_size: int) -> None:
 
 
 def _repeat(config: Config, roles: Sequence[Role], runtime: Runtime, folder: Path, marker: Marker) -> list[str]:
-    """Repeat the update; returns the lines that say what was found."""
+    """Repeat the update; returns the lines to print."""
     kept = marker.content["refused"]
     load_shards(folder, roles, marker.content["updates"], runtime)
     role = next(role for role in roles if role.placement.name == kept["role"])
@@ -141,7 +141,7 @@ def _nonfinite_gradients(role: Role) -> list[str]:
 
 
 def _everywhere(found: list[Any]) -> list[Any]:
-    """What any rank found, without repetitions; a collective of the world."""
+    """Items that any rank found, without repetitions; a collective of the world."""
     return sorted({item for part in all_gather_objects(found) for item in part})
 
 

@@ -1,4 +1,4 @@
-"""What a run says of itself: stage times on every rank; files, console and advice on the main rank."""
+"""Reports of a run: stage times on every rank; files, console and advice on the main rank."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from megappo.runtime.process import Runtime
 from megappo.types import Episodes, Rollouts
 
 _JUMP_SAMPLES = 16
-# Counts that other metrics are made of.
+# Counts that are only used to compute other metrics.
 _INTERNAL = ("step_tokens", "step_samples")
 _AWAITED = {
     "forward": "log-probabilities and values of all ranks' responses",
@@ -36,16 +36,16 @@ _AWAITED = {
     "checkpoint": "the disk, or the checkpoint before",
     "export": "the model's files to be written",
 }
-"""What a stage waits for where nobody says it better."""
+"""What a stage waits for, unless its caller says so."""
 _FAILED = {
     "reward": "each costs its sample reward.failure_score and counts in reward/failures",
     "episode": "nothing of it is trained on, and episode/failures counts it",
 }
-"""What becomes of a sample that failed."""
+"""Consequence of a failed sample."""
 
 
 class Reporter:
-    """Times the stages of a step and shows the step's metrics; to be closed whatever happens."""
+    """Times the stages of a step and shows the step's metrics; must be closed in any case."""
 
     def __init__(
         self,
@@ -55,9 +55,9 @@ class Reporter:
         on_stage: Callable[[str, str], None] | None = None,
         check_directory: Callable[[], None] = lambda: None,
     ) -> None:
-        """`on_stage` is told the name of each stage that begins, and what it waits for.
+        """`on_stage` gets the name of each stage that begins, and what it waits for.
 
-        `check_directory` raises on every rank where what is logged would be lost.
+        `check_directory` raises on every rank where log files would be lost.
         """
         self._check_directory = check_directory
         self._config, self._runtime, self._on_stage = config, runtime, on_stage
@@ -81,20 +81,20 @@ class Reporter:
             self._log = MetricsLog(directory, config.run.name, config.model_dump(mode="json"), **logs)
 
     def continue_after(self, step: int, *, is_open: bool) -> None:
-        """Forget what was logged of later steps, because they are run again; -1: everything. See
+        """Drop log entries of later steps, because they are run again; -1: everything. See
         `MetricsLog.truncate_after`."""
         if self._log is not None:
             self._log.truncate_after(step, is_open=is_open)
 
     def stage(self, name: str, waits_for: str = "") -> AbstractContextManager[Lap]:
-        """Time a stage of the step. `waits_for` says what is outstanding, should it never end."""
+        """Time a stage of the step. `waits_for` says what is outstanding, in case it never ends."""
         self._stage = (name, waits_for)
         self.goes_on()
         PROGRESS.enter(name, waits_for or _AWAITED.get(name, ""))
         return self._timed(name)
 
     def goes_on(self) -> None:
-        """A part of the stage is done: how long it may last counts from now."""
+        """Note that a part of the stage is done: its time limit counts from now."""
         if self._on_stage is not None:
             self._on_stage(*self._stage)
 
@@ -111,7 +111,8 @@ class Reporter:
             self._view.begin_step(step)
 
     def end_step(self, metrics: Mapping[str, float]) -> dict[str, float]:
-        """`time/*`, throughput and memory of the step; a collective of the world, which finds the slowest ranks."""
+        """`time/*`, throughput and memory of the step; a collective of the world, which also finds the slowest
+        ranks."""
         seconds = self._timer.total
         if self._profiler.is_running:
             self._write_profile()
@@ -126,7 +127,7 @@ class Reporter:
         }
 
     def _write_profile(self) -> None:
-        """A trace that cannot be written is a message: the run is worth more."""
+        """Write the step's profile. A failure is only reported, as it must not end the run."""
         caught = (OSError, RuntimeError)
         found, problem = attempt(self._profiler.end, caught)
         of_ranks = all_gather_objects((found, problem))
@@ -153,7 +154,7 @@ class Reporter:
             self.message(f"step {step}: {sentence}", warns=True)
 
     def note_evaluation(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Show an evaluation; before the first step there is no line to carry it."""
+        """Show an evaluation. Before the first step it is logged by itself, as there is no line of a step."""
         rewards = {name: value for name, value in metrics.items() if name.endswith("/reward_mean")}
         sets = {name: name.removeprefix("eval").removesuffix("reward_mean").strip("/") for name in rewards}
         graded = {name: 1 - metrics.get(name.replace("/reward_mean", "/failures"), 0.0) for name in rewards}
@@ -164,7 +165,8 @@ class Reporter:
             self._log.log(step, metrics)
 
     def note_failures(self, step: int, rollouts: Rollouts) -> None:
-        """Show the first reward and the first episode of the run that failed; a collective of the world until then."""
+        """Show the first failed reward and the first failed episode of the run; a collective of the world until
+        then."""
         episodes = rollouts.episodes.of_samples if rollouts.episodes is not None else ()
         failed = {
             "reward": list(filter(None, rollouts.reward_failures or ())),
@@ -202,7 +204,7 @@ class Reporter:
         )
 
     def jump(self, step: int, jump: Jump) -> None:
-        """Write an update that stands out, with those of its samples that push most; a collective of the world."""
+        """Write an update that stands out, with the samples that have most effect on it; a collective of the world."""
         of_ranks = all_gather_objects(jump.samples)
         if self._log is None:
             return
@@ -215,7 +217,7 @@ class Reporter:
         )
 
     def message(self, text: str, *, warns: bool = False) -> None:
-        """Print a line on the main rank; one that `warns` stays in sight."""
+        """Print a line on the main rank; one that `warns` stays visible."""
         if self._runtime.is_main:
             tell(text, warns=warns)
 
@@ -230,7 +232,7 @@ class Reporter:
 
 
 def _told_of(episodes: Episodes, b: int) -> dict[str, Any]:
-    """What a reader of a sample wants to know of its episode."""
+    """Fields of a sample's record that describe its episode."""
     episode = episodes.of_samples[b]
     told = {"failure": episode.failure, "reason": episode.reason, "limit": episode.limit}
     calls = {name: use.calls for name, use in episode.tools.items()}

@@ -1,4 +1,4 @@
-"""Which prompts of a step were answered well, for the curriculum."""
+"""Tells the curriculum which prompts of a step were answered well."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from megappo.types import Rollouts
 def note_right_prompts(
     step: int, rollouts: Rollouts, scores_B: Tensor, parts: Parts, before: Mapping[str, float]
 ) -> dict[str, float]:
-    """Tell the curriculum, where there is one, the prompts of all ranks whose rewards were above its limit; a
+    """Tell the curriculum, if there is one, the prompts of all ranks whose mean reward was above its limit; a
     collective of the world.
 
-    Returns how many they are, of each source of a mixture too, and how many prompts rest; `before` has those of the
-    rounds of the step before this one.
+    Returns the number of these prompts, also by source of a mixture, and how many prompts rest. `before` has the
+    numbers of the step's earlier rounds.
     """
     curriculum = parts.curriculum
     if curriculum is None:
@@ -36,7 +36,7 @@ def note_right_prompts(
 
 
 def _right_positions(rollouts: Rollouts, scores_B: Tensor, above: float, parts: Parts) -> list[int]:
-    """Of this rank's prompts, in their order; failed episodes say nothing of a prompt."""
+    """Positions of this rank's well answered prompts, in their order; failed episodes do not count."""
     rewards: dict[int, list[float]] = {}
     prompts = {}
     total_rewards_B, failed_B = rollouts.total_rewards_B(scores_B), rollouts.group_ids_B < 0

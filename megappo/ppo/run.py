@@ -30,12 +30,12 @@ from megappo.runtime.watchdog import GENERATING, Limits, Watchdog, watched
 
 
 def train(config: Config, derived: Derived, prompts: TrainingPrompts | None = None) -> None:
-    """Train as the configuration says, from the newest checkpoint where there is one; every rank calls this.
+    """Train as the configuration says, from the newest checkpoint if there is one; every rank calls this.
 
-    `prompts` to train on, where they were read already.
-
-    Raises Interrupted after a run that was asked to stop has written a checkpoint.
+    `prompts`: the training prompts, where they were read already. Raises Interrupted after a run that was asked to stop
+    has written a checkpoint.
     """
+    # The watchdog starts before the lock, the first collective after the ranks have met.
     with (
         start_runtime(config.runtime, with_servers=config.rollout.broadcasts) as runtime,
         watched(_watchdog(config, runtime)) as watchdog,
@@ -60,7 +60,8 @@ def train(config: Config, derived: Derived, prompts: TrainingPrompts | None = No
 
 
 def _if_of_that_time(prompts: TrainingPrompts | None, read: Config, now: Config) -> TrainingPrompts | None:
-    """The prompts that were read, unless chat templates were told another time than this rank's run has."""
+    """The prompts that were read already, unless chat templates read the clock and were given another time than the run
+    has."""
     if prompts is None or not prompts.reads_clock or read.data.template_time == now.data.template_time:
         return prompts
     return None
@@ -70,7 +71,7 @@ def _train(parts: Parts, start: Start, reporter: Reporter, held: HeldDirectory) 
     checkpoints = Checkpoints(parts, start)
 
     def let_finish(failure: Failure) -> None:
-        if failure.hung_in != "checkpoint":  # where it is what was waited for already
+        if failure.hung_in != "checkpoint":  # a hanging checkpoint is not waited for again
             checkpoints.close()
 
     parts.runtime.failures.before_leaving(let_finish)
@@ -88,7 +89,7 @@ def _train_and_export(
 ) -> None:
     for sentence in (*data_lines(parts), *parts.origins, *start.sentences):
         reporter.message(sentence)
-    if start.sentences:  # there was a run before
+    if start.sentences:  # the run resumes
         reporter.continue_after(start.step, is_open=start.is_open)
     trainer = trainer_of(parts, reporter, checkpoints)
     try:
@@ -124,7 +125,7 @@ def _watchdog(config: Config, runtime: Runtime) -> Watchdog | None:
 
 
 def _unwatched(_phase: str, _waits_for: str = "") -> None:
-    """Nobody wants to know of phases."""
+    """Does nothing: stands for a watchdog's `enter` where there is none."""
 
 
 def evaluate(config: Config, derived: Derived, prompts: TrainingPrompts | None = None) -> dict[str, float]:
@@ -154,7 +155,7 @@ def evaluate(config: Config, derived: Derived, prompts: TrainingPrompts | None =
 
 
 def data_lines(parts: Parts, *, training: bool = True) -> list[str]:
-    """How many prompts there are, what became of the others, and which tokens are unknown."""
+    """Lines on the number of prompts, what was dropped or cut, and unknown tokens."""
     train, validation = parts.train_prompts, parts.validation_prompts
     lines = [_count_words(train, "training prompts")] if training else []
     lines += thinking_notes(parts.config, str(parts.tokenizer.chat_template or "")) if training else []

@@ -1,4 +1,4 @@
-"""Rollouts from prompts: seeds, requests, and the engine's answers as padded tensors."""
+"""Rollouts from prompts: seeds, requests, and the engine's responses as padded tensors."""
 
 from __future__ import annotations
 
@@ -21,26 +21,26 @@ from megappo.types import Prompt, Prompts, Rollouts
 
 
 def sample_seed(seed: int, step: int, sample_id: int) -> int:
-    """A 63-bit seed that depends on run seed, step and sample alone, not on scheduling."""
+    """A 63-bit seed that depends on run seed, step and sample only, not on scheduling."""
     digest = hashlib.blake2b(f"{seed}/{step}/{sample_id}".encode(), digest_size=8).digest()
     return int.from_bytes(digest, "little") >> 1
 
 
 def share_of_rank(count: int, runtime: Runtime) -> tuple[int, int]:
-    """The first of so many that are this rank's, and where the next rank's begin."""
+    """Start and stop of this rank's share of `count` items."""
     return -(-count * runtime.rank // runtime.world_size), -(-count * (runtime.rank + 1) // runtime.world_size)
 
 
 def prompts_of_rank(dataset: PromptDataset | TrainingPrompts, indices: Sequence[int], runtime: Runtime) -> Prompts:
-    """This rank's contiguous share of the step's prompts; shares differ by one at most, and the main rank's, which
-    samples are shown of, is not the smaller one."""
+    """This rank's contiguous share of the step's prompts. Shares differ by at most one, and the main rank, whose
+    samples are shown, never has a smaller one."""
     first, stop = share_of_rank(len(indices), runtime)
     return Prompts(tuple(dataset[i] for i in indices[first:stop]), first)
 
 
 @dataclass(frozen=True)
 class SampleRequests:
-    """What is asked of the engine for this rank's prompts; samples of one prompt stand together."""
+    """Requests to the engine for this rank's prompts; samples of one prompt are consecutive."""
 
     prompts: tuple[Prompt, ...]
     """The prompt of each sample."""
@@ -50,16 +50,16 @@ class SampleRequests:
 
 
 def room_behind(prompt: Prompt, max_total_tokens: int | None) -> int | None:
-    """Most tokens of a response to it, where prompt and response together have a limit."""
+    """Most tokens of a response to a prompt where their total is limited; None without a limit."""
     return None if max_total_tokens is None else max_total_tokens - len(prompt.token_ids)
 
 
 def request_samples(
     prompts: Prompts, *, samples_per_prompt: int, seed_of: Callable[[int], int], max_total_tokens: int | None = None
 ) -> SampleRequests:
-    """Sample every prompt `samples_per_prompt` times.
+    """Requests of `samples_per_prompt` samples of every prompt.
 
-    `seed_of` gives the seed of a sample by its position in the step's global batch.
+    `seed_of` returns the seed of a sample by its position in the step's global batch.
     """
     repeated = tuple(prompt for prompt in prompts.prompts for _ in range(samples_per_prompt))
     first = prompts.first_position * samples_per_prompt
@@ -78,14 +78,17 @@ def finish_rollout(
     rows: int | None = None,
     answerer: str = "the engine",
 ) -> Rollouts:
-    """The engine's answers as padded tensors, (0, 1) where there is none; all with a routing, or none. So are those of
-    episodes. Raises RunError, which names the `answerer`, for log-probabilities that are not finite and for tokens that
-    models of so many rows have none for; None: any may come."""
+    """The engine's responses as padded tensors, of shape (0, 1) where there are none. All have a routing or none; the
+    same holds for episodes.
+
+    Raises RunError, which names the `answerer`, for log-probabilities that are not finite and for token ids of `rows`
+    or above; None: any id is allowed.
+    """
     check_answers(completions, rows, answerer, wanted.sample_ids)
     sample_ids = torch.tensor(wanted.sample_ids, dtype=torch.int64)
     token_ids = [own_tokens(c) for c in completions]
     inside = [ids if c.truncated else ids[:-1] for ids, c in zip(token_ids, completions, strict=True)]
-    # What decoding leaves out: the named special tokens, and added ones that are only marked as such.
+    # Tokens that decoding omits: named special tokens, and added ones that are only marked as special.
     special = {i for i, token in tokenizer.added_tokens_decoder.items() if token.special} | {*tokenizer.all_special_ids}
     lengths = torch.tensor([len(c.token_ids) for c in completions], dtype=torch.int64)
     mask_BR = torch.arange(max(lengths.tolist(), default=1))[None] < lengths[:, None]
@@ -116,12 +119,13 @@ def finish_rollout(
 def _decoded(
     tokenizer: PreTrainedTokenizerBase, token_ids: Sequence[list[int]], *, skip_special_tokens: bool
 ) -> tuple[str, ...]:
-    """One text for each response."""
+    """The text of each response."""
     return tuple(decoded(tokenizer, ids, skip_special_tokens=skip_special_tokens) for ids in token_ids)
 
 
 def routing_of(completion: Completion) -> Tensor:
-    """The experts of each token, which the engine was asked for."""
+    """Experts of each token of a completion. Raises RunError where the engine, which was asked for them, returned
+    none."""
     if completion.routing is None:
         raise RunError("the engine did not say which experts computed a response; set algorithm.router_replay to false")
     return completion.routing

@@ -1,7 +1,7 @@
-"""Experience of steps on the disk: written while a run trains, and what a run trains on again without an engine.
+"""Experience of steps on disk: written during training, and read to train on it again without an engine.
 
 `logging.save_experience` and `rollout.save_to` write, `rollout.load_from` reads. The folder of a step has a file of
-each rank (`experience_files`) and `step.json`; it gets its name when all of it is written.
+each rank (`experience_files`) and `step.json`; it gets its name when it is complete.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ class ExperienceRecord:
     """Writes the experience of steps; every rank calls every method."""
 
     def __init__(self, parts: Parts) -> None:
-        """Raises ConfigError where nothing is installed that writes it."""
+        """Raises ConfigError where pyarrow is not installed."""
         self._settings, self._config, self._runtime = parts.config.saves_experience, parts.config, parts.runtime
         self._folder = parts.config.experience_folder
         self._given_B = torch.zeros(0)
@@ -42,8 +42,8 @@ class ExperienceRecord:
             require_parquet()
 
     def begin(self, step: int) -> None:
-        """The run goes on behind this step; those that it repeats are dropped. Raises ValueError on every rank where
-        the folder has steps of another run."""
+        """Drop saved steps after this one, which the run will repeat. Raises ValueError on every rank where the folder
+        has steps of another run."""
         if self._settings is not None:
             agreed(lambda: self._forget_after(step) if self._runtime.is_main else None)
 
@@ -59,12 +59,12 @@ class ExperienceRecord:
         return str(self._config.run.path.resolve())
 
     def note(self, scores_B: Tensor) -> None:
-        """The scores of the step's samples as the reward gave them."""
+        """Note the scores of the step's samples as the reward returned them."""
         self._given_B = scores_B
 
     def write(self, step: int, experience: Experience) -> str:
-        """Write this rank's samples of a step, where it is to be saved. Returns why it could not be, on the main rank,
-        for its user: a run is worth more than its records."""
+        """Write this rank's samples of a step that is to be saved. Returns a message for the user on failure, on every
+        rank: a failed record must not end the run."""
         settings = self._settings
         if settings is None or (settings.steps and step not in settings.steps):
             return ""
@@ -93,20 +93,20 @@ class ExperienceRecord:
         write_samples(saved.file(self._runtime.rank), samples, rows, self._text_of)
 
     def _everywhere(self, work: Any, *, on_main: bool = False) -> str:
-        """Why work failed on any rank; "" where it did not."""
+        """Reason why work failed on any rank; "" where it did not."""
         problem = "" if on_main and not self._runtime.is_main else attempt(work, (OSError,))[1]
         return next(filter(None, all_gather_objects(problem)), "")
 
 
 def _clear(folder: Path) -> None:
-    """Make a folder of what was not finished."""
+    """Create the folder, empty; an unfinished one is removed."""
     if folder.exists():
         shutil.rmtree(folder)
     folder.mkdir(parents=True)
 
 
 def _finish(saved: SavedStep, folder: Path) -> None:
-    """All files are there: the folder gets its name."""
+    """Write the marker and rename the folder; called after all files are written."""
     told = {name: value for name, value in asdict(saved).items() if name != "folder"}
     (saved.folder / MARKER).write_text(json.dumps(told, indent=1) + "\n", encoding="utf-8")
     if folder.exists():
@@ -115,8 +115,8 @@ def _finish(saved: SavedStep, folder: Path) -> None:
 
 
 def read_some(saved: SavedStep, wanted: Collection[int]) -> SavedSamples:
-    """Those samples of a step that have these ids, in their order, whichever ranks have saved them. Raises ValueError
-    for what is damaged, or not there."""
+    """The samples of a step with these ids, in ascending order, whichever ranks saved them. Raises ValueError for
+    damaged or missing files."""
     there = [saved.file(rank) for rank in range(saved.ranks)]
     ids = [sample_ids_of(path) for path in there]
     chosen = frozenset(wanted)
@@ -132,13 +132,13 @@ def read_some(saved: SavedStep, wanted: Collection[int]) -> SavedSamples:
 
 
 def joined_samples(parts: Sequence[tuple[SavedSamples, Sequence[int]]]) -> SavedSamples:
-    """Some rows of several, one after the other."""
+    """Rows of several sets of samples, concatenated."""
     experience = joined_experience([(samples.experience, rows) for samples, rows in parts])
     return SavedSamples(experience, torch.cat([samples.given_B[list(rows)] for samples, rows in parts]))
 
 
 def check_tokens(samples: SavedSamples, vocabulary: int) -> SavedSamples:
-    """Raises ValueError for tokens that models of so many rows have none for."""
+    """Return the samples. Raises ValueError for token ids that the models have no embedding for."""
     sequences = samples.experience.scored.rollouts.sequences
     largest = max((int(tokens.max()) for tokens in sequences), default=0)
     if largest >= vocabulary:
@@ -150,15 +150,17 @@ def check_tokens(samples: SavedSamples, vocabulary: int) -> SavedSamples:
 
 
 class LoadedSteps:
-    """Gives steps the samples that another run saved; a collective of the world. In place of `Responses`. On as many
-    ranks as saved them each has its own again, otherwise a share of the step's prompts."""
+    """Gives steps the samples that another run saved; every call is a collective of the world. Replaces `Responses`.
+
+    With the same number of ranks each reads its own file; otherwise each gets a share of the step's prompts.
+    """
 
     def __init__(self, parts: Parts, folder: Path) -> None:
         self._parts, self._folder = parts, folder
         require_parquet()
         self._steps = agreed(lambda: saved_steps(folder))
         self.given_B = torch.zeros(0)
-        """Scores of the step's samples, before `reward.scale` and the like."""
+        """Scores of the step's samples, before `reward.scale` and similar settings."""
 
     def of_step(self, step: int, *, weights_changed: bool) -> Rollouts:
         """This rank's samples of a step. Raises ValueError on every rank where they cannot be read."""
@@ -177,44 +179,44 @@ class LoadedSteps:
         return read_some(saved, range(first * saved.samples_per_prompt, stop * saved.samples_per_prompt))
 
     def more(self, step: int, number: int, prompts: int) -> Rollouts:
-        """A saved step has what dynamic sampling chose."""
+        """Never called: a saved step has the groups that dynamic sampling chose."""
         raise AssertionError("nobody asks for further rounds of a saved step")
 
     def begin(self, step: int) -> None:
-        """Nothing is generated."""
+        """Does nothing: nothing is generated."""
 
     def settle(self, *, weights_changed: bool) -> None:
-        """Nothing has to be waited for."""
+        """Does nothing: there is nothing to wait for."""
 
     def pause(self, *, stops: bool = False) -> None:
-        """Nothing is under way."""
+        """Does nothing: nothing is in progress."""
 
     def go_on(self) -> None:
-        """Nothing is sent."""
+        """Does nothing: nothing is sent."""
 
     def metrics(self) -> dict[str, float]:
-        """Nothing waits."""
+        """Metrics of waiting samples; empty."""
         return {}
 
     @property
     def draws_on(self) -> bool:
-        """No prompts are drawn."""
+        """False: no prompts are drawn."""
         return False
 
     def is_torn(self, step: int) -> bool:
-        """Nothing is begun."""
+        """False: no step is begun early."""
         return False
 
     def cursor_state(self) -> Mapping[str, Any]:
-        """Where the cursor began: nothing is drawn."""
+        """Initial state of the cursor: nothing is drawn."""
         return self._parts.cursor.state_dict()
 
     def forget(self, step: int) -> None:
-        """A step is done."""
+        """Does nothing."""
 
     def state_dict(self, step: int) -> Kept:
-        """The samples stay where they are."""
+        """State for a checkpoint; empty, as the samples stay in their folder."""
         return {}
 
     def load_state_dict(self, kept: Sequence[Kept]) -> None:
-        """Nothing was kept."""
+        """Does nothing: nothing was saved."""

@@ -1,7 +1,7 @@
-"""Which groups of samples a step keeps: those whose rewards differ, from as many rounds as it takes (dynamic sampling).
+"""Dynamic sampling: a step keeps groups of samples whose rewards differ, from as many rounds as needed.
 
-A group is the samples of one prompt. Where all have the same reward there is nothing to compare, so that other prompts
-take its place (Yu et al. 2025, "DAPO", section 3.2).
+A group is the samples of one prompt. Where all have the same reward there is nothing to compare, so other prompts
+replace it (Yu et al. 2025, "DAPO", section 3.2).
 """
 
 from __future__ import annotations
@@ -20,7 +20,8 @@ from megappo.types import Episodes, Experience, Rollouts, Scored
 
 @dataclass(frozen=True)
 class _RewardedRound:
-    """This rank's samples of a round, and of all ranks' groups which have a spread, in the order of the prompts."""
+    """This rank's samples of a round. `spread`: for the groups of all ranks, in the order of their prompts, whether
+    their rewards differ."""
 
     rollouts: Rollouts
     scores_B: Tensor
@@ -30,44 +31,44 @@ class _RewardedRound:
 
 @dataclass
 class Selection:
-    """The rounds of a step, the same decisions on every rank."""
+    """The rounds of a step; makes the same decisions on every rank."""
 
     prompts: int
-    """Groups that the step needs."""
+    """Number of groups that the step needs."""
     samples_per_prompt: int
     max_rounds: int
     rounds: list[_RewardedRound] = field(default_factory=list)
 
     def add(self, rollouts: Rollouts, scores_B: Tensor, metrics: Mapping[str, float]) -> None:
-        """Take a round's samples of this rank, and what all ranks' rewards report; a collective of the world."""
+        """Add this rank's samples of a round, and the metrics of all ranks' rewards; a collective of the world."""
         here = _spread(rollouts, scores_B, self.samples_per_prompt)
         found = {group: differs for part in all_gather_objects(here) for group, differs in part.items()}
         self.rounds.append(_RewardedRound(rollouts, scores_B, metrics, tuple(found[group] for group in sorted(found))))
 
     @property
     def kept(self) -> int:
-        """Groups with a spread."""
+        """Number of groups whose rewards differ."""
         return sum(sum(of_round.spread) for of_round in self.rounds)
 
     @property
     def drawn(self) -> int:
-        """Groups of all rounds."""
+        """Number of groups of all rounds."""
         return sum(len(of_round.spread) for of_round in self.rounds)
 
     @property
     def wanted(self) -> int:
-        """Prompts of the next round: as many as should be enough by the share that was kept so far; 0: no more."""
+        """Prompts of the next round, enough to fill the step by the share that was kept so far; 0: no further round."""
         missing = self.prompts - self.kept
         if missing <= 0 or len(self.rounds) == self.max_rounds:
             return 0
         return min(self.prompts, math.ceil(missing * self.drawn / max(1, self.kept)))
 
     def finish(self) -> tuple[Rollouts, Tensor, dict[str, float]]:
-        """This rank's part of the step's samples and their scores, numbered anew; `group/*`, and what rewards report in
-        the mean over all prompts.
+        """This rank's part of the step's samples and their scores, renumbered; and metrics: `group/*`, and those of
+        rewards averaged over all prompts.
 
-        The groups are the first with a spread, in the order of their prompts; where those are too few the first without
-        one fill the step up.
+        The step takes the first groups with differing rewards, in the order of their prompts. Where they are too few,
+        the first groups with equal rewards fill it up.
         """
         every = [(differs, r, g) for r, of_round in enumerate(self.rounds) for g, differs in enumerate(of_round.spread)]
         chosen = sorted(every, key=lambda group: (not group[0], *group[1:]))[: self.prompts]
@@ -92,7 +93,8 @@ class Selection:
 
 
 def _spread(rollouts: Rollouts, scores_B: Tensor, samples_per_prompt: int) -> dict[int, bool]:
-    """Of this rank's groups, by their numbers: whether the rewards of their samples differ, failed episodes aside."""
+    """For each of this rank's groups, by number: whether the rewards of its samples differ; failed episodes are
+    ignored."""
     total_rewards_B = rollouts.total_rewards_B(scores_B)
     rewards: dict[int, set[float]] = {}
     failed = (rollouts.group_ids_B < 0).tolist()
@@ -105,30 +107,31 @@ def _spread(rollouts: Rollouts, scores_B: Tensor, samples_per_prompt: int) -> di
 
 
 def renumbered(rollouts: Rollouts, sample_ids_B: Tensor, samples_per_prompt: int) -> Rollouts:
-    """The same samples in other places of the step's global batch; failed episodes stay groups of their own."""
+    """The samples at other positions of the step's global batch; failed episodes stay groups of their own."""
     group_ids_B = torch.where(rollouts.group_ids_B < 0, -1 - sample_ids_B, sample_ids_B // samples_per_prompt)
     return replace(rollouts, sample_ids_B=sample_ids_B, group_ids_B=group_ids_B)
 
 
 def joined(parts: Sequence[tuple[Rollouts, Sequence[int]]]) -> Rollouts:
-    """Some rows of several rollouts, one after the other."""
+    """Rows of several rollouts, concatenated."""
     return Rollouts(**_joined_fields(*_chosen([(rollouts, rollouts, rows) for rollouts, rows in parts])))
 
 
 def joined_experience(parts: Sequence[tuple[Experience, Sequence[int]]]) -> Experience:
-    """The same of what updates need."""
+    """Rows of several experiences, concatenated."""
     return Experience(**_joined_fields(*_chosen([(whole, whole.scored.rollouts, rows) for whole, rows in parts])))
 
 
 def _chosen(parts: Sequence[tuple[Any, Rollouts, Sequence[int]]]) -> tuple[list[tuple[Any, list[int]]], int]:
-    """Those parts that any rows are of, one where none is, and the longest response of these rows."""
+    """Parts with at least one row, or the first part where none has one; and the longest response among the rows."""
     some = [(whole, rollouts, list(rows)) for whole, rollouts, rows in parts if rows] or [(*parts[0][:2], list[int]())]
     longest = max((int(rollouts.response_lengths_B[b]) for _, rollouts, rows in some for b in rows), default=1)
     return [(whole, rows) for whole, _, rows in some], longest
 
 
 def _joined_fields(parts: Sequence[tuple[Any, list[int]]], longest: int) -> dict[str, Any]:
-    """Of dataclasses whose fields are (B,) or (B, R) tensors, tuples of B, or such dataclasses, None on all or none."""
+    """Concatenated fields of dataclasses. Fields are (B,) or (B, R) tensors, tuples of B, such dataclasses, or None on
+    all."""
     found: dict[str, Any] = {}
     for each in fields(parts[0][0]):
         values = [(getattr(whole, each.name), rows) for whole, rows in parts]
@@ -145,7 +148,7 @@ def _joined_fields(parts: Sequence[tuple[Any, list[int]]], longest: int) -> dict
 
 
 def _widened(x: Tensor, longest: int) -> Tensor:
-    """(B, R) padded or cut at the right to (B, longest); (B,) as it is."""
+    """(B, R) padded or cut at the right to (B, longest); (B,) unchanged."""
     if x.dim() == 1:
         return x
     return torch.nn.functional.pad(x, (0, max(0, longest - x.shape[1])))[:, :longest]

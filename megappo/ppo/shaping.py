@@ -1,4 +1,5 @@
-"""What training makes of the scores of a step: less for answers that are too long or were cut, another unit, bounds."""
+"""Shaping of a step's scores for training: penalties for long or truncated responses, scaling, normalisation,
+bounds."""
 
 from __future__ import annotations
 
@@ -14,30 +15,29 @@ from megappo.types import Rollouts
 
 
 class RewardShaper:
-    """Makes the scores that are trained on; every rank has the same one."""
+    """Computes the scores that are trained on; its state is the same on every rank."""
 
     def __init__(self, config: Config, device: torch.device) -> None:
         self._config, self._device = config, device
         self._count, self._mean, self._squares = 0.0, 0.0, 0.0
-        """Of all scores so far, before `reward.normalize`: how many, their mean, and the sum of their squared
-        deviations from it."""
+        """Count, mean and sum of squared deviations of all scores so far, before `reward.normalize`."""
 
     def state_dict(self) -> list[float]:
-        """What `reward.normalize` goes by, in JSON's types."""
+        """State of `reward.normalize`, in JSON's types."""
         return [self._count, self._mean, self._squares]
 
     def load_state_dict(self, state: Sequence[float]) -> None:
-        """Take back what `state_dict` gave; nothing of a run that did not normalize."""
+        """Restore what `state_dict` returned; empty for a run that did not normalize."""
         if state:
             self._count, self._mean, self._squares = state
 
     def shape(self, scores_B: Tensor, rollouts: Rollouts) -> tuple[Tensor, dict[str, float]]:
-        """The scores (B,) float32 of this rank as its samples are trained on, and what was made of them over all ranks.
+        """This rank's scores (B,) float32 as its samples are trained on, and metrics of the shaping over all ranks.
 
-        In this order, where the settings say so: `reward.truncated_score` for an answer that the length limit ended
-        (ORZ), `reward.truncated_penalty` off it (the penalty for a missing end of TRL), `reward.overlong` (DAPO),
-        `reward.normalize` by all scores so far, this step's included, and clip(scale * score + shift). A collective of
-        the whole world.
+        Applies in this order, where the settings say so: `reward.truncated_score` for a response that the length limit
+        ended (ORZ), `reward.truncated_penalty` subtracted from it (TRL's penalty for a missing end), `reward.overlong`
+        (DAPO), `reward.normalize` by all scores so far, this step's included, and clip(scale * score + shift). A
+        collective of the whole world.
         """
         reward, given_B, tally = self._config.reward, scores_B, Tally()
         if not reward.is_shaped:
@@ -67,8 +67,8 @@ class RewardShaper:
         return scores_B
 
     def _normalized(self, scores_B: Tensor) -> Tensor:
-        """By the running mean and the unbiased deviation, as TRL's and PPO's for games are: a score that all samples
-        share has none and is not divided."""
+        """Scores divided by the unbiased running deviation, with `mean_std` after subtracting the running mean, as in
+        TRL and in PPO for games. Equal scores have no deviation and are not divided."""
         batch = Tally()
         batch.total("count", len(scores_B))
         batch.mean_and_std("scores", scores_B)
@@ -79,7 +79,7 @@ class RewardShaper:
         return scores_B / (self._std or 1.0)
 
     def _add(self, count: float, mean: float, std: float) -> None:
-        """A step's scores to those before (Chan et al. 1979)."""
+        """Merge a step's statistics into the running ones (Chan et al. 1979)."""
         if not count:
             return
         total, apart = self._count + count, mean - self._mean

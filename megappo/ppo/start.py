@@ -1,4 +1,4 @@
-"""Where a run begins: at the newest checkpoint of its directory, or at nothing."""
+"""Finds where a run begins: at the newest checkpoint of its directory, or from nothing."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from megappo.runtime.process import Runtime
 
 
 def checkpoints_directory(config: Config) -> Path:
-    """Where a run's checkpoints lie."""
+    """Folder of a run's checkpoints."""
     return config.run.path / "checkpoints"
 
 
@@ -28,15 +28,15 @@ class Start:
     """Where a run begins."""
 
     config: Config
-    """Its settings: those that were given, with what stays as the checkpoint has it."""
+    """Settings of the run: the given ones, with those that a checkpoint fixes."""
     sentences: tuple[str, ...] = ()
-    """What the user should know of where the run begins."""
+    """Messages for the user on where the run begins."""
     checkpoint: tuple[Path, Marker] | None = None
-    """The folder of the checkpoint that it continues from, and its marker; None: from nothing."""
+    """Folder and marker of the checkpoint that the run continues from; None: it starts from nothing."""
 
     @property
     def step(self) -> int:
-        """The last step that is done, -1 before the evaluation that comes before the first."""
+        """The last finished step; -1 before the evaluation that precedes the first step."""
         return self.checkpoint[1].step if self.checkpoint is not None else -1
 
     @property
@@ -46,7 +46,7 @@ class Start:
 
 
 def choose_start(config: Config, derived: Derived, runtime: Runtime) -> Start:
-    """The newest whole checkpoint of the run directory, or the beginning; a collective of the world.
+    """The newest complete checkpoint of the run directory, or the beginning; a collective of the world.
 
     Raises ConfigError where the directory holds a run that cannot be continued, or not with these settings.
     """
@@ -80,7 +80,7 @@ def choose_start(config: Config, derived: Derived, runtime: Runtime) -> Start:
     for name, version in recorded_versions().items():
         if before.get(name) != version and (name in before or name != PACKAGES):
             sentences.append(f"changed since then: {name} {before.get(name)} -> {version}")
-    files = marker.content.get("own_files", {})  # not in checkpoints of before they were recorded
+    files = marker.content.get("own_files", {})  # checkpoints of older versions have none
     for file, digest in own_files(config.model_dump(mode="json")).items():
         if files.get(file, digest) != digest:
             sentences.append(f"changed since then: what stands in {file}")
@@ -88,7 +88,7 @@ def choose_start(config: Config, derived: Derived, runtime: Runtime) -> Start:
 
 
 def _steps_left(config: Config, done: int, steps: int) -> tuple[str, list[str]]:
-    """Why a run that has done so many steps cannot have these; or what is to be said of its end."""
+    """Error for a run that has done more steps than these, or a note that none is left; ("", []) otherwise."""
     key = "run.steps is" if config.run.epochs is None else f"run.epochs {config.run.epochs:g} are steps up to"
     if done > steps:
         return (
@@ -100,16 +100,16 @@ def _steps_left(config: Config, done: int, steps: int) -> tuple[str, list[str]]:
 
 
 def with_template_time(config: Config) -> Config:
-    """The settings with `data.template_time`, before there are other ranks to agree with: that of the run which goes
-    on, or now."""
+    """Settings with `data.template_time`, in a single process before the ranks start: that of the resumed run, or
+    now."""
     markers = finished(checkpoints_directory(config)).values()
     newest = max(markers, key=lambda marker: marker.step, default=None)
     return _at(config, config.data.template_time or (newest and _template_time(newest)) or template_now())
 
 
 def at_one_time(config: Config, recorded: str | None = None) -> Config:
-    """The settings with the `data.template_time` of all ranks: the given one, the recorded one, or the main rank's now;
-    a collective of the world."""
+    """Settings with the `data.template_time` of all ranks: the given one, the recorded one, or the main rank's now; a
+    collective of the world."""
     return _at(config, broadcast_object(config.data.template_time or recorded or template_now()))
 
 
@@ -123,7 +123,7 @@ def _template_time(marker: Marker) -> str | None:
 
 
 def _kl_sentences(given: Config, kept: Config) -> list[str]:
-    """What the adaptive KL goes on with, where a new run of the same settings would do otherwise."""
+    """A message where the adaptive KL keeps the run's unit although a new run with these settings would use another."""
     asked, kl = given.algorithm.kl_in_reward, kept.algorithm.kl_in_reward
     if asked is None or kl is None or asked.per == kl.per or kl.controller != "adaptive":
         return []
@@ -134,8 +134,8 @@ def _kl_sentences(given: Config, kept: Config) -> list[str]:
 
 
 def run_steps(marker: Marker) -> int:
-    """How many PPO steps the run of a checkpoint was to have."""
-    # Checkpoints of before there were epochs have settings that say it.
+    """Number of PPO steps planned for the run of a checkpoint."""
+    # Older checkpoints, of before there were epochs, have it in their settings only.
     steps = marker.content.get("steps") or (marker.content["settings"].get("run") or {}).get("steps")
     if type(steps) is not int:
         raise ConfigError(
@@ -145,7 +145,7 @@ def run_steps(marker: Marker) -> int:
 
 
 def _begin(config: Config, runtime: Runtime) -> Start:
-    """A run without a checkpoint begins again, if it was stopped before it could have written one."""
+    """Start a run without a checkpoint again, if it was stopped before it could have written one."""
     problem, lost = broadcast_object(lost_steps(config) if runtime.is_main else (None, 0))
     if problem is not None:
         raise ConfigError(problem)
@@ -154,7 +154,7 @@ def _begin(config: Config, runtime: Runtime) -> Start:
 
 
 def lost_steps(config: Config) -> tuple[str | None, int]:
-    """(why the run directory cannot be used, logged lines that will be run again)."""
+    """(why the run directory cannot be used, number of logged lines that will be repeated)."""
     metrics = config.run.path / "metrics.jsonl"
     if not metrics.exists() or not metrics.stat().st_size:
         return None, 0
@@ -164,7 +164,7 @@ def lost_steps(config: Config) -> tuple[str | None, int]:
         before = load_config(saved) if saved.exists() else None
     except ValueError as error:
         return str(error), 0
-    # In the background a checkpoint may have been under way until the next one was due.
+    # An asynchronous checkpoint may have been unfinished until the next one was due.
     settings = before.checkpoint if before is not None else None
     last = lines[-1]["step"] if lines else -1
     has_ended = (before is not None and last == before.run.steps) or (config.run.path / "final").exists()

@@ -1,7 +1,7 @@
-"""Which prompts a step takes of those that are in flight.
+"""Chooses which of the prompts in flight a step takes.
 
-Every prompt gets a ticket when it is sent for the first time, by which ranks call it and its samples. What is decided
-here is decided from the same numbers on every rank.
+Every prompt gets a ticket when it is first sent; ranks identify it and its samples by the ticket. Decisions here use
+the same numbers on every rank.
 """
 
 from __future__ import annotations
@@ -15,30 +15,30 @@ class Group:
     """A prompt in flight with its samples, as every rank knows it."""
 
     ticket: int
-    """Counts the prompts of a run in the order in which they were sent."""
+    """Number of the prompt in the order in which the run's prompts were sent."""
     prompt: int
-    """Its index among the training prompts."""
+    """Index among the training prompts."""
     version: int
-    """Of the weights that its first tokens may come from."""
+    """Version of the weights that its first tokens may come from."""
     finished: bool = False
-    """All of its samples are."""
+    """Whether all of its samples are finished."""
 
 
 def choose(
     groups: Sequence[Group], *, wanted: int, newest: int, max_lag: int, of_step: int | None = None
 ) -> list[Group] | None:
-    """The groups that a step takes, in the order of their tickets; None: it waits.
+    """The groups that a step takes, in the order of their tickets; None: the step waits.
 
-    They are the finished ones that were sent first, so that a long answer has no disadvantage against a short one that
-    was begun later. A step waits for more, also where it has enough, if it left so many old groups behind that some
-    would become older than `max_lag` syncs before there is room for them: long answers would be those.
+    They are the finished ones that were sent first, so that a long response has no disadvantage against a short one
+    that was begun later. A step with enough groups still waits if it would leave so many old groups behind that some
+    would become older than `max_lag` syncs before later steps can take them: these would be the long responses.
 
     Args:
         groups: all in flight, none of them older than `max_lag`, in the order of their tickets.
         wanted: how many a step takes.
-        newest: version of the weights that it is trained on with.
-        max_lag: most versions between those and a group's.
-        of_step: how many later steps take, where these are of a further round of a step; default: `wanted`.
+        newest: version of the weights when the step is trained.
+        max_lag: largest difference of versions between those weights and a group's.
+        of_step: how many groups later steps take, where `wanted` is for a further round; default: `wanted`.
     """
     taken = [group for group in groups if group.finished][:wanted]
     if len(taken) < wanted:

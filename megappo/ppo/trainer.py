@@ -1,4 +1,4 @@
-"""The PPO step. Everything else in this package is one of its verbs.
+"""The PPO step. Everything else in this package is one of its stages.
 
 data -> rollout -> reward -> forward -> advantages -> update critic, actor -> weight sync (version + 1)
 """
@@ -60,7 +60,7 @@ class PlacedStep:
     """A step's samples on the ranks of each role, until the step is over."""
 
     actor: PlacedBatch | None
-    """None where it computes nothing."""
+    """Samples of the actor; None where it computes nothing (value pretraining)."""
     critic: PlacedBatch | None
 
 
@@ -81,7 +81,7 @@ class Trainer:
         self.actor_changed = True
         """Whether the actor is newer than the engine's weights."""
         self.is_open = True
-        """The updates of `step` are done, its evaluation and its line in the log are not."""
+        """Whether the updates of `step` are done but its evaluation and its log line are not."""
         self.engine_weights: list[Tensor] = []
         """This rank's part of the actor as the engine has it, where that may be older than the actor."""
         self.metrics: dict[str, float] = {}
@@ -89,10 +89,10 @@ class Trainer:
         self.jump_watches = {role.placement.name: JumpWatch(self.algorithm.jumps) for role in parts.trained}
         self.boundary = Boundary(self.state_dict(), {}, {})
         self.is_resuming = checkpoints is not None and checkpoints.resumed is not None
-        """Not all of what the checkpoint holds is back yet: one that is written now would have less in it."""
+        """Whether the checkpoint is not fully restored yet; a new checkpoint would then lack a part of it."""
 
     def train(self) -> None:
-        """All steps that are left, with evaluations and checkpoints in between."""
+        """Run all remaining steps, with evaluations and checkpoints in between."""
         self.begin()
         if self.checkpoints is not None:
             self.checkpoints.start_clock()
@@ -103,7 +103,7 @@ class Trainer:
             self.end_step()
 
     def begin(self) -> None:
-        """Give the engine the actor's weights: the first version, or the one a checkpoint was written with."""
+        """Give the engine the actor's weights: the first version, or the one that a checkpoint was written with."""
         was_open = False
         resumed = self.checkpoints.resumed if self.checkpoints is not None else None
         if resumed is not None:
@@ -122,8 +122,11 @@ class Trainer:
             self.end_step()  # the checkpoint has no evaluation of this step yet
 
     def _give_weights_again(self, resumed: Resumed) -> None:
-        """The engine gets what it had. One step ahead that may be older than the actor; where its responses were not
-        whole yet, it goes on with them, or else the sync that was due is due again, with its number."""
+        """Restore the weights that the engine was sampling with.
+
+        With `rollout.ahead: 1` they may be older than the actor's: unfinished responses continue on them. Otherwise the
+        pending sync is repeated under the same version.
+        """
         was_changed, actor = self.actor_changed, self.parts.actor
         older = resumed.engine_weights()
         newest = actor.exchange_weights(older) if older is not None else None
@@ -137,15 +140,15 @@ class Trainer:
         self.actor_changed = was_changed
 
     def finish_step(self) -> None:
-        """Evaluate and log a step, and note where the run stands. A run that is asked to stop meanwhile does what is
-        left of it when it goes on."""
+        """Evaluate and log a step, and note the state of the run. A run that is asked to stop meanwhile does the rest
+        when it resumes."""
         try:
             if self.is_open:
                 self.evaluate_if_due()
                 if self.step:
                     self.reporter.log(self.step, self.metrics)
                 self.is_open = False
-            # What was begun for the next step is waited for, as that step would do at once.
+            # What was begun for the next step is waited for here, as that step would do at once.
             self.responses.settle(weights_changed=self.actor_changed)
             self._note_recovery()
         except Interrupted:
@@ -154,7 +157,7 @@ class Trainer:
         self._note_boundary()
 
     def end_step(self) -> None:
-        """Write the actor and a checkpoint where they are due, and stop if asked to, or where time is up."""
+        """Export the actor and write a checkpoint where they are due; stop if asked to, or where time is up."""
         every = None if self.config.checkpoint is None else self.config.checkpoint.huggingface_every_steps
         if every is not None and self.step % every == 0:
             with self.reporter.stage("export"):
@@ -179,17 +182,17 @@ class Trainer:
         )
 
     def boundary_when_stopped(self) -> Boundary:
-        """Where the run goes on, with the responses that it keeps."""
+        """The boundary from which the run will resume, with the responses that it keeps."""
         self.responses.pause(stops=True)
         kept, state = self.responses.state_dict(self.boundary.step + 1), self.boundary.trainer
         if self.responses.draws_on:
             state = {**state, "cursor": self.responses.cursor_state()}
-            if self.parts.curriculum is not None:  # which the cursor may have heard since the boundary
+            if self.parts.curriculum is not None:  # the cursor may have been told more since the boundary
                 state["curriculum"] = self.parts.curriculum.state_dict(self.boundary.step)
         return replace(self.boundary, trainer=state, responses=kept or self.boundary.responses)
 
     def state_dict(self) -> dict[str, Any]:
-        """What a checkpoint keeps besides models and random states, in JSON's types."""
+        """Trainer's state for a checkpoint besides models and random states, in JSON's types."""
         return {
             "step": self.step,
             "weight_version": self.weight_version,
@@ -204,7 +207,7 @@ class Trainer:
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Continue from a checkpoint. Raises ValueError where the data are others than the run began with."""
+        """Restore the state of a checkpoint. Raises ValueError where the data are not those that the run began with."""
         self.parts.cursor.load_state_dict(state["cursor"])
         if self.parts.curriculum is not None:
             self.parts.curriculum.load_state_dict(state.get("curriculum", ()))
@@ -234,9 +237,9 @@ class Trainer:
         self.is_open = True
 
     def sample(self) -> tuple[Rollouts, Tensor]:
-        """The step's responses of this rank and their scores; with dynamic sampling, of those that are kept."""
+        """This rank's responses of the step and their scores; with dynamic sampling, of those that are kept."""
         if self.config.rollout.in_flight:
-            self._sync_if_behind()  # in a run that was one step ahead until now
+            self._sync_if_behind()  # a run with `ahead: 1` before may be behind
         rollouts, dynamic = self.generate(), self.config.rollout.dynamic_sampling
         if dynamic is None:
             self.release_engine(rollouts)
@@ -257,7 +260,7 @@ class Trainer:
         return self.shape(rollouts, scores_B)
 
     def shape(self, rollouts: Rollouts, scores_B: Tensor) -> tuple[Rollouts, Tensor]:
-        """Samples of the step, and their scores as they are trained on."""
+        """The step's samples, with the scores that they are trained on."""
         self.record.note(scores_B)
         self.reporter.samples(self.step, rollouts, scores_B)
         scores_B, found = self.shaper.shape(scores_B, rollouts)
@@ -276,8 +279,8 @@ class Trainer:
         return rollouts
 
     def release_engine(self, rollouts: Rollouts) -> None:
-        """Nothing more is generated for this step. One step ahead, the next step's responses are begun before this one
-        is trained on."""
+        """End the step's generation: the engine sleeps, or with `rollout.ahead: 1` starts on the next step's responses
+        before this step is trained on."""
         newest = self.weight_version + self.actor_changed
         self.metrics |= rollout_metrics(rollouts, self.parts.runtime, newest)
         self.metrics |= environment_metrics(rollouts, self.parts)
@@ -292,8 +295,8 @@ class Trainer:
             self.responses.begin(self.step + 1)
 
     def reward(self, rollouts: Rollouts) -> tuple[Rollouts, Tensor, dict[str, float]]:
-        """The responses of this rank with what failed noted, one score for each, and what the rewards of all ranks
-        report."""
+        """Score this rank's responses. Returns the rollouts with failed rewards noted, a score for each, and the
+        metrics of all ranks' rewards."""
         failures = dict[int, str]()
         assert self.parts.reward is not None, "samples that have scores come another way"
         with self.reporter.stage("reward", f"{len(rollouts.responses)} scores of {self.config.reward.words}"):
@@ -305,8 +308,8 @@ class Trainer:
         return rollouts, scores_B, metrics
 
     def forward(self, rollouts: Rollouts, scores_B: Tensor) -> tuple[PlacedStep, Scored]:
-        """Send the samples to the ranks of each role; old and reference log-probabilities and values of every response
-        token. The reference stands where the actor does."""
+        """Send the samples to the ranks of each role; compute old and reference log-probabilities and values of every
+        response token. The reference is on the actor's ranks."""
         parts = self.parts
         with self.reporter.stage("forward"):
             announced = announce(rollouts, parts.runtime.device)
@@ -318,7 +321,7 @@ class Trainer:
             reference = actor.for_role(parts.reference).forward() if parts.reference else None
             if parts.reference:
                 parts.reference.rest()
-            values = critic.forward() if critic else None  # which stays: its updates come next
+            values = critic.forward() if critic else None  # it does not rest: its updates come next
         self.metrics |= balance_metrics(filter(None, (actor, critic)))
         for role in parts.trained:
             if role is not parts.actor or compares:
@@ -347,7 +350,7 @@ class Trainer:
                 self.metrics |= self._run(critic_updates(placed.critic, experience, self.config), experience)
 
     def update_actor(self, placed: PlacedStep, experience: Experience) -> None:
-        """Epochs of policy updates, none while the critic warms up."""
+        """Epochs of policy updates; none while the critic warms up."""
         if self._actor_waits:
             return
         assert placed.actor is not None
@@ -361,15 +364,15 @@ class Trainer:
                 self.adapt_penalty(placed.actor, experience)
 
     def refresh_reference(self) -> None:
-        """The reference becomes the actor, every `reference.refresh_every_steps` steps."""
+        """Copy the actor to the reference, every `reference.refresh_every_steps` steps."""
         settings = self.config.reference
         if settings is not None and settings.refresh_every_steps and self.step % settings.refresh_every_steps == 0:
             assert self.parts.reference is not None
             self.parts.reference.take_weights(self.parts.actor)
 
     def adapt_penalty(self, actor: PlacedBatch, experience: Experience) -> None:
-        """Move the weight of KL(old || new) by the KL that the step's updates ended at. The updates measure it before
-        each of them, the first one 0, so it takes a forward pass more."""
+        """Adjust the weight of KL(old || new) by the KL after the step's updates. It takes another forward pass, as
+        updates measure the KL before themselves, the first one 0."""
         with self.reporter.stage("forward"):
             new_logprob_BR = actor.forward()
             self.parts.actor.rest()
@@ -387,7 +390,7 @@ class Trainer:
         return draw_minibatches(self.config.trained[role], self.parts.derived.batch_sequences, seed)
 
     def _run(self, updates: RoleUpdates, experience: Experience) -> dict[str, float]:
-        """All updates of a role; those that stand out are logged, and what was refused is kept. Returns metrics."""
+        """Run all updates of a role; log those that stand out, and keep what was refused. Returns metrics."""
         name, found = updates.batch.role.placement.name, list[Update]()
         for done in updates.run():
             self.reporter.goes_on()
@@ -415,6 +418,8 @@ class Trainer:
         """Stream the actor's weights into the engine under the next version."""
         self.weight_version += 1
         with self.reporter.stage("sync") as elapsed:
+            # In this order: nothing is generated while weights change, and in-flight samples continue only on weights
+            # that the probe has checked.
             self.responses.pause()
             self.parts.engine.update_weights(self.parts.weights, self.weight_version)
             self.metrics |= probe_engines(self.parts)
@@ -430,12 +435,13 @@ class Trainer:
             self.sync_weights()
 
     def _note_recovery(self) -> None:
-        """An engine that was started again during a rollout may have taken the actor's newer weights."""
+        """Take over the version of an engine that was restarted during a rollout and received the actor's newer
+        weights."""
         if self.parts.engine.version != self.weight_version:
             self.weight_version, self.actor_changed = self.parts.engine.version, False
 
     def evaluate_if_due(self) -> None:
-        """Answers to the validation prompts, where they are due."""
+        """Evaluate on the validation prompts, where that is due."""
         evaluation = self.config.evaluation
         if evaluation is not None and evaluation.is_due(self.step, self.parts.derived.steps):
             self.responses.settle(weights_changed=self.actor_changed)

@@ -30,15 +30,15 @@ from megappo_kernels.metrics import shown
 from megappo_kernels.objectives import PolicyObjective
 
 POSITIVE = "good"
-"""Field of the tokens that are imitated."""
+"""Name of the field that marks tokens for the positive-example loss."""
 
 
 class NonFiniteUpdateError(RunError):
-    """A loss or gradient was not finite; the weights were left alone."""
+    """A loss or gradient was not finite; the weights were left as they were."""
 
 
 def draw_minibatches(settings: TrainedRoleSettings, batch_sequences: int, seed: int) -> list[frozenset[int]]:
-    """Sample ids of each update of a step, a new order each epoch; the same on every rank with the same seed."""
+    """Sample ids of each update of a step, in a new order each epoch; the same on every rank with the same seed."""
     generator, ends = torch.Generator().manual_seed(seed), [0, *accumulate(settings.minibatch_sizes(batch_sequences))]
     orders = [torch.randperm(batch_sequences, generator=generator).tolist() for _ in range(settings.epochs)]
     return [frozenset(order[start:end]) for order in orders for start, end in pairwise(ends)]
@@ -46,10 +46,10 @@ def draw_minibatches(settings: TrainedRoleSettings, batch_sequences: int, seed: 
 
 @dataclass(frozen=True)
 class LossWeights:
-    """What the weight of a token in the loss depends on besides its own sequence."""
+    """Inputs of a token's weight in the loss that do not depend on its own sequence."""
 
     mode: Aggregation
-    """How token losses become one number (`algorithm.loss_aggregation`)."""
+    """How token losses are aggregated (`algorithm.loss_aggregation`)."""
     tokens: int
     """Tokens of the whole minibatch, over all ranks, that the loss counts."""
     sequences: int
@@ -57,11 +57,11 @@ class LossWeights:
     norm_tokens: int
     """The constant of `seq-mean-token-sum-norm`."""
     nll: float = 0.0
-    """Weight of the negative log-likelihood of a token of a good sample: `algorithm.positive_nll_coef` by such tokens
-    of the whole minibatch."""
+    """Weight of the negative log-likelihood of a positive sample's token: `algorithm.positive_nll_coef` divided by the
+    number of such tokens in the whole minibatch."""
 
     def of(self, batch: PackedBatch, mask_W: Tensor) -> Tensor:
-        """(W,) float32, 0 where the mask is."""
+        """(W,) float32 weights, 0 where `mask_W` is False."""
         weights = [
             token_weights(
                 mask=mask_R[None],
@@ -75,7 +75,7 @@ class LossWeights:
         return torch.cat(weights)
 
     def inputs(self, batch: PackedBatch) -> dict[str, Tensor]:
-        """What a loss of this rank's rows is computed from: the samples' fields, with `mask` as bool, and `weights`."""
+        """Inputs of the loss of this rank's rows: the samples' fields, with `mask` as bool, and `weights`."""
         mask_W = (batch.fields_W["mask"] > 0) & (not batch.is_filler)
         whole = {**batch.fields_W, "mask": mask_W, "weights": self.of(batch, mask_W)}
         if POSITIVE in whole:
@@ -90,7 +90,7 @@ class MinibatchUpdate:
     number: int
     """Number of the minibatch in the step, from 0."""
     chosen: tuple[int, ...]
-    """Those of this rank's samples that it was made of, by their place in the batch."""
+    """Positions in the batch of those of this rank's samples that the update used."""
     weights: LossWeights
     update: Update
 
@@ -103,22 +103,22 @@ class MinibatchUpdate:
 
 @dataclass(frozen=True)
 class RoleUpdates:
-    """Everything that the updates of a role in a step are made of."""
+    """Everything that the updates of a role in a step are computed from."""
 
     batch: PlacedBatch
     config: Config
     fields_BR: dict[str, Tensor]
-    """What the loss needs of each of this rank's tokens; `mask` says which of them count."""
+    """Fields that the loss needs of each of this rank's tokens; `mask` says which of them count."""
     make_task: Callable[[LossWeights], Task]
     stop_above: tuple[str, float] | None = None
     penalty_coef: float = 0.0
     """Weight of KL(old || new) in the loss, with `policy_loss: penalty`."""
 
     def run(self) -> Iterator[MinibatchUpdate]:
-        """Go through the minibatches, one update at a time; a collective of the world.
+        """Run the minibatches, one update at a time; a collective of the world.
 
-        Ends with the update that `stop_above` forbids. One that is not finite leaves the role as it met it, until the
-        next one is asked for. Afterwards the role's weights are whole everywhere, and the role rests.
+        Ends with an update that `stop_above` refuses. After an update that is not finite the role is unchanged until
+        the next one is asked for. At the end the role's weights are complete on every rank, and the role rests.
         """
         try:
             yield from self._run()
@@ -132,7 +132,7 @@ class RoleUpdates:
         mode, norm_tokens = self.config.algorithm.loss_aggregation, self.config.rollout.max_response_tokens
         PROGRESS.expect("minibatches", len(batch.minibatches))
         for number, minibatch in enumerate(batch.minibatches):
-            PROGRESS.add("minibatches", int(number > 0))  # the one before it is done
+            PROGRESS.add("minibatches", int(number > 0))  # the previous one is done
             tokens = [counts[i] for i in minibatch if counts[i] > 0]
             if not tokens:
                 continue  # every sample was rejected
@@ -157,7 +157,8 @@ class RoleUpdates:
         }
 
     def _token_counts(self) -> list[dict[int, int]]:
-        """Of every sample of the step, on every rank: its tokens that count, and those of them that are imitated."""
+        """For every sample of the step, on every rank: its number of tokens that count, and of those in positive
+        samples."""
         mask_BR = self.fields_BR["mask"]
         good_BR = self.fields_BR.get(POSITIVE, torch.zeros_like(mask_BR))
         columns = [self.batch.samples.sample_ids_B, mask_BR.sum(-1), (good_BR & mask_BR).sum(-1)]
@@ -184,7 +185,7 @@ def actor_updates(batch: PlacedBatch, experience: Experience, config: Config, pe
 
 
 def good_tokens(experience: Experience, algorithm: AlgorithmSettings) -> Tensor:
-    """(B, R) bool: tokens of samples whose likelihood is to rise (Yue et al. 2025, "VAPO", section 4.3)."""
+    """(B, R) bool: tokens of positive samples, whose likelihood is increased (Yue et al. 2025, "VAPO", section 4.3)."""
     scored = experience.scored
     good_B = scored.rollouts.total_rewards_B(scored.scores_B) > algorithm.positive_nll_above
     return good_B[:, None] & experience.loss_mask_BR
@@ -204,7 +205,7 @@ def critic_updates(batch: PlacedBatch, experience: Experience, config: Config) -
 
 @dataclass(frozen=True)
 class PolicyTask:
-    """What the actor is run for in an update: its output layer computes the policy loss in the same pass."""
+    """Task of the actor in an update: its output layer computes the policy loss in the same pass."""
 
     objective: PolicyObjective
     weights: LossWeights
@@ -216,23 +217,23 @@ class PolicyTask:
         head.expect(batch.rows_N, batch.labels_N, PolicyTarget(inputs, self.objective))
 
     def finish(self, head: Any, output_NC: Tensor, batch: PackedBatch) -> tuple[Tensor, Mapping[str, Tensor]]:
-        """The loss, and its report."""
+        """The loss, and its metrics."""
         return output_NC[0, 0], head.report
 
 
 @dataclass(frozen=True)
 class ValueTask:
-    """What the critic is run for in an update: the value loss of its output."""
+    """Task of the critic in an update: the value loss of its output."""
 
     value_clip: float | None
     weights: LossWeights
 
     def expect(self, head: Any, batch: PackedBatch) -> None:
-        """Name the rows of the response tokens."""
+        """Set the rows of the response tokens."""
         head.expect(batch.rows_N, batch.labels_N)
 
     def finish(self, head: Any, output_NC: Tensor, batch: PackedBatch) -> tuple[Tensor, Mapping[str, Tensor]]:
-        """The loss, and its report."""
+        """The loss, and its metrics."""
         result = ppo_value_loss(values=output_NC[:, 0], value_clip=self.value_clip, **self.weights.inputs(batch))
         return result.loss, result.metrics
 

@@ -1,5 +1,5 @@
-"""A job's processes: their devices, how they start, talk and end.
+"""Processes of a job: their devices, and how they start, communicate and end.
 
-On a GPU `device`, `process` and `megatron_cpu` do otherwise than on a CPU, and `sglang_cpu` does nothing; what such a
-difference means elsewhere stands beside it and asks `Runtime.on_cuda`. All other modules know no devices.
+`device`, `process` and `megatron_cpu` behave differently on a GPU and on a CPU, and `sglang_cpu` does nothing on a GPU.
+Elsewhere such a difference asks `Runtime.on_cuda` and states its reason. All other modules do not depend on the device.
 """

@@ -1,7 +1,7 @@
-"""What Transformer Engine and Apex give a run: whether they can be used, why not, and what they switch on.
+"""Transformer Engine and Apex: whether a run can use them, why not, and what they switch on.
 
-Megatron-Core takes both wherever it can import them, and guards against ImportError alone. So what is broken, or not to
-be used, is hidden from it, which `find_accelerations` must do before `megatron.core` is imported.
+Megatron-Core uses both wherever it can import them, and guards against ImportError alone. So a broken or unwanted one
+is hidden from it, which `find_accelerations` must do before `megatron.core` is imported.
 """
 
 from __future__ import annotations
@@ -22,61 +22,62 @@ from megappo.runtime.packages import installed_version
 
 Choice = Literal["auto", "torch"]
 ENGINES = {"0.16": ">=2.9.0a0,<2.12"}
-"""Versions of Transformer Engine that a Megatron-Core was made for, by its own metadata; others set no bound."""
+"""Versions of Transformer Engine that a Megatron-Core release supports, by its own metadata; releases that are missing
+here set no bound."""
 FUSED_GRADIENTS = "fused_weight_gradient_mlp_cuda"
-"""Apex's extension that Megatron-Core asks for before any layer, Transformer Engine's too, adds up weight gradients."""
+"""Apex's extension that Megatron-Core prefers for accumulating weight gradients, in Transformer Engine's layers too."""
 
 
 @dataclass(frozen=True)
 class Library:
-    """One of the two on this machine."""
+    """One of the two libraries on this machine."""
 
     name: str
     version: str | None
     problem: str | None = None
-    """Why it is not used, as the end of a sentence that its name begins; None: it is."""
+    """Why the library is not used, as the end of a sentence that begins with its name; None: it is used."""
 
     @property
     def is_used(self) -> bool:
-        """Whether it can be imported here and is wanted."""
+        """Whether the library can be imported here and is wanted."""
         return self.problem is None
 
     @property
     def words(self) -> str:
-        """Its name and version."""
+        """Name and version of the library."""
         return f"{self.name} {self.version}" if self.version else self.name
 
 
 @dataclass(frozen=True)
 class Accelerations:
-    """What is used of them."""
+    """Which parts of the two libraries a run uses."""
 
     engine: Library = Library("Transformer Engine", None, "was not looked for")
     apex: Library = Library("Apex", None, "was not looked for")
     gradients_problem: str | None = "was not looked for"
-    """Why gradients are not added up in Apex's extension; None: they are."""
+    """Why Apex's extension does not accumulate gradients; None: it does."""
     own_layers: bool = False
-    """The model has what Transformer Engine's layers do not."""
+    """Whether the model has features that Transformer Engine's layers lack."""
 
     def for_model(self, *, own_layers: bool) -> Accelerations:
-        """The same for a model that may need megappo's own layers."""
+        """These accelerations for a model that may need megappo's own layers."""
         return replace(self, own_layers=own_layers)
 
     def uses_engine_layers(self, dtype: torch.dtype) -> bool:
-        """Whether layers are Transformer Engine's: it attends to packed sequences in 16 bits only."""
+        """Whether layers are Transformer Engine's: it supports packed sequences in 16 bits only."""
         return self.engine.is_used and dtype == torch.bfloat16 and not self.own_layers
 
     def switches(self, dtype: torch.dtype) -> dict[str, bool]:
-        """What to set of Megatron-Core's TransformerConfig for a model of this type."""
+        """Fields of Megatron-Core's TransformerConfig for a model of this type."""
         return {"gradient_accumulation_fusion": self.gradients_problem is None and dtype == torch.bfloat16}
 
     @property
     def adam(self) -> str:
-        """Whose Adam Megatron-Core takes: the first of these that is there."""
+        """Library whose Adam Megatron-Core uses: Transformer Engine, else Apex, else torch."""
         return next((x.name for x in (self.engine, self.apex) if x.is_used), "torch")
 
     def sentence(self, dtype: torch.dtype) -> str:
-        """What does what in a model of this type, and why the rest is torch's."""
+        """A sentence on which library does what in a model of this type, and why the rest is torch's."""
         parts, used = [], self.switches(dtype)
         if self.uses_engine_layers(dtype):
             parts.append(f"{self.engine.words} (attention, norms, rope)")
@@ -96,7 +97,7 @@ class Accelerations:
 
 @functools.cache
 def find_accelerations(choice: Choice = "auto") -> Accelerations:
-    """What this process can use; whatever it cannot is hidden from imports that come later."""
+    """Find what this process can use; the rest is hidden from later imports."""
     unwanted = None
     if not torch.cuda.is_available():
         unwanted = "needs CUDA"
@@ -123,7 +124,7 @@ def _transformer_engine(unwanted: str | None) -> Library:
 
 
 def _refusal(version: str | None) -> str | None:
-    """Why the Megatron-Core that is here cannot use this version."""
+    """Why the installed Megatron-Core cannot use this version of Transformer Engine; None where it can."""
     megatron = installed_version("megatron-core") or ""
     bounds = ENGINES.get(".".join(megatron.split(".")[:2]))
     if version is None or bounds is None or SpecifierSet(bounds).contains(version, prereleases=True):
@@ -142,7 +143,7 @@ def _apex(unwanted: str | None) -> Library:
 
 
 def _import_problem(module: str) -> str | None:
-    """Why a module cannot be imported; None: it can, and is."""
+    """Why a module cannot be imported; None where it can, and it is imported then."""
     try:
         importlib.import_module(module)
     except ModuleNotFoundError as error:
@@ -153,7 +154,7 @@ def _import_problem(module: str) -> str | None:
 
 
 def _hide(package: str) -> None:
-    """Let every later import of a package raise ImportError, as if it were not installed."""
+    """Make every later import of a package raise ImportError, as if it were not installed."""
     for name in [n for n in sys.modules if n.startswith(f"{package}.")]:
         del sys.modules[name]
     sys.modules[package] = None  # type: ignore[assignment]

@@ -1,4 +1,4 @@
-"""The device of a rank, and what is prepared for it: where a run on GPUs begins otherwise than one on a CPU."""
+"""The device of a rank and its preparation: where runs on GPUs and on CPUs begin to differ."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from megappo.runtime.heap import keep_freed_memory
 from megappo.runtime.launchers import Ranks, binds_one_device
 
 ALLOCATOR_VARIABLES = ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF")
-"""In which torch's allocator is told its options."""
+"""Environment variables with options of torch's allocator."""
 
 
 def runs_on_cuda(settings: RuntimeSettings) -> bool:
@@ -24,12 +24,14 @@ def runs_on_cuda(settings: RuntimeSettings) -> bool:
 
 
 def sees_one_device(visible: int) -> bool:
-    """Whether each rank, where it sees so many devices, was given one of its own; it has the number 0 on every rank."""
+    """Whether each rank, where it sees this many devices, was given one of its own. That device is number 0 on every
+    rank."""
     return visible == 1 and binds_one_device(os.environ)
 
 
 def device_index(ranks: Ranks, visible: int) -> int:
-    """The CUDA device of a rank on a machine that shows it so many. Raises RunError where there are too few."""
+    """CUDA device index of a rank on a machine with this many visible devices. Raises RunError where there are too
+    few."""
     if sees_one_device(visible):
         return 0
     needed = max(ranks.local_rank + 1, ranks.local_world_size or 0)
@@ -42,12 +44,12 @@ def device_index(ranks: Ranks, visible: int) -> int:
 
 
 def device_bytes() -> float:
-    """Memory of a GPU of this machine, of which all are alike; 0 without CUDA."""
+    """Memory of a GPU of this machine in bytes (all are assumed alike); 0 without CUDA."""
     return float(torch.cuda.get_device_properties(0).total_memory) if torch.cuda.is_available() else 0.0
 
 
 def own_device(ranks: Ranks) -> torch.device:
-    """The device of this process, from now on CUDA's current one. Raises RunError where there are too few."""
+    """Device of this process, made CUDA's current one. Raises RunError where there are too few."""
     if not torch.cuda.is_available():
         return torch.device("cpu")
     device = torch.device("cuda", device_index(ranks, torch.cuda.device_count()))
@@ -56,7 +58,7 @@ def own_device(ranks: Ranks) -> torch.device:
 
 
 def thread_pool(workers: int, name: str) -> ThreadPoolExecutor:
-    """Threads whose current CUDA device is the caller's: CUDA keeps it per thread, and begins each with device 0."""
+    """Threads whose current CUDA device is the caller's: CUDA keeps it per thread, and each starts with device 0."""
     if not torch.cuda.is_initialized():
         return ThreadPoolExecutor(workers, thread_name_prefix=name)
     device = torch.cuda.current_device()
@@ -64,16 +66,19 @@ def thread_pool(workers: int, name: str) -> ThreadPoolExecutor:
 
 
 def allocator_options(options: str) -> dict[str, str]:
-    """Those of torch's allocator by name, from one of its variables."""
+    """Options of torch's allocator by name, from the value of one of its variables."""
     pairs = (option.partition(":") for option in options.split(",") if option.strip())
     return {name.strip(): value.strip() for name, _, value in pairs}
 
 
 @contextmanager
 def plain_segments() -> Iterator[None]:
-    """Inside, torch allocates GPU memory that other processes can open by CUDA IPC, also where `expandable_segments` is
-    on: such segments are file descriptors of this process, which `ptrace_scope` and containers may keep others from
-    taking."""
+    """Within the context torch allocates GPU memory that other processes can open by CUDA IPC, even with
+    `expandable_segments`.
+
+    Expandable segments are shared as file descriptors of this process, which `ptrace_scope` and containers may keep
+    others from taking.
+    """
     told = [allocator_options(os.environ.get(name, "")) for name in ALLOCATOR_VARIABLES]
     if not any(options.get("expandable_segments", "").lower() == "true" for options in told):
         yield
@@ -86,7 +91,7 @@ def plain_segments() -> Iterator[None]:
 
 
 def check_device(settings: RuntimeSettings) -> None:
-    """Raises ValueError where the settings want another kind of device than this machine has."""
+    """Raises ValueError where the settings ask for another kind of device than this machine has."""
     if runs_on_cuda(settings) != torch.cuda.is_available():
         if settings.device == "cuda":
             raise ValueError("runtime.device is cuda, but this machine shows no CUDA device; use runtime.device: cpu")
@@ -94,9 +99,9 @@ def check_device(settings: RuntimeSettings) -> None:
 
 
 def prepare_device(settings: RuntimeSettings, ranks: Ranks) -> torch.device:
-    """The device of a rank, ready for Megatron-Core. Raises ValueError where the settings want another kind."""
+    """Device of a rank, ready for Megatron-Core. Raises ValueError where the settings ask for another kind."""
     check_device(settings)
-    # Megatron's tensor parallel layers want communication and computation in launch order.
+    # Megatron's tensor parallel layers overlap communication and computation, which relies on launch order.
     os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")
     device = own_device(ranks)
     if device.type == "cpu":

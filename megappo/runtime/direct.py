@@ -1,8 +1,8 @@
-"""Opens URLs, what stands inside the job or on its own networks without the proxies of the environment.
+"""Opens URLs. Servers inside the job or on its own networks are reached without the environment's proxies.
 
-`http_proxy` and its like are for what lies outside. A name without a dot, and one all of whose addresses are loopback
-or private, is reached directly; so is whatever else the caller knows to be the run's. Standard library only, as reward
-workers start with it.
+`http_proxy` and similar variables are for hosts outside. A name without a dot, and one all of whose addresses are
+loopback or private, is reached directly; so is any other server that the caller knows to belong to the run. Standard
+library only, as reward workers start with it.
 """
 
 from __future__ import annotations
@@ -19,15 +19,17 @@ from ipaddress import ip_address
 from typing import Any
 from urllib.parse import urlsplit
 
+# Far above any score or verdict; it bounds what a broken server makes a rank hold in memory.
 _LARGEST_ANSWER_BYTES = 16 * 10**6
 _LOOPBACK = ("localhost", "127.0.0.1", "::1")
 
 
 def fetch(request: urllib.request.Request, *, timeout_seconds: float, own: bool = False) -> bytes:
-    """The body of the answer, all of it within so many seconds. `own`: the server is the run's, wherever it listens.
+    """Body of the response, received entirely within `timeout_seconds`. `own`: the server is the run's, wherever it
+    listens.
 
-    Raises HTTPError for a status that is no success, a redirection included, as headers hold keys; OSError or
-    HTTPException where nobody answers in time or the answer breaks off, ValueError for one of more than 16 MB.
+    Raises HTTPError for a status other than success, redirections included, as headers hold keys; OSError or
+    HTTPException where nobody answers in time or the response breaks off; ValueError for one of more than 16 MB.
     """
     proxies: dict[str, str] | None = {} if own or proxy_of(request.full_url) is None else None
     opener = urllib.request.OpenerDirector()
@@ -40,13 +42,13 @@ def fetch(request: urllib.request.Request, *, timeout_seconds: float, own: bool 
         body: bytes = answer.read(_LARGEST_ANSWER_BYTES + 1)
         if len(body) > _LARGEST_ANSWER_BYTES:
             raise ValueError(f"an answer of more than {_LARGEST_ANSWER_BYTES} bytes")
-        if answer.length:  # which reading so much at most does not raise
+        if answer.length:  # `read` with a size does not raise for a short body
             raise http.client.IncompleteRead(body, answer.length)
         return body
 
 
 def proxy_of(url: str) -> str | None:
-    """HOST:PORT of the environment's proxy that a URL is asked for through; None where it is reached directly."""
+    """HOST:PORT of the environment's proxy for a URL; None where it is reached directly."""
     parts = urlsplit(url)
     host, found = parts.hostname or "", urllib.request.getproxies().get(parts.scheme)
     if not found or not host or urllib.request.proxy_bypass(parts.netloc.rpartition("@")[2]) or _is_near(host):
@@ -63,7 +65,7 @@ def _is_near(host: str) -> bool:
         return True
     try:
         return not any(ip_address(address).is_global for address in _addresses(host))
-    except OSError:  # only the proxy may know it
+    except OSError:  # perhaps only the proxy can resolve the name
         return False
 
 
@@ -73,8 +75,8 @@ def _addresses(host: str) -> tuple[str, ...]:
 
 
 def without_proxies(host: str) -> dict[str, str]:
-    """The environment variables by which HTTP clients reach a host of the job, and loopback, directly; what they held
-    stays in them."""
+    """Environment variables that make HTTP clients reach a host of the job, and loopback, directly; their former
+    entries stay."""
     held = os.environ.get("no_proxy") or os.environ.get("NO_PROXY") or ""
     names = [name for name in map(str.strip, held.split(",")) if name]
     hosts = "*" if "*" in names else ",".join(dict.fromkeys([*names, *_LOOPBACK, host]))
@@ -87,7 +89,8 @@ def _certificates() -> ssl.SSLContext:
 
 
 class _InTime(io.RawIOBase):
-    """A socket's bytes until a deadline: one byte a second is no answer, though each of them is in time."""
+    """Bytes of a socket until a deadline. A server that sends a byte a second would meet every timeout of a single
+    read."""
 
     def __init__(self, raw: io.RawIOBase, connection: socket.socket, deadline: float) -> None:
         self._raw, self._connection, self._deadline = raw, connection, deadline
@@ -140,7 +143,7 @@ class _Https(urllib.request.HTTPSHandler):
 
 
 class _Redirections(urllib.request.HTTPRedirectHandler):
-    """None is followed: it would send keys to another server, and a POST as a GET."""
+    """Follows no redirection: it would send keys to another server, and turn a POST into a GET."""
 
     def redirect_request(self, *_: Any) -> None:
         return None

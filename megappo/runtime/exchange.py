@@ -1,6 +1,6 @@
-"""Samples travel straight to the ranks that process them, and results travel back; no rank ever holds the whole batch.
+"""Sends samples directly to the ranks that process them, and results back; no rank ever holds the whole batch.
 
-Who sends what to whom follows from what all ranks know, so sizes are not announced: an exchange is one all-to-all.
+All ranks know who sends what to whom, so sizes are not announced: an exchange is one all-to-all.
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class Routes:
-    """Ids of the tensors that this rank sends to each rank of the world, and gets from each, in the order in which
-    they travel: the sender's and the receiver's entries for each other are the same."""
+    """Ids of the tensors that this rank sends to each rank of the world, and receives from each, in sending order. The
+    entries of sender and receiver for each other are the same."""
 
     outgoing: Sequence[Sequence[int]]
     incoming: Sequence[Sequence[int]]
@@ -29,13 +29,14 @@ def make_routes(
     ranks_of: Callable[[int], Sequence[int]] = lambda rank: (rank,),
     own: int | None,
 ) -> Routes:
-    """Routes of this rank where every id goes from one rank to some; all ranks give the same, in the same order.
+    """Routes of this rank, where every id goes from one rank to some. All ranks pass the same arguments, in the same
+    order.
 
     Args:
         sources: the rank that has each id.
-        destinations: where each goes: numbers of groups of ranks.
-        ranks_of: the ranks of a group; without it a group is one rank.
-        own: the group that this rank is of, None where it is of none.
+        destinations: groups of ranks that receive each id, by number.
+        ranks_of: the ranks of a group; by default a group is one rank.
+        own: this rank's group, None where it is in none.
     """
     rank, world = dist.get_rank(), dist.get_world_size()
     outgoing: list[list[int]] = [[] for _ in range(world)]
@@ -62,13 +63,13 @@ def exchange(
 
     Args:
         tensors: what this rank sends, by id, of any shape, all on one device.
-        routes: the ways; a tensor may go to several ranks and to none.
-        sizes: elements of everything that arrives here, by id.
+        routes: sender and receivers of each tensor; a tensor may go to several ranks or to none.
+        sizes: number of elements of every tensor that arrives here, by id.
         dtype: of all tensors.
         device: where the collective runs.
 
     Returns:
-        What arrived, by id, flat and in the host's memory.
+        The tensors that arrived, by id, flat and in host memory.
     """
     pieces = [tensors[i].flatten() for ids in routes.outgoing for i in ids]
     outgoing = torch.cat(pieces).to(device, dtype) if pieces else torch.empty(0, dtype=dtype, device=device)

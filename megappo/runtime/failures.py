@@ -1,8 +1,9 @@
-"""One rank's error is everybody's: the one way out of a run of several ranks that cannot go on.
+"""Ends all ranks when one has an error: the one way out of a run of several ranks that cannot go on.
 
-The rank that has an error says it first, then posts it where all ranks look, and every rank ends within seconds with
-that sentence, whatever collective it waits in. Nobody leaves process groups on that way, as NCCL would wait for the
-others. What a broken connection says is no reason: the rank that was lost is asked for its own first.
+The rank that has an error prints it first, then posts it in the store. Every rank ends within seconds with that
+sentence, whatever collective it waits in. Meanwhile no rank destroys its process groups, because NCCL would wait for
+the others. The error of a broken connection is not reported as the reason at once: the lost rank may post its own
+first.
 """
 
 from __future__ import annotations
@@ -34,25 +35,25 @@ from megappo.runtime.waiting import pause, wait_until
 
 _AGENT = "MEGAPPO_AGENT_PID"
 _PARENT = os.getppid()
-"""Asked early: who is left behind has another."""
+"""Parent at the start; an orphaned process has another one later."""
 _FAILED = "megappo/failed"
 _LEAVING = "megappo/leaving"
 _POST_SECONDS = 3.0
 _LAST_SECONDS = 70.0
-"""For what is done before leaving: a checkpoint under way has a minute."""
+"""Limit of the work before leaving: a checkpoint in progress has a minute."""
 _LEAVE_SECONDS = 4.0
-"""For the others to say why they end, and for what this rank has to close."""
+"""Time for the other ranks to say why they end, and for this rank to close what it has."""
 _MEET_SECONDS = 0.25
 _TURN_SECONDS = 0.1
 _FLUSH_SECONDS = 1.0
 _STOP_SECONDS = 20.0
 _DONE_SECONDS = 5.0
 _INTRODUCED_SECONDS = 2.0
-"""For the next rank to say which process it is; all have met already."""
+"""Time for the next rank to say which process it is; all ranks have met by then."""
 _RANK_0_SPEAKS_SECONDS = 2 * POLL_SECONDS
-"""An error that all ranks raise is told by rank 0."""
+"""Time that other ranks leave rank 0, which prints an error that all ranks raise."""
 _LOST_SECONDS = 5.0
-"""What a rank that lost another has patience for, until that one's reason is known or a launcher ends it."""
+"""Time that a rank which lost another waits until that one's reason is known or a launcher ends it."""
 _BROKEN = re.compile(r"gloo|NCCL|[Ss]ocket|Connection (closed|reset|refused)|Broken pipe")
 
 
@@ -61,22 +62,22 @@ class Failure:
     """Why all ranks end."""
 
     rank: int
-    """Whose error it is."""
+    """Rank that has the error."""
     code: int
-    """What every rank exits with."""
+    """Exit code of every rank."""
     sentences: tuple[str, ...] = ()
-    """Nothing is said where there are none."""
+    """Sentences to print; none where nothing is to be said."""
     hung_in: str = ""
-    """The phase in which nothing went on any more."""
+    """The phase that hung; "" where none did."""
     lost: int = 0
-    """How many ranks, at least, ended without a word, and are not waited for."""
+    """Number of ranks, at least, that ended silently and are not waited for."""
 
 
 class _Torchrun:
-    """torchrun's process on this machine, without which nobody would end this rank."""
+    """torchrun's agent process on this machine; nobody else would end this rank."""
 
     def __init__(self) -> None:
-        self._pid = int(os.environ.get(_AGENT, "") or _PARENT)  # a shell may stand between
+        self._pid = int(os.environ.get(_AGENT, "") or _PARENT)  # a shell may be between torchrun and the rank
         self._process: psutil.Process | None = None
         if "TORCHELASTIC_RUN_ID" in os.environ:
             with contextlib.suppress(psutil.Error):
@@ -84,7 +85,7 @@ class _Torchrun:
 
     @property
     def is_gone(self) -> bool:
-        """Whether there was one that has ended; it waits for its ranks otherwise."""
+        """Whether torchrun started this rank and its process has ended; it normally outlives its ranks."""
         if self._process is None:
             return "TORCHELASTIC_RUN_ID" in os.environ
         try:
@@ -94,19 +95,19 @@ class _Torchrun:
 
     @property
     def words(self) -> str:
-        """Why this rank ends with it."""
+        """Sentence that says why this rank ends with torchrun."""
         return f"torchrun, process {self._pid} on {socket.gethostname()}, is gone, and its ranks end with it"
 
 
 class Failures:
-    """This rank's part of it, from `start` to `stop`; any thread may call anything."""
+    """Failure handling of this rank, from `start` to `stop`. Any thread may call any method."""
 
     def __init__(self, ranks: Ranks, notices: Notices) -> None:
         self._ranks, self._notices = ranks, notices
         self._rank, self._world_size = ranks.rank, ranks.world_size
         self._before_leaving: list[Callable[[Failure], object]] = []
         self._raised: tuple[str, ...] | None = None
-        """What the error of this rank says, before it is told."""
+        """Sentences of this rank's error, before they are printed."""
         self._lock, self._is_told = threading.Lock(), False
         self._closed, self._stopped = threading.Event(), threading.Event()
         self._agent = _Torchrun()
@@ -115,7 +116,7 @@ class Failures:
         self._old_hook = threading.excepthook
 
     def start(self) -> None:
-        """Listen to the other ranks, and to what is raised in threads of megappo's."""
+        """Listen to the other ranks, and to errors in megappo's threads."""
         self._notices.listen(_FAILED, self._hear)
         self._notices.when_lost(self._store_is_lost)
         self._notices.each_turn(self._look_after_agent)
@@ -126,47 +127,48 @@ class Failures:
         self._old_hook, threading.excepthook = threading.excepthook, self._thread_ended
 
     def stop(self) -> None:
-        """The run is over: nothing that another rank has to say concerns this one any more. Rank 0 waits for the others
-        to be there, for some seconds."""
+        """Stop listening to other ranks: the run is over. Rank 0 waits some seconds for the others to say so too."""
         self._stopped.set()
         threading.excepthook = self._old_hook
         self._claim()
         self._notices.close()
         self._say_done()
-        if self._rank == 0 and self._world_size > 1:  # which may keep the store: what it looks for is not lost then
+        if self._rank == 0 and self._world_size > 1:  # rank 0 may hold the store, and the others must not find it lost
             with contextlib.suppress(dist.DistError):
                 wait_until(
                     lambda: all_done(self._notices, self._world_size), _DONE_SECONDS, every_seconds=_TURN_SECONDS
                 )
 
     def before_leaving(self, work: Callable[[Failure], object]) -> None:
-        """Have something done that takes a bounded time before this rank ends, whose failure ever it is."""
+        """Register work of bounded time that is done before this rank ends, whichever rank failed."""
         self._before_leaving.append(work)
 
     @contextlib.contextmanager
     def told(self) -> Iterator[None]:
-        """An error of the block is told before anything is closed on its account. Stands wherever something is."""
+        """Context that reports an error of its block before anything is closed because of it. Wraps every block with
+        something to close."""
         try:
             yield
         except Interrupted as error:
             self._close_within(_STOP_SECONDS, Failure(self._rank, error.exit_code))
             raise
         except BaseException as error:
-            if self._world_size == 1 and not _is_no_failure(error):  # others would end it
+            if self._world_size == 1 and not _is_no_failure(error):  # with several ranks the others end it
                 code, sentences, _ = verdict_of(error)
                 self._close_within(_STOP_SECONDS, Failure(self._rank, code, sentences))
             self.tell(error)
             raise
 
     def done(self, close_within_seconds: float = 300.0) -> None:
-        """This rank has done what the run is for; it ends well after so long, whatever cannot be closed."""
+        """Mark this rank as finished; the process ends with code 0 after so long, even if something cannot be
+        closed."""
         self._close_within(close_within_seconds, Failure(self._rank, 0))
 
     def tell(self, error: BaseException) -> None:
-        """Say an error of this rank and end all ranks, this one as soon as it is in `leave`, and in seconds anyway.
+        """Report an error of this rank and end all ranks: this one as soon as it is in `leave`, and within seconds
+        anyway.
 
-        With one rank nothing, as it is raised.
-        Where another rank's failure is told already, or is heard of meanwhile, this is none.
+        Does nothing with one rank, where the error is raised, or where another rank's failure is already known.
         """
         if self._world_size == 1 or _is_no_failure(error):
             return
@@ -183,28 +185,29 @@ class Failures:
         self._begin(Failure(self._rank, code, sentences, lost=int(is_lost)), tb)
 
     def declare(self, failure: Failure) -> None:
-        """End all ranks for a reason that was found beside what this rank does, which need not close anything."""
+        """End all ranks for a reason found outside of this rank's main thread, which need not close anything."""
         self._closed.set()
         self._begin(failure)
 
     def _begin(self, failure: Failure, before: str = "") -> None:
-        """`before`: what stands above it on this rank alone."""
+        """Report a failure once and start the thread that ends the process. `before`: text printed above it on this
+        rank only."""
         if not self._claim():
             return
         self._say(failure, before)
         threading.Thread(target=self._end, args=(failure,), name="leaving", daemon=True).start()
 
     def leave(self, error: BaseException) -> None:
-        """The last of an error's way: ends the process, unless that is no failure or this rank the only one."""
+        """Report an error and end the process; returns where the error is no failure or this rank is the only one."""
         if self._world_size == 1 or _is_no_failure(error):
             return
         self.tell(error)
         self._closed.set()
-        threading.Event().wait()  # for the thread that ends the process
+        threading.Event().wait()  # until the other thread ends the process
 
     def _close_within(self, seconds: float, failure: Failure) -> None:
-        """What is closed at the end, such as a service's client, has a bound: a scheduler would wait for it, or kill
-        the rank and not start it again."""
+        """Bound the time of closing, for example a service's client: a scheduler would wait for it, or kill the rank
+        without starting it again."""
 
         def end_unclosed() -> None:
             if self._stopped.wait(seconds):
@@ -218,7 +221,7 @@ class Failures:
         threading.Thread(target=end_unclosed, name="closing", daemon=True).start()
 
     def _claim(self) -> bool:
-        """Whether nobody in this process has begun to tell a failure."""
+        """Whether this process begins to report a failure now; False where it already has."""
         with self._lock:
             before, self._is_told = self._is_told, True
         return not before
@@ -265,14 +268,14 @@ class Failures:
                 tell(f"at the end of this rank: {reason(error)}")
 
     def _meet(self, ranks: int) -> None:
-        """Until so many ranks have said why they end."""
+        """Wait until so many ranks have said why they end."""
         self._notices.count(_LEAVING, 1)
         wait_until(lambda: self._notices.count(_LEAVING) >= ranks, _LEAVE_SECONDS, every_seconds=_MEET_SECONDS)
-        if self._rank == 0:  # which may keep the store: the others ask for the count once more
+        if self._rank == 0:  # rank 0 may hold the store, and the others still have to read the count
             pause(2 * _MEET_SECONDS)
 
     def _store_is_lost(self) -> None:
-        """Rank 0, or torchrun's agent, is gone."""
+        """Handle the loss of the store: rank 0, or torchrun's agent, is gone."""
         neighbour = self._neighbour
 
         def neighbour_is_gone() -> bool:
@@ -291,7 +294,8 @@ class Failures:
             self.declare(Failure(self._rank, RUN_ERROR, (self._agent.words,)))
 
     def _look_after_neighbour(self) -> None:
-        """One that has ended is asked for its reason first, for a turn: what it said comes by this thread, too."""
+        """Report the neighbour where it has ended. It is reported a turn later, because its own reason arrives in this
+        thread too."""
         if self._neighbour_is_gone and self._neighbour is not None:
             self._looks_for_neighbour = False
             with contextlib.suppress(dist.DistError):
@@ -321,13 +325,13 @@ class Failures:
 
 
 def _is_no_failure(error: BaseException) -> bool:
-    """A run that was asked to stop ends on all ranks by itself, as one that is done."""
+    """Whether an error is a normal end: all ranks of a run that was asked to stop end by themselves."""
     ends_well = isinstance(error, SystemExit) and not error.code
     return ends_well or isinstance(error, Interrupted | GeneratorExit)
 
 
 def _is_broken_connection(error: BaseException) -> bool:
-    """Whether it says no more than that another rank, or the store, does not answer."""
+    """Whether an error says only that another rank, or the store, does not answer."""
     chain: BaseException | None = error
     while chain is not None:
         if isinstance(chain, dist.DistError):
@@ -347,14 +351,14 @@ def _lost_words(error: BaseException) -> str:
 
 
 def _is_ours(found: TracebackType | None) -> bool:
-    """Whether what a thread runs is megappo's."""
+    """Whether a thread's traceback begins in megappo."""
     while found is not None and found.tb_frame.f_globals.get("__name__") == "threading":
         found = found.tb_next
     return found is not None and str(found.tb_frame.f_globals.get("__name__")).startswith("megappo.")
 
 
 def _within(seconds: float, work: Callable[[], object]) -> None:
-    """Do what may fail, and may never end."""
+    """Run work that may fail or never return, for at most so many seconds."""
 
     def quietly() -> None:
         with contextlib.suppress(dist.DistError, OSError, ValueError):

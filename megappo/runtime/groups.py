@@ -1,4 +1,4 @@
-"""Process groups: each made once for all that use the same ranks, in few calls whatever the size of the world."""
+"""Process groups: each is created once for all users of the same ranks, in few calls whatever the size of the world."""
 
 from __future__ import annotations
 
@@ -25,28 +25,28 @@ class WantedGroups:
     """Groups of one kind; no rank is in two of them."""
 
     name: str
-    """Said of a group in NCCL's reports, as torch's own name of it says nothing."""
+    """Description of the groups in NCCL's reports; torch's own names for groups say nothing."""
     groups: Sequence[Sequence[int]]
     """Global ranks."""
     apart: str = ""
-    """Those with different words here share no group, whatever the ranks."""
+    """Groups with different values here are not shared, even with the same ranks."""
     carries_objects: bool = False
-    """Whether ranks tell each other Python objects over them."""
+    """Whether Python objects are sent over the groups."""
 
 
 class _Members(NamedTuple):
-    """What a group is, for all that may share it."""
+    """Identity of a group; all kinds with the same one share it."""
 
     apart: str
     ranks: tuple[int, ...]
 
 
 def collective_backend(device_type: str, *, carries_objects: bool = False) -> str:
-    """What carries a group's collectives: of tensors on the device, and of Python objects where it has some.
+    """torch's backend of a group: for tensors on the device, and for Python objects where it carries some.
 
-    Objects travel over gloo also where there are GPUs: a rank that waits inside NCCL keeps its GPU busy with a kernel
-    that spins, while a server may still generate there. Groups without them have no gloo, which connects every rank
-    to every other when the group is made.
+    Objects use gloo even where there are GPUs: a rank that waits inside NCCL keeps its GPU busy with a spinning kernel,
+    while a server may still generate there. Groups without objects have no gloo, which connects every rank to every
+    other when the group is made.
     """
     if device_type == "cpu":
         return "gloo"
@@ -54,22 +54,22 @@ def collective_backend(device_type: str, *, carries_objects: bool = False) -> st
 
 
 def allow_connections() -> None:
-    """Raise the limit of open files to what this process may have: a group on gloo has a connection to every rank of
-    it, and rank 0's store two from each, at 512 ranks more than the usual soft limit of 1024."""
+    """Raise the limit of open files to this process's hard limit. A group on gloo has a connection to each of its
+    ranks, and rank 0's store two from each, which at 512 ranks exceeds the usual soft limit of 1024."""
     most = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
     resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
 
 
 def stay_on_this_machine(environment: MutableMapping[str, str], ranks: Ranks) -> None:
-    """Have gloo, which asks nobody for a key, listen on the loopback interface where all ranks are on this machine;
-    torch's default is the interface that the machine's name means. An interface that is set already stays."""
+    """Make gloo, which has no authentication, listen on the loopback interface where all ranks are on this machine.
+    torch's default is the interface that the machine's name resolves to. An interface that is already set stays."""
     if ranks.world_size in (1, ranks.local_world_size):
         environment.setdefault(_GLOO_INTERFACE, _LOOPBACK)
 
 
 @contextmanager
 def reached_at(address: str) -> Iterator[None]:
-    """Groups over gloo that are made inside may have members who know this machine by that address, on others."""
+    """Within the context, groups over gloo may have members on other machines, which know this one by `address`."""
     if os.environ.get(_GLOO_INTERFACE) != _LOOPBACK or is_loopback(address):
         yield
         return
@@ -82,7 +82,7 @@ def reached_at(address: str) -> Iterator[None]:
 
 
 def join_world(device_type: str, ranks: Ranks, timeout: datetime.timedelta, store: dist.Store | None = None) -> None:
-    """Meet the other ranks at a store, None for the one that the environment names."""
+    """Meet the other ranks at a store; None: the one that the environment names."""
     backend = collective_backend(device_type, carries_objects=True)
     dist.init_process_group(backend, store=store, rank=ranks.rank, world_size=ranks.world_size, timeout=timeout)
 
@@ -92,9 +92,9 @@ def make_groups(
 ) -> list[dist.ProcessGroup | None]:
     """This rank's group of each kind, None where it is in none; a collective of the world.
 
-    A group is made by its members alone. torch names it after its ranks and a count of the groups that the process has
-    made, so its members must have made equally many: all ranks go through the same rounds and make one group in each,
-    one of this rank alone where no other is due.
+    A group is created by its members alone. torch names it after its ranks and the number of groups that the process
+    has created, so its members must have created equally many. All ranks therefore go through the same rounds and
+    create one group in each: a group of this rank alone where no other is due.
     """
     due: dict[_Members, WantedGroups] = {}
     for kind in kinds:
@@ -122,8 +122,8 @@ def _members(kind: WantedGroups, ranks: Sequence[int]) -> _Members:
 
 
 def _rounds(due: Iterable[_Members]) -> list[dict[int, _Members]]:
-    """What each rank makes in each round: a group stands in the first in which all its ranks are free. There are at
-    most as many rounds as kinds, as the groups of a kind fit into one."""
+    """Groups that each rank creates in each round: a group is put into the first round in which all its ranks are free.
+    There are at most as many rounds as kinds, as the groups of a kind fit into one."""
     rounds: list[dict[int, _Members]] = []
     for members in due:
         free = next((of_round for of_round in rounds if of_round.keys().isdisjoint(members.ranks)), None)
@@ -136,7 +136,8 @@ def _rounds(due: Iterable[_Members]) -> list[dict[int, _Members]]:
 def _new_group(
     ranks: Sequence[int], backend: str, timeout: datetime.timedelta, name: str, *, by_members: bool = True
 ) -> dist.ProcessGroup:
-    """`by_members`: the others need not know of it. Without a timeout a group has torch's own, not the world's."""
+    """`by_members`: only the members call this. Without an explicit timeout a group would have torch's default (10
+    minutes on NCCL), not the world's."""
     group = dist.new_group(
         list(ranks), timeout=timeout, backend=backend, use_local_synchronization=by_members, group_desc=name
     )
@@ -145,12 +146,12 @@ def _new_group(
 
 
 def make_host_group(name: str, timeout: datetime.timedelta) -> dist.ProcessGroup:
-    """All ranks once more, over gloo, for a thread whose collectives must not meet others'; a collective of the
+    """A gloo group of all ranks for a thread, whose collectives must not be mixed with others'; a collective of the
     world."""
     return _new_group(range(dist.get_world_size()), "gloo", timeout, name, by_members=False)
 
 
 def leave_at_once(group: dist.ProcessGroup) -> None:
-    """Leave a group whose other members may be gone: nothing is waited for, and torch knows of it no more."""
-    group.abort()  # what still goes on in it
+    """Leave a group whose other members may be gone: without waiting, and torch forgets the group."""
+    group.abort()  # ends its pending collectives
     dist.destroy_process_group(group)

@@ -1,5 +1,4 @@
-"""What C's allocator does with memory that tensors on a CPU had, which GNU's alone lets itself be told, and when Python
-looks for garbage."""
+"""Settings of the C allocator for memory of CPU tensors, which only glibc offers, and of Python's garbage collector."""
 
 from __future__ import annotations
 
@@ -8,10 +7,11 @@ import functools
 import gc
 
 _M_TRIM_THRESHOLD, _M_TOP_PAD, _M_MMAP_MAX = -1, -2, -4
-"""Of malloc.h."""
+"""Parameters of `mallopt`, from glibc's malloc.h."""
 
 _SELDOM = 1_000_000, 10, 10
-"""Objects that are made between two searches for garbage, and such searches between larger ones."""
+"""Thresholds of `gc.set_threshold`: new objects between two collections, and collections between those of older
+generations."""
 
 
 @functools.cache
@@ -20,17 +20,18 @@ def _usual() -> tuple[int, int, int]:
 
 
 def put_off_collections() -> None:
-    """Hardly look for garbage until `collect_as_usual`; for a process that only imports.
+    """Hardly collect garbage until `collect_as_usual`; for a process that only imports.
 
-    A million objects come and stay, and by default Python looks through all of them after every quarter that is added:
-    one of six CPU seconds that a rank imports for.
+    Imports create a million objects that stay, and by default Python scans all of them whenever they have grown by a
+    quarter: one of the six CPU seconds of a rank's imports.
     """
     _usual()
     gc.set_threshold(*_SELDOM)
 
 
 def collect_as_usual() -> None:
-    """Look for garbage as before `put_off_collections`, but never in what is there now. Without it, do nothing."""
+    """Collect garbage as before `put_off_collections`, but never the objects that exist now. Does nothing without that
+    call."""
     if gc.get_threshold() == _SELDOM:
         gc.freeze()
         gc.set_threshold(*_usual())
@@ -42,10 +43,11 @@ def _c_library() -> ctypes.CDLL:
 
 
 def keep_freed_memory() -> None:
-    """Let this process use freed memory again instead of handing it back, until `trim_heap` does.
+    """Let this process reuse freed memory instead of returning it to the system, until `trim_heap` does.
 
-    Activations of every layer come and go. By default what is free at the end of the heap is given back, and each
-    tensor of more than 32 MiB; the kernel clears every page of them anew, up to a tenth of an update on a CPU.
+    Activations of every layer are allocated and freed again. By default glibc returns free memory at the end of the
+    heap, and each tensor of more than 32 MiB; the kernel then clears every page anew, which takes up to a tenth of an
+    update on a CPU (benchmarks/results/2026-11-24-update-cpu.md).
     """
     mallopt = getattr(_c_library(), "mallopt", None)
     if mallopt is not None:
@@ -55,7 +57,7 @@ def keep_freed_memory() -> None:
 
 
 def trim_heap() -> None:
-    """Give back to the system what the allocator keeps."""
+    """Return the memory that the allocator keeps to the system."""
     trim = getattr(_c_library(), "malloc_trim", None)
     if trim is not None:
         trim(0)

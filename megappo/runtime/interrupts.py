@@ -1,8 +1,8 @@
 """Signals that ask a run to stop: it finishes or drops its step, writes a checkpoint and ends.
 
-A rank that waits in a collective runs no Python, so signals are read in a thread, from the descriptor that the
-interpreter's C handler writes them to. A signal to one rank is told to all others through the store by which they met,
-so that they give up generating too; that all of them stop at the same place is then decided by a collective.
+A rank that waits in a collective runs no Python, so a thread reads signals from the descriptor that the interpreter's C
+handler writes them to. A signal to one rank is passed to all others through the store, so that they stop generating
+too; a collective then decides that all of them stop at the same place.
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ from megappo.errors import STOPPED_BY_USER, Interrupted
 from megappo.observe.messages import MESSAGES, tell
 from megappo.runtime.process import Runtime
 
+# SIGUSR1 comes some time before SLURM's time limit (launch/slurm/*.sbatch), SIGTERM from schedulers.
 _SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)
 # A terminal sends Ctrl-C to every process, and torchrun sends it to its workers once more.
 _ONE_PRESS_SECONDS = 1.0
@@ -30,11 +31,12 @@ _TOLD = "megappo/asked-to-stop"
 
 
 class Stop(Protocol):
-    """Whether the run was asked to stop, for what takes long."""
+    """Tells long-running code whether the run was asked to stop."""
 
     @property
     def asked(self) -> bool:
-        """Whether this rank knows of it; costs nothing. Who gives up its work for it must come to `check`."""
+        """Whether this rank knows of a stop; costs nothing. A caller that drops its work because of it must then call
+        `check`."""
         ...
 
     def check(self) -> None:
@@ -43,22 +45,22 @@ class Stop(Protocol):
 
 
 class NeverStop:
-    """The `Stop` of programs that take no signals, such as benchmarks."""
+    """A `Stop` for programs that take no signals, such as benchmarks."""
 
     asked = False
 
     def check(self) -> None:
-        """Never raises."""
+        """Does nothing."""
 
 
 class Interrupts:
-    """Listens from `start` to `stop`, both called in the main thread of the process."""
+    """Listens to signals from `start` to `stop`, both called in the main thread of the process."""
 
     def __init__(self, runtime: Runtime) -> None:
         self._runtime = runtime
         self._signal = 0
         self._heard = 0
-        """Number of the signal that another rank was sent; 0: none."""
+        """Number of the signal that another rank received; 0: none."""
         self._pressed = 0.0
         self._old_handlers: dict[signal.Signals, object] = {}
         self._old_descriptor = -1
@@ -67,7 +69,7 @@ class Interrupts:
 
     @property
     def asked(self) -> bool:
-        """See `Stop.asked`; what another rank was told is known here within a second or two."""
+        """See `Stop.asked`. A signal of another rank is known here within a second or two."""
         return bool(self._signal or self._heard)
 
     def start(self) -> None:
@@ -80,7 +82,7 @@ class Interrupts:
         self._notices.listen(_TOLD, self._hear)
 
     def stop(self) -> None:
-        """Put the handlers from before back; may be called twice."""
+        """Restore the previous handlers; may be called twice."""
         if self._write < 0:
             return
         for number, handler in self._old_handlers.items():
@@ -91,7 +93,7 @@ class Interrupts:
 
     def check(self) -> None:
         """Raise Interrupted on every rank if any of them was asked to stop; a collective of the world."""
-        # In the host's memory: servers on the GPUs of ranks that wait here may still generate for others.
+        # In host memory, so over gloo: servers on the GPUs of waiting ranks may still generate for others.
         asked = torch.tensor([max(self._signal, self._heard)])
         dist.all_reduce(asked, op=dist.ReduceOp.MAX)
         if int(asked):
@@ -109,18 +111,18 @@ class Interrupts:
         if number == signal.SIGINT and self._signal and now - self._pressed > _ONE_PRESS_SECONDS:
             if self._runtime.is_main:
                 MESSAGES.tell_last("stopped at once; the run continues from its newest checkpoint")
-            os._exit(STOPPED_BY_USER)  # children end with it; nothing that is half written has a marker
+            os._exit(STOPPED_BY_USER)  # children end with it; an unfinished checkpoint has no marker
         is_first, self._pressed = not self._signal, self._pressed if self._signal else now
         # SIGINT is the lowest number: what a scheduler sends decides over a key pressed before.
         self._signal = max(self._signal, number)
         if is_first:
             if not self._heard:
                 self._tell_stopping(number)
-            with contextlib.suppress(dist.DistError):  # who holds the store is gone, and the run with it
+            with contextlib.suppress(dist.DistError):  # the store's holder is gone, and so is the run
                 self._notices.post(_TOLD, str(number))
 
     def _hear(self, number: str) -> None:
-        """Learn of a signal that another rank was sent, or this one."""
+        """Handle a signal that another rank, or this one, has posted."""
         self._heard = int(number)
         if not self._signal and self._write >= 0:
             self._tell_stopping(self._heard)
@@ -143,4 +145,4 @@ def interruptible(runtime: Runtime) -> Iterator[Interrupts]:
 
 
 def _nothing(_number: int, _frame: FrameType | None) -> None:
-    """The interpreter writes to the wake-up descriptor only for signals that have a handler."""
+    """Handler that does nothing: the interpreter writes only signals with a handler to the wake-up descriptor."""

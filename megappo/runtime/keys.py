@@ -1,4 +1,4 @@
-"""Keys and tokens that a run is given outside of its configuration."""
+"""Keys and tokens that a run reads from outside of its configuration."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ _MOST_CHARACTERS = 65_536
 def key_of(variable: str) -> str:
     """The key in an environment variable, or in the file that `<variable>_FILE` names, as containers mount secrets.
 
-    "" where there is neither. No message shows the key from then on.
+    "" where there is neither. Messages mask the key from then on.
 
-    Raises ConfigError where the file cannot be read, holds no text or several lines, or is of this user and open to
-    others, which is refused as ssh refuses such a key; of a file of somebody else's, its owner says who reads it.
+    Raises ConfigError where the file cannot be read, has no text or several lines, or belongs to this user and is open
+    to others, as ssh refuses such a key. For a file of another owner, that owner decides who reads it.
     """
     key, named = os.environ.get(variable, ""), os.environ.get(f"{variable}_FILE", "")
     if not key and named:

@@ -1,8 +1,8 @@
-"""Ranks from whatever started the processes: torchrun, `srun` or `mpirun`.
+"""Reads ranks from the launcher of the processes: torchrun, `srun` or `mpirun`.
 
 The rest of the program reads torchrun's variables only: `RANK`, `WORLD_SIZE`, `LOCAL_RANK`, `LOCAL_WORLD_SIZE`,
-`MASTER_ADDR`, `MASTER_PORT`. Where another launcher started this process, they are made from its variables here. Those
-that are set already are never changed.
+`MASTER_ADDR`, `MASTER_PORT`. Where another launcher started this process, they are set from its variables here.
+Variables that are already set are never changed.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ from megappo.errors import ConfigError, shortened, whole_number
 
 RANK_VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
 EXIT_CODE = "exit_code"
-"""Where a worker that fails tells torchrun what it exits with."""
-_PORTS = range(10000, 30000)  # below what Linux hands out by itself
+"""Field of torchrun's error file that holds a failed worker's exit code."""
+_PORTS = range(10000, 30000)  # below Linux's ephemeral ports (from 32768)
 _MPI = (
     ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_RANK", "OMPI_COMM_WORLD_LOCAL_SIZE"),
     ("PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS"),  # MPICH, Intel MPI
@@ -49,16 +49,16 @@ class Ranks:
 
 @dataclass(frozen=True)
 class Place(Ranks):
-    """The same where another launcher started the process, which says more."""
+    """Ranks of a process that `srun` or `mpirun` started, with more that these launchers say."""
 
     job: str
-    """Names the job; the same on all ranks."""
+    """Name of the job, the same on all ranks."""
     first_machine: str | None
     """Host name of rank 0's machine; None: not known."""
 
 
 def launcher_of(environment: Mapping[str, str]) -> str:
-    """What started this process: `torchrun` (or any other that sets its variables), `slurm`, `mpi` or `none`."""
+    """Launcher of this process: `torchrun` (or any other that sets its variables), `slurm`, `mpi` or `none`."""
     if "RANK" in environment or "WORLD_SIZE" in environment:
         return "torchrun"
     # A batch script has SLURM's job variables too, but is no task: only `srun` sets those of a step.
@@ -72,7 +72,7 @@ def launcher_of(environment: Mapping[str, str]) -> str:
 def adopt_launcher(environment: MutableMapping[str, str]) -> None:
     """Set torchrun's variables from those of `srun` or `mpirun`, if one of them started this process.
 
-    Raises ConfigError where a variable is no number, or rank 0's machine cannot be told.
+    Raises ConfigError where a variable is no number, or rank 0's machine is unknown.
     """
     place = find_place(environment)
     if place is None:
@@ -87,12 +87,13 @@ def adopt_launcher(environment: MutableMapping[str, str]) -> None:
 
 
 def job_of(environment: Mapping[str, str]) -> str:
-    """Names the user's job after `adopt_launcher`, the same on all of its ranks; "" where the launcher has no name."""
+    """Name of the user's job after `adopt_launcher`, the same on all of its ranks; "" where the launcher has no
+    name."""
     return environment.get(_JOB) or environment.get("TORCHELASTIC_RUN_ID", "")
 
 
 def find_place(environment: Mapping[str, str]) -> Place | None:
-    """This process's place as `srun` or `mpirun` gave it; None where torchrun or nothing started it."""
+    """Place of this process according to `srun` or `mpirun`; None where torchrun or nothing started it."""
     match launcher_of(environment):
         case "slurm":
             return _slurm_place(environment)
@@ -102,12 +103,12 @@ def find_place(environment: Mapping[str, str]) -> Place | None:
 
 
 def is_main(environment: Mapping[str, str]) -> bool:
-    """Whether this process is rank 0, the only one, or one that nothing tells its rank."""
+    """Whether this process is rank 0, the only one, or has no rank in the environment."""
     return environment.get("RANK", "") in ("", "0")
 
 
 def read_world_size(environment: Mapping[str, str]) -> int:
-    """Ranks of the run; 1 where nothing says it. Raises ConfigError for what no run has."""
+    """Number of ranks of the run; 1 where the environment does not say. Raises ConfigError for an impossible number."""
     size = _number(environment, "WORLD_SIZE", 1)
     if not 1 <= size <= LARGEST_WORLD:
         raise ConfigError(f"WORLD_SIZE is {size}, must be from 1 to {LARGEST_WORLD}; start fewer processes")
@@ -115,7 +116,7 @@ def read_world_size(environment: Mapping[str, str]) -> int:
 
 
 def read_ranks(environment: Mapping[str, str]) -> Ranks:
-    """The numbers in torchrun's variables; one process without them. Raises ConfigError where they cannot be."""
+    """Ranks from torchrun's variables; one process without them. Raises ConfigError for contradictory values."""
     world_size = read_world_size(environment)
     if world_size > 1 and "RANK" not in environment:
         raise ConfigError(f"WORLD_SIZE is {world_size}, but RANK is not set; start with torchrun, srun or mpirun")
@@ -127,10 +128,11 @@ def read_ranks(environment: Mapping[str, str]) -> Ranks:
 
 
 def tell_torchrun(environment: Mapping[str, str], sentences: Sequence[str], code: int) -> bool:
-    """Leave why this worker ends, and its exit code, where torchrun looks for it: it shows that at the end, in place of
-    a traceback. The code is said there too, as torchrun may end a worker that has told it why before it has ended.
+    """Write why this worker ends, and its exit code, to torchrun's error file: torchrun prints it at the end in place
+    of a traceback. The code is in the file too, as torchrun may end a worker after that but before it exits.
 
-    Returns whether it will, so that nobody else has to: of workers that it starts again it shows the last end alone.
+    Returns whether torchrun will print it, so that nobody else has to: of workers that it restarts it prints the last
+    end only.
     """
     path = environment.get("TORCHELASTIC_ERROR_FILE")
     if path is None:
@@ -146,14 +148,14 @@ def tell_torchrun(environment: Mapping[str, str], sentences: Sequence[str], code
 
 
 def seconds_to_end(environment: Mapping[str, str]) -> float | None:
-    """Until SLURM ends the job (`SLURM_JOB_END_TIME`, which launch/slurm/job.sh asks for where SLURM does not set it);
-    None where it does not say. The time of day is read here once, as SLURM knows no other."""
+    """Seconds until SLURM ends the job (`SLURM_JOB_END_TIME`, which launch/slurm/job.sh queries where SLURM does not
+    set it); None where it is unknown. The time of day is read here only, because SLURM gives no other clock."""
     end = environment.get("SLURM_JOB_END_TIME", "")
     return max(0.0, float(end) - time.time()) if end.isascii() and end.isdecimal() and len(end) < 12 else None
 
 
 def binds_one_device(environment: Mapping[str, str]) -> bool:
-    """Whether a launcher may have given each rank a device of its own to see (`--gpus-per-task`, `--gpu-bind`)."""
+    """Whether a launcher may have restricted each rank to a device of its own (`--gpus-per-task`, `--gpu-bind`)."""
     if "TORCHELASTIC_RUN_ID" in environment:
         return False
     return "SLURM_STEP_NUM_TASKS" in environment or any(names[0] in environment for names in _MPI)
@@ -180,7 +182,7 @@ def _slurm_place(environment: Mapping[str, str]) -> Place:
 def _mpi_place(environment: Mapping[str, str]) -> Place:
     names = next(names for names in _MPI if names[0] in environment)
     rank, world_size, local_rank, local_world_size = (_number(environment, name) for name in names)
-    # Without a name of its own it is known by what is the same on all ranks: who started it, or the words.
+    # A nameless job is identified by what all its ranks share: their parent process on one machine, else the command.
     nameless = str(os.getppid()) if local_world_size == world_size else " ".join([os.getcwd(), *sys.argv])
     job = next((environment[name] for name in _MPI_JOB if name in environment), nameless)
     return Place(rank, world_size, local_rank, local_world_size, job, first_machine=None)
@@ -198,7 +200,7 @@ def _number(environment: Mapping[str, str], name: str, default: int | None = Non
 
 
 def tasks_per_node(text: str) -> list[int]:
-    """SLURM's `8(x2),4` as [8, 8, 4]. Raises ConfigError for anything else."""
+    """SLURM's `8(x2),4` as [8, 8, 4]. Raises ConfigError for any other form."""
     counts: list[int] = []
     for part in text.split(","):
         found = re.fullmatch(r"(\d+)(?:\(x(\d+)\))?", part)
@@ -216,14 +218,14 @@ def tasks_per_node(text: str) -> list[int]:
 
 
 def first_host(node_list: str) -> str:
-    """The first of SLURM's host list: `gpu[03-05,9],login` begins with gpu03. Empty for an empty list."""
+    """First host of SLURM's host list: gpu03 for `gpu[03-05,9],login`. Empty for an empty list."""
     first = re.match(r"(?:\[[^\]]*\]|[^,\[])*", node_list)
     assert first is not None
     return re.sub(r"\[([^\],-]+)[^\]]*\]", r"\1", first[0])
 
 
 def _master_address(place: Place) -> str:
-    """Rank 0's machine as others reach it."""
+    """Address of rank 0's machine for other ranks."""
     if place.local_world_size == place.world_size:
         return "127.0.0.1"
     if place.first_machine is None:
@@ -250,7 +252,7 @@ def _resolves(host: str) -> bool:
 
 
 def _slurm_address(node: str) -> str | None:
-    """The address SLURM itself uses for a node whose name no name server knows."""
+    """Address that SLURM itself uses for a node whose name cannot be resolved."""
     if shutil.which("scontrol") is None:
         return None
     command: Sequence[str] = ("scontrol", "--oneliner", "show", "node", node)
@@ -263,7 +265,7 @@ def _slurm_address(node: str) -> str | None:
 
 
 def _port(environment: Mapping[str, str], job: str) -> int:
-    """A port all ranks agree on without talking: SLURM's reserved one, or one that follows from the job."""
+    """Port that all ranks compute without communication: SLURM's reserved one, or a hash of the job's name."""
     reserved = re.match(r"\d+", environment.get("SLURM_STEP_RESV_PORTS", ""))
     if reserved is not None:
         return int(reserved[0])

@@ -1,4 +1,4 @@
-"""One job at a time in a run directory."""
+"""Lock of a run directory: one job at a time."""
 
 from __future__ import annotations
 
@@ -17,22 +17,23 @@ from megappo.runtime.objects import attempt, broadcast_object
 from megappo.runtime.process import Runtime
 from megappo.runtime.waiting import wait_until
 
+# A job that is ending still holds the lock for a moment.
 PATIENCE_SECONDS = 5.0
 _POLL_SECONDS = 0.2
 _NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP)
 
 
 class HeldDirectory:
-    """A run directory that this job alone writes to, for as long as it is the one that was locked."""
+    """A run directory that this job alone writes to, as long as it is the one that was locked."""
 
     def __init__(self, directory: Path, file: TextIO | None) -> None:
-        """`file` is the lock, on the main rank; None on the others."""
+        """`file`: the open lock file on the main rank; None on the others."""
         self._directory, self._file = directory, file
 
     def check(self) -> None:
-        """Raise RunError on every rank where another folder, or none, stands in the directory's place; a collective.
+        """Raise RunError on every rank where the directory is gone or replaced by another; a collective.
 
-        What is logged then goes into files that nobody can open, and another job may be in the other folder.
+        Log files would then be written to where nobody can open them, and another job may use the other folder.
         """
         problem = broadcast_object(_loss(self._directory, self._file) if self._file is not None else None)
         if problem is not None:
@@ -40,7 +41,7 @@ class HeldDirectory:
 
 
 def _loss(directory: Path, file: TextIO) -> str | None:
-    """What became of a directory in whose place is something else."""
+    """Sentence on what happened to a directory that is gone or was replaced; None where it is still there."""
     try:
         if os.path.samestat(os.stat(directory / "lock"), os.fstat(file.fileno())):
             return None
@@ -61,11 +62,11 @@ def _loss(directory: Path, file: TextIO) -> str | None:
 
 @contextlib.contextmanager
 def locked_directory(directory: Path, runtime: Runtime, *, private: bool = False) -> Iterator[HeldDirectory]:
-    """Hold `<directory>/lock`, which the kernel takes back from a job that ends in whatever way; a collective. A
-    `private` directory is closed to others first.
+    """Hold `<directory>/lock`; a collective. The kernel releases the lock however the job ends. A `private` directory
+    is closed to other users first.
 
-    A file system without locks is used without. Raises ValueError on every rank where another job holds it for longer
-    than a job that is ending would, where the directory cannot be written, or as `check_own`.
+    On a file system without locks there is no lock. Raises ValueError on every rank where another job holds it for
+    longer than a job that is ending would, where the directory cannot be written, or as `check_own` does.
     """
     file, problem = attempt(lambda: _take(directory, private=private)) if runtime.is_main else (None, "")
     problem = broadcast_object(problem)
@@ -79,7 +80,7 @@ def locked_directory(directory: Path, runtime: Runtime, *, private: bool = False
 
 
 def _take(directory: Path, *, private: bool) -> TextIO:
-    """The open file that holds the lock. Raises ValueError where it cannot be had."""
+    """Open the lock file and lock it. Raises ValueError where that fails."""
     with contextlib.ExitStack() as undo:
         try:
             directory.mkdir(parents=True, exist_ok=True)
@@ -107,7 +108,7 @@ def _take(directory: Path, *, private: bool) -> TextIO:
 
 
 def _lock(file: TextIO) -> bool:
-    """Whether the lock is ours; also where the file system has none."""
+    """Whether the file is locked now; True also where the file system has no locks."""
     try:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:

@@ -1,11 +1,10 @@
-"""What is fixed in stock Megatron-Core 0.16 to 0.19, nearly all of it to run on a machine without CUDA.
+"""Fixes of stock Megatron-Core 0.16 to 0.19, nearly all of them to run on a machine without CUDA.
 
 Megatron names CUDA in places that have nothing to do with kernels: `device="cuda"` for a counter, `.cuda()` on an
-index, the type name of a gradient buffer, the generator of a random state. Two things answer for them here:
-`install()` fills in attributes of `torch.cuda` once per process, and `cuda_means_cpu()` is a torch-function mode that
-redirects what can only be seen at the call. Neither is used where CUDA exists: `install()` refuses to run there.
-`fix_router()`, `fix_gradient_norm()`, `PipelineSends`, `rotate_packed_by()` and `param_groups_of_role()` are for GPUs
-too.
+index, the type name of a gradient buffer, the generator of a random state. Two things replace it here: `install()`
+fills in attributes of `torch.cuda` once per process, and `cuda_means_cpu()` is a torch-function mode that redirects
+what can only be seen at the call. Neither is used where CUDA exists: `install()` refuses to run there. `fix_router()`,
+`fix_gradient_norm()`, `PipelineSends`, `rotate_packed_by()` and `param_groups_of_role()` are for GPUs too.
 """
 
 from __future__ import annotations
@@ -28,10 +27,10 @@ _CPU = torch.device("cpu")
 
 
 def silence_megatron() -> None:
-    """Leave out what importing and using Megatron-Core says every time, and nobody here can do anything about.
+    """Suppress warnings that importing and using Megatron-Core prints every time, and that users can do nothing about.
 
-    Transformer Engine and Apex are missing, a default of its own and GPTModel are deprecated (0.19), a model that is
-    never made is experimental, and CUDA extensions, which nobody builds, have no CUDA.
+    Transformer Engine and Apex are missing; a default of its own and GPTModel are deprecated (0.19); a model that is
+    never made is experimental; and CUDA extensions, which nobody builds, have no CUDA.
     """
     noise = "Transformer Engine|Apex|full scope is deprecated|MimoModelConfig is experimental"
     warnings.filterwarnings("ignore", message=f".*({noise}).*")
@@ -47,7 +46,7 @@ def _lacks(words: str, record: logging.LogRecord) -> bool:
 
 
 class _NoStream:
-    """Stands where Megatron makes a CUDA stream or event; on a CPU every operation is already in order."""
+    """Replaces CUDA streams and events that Megatron makes; on a CPU every operation is already in order."""
 
     def __init__(self, *_args: Any, **_kwargs: Any) -> None:
         pass
@@ -64,7 +63,8 @@ class _NoStream:
     wait_stream = wait_event = synchronize = record = wait = _nothing
 
     def record_event(self, *_args: Any, **_kwargs: Any) -> _NoStream:
-        """An event that has happened (token_dispatcher.py:895 waits for it, which a benchmark runs beside ours)."""
+        """A completed event. Megatron's own dispatcher waits for it (token_dispatcher.py:895), which a benchmark
+        compares with ours."""
         return _NoStream()
 
 
@@ -100,10 +100,10 @@ def _set_rng_state(state: torch.Tensor, *_args: Any, **_kwargs: Any) -> None:
 
 
 def hide_cuda_only_packages() -> None:
-    """What comes with SGLang, and Megatron imports where it finds it.
+    """Hide packages that come with SGLang and that Megatron imports where it finds them.
 
-    flash_mla needs libcuda and dies with OSError, which megatron.core does not guard against; flashinfer, for an
-    inference that is not used, and flash_attn, for a GPU's attention, take seconds.
+    flash_mla needs libcuda and dies with OSError, which megatron.core does not guard against. flashinfer, for an
+    inference that is not used, and flash_attn, for attention on GPUs, take seconds to import.
     """
     for package in ("flash_mla", "flashinfer", "flash_attn"):
         sys.modules.setdefault(package, None)  # type: ignore[arg-type]
@@ -111,10 +111,11 @@ def hide_cuda_only_packages() -> None:
 
 @contextmanager
 def _without_compiler() -> Iterator[None]:
-    """Let what is decorated with `torch.compile` meanwhile stay as it is, where nothing is compiled anyway.
+    """Within the context, `torch.compile` as a decorator leaves functions as they are, where compilation is disabled
+    anyway.
 
-    Megatron decorates its fusions so (jit.py:24, moe/router.py:918), for which torch imports Dynamo and Inductor: two
-    of ten CPU seconds that a rank takes to start.
+    Megatron decorates its fusions with it (jit.py:24, moe/router.py:918), for which torch imports Dynamo and Inductor:
+    two of the ten CPU seconds that a rank takes to start.
     """
     if os.environ.get("TORCHDYNAMO_DISABLE", "1") != "1":  # wanted by whoever set it
         yield
@@ -130,11 +131,14 @@ def _without_compiler() -> Iterator[None]:
 
 @functools.cache
 def install() -> None:
-    """Fill in what Megatron reads from `torch.cuda`; must come before `megatron.core` is imported."""
+    """Fill in what Megatron reads from `torch.cuda`; must be called before `megatron.core` is imported."""
     if torch.cuda.is_available():
         raise RuntimeError("the CPU stand-ins for CUDA must not be installed on a machine that has CUDA")
     hide_cuda_only_packages()
     cuda: Any = torch.cuda
+    # Which calls of Megatron read them (0.16.1 / 0.19.2): `current_device` param_and_grad_buffer.py:800/1180,
+    # mappings.py:141/145; `synchronize` p2p_communication.py:398/419; streams token_dispatcher.py:445/469; random
+    # states random.py:235/303.
     cuda.current_device = lambda: _CPU
     cuda.synchronize = lambda *_args, **_kwargs: None
     for name in ("Stream", "Event", "stream", "current_stream", "default_stream"):
@@ -146,7 +150,7 @@ def install() -> None:
         setattr(cuda, name, getattr(torch, name))
 
     with _without_compiler():
-        import_module("megatron.core.models.gpt.gpt_layer_specs")  # with all that a model may be made of
+        import_module("megatron.core.models.gpt.gpt_layer_specs")  # imports all parts of the models
         import megatron.core.tensor_parallel.random as megatron_random
 
     # Without these two nothing raises, but the tracker's fork() neither switches nor restores the generator.
@@ -156,8 +160,8 @@ def install() -> None:
 
 @functools.cache
 def fix_router() -> None:
-    """Let routers run without Transformer Engine: 0.16.1 asks for `te_general_gemm` (moe_utils.py:1192, 1225), a name
-    that only an installed Transformer Engine gives it; None is its own word for "not there"."""
+    """Let routers run without Transformer Engine. 0.16.1 reads `te_general_gemm` (moe_utils.py:1192, 1225), a name that
+    is only defined with Transformer Engine installed; None is Megatron's own value for "not there"."""
     from megatron.core.transformer.moe import moe_utils
 
     utils: Any = moe_utils
@@ -167,7 +171,7 @@ def fix_router() -> None:
 
 @functools.cache
 def fix_gradient_norm() -> None:
-    """Let a gradient's norm wait for the device once: without Apex and Transformer Engine Megatron's own function
+    """Make a gradient norm wait for the device once. Without Apex and Transformer Engine Megatron's own function
     (utils.py:1200, in 0.19.2 1325) reads a number of every parameter on the host."""
     from megatron.core import utils
     from megatron.core.optimizer import clip_grads
@@ -180,18 +184,19 @@ def fix_gradient_norm() -> None:
 def _norm_of_all(
     _chunk_size: int, _noop_flag: torch.Tensor, tensor_lists: Sequence[Sequence[torch.Tensor]], _per_tensor: bool
 ) -> tuple[torch.Tensor, None]:
-    """(1,) L2 norm of all tensors together, where they are."""
+    """(1,) L2 norm of all tensors together, on their device."""
     norms = [norm for tensors in tensor_lists for norm in torch._foreach_norm(list(tensors))]
     return torch.linalg.vector_norm(torch.stack(norms)).view(1), None
 
 
 @functools.cache
 def gather_one_by_one() -> None:
-    """Let the distributed optimizer gather the weights of each bucket by themselves; for gloo.
+    """Make the distributed optimizer gather the weights of each bucket separately; for gloo.
 
-    Of a work that is done torch's gloo keeps the name, which its two threads write without a lock (2.14,
-    ProcessGroupGloo.cpp, runLoop). That of a coalesced gather is too long to lie inside the string: both free it, and
-    the process dies some allocations later, in about one of a hundred steps where two are gathered at once.
+    torch's gloo keeps the name of a finished collective, which two of its threads write without a lock (2.14,
+    ProcessGroupGloo.cpp, runLoop). The name of a coalesced gather is too long to be stored inside the string object, so
+    both threads free it. The process dies some allocations later, in about one of a hundred steps where two are
+    gathered at once.
     """
     from megatron.core.distributed import param_and_grad_buffer
 
@@ -208,7 +213,8 @@ def gather_one_by_one() -> None:
 
 @contextmanager
 def _not_coalesced(module: Any) -> Iterator[None]:
-    """What `_coalescing_manager` of a module of Megatron gives waits for gathers that go out at once."""
+    """Within the context, Megatron's `_coalescing_manager` starts gathers at once and waits for all of them
+    together."""
     manager, gather, works = module._coalescing_manager, module.dist_all_gather_func, _Works()
 
     def noted(*args: Any, **kwargs: Any) -> None:
@@ -230,12 +236,13 @@ class _Works(list[Any]):
 
 
 class PipelineSends:
-    """What a stage sends while it computes: kept until it is sent, and sent before the stage goes on.
+    """Keeps tensors that a stage sends while it computes until they are sent, and completes all sends before the stage
+    goes on.
 
     The interleaved schedule frees an output whose send has only begun (`deallocate_pipeline_outputs`; 0.16.1,
-    schedules.py:1522, 1600), and forgets the last send of a pass that does not train. Gloo begins to read when the
-    receiver is ready: it would send what has taken the memory since, or nothing at all. torch's work on NCCL keeps the
-    tensor, whose storage is exchanged all the same. Where sends are waited for at once nothing is kept.
+    schedules.py:1522, 1600), and forgets the last send of a pass that does not train. Gloo starts reading when the
+    receiver is ready: it would send whatever has reused the memory, or nothing. torch's work on NCCL keeps the tensor,
+    but the schedule replaces its storage. Nothing is kept where sends are waited for at once.
     """
 
     def __init__(self, communicator: Any) -> None:
@@ -246,7 +253,7 @@ class PipelineSends:
     def __call__(
         self, *, tensor_send_next: torch.Tensor | None, tensor_send_prev: torch.Tensor | None, **rest: Any
     ) -> tuple[Any, Any, Any]:
-        """Megatron's `P2PCommunicator._communicate`."""
+        """Replaces `P2PCommunicator._communicate` of Megatron."""
         sent = {"send_next": tensor_send_next, "send_prev": tensor_send_prev}
         sent = {name: tensor if tensor is None else tensor.detach() for name, tensor in sent.items()}
         received_prev, received_next, works = self._communicate(
@@ -258,14 +265,14 @@ class PipelineSends:
         return received_prev, received_next, works
 
     def finish(self) -> None:
-        """Wait for those that the schedule has not waited for."""
+        """Wait for sends that the schedule has not waited for."""
         for send in self._sends:
             send.wait()
         self._sends = []
 
 
 class _Send:
-    """A handle that holds what is sent, and may be waited for twice, which gloo's may not."""
+    """A handle that keeps the sent tensor and may be waited for twice, which gloo's may not."""
 
     def __init__(self, work: Any, tensor: torch.Tensor | None) -> None:
         self._held: tuple[Any, torch.Tensor | None] | None = (work, tensor)
@@ -281,10 +288,10 @@ class _Send:
 
 
 def rotate_packed_by(rotation: Callable[..., torch.Tensor]) -> None:
-    """Let models with `apply_rope_fusion` rotate packed queries and keys by `rotation(x, cu_seqlens, freqs, ...)`.
+    """Make models with `apply_rope_fusion` rotate packed queries and keys by `rotation(x, cu_seqlens, freqs, ...)`.
 
-    Megatron has a place for such a kernel (rope_utils.py:24/27) and fills it where Transformer Engine is installed; its
-    own rotation reads the lengths of the segments on the host in every layer (rope_utils.py:178-190).
+    Megatron has a hook for such a kernel (rope_utils.py:24/27), which is filled where Transformer Engine is installed.
+    Its own rotation reads the segments' lengths on the host in every layer (rope_utils.py:178-190).
     """
     from megatron.core.models.common.embeddings import rope_utils
 
@@ -294,7 +301,7 @@ def rotate_packed_by(rotation: Callable[..., torch.Tensor]) -> None:
 
 @contextmanager
 def param_groups_of_role(role: dist.ProcessGroup) -> Iterator[None]:
-    """While active, ranks of a role agree on parameter groups among themselves.
+    """Within the context, ranks of a role agree on parameter groups among themselves.
 
     Megatron gathers them over the default group (optimizer/__init__.py, `_get_param_groups`), once for dense and once
     for expert parameters, and ranks without the role would have to take part as often.

@@ -1,7 +1,7 @@
-"""The next rank on this machine, whose end this one notices although it waits for something else.
+"""The next rank on this machine, whose end this rank notices while it waits for something else.
 
-So that an end without a word, such as a kill by the kernel for a lack of memory, is known at once, with the rank, and
-also where nothing breaks by it, as for a rank that waits at the store. Every rank looks at one.
+A silent end, such as a kill by the kernel for lack of memory, is thus known at once, with the rank, even where no
+connection breaks, as for a rank that waits at the store. Every rank watches one other.
 """
 
 from __future__ import annotations
@@ -26,19 +26,19 @@ class Neighbour:
 
     @property
     def is_gone(self) -> bool:
-        """Whether it has ended."""
+        """Whether the process has ended."""
         try:
             return not self.process.is_running() or self.process.status() == psutil.STATUS_ZOMBIE
         except psutil.Error:
             return True
 
     def is_done(self, notices: Notices) -> bool:
-        """Whether it said that it would end. Raises DistError where nobody keeps the store any more."""
+        """Whether the process announced its end. Raises DistError where the store is gone."""
         return notices.count(f"{_DONE}/{self.rank}") > 0
 
     @property
     def words(self) -> str:
-        """How it ended."""
+        """Sentence on how the process ended."""
         return (
             f"process {self.process.pid} on {socket.gethostname()} ended without a word, as one does that the kernel "
             "kills for a lack of memory; `dmesg` there says whether it did"
@@ -46,13 +46,13 @@ class Neighbour:
 
 
 def introduce(notices: Notices, rank: int, local_rank: int) -> None:
-    """Say which process this rank is. Raises DistError."""
+    """Post which process this rank is. Raises DistError."""
     notices.post(f"{_PROCESS}/{socket.gethostname()}/{local_rank}", f"{rank} {os.getpid()} {_began(os.getpid())}")
 
 
 def find_neighbour(notices: Notices, local_rank: int, local_world_size: int) -> Neighbour | None:
-    """The one after this rank; None where it has not been introduced, or cannot be seen from here, as from another
-    container. Raises DistError."""
+    """The rank after this one on the machine; None where it has not been introduced, or is invisible from here, as from
+    another container. Raises DistError."""
     said = notices.words(f"{_PROCESS}/{socket.gethostname()}/{(local_rank + 1) % local_world_size}")
     if not said:
         return None
@@ -65,13 +65,13 @@ def find_neighbour(notices: Notices, local_rank: int, local_world_size: int) -> 
 
 
 def say_done(notices: Notices, rank: int) -> None:
-    """This rank is about to end as it should. Raises DistError."""
+    """Announce that this rank is about to end normally. Raises DistError."""
     notices.count(f"{_DONE}/{rank}", 1)
     notices.count(_DONE, 1)
 
 
 def all_done(notices: Notices, world_size: int) -> bool:
-    """Whether all ranks have said so. Raises DistError."""
+    """Whether all ranks have announced their end. Raises DistError."""
     return notices.count(_DONE) >= world_size
 
 

@@ -1,4 +1,4 @@
-"""What ranks tell each other outside of collectives, by the store at which they met."""
+"""Messages between ranks outside of collectives, through the store at which they met."""
 
 from __future__ import annotations
 
@@ -11,9 +11,8 @@ POLL_SECONDS = 0.5
 
 
 class Notices:
-    """Words and counts in the store, over a connection of their own, as the process group holds the first one while it
-    waits for something. Any thread may call anything; whatever is asked raises DistError once nobody keeps the store
-    any more."""
+    """Words and counts in the store. They use a connection of their own, as the process group holds the first one while
+    it waits. Any thread may call any method; each raises DistError once the store is gone."""
 
     def __init__(self, store: dist.Store) -> None:
         self._store = store
@@ -25,35 +24,35 @@ class Notices:
         self._lock = threading.Lock()
 
     def post(self, name: str, words: str) -> str:
-        """Leave words for all ranks, unless there are some under that name; returns those that are there."""
+        """Post words for all ranks, unless the name already has some; returns those that are there."""
         return str(self._store.compare_set(name, "", words).decode())
 
     def words(self, name: str) -> str:
-        """What was left under a name, "" where nothing is."""
+        """Words posted under a name, "" where there are none."""
         return str(self._store.get(name).decode()) if self._store.check([name]) else ""
 
     def count(self, name: str, more: int = 0) -> int:
-        """What all ranks have counted under a name, with so many more."""
+        """Add `more` to a count that all ranks share, and return it."""
         return int(self._store.add(name, more))
 
     def listen(self, name: str, heard: Callable[[str], None]) -> None:
-        """Have `heard` called once, in a thread, with what a rank posts under a name or has posted."""
+        """Call `heard` once, in a thread, with what a rank posts under a name or has already posted."""
         with self._lock:
             self._heard[name] = heard
         self._begin()
 
     def each_turn(self, work: Callable[[], None]) -> None:
-        """Have something done in that thread as often as it looks."""
+        """Call `work` in that thread at every poll."""
         with self._lock:
             self._each_turn.append(work)
         self._begin()
 
     def when_lost(self, lost: Callable[[], None]) -> None:
-        """Have `lost` called, in that thread, where nobody keeps the store any more."""
+        """Call `lost` in that thread when the store is gone."""
         self._lost = lost
 
     def close(self) -> None:
-        """Listen no more."""
+        """Stop listening."""
         self._closed.set()
 
     def _begin(self) -> None:
@@ -81,4 +80,4 @@ class Notices:
 
 
 def _nothing() -> None:
-    """Nobody wants to know."""
+    """Default of `when_lost`."""

@@ -1,4 +1,4 @@
-"""Collectives of Python objects: small things that ranks tell each other, pickled."""
+"""Collectives of Python objects: small pickled values that ranks exchange."""
 
 from __future__ import annotations
 
@@ -27,19 +27,19 @@ def all_gather_objects(value: T, group: dist.ProcessGroup | None = None) -> list
 
 
 def send_object(value: object, rank: int) -> None:
-    """Give one other rank a value; it takes it by `receive_object`. In the host's memory, as all objects."""
+    """Send a value to one other rank, which receives it by `receive_object`; over host memory, as all objects."""
     dist.send_object_list([value], dst=rank, device=torch.device("cpu"))
 
 
 def receive_object(rank: int) -> Any:
-    """What another rank hands to this one."""
+    """Receive a value that another rank sends by `send_object`."""
     taken: list[Any] = [None]
     dist.recv_object_list(taken, src=rank, device=torch.device("cpu"))
     return taken[0]
 
 
 def attempt(work: Callable[[], T], caught: tuple[type[Exception], ...] = (ValueError, OSError)) -> tuple[T | None, str]:
-    """What this process's work gives, and why it failed, "" where it did not."""
+    """Result of this process's work, and why it failed; "" where it did not."""
     try:
         return work(), ""
     except caught as error:
@@ -47,9 +47,9 @@ def attempt(work: Callable[[], T], caught: tuple[type[Exception], ...] = (ValueE
 
 
 def agreed(work: Callable[[], T], caught: tuple[type[Exception], ...] = (ValueError, OSError)) -> T:
-    """What this rank's work gives; a collective of the world.
+    """Result of this rank's work; a collective of the world.
 
-    Raises ValueError on every rank where the work of one failed, so that none waits for one that has stopped.
+    Raises ValueError on every rank where the work of one failed, so that none waits for a rank that has stopped.
     """
     result, problem = attempt(work, caught)
     problems = all_gather_objects(problem)

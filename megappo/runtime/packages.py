@@ -1,4 +1,4 @@
-"""Installed packages."""
+"""Installed packages, and faster imports of them."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from importlib.machinery import ModuleSpec
 from pathlib import Path
 
 _OF_IMAGES = ("torchvision", "scipy")
-"""What transformers imports for images and boxes in them, where it is installed."""
+"""Packages that transformers imports for images where they are installed."""
 _ASKING = "transformers.utils.import_utils"
 
 
 def installed_version(name: str) -> str | None:
-    """The version of an installed package, None where it is not there."""
+    """Version of an installed package, None where it is not there."""
     try:
         return importlib.metadata.version(name)
     except importlib.metadata.PackageNotFoundError:
@@ -31,18 +31,17 @@ def packages_digest() -> str:
 
 
 def quicken_packages_scan() -> None:
-    """Have this process find out which packages belong to which distribution in a tenth of a second.
+    """Make `importlib.metadata.packages_distributions` fast in this process: a tenth of a second.
 
-    transformers asks for it when it is imported (utils/import_utils.py:51), and the standard library looks for every
-    file of every package: a CPU second of each process.
+    transformers calls it on import (5.19, utils/import_utils.py:51), and the standard library's version inspects every
+    file of every package: a CPU second in each process.
     """
     importlib.metadata.packages_distributions = packages_distributions
 
 
 def read_texts_only() -> None:
-    """Have transformers leave out in this process what it has for images: a quarter of a CPU second of its import, as
-    torchvision imports torch's compiler. Whoever imports torchvision or scipy has them all the same.
-    """
+    """Make transformers skip its imports for images in this process. They take a quarter of a CPU second, as
+    torchvision imports torch's compiler. Other importers of torchvision or scipy still get them."""
     find_spec = importlib.util.find_spec
 
     def find(name: str, package: str | None = None) -> ModuleSpec | None:
@@ -53,7 +52,8 @@ def read_texts_only() -> None:
 
 
 def packages_distributions() -> dict[str, list[str]]:
-    """As `importlib.metadata.packages_distributions`, by what distributions say that they hold, there or not."""
+    """Replaces `importlib.metadata.packages_distributions`: reads what distributions declare, whether the files exist
+    or not."""
     found = defaultdict(list)
     for distribution in importlib.metadata.distributions():
         declared, name = (distribution.read_text("top_level.txt") or "").split(), distribution.metadata["Name"]
@@ -63,7 +63,7 @@ def packages_distributions() -> dict[str, list[str]]:
 
 
 def _recorded_packages(distribution: importlib.metadata.Distribution) -> set[str]:
-    """Packages and modules at the top of what a distribution lists."""
+    """Top-level packages and modules in a distribution's list of files."""
     record = distribution.read_text("RECORD")
     paths = [str(p) for p in distribution.files or ()] if record is None else record.splitlines()
     firsts = {path.partition(",")[0].partition("/")[::2] for path in paths}

@@ -1,4 +1,4 @@
-"""One process of the run: its rank, its device, its collectives."""
+"""One process of the run: its rank, device and collectives."""
 
 from __future__ import annotations
 
@@ -28,28 +28,29 @@ from megappo.runtime.store import another_connection, await_all, listening_store
 from megappo.runtime.waiting import pause, wait_until
 
 _MOST_START_SECONDS = 1800
-_LOOK_SECONDS = 0.02
 """The longest that ranks wait for each other at the start."""
+_LOOK_SECONDS = 0.02
+"""Interval between two looks at a GPU's free memory."""
 
 _JOB_KEY, _JOB_PATIENCE = "megappo/job", datetime.timedelta(seconds=60)
-"""Where rank 0's store says whose it is, and how long after all have come to it."""
+"""Key with which rank 0's store names its job, and how long after all ranks have connected it may take to appear."""
 
 
 @dataclass(frozen=True)
 class Memory:
-    """In GB (1e9 bytes)."""
+    """Memory of a rank and its device in GB (1e9 bytes)."""
 
     peak_gigabytes: float
-    """Most that this rank has had so far: tensors on CUDA, the process on a CPU."""
+    """Peak of this rank so far: tensors on CUDA, the process on a CPU."""
     reserved_gigabytes: float
-    """What it keeps from others: torch's allocator with its cache, on a CPU the process."""
+    """Memory that this rank keeps from others: torch's allocator with its cache; on a CPU the process."""
     free_gigabytes: float
-    """Of the device, on a CPU of the machine, whoever holds the rest."""
+    """Free memory of the device, or of the machine on a CPU, whoever uses the rest."""
 
 
 @dataclass(frozen=True)
 class Runtime:
-    """What the rest of the program knows of the process it runs in."""
+    """Rank, world size and device of this process, and what depends on them."""
 
     rank: int
     world_size: int
@@ -70,27 +71,27 @@ class Runtime:
 
     @property
     def backend(self) -> str:
-        """What carries collectives of tensors on its device."""
+        """Backend of collectives on this rank's device."""
         return collective_backend(self.device.type)
 
     @property
     def device_name(self) -> str:
-        """A GPU as its maker calls it, "" for a CPU."""
+        """The GPU's product name, "" for a CPU."""
         return torch.cuda.get_device_name() if self.on_cuda else ""
 
     @functools.cached_property
     def notices(self) -> Notices:
-        """What ranks tell each other outside of collectives."""
+        """Messages between ranks outside of collectives."""
         return Notices(another_connection(dist.distributed_c10d._get_default_store()))
 
     @functools.cached_property
     def failures(self) -> Failures:
-        """The way out for errors."""
+        """Handler of this rank's errors and of those of other ranks."""
         return Failures(Ranks(self.rank, self.world_size, self.local_rank, self.local_world_size), self.notices)
 
     @contextlib.contextmanager
     def megatron(self) -> Iterator[None]:
-        """Every call into Megatron-Core happens inside this; on CUDA it does nothing."""
+        """Context for every call into Megatron-Core; it does nothing on CUDA."""
         if self.on_cuda:
             yield
             return
@@ -100,21 +101,24 @@ class Runtime:
             yield
 
     def synchronize(self) -> None:
-        """Wait for the device, so that stage times are true."""
+        """Wait for the device, so that measured times of stages are true."""
         if self.on_cuda:
             torch.cuda.synchronize()
 
     def release_cached_memory(self) -> None:
-        """Give what torch's allocator keeps for later back to the GPU, for other processes; on a CPU it keeps none."""
+        """Return the cache of torch's allocator to the GPU, for other processes; on a CPU there is none.
+
+        An engine that wakes before this call finds too little memory on a full GPU.
+        """
         if self.on_cuda:
-            gc.collect()  # cycles hold tensors
+            gc.collect()  # reference cycles hold tensors
             torch.cuda.synchronize()
-            torch.cuda.ipc_collect()  # what other processes had opened and have let go of
+            torch.cuda.ipc_collect()  # memory that other processes had opened and closed again
             torch.cuda.empty_cache()
 
     def await_freed_memory(self, most_seconds: float = 5.0) -> bool:
-        """Wait while other processes give memory of the GPU back, until two looks find as much free; False where that
-        takes longer."""
+        """Wait while other processes free GPU memory, until two polls find the same amount; False where that takes
+        longer."""
         if not self.on_cuda:
             return True
         seen = [torch.cuda.mem_get_info()[0]]
@@ -127,7 +131,7 @@ class Runtime:
         return wait_until(is_over, most_seconds, every_seconds=_LOOK_SECONDS)
 
     def memory(self) -> Memory:
-        """What this rank and its device hold now."""
+        """Memory that this rank and its device use now."""
         if self.on_cuda:
             free, _ = torch.cuda.mem_get_info()
             return Memory(torch.cuda.max_memory_allocated() / 1e9, torch.cuda.memory_reserved() / 1e9, free / 1e9)
@@ -136,7 +140,7 @@ class Runtime:
 
 
 def _join(settings: RuntimeSettings, device: torch.device, ranks: Ranks) -> None:
-    """Meet the other ranks. Raises RunError where they cannot be met."""
+    """Meet the other ranks. Raises RunError where that fails."""
     allow_connections()
     address, port = os.environ["MASTER_ADDR"], os.environ["MASTER_PORT"]
     patience = datetime.timedelta(seconds=min(settings.collective_timeout_seconds, _MOST_START_SECONDS))
@@ -153,7 +157,7 @@ def _join(settings: RuntimeSettings, device: torch.device, ranks: Ranks) -> None
 
 
 def _store(address: str, port: int, ranks: Ranks, patience: datetime.timedelta) -> dist.Store:
-    """Where the ranks meet: torchrun's agent serves it where it has one, else rank 0 does."""
+    """The store at which ranks meet: torchrun's agent serves it where it has one, else rank 0 does."""
     if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
         of_agent = dist.TCPStore(address, port, ranks.world_size, is_master=False, timeout=patience)
         prefix = f"/worker/attempt_{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}/default_pg"  # one for each start
@@ -175,11 +179,11 @@ def _store(address: str, port: int, ranks: Ranks, patience: datetime.timedelta) 
 def start_runtime(settings: RuntimeSettings, *, with_servers: bool = False) -> Iterator[Runtime]:
     """Join the process group and prepare Megatron-Core for this machine; leave the group at the end.
 
-    An error of the block is all ranks': every one of them says it and its process ends, see `Failures`. It is raised
-    where there is one rank, and `Interrupted`, which all ranks raise, always.
+    An error of the block ends all ranks: every one of them prints it and its process ends, see `Failures`. With one
+    rank it is raised instead. `Interrupted`, which all ranks raise, is always raised.
 
-    Reads `RANK`, `WORLD_SIZE`, `LOCAL_RANK`, `LOCAL_WORLD_SIZE`, `MASTER_ADDR`, `MASTER_PORT`; without them the run
-    is one process. `srun` and `mpirun` are understood too. Raises ValueError where `runtime.device` asks for CUDA and
+    Reads `RANK`, `WORLD_SIZE`, `LOCAL_RANK`, `LOCAL_WORLD_SIZE`, `MASTER_ADDR`, `MASTER_PORT`; without them the run is
+    one process. `srun` and `mpirun` are understood too. Raises ValueError where `runtime.device` asks for CUDA and
     there is none or too few devices, RunError where the other ranks cannot be met.
     """
     adopt_launcher(os.environ)
@@ -190,7 +194,7 @@ def start_runtime(settings: RuntimeSettings, *, with_servers: bool = False) -> I
     device = prepare_device(settings, ranks)
     runtime = Runtime(ranks.rank, ranks.world_size, ranks.local_rank, device, ranks.local_world_size or 1)
     if "MASTER_ADDR" not in os.environ:
-        os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT="0")  # alone, so that nobody has to know the port
+        os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT="0")  # a single process: any free port
     _join(settings, runtime.device, ranks)
     runtime.failures.start()
     try:
@@ -205,13 +209,17 @@ def start_runtime(settings: RuntimeSettings, *, with_servers: bool = False) -> I
 
 
 def _leave_group(runtime: Runtime) -> None:
-    """Of a run that all ranks end at the same place; otherwise NCCL would wait for the others."""
+    """Destroy the process group of a run that all ranks end at the same place; elsewhere NCCL would wait for the
+    others."""
     runtime.failures.stop()
     dist.destroy_process_group()
 
 
 def _prepare_megatron() -> None:
-    """Make the buffer of sequence parallel gathers, Megatron's one global that process groups do not replace."""
+    """Create the buffer of sequence parallel gathers, the one global of Megatron that process groups do not replace.
+
+    0.16.1 / 0.19.2 read it in dot_product_attention.py:189 and tensor_parallel/layers.py:482, 519 / 570, 614.
+    """
     from megatron.core import parallel_state
 
     if parallel_state._GLOBAL_MEMORY_BUFFER is None:

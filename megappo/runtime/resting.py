@@ -1,8 +1,8 @@
 """Memory that leaves the device and comes back.
 
-What moves are storages, not tensors: one that is away has no bytes on the device, the tensors that are parts of it stay
-what they are, and hold again what they held once it is back. Copies go over a stream of their own, beside what is
-computed; without CUDA, where `megatron_cpu.install` has put its stand-ins, the same calls copy at once.
+Whole storages are moved, not tensors. An offloaded storage has no bytes on the device; tensors that view it stay valid
+and have their values again once it is back. Copies use a stream of their own, in parallel with computation. Without
+CUDA, where `megatron_cpu.install` has installed its stand-ins, the same calls copy at once.
 """
 
 from __future__ import annotations
@@ -20,22 +20,22 @@ from torch import Tensor
 from megappo.errors import RunError
 
 _BLOCK_BYTES = 2**28
-"""Largest piece of a resting place: torch rounds pinned memory up to a power of two, so that one piece of 9 GB would
-take 16 GB."""
+"""Largest piece of a resting place. torch rounds pinned memory up to a power of two, so one piece of 9 GB would take 16
+GB."""
 
 
 class RestingPlace:
-    """Bytes outside of the device: pinned memory of the host. Without CUDA that would be the memory they leave, so
-    there they are in a file that only this process knows, and that ends with it, however it ends."""
+    """Bytes outside of the device: pinned host memory. Without CUDA, where host memory is what is to be freed, they are
+    in an unnamed file, which vanishes with this process, however it ends."""
 
     def __init__(self, device: torch.device, directory: Path | None = None, block_bytes: int = _BLOCK_BYTES) -> None:
         self._on_cuda, self._directory, self._block_bytes = device.type == "cuda", directory, block_bytes
         self._blocks: list[tuple[int, Tensor]] = []
-        """Pieces in order, each with its first byte."""
+        """Blocks in order, each with the position of its first byte."""
         self.n_bytes = 0
 
     def reserve(self, n_bytes: int) -> None:
-        """Have room for so many bytes; what is there stays. Raises RunError where a disk has no room."""
+        """Make room for so many bytes; existing content stays. Raises RunError where a disk is full."""
         while self.n_bytes < n_bytes:
             size = min(n_bytes - self.n_bytes, self._block_bytes)
             block = torch.empty(size, dtype=torch.uint8, pin_memory=True) if self._on_cuda else self._mapped(size)
@@ -43,17 +43,17 @@ class RestingPlace:
             self.n_bytes += size
 
     def put(self, start: int, source_n: Tensor) -> None:
-        """Copy bytes here, from a byte on."""
+        """Copy bytes to here, from byte `start` on."""
         for block, begin, end in self._pieces(start, len(source_n)):
             block.copy_(source_n[begin:end], non_blocking=True)
 
     def get(self, start: int, out_n: Tensor) -> None:
-        """Copy bytes that begin here at a byte."""
+        """Copy the bytes from byte `start` on to `out_n`."""
         for block, begin, end in self._pieces(start, len(out_n)):
             out_n[begin:end].copy_(block, non_blocking=True)
 
     def _pieces(self, start: int, size: int) -> Iterator[tuple[Tensor, int, int]]:
-        """The parts of blocks that a run of bytes is in, each with what of the run it holds."""
+        """Parts of blocks that a run of bytes covers, each with its begin and end within the run."""
         for first, block in self._blocks:
             begin, end = max(start, first), min(start + size, first + len(block))
             if begin < end:
@@ -62,7 +62,7 @@ class RestingPlace:
     def _mapped(self, size: int) -> Tensor:
         try:
             with tempfile.TemporaryFile(dir=self._directory, prefix="megappo-") as file:
-                os.posix_fallocate(file.fileno(), 0, size)  # a full disk is found here, not by a signal at the copy
+                os.posix_fallocate(file.fileno(), 0, size)  # a full disk raises here, not as a signal later
                 return torch.frombuffer(mmap.mmap(file.fileno(), size), dtype=torch.uint8)
         except OSError as error:
             folder = self._directory or tempfile.gettempdir()
@@ -76,19 +76,20 @@ class Movable:
     """Storages that leave the device together and come back together."""
 
     def __init__(self, place: RestingPlace | None = None) -> None:
-        """`place`: where their content is kept; None: it is not, and what comes back is not initialised."""
+        """`place`: where their content is kept; None: it is lost, and storages come back uninitialised."""
         self._place = place
         self._storages: dict[int, tuple[torch.UntypedStorage, int, int]] = {}
-        """What left last: each storage by its identity, with its size and where it begins in the place."""
+        """The storages that left last, by identity: the storage, its size, and its first byte in the place."""
         self._is_kept = False
-        """Whether the place still holds what the device has."""
+        """Whether the place still has the device's content."""
         self._arrival: torch.cuda.Event | None = None
         self.is_away = False
 
     def leave(self, tensors: Iterable[Tensor], reserve_bytes: int = 0) -> None:
-        """Take the storages of these tensors off the device, those without bytes left out; nothing where they are away.
+        """Move the storages of these tensors off the device; empty ones are skipped, and nothing happens while they are
+        away.
 
-        `reserve_bytes`: how much room all of them will need one day.
+        `reserve_bytes`: room that all of them will need later.
         """
         if self.is_away:
             return
@@ -106,13 +107,13 @@ class Movable:
         self.is_away, self._is_kept = True, True
 
     def come_back(self, *, unchanged: bool = False) -> None:
-        """Begin to bring the storages back, `arrive` before they are used; `unchanged`: what comes is only read, so
-        that nothing needs to be copied when it leaves again."""
+        """Start to bring the storages back; call `arrive` before using them. `unchanged`: they are only read, so that
+        nothing has to be copied when they leave again."""
         self._is_kept = self._is_kept and unchanged
         if not self.is_away:
             return
         if self._place is not None:
-            _stream().synchronize()  # what left before has left memory behind that can be used
+            _stream().synchronize()  # the memory of what left before is free from here on
         for storage, size, _ in self._storages.values():
             storage.resize_(size)
         if self._place is not None:
@@ -121,13 +122,13 @@ class Movable:
         self.is_away = False
 
     def arrive(self) -> None:
-        """What is computed from here on finds what came back."""
+        """Make work that is queued from here on wait for the copies of `come_back`."""
         if self._arrival is not None:
             torch.cuda.current_stream().wait_event(self._arrival)
             self._arrival = None
 
     def read(self, tensor: Tensor, elements: slice) -> Tensor | None:
-        """A copy of these elements of a contiguous tensor, flattened, on its device; None where it is not away."""
+        """Copy of these elements of a contiguous tensor, flattened, on its device; None where it is not away."""
         found = self._storages.get(tensor.untyped_storage()._cdata) if self.is_away else None
         if found is None or self._place is None:
             return None
@@ -148,10 +149,10 @@ class Movable:
                 flat_n = torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
                 (self._place.put if to_place else self._place.get)(start, flat_n)
                 if flat_n.is_cuda:
-                    flat_n.record_stream(stream)  # the memory is used no more than this before the copy is done
+                    flat_n.record_stream(stream)  # the memory is not reused before the copy is done
 
 
 @functools.cache
 def _stream() -> torch.cuda.Stream:
-    """All that moves uses one, so that what comes back waits for what left before it."""
+    """The one stream of all moves, so that what comes back waits for what left before."""
     return torch.cuda.Stream()

@@ -1,4 +1,4 @@
-"""When a server is asked again: one policy for whatever speaks HTTP."""
+"""When a failed request is tried again: one policy for all HTTP clients."""
 
 from __future__ import annotations
 
@@ -10,18 +10,18 @@ from email.message import Message
 from email.utils import parsedate_to_datetime
 
 TRANSIENT = frozenset((408, 425, 429, 500, 502, 503, 504))
-"""HTTP's codes after which another try may help."""
+"""HTTP status codes after which another try may succeed."""
 LONGEST_PAUSE_SECONDS = 5.0
 _FIRST_PAUSE_SECONDS = 0.1
 _CHANCE = random.SystemRandom()
-"""Its own, as a run goes on with the states of all others."""
+"""A generator of its own: checkpoints restore the states of all others, and pauses need not be reproducible."""
 
 
 class Tries:
-    """Those of one request, until a deadline or so many times.
+    """The tries of one request, until a deadline or a maximum number.
 
-    Pauses double. Each is drawn from the upper half of what it may be, as those whom a server refused together would
-    come back together; none is shorter than what the server asks for.
+    Pauses double. Each is drawn from the upper half of its range, as clients that a server refused together would
+    otherwise return together. None is shorter than the server asks for.
     """
 
     def __init__(self, deadline_seconds: float, most: float = math.inf) -> None:
@@ -29,16 +29,16 @@ class Tries:
         self.begin_again(deadline_seconds)
 
     def begin_again(self, deadline_seconds: float) -> None:
-        """Neither tries nor time count that were before."""
+        """Reset the number of tries and the deadline."""
         self.count, self._deadline, self._pause = 0, time.monotonic() + deadline_seconds, _FIRST_PAUSE_SECONDS
 
     @property
     def seconds_left(self) -> float:
-        """Until the deadline; negative behind it."""
+        """Seconds until the deadline; negative after it."""
         return self._deadline - time.monotonic()
 
     def pause(self, asked_seconds: float = 0.0) -> float | None:
-        """Count a try that failed; seconds until the next one, None where there is to be none."""
+        """Count a failed try; returns seconds until the next one, None where there is to be none."""
         self.count += 1
         seconds = max(_CHANCE.uniform(self._pause / 2, self._pause), asked_seconds)
         self._pause = min(2 * self._pause, LONGEST_PAUSE_SECONDS)
@@ -46,12 +46,13 @@ class Tries:
 
 
 def asked_pause(headers: Mapping[str, str] | Message | None) -> float:
-    """Seconds for which a server asks not to be tried (`Retry-After`, as seconds or as a date); 0 where it does not."""
+    """Seconds for which a server asks not to be called (`Retry-After`, in seconds or as a date); 0 where it does not
+    ask."""
     text, date = ("", "") if headers is None else (headers.get(name) or "" for name in ("Retry-After", "Date"))
     if text.strip().isdecimal():
         return float(text)
-    try:  # both by the server's clock
+    try:  # the difference of two times of the server's clock
         until, now = parsedate_to_datetime(text), parsedate_to_datetime(date)
         return max(0.0, (until - now).total_seconds())
-    except (ValueError, TypeError):  # none, no date, or one without its zone
+    except (ValueError, TypeError):  # missing, no date, or without a time zone
         return 0.0

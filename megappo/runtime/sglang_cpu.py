@@ -1,8 +1,8 @@
 """Lets the stock SGLang wheel generate on a machine without CUDA.
 
 SGLang finds this module through its entry points: `activate` in group `sglang.srt.platforms`, `register_hooks` in group
-`sglang.srt.plugins` (pyproject.toml). On a machine with CUDA both leave SGLang as it is. Nothing of megappo runs inside
-an engine but this file and `sglang_slices`.
+`sglang.srt.plugins` (pyproject.toml). On a machine with CUDA both leave SGLang as it is. Of megappo only this file and
+`sglang_slices` run inside an engine.
 """
 
 from __future__ import annotations
@@ -29,13 +29,13 @@ ENTRY_POINTS = {
     "sglang.srt.plugins": f"{PLATFORM_NAME} = megappo.runtime.sglang_cpu:register_hooks",
 }
 TRIED_VERSION = "0.5.23"
-"""What is replaced below was read in this version; another one is left alone and refused."""
+"""The version of SGLang that the replacements below were written for; others are left alone and refused."""
 
 _MASK = 0xFFFFFFFF
 
 
 def require_sglang() -> None:
-    """Raises RunError without SGLang, or with one that does not run here."""
+    """Raises RunError where SGLang is missing, or its version does not run here."""
     version = installed_version("sglang")
     if version is None:
         raise RunError(f"rollout.engine is sglang, which is not installed; {how_to_install('sglang')}")
@@ -46,8 +46,9 @@ def require_sglang() -> None:
 def activate() -> str | None:
     """Name of the platform's class, or None where SGLang's own platform for CUDA is the right one.
 
-    SGLang asks before it imports most of itself, four of eleven CPU seconds of which a server of ours is spared here:
-    flashinfer, which is for CUDA alone, and searches for garbage in what was imported and stays, and for packages.
+    SGLang calls this before it imports most of itself. That saves a server of ours four of eleven CPU seconds: for
+    flashinfer, which is for CUDA only, for collections of garbage among imported objects, which stay, and for a scan of
+    packages.
     """
     if torch.cuda.is_available():
         return None
@@ -60,11 +61,11 @@ def activate() -> str | None:
 
 
 def register_hooks() -> None:
-    """Have the processes of a server that megappo starts forked, so that it answers sooner.
+    """Fork the processes of a server that megappo starts, so that it answers sooner.
 
-    SGLang spawns a scheduler for each rank and a detokenizer, and each of them imports for ten seconds what the server
-    has imported already. It must, because CUDA does not survive a fork; here there is none, and nothing computes in the
-    server before.
+    SGLang spawns a scheduler for each rank and a detokenizer, and each of them spends ten seconds importing what the
+    server has imported already. It has to, because CUDA does not survive a fork. Here there is no CUDA, and nothing is
+    computed in the server before the fork.
     """
     if os.environ.get("SGLANG_PLATFORM") != PLATFORM_NAME or activate() is None:
         return
@@ -75,13 +76,13 @@ def register_hooks() -> None:
 
 
 def _begin(*arguments: Any) -> None:
-    """`arguments`: the server's among them.
+    """Hook that runs after SGLang has chosen "spawn". `arguments`: the call's, the server's settings among them.
 
-    All parts of a server look whether the same ports are free (server_args.py:872), which the first part alone binds.
-    Where parts share a machine, as virtual ones do, it may have done so before another one looks.
+    All nodes of a server check whether the same ports are free (server_args.py:872), which only the first node binds.
+    Where nodes share a machine, as virtual ones do, it may have bound them before another one checks.
     """
     multiprocessing.set_start_method("fork", force=True)
-    collect_as_usual()  # before the fork, so that nobody copies memory by looking through it
+    collect_as_usual()  # before the fork, as a collection in a child would copy memory pages
     if any(getattr(argument, "node_rank", 0) for argument in arguments):
         settings: Any = importlib.import_module("sglang.srt.server_args")
         settings.wait_port_available = lambda *_port: True
@@ -114,7 +115,7 @@ def _make_platform() -> type:
 
 
 def __getattr__(name: str) -> Any:
-    """The class is made when SGLang asks for it: this module must import where SGLang is not installed."""
+    """Create the platform's class when SGLang asks for it: this module must import where SGLang is not installed."""
     if name == "CpuPlatform":
         return _make_platform()
     raise AttributeError(f"module {__name__} has no attribute {name}")
@@ -123,23 +124,24 @@ def __getattr__(name: str) -> Any:
 def replace_gpu_code() -> None:
     """Replace what has no CPU implementation in the wheel; called by SGLang in every process that runs a model.
 
-    - `murmur_hash32` (kernels/ops/sampling/murmur_hash.py:112), the noise of seeded sampling, wants SGLang's own CPU
+    - `murmur_hash32` (kernels/ops/sampling/murmur_hash.py:112), the noise of seeded sampling, needs SGLang's own CPU
       kernels.
     - `adjust_config_with_unaligned_cpu_tp` (update_config.py:226) pads feed-forward sizes for those kernels.
     - `enable_batch_invariant_mode` (batch_invariant_ops.py:1010) registers Triton kernels for the device.
-    - `ALLOC_MEMORY_FUNCS` (mem_cache/pool_host/common.py:453) registers the host's memory of what routers chose with
-      CUDA, on devices that have no other function there.
-    - `moe_forward_native` (layers/moe/fused_moe_native.py:71) counts tokens of experts by their numbers here, which for
-      those of other ranks are -1.
-    - `release_memory_occupation` (weight_updater.py:379) waits for the device that torch was built for, there or not.
+    - `ALLOC_MEMORY_FUNCS` (mem_cache/pool_host/common.py:453) registers host memory for the routers' choices with CUDA,
+      on devices that have no other function there.
+    - `moe_forward_native` (layers/moe/fused_moe_native.py:71) counts tokens by local expert numbers, which are -1 for
+      experts of other ranks.
+    - `release_memory_occupation` (weight_updater.py:379) waits for the device that torch was built for, whether it is
+      there or not.
     """
     version = installed_version("sglang")
     if version != TRIED_VERSION:
         raise RuntimeError(f"SGLang {version} was not tried on a CPU; install sglang=={TRIED_VERSION}")
-    # The sampler has bound the first name already when it is loaded before this, and binds it later otherwise.
+    # The sampler has already bound the first name where it was loaded before; otherwise it binds it later.
     for module in ("sglang.kernels.ops.sampling.murmur_hash", "sglang.srt.layers.sampler"):
         importlib.import_module(module).murmur_hash32 = murmur_hash32  # type: ignore[attr-defined]
-    # Plain torch needs no alignment, and padded parameters would not be those that were sent.
+    # Plain torch needs no alignment, and padded parameters would differ from those of the weight sync.
     runner: Any = importlib.import_module("sglang.srt.model_executor.model_runner")
     runner.adjust_config_with_unaligned_cpu_tp = lambda model_config, *_args: model_config
     invariant: Any = importlib.import_module("sglang.srt.batch_invariant_ops")
@@ -153,12 +155,12 @@ def replace_gpu_code() -> None:
 
 
 def _replace_gpu_code_of_attention_groups() -> None:
-    """The same for ranks that attend in groups.
+    """Replace more of it for ranks that attend in groups (data parallel attention).
 
-    - `get_cpu_graph_seq_len_fill_value` (forward_batch_info.py:2014) is missing in attention in plain torch: the length
-      of a sequence that only fills up.
+    - `get_cpu_graph_seq_len_fill_value` (forward_batch_info.py:2014), the length of a padding sequence, is missing in
+      attention in plain torch.
     - `_is_cpu` there (:1948) and `memcpy_func` (dp_attention.py:644) are those of SGLang's own CPU build.
-    - `all_gather_into_tensor` (parallel_state.py:1372) is an operator for CUDA alone.
+    - `all_gather_into_tensor` (parallel_state.py:1372) is an operator for CUDA only.
     """
     backend: Any = importlib.import_module("sglang.srt.layers.attention.torch_native_backend")
     backend.TorchNativeAttnBackend.get_cpu_graph_seq_len_fill_value = lambda _self: 1
@@ -171,15 +173,16 @@ def _replace_gpu_code_of_attention_groups() -> None:
 
 @functools.cache
 def enable_batch_invariant_mode(enable_bmm: bool = True) -> None:
-    """Make a row of a matrix product of this process the same bits whatever other rows there are; for good.
+    """Make each row of a matrix product in this process independent of the other rows, to the last bit; permanent.
 
-    The libraries behind torch's products take other ways for a few rows only (about 1e-7 apart in float32), so fewer
-    than 16 are filled up. Attention computes every sequence by itself already, so `enable_bmm` changes nothing.
+    The libraries behind torch's products use other algorithms for few rows (about 1e-7 apart in float32), so products
+    of fewer than 16 rows are padded to 16. Attention computes every sequence by itself already, so `enable_bmm` changes
+    nothing.
     """
     library = torch.library.Library("aten", "IMPL")
     library.impl("mm", _mm, "CPU")
     library.impl("addmm", _addmm, "CPU")
-    _REGISTERED.append(library)  # ends with the object
+    _REGISTERED.append(library)  # removed with the object
 
 
 def _plain_memory(dims: tuple[int, ...], dtype: torch.dtype, **_of_gpus: Any) -> Tensor:
@@ -187,8 +190,8 @@ def _plain_memory(dims: tuple[int, ...], dtype: torch.dtype, **_of_gpus: Any) ->
 
 
 def _forward_of_held(forward: Callable[..., Tensor], layer: Any, x: Tensor, chosen: Any, config: Any) -> Tensor:
-    """What the experts that are here make of tokens. One choice after the other, as SGLang's function wants different
-    experts for each token; for what is elsewhere it is the first one, without weight."""
+    """Output of this rank's experts for tokens. One choice at a time, as SGLang's function needs different experts for
+    each token; choices on other ranks become expert 0 with weight 0."""
     if layer.num_local_experts == layer.num_experts:
         return forward(layer, x, chosen, config)
     held = chosen.topk_ids >= 0
@@ -203,7 +206,7 @@ _find_device_module = torch.get_device_module
 
 
 def _get_device_module(device: torch.device | str | None = None) -> Any:
-    """torch's function, for which a machine without CUDA has none, whatever torch was built for."""
+    """torch's function, which on a machine without CUDA finds no device where torch was built for CUDA."""
     return _find_device_module("cpu" if device is None else device)
 
 
@@ -213,7 +216,7 @@ _FEWEST_ROWS = 16
 
 def _mm(left_MK: Tensor, right_KN: Tensor) -> Tensor:
     out = left_MK.new_empty(max(_FEWEST_ROWS, len(left_MK)), right_KN.shape[1])
-    return torch.mm(_fill_up(left_MK), right_KN, out=out)[: len(left_MK)]  # with `out` it is another operator
+    return torch.mm(_fill_up(left_MK), right_KN, out=out)[: len(left_MK)]  # with `out`: another operator
 
 
 def _addmm(bias: Tensor, left_MK: Tensor, right_KN: Tensor, *, beta: float = 1, alpha: float = 1) -> Tensor:

@@ -1,8 +1,8 @@
-"""Puts a rank's slices into the parameters of an SGLang engine; runs in the server's processes.
+"""Copies a rank's slices into the parameters of an SGLang engine; runs in the server's processes.
 
-SGLang cuts whole Hugging Face tensors itself, so every rank of a server would have to be given all of them. Its option
-`--custom-weight-loader` names a function that takes tensors in another form: this one takes what the rank's parameters
-hold, in the order in which it stands there.
+SGLang cuts whole Hugging Face tensors itself, so every rank of a server would have to receive all of them. Its option
+`--custom-weight-loader` names a function for tensors in another form: this one takes the content of the rank's
+parameters, in the order in which it is stored there.
 """
 
 from __future__ import annotations
@@ -18,40 +18,41 @@ from megappo.runtime.packages import installed_version
 from megappo.runtime.sglang_cpu import TRIED_VERSION
 
 LOADER = "megappo.runtime.sglang_slices.load_slices"
-"""What SGLang is told; also the `load_format` of requests."""
+"""Value of SGLang's option, and `load_format` of requests."""
 
 
 def has_loader() -> bool:
-    """Whether the installed SGLang is the one that this was tried in; another one is given whole tensors."""
+    """Whether the installed SGLang is the version that this was tried with; others receive whole tensors."""
     return installed_version("sglang") == TRIED_VERSION
 
 
 class SlicePlace(NamedTuple):
-    """Where a run of bytes belongs."""
+    """Place of a run of bytes in an engine's parameter."""
 
     name: str
-    """The engine's parameter."""
+    """Name of the engine's parameter."""
     part: int
     parts: int
-    """Which of so many equal parts of the parameter: an expert's; all of it where there is one."""
+    """Index of the part among `parts` equal ones of the parameter, such as an expert; the whole parameter where `parts`
+    is 1."""
     zeros: int
     """Elements of padding after the run."""
     dtype: str
     start: int
-    """Of the run in its payload, in bytes."""
+    """First byte of the run in its payload."""
     stop: int
 
 
 def describe(places: Sequence[SlicePlace]) -> str:
-    """For `load_slices`, in the place of a tensor's name."""
+    """Description for `load_slices`, sent as the name of a tensor."""
     return json.dumps(places)
 
 
 def load_slices(model: Any, described: Sequence[tuple[str, Tensor]]) -> None:
-    """Copy runs of bytes to where their descriptions say, and make what the model keeps besides of its parameters, as
-    latent attention does of `kv_b_proj`.
+    """Copy runs of bytes to the places that their descriptions name, and update what the model derives from its
+    parameters, as latent attention does from `kv_b_proj`.
 
-    Raises ValueError for a parameter that is not there or is laid out in another way; SGLang ends with its words.
+    Raises ValueError for a parameter that is missing or laid out differently; SGLang ends with that message.
     """
     parameters, filled = dict(model.named_parameters()), set()
     for description, flat_bytes in described:

@@ -20,12 +20,13 @@ from megappo.runtime.launchers import Ranks
 _LOW_PORTS = range(10000, 30000)
 _TRIES = 100
 _USUAL_SECONDS = 60.0
+"""Time after which rank 0 prints whom it waits for."""
 _COUNT, _ALL = "megappo/come", "megappo/all-come"
 
 
 def another_connection(store: dist.Store) -> dist.Store:
-    """The same store for another thread: who waits at it there holds nobody up here."""
-    connected: dist.Store = cast(Any, store).clone()  # which torch's types have from 2.14 on, and torch before
+    """Another connection to the same store, for another thread: a call that waits there does not block this one."""
+    connected: dist.Store = cast(Any, store).clone()  # in torch's types only from 2.14 on
     return connected
 
 
@@ -40,11 +41,11 @@ def listening_store(
 ) -> dist.TCPStore:
     """torch's store for `world_size` processes to meet at `address`:`port` (0: a free one), served by this process.
 
-    torch's own listens on every interface, to anybody and without a key. This one listens on that of `address` alone,
-    save where the others may know it by another: when `address` is none of this machine's (it stands behind a
-    translation), or when some are on other machines (`on_one_machine` false) and it is a name that means the loopback
-    interface here, or several interfaces, as /etc/hosts and resolvers of many distributions have it. Raises OSError
-    where nothing can listen there.
+    torch's own listens on every interface, without authentication. This one listens on that of `address` alone, except
+    where the others may know it by another. That is so when `address` is none of this machine's (behind address
+    translation), or when some ranks are on other machines (`on_one_machine` false) and it is a name that resolves to
+    the loopback interface here, or to several interfaces, as /etc/hosts and resolvers of many distributions have it.
+    Raises OSError where nothing can listen there.
     """
     places = socket.getaddrinfo(address, port, type=socket.SOCK_STREAM)
     family, kind, _, _, place = places[0]
@@ -69,9 +70,9 @@ def listening_store(
 
 
 def await_all(store: dist.Store, ranks: Ranks, patience: datetime.timedelta) -> None:
-    """Until all ranks are at the store. Raises RunError that names those that do not come.
+    """Wait until all ranks are at the store. Raises RunError that names those that do not come.
 
-    Rank 0 tells whom it waits for where that takes longer than it should.
+    Rank 0 prints whom it waits for where that takes longer than it should.
     """
     store.set(_come(ranks.rank), socket.gethostname())
     if store.add(_COUNT, 1) == ranks.world_size:
@@ -96,7 +97,7 @@ def _come(rank: int) -> str:
 
 @contextmanager
 def _bound(host: str, port: int) -> Iterator[socket.socket]:
-    """A socket at an address of this machine; raises OSError where there can be none."""
+    """A socket bound to an address of this machine; raises OSError where that fails."""
     family, kind, _, _, place = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)[0]
     with socket.socket(family, kind) as probe:
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -105,16 +106,16 @@ def _bound(host: str, port: int) -> Iterator[socket.socket]:
 
 
 def free_port(host: str) -> int:
-    """A port of the interface that nobody listens on, below those that Linux hands out by itself: one of these may be
-    another connection's before anybody listens. Raises OSError where the interface is none of this machine's."""
+    """A port of the interface that nobody listens on, below Linux's ephemeral ports: another connection may take one of
+    those before anybody listens. Raises OSError where the interface is none of this machine's."""
     with _bound(host, 0):
         return free_ports(host, 1)
 
 
 def free_ports(host: str, count: int) -> int:
-    """The first of so many ports in a row that nobody listens on, below those that Linux hands out by itself. Raises
-    OSError where there are none."""
-    draw = random.SystemRandom()  # forks of one process, and runs of one seed, draw others
+    """First of so many consecutive ports that nobody listens on, below Linux's ephemeral ports. Raises OSError where
+    there are none."""
+    draw = random.SystemRandom()  # forks of one process, and runs with one seed, must draw different ports
     for first in (draw.choice(_LOW_PORTS[:-count]) for _ in range(_TRIES)):
         if all(listening_problem(host, port) is None for port in range(first, first + count)):
             return first
@@ -122,7 +123,7 @@ def free_ports(host: str, count: int) -> int:
 
 
 def address_towards(host: str, port: int) -> str:
-    """The address that this machine's packets to another one bear. Raises OSError where no way leads there."""
+    """Address of this machine in its packets to another one. Raises OSError where there is no route."""
     family, kind, _, _, place = socket.getaddrinfo(host, port, type=socket.SOCK_DGRAM)[0]
     with socket.socket(family, kind) as probe:
         probe.connect(place)  # sends nothing
@@ -130,7 +131,7 @@ def address_towards(host: str, port: int) -> str:
 
 
 def is_address(host: str) -> bool:
-    """Whether it is an address, and no name of one."""
+    """Whether a host is an IP address rather than a name."""
     try:
         ip_address(host)
     except ValueError:
@@ -139,13 +140,13 @@ def is_address(host: str) -> bool:
 
 
 def is_loopback(host: str) -> bool:
-    """Whether only this machine reaches an address. Raises OSError for a name that is none."""
+    """Whether an address is reached from this machine only. Raises OSError for a name that cannot be resolved."""
     found = {str(place[4][0]) for place in socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)}
     return all(address.startswith("127.") or address == "::1" for address in found)
 
 
 def listening_problem(host: str, port: int) -> str | None:
-    """Why nothing can listen there (0: on any port); None where something can."""
+    """Why nothing can listen at an address (port 0: any port); None where something can."""
     try:
         with _bound(host, port):
             return None

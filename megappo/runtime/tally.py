@@ -16,7 +16,7 @@ class Tally:
         self._sums: dict[str, tuple[float, float]] = {}
         self._maxima: dict[str, float] = {}
         self._spreads: dict[str, tuple[float, float, float]] = {}
-        """Count, mean and sum of squared deviations from it, of this rank's values."""
+        """Count, mean and sum of squared deviations of this rank's values."""
 
     def mean(self, name: str, values: Tensor, mask: Tensor | None = None) -> None:
         """The mean of `values` where `mask` is True (everywhere without a mask)."""
@@ -63,8 +63,8 @@ class Tally:
         return numbers
 
     def _deviations(self, means: dict[str, float], group: dist.ProcessGroup | None, like: Tensor) -> dict[str, float]:
-        """From the means of all ranks (Chan et al. 1979): a mean of squares less the square of the mean has no digits
-        left where the mean is large."""
+        """Standard deviations from the means of all ranks (Chan et al. 1979). A mean of squares less the square of the
+        mean would lose its digits where the mean is large."""
         if not self._spreads:
             return {}
         rows = [

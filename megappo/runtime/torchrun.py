@@ -1,10 +1,10 @@
 """torchrun whose last line is the reason of a failure: `python -m megappo.runtime.torchrun` takes torchrun's arguments.
 
-torchrun itself ends with a traceback of its own through which a failure of its workers passed, and with exit code 1
-whatever theirs was. Here the worker that failed first gives the exit code, and its sentence comes last.
+torchrun itself ends with a traceback of its own code, and with exit code 1 whatever its workers' was. Here the worker
+that failed first gives the exit code, and its sentence comes last.
 
-torchrun's own choice of who serves the rendezvous at a head's port takes part in somebody else's where that listens
-already, and reads pickles from there. Here the head's machine serves it, and a busy port is an error.
+Where another program already listens at the head's port, torchrun's own rendezvous joins it and reads pickles from
+there. Here the head's machine serves the rendezvous, and a busy port is an error.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ from megappo.runtime.store import listening_problem
 
 
 def with_head(arguments: argparse.Namespace, environment: Mapping[str, str]) -> argparse.Namespace:
-    """The arguments, with whether this machine serves the rendezvous: whose address the endpoint is, but for
-    `MEGAPPO_IS_HEAD=no`. Raises ConfigError where that cannot listen there."""
+    """Arguments extended by whether this machine serves the rendezvous: it does if the endpoint is its address, unless
+    `MEGAPPO_IS_HEAD=no`. Raises ConfigError where it cannot listen there."""
     conf, (host, _, port) = arguments.rdzv_conf or "", arguments.rdzv_endpoint.rpartition(":")
     if arguments.rdzv_backend != "c10d" or not host or "is_host" in conf or "store_type=file" in conf:
         return arguments
@@ -45,8 +45,8 @@ def with_head(arguments: argparse.Namespace, environment: Mapping[str, str]) -> 
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the workers; the exit code of the one that failed first, 0 where all ended well."""
-    # Of an option that launch/torchrun.sh does not set, with each rendezvous of the kind that it uses.
+    """Run the workers; returns the exit code of the one that failed first, 0 where all ended well."""
+    # Each c10d rendezvous warns about `master_addr`, an option that launch/torchrun.sh does not set.
     logging.getLogger("torch.distributed.run").addFilter(lambda r: not str(r.msg).startswith("master_addr is only"))
     try:
         run(with_head(parse_args(arguments), os.environ))
@@ -66,19 +66,20 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _said(failure: ProcessFailure) -> dict[str, Any]:
-    """What a worker told torchrun; nothing where it could not."""
+    """What a failed worker wrote to torchrun's error file; empty where it could not."""
     return failure.message if isinstance(failure.message, dict) else {}
 
 
 def _when_and_whether_it_says_why(of_rank: tuple[int, ProcessFailure]) -> tuple[int, bool]:
-    """torch has whole seconds; of one of them, that failure comes first which says why."""
+    """Sort key: the time of a failure, then whether it has a reason. torch's times are whole seconds; within one, a
+    failure with a reason comes first."""
     _, failure = of_rank
     return failure.timestamp, not _said(failure)
 
 
 def _how(code: int) -> str:
-    """In words, for a worker that could not say it: negative where a signal ended it, and above 128 where a shell stood
-    between it and torchrun."""
+    """How a worker ended that could not say it: the code is negative where a signal ended it, and above 128 where a
+    shell was between it and torchrun."""
     number = -code if code < 0 else code - 128
     if number not in set(signal.Signals):
         return f"with code {code}"

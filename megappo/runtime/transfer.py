@@ -1,4 +1,4 @@
-"""Small tensors of the host on a device, all in one copy that the host does not wait for."""
+"""Copies small host tensors to a device, all in one copy that the host does not wait for."""
 
 from __future__ import annotations
 
@@ -9,14 +9,15 @@ import torch
 from torch import Tensor
 
 ALIGNMENT = 16
-"""Bytes; where a tensor of torch's own begins at least, so that kernels may read as much at once."""
+"""Alignment in bytes of each tensor in the buffer; torch's own tensors are aligned at least as much, and kernels may
+rely on it for wide loads."""
 
 
 def to_device(tensors: Mapping[str, Tensor], device: torch.device) -> dict[str, Tensor]:
-    """Copies of tensors of the host on a device, parts of one buffer there, in order with what is computed next.
+    """Copies of host tensors on a device, as views of one buffer, ordered with the work that is queued next.
 
-    For CUDA the host's side of the copy is pinned memory, which torch does not hand out again before it was read; out
-    of any other memory a copy waits until the device has done all that was asked of it.
+    For CUDA the host buffer is pinned memory, which torch does not reuse before it was read. A copy from other memory
+    would wait until the device has finished all queued work.
     """
     sizes = [tensor.numel() * tensor.itemsize for tensor in tensors.values()]
     starts = [0]

@@ -1,4 +1,4 @@
-"""Waiting for what nobody announces."""
+"""Waiting by polling, for events that nobody announces."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 
 def wait_until(holds: Callable[[], bool], seconds: float, *, every_seconds: float) -> bool:
-    """Ask again and again until something holds, for at most so long; whether it did."""
+    """Poll until `holds` is true, for at most so many seconds; returns whether it became true."""
     deadline = time.monotonic() + seconds
     while not holds():
         if time.monotonic() >= deadline:
@@ -17,5 +17,5 @@ def wait_until(holds: Callable[[], bool], seconds: float, *, every_seconds: floa
 
 
 def pause(seconds: float) -> None:
-    """Let that time go by."""
+    """Sleep for so many seconds."""
     time.sleep(seconds)

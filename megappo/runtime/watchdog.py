@@ -1,4 +1,4 @@
-"""Ends a run in which nothing goes on any more, and leaves behind where every rank stood."""
+"""Ends a run that hangs, and leaves behind where every rank was."""
 
 from __future__ import annotations
 
@@ -22,14 +22,17 @@ from megappo.runtime.process import Runtime
 
 _POLL_SECONDS = 0.5
 _BLOCKED_SECONDS = 60.0
+"""The interpreter-independent timer ends the process this much later, so that the thread can report first."""
 _STDERR = 2
 _TELL_SECONDS = 1.0
+"""Shortest interval between two counts of progress, each of which is a request to the store."""
 _DISK_SECONDS = 10.0
+"""Limit of a look at the run directory, whose disk may be what hangs."""
 _CHECKPOINT = "newest-checkpoint"
-"""A file that says where a run that hung was."""
+"""File that names the newest checkpoint at the time of a hang."""
 _COUNT, _FOLDER = "megappo/parts-done", "megappo/hang-folder"
 GENERATING = ("rollout", "evaluate")
-"""Phases that wait for an engine's tokens; one step ahead, any phase may be followed by such a wait."""
+"""Phases that wait for an engine's tokens. With rollouts one step ahead, any phase may end in such a wait."""
 
 
 @dataclass(frozen=True)
@@ -38,9 +41,9 @@ class Limits:
 
     default_seconds: float
     of_phases: Mapping[str, float] = field(default_factory=dict)
-    """Those whose limit differs from the default."""
+    """Limits of phases that differ from the default, in seconds."""
     generating: Collection[str] = GENERATING
-    """Those in which tokens that an engine makes are waited for."""
+    """Phases that wait for tokens from an engine."""
 
     def of(self, phase: str) -> float:
         """The limit of a phase."""
@@ -48,22 +51,22 @@ class Limits:
 
 
 class Watchdog:
-    """Watches the phase this rank is in from a thread of its own.
+    """Watches this rank's phase from a thread of its own.
 
-    Where a phase lasts longer than its limit, that is a failure of all ranks with exit code 79: they write the phase,
-    what they wait for and all Python stacks to `<directory>/hang-<time>/rank-00000.txt`, so that the ranks that wait
-    for the one that hangs are seen at the same moment.
+    A phase that lasts longer than its limit is a failure of all ranks with exit code 79. All ranks write the phase,
+    what they wait for and all Python stacks to `<directory>/hang-<time>/rank-00000.txt`, so that those that wait for
+    the hanging one are seen at the same moment.
 
-    A phase does not last too long while any rank does a part of it, such as a microbatch or a bucket of weights (see
-    `StageProgress.parts`): its limit counts from the last one, and where it generates from the last tokens that any
-    rank's engine made. Ranks tell each other by a count in the store by which they met.
+    A phase does not exceed its limit while any rank completes parts of it, such as a microbatch or a bucket of weights
+    (see `StageProgress.parts`): the limit counts from the last one, and in phases that generate from the last tokens
+    that any rank's engine made. Ranks count such progress in the store at which they met.
     """
 
     def __init__(
         self, directory: Path, limits: Limits, runtime: Runtime, newest_checkpoint: Callable[[], str] = lambda: ""
     ) -> None:
-        """No collective, in which ranks could wait for one that hangs before anybody watches. `newest_checkpoint` names
-        the one that a run which is started again begins at."""
+        """No collective is used here: ranks could wait for a hanging one before anybody watches. `newest_checkpoint`
+        names the checkpoint from which a restarted run would begin."""
         self._limits, self._runtime, self._newest_checkpoint = limits, runtime, newest_checkpoint
         self._directory = directory
         self._folder = directory / f"hang-{runtime.notices.post(_FOLDER, time.strftime('%Y%m%d-%H%M%S'))}"
@@ -74,23 +77,23 @@ class Watchdog:
         self._stopped = threading.Event()
 
     def start(self) -> None:
-        """Begin to watch."""
+        """Start watching."""
         self._arm()
         self._runtime.failures.before_leaving(self._report)
         threading.Thread(target=self._watch, name="watchdog", daemon=True).start()
 
     def stop(self) -> None:
-        """Watch no more."""
+        """Stop watching."""
         self._stopped.set()
         faulthandler.cancel_dump_traceback_later()
 
     def enter(self, phase: str, waits_for: str = "") -> None:
-        """A phase begins, which lasts until the next does. `waits_for` says what is outstanding in it."""
+        """Begin a phase, which lasts until the next call. `waits_for` says what is outstanding in it."""
         self._phase, self._waits_for, self._since, self._looked = phase, waits_for, time.monotonic(), False
         self._arm()
 
     def made_tokens(self) -> None:
-        """This rank's engine goes on; may be called from any thread, and as often as one likes."""
+        """Note progress of this rank's engine; may be called from any thread, as often as wanted."""
         if self._phase in self._limits.generating:
             self._goes_on()
 
@@ -99,11 +102,11 @@ class Watchdog:
         if now - self._told >= _TELL_SECONDS:
             self._told = now
             self._arm()
-            with contextlib.suppress(dist.DistError):  # who holds the store is gone, and the run with it
+            with contextlib.suppress(dist.DistError):  # the store's holder is gone, and so is the run
                 self._notices.count(_COUNT, 1)
 
     def _others_go_on(self) -> bool:
-        """Whether any rank has gone on since this was asked last."""
+        """Whether any rank has made progress since the last call."""
         before = self._seen
         with contextlib.suppress(dist.DistError):
             self._seen = self._notices.count(_COUNT)
@@ -114,7 +117,8 @@ class Watchdog:
         return self._limits.of(self._phase)
 
     def _arm(self) -> None:
-        # Where a call into C keeps the interpreter locked, the thread below cannot run; this one needs no interpreter.
+        # This timer needs no interpreter: where a call into C holds the interpreter's lock, the thread below cannot
+        # run.
         if not self._stopped.is_set():
             faulthandler.dump_traceback_later(self._limit + _BLOCKED_SECONDS, file=_STDERR, exit=True)
 
@@ -124,7 +128,7 @@ class Watchdog:
                 self._parts = parts
                 self._goes_on()
             seconds = time.monotonic() - self._since
-            if not self._looked and seconds > _TELL_SECONDS:  # for what they do from now on
+            if not self._looked and seconds > _TELL_SECONDS:  # so that only progress from now on counts
                 self._looked = True
                 self._others_go_on()
             if seconds > self._limit and self._others_go_on():
@@ -142,8 +146,8 @@ class Watchdog:
                 return
 
     def _last_hang_at_this_checkpoint(self) -> Path | None:
-        """What an earlier start of the run left when it hung, if there is no newer checkpoint since. A disk that does
-        not answer knows nothing."""
+        """Folder of an earlier hang of the run, if there is no newer checkpoint since. A disk that does not answer
+        counts as no."""
         found: list[Path] = []
 
         def look() -> None:
@@ -167,7 +171,7 @@ class Watchdog:
         )
 
     def _report(self, failure: Failure) -> None:
-        """Write this rank's stacks where one hangs."""
+        """Write this rank's stacks where a rank hangs."""
         if not failure.hung_in:
             return
         rank, seconds = self._runtime.rank, time.monotonic() - self._since

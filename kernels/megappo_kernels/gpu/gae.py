@@ -1,7 +1,7 @@
-"""Triton: GAE as an associative scan of affine maps, one program a sequence, block by block from its end.
+"""Triton: GAE as an associative scan of affine maps, one program per sequence, block by block from its end.
 
-A token turns (n, g) into (a n + b, c g + d n + e) with a = 1-m, b = m v, c = 1-m + m gamma lam, d = m gamma and
-e = m (r - v). A token that is masked, or not there, is the identity.
+A token turns (n, g) into (a n + b, c g + d n + e) with a = 1-m, b = m v, c = 1-m + m gamma lam, d = m gamma and e = m
+(r - v). A token that is masked, or outside the sequence, is the identity.
 """
 
 from __future__ import annotations
@@ -11,12 +11,13 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+# At this size nothing spills on any chip of `aot`.
 BLOCK, WARPS = 1024, 4
 
 
 @triton.jit
 def compose(a1, b1, c1, d1, e1, a2, b2, c2, d2, e2):
-    """First the map of the tokens on the right (1), then that of those on the left (2)."""
+    """Apply the map of the tokens on the right (1) first, then that of those on the left (2)."""
     return a2 * a1, a2 * b1 + b2, c2 * c1, c2 * d1 + d2 * a1, c2 * e1 + d2 * b1 + e2
 
 
@@ -39,7 +40,7 @@ def gae_kernel(
     BORDERS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Padded: sequence i is row i of (B, length). Packed: it lies between starts[i] and starts[i + 1]."""
+    """Padded: sequence i is row i of (B, length). Packed: it is between starts[i] and starts[i + 1]."""
     sequence = tl.program_id(0).to(tl.int64)
     if PACKED:
         first = tl.load(starts + sequence)

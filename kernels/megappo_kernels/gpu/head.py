@@ -1,8 +1,9 @@
-"""Triton: the output layer's GEMM with the softmax statistics taken from its float32 accumulators; no logits at all.
+"""Triton: the output layer's GEMM with softmax statistics computed from its float32 accumulators, without storing
+logits.
 
-Persistent programs go through units of (128 rows, 2,048 columns). 16 tiles of rows, which stay in L2, share each part
-of the weight before the next is read. The cut into units depends on the vocabulary only, and there are no atomics:
-a row gets the same bits in any batch and in every run.
+Persistent programs process units of (128 rows, 2,048 columns). 16 tiles of rows, which stay in L2, share each part of
+the weight before the next is read. Units depend on the vocabulary only, and there are no atomics: a row gets the same
+bits in any batch and in every run.
 """
 
 from __future__ import annotations
@@ -22,13 +23,14 @@ from megappo_kernels.rows import merge_parts
 if TYPE_CHECKING:
     from megappo_kernels.rows import Scaling
 
+# 16 tiles of 128 rows of hidden states have 17 MB in bfloat16 at a width of 4,096, which L2 keeps.
 SPLIT_COLUMNS = 2048
 GROUP_M = 16
 
 
 @dataclass(frozen=True)
 class Tile:
-    """How one GPU generation runs the kernel."""
+    """Tile sizes and launch options of the kernel for one GPU generation."""
 
     m: int
     n: int
@@ -36,7 +38,7 @@ class Tile:
     stages: int
     warps: int
     descriptors: bool
-    """Whether operands come by TMA; otherwise by pointers and asynchronous copies."""
+    """Whether operands are loaded by TMA; otherwise by pointers and asynchronous copies."""
 
 
 TILES = {
@@ -45,13 +47,14 @@ TILES = {
     100: Tile(128, 128, 64, stages=4, warps=8, descriptors=True),
     120: Tile(128, 128, 32, stages=4, warps=8, descriptors=False),
 }
-"""By compute capability, from this one on. Chosen so that nothing spills and that it fits into the shared memory of
-each chip it is for, of which those of 8.6, 8.9 and 12 have the least; not yet tuned by measurement."""
+"""Tiles by compute capability, from this one on. Chosen so that nothing spills and shared memory suffices on each chip
+(8.6, 8.9 and 12 have the least); not tuned by measurement. On an H100 the head takes 1.16 times the time of the bare
+product (benchmarks/results/2026-11-23-h100.md)."""
 
 
 @triton.jit
 def load_tile(matrix, row, column, rows, columns, BLOCK_ROWS: tl.constexpr, BLOCK_COLUMNS: tl.constexpr):
-    """A block of a contiguous matrix, zeros beyond its edges, as a descriptor would load it."""
+    """A block of a contiguous matrix with zeros beyond its edges, as a descriptor would load it."""
     i = row + tl.arange(0, BLOCK_ROWS)
     j = column + tl.arange(0, BLOCK_COLUMNS)
     inside = (i < rows)[:, None] & (j < columns)[None, :]
@@ -90,7 +93,7 @@ def tile_logits(
 
 @triton.jit
 def merge_tile(z, m, s, u, ENTROPY: tl.constexpr):
-    """Statistics of the rows with one more tile, in units of log 2."""
+    """Merge one more tile into the statistics of the rows, in units of log 2."""
     new = tl.maximum(m, tl.max(z, 1))
     shift = shift_to(new, m)
     scale = tl.exp2(shift)
@@ -101,7 +104,7 @@ def merge_tile(z, m, s, u, ENTROPY: tl.constexpr):
     return new, s * scale + tl.sum(e, 1), u
 
 
-# A number of columns that is a multiple of 16 is of no use here, and spills registers on sm_100.
+# Specialising on a number of columns that is a multiple of 16 gains nothing here, and spills registers on sm_100.
 _ANY_SIZE = ["rows", "columns", "units", "splits", "row_tiles"]
 _PER_ROW = ["labels", "inverse_temperatures"]
 
@@ -147,7 +150,7 @@ def fused_kernel(
         factor = tl.full((BM,), inverse_temperature, tl.float32)
         if PER_ROW:
             factor = tl.load(inverse_temperatures + lanes, mask=valid_rows, other=1.0)
-        # Logits in units of log 2: exp2 is the instruction that exists.
+        # Logits in units of log 2: exp2 is the hardware's instruction.
         m = tl.full((BM,), -float("inf"), tl.float32)
         s = tl.zeros((BM,), tl.float32)
         u = tl.zeros((BM,), tl.float32)
@@ -175,7 +178,7 @@ def fused_kernel(
 
 
 def can_fuse(hidden_TH: Tensor, weight_VH: Tensor) -> bool:
-    """Whether the tensor cores' products are exact for these types, and 16-byte loads can reach the rows."""
+    """Whether the tensor cores' products are exact for these types, and rows can be read by 16-byte loads."""
     return all(
         x.dtype in (torch.bfloat16, torch.float16)
         and x.numel() > 0
@@ -221,7 +224,7 @@ def launch_fused(hidden_TH: Tensor, weight_VH: Tensor, labels_T: Tensor, scaling
         CAPPED=scaling.softcap is not None,
         ENTROPY=entropy,
         DESCRIPTORS=tile.descriptors,
-        WIDEN=not hidden_TH.is_cuda,  # the interpreter multiplies bfloat16 as if it were integers
+        WIDEN=not hidden_TH.is_cuda,  # the interpreter multiplies bfloat16 as integers
         TILES=SPLIT_COLUMNS // tile.n,
         GROUP=GROUP_M,
         BM=tile.m,
@@ -234,7 +237,7 @@ def launch_fused(hidden_TH: Tensor, weight_VH: Tensor, labels_T: Tensor, scaling
 
 
 def _tile_and_programs(tensor: Tensor) -> tuple[Tile, int]:
-    """The tile for this device, and how many persistent programs it runs."""
+    """The tile for this device, and its number of persistent programs."""
     if not tensor.is_cuda:
         return tile_for(90), 4
     major, minor = torch.cuda.get_device_capability(tensor.device)

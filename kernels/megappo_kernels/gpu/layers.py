@@ -8,9 +8,9 @@ import triton.language as tl
 from torch import Tensor
 
 BLOCK, WARPS = 1024, 4
-"""Columns of a row that SwiGLU takes at a time."""
+"""Columns of a row that SwiGLU processes at a time, and warps of a program."""
 HEADS, ROTATION_WARPS = 8, 4
-"""Heads that a program rotates."""
+"""Heads that a program rotates, and its warps."""
 
 
 @triton.jit
@@ -62,7 +62,7 @@ def rotation_kernel(
     x, cosine, sine, out, heads, width, token_stride, head_stride, BACK: tl.constexpr, HEADS: tl.constexpr,
     HALF: tl.constexpr,
 ):  # fmt: skip
-    """Some heads of a token of `x`: channels i and i + width / 2 turned by the token's angles, or back."""
+    """Rotate some heads of a token of `x`: channels i and i + width / 2 by the token's angles, or backwards."""
     token = tl.program_id(0).to(tl.int64)
     head = tl.program_id(1) * HEADS + tl.arange(0, HEADS)[:, None]
     channel = tl.arange(0, HALF)[None, :]
@@ -107,7 +107,7 @@ def launch_swiglu_gradient(
 
 
 def launch_rotation(x_THD: Tensor, cosine_TD: Tensor, sine_TD: Tensor, *, back: bool) -> Tensor:
-    """(T, H, D), whose channels lie side by side, turned by the angles of (T, D) contiguous cosines and sines."""
+    """Rotate (T, H, D), whose channels are contiguous, by the angles of (T, D) contiguous cosines and sines."""
     tokens, heads, width = x_THD.shape
     out_THD = x_THD.new_empty(x_THD.shape)
     if out_THD.numel():

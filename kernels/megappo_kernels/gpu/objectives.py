@@ -23,7 +23,7 @@ _in_triton: dict[FunctionType, Any] = {}
 
 
 def in_triton(function: Any) -> Any:
-    """A function of `objectives` in Triton's language, and with it what it calls there."""
+    """A function of `objectives` in Triton's language, together with the functions that it calls."""
     if function in _in_triton:
         return _in_triton[function]
     scope = {**function.__globals__, "xp": tl, "Numbers": tl.tensor, "Any": tl.tensor}  # two stand in annotations
@@ -41,7 +41,7 @@ def in_triton(function: Any) -> Any:
 
 @triton.jit
 def load_valid(pointer, offsets, valid):
-    """float32, 0 where masked, whatever lies there."""
+    """Load float32 values, 0 where masked, whatever is stored there."""
     return tl.load(pointer + offsets, mask=valid, other=0.0).to(tl.float32)
 
 
@@ -57,7 +57,7 @@ def objective_kernel(
     KINDS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """partials[program, 1 + 2 * metrics]: the valid tokens, then two numbers of each metric by its kind."""
+    """partials[program, 1 + 2 * metrics]: the number of valid tokens, then two numbers of each metric by its kind."""
     offsets = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     inside = offsets < n
     valid = tl.load(mask + offsets, mask=inside, other=0) != 0
@@ -84,18 +84,19 @@ def objective_kernel(
 
 
 def aligned(x: Tensor) -> Tensor:
-    """Contiguous and at 16 bytes, copied where it is not: pointers in a tuple cannot be exempt from specialisation."""
+    """Contiguous and aligned to 16 bytes, copied where necessary: pointers in a tuple cannot be exempt from
+    specialisation."""
     x = x.contiguous()
     return x if x.data_ptr() % 16 == 0 else x.clone()
 
 
 def compiled_settings(settings: Any) -> Any:
-    """The settings of an objective with its functions in Triton's language."""
+    """Settings of an objective with its functions in Triton's language."""
     return type(settings)(*(in_triton(x) if callable(x) else x for x in settings))
 
 
 def constants_of(objective: Objective | type[Objective]) -> dict[str, Any]:
-    """What the kernel is compiled for, settings and numbers that are not given aside."""
+    """Constants that the kernel is compiled for, apart from settings and missing numbers."""
     kinds = tuple(metric_kind(name) for name in objective.metrics)
     return {"FORMULA": in_triton(objective.formula), "KINDS": kinds, "BLOCK": BLOCK}
 
@@ -103,7 +104,7 @@ def constants_of(objective: Objective | type[Objective]) -> dict[str, Any]:
 def launch_objective(
     objective: Objective, numbers: Mapping[str, Tensor | None], mask: Tensor
 ) -> tuple[tuple[Tensor, ...], dict[str, Tensor]]:
-    """Slopes in what is trained, and of each of the programs its part of the metrics, float64, by name.
+    """Slopes in the trained numbers, and each program's part of the metrics, float64, by name.
 
     `numbers`: those that the formula takes, in its order.
     """

@@ -11,6 +11,8 @@ from torch import Tensor
 if TYPE_CHECKING:
     from megappo_kernels.rows import RowGradients, Scaling
 
+# With these sizes no variant spills registers on any chip of `aot`; times on an H100 are in
+# benchmarks/results/2026-11-23-h100.md.
 STATISTICS_BLOCK = 4096
 GRADIENT_BLOCK = 1024
 WARPS = 8
@@ -18,19 +20,20 @@ WARPS = 8
 
 @triton.jit
 def shift_to(new, m):
-    """From one maximum to the next; before the first m is -inf and the sum is 0: their product must be 0, not NaN."""
+    """Difference between an old and a new maximum. Before the first m is -inf and the sum 0: their product must be 0,
+    not NaN."""
     return tl.where(m == -float("inf"), 0.0, m - new)
 
 
 @triton.jit
 def decayed(x):
-    """e^(-2|x|), of which tanh and its slope are made where they do not cancel."""
+    """e^(-2|x|), from which tanh and its slope are computed where they would cancel otherwise."""
     return tl.exp(-2 * tl.abs(x))
 
 
 @triton.jit
 def soft_cap(z, cap):
-    """cap * tanh(z / cap); a series near 0, where the formula by exp would cancel."""
+    """cap * tanh(z / cap); a series near 0, where the formula with exp would cancel."""
     x = z / cap
     small = x * (1 - x * x * (1.0 / 3 - x * x * (2.0 / 15)))
     r = decayed(x)
@@ -57,7 +60,7 @@ def statistics_kernel(
     ENTROPY: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """One program a row: (m, s, u, t) so far, and these columns."""
+    """One program per row: merges these columns into (m, s, u, t)."""
     row = tl.program_id(0).to(tl.int64)
     m = tl.load(stats + row)
     s = tl.load(stats + stats_stride + row)
@@ -117,7 +120,7 @@ def gradient_kernel(
     ENTROPY: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """One program a block of a row; `out` may be `logits`."""
+    """One program per block of a row; `out` may be `logits`."""
     row = tl.program_id(0).to(tl.int64)
     offsets = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = offsets < columns
@@ -145,7 +148,7 @@ def gradient_kernel(
 def launch_statistics(
     stats_4C: Tensor, logits_CW: Tensor, labels_C: Tensor, scaling: Scaling, *, entropy: bool
 ) -> None:
-    """`rows.update_statistics`; the logits stay."""
+    """Launch `rows.update_statistics`; the logits are preserved."""
     if not len(labels_C):
         return
     per_row = isinstance(scaling.inverse_temperature, Tensor)
@@ -168,7 +171,7 @@ def launch_statistics(
 
 
 def launch_gradient(logits_CW: Tensor, labels_C: Tensor, rows: RowGradients, scaling: Scaling, out_CW: Tensor) -> None:
-    """`rows.logits_gradient`."""
+    """Launch `rows.logits_gradient`."""
     if not len(labels_C):
         return
     per_row = isinstance(scaling.inverse_temperature, Tensor)

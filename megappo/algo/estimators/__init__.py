@@ -1,19 +1,19 @@
-"""Ways to get advantages: a file each, with a function of the file's name; your own is named by its import path.
+"""Advantage estimators: one file each, with a function of the file's name; your own is named by its import path.
 
-An estimator gets, by keyword, those of these that it has parameters for:
+An estimator is called by keyword, with those of the following that it has parameters for:
 
     rewards      (B, T) per token, the weighted KL subtracted where it is in the reward
     values       (B, T) of the critic, which an estimator that takes them needs
     mask         (B, T) bool
-    group_ids    (B,) int64; samples of one prompt share one, and lie on one rank
+    group_ids    (B,) int64; samples of one prompt share one, and are on one rank
     gamma        the setting
     lam          of the advantages: a number, or where it is `length_adaptive` (B,) one of each sample
     critic_lam   of the returns, which the critic learns: a number
     gae          a function of rewards, values, mask, gamma and lam, by keyword, that does GAE: by tokens or by turns,
                  as `algorithm.discount_at` says
 
-and returns advantages and returns, both (B, T), 0 at masked positions. Whitening over the global batch follows where
-the settings ask for it, unless the function is `unwhitened`.
+It returns advantages and returns, both (B, T), 0 at masked positions. They are whitened over the global batch
+afterwards where the settings say so, unless the function is `unwhitened`.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 from megappo_kernels.objectives import taken_by
 
-if TYPE_CHECKING:  # names of estimators are asked for where torch is not waited for
+if TYPE_CHECKING:  # names of estimators are used without importing torch
     from torch import Tensor
 
 NAMES = tuple(sorted(module.name for module in pkgutil.iter_modules(__path__)))
@@ -37,7 +37,7 @@ _Function = TypeVar("_Function", bound=Callable[..., Any])
 
 
 class GAE(Protocol):
-    """`megappo_kernels.gae.gae`, on whichever device."""
+    """Signature of `megappo_kernels.gae.gae`, on any device."""
 
     def __call__(
         self, *, rewards: Tensor, values: Tensor, mask: Tensor, gamma: float, lam: float | Tensor
@@ -45,44 +45,44 @@ class GAE(Protocol):
 
 
 def unwhitened(compute: _Function) -> _Function:
-    """Declare an estimator whose advantages have their scale already."""
+    """Declare an estimator whose advantages are already scaled and are not whitened."""
     compute.whitens = False  # type: ignore[attr-defined]
     return compute
 
 
 @dataclass(frozen=True)
 class Estimator:
-    """A function that estimates advantages, and what its parameters say of it."""
+    """A function that estimates advantages, with the properties that follow from its parameters."""
 
     name: str
     compute: Callable[..., tuple[Tensor, Tensor]]
     options: Mapping[str, Any] = field(default_factory=dict)
-    """Further keyword arguments."""
+    """Further keyword arguments of the function."""
 
     @property
     def needs_critic(self) -> bool:
-        """Whether it cannot do without values."""
+        """Whether the estimator requires values."""
         values = inspect.signature(self.compute).parameters.get("values")
         return values is not None and values.default is inspect.Parameter.empty
 
     @property
     def takes_values(self) -> bool:
-        """Whether a critic is of use."""
+        """Whether the estimator can use values, so that a critic is of use."""
         return "values" in taken_by(self.compute, ARGUMENTS)
 
     @property
     def tells_lambdas_apart(self) -> bool:
-        """Whether the critic may have a lambda of its own."""
+        """Whether the critic's returns may have a lambda of their own."""
         return "critic_lam" in taken_by(self.compute, ARGUMENTS)
 
     @property
     def discounts_by_turn(self) -> bool:
-        """Whether it leaves it to `gae` where gamma and lambda apply."""
+        """Whether the estimator computes by `gae`, which applies gamma and lambda by tokens or by turns."""
         return "gae" in taken_by(self.compute, ARGUMENTS)
 
     @property
     def compares_samples(self) -> bool:
-        """Whether it needs several samples of a prompt."""
+        """Whether the estimator needs several samples of a prompt."""
         return "group_ids" in inspect.signature(self.compute).parameters
 
     @property
@@ -91,8 +91,11 @@ class Estimator:
         return getattr(self.compute, "whitens", True)
 
     def __call__(self, **offered: Any) -> tuple[Tensor, Tensor]:
-        """Estimate, given all of ARGUMENTS but `gae`, which may be, and `critic_lam`, which is `lam` where it is not;
-        `values` may be None where they are not needed."""
+        """Estimate advantages and returns from all of ARGUMENTS, by keyword.
+
+        `gae` may be left out, and `critic_lam` too: its default is `lam`. `values` may be None where the estimator does
+        not need them. Raises ValueError where needed values are missing or the result has another form.
+        """
         from megappo.algo.masks import check_mask
         from megappo_kernels.gae import gae
 
@@ -107,5 +110,5 @@ class Estimator:
 
 
 def builtin(name: str) -> Estimator:
-    """The estimator of NAMES."""
+    """Built-in estimator of this name, one of NAMES."""
     return Estimator(name, getattr(import_module(f"{__name__}.{name}"), name))

@@ -10,10 +10,10 @@ from megappo.algo.estimators import GAE
 def gae(
     *, rewards: Tensor, values: Tensor, mask: Tensor, gamma: float, lam: float | Tensor, critic_lam: float, gae: GAE
 ) -> tuple[Tensor, Tensor]:
-    """What follows a token is discounted by gamma, and trusted to the critic by 1 - lam.
+    """Advantages discount later rewards by gamma and rely on the critic's values by 1 - lam.
 
-    What the critic learns may trust it less than the advantages do (Yuan et al. 2025, "What's Behind PPO's Collapse in
-    Long-CoT?", decoupled GAE).
+    The critic's returns may use a larger lambda (Yuan et al. 2025, "What's Behind PPO's Collapse in Long-CoT?",
+    decoupled GAE).
     """
     advantages, returns = gae(rewards=rewards, values=values, mask=mask, gamma=gamma, lam=lam)
     if isinstance(lam, Tensor) or lam != critic_lam:
