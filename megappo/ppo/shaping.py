@@ -74,9 +74,9 @@ class RewardShaper:
         batch.mean_and_std("scores", scores_B)
         found = batch.reduce(None, self._device)
         self._add(found["count"], found["scores/mean"], found["scores/std"])
-        if self._config.reward.normalize == "mean_std":
-            scores_B = scores_B - self._mean
-        return scores_B / (self._std or 1.0)
+        mean = self._mean if self._config.reward.normalize == "mean_std" else 0.0
+        # In float64: scores that are large beside their spread would lose it to the rounding of the mean.
+        return ((scores_B.double() - mean) / (self._std or 1.0)).to(scores_B.dtype)
 
     def _add(self, count: float, mean: float, std: float) -> None:
         """Merge a step's statistics into the running ones (Chan et al. 1979)."""

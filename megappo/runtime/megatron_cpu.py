@@ -29,10 +29,12 @@ _CPU = torch.device("cpu")
 def silence_megatron() -> None:
     """Suppress warnings that importing and using Megatron-Core prints every time, and that users can do nothing about.
 
-    Transformer Engine and Apex are missing; a default of its own and GPTModel are deprecated (0.19); a model that is
-    never made is experimental; and CUDA extensions, which nobody builds, have no CUDA.
+    Transformer Engine and Apex are missing; a default of its own and GPTModel are deprecated (0.19), and so are two
+    collectives of sequence parallelism and the distributed optimizer (torch 2.14); a model that is never made is
+    experimental; and CUDA extensions, which nobody builds, have no CUDA.
     """
     noise = "Transformer Engine|Apex|full scope is deprecated|MimoModelConfig is experimental"
+    noise += "|distributed.all_gather_into_tensor. is deprecated|distributed.reduce_scatter_tensor. is deprecated"
     warnings.filterwarnings("ignore", message=f".*({noise}).*")
     for logger, words in (
         ("megatron.core.models.gpt.gpt_model", "GPTModel IS DEPRECATED"),

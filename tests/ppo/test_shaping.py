@@ -77,7 +77,7 @@ def test_normalized_by_all_scores_so_far(kind: str) -> None:
         scores, metrics = made.shape(torch.from_numpy(given), rollouts(*"a" * count))
         mean, std = before.mean(), before.std(ddof=1)
         wanted = np.clip(2 * (given - (mean if kind == "mean_std" else 0.0)) / std, -3, 3)
-        np.testing.assert_allclose(scores.numpy(), wanted, rtol=1e-3, atol=2e-3)  # 1e4 has steps of 1e-3 in float32
+        np.testing.assert_allclose(scores.numpy(), wanted, rtol=5e-6, atol=1e-5)
         assert metrics["reward/running_mean"] == pytest.approx(mean, rel=1e-12)
         assert metrics["reward/running_std"] == pytest.approx(std, rel=1e-6)
         state = json.loads(json.dumps(made.state_dict()))
