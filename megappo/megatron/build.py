@@ -223,8 +223,7 @@ def transformer_config(arch: ArchitectureConfig, layout: Layout, options: BuildO
         virtual_pipeline_model_parallel_size=layout.vpp if layout.vpp > 1 else None,
         pipeline_model_parallel_layout=_stage_layers(arch, layout, options),
         sequence_parallel=layout.sequence_parallel,
-        # Packed microbatches differ in length.
-        variable_seq_lengths=layout.grid.pp > 1,
+        variable_seq_lengths=layout.grid.pp > 1,  # packed microbatches differ in length
         moe_token_dispatcher_type="alltoall",  # the default refuses variable lengths, even without experts
         expert_model_parallel_size=layout.grid.ep,
         expert_tensor_parallel_size=1,
@@ -233,8 +232,7 @@ def transformer_config(arch: ArchitectureConfig, layout: Layout, options: BuildO
         overlap_p2p_comm=layout.vpp > 1,
         deallocate_pipeline_outputs=options.deallocate_pipeline_outputs,
         batch_p2p_comm=layout.vpp == 1,
-        # Losses are sums already divided by the global count; Megatron must not divide again.
-        calculate_per_token_loss=True,
+        calculate_per_token_loss=True,  # losses are already divided by the global count; Megatron must not divide again
         bias_dropout_fusion=False,
         masked_softmax_fusion=False,
         apply_rope_fusion=True,  # by `rotate`, or by Transformer Engine's kernel

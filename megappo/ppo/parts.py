@@ -195,8 +195,7 @@ def start_reward_servers(config: Config, runtime: Runtime) -> OwnServers:
 
 
 def assemble(config: Config, derived: Derived, runtime: Runtime, purpose: RunMode | None = None) -> Parts:
-    """Make every part; a collective of the whole world. Errors in data and rewards are raised before any model is
-    built."""
+    """Make every part; a collective of the world. Errors in data and rewards are raised before any model is built."""
     purpose = purpose if purpose is not None else RunMode()
     tokenizer = load_tokenizer(config)
     rows = token_rows(config, tokenizer, training=purpose.training)

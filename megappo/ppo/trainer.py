@@ -122,11 +122,8 @@ class Trainer:
             self.end_step()  # the checkpoint has no evaluation of this step yet
 
     def _give_weights_again(self, resumed: Resumed) -> None:
-        """Restore the weights that the engine was sampling with.
-
-        With `rollout.ahead: 1` they may be older than the actor's: unfinished responses continue on them. Otherwise the
-        pending sync is repeated under the same version.
-        """
+        """Restore the weights that the engine was sampling with. With `rollout.ahead: 1` they may be older than the
+        actor's: unfinished responses continue on them. Otherwise the pending sync is repeated under its version."""
         was_changed, actor = self.actor_changed, self.parts.actor
         older = resumed.engine_weights()
         newest = actor.exchange_weights(older) if older is not None else None
