@@ -61,6 +61,7 @@ def test_all_kernels_compile_for_all_chips(tmp_path: Path, chips: tuple[str, ...
     assert {of_chip[chip, "fused_kernel"] for chip in chips} == {5}
 
 
+@pytest.mark.waits
 @pytest.mark.exhaustive
 @pytest.mark.skipif(shutil.which("ptxas") is None, reason="no CUDA toolkit on PATH")
 def test_the_toolkits_assembler_compiles_them_too(tmp_path: Path) -> None:
@@ -74,6 +75,7 @@ def test_the_toolkits_assembler_compiles_them_too(tmp_path: Path) -> None:
     assert sum(name == "fused_kernel" for _, _, name in lines) == 8
 
 
+@pytest.mark.waits
 @pytest.mark.exhaustive
 def test_the_oldest_triton_that_is_allowed_compiles_them(tmp_path: Path) -> None:
     """That of torch 2.11; its functions cannot return None, and its assembler spills a number of one kernel."""
