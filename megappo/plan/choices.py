@@ -33,7 +33,9 @@ def choices(config: Config, ranks: int, *, on_cuda: bool) -> Iterator[OpenSettin
     as it was loaded, before `resolve` fills in defaults."""
     if config.rollout.engine is None and config.rollout.load_from is None:
         engine = resolve(config, on_cuda=on_cuda).rollout.engine
-        yield OpenSetting("rollout.engine", str(engine), "on GPUs" if on_cuda else "there is no GPU")
+        yield OpenSetting(
+            "rollout.engine", str(engine), "the machine has GPUs" if on_cuda else "the machine has no GPU"
+        )
     if "prompts_per_step" not in config.rollout.model_fields_set:
         prompts = str(config.rollout.prompts_per_step)
         yield OpenSetting("rollout.prompts_per_step", prompts, "published recipes have 128 to 1,024")

@@ -15,23 +15,14 @@ from megappo.plan.inputs import make_setup
 from megappo.plan.machines import MACHINES
 from megappo.plan.planner import make_plan, read_models
 from megappo.rewards.workers import worker_count
+from tests.support.configurations import write_short
 from tests.support.harness import start
-from tests.support.places import ROOT, TINY
-
-SHORT = """
-run: {steps: 2}
-model: {path: %s}
-data:
-  train: {source: 'megappo.data.arithmetic:sums', options: {max_operand: 4}}
-reward: {function: exact}
-"""
+from tests.support.places import TINY
 
 
 @pytest.fixture
 def short(tmp_path: Path) -> Path:
-    path = tmp_path / "first_try.yaml"
-    path.write_text(SHORT % (ROOT / "configs" / "models" / "Qwen3-0.6B"))
-    return path
+    return write_short(tmp_path)
 
 
 def rates(config: Config) -> list[float]:
@@ -140,7 +131,7 @@ def test_reward_workers_follow_the_cores(
 @pytest.mark.waits
 def test_a_short_file_trains(short: Path) -> None:
     """The tokenizer of the tiny model has no chat template, and the model a short context."""
-    short.write_text(SHORT % f"{TINY}, init: random")
+    write_short(short.parent, f"{TINY}, init: random")
     words = ["data.apply_chat_template=false", "data.max_prompt_tokens=8", "rollout.max_response_tokens=3"]
     done = start("megappo", "train", short, f"run.directory={short.parent / 'run'}", *words, processes=1)
     assert done.returncode == 0, (done.stdout + done.stderr)[-4000:]

@@ -10,15 +10,8 @@ import pytest
 from megappo.cli import main
 from megappo.config import load_config
 from megappo.plan.choices import choices
-from tests.support.places import ROOT
+from tests.support.configurations import write_short
 
-SHORT = """
-run: {steps: 2}
-model: {path: %s}
-data:
-  train: {source: 'megappo.data.arithmetic:sums', options: {max_operand: 4}}
-reward: {function: exact}
-"""
 OPEN = {
     "rollout.engine": "sglang", "rollout.prompts_per_step": "256", "data.max_prompt_tokens": "1024",
     "rollout.max_response_tokens": "1024", "critic": "{}",
@@ -31,9 +24,7 @@ OPEN = {
 
 @pytest.fixture
 def short(tmp_path: Path) -> Path:
-    path = tmp_path / "first_try.yaml"
-    path.write_text(SHORT % (ROOT / "configs" / "models" / "Qwen3-0.6B"))
-    return path
+    return write_short(tmp_path)
 
 
 def chosen(path: Path, *words: str, ranks: int = 8, on_cuda: bool = True) -> dict[str, str]:

@@ -14,6 +14,20 @@ from megappo.plan.planner import read_models
 from tests.support.places import ROOT
 
 CONFIGURATIONS = sorted((ROOT / "configs").glob("*.yaml"))
+_SHORT = """
+run: {steps: 2}
+model: {path: %s}
+data:
+  train: {source: 'megappo.data.arithmetic:sums', options: {max_operand: 4}}
+reward: {function: exact}
+"""
+
+
+def write_short(folder: Path, model: str = str(ROOT / "configs" / "models" / "Qwen3-0.6B")) -> Path:
+    """A configuration of nothing but a model (its folder, and more of its section), data, a reward and steps."""
+    path = folder / "first_try.yaml"
+    path.write_text(_SHORT % model)
+    return path
 
 
 def head_command(path: Path, *programs: str) -> list[str]:

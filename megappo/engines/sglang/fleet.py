@@ -122,7 +122,7 @@ class Fleet:
                 f"{', '.join(unheard)} of the environment {'are' if unheard[1:] else 'is'} not handed to SGLang's "
                 "servers; what they are to have stands in rollout.sglang.environment"
             )
-        self._bonds = self._meet() if self._settings.nodes > 1 else {}
+        self._rendezvous = self._meet() if self._settings.nodes > 1 else {}
         self._start(list(self._specs))
 
     @property
@@ -184,8 +184,8 @@ class Fleet:
         where a call does not come."""
         for index in sorted(indices, key=lambda i: self._nodes[i]):
             spec, rank, part = self._specs[index], self._runtime.rank, None
-            if index in self._bonds:
-                part = ServerPart(self._bonds[index], self._restarts[index])
+            if index in self._rendezvous:
+                part = ServerPart(self._rendezvous[index], self._restarts[index])
                 part.begin()
             if self._nodes[index]:
                 self.parts[index] = start_server(spec, index, rank, 1, part=part)
