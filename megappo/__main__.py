@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import sys
 
+from megappo.commands import COMMANDS
 from megappo.runtime.heap import put_off_collections
-from megappo.runtime.packages import quicken_packages_scan, read_texts_only
 
 
 def start() -> int:
     """Run the command of `sys.argv`; returns the exit code. What it changes of imports stays for the process."""
     put_off_collections()  # until ranks have met
-    quicken_packages_scan()
-    read_texts_only()
+    if command := COMMANDS.get(sys.argv[1] if len(sys.argv) > 1 else ""):
+        from megappo.runtime.packages import quicken_packages_scan, read_texts_only
+
+        quicken_packages_scan()
+        read_texts_only(builds_models=command.builds_models)
     from megappo.cli import main
 
     return main()

@@ -15,8 +15,6 @@ from collections.abc import Sequence
 from megappo import __version__
 from megappo.commands import COMMANDS, module_of
 from megappo.errors import RUN_ERROR, USER_ERROR, Verdict, verdict_of
-from megappo.runtime.launchers import adopt_launcher, is_main, tell_torchrun
-from megappo.runtime.waiting import pause
 
 RANK_0_SPEAKS_WITHIN = 15.0  # seconds: the start of one rank may be so much later than another's
 
@@ -26,6 +24,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     arguments = parse(sys.argv[1:] if argv is None else argv)
     try:
         if COMMANDS[arguments.command].on_ranks:
+            from megappo.runtime.launchers import adopt_launcher  # with all settings, which `--help` need not wait for
+
             adopt_launcher(os.environ)
         code = RUN_ERROR if module_of(arguments.command).run(arguments) is False else 0
         sys.stdout.flush()
@@ -65,6 +65,9 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
 
 
 def _report(verdict: Verdict) -> None:
+    from megappo.runtime.launchers import is_main, tell_torchrun
+    from megappo.runtime.waiting import pause
+
     waits = not is_main(os.environ) and verdict.code == USER_ERROR
     place = f" on rank {os.environ['RANK']}" if waits else ""
     sentences = [f"megappo: error{place}: {problem}" for problem in verdict.sentences]

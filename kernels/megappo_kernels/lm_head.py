@@ -15,6 +15,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megappo_kernels.backend import runs_triton
+from megappo_kernels.blocks import BLOCK
 from megappo_kernels.gemm import LogitsGemm, add_product
 from megappo_kernels.rows import (
     RowGradients,
@@ -25,8 +26,6 @@ from megappo_kernels.rows import (
 )
 from megappo_kernels.softmax import logits_gradient, update_statistics
 
-# (rows, columns) of logits that exist at once in forward, by device. On a CPU they stay in its caches.
-BLOCK = {"cpu": (512, 896), "cuda": (8192, 8192)}
 # Most bytes of a slice's logits and gradients in backward: 6 bytes a number, float32 and bfloat16.
 _BACKWARD_BYTES = 512 * 2**20
 

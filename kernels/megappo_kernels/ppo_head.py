@@ -19,6 +19,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from megappo_kernels.blocks import CHUNK_BYTES
 from megappo_kernels.gemm import MIN_ROWS, LogitsGemm, add_product
 from megappo_kernels.lm_head import HeadShard
 from megappo_kernels.losses import Evaluation, Loss, PolicyInputs, check_inputs, evaluate, whole_loss
@@ -27,8 +28,6 @@ from megappo_kernels.objectives import PolicyObjective
 from megappo_kernels.rows import RowGradients, empty_statistics, logprob_and_entropy, merge_statistics
 from megappo_kernels.softmax import logits_gradient, update_statistics
 
-CHUNK_BYTES = {"cpu": 256 * 2**20, "cuda": 2 * 2**30}
-"""Most bytes of logits and their gradients that exist at once, by device."""
 _CHUNK_ROWS = 128
 """Chunks are a multiple of this number of rows, where they have as many."""
 # Columns of a chunk's logits that a CPU processes at a time; its scratch buffers have this width.

@@ -32,6 +32,8 @@ class Command:
     """Whether a launcher may start it as several ranks."""
     takes_overrides: bool = False
     """Whether `key=value` may follow its arguments."""
+    builds_models: bool = True
+    """Whether transformers may be asked for models, not for configurations and tokenizers alone."""
 
 
 COMMANDS = {
@@ -42,6 +44,7 @@ COMMANDS = {
     "plan": Command(
         "say what a run will need and how fast it will be, before it is started",
         takes_overrides=True,
+        builds_models=False,
     ),
     "doctor": Command(
         "say what of this machine, or of all ranks, is fine, slow or broken", on_ranks=True, takes_overrides=True

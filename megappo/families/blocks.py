@@ -5,12 +5,13 @@ Shapes of matrices are (rows, columns) as transformers stores them: outputs by i
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from megappo.families.architecture import ArchitectureConfig
 from megappo.families.declaration import Block, PerToken, Weight
+from megappo.families.rope import rotary_scale
 
 
 def norm(megatron: str, hf: str, channels: int, alias: str = "") -> Weight:
@@ -39,9 +40,7 @@ class Attention(Block):
         )
 
     def megatron(self, arch: ArchitectureConfig) -> dict[str, Any]:
-        from megappo.families.rope import rotary
-
-        scale, width = rotary(arch)[1], arch.score_width or arch.head_dim
+        scale, width = rotary_scale(arch), arch.score_width or arch.head_dim
         some = {"window_attn_skip_freq": [int(has) for has in arch.windowed_layers]} if arch.windowed_layers else {}
         return {
             "window_size": None if arch.sliding_window is None else (arch.sliding_window - 1, 0),
@@ -106,9 +105,12 @@ class GatedMlp(Block):
         return (mlp_norm(arch), *gated("mlp", arch, self.size(arch)))
 
     def megatron(self, arch: ArchitectureConfig) -> dict[str, Any]:
+        return {"gated_linear_unit": True}
+
+    def activation(self, arch: ArchitectureConfig) -> Callable[..., Any] | None:
         from torch.nn.functional import silu
 
-        return {"gated_linear_unit": True, "activation_func": silu}
+        return silu
 
     def per_token(self, arch: ArchitectureConfig, element_bytes: int, *, fused: bool) -> PerToken:
         """Keeps gate, up and their product; torch's operations also keep silu(gate)."""

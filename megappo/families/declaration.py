@@ -87,8 +87,13 @@ class Block:
         return ()
 
     def megatron(self, arch: ArchitectureConfig) -> Mapping[str, Any]:
-        """Fields of Megatron's TransformerConfig that make the block part of the model."""
+        """Fields of Megatron's TransformerConfig that make the block part of the model, without `activation_func`."""
         return {}
+
+    def activation(self, arch: ArchitectureConfig) -> Callable[..., Any] | None:
+        """`activation_func` of Megatron's TransformerConfig, where the block says it; apart from `megatron`, whose
+        fields plans read without importing torch."""
+        return None
 
     def per_token(self, arch: ArchitectureConfig, element_bytes: int, *, fused: bool) -> PerToken:
         """Activations that the planner counts for the block, in a type of `element_bytes`; `fused`: a norm or an
@@ -168,6 +173,11 @@ class Family:
 
     def megatron(self, arch: ArchitectureConfig) -> dict[str, Any]:
         """Fields of Megatron's TransformerConfig that the family's blocks ask for."""
+        functions = [f for block in self.blocks if (f := block.activation(arch)) is not None]
+        return self.switches(arch) | ({"activation_func": functions[-1]} if functions else {})
+
+    def switches(self, arch: ArchitectureConfig) -> dict[str, Any]:
+        """`megatron` without the activation function of MLPs."""
         return {name: value for block in self.blocks for name, value in block.megatron(arch).items()}
 
     def has_zero_centered_norms(self, arch: ArchitectureConfig) -> bool:
@@ -189,7 +199,7 @@ class Family:
 
 @lru_cache(maxsize=256)
 def _has_zero_centered_norms(family: Family, arch: ArchitectureConfig) -> bool:
-    return bool(family.megatron(arch).get("layernorm_zero_centered_gamma"))
+    return bool(family.switches(arch).get("layernorm_zero_centered_gamma"))
 
 
 @lru_cache(maxsize=256)

@@ -4,7 +4,8 @@ and embeddings times the root of their width. A norm's weight is what it multipl
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 from megappo.families.architecture import ArchitectureConfig, Beyond
@@ -69,12 +70,10 @@ class GeluMlp(GatedMlp):
         after = norm("mlp.linear_fc2.norm.weight", "post_feedforward_layernorm.weight", arch.hidden_size)
         return (before, *super().weights(arch)[1:], after)
 
-    def megatron(self, arch: ArchitectureConfig) -> dict[str, Any]:
-        from functools import partial
-
+    def activation(self, arch: ArchitectureConfig) -> Callable[..., Any]:
         from torch.nn.functional import gelu
 
-        return {"gated_linear_unit": True, "activation_func": partial(gelu, approximate="tanh")}
+        return partial(gelu, approximate="tanh")
 
     def per_token(self, arch: ArchitectureConfig, element_bytes: int, *, fused: bool) -> PerToken:
         """Keeps gate, up, gelu(gate) and the product: torch's operations on every device."""

@@ -4,7 +4,7 @@ SwiGLU, which files keep in one tensor for each layer, published in MXFP4."""
 from __future__ import annotations
 
 import copy
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from megappo.families.architecture import ArchitectureConfig, Beyond
@@ -88,11 +88,11 @@ class BiasedExperts(Experts):
             of_one("bias2.bias", {f"{down}.bias": (hidden,)}, "replicated", "down_proj_bias"),
         )
 
-    def megatron(self, arch: ArchitectureConfig) -> dict[str, Any]:
+    def activation(self, arch: ArchitectureConfig) -> Callable[..., Any]:
         from megappo_kernels.clamped import ClampedSwiGLU
 
         c: Any = arch.hf_config
-        return super().megatron(arch) | {"activation_func": ClampedSwiGLU(c.swiglu_alpha, c.swiglu_limit)}
+        return ClampedSwiGLU(c.swiglu_alpha, c.swiglu_limit)
 
     def per_token(self, arch: ArchitectureConfig, element_bytes: int, *, fused: bool) -> PerToken:
         """Keeps gate and up, and the product times the expert's weight, from which backward recomputes everything else;

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
-import torch
-from torch import Tensor
-from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
 
 from megappo.families.architecture import ArchitectureConfig
+from megappo.families.served import yarn_scale
+
+if TYPE_CHECKING:  # plans read factors without importing torch
+    from torch import Tensor
 
 
 def rotary(arch: ArchitectureConfig) -> tuple[tuple[Tensor, ...], float]:
@@ -21,12 +24,31 @@ def rotary(arch: ArchitectureConfig) -> tuple[tuple[Tensor, ...], float]:
     return tuple(frequencies for frequencies, _ in found), found[0][1]
 
 
+def rotary_scale(arch: ArchitectureConfig) -> float:
+    """The factor on cosine and sine that `rotary` has."""
+    said = arch.hf_config.rope_parameters
+    (scale,) = {_scale(arch, rope) for rope in [said[kind] for kind in rope_kinds(arch)] or [said]}
+    return scale
+
+
+def _scale(arch: ArchitectureConfig, rope: Mapping[str, Any]) -> float:
+    if rope["rope_type"] != "yarn":
+        return 1.0
+    if rope["factor"] is None:
+        stretch = arch.hf_config.max_position_embeddings / rope["original_max_position_embeddings"]
+        return yarn_scale({**rope, "factor": stretch})
+    return yarn_scale(rope)
+
+
 def rope_kinds(arch: ArchitectureConfig) -> tuple[str, ...]:
     """The kinds of rope in a model's layers, in the order of `rotary`; empty: there is one rope."""
     return tuple(sorted(set(arch.beyond.ropes)))
 
 
 def _of_kind(arch: ArchitectureConfig, kind: str | None) -> tuple[Tensor, float]:
+    import torch
+    from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+
     said = arch.hf_config.rope_parameters
     rope = said if kind is None else said[kind]
     if rope["rope_type"] == "default":

@@ -77,7 +77,7 @@ def unread_yarn(name: str, rope: Mapping[str, Any], scale: float | None) -> str:
         if setting in rope and not rope[setting]:
             said = f"{setting} {rope[setting]}"
             return f"{name} takes {said} of config.json's rope_parameters as it is, where transformers has its default"
-    wanted = _scale_of_transformers(rope)
+    wanted = yarn_scale(rope)
     if not math.isclose(scale, wanted, rel_tol=_SCALE_TOLERANCE):
         given = [f"{n} {rope[n]}" for n in ("attention_factor", "mscale", "mscale_all_dim") if rope.get(n) is not None]
         return (
@@ -102,7 +102,7 @@ def _scale_of_get_rope(rope: Mapping[str, Any]) -> float | None:
     return get_mscale(factor, mscale) / get_mscale(factor, of_all)
 
 
-def _scale_of_transformers(rope: Mapping[str, Any]) -> float:
+def yarn_scale(rope: Mapping[str, Any]) -> float:
     """Factor on cosine and sine in transformers' `_compute_yarn_parameters`."""
     stated, factor = rope.get("attention_factor"), rope["factor"]
     if stated is not None:

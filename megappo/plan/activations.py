@@ -49,8 +49,7 @@ from __future__ import annotations
 from megappo.families.adapters import adapters
 from megappo.families.architecture import PRODUCT_ROWS, SHORT_SEGMENT
 from megappo.plan.inputs import RoleSetup, Workload
-from megappo_kernels.lm_head import BLOCK
-from megappo_kernels.ppo_head import CHUNK_BYTES
+from megappo_kernels.blocks import BLOCK, CHUNK_BYTES
 
 
 def layer_bytes_per_token(role: RoleSetup, *, recompute: str, fused: bool) -> float:
@@ -135,7 +134,7 @@ def seen_per_token(role: RoleSetup) -> float:
 def _key_norm_holds_qkv(role: RoleSetup) -> bool:
     """Whether the QKV matrix's output stays alive on a CPU because a norm of keys keeps its input as it is."""
     family = role.arch.declaration
-    return "qk_layernorm" in family.megatron(role.arch) and not family.norms_in_float32(role.arch, role.dtype_bytes)
+    return "qk_layernorm" in family.switches(role.arch) and not family.norms_in_float32(role.arch, role.dtype_bytes)
 
 
 def _norm_input(role: RoleSetup, channels: int, *, fused: bool) -> float:

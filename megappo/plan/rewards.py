@@ -7,6 +7,8 @@ folder, and keys and values in the rest of `memory_fraction` of its GPU; without
 from __future__ import annotations
 
 import math
+import subprocess
+import sys
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
@@ -20,6 +22,7 @@ from megappo.config.reward import RewardSettings
 from megappo.plan.sizes import size_words
 from megappo.reshard.files import counted_files
 
+_DECLARED = "megappo.plan.declared"
 _BYTES = {"float32": 4, "bfloat16": 2}
 
 
@@ -65,14 +68,14 @@ def reward_parameters(path: str | None) -> int:
 
 
 def _declared_parameters(folder: Path) -> int:
-    """Weights of the model that transformers would build from a folder's configuration; built on the meta device,
-    without memory."""
-    import torch
-    from transformers import AutoConfig, AutoModelForSequenceClassification
-
-    with torch.device("meta"):
-        model = AutoModelForSequenceClassification.from_config(AutoConfig.from_pretrained(folder))
-    return sum(parameter.numel() for parameter in model.parameters())
+    """Weights of the model that transformers would build from a folder's configuration, by a process of its own: this
+    one may have kept torch from transformers (`megappo.runtime.packages`)."""
+    command = [sys.executable, "-m", _DECLARED, str(folder.absolute())]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    if done.returncode:
+        said = done.stderr.strip().splitlines() or [f"exit code {done.returncode}"]
+        raise ConfigError(f"reward.model_path {folder}: its config.json is of no model that classifies ({said[-1]})")
+    return int(done.stdout)
 
 
 def reward_bytes(reward: RewardSettings, world_size: int, *, on_cuda: bool) -> float:

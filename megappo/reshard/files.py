@@ -5,12 +5,13 @@ from __future__ import annotations
 
 import math
 from pathlib import Path, PurePosixPath
-
-import torch
-from torch import Tensor
+from typing import TYPE_CHECKING
 
 from megappo.config.folder_texts import read_object
 from megappo.errors import shortened, show
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
@@ -59,6 +60,8 @@ class NotFiniteError(ValueError):
 def finite(part: Tensor, name: str, path: Path) -> Tensor:
     """Return a part that was read of a file's tensor. Raises NotFiniteError where it holds a value that is not a finite
     float32."""
+    import torch
+
     if not part.numel():
         return part
     ends = [end.float().item() for end in torch.aminmax(part)]  # in one pass and without a copy, and nan passes through

@@ -6,6 +6,8 @@ import hashlib
 import importlib.metadata
 import importlib.util
 import inspect
+import os
+import re
 import sys
 from collections import defaultdict
 from importlib.machinery import ModuleSpec
@@ -13,6 +15,9 @@ from pathlib import Path
 
 _OF_IMAGES = ("torchvision", "scipy")
 """Packages that transformers imports for images where they are installed."""
+_hidden: set[str] = set()
+"""Packages that transformers does not find in this process."""
+_NAME = re.compile(r"^Name: *(.*\S)", re.MULTILINE)
 _ASKING = "transformers.utils.import_utils"
 
 
@@ -39,16 +44,31 @@ def quicken_packages_scan() -> None:
     importlib.metadata.packages_distributions = packages_distributions
 
 
-def read_texts_only() -> None:
+def read_texts_only(*, builds_models: bool = True) -> None:
     """Make transformers skip its imports for images in this process. They take a quarter of a CPU second, as
-    torchvision imports torch's compiler. Other importers of torchvision or scipy still get them."""
+    torchvision imports torch's compiler. Other importers of torchvision or scipy still get them.
+
+    Without `builds_models` it skips torch too: from 5 on, reading a config.json imports transformers' generation and
+    with it torch's compiler, in four CPU seconds, and of all that uses the name of a dtype. It then has configurations
+    and tokenizers, and no models, until the process ends. For a process that calls `show_torch` before it has imported
+    transformers, nothing is skipped but images.
+    """
     find_spec = importlib.util.find_spec
+    if not builds_models:
+        _hidden.add("torch")
+        os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")  # "PyTorch was not found"
 
     def find(name: str, package: str | None = None) -> ModuleSpec | None:
-        is_left_out = name in _OF_IMAGES and sys._getframe(1).f_globals.get("__name__") == _ASKING
+        is_left_out = name in _hidden and sys._getframe(1).f_globals.get("__name__") == _ASKING
         return None if is_left_out else find_spec(name, package)
 
+    _hidden.update(_OF_IMAGES)
     importlib.util.find_spec = find
+
+
+def show_torch() -> None:
+    """Let transformers have torch, where it has not been imported yet: a model's own code may want it."""
+    _hidden.discard("torch")
 
 
 def packages_distributions() -> dict[str, list[str]]:
@@ -56,10 +76,16 @@ def packages_distributions() -> dict[str, list[str]]:
     or not."""
     found = defaultdict(list)
     for distribution in importlib.metadata.distributions():
-        declared, name = (distribution.read_text("top_level.txt") or "").split(), distribution.metadata["Name"]
+        declared, name = (distribution.read_text("top_level.txt") or "").split(), _name(distribution)
         for package in declared or _recorded_packages(distribution):
             found[package].append(name)
     return dict(found)
+
+
+def _name(distribution: importlib.metadata.Distribution) -> str:
+    """Its name, without parsing all that the file says beside."""
+    found = _NAME.search((distribution.read_text("METADATA") or "").partition("\n\n")[0])
+    return distribution.metadata["Name"] if found is None else found[1]
 
 
 def _recorded_packages(distribution: importlib.metadata.Distribution) -> set[str]:

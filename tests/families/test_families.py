@@ -22,6 +22,7 @@ from megappo.config.schema import ModelSettings
 from megappo.families import FAMILIES, architecture
 from megappo.families.architecture import ArchitectureConfig
 from megappo.families.parameters import tensor_shapes
+from megappo.families.rope import rotary, rotary_scale
 from megappo.families.served import Served
 from megappo.plan.engines import other_engine
 from megappo.plan.inputs import Models, make_setup
@@ -267,6 +268,17 @@ def test_settings_that_say_what_is_built_are_accepted(tmp_path: Path) -> None:
         assert read_architecture(folder).layers == (2 if family in OF_TWO_KINDS else 1)
 
 
+def test_plans_read_the_factor_of_a_rope_as_transformers_computes_it(tmp_path: Path) -> None:
+    ropes = [PLAIN, LINEAR_ROPE, YARN, YARN | {"attention_factor": 1.5}, YARN | {"mscale": 0.7, "mscale_all_dim": 1.3}]
+    ropes.append(YARN | {"factor": None, "original_max_position_embeddings": 8})
+    for number, rope in enumerate(ropes):
+        arch = read_architecture(written(tmp_path / str(number), "llama", rope_parameters=rope))
+        assert rotary_scale(arch) == rotary(arch)[1] and (rotary_scale(arch) == 1) == (number < 2), rope
+    for model in sorted((ROOT / "configs" / "models").iterdir()):
+        arch = read_architecture(model)
+        assert rotary_scale(arch) == rotary(arch)[1], model
+
+
 def test_what_megatron_is_told_of_a_layer(tmp_path: Path) -> None:
     """A token is in its own window. YaRN's factor, 0.1 ln(4) + 1 (Peng et al. 2024), is on cosine and sine of query and
     of key, so its square is in the scale of their product."""
@@ -317,9 +329,7 @@ def test_what_megatron_is_told_of_a_layer(tmp_path: Path) -> None:
     usual = {"window_size": None, "softmax_scale": None, "gated_linear_unit": True, "activation_func": silu}
     for number, (family, changes, told) in enumerate(cases):
         arch = read_architecture(written(tmp_path / str(number), family, **changes))
-        found: dict[str, Any] = {}
-        for block in arch.declaration.blocks:
-            found |= block.megatron(arch)
+        found = arch.declaration.megatron(arch)
         assert found == usual | told, (family, changes)
 
 

@@ -11,8 +11,8 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import make_backend
 from triton.runtime.jit import create_function_from_signature
 
-from megappo_kernels import ppo_head
 from megappo_kernels.backend import use_backend
+from megappo_kernels.blocks import CHUNK_BYTES
 from megappo_kernels.gae import gae
 from megappo_kernels.gpu import gae as gpu_gae
 from megappo_kernels.gpu import head, layers, objectives, rows, whiten
@@ -20,6 +20,7 @@ from megappo_kernels.layers import rotate_pairs, swiglu
 from megappo_kernels.lm_head import linear_logprob
 from megappo_kernels.logits import logits_logprob
 from megappo_kernels.losses import PolicyInputs
+from megappo_kernels.ppo_head import ppo_head_loss
 from megappo_kernels.whiten import masked_whiten_stats
 
 SIZES = (1, 2, 3, 4, 7, 15, 16, 17, 32, 33, 50, 64, 100, 127, 128, 129, 200, 256, 257)
@@ -59,7 +60,7 @@ def one_pack(size: int, dtype: torch.dtype) -> None:
     logits_logprob(hidden @ weight.T, labels)[0].sum().backward()
     old, advantages, weights = torch.randn(3, size).unbind(0)
     inputs = PolicyInputs(old, advantages, weights, mask=torch.ones(size, dtype=torch.bool))
-    ppo_head.ppo_head_loss(hidden, weight, labels, inputs)
+    ppo_head_loss(hidden, weight, labels, inputs)
     values, mask = torch.randn(2, size), torch.rand(2, size) < 0.5
     gae(values, values, mask, gamma=0.99, lam=0.95)
     ends = torch.tensor([0, size // 2, size])
@@ -80,7 +81,7 @@ def layers_of(size: int, dtype: torch.dtype) -> None:
 
 def main() -> None:
     """Count over all sizes, in float32 and bfloat16."""
-    ppo_head.CHUNK_BYTES["cpu"] = 6 * VOCABULARY * 128  # chunks of 128 rows, and what is left
+    CHUNK_BYTES["cpu"] = 6 * VOCABULARY * 128  # chunks of 128 rows, and what is left
     counted = {name: Counted(getattr(module, name)) for module, names in KERNELS.items() for name in names}
     for module, names in KERNELS.items():
         for name in names:

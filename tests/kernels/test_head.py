@@ -17,11 +17,12 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from megappo_kernels.backend import use_backend
+from megappo_kernels.blocks import CHUNK_BYTES
 from megappo_kernels.lm_head import linear_logprob, vocabulary_range
 from megappo_kernels.logits import logits_logprob
 from megappo_kernels.losses import PolicyInputs, ppo_token_loss
 from megappo_kernels.objectives import PolicyObjective
-from megappo_kernels.ppo_head import CHUNK_BYTES, ppo_head_loss
+from megappo_kernels.ppo_head import ppo_head_loss
 from megappo_kernels.rows import Scaling, empty_statistics, logprob_and_entropy, merge_parts
 from megappo_kernels.softmax import update_statistics
 from tests.support.kernels import KINDS, Head, Rounding, head, policy_inputs, relative

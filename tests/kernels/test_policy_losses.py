@@ -11,10 +11,11 @@ from torch import Tensor
 from megappo.config import ConfigError, load_config
 from megappo.ppo.methods import find_objective
 from megappo_kernels.backend import use_backend
+from megappo_kernels.blocks import CHUNK_BYTES
 from megappo_kernels.losses import PolicyInputs, ppo_token_loss
 from megappo_kernels.metrics import shown
 from megappo_kernels.objectives import PolicyObjective
-from megappo_kernels.ppo_head import CHUNK_BYTES, ppo_head_loss
+from megappo_kernels.ppo_head import ppo_head_loss
 from megappo_kernels.surrogates import BANDS
 from tests.support.kernels import head, policy_inputs, relative
 from tests.support.oracles import algorithm

@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 from safetensors.torch import save_file
 
-from megappo.config import load_config
+from megappo.config import ConfigError, load_config
 from megappo.config.grid import Grid
 from megappo.plan.inputs import Models, RoleSetup, Setup, Workload, make_setup, workload
+from megappo.plan.rewards import reward_parameters
 from megappo.plan.servers import Servers, find_servers
 from tests.support.places import ROOT
 from tests.support.plan import arch, with_experts
@@ -51,6 +54,22 @@ def test_weights_of_a_reward_model(tmp_path: Path) -> None:
     save_file({"trunk": torch.zeros(7)}, tmp_path / "b.safetensors")
     config = load_config(MIDDLE, [*EMBEDDED, "reward.function=model", f"reward.model_path={tmp_path}"])
     assert [workload(config, 8, on_cuda=cuda).reward_bytes for cuda in (True, False)] == [44, 88]
+
+
+@pytest.mark.waits
+def test_weights_of_a_reward_model_that_is_on_the_hub_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Counted from its configuration, by transformers in a process that has torch."""
+    sizes = {"hidden_size": 8, "intermediate_size": 16, "vocab_size": 32, "num_hidden_layers": 1}
+    told = {"model_type": "llama", "num_attention_heads": 2, "num_key_value_heads": 2, "num_labels": 1, **sizes}
+    (tmp_path / "config.json").write_text(json.dumps(told))
+    monkeypatch.setattr("megappo.plan.rewards.cached_folder", lambda name: None)
+    monkeypatch.setattr("megappo.plan.rewards.model_folder", lambda name, **_: tmp_path)
+    layer = 4 * 8 * 8 + 3 * 8 * 16 + 2 * 8
+    assert reward_parameters("Some/Reward") == 32 * 8 + layer + 8 + 8
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "xyzzy"}))
+    with pytest.raises(ConfigError, match="is of no model that classifies") as caught:
+        reward_parameters("Another/Reward")
+    assert len(str(caught.value).splitlines()) == 1
 
 
 def test_roles() -> None:

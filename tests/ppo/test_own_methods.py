@@ -18,9 +18,10 @@ from megappo.megatron.schedule import PlacedSample, pack_samples
 from megappo.ppo.methods import check_methods, find_estimator, find_objective
 from megappo.ppo.updates import LossWeights, PolicyTask
 from megappo_kernels.backend import use_backend
+from megappo_kernels.blocks import CHUNK_BYTES
 from megappo_kernels.losses import PolicyInputs, ppo_token_loss
 from megappo_kernels.objectives import POLICY_METRICS, PolicyObjective
-from megappo_kernels.ppo_head import CHUNK_BYTES, ppo_head_loss
+from megappo_kernels.ppo_head import ppo_head_loss
 from tests.examples.cispo import cispo
 from tests.examples.dr_grpo import dr_grpo
 from tests.examples.gspo import gspo

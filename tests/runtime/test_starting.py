@@ -7,6 +7,7 @@ import importlib.machinery
 import importlib.metadata
 import importlib.util
 import json
+import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -17,8 +18,9 @@ import torch
 
 from megappo.runtime import sglang_cpu
 from megappo.runtime.heap import collect_as_usual, put_off_collections
-from megappo.runtime.packages import packages_distributions, read_texts_only
-from tests.support.harness import start
+from megappo.runtime.packages import packages_distributions, read_texts_only, show_torch
+from tests.support.harness import environment, start
+from tests.support.places import ROOT
 
 PROGRAM = """
 import gc, json, runpy, sys
@@ -34,6 +36,18 @@ found = {{"code": code, "loaded": loaded, "seldom": gc.get_threshold() > before}
 found |= {{"images": util.find_spec.__module__}}
 found |= {{"scan": metadata.packages_distributions.__module__, "frozen": gc.get_freeze_count()}}
 print("found", json.dumps(found))
+"""
+COMMANDS_ALONE = """
+import json, sys
+from megappo.__main__ import start
+heavy = ["torch", "transformers", "pydantic", "yaml", "importlib.metadata"]
+for words in json.loads(sys.argv[1]):
+    sys.argv = ["megappo", *words]
+    try:
+        code = start()
+    except SystemExit as ended:
+        code = ended.code
+    print("found", json.dumps([code, [name for name in heavy if name in sys.modules]]))
 """
 UNWANTED = ["torch._inductor.lowering", "flash_attn", "flashinfer"]
 
@@ -88,6 +102,10 @@ def test_transformers_does_not_find_what_it_has_for_images(monkeypatch: pytest.M
         is_here = importlib.machinery.PathFinder.find_spec(name) is not None
         assert seen(name) == [False, is_here, is_here]
     assert (seen("torch"), seen("no_such_package")) == ([True] * 3, [False] * 3)
+    read_texts_only(builds_models=False)
+    assert seen("torch") == [False, True, True]
+    show_torch()
+    assert (seen("torch"), seen("scipy")[0]) == ([True] * 3, False)
 
 
 @pytest.mark.usefixtures("usual")
@@ -115,6 +133,32 @@ def test_a_command_starts_without_what_it_has_no_use_for(tmp_path: Path) -> None
         assert (found["code"], found["loaded"]) == (code, []), done.stdout + done.stderr
         assert found["scan"] == found["images"] == "megappo.runtime.packages" and found["seldom"] == seldom
         assert found["frozen"] > 100_000 or seldom
+
+
+@pytest.mark.waits
+def test_commands_that_build_nothing_import_no_torch() -> None:
+    """In a process of their own, as a user's are: `--help` without settings too, plans of families whose layers differ
+    in what Megatron is told of them, of estimators without a critic, and a search."""
+    plans = [
+        ["configs/quickstart.yaml"],
+        ["configs/quickstart.yaml", "algorithm.estimator=grpo", "critic=null"],
+        ["configs/quickstart.yaml", "--search", "--gpus=2"],
+        ["configs/gemma4_31b_2node_math.yaml"],
+        ["configs/gpt_oss_20b_8gpu_gsm8k.yaml", "--gpus=8"],
+        ["configs/deepseek_v3_32node_dapo_math.yaml", "--gpus=256", "--machine=h200"],
+    ]
+    done = subprocess.run(
+        [sys.executable, "-c", COMMANDS_ALONE, json.dumps([["--help"], *(["plan", *words] for words in plans)])],
+        cwd=ROOT,
+        env=environment(),
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stderr
+    found = [json.loads(line.removeprefix("found ")) for line in done.stdout.splitlines() if line.startswith("found ")]
+    assert all(code in (0, 1) for code, _ in found)  # 1: it does not fit
+    of_plans = ["transformers", "pydantic", "yaml", "importlib.metadata"]
+    assert [loaded for _, loaded in found] == [[]] + [of_plans] * len(plans)
 
 
 @pytest.mark.usefixtures("usual")

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
-from torch import Tensor
+from typing import TYPE_CHECKING
 
 from megappo.algo.estimators import GAE
+
+if TYPE_CHECKING:  # settings are checked against the parameters without importing torch
+    from torch import Tensor
 
 
 def gae(
@@ -16,6 +19,6 @@ def gae(
     decoupled GAE).
     """
     advantages, returns = gae(rewards=rewards, values=values, mask=mask, gamma=gamma, lam=lam)
-    if isinstance(lam, Tensor) or lam != critic_lam:
+    if not isinstance(lam, int | float) or lam != critic_lam:
         _, returns = gae(rewards=rewards, values=values, mask=mask, gamma=gamma, lam=critic_lam)
     return advantages, returns

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import torch
-from torch import Tensor
+from typing import TYPE_CHECKING
 
 from megappo.algo.estimators import unwhitened
-from megappo.algo.groups import Groups, spread
-from megappo.algo.masks import clean
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 
 @unwhitened
@@ -16,7 +16,10 @@ def grpo(*, rewards: Tensor, mask: Tensor, group_ids: Tensor) -> tuple[Tensor, T
 
     Shao et al. 2024, "DeepSeekMath", section 4.1.
     """
+    from megappo.algo.groups import Groups, spread
+    from megappo.algo.masks import clean
+
     scores_B = clean(rewards, mask).sum(-1)
     groups = Groups.of(scores_B, group_ids)
     std_B = (groups.squares_B / (groups.sizes_B - 1).clamp(min=1)).sqrt()
-    return spread(torch.where(groups.sizes_B > 1, groups.deviations_B / (std_B + 1e-6), scores_B), mask)
+    return spread(scores_B.where(groups.sizes_B <= 1, groups.deviations_B / (std_B + 1e-6)), mask)

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-import torch
-from torch import Tensor
+from typing import TYPE_CHECKING
 
 from megappo.algo.estimators import GAE
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 
 def reinforce_plus_plus(*, rewards: Tensor, mask: Tensor, gamma: float, gae: GAE) -> tuple[Tensor, Tensor]:
     """Discounted sum of the rewards that follow, whitened over the batch afterwards (Hu 2025, "REINFORCE++")."""
-    returns, _ = gae(rewards=rewards, values=torch.zeros_like(rewards), mask=mask, gamma=gamma, lam=1.0)
+    returns, _ = gae(rewards=rewards, values=rewards.new_zeros(rewards.shape), mask=mask, gamma=gamma, lam=1.0)
     return returns, returns

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import torch
-from torch import Tensor
+from typing import TYPE_CHECKING
 
 from megappo.algo.estimators import unwhitened
-from megappo.algo.groups import Groups, spread
-from megappo.algo.masks import clean
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 
 @unwhitened
@@ -16,8 +16,11 @@ def rloo(*, rewards: Tensor, mask: Tensor, group_ids: Tensor) -> tuple[Tensor, T
 
     Ahmadian et al. 2024, "Back to Basics", eq. 3.
     """
+    from megappo.algo.groups import Groups, spread
+    from megappo.algo.masks import clean
+
     scores_B = clean(rewards, mask).sum(-1)
     groups = Groups.of(scores_B, group_ids)
     # Of n samples, the others' mean lies n / (n - 1) times as far away as the mean of all.
     others_B = groups.deviations_B * groups.sizes_B / (groups.sizes_B - 1).clamp(min=1)
-    return spread(torch.where(groups.sizes_B > 1, others_B, scores_B), mask)
+    return spread(scores_B.where(groups.sizes_B <= 1, others_B), mask)

@@ -1,0 +1,21 @@
+"""Counts the weights of a model that is on the hub alone: `python -m megappo.plan.declared FOLDER` prints them."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+
+def declared_parameters(folder: Path) -> int:
+    """Weights of the model that transformers would build from a folder's configuration; built on the meta device,
+    without memory."""
+    import torch
+    from transformers import AutoConfig, AutoModelForSequenceClassification
+
+    with torch.device("meta"):
+        model = AutoModelForSequenceClassification.from_config(AutoConfig.from_pretrained(folder))
+    return sum(parameter.numel() for parameter in model.parameters())
+
+
+if __name__ == "__main__":
+    print(declared_parameters(Path(sys.argv[1])))
