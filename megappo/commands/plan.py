@@ -14,6 +14,7 @@ from megappo.plan.engines import other_engine
 from megappo.plan.planner import models_beside, planning
 from megappo.plan.search import best_layouts, remedy
 from megappo.plan.tables import plan_view, search_view, to_json
+from megappo.runtime.packages import show_torch
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -31,6 +32,8 @@ def run(arguments: argparse.Namespace) -> bool:
     nothing.
     """
     config, as_json = load_config(arguments.config, arguments.overrides), arguments.json
+    if config.model.trust_remote_code:
+        show_torch()
     asked = None if arguments.gpus is None else whole_option("--gpus", arguments.gpus, 1, LARGEST_WORLD)
     found = planning(config, arguments.machine, asked, models_beside(arguments.config))
     models, machine, gpus = found.models, found.machine, found.gpus

@@ -19,7 +19,6 @@ from megappo.families.architecture import ArchitectureConfig
 from megappo.families.declaration import Family
 from megappo.observe.plain_files import check_folder
 from megappo.plugins import load
-from megappo.runtime.packages import show_torch
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedTokenizerBase
@@ -92,8 +91,6 @@ def read_config_json(folder: Path, *, key: str = "model.path") -> dict[str, Any]
 
 
 def _hf_config(folder: Path, trust_remote_code: bool, key: str) -> PretrainedConfig:
-    if trust_remote_code:
-        show_torch()
     from transformers import AutoConfig
 
     try:

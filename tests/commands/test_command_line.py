@@ -160,7 +160,7 @@ def test_quiet_and_other_ranks(
         told_before_rank_0.append(told.exists())
         pause(seconds)
 
-    monkeypatch.setattr("megappo.cli.pause", wait)
+    monkeypatch.setattr("megappo.runtime.waiting.pause", wait)
     monkeypatch.setattr("megappo.cli.RANK_0_SPEAKS_WITHIN", 0.5)
     began = time.monotonic()
     assert main(["train", str(BASE), model, "run.steps=0"]) == 2

@@ -17,7 +17,13 @@ from tests.support.places import ROOT
 
 ELSEWHERE = {"apptainer", "docker", "ensure_environment", "export", "git", "hf", "mypy", "pip", "pre-commit", "ruff"}
 """Programs and shell functions that are not looked into."""
-PLACEHOLDERS = {"CONFIG": "configs/quickstart.yaml", "RUN_DIR": "runs/my-run", "OUT": "out", "FOLDER": "folder"}
+PLACEHOLDERS = {
+    "CONFIG": "configs/quickstart.yaml",
+    "RUN_DIR": "runs/my-run",
+    "OUT": "out",
+    "FOLDER": "folder",
+    "SHELL": "zsh",
+}
 PREFIXES = ("bash ", "launch/", "megappo ", "mpirun ", "python ", "sbatch ", "srun ", "torchrun ")
 
 
