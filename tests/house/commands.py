@@ -23,6 +23,7 @@ PLACEHOLDERS = {
     "OUT": "out",
     "FOLDER": "folder",
     "SHELL": "zsh",
+    "TASK": "gsm8k",
 }
 PREFIXES = ("bash ", "launch/", "megappo ", "mpirun ", "python ", "sbatch ", "srun ", "torchrun ")
 

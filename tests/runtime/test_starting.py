@@ -16,6 +16,7 @@ from typing import Any
 import pytest
 import torch
 
+from megappo.cli import main
 from megappo.runtime import sglang_cpu
 from megappo.runtime.heap import collect_as_usual, put_off_collections
 from megappo.runtime.packages import packages_distributions, read_texts_only, show_torch
@@ -159,6 +160,15 @@ def test_commands_that_build_nothing_import_no_torch() -> None:
     assert all(code in (0, 1) for code, _ in found)  # 1: it does not fit
     of_plans = ["transformers", "pydantic", "yaml", "importlib.metadata"]
     assert [loaded for _, loaded in found] == [[]] + [of_plans] * len(plans)
+
+
+def test_code_of_a_model_has_torch_when_it_is_planned(monkeypatch: pytest.MonkeyPatch) -> None:
+    shown: list[str] = []
+    monkeypatch.setattr("megappo.commands.plan.show_torch", lambda: shown.append("torch"))
+    monkeypatch.chdir(ROOT)
+    for trusted in ("false", "true"):
+        assert main(["plan", "configs/quickstart.yaml", f"model.trust_remote_code={trusted}"]) == 0
+        assert shown == ["torch"] * (trusted == "true")
 
 
 @pytest.mark.usefixtures("usual")
