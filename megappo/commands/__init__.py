@@ -8,6 +8,7 @@ from __future__ import annotations
 import argparse
 from dataclasses import dataclass
 from importlib import import_module
+from pathlib import Path
 from typing import Protocol, cast
 
 from megappo.errors import ConfigError, shortened, whole_number
@@ -40,6 +41,7 @@ COMMANDS = {
     "quickstart": Command(
         "train a small model on single-digit sums, by two processes of this machine", takes_overrides=True
     ),
+    "init": Command("write a commented configuration for this machine and a task", builds_models=False),
     "train": Command("run PPO as a YAML file describes it", on_ranks=True, takes_overrides=True),
     "plan": Command(
         "say what a run will need and how fast it will be, before it is started",
@@ -64,6 +66,13 @@ COMMANDS = {
 def module_of(command: str) -> CommandModule:
     """The module of a subcommand, imported now."""
     return cast(CommandModule, import_module(f"{__name__}.{command}"))
+
+
+def shipped_file(*parts: str) -> Path:
+    """A file or folder that stands beside the package in a clone, and in it where pip installed it."""
+    package = Path(__file__).parents[1]
+    installed = package.joinpath("shipped", *parts)
+    return installed if installed.exists() else package.parent.joinpath(*parts)
 
 
 def whole_option(name: str, text: str, least: int, most: int) -> int:

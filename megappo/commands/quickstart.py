@@ -5,10 +5,8 @@ from __future__ import annotations
 import argparse
 import os
 import sys
-from pathlib import Path
 
-_PACKAGE = Path(__file__).parents[1]
-_LAUNCHER = Path("launch", "quickstart.sh")
+from megappo.commands import shipped_file
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -18,7 +16,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> None:
     """Become the launcher, which stands in the package where pip installed it, and beside it in a clone."""
-    installed = _PACKAGE / "shipped" / _LAUNCHER
-    launcher = installed if installed.exists() else _PACKAGE.parent / _LAUNCHER
+    launcher = shipped_file("launch", "quickstart.sh")
     environment = {**os.environ, "MEGAPPO_PYTHON": sys.executable}
     os.execvpe("bash", ["bash", str(launcher), *arguments.overrides], environment)

@@ -62,6 +62,11 @@ def this_machine() -> Machine:
 
     if torch.cuda.is_available():
         return machine_like(torch.cuda.get_device_name(0), device_bytes())
+    return this_cpu()
+
+
+def this_cpu() -> Machine:
+    """The CPU of the planner's tables with this machine's memory and share of cores."""
     import psutil
 
     total = float(psutil.virtual_memory().total)

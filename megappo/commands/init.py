@@ -1,0 +1,73 @@
+"""`megappo init`: a first configuration, commented, for the devices of this machine or of its cluster."""
+
+from __future__ import annotations
+
+import argparse
+import re
+from pathlib import Path
+
+from megappo.commands import shipped_file, whole_option
+from megappo.config import ConfigError
+from megappo.config.base import LARGEST_WORLD
+from megappo.errors import shortened
+from megappo.starter.place import find_place
+from megappo.starter.tasks import TASKS, Asked
+from megappo.starter.writing import next_commands, write
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """What follows `megappo init`."""
+    about = "; ".join(f"{name}: {words}" for name, words in TASKS.items())
+    parser.add_argument("task", nargs="?", default="jsonl", choices=TASKS, metavar="TASK", help=about)
+    parser.add_argument("--model", metavar="NAME", help="folder or hub name (default: the largest of some that fits)")
+    parser.add_argument("--data", metavar="PATH", help="file of prompts, or the folder of `megappo data prepare`")
+    parser.add_argument("--machine", metavar="NAME", help="h100, cpu, ... or a YAML file (default: this machine's)")
+    parser.add_argument("--gpus", metavar="N", help="devices of a node (default: those that are found)")
+    parser.add_argument("--nodes", metavar="N", help="nodes (default: 1)")
+    parser.add_argument("--output", metavar="FILE", help="configuration to write (default: TASK.yaml)")
+    parser.add_argument("--force", action="store_true", help="write over a configuration that is there")
+
+
+def run(arguments: argparse.Namespace) -> None:
+    """Write the configuration, and print what was written and what comes next.
+
+    Raises ConfigError for a file that is there, and whatever of the options cannot be.
+    """
+    output = _output(Path(arguments.output or f"{arguments.task}.yaml"), force=arguments.force)
+    gpus, nodes = _count("--gpus", arguments.gpus), _count("--nodes", arguments.nodes)
+    place = find_place(arguments.machine, gpus, nodes, output.parent)
+    if place.ranks > LARGEST_WORLD:
+        raise ConfigError(f"--gpus times --nodes is {place.ranks}, must be at most {LARGEST_WORLD}")
+    if arguments.task == "lora" and place.ranks > 1 and arguments.gpus is None:
+        place = place.alone()
+    models = shipped_file("configs", "models")
+    asked = Asked(arguments.task, output.stem, arguments.model, _data(arguments, output), models / "tiny_arithmetic")
+    written = write(asked, place, output, models)
+    print(f"wrote {', '.join(map(str, written.files))} for {place.words}")
+    for note in written.notes:
+        print(note)
+    print("next:")
+    print("\n".join(f"  {command}" for command in next_commands(asked, place, output)))
+
+
+def _count(option: str, text: str | None) -> int | None:
+    return None if text is None else whole_option(option, text, 1, LARGEST_WORLD)
+
+
+def _output(output: Path, *, force: bool) -> Path:
+    if output.suffix not in (".yaml", ".yml") or not re.fullmatch(r"[\w.-]+", output.stem):
+        raise ConfigError(
+            f"--output '{shortened(str(output))}' must end with .yaml, behind a name of letters, digits, _, - and ."
+        )
+    if output.is_dir() or (output.exists() and not force):
+        raise ConfigError(f"{output} is there already; add --force to write over it, or name another --output")
+    return output
+
+
+def _data(arguments: argparse.Namespace, output: Path) -> Path:
+    if arguments.data is None:
+        return output.with_name(f"{output.stem}.jsonl") if arguments.task == "jsonl" else Path("data", "gsm8k")
+    data = Path(arguments.data)
+    if arguments.task == "jsonl" and not data.is_file():
+        raise ConfigError(f"--data '{shortened(str(data))}' is no file; give one with lines of prompt and answer")
+    return data

@@ -1,0 +1,64 @@
+"""Settings with reasons, and the YAML file that they make."""
+
+from __future__ import annotations
+
+import textwrap
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import yaml
+
+_WIDTH = 110
+
+
+@dataclass(frozen=True)
+class Line:
+    """A setting of a new configuration."""
+
+    key: str
+    """Dotted, such as `rollout.prompts_per_step`."""
+    value: Any
+    why: str = ""
+    """The reason, for its comment."""
+
+
+def changed(lines: Iterable[Line], changes: Iterable[Line]) -> list[Line]:
+    """Lines in their order with the values of `changes`, whose other keys follow."""
+    kept = {line.key: line for line in lines}
+    for line in changes:
+        inside = [key for key in kept if key.startswith(f"{line.key}.")]
+        for key in inside:
+            del kept[key]
+        kept[line.key] = line
+    return list(kept.values())
+
+
+def rendered(lines: Iterable[Line]) -> str:
+    """The lines as YAML, sections in the order in which they come first, each value with its reason."""
+    tree: dict[str, Any] = {}
+    for line in lines:
+        *sections, name = line.key.split(".")
+        inner = tree
+        for section in sections:
+            inner = inner.setdefault(section, {})
+        inner[name] = line
+    return "\n".join(_rows(tree, "")) + "\n"
+
+
+def _rows(tree: dict[str, Any], indent: str) -> Iterator[str]:
+    for name, node in tree.items():
+        if isinstance(node, dict):
+            yield f"{indent}{name}:"
+            yield from _rows(node, indent + "  ")
+            continue
+        row = f"{indent}{name}: {_flow(node.value)}"
+        if node.why and len(row) + 4 + len(node.why) <= _WIDTH:
+            yield f"{row}  # {node.why}"
+        else:
+            yield from textwrap.wrap(node.why, _WIDTH, initial_indent=f"{indent}# ", subsequent_indent=f"{indent}# ")
+            yield row
+
+
+def _flow(value: Any) -> str:
+    return yaml.safe_dump(value, default_flow_style=True, width=10_000, sort_keys=False).removesuffix("...\n").strip()

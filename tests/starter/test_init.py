@@ -1,0 +1,202 @@
+"""`megappo init`: what it writes is planned and passes the dry run, on machines it is told of and on this one."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+import yaml
+
+from megappo.cli import main
+from megappo.config.explain import find_field
+from megappo.plan.here import this_cpu
+from megappo.starter.lines import Line, changed, rendered
+from megappo.starter.place import file_system, find_place
+from megappo.starter.tasks import TASKS
+from tests.support.episodes import tokenizer
+from tests.support.models import write_model
+
+TEMPLATE = (
+    "{% if tools %}<|im_start|>system\n{{ tools | tojson }}<|im_end|>\n{% endif %}"
+    "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+ON_A_GPU = ["--machine", "h100", "--gpus", "1"]
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A tiny Qwen3 whose tokenizer has a chat template with tools."""
+    folder = tmp_path_factory.mktemp("model")
+    words = tokenizer(TEMPLATE)
+    words.eos_token = words.pad_token = "<|im_end|>"
+    sizes = {"vocab_size": len(words), "eos_token_id": words.eos_token_id, "pad_token_id": words.eos_token_id}
+    write_model(folder, "qwen3", 1, max_position_embeddings=4096, **sizes)
+    words.save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture
+def empty(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """An empty working directory, on a machine without GPUs and scheduler, with GSM8K as it is prepared."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("PATH", str(tmp_path / "bin"))
+    for variable in ("RANK", "WORLD_SIZE", "SLURM_JOB_ID"):
+        monkeypatch.delenv(variable, raising=False)
+    for name in ("train", "test"):
+        (tmp_path / "data" / "gsm8k").mkdir(parents=True, exist_ok=True)
+        rows = {"prompt": ["how many are 3 and 4?"] * 300, "answer": ["#### 7"] * 300}
+        pq.write_table(pa.table(rows), tmp_path / "data" / "gsm8k" / f"{name}.parquet")
+    return tmp_path
+
+
+def program(folder: Path, name: str, says: str) -> None:
+    """Put a program on the PATH that prints a text."""
+    (folder / "bin").mkdir(exist_ok=True)
+    (folder / "bin" / name).write_text(f"#!/bin/sh\nprintf '%s\\n' '{says}'\n")
+    (folder / "bin" / name).chmod(0o755)
+
+
+@pytest.mark.waits
+@pytest.mark.parametrize("machine", [ON_A_GPU, []], ids=["h100", "here"])
+@pytest.mark.parametrize("task", TASKS)
+def test_what_is_written_is_planned_and_passes_the_dry_run(
+    task: str, machine: list[str], model: Path, empty: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["init", task, "--model", str(model), "--output", "mine.yaml", *machine]) == 0
+    said = capsys.readouterr().out
+    assert "wrote mine.yaml" in said and f"megappo train --dry-run mine.yaml{' ' * bool(machine)}" in said
+    text = Path("mine.yaml").read_text()
+    bare = [line for line in text.splitlines() if ":" in line and "#" not in line and not line.endswith(":")]
+    assert len(bare) < 8, "values have reasons"
+    settings = yaml.safe_load(text)
+    assert settings["model"]["dtype"] == ("bfloat16" if machine else "float32")
+    assert ("lora" in settings["actor"]) == (task == "lora")
+    assert main(["plan", "mine.yaml", *machine]) == 0
+    assert main(["train", "--dry-run", "mine.yaml", *machine]) == 0
+    assert "dry run" in capsys.readouterr().out
+
+
+@pytest.mark.waits
+def test_without_words_it_writes_a_run_of_its_own_for_this_machine(
+    empty: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """With a function and prompts beside it, which are kept when they are there."""
+    assert main(["init"]) == 0
+    assert {file.name for file in empty.iterdir() if file.is_file()} == {"jsonl.yaml", "jsonl_reward.py", "jsonl.jsonl"}
+    Path("jsonl_reward.py").write_text("def score(response: str) -> float:\n    return 0.5\n")
+    assert main(["init", "--force"]) == 0 and "0.5" in Path("jsonl_reward.py").read_text()
+    assert main(["plan", "jsonl.yaml"]) == 0 and main(["train", "--dry-run", "jsonl.yaml"]) == 0
+    assert "gives the answers 0.5 and empty responses 0.5" in capsys.readouterr().out
+
+
+def test_settings_that_are_written_exist(model: Path, empty: Path) -> None:
+    def keys(section: dict[str, object], prefix: tuple[str, ...] = ()) -> list[tuple[str, ...]]:
+        found = []
+        for name, value in section.items():
+            found += keys(value, (*prefix, name)) if isinstance(value, dict) else [(*prefix, name)]
+        return found
+
+    for task in TASKS:
+        assert main(["init", task, "--model", str(model), "--output", f"{task}.yaml", *ON_A_GPU]) == 0
+        for key in keys(yaml.safe_load(Path(f"{task}.yaml").read_text())):
+            assert any(find_field(key[:n]) for n in range(2, len(key) + 1)), key
+
+
+@pytest.mark.parametrize(
+    ("words", "sentence"),
+    [
+        (["--output", "there.yaml"], "there.yaml is there already; add --force to write over it"),
+        (["--output", "data"], "--output 'data' must end with .yaml"),
+        (["--output", "a b.yaml"], "--output 'a b.yaml' must end with .yaml, behind a name of letters"),
+        (["--gpus", "0", "--machine", "h100"], "--gpus is '0', must be a whole number from 1 to 16384"),
+        (["--gpus", "many"], "--gpus is 'many', must be a whole number"),
+        (["--nodes", "2"], "neither nvidia-smi nor sinfo shows a GPU here"),
+        (
+            ["--gpus", "16384", "--nodes", "2", "--machine", "h100"],
+            "--gpus times --nodes is 32768, must be at most 16384",
+        ),
+        (["--machine", "abacus"], "--machine is 'abacus', must be"),
+        (["--data", "nothing.jsonl"], "--data 'nothing.jsonl' is no file"),
+        (["--model", "there.yaml"], "model.path 'there.yaml' is a file"),
+        (["--model", "no/such/folder"], "model.path 'no/such/folder': there is no such folder"),
+    ],
+)
+def test_odd_words_are_one_sentence(
+    words: list[str], sentence: str, empty: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (empty / "there.yaml").write_text("run: {}\n")
+    before = sorted(path.name for path in empty.iterdir())
+    assert main(["init", *words]) == 2
+    said = capsys.readouterr().err
+    assert sentence in said and len(said.splitlines()) == 1
+    assert sorted(path.name for path in empty.iterdir()) == before
+
+
+def test_a_model_that_fits_nowhere_is_one_sentence(
+    empty: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    big = tmp_path / "big"
+    big.mkdir()
+    sizes = {"hidden_size": 16384, "intermediate_size": 65536, "num_hidden_layers": 100, "num_attention_heads": 128}
+    (big / "config.json").write_text(
+        json.dumps({"model_type": "llama", "vocab_size": 128000, "max_position_embeddings": 8192, **sizes})
+    )
+    assert main(["init", "--model", str(big), "--machine", "l40s"]) == 2
+    said = capsys.readouterr().err
+    assert "no layout on 1 x l40s fits" in said and len(said.splitlines()) == 1
+    assert not list(empty.glob("*jsonl*")) and not list(empty.glob(".*"))
+
+
+@pytest.mark.waits
+def test_devices_are_those_that_the_machine_shows(empty: Path) -> None:
+    here = find_place(None, None, None, empty)
+    assert (here.machine, here.devices, here.nodes, here.scheduler) == (this_cpu(), 1, 1, "")
+    program(empty, "sinfo", "(null)\ngpu:a100:4(S:0-1)\ngpu:h200:8,nvme:1")
+    of_slurm = find_place(None, None, 3, empty)
+    assert (of_slurm.machine.name, of_slurm.devices, of_slurm.nodes, of_slurm.ranks) == ("h200", 8, 3, 24)
+    assert of_slurm.scheduler == "slurm"
+    program(empty, "nvidia-smi", "NVIDIA A100-SXM4-40GB, 40960\nNVIDIA A100-SXM4-40GB, 40960")
+    own = find_place(None, None, None, empty)
+    assert (own.machine.name, own.devices, own.machine.memory_bytes) == ("a100-40", 2, 40960 * 2**20)
+    named = find_place("l40s", 4, None, empty)
+    assert (named.machine.name, named.devices) == ("l40s", 4)
+    program(empty, "nvidia-smi", "No devices were found")
+    assert find_place(None, None, None, empty).machine.name == "h200"
+
+
+@pytest.mark.waits
+def test_a_cluster_is_told_how_to_start(model: Path, empty: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    program(empty, "sinfo", "gpu:h100:8")
+    os.environ["PATH"] += ":/bin:/usr/bin"
+    assert main(["init", "gsm8k", "--model", str(model), "--nodes", "2"]) == 0
+    said = capsys.readouterr().out
+    assert "megappo plan gsm8k.yaml --machine h100 --gpus 16" in said
+    assert "sbatch --nodes 2 --gpus-per-node 8 launch/slurm/ppo.sbatch gsm8k.yaml" in said
+    assert "all nodes must see it" in Path("gsm8k.yaml").read_text()
+    assert main(["init", "lora", "--model", str(model)]) == 0, "one device of those that are found"
+    assert "--gpus 1" in capsys.readouterr().out
+
+
+def test_file_systems_are_told_apart() -> None:
+    mounts = "sda / ext4 rw\nserver:/home /home nfs4 rw\nlocal /home/me/scratch xfs rw\nbroken\n"
+    places = {"/home/you": "nfs4", "/home/me/scratch/a": "xfs", "/homes": "ext4", "/home": "nfs4"}
+    assert {place: file_system(Path(place), mounts) for place in places} == places
+
+
+def test_lines_become_yaml_with_reasons() -> None:
+    lines = [
+        Line("a.b", 1.0e-6, "small"),
+        Line("c", {"d": [1, 2]}),
+        Line("a.e.f", True, "long " * 40),
+        Line("a.e.g", 3),
+    ]
+    text = rendered(changed(lines, [Line("a.b", 2), Line("a.e", {"h": None}, "anew")]))
+    assert yaml.safe_load(text) == {"a": {"b": 2, "e": {"h": None}}, "c": {"d": [1, 2]}}
+    long = rendered(lines)
+    assert yaml.safe_load(long)["a"]["b"] == 1.0e-6 and all(len(line) <= 110 for line in long.splitlines())
+    assert "b: 1.0e-06  # small" in long
