@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
@@ -18,11 +18,28 @@ class SaveExperienceSettings(Settings):
     """Number of samples saved of each step, the first ones; default: all, which `rollout.load_from` needs."""
 
 
+class WandbSettings(Settings):
+    """How the run appears at Weights & Biases."""
+
+    entity: Text | None = None
+    """The user or team; default: that of the account."""
+    group: Text | None = None
+    """Name under which runs are shown together."""
+    tags: Annotated[tuple[Text, ...], Field(strict=False)] = ()
+    """Words to find the run by."""
+    mode: Literal["online", "offline"] | None = None
+    """`offline` keeps everything in the run directory for `wandb sync`; default: `WANDB_MODE`, or online."""
+    samples: bool = False
+    """Send the samples of `logging.sample_texts` as tables: prompts and what the model wrote leave this machine."""
+
+
 class LoggingSettings(Settings):
     tensorboard: bool = True
     """Write TensorBoard events to `<directory>/tensorboard`."""
     wandb_project: Text | None = None
-    """Log to this Weights & Biases project too."""
+    """Log to this Weights & Biases project too. A run that is continued goes on there under the same id."""
+    wandb_run: WandbSettings = WandbSettings()
+    """How the run appears there."""
     loggers: dict[Text, dict[str, Any]] = Field(default_factory=dict)
     """Loggers of your own: `{"package.module:name": {option: value}}`, called with their options as keyword
     arguments."""

@@ -12,8 +12,10 @@ from typing import Any
 
 from megappo.errors import reason
 from megappo.observe.appending import AppendedFile
-from megappo.observe.loggers import Contained, Logger, TensorBoardLogger, WandbLogger, make_logger
+from megappo.observe.loggers import Contained, Logger, make_logger
 from megappo.observe.plain_files import check_plain
+from megappo.observe.tensorboard_log import TensorBoardLogger
+from megappo.observe.wandb_log import WandbLogger
 
 _METRICS_FILE = "metrics.jsonl"
 _SAMPLES_FILE = "samples.jsonl"
@@ -36,6 +38,7 @@ class MetricsLog:
         *,
         tensorboard: bool = True,
         wandb_project: str | None = None,
+        wandb_run: Mapping[str, Any] | None = None,
         loggers: Mapping[str, Mapping[str, Any]] | None = None,
     ) -> None:
         """Append to the files of `directory`, which is created where it is missing; for one rank only.
@@ -44,6 +47,7 @@ class MetricsLog:
             directory: the run directory.
             run_name: the run's name at Weights & Biases, where there is a `wandb_project`, and for `loggers`.
             config: the whole configuration in JSON's types, for the same two.
+            wandb_run: `logging.wandb_run`.
             loggers: the user's loggers: options by import path.
 
         Raises ConfigError where a configured logger cannot be made, OSError where the directory cannot be written.
@@ -51,12 +55,14 @@ class MetricsLog:
         directory.mkdir(parents=True, exist_ok=True)
         self._loggers: list[tuple[Contained, Logger]] = []
         if wandb_project is not None:
-            logger = WandbLogger(wandb_project, run_name, config, directory)
+            logger = WandbLogger(wandb_project, run_name, config, directory, wandb_run or {})
             self._loggers.append((Contained("the run at Weights & Biases"), logger))
         for path, options in (loggers or {}).items():
             self._loggers.append((Contained(path), make_logger(path, options, directory, run_name, config)))
         if tensorboard:
-            self._loggers.append((Contained("TensorBoard's file"), TensorBoardLogger(directory / "tensorboard")))
+            self._loggers.append(
+                (Contained("TensorBoard's file"), TensorBoardLogger(directory / "tensorboard", config))
+            )
         self._files = {name: _LinesFile(directory / name) for name in (_METRICS_FILE, _SAMPLES_FILE, _JUMPS_FILE)}
         self._contained = {name: Contained(str(directory / name)) for name in self._files}
 
@@ -68,9 +74,12 @@ class MetricsLog:
             contained(partial(logger.log, step, metrics))
 
     def log_samples(self, step: int, samples: Sequence[Mapping[str, Any]]) -> None:
-        """Write a line of JSON per sample, `step` first."""
+        """Write a line of JSON per sample, `step` first, and tell loggers that have `log_samples`."""
         for sample in samples:
             self._write(_SAMPLES_FILE, {"step": step, **sample})
+        for contained, logger in self._loggers:
+            if (log_samples := getattr(logger, "log_samples", None)) is not None:
+                contained(partial(log_samples, step, samples))
 
     def log_jump(self, step: int, jump: Mapping[str, Any]) -> None:
         """Write a line of JSON for an update that stands out."""

@@ -77,7 +77,7 @@ class Reporter:
             directory = config.run.path
             directory.mkdir(parents=True, exist_ok=True)
             save_config(config, directory / "config.yaml")
-            logs = config.logging.model_dump(include={"tensorboard", "wandb_project", "loggers"})
+            logs = config.logging.model_dump(include={"tensorboard", "wandb_project", "wandb_run", "loggers"})
             self._log = MetricsLog(directory, config.run.name, config.model_dump(mode="json"), **logs)
 
     def continue_after(self, step: int, *, is_open: bool) -> None:

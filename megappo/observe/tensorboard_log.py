@@ -1,0 +1,169 @@
+"""TensorBoard's event file: metrics, what to look at first, settings, and texts of samples."""
+
+from __future__ import annotations
+
+import io
+import os
+import re
+import socket
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from megappo.observe.appending import AppendedFile
+
+if TYPE_CHECKING:
+    from tensorboard.compat.proto.summary_pb2 import Summary
+
+LAYOUT: Mapping[str, Mapping[str, Sequence[str]]] = {
+    "1 reward": {
+        "score of samples": ("reward/mean",),
+        "validation": ("eval/reward_mean",),
+        "length of responses": ("response/length", "response/length_max"),
+        "cut at the limit": ("response/truncated",),
+    },
+    "2 health": {
+        "KL from the reference": ("kl/mean",),
+        "KL of an update": ("actor/ppo_kl",),
+        "clipped tokens": ("actor/clipfrac",),
+        "entropy": ("actor/entropy",),
+        "explained variance": ("critic/explained_variance",),
+        "gradient norms": ("actor/grad_norm", "critic/grad_norm"),
+        "engine and trainer": ("mismatch/mean", "mismatch/max"),
+    },
+    "3 speed": {
+        "tokens per second": ("tokens_per_second",),
+        "seconds": ("time/step", "time/rollout", "time/update_actor", "time/update_critic", "time/sync"),
+    },
+}
+"""Charts of the tab "Custom Scalars", by section and title: metrics by name."""
+_SHOWN_CHARACTERS = 20_000
+_SHOWN_SETTINGS = (bool, int, float, str)
+
+
+class TensorBoardLogger:
+    """A TensorBoard event file. The calling thread writes it, so that errors are raised there."""
+
+    def __init__(self, directory: Path, config: Mapping[str, Any]) -> None:
+        """Create a file in `directory`, of a run with these settings. Raises OSError where it cannot be written."""
+        directory.mkdir(parents=True, exist_ok=True)
+        name = f"events.out.tfevents.{time.time():.6f}.{socket.gethostname()}.{os.getpid()}"
+        self._file = AppendedFile(directory / name)
+        self._config = config
+        self._due = _event(file_version="brain.Event:2")
+        """Events that must be written before the next step's event."""
+        self._is_new = True
+
+    def log(self, step: int, metrics: Mapping[str, float]) -> None:
+        """Write the metrics of a step. Raises OSError."""
+        from tensorboard.compat.proto.summary_pb2 import Summary
+
+        values = [Summary.Value(tag=name, simple_value=value) for name, value in metrics.items()]
+        self._append(_event(step=step, summary=Summary(value=values)))
+
+    def log_samples(self, step: int, samples: Sequence[Mapping[str, Any]]) -> None:
+        """Write the texts of a step. Raises OSError."""
+        from tensorboard.compat.proto.summary_pb2 import Summary
+
+        texts = [_text(f"samples/{number}", _shown(sample)) for number, sample in enumerate(samples)]
+        if texts:
+            self._append(_event(step=step, summary=Summary(value=texts)))
+
+    def _append(self, event: bytes) -> None:
+        first = b"".join(_event(summary=summary) for summary in _first(self._config)) if self._is_new else b""
+        self._file.append(self._due + first + event)
+        self._due, self._is_new = b"", False
+
+    def forget_after(self, step: int) -> None:
+        """Make TensorBoard ignore earlier files' events of later steps, from the next step on."""
+        from tensorboard.compat.proto.event_pb2 import SessionLog
+
+        self._due += _event(step=step + 1, session_log=SessionLog(status=SessionLog.START))
+
+    def close(self) -> None:
+        """Close the file; may be called twice. Raises OSError."""
+        self._file.close()
+
+
+def _event(**content: Any) -> bytes:
+    """An event in the format of the file."""
+    from tensorboard.compat.proto.event_pb2 import Event
+    from tensorboard.summary.writer.record_writer import RecordWriter
+
+    record = io.BytesIO()
+    RecordWriter(record).write(Event(wall_time=time.time(), **content).SerializeToString())
+    return record.getvalue()
+
+
+def _first(config: Mapping[str, Any]) -> Sequence[Summary]:
+    """What a file begins with: the layout of charts, and the settings, as TensorBoard's plug-ins have them."""
+    from tensorboard.compat.proto.summary_pb2 import Summary
+    from tensorboard.plugins.custom_scalar.layout_pb2 import Category, Chart, Layout, MultilineChartContent
+    from tensorboard.plugins.hparams.api_pb2 import Experiment
+    from tensorboard.plugins.hparams.plugin_data_pb2 import HParamsPluginData, SessionStartInfo
+
+    sections = [
+        Category(
+            title=section,
+            chart=[
+                Chart(title=title, multiline=MultilineChartContent(tag=[f"^{re.escape(name)}$" for name in names]))
+                for title, names in charts.items()
+            ],
+        )
+        for section, charts in LAYOUT.items()
+    ]
+    start = SessionStartInfo()
+    for key, value in _plain_settings(config):
+        if isinstance(value, bool):
+            start.hparams[key].bool_value = value
+        elif isinstance(value, str):
+            start.hparams[key].string_value = value
+        else:
+            start.hparams[key].number_value = value
+    experiment = HParamsPluginData(version=0, experiment=Experiment())
+    session = HParamsPluginData(version=0, session_start_info=start)
+    return [
+        Summary(
+            value=[_value("custom_scalars__config__", "custom_scalars", Layout(category=sections).SerializeToString())]
+        ),
+        Summary(value=[_value("_hparams_/experiment", "hparams", content=experiment.SerializeToString())]),
+        Summary(value=[_value("_hparams_/session_start_info", "hparams", content=session.SerializeToString())]),
+    ]
+
+
+def _plain_settings(section: Mapping[str, Any], prefix: str = "") -> Sequence[tuple[str, bool | int | float | str]]:
+    found: list[tuple[str, bool | int | float | str]] = []
+    for name, value in section.items():
+        if isinstance(value, Mapping):
+            found += _plain_settings(value, f"{prefix}{name}.")
+        elif isinstance(value, _SHOWN_SETTINGS):
+            found.append((f"{prefix}{name}", value))
+    return found
+
+
+def _text(tag: str, text: str) -> Summary.Value:
+    return _value(tag, "text", text.encode(errors="replace"))
+
+
+def _value(tag: str, plugin: str, told: bytes | None = None, content: bytes = b"") -> Summary.Value:
+    """A value of one of TensorBoard's plug-ins: a string, or data of the plug-in alone."""
+    from tensorboard.compat.proto.summary_pb2 import Summary, SummaryMetadata
+    from tensorboard.compat.proto.tensor_pb2 import TensorProto
+    from tensorboard.compat.proto.tensor_shape_pb2 import TensorShapeProto
+
+    metadata = SummaryMetadata(plugin_data=SummaryMetadata.PluginData(plugin_name=plugin, content=content))
+    if told is None:
+        return Summary.Value(tag=tag, metadata=metadata)
+    shape = TensorShapeProto(dim=[TensorShapeProto.Dim(size=1)])
+    tensor = TensorProto(dtype="DT_STRING", string_val=[told], tensor_shape=shape)
+    return Summary.Value(tag=tag, metadata=metadata, tensor=tensor)
+
+
+def _shown(sample: Mapping[str, Any]) -> str:
+    """A sample in Markdown; what the model wrote stands in blocks of code, so that it is shown as it is."""
+    rows = []
+    for name, value in sample.items():
+        block = "\n".join(f"    {line}" for line in str(value)[:_SHOWN_CHARACTERS].splitlines())
+        rows.append(f"**{name}**\n\n{block}\n")
+    return "\n".join(rows)

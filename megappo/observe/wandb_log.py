@@ -1,0 +1,96 @@
+"""A run at Weights & Biases, which goes on under its id where the run is continued."""
+
+from __future__ import annotations
+
+import re
+import uuid
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from megappo.errors import ConfigError, how_to_install, reason
+from megappo.observe.plain_files import plain_text
+
+ID_FILE = "wandb-id"
+"""File of the run directory with the run's id there."""
+
+
+class WandbLogger:
+    """A run at Weights & Biases."""
+
+    def __init__(
+        self, project: str, run_name: str, config: Mapping[str, Any], directory: Path, told: Mapping[str, Any]
+    ) -> None:
+        """Begin the run, or go on with the one whose id the run directory has.
+
+        `told`: what `logging.wandb_run` says. Raises ConfigError where wandb is not installed or does not start one.
+        """
+        self._wanted = f"logging.wandb_project is '{project}', but"
+        try:
+            import wandb
+        except ModuleNotFoundError as error:
+            if error.name != "wandb":
+                raise
+            raise ConfigError(f"{self._wanted} wandb is not installed; {how_to_install('wandb')}") from error
+        self._wandb: Any = wandb
+        self._sends_samples = bool(told.get("samples"))
+        given = {name: told[name] for name in ("entity", "group", "mode") if told.get(name) is not None}
+        tags = {"tags": list(told["tags"])} if told.get("tags") else {}
+        self._options = {
+            "project": project,
+            "name": run_name,
+            "config": dict(config),
+            "dir": str(directory),
+            **given,
+            **tags,
+        }
+        self._file = directory / ID_FILE
+        kept = self._kept()
+        self._goes_on = kept is not None
+        self._begin(kept or _new_id())
+
+    def _kept(self) -> str | None:
+        """The id in the run directory; None where there is none that could be one."""
+        try:
+            found = plain_text(self._file).strip()
+        except (OSError, UnicodeDecodeError):
+            return None
+        return found if re.fullmatch(r"[A-Za-z0-9_-]{1,64}", found) else None
+
+    def _begin(self, run_id: str) -> None:
+        try:
+            self._run = self._wandb.init(**self._options, id=run_id, resume="allow")
+        except Exception as error:  # errors of its own, of its service and of the network
+            raise ConfigError(
+                f"{self._wanted} Weights & Biases does not begin a run: {reason(error)}; log in (wandb login, or "
+                "export WANDB_API_KEY), export WANDB_MODE=offline to send it later (wandb sync), or set it to null"
+            ) from error
+        self._file.write_text(f"{run_id}\n", encoding="utf-8")
+
+    def log(self, step: int, metrics: Mapping[str, float]) -> None:
+        """Send the metrics of a step. Those of a step that is there already, as a run that is continued may have, are
+        left out by wandb: they are the same."""
+        self._run.log(dict(metrics), step=step)
+
+    def log_samples(self, step: int, samples: Sequence[Mapping[str, Any]]) -> None:
+        """Send a table of texts, where that is asked for."""
+        if not self._sends_samples or not samples:
+            return
+        columns = list(dict.fromkeys(name for sample in samples for name in sample))
+        rows = [[None if name not in sample else str(sample[name]) for name in columns] for sample in samples]
+        self._run.log({"samples": self._wandb.Table(columns=columns, data=rows)}, step=step)
+
+    def forget_after(self, step: int) -> None:
+        """Begin another run where nothing is kept of the one before; what was sent stays there."""
+        if step < 1 and self._goes_on:
+            self._run.finish()
+            self._begin(_new_id())
+        self._goes_on = False
+
+    def close(self) -> None:
+        """Wait until all data is sent."""
+        self._run.finish()
+
+
+def _new_id() -> str:
+    return uuid.uuid4().hex[:12]

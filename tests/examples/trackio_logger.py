@@ -1,0 +1,26 @@
+"""Metrics and texts in Trackio: `logging.loggers: {"tests.examples.trackio_logger:Trackio": {project: sums}}`."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import trackio
+
+
+class Trackio:
+    """A logger of one's own. MLflow and SwanLab differ in the three calls of their package alone."""
+
+    def __init__(self, *, directory: Any, run_name: str, config: Any, project: str) -> None:
+        trackio.init(project=project, name=run_name, config=config, resume="allow")
+
+    def log(self, step: int, metrics: Any) -> None:
+        trackio.log(dict(metrics), step=step)
+
+    def log_samples(self, step: int, samples: Any) -> None:  # may be left out
+        trackio.log({"samples": "\n\n".join(f"{s['prompt']} -> {s['response']}" for s in samples)}, step=step)
+
+    def forget_after(self, step: int) -> None:
+        """A run that is continued logs later steps again; Trackio keeps both."""
+
+    def close(self) -> None:
+        trackio.finish()

@@ -1,0 +1,202 @@
+"""What TensorBoard, Weights & Biases and loggers of one's own get beside metrics; wandb itself where it is there."""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import json
+import struct
+import subprocess
+import sys
+import types
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from megappo.config import load_config
+from megappo.observe.metric_docs import METRICS
+from megappo.observe.metrics import MetricsLog
+from megappo.observe.tensorboard_log import LAYOUT
+from tests.support.harness import environment
+from tests.support.places import BASE, ROOT
+
+PART = """
+import sys
+from pathlib import Path
+from megappo.observe.metrics import MetricsLog
+
+first, last = map(int, sys.argv[2:])
+told = {"mode": "offline", "group": "g", "tags": ("x",), "samples": True}
+log = MetricsLog(Path(sys.argv[1]), "r", {}, tensorboard=False, wandb_project="p", wandb_run=told)
+log.truncate_after(first - 1)
+for step in range(first, last + 1):
+    log.log_samples(step, [{"prompt": "1+1=", "response": "2"}])
+    log.log(step, {"reward/mean": step / 10})
+log.close()
+"""
+"""A job that logs the steps of its arguments, from the first to the last."""
+SAMPLES: list[dict[str, Any]] = [
+    {"prompt": "1+1=", "response": "<script>2</script>\n# two", "score": 1.0},
+    {"prompt": "2+2="},
+]
+
+
+def test_tensorboard_shows_reward_and_health_first(tmp_path: Path) -> None:
+    """Charts of metrics that exist, the settings as hyperparameters, and texts as they are."""
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+    from tensorboard.plugins.custom_scalar.layout_pb2 import Layout
+    from tensorboard.plugins.hparams.plugin_data_pb2 import HParamsPluginData
+
+    config = {"run": {"steps": 3, "name": "r"}, "algorithm": {"lam": 0.95, "whiten": True, "none": None}, "of": [1]}
+    log = MetricsLog(tmp_path, "r", config)
+    log.log_samples(1, SAMPLES)
+    for step in (1, 2):
+        log.log(step, {"reward/mean": 0.5})
+    log.close()
+    (file,) = (tmp_path / "tensorboard").iterdir()
+    found = EventAccumulator(str(file))
+    found.Reload()
+    (event,) = found.Tensors("custom_scalars__config__")
+    layout = Layout()
+    layout.ParseFromString(event.tensor_proto.string_val[0])
+    assert [category.title for category in layout.category] == list(LAYOUT) and "reward" in layout.category[0].title
+    shown = [name for charts in LAYOUT.values() for names in charts.values() for name in names]
+    assert layout.category[0].chart[0].multiline.tag == ["^reward/mean$"] and not set(shown) - METRICS.keys()
+    (text, *_) = found.Tensors("samples/0")
+    words = text.tensor_proto.string_val[0].decode()
+    assert text.step == 1 and all(f"    {line}" in words for line in ("<script>2</script>", "# two"))
+    assert len(found.Tensors("samples/1")) == 1
+    told = HParamsPluginData()
+    told.ParseFromString(found.summary_metadata["_hparams_/session_start_info"].plugin_data.content)
+    settings = told.session_start_info.hparams
+    assert settings["run.steps"].number_value == 3 and settings["algorithm.whiten"].bool_value
+    assert settings["run.name"].string_value == "r" and len(settings) == 4
+    assert [(scalar.step, scalar.value) for scalar in found.Scalars("reward/mean")] == [(1, 0.5), (2, 0.5)]
+
+
+class FakeWandb(types.ModuleType):
+    """Notes how runs are begun and what they are told."""
+
+    def __init__(self) -> None:
+        super().__init__("wandb")
+        self.begun: list[dict[str, Any]] = []
+        self.told: list[tuple[int, dict[str, Any]]] = []
+
+    def init(self, **options: Any) -> FakeWandb:
+        self.begun.append(options)
+        return self
+
+    def log(self, told: dict[str, Any], step: int) -> None:
+        self.told.append((step, told))
+
+    def finish(self) -> None:
+        """Nothing."""
+
+    @staticmethod
+    def Table(columns: list[str], data: list[list[str | None]]) -> tuple[list[str], list[list[str | None]]]:
+        """What it is made of."""
+        return columns, data
+
+
+def begin(folder: Path, **told: Any) -> MetricsLog:
+    return MetricsLog(folder, "r", {}, tensorboard=False, wandb_project="p", wandb_run=told)
+
+
+def test_a_continued_run_goes_on_at_wandb(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Under its id, but where it begins anew; a file that is no id is none."""
+    fake = FakeWandb()
+    monkeypatch.setitem(sys.modules, "wandb", fake)
+    first = begin(tmp_path, group="g", tags=("x", "y"), entity="e", mode="offline")
+    first.truncate_after(-1)
+    assert fake.begun[0].items() >= {"group": "g", "tags": ["x", "y"], "entity": "e", "mode": "offline"}.items()
+    begin(tmp_path / "b")
+    assert "tags" not in fake.begun[1] and "mode" not in fake.begun[1]
+    begin(tmp_path).truncate_after(7)
+    ids = [run["id"] for run in fake.begun]
+    assert ids[2] == ids[0] != ids[1] and all(run["resume"] == "allow" for run in fake.begun)
+    begin(tmp_path).truncate_after(-1)
+    assert (
+        [run["id"] for run in fake.begun[3:]] == [ids[0], (tmp_path / "wandb-id").read_text().strip()] != [ids[0]] * 2
+    )
+    (tmp_path / "wandb-id").write_text("../../x\n")
+    begin(tmp_path)
+    assert len(fake.begun[-1]["id"]) == 12 and "/" not in fake.begun[-1]["id"]
+
+
+def test_texts_leave_the_machine_where_that_is_asked_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    fake = FakeWandb()
+    monkeypatch.setitem(sys.modules, "wandb", fake)
+    begin(tmp_path / "a").log_samples(1, SAMPLES)
+    assert fake.told == []
+    begin(tmp_path / "b", samples=True).log_samples(1, SAMPLES)
+    rows = [["1+1=", "<script>2</script>\n# two", "1.0"], ["2+2=", None, None]]
+    assert fake.told == [(1, {"samples": (["prompt", "response", "score"], rows)})]
+
+
+def test_settings_of_wandb_reach_it() -> None:
+    words = ["logging.wandb_project=p", "logging.wandb_run={group: g, tags: [x], mode: offline}"]
+    told = load_config(BASE, words).logging.model_dump(include={"wandb_run"})["wandb_run"]
+    assert told == {"entity": None, "group": "g", "tags": ("x",), "mode": "offline", "samples": False}
+
+
+def records(path: Path) -> Iterator[Any]:
+    """The records of a `.wandb` file, whose framing is LevelDB's behind seven bytes."""
+    messages = importlib.import_module("wandb.proto.wandb_internal_pb2")
+    data, at, whole = path.read_bytes(), 7, b""
+    while at + 7 <= len(data):
+        if 32768 - at % 32768 < 7:
+            at += 32768 - at % 32768
+            continue
+        _, size, kind = struct.unpack("<IHB", data[at : at + 7])
+        whole, at = whole + data[at + 7 : at + 7 + size], at + 7 + size
+        if kind in (1, 4):  # a whole record, or the last part of one
+            record = messages.Record()
+            record.ParseFromString(whole)
+            whole = b""
+            yield record
+
+
+@pytest.mark.waits
+@pytest.mark.skipif(importlib.util.find_spec("wandb") is None, reason="wandb is not installed")
+def test_the_real_wandb_keeps_a_requeued_run_together(tmp_path: Path) -> None:
+    """Offline it ignores `resume`: two folders with one id and disjoint steps, which `wandb sync --append` joins."""
+    for first, last in ((1, 3), (4, 5)):
+        words = [sys.executable, "-c", PART, str(tmp_path), str(first), str(last)]
+        told = environment() | {"WANDB_SILENT": "true"}
+        done = subprocess.run(words, cwd=ROOT, env=told, capture_output=True, text=True)
+        assert done.returncode == 0, done.stderr
+    found: list[list[tuple[int, float]]] = []
+    runs = set()
+    files = sorted((tmp_path / "wandb").glob("offline-run-*/*.wandb"), key=lambda path: path.stat().st_mtime_ns)
+    for file in files:
+        found.append([])
+        for record in records(file):
+            if record.WhichOneof("record_type") == "run":
+                runs.add((record.run.run_id, record.run.project, record.run.run_group, *record.run.tags))
+            elif record.WhichOneof("record_type") == "history":
+                values = {item.key or "/".join(item.nested_key): item.value_json for item in record.history.item}
+                found[-1].append((record.history.step.num, json.loads(values["reward/mean"])))
+    assert found == [[(1, 0.1), (2, 0.2), (3, 0.3)], [(4, 0.4), (5, 0.5)]]
+    assert runs == {((tmp_path / "wandb-id").read_text().strip(), "p", "g", "x")}
+
+
+def test_the_logger_that_the_documents_show(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In the place of the package stands one that notes what it is told."""
+    told: list[tuple[Any, ...]] = []
+    package = types.ModuleType("trackio")
+    vars(package).update(
+        init=lambda **options: told.append(("init", options["project"], options["name"])),
+        log=lambda metrics, step: told.append((step, metrics)),
+        finish=lambda: told.append(("finish",)),
+    )
+    monkeypatch.setitem(sys.modules, "trackio", package)
+    monkeypatch.delitem(sys.modules, "tests.examples.trackio_logger", raising=False)
+    loggers = {"tests.examples.trackio_logger:Trackio": {"project": "sums"}}
+    log = MetricsLog(tmp_path, "r", {}, tensorboard=False, loggers=loggers)
+    log.log_samples(1, [{"prompt": "1+1=", "response": "2"}])
+    log.log(1, {"reward/mean": 0.5})
+    log.truncate_after(0)
+    log.close()
+    assert told == [("init", "sums", "r"), (1, {"samples": "1+1= -> 2"}), (1, {"reward/mean": 0.5}), ("finish",)]
