@@ -5,12 +5,13 @@ Shapes of matrices are (rows, columns) as transformers stores them: outputs by i
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from megappo.families.architecture import ArchitectureConfig
 from megappo.families.declaration import Block, PerToken, Weight
+from megappo.families.fields import Activation, MegatronSettings
 from megappo.families.rope import rotary_scale
 
 
@@ -39,7 +40,7 @@ class Attention(Block):
             Weight("self_attention.linear_proj.weight", {"self_attn.o_proj.weight": (hidden, queries)}, "row"),
         )
 
-    def megatron(self, arch: ArchitectureConfig) -> dict[str, Any]:
+    def megatron(self, arch: ArchitectureConfig) -> MegatronSettings:
         scale, width = rotary_scale(arch), arch.score_width or arch.head_dim
         some = {"window_attn_skip_freq": [int(has) for has in arch.windowed_layers]} if arch.windowed_layers else {}
         return {
@@ -58,7 +59,7 @@ class QueryKeyValueBiases(Block):
         biases |= dict.fromkeys(("self_attn.k_proj.bias", "self_attn.v_proj.bias"), (arch.key_width,))
         return (Weight("self_attention.linear_qkv.bias", biases, "qkv", fused="self_attn.qkv_proj.bias"),)
 
-    def megatron(self, arch: ArchitectureConfig) -> dict[str, Any]:
+    def megatron(self, arch: ArchitectureConfig) -> MegatronSettings:
         return {"add_qkv_bias": True}
 
 
@@ -69,7 +70,7 @@ class QueryKeyNorms(Block):
         names = (("self_attention.q_layernorm", "self_attn.q_norm"), ("self_attention.k_layernorm", "self_attn.k_norm"))
         return tuple(norm(f"{megatron}.weight", f"{hf}.weight", arch.head_dim) for megatron, hf in names)
 
-    def megatron(self, arch: ArchitectureConfig) -> dict[str, Any]:
+    def megatron(self, arch: ArchitectureConfig) -> MegatronSettings:
         return {"qk_layernorm": True}
 
     def per_token(self, arch: ArchitectureConfig, element_bytes: int, *, fused: bool) -> PerToken:
@@ -104,10 +105,10 @@ class GatedMlp(Block):
     def weights(self, arch: ArchitectureConfig) -> Sequence[Weight]:
         return (mlp_norm(arch), *gated("mlp", arch, self.size(arch)))
 
-    def megatron(self, arch: ArchitectureConfig) -> dict[str, Any]:
+    def megatron(self, arch: ArchitectureConfig) -> MegatronSettings:
         return {"gated_linear_unit": True}
 
-    def activation(self, arch: ArchitectureConfig) -> Callable[..., Any] | None:
+    def activation(self, arch: ArchitectureConfig) -> Activation | None:
         from torch.nn.functional import silu
 
         return silu
@@ -127,7 +128,7 @@ class FirstMlp(GatedMlp):
     def layers(self, arch: ArchitectureConfig) -> range:
         return range(arch.dense_layers)
 
-    def megatron(self, arch: ArchitectureConfig) -> dict[str, Any]:
+    def megatron(self, arch: ArchitectureConfig) -> MegatronSettings:
         return {"moe_layer_freq": [int(layer in arch.expert_layers) for layer in range(arch.layers)]}
 
 
@@ -145,7 +146,7 @@ class SharedExpert(GatedMlp):
     def weights(self, arch: ArchitectureConfig) -> Sequence[Weight]:
         return gated("mlp.shared_experts", arch, self.size(arch))
 
-    def megatron(self, arch: ArchitectureConfig) -> dict[str, Any]:
+    def megatron(self, arch: ArchitectureConfig) -> MegatronSettings:
         return {"moe_shared_expert_intermediate_size": self.size(arch)}
 
 
@@ -188,7 +189,7 @@ class Experts(GatedMlp):
             Weight(f"{megatron}.weight2", {down: (hidden, ffn)}, "row", **w2),
         )
 
-    def megatron(self, arch: ArchitectureConfig) -> dict[str, Any]:
+    def megatron(self, arch: ArchitectureConfig) -> MegatronSettings:
         of_sigmoids: dict[str, Any] = {
             "moe_router_score_function": "sigmoid",
             "moe_router_topk_scaling_factor": arch.experts_scale,
