@@ -35,8 +35,6 @@ class Place:
     """`slurm`, or "" without one."""
     disk: str
     """Type of the file system of the working directory."""
-    named: bool = False
-    """Whether the user named the machine."""
 
     def alone(self) -> Place:
         """One of its devices."""
@@ -72,7 +70,7 @@ def find_place(machine: str | None, devices: int | None, nodes: int | None, fold
             "neither nvidia-smi nor sinfo shows a GPU here, and --gpus or --nodes asks for some; name it by --machine "
             "(h100, or cpu for ranks on CPUs)"
         )
-    return Place(found, devices or count, nodes or 1, scheduler, file_system(folder), machine is not None)
+    return Place(found, devices or count, nodes or 1, scheduler, file_system(folder))
 
 
 def _said(command: Sequence[str]) -> str:

@@ -16,6 +16,8 @@ TASKS = {
     "lora": "grade school word problems, with low-rank adapters on one device",
 }
 _SMALL, _MIDDLE, _TINY = "Qwen/Qwen3-0.6B", "Qwen/Qwen3-8B", "HuggingFaceTB/SmolLM2-135M-Instruct"
+_THINKING = (_SMALL, _MIDDLE)
+"""Of these, models that think where they are not told otherwise; a plan says so of others."""
 
 
 @dataclass(frozen=True)
@@ -104,7 +106,7 @@ def _data(asked: Asked, model: str, *, is_tiny: bool) -> Iterator[Line]:
         yield Line("data.validation.source", str(asked.data / "test.parquet"), "scored by evaluations alone")
     if is_tiny:
         yield Line("data.apply_chat_template", False, "this model has no chat template; others want theirs")
-    elif "qwen3" in model.lower():
+    elif model in _THINKING:
         yield Line("data.chat_template_options", {"enable_thinking": False}, "thoughts would have no room")
     yield Line("data.max_prompt_tokens", 16 if is_tiny else 1024, "longer prompts are refused when the run starts")
 
