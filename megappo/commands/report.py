@@ -7,9 +7,9 @@ import math
 from dataclasses import dataclass
 from pathlib import Path
 
-from megappo.errors import nearest_word, one_line, reason, show
+from megappo.errors import ConfigError, nearest_word, one_line, reason, writing
 from megappo.observe.charts import curve
-from megappo.observe.metrics import read_metrics
+from megappo.observe.metrics import metric_value, read_metrics
 from megappo.observe.plain_files import plain_text
 from megappo.observe.step_profile import newest_page
 
@@ -20,10 +20,17 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """What follows `megappo report`."""
     parser.add_argument("run_dirs", metavar="RUN_DIR", nargs="+", help="directory of a run; several are compared")
     parser.add_argument("--metric", default="reward/mean", help="name in metrics.jsonl (default: %(default)s)")
+    parser.add_argument("--html", metavar="FILE", help="write a page with everything that the runs hold")
 
 
 def run(arguments: argparse.Namespace) -> None:
-    """Print the report."""
+    """Print the report, or write it to a file."""
+    if arguments.html is not None:
+        from megappo.commands.report_page import page_of
+
+        page = page_of([Path(directory) for directory in arguments.run_dirs])
+        print(_written("--html", Path(arguments.html), page))
+        return
     print(report(*arguments.run_dirs, metric=arguments.metric))
 
 
@@ -39,6 +46,18 @@ def report(*run_dirs: str, metric: str = "reward/mean") -> str:
         return "\n".join([*_chart(histories[0], metric), *_paths(histories[0].directory)])
     charts = ["\n".join([f"{history.directory}:", *_chart(history, metric), ""]) for history in histories]
     return "\n".join([*charts, _comparison(histories, metric)])
+
+
+def _written(option: str, path: Path, content: bytes) -> str:
+    """Write a file, and say so. Raises ConfigError where there is no place for it, OSError for a full disk."""
+    try:
+        with writing(path):
+            path.write_bytes(content)
+    except (FileNotFoundError, NotADirectoryError, IsADirectoryError, PermissionError) as error:
+        raise ConfigError(
+            f"{option} is '{path}', which cannot be written ({error.strerror}); name a file in a folder that is there"
+        ) from error
+    return f"{path}: {len(content) / 1e6:.1f} MB"
 
 
 @dataclass(frozen=True)
@@ -60,7 +79,7 @@ def _read(directory: Path, metric: str) -> _History:
     if not path.exists():
         raise ValueError(f"{directory} holds no metrics.jsonl; name the directory of a run")
     lines = read_metrics(path)
-    values = {line["step"]: _number(line[metric], path) for line in lines if metric in line and metric != "step"}
+    values = {line["step"]: metric_value(line[metric], path) for line in lines if metric in line and metric != "step"}
     values = {step: value for step, value in values.items() if math.isfinite(value)}
     if not values:
         known = sorted({name for line in lines for name in line} - {"step"})
@@ -68,15 +87,6 @@ def _read(directory: Path, metric: str) -> _History:
         remedy = f"did you mean {near}?" if near not in (None, metric) else f"it has {', '.join(known) or 'none'}"
         raise ValueError(f"the run in {directory} has no finite value of the metric '{metric}'; {remedy}")
     return _History(directory, list(values), list(values.values()))
-
-
-def _number(value: object, path: Path) -> float:
-    if isinstance(value, bool) or not isinstance(value, int | float):
-        raise ValueError(f"{path} holds {show(value)} where a number is to be; remove the line")
-    try:
-        return float(value)
-    except OverflowError:
-        return math.inf
 
 
 def _chart(history: _History, metric: str) -> list[str]:
