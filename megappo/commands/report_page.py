@@ -14,10 +14,10 @@ from megappo.config.experience_rules import folder_of_run, saved_steps
 from megappo.config.load import flat_settings, load_config
 from megappo.config.schema import Config
 from megappo.errors import one_line, reason, shortened
-from megappo.observe.metrics import metric_value, read_metrics
-from megappo.observe.page.curves import FIRST, Line, curves, descriptions, ordered, points_of
+from megappo.observe.page.curves import Line, curves, descriptions, first_shown, ordered, points_of
 from megappo.observe.page.document import document
 from megappo.observe.page.records import jumps, profile, written_samples
+from megappo.observe.page.runs import RunMetrics
 from megappo.observe.plain_files import check_plain
 from megappo.ppo.advice import ADVICE, Advisor, told
 
@@ -27,51 +27,28 @@ _MOST_ADVICE = 500
 _SETTING_CHARACTERS = 300
 
 
-def page_of(directories: Sequence[Path]) -> bytes:
-    """The page of some runs. Raises ValueError where a directory is not a run's, or its metrics.jsonl is damaged."""
-    lines = [read_lines(directory) for directory in directories]
-    names = [{name for line in of_run.values() for name in line} for of_run in lines]
-    points = points_of(sum(map(len, names)))
-    labels = _labels(directories)
-    runs, settings = [], []
-    for directory, of_run, label in zip(directories, lines, labels, strict=True):
+def page_of(runs: Sequence[RunMetrics]) -> bytes:
+    """The page of some runs."""
+    points = points_of(sum(len(run.names) for run in runs))
+    pages, settings = [], []
+    for run in runs:
         notes: list[str] = []
-        config = _part(notes, "settings", partial(_config, directory))
+        config = _part(notes, "settings", partial(_config, run.directory))
         settings.append({} if config is None else _settings(config))
-        about = {"name": label, "directory": str(directory), "notes": notes}
-        runs.append(about | _of_run(directory, of_run, config, notes) | curves(of_run, points).plain())
-        runs[-1] |= _experience(directory, config, notes, 1 / len(directories))
-    every = ordered(set().union(*names))
+        about = {"name": run.label, "directory": str(run.directory), "notes": notes}
+        pages.append(about | _of_run(run, config, notes) | curves(run.lines, points).plain())
+        pages[-1] |= _experience(run.directory, config, notes, 1 / len(runs))
+    every = ordered(set[str]().union(*(run.names for run in runs)))
     return document(
         {
             "version": __version__,
             "names": every,
-            "first": [name for name in FIRST if name in every] or every[:6],
+            "first": first_shown(every),
             "docs": descriptions(every),
-            "runs": runs,
+            "runs": pages,
             "settings": list(_compared(settings)),
         }
     )
-
-
-def read_lines(directory: Path) -> dict[int, Line]:
-    """The metrics of each step of a run. Raises ValueError where there are none, or one is no number."""
-    path = directory / "metrics.jsonl"
-    if not path.exists():
-        raise ValueError(f"{directory} holds no metrics.jsonl; name the directory of a run")
-    lines: dict[int, Line] = {
-        line["step"]: {name: metric_value(value, path) for name, value in line.items() if name != "step"}
-        for line in read_metrics(path)
-    }
-    if not lines:
-        raise ValueError(f"{path} has no step yet; wait until the run has ended its first")
-    return lines
-
-
-def _labels(directories: Sequence[Path]) -> list[str]:
-    """Short names of runs that tell them apart."""
-    names = [directory.resolve().name for directory in directories]
-    return names if len(set(names)) == len(names) else [str(directory) for directory in directories]
 
 
 def _part(notes: list[str], what: str, read: Callable[[], _Part]) -> _Part | None:
@@ -91,7 +68,8 @@ def _config(directory: Path) -> Config | None:
     return load_config(path)
 
 
-def _of_run(directory: Path, lines: Mapping[int, Line], config: Config | None, notes: list[str]) -> dict[str, Any]:
+def _of_run(run: RunMetrics, config: Config | None, notes: list[str]) -> dict[str, Any]:
+    directory, lines = run.directory, run.lines
     return {
         "status": _status(directory, lines, config),
         "result": _result(lines),

@@ -9,7 +9,7 @@ from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 
 from megappo.errors import reason, show
 from megappo.observe.appending import AppendedFile
@@ -19,6 +19,7 @@ from megappo.observe.plain_files import LARGEST_TEXT_BYTES, check_plain
 _METRICS_FILE = "metrics.jsonl"
 _SAMPLES_FILE = "samples.jsonl"
 _JUMPS_FILE = "jumps.jsonl"
+_LONGEST_LINE = 2**26
 _NONFINITE = {"nan": math.nan, "inf": math.inf, "-inf": -math.inf}
 
 
@@ -47,7 +48,8 @@ class MetricsLog:
             config: the whole configuration in JSON's types, for the same two.
             loggers: the user's loggers: options by import path.
 
-        Raises ConfigError where a configured logger cannot be made, OSError where the directory cannot be written.
+        Raises ConfigError where a configured logger cannot be made, ValueError where something else than a file has the
+        name of one, OSError where the directory cannot be written.
         """
         directory.mkdir(parents=True, exist_ok=True)
         self._loggers: list[tuple[Contained, Logger]] = []
@@ -116,7 +118,7 @@ def last_records(path: Path, most: int) -> list[dict[str, Any]]:
     try:
         check_plain(path, LARGEST_TEXT_BYTES)
         with path.open(encoding="utf-8") as file:
-            lines = deque((line for line in file if line.endswith("\n")), maxlen=most)
+            lines = deque(_whole_lines(file), maxlen=most)
     except (OSError, UnicodeDecodeError) as error:
         raise ValueError(f"{path} cannot be read: {reason(error)}; put the run's own there") from error
     return [_record(line, f"{path}, line {n} of its last {len(lines)}") for n, line in enumerate(lines, start=1)]
@@ -143,10 +145,16 @@ def _lines(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
     except OSError as error:
         raise ValueError(f"{path} cannot be read: {error.strerror}; put the run's own there") from error
     with path.open(encoding="utf-8") as file:
-        for number, line in enumerate(file, start=1):
-            if not line.endswith("\n"):
-                return
+        for number, line in enumerate(_whole_lines(file), start=1):
             yield line, _record(line, f"{path}, line {number}")
+
+
+def _whole_lines(file: TextIO) -> Iterator[str]:
+    """Lines with their ends. Raises ValueError for one that is too long to be a run's, before it takes the memory."""
+    while (line := file.readline(_LONGEST_LINE)).endswith("\n"):
+        yield line
+    if len(line) == _LONGEST_LINE:
+        raise ValueError(f"{file.name} has a line of more than {_LONGEST_LINE} characters; put the run's own there")
 
 
 def _record(line: str, where: str) -> dict[str, Any]:
@@ -164,12 +172,15 @@ class _LinesFile:
     """A file of JSON lines, each of which is written whole or not at all."""
 
     def __init__(self, path: Path) -> None:
-        """Append after the last complete line. Raises OSError where the file cannot be written."""
+        """Append after the last complete line. Raises ValueError for what is no file, and OSError where it cannot be
+        written."""
         self._path = path
         self._open()
 
     def _open(self) -> None:
         if self._path.exists():
+            if not self._path.is_file():
+                raise ValueError(f"{self._path} is no file, where the run would write; remove it")
             os.truncate(self._path, self._path.read_bytes().rfind(b"\n") + 1)
         self._file = AppendedFile(self._path)
 

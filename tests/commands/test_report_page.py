@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import os
+import sys
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -50,7 +51,7 @@ def make_run(directory: Path, *overrides: str, steps: int = 12, metrics: int = 0
 def page_of(capsys: pytest.CaptureFixture[str], file: Path, *directories: Path) -> Any:
     """The data of the page that the command writes."""
     assert main(["report", *map(str, directories), "--html", str(file)]) == 0
-    assert capsys.readouterr().out == f"{file}: {file.stat().st_size / 1e6:.1f} MB\n"
+    assert capsys.readouterr().out == f"{file}: {file.stat().st_size / 1e3:,.0f} kB\n"
     return embedded(file.read_bytes())
 
 
@@ -119,6 +120,27 @@ def test_a_page_without_a_run_or_a_place_is_a_sentence(tmp_path: Path, capsys: p
     assert main(["report", str(run), "--html", str(tmp_path / "page.html")]) == 2
     assert "has no step yet" in capsys.readouterr().err
     assert not (tmp_path / "page.html").exists()
+
+
+def test_a_picture_has_the_curves(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of the first metrics of a page, or of one; names are no formulas, whatever signs are in them."""
+    pytest.importorskip("matplotlib")
+    runs = [str(make_run(tmp_path / name)) for name in ("_one $x", "two")]
+    file = tmp_path / "curves.png"
+    assert main(["report", *runs, "--png", str(file)]) == 0
+    of_several = len(file.read_bytes())
+    assert file.read_bytes().startswith(b"\x89PNG")
+    write_lines(tmp_path / "two" / "metrics.jsonl", {"step": 1, "$_{": 1.0}, {"step": 2, "$_{": "nan"})
+    assert main(["report", *runs, "--png", str(file), "--metric", "$_{"]) == 0
+    assert 1_000 < len(file.read_bytes()) < of_several
+    capsys.readouterr()
+    assert main(["report", *runs, "--png", str(file), "--metric", "reward/men"]) == 2
+    assert "no run has the metric 'reward/men'; did you mean reward/mean?" in capsys.readouterr().err
+    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
+    assert main(["report", *runs, "--png", str(file)]) == 2
+    assert "--png needs matplotlib, which is not installed; pip install matplotlib" in capsys.readouterr().err
 
 
 @needs_browser

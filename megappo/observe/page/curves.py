@@ -15,6 +15,7 @@ _MOST_NUMBERS = 250_000
 _POINTS = (100, 2_000)
 """Fewest and most points of a metric where a page has many metrics, or steps."""
 _DIGITS = 6
+_FEW = 6
 _LARGEST_STEP = 2**53
 """Largest whole number that JavaScript has exactly."""
 _SECONDS_PER_HOUR = 3600
@@ -117,6 +118,11 @@ def ordered(names: Iterable[str]) -> list[str]:
     """Names in the order of the documents, undocumented ones last."""
     places = {name: place for place, name in enumerate(METRICS)}
     return sorted(names, key=lambda name: (places.get(documented(name) or "", len(places)), name))
+
+
+def first_shown(names: Sequence[str]) -> list[str]:
+    """Those of the metrics in `FIRST`, or a few of all where there is none of them."""
+    return [name for name in FIRST if name in names] or list(names[:_FEW])
 
 
 def descriptions(names: Iterable[str]) -> list[list[str]]:
