@@ -68,7 +68,11 @@ def test_the_report_of_these_runs_opens(runs: Mapping[str, Path], tmp_path: Path
         marks = page.charts()
         assert all(marks.values()), marks
         for run in ("right", "fast"):
-            assert {f"Time by stage of {run}", f"Memory of {run}", f"Advantages of {run} over steps"} <= marks.keys()
+            assert {
+                f"Time by stage of {run}",
+                f"Peaks of stages: memory of {run}",
+                f"Advantages of {run} over steps",
+            } <= marks.keys()
         assert {"Curve of reward/mean", "Curve of critic/explained_variance"} <= marks.keys()
         page.value("document.querySelector('#picker').open = true")
         assert page.out_of_reach() == []

@@ -58,8 +58,8 @@ function marks() {
 }
 
 const isOverHours = () => control("over").value === "hours";
-const along = () => ({ title: { text: isOverHours() ? "hours in steps" : "step" }, ...wholeTicks(isOverHours() ? Infinity : longest()) });
-const longest = () => Math.max(...runs.map((run) => run.steps.at(-1) - run.steps[0]));
+const longest = (of) => Math.max(...of.map((run) => run.steps.at(-1) - run.steps[0]));
+const along = (...of) => ({ title: { text: isOverHours() ? "hours in steps" : "step" }, ...wholeTicks(isOverHours() ? Infinity : longest(of)) });
 
 // Few whole numbers have a tick each, and none between them.
 function wholeTicks(span) {
@@ -72,7 +72,7 @@ function curveCard(name) {
     traces: curvesOf(name),
     hovermode: "x unified",
     shapes: marks(),
-    xaxis: along(),
+    xaxis: along(...runs),
     yaxis: { type: control("logarithmic").checked ? "log" : "linear" },
   });
   const place = chart(`Curve of ${name}`, content);

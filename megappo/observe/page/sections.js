@@ -36,13 +36,13 @@ function areas(run, parts, whole) {
       const x = points.x.filter((step) => steps.has(step));
       const y = points.y.filter((_, at) => steps.has(points.x[at]));
       return {
-        x, y, name: label, mode: y.length < 3 ? "lines+markers" : "lines", stackgroup: "all",
+        x, y, name: label, mode: steps.size < 3 ? "lines+markers" : "lines", stackgroup: "all",
         line: { width: 0.5, color: COLOURS[place % COLOURS.length] },
       };
     });
   const line = { color: style("--text"), dash: "dot", width: 1.5 };
   traces.push({ x: sums.x, y: sums.y, name: "whole", mode: "lines+markers", marker: { size: 3 }, line });
-  return { traces, hovermode: "x unified", showlegend: true, legend: LEGEND, xaxis: along(), yaxis: { title: { text: "seconds" }, rangemode: "tozero" } };
+  return { traces, hovermode: "x unified", showlegend: true, legend: LEGEND, xaxis: along(run), yaxis: { title: { text: "seconds" }, rangemode: "tozero" } };
 }
 
 function startTimes() {
@@ -54,20 +54,29 @@ function startTimes() {
   section("sync", withMetric("sync/seconds").map((run) => card(run, "Weight sync by phase", phases, "sync/seconds")), "No run has weight syncs.");
 }
 
-function memoryOf(run, names) {
-  const traces = names.map((name, place) => {
+// Peaks of stages, in the order of the stages, and what is of the whole step.
+function memoryLabels(run) {
+  const stages = STAGES.map((stage) => [`memory/${stage}/peak_gigabytes`, stage.replace("_", " ")]);
+  const whole = ["peak", "reserved", "free"].map((part) => [`memory/${part}_gigabytes`, part]);
+  return [["Peaks of stages", stages], ["Of the step", whole]].map(([what, parts]) => [what, parts.filter(([name]) => run.metrics.has(name))]);
+}
+
+function memoryOf(run, parts) {
+  const traces = parts.map(([name, label], place) => {
     const { x, y } = pointsOf(run, name);
-    return { x, y, name: plain(name.slice("memory/".length).replace("_gigabytes", "")), mode: "lines+markers", marker: { size: 3 }, line: { color: COLOURS[place % COLOURS.length], dash: ["solid", "dash", "dot"][place % 3] } };
+    const line = { color: COLOURS[place % COLOURS.length], dash: ["solid", "dash", "dot"][place % 3] };
+    return { x, y, name: label, mode: "lines+markers", marker: { size: 3 }, line };
   });
-  return { traces, hovermode: "x unified", showlegend: true, legend: LEGEND, xaxis: along(), yaxis: { title: { text: "GB" }, rangemode: "tozero" } };
+  return { traces, hovermode: "x unified", showlegend: true, legend: LEGEND, xaxis: along(run), yaxis: { title: { text: "GB" }, rangemode: "tozero" } };
 }
 
 function startMemory() {
-  const parts = runs.flatMap((run) => {
-    const names = DATA.names.filter((name) => name.startsWith("memory/") && run.metrics.has(name));
-    return names.length === 0 ? [] : [runCard(run, chart(`Memory of ${run.name}`, () => memoryOf(run, names)))];
-  });
-  section("memory", parts, "No run has memory in its metrics.");
+  const parts = runs.flatMap((run) =>
+    memoryLabels(run)
+      .filter(([, parts]) => parts.length > 0)
+      .map(([what, parts]) => runCard(run, make("h4", {}, what), chart(`${what}: memory of ${run.name}`, () => memoryOf(run, parts)))),
+  );
+  section("memory", parts, "No run has its memory in its metrics.");
 }
 
 // A distribution over steps: a column for each step, darker where more of its numbers lie. Of one step: its bars.
@@ -95,7 +104,7 @@ function distribution(run, { edges, shares }, steps, unit) {
     colorbar: { thickness: 10, title: { text: "share", side: "right" }, tickformat: ".0%", outlinewidth: 0 },
   });
   bars.hovertemplate = "step %{x}: %{marker.color:.1%} from %{base:.4g}<extra></extra>";
-  return { traces: [bars], bargap: 0, barmode: "overlay", xaxis: { type: "category", title: { text: "step" }, showgrid: false }, yaxis: { title: { text: unit }, showgrid: false, zeroline: false } };
+  return { traces: [bars], bargap: 0, barmode: "overlay", xaxis: { type: "category", title: { text: "step" }, showgrid: false, nticks: 8 }, yaxis: { title: { text: unit }, showgrid: false, zeroline: false } };
 }
 
 function distributionsOf(run) {
@@ -133,7 +142,7 @@ function timeline() {
   });
   const [from, to] = [Math.min(...runs.map((run) => run.steps[0])), Math.max(...runs.map((run) => run.steps.at(-1)))];
   const range = [from - 0.02 * (to - from) - 0.5, to + 0.02 * (to - from) + 0.5];
-  return { traces, xaxis: { title: { text: "step" }, range, ...wholeTicks(longest()) }, yaxis: { type: "category" } };
+  return { traces, xaxis: { title: { text: "step" }, range, ...wholeTicks(longest(runs)) }, yaxis: { type: "category" } };
 }
 
 function startEvents() {
