@@ -166,3 +166,5 @@ def test_what_a_model_wrote_stays_text(tmp_path: Path, capsys: pytest.CaptureFix
         page.value("document.querySelector('#picker').open = true")
         assert page.out_of_reach() == []
         assert page.complaints == [] and page.requests == [(tmp_path / "page.html").as_uri()]
+        assert page.value("fetch('http://127.0.0.1:9/').then(() => 'sent', () => 'refused')") == "refused"
+        assert any("Content Security Policy" in complaint for complaint in page.complaints)
