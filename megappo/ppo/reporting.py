@@ -103,6 +103,12 @@ class Reporter:
         with self._profiler.stage(name), self._timer.stage(name) as lap:
             yield lap
 
+    @property
+    def stage_peaks(self) -> Mapping[str, float]:
+        """Peak memory of this rank in each stage since the step began, in GB (1e9 bytes); on a CPU what the process has
+        at the end of it."""
+        return self._timer.peaks
+
     def begin_step(self, step: int) -> None:
         """Start the clock of a step."""
         self._profiler.begin(step)
