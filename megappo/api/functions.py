@@ -81,6 +81,8 @@ def export(
     step: int | str = "latest",
     form: Literal["huggingface", "torch_dist", "peft"] = "huggingface",
     without_mtp: bool = False,
+    push_to_hub: str | None = None,
+    public: bool = False,
     family: str | None = None,
     trust_remote_code: bool = False,
 ) -> list[str]:
@@ -90,13 +92,26 @@ def export(
         step: number of the checkpoint's step, `best` or `latest`.
         form: `torch_dist` is Megatron-LM's; `peft` has adapters alone, which are merged otherwise.
         without_mtp: leave out layers that predict further tokens.
+        push_to_hub: `OWNER/NAME` of a model on the Hugging Face hub to which `out` is uploaded; not as `torch_dist`.
+        public: a model that is created there is for everybody to see.
         family: import path of the run's `model.family`, whose code is imported.
         trust_remote_code: run code in the folders of the run's model and tokenizer.
 
-    Raises ValueError where there is no such checkpoint or role, or `out` holds something.
+    Raises ValueError where there is no such checkpoint or role, or `out` holds something, and ConfigError where nothing
+    can be uploaded, before anything is written.
     """
     from megappo.checkpoint.export import export_run
     from megappo.checkpoint.identity import OwnCode
+    from megappo.checkpoint.publishing import check_hub, upload_model
 
+    if push_to_hub is not None:
+        if form == "torch_dist":
+            raise ConfigError(
+                "push_to_hub is for models of the hub, and torch_dist is no format of theirs; leave it out"
+            )
+        check_hub(push_to_hub)
+    elif public:
+        raise ConfigError("public is for a model that push_to_hub creates, which is not given; leave it out")
     own = OwnCode(family, trust_remote_code)
-    return export_run(str(run_directory), str(out), role, str(step), form, without_mtp=without_mtp, own=own)
+    sentences = export_run(str(run_directory), str(out), role, str(step), form, without_mtp=without_mtp, own=own)
+    return sentences if push_to_hub is None else [*sentences, upload_model(Path(out), push_to_hub, public=public)]

@@ -11,6 +11,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from megappo.checkpoint.card import write_card
 from megappo.checkpoint.files import Marker
 from megappo.checkpoint.identity import (
     BASE,
@@ -94,6 +95,8 @@ def export_run(
             write_torch_dist(target, arch, source, DTYPES[config.model.dtype], role=role, step=marker.step)
         else:
             _write_huggingface(target, further, source, config, model, role)
+        if form != "torch_dist":
+            sentences += write_card(target, config, directory, role=role, step=marker.step, adapters=form == "peft")
         undo.pop_all()
     return [*sentences, f"the {role} after step {marker.step} is in {target}"]
 

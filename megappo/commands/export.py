@@ -24,6 +24,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--without-mtp", action="store_true",
         help="leave out the weights of layers that predict further tokens, which are read from the folder of the model",
     )  # fmt: skip
+    parser.add_argument(
+        "--push-to-hub",
+        metavar="OWNER/NAME",
+        help="upload what was written to the Hugging Face hub, as a private model",
+    )
+    parser.add_argument("--public", action="store_true", help="create the model on the hub for everybody to see")
     parser.add_argument("--family", metavar="NAME", help="the run's model.family, whose code is imported")
     parser.add_argument(
         "--trust-remote-code", action="store_true", help="run code in the folders of the run's model and tokenizer"
@@ -39,6 +45,8 @@ def run(arguments: argparse.Namespace) -> None:
         step=arguments.step,
         form=arguments.format,
         without_mtp=arguments.without_mtp,
+        push_to_hub=arguments.push_to_hub,
+        public=arguments.public,
         family=arguments.family,
         trust_remote_code=arguments.trust_remote_code,
     ):

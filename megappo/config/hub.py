@@ -1,5 +1,8 @@
 """Models and tokenizers by their names on the Hugging Face hub: over the network, or from its cache on this machine.
 
+A name is `OWNER/NAME`, or `OWNER/NAME@REVISION` with a branch, a tag or a commit of the repository; without one it is
+what the hub calls `main`.
+
 Compute nodes often have no network, and the hub's client then retries for most of a minute and prints every try. So the
 hub is asked once whether it answers; where it does not, the cache is used, or a sentence says what is missing. For
 files that the cache lacks the wait is longer, as `HF_HUB_ETAG_TIMEOUT` says.
@@ -9,9 +12,10 @@ from __future__ import annotations
 
 import functools
 import importlib
+import shlex
 import threading
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from megappo.errors import ConfigError, reason
 
@@ -23,8 +27,31 @@ PATIENCE_SECONDS = 3.0
 """Seconds to wait for the hub where the cache already holds what is needed."""
 
 
+class HubName(NamedTuple):
+    """A repository on the hub, and which of its revisions."""
+
+    repository: str
+    revision: str | None
+    """A branch, a tag or a commit; None: `main`."""
+
+    @classmethod
+    def of(cls, name: str) -> HubName:
+        """The parts of `OWNER/NAME` or `OWNER/NAME@REVISION`."""
+        repository, at, revision = name.partition("@")
+        return cls(repository, revision if at else None)
+
+    @property
+    def download_command(self) -> str:
+        """The command that brings it into the cache."""
+        words = ["hf", "download", self.repository]
+        return shlex.join([*words, *(["--revision", self.revision] if self.revision else [])])
+
+
 def may_be_hub_name(path: str) -> bool:
-    """Whether a path that is no folder may be a model's name on the hub, `OWNER/NAME`."""
+    """Whether a path that is no folder may be a model's name on the hub, `OWNER/NAME` or `OWNER/NAME@REVISION`."""
+    path, revision = HubName.of(path)
+    if revision == "":
+        return False
     is_name = path.count("/") == 1 and not path.startswith((".", "/", "~"))
     return is_name and not Path(path).exists() and not Path(path).parent.is_dir()
 
@@ -35,7 +62,11 @@ def hub_folder(name: str, *, key: str = "model.path", weights: bool = False) -> 
     `key` names the setting in errors. Raises ConfigError for a name that the hub does not have, and where it cannot be
     asked for what the cache lacks.
     """
-    if name.startswith((".", "/", "~")) or name.count("/") > 1 or ("/" in name and Path(name).parent.is_dir()):
+    repository, revision = HubName.of(name)
+    if revision == "":
+        raise ConfigError(f"{key} '{name}' has no revision behind its @; add a branch, a tag or a commit, or remove it")
+    is_path = repository.startswith((".", "/", "~")) or repository.count("/") > 1
+    if is_path or ("/" in repository and Path(repository).parent.is_dir()):
         raise ConfigError(
             f"{key} '{name}': there is no such folder (from {Path.cwd()}); give a folder, or a hub name whose first "
             "part is no folder here"
@@ -54,8 +85,9 @@ def hub_folder(name: str, *, key: str = "model.path", weights: bool = False) -> 
         return kept
     raise ConfigError(
         f"{key} '{name}' is no folder (from {Path.cwd()}), the hub's cache {constants.HF_HUB_CACHE} does not hold "
-        f"{missing}, and {why}; where there is network, such as on a login node, run `hf download {name}` with the "
-        "same HF_HOME and set HF_HUB_OFFLINE=1 here, or give the folder of a copy"
+        f"{missing}, and {why}; where there is network, such as on a login node, run "
+        f"`{HubName.of(name).download_command}` with the same HF_HOME and set HF_HUB_OFFLINE=1 here, or give "
+        "the folder of a copy"
     )
 
 
@@ -72,8 +104,8 @@ def _fetch(name: str, key: str, weights: bool) -> Path:
     except (OSError, ValueError, http_package().HTTPError) as error:
         raise ConfigError(
             f"{key} '{name}' is neither a folder (from {Path.cwd()}) nor could it be fetched from the hub "
-            f"({reason(error)}); check the name, `hf auth login` where it is gated, or give the "
-            "folder of a copy"
+            f"({reason(error)}); check the name{' and the revision' if '@' in name else ''}, `hf auth login` where it "
+            "is gated, or give the folder of a copy"
         ) from error
 
 
@@ -83,7 +115,10 @@ def _download(name: str, weights: bool) -> Path:
     from huggingface_hub import snapshot_download
 
     patterns = [*_TEXTS, *(_WEIGHTS if weights else ())]
-    return Path(snapshot_download(name, allow_patterns=patterns, ignore_patterns=list(_OTHER_COPIES)))
+    repository, revision = HubName.of(name)
+    return Path(
+        snapshot_download(repository, revision=revision, allow_patterns=patterns, ignore_patterns=list(_OTHER_COPIES))
+    )
 
 
 def cached_folder(name: str) -> Path | None:
@@ -96,8 +131,9 @@ def _in_cache(name: str, key: str, weights: bool) -> tuple[Path | None, str]:
     """(the snapshot in the hub's cache on this machine, words for what it lacks; "" where it lacks nothing)."""
     from huggingface_hub import snapshot_download
 
+    repository, revision = HubName.of(name)
     try:
-        folder = Path(snapshot_download(name, local_files_only=True))
+        folder = Path(snapshot_download(repository, revision=revision, local_files_only=True))
     except (OSError, ValueError):
         return None, "it"
     if key != "model.tokenizer" and not (folder / "config.json").exists():

@@ -165,6 +165,7 @@ COUNTERPARTS: dict[str, Counterpart] = {
     **_same("ROLE.layout.context_parallel", "", "context_parallel_size", "cp", "ulysses_sequence_parallel_size"),
     **_same("ROLE.layout.expert_parallel", "", "expert_model_parallel_size", "expert_parallel_size", "ep", "ep_size"),
     **_same("ROLE.layout.virtual_pipeline_chunks", "", "virtual_pipeline_model_parallel_size", "vpp"),
+    **_same("model.path", "a hub name takes it behind an @: OWNER/NAME@REVISION", "revision", "model_revision"),
     # files
     **_same(
         "checkpoint.every_steps", "", "save_freq", "save_steps", "save_interval", "save_period", "ckpt_interval",

@@ -128,14 +128,14 @@ class RuntimeSettings(Settings):
 
 class ModelSettings(Settings):
     path: PathText
-    """Hugging Face folder or hub name: config.json, tokenizer and (with `init: pretrained`) safetensors."""
+    """Hugging Face folder or hub name, OWNER/NAME or OWNER/NAME@REVISION; safetensors with `init: pretrained`."""
     init: Literal["pretrained", "random"] = "pretrained"
     """`random` draws the weights from the configuration's `initializer_range` and the run's seed."""
     family: Text | None = None
     """A model family of your own beside the built-in ones: `package.module:FAMILY`; config.json's `model_type`
     chooses."""
     tokenizer: PathText | None = None
-    """Folder or hub name of the tokenizer; default: `path`."""
+    """Folder or hub name of the tokenizer, with `@REVISION` where it is not `main`; default: `path`."""
     dtype: Literal["float32", "bfloat16"] = "bfloat16"
     """Type of weights and activations; bfloat16 keeps float32 main weights in the optimizer."""
     accelerations: Literal["auto", "torch"] = "auto"

@@ -9,7 +9,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from megappo.config.data import HUB_PREFIX
-from megappo.errors import first_of, how_to_install
+from megappo.config.hub import HubName, http_package
+from megappo.errors import first_of, how_to_install, reason
 from megappo.plugins import users_code
 
 if TYPE_CHECKING:
@@ -26,19 +27,36 @@ def read_table(source: str, limit: int | None) -> pyarrow.Table:
     name, *more = source.removeprefix(HUB_PREFIX).split(":")
     config, split = more[0] if len(more) == 2 else None, more[-1] if more else None
     library = _library(source)
+    name, revision = (name, None) if Path(name).is_dir() else HubName.of(name)
     folder = Path(name)
     if name.startswith((".", "/", "~")) and not folder.is_dir():
         raise ValueError(f"data source '{source}': there is no folder {name} (from {Path.cwd()}); check the path")
     is_saved = any((folder / file).is_file() for file in _SAVED)
     if is_saved and config is not None:
         raise ValueError(f"data source '{source}': what save_to_disk wrote has no configurations; remove {config}")
+    commit = None if revision is None else _commit(name, revision, source)
     with users_code(f"data source '{source}' cannot be loaded", "check its name, configuration, files and the network"):
-        found = library.load_from_disk(name) if is_saved else library.load_dataset(name, config)
+        found = library.load_from_disk(name) if is_saved else library.load_dataset(name, config, revision=commit)
     chosen = _split_of(found, split, source)
     with users_code(f"data source '{source}' cannot be read", "write it again"):
         rows = len(chosen) if limit is None else min(limit, len(chosen))
         table: pyarrow.Table = chosen.select(range(rows)).with_format("arrow")[:]
     return table
+
+
+def _commit(name: str, revision: str, source: str) -> str:
+    """The commit of a revision. The hub is asked, as the library takes whatever is in its cache where it cannot ask."""
+    from huggingface_hub import HfApi
+
+    try:
+        commit = HfApi().dataset_info(name, revision=revision).sha
+    except (OSError, ValueError, http_package().HTTPError) as error:
+        command = f"hf download --repo-type dataset {name} --revision {revision} --local-dir FOLDER"
+        raise ValueError(
+            f"data source '{source}': the hub does not say what revision {revision} is ({reason(error)}); where there "
+            f"is network, run `{command}`, and name the FOLDER here"
+        ) from error
+    return str(commit)
 
 
 def _library(source: str) -> Any:

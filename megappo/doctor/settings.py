@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from megappo.config import Config
+from megappo.config.hub import HubName
 from megappo.config.model_files import model_folder, model_paths
 from megappo.doctor.findings import Finding, broken, fine, slow
 from megappo.plan.here import this_machine
@@ -41,10 +42,12 @@ def _model(path: str) -> Finding:
         return fine("model", f"{path} is a folder here")
     from huggingface_hub import try_to_load_from_cache
 
-    if isinstance(try_to_load_from_cache(path, "config.json"), str):
+    name = HubName.of(path)
+    if isinstance(try_to_load_from_cache(name.repository, "config.json", revision=name.revision), str):
         return fine("model", f"{path} is in the cache of the hub")
     words = f"{path} is not on this machine; a run will fetch it"
-    return slow("model", words, "fetch it before (hf download), or set model.path to a folder of all machines")
+    remedy = f"fetch it before ({name.download_command}), or set model.path to a folder of all machines"
+    return slow("model", words, remedy)
 
 
 def _room(config: Config, models: Models, world_size: int) -> Finding:

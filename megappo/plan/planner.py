@@ -9,6 +9,7 @@ from pathlib import Path
 from megappo.config import Config, ConfigError, derive, resolve
 from megappo.config.base import LARGEST_WORLD
 from megappo.config.chat_template import template_in, thinking_notes
+from megappo.config.hub import HubName
 from megappo.config.model_files import load_architectures, tokenizer_folder
 from megappo.config.rules import rank_words
 from megappo.plan.cache import check_cache
@@ -84,15 +85,15 @@ def read_models(config: Config, beside: Path | None) -> PlannedModels:
     """Architectures from the models' config.json: no weights, no tokenizer.
 
     With `beside`, a folder that is not on this machine, or a hub name, is read from `beside`/NAME where that holds a
-    config.json, NAME being the last part of the path. Raises ConfigError for a model that is found nowhere or not
-    supported.
+    config.json, NAME being the last part of the path, without a revision. Raises ConfigError for a model that is found
+    nowhere or not supported.
     """
     notes: list[str] = []
 
     def where(path: str) -> str:
         if beside is None:
             return path
-        local = beside / Path(path).name
+        local = beside / Path(HubName.of(path).repository).name
         if Path(path).exists() or not (local / "config.json").is_file():
             return path
         notes.append(f"{path} is planned from {local / 'config.json'}")

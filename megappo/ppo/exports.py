@@ -6,15 +6,16 @@ import shutil
 from itertools import chain
 from pathlib import Path
 
+from megappo.checkpoint.card import write_card
 from megappo.config.model_files import model_folder
 from megappo.ppo.parts import Parts
 from megappo.reshard.slices import Receiver
 from megappo.reshard.writer import write_policy
 
 
-def export_actor(parts: Parts, out: Path) -> None:
-    """Write the actor to a folder, replacing an existing one; a collective of the world. The folder gets its name once
-    it is complete. Raises OSError on the main rank where it cannot be written."""
+def export_actor(parts: Parts, out: Path, step: int) -> None:
+    """Write the actor after a step to a folder, with its model card, replacing an existing one; a collective of the
+    world. The folder gets its name once it is complete. Raises OSError on the main rank where it cannot be written."""
     config = parts.config
     whole = parts.weights.to([Receiver(0)])
     if not parts.runtime.is_main:
@@ -31,6 +32,7 @@ def export_actor(parts: Parts, out: Path) -> None:
         started_from=model_folder(config.model.path, weights=False),
         stop_token_ids=parts.stop_token_ids,
     )
+    write_card(unfinished, config, config.run.path, role="actor", step=step)
     if out.exists():
         shutil.rmtree(out)
     unfinished.rename(out)

@@ -172,6 +172,6 @@ def _save(parts: Parts, reporter: Reporter) -> None:
     if not parts.config.run.export_final_model:
         return
     out = parts.config.run.path / "final"
-    export_actor(parts, out)
+    export_actor(parts, out, parts.derived.steps)
     if parts.runtime.is_main:
         reporter.message(f"the trained actor is in {out}")

@@ -158,7 +158,7 @@ class Trainer:
         every = None if self.config.checkpoint is None else self.config.checkpoint.huggingface_every_steps
         if every is not None and self.step % every == 0:
             with self.reporter.stage("export"):
-                export_actor(self.parts, self.config.run.path / "huggingface" / f"step-{self.step:06d}")
+                export_actor(self.parts, self.config.run.path / "huggingface" / f"step-{self.step:06d}", self.step)
         if self.checkpoints is not None and self.checkpoints.is_due(self.step):
             with self.reporter.stage("checkpoint") as elapsed:
                 self.checkpoints.save(self.boundary, wait=self.step == self.parts.derived.steps)

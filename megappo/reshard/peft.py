@@ -14,6 +14,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from megappo.config.folder_texts import read_object
+from megappo.config.hub import HubName
 from megappo.errors import first_of, reason, show, writing
 from megappo.families.adapters import WEIGHT, A, B, LoraShape, adapter_tensors, ambiguous_targets, initial_bound
 from megappo.families.architecture import ArchitectureConfig
@@ -131,12 +132,13 @@ def write_peft(
             f"PEFT would load only a part of these adapters, as both experts and other matrices of a {arch.family} are "
             f"called {first_of(list(unclear), 3)}; leave out --format peft to merge them"
         )
+    base, revision = (base, None) if Path(base).is_dir() else HubName.of(base)
     out.mkdir(parents=True, exist_ok=True)
     save_tensors({_PREFIX + name: tensor.contiguous() for name, tensor in tensors}, out / WEIGHTS)
-    content = {
-        "peft_type": "LORA", "task_type": "CAUSAL_LM", "base_model_name_or_path": base, "r": lora.rank,
-        "lora_alpha": lora.alpha, "target_modules": sorted(lora.targets), "lora_dropout": 0.0, "bias": "none",
-        "fan_in_fan_out": False, "inference_mode": True, "init_lora_weights": True, "use_rslora": False,
+    content: dict[str, object] = {
+        "peft_type": "LORA", "task_type": "CAUSAL_LM", "base_model_name_or_path": base, "revision": revision,
+        "r": lora.rank, "lora_alpha": lora.alpha, "target_modules": sorted(lora.targets), "lora_dropout": 0.0,
+        "bias": "none", "fan_in_fan_out": False, "inference_mode": True, "init_lora_weights": True, "use_rslora": False,
         "use_dora": False, "modules_to_save": None, "rank_pattern": {}, "alpha_pattern": {},
     }  # fmt: skip
     with writing(out):

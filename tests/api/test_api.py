@@ -25,6 +25,7 @@ SIGNATURES = {
     "export": "(run_directory: 'str | os.PathLike[str]', out: 'str | os.PathLike[str]', *, "
     "role: \"Literal['actor', 'critic']\" = 'actor', step: 'int | str' = 'latest', "
     "form: \"Literal['huggingface', 'torch_dist', 'peft']\" = 'huggingface', without_mtp: 'bool' = False, "
+    "push_to_hub: 'str | None' = None, public: 'bool' = False, "
     "family: 'str | None' = None, trust_remote_code: 'bool' = False) -> 'list[str]'",
     "load_config": "(path: 'str | os.PathLike[str]', overrides: 'Sequence[str]' = ()) -> 'Config'",
     "plan": "(config: 'Config', *, machine: 'str | os.PathLike[str] | None' = None, gpus: 'int | None' = None, "

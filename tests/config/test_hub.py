@@ -10,6 +10,7 @@ import socket
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 from huggingface_hub import constants
@@ -69,7 +70,8 @@ def put_in_cache(tmp_path: Path, name: str) -> None:
     folder = tmp_path / "hf" / "hub" / f"models--{name.replace('/', '--')}"
     shutil.copytree(MODEL, folder / "snapshots" / "0123abcd")
     (folder / "refs").mkdir()
-    (folder / "refs" / "main").write_text("0123abcd")
+    for revision in ("main", "v1"):
+        (folder / "refs" / revision).write_text("0123abcd")
 
 
 def test_a_hub_name_without_network_is_a_sentence_at_once(tmp_path: Path) -> None:
@@ -93,15 +95,19 @@ def test_a_hub_name_without_network_is_a_sentence_at_once(tmp_path: Path) -> Non
 
 
 def test_a_hub_name_in_the_cache_needs_no_network(tmp_path: Path) -> None:
+    """Of the revision that is asked for, and of no other."""
     put_in_cache(tmp_path, "Some/Model")
     commands = [
         ["plan", "configs/quickstart.yaml", "model.path=Some/Model", "--gpus", "2"],
         ["train", "configs/quickstart.yaml", "--dry-run", "model.path=Some/Model", f"run.directory={tmp_path / 'run'}"],
+        ["plan", "configs/quickstart.yaml", "model.path=Some/Model@v1", "--gpus", "2"],
         ["plan", "configs/quickstart.yaml", "model.path=Nobody/Nothing"],
+        ["plan", "configs/quickstart.yaml", "model.path=Some/Model@v2"],
     ]
     found = answers(tmp_path, commands, HF_HUB_OFFLINE="1")
-    assert found[:2] == [(0, ""), (0, "")]
-    assert (found[2][0], "HF_HUB_OFFLINE is set" in found[2][1]) == (2, True)
+    assert found[:3] == [(0, "")] * 3
+    assert (found[3][0], "HF_HUB_OFFLINE is set" in found[3][1]) == (2, True)
+    assert found[4][0] == 2 and "run `hf download Some/Model --revision v2` with the same HF_HOME" in found[4][1]
 
 
 def test_a_hub_that_says_nothing_is_not_waited_for(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -149,16 +155,22 @@ def test_what_the_cache_lacks_is_worth_the_patience_that_the_hub_has(
     assert silent.patience_seconds == [3.0, 77.0]  # once each
 
 
+def test_an_empty_revision_is_refused() -> None:
+    assert hub.may_be_hub_name("Some/Model@v1") and not hub.may_be_hub_name("Some/Model@")
+    with pytest.raises(ConfigError, match=r"model.path 'Some/Model@' has no revision behind its @; add a"):
+        hub.hub_folder("Some/Model@")
+
+
 def missing() -> Path:
     raise FileNotFoundError
 
 
 def test_a_snapshot_is_asked_for_once_and_without_copies_in_subfolders(monkeypatch: pytest.MonkeyPatch) -> None:
-    asked: list[dict[str, list[str]]] = []
+    asked: list[dict[str, Any]] = []
 
-    def download(name: str, *, local_files_only: bool = False, **patterns: list[str]) -> str:
+    def download(name: str, *, revision: str | None, local_files_only: bool = False, **patterns: list[str]) -> str:
         if not local_files_only:
-            asked.append(patterns)
+            asked.append({"name": name, "revision": revision, **patterns})
         return str(MODEL)
 
     monkeypatch.setattr("huggingface_hub.utils.get_session", StandIn)
@@ -168,6 +180,9 @@ def test_a_snapshot_is_asked_for_once_and_without_copies_in_subfolders(monkeypat
     for key in ("model.path", "critic.path", "the model"):
         assert hub.hub_folder("Asked/Once", key=key, weights=True) == MODEL
     [patterns] = asked
+    assert (patterns.pop("name"), patterns.pop("revision")) == ("Asked/Once", None)
+    assert hub.hub_folder("Asked/Once@v1.0") == MODEL
+    assert (asked[1]["name"], asked[1]["revision"]) == ("Asked/Once", "v1.0")
     there = [
         "config.json",
         "a.safetensors",

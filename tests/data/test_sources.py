@@ -199,6 +199,26 @@ def test_data_sets_that_cannot_be_read(hub: Any, tmp_path: Path) -> None:
         assert said in str(refused.value) and "\n" not in str(refused.value)
 
 
+def test_a_revision_is_a_commit_that_the_hub_names(hub: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The library itself takes whatever is in its cache where it cannot ask."""
+    asked = []
+
+    def load(name: str, config: str | None, *, revision: str | None) -> Any:
+        asked.append((name, config, revision))
+        return datasets.Dataset.from_list([{"prompt": "1+1=", "answer": "2"}], split="train")
+
+    datasets = pytest.importorskip("datasets")
+    with pytest.raises(ValueError, match=r"not say what revision v1 is .* nobody/nothing --revision v1 --local-dir"):
+        read("datasets:nobody/nothing@v1:main:train")
+    monkeypatch.setattr(datasets, "load_dataset", load)
+    known = {("some/set", "v1"): "0123abcd"}
+    monkeypatch.setattr(
+        "huggingface_hub.HfApi.dataset_info", lambda _, name, revision: SimpleNamespace(sha=known[name, revision])
+    )
+    assert read("datasets:some/set@v1:main:train") == read("datasets:some/set:main:train")
+    assert asked == [("some/set", "main", "0123abcd"), ("some/set", "main", None)]
+
+
 def test_code_that_comes_with_data_is_not_run(hub: Any, tmp_path: Path) -> None:
     folder = tmp_path / "script"
     folder.mkdir()

@@ -1,6 +1,7 @@
 """Runs files of tests on a few sides at a time, shows what they have done, and judges what is unsteady.
 
-Usage: python -m tests.house.suite [--quick | --all | --light] [--sides N] [--measure] [--no-types] [FILE...]
+Usage: python -m tests.house.suite [--quick | --all | --light] [--sides N] [--measure] [--dearest N] [--no-types]
+           [FILE...]
 
 `bash tests/run.sh` is this in an environment that it builds.
 
@@ -35,6 +36,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+import psutil
 import pytest
 
 from tests.house.telling import Outcome, Telling, cpu_seconds
@@ -151,6 +153,25 @@ def keep(part: Part, options: Sequence[str], told: Path) -> int:
             return code if code >= 0 else 128 - code  # of a signal, as shells have it
 
 
+def end_with_descendants(process: int) -> None:
+    """Kill a child process and all that descends from it, in whatever session: servers, daemons of SLURM."""
+    root = psutil.Process(process)
+    root.suspend()  # it starts nothing any more
+    while running := [one for one in root.children(recursive=True) if _runs(one)]:
+        for one in running:
+            with suppress(psutil.NoSuchProcess):
+                one.kill()
+        time.sleep(0.05)
+    root.kill()
+
+
+def _runs(process: psutil.Process) -> bool:
+    try:
+        return bool(process.status() != psutil.STATUS_ZOMBIE)
+    except psutil.NoSuchProcess:
+        return False
+
+
 def _lines(path: Path) -> Iterator[str]:
     """Whole lines of a file that grows; an empty one where there is no further line yet."""
     with path.open() as file:
@@ -188,7 +209,7 @@ class Suite:
                 time.sleep(0.1)
         finally:
             for part in running:
-                os.killpg(part.process, signal.SIGKILL)
+                end_with_descendants(part.process)
 
     def _goes_on(self, part: Part) -> bool:
         """Note what the part has told; whether it has more to say."""
@@ -278,6 +299,13 @@ def judged(suite: Suite, unsteady: Sequence[Outcome], parts: Sequence[Part]) -> 
     return code
 
 
+def print_dearest(parts: Sequence[Part], count: int) -> None:
+    """Print the tests that took most CPU time, fixtures that they were the first to need included."""
+    outcomes = sorted((outcome for part in parts for outcome in part.outcomes), key=lambda x: -x.cpu_seconds)
+    for outcome in outcomes[:count]:
+        print(f"{outcome.cpu_seconds:6.1f} CPU s {outcome.seconds:6.1f} s  {outcome.test}")
+
+
 def by_file(parts: Sequence[Part], *, exhaustive: bool) -> dict[str, dict[str, float]]:
     """Seconds, CPU seconds and number of the tests that are marked so or are not."""
     found: dict[str, dict[str, float]] = {}
@@ -314,7 +342,9 @@ def main() -> int:
     parser.add_argument("--sides", type=int, default=(os.cpu_count() or 1) + 1, help="files at a time")
     parser.add_argument("--types", action=argparse.BooleanOptionalAction, default=True, help="mypy beside the tests")
     parser.add_argument("--measure", action="store_true", help="write seconds.json anew")
+    parser.add_argument("--dearest", type=int, default=0, metavar="N", help="list the N tests that took most CPU time")
     given = parser.parse_args()
+    signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))  # what is running is ended then, too
     files = [file for name in given.files or ["tests"] for file in files_of(name)]
     for plugin in ("_hypothesis_pytestplugin", "hypothesis"):
         importlib.import_module(plugin)  # which every process of pytest loads
@@ -333,6 +363,7 @@ def main() -> int:
         said, _ = types.communicate()
         print(said, end="")
         code = judged(suite, unsteady, parts)
+    print_dearest(parts, given.dearest)
     if given.measure:
         others = json.loads(SECONDS.read_text()) if given.files else {}
         known = {file: others[file] for file in others if Path(ROOT, file).exists()}

@@ -3,11 +3,16 @@
 from __future__ import annotations
 
 import json
+import os
+import subprocess
+import sys
+import time
 from pathlib import Path
 
+import psutil
 import pytest
 
-from tests.house.suite import files_of, parts_of, with_those_of
+from tests.house.suite import end_with_descendants, files_of, parts_of, with_those_of
 from tests.support.harness import start
 
 pytestmark = [pytest.mark.slow, pytest.mark.waits]
@@ -87,6 +92,27 @@ def test_a_process_that_dies_and_a_file_that_cannot_be_read_fail(tmp_path: Path)
     assert code == 1 and "1 passed, 2 failed, 1 skipped" in said
     assert "test_takes_its_process_down" in said and "pytest ended with 7" in said
     assert "No module named 'no_such_module'" in said
+
+
+ADOPTS = """
+import ctypes, pathlib, subprocess, sys, time
+ctypes.CDLL(None).prctl(36, 1, 0, 0, 0)
+subprocess.run(["bash", "-c", f"setsid sleep 600 & echo $! >{sys.argv[1]}.part && mv {sys.argv[1]}.part {sys.argv[1]}"])
+time.sleep(600)
+"""
+"""A process that adopts descendants, as one that keeps files of tests does, and a daemon whose parent has ended."""
+
+
+def test_a_suite_that_is_ended_leaves_nothing(tmp_path: Path) -> None:
+    number = tmp_path / "number"
+    child = subprocess.Popen([sys.executable, "-c", ADOPTS, number])
+    while not number.exists():
+        assert child.poll() is None
+        time.sleep(0.02)
+    daemon = psutil.Process(int(number.read_text()))
+    assert os.getsid(daemon.pid) != os.getsid(child.pid)
+    end_with_descendants(child.pid)
+    assert child.wait(10) < 0 and not psutil.wait_procs([daemon], timeout=10)[1]
 
 
 def test_a_folder_is_its_files() -> None:

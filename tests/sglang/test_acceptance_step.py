@@ -17,19 +17,26 @@ pytestmark = [
 ]
 
 
+FEW = ("servers", "server-killed")
+"""The steps that every run of the tests has; the others differ from them in a setting of the server."""
+exhaustive = pytest.mark.exhaustive
+
+
 @pytest.fixture(scope="module")
-def rows(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
-    """Of the acceptance's third part."""
+def rows(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+    """Rows of the third part's steps: all of them with `--all`."""
     out = tmp_path_factory.mktemp("acceptance")
-    words = ["--device", "cpu", "--tiny", "--part", "3", "--minutes", "19", "--out", str(out)]
+    only = () if request.config.getoption("--all") else ("--only", *FEW)
+    words = ["--device", "cpu", "--tiny", "--part", "3", "--minutes", "19", "--out", str(out), *only]
     done = start("tests.gpu.gpu_acceptance", *words, timeout_seconds=1200)
-    assert done.returncode == 0, done.stdout + (out / "gpu-acceptance-part3.log").read_text()[-3000:]
-    found: list[dict[str, Any]] = json.loads((out / "gpu-acceptance-part3.json").read_text())["rows"]
+    (table,) = out.glob("gpu-acceptance*.json")
+    assert done.returncode == 0, done.stdout + table.with_suffix(".log").read_text()[-3000:]
+    found: list[dict[str, Any]] = json.loads(table.read_text())["rows"]
     return found
 
 
 @pytest.mark.timeout(1300)
-@pytest.mark.parametrize("name", ["servers", "server-experts"])
+@pytest.mark.parametrize("name", ["servers", pytest.param("server-experts", marks=exhaustive)])
 def test_three_steps_through_a_server(rows: list[dict[str, Any]], name: str) -> None:
     found = [row for row in rows if row["step"] == name]
     held = [row["what"] for row in found if row["verdict"] == "ok"]
@@ -39,14 +46,19 @@ def test_three_steps_through_a_server(rows: list[dict[str, Any]], name: str) -> 
     assert len(rates) == 3 and min(rates) > 0
 
 
+def held_of(rows: list[dict[str, Any]], step: str) -> set[str]:
+    """What held of a step."""
+    return {row["what"] for row in rows if row["verdict"] == "ok" and row["step"] == step}
+
+
 @pytest.mark.timeout(1300)
-def test_graphs_learning_and_a_killed_server(rows: list[dict[str, Any]]) -> None:
-    held = {(row["step"], row["what"]) for row in rows if row["verdict"] == "ok" and row["step"] != "servers"}
-    assert held >= {
-        ("server-graphs", "graphs of prefill"),
-        ("server-learning", "reward"),
-        ("server-learning", "engine beside trainer, nats"),
-        ("server-killed", "restarts"),
-        ("server-killed", "engine beside trainer after the restart, nats"),
-        ("server-killed", "engine beside trainer after the restart, nats, largest"),
-    }
+def test_a_killed_server(rows: list[dict[str, Any]]) -> None:
+    nats = "engine beside trainer after the restart, nats"
+    assert held_of(rows, "server-killed") >= {"restarts", nats, f"{nats}, largest"}
+
+
+@exhaustive
+@pytest.mark.timeout(1300)
+def test_graphs_and_learning(rows: list[dict[str, Any]]) -> None:
+    assert "graphs of prefill" in held_of(rows, "server-graphs")
+    assert held_of(rows, "server-learning") >= {"reward", "engine beside trainer, nats"}

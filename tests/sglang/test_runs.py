@@ -157,7 +157,9 @@ def children(parent: int, word: str) -> list[int]:
     return found
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGKILL], ids=["ctrl-c", "killed"])
+@pytest.mark.parametrize(
+    "number", [pytest.param(signal.SIGINT, marks=exhaustive), signal.SIGKILL], ids=["ctrl-c", "killed"]
+)
 def test_servers_end_with_the_run(running: tuple[subprocess.Popen[str], list[int]], number: int) -> None:
     run, sessions = running
     assert sessions and all(session_pids(s) for s in sessions)

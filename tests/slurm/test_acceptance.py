@@ -17,12 +17,14 @@ from tests.slurm.jobs import job_environment
 from tests.support.places import ROOT
 
 pytestmark = [pytest.mark.slow, pytest.mark.waits]
+exhaustive = pytest.mark.exhaustive
 sglang = pytest.mark.skipif(importlib.util.find_spec("sglang") is None, reason="needs the full environment")
 
 SMALL = (
     "actor.layout={}", "critic.layout={}", "rollout.prompts_per_step=10",
     "actor.minibatch_sequences=40", "critic.minibatch_sequences=40", "runtime.threads_per_rank=1",
 )  # fmt: skip
+LAYOUTS = {"DP2", "TP2 with sequence parallelism", "PP2", "EP2"}
 STEPS = ["links", "layouts", "engine", "engine-tp", "broadcast", "kill", "resume", "learning"]
 
 
@@ -42,12 +44,17 @@ def accept(
 
 @pytest.mark.timeout(1300)
 @pytest.mark.parametrize(
-    "config", ["quickstart", pytest.param("sglang_quickstart", marks=[sglang, pytest.mark.exhaustive])]
+    ("config", "steps"),
+    [
+        ("quickstart", ["links", "engine", "engine-tp", "kill", "resume"]),
+        pytest.param("quickstart", ["links", "layouts", "engine", "engine-tp", "kill", "resume"], marks=exhaustive),
+        pytest.param("sglang_quickstart", STEPS, marks=[sglang, exhaustive]),
+    ],
+    ids=["few", "embedded", "servers"],
 )
-def test_two_nodes_are_accepted(cluster: Cluster, tmp_path: Path, config: str) -> None:
+def test_two_nodes_are_accepted(cluster: Cluster, tmp_path: Path, config: str, steps: list[str]) -> None:
     """With servers, all of it; with the embedded engine, for which there is no broadcast, all but fifty steps that
     learn, of which `test_a_score_that_rises_is_learning` has the judge."""
-    steps = STEPS if config == "sglang_quickstart" else [s for s in STEPS if s not in ("broadcast", "learning")]
     state, logs, rows = accept(cluster, tmp_path, f"configs/{config}.yaml", *SMALL, only=" ".join(steps))
     told = cluster.log(state) + (logs / "node-acceptance.md").read_text()
     assert state["JobState"] == "COMPLETED", told
@@ -55,7 +62,8 @@ def test_two_nodes_are_accepted(cluster: Cluster, tmp_path: Path, config: str) -
     by_step = {step: {row["what"]: row for row in rows if row["step"] == step} for step in steps}
     assert {row["verdict"] for row in rows} == {"ok", "measured", "skipped"}
     assert [row["step"] for row in rows if row["verdict"] == "skipped"] == ["engine-tp"], "a node has one rank here"
-    assert {what.split(":")[0] for what in by_step["layouts"]} == {"DP2", "TP2 with sequence parallelism", "PP2", "EP2"}
+    if "layouts" in steps:
+        assert {what.split(":")[0] for what in by_step["layouts"]} == LAYOUTS
     for step in {"engine", "broadcast"} & set(steps):
         assert by_step[step]["steps"]["result"] == "6 of 6"
         assert by_step[step]["sync"]["numbers"]["gigabytes_per_second"] > 0

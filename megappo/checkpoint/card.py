@@ -1,0 +1,138 @@
+"""The model card of an exported model: what it was trained from, on what, with which settings, and what came of it."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+import megappo
+from megappo.config import Config
+from megappo.config.hub import HubName, may_be_hub_name
+from megappo.errors import one_line, reason, writing
+from megappo.observe.metrics import read_metrics
+from megappo.runtime.packages import installed_version
+
+CARD = "README.md"
+_WINDOW_STEPS = 5
+_FIGURES = (
+    "reward/mean", "reward/std", "response/length", "kl/mean", "actor/entropy", "critic/explained_variance",
+    "mismatch/mean",
+)  # fmt: skip
+"""Metrics of training that the card has, the mean of the last steps; of evaluations it has all."""
+_LOADING = {
+    "actor": "AutoModelForCausalLM.from_pretrained(FOLDER)",
+    "critic": "AutoModelForTokenClassification.from_pretrained(FOLDER)  # one logit: the value of the state",
+}
+_LOADING_ADAPTERS = "AutoPeftModelForCausalLM.from_pretrained(FOLDER)  # of peft, onto the base model"
+_SHOWN_CHARACTERS = 200
+
+
+def write_card(out: Path, config: Config, run_dir: Path, *, role: str, step: int, adapters: bool = False) -> list[str]:
+    """Write the card (README.md) into the folder of an exported model, in place of an older one; returns what to tell
+    the user.
+
+    Args:
+        config: settings of the run.
+        run_dir: directory of the run, whose metrics.jsonl has the figures; without that file the card has none.
+        role: `actor` or `critic`.
+        step: the last step of the model's training.
+        adapters: whether the folder holds adapters alone.
+    """
+    path, lines, told = run_dir / "metrics.jsonl", list[dict[str, Any]](), list[str]()
+    if path.exists():
+        try:
+            lines = [line for line in read_metrics(path) if line["step"] <= step]
+        except (OSError, ValueError) as error:
+            told = [f"the model card has no figures, as {reason(error)}"]
+    card = model_card(config, lines, role=role, step=step, adapters=adapters)
+    with writing(out):
+        (out / CARD).write_text(card, encoding="utf-8")
+    return told
+
+
+def model_card(
+    config: Config, lines: Sequence[Mapping[str, Any]], *, role: str, step: int, adapters: bool = False
+) -> str:
+    """The text of a card: YAML for the hub between dashes, then Markdown.
+
+    `lines`: the metrics of each step, those of `metrics.jsonl`, until `step`.
+    """
+    base = config.model.path if role == "actor" or config.critic is None else config.critic.path or config.model.path
+    head: dict[str, Any] = {
+        "library_name": "peft" if adapters else "transformers",
+        "tags": ["megappo", "reinforcement-learning", config.algorithm.estimator.rpartition(":")[2], role],
+    }
+    if may_be_hub_name(base) and config.model.init == "pretrained":
+        head["base_model"] = HubName.of(base).repository
+    if role == "actor":
+        head["pipeline_tag"] = "text-generation"
+    front = yaml.safe_dump(head, sort_keys=False, allow_unicode=True)
+    title = f"{config.run.name}: {role} after step {step}"
+    parts = [f"---\n{front}---", f"# {_text(title)}", _origin_words(config, base, role), *_tables(config, lines)]
+    load = _LOADING_ADAPTERS if adapters else _LOADING[role]
+    parts.append(f"## Load it\n\n```python\n{load}\n```")
+    return "\n\n".join(parts) + "\n"
+
+
+def _origin_words(config: Config, base: str, role: str) -> str:
+    began = "random weights in the form of" if config.model.init == "random" else "the weights of"
+    versions = ", ".join(f"{name} {installed_version(name)}" for name in ("torch", "megatron-core", "transformers"))
+    return f"The {role} of a run of megappo {megappo.__version__} ({versions}), which began with {began} {_code(base)}."
+
+
+def _tables(config: Config, lines: Sequence[Mapping[str, Any]]) -> Iterator[str]:
+    yield "## How it was trained\n\n" + _table(("setting", "value"), _settings(config))
+    if figures := [*_figures(lines)]:
+        said = f"The mean of the last {min(_WINDOW_STEPS, len(lines))} steps; of evaluations, the last one."
+        yield f"## What came of it\n\n{said}\n\n" + _table(("metric", "value"), figures)
+
+
+def _settings(config: Config) -> Iterator[tuple[str, str]]:
+    rollout, algorithm = config.rollout, config.algorithm
+    yield "data", ", ".join(_code(source.source) for source in config.data.sources.values())
+    yield "reward", _text(config.reward.words)
+    yield "algorithm", f"{_code(algorithm.estimator)}, loss {_code(algorithm.policy_loss)}"
+    yield "discount", f"gamma {algorithm.gamma:g}, lambda {algorithm.lam.words}"
+    yield "batch", f"{rollout.prompts_per_step} prompts x {rollout.samples_per_prompt} samples a step"
+    yield "response", f"at most {rollout.max_response_tokens} tokens, at temperature {rollout.temperature:g}"
+    for name, settings in config.trained.items():
+        rate, lora = settings.optimizer.learning_rate, settings.lora
+        adapters = f", adapters of rank {lora.rank}" if lora is not None else ""
+        yield f"{name}'s optimizer", f"learning rate {rate:g}, {settings.optimizer.schedule}{adapters}"
+    yield "seed", str(config.run.seed)
+
+
+def _figures(lines: Sequence[Mapping[str, Any]]) -> Iterator[tuple[str, str]]:
+    last = [line for line in lines if "reward/mean" in line][-_WINDOW_STEPS:]
+    for name in _FIGURES:
+        values = [float(line[name]) for line in last if isinstance(line.get(name), int | float)]
+        if finite := [value for value in values if math.isfinite(value)]:
+            yield _code(name), f"{sum(finite) / len(finite):.4g}"
+    evaluated = [line for line in lines if any(name.startswith("eval/") for name in line)]
+    for line in evaluated[-1:]:
+        for name, value in line.items():
+            if name.startswith("eval/") and isinstance(value, int | float) and math.isfinite(value):
+                yield f"{_code(name)} at step {line['step']}", f"{float(value):.4g}"
+
+
+def _table(head: tuple[str, str], rows: Iterator[tuple[str, str]] | Sequence[tuple[str, str]]) -> str:
+    lines = [f"| {' | '.join(head)} |", "| --- | --- |", *(f"| {name} | {value} |" for name, value in rows)]
+    return "\n".join(lines)
+
+
+def _code(text: str) -> str:
+    """A text between backticks, which nothing in it ends."""
+    return f"`{_short(text).replace('`', chr(39)).replace('|', '/')}`"
+
+
+def _text(text: str) -> str:
+    """A text of which Markdown makes nothing but text."""
+    return "".join(f"\\{c}" if c in "\\`*_{}[]<>()#+!|" else c for c in _short(text))
+
+
+def _short(text: str) -> str:
+    return one_line(text)[:_SHOWN_CHARACTERS]

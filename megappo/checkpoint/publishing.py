@@ -1,0 +1,48 @@
+"""Upload of an exported model to the Hugging Face hub."""
+
+from __future__ import annotations
+
+import re
+import shlex
+from pathlib import Path
+
+from megappo.config.hub import PATIENCE_SECONDS, http_package, silence
+from megappo.errors import ConfigError, reason, show
+
+_NAME = re.compile(r"[A-Za-z0-9][\w.-]{0,95}/[A-Za-z0-9][\w.-]{0,95}")
+
+
+def check_hub(name: str) -> None:
+    """Raise ConfigError where nothing could be uploaded to a repository of this name, before anything is exported: the
+    name is none, the hub does not answer, or nobody is logged in."""
+    if not _NAME.fullmatch(name):
+        raise ConfigError(f"push_to_hub is {show(name)}, must be OWNER/NAME, such as my-team/my-model")
+    from huggingface_hub import constants, get_token
+
+    later = f"export without it, and upload where there is network: hf upload {name} OUT"
+    if constants.HF_HUB_OFFLINE:
+        raise ConfigError(f"push_to_hub {name}: HF_HUB_OFFLINE is set; {later}")
+    if (why := silence(constants.ENDPOINT, PATIENCE_SECONDS)) is not None:
+        raise ConfigError(f"push_to_hub {name}: {why}; {later}")
+    if get_token() is None:
+        raise ConfigError(f"push_to_hub {name}: nobody is logged in to {constants.ENDPOINT}; run hf auth login")
+
+
+def upload_model(folder: Path, name: str, *, public: bool) -> str:
+    """Upload a folder as a model of the hub; returns a sentence with its address.
+
+    A repository that does not exist is created, private unless `public`; one that does keeps its visibility. Raises
+    ConfigError where the upload fails; the folder stays.
+    """
+    from huggingface_hub import HfApi
+
+    hub = HfApi()
+    try:
+        hub.create_repo(name, private=not public, exist_ok=True)
+        commit = hub.upload_folder(repo_id=name, folder_path=folder, commit_message="Export of megappo")
+    except (OSError, ValueError, http_package().HTTPError) as error:
+        raise ConfigError(
+            f"{folder} is written, but could not be uploaded to {name} ({reason(error)}); to try again: "
+            f"{shlex.join(['hf', 'upload', name, str(folder)])}"
+        ) from error
+    return f"uploaded to {name}, commit {commit.oid[:12]}"
