@@ -1,6 +1,6 @@
 // Curves of metrics: which are shown, how they are smoothed, and over what.
 
-const MOST_MARKS = 60;
+const MOST_MARKS = 40;
 const control = (id) => document.getElementById(id);
 const docs = new Map(DATA.docs.map(([name, ...doc]) => [name, doc]));
 const cards = new Map();
@@ -41,9 +41,11 @@ function curvesOf(name) {
   });
 }
 
+// Where each warning came first, as it is repeated while it holds, and where updates stood out.
 function marksOf(run) {
+  const first = new Map(run.advice.toReversed().map(([step, what]) => [what, step]));
   const hoursAt = new Map(run.steps.map((step, place) => [step, run.hours[place]]));
-  const steps = [...new Set([...run.advice, ...run.jumps].map(([step]) => step))].slice(0, MOST_MARKS);
+  const steps = [...new Set([...first.values(), ...run.jumps.map(([step]) => step)])].slice(0, MOST_MARKS);
   return steps.map((step) => (isOverHours() ? hoursAt.get(step) : step)).filter((x) => x !== undefined && x !== null);
 }
 

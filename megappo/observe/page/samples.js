@@ -112,7 +112,7 @@ class TokenView {
   lines() {
     const wanted = ["value", "return", "advantage", "reward"].filter((name) => this.columns.has(name));
     const traces = wanted.map((name, place) => ({
-      y: this.columns.get(name), name, mode: "lines+markers", marker: { size: 4 }, line: { color: COLOURS[place], width: 1.5 },
+      y: this.columns.get(name), name, mode: this.spans.length > 100 ? "lines" : "lines+markers", marker: { size: 4 }, line: { color: COLOURS[place], width: 1.5 },
     }));
     return { traces, hovermode: "x unified", showlegend: true, legend: LEGEND, xaxis: { title: { text: "position in the response" }, ...wholeTicks(this.spans.length) } };
   }
