@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import os
+import subprocess
 import sys
 from collections.abc import Mapping
 from dataclasses import replace
@@ -17,7 +18,7 @@ from megappo.cli import main
 from megappo.config import load_config, save_config
 from tests.observe.test_page import HOSTILE, embedded
 from tests.support.browser import browser, needs_browser
-from tests.support.places import BASE
+from tests.support.places import BASE, ROOT
 from tests.support.saved import save_step, two_samples
 
 LARGEST_BYTES = 5_000_000
@@ -87,6 +88,18 @@ def test_a_thousand_steps_of_a_hundred_metrics_fit(tmp_path: Path, capsys: pytes
     assert len(data["names"]) >= 100 and len(data["runs"][0]["steps"]) == 1001
     assert data["runs"][0]["histograms"]["steps"] == list(range(1, 1001, 100))
     assert (tmp_path / "page.html").stat().st_size < LARGEST_BYTES
+
+
+@pytest.mark.waits
+def test_a_page_imports_nothing_that_takes_long(tmp_path: Path) -> None:
+    run = make_run(tmp_path / "run")
+    code = (
+        "import sys; from megappo.cli import main; main(sys.argv[1:]); "
+        "print(sys.modules.keys() & {'torch', 'numpy', 'pyarrow', 'transformers', 'matplotlib'})"
+    )
+    words = [sys.executable, "-c", code, "report", str(run), "--html", str(tmp_path / "page.html")]
+    done = subprocess.run(words, cwd=ROOT, capture_output=True, text=True, check=True)
+    assert done.stdout.splitlines()[-1] == "set()"
 
 
 def test_damaged_files_cost_their_parts(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
