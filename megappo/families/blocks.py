@@ -11,6 +11,7 @@ from typing import Any
 
 from megappo.families.architecture import ArchitectureConfig
 from megappo.families.declaration import Block, PerToken, Weight
+from megappo.families.fields import MegatronSettings
 
 
 def norm(megatron: str, hf: str, channels: int, alias: str = "") -> Weight:
@@ -38,7 +39,7 @@ class Attention(Block):
             Weight("self_attention.linear_proj.weight", {"self_attn.o_proj.weight": (hidden, queries)}, "row"),
         )
 
-    def megatron(self, arch: ArchitectureConfig) -> dict[str, Any]:
+    def megatron(self, arch: ArchitectureConfig) -> MegatronSettings:
         from megappo.families.rope import rotary
 
         scale, width = rotary(arch)[1], arch.score_width or arch.head_dim
@@ -59,7 +60,7 @@ class QueryKeyValueBiases(Block):
         biases |= dict.fromkeys(("self_attn.k_proj.bias", "self_attn.v_proj.bias"), (arch.key_width,))
         return (Weight("self_attention.linear_qkv.bias", biases, "qkv", fused="self_attn.qkv_proj.bias"),)
 
-    def megatron(self, arch: ArchitectureConfig) -> dict[str, Any]:
+    def megatron(self, arch: ArchitectureConfig) -> MegatronSettings:
         return {"add_qkv_bias": True}
 
 
@@ -70,7 +71,7 @@ class QueryKeyNorms(Block):
         names = (("self_attention.q_layernorm", "self_attn.q_norm"), ("self_attention.k_layernorm", "self_attn.k_norm"))
         return tuple(norm(f"{megatron}.weight", f"{hf}.weight", arch.head_dim) for megatron, hf in names)
 
-    def megatron(self, arch: ArchitectureConfig) -> dict[str, Any]:
+    def megatron(self, arch: ArchitectureConfig) -> MegatronSettings:
         return {"qk_layernorm": True}
 
     def per_token(self, arch: ArchitectureConfig, element_bytes: int, *, fused: bool) -> PerToken:
@@ -105,7 +106,7 @@ class GatedMlp(Block):
     def weights(self, arch: ArchitectureConfig) -> Sequence[Weight]:
         return (mlp_norm(arch), *gated("mlp", arch, self.size(arch)))
 
-    def megatron(self, arch: ArchitectureConfig) -> dict[str, Any]:
+    def megatron(self, arch: ArchitectureConfig) -> MegatronSettings:
         from torch.nn.functional import silu
 
         return {"gated_linear_unit": True, "activation_func": silu}
@@ -125,7 +126,7 @@ class FirstMlp(GatedMlp):
     def layers(self, arch: ArchitectureConfig) -> range:
         return range(arch.dense_layers)
 
-    def megatron(self, arch: ArchitectureConfig) -> dict[str, Any]:
+    def megatron(self, arch: ArchitectureConfig) -> MegatronSettings:
         return {"moe_layer_freq": [int(layer in arch.expert_layers) for layer in range(arch.layers)]}
 
 
@@ -143,7 +144,7 @@ class SharedExpert(GatedMlp):
     def weights(self, arch: ArchitectureConfig) -> Sequence[Weight]:
         return gated("mlp.shared_experts", arch, self.size(arch))
 
-    def megatron(self, arch: ArchitectureConfig) -> dict[str, Any]:
+    def megatron(self, arch: ArchitectureConfig) -> MegatronSettings:
         return {"moe_shared_expert_intermediate_size": self.size(arch)}
 
 
@@ -186,7 +187,7 @@ class Experts(GatedMlp):
             Weight(f"{megatron}.weight2", {down: (hidden, ffn)}, "row", **w2),
         )
 
-    def megatron(self, arch: ArchitectureConfig) -> dict[str, Any]:
+    def megatron(self, arch: ArchitectureConfig) -> MegatronSettings:
         of_sigmoids: dict[str, Any] = {
             "moe_router_score_function": "sigmoid",
             "moe_router_topk_scaling_factor": arch.experts_scale,

@@ -9,6 +9,7 @@ from functools import lru_cache
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 from megappo.families.architecture import ArchitectureConfig
+from megappo.families.fields import Fields, HFConfig, MegatronSettings
 from megappo.families.served import Served, unread_settings
 
 if TYPE_CHECKING:
@@ -96,7 +97,7 @@ class Block:
         return PerToken()
 
 
-def nothing(c: Any) -> dict[str, Any]:
+def nothing(c: HFConfig) -> Fields:
     """No fields of config.json."""
     return {}
 
@@ -111,7 +112,7 @@ def next_token_layers(arch: ArchitectureConfig) -> Sequence[str]:
     return [f"model.layers.{arch.layers + n}." for n in range(arch.hf_config.num_mtp_layers)]
 
 
-def without_next_token_layers(c: Any) -> dict[str, Any]:
+def without_next_token_layers(c: HFConfig) -> Fields:
     """config.json's entry that tells SGLang of no multi-token prediction layers: a run's servers hold what the actor
     computes."""
     return {"num_mtp_layers": 0}
@@ -123,7 +124,7 @@ class Family:
 
     model_type: str
     """`model_type` of the config.json files that the family reads."""
-    reads: tuple[Callable[[Any], Mapping[str, Any]], ...]
+    reads: tuple[Callable[[HFConfig], Mapping[str, Any]], ...]
     """Functions from transformers' configuration to fields of ArchitectureConfig; later ones win. They raise ValueError
     for what the blocks do not build."""
     blocks: tuple[Block, ...]
@@ -132,7 +133,7 @@ class Family:
     """Whether SGLang's model supports data parallel attention (`rollout.sglang.data_parallel_attention`)."""
     unserved: Callable[[ArchitectureConfig, Served], str] = unread_settings
     """Why SGLang does not compute such a model; "" where it does."""
-    further: Callable[[Any], Mapping[str, Any]] = nothing
+    further: Callable[[HFConfig], Mapping[str, object]] = nothing
     """Entries of config.json, from transformers' configuration, that SGLang reads in addition to what transformers
     writes."""
     further_layers: Callable[[ArchitectureConfig], Sequence[str]] = no_tensors
@@ -166,7 +167,7 @@ class Family:
             del c.quantization_config
         return ArchitectureConfig(family=self.model_type, hf_config=c, declaration=self, **fields)
 
-    def megatron(self, arch: ArchitectureConfig) -> dict[str, Any]:
+    def megatron(self, arch: ArchitectureConfig) -> MegatronSettings:
         """Fields of Megatron's TransformerConfig that the family's blocks ask for."""
         return {name: value for block in self.blocks for name, value in block.megatron(arch).items()}
 

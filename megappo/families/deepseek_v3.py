@@ -16,6 +16,7 @@ from megappo.families.declaration import (
     next_token_layers,
     without_next_token_layers,
 )
+from megappo.families.fields import Fields, HFConfig, MegatronSettings
 from megappo.families.reading import biased_experts, decoder, no_attention_bias, no_window, silu_mlp
 from megappo.families.served import Served, get_mscale, unread_yarn
 
@@ -25,7 +26,7 @@ _MSCALES = {"mscale": 1.0, "mscale_all_dim": 0.0}
 """Defaults of SGLang's DeepseekScalingRotaryEmbedding."""
 
 
-def latent_attention(c: Any) -> dict[str, Any]:
+def latent_attention(c: HFConfig) -> Fields:
     """Read the sizes of heads and latents. Raises ValueError for heads that share keys, and for sizes that do not fit
     together."""
     if c.num_key_value_heads != c.num_attention_heads:
@@ -61,7 +62,7 @@ def latent_attention(c: Any) -> dict[str, Any]:
     }
 
 
-def alike(c: Any) -> dict[str, Any]:
+def alike(c: HFConfig) -> Fields:
     """Read no fields. Raises ValueError for routers and layers of DeepSeek-V2, which transformers would silently build
     as this family's."""
     for name, value in _ALIKE.items():
@@ -109,7 +110,7 @@ class LatentHeads(Block):
             Weight("self_attention.linear_proj.weight", out, "row"),
         )
 
-    def megatron(self, arch: ArchitectureConfig) -> dict[str, Any]:
+    def megatron(self, arch: ArchitectureConfig) -> MegatronSettings:
         return {"softmax_scale": softmax_scale(arch)}
 
     def per_token(self, arch: ArchitectureConfig, element_bytes: int, *, fused: bool) -> PerToken:
@@ -156,7 +157,7 @@ def _scale_of_yarn(rope: Mapping[str, Any]) -> float | None:
     return get_mscale(rope["factor"], mscale) / get_mscale(rope["factor"], of_all)
 
 
-def further(c: Any) -> dict[str, Any]:
+def further(c: HFConfig) -> Fields:
     """Entries of config.json that SGLang needs and transformers does not write."""
     return {**without_next_token_layers(c), **_ALIKE}
 

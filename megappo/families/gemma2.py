@@ -5,18 +5,18 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import Any
 
 from megappo.families.architecture import ArchitectureConfig, Beyond
 from megappo.families.blocks import Attention, GatedMlp, norm
 from megappo.families.declaration import Family, PerToken, Weight
+from megappo.families.fields import Fields, HFConfig, MegatronSettings
 from megappo.families.reading import decoder, no_attention_bias, window_by_layer_types
 from megappo.families.served import Served, unread_rope
 
 _GELU = "gelu_pytorch_tanh"
 
 
-def gemma(c: Any) -> dict[str, Any]:
+def gemma(c: HFConfig) -> Fields:
     """Read what Gemma 2 and 3 have in common. Raises ValueError for settings that some configurations may switch on."""
     check_gemma(c)
     check_sees_backward(c, c.use_bidirectional_attention)
@@ -31,7 +31,7 @@ def gemma(c: Any) -> dict[str, Any]:
     return {"score_width": c.query_pre_attn_scalar, "beyond": beyond}
 
 
-def check_gemma(c: Any) -> None:
+def check_gemma(c: HFConfig) -> None:
     """Raise ValueError for settings that some configurations of any Gemma may switch on."""
     if c.hidden_activation != _GELU:
         raise ValueError(f"hidden_activation '{c.hidden_activation}' is not supported; use a model with {_GELU}")
@@ -41,7 +41,7 @@ def check_gemma(c: Any) -> None:
             raise ValueError(f"{name} {cap} must be above 0, or null")
 
 
-def check_sees_backward(c: Any, both_ways: bool) -> None:
+def check_sees_backward(c: HFConfig, both_ways: bool) -> None:
     """Raise ValueError where tokens see those after them."""
     if both_ways:
         raise ValueError(
@@ -57,7 +57,7 @@ class NormedAttention(Attention):
         after = norm("self_attention.linear_proj.norm.weight", "post_attention_layernorm.weight", arch.hidden_size)
         return (*super().weights(arch), after)
 
-    def megatron(self, arch: ArchitectureConfig) -> dict[str, Any]:
+    def megatron(self, arch: ArchitectureConfig) -> MegatronSettings:
         return super().megatron(arch) | {"layernorm_zero_centered_gamma": True}
 
 
@@ -69,7 +69,7 @@ class GeluMlp(GatedMlp):
         after = norm("mlp.linear_fc2.norm.weight", "post_feedforward_layernorm.weight", arch.hidden_size)
         return (before, *super().weights(arch)[1:], after)
 
-    def megatron(self, arch: ArchitectureConfig) -> dict[str, Any]:
+    def megatron(self, arch: ArchitectureConfig) -> MegatronSettings:
         from functools import partial
 
         from torch.nn.functional import gelu
@@ -89,7 +89,7 @@ def unserved(arch: ArchitectureConfig, asked: Served) -> str:
     return unread_rope(arch, ("default",))
 
 
-def activation(c: Any) -> dict[str, Any]:
+def activation(c: HFConfig) -> Fields:
     """The activation by the name under which SGLang reads it."""
     return {"hidden_act": c.hidden_activation}
 

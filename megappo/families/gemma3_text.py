@@ -4,11 +4,11 @@ layers, and another rope in the layers that have them."""
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Any
 
 from megappo.families.architecture import ArchitectureConfig
 from megappo.families.blocks import QueryKeyNorms
 from megappo.families.declaration import Family
+from megappo.families.fields import Fields, HFConfig
 from megappo.families.gemma2 import GeluMlp, NormedAttention, activation, gemma
 from megappo.families.reading import decoder, no_attention_bias, window_by_layer_types
 from megappo.families.served import Served
@@ -16,7 +16,7 @@ from megappo.families.served import Served
 _ROPES = ("default", "linear")
 
 
-def gemma3(c: Any) -> dict[str, Any]:
+def gemma3(c: HFConfig) -> Fields:
     """Read the rope of each layer. Raises ValueError for ropes that scale more than positions, and for a cap on scores,
     which transformers reads and does not compute."""
     if c.attn_logit_softcapping is not None:

@@ -7,11 +7,11 @@ from __future__ import annotations
 import math
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
 
 from megappo.families.architecture import ArchitectureConfig, Beyond, WideAttention
 from megappo.families.blocks import QueryKeyNorms
 from megappo.families.declaration import Block, Family, PerToken, Weight
+from megappo.families.fields import Fields, HFConfig, MegatronSettings
 from megappo.families.gemma2 import GeluMlp, NormedAttention, check_gemma, check_sees_backward
 from megappo.families.reading import no_attention_bias, sizes, window_by_layer_types
 from megappo.families.served import Served
@@ -21,7 +21,7 @@ _KINDS = {"sliding_attention": "default", "full_attention": "proportional"}
 _OF_KIND = {"head_dim", "num_key_value_heads"}
 
 
-def decoder_of_two_kinds(c: Any) -> dict[str, Any]:
+def decoder_of_two_kinds(c: HFConfig) -> Fields:
     """Read the sizes, and those of layers without a window. Raises ValueError for layers that differ in more, and for
     ropes that transformers computes differently."""
     kinds = tuple(c.layer_types)
@@ -47,7 +47,7 @@ def decoder_of_two_kinds(c: Any) -> dict[str, Any]:
     return {**of_near, "wide_attention": WideAttention(layers, wide["head_dim"], wide["kv_heads"])}
 
 
-def gemma4(c: Any) -> dict[str, Any]:
+def gemma4(c: HFConfig) -> Fields:
     """Read what Gemma 4 has beyond other decoders. Raises ValueError for sizes that are not dense, or whose layers take
     more than the residual stream, and for settings that some configurations may switch on."""
     check_gemma(c)
@@ -92,7 +92,7 @@ class AttentionToKeys(NormedAttention):
             qkv = replace(qkv, tensors=dict((queries, keys)))
         return (before, qkv, out, after, *QueryKeyNorms().weights(seen))
 
-    def megatron(self, arch: ArchitectureConfig) -> dict[str, Any]:
+    def megatron(self, arch: ArchitectureConfig) -> MegatronSettings:
         own = {"layernorm_zero_centered_gamma": False}
         return super().megatron(arch) | QueryKeyNorms().megatron(arch) | own
 

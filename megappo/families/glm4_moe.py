@@ -4,7 +4,6 @@ for every token; half of each head is rotated. Some models have norms of queries
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 from megappo.families.architecture import ArchitectureConfig
 from megappo.families.blocks import (
@@ -16,6 +15,7 @@ from megappo.families.blocks import (
     SharedExpert,
 )
 from megappo.families.declaration import Family, PerToken, Weight, next_token_layers, without_next_token_layers
+from megappo.families.fields import MegatronSettings
 from megappo.families.reading import biased_experts, no_window, partly_rotated_decoder, silu_mlp
 
 
@@ -25,7 +25,7 @@ class Biases(QueryKeyValueBiases):
     def weights(self, arch: ArchitectureConfig) -> Sequence[Weight]:
         return super().weights(arch) if arch.hf_config.attention_bias else ()
 
-    def megatron(self, arch: ArchitectureConfig) -> dict[str, Any]:
+    def megatron(self, arch: ArchitectureConfig) -> MegatronSettings:
         return super().megatron(arch) if arch.hf_config.attention_bias else {}
 
 
@@ -35,7 +35,7 @@ class Norms(QueryKeyNorms):
     def weights(self, arch: ArchitectureConfig) -> Sequence[Weight]:
         return super().weights(arch) if arch.hf_config.use_qk_norm else ()
 
-    def megatron(self, arch: ArchitectureConfig) -> dict[str, Any]:
+    def megatron(self, arch: ArchitectureConfig) -> MegatronSettings:
         return super().megatron(arch) if arch.hf_config.use_qk_norm else {}
 
     def per_token(self, arch: ArchitectureConfig, element_bytes: int, *, fused: bool) -> PerToken:

@@ -5,18 +5,18 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Mapping, Sequence
-from typing import Any
 
 from megappo.families.architecture import ArchitectureConfig, Beyond
 from megappo.families.blocks import Attention, Experts, QueryKeyValueBiases, mlp_norm
 from megappo.families.declaration import Family, Kind, PerToken, Weight
+from megappo.families.fields import Fields, HFConfig, MegatronSettings
 from megappo.families.reading import decoder, expert_counts, window_by_layer_types
 from megappo.families.served import Served
 
 _STORED = "quantization_config"
 
 
-def stored_decoder(c: Any) -> dict[str, Any]:
+def stored_decoder(c: HFConfig) -> Fields:
     """Read the sizes of a model whose experts may be stored in MXFP4. Raises ValueError for every other
     quantisation."""
     said, plain = getattr(c, _STORED, None), copy.copy(c)
@@ -29,7 +29,7 @@ def stored_decoder(c: Any) -> dict[str, Any]:
     return {**found, "stored_mxfp4": is_mxfp4}
 
 
-def experts(c: Any) -> dict[str, Any]:
+def experts(c: HFConfig) -> Fields:
     """Read the experts of every layer, whose weights sum to 1. Raises ValueError for settings that transformers does
     not read, and for clamps that are not above 0."""
     if c.hidden_act != "silu":
@@ -61,7 +61,7 @@ class SinkAttention(Attention):
             Weight("self_attention.linear_proj.bias", bias, "replicated"),
         )
 
-    def megatron(self, arch: ArchitectureConfig) -> dict[str, Any]:
+    def megatron(self, arch: ArchitectureConfig) -> MegatronSettings:
         return super().megatron(arch) | {"add_bias_linear": True}
 
 
@@ -88,10 +88,10 @@ class BiasedExperts(Experts):
             of_one("bias2.bias", {f"{down}.bias": (hidden,)}, "replicated", "down_proj_bias"),
         )
 
-    def megatron(self, arch: ArchitectureConfig) -> dict[str, Any]:
+    def megatron(self, arch: ArchitectureConfig) -> MegatronSettings:
         from megappo_kernels.clamped import ClampedSwiGLU
 
-        c: Any = arch.hf_config
+        c: HFConfig = arch.hf_config
         return super().megatron(arch) | {"activation_func": ClampedSwiGLU(c.swiglu_alpha, c.swiglu_limit)}
 
     def per_token(self, arch: ArchitectureConfig, element_bytes: int, *, fused: bool) -> PerToken:

@@ -3,16 +3,15 @@ w2."""
 
 from __future__ import annotations
 
-from typing import Any
-
 from megappo.families.architecture import ArchitectureConfig
 from megappo.families.blocks import Attention, Experts
 from megappo.families.declaration import Family
+from megappo.families.fields import Fields, HFConfig
 from megappo.families.reading import decoder, expert_counts, no_attention_bias, silu_mlp, window_of_every_layer
 from megappo.families.served import Served, unread_rope, unread_window
 
 
-def top_experts(c: Any) -> dict[str, Any]:
+def top_experts(c: HFConfig) -> Fields:
     """Read the experts, whose weights always sum to 1. Raises ValueError for router noise, which transformers adds in
     training alone."""
     if c.router_jitter_noise:

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 from megappo.families.blocks import Experts
 from megappo.families.declaration import Family
+from megappo.families.fields import Fields, HFConfig
 from megappo.families.qwen3_5_text import PREFIX, SplitLinearAttention, passed_over, unserved
 from megappo.families.qwen3_next import (
     FURTHER_COUNT,
@@ -20,7 +19,7 @@ from megappo.families.qwen3_next import (
 from megappo.families.reading import expert_counts, no_attention_bias, partly_rotated_decoder, silu_mlp
 
 
-def experts(c: Any) -> dict[str, Any]:
+def experts(c: HFConfig) -> Fields:
     """Read the experts of every layer, whose weights transformers normalises to sum to 1."""
     return {**expert_counts(c, "num_experts"), "ffn_hidden_size": c.moe_intermediate_size}
 

@@ -4,18 +4,18 @@ experts with a gated shared one. A norm multiplies by 1 plus its weight, except 
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
-from typing import Any
 
 from megappo.families.architecture import DELTA_CHUNK, ArchitectureConfig, DeltaNet
 from megappo.families.blocks import Attention, Experts, QueryKeyNorms, SharedExpert, gated, norm
 from megappo.families.declaration import Block, Family, PerToken, Weight
+from megappo.families.fields import Fields, HFConfig, MegatronSettings
 from megappo.families.reading import experts, no_attention_bias, partly_rotated_decoder, silu_mlp
 from megappo.families.served import Served, unread_rope
 
 _KINDS = ("linear_attention", "full_attention")
 
 
-def delta_net(c: Any) -> dict[str, Any]:
+def delta_net(c: HFConfig) -> Fields:
     """Read the layers with linear attention and their sizes. Raises ValueError for layers of other kinds, for a model
     that lacks one of the two, and for heads, windows and gates that transformers computes differently."""
     kinds = tuple(c.layer_types)
@@ -43,7 +43,7 @@ def delta_net(c: Any) -> dict[str, Any]:
     return {"delta_net": DeltaNet(layers, keys, values, *sizes)}
 
 
-def shared_expert(c: Any) -> dict[str, Any]:
+def shared_expert(c: HFConfig) -> Fields:
     """Read the size of the shared expert. Raises ValueError where there is none."""
     size = c.shared_expert_intermediate_size
     if size < 1:
@@ -64,7 +64,7 @@ class GatedAttention(Attention):
         tensors = {queries: (2 * arch.query_width, arch.hidden_size), **{name: qkv.tensors[name] for name in others}}
         return before, Weight(qkv.megatron, tensors, "qkv", fused=qkv.fused), out
 
-    def megatron(self, arch: ArchitectureConfig) -> dict[str, Any]:
+    def megatron(self, arch: ArchitectureConfig) -> MegatronSettings:
         return super().megatron(arch) | {"attention_output_gate": True, "layernorm_zero_centered_gamma": True}
 
     def per_token(self, arch: ArchitectureConfig, element_bytes: int, *, fused: bool) -> PerToken:
@@ -138,7 +138,7 @@ class GatedSharedExpert(SharedExpert):
         gate = {"mlp.shared_expert_gate.weight": (1, arch.hidden_size)}
         return (*matrices, Weight("mlp.shared_experts.gate_weight", gate, "replicated"))
 
-    def megatron(self, arch: ArchitectureConfig) -> dict[str, Any]:
+    def megatron(self, arch: ArchitectureConfig) -> MegatronSettings:
         return {**super().megatron(arch), "moe_shared_expert_gate": True}
 
 
@@ -154,14 +154,14 @@ def unserved(arch: ArchitectureConfig, asked: Served) -> str:
     return unread_rope(arch)
 
 
-def interval(c: Any) -> int | None:
+def interval(c: HFConfig) -> int | None:
     """The n of models in which every n-th layer has attention; None for other models."""
     n = c.layer_types.index("full_attention") + 1
     regular = [_KINDS[(layer + 1) % n == 0] for layer in range(len(c.layer_types))]
     return n if list(c.layer_types) == regular else None
 
 
-def full_attention_interval(c: Any) -> dict[str, Any]:
+def full_attention_interval(c: HFConfig) -> Fields:
     """config.json's entry from which transformers derives `layer_types`, which SGLang does not read."""
     n = interval(c)
     return {} if n is None else {"full_attention_interval": n}

@@ -9,12 +9,14 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from megappo.families.fields import Fields, HFConfig
+
 _SILU = ("silu", "swish")
 _ROPE_TYPES = ("default", "linear", "llama3", "yarn")
 _LAYER_TYPES = ("full_attention", "sliding_attention")
 
 
-def decoder(c: Any) -> dict[str, Any]:
+def decoder(c: HFConfig) -> Fields:
     """Read the sizes of a decoder by their usual names.
 
     Raises ValueError for layers that differ, tokens that see those after them, and positions, head counts and stored
@@ -25,7 +27,7 @@ def decoder(c: Any) -> dict[str, Any]:
     return found
 
 
-def partly_rotated_decoder(c: Any) -> dict[str, Any]:
+def partly_rotated_decoder(c: HFConfig) -> Fields:
     """Read the sizes of a decoder that may rotate a part of each head. Raises ValueError as `decoder`, and for an
     impossible part."""
     found = sizes(c)
@@ -40,12 +42,12 @@ def partly_rotated_decoder(c: Any) -> dict[str, Any]:
     return {**found, "rotary_channels": channels}
 
 
-def _rotated_part(c: Any, rope: Mapping[str, Any]) -> float | None:
+def _rotated_part(c: HFConfig, rope: Mapping[str, Any]) -> float | None:
     factor: float | None = rope.get("partial_rotary_factor", getattr(c, "partial_rotary_factor", None))
     return factor
 
 
-def sizes(c: Any) -> dict[str, Any]:
+def sizes(c: HFConfig) -> Fields:
     """Read the sizes of a decoder, without its rope. Raises ValueError as `decoder` does for everything else."""
     if getattr(c, "is_heterogeneous", False):
         raise ValueError("per_layer_config is not supported; use a model whose layers are alike")
@@ -73,7 +75,7 @@ def sizes(c: Any) -> dict[str, Any]:
     }
 
 
-def silu_mlp(c: Any) -> dict[str, Any]:
+def silu_mlp(c: HFConfig) -> Fields:
     """Read no fields. Raises ValueError for another activation than silu, and for biases in the MLP."""
     if c.hidden_act not in _SILU:
         raise ValueError(f"hidden_act '{c.hidden_act}' is not supported; use a model with silu")
@@ -82,14 +84,14 @@ def silu_mlp(c: Any) -> dict[str, Any]:
     return {}
 
 
-def no_attention_bias(c: Any) -> dict[str, Any]:
+def no_attention_bias(c: HFConfig) -> Fields:
     """Read no fields. Raises ValueError for biases in the attention."""
     if getattr(c, "attention_bias", False):
         raise ValueError("attention_bias: true is not supported for this family; use a model without it")
     return {}
 
 
-def _check_rope(c: Any, *, partly_rotated: bool) -> None:
+def _check_rope(c: HFConfig, *, partly_rotated: bool) -> None:
     ropes, kinds = c.rope_parameters, getattr(c, "layer_types", None) or ()
     if isinstance(ropes.get("rope_type"), str):
         _check_one_rope(c, ropes, partly_rotated=partly_rotated)
@@ -100,7 +102,7 @@ def _check_rope(c: Any, *, partly_rotated: bool) -> None:
             _check_one_rope(c, rope, partly_rotated=partly_rotated)
 
 
-def _check_one_rope(c: Any, rope: Mapping[str, Any], *, partly_rotated: bool) -> None:
+def _check_one_rope(c: HFConfig, rope: Mapping[str, Any], *, partly_rotated: bool) -> None:
     if rope["rope_type"] not in _ROPE_TYPES:
         raise ValueError(f"rope type '{rope['rope_type']}' is not supported; use one of {', '.join(_ROPE_TYPES)}")
     factor = _rotated_part(c, rope)
@@ -110,7 +112,7 @@ def _check_one_rope(c: Any, rope: Mapping[str, Any], *, partly_rotated: bool) ->
         )
 
 
-def no_window(c: Any) -> dict[str, Any]:
+def no_window(c: HFConfig) -> Fields:
     """Read no window, for families without windows in transformers. Raises ValueError where config.json has one."""
     window = None if getattr(c, "use_sliding_window", None) is False else _stated_window(c)
     if window is not None:
@@ -121,13 +123,13 @@ def no_window(c: Any) -> dict[str, Any]:
     return _agreeing(c, None)
 
 
-def window_of_every_layer(c: Any) -> dict[str, Any]:
+def window_of_every_layer(c: HFConfig) -> Fields:
     """Read `sliding_window`, for families whose layers all have it. Raises ValueError where `layer_types`
     contradicts."""
     return _agreeing(c, _stated_window(c))
 
 
-def window_by_layer_types(c: Any) -> dict[str, Any]:
+def window_by_layer_types(c: HFConfig) -> Fields:
     """Read `sliding_window`, for families in which it applies to the layers that `layer_types` calls sliding, all or
     some.
 
@@ -146,7 +148,7 @@ def window_by_layer_types(c: Any) -> dict[str, Any]:
     return {"sliding_window": window, "windowed_layers": windowed}
 
 
-def _layer_types(c: Any) -> tuple[str, ...]:
+def _layer_types(c: HFConfig) -> tuple[str, ...]:
     """The kinds of layers that occur; empty where config.json does not say."""
     kinds = tuple(dict.fromkeys(getattr(c, "layer_types", None) or ()))
     other = [kind for kind in kinds if kind not in _LAYER_TYPES]
@@ -155,7 +157,7 @@ def _layer_types(c: Any) -> tuple[str, ...]:
     return kinds
 
 
-def _stated_window(c: Any) -> int | None:
+def _stated_window(c: HFConfig) -> int | None:
     _layer_types(c)
     window: int | None = getattr(c, "sliding_window", None)
     if window is not None and window < 1:
@@ -163,7 +165,7 @@ def _stated_window(c: Any) -> int | None:
     return window
 
 
-def _agreeing(c: Any, window: int | None) -> dict[str, Any]:
+def _agreeing(c: HFConfig, window: int | None) -> Fields:
     """The window that transformers applies. Raises ValueError where `layer_types` contradicts it."""
     wrong = [kind for kind in _layer_types(c) if (kind == "sliding_attention") != (window is not None)]
     if wrong:
@@ -175,7 +177,7 @@ def _agreeing(c: Any, window: int | None) -> dict[str, Any]:
     return {"sliding_window": window}
 
 
-def experts(c: Any) -> dict[str, Any]:
+def experts(c: HFConfig) -> Fields:
     """Read the experts of every layer. Raises ValueError where some layers have none."""
     if c.decoder_sparse_step != 1 or c.mlp_only_layers:
         raise ValueError(
@@ -186,7 +188,7 @@ def experts(c: Any) -> dict[str, Any]:
     return {**counts, "ffn_hidden_size": c.moe_intermediate_size, "normalized_experts": c.norm_topk_prob}
 
 
-def expert_counts(c: Any, name: str) -> dict[str, Any]:
+def expert_counts(c: HFConfig, name: str) -> Fields:
     """Read the number of experts, from the setting `name`, and how many a token is sent to. Raises ValueError for
     impossible numbers."""
     count = getattr(c, name)
@@ -198,7 +200,7 @@ def expert_counts(c: Any, name: str) -> dict[str, Any]:
     return {"experts": count, "experts_per_token": c.num_experts_per_tok}
 
 
-def biased_experts(c: Any) -> dict[str, Any]:
+def biased_experts(c: HFConfig) -> Fields:
     """Read experts behind the first layers, chosen by sigmoids with a correction bias, in groups or among all, with a
     shared expert. Raises ValueError for experts that Megatron would weight differently, for impossible groups, and
     where all layers are dense."""
@@ -225,7 +227,7 @@ def biased_experts(c: Any) -> dict[str, Any]:
     }
 
 
-def _expert_groups(c: Any) -> dict[str, Any]:
+def _expert_groups(c: HFConfig) -> Fields:
     groups, chosen, experts = c.n_group or 0, c.topk_group or 0, c.num_local_experts
     size = experts // groups if groups > 0 else 0
     if size < 2 or experts % groups or not c.num_experts_per_tok <= chosen * size <= experts:
@@ -237,7 +239,7 @@ def _expert_groups(c: Any) -> dict[str, Any]:
     return {"expert_groups": groups, "groups_per_token": chosen}
 
 
-def _stored_blocks(c: Any) -> tuple[int, int] | None:
+def _stored_blocks(c: HFConfig) -> tuple[int, int] | None:
     """Rows and columns of the blocks of float8 weights that share a scale, by `quantization_config`; None without one.
 
     Raises ValueError for every other way in which weights may be quantised.

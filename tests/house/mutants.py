@@ -39,7 +39,7 @@ Ending = Literal["passed", "failed", "hung"]
 WORDS: dict[Ending, str] = {"passed": "SURVIVED", "failed": "noticed", "hung": "hung"}
 
 Position = tuple[int, int]
-"""RequestStream from 1 and column from 0, in characters."""
+"""Line from 1 and column from 0, in characters."""
 
 
 @dataclass(frozen=True)
