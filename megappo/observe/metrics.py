@@ -119,7 +119,7 @@ def last_records(path: Path, most: int) -> list[dict[str, Any]]:
         check_plain(path, LARGEST_TEXT_BYTES)
         with path.open(encoding="utf-8") as file:
             lines = deque(_whole_lines(file), maxlen=most)
-    except (OSError, UnicodeDecodeError) as error:
+    except OSError as error:
         raise ValueError(f"{path} cannot be read: {reason(error)}; put the run's own there") from error
     return [_record(line, f"{path}, line {n} of its last {len(lines)}") for n, line in enumerate(lines, start=1)]
 
@@ -150,9 +150,13 @@ def _lines(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
 
 
 def _whole_lines(file: TextIO) -> Iterator[str]:
-    """Lines with their ends. Raises ValueError for one that is too long to be a run's, before it takes the memory."""
-    while (line := file.readline(_LONGEST_LINE)).endswith("\n"):
-        yield line
+    """Lines with their ends. Raises ValueError for one that is too long to be a run's, before it takes the memory, and
+    for what is no text."""
+    try:
+        while (line := file.readline(_LONGEST_LINE)).endswith("\n"):
+            yield line
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{file.name} is not UTF-8 ({reason(error)}); put the run's own there") from error
     if len(line) == _LONGEST_LINE:
         raise ValueError(f"{file.name} has a line of more than {_LONGEST_LINE} characters; put the run's own there")
 
