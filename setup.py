@@ -23,6 +23,7 @@ setup(
     },
     package_data={
         "megappo": ["py.typed", "requirements.txt"],
+        "megappo.observe.page": ["*.html", "*.css", "*.js", "*.LICENSE"],
         "megappo.shipped.configs": ["quickstart.yaml"],
         "megappo.shipped.configs.models.tiny_arithmetic": ["*.json"],
         "megappo.shipped.launch": ["environment.sh", "quickstart.sh", "torchrun.sh"],

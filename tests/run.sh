@@ -21,16 +21,16 @@ if [ "${1:-}" = --light ]; then
     ensure_environment light-alone
 fi
 
-# For tests/slurm, which say what is missing and are skipped where this cannot install it.
-install_slurm() {
-    if type slurmctld slurmd munged >/dev/null 2>&1 || [ "$(id -u)" != 0 ] || ! command -v apt-get >/dev/null; then
+# Packages for tests that say what is missing, and are skipped where this cannot install it.
+install_for_tests() {
+    if [ "$(id -u)" != 0 ] || ! command -v apt-get >/dev/null; then
         return
     fi
-    echo "installing slurm-wlm and munge for tests/slurm"
+    echo "installing $* for tests"
     export DEBIAN_FRONTEND=noninteractive
-    local install=(timeout 300 apt-get install -y -qq --no-install-recommends slurm-wlm munge)
+    local install=(timeout 300 apt-get install -y -qq --no-install-recommends "$@")
     { "${install[@]}" || { timeout 120 apt-get update -qq && "${install[@]}"; }; } >/dev/null 2>&1 ||
-        echo "slurm-wlm and munge could not be installed"
+        echo "$* could not be installed"
 }
 ruff check .
 ruff format --check .
@@ -40,7 +40,8 @@ unset PYTHONDONTWRITEBYTECODE # with it, each of some hundred processes would co
 case "${1:-}" in
 "" | --all)
     PATH="$PATH:/usr/sbin:/sbin"
-    install_slurm
+    type slurmctld slurmd munged >/dev/null 2>&1 || install_for_tests slurm-wlm munge
+    type chromium >/dev/null 2>&1 || install_for_tests chromium
     exec python -m tests.house.suite "$@"
     ;;
 --quick) exec python -m tests.house.suite --quick ;;

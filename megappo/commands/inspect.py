@@ -11,7 +11,7 @@ from pathlib import Path
 
 from megappo.commands import whole_option
 from megappo.config.algorithm import AlgorithmSettings
-from megappo.config.experience_rules import SavedStep, saved_steps
+from megappo.config.experience_rules import SavedStep, folder_of_run, saved_steps
 from megappo.config.load import load_config
 from megappo.config.schema import Config
 from megappo.errors import ConfigError, first_of, nearest_numbers, one_line, reason, shortened
@@ -121,8 +121,7 @@ class SavedRun:
         """The folder in which the run says that it saved experience."""
         if not self._directory.is_dir():
             raise ValueError(f"{self._directory} is no directory; name that of a run")
-        elsewhere = None if self._config is None else self._config.rollout.save_to
-        return self._directory / "experience" if elsewhere is None else Path(elsewhere)  # a run may have been moved
+        return folder_of_run(self._directory, self._config)
 
     @cached_property
     def _config(self) -> Config | None:

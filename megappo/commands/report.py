@@ -4,30 +4,61 @@ from __future__ import annotations
 
 import argparse
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-from megappo.errors import nearest_word, one_line, reason, show
+from megappo.errors import ConfigError, nearest_word, one_line, reason, writing
 from megappo.observe.charts import curve
-from megappo.observe.metrics import read_metrics
+from megappo.observe.metrics import metric_value, read_metrics
 from megappo.observe.plain_files import plain_text
 from megappo.observe.step_profile import newest_page
 
+if TYPE_CHECKING:
+    from megappo.observe.page.runs import RunMetrics
+
+_METRIC = "reward/mean"
 _WINDOW_STEPS = 5
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """What follows `megappo report`."""
     parser.add_argument("run_dirs", metavar="RUN_DIR", nargs="+", help="directory of a run; several are compared")
-    parser.add_argument("--metric", default="reward/mean", help="name in metrics.jsonl (default: %(default)s)")
+    parser.add_argument(
+        "--metric", help=f"name in metrics.jsonl (default: {_METRIC}, in a picture the first of a page)"
+    )
+    parser.add_argument("--html", metavar="FILE", help="write a page with all that the runs hold, instead")
+    parser.add_argument("--png", metavar="FILE", help="write a picture of curves, instead (needs matplotlib)")
 
 
 def run(arguments: argparse.Namespace) -> None:
-    """Print the report."""
-    print(report(*arguments.run_dirs, metric=arguments.metric))
+    """Print the report, or write it to files."""
+    if arguments.html is None and arguments.png is None:
+        print(report(*arguments.run_dirs, metric=arguments.metric or _METRIC))
+        return
+    from megappo.observe.page.runs import read_runs
+
+    runs = read_runs([Path(directory) for directory in arguments.run_dirs])
+    if arguments.html is not None:
+        from megappo.commands.report_page import page_of
+
+        print(_written("--html", Path(arguments.html), page_of(runs)))
+    if arguments.png is not None:
+        print(_written("--png", Path(arguments.png), _picture(runs, arguments.metric)))
 
 
-def report(*run_dirs: str, metric: str = "reward/mean") -> str:
+def _picture(runs: Sequence[RunMetrics], metric: str | None) -> bytes:
+    from megappo.observe.page.curves import first_shown, ordered
+    from megappo.observe.page.picture import curves_picture
+
+    known = ordered(set[str]().union(*(run.names for run in runs)))
+    if metric is not None and metric not in known:
+        raise ValueError(f"no run has the metric '{metric}'; {_remedy(metric, known)}")
+    return curves_picture(runs, first_shown(known) if metric is None else [metric])
+
+
+def report(*run_dirs: str, metric: str = _METRIC) -> str:
     """A chart of `metric` over its steps, its first value and its last, and the paths to look at. Of several runs the
     charts, and the metric at the last step that all have.
 
@@ -39,6 +70,18 @@ def report(*run_dirs: str, metric: str = "reward/mean") -> str:
         return "\n".join([*_chart(histories[0], metric), *_paths(histories[0].directory)])
     charts = ["\n".join([f"{history.directory}:", *_chart(history, metric), ""]) for history in histories]
     return "\n".join([*charts, _comparison(histories, metric)])
+
+
+def _written(option: str, path: Path, content: bytes) -> str:
+    """Write a file, and say so. Raises ConfigError where there is no place for it, OSError for a full disk."""
+    try:
+        with writing(path):
+            path.write_bytes(content)
+    except (FileNotFoundError, NotADirectoryError, IsADirectoryError, PermissionError) as error:
+        raise ConfigError(
+            f"{option} is '{path}', which cannot be written ({error.strerror}); name a file in a folder that is there"
+        ) from error
+    return f"{path}: {len(content) / 1e3:,.0f} kB"
 
 
 @dataclass(frozen=True)
@@ -60,23 +103,19 @@ def _read(directory: Path, metric: str) -> _History:
     if not path.exists():
         raise ValueError(f"{directory} holds no metrics.jsonl; name the directory of a run")
     lines = read_metrics(path)
-    values = {line["step"]: _number(line[metric], path) for line in lines if metric in line and metric != "step"}
+    values = {line["step"]: metric_value(line[metric], path) for line in lines if metric in line and metric != "step"}
     values = {step: value for step, value in values.items() if math.isfinite(value)}
     if not values:
         known = sorted({name for line in lines for name in line} - {"step"})
-        near = nearest_word(metric, known, cutoff=0.6)
-        remedy = f"did you mean {near}?" if near not in (None, metric) else f"it has {', '.join(known) or 'none'}"
-        raise ValueError(f"the run in {directory} has no finite value of the metric '{metric}'; {remedy}")
+        raise ValueError(
+            f"the run in {directory} has no finite value of the metric '{metric}'; {_remedy(metric, known)}"
+        )
     return _History(directory, list(values), list(values.values()))
 
 
-def _number(value: object, path: Path) -> float:
-    if isinstance(value, bool) or not isinstance(value, int | float):
-        raise ValueError(f"{path} holds {show(value)} where a number is to be; remove the line")
-    try:
-        return float(value)
-    except OverflowError:
-        return math.inf
+def _remedy(metric: str, known: Sequence[str]) -> str:
+    near = nearest_word(metric, known, cutoff=0.6)
+    return f"did you mean {near}?" if near not in (None, metric) else f"it has {', '.join(known) or 'none'}"
 
 
 def _chart(history: _History, metric: str) -> list[str]:

@@ -66,6 +66,12 @@ def saved_steps(folder: Path) -> dict[int, SavedStep]:
     return found
 
 
+def folder_of_run(directory: Path, config: Config | None) -> Path:
+    """Where a run saved experience, by its configuration if that is known; the directory may have been moved."""
+    elsewhere = None if config is None else config.rollout.save_to
+    return directory / "experience" if elsewhere is None else Path(elsewhere)
+
+
 def _problem(found: Mapping[str, Any]) -> str:
     """A problem that pydantic found, in its words."""
     return f"{'.'.join(map(str, found['loc']))}: {found['msg']}"

@@ -309,6 +309,11 @@ METRICS: dict[str, MetricDoc] = {
     "memory/peak_gigabytes": MetricDoc(
         "GB (1e9 bytes)", "Peak memory of the first rank: of its device, on CPU of its process.", "below the device's"
     ),
+    "memory/NAME/peak_gigabytes": MetricDoc(
+        "GB (1e9 bytes)",
+        "The same within a stage, such as `rollout` or `update_actor`; on CPU what its process has at the end of it.",
+        "steady at steady lengths",
+    ),
     "memory/reserved_gigabytes": MetricDoc(
         "GB (1e9 bytes)",
         "What the first rank keeps from others when the step ends: torch's allocator, on CPU the process.",

@@ -5,21 +5,23 @@ from __future__ import annotations
 import json
 import math
 import os
+from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 
-from megappo.errors import reason
+from megappo.errors import reason, show
 from megappo.observe.appending import AppendedFile
 from megappo.observe.loggers import Contained, Logger, make_logger
-from megappo.observe.plain_files import check_plain
+from megappo.observe.plain_files import LARGEST_TEXT_BYTES, check_plain
 from megappo.observe.tensorboard_log import TensorBoardLogger
 from megappo.observe.wandb_log import WandbLogger
 
 _METRICS_FILE = "metrics.jsonl"
 _SAMPLES_FILE = "samples.jsonl"
 _JUMPS_FILE = "jumps.jsonl"
+_LONGEST_LINE = 2**26
 _NONFINITE = {"nan": math.nan, "inf": math.inf, "-inf": -math.inf}
 
 
@@ -50,7 +52,8 @@ class MetricsLog:
             wandb_run: `logging.wandb_run`.
             loggers: the user's loggers: options by import path.
 
-        Raises ConfigError where a configured logger cannot be made, OSError where the directory cannot be written.
+        Raises ConfigError where a configured logger cannot be made, ValueError where something else than a file has the
+        name of one, OSError where the directory cannot be written.
         """
         directory.mkdir(parents=True, exist_ok=True)
         self._loggers: list[tuple[Contained, Logger]] = []
@@ -118,6 +121,28 @@ def read_metrics(path: Path) -> list[dict[str, Any]]:
     return [{name: _read(value) for name, value in record.items()} for _, record in _lines(path)]
 
 
+def last_records(path: Path, most: int) -> list[dict[str, Any]]:
+    """The last records of a file of lines with a `step` each. Raises ValueError as `read_metrics` does, and for a file
+    that is too large to be read as a whole."""
+    try:
+        check_plain(path, LARGEST_TEXT_BYTES)
+        with path.open(encoding="utf-8") as file:
+            lines = deque(_whole_lines(file), maxlen=most)
+    except OSError as error:
+        raise ValueError(f"{path} cannot be read: {reason(error)}; put the run's own there") from error
+    return [_record(line, f"{path}, line {n} of its last {len(lines)}") for n, line in enumerate(lines, start=1)]
+
+
+def metric_value(value: object, path: Path) -> float:
+    """A metric of a line as a float, infinite where it is beyond float's range. Raises ValueError for no number."""
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        raise ValueError(f"{path} holds {show(value)} where a number is to be; remove the line")
+    try:
+        return float(value)
+    except OverflowError:
+        return math.inf
+
+
 def _read(value: Any) -> Any:
     return _NONFINITE.get(value, value) if isinstance(value, str) else value
 
@@ -129,28 +154,46 @@ def _lines(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
     except OSError as error:
         raise ValueError(f"{path} cannot be read: {error.strerror}; put the run's own there") from error
     with path.open(encoding="utf-8") as file:
-        for number, line in enumerate(file, start=1):
-            if not line.endswith("\n"):
-                return
-            try:
-                record = json.loads(line)
-            except (ValueError, RecursionError) as error:  # ValueError: also for a number of thousands of digits
-                raise ValueError(f"{path}, line {number} is not JSON ({reason(error)}); remove the line") from error
-            if not isinstance(record, dict) or type(record.get("step")) is not int:
-                raise ValueError(f"{path}, line {number} has no step; remove the line")
-            yield line, record
+        for number, line in enumerate(_whole_lines(file), start=1):
+            yield line, _record(line, f"{path}, line {number}")
+
+
+def _whole_lines(file: TextIO) -> Iterator[str]:
+    """Lines with their ends. Raises ValueError for one that is too long to be a run's, before it takes the memory, and
+    for what is no text."""
+    try:
+        while (line := file.readline(_LONGEST_LINE)).endswith("\n"):
+            yield line
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{file.name} is not UTF-8 ({reason(error)}); put the run's own there") from error
+    if len(line) == _LONGEST_LINE:
+        raise ValueError(f"{file.name} has a line of more than {_LONGEST_LINE} characters; put the run's own there")
+
+
+def _record(line: str, where: str) -> dict[str, Any]:
+    """The record of a line. Raises ValueError for anything but a JSON object with a `step`."""
+    try:
+        record = json.loads(line)
+    except (ValueError, RecursionError) as error:  # ValueError: also for a number of thousands of digits
+        raise ValueError(f"{where} is not JSON ({reason(error)}); remove the line") from error
+    if not isinstance(record, dict) or type(record.get("step")) is not int:
+        raise ValueError(f"{where} has no step; remove the line")
+    return record
 
 
 class _LinesFile:
     """A file of JSON lines, each of which is written whole or not at all."""
 
     def __init__(self, path: Path) -> None:
-        """Append after the last complete line. Raises OSError where the file cannot be written."""
+        """Append after the last complete line. Raises ValueError for what is no file, and OSError where it cannot be
+        written."""
         self._path = path
         self._open()
 
     def _open(self) -> None:
         if self._path.exists():
+            if not self._path.is_file():
+                raise ValueError(f"{self._path} is no file, where the run would write; remove it")
             os.truncate(self._path, self._path.read_bytes().rfind(b"\n") + 1)
         self._file = AppendedFile(self._path)
 

@@ -28,6 +28,9 @@ _TOKEN_COLUMNS = {
     "advantage": "advantages", "ratio": "ratios", "version": "token_versions",
 }  # fmt: skip
 """Values that are shown for each token, and their columns; not every run has all of them."""
+SPREAD_OVER_TOKENS = ("ratio", "value", "advantage")
+"""Values of tokens whose distributions are of interest."""
+_OLD_LOGPROBS = "old_logprobs"
 _NUMBERS = ("sample_id", "group_id", "reward", "score", "truncated", "weight_version")
 _TEXTS = ("prompt", "response", "raw_response", "answer", DATA_SOURCE, "reward_failure")
 
@@ -166,15 +169,20 @@ def read_sample(path: Path, place: int) -> tuple[SampleLine, SampleTokens, StepS
         columns = (*_NUMBERS, *_TEXTS, _TOKENS, TOKEN_TEXTS, *_TOKEN_COLUMNS.values())
         file = ColumnFile(path, columns).row(place)
         line = _lines(file)[0]
-        ids: list[int] = file.lists(_TOKENS)[1].tolist()
-        found = {name: file.lists(column)[1].tolist() for name, column in _token_columns(file).items()}
-        found.setdefault("version", [line.weight_version] * len(ids))
-        if found["loss"] == found["mask"]:
-            del found["loss"]
-        texts = file.text_lists(TOKEN_TEXTS)[0] if TOKEN_TEXTS in file else None
-        if texts is not None and len(texts) != len(ids):
-            raise ValueError(f"{len(texts)} texts of {len(ids)} tokens")
-        return line, SampleTokens(ids, texts, found), _sums([file])
+        return line, _tokens_of(file), _sums([file])
+
+
+def _tokens_of(file: ColumnFile) -> SampleTokens:
+    """The tokens of a file of one sample."""
+    ids: list[int] = file.lists(_TOKENS)[1].tolist()
+    found = {name: file.lists(column)[1].tolist() for name, column in _token_columns(file).items()}
+    found.setdefault("version", file.numbers("weight_version").tolist() * len(ids))
+    if found["loss"] == found["mask"]:
+        del found["loss"]
+    texts = file.text_lists(TOKEN_TEXTS)[0] if TOKEN_TEXTS in file else None
+    if texts is not None and len(texts) != len(ids):
+        raise ValueError(f"{len(texts)} texts of {len(ids)} tokens")
+    return SampleTokens(ids, texts, found)
 
 
 def _token_columns(file: ColumnFile) -> dict[str, str]:
@@ -185,6 +193,47 @@ def _token_columns(file: ColumnFile) -> dict[str, str]:
         if file.lists(column)[0] != lengths:
             raise ValueError(f"column {column} has other lengths than {_TOKENS}")
     return found
+
+
+@dataclass(frozen=True)
+class StepNumbers:
+    """Numbers of the samples of a step, for their distributions."""
+
+    rewards_B: np.ndarray[Any, Any]
+    """Rewards that were trained on, without those of turns."""
+    lengths_B: np.ndarray[Any, Any]
+    """Response tokens of each sample."""
+    tokens: Mapping[str, np.ndarray[Any, Any]]
+    """Numbers of all own tokens by name: `ratio`, `value` and `advantage`, as far as the run has them."""
+
+
+def read_numbers(paths: Sequence[Path]) -> StepNumbers:
+    """Numbers of all samples of some files. Raises ValueError as `read_lines`."""
+    import numpy as np
+
+    rewards, lengths, tokens = list[Any](), list[int](), dict[str, list[Any]]()
+    for path in paths:
+        with _samples_of(path):
+            file = ColumnFile(path, ("reward", _TOKENS, _MASK, *(_TOKEN_COLUMNS[name] for name in SPREAD_OVER_TOKENS)))
+            columns = _token_columns(file)
+            own_N = file.lists(_MASK)[1].astype(bool)
+            rewards.append(file.numbers("reward"))
+            lengths += file.lists(_MASK)[0]
+            for name in SPREAD_OVER_TOKENS:
+                if name in columns:
+                    tokens.setdefault(name, []).append(file.lists(columns[name])[1][own_N])
+    of_tokens = {name: np.concatenate(parts) for name, parts in tokens.items()}
+    return StepNumbers(np.concatenate(rewards), np.asarray(lengths), of_tokens)
+
+
+def read_tokens(path: Path, places: Sequence[int]) -> list[tuple[SampleTokens, Sequence[float]]]:
+    """The tokens of the samples at some positions of a file, and their log-probabilities (nats) under the policy before
+    the step's updates. Raises ValueError as `read_lines`."""
+    with _samples_of(path):
+        columns = ("weight_version", _TOKENS, TOKEN_TEXTS, _OLD_LOGPROBS, *_TOKEN_COLUMNS.values())
+        file = ColumnFile(path, columns)
+        rows = [file.row(place) for place in places]
+        return [(_tokens_of(row), row.lists(_OLD_LOGPROBS)[1].tolist()) for row in rows]
 
 
 def read_sums(paths: Sequence[Path]) -> StepSums:

@@ -1,4 +1,4 @@
-"""Seconds per stage of a step."""
+"""Seconds per stage of a step, and memory."""
 
 from __future__ import annotations
 
@@ -16,29 +16,43 @@ class Lap:
 
 
 class StageTimer:
-    """Collects seconds per stage since the last `reset`; stages do not nest."""
+    """Collects seconds and peak memory per stage since the last `reset`; stages do not nest."""
 
     def __init__(
-        self, synchronize: Callable[[], None] | None = None, on_enter: Callable[[str], None] | None = None
+        self,
+        synchronize: Callable[[], None] | None = None,
+        on_enter: Callable[[str], None] | None = None,
+        peak_since: Callable[[], float] | None = None,
     ) -> None:
         """Start the clock of the first step.
 
         Args:
             synchronize: waits for the device, so that a stage's time is that of its own work.
             on_enter: called with the name of each stage before its clock starts.
+            peak_since: gives the peak memory since it was called last, in GB (1e9 bytes).
         """
         self._synchronize = synchronize
         self._on_enter = on_enter
+        self._peak_since = peak_since
         self._running: str | None = None
         self.seconds: dict[str, float] = {}
         """Seconds of each stage since the last `reset`, in the order in which they began."""
+        self.peaks: dict[str, float] = {}
+        """Peak memory of each stage since the last `reset`, in GB (1e9 bytes)."""
+        self.peak = 0.0
+        """Peak memory of all stages, and between them, since the first."""
         self._start = time.perf_counter()
 
     def reset(self) -> None:
         """Begin a step; not inside a stage."""
         assert self._running is None, f"the clock was reset inside stage {self._running}"
-        self.seconds = {}
+        self.seconds, self.peaks = {}, {}
         self._start = time.perf_counter()
+
+    def _measured_peak(self) -> float:
+        peak = 0.0 if self._peak_since is None else self._peak_since()
+        self.peak = max(self.peak, peak)
+        return peak
 
     @property
     def total(self) -> float:
@@ -51,6 +65,7 @@ class StageTimer:
         assert self._running is None, f"stage {name} began inside stage {self._running}"
         if self._on_enter is not None:
             self._on_enter(name)
+        self._measured_peak()  # of what lies between stages
         self._running = name
         lap, start = Lap(), time.perf_counter()
         try:
@@ -61,3 +76,4 @@ class StageTimer:
             self._running = None
             lap.seconds = time.perf_counter() - start
             self.seconds[name] = self.seconds.get(name, 0.0) + lap.seconds
+            self.peaks[name] = max(self.peaks.get(name, 0.0), self._measured_peak())

@@ -65,7 +65,7 @@ class Reporter:
         self._view = SteadyView(make_view(config.logging.console if runtime.is_main else "quiet", derived.steps))
         if runtime.is_main:
             MESSAGES.show_in(self._view)
-        self._timer = StageTimer(runtime.synchronize, on_enter=self._view.stage)
+        self._timer = StageTimer(runtime.synchronize, self._view.stage, runtime.peak_since)
         self._advisor = Advisor(config.algorithm)
         self._stragglers = Stragglers()
         self._told_failures: set[str] = set()
@@ -103,6 +103,12 @@ class Reporter:
         with self._profiler.stage(name), self._timer.stage(name) as lap:
             yield lap
 
+    @property
+    def stage_peaks(self) -> Mapping[str, float]:
+        """Peak memory of this rank in each stage since the step began, in GB (1e9 bytes); on a CPU what the process has
+        at the end of it."""
+        return self._timer.peaks
+
     def begin_step(self, step: int) -> None:
         """Start the clock of a step."""
         self._profiler.begin(step)
@@ -118,12 +124,15 @@ class Reporter:
             self._write_profile()
         of_ranks = all_gather_objects(self._timer.seconds)
         self._slow = {stage: [times[stage] for times in of_ranks] for stage in self._timer.seconds}
+        memory = self._runtime.memory()
         return {
             **{f"time/{name}": value for name, value in self._timer.seconds.items()},
             "time/step": seconds,
             "tokens_per_second": metrics["step_tokens"] / seconds,
             "samples_per_second": metrics["step_samples"] / seconds,
-            **{f"memory/{name}": value for name, value in asdict(self._runtime.memory()).items()},
+            **{f"memory/{name}": value for name, value in asdict(memory).items()},
+            **{f"memory/{name}/peak_gigabytes": value for name, value in self._timer.peaks.items()},
+            "memory/peak_gigabytes": max(self._timer.peak, memory.peak_gigabytes),
         }
 
     def _write_profile(self) -> None:

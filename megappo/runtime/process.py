@@ -41,7 +41,7 @@ class Memory:
     """Memory of a rank and its device in GB (1e9 bytes)."""
 
     peak_gigabytes: float
-    """Peak of this rank so far: tensors on CUDA, the process on a CPU."""
+    """Peak of this rank: tensors on CUDA, since `peak_since` was called last; the process so far on a CPU."""
     reserved_gigabytes: float
     """Memory that this rank keeps from others: torch's allocator with its cache; on a CPU the process."""
     free_gigabytes: float
@@ -137,6 +137,15 @@ class Runtime:
             return Memory(torch.cuda.max_memory_allocated() / 1e9, torch.cuda.memory_reserved() / 1e9, free / 1e9)
         peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
         return Memory(peak / 1e9, psutil.Process().memory_info().rss / 1e9, psutil.virtual_memory().available / 1e9)
+
+    def peak_since(self) -> float:
+        """Peak memory of this rank since the last call, in GB (1e9 bytes): tensors on CUDA. A CPU knows no peak of a
+        part of the run; there it is what the process has now."""
+        if not self.on_cuda:
+            return float(psutil.Process().memory_info().rss) / 1e9
+        peak = torch.cuda.max_memory_allocated() / 1e9
+        torch.cuda.reset_peak_memory_stats()
+        return peak
 
 
 def _join(settings: RuntimeSettings, device: torch.device, ranks: Ranks) -> None:

@@ -112,6 +112,7 @@ COMMANDS: dict[str, tuple[Callable[[Path], list[str]], int]] = {
     "export": (lambda root: ["export", str(root / "run"), str(root / "out")], 2),
     "export for megatron": (lambda root: ["export", str(root / "run"), str(root / "out"), "--format", "torch_dist"], 2),
     "report": (lambda root: ["report", str(root / "run")], 0),
+    "report page": (lambda root: ["report", str(root / "run"), "--html", str(root / "page.html")], 0),
     "inspect": (lambda root: ["inspect", str(root / "run")], 2),
     "plan": (lambda root: ["plan", *own_settings(root)], 0),
     "doctor": (lambda root: ["doctor", *own_settings(root)], 0),
@@ -222,9 +223,10 @@ def test_folders_that_a_program_makes_run_no_code_and_change_nothing(
         for words in (
             ["export", str(run), str(tmp_path / "out")],
             ["report", str(run)],
+            ["report", str(run), "--html", str(crafted / "page.html")],
             ["train", *own_settings(crafted, f"run.directory={run}", "run.steps=2")],
             ["train", *begun(crafted, f"actor.start_from={run}"), "--dry-run"],
-        )[: 4 if number % DEAREST_EVERY == 0 else 3]:
+        )[: 5 if number % DEAREST_EVERY == 0 else 4]:
             start = time.monotonic()
             code = main(words)
             said = "".join(capsys.readouterr())
@@ -283,7 +285,8 @@ FILES = (
     "model/config.json", "model/tokenizer.json", "model/tokenizer_config.json", "model/model.safetensors",
     "model/model.safetensors.index.json", "model/generation_config.json", "model/chat_template.jinja",
     "model/pytorch_model.bin", "model/value_head.safetensors", "run/config.yaml", "run/metrics.jsonl",
-    "run/metrics.jsonl.partial", "run/samples.jsonl", "run/lock", "run/checkpoints", "run/profile/step-000001.md",
+    "run/metrics.jsonl.partial", "run/samples.jsonl", "run/jumps.jsonl", "run/lock", "run/checkpoints",
+    "run/profile/step-000001.md", "run/experience/step-000001/step.json",
     "run/checkpoints/step-000001/checkpoint.json", "run/checkpoints/step-000001/.metadata",
     "run/checkpoints/step-000002.new", "data.jsonl", "set/train-00000-of-00001.parquet", "set/test.jsonl",
 )  # fmt: skip

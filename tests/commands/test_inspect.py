@@ -5,85 +5,27 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
-from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pyarrow
 import pytest
-import torch
 from pyarrow import parquet
-from torch import Tensor
 
 from megappo.cli import main
 from megappo.config import load_config, save_config
 from megappo.config.experience_rules import MARKER
-from megappo.ppo.experience_files import SavedSamples, write_samples
-from megappo.types import Experience, Prompt, Rollouts, Scored
 from tests.support.places import BASE
-from tests.support.saved import samples
-
-SPOKEN = "\x1b[2J"
-"""What clears a terminal that obeys it."""
-
-
-def rows(*numbers: Sequence[float], fill: float = 0.0) -> Tensor:
-    """(B, 3): padded on the right."""
-    return torch.tensor([[*row, *[fill] * (3 - len(row))] for row in numbers])
-
-
-def two_samples(first: int) -> SavedSamples:
-    """Worked out by hand, with gamma 1, lambda 0.5 and values 0.5: a right answer of three tokens, the second of which
-    an environment said, and a wrong one of one token, which was cut."""
-    mask_BR = rows([1, 0, 1], [1]).bool()
-    texts = (f"4{SPOKEN}!", "9")
-    rollouts = Rollouts(
-        prompts=tuple(Prompt(b, (1, 2), f"{b}+4=", "4" if b == 0 else None, {}, "") for b in range(2)),
-        sample_ids_B=torch.tensor([first, first + 1]),
-        group_ids_B=torch.tensor([0, -1]),
-        sequences=(torch.tensor([1, 2, 4, 5, 6]), torch.tensor([1, 2, 9])),
-        response_lengths_B=torch.tensor([3, 1]),
-        engine_logprob_BR=rows([-1.0, 0.0, -2.0], [-1.0]),
-        response_mask_BR=mask_BR,
-        truncated_B=torch.tensor([False, True]),
-        weight_versions_B=torch.tensor([7, 8]),
-        responses=texts,
-        raw_responses=tuple(f"{text}<eos>" for text in texts),
-        special_tokens_B=torch.zeros(2, dtype=torch.int64),
-        reward_failures=("", ""),
-    )
-    old_BR = rows([-0.5, 0.0, -2.0], [-1.0])
-    scored = Scored(rollouts, torch.tensor([1.0, -0.5]), old_BR, None, rows([0.5, 9.0, 0.5], [0.5]))
-    rewards_BR = rows([0.0, 0.0, 1.0], [-0.5])
-    advantages_BR, returns_BR = rows([0.25, 9.0, 0.5], [-1.0]), rows([0.75, 9.0, 1.0], [-0.5])
-    experience = Experience(scored, advantages_BR, returns_BR, None, mask_BR & ~rollouts.truncated_B[:, None],
-                            rewards_BR, None)  # fmt: skip
-    return SavedSamples(experience, torch.tensor([2.0, -0.5]))
-
-
-def text_of(token: int) -> str:
-    """Token 4 clears the terminal, token 5 begins a line."""
-    return {4: SPOKEN, 5: "é\n", 6: "ok"}.get(token, str(token))
-
-
-def save(folder: Path, step: int, *of_ranks: SavedSamples) -> None:
-    """A step as a run saves it."""
-    place = folder / f"step-{step:06d}"
-    place.mkdir(parents=True)
-    for rank, of_rank in enumerate(of_ranks):
-        write_samples(place / f"rank-{rank:05d}.parquet", of_rank, range(2), text_of)
-    told = {"step": step, "run": "/runs/a", "ranks": len(of_ranks), "saved": 2 * len(of_ranks)}
-    sizes = {"prompts_per_step": 4, "samples_per_prompt": 4, "temperature": 1.0}
-    (place / MARKER).write_text(json.dumps(told | sizes))
+from tests.support.saved import rows, samples, save_step, two_samples
 
 
 @pytest.fixture
 def run(tmp_path: Path) -> Path:
     """Steps 3 and 10, the later one of two ranks."""
     directory = tmp_path / "run"
-    save(directory / "experience", 3, two_samples(0))
-    save(directory / "experience", 10, two_samples(0), two_samples(2))
+    save_step(directory / "experience", 3, two_samples(0))
+    save_step(directory / "experience", 10, two_samples(0), two_samples(2))
     overrides = [f"run.directory={directory}", "algorithm.lam={actor: 0.5, critic: 0.5}", "algorithm.gamma=1.0"]
     save_config(load_config(BASE, overrides), directory / "config.yaml")
     return directory
@@ -143,7 +85,7 @@ def test_a_cut_sample_shows_which_tokens_the_losses_count(run: Path, capsys: pyt
 def test_rewards_where_nothing_may_be_are_told(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     given = two_samples(0)
     astray = replace(given.experience, rewards_BR=rows([0.25, 0.5, 0.25], [0.0]))
-    save(tmp_path / "experience", 1, replace(given, experience=astray))
+    save_step(tmp_path / "experience", 1, replace(given, experience=astray))
     lines = told(capsys, tmp_path, "--sample", 0)
     assert lines[1] == "settings: not known (no config.yaml beside it)"
     assert (
@@ -187,7 +129,7 @@ def test_samples_are_listed_and_found(run: Path, capsys: pytest.CaptureFixture[s
 def test_a_run_of_everything_and_of_little(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Columns are those that there are; KL and versions of tokens among them."""
     for whole in (True, False):
-        save(tmp_path / f"{whole}" / "experience", 1, samples((4, 2), whole=whole))
+        save_step(tmp_path / f"{whole}" / "experience", 1, samples((4, 2), whole=whole))
         names = told(capsys, tmp_path / f"{whole}", "--sample", 0)
         header = next(line for line in names if line.startswith("position")).split()
         assert ("kl" in header, "value" in header) == (whole, whole) and header[-1] == "version"
@@ -208,10 +150,10 @@ def test_the_folder_that_a_run_names_is_read(tmp_path: Path, capsys: pytest.Capt
     assert (
         f"has no saved experience (in {tmp_path / 'elsewhere'}); run it with 'logging.save_experience={{}}'" in said[0]
     )
-    save(tmp_path / "elsewhere", 1, two_samples(0))
+    save_step(tmp_path / "elsewhere", 1, two_samples(0))
     assert listed(told(capsys, run)) == ["0", "1"]
     (run / "config.yaml").write_text("run: [\x1b[2J]\n")
-    save(run / "experience", 2, two_samples(0))
+    save_step(run / "experience", 2, two_samples(0))
     assert told(capsys, run)[1].startswith("settings: not known (")
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -73,3 +74,20 @@ def test_a_folder_of_no_run_is_a_sentence(tmp_path: Path, capsys: pytest.Capture
     assert capsys.readouterr().err == (
         f"megappo: error: {tmp_path} holds no metrics.jsonl; name the directory of a run\n"
     )
+
+
+def test_a_line_without_end_is_a_sentence(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """It would take the memory otherwise."""
+    run = tmp_path / "run"
+    run.mkdir()
+    (run / "metrics.jsonl").write_text("{")
+    os.truncate(run / "metrics.jsonl", 2**40)
+    assert main(["report", str(run)]) == 2
+    assert "has a line of more than 67108864 characters; put the run's own there" in capsys.readouterr().err
+
+
+def test_what_is_no_text_is_a_sentence(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "metrics.jsonl").write_bytes(b'{"step": 1, "reward/mean": 1}\n{"step": 2, "\xff": 1}\n')
+    assert main(["report", str(tmp_path)]) == 2
+    said = capsys.readouterr().err
+    assert "metrics.jsonl is not UTF-8 (" in said and said.count("\n") == 1

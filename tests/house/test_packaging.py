@@ -54,6 +54,8 @@ def test_the_wheel_holds_both_packages_and_no_kernels(wheel: Path) -> None:
     assert sources <= set(names), "every module of the kernels is packaged"
     assert {"megappo/py.typed", "megappo_kernels/py.typed"} <= set(names), "type checkers read our annotations"
     assert "megappo/requirements.txt" in names, "the doctor reads it"
+    page = ROOT / "megappo/observe/page"
+    assert {str(p.relative_to(ROOT)) for p in page.iterdir() if p.is_file()} <= set(names), "the page of a report"
     scripts = {str(p.relative_to(ROOT)) for p in (ROOT / "launch").rglob("*.sh")} - {"launch/image.sh"}
     assert {f"megappo/shipped/{script}" for script in scripts} <= set(names), "launchers"
     entry = next(n for n in names if n.endswith("entry_points.txt"))

@@ -36,6 +36,13 @@ def test_a_line_has_the_step_first_and_sorted_names(tmp_path: Path) -> None:
     log.close()
 
 
+@pytest.mark.parametrize("name", ["metrics.jsonl", "samples.jsonl", "jumps.jsonl"])
+def test_a_folder_in_place_of_a_file_is_a_sentence(tmp_path: Path, name: str) -> None:
+    (tmp_path / name).mkdir()
+    with pytest.raises(ValueError, match=f"{name} is no file, where the run would write; remove it"):
+        MetricsLog(tmp_path, "r", {}, **FILES_ONLY)
+
+
 def test_nonfinite_values_stay_valid_json_and_come_back(tmp_path: Path) -> None:
     log = MetricsLog(tmp_path, "r", {}, **FILES_ONLY)
     log.log(1, {"x": math.nan, "y": math.inf, "z": -math.inf})

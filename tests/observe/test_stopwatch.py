@@ -29,6 +29,20 @@ def test_stages_add_up_until_reset() -> None:
     assert timer.seconds == {} and timer.total < before
 
 
+def test_a_stage_has_the_peak_within_it() -> None:
+    """Not that of what lies before it, which is part of the whole."""
+    peaks = iter([9.0, 2.0, 1.0, 5.0, 0.5, 3.0, 4.0, 6.0])
+    timer = StageTimer(peak_since=lambda: next(peaks))
+    for name in ("rollout", "update_actor", "rollout"):
+        with timer.stage(name):
+            pass
+    assert timer.peaks == {"rollout": 3.0, "update_actor": 5.0} and timer.peak == 9.0
+    timer.reset()
+    with timer.stage("sync"):
+        pass
+    assert timer.peaks == {"sync": 6.0} and timer.peak == 9.0
+
+
 def test_a_stage_waits_for_the_device() -> None:
     timer = StageTimer(lambda: time.sleep(0.02))
     with timer.stage("forward") as lap:

@@ -89,6 +89,8 @@ def test_a_first_day(mine: Path) -> None:
     command(mine, "train", "mine.yaml", "run.directory=runs/other", "run.seed=5", "run.steps=2", processes=2)
     compared = command(mine, "report", "runs/mine", "runs/other")
     assert "reward/mean at step 2, the last of all: " in compared and compared.count("reward/mean over") == 2
+    command(mine, "report", "runs/mine", "runs/other", "--html", "both.html")
+    assert b"Content-Security-Policy" in (mine / "both.html").read_bytes()
     assert "step 6 of runs/mine: 40 of its 40 samples are saved" in command(mine, "inspect", "runs/mine")
     shown = command(mine, "inspect", "runs/mine", "--step", "6", "--sample", "3")
     assert "right answer: " in shown and "old/engine" in shown

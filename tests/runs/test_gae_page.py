@@ -16,6 +16,7 @@ from megappo.observe.metrics import read_metrics
 from megappo.observe.saved_samples import StepSums, read_sums
 from megappo.ppo.advice import Advisor, told
 from tests.support.attempts import attempts
+from tests.support.browser import browser, needs_browser
 from tests.support.places import ROOT
 
 pytestmark = [pytest.mark.slow, pytest.mark.waits]
@@ -55,6 +56,43 @@ def advice_of(run: Path) -> set[str]:
     advisor = Advisor(load_config(run / "config.yaml").algorithm)
     said = {s for line in read_metrics(run / "metrics.jsonl") for s in advisor.observe(line["step"], line)}
     return {name for name in ("explained_variance", "critic_overshoots") if told(name) in said}
+
+
+@needs_browser
+def test_the_report_of_these_runs_opens(runs: Mapping[str, Path], tmp_path: Path) -> None:
+    """Two of them in one page: every chart has marks, Tab reaches every control, and nothing is asked for."""
+    file = tmp_path / "page.html"
+    assert main(["report", str(runs["right"]), str(runs["fast"]), "--html", str(file)]) == 0
+    with browser(tmp_path / "profile") as page:
+        page.open(file, dark=True)
+        marks = page.charts()
+        assert all(marks.values()), marks
+        for run in ("right", "fast"):
+            assert {
+                f"Time by stage of {run}",
+                f"Peaks of stages: memory of {run}",
+                f"Advantages of {run} over steps",
+            } <= marks.keys()
+        assert {"Curve of reward/mean", "Curve of critic/explained_variance"} <= marks.keys()
+        page.value("document.querySelector('#picker').open = true")
+        assert page.out_of_reach() == []
+        page.value(CHANGES)
+        marks = page.charts()
+        assert "Curve of time/step" in marks and all(marks.values()), marks
+        assert "log-probability" in page.value("document.querySelector('.told').textContent")
+        assert page.value("document.querySelector('.tokens .here').textContent.length") > 0
+        assert page.complaints == [] and page.requests == [file.as_uri()]
+
+
+CHANGES = """
+for (const [id, value] of [["smoothing", 0.9], ["over", "hours"], ["search", "time/"]]) {
+  document.getElementById(id).value = value;
+  document.getElementById(id).dispatchEvent(new Event("input"));
+}
+document.getElementById("found").click();
+document.querySelector(".tokens").dispatchEvent(new KeyboardEvent("keydown", {key: "ArrowRight"}));
+"""
+"""Other curves, smoothed, over time, and the next token."""
 
 
 def test_the_page_tells_five_breaks_apart(runs: Mapping[str, Path], capsys: pytest.CaptureFixture[str]) -> None:

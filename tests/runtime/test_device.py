@@ -66,6 +66,16 @@ def test_memory_that_others_give_back_is_awaited(monkeypatch: pytest.MonkeyPatch
     assert Runtime(rank=0, world_size=1, local_rank=0, device=torch.device("cpu")).await_freed_memory()
 
 
+def test_a_peak_is_of_what_lies_since_the_last(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a GPU; a CPU has what the process has now."""
+    peaks, resets = iter([3e9, 1e9]), list[str]()
+    monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda: next(peaks))
+    monkeypatch.setattr(torch.cuda, "reset_peak_memory_stats", lambda: resets.append("reset"))
+    assert (ON_A_GPU.peak_since(), resets) == (3.0, ["reset"])
+    assert (ON_A_GPU.peak_since(), resets) == (1.0, ["reset", "reset"])
+    assert 0 < Runtime(rank=0, world_size=1, local_rank=0, device=torch.device("cpu")).peak_since() < 100
+
+
 def test_a_wait_for_memory_ends(monkeypatch: pytest.MonkeyPatch) -> None:
     growing = iter(range(10**9))
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (next(growing), 100))

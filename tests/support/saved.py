@@ -1,13 +1,16 @@
-"""Samples as a run saves them, whose numbers are drawn."""
+"""Samples as a run saves them: some whose numbers are drawn, and two that are worked out by hand."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import json
+from collections.abc import Callable, Sequence
+from pathlib import Path
 
 import torch
 from torch import Tensor
 
-from megappo.ppo.experience_files import SavedSamples
+from megappo.config.experience_rules import MARKER
+from megappo.ppo.experience_files import SavedSamples, write_samples
 from megappo.types import Episode, Episodes, Experience, Prompt, Rollouts, Scored, ToolUse, Turn
 
 EPISODES = (
@@ -64,3 +67,57 @@ def samples(lengths: Sequence[int], first: int = 0, *, whole: bool = True) -> Sa
     kl = numbers("kl") if whole else None
     experience = Experience(scored, numbers("a"), numbers("r"), weights, mask_BR, numbers("rewards"), kl)
     return SavedSamples(experience, torch.randn(B, generator=generator))
+
+
+SPOKEN = "\x1b[2J"
+"""What clears a terminal that obeys it."""
+
+
+def rows(*numbers: Sequence[float], fill: float = 0.0) -> Tensor:
+    """(B, 3): padded on the right."""
+    return torch.tensor([[*row, *[fill] * (3 - len(row))] for row in numbers])
+
+
+def two_samples(first: int) -> SavedSamples:
+    """Worked out by hand, with gamma 1, lambda 0.5 and values 0.5: a right answer of three tokens, the second of which
+    an environment said, and a wrong one of one token, which was cut."""
+    mask_BR = rows([1, 0, 1], [1]).bool()
+    texts = (f"4{SPOKEN}!", "9")
+    rollouts = Rollouts(
+        prompts=tuple(Prompt(b, (1, 2), f"{b}+4=", "4" if b == 0 else None, {}, "") for b in range(2)),
+        sample_ids_B=torch.tensor([first, first + 1]),
+        group_ids_B=torch.tensor([0, -1]),
+        sequences=(torch.tensor([1, 2, 4, 5, 6]), torch.tensor([1, 2, 9])),
+        response_lengths_B=torch.tensor([3, 1]),
+        engine_logprob_BR=rows([-1.0, 0.0, -2.0], [-1.0]),
+        response_mask_BR=mask_BR,
+        truncated_B=torch.tensor([False, True]),
+        weight_versions_B=torch.tensor([7, 8]),
+        responses=texts,
+        raw_responses=tuple(f"{text}<eos>" for text in texts),
+        special_tokens_B=torch.zeros(2, dtype=torch.int64),
+        reward_failures=("", ""),
+    )
+    old_BR = rows([-0.5, 0.0, -2.0], [-1.0])
+    scored = Scored(rollouts, torch.tensor([1.0, -0.5]), old_BR, None, rows([0.5, 9.0, 0.5], [0.5]))
+    rewards_BR = rows([0.0, 0.0, 1.0], [-0.5])
+    advantages_BR, returns_BR = rows([0.25, 9.0, 0.5], [-1.0]), rows([0.75, 9.0, 1.0], [-0.5])
+    experience = Experience(scored, advantages_BR, returns_BR, None, mask_BR & ~rollouts.truncated_B[:, None],
+                            rewards_BR, None)  # fmt: skip
+    return SavedSamples(experience, torch.tensor([2.0, -0.5]))
+
+
+def text_of(token: int) -> str:
+    """Token 4 clears the terminal, token 5 begins a line."""
+    return {4: SPOKEN, 5: "é\n", 6: "ok"}.get(token, str(token))
+
+
+def save_step(folder: Path, step: int, *of_ranks: SavedSamples, text_of: Callable[[int], str] = text_of) -> None:
+    """A step as a run saves it."""
+    place = folder / f"step-{step:06d}"
+    place.mkdir(parents=True)
+    for rank, of_rank in enumerate(of_ranks):
+        write_samples(place / f"rank-{rank:05d}.parquet", of_rank, range(2), text_of)
+    told = {"step": step, "run": "/runs/a", "ranks": len(of_ranks), "saved": 2 * len(of_ranks)}
+    sizes = {"prompts_per_step": 4, "samples_per_prompt": 4, "temperature": 1.0}
+    (place / MARKER).write_text(json.dumps(told | sizes))

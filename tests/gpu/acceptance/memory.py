@@ -34,10 +34,9 @@ class MeteredReporter(Reporter):
     def stage(self, name: str, waits_for: str = "") -> Iterator[Lap]:
         """The stage with a gauge around it: bytes allocated on CUDA, growth of the process on a CPU."""
         if torch.cuda.is_available():
-            torch.cuda.reset_peak_memory_stats()
             with super().stage(name, waits_for) as lap:
                 yield lap
-            self.peaks[name] = torch.cuda.max_memory_allocated()
+            self.peaks[name] = round(1e9 * self.stage_peaks[name])
             return
         with peak_memory() as grown, super().stage(name, waits_for) as lap:
             yield lap

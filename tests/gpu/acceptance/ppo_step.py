@@ -268,8 +268,6 @@ def update_speed(place: Place, t: Trainer, size: Size, folder: Path, repeat: int
     forwards, updates = [], []
     for number in range(repeat + 1):
         t.step = number + 1
-        if place.device == "cuda":
-            torch.cuda.reset_peak_memory_stats()
         start = now(t)
         placed, scored = t.forward(rollout, scores_B)
         middle = now(t)
@@ -284,7 +282,8 @@ def update_speed(place: Place, t: Trainer, size: Size, folder: Path, repeat: int
         multiplied_parameters(arch), layers=arch.layers, heads=arch.heads, head_dim=arch.head_dim,
         sequence_tokens=length,
     )  # fmt: skip
-    peak = torch.cuda.max_memory_allocated() if place.device == "cuda" else 0
+    peaks = [t.reporter.stage_peaks[stage] for stage in ("forward", "update_actor")]
+    peak = round(1e9 * max(peaks)) if place.device == "cuda" else 0
     return Speed(statistics.median(updates[1:]), statistics.median(forwards[1:]), size.samples * length, flops, peak)
 
 

@@ -1,0 +1,140 @@
+"""Collects what `megappo report --html` shows of runs. A file that is missing or damaged costs its part of the page,
+which says why; metrics.jsonl alone must be there."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any, TypeVar
+
+from megappo import __version__
+from megappo.config.experience_rules import folder_of_run, saved_steps
+from megappo.config.load import flat_settings, load_config
+from megappo.config.schema import Config
+from megappo.errors import one_line, reason, shortened
+from megappo.observe.page.curves import Line, curves, descriptions, first_shown, ordered, points_of
+from megappo.observe.page.document import document
+from megappo.observe.page.records import jumps, profile, written_samples
+from megappo.observe.page.runs import RunMetrics
+from megappo.observe.plain_files import check_plain
+from megappo.ppo.advice import ADVICE, Advisor, told
+
+_Part = TypeVar("_Part")
+_WINDOW_STEPS = 5
+_MOST_ADVICE = 500
+_SETTING_CHARACTERS = 300
+
+
+def page_of(runs: Sequence[RunMetrics]) -> bytes:
+    """The page of some runs."""
+    points = points_of(sum(len(run.names) for run in runs))
+    pages, settings = [], []
+    for run in runs:
+        notes: list[str] = []
+        config = _part(notes, "settings", partial(_config, run.directory))
+        settings.append({} if config is None else _settings(config))
+        about = {"name": run.label, "directory": str(run.directory), "notes": notes}
+        pages.append(about | _of_run(run, config, notes) | curves(run.lines, points).plain())
+        pages[-1] |= _experience(run.directory, config, notes, 1 / len(runs))
+    every = ordered(set[str]().union(*(run.names for run in runs)))
+    return document(
+        {
+            "version": __version__,
+            "names": every,
+            "first": first_shown(every),
+            "docs": descriptions(every),
+            "runs": pages,
+            "settings": list(_compared(settings)),
+        }
+    )
+
+
+def _part(notes: list[str], what: str, read: Callable[[], _Part]) -> _Part | None:
+    """A part of the page; where its file cannot be read, None and a note."""
+    try:
+        return read()
+    except (ValueError, OSError) as error:
+        notes.append(f"The {what} cannot be shown: {reason(error)}.")
+        return None
+
+
+def _config(directory: Path) -> Config | None:
+    path = directory / "config.yaml"
+    if not path.exists():
+        return None
+    check_plain(path)
+    return load_config(path)
+
+
+def _of_run(run: RunMetrics, config: Config | None, notes: list[str]) -> dict[str, Any]:
+    directory, lines = run.directory, run.lines
+    return {
+        "status": _status(directory, lines, config),
+        "result": _result(lines),
+        "advice": [] if config is None else _advice(lines, config),
+        "jumps": _part(notes, "updates that stood out", partial(jumps, directory)) or [],
+        "profile": _part(notes, "profile", lambda: list(profile(directory))) or [],
+    }
+
+
+def _experience(directory: Path, config: Config | None, notes: list[str], share: float) -> dict[str, Any]:
+    """Distributions and samples of the steps that were saved; without any, the samples that every run writes."""
+    saved, found, samples = _part(notes, "saved experience", partial(_saved, directory, config)), None, None
+    if saved:
+        from megappo.observe.page.experience import histograms, saved_samples
+
+        found = _part(notes, "distributions", partial(histograms, saved))
+        samples = _part(notes, "saved samples", partial(saved_samples, saved, share))
+    return {
+        "histograms": found,
+        "samples": samples or _part(notes, "samples", partial(written_samples, directory)) or [],
+    }
+
+
+def _saved(directory: Path, config: Config | None) -> dict[int, list[Path]]:
+    """Files of each saved step."""
+    steps = saved_steps(folder_of_run(directory, config))
+    return {number: [step.file(rank) for rank in range(step.ranks)] for number, step in steps.items()}
+
+
+def _status(directory: Path, lines: Mapping[int, Line], config: Config | None) -> str:
+    last = max(lines, default=0)
+    planned = None if config is None else config.run.steps
+    told = f"step {last}" + ("" if planned is None else f" of {planned}")
+    hangs = len(list(directory.glob("hang-*")))
+    parts = [told, *(["the trained actor is in final/"] if (directory / "final").is_dir() else [])]
+    return ", ".join([*parts, *([f"{hangs} reports of hangs"] if hangs else [])])
+
+
+def _result(lines: Mapping[int, Line]) -> str:
+    """What came of the reward."""
+    parts = []
+    for name, window in (("reward/mean", _WINDOW_STEPS), ("eval/reward_mean", 1)):
+        values = [lines[step][name] for step in sorted(lines) if name in lines[step]]
+        if values:
+            last = values[-window:]
+            where = f"in the last {len(last)} steps" if window > 1 else "in the last evaluation"
+            parts.append(f"{name} {values[0]:.3f} at first, {sum(last) / len(last):.3f} {where}")
+    return "; ".join(parts)
+
+
+def _advice(lines: Mapping[int, Line], config: Config) -> list[list[Any]]:
+    """Step, condition and sentence of what the run was told, worked out from its metrics again."""
+    advisor, names = Advisor(config.algorithm), {told(name): name for name in ADVICE}
+    said = ((step, sentence) for step in sorted(lines) for sentence in advisor.observe(step, lines[step]))
+    return [[step, names[sentence].replace("_", " "), sentence] for step, sentence in said][-_MOST_ADVICE:]
+
+
+def _settings(config: Config) -> dict[str, str]:
+    """Settings by dotted key, without secrets."""
+    flat = flat_settings(config.model_dump(mode="json"))
+    texts = ((key, value if isinstance(value, str) else json.dumps(value)) for key, value in flat)
+    return {key: shortened(one_line(text), _SETTING_CHARACTERS) for key, text in texts}
+
+
+def _compared(settings: Sequence[Mapping[str, str]]) -> Iterator[list[Any]]:
+    """Each setting with its value in each run; None where a run has none, or none is known."""
+    for key in dict.fromkeys(key for of_run in settings for key in of_run):
+        yield [key, [of_run.get(key) for of_run in settings]]

@@ -1,0 +1,136 @@
+"""Metrics of a run as curves: aligned to its steps, rounded, and thinned where there are very many."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from megappo.observe.metric_docs import METRICS, MetricDoc
+
+_MOST_NUMBERS = 250_000
+"""Most numbers of all metrics of all runs on a page, about 2 MB."""
+_POINTS = (100, 2_000)
+"""Fewest and most points of a metric where a page has many metrics, or steps."""
+_DIGITS = 6
+_FEW = 6
+_LARGEST_STEP = 2**53
+"""Largest whole number that JavaScript has exactly."""
+_SECONDS_PER_HOUR = 3600
+FIRST = (
+    "reward/mean", "eval/reward_mean", "kl/mean", "critic/explained_variance", "actor/entropy", "actor/ppo_kl",
+    "actor/clipfrac", "mismatch/mean", "response/length", "response/truncated", "actor/grad_norm", "critic/grad_norm",
+)  # fmt: skip
+"""Metrics that are shown first: the reward, and what says whether a run is healthy."""
+_PATTERNS = tuple(
+    (re.compile(re.escape(name).replace("NAME", "[^/]+").replace("@K", r"@\d+")), name)
+    for name in METRICS
+    if "NAME" in name or "@K" in name
+)
+
+Line = Mapping[str, float]
+"""The metrics of a step by name, `step` aside."""
+
+
+@dataclass(frozen=True)
+class Curves:
+    """The metrics of a run."""
+
+    steps: list[int]
+    """Steps of the points, rising; of a thinned curve the last one of each mean."""
+    hours: list[float | None]
+    """Time in steps until then; None where no step has one."""
+    series: dict[str, list[Any]]
+    """Values by name, one per step. Of a metric that many steps lack: two lists, positions in `steps` and values. None
+    stands for what is not finite."""
+    steps_per_point: int
+
+    def plain(self) -> dict[str, Any]:
+        """In JSON's types."""
+        return {
+            "steps": self.steps,
+            "hours": self.hours,
+            "stepsPerPoint": self.steps_per_point,
+            "metrics": list(self.series.items()),
+        }
+
+
+def points_of(metrics: int) -> int:
+    """Most points of each of so many metrics of all runs together."""
+    fewest, most = _POINTS
+    return max(fewest, min(most, _MOST_NUMBERS // max(1, metrics)))
+
+
+def curves(lines: Mapping[int, Line], points: int) -> Curves:
+    """The metrics of steps, with at most so many points each: beyond that each is the mean of some steps. Raises
+    ValueError for a step that is out of bounds."""
+    steps = sorted(lines)
+    if steps and not -_LARGEST_STEP <= steps[0] <= steps[-1] <= _LARGEST_STEP:
+        raise ValueError(f"a step is beyond {_LARGEST_STEP}; remove its line from metrics.jsonl")
+    per_point = max(1, math.ceil(len(steps) / points))
+    shares = [steps[at : at + per_point] for at in range(0, len(steps), per_point)]
+    hours = dict(zip(steps, _hours(lines[step].get("time/step") for step in steps), strict=True))
+    ends = [share[-1] for share in shares]
+    series = {name: _series(lines, name, shares) for name in ordered({n for line in lines.values() for n in line})}
+    return Curves(ends, [hours[step] for step in ends], series, per_point)
+
+
+def _hours(seconds: Iterable[float | None]) -> list[float | None]:
+    passed, found = 0.0, list[float | None]()
+    for of_step in seconds:
+        passed += of_step if of_step is not None and 0 <= of_step < math.inf else 0.0
+        found.append(rounded(passed / _SECONDS_PER_HOUR))
+    return found if passed else [None] * len(found)
+
+
+def _series(lines: Mapping[int, Line], name: str, shares: Sequence[Sequence[int]]) -> list[Any]:
+    there = [[lines[step][name] for step in share if name in lines[step]] for share in shares]
+    values = [None if not share else rounded(_mean(share)) for share in there]
+    present = [at for at, share in enumerate(there) if share]
+    return values if 2 * len(present) > len(shares) else [present, [values[at] for at in present]]
+
+
+def _mean(values: Sequence[float]) -> float:
+    if len(values) == 1:
+        return values[0]
+    finite = [value for value in values if math.isfinite(value)]
+    return sum(finite) / len(finite) if finite else math.nan
+
+
+def rounded(value: float, digits: int = _DIGITS) -> float | None:
+    """A number of so many digits; None for one that is not finite."""
+    if not math.isfinite(value):
+        return None
+    short = float(f"{value:.{digits}g}")
+    return int(short) if short.is_integer() and abs(short) < _LARGEST_STEP else short
+
+
+def documented(name: str) -> str | None:
+    """The name under which a metric is documented; None for one of the user's own."""
+    if name in METRICS:
+        return name
+    return next((of for pattern, of in _PATTERNS if pattern.fullmatch(name)), None)
+
+
+def ordered(names: Iterable[str]) -> list[str]:
+    """Names in the order of the documents, undocumented ones last."""
+    places = {name: place for place, name in enumerate(METRICS)}
+    return sorted(names, key=lambda name: (places.get(documented(name) or "", len(places)), name))
+
+
+def first_shown(names: Sequence[str]) -> list[str]:
+    """Those of the metrics in `FIRST`, or a few of all where there is none of them."""
+    return [name for name in FIRST if name in names] or list(names[:_FEW])
+
+
+def descriptions(names: Iterable[str]) -> list[list[str]]:
+    """Name, unit, meaning and healthy values of each metric that is documented."""
+    found: list[list[str]] = []
+    for name in names:
+        known = documented(name)
+        if known is not None:
+            doc: MetricDoc = METRICS[known]
+            found.append([name, doc.unit, doc.meaning, doc.healthy])
+    return found

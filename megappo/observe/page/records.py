@@ -1,0 +1,73 @@
+"""What a run directory has in text: samples, updates that stand out, pages of profiles. Any of these files may have
+been made by somebody else."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from megappo.errors import redacted, shortened
+from megappo.observe.metrics import last_records
+from megappo.observe.plain_files import plain_text
+from megappo.observe.step_profile import newest_page
+
+_MOST_SAMPLES, _MOST_JUMPS = 100, 1_000
+_TEXT_CHARACTERS, _REASON_CHARACTERS, _PAGE_CHARACTERS = 2_000, 300, 100_000
+
+
+def text_of(value: object, characters: int = _TEXT_CHARACTERS) -> str:
+    """A text for the page: shortened, and without secrets."""
+    return shortened(redacted(value if isinstance(value, str) else "" if value is None else str(value)), characters)
+
+
+def written_samples(directory: Path) -> list[dict[str, Any]]:
+    """The last samples of samples.jsonl, which have no numbers of tokens. Raises ValueError for a damaged file."""
+    path = directory / "samples.jsonl"
+    records = last_records(path, _MOST_SAMPLES) if path.exists() else []
+    return [
+        {
+            "step": record["step"],
+            "id": None,
+            "reward": _number(record.get("score")),
+            "length": _number(record.get("tokens")),
+            "prompt": text_of(record.get("prompt")),
+            "response": text_of(record.get("raw_response")),
+            "answer": None if record.get("answer") is None else text_of(record["answer"]),
+        }
+        for record in records
+    ]
+
+
+def jumps(directory: Path) -> list[list[Any]]:
+    """Step, what stood out and why, of the last updates in jumps.jsonl. Raises ValueError for a damaged file."""
+    path = directory / "jumps.jsonl"
+    records = last_records(path, _MOST_JUMPS) if path.exists() else []
+    return [[record["step"], f"{_role(record)} update stands out", _reasons(record)] for record in records]
+
+
+def _role(record: Mapping[str, Any]) -> str:
+    role = record.get("role")
+    return role if role in ("actor", "critic") else "an"
+
+
+def _reasons(record: Mapping[str, Any]) -> str:
+    reasons = record.get("reasons")
+    told = [str(x) for x in reasons] if isinstance(reasons, list) else []
+    return text_of(f"update {record.get('minibatch')}: {', '.join(told)}", _REASON_CHARACTERS)
+
+
+def profile(directory: Path) -> Iterator[str]:
+    """The page of the newest profile, if there is one. Raises ValueError where it cannot be read."""
+    path = newest_page(directory)
+    if path is not None:
+        try:
+            yield text_of(plain_text(path), _PAGE_CHARACTERS)
+        except (OSError, UnicodeDecodeError) as error:
+            raise ValueError(f"{path} cannot be read") from error
+
+
+def _number(value: object) -> float | None:
+    """A number that JSON and JavaScript have."""
+    is_number = isinstance(value, int | float) and not isinstance(value, bool) and abs(value) < 1e300
+    return float(value) if is_number and isinstance(value, int | float) else None

@@ -1,0 +1,183 @@
+"""`megappo report RUN --html FILE`: one file with all that runs hold, which a browser shows without asking anybody."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import subprocess
+import sys
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from megappo.cli import main
+from megappo.config import load_config, save_config
+from tests.observe.test_page import HOSTILE, embedded
+from tests.support.browser import browser, needs_browser
+from tests.support.places import BASE, ROOT
+from tests.support.saved import save_step, two_samples
+
+LARGEST_BYTES = 5_000_000
+
+
+def write_lines(path: Path, *records: Mapping[str, Any]) -> None:
+    path.write_text("".join(json.dumps(record) + "\n" for record in records))
+
+
+def make_run(directory: Path, *overrides: str, steps: int = 12, metrics: int = 0) -> Path:
+    """A run of which half of the answers are cut, whose updates stand out in step 5, and which traced step 3."""
+    directory.mkdir()
+    save_config(load_config(BASE, [f"run.directory={directory}", *overrides]), directory / "config.yaml")
+    others = {f"source/{number}/reward_mean": number / 7 for number in range(metrics)}
+    times = {"time/step": 2.0, "time/rollout": 1.5, "time/update_actor": 0.25}
+    syncs = {"sync/seconds": 0.2, "sync/load_seconds": 0.125, "memory/peak_gigabytes": 3.0}
+    lines = (
+        {"step": step, "reward/mean": math.sqrt(step), "response/truncated": 0.6, **times, **syncs, **others}
+        for step in range(1, steps + 1)
+    )
+    write_lines(directory / "metrics.jsonl", {"step": 0, "eval/reward_mean": 0.25}, *lines)
+    write_lines(directory / "samples.jsonl", {"step": 1, "prompt": HOSTILE, "raw_response": HOSTILE, "score": 1.0})
+    record = {"role": "critic", "minibatch": 1, "reasons": [f"norm {HOSTILE}"], "samples": []}
+    write_lines(directory / "jumps.jsonl", {"step": 5, **record})
+    (directory / "profile").mkdir()
+    page = f"# Step 3, traced\n\n| stage | rank |\n|---|---|\n| rollout | {HOSTILE[:9]} |\n\nSeconds.\n"
+    (directory / "profile" / "step-000003.md").write_text(page)
+    return directory
+
+
+def page_of(capsys: pytest.CaptureFixture[str], file: Path, *directories: Path) -> Any:
+    """The data of the page that the command writes."""
+    assert main(["report", *map(str, directories), "--html", str(file)]) == 0
+    assert capsys.readouterr().out == f"{file}: {file.stat().st_size / 1e3:,.0f} kB\n"
+    return embedded(file.read_bytes())
+
+
+def test_a_page_of_two_runs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    one = make_run(tmp_path / "one", "run.seed=4")
+    two = make_run(tmp_path / "two", "run.steps=12", steps=4)
+    (two / "final").mkdir()
+    data = page_of(capsys, tmp_path / "page.html", one, two)
+    first, second = data["runs"]
+    assert (first["name"], first["directory"], first["notes"]) == ("one", str(one), [])
+    assert second["status"] == "step 4 of 12, the trained actor is in final/"
+    assert second["result"] == (
+        "reward/mean 1.000 at first, 1.537 in the last 4 steps; eval/reward_mean 0.250 at first, 0.250 in the last "
+        "evaluation"
+    )
+    assert data["first"] == ["reward/mean", "eval/reward_mean", "response/truncated"]
+    assert dict(second["metrics"])["reward/mean"] == [None, 1, 1.41421, 1.73205, 2]
+    assert second["steps"] == [0, 1, 2, 3, 4] and second["hours"][-1] == pytest.approx(8 / 3600, abs=1e-6)
+    assert [(step, what) for step, what, _ in first["advice"]] == [(1, "truncated")]
+    assert "raise rollout.max_response_tokens" in first["advice"][0][2]
+    assert first["jumps"] == [[5, "critic update stands out", f"update 1: norm {HOSTILE}"]]
+    settings = {key: values for key, values in data["settings"] if values[0] != values[1]}
+    assert settings["run.seed"][0] == "4" and settings["run.steps"][1] == "12"
+    assert settings.keys() == {"run.directory", "run.seed", "run.steps"}
+    assert first["profile"][0].startswith("# Step 3, traced") and first["samples"][0]["prompt"] == HOSTILE
+
+
+def test_a_thousand_steps_of_a_hundred_metrics_fit(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    run = make_run(tmp_path / "run", steps=1000, metrics=94)
+    for step in range(1, 1001, 100):
+        save_step(run / "experience", step, two_samples(0))
+    data = page_of(capsys, tmp_path / "page.html", run)
+    assert len(data["names"]) >= 100 and len(data["runs"][0]["steps"]) == 1001
+    assert data["runs"][0]["histograms"]["steps"] == list(range(1, 1001, 100))
+    assert (tmp_path / "page.html").stat().st_size < LARGEST_BYTES
+
+
+@pytest.mark.waits
+def test_a_page_imports_nothing_that_takes_long(tmp_path: Path) -> None:
+    run = make_run(tmp_path / "run")
+    code = (
+        "import sys; from megappo.cli import main; main(sys.argv[1:]); "
+        "print(sys.modules.keys() & {'torch', 'numpy', 'pyarrow', 'transformers', 'matplotlib'})"
+    )
+    words = [sys.executable, "-c", code, "report", str(run), "--html", str(tmp_path / "page.html")]
+    done = subprocess.run(words, cwd=ROOT, capture_output=True, text=True, check=True)
+    assert done.stdout.splitlines()[-1] == "set()"
+
+
+def test_damaged_files_cost_their_parts(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """And pipes and devices, at which a reader would wait."""
+    run = make_run(tmp_path / "run")
+    save_step(run / "experience", 1, two_samples(0))
+    (run / "experience" / "step-000001" / "rank-00000.parquet").write_text("no")
+    for name in ("samples.jsonl", "config.yaml", "jumps.jsonl"):
+        (run / name).unlink()
+    os.mkfifo(run / "samples.jsonl")
+    os.mkfifo(run / "config.yaml")
+    (run / "jumps.jsonl").symlink_to("/dev/zero")
+    (run / "profile" / "step-000003.md").write_bytes(b"\xff")
+    found = page_of(capsys, tmp_path / "page.html", run)["runs"][0]
+    assert [note.split(" cannot ")[0] for note in found["notes"]] == [
+        "The settings", "The updates that stood out", "The profile", "The distributions", "The saved samples",
+        "The samples",
+    ]  # fmt: skip
+    assert found["samples"] == found["jumps"] == found["advice"] == [] and found["histograms"] is None
+    assert dict(found["metrics"])["reward/mean"][1] == 1
+
+
+def test_a_page_without_a_run_or_a_place_is_a_sentence(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["report", str(tmp_path), "--html", str(tmp_path / "page.html")]) == 2
+    assert "holds no metrics.jsonl; name the directory of a run" in capsys.readouterr().err
+    run = make_run(tmp_path / "run")
+    for place in (tmp_path / "none" / "page.html", tmp_path):
+        assert main(["report", str(run), "--html", str(place)]) == 2
+        assert f"--html is '{place}', which cannot be written" in capsys.readouterr().err
+    (run / "metrics.jsonl").write_text("")
+    assert main(["report", str(run), "--html", str(tmp_path / "page.html")]) == 2
+    assert "has no step yet" in capsys.readouterr().err
+    assert not (tmp_path / "page.html").exists()
+
+
+def test_a_picture_has_the_curves(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of the first metrics of a page, or of one; names are no formulas, whatever signs are in them."""
+    pytest.importorskip("matplotlib")
+    runs = [str(make_run(tmp_path / name)) for name in ("_one $x", "two")]
+    file = tmp_path / "curves.png"
+    assert main(["report", *runs, "--png", str(file)]) == 0
+    of_several = len(file.read_bytes())
+    assert file.read_bytes().startswith(b"\x89PNG")
+    write_lines(tmp_path / "two" / "metrics.jsonl", {"step": 1, "$_{": 1.0}, {"step": 2, "$_{": "nan"})
+    assert main(["report", *runs, "--png", str(file), "--metric", "$_{"]) == 0
+    assert 1_000 < len(file.read_bytes()) < of_several
+    capsys.readouterr()
+    assert main(["report", *runs, "--png", str(file), "--metric", "reward/men"]) == 2
+    assert "no run has the metric 'reward/men'; did you mean reward/mean?" in capsys.readouterr().err
+    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
+    assert main(["report", *runs, "--png", str(file)]) == 2
+    assert "--png needs matplotlib, which is not installed; pip install matplotlib" in capsys.readouterr().err
+
+
+@needs_browser
+@pytest.mark.waits
+def test_what_a_model_wrote_stays_text(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """In every part of the page: as a metric's name, a run's name, a token, a prompt, an answer, a reason."""
+    run = make_run(tmp_path / "a<b>run")
+    write_lines(run / "metrics.jsonl", *({"step": step, HOSTILE: 1.0, "__proto__": 2.0} for step in range(4)))
+    given = two_samples(0)
+    rollouts = replace(given.experience.scored.rollouts, raw_responses=(HOSTILE, "9<eos>"))
+    experience = replace(given.experience, scored=replace(given.experience.scored, rollouts=rollouts))
+    save_step(run / "experience", 2, replace(given, experience=experience), text_of=lambda token: HOSTILE)
+    page_of(capsys, tmp_path / "page.html", run)
+    with browser(tmp_path / "profile-of-chromium") as page:
+        page.open(tmp_path / "page.html")
+        assert all(marks > 0 for marks in page.charts().values())
+        names = page.value("[...document.querySelectorAll('#cards h3')].map(head => head.textContent)")
+        assert names == [HOSTILE, "__proto__"]
+        text = page.value("document.querySelector('.tokens').textContent")
+        assert text.startswith("</script><img src=x onerror=")
+        assert page.value("document.querySelectorAll('img, iframe, main b').length") == 0
+        assert page.value("document.title") == "a<b>run - megappo report"
+        page.value("document.querySelector('#picker').open = true")
+        assert page.out_of_reach() == []
+        assert page.complaints == [] and page.requests == [(tmp_path / "page.html").as_uri()]
+        assert page.value("fetch('http://127.0.0.1:9/').then(() => 'sent', () => 'refused')") == "refused"
+        assert any("Content Security Policy" in complaint for complaint in page.complaints)
