@@ -32,6 +32,17 @@ install_for_tests() {
     { "${install[@]}" || { timeout 120 apt-get update -qq && "${install[@]}"; }; } >/dev/null 2>&1 ||
         echo "$* could not be installed"
 }
+# wandb for tests/observe, in a folder beside the environment: runs ask for it, and few users have it.
+install_wandb() {
+    local folder
+    folder=$(environment_cache)/test-wandb-0.31.0-$(python -c 'import sys; print("%d.%d" % sys.version_info[:2])')
+    if [ ! -e "$folder/complete" ]; then
+        echo "installing wandb for tests"
+        timeout 300 python -m pip install -q --target "$folder" wandb==0.31.0 >/dev/null 2>&1 &&
+            touch "$folder/complete" || echo "wandb could not be installed"
+    fi
+    [ ! -e "$folder/complete" ] || export MEGAPPO_TEST_WANDB=$folder
+}
 ruff check .
 ruff format --check .
 export OMP_NUM_THREADS=1 OMP_WAIT_POLICY=passive # cores are shared, and threads that wait do not take them
@@ -42,6 +53,7 @@ case "${1:-}" in
     PATH="$PATH:/usr/sbin:/sbin"
     type slurmctld slurmd munged >/dev/null 2>&1 || install_for_tests slurm-wlm munge
     type chromium >/dev/null 2>&1 || install_for_tests chromium
+    install_wandb
     exec python -m tests.house.suite "$@"
     ;;
 --quick) exec python -m tests.house.suite --quick ;;

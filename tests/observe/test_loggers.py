@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import importlib.util
 import json
+import os
 import struct
 import subprocess
 import sys
@@ -22,6 +23,9 @@ from megappo.observe.tensorboard_log import LAYOUT
 from tests.support.harness import environment
 from tests.support.places import BASE, ROOT
 
+WANDB_FOLDER = os.environ.get("MEGAPPO_TEST_WANDB", "")
+"""Where tests/run.sh has installed wandb, which is no part of the environment."""
+HAS_WANDB = importlib.util.find_spec("wandb") is not None or Path(WANDB_FOLDER, "wandb").is_dir()
 PART = """
 import sys
 from pathlib import Path
@@ -159,14 +163,16 @@ def records(path: Path) -> Iterator[Any]:
 
 
 @pytest.mark.waits
-@pytest.mark.skipif(importlib.util.find_spec("wandb") is None, reason="wandb is not installed")
-def test_the_real_wandb_keeps_a_requeued_run_together(tmp_path: Path) -> None:
+@pytest.mark.skipif(not HAS_WANDB, reason="wandb is not installed")
+def test_the_real_wandb_keeps_a_requeued_run_together(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Offline it ignores `resume`: two folders with one id and disjoint steps, which `wandb sync --append` joins."""
     for first, last in ((1, 3), (4, 5)):
         words = [sys.executable, "-c", PART, str(tmp_path), str(first), str(last)]
         told = environment() | {"WANDB_SILENT": "true"}
+        told["PYTHONPATH"] += os.pathsep + WANDB_FOLDER
         done = subprocess.run(words, cwd=ROOT, env=told, capture_output=True, text=True)
         assert done.returncode == 0, done.stderr
+    monkeypatch.setattr(sys, "path", [*sys.path, WANDB_FOLDER])
     found: list[list[tuple[int, float]]] = []
     runs = set()
     files = sorted((tmp_path / "wandb").glob("offline-run-*/*.wandb"), key=lambda path: path.stat().st_mtime_ns)
