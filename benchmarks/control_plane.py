@@ -194,7 +194,7 @@ def one_step(config: Config, runtime: Runtime, size: Size) -> Spent:
             experience = timed("advantages", lambda: trainer.estimate_advantages(scored))
             timed("update_critic", lambda: trainer.update_critic(placed, experience))
             timed("update_actor", lambda: trainer.update_actor(placed, experience))
-            timed("report", lambda: trainer.reporter.end_step({"step_tokens": 1.0, "step_samples": 1.0}))
+            timed("report", lambda: trainer.reporter.end_step({"step_tokens": 1.0, "step_samples": 1.0}, experience))
     finally:
         trainer.reporter.close()
         gc.unfreeze()

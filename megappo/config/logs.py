@@ -51,3 +51,8 @@ class LoggingSettings(Settings):
     """Not null: write samples with everything that their updates use to `<directory>/experience`, as parquet."""
     profile_steps: StepNumbers = ()
     """Steps to trace: a torch trace of every rank and a page about all of them in `<directory>/profile`."""
+
+    @property
+    def shows_distributions(self) -> bool:
+        """Whether any logger may want the distributions of a step's samples and tokens."""
+        return self.tensorboard or self.wandb_project is not None or bool(self.loggers)

@@ -27,7 +27,8 @@ class Logger(Protocol):
     def close(self) -> None:
         """Finish and close the log."""
 
-    # A further method is called where a logger has it:
+    # Further methods are called where a logger has them:
+    # log_distributions(step, distributions): by name, `edges` of bins and the `counts` between them.
     # log_samples(step, samples): texts of a step, before its metrics; a mapping each, as in `samples.jsonl`.
 
 

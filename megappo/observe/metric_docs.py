@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from typing import NamedTuple
 
@@ -343,3 +344,16 @@ METRICS: dict[str, MetricDoc] = {
     ),
 }
 """Every metric that a run writes."""
+
+_PATTERNS = tuple(
+    (re.compile(re.escape(name).replace("NAME", "[^/]+").replace("@K", r"@\d+")), name)
+    for name in METRICS
+    if "NAME" in name or "@K" in name
+)
+
+
+def documented(name: str) -> str | None:
+    """The name under which a metric is documented; None for one of the user's own."""
+    if name in METRICS:
+        return name
+    return next((of for pattern, of in _PATTERNS if pattern.fullmatch(name)), None)

@@ -13,6 +13,7 @@ from typing import Any, TextIO
 
 from megappo.errors import reason, show
 from megappo.observe.appending import AppendedFile
+from megappo.observe.distributions import Distribution
 from megappo.observe.loggers import Contained, Logger, make_logger
 from megappo.observe.plain_files import LARGEST_TEXT_BYTES, check_plain
 from megappo.observe.tensorboard_log import TensorBoardLogger
@@ -83,6 +84,12 @@ class MetricsLog:
         for contained, logger in self._loggers:
             if (log_samples := getattr(logger, "log_samples", None)) is not None:
                 contained(partial(log_samples, step, samples))
+
+    def log_distributions(self, step: int, distributions: Mapping[str, Distribution]) -> None:
+        """Tell loggers that have `log_distributions`."""
+        for contained, logger in self._loggers:
+            if (log_distributions := getattr(logger, "log_distributions", None)) is not None:
+                contained(partial(log_distributions, step, distributions))
 
     def log_jump(self, step: int, jump: Mapping[str, Any]) -> None:
         """Write a line of JSON for an update that stands out."""

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from megappo.errors import ConfigError, how_to_install, reason
+from megappo.observe.distributions import Distribution
 from megappo.observe.plain_files import plain_text
 
 ID_FILE = "wandb-id"
@@ -79,6 +80,14 @@ class WandbLogger:
         columns = list(dict.fromkeys(name for sample in samples for name in sample))
         rows = [[None if name not in sample else str(sample[name]) for name in columns] for sample in samples]
         self._run.log({"samples": self._wandb.Table(columns=columns, data=rows)}, step=step)
+
+    def log_distributions(self, step: int, distributions: Mapping[str, Distribution]) -> None:
+        """Send histograms."""
+        histograms = {
+            f"distributions/{name}": self._wandb.Histogram(np_histogram=(list(found.counts), list(found.edges)))
+            for name, found in distributions.items()
+        }
+        self._run.log(histograms, step=step)
 
     def forget_after(self, step: int) -> None:
         """Begin another run where nothing is kept of the one before; what was sent stays there."""

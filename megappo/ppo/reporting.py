@@ -12,6 +12,7 @@ from torch import Tensor
 from megappo.config import Config, Derived, save_config
 from megappo.errors import one_line
 from megappo.observe.console import make_view
+from megappo.observe.distributions import Distribution, of_all_ranks
 from megappo.observe.messages import MESSAGES, SteadyView, tell
 from megappo.observe.metrics import MetricsLog
 from megappo.observe.profiler import StepProfiler
@@ -22,7 +23,7 @@ from megappo.ppo.advice import Advisor
 from megappo.ppo.jumps import Jump
 from megappo.runtime.objects import all_gather_objects, attempt
 from megappo.runtime.process import Runtime
-from megappo.types import Episodes, Rollouts
+from megappo.types import Episodes, Experience, Rollouts
 
 _JUMP_SAMPLES = 16
 # Counts that are only used to compute other metrics.
@@ -69,6 +70,7 @@ class Reporter:
         self._advisor = Advisor(config.algorithm)
         self._stragglers = Stragglers()
         self._told_failures: set[str] = set()
+        self._distributions: dict[str, Distribution] = {}
         on_cuda, steps = runtime.device.type == "cuda", config.logging.profile_steps
         self._profiler = StepProfiler(config.run.path, steps, rank=runtime.rank, on_cuda=on_cuda)
         self._slow: dict[str, list[float]] = {}
@@ -116,14 +118,16 @@ class Reporter:
         if self._runtime.is_main:
             self._view.begin_step(step)
 
-    def end_step(self, metrics: Mapping[str, float]) -> dict[str, float]:
-        """`time/*`, throughput and memory of the step; a collective of the world, which also finds the slowest
-        ranks."""
+    def end_step(self, metrics: Mapping[str, float], experience: Experience) -> dict[str, float]:
+        """`time/*`, throughput and memory of the step; a collective of the world, which also finds the slowest ranks
+        and the distributions of all ranks' `experience`, where a logger shows them."""
         seconds = self._timer.total
         if self._profiler.is_running:
             self._write_profile()
         of_ranks = all_gather_objects(self._timer.seconds)
         self._slow = {stage: [times[stage] for times in of_ranks] for stage in self._timer.seconds}
+        if self._config.logging.shows_distributions:
+            self._distributions = of_all_ranks(experience, self._runtime.device)
         memory = self._runtime.memory()
         return {
             **{f"time/{name}": value for name, value in self._timer.seconds.items()},
@@ -157,6 +161,8 @@ class Reporter:
             return
         shown = {name: value for name, value in metrics.items() if name not in _INTERNAL}
         self._log.log(step, shown)
+        self._log.log_distributions(step, self._distributions)
+        self._distributions = {}  # a step that was open when the run was stopped has none
         PROGRESS.leave()
         self._view.step(step, shown)
         for sentence in (*self._advisor.observe(step, shown), *self._stragglers.observe(step, self._slow)):

@@ -229,7 +229,7 @@ class Trainer:
         self.refresh_reference()
         if self.config.rollout.ahead != 1:
             self.sync_weights()
-        self.metrics |= self.reporter.end_step(self.metrics)
+        self.metrics |= self.reporter.end_step(self.metrics, experience)
         self.metrics |= actor_mfu(self.parts, self.metrics)
         self.is_open = True
 

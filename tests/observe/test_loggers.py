@@ -29,6 +29,7 @@ HAS_WANDB = importlib.util.find_spec("wandb") is not None or Path(WANDB_FOLDER, 
 PART = """
 import sys
 from pathlib import Path
+from megappo.observe.distributions import Distribution
 from megappo.observe.metrics import MetricsLog
 
 first, last = map(int, sys.argv[2:])
@@ -38,6 +39,7 @@ log.truncate_after(first - 1)
 for step in range(first, last + 1):
     log.log_samples(step, [{"prompt": "1+1=", "response": "2"}])
     log.log(step, {"reward/mean": step / 10})
+    log.log_distributions(step, {"value": Distribution((0.0, 1.0, 3.0), (step, 6))})
 log.close()
 """
 """A job that logs the steps of its arguments, from the first to the last."""
@@ -183,7 +185,10 @@ def test_the_real_wandb_keeps_a_requeued_run_together(tmp_path: Path, monkeypatc
                 runs.add((record.run.run_id, record.run.project, record.run.run_group, *record.run.tags))
             elif record.WhichOneof("record_type") == "history":
                 values = {item.key or "/".join(item.nested_key): item.value_json for item in record.history.item}
-                found[-1].append((record.history.step.num, json.loads(values["reward/mean"])))
+                step = record.history.step.num
+                found[-1].append((step, json.loads(values["reward/mean"])))
+                shown = [json.loads(values[f"distributions/value/{name}"]) for name in ("_type", "bins", "values")]
+                assert shown == ["histogram", [0, 1, 3], [step, 6]]
     assert found == [[(1, 0.1), (2, 0.2), (3, 0.3)], [(4, 0.4), (5, 0.5)]]
     assert runs == {((tmp_path / "wandb-id").read_text().strip(), "p", "g", "x")}
 

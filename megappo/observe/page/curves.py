@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import math
-import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from megappo.observe.metric_docs import METRICS, MetricDoc
+from megappo.observe.metric_docs import METRICS, MetricDoc, documented
 
 _MOST_NUMBERS = 250_000
 """Most numbers of all metrics of all runs on a page, about 2 MB."""
@@ -24,12 +23,6 @@ FIRST = (
     "actor/clipfrac", "mismatch/mean", "response/length", "response/truncated", "actor/grad_norm", "critic/grad_norm",
 )  # fmt: skip
 """Metrics that are shown first: the reward, and what says whether a run is healthy."""
-_PATTERNS = tuple(
-    (re.compile(re.escape(name).replace("NAME", "[^/]+").replace("@K", r"@\d+")), name)
-    for name in METRICS
-    if "NAME" in name or "@K" in name
-)
-
 Line = Mapping[str, float]
 """The metrics of a step by name, `step` aside."""
 
@@ -105,13 +98,6 @@ def rounded(value: float, digits: int = _DIGITS) -> float | None:
         return None
     short = float(f"{value:.{digits}g}")
     return int(short) if short.is_integer() and abs(short) < _LARGEST_STEP else short
-
-
-def documented(name: str) -> str | None:
-    """The name under which a metric is documented; None for one of the user's own."""
-    if name in METRICS:
-        return name
-    return next((of for pattern, of in _PATTERNS if pattern.fullmatch(name)), None)
 
 
 def ordered(names: Iterable[str]) -> list[str]:

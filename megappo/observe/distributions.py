@@ -1,0 +1,83 @@
+"""Distributions of a step's samples and tokens over all ranks, counted in the same bins everywhere."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING, NamedTuple
+
+if TYPE_CHECKING:  # what reads metrics imports this, and no torch
+    import torch
+    from torch import Tensor
+
+    from megappo.types import Experience
+
+_SMALLEST, _LARGEST, _RATIO = 1e-4, 1e6, 1.1
+_POSITIVE = tuple(_SMALLEST * _RATIO**n for n in range(math.ceil(math.log(_LARGEST / _SMALLEST, _RATIO)) + 1))
+EDGES = (*(-edge for edge in reversed(_POSITIVE)), *_POSITIVE)
+"""Edges of bins, a tenth apart in size, as TensorBoard's own summaries have them: 486, and Weights & Biases takes 512
+bins. That in the middle holds 0; what lies beyond the edges counts in the outermost ones."""
+NAMES = ("reward", "response length", "advantage", "return", "value", "kl", "ratio to the engine")
+"""Numbers of samples, and of the tokens that the model made."""
+
+
+class Distribution(NamedTuple):
+    """How many numbers lie between each two edges, from the first number's bin to the last one's."""
+
+    edges: tuple[float, ...]
+    """Rising; one more than `counts`."""
+    counts: tuple[int, ...]
+
+
+def counts_of(numbers: Tensor) -> Tensor:
+    """How many of a tensor's finite numbers, of whatever shape, lie in each bin: the lower edge does not belong to it.
+    int64, on the device of the numbers."""
+    import torch
+
+    finite = numbers[torch.isfinite(numbers)].double()
+    places = torch.bucketize(finite, torch.tensor(EDGES, dtype=torch.float64, device=finite.device)) - 1
+    return torch.bincount(places.clamp(0, len(EDGES) - 2), minlength=len(EDGES) - 1)
+
+
+def of_all_ranks(experience: Experience, device: torch.device) -> dict[str, Distribution]:
+    """The distributions of a step, of which each rank has a share, by what is in NAMES and any rank has numbers of; a
+    collective of the world, of 27 kB however many ranks there are.
+
+    `device`: that of collectives.
+    """
+    import torch
+
+    counts_NK = torch.zeros(len(NAMES), len(EDGES) - 1, dtype=torch.int64, device=device)
+    for name, numbers in _numbers_of(experience):
+        counts_NK[NAMES.index(name)] = counts_of(numbers).to(device)
+    torch.distributed.all_reduce(counts_NK)
+    return {name: _between(row) for name, row in zip(NAMES, counts_NK.tolist(), strict=True) if any(row)}
+
+
+def _numbers_of(experience: Experience) -> Iterator[tuple[str, Tensor]]:
+    """What this rank has of NAMES."""
+    scored, rollouts = experience.scored, experience.scored.rollouts
+    yield "reward", rollouts.total_rewards_B(scored.scores_B)
+    yield "response length", rollouts.response_lengths_B
+    of_tokens = {
+        "advantage": experience.advantages_BR,
+        "return": experience.returns_BR,
+        "value": scored.values_BR,
+        "kl": experience.kl_BR,
+        "ratio to the engine": (scored.old_logprob_BR - rollouts.engine_logprob_BR).exp(),
+    }
+    for name, numbers_BR in of_tokens.items():
+        if numbers_BR is not None:
+            yield name, numbers_BR[rollouts.response_mask_BR]
+
+
+def _between(counts: Sequence[int]) -> Distribution:
+    first, *_, last = [place for place, count in enumerate(counts) if count] * 2
+    return Distribution(EDGES[first : last + 2], tuple(counts[first : last + 1]))
+
+
+def middles(distribution: Distribution) -> Iterator[tuple[float, int]]:
+    """The middle of each bin, and its count."""
+    pairs = itertools.pairwise(distribution.edges)
+    return (((low + high) / 2, count) for (low, high), count in zip(pairs, distribution.counts, strict=True))
