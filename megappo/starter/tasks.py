@@ -60,13 +60,12 @@ def lines_of(asked: Asked, place: Place, model: str) -> list[Line]:
 
 
 def _run(asked: Asked, place: Place) -> Iterator[Line]:
-    yield Line("run.name", asked.name, "the run lies in run.directory under this name")
+    yield Line("run.name", asked.name, "everything that the run writes is in runs/ under this name")
     yield Line("run.steps", 200, "a run that is started again with more goes on from its newest checkpoint")
     if place.nodes > 1 and not place.has_shared_disk:
         disk = f", and this folder is on {place.disk}" if place.disk else ""
-        yield Line("run.directory", "runs", f"all nodes must see it{disk}: give a folder on a shared disk")
-    else:
-        yield Line("run.directory", "runs")
+        why = f"all nodes must see it{disk}: give a folder on a shared disk"
+        yield Line("run.directory", f"runs/{asked.name}", why)
     yield Line("run.seed", 1, "the same seed on the same machine gives the same run")
 
 

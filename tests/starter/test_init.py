@@ -12,6 +12,7 @@ import pytest
 import yaml
 
 from megappo.cli import main
+from megappo.config import load_config
 from megappo.config.explain import find_field
 from megappo.plan.here import this_cpu
 from megappo.starter.lines import Line, changed, rendered
@@ -105,6 +106,7 @@ def test_settings_that_are_written_exist(model: Path, empty: Path) -> None:
         assert main(["init", task, "--model", str(model), "--output", f"{task}.yaml", *ON_A_GPU]) == 0
         for key in keys(yaml.safe_load(Path(f"{task}.yaml").read_text())):
             assert any(find_field(key[:n]) for n in range(2, len(key) + 1)), key
+        assert load_config(f"{task}.yaml").run.path == Path("runs", task), "each run has a directory of its own"
 
 
 @pytest.mark.parametrize(
