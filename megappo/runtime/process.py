@@ -142,10 +142,17 @@ class Runtime:
         """Peak memory of this rank since the last call, in GB (1e9 bytes): tensors on CUDA. A CPU knows no peak of a
         part of the run; there it is what the process has now."""
         if not self.on_cuda:
-            return float(psutil.Process().memory_info().rss) / 1e9
+            return _resident_bytes() / 1e9
         peak = torch.cuda.max_memory_allocated() / 1e9
         torch.cuda.reset_peak_memory_stats()
         return peak
+
+
+def _resident_bytes() -> int:
+    """Memory of this process, by the kernel's count of pages. It is asked for twice in each stage of a step, and psutil
+    takes five times as long."""
+    with open("/proc/self/statm", "rb") as counts:
+        return int(counts.read().split()[1]) * resource.getpagesize()
 
 
 def _join(settings: RuntimeSettings, device: torch.device, ranks: Ranks) -> None:

@@ -92,7 +92,8 @@ def test_the_run_leaves_what_a_user_looks_for(short_run: Path) -> None:
 
 
 def test_a_step_is_traced_on_every_rank(short_run: Path) -> None:
-    """Each stage of the page is as long as the log has it, and the report ends with the page."""
+    """Each stage of the page is as long as the log has it at least, all of them are no longer than the step, and the
+    report ends with the page."""
     profile = short_run / "profile"
     traces = [f"step-000002-rank-{rank}.json.gz" for rank in (0, 1)]
     assert sorted(path.name for path in profile.iterdir()) == sorted([*traces, "step-000002.json", "step-000002.md"])
@@ -102,8 +103,9 @@ def test_a_step_is_traced_on_every_rank(short_run: Path) -> None:
     stages = {stage["stage"]: stage for stage in ranks[0]["stages"]}
     timed = ("rollout", "reward", "forward", "advantages", "update_critic", "update_actor", "sync")
     assert set(stages) == set(timed)
-    for name in timed:
-        assert stages[name]["seconds"] == pytest.approx(logged[f"time/{name}"], rel=0.05, abs=5e-3)
+    traced = {name: stages[name]["seconds"] for name in timed}  # around what the log has, by another clock
+    assert all(traced[name] > 0.99 * logged[f"time/{name}"] - 1e-3 for name in timed)
+    assert sum(traced.values()) < 1.01 * logged["time/step"]
     update = stages["update_actor"]
     assert 0 < update["exchanging"] < update["computing"] < update["seconds"]
     assert (profile / "step-000002.md").read_text().strip() in megappo("report", short_run).stdout
