@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 
@@ -65,13 +65,17 @@ def receivers(setup: Setup, ranks_per_node: int) -> list[Receiver]:
     return list(dict.fromkeys(_feeders(setup, ranks_per_node)))
 
 
-def _feeders(setup: Setup, ranks_per_node: int) -> list[Receiver]:
+def _feeders(setup: Setup, ranks_per_node: int) -> Sequence[Receiver]:
     """The ranks that feed each server."""
     servers, feeding = setup.work.servers, _feeding(setup, ranks_per_node)
     assert servers is not None
-    if feeding.shares_memory:
-        return []
-    return [receiver for index in range(servers.count) for receiver in feeding.feeders(index, setup.actor.grid)]
+    return () if feeding.shares_memory else _feeders_of_all(feeding, servers.count, setup.actor.grid)
+
+
+@lru_cache(maxsize=256)
+def _feeders_of_all(feeding: Feeding, servers: int, grid: Grid) -> tuple[Receiver, ...]:
+    """Cached, as a search asks for the same of each of a layout's many variants, and a large world has many."""
+    return tuple(receiver for index in range(servers) for receiver in feeding.feeders(index, grid))
 
 
 def misplaced_server(setup: Setup, ranks_per_node: int) -> str | None:
