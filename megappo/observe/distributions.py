@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
 if TYPE_CHECKING:  # what reads metrics imports this, and no torch
     import torch
     from torch import Tensor
-
-    from megappo.types import Experience
 
 _SMALLEST, _LARGEST, _RATIO = 1e-4, 1e6, 1.1
 _POSITIVE = tuple(_SMALLEST * _RATIO**n for n in range(math.ceil(math.log(_LARGEST / _SMALLEST, _RATIO)) + 1))
@@ -40,36 +38,21 @@ def counts_of(numbers: Tensor) -> Tensor:
     return torch.bincount(places.clamp(0, len(EDGES) - 2), minlength=len(EDGES) - 1)
 
 
-def of_all_ranks(experience: Experience, device: torch.device) -> dict[str, Distribution]:
-    """The distributions of a step, of which each rank has a share, by what is in NAMES and any rank has numbers of; a
-    collective of the world, of 27 kB however many ranks there are.
+def of_all_ranks(numbers: Iterable[tuple[str, Tensor]], device: torch.device) -> dict[str, Distribution]:
+    """The distributions of all ranks' numbers, by those of NAMES that any rank has numbers of; a collective of the
+    world, of 27 kB however many ranks there are.
 
-    `device`: that of collectives.
+    Args:
+        numbers: this rank's, by what is in NAMES.
+        device: that of collectives.
     """
     import torch
 
     counts_NK = torch.zeros(len(NAMES), len(EDGES) - 1, dtype=torch.int64, device=device)
-    for name, numbers in _numbers_of(experience):
-        counts_NK[NAMES.index(name)] = counts_of(numbers).to(device)
+    for name, own in numbers:
+        counts_NK[NAMES.index(name)] = counts_of(own).to(device)
     torch.distributed.all_reduce(counts_NK)
     return {name: _between(row) for name, row in zip(NAMES, counts_NK.tolist(), strict=True) if any(row)}
-
-
-def _numbers_of(experience: Experience) -> Iterator[tuple[str, Tensor]]:
-    """What this rank has of NAMES."""
-    scored, rollouts = experience.scored, experience.scored.rollouts
-    yield "reward", rollouts.total_rewards_B(scored.scores_B)
-    yield "response length", rollouts.response_lengths_B
-    of_tokens = {
-        "advantage": experience.advantages_BR,
-        "return": experience.returns_BR,
-        "value": scored.values_BR,
-        "kl": experience.kl_BR,
-        "ratio to the engine": (scored.old_logprob_BR - rollouts.engine_logprob_BR).exp(),
-    }
-    for name, numbers_BR in of_tokens.items():
-        if numbers_BR is not None:
-            yield name, numbers_BR[rollouts.response_mask_BR]
 
 
 def _between(counts: Sequence[int]) -> Distribution:

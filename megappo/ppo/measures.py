@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 
 import torch
 import torch.distributed as dist
@@ -198,3 +198,21 @@ def actor_mfu(parts: Parts, metrics: Mapping[str, float]) -> dict[str, float]:
         device_name=parts.runtime.device_name,
     )
     return {} if share is None else {"mfu": share}
+
+
+def distributed_numbers(experience: Experience) -> Iterator[tuple[str, Tensor]]:
+    """This rank's share of what has a distribution in each step, by the names in `observe.distributions`: numbers of
+    its samples, and of the tokens that the model made."""
+    scored, rollouts = experience.scored, experience.scored.rollouts
+    yield "reward", rollouts.total_rewards_B(scored.scores_B)
+    yield "response length", rollouts.response_lengths_B
+    of_tokens = {
+        "advantage": experience.advantages_BR,
+        "return": experience.returns_BR,
+        "value": scored.values_BR,
+        "kl": experience.kl_BR,
+        "ratio to the engine": (scored.old_logprob_BR - rollouts.engine_logprob_BR).exp(),
+    }
+    for name, numbers_BR in of_tokens.items():
+        if numbers_BR is not None:
+            yield name, numbers_BR[rollouts.response_mask_BR]

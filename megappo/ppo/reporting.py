@@ -21,6 +21,7 @@ from megappo.observe.stopwatch import Lap, StageTimer
 from megappo.observe.stragglers import Stragglers
 from megappo.ppo.advice import Advisor
 from megappo.ppo.jumps import Jump
+from megappo.ppo.measures import distributed_numbers
 from megappo.runtime.objects import all_gather_objects, attempt
 from megappo.runtime.process import Runtime
 from megappo.types import Episodes, Experience, Rollouts
@@ -127,7 +128,7 @@ class Reporter:
         of_ranks = all_gather_objects(self._timer.seconds)
         self._slow = {stage: [times[stage] for times in of_ranks] for stage in self._timer.seconds}
         if self._config.logging.shows_distributions:
-            self._distributions = of_all_ranks(experience, self._runtime.device)
+            self._distributions = of_all_ranks(distributed_numbers(experience), self._runtime.device)
         memory = self._runtime.memory()
         return {
             **{f"time/{name}": value for name, value in self._timer.seconds.items()},

@@ -12,6 +12,7 @@ import torch
 
 from megappo.observe.distributions import EDGES, Distribution, counts_of, middles, of_all_ranks
 from megappo.observe.metrics import MetricsLog
+from megappo.ppo.measures import distributed_numbers
 from megappo.types import Experience, Prompt, Rollouts, Scored
 
 NAN = float("nan")
@@ -40,7 +41,7 @@ def of_worlds(experience: Experience, monkeypatch: pytest.MonkeyPatch) -> Iterat
     """Of one rank, and of two that have the same experience."""
     for size in (1, 2):
         monkeypatch.setattr("torch.distributed.all_reduce", lambda counts, size=size: counts.mul_(size))
-        yield of_all_ranks(experience, torch.device("cpu"))
+        yield of_all_ranks(distributed_numbers(experience), torch.device("cpu"))
 
 
 def test_only_what_the_model_made_counts(monkeypatch: pytest.MonkeyPatch) -> None:
