@@ -95,9 +95,10 @@ def test_a_process_that_dies_and_a_file_that_cannot_be_read_fail(tmp_path: Path)
 
 
 ADOPTS = """
-import ctypes, pathlib, subprocess, sys, time
+import ctypes, subprocess, sys, time
 ctypes.CDLL(None).prctl(36, 1, 0, 0, 0)
-subprocess.run(["bash", "-c", f"setsid sleep 600 & echo $! >{sys.argv[1]}.part && mv {sys.argv[1]}.part {sys.argv[1]}"])
+told = f"echo $$ >{sys.argv[1]}.part && mv {sys.argv[1]}.part {sys.argv[1]}; exec sleep 600"
+subprocess.run(["setsid", "--fork", "bash", "-c", told])
 time.sleep(600)
 """
 """A process that adopts descendants, as one that keeps files of tests does, and a daemon whose parent has ended."""
