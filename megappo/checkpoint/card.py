@@ -12,7 +12,8 @@ import yaml
 import megappo
 from megappo.config import Config
 from megappo.config.hub import HubName, may_be_hub_name
-from megappo.errors import one_line, reason, writing
+from megappo.config.model_files import model_paths
+from megappo.errors import one_line, reason, redacted, shortened, writing
 from megappo.observe.metrics import read_metrics
 from megappo.runtime.packages import installed_version
 
@@ -23,11 +24,12 @@ _FIGURES = (
     "mismatch/mean",
 )  # fmt: skip
 """Metrics of training that the card has, the mean of the last steps; of evaluations it has all."""
-_LOADING = {
-    "actor": "AutoModelForCausalLM.from_pretrained(FOLDER)",
-    "critic": "AutoModelForTokenClassification.from_pretrained(FOLDER)  # one logit: the value of the state",
-}
-_LOADING_ADAPTERS = "AutoPeftModelForCausalLM.from_pretrained(FOLDER)  # of peft, onto the base model"
+_CLASSES = {"actor": "AutoModelForCausalLM", "critic": "AutoModelForTokenClassification"}
+_CLASS_OF_ADAPTERS = "AutoPeftModelForCausalLM"
+_CRITIC = (
+    "The one logit at a token is the value of the state after it. transformers has this class for most families; "
+    "megappo reads the folder as `critic.path` for all."
+)
 _SHOWN_CHARACTERS = 200
 
 
@@ -61,7 +63,7 @@ def model_card(
 
     `lines`: the metrics of each step, those of `metrics.jsonl`, until `step`.
     """
-    base = config.model.path if role == "actor" or config.critic is None else config.critic.path or config.model.path
+    base = model_paths(config).get(role, config.model.path)
     head: dict[str, Any] = {
         "library_name": "peft" if adapters else "transformers",
         "tags": ["megappo", "reinforcement-learning", config.algorithm.estimator.rpartition(":")[2], role],
@@ -73,8 +75,9 @@ def model_card(
     front = yaml.safe_dump(head, sort_keys=False, allow_unicode=True)
     title = f"{config.run.name}: {role} after step {step}"
     parts = [f"---\n{front}---", f"# {_text(title)}", _origin_words(config, base, role), *_tables(config, lines)]
-    load = _LOADING_ADAPTERS if adapters else _LOADING[role]
-    parts.append(f"## Load it\n\n```python\n{load}\n```")
+    library, model_class = head["library_name"], _CLASS_OF_ADAPTERS if adapters else _CLASSES[role]
+    load = f"from {library} import {model_class}\n\nmodel = {model_class}.from_pretrained(FOLDER)"
+    parts += [f"## Load it\n\n```python\n{load}\n```", *([_CRITIC] if role == "critic" else [])]
     return "\n\n".join(parts) + "\n"
 
 
@@ -135,4 +138,4 @@ def _text(text: str) -> str:
 
 
 def _short(text: str) -> str:
-    return one_line(text)[:_SHOWN_CHARACTERS]
+    return shortened(redacted(one_line(text)), _SHOWN_CHARACTERS)

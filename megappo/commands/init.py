@@ -10,8 +10,8 @@ from megappo.commands import shipped_file, whole_option
 from megappo.config import ConfigError
 from megappo.config.base import LARGEST_WORLD
 from megappo.errors import shortened
-from megappo.starter.place import find_place
-from megappo.starter.tasks import TASKS, Asked
+from megappo.starter.target import find_target
+from megappo.starter.tasks import TASKS, StarterRequest
 from megappo.starter.writing import next_commands, write
 
 
@@ -35,19 +35,20 @@ def run(arguments: argparse.Namespace) -> None:
     """
     output = _output(Path(arguments.output or f"{arguments.task}.yaml"), force=arguments.force)
     gpus, nodes = _count("--gpus", arguments.gpus), _count("--nodes", arguments.nodes)
-    place = find_place(arguments.machine, gpus, nodes, output.parent)
-    if place.ranks > LARGEST_WORLD:
-        raise ConfigError(f"--gpus times --nodes is {place.ranks}, must be at most {LARGEST_WORLD}")
-    if arguments.task == "lora" and place.ranks > 1 and arguments.gpus is None:
-        place = place.alone()
+    target = find_target(arguments.machine, gpus, nodes, output.parent)
+    if target.ranks > LARGEST_WORLD:
+        raise ConfigError(f"--gpus times --nodes is {target.ranks}, must be at most {LARGEST_WORLD}")
+    if arguments.task == "lora" and target.ranks > 1 and arguments.gpus is None:
+        target = target.alone()
     models = shipped_file("configs", "models")
-    asked = Asked(arguments.task, output.stem, arguments.model, _data(arguments, output), models / "tiny_arithmetic")
-    written = write(asked, place, output, models)
-    print(f"wrote {', '.join(map(str, written.files))} for {place.words}")
+    data, sums = _data(arguments, output), models / "tiny_arithmetic"
+    request = StarterRequest(arguments.task, output.stem, arguments.model, data, sums)
+    written = write(request, target, output, models)
+    print(f"wrote {', '.join(map(str, written.files))} for {target.words}")
     for note in written.notes:
         print(note)
     print("next:")
-    print("\n".join(f"  {command}" for command in next_commands(asked, place, output)))
+    print("\n".join(f"  {command}" for command in next_commands(request, target, output)))
 
 
 def _count(option: str, text: str | None) -> int | None:

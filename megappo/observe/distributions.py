@@ -56,7 +56,8 @@ def of_all_ranks(numbers: Iterable[tuple[str, Tensor]], device: torch.device) ->
 
 
 def _between(counts: Sequence[int]) -> Distribution:
-    first, *_, last = [place for place, count in enumerate(counts) if count] * 2
+    filled = [place for place, count in enumerate(counts) if count]
+    first, last = filled[0], filled[-1]
     return Distribution(EDGES[first : last + 2], tuple(counts[first : last + 1]))
 
 

@@ -20,11 +20,11 @@ class WandbLogger:
     """A run at Weights & Biases."""
 
     def __init__(
-        self, project: str, run_name: str, config: Mapping[str, Any], directory: Path, told: Mapping[str, Any]
+        self, project: str, run_name: str, config: Mapping[str, Any], directory: Path, settings: Mapping[str, Any]
     ) -> None:
         """Begin the run, or go on with the one whose id the run directory has.
 
-        `told`: what `logging.wandb_run` says. Raises ConfigError where wandb is not installed or does not start one.
+        `settings`: `logging.wandb_run`. Raises ConfigError where wandb is not installed or does not start one.
         """
         self._wanted = f"logging.wandb_project is '{project}', but"
         try:
@@ -34,9 +34,9 @@ class WandbLogger:
                 raise
             raise ConfigError(f"{self._wanted} wandb is not installed; {how_to_install('wandb')}") from error
         self._wandb: Any = wandb
-        self._sends_samples = bool(told.get("samples"))
-        given = {name: told[name] for name in ("entity", "group", "mode") if told.get(name) is not None}
-        tags = {"tags": list(told["tags"])} if told.get("tags") else {}
+        self._sends_samples = bool(settings.get("samples"))
+        given = {name: settings[name] for name in ("entity", "group", "mode") if settings.get(name) is not None}
+        tags = {"tags": list(settings["tags"])} if settings.get("tags") else {}
         self._options = {
             "project": project,
             "name": run_name,

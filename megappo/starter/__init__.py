@@ -1,1 +1,1 @@
-"""Writes a first configuration for the machine that it is asked on (`megappo init`)."""
+"""Writes a first configuration for the machine that it runs on (`megappo init`)."""

@@ -12,9 +12,9 @@ import yaml
 from megappo.config import ConfigError, load_config
 from megappo.plan.planner import planning
 from megappo.plan.search import Proposal, best_layouts, remedy
-from megappo.starter.lines import Line, changed, rendered
-from megappo.starter.place import Place
-from megappo.starter.tasks import EXAMPLE_LINES, EXAMPLE_REWARD, TASKS, Asked, lines_of, models
+from megappo.starter.commented_yaml import Setting, overridden, to_yaml
+from megappo.starter.target import RunTarget
+from megappo.starter.tasks import EXAMPLE_LINES, EXAMPLE_REWARD, TASKS, StarterRequest, models, settings_of
 
 _LAYOUT = "by the search of `megappo plan --search`"
 
@@ -29,41 +29,41 @@ class Written:
     """From where models were read that are not on this machine."""
 
 
-def write(asked: Asked, place: Place, output: Path, beside: Path) -> Written:
+def write(request: StarterRequest, target: RunTarget, output: Path, beside: Path) -> Written:
     """Write the configuration of a task, and the example files that it names where they are not there.
 
     `beside`: a folder with the config.json of models that are not on this machine. Raises ConfigError where no model
-    fits the place, and for a model that cannot be read.
+    fits the target, and for a model that cannot be read.
     """
     output.parent.mkdir(parents=True, exist_ok=True)
     draft = output.with_name(f".{output.stem}.{os.getpid()}.yaml")
     try:
-        for model in models(asked, place):
-            lines = lines_of(asked, place, model)
-            draft.write_text(rendered(lines), encoding="utf-8")
-            found = planning(load_config(draft), None, place.ranks, beside)
-            layouts = best_layouts(found.config, found.models, place.machine, place.ranks, count=1)
+        for model in models(request, target):
+            settings = settings_of(request, target, model)
+            draft.write_text(to_yaml(settings), encoding="utf-8")
+            found = planning(load_config(draft), None, target.ranks, beside)
+            layouts = best_layouts(found.config, found.models, target.machine, target.ranks, count=1)
             if layouts:
-                chosen = changed(lines, map(_line, layouts[0].overrides))
-                draft.write_text(_head(asked, place, output, layouts[0]) + rendered(chosen), encoding="utf-8")
+                chosen = overridden(settings, map(_setting, layouts[0].overrides))
+                draft.write_text(_head(request, target, output, layouts[0]) + to_yaml(chosen), encoding="utf-8")
                 load_config(draft)
-                files = [file for file, text in _examples(asked, output) if _written_once(file, text)]
+                files = [file for file, text in _examples(request, output) if _written_once(file, text)]
                 draft.replace(output)
                 return Written((output, *files), layouts[0], found.notes)
-        raise ConfigError(remedy(found.config, found.models, place.machine, place.ranks)[0])
+        raise ConfigError(remedy(found.config, found.models, target.machine, target.ranks)[0])
     finally:
         draft.unlink(missing_ok=True)
 
 
-def _line(override: str) -> Line:
+def _setting(override: str) -> Setting:
     key, _, value = override.partition("=")
-    return Line(key, yaml.safe_load(value), _LAYOUT)
+    return Setting(key, yaml.safe_load(value), _LAYOUT)
 
 
-def _examples(asked: Asked, output: Path) -> Iterator[tuple[Path, str]]:
-    if asked.task == "jsonl":
-        yield output.with_name(f"{asked.name}_reward.py"), EXAMPLE_REWARD
-        yield asked.data, EXAMPLE_LINES
+def _examples(request: StarterRequest, output: Path) -> Iterator[tuple[Path, str]]:
+    if request.task == "jsonl":
+        yield output.with_name(f"{request.name}_reward.py"), EXAMPLE_REWARD
+        yield request.data, EXAMPLE_LINES
 
 
 def _written_once(file: Path, text: str) -> bool:
@@ -74,24 +74,24 @@ def _written_once(file: Path, text: str) -> bool:
     return True
 
 
-def _head(asked: Asked, place: Place, output: Path, proposal: Proposal) -> str:
+def _head(request: StarterRequest, target: RunTarget, output: Path, proposal: Proposal) -> str:
     roles = "; ".join(f"{name}: {words}" for name, words in proposal.roles.items())
-    commands = "".join(f"#   {command}\n" for command in next_commands(asked, place, output))
+    commands = "".join(f"#   {command}\n" for command in next_commands(request, target, output))
     return (
-        f"# {TASKS[asked.task].capitalize()}, for {place.words}.\n"
+        f"# {TASKS[request.task].capitalize()}, for {target.words}.\n"
         f"# {roles}; a step is planned at {proposal.step_seconds:.3g} seconds.\n"
         f"# Every setting: megappo settings NAME. What is not said has defaults of recipes that worked.\n{commands}"
     )
 
 
-def next_commands(asked: Asked, place: Place, output: Path) -> Sequence[str]:
+def next_commands(request: StarterRequest, target: RunTarget, output: Path) -> Sequence[str]:
     """Commands for what comes next."""
-    data = [] if asked.task == "jsonl" else [f"megappo data prepare gsm8k {asked.data}"]
-    where = f" --machine {place.machine.name} --gpus {place.ranks}" if place.machine.is_cuda else ""
-    if place.scheduler and place.machine.is_cuda:
-        start = f"sbatch --nodes {place.nodes} --gpus-per-node {place.devices} launch/slurm/ppo.sbatch {output}"
-    elif place.nodes > 1:
-        start = f"launch/torchrun.sh {place.devices} train {output}    # on every node; see launch/README.md"
+    data = [] if request.task == "jsonl" else [f"megappo data prepare gsm8k {request.data}"]
+    where = f" --machine {target.machine.name} --gpus {target.ranks}" if target.machine.is_cuda else ""
+    if target.scheduler and target.machine.is_cuda:
+        start = f"sbatch --nodes {target.nodes} --gpus-per-node {target.devices} launch/slurm/ppo.sbatch {output}"
+    elif target.nodes > 1:
+        start = f"launch/torchrun.sh {target.devices} train {output}    # on every node; see launch/README.md"
     else:
-        start = f"launch/torchrun.sh {place.ranks} train {output}"
+        start = f"launch/torchrun.sh {target.ranks} train {output}"
     return (*data, f"megappo plan {output}{where}", f"megappo train --dry-run {output}{where}", start)

@@ -15,8 +15,8 @@ from megappo.cli import main
 from megappo.config import load_config
 from megappo.config.explain import find_field
 from megappo.plan.here import this_cpu
-from megappo.starter.lines import Line, changed, rendered
-from megappo.starter.place import file_system, find_place
+from megappo.starter.commented_yaml import Setting, overridden, to_yaml
+from megappo.starter.target import file_system, find_target
 from megappo.starter.tasks import TASKS
 from tests.support.episodes import tokenizer
 from tests.support.models import write_model
@@ -156,19 +156,19 @@ def test_a_model_that_fits_nowhere_is_one_sentence(
 
 @pytest.mark.waits
 def test_devices_are_those_that_the_machine_shows(empty: Path) -> None:
-    here = find_place(None, None, None, empty)
+    here = find_target(None, None, None, empty)
     assert (here.machine, here.devices, here.nodes, here.scheduler) == (this_cpu(), 1, 1, "")
     program(empty, "sinfo", "(null)\ngpu:a100:4(S:0-1)\ngpu:h200:8,nvme:1")
-    of_slurm = find_place(None, None, 3, empty)
+    of_slurm = find_target(None, None, 3, empty)
     assert (of_slurm.machine.name, of_slurm.devices, of_slurm.nodes, of_slurm.ranks) == ("h200", 8, 3, 24)
     assert of_slurm.scheduler == "slurm"
     program(empty, "nvidia-smi", "NVIDIA A100-SXM4-40GB, 40960\nNVIDIA A100-SXM4-40GB, 40960")
-    own = find_place(None, None, None, empty)
+    own = find_target(None, None, None, empty)
     assert (own.machine.name, own.devices, own.machine.memory_bytes) == ("a100-40", 2, 40960 * 2**20)
-    named = find_place("l40s", 4, None, empty)
+    named = find_target("l40s", 4, None, empty)
     assert (named.machine.name, named.devices) == ("l40s", 4)
     program(empty, "nvidia-smi", "No devices were found")
-    assert find_place(None, None, None, empty).machine.name == "h200"
+    assert find_target(None, None, None, empty).machine.name == "h200"
 
 
 @pytest.mark.waits
@@ -192,13 +192,13 @@ def test_file_systems_are_told_apart() -> None:
 
 def test_lines_become_yaml_with_reasons() -> None:
     lines = [
-        Line("a.b", 1.0e-6, "small"),
-        Line("c", {"d": [1, 2]}),
-        Line("a.e.f", True, "long " * 40),
-        Line("a.e.g", 3),
+        Setting("a.b", 1.0e-6, "small"),
+        Setting("c", {"d": [1, 2]}),
+        Setting("a.e.f", True, "long " * 40),
+        Setting("a.e.g", 3),
     ]
-    text = rendered(changed(lines, [Line("a.b", 2), Line("a.e", {"h": None}, "anew")]))
+    text = to_yaml(overridden(lines, [Setting("a.b", 2), Setting("a.e", {"h": None}, "anew")]))
     assert yaml.safe_load(text) == {"a": {"b": 2, "e": {"h": None}}, "c": {"d": [1, 2]}}
-    long = rendered(lines)
+    long = to_yaml(lines)
     assert yaml.safe_load(long)["a"]["b"] == 1.0e-6 and all(len(line) <= 110 for line in long.splitlines())
     assert "b: 1.0e-06  # small" in long

@@ -15,7 +15,7 @@ from megappo.plan.here import machine_like, this_cpu
 from megappo.plan.machine_file import find_machine
 from megappo.plan.machines import MACHINES, Machine
 
-_ASKED_SECONDS = 20
+_ANSWER_SECONDS = 20
 _SHARED = ("nfs", "lustre", "gpfs", "beegfs", "ceph", "wekafs", "fuse.glusterfs", "afs", "smb", "cifs", "fuse.juicefs")
 """Beginnings of the types of file systems that several machines see."""
 _GRES = re.compile(r"gpu:(?:([A-Za-z][\w.-]*):)?(\d+)")
@@ -24,8 +24,8 @@ _SINFO = ("sinfo", "--noheader", "--format", "%G")
 
 
 @dataclass(frozen=True)
-class Place:
-    """Devices that a configuration is written for, and what they were learned from."""
+class RunTarget:
+    """Devices, scheduler and disk that a configuration is written for."""
 
     machine: Machine
     devices: int
@@ -36,7 +36,7 @@ class Place:
     disk: str
     """Type of the file system of the working directory."""
 
-    def alone(self) -> Place:
+    def alone(self) -> RunTarget:
         """One of its devices."""
         return replace(self, devices=1, nodes=1)
 
@@ -57,8 +57,8 @@ class Place:
         return self.disk.startswith(_SHARED)
 
 
-def find_place(machine: str | None, devices: int | None, nodes: int | None, folder: Path) -> Place:
-    """The place of a run: what is None is asked of this machine, and of SLURM where its nodes have GPUs that this one
+def find_target(machine: str | None, devices: int | None, nodes: int | None, folder: Path) -> RunTarget:
+    """Where a run will be: what is None is asked of this machine, and of SLURM where its nodes have GPUs that this one
     has not. Raises ConfigError for a machine that is none."""
     here = _own_gpus()
     scheduler = "slurm" if shutil.which("sinfo") or "SLURM_JOB_ID" in os.environ else ""
@@ -70,7 +70,7 @@ def find_place(machine: str | None, devices: int | None, nodes: int | None, fold
             "neither nvidia-smi nor sinfo shows a GPU here, and --gpus or --nodes asks for some; name it by --machine "
             "(h100, or cpu for ranks on CPUs)"
         )
-    return Place(found, devices or count, nodes or 1, scheduler, file_system(folder))
+    return RunTarget(found, devices or count, nodes or 1, scheduler, file_system(folder))
 
 
 def _said(command: Sequence[str]) -> str:
@@ -78,7 +78,7 @@ def _said(command: Sequence[str]) -> str:
     if shutil.which(command[0]) is None:
         return ""
     try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=_ASKED_SECONDS, check=False)
+        done = subprocess.run(command, capture_output=True, text=True, timeout=_ANSWER_SECONDS, check=False)
     except (OSError, subprocess.TimeoutExpired):
         return ""
     return done.stdout if done.returncode == 0 else ""

@@ -13,7 +13,7 @@ _WIDTH = 110
 
 
 @dataclass(frozen=True)
-class Line:
+class Setting:
     """A setting of a new configuration."""
 
     key: str
@@ -23,26 +23,27 @@ class Line:
     """The reason, for its comment."""
 
 
-def changed(lines: Iterable[Line], changes: Iterable[Line]) -> list[Line]:
-    """Lines in their order with the values of `changes`, whose other keys follow."""
-    kept = {line.key: line for line in lines}
-    for line in changes:
-        inside = [key for key in kept if key.startswith(f"{line.key}.")]
+def overridden(settings: Iterable[Setting], changes: Iterable[Setting]) -> list[Setting]:
+    """The settings in their order with the values of `changes`, whose other keys follow. A change of a whole section
+    replaces the settings in it."""
+    kept = {setting.key: setting for setting in settings}
+    for setting in changes:
+        inside = [key for key in kept if key.startswith(f"{setting.key}.")]
         for key in inside:
             del kept[key]
-        kept[line.key] = line
+        kept[setting.key] = setting
     return list(kept.values())
 
 
-def rendered(lines: Iterable[Line]) -> str:
-    """The lines as YAML, sections in the order in which they come first, each value with its reason."""
+def to_yaml(settings: Iterable[Setting]) -> str:
+    """The settings as YAML, sections in the order in which they come first, each value with its reason."""
     tree: dict[str, Any] = {}
-    for line in lines:
-        *sections, name = line.key.split(".")
+    for setting in settings:
+        *sections, name = setting.key.split(".")
         inner = tree
         for section in sections:
             inner = inner.setdefault(section, {})
-        inner[name] = line
+        inner[name] = setting
     return "\n".join(_rows(tree, "")) + "\n"
 
 
