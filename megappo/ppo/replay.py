@@ -18,7 +18,6 @@ from megappo.config import Config, derive_run
 from megappo.errors import RunError, first_of
 from megappo.megatron.placed import announce, place
 from megappo.megatron.roles import Role
-from megappo.megatron.schedule import Task
 from megappo.plugins import is_import_path
 from megappo.ppo.checkpoints import outcome_text
 from megappo.ppo.methods import find_objective
@@ -117,7 +116,7 @@ def _repeat(config: Config, roles: Sequence[Role], runtime: Runtime, folder: Pat
     ]
 
 
-def _task(kept: dict[str, Any], config: Config) -> Task:
+def _task(kept: dict[str, Any], config: Config) -> PolicyTask | ValueTask:
     weights = LossWeights(**kept["weights"])
     if kept["role"] == "actor":
         return PolicyTask(find_objective(config.algorithm, kept["penalty_coef"]), weights)
