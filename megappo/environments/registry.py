@@ -5,7 +5,6 @@ from __future__ import annotations
 import inspect
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
@@ -17,6 +16,7 @@ from megappo.environments.gateway.server import Gateway
 from megappo.environments.protocol import Environment
 from megappo.environments.session import SharedEpisodeState
 from megappo.environments.tool_pool import ToolPool
+from megappo.observe.json_values import JSONValue
 from megappo.plugins import check_call, load, users_code
 
 _SETTING = "rollout.environment.name"
@@ -34,7 +34,7 @@ def make_environment(settings: EnvironmentSettings) -> Environment:
     return environment
 
 
-def tool_schemas(config: Config) -> Sequence[Any]:
+def tool_schemas(config: Config) -> Sequence[JSONValue]:
     """The descriptions of tools that prompts are rendered with; none without an environment that has some."""
     settings = config.rollout.episodes
     return [] if settings is None else getattr(make_environment(settings), "schemas", [])
