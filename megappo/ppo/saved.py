@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import os
 import shutil
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import asdict
 from functools import cache, partial
 from pathlib import Path
@@ -207,7 +207,7 @@ class LoadedSteps:
         """False: no step is begun early."""
         return False
 
-    def cursor_state(self) -> Mapping[str, JSONValue]:
+    def cursor_state(self) -> dict[str, JSONValue]:
         """Initial state of the cursor: nothing is drawn."""
         return self._parts.cursor.state_dict()
 
