@@ -25,7 +25,7 @@ from megappo.cli import main
 from megappo.commands.serve import make_service
 from megappo.config import load_config
 from megappo.engines.sglang.fleet import KEY_VARIABLE
-from megappo.plan.here import resolve_here
+from megappo.preflight.resolved import resolve_here
 from megappo.runtime.waiting import wait_until
 from tests.support.checkpoints import one_step_run
 from tests.support.places import BASE, ROOT, TINY
