@@ -10,13 +10,9 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from megappo.errors import reason
 from megappo.observe.parquet_files import ColumnFile, Numbers
-
-if TYPE_CHECKING:
-    pass
 
 DATA_SOURCE = "data_source"
 """Column, and metadata key, of a sample's task, named as in verl's files."""

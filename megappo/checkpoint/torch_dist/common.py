@@ -10,7 +10,7 @@ import zipfile
 from collections.abc import Iterator, Mapping, Sequence
 from io import BytesIO
 from pathlib import Path
-from typing import Any, TypeGuard
+from typing import TypeGuard
 
 from torch.distributed.checkpoint.metadata import Metadata
 
@@ -32,7 +32,7 @@ _COMMON_BYTES = "common_state/shard_0_1"
 _LARGEST_PICKLE_BYTES = 2**30
 
 
-class _Entries(dict[str, Any]):
+class _Entries(dict[Pickled, Pickled]):
     """Stand-in for other kinds of dictionaries."""
 
     def __init__(self, *_arguments: Pickled) -> None:
