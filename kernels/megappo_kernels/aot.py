@@ -20,11 +20,13 @@ from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass, fields, replace
 from multiprocessing import get_context
 from pathlib import Path
-from typing import Any, get_args, get_type_hints
+from types import FunctionType
+from typing import TypeAlias, get_args, get_type_hints
 
 import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
+from triton.runtime.jit import JITFunction, KernelParam
 
 from megappo_kernels.gpu import gae, head, layers, objectives, rows, whiten
 from megappo_kernels.objectives import FUNCTIONS, Objective, PolicyObjective, ValueObjective, inputs_of
@@ -41,13 +43,17 @@ class Kind(str):
     """The type of an argument in Triton's notation; arguments that are no Kind are values to compile for."""
 
 
+Value: TypeAlias = bool | int | str | FunctionType | JITFunction | tuple["Value", ...] | None
+"""A value to compile for, or a `Kind`; a string may also be the type of a pointer."""
+
+
 @dataclass(frozen=True)
 class Variant:
     """One compilation of a kernel. `arguments` by name; tuples among them are single arguments for Triton."""
 
     name: str
-    kernel: Any
-    arguments: Mapping[str, Any]
+    kernel: JITFunction
+    arguments: Mapping[str, Value]
     warps: int
     stages: int
     aligned: bool = True
@@ -70,7 +76,7 @@ class Report:
         return self.spill_bytes == 0 and self.shared_bytes <= SHARED_BYTES[self.capability]
 
 
-def _switches(few: bool, **choices: tuple[Any, ...]) -> Iterator[dict[str, Any]]:
+def _switches(few: bool, **choices: tuple[Value, ...]) -> Iterator[dict[str, Value]]:
     """Combinations of choices. The last of each choice is the fullest, the first the emptiest."""
     fullest, emptiest = tuple(c[-1] for c in choices.values()), tuple(c[0] for c in choices.values())
     for values in itertools.product(*choices.values()):
@@ -94,17 +100,22 @@ def _kind(name: str) -> Kind:
 
 
 def _variant(
-    kernel: Any, switches: dict[str, Any], sizes: dict[str, Any], warps: int, *, stages: int = 3, **special: str
+    kernel: JITFunction,
+    switches: Mapping[str, Value],
+    sizes: Mapping[str, Value],
+    warps: int,
+    *,
+    stages: int = 3,
+    **special: str,
 ) -> Variant:
-    constants = switches | sizes
     shown = [f"{k}={v}" if not isinstance(v, bool) else k for k, v in switches.items() if v is not False]
     shown += sorted(set(special.values()))
     name = " ".join([kernel.__name__, *shown])
-    given = constants | {name: Kind(kind) for name, kind in special.items()}
+    given = {**switches, **sizes} | {name: Kind(kind) for name, kind in special.items()}
     return Variant(name, kernel, {n: given[n] if n in given else _kind(n) for n in kernel.arg_names}, warps, stages)
 
 
-def _fused_variant(switches: dict[str, Any], tile: head.Tile) -> Variant:
+def _fused_variant(switches: Mapping[str, Value], tile: head.Tile) -> Variant:
     sizes = {"DESCRIPTORS": tile.descriptors, "WIDEN": False, "GROUP": head.GROUP_M}
     sizes |= {"TILES": head.SPLIT_COLUMNS // tile.n, "BM": tile.m, "BN": tile.n, "BK": tile.k}
     operands = {"hidden": "*bf16", "weight": "*bf16"}
@@ -149,7 +160,7 @@ def _objective_variants(few: bool, objective: type[Objective]) -> Iterator[Varia
     numbers = {name: (pointer,) if must else (None, pointer) for name, must in inputs_of(objective.formula).items()}
     if "sequence_log_ratio" in numbers:
         numbers["sequence_log_ratio"] = (None,)  # type: ignore[assignment]  # but for the one loss that takes it
-    settings: dict[str, tuple[Any, ...]] = {
+    settings: dict[str, tuple[Value, ...]] = {
         name: (None, number) if type(None) in get_args(hints[name]) else (number,)
         for name in (field.name for field in fields(objective))
     }
@@ -160,11 +171,11 @@ def _objective_variants(few: bool, objective: type[Objective]) -> Iterator[Varia
         if chosen.get("policy_loss") is gspo:
             chosen["sequence_log_ratio"] = pointer
         given = objective().settings()._replace(**{name: chosen[name] for name in settings})
-        arguments: dict[str, Any] = {name: _kind(name) for name in objectives.objective_kernel.arg_names}
+        arguments: dict[str, Value] = {name: _kind(name) for name in objectives.objective_kernel.arg_names}
         arguments |= {"numbers": tuple(chosen[n] for n in numbers), "settings": objectives.compiled_settings(given)}
         arguments |= {"slopes": (pointer,) * len(objective.trained), **objectives.constants_of(objective)}
         optional = [n for n, choices in {**numbers, **settings}.items() if None in choices and chosen[n] is not None]
-        named = [chosen[n].__name__ for n in settings if n in FUNCTIONS]
+        named = [f.__name__ for n in settings if n in FUNCTIONS and isinstance(f := chosen[n], FunctionType)]
         name = " ".join(["objective_kernel", objective.__name__, *named, *optional])
         yield Variant(name, objectives.objective_kernel, arguments, objectives.WARPS, 3)
 
@@ -208,7 +219,7 @@ def compile_variant(variant: Variant, capability: int) -> Report:
     return Report(variant.name, capability, registers, spill_bytes, compiled.metadata.shared)
 
 
-def _is_aligned(kind: str, parameter: Any) -> bool:
+def _is_aligned(kind: str, parameter: KernelParam) -> bool:
     if kind.startswith("*"):
         return not parameter.do_not_specialize_on_alignment
     return kind == "i32" and not parameter.do_not_specialize

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
+
+from megappo_kernels.autograd import ContextWith
 
 
 @dataclass(frozen=True)
@@ -38,9 +39,11 @@ def _wide(dtype: torch.dtype) -> torch.dtype:
 
 class _Clamped(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, gate_up: Tensor, weights: Tensor, alpha: float, limit: float) -> Tensor:
+    def forward(
+        ctx: ContextWith[tuple[float, float]], gate_up: Tensor, weights: Tensor, alpha: float, limit: float
+    ) -> Tensor:
         ctx.save_for_backward(gate_up, weights)
-        ctx.alpha, ctx.limit = alpha, limit
+        ctx.kept = alpha, limit
         gate, up = gate_up.to(_wide(gate_up.dtype)).chunk(2, dim=-1)
         gate = gate.clamp(max=limit)
         product = (up.clamp(-limit, limit) + 1).mul_(gate).mul_(torch.sigmoid(alpha * gate))
@@ -48,9 +51,9 @@ class _Clamped(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx: ContextWith[tuple[float, float]], grad: Tensor) -> tuple[Tensor | None, ...]:
         gate_up, weights = ctx.saved_tensors
-        alpha, limit = ctx.alpha, ctx.limit
+        alpha, limit = ctx.kept
         wide_grad, wide_gate_up = (x.to(_wide(gate_up.dtype)) for x in (grad, gate_up))
         gate, up = wide_gate_up.chunk(2, dim=-1)
         below, within = gate < limit, up.abs() < limit

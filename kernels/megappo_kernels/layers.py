@@ -7,14 +7,13 @@ tokens, F features, H heads, D channels of a head.
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.nn import functional
 from torch.nn.functional import silu
 
+from megappo_kernels.autograd import Context, ContextWith
 from megappo_kernels.backend import runs_triton
 
 
@@ -40,7 +39,7 @@ class _TorchSwiGLU(torch.autograd.Function):
     places."""
 
     @staticmethod
-    def forward(ctx: Any, gate_up: Tensor) -> Tensor:
+    def forward(ctx: Context, gate_up: Tensor) -> Tensor:
         gate, up = gate_up.chunk(2, dim=-1)
         opened = silu(gate)
         ctx.save_for_backward(gate_up, opened)
@@ -48,7 +47,7 @@ class _TorchSwiGLU(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> Tensor:
+    def backward(ctx: Context, grad: Tensor) -> Tensor:
         gate_up, opened = ctx.saved_tensors
         found = torch.empty_like(gate_up)
         (gate, up), (of_gate, of_up) = gate_up.chunk(2, dim=-1), found.chunk(2, dim=-1)
@@ -59,25 +58,29 @@ class _TorchSwiGLU(torch.autograd.Function):
 
 class _SwiGLU(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, gate_up: Tensor, weights: Tensor | None) -> Tensor:
+    def forward(
+        ctx: ContextWith[tuple[torch.Size, torch.Size | None]], gate_up: Tensor, weights: Tensor | None
+    ) -> Tensor:
         from megappo_kernels.gpu.layers import launch_swiglu
 
         gate_up_TG = gate_up.contiguous().view(-1, gate_up.shape[-1])
         weights_T = None if weights is None else weights.contiguous().view(-1)
         ctx.save_for_backward(gate_up_TG, weights_T)
-        ctx.shapes = gate_up.shape, None if weights is None else weights.shape
+        ctx.kept = gate_up.shape, None if weights is None else weights.shape
         return launch_swiglu(gate_up_TG, weights_T).view(*gate_up.shape[:-1], gate_up.shape[-1] // 2)
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor | None]:
+    def backward(ctx: ContextWith[tuple[torch.Size, torch.Size | None]], grad: Tensor) -> tuple[Tensor, Tensor | None]:
         from megappo_kernels.gpu.layers import launch_swiglu_gradient
 
         gate_up_TG, weights_T = ctx.saved_tensors
-        shape, shape_of_weights = ctx.shapes
+        shape, shape_of_weights = ctx.kept
         grad_TF = grad.contiguous().view(-1, grad.shape[-1])
         of_gate_up, of_weights = launch_swiglu_gradient(grad_TF, gate_up_TG, weights_T)
-        return of_gate_up.view(shape), None if of_weights is None else of_weights.view(shape_of_weights)
+        return of_gate_up.view(shape), None if of_weights is None or shape_of_weights is None else of_weights.view(
+            shape_of_weights
+        )
 
 
 def rotate_pairs(x_THD: Tensor, cosine_T1D: Tensor, sine_T1D: Tensor) -> Tensor:
@@ -103,13 +106,13 @@ class _TorchRotation(torch.autograd.Function):
     """Rotation computed in the type of the angles and rounded once, to the type of `x`."""
 
     @staticmethod
-    def forward(ctx: Any, x_THD: Tensor, cosine_T1D: Tensor, sine_T1D: Tensor) -> Tensor:
+    def forward(ctx: Context, x_THD: Tensor, cosine_T1D: Tensor, sine_T1D: Tensor) -> Tensor:
         ctx.save_for_backward(cosine_T1D, sine_T1D)
         return _turned_by_torch(x_THD, cosine_T1D, sine_T1D)
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, grad_THD: Tensor) -> tuple[Tensor, None, None]:
+    def backward(ctx: Context, grad_THD: Tensor) -> tuple[Tensor, None, None]:
         cosine_T1D, sine_T1D = ctx.saved_tensors
         return _turned_by_torch(grad_THD, cosine_T1D, -sine_T1D), None, None
 
@@ -125,14 +128,14 @@ def _turned_by_torch(x_THD: Tensor, cosine_T1D: Tensor, sine_T1D: Tensor) -> Ten
 
 class _Rotation(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x_THD: Tensor, cosine_T1D: Tensor, sine_T1D: Tensor) -> Tensor:
+    def forward(ctx: Context, x_THD: Tensor, cosine_T1D: Tensor, sine_T1D: Tensor) -> Tensor:
         angles = cosine_T1D.contiguous(), sine_T1D.contiguous()
         ctx.save_for_backward(*angles)
         return _turned(x_THD, *angles, back=False)
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, grad_THD: Tensor) -> tuple[Tensor, None, None]:
+    def backward(ctx: Context, grad_THD: Tensor) -> tuple[Tensor, None, None]:
         return _turned(grad_THD, *ctx.saved_tensors, back=True), None, None
 
 
@@ -160,7 +163,7 @@ class _RMSNorm(torch.autograd.Function):
     """RMSNorm that converts each operand to float32 once and then works in place."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    def forward(ctx: Context, x: Tensor, weight: Tensor, eps: float) -> Tensor:
         wide = x.float()
         size = torch.linalg.vector_norm(wide, dim=-1, keepdim=True)
         factor = size.square_().div_(x.shape[-1]).add_(eps).rsqrt_()
@@ -169,7 +172,7 @@ class _RMSNorm(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, None]:
+    def backward(ctx: Context, grad: Tensor) -> tuple[Tensor, Tensor, None]:
         x, weight, factor = ctx.saved_tensors
         wide, wide_grad, wide_weight = x.float(), grad.float(), weight.float()
         products_TF, factor_T = (wide_grad * wide).reshape(-1, x.shape[-1]), factor.reshape(-1)

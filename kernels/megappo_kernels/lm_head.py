@@ -8,12 +8,12 @@ gradient of the hidden states is summed over slices, in float32. See `rows` for 
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from megappo_kernels.autograd import ContextWith
 from megappo_kernels.backend import runs_triton
 from megappo_kernels.blocks import BLOCK
 from megappo_kernels.gemm import LogitsGemm, add_product
@@ -162,7 +162,7 @@ def head_statistics(
 class _LinearLogprob(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any,
+        ctx: ContextWith[tuple[HeadShard, bool, bool]],
         hidden_TH: Tensor,
         weight_VH: Tensor,
         local_labels_T: Tensor,
@@ -173,13 +173,14 @@ class _LinearLogprob(torch.autograd.Function):
         stats_4T = head_statistics(hidden_TH, weight_VH, local_labels_T, shard, entropy=entropy)
         stats_4T = merge_statistics(stats_4T, shard.group)
         ctx.save_for_backward(hidden_TH, weight_VH, local_labels_T, stats_4T)
-        ctx.shard, ctx.reduce_hidden, ctx.has_entropy = shard, reduce_hidden, entropy
+        ctx.kept = shard, reduce_hidden, entropy
         ctx.set_materialize_grads(False)
         return logprob_and_entropy(stats_4T, entropy=entropy)
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
-        grad_logprob_T, grad_entropy_T = grads[0], grads[1] if ctx.has_entropy else None
+    def backward(ctx: ContextWith[tuple[HeadShard, bool, bool]], *grads: Tensor | None) -> tuple[Tensor | None, ...]:
+        shard, reduce_hidden, has_entropy = ctx.kept
+        grad_logprob_T, grad_entropy_T = grads[0], grads[1] if has_entropy else None
         if grad_logprob_T is None and grad_entropy_T is None:
             return (None,) * 6
         hidden_TH, weight_VH, local_labels_T, stats_4T = ctx.saved_tensors
@@ -191,10 +192,10 @@ class _LinearLogprob(torch.autograd.Function):
         )
         gradients = RowGradients.of(stats_4T, grad_logprob_T, grad_entropy_T).of_rows(rows_N)
         grad_hidden_NH, grad_weight_VH = _recomputed_gradients(
-            hidden_TH[rows_N], weight_VH, local_labels_T[rows_N], gradients, ctx.shard.compacted(rows_N)
+            hidden_TH[rows_N], weight_VH, local_labels_T[rows_N], gradients, shard.compacted(rows_N)
         )
-        if ctx.shard.group is not None and ctx.reduce_hidden:
-            dist.all_reduce(grad_hidden_NH, group=ctx.shard.group)
+        if shard.group is not None and reduce_hidden:
+            dist.all_reduce(grad_hidden_NH, group=shard.group)
         grad_hidden_TH = torch.zeros_like(hidden_TH).index_copy_(0, rows_N, grad_hidden_NH.to(hidden_TH.dtype))
         return grad_hidden_TH, grad_weight_VH, None, None, None, None
 

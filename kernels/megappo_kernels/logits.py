@@ -5,12 +5,11 @@ Forward reads the logits once. Backward overwrites them with their gradient, so 
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from megappo_kernels.autograd import ContextWith
 from megappo_kernels.backend import runs_triton
 from megappo_kernels.lm_head import HeadShard, vocabulary_range
 from megappo_kernels.rows import (
@@ -74,7 +73,12 @@ def _blocks(logits_TV: Tensor, triton: bool) -> list[slice]:
 class _LogitsLogprob(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, logits_TV: Tensor, local_labels_T: Tensor, shard: HeadShard, entropy: bool, inplace: bool
+        ctx: ContextWith[tuple[HeadShard, bool, bool]],
+        logits_TV: Tensor,
+        local_labels_T: Tensor,
+        shard: HeadShard,
+        entropy: bool,
+        inplace: bool,
     ) -> tuple[Tensor, Tensor]:
         stats_4T = empty_statistics(len(local_labels_T), logits_TV)
         blocks = _blocks(logits_TV, shard.triton) if shard.here else []
@@ -92,20 +96,20 @@ class _LogitsLogprob(torch.autograd.Function):
             )
         stats_4T = merge_statistics(stats_4T, shard.group)
         ctx.save_for_backward(logits_TV, local_labels_T, stats_4T)
-        ctx.shard, ctx.has_entropy, ctx.inplace = shard, entropy, inplace
+        ctx.kept = shard, entropy, inplace
         ctx.set_materialize_grads(False)
         return logprob_and_entropy(stats_4T, entropy=entropy)
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
-        grad_logprob_T, grad_entropy_T = grads[0], grads[1] if ctx.has_entropy else None
+    def backward(ctx: ContextWith[tuple[HeadShard, bool, bool]], *grads: Tensor | None) -> tuple[Tensor | None, ...]:
+        shard, has_entropy, inplace = ctx.kept
+        grad_logprob_T, grad_entropy_T = grads[0], grads[1] if has_entropy else None
         if grad_logprob_T is None and grad_entropy_T is None:
             return (None,) * 5
         logits_TV, local_labels_T, stats_4T = ctx.saved_tensors
-        shard: HeadShard = ctx.shard
         if grad_logprob_T is None:
             grad_logprob_T = torch.zeros_like(stats_4T[0])
-        out_TV = logits_TV if ctx.inplace else torch.empty_like(logits_TV)
+        out_TV = logits_TV if inplace else torch.empty_like(logits_TV)
         gradients = RowGradients.of(stats_4T, grad_logprob_T, grad_entropy_T)
         for rows in _blocks(logits_TV, shard.triton) if shard.here else []:
             block_CV = logits_TV[rows, : shard.here]

@@ -8,12 +8,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from megappo_kernels.autograd import Context
 from megappo_kernels.backend import runs_triton
 from megappo_kernels.metrics import combine, measure
 from megappo_kernels.objectives import Objective, PolicyObjective, ValueObjective, inputs_of, metric_kind
@@ -154,12 +154,12 @@ class _WithSlopes(torch.autograd.Function):
     """A loss whose gradients were computed in forward."""
 
     @staticmethod
-    def forward(ctx: Any, value: Tensor, slopes: tuple[Tensor, ...], *trained: Tensor) -> Tensor:
+    def forward(ctx: Context, value: Tensor, slopes: tuple[Tensor, ...], *trained: Tensor) -> Tensor:
         ctx.save_for_backward(*slopes)
         return value.clone()
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Context, *grads: Tensor) -> tuple[Tensor | None, ...]:
         return None, None, *(grads[0] * slope for slope in ctx.saved_tensors)
 
 

@@ -16,9 +16,9 @@ import inspect
 from collections import namedtuple
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields
-from typing import Any, ClassVar, Literal, NamedTuple
+from typing import Any, ClassVar, Literal, NamedTuple, Protocol, TypeAlias
 
-from megappo_kernels.surrogates import POLICY_LOSSES, Numbers, clamped, xp
+from megappo_kernels.surrogates import POLICY_LOSSES, BandSettings, Numbers, Surrogate, clamped, xp
 
 LOG_RATIO_LIMIT = 20.0
 """Log-ratios are clamped to +- this before exp, as in verl (verl/trainer/ppo/core_algos.py), so that no outlier token
@@ -129,13 +129,34 @@ POLICY_METRICS: Mapping[str, Metric] = {
         "mean", "nats per token", "KL to the reference by `kl_in_loss.kind`, or k3 without `kl_in_loss`.", "below 0.5"
     ),
 }  # fmt: skip
+Contribution: TypeAlias = tuple[tuple[Numbers, ...], NamedTuple]
+"""What a formula finds for each token: the slopes in its trained numbers, and its metrics."""
+OwnLoss: TypeAlias = Callable[..., Numbers | tuple[Numbers, Mapping[str, Numbers]]]
+"""A policy loss of the user's own: see `own_losses`."""
+
+
+class PolicySettings(BandSettings, Protocol):
+    """Settings of `policy_loss`, with functions in place of their names."""
+
+    entropy_coef: float
+    kl_coef: float
+    policy_loss: Callable[..., Surrogate]
+    kl: Callable[[Numbers], tuple[Numbers, Numbers]]
+
+
+class ValueSettings(Protocol):
+    """Settings of `value_loss`."""
+
+    value_clip: float | None
+
+
 PolicyMetrics = _tuple_type(
     "PolicyMetrics", tuple(name for name in POLICY_METRICS if name not in ("loss", "effective_sample_size"))
 )
 
 
 def policy_loss(
-    s: Any,
+    s: PolicySettings,
     logprob: Numbers,
     entropy: Numbers,
     old_logprob: Numbers,
@@ -145,7 +166,7 @@ def policy_loss(
     importance_weights: Numbers = None,
     nll_weights: Numbers = None,
     sequence_log_ratio: Numbers = None,
-) -> tuple[tuple[Numbers, ...], Any]:
+) -> Contribution:
     """weights * (importance * surrogate - entropy_coef * entropy + kl_coef * KL(policy || reference)) - nll_weights *
     logprob.
 
@@ -217,8 +238,8 @@ ValueMetrics = _tuple_type("ValueMetrics", tuple(name for name in VALUE_METRICS 
 
 
 def value_loss(
-    s: Any, values: Numbers, old_values: Numbers, returns: Numbers, weights: Numbers
-) -> tuple[tuple[Numbers, ...], Any]:
+    s: ValueSettings, values: Numbers, old_values: Numbers, returns: Numbers, weights: Numbers
+) -> Contribution:
     """weights * max((v - R)^2, (v_clipped - R)^2) / 2, with v_clipped within +-value_clip of the old value.
 
     Returns the slope in `values`, and ValueMetrics. Schulman et al. 2017's reference code (baselines).
@@ -244,27 +265,30 @@ def value_loss(
 class Objective:
     """An objective: a formula, and its settings by name."""
 
-    formula: ClassVar[Callable[..., Any]]
+    formula: ClassVar[Callable[..., Contribution]]
     """Function of a token's contribution; its parameters after `s` name the numbers of a token."""
     trained: ClassVar[tuple[str, ...]]
     """Numbers that the formula has slopes in."""
     metrics: ClassVar[tuple[str, ...]]
 
-    def __init_subclass__(cls, formula: Callable[..., Any], trained: tuple[str, ...], metrics: Any) -> None:
+    def __init_subclass__(
+        cls, formula: Callable[..., Contribution], trained: tuple[str, ...], metrics: type[NamedTuple]
+    ) -> None:
         cls.formula, cls.trained, cls.metrics = staticmethod(formula), trained, metrics._fields
 
-    def settings(self) -> Any:
+    def settings(self) -> NamedTuple:
         """The settings `s` of the formula, with functions in place of their names."""
         given = {field.name: getattr(self, field.name) for field in fields(self)}
         found = {n: named_function(n, x) if n in FUNCTIONS and isinstance(x, str) else x for n, x in given.items()}
-        return _tuple_type(f"{type(self).__name__}Settings", tuple(found))(**found)
+        settings: NamedTuple = _tuple_type(f"{type(self).__name__}Settings", tuple(found))(**found)
+        return settings
 
 
 @dataclass(frozen=True)
 class PolicyObjective(Objective, formula=policy_loss, trained=("logprob", "entropy"), metrics=PolicyMetrics):
     """Settings of `policy_loss`; the defaults are those of PPO-clip."""
 
-    policy_loss: str | Callable[..., Any] = "clip"
+    policy_loss: str | OwnLoss = "clip"
     """One of POLICY_LOSSES, or a function of your own: see `own_losses`."""
     clip_low: float = 0.2
     clip_high: float = 0.2
@@ -312,11 +336,14 @@ class ValueObjective(Objective, formula=value_loss, trained=("values",), metrics
     """Range of the value clip; None: no clipping, and the old values are not used."""
 
 
-FUNCTIONS: Mapping[str, Mapping[str, Callable[..., Any]]] = {"policy_loss": POLICY_LOSSES, "kl": KL_ESTIMATES}
+FUNCTIONS: Mapping[str, Mapping[str, Callable[..., tuple[Numbers, ...]]]] = {
+    "policy_loss": POLICY_LOSSES,
+    "kl": KL_ESTIMATES,
+}
 """Settings whose values name a function, with the functions by name."""
 
 
-def named_function(setting: str, name: str) -> Callable[..., Any]:
+def named_function(setting: str, name: str) -> Callable[..., tuple[Numbers, ...]]:
     """The function that a setting names; raises ValueError with the nearest name."""
     choices = FUNCTIONS[setting]
     if name not in choices:
@@ -325,7 +352,7 @@ def named_function(setting: str, name: str) -> Callable[..., Any]:
     return choices[name]
 
 
-def inputs_of(formula: Callable[..., Any]) -> dict[str, bool]:
+def inputs_of(formula: Callable[..., Contribution]) -> dict[str, bool]:
     """Numbers of a token that a formula takes, in its order, and whether each is required."""
     parameters = list(inspect.signature(formula).parameters.values())[1:]
     return {p.name: p.default is inspect.Parameter.empty for p in parameters}
@@ -337,7 +364,7 @@ def metric_kind(name: str) -> str:
     return found.kind if found is not None else "mean"
 
 
-def taken_by(function: Callable[..., Any], offered: Sequence[str]) -> tuple[str, ...]:
+def taken_by(function: Callable[..., Numbers], offered: Sequence[str]) -> tuple[str, ...]:
     """The offered keyword arguments that a function has parameters for; all where it takes any."""
     parameters = inspect.signature(function).parameters
     takes_any = any(p.kind is inspect.Parameter.VAR_KEYWORD for p in parameters.values())

@@ -19,6 +19,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from megappo_kernels.autograd import ContextWith
 from megappo_kernels.blocks import CHUNK_BYTES
 from megappo_kernels.gemm import MIN_ROWS, LogitsGemm, add_product
 from megappo_kernels.lm_head import HeadShard
@@ -156,18 +157,24 @@ class _HandedOut(torch.autograd.Function):
     """A loss whose gradients were computed in forward."""
 
     @staticmethod
-    def forward(ctx: Any, hidden_TH: Tensor, weight_VH: Tensor, found: _Found, options: _Options) -> Tensor:
+    def forward(
+        ctx: ContextWith[tuple[_Found, _Options]],
+        hidden_TH: Tensor,
+        weight_VH: Tensor,
+        found: _Found,
+        options: _Options,
+    ) -> Tensor:
         ctx.save_for_backward(weight_VH)
-        ctx.found, ctx.options = found, options
+        ctx.kept = found, options
         return found.loss.clone()
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx: ContextWith[tuple[_Found, _Options]], *grads: Tensor) -> tuple[Tensor | None, ...]:
         (weight_VH,) = ctx.saved_tensors
-        if ctx.found.gradients is None:
+        found, options = ctx.kept
+        if found.gradients is None:
             raise RuntimeError("the gradients of ppo_head_loss were handed out already; call it again")
-        (grad_hidden_TH, grad_weight_VH), ctx.found.gradients = ctx.found.gradients, None
-        options: _Options = ctx.options
+        (grad_hidden_TH, grad_weight_VH), found.gradients = found.gradients, None
         if options.accumulate_main_grad:
             _expect_upstream(grads[0], options.upstream)
             _leave_placeholder(weight_VH)

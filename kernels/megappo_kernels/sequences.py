@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from megappo_kernels.autograd import ContextWith
 from megappo_kernels.objectives import LOG_RATIO_LIMIT
 
 
@@ -56,13 +56,13 @@ class _SumOver(torch.autograd.Function):
     """Sum over ranks, which each of them uses; its gradient is summed likewise."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, group: dist.ProcessGroup | None) -> Tensor:
-        ctx.group = group
+    def forward(ctx: ContextWith[dist.ProcessGroup | None], x: Tensor, group: dist.ProcessGroup | None) -> Tensor:
+        ctx.kept = group
         return _summed(x, group)
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
-        return _summed(grads[0], ctx.group), None
+    def backward(ctx: ContextWith[dist.ProcessGroup | None], *grads: Tensor) -> tuple[Tensor, None]:
+        return _summed(grads[0], ctx.kept), None
 
 
 def _summed(x: Tensor, group: dist.ProcessGroup | None) -> Tensor:

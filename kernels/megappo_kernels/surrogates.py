@@ -10,7 +10,7 @@ Nothing here imports torch before it is called.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any, NamedTuple, Protocol, TypeAlias
 
 
 class _Torch:
@@ -32,6 +32,20 @@ ALMOST_NOTHING = 1e-8
 def clamped(x: Numbers, low: Numbers, high: Numbers) -> Numbers:
     """`x` within [low, high]; NaN stays NaN."""
     return xp.where(x > high, high, xp.where(x < low, low, x))
+
+
+class BandSettings(Protocol):
+    """Settings that surrogate losses read; see `objectives.PolicyObjective`."""
+
+    clip_low: float
+    clip_high: float
+    dual_clip: float | None
+    penalty_coef: float
+    band_low: float
+    band_high: float
+    gate_positive: float
+    gate_negative: float
+    weight_cap: float
 
 
 class Surrogate(NamedTuple):
@@ -82,7 +96,7 @@ def weighted(
 
 
 def clip(
-    s: Any, logprob: Numbers, old_logprob: Numbers, log_ratio: Numbers, ratio: Numbers, advantages: Numbers
+    s: BandSettings, logprob: Numbers, old_logprob: Numbers, log_ratio: Numbers, ratio: Numbers, advantages: Numbers
 ) -> Surrogate:
     """PPO-clip (Schulman et al. 2017, eq. 7), bounded where the advantage is negative (Ye et al. 2020, eq. 5)."""
     x = limited(ratio, advantages, 1 - s.clip_low, 1 + s.clip_high)
@@ -96,7 +110,7 @@ def clip(
 
 
 def penalty(
-    s: Any, logprob: Numbers, old_logprob: Numbers, log_ratio: Numbers, ratio: Numbers, advantages: Numbers
+    s: BandSettings, logprob: Numbers, old_logprob: Numbers, log_ratio: Numbers, ratio: Numbers, advantages: Numbers
 ) -> Surrogate:
     """-ratio * A + penalty_coef * KL(old || new), estimated by k3 (Schulman et al. 2017, eq. 8). No band: the position
     is ratio / (1 + ratio)."""
@@ -106,7 +120,7 @@ def penalty(
 
 
 def dis(
-    s: Any, logprob: Numbers, old_logprob: Numbers, log_ratio: Numbers, ratio: Numbers, advantages: Numbers
+    s: BandSettings, logprob: Numbers, old_logprob: Numbers, log_ratio: Numbers, ratio: Numbers, advantages: Numbers
 ) -> Surrogate:
     """Direct double-sided importance sampling: -f(ratio) * A * logprob, f(r) = r within [1 - band_low, 1 + band_high]
     and 0 outside, whatever the advantage's sign. The old log-probability is the engine's.
@@ -123,7 +137,7 @@ def dis(
 
 
 def cispo(
-    s: Any, logprob: Numbers, old_logprob: Numbers, log_ratio: Numbers, ratio: Numbers, advantages: Numbers
+    s: BandSettings, logprob: Numbers, old_logprob: Numbers, log_ratio: Numbers, ratio: Numbers, advantages: Numbers
 ) -> Surrogate:
     """-clip(ratio, 1 - band_low, 1 + band_high) * A * logprob, the clipped ratio constant in the gradient: every token
     keeps a slope (MiniMax 2025, "MiniMax-M1", eq. 4 and 5)."""
@@ -134,7 +148,7 @@ def cispo(
 
 
 def gspo(
-    s: Any, logprob: Numbers, old_logprob: Numbers, log_ratio: Numbers, ratio: Numbers, advantages: Numbers
+    s: BandSettings, logprob: Numbers, old_logprob: Numbers, log_ratio: Numbers, ratio: Numbers, advantages: Numbers
 ) -> Surrogate:
     """PPO-clip of the geometric mean of a sequence's ratios, within [1 - band_low, 1 + band_high].
 
@@ -145,7 +159,7 @@ def gspo(
 
 
 def sapo(
-    s: Any, logprob: Numbers, old_logprob: Numbers, log_ratio: Numbers, ratio: Numbers, advantages: Numbers
+    s: BandSettings, logprob: Numbers, old_logprob: Numbers, log_ratio: Numbers, ratio: Numbers, advantages: Numbers
 ) -> Surrogate:
     """-4 / tau * sigmoid(tau * (ratio - 1)) * A, with tau gate_positive where A > 0 and gate_negative elsewhere (Gao et
     al. 2025, "Soft Adaptive Policy Optimization", arXiv 2511.20347). No band: the position is the gate."""
@@ -158,7 +172,7 @@ def sapo(
     return Surrogate(-advantages * gate * (4 / tau), -advantages * weight, never, never, never, never, weight, gate)
 
 
-def dppo(s: Any, logprob: Numbers, ratio: Numbers, advantages: Numbers, change: Numbers) -> Surrogate:
+def dppo(s: BandSettings, logprob: Numbers, ratio: Numbers, advantages: Numbers, change: Numbers) -> Surrogate:
     """-min(ratio, weight_cap) * A * logprob, the weight constant in the gradient, 0 where a token's `change` is
     further than band_low down, with A < 0, or band_high up, with A > 0."""
     below, above = (advantages < 0) & (change < -s.band_low), (advantages > 0) & (change > s.band_high)
@@ -168,7 +182,7 @@ def dppo(s: Any, logprob: Numbers, ratio: Numbers, advantages: Numbers, change: 
 
 
 def dppo_tv(
-    s: Any, logprob: Numbers, old_logprob: Numbers, log_ratio: Numbers, ratio: Numbers, advantages: Numbers
+    s: BandSettings, logprob: Numbers, old_logprob: Numbers, log_ratio: Numbers, ratio: Numbers, advantages: Numbers
 ) -> Surrogate:
     """DPPO with tokens left out by the change of their probability, new - old: the total variation of "this token or
     another" (binary TV, arXiv 2602.04879, eq. 11 to 13). The ratio is capped as verl does it."""
@@ -176,7 +190,7 @@ def dppo_tv(
 
 
 def dppo_kl(
-    s: Any, logprob: Numbers, old_logprob: Numbers, log_ratio: Numbers, ratio: Numbers, advantages: Numbers
+    s: BandSettings, logprob: Numbers, old_logprob: Numbers, log_ratio: Numbers, ratio: Numbers, advantages: Numbers
 ) -> Surrogate:
     """DPPO with tokens left out by KL(old || new) of "this token or another", in nats, with the sign of the change
     (binary KL, arXiv 2602.04879, eq. 14)."""

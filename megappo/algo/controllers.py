@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from typing import Any
+from collections.abc import Mapping
 
 
 def _finite(current_kl: float) -> float:
@@ -22,11 +22,11 @@ class FixedKLController:
         """Raise ValueError for a KL that is not finite; the weight stays."""
         _finite(current_kl)
 
-    def state_dict(self) -> dict[str, Any]:
+    def state_dict(self) -> dict[str, float]:
         """State for a checkpoint."""
         return {"value": self.value}
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:
+    def load_state_dict(self, state: Mapping[str, float]) -> None:
         """Continue from a checkpoint."""
         self.value = float(state["value"])
 
@@ -70,7 +70,7 @@ class PenaltyController(FixedKLController):
         elif current_kl < self.target / 1.5:
             self._move_to(self.value / 2)
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:
+    def load_state_dict(self, state: Mapping[str, float]) -> None:
         """Continue from a checkpoint, within the bounds."""
         self._move_to(float(state["value"]))
 

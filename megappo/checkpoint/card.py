@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
 
 import yaml
 
@@ -14,6 +13,7 @@ from megappo.config import Config
 from megappo.config.hub import HubName, may_be_hub_name
 from megappo.config.model_files import model_paths
 from megappo.errors import one_line, reason, redacted, shortened, writing
+from megappo.observe.json_values import JSONValue
 from megappo.observe.metrics import read_metrics
 from megappo.runtime.packages import installed_version
 
@@ -44,7 +44,7 @@ def write_card(out: Path, config: Config, run_dir: Path, *, role: str, step: int
         step: the last step of the model's training.
         adapters: whether the folder holds adapters alone.
     """
-    path, lines, told = run_dir / "metrics.jsonl", list[dict[str, Any]](), list[str]()
+    path, lines, told = run_dir / "metrics.jsonl", list[dict[str, JSONValue]](), list[str]()
     if path.exists():
         try:
             lines = [line for line in read_metrics(path) if line["step"] <= step]
@@ -57,14 +57,14 @@ def write_card(out: Path, config: Config, run_dir: Path, *, role: str, step: int
 
 
 def model_card(
-    config: Config, lines: Sequence[Mapping[str, Any]], *, role: str, step: int, adapters: bool = False
+    config: Config, lines: Sequence[Mapping[str, JSONValue]], *, role: str, step: int, adapters: bool = False
 ) -> str:
     """The text of a card: YAML for the hub between dashes, then Markdown.
 
     `lines`: the metrics of each step, those of `metrics.jsonl`, until `step`.
     """
     base = model_paths(config).get(role, config.model.path)
-    head: dict[str, Any] = {
+    head: dict[str, str | list[str]] = {
         "library_name": "peft" if adapters else "transformers",
         "tags": ["megappo", "reinforcement-learning", config.algorithm.estimator.rpartition(":")[2], role],
     }
@@ -87,7 +87,7 @@ def _origin_words(config: Config, base: str, role: str) -> str:
     return f"The {role} of a run of megappo {megappo.__version__} ({versions}), which began with {began} {_code(base)}."
 
 
-def _tables(config: Config, lines: Sequence[Mapping[str, Any]]) -> Iterator[str]:
+def _tables(config: Config, lines: Sequence[Mapping[str, JSONValue]]) -> Iterator[str]:
     yield "## How it was trained\n\n" + _table(("setting", "value"), _settings(config))
     if figures := [*_figures(lines)]:
         said = f"The mean of the last {min(_WINDOW_STEPS, len(lines))} steps; of evaluations, the last one."
@@ -109,10 +109,10 @@ def _settings(config: Config) -> Iterator[tuple[str, str]]:
     yield "seed", str(config.run.seed)
 
 
-def _figures(lines: Sequence[Mapping[str, Any]]) -> Iterator[tuple[str, str]]:
+def _figures(lines: Sequence[Mapping[str, JSONValue]]) -> Iterator[tuple[str, str]]:
     last = [line for line in lines if "reward/mean" in line][-_WINDOW_STEPS:]
     for name in _FIGURES:
-        values = [float(line[name]) for line in last if isinstance(line.get(name), int | float)]
+        values = [float(x) for line in last if isinstance(x := line.get(name), int | float)]
         if finite := [value for value in values if math.isfinite(value)]:
             yield _code(name), f"{sum(finite) / len(finite):.4g}"
     evaluated = [line for line in lines if any(name.startswith("eval/") for name in line)]

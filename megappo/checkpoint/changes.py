@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 from pydantic import ValidationError
 
@@ -14,6 +13,7 @@ from megappo.config.data import OLD_PYTHON_PREFIX
 from megappo.config.load import flat_settings
 from megappo.config.reward import SERVER
 from megappo.errors import ConfigError, secret_settings, show
+from megappo.observe.json_values import JSONValue
 
 _UNMENTIONED = (
     "run.name", "run.directory", "run.files", "run.private", "run.max_hours", "run.force_resume",
@@ -53,7 +53,7 @@ class Changes:
     dangerous: tuple[str, ...]
 
 
-def compare_settings(before: Mapping[str, Any], now: Mapping[str, Any], steps: tuple[int, int]) -> Changes:
+def compare_settings(before: Mapping[str, JSONValue], now: Mapping[str, JSONValue], steps: tuple[int, int]) -> Changes:
     """Compare two configurations in JSON's types. `steps`: how many the run had and has now, however they are given."""
     old, new = dict(flat_settings(before)), dict(flat_settings(now))
     for key in _SOURCES & old.keys():
@@ -79,29 +79,31 @@ def compare_settings(before: Mapping[str, Any], now: Mapping[str, Any], steps: t
     return Changes(tuple(harmless), tuple(dangerous))
 
 
-def tensor_changes(before: Mapping[str, Any], now: Config) -> str | None:
+def tensor_changes(before: Mapping[str, JSONValue], now: Config) -> str | None:
     """Why the checkpoint's tensors cannot be those of these settings' roles; None where they can. Adapters are other
     tensors than weights, and frozen parameters have no moments."""
     for role, settings in now.trained.items():
-        old = (before.get(role) or {}).get("lora")
+        old = _section(before, role).get("lora")
         new = None if settings.lora is None else settings.lora.model_dump(mode="json")
         if old != new:
             return f"{role}.lora {show(old)} and not {show(new)}, so its checkpoints hold other tensors"
     if now.critic is not None:
-        frozen = sorted((before.get("critic") or {}).get("freeze", ()))
+        told = _section(before, "critic").get("freeze")
+        frozen = sorted(map(str, told)) if isinstance(told, Sequence) else []
         if frozen != sorted(now.critic.freeze):
             words = f"critic.freeze {show(frozen)} and not {show(sorted(now.critic.freeze))}"
             return f"{words}, so its checkpoints hold other moments"
     return None
 
 
-def keep_kl_unit(before: Mapping[str, Any], config: Config) -> tuple[Mapping[str, Any], Config]:
+def keep_kl_unit(before: Mapping[str, JSONValue], config: Config) -> tuple[Mapping[str, JSONValue], Config]:
     """Keep the unit of an adaptive KL, and its target, from the checkpoint where the new settings do not name them.
 
     Returns the checkpoint's settings with their unit, which is the response in checkpoints from before there was a
     choice, and the settings to continue with.
     """
-    old, kl = (before.get("algorithm") or {}).get("kl_in_reward"), config.algorithm.kl_in_reward
+    algorithm_before = _section(before, "algorithm")
+    old, kl = algorithm_before.get("kl_in_reward"), config.algorithm.kl_in_reward
     if not isinstance(old, Mapping) or kl is None:
         return before, config
     old = {"per": "response", **old}
@@ -114,24 +116,29 @@ def keep_kl_unit(before: Mapping[str, Any], config: Config) -> tuple[Mapping[str
         raise ConfigError(f"the checkpoint's algorithm.kl_in_reward is {show(old)}, which no run has") from error
     algorithm = config.algorithm.model_copy(update={"kl_in_reward": kept_kl})
     return (
-        {**before, "algorithm": {**before["algorithm"], "kl_in_reward": old}},
+        {**before, "algorithm": {**algorithm_before, "kl_in_reward": old}},
         config.model_copy(update={"algorithm": algorithm}),
     )
+
+
+def _section(settings: Mapping[str, JSONValue], name: str) -> Mapping[str, JSONValue]:
+    found = settings.get(name)
+    return found if isinstance(found, Mapping) else {}
 
 
 def _is_in(key: str, sections: tuple[str, ...]) -> bool:
     return any(key == section or key.startswith(section + ".") for section in sections)
 
 
-def _is_of_reward_server(settings: Mapping[str, Any], key: str) -> bool:
+def _is_of_reward_server(settings: Mapping[str, JSONValue], key: str) -> bool:
     found = _REWARD_SERVER.match(key)
     return found is not None and settings.get(f"{found[1]}function") == SERVER
 
 
-def _decays(settings: Mapping[str, Any], role: str) -> bool:
+def _decays(settings: Mapping[str, JSONValue], role: str) -> bool:
     schedule = settings.get(f"{role}.optimizer.schedule", "constant")
     return schedule not in ("constant", "inverse_sqrt") or bool(settings.get(f"{role}.optimizer.warmup_ratio"))
 
 
-def _shown(settings: Mapping[str, Any], key: str) -> str:
+def _shown(settings: Mapping[str, JSONValue], key: str) -> str:
     return show(settings[key]) if key in settings else "not set"

@@ -16,6 +16,7 @@ from pathlib import Path, PurePosixPath
 from typing import Any, TypeVar
 
 from megappo.errors import RunError, show
+from megappo.observe.json_values import JSONValue
 from megappo.observe.plain_files import check_plain, plain_text
 from megappo.runtime.waiting import pause
 
@@ -116,7 +117,7 @@ def _patiently(path: Path, read: Callable[[Path], T]) -> T:
 
 def write_marker(folder: Path, marker: Marker) -> None:
     """Finish a checkpoint: everything else is on disk already. A reader sees the whole marker or none."""
-    body = {
+    body: dict[str, JSONValue] = {
         "format": FORMAT,
         "step": marker.step,
         "files": {name: [file.n_bytes, file.sha256] for name, file in sorted(marker.files.items())},
@@ -168,7 +169,7 @@ def read_marker(folder: Path) -> Marker:
     return Marker(body["step"], _stamps(body["files"]), body["content"])
 
 
-def _stamps(told: object) -> dict[str, Stamp]:
+def _stamps(told: JSONValue) -> dict[str, Stamp]:
     """The stamps of a marker's files. Raises DamagedError for names that are no files within the checkpoint's
     folder."""
     if not isinstance(told, dict):
@@ -182,7 +183,7 @@ def _stamps(told: object) -> dict[str, Stamp]:
     return {name: Stamp(n_bytes, digest) for name, (n_bytes, digest) in told.items()}
 
 
-def _digest(body: Mapping[str, Any]) -> str:
+def _digest(body: Mapping[str, JSONValue]) -> str:
     return hashlib.sha256(json.dumps(body, sort_keys=True).encode()).hexdigest()
 
 

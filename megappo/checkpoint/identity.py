@@ -18,6 +18,7 @@ from megappo.config import Config
 from megappo.config.explain import explain
 from megappo.config.model_files import model_paths, read_config_json, role_folder
 from megappo.families.architecture import ArchitectureConfig
+from megappo.observe.json_values import JSONValue
 from megappo.runtime.objects import all_gather_objects
 
 _WITHOUT_MEANING = ("_name_or_path", "transformers_version", "torch_dtype", "dtype", "architectures")
@@ -35,20 +36,20 @@ def architecture_digest(folder: Path) -> str:
     return hashlib.sha256(json.dumps(kept, sort_keys=True).encode()).hexdigest()
 
 
-def architecture_fields(arch: ArchitectureConfig) -> dict[str, Any]:
+def architecture_fields(arch: ArchitectureConfig) -> dict[str, JSONValue]:
     """All fields that determine what an architecture's weights compute, in JSON's types."""
     fields = {f.name: getattr(arch, f.name) for f in dataclasses.fields(arch) if f.compare}
     return _of_json({**fields, "rope_parameters": arch.hf_config.rope_parameters})
 
 
-def said_fields(said: Mapping[str, Any]) -> dict[str, Any]:
+def said_fields(said: Mapping[str, JSONValue]) -> dict[str, JSONValue]:
     """The `architecture_fields` in a checkpoint; fields that an earlier megappo did not know have their defaults."""
     unsaid = {f.name: f.default for f in dataclasses.fields(ArchitectureConfig) if f.default is not dataclasses.MISSING}
     return {**_of_json(unsaid), **said}
 
 
-def _of_json(fields: Mapping[str, Any]) -> dict[str, Any]:
-    found: dict[str, Any] = json.loads(json.dumps(fields, default=dataclasses.asdict))
+def _of_json(fields: Mapping[str, Any]) -> dict[str, JSONValue]:
+    found: dict[str, JSONValue] = json.loads(json.dumps(fields, default=dataclasses.asdict))
     return found
 
 

@@ -29,6 +29,7 @@ from megappo.checkpoint.safe_unpickle import (
     PICKLE_ERRORS,
     InertUnpickler,
     Names,
+    Pickled,
     UnlistedNameError,
     inert_names,
     record,
@@ -120,24 +121,24 @@ class ShardReader(FileSystemReader):
         return self._metadata
 
 
-def _text(value: Any) -> str:
+def _text(value: Pickled) -> str:
     if not isinstance(value, str):
         raise ValueError(f"{type(value).__name__} instead of a name")
     return value
 
 
-def _count(value: Any) -> int:
+def _count(value: Pickled) -> int:
     if type(value) is not int or value < 0:
         raise ValueError(f"{value!r:.40} instead of a count")
     return value
 
 
-def _size(value: Any) -> torch.Size:
+def _size(value: Pickled) -> torch.Size:
     (numbers,) = record(value, "Size").arguments
     return torch.Size([_count(number) for number in numbers])
 
 
-def _tensor(value: Any) -> TensorStorageMetadata:
+def _tensor(value: Pickled) -> TensorStorageMetadata:
     fields = state_of(value, "TensorStorageMetadata")
     # The state is the data type, and four or five values that are the same for every tensor of a checkpoint.
     dtype = record(fields["properties"], "TensorProperties").state[0]
@@ -151,7 +152,7 @@ def _tensor(value: Any) -> TensorStorageMetadata:
     )
 
 
-def _index(value: Any) -> MetadataIndex:
+def _index(value: Pickled) -> MetadataIndex:
     fields = state_of(value, "MetadataIndex")
     offset, number = (
         fields.get("offset"),
@@ -164,7 +165,7 @@ def _index(value: Any) -> MetadataIndex:
     )
 
 
-def _place(value: Any) -> _StorageInfo:
+def _place(value: Pickled) -> _StorageInfo:
     fields = state_of(value, "_StorageInfo")
     name = _text(fields["relative_path"])
     if not _SHARD_FILE.fullmatch(name) or fields.get("transform_descriptors"):

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import pickle
 from collections.abc import Mapping, Sequence
-from typing import IO, Any
+from typing import IO, Any, TypeAlias
 
 import torch
 
@@ -20,16 +20,23 @@ class UnlistedNameError(Exception):
     """A pickle names what is not on the list; the message is the name."""
 
 
+Pickled: TypeAlias = (
+    "bool | int | float | complex | str | bytes | bytearray | list[Pickled] | tuple[Pickled, ...] | set[Pickled] | "
+    "frozenset[Pickled] | dict[Pickled, Pickled] | PickledRecord | torch.dtype | type | None"
+)
+"""What the unpicklers here make."""
+
+
 class PickledRecord:
     """An object of a pickle as inert data: the arguments of its constructor and its state."""
 
     arguments: tuple[Any, ...] = ()
     state: Any = None
 
-    def __init__(self, *arguments: Any) -> None:
+    def __init__(self, *arguments: Pickled) -> None:
         self.arguments = arguments
 
-    def __setstate__(self, state: Any) -> None:
+    def __setstate__(self, state: Pickled) -> None:
         self.state = state
 
 
@@ -53,9 +60,9 @@ class InertUnpickler(pickle.Unpickler):
         super().__init__(file)
         self._names = names
 
-    def find_class(self, module: str, name: str) -> Any:
+    def find_class(self, module: str, name: str) -> type | torch.dtype:
         """See `pickle`."""
-        found: Any = self._names.get((module, name))
+        found: type | torch.dtype | None = self._names.get((module, name))
         if found is None and module == "torch":
             found = vars(torch).get(name)
             found = found if isinstance(found, torch.dtype) else None
@@ -64,14 +71,14 @@ class InertUnpickler(pickle.Unpickler):
         return found
 
 
-def record(value: Any, name: str) -> PickledRecord:
+def record(value: Pickled, name: str) -> PickledRecord:
     """Return a value that is a record of that name. Raises ValueError where it is not."""
     if type(value).__name__ != name or not isinstance(value, PickledRecord):
         raise ValueError(f"{type(value).__name__} instead of {name}")
     return value
 
 
-def state_of(value: Any, name: str) -> Mapping[str, Any]:
+def state_of(value: Pickled, name: str) -> Mapping[str, Any]:
     """The fields of a recorded object of that name. Raises ValueError where it is something else."""
     state = record(value, name).state
     if not isinstance(state, dict):

@@ -9,7 +9,7 @@ from pydantic import BeforeValidator, Field, ValidationInfo, field_validator, mo
 
 from megappo.algo.aggregation import Aggregation
 from megappo.algo.estimators import NAMES
-from megappo.config.base import Fraction, NonNegativeFloat, PositiveFloat, PositiveInt, Settings, Text
+from megappo.config.base import Fraction, Given, NonNegativeFloat, PositiveFloat, PositiveInt, Settings, Text
 from megappo.errors import either, show
 from megappo.plugins import check_choice, is_import_path
 from megappo_kernels.objectives import KLKind
@@ -115,7 +115,7 @@ def _is_fraction(value: object) -> bool:
     return isinstance(value, int | float) and not isinstance(value, bool) and 0 <= value <= 1
 
 
-def _number_or_adaptive(value: object) -> object:
+def _number_or_adaptive(value: Given) -> Given | dict[str, Given]:
     if _is_fraction(value):
         return {"number": value}
     if isinstance(value, Mapping | Settings):
@@ -123,7 +123,7 @@ def _number_or_adaptive(value: object) -> object:
     raise ValueError(f"{show(value)} is neither a number from 0 to 1 nor {{length_adaptive: 0.05}}; write either")
 
 
-def _number_or_roles(value: object) -> object:
+def _number_or_roles(value: Given) -> Given | dict[str, Given]:
     if _is_fraction(value):
         return {"actor": value, "critic": value}
     if isinstance(value, Mapping | Settings):

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, TypedDict
+
+from megappo.observe.json_values import JSONValue
 
 if TYPE_CHECKING:
     from megappo.config.schema import Config
@@ -13,25 +15,39 @@ if TYPE_CHECKING:
 INDEX = "steps.jsonl"
 
 
+class ArrivedStep(TypedDict):
+    """An entry of the index."""
+
+    step: int
+    sizes: list[int]
+    """Prompts of a step, and samples of each."""
+    ranks: int
+    rounds: list[list[dict[str, int]]]
+    """`ticket`, `prompt` and `version` of each group, by the round of sampling that asked for it."""
+    cursor: dict[str, JSONValue]
+    """Where the data's cursor stood after the step."""
+    metrics: dict[str, float]
+
+
 def folder_of_step(folder: Path, step: int) -> Path:
     """Folder of a step's samples in a record of arrivals."""
     return folder / f"step-{step:06d}"
 
 
-def read_index(folder: Path) -> dict[int, Mapping[str, Any]]:
+def read_index(folder: Path) -> dict[int, ArrivedStep]:
     """The index entry of each step in a folder that `rollout.record_arrivals` has filled.
 
     A run that continues from a checkpoint trains on some steps again, so an entry replaces earlier entries of its step
     and of later steps. Raises ValueError where the folder is not such a record.
     """
     path = folder / INDEX
-    found: dict[int, Mapping[str, Any]] = {}
+    found: dict[int, ArrivedStep] = {}
     try:
         *whole, _ = path.read_text(encoding="utf-8").split(
             "\n"
         )  # the last is empty, or was cut when the run was killed
         for line in whole:
-            record = json.loads(line)
+            record: ArrivedStep = json.loads(line)
             step = int(record["step"])
             found = {earlier: kept for earlier, kept in found.items() if earlier < step} | {step: record}
     except (OSError, ValueError, KeyError, TypeError) as error:

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, TypeVar
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field
 
 LARGEST_WORLD = 1 << 14
 """Most ranks of a run."""
+Given = TypeVar("Given")
+"""A value as the user gave it, which is handed on unless a function replaces it."""
 _LONGEST_PATH_BYTES, _LONGEST_NAME_BYTES = 4095, 255  # what Linux takes
 
 

@@ -9,12 +9,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from megappo.config.data import is_template
 from megappo.config.folder_texts import read_object
 from megappo.config.tokens import rendered
 from megappo.errors import ConfigError, reason
+from megappo.observe.json_values import JSONValue
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -29,7 +30,7 @@ SHORT_RESPONSE_TOKENS = 4096
 32,768."""
 
 
-def read_template(settings: dict[str, Any], folder: Path) -> None:
+def read_template(settings: dict[str, JSONValue], folder: Path) -> None:
     """Replace a file name in `data.chat_template` by the file's text; the file is looked for in `folder`, then in the
     working directory. Raises ConfigError for a file that cannot be read. A value that is neither a file nor a template
     is left for validation to refuse."""
@@ -70,14 +71,14 @@ def set_template(tokenizer: PreTrainedTokenizerBase, data: DataSettings) -> None
     _check_syntax(tokenizer, head.count("\n"))
 
 
-def _told(option: tuple[str, Any]) -> str:
+def _told(option: tuple[str, JSONValue]) -> str:
     """The line that sets an option where nothing else does; `trim_blocks`, with which transformers renders, takes the
     end of the line away."""
     name, value = option
     return f"{{% if {name} is not defined or {name} is none %}}{{% set {name} = {_literal(value)} %}}{{% endif %}}\n"
 
 
-def _literal(value: Any) -> str:
+def _literal(value: JSONValue) -> str:
     """A value of the settings in Jinja's words."""
     if value is None or isinstance(value, bool):
         return str(value).lower()

@@ -6,7 +6,17 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Field, model_validator
 
-from megappo.config.base import NonNegativeInt, PositiveFloat, PositiveInt, Processes, Ranks, Seconds, Settings, Text
+from megappo.config.base import (
+    Given,
+    NonNegativeInt,
+    PositiveFloat,
+    PositiveInt,
+    Processes,
+    Ranks,
+    Seconds,
+    Settings,
+    Text,
+)
 
 ENGINES = {
     "transformers": "megappo.engines.transformers_engine:embedded_engine",
@@ -19,7 +29,7 @@ LEAST_REQUEST_SECONDS = 1800.0
 """Seconds after which a server that owes an answer is asked whether it still works; longer where the plan says so."""
 
 
-def _variables(given: object) -> object:
+def _variables(given: Given) -> Given | dict[str, Any]:
     """Numbers in the given mapping as text, which environment variables need."""
     if not isinstance(given, dict):
         return given

@@ -5,10 +5,11 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 from pydantic import ConfigDict, Field, ValidationError
 from pydantic.dataclasses import dataclass
+from pydantic_core import ErrorDetails
 
 from megappo.errors import first_of, reason
 from megappo.observe.plain_files import plain_text
@@ -57,8 +58,7 @@ def saved_steps(folder: Path) -> dict[int, SavedStep]:
     found = {}
     for marker in sorted(folder.glob(f"step-*/{MARKER}")):
         try:
-            told: Mapping[str, Any] = json.loads(plain_text(marker))
-            step = SavedStep(folder=marker.parent, **told)
+            step = SavedStep(folder=marker.parent, **json.loads(plain_text(marker)))
         except (OSError, ValueError, TypeError) as error:
             why = ", ".join(map(_problem, error.errors())) if isinstance(error, ValidationError) else reason(error)
             raise ValueError(f"{marker} cannot be read ({why}); bring the folder as it was saved") from error
@@ -72,7 +72,7 @@ def folder_of_run(directory: Path, config: Config | None) -> Path:
     return directory / "experience" if elsewhere is None else Path(elsewhere)
 
 
-def _problem(found: Mapping[str, Any]) -> str:
+def _problem(found: ErrorDetails) -> str:
     """A problem that pydantic found, in its words."""
     return f"{'.'.join(map(str, found['loc']))}: {found['msg']}"
 

@@ -9,11 +9,13 @@ from typing import Any
 
 from pydantic import ConfigDict, TypeAdapter, ValidationError
 from pydantic.fields import FieldInfo
+from pydantic_core import ErrorDetails
 
 from megappo.config.base import Settings
 from megappo.config.other_names import Counterpart, counterpart
 from megappo.config.schema import Config
 from megappo.errors import either, nearest_word, shortened, show
+from megappo.observe.json_values import JSONValue
 
 Key = tuple[str, ...]
 
@@ -128,7 +130,7 @@ def _keys_of_entries() -> tuple[Key, ...]:
     return tuple((*key, _ENTRY, name) for key, entry in entries if entry is not None for name in entry.model_fields)
 
 
-def likely_keys(section: Key, name: str, value: object) -> list[Key]:
+def likely_keys(section: Key, name: str, value: JSONValue) -> list[Key]:
     """The keys the user may have meant by an unknown `name` in `section`, best only; empty if nothing is alike.
 
     A key of another section, or one that is only a little alike, is none where it takes nothing like the value.
@@ -155,7 +157,7 @@ def likely_keys(section: Key, name: str, value: object) -> list[Key]:
     return [key for key in all_keys() if key[-1] == elsewhere and _takes(key, value)][:3]
 
 
-def _takes(key: Key, value: object) -> bool:
+def _takes(key: Key, value: JSONValue) -> bool:
     """Whether a setting takes values of this kind; bounds are checked elsewhere."""
     field = find_field(key)
     assert field is not None
@@ -176,7 +178,7 @@ def _adapter(key: Key) -> TypeAdapter[Any]:
     return TypeAdapter(kind, config=ConfigDict(strict=True))
 
 
-def unknown_key(section: Key, name: str, value: object) -> str:
+def unknown_key(section: Key, name: str, value: JSONValue) -> str:
     """The sentence on an unknown key that was to have `value`."""
     other = _counterpart(section, name) or Counterpart(())
     if other.note and not other.keys:
@@ -206,7 +208,7 @@ def _parted(key: str) -> Key:
 def explain(error: ValidationError) -> tuple[str, ...]:
     """One sentence per problem. A missing key is left out where a misspelt one stands for it. Of very many problems
     only the first have a sentence, unknown keys last."""
-    details: list[Mapping[str, Any]] = list(error.errors(include_url=False))
+    details = error.errors(include_url=False)
     details.sort(key=lambda detail: detail["type"] == "extra_forbidden")
     unknown = [(_key(d["loc"]), d["input"]) for d in details if d["type"] == "extra_forbidden"][:_MOST_SENTENCES]
     misspelt = {key for name, value in unknown for key in likely_keys(name[:-1], name[-1], value)}
@@ -225,7 +227,7 @@ def _shared_prefix(a: Key, b: Key) -> int:
     return next((i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), min(len(a), len(b)))
 
 
-def _sentence(detail: Mapping[str, Any]) -> str:
+def _sentence(detail: ErrorDetails) -> str:
     key, kind, value = _key(detail["loc"]), detail["type"], detail["input"]
     name = dotted(key) or "the configuration"
     if kind == "extra_forbidden":
@@ -271,7 +273,7 @@ def _choices(key: Key) -> list[str]:
     return [str(choice) for literal in literals for choice in typing.get_args(literal)]
 
 
-def _bound(key: Key, kind: str, context: Mapping[str, Any]) -> str:
+def _bound(key: Key, kind: str, context: Mapping[str, float]) -> str:
     """`must be above 0; the nearest is 1`: an open bound has a nearest value only among whole numbers."""
     name, words = _BOUNDS[kind]
     bound = context[name]
@@ -283,7 +285,7 @@ def _bound(key: Key, kind: str, context: Mapping[str, Any]) -> str:
     return f"must be {words} {bound}; the nearest is {bound + step}"
 
 
-def _type_remedy(kind: str, value: object) -> str:
+def _type_remedy(kind: str, value: JSONValue) -> str:
     """What to write instead, where it follows from the value; otherwise ""."""
     if kind == "string_type" and isinstance(value, (bool, int, float)):
         return f"; put it in quotes: '{show(value)}'"

@@ -15,7 +15,8 @@ import importlib
 import shlex
 import threading
 from pathlib import Path
-from typing import Any, NamedTuple
+from types import ModuleType
+from typing import NamedTuple
 
 from megappo.errors import ConfigError, reason
 
@@ -91,7 +92,7 @@ def hub_folder(name: str, *, key: str = "model.path", weights: bool = False) -> 
     )
 
 
-def http_package() -> Any:
+def http_package() -> ModuleType:
     """The HTTP package of the hub's client, for the errors it raises: `httpx`, from huggingface_hub 2 on `httpx2`."""
     from huggingface_hub.errors import HfHubHTTPError
 

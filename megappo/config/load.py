@@ -15,11 +15,13 @@ from typing import Any
 from pydantic import ValidationError
 
 from megappo import __version__
+from megappo.config.base import Given
 from megappo.config.chat_template import read_template
 from megappo.config.explain import Key, dotted, explain, find_field, names_in, section_of, unknown_key
 from megappo.config.schema import Config
 from megappo.config.yaml_core import DEEPEST_NESTING, LONGEST_TEXT_CHARACTERS, dump_yaml, parse_yaml
 from megappo.errors import ConfigError, secret_settings, shortened, show, writing
+from megappo.observe.json_values import JSONValue
 from megappo.plugins import own_file
 
 _ALTERNATIVES: tuple[tuple[Key, Key], ...] = (
@@ -42,7 +44,7 @@ def load_config(path: str | os.PathLike[str], overrides: Sequence[str] = ()) -> 
     problem, for secrets before all else, as other sentences may show values.
     """
     data = _read_sections(path)
-    given: list[tuple[Key, Any]] = []
+    given: list[tuple[Key, JSONValue]] = []
     files = _files_of(data, path)
     for override in overrides:
         if "=" not in override and override.endswith((".yaml", ".yml")):
@@ -65,14 +67,14 @@ def load_config(path: str | os.PathLike[str], overrides: Sequence[str] = ()) -> 
         raise ConfigError(explain(error)) from None
 
 
-def _files_of(data: dict[str, Any], path: str | os.PathLike[str]) -> list[Any]:
+def _files_of(data: dict[str, JSONValue], path: str | os.PathLike[str]) -> list[JSONValue]:
     """The files that settings come from: the file itself, or the `run.files` of settings that a run wrote."""
     run = data.get("run")
     written = run.pop("files", None) if isinstance(run, dict) else None
     return written if written and isinstance(written, list) else [str(path)]
 
 
-def _name_after(data: dict[str, Any], path: Path, files: list[Any]) -> None:
+def _name_after(data: dict[str, JSONValue], path: Path, files: list[JSONValue]) -> None:
     """Name a run without a name after its first file, and note all files in `run.files`."""
     run = data.setdefault("run", {})
     if isinstance(run, dict):
@@ -80,23 +82,26 @@ def _name_after(data: dict[str, Any], path: Path, files: list[Any]) -> None:
         run["files"] = files
 
 
-def _read_sections(path: str | os.PathLike[str]) -> dict[str, Any]:
+def _read_sections(path: str | os.PathLike[str]) -> dict[str, JSONValue]:
     """The settings in a file, with absolute paths of Python files, and the text of a chat template."""
-    data = parse_yaml(read_text(Path(path)), str(path))
+    data: JSONValue = parse_yaml(read_text(Path(path)), str(path))
     if data is None:
         needed = ", ".join(name for name, field in Config.model_fields.items() if field.is_required())
         raise ConfigError(f"{path} is empty; it needs the sections {needed}")
     if not isinstance(data, dict):
         raise ConfigError(f"{path} holds {show(data)}, must be sections of `key: value` lines")
-    found: dict[str, Any] = _with_own_files(data, Path(path).parent)
+    found = _with_own_files(data, Path(path).parent)
+    assert isinstance(found, dict)
     read_template(found, Path(path).parent)
     return found
 
 
-def _laid_over(data: dict[str, Any], layer: Mapping[str, Any], prefix: Key = ()) -> list[tuple[Key, Any]]:
+def _laid_over(
+    data: dict[str, JSONValue], layer: Mapping[str, JSONValue], prefix: Key = ()
+) -> list[tuple[Key, JSONValue]]:
     """Lay the settings of another file over `data`, and return them. A value that is no section of the schema, such as
     a mapping with names of the user's, is replaced as a whole."""
-    given: list[tuple[Key, Any]] = []
+    given: list[tuple[Key, JSONValue]] = []
     for name, value in layer.items():
         key, there = (*prefix, str(name)), data.get(name)
         field = find_field(key)
@@ -148,7 +153,7 @@ def read_text(path: Path) -> str:
         raise ConfigError(f"{path} cannot be read: {error.strerror}; give the path of a YAML file") from None
 
 
-def _parse_override(override: str) -> tuple[Key, Any]:
+def _parse_override(override: str) -> tuple[Key, JSONValue]:
     """`a.b=1` -> (("a", "b"), 1); the key must exist."""
     name, equals, text = override.partition("=")
     key, shown = tuple(name.strip().split(".")), f"override '{shortened(override)}'"
@@ -168,15 +173,18 @@ def _parse_override(override: str) -> tuple[Key, Any]:
     return key, parse_yaml(text, shown)
 
 
-def _with_own_files(value: Any, folder: Path) -> Any:
+def _with_own_files(value: JSONValue, folder: Path) -> JSONValue:
     """Settings in which `file.py:name`, also as a key, has the whole path of a file in `folder`, or else in the working
     directory."""
     if isinstance(value, dict):
-        return {_with_own_files(key, folder): _with_own_files(inner, folder) for key, inner in value.items()}
+        return {_with_own_file(key, folder): _with_own_files(inner, folder) for key, inner in value.items()}
     if isinstance(value, list):
         return [_with_own_files(inner, folder) for inner in value]
-    file = own_file(value) if isinstance(value, str) else None
-    if file is None:
+    return _with_own_file(value, folder)
+
+
+def _with_own_file(value: Given, folder: Path) -> Given | str:
+    if not isinstance(value, str) or (file := own_file(value)) is None:
         return value
     found = next((place for place in (folder / file, file) if place.is_file()), None)
     return value if found is None else f"{found.resolve()}:{value.rpartition(':')[2]}"
@@ -189,35 +197,41 @@ def _no_secret(key: str) -> str:
     return f"{key} looks like a secret, which a run would write into its files; {remedy}"
 
 
-def _replace_alternatives(data: dict[str, Any], given: Sequence[tuple[Key, Any]]) -> None:
+def _replace_alternatives(data: dict[str, JSONValue], given: Sequence[tuple[Key, JSONValue]]) -> None:
     """An override of one of two settings takes the place of the other in the file."""
     overrides = dict(given)
     for pair in _ALTERNATIVES:
         for key, other in (pair, pair[::-1]):
             if overrides.get(key) is not None and other not in overrides:
-                section: Any = data
-                for name in other[:-1]:
-                    section = section.get(name) if isinstance(section, dict) else None
-                if isinstance(section, dict):
-                    section.pop(other[-1], None)
+                _remove(data, other)
 
 
-def _replace_engines(data: dict[str, Any], given: Sequence[tuple[Key, Any]]) -> None:
+def _replace_engines(data: dict[str, JSONValue], given: Sequence[tuple[Key, JSONValue]]) -> None:
     """An override that names servers elsewhere takes the place of the file's number of own ones."""
     overrides = dict(given)
-    if overrides.get(_URLS) and _ENGINES not in overrides and isinstance(data["rollout"]["sglang"], dict):
-        data["rollout"]["sglang"].pop("engines", None)
+    if overrides.get(_URLS) and _ENGINES not in overrides:
+        _remove(data, _ENGINES)
 
 
-def _set(data: dict[str, Any], key: Key, value: Any) -> None:
+def _remove(data: dict[str, JSONValue], key: Key) -> None:
+    """Remove a setting, where it is there."""
+    section: JSONValue = data
+    for name in key[:-1]:
+        section = section.get(name) if isinstance(section, dict) else None
+    if isinstance(section, dict):
+        section.pop(key[-1], None)
+
+
+def _set(data: dict[str, JSONValue], key: Key, value: JSONValue) -> None:
     """Put an override's value in its place, making the sections on the way."""
     for depth, name in enumerate(key[:-1], start=1):
         if data.get(name) is None:
             data[name] = {}
-        data = data[name]
-        if not isinstance(data, dict):
+        inner = data[name]
+        if not isinstance(inner, dict):
             inside = f"a section with {', '.join(names_in(key[:depth]))}" if names_in(key[:depth]) else "a section"
             raise ConfigError(
-                f"{dotted(key[:depth])} is {show(data)}, must be {inside}; override {dotted(key[:depth])}"
+                f"{dotted(key[:depth])} is {show(inner)}, must be {inside}; override {dotted(key[:depth])}"
             )
+        data = inner
     data[key[-1]] = value

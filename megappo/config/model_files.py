@@ -17,6 +17,7 @@ from megappo.errors import ConfigError, either, reason, show
 from megappo.families import FAMILIES, architecture
 from megappo.families.architecture import ArchitectureConfig
 from megappo.families.declaration import Family
+from megappo.observe.json_values import JSONValue
 from megappo.observe.plain_files import check_folder
 from megappo.plugins import load
 
@@ -186,10 +187,11 @@ def _ends_in(folder: Path) -> list[int]:
     return _listed(said, folder / "config.json")
 
 
-def _listed(eos: Any, path: Path) -> list[int]:
+def _listed(eos: JSONValue, path: Path) -> list[int]:
     """An `eos_token_id` of a file as a list. Raises ConfigError where it is neither token nor tokens."""
-    tokens = eos if isinstance(eos, list) else [] if eos is None else [eos]
-    if not all(type(token) is int for token in tokens):
+    given = eos if isinstance(eos, list) else [] if eos is None else [eos]
+    tokens = [token for token in given if type(token) is int]
+    if len(tokens) < len(given):
         raise ConfigError(f"eos_token_id in {path} is {show(eos)}, must be a token or a list of tokens; fix it")
     return tokens
 

@@ -23,6 +23,7 @@ from megappo.config.hub import may_be_hub_name
 from megappo.config.judge import JudgeSettings, check_key_variable, check_url
 from megappo.config.own_server import RewardModelServerSettings
 from megappo.config.server_words import own_word_rules
+from megappo.observe.json_values import JSONValue
 
 _TAKEN_NAMES = (
     "mean", "std", "min", "max", "failures", "timeouts", "overlong", "given", "clipped", "running_mean",
@@ -167,7 +168,7 @@ class RewardSettings(Settings):
         """Whether the reward model is the function, or one of them."""
         return any(term.function == MODEL for _, term in self.terms.values())
 
-    def is_for(self, term: str, metadata: Mapping[str, Any]) -> bool:
+    def is_for(self, term: str, metadata: Mapping[str, JSONValue]) -> bool:
         """Whether one of `terms` scores the answers to a prompt with this metadata."""
         chosen = self.functions[term].data_sources if term else None
         return chosen is None or metadata.get("data_source") in chosen
@@ -268,7 +269,7 @@ def reward_rules(reward: RewardSettings) -> Iterator[str]:
             yield f"{reward.key_of(name)}.{judge.folder_problem}"
 
 
-def _check_one(**given: object) -> None:
+def _check_one(**given: str | Settings | Mapping[str, Settings] | None) -> None:
     """Raises ValueError where not exactly one of these settings is there."""
     there = [name for name, value in given.items() if value is not None]
     if len(there) != 1:
@@ -276,6 +277,6 @@ def _check_one(**given: object) -> None:
         raise ValueError(f"{words}; give one of them")
 
 
-def _check_judge_alone(judge: JudgeSettings | None, options: dict[str, Any], *, batch: bool) -> None:
+def _check_judge_alone(judge: JudgeSettings | None, options: Mapping[str, JSONValue], *, batch: bool) -> None:
     if judge is not None and (options or batch):
         raise ValueError("options and batch are those of a function; a judge has settings of its own, so remove them")

@@ -10,6 +10,7 @@ from megappo.config.base import (
     LARGEST_WORLD,
     Decay,
     Fraction,
+    Given,
     NonNegativeFloat,
     NonNegativeInt,
     PathText,
@@ -24,7 +25,7 @@ from megappo.families.adapters import LoraShape
 from megappo.families.architecture import ArchitectureConfig
 
 
-def _words_or_counts(value: object) -> object:
+def _words_or_counts(value: Given) -> Given:
     """One sentence, where a union would have one for each of its members."""
     if value in ("auto", "balanced"):
         return value
@@ -39,12 +40,12 @@ PipelineLayers = Annotated[
 ]
 
 
-def _all_or_names(value: object) -> object:
+def _all_or_names(value: Given) -> Given:
     """One sentence, where a union would have one for each of its members."""
     if value == "all":
         return value
     if isinstance(value, list | tuple) and value and all(type(name) is str and name for name in value):
-        names: list[object] = list(value)
+        names: list[str] = list(value)
         if len(set(names)) == len(names):
             return value
     raise ValueError(f"{show(value)} must be all, or a list of different names such as [q_proj, v_proj]")
@@ -190,7 +191,7 @@ class OptimizerSettings(Settings):
         return self
 
 
-def _all_or_parts(value: object) -> object:
+def _all_or_parts(value: Given) -> Given | dict[str, Given]:
     """`true` and `false` are all parts and none."""
     return dict.fromkeys(OffloadSettings.model_fields, value) if isinstance(value, bool) else value
 
@@ -332,11 +333,11 @@ class ActorSettings(TrainedRoleSettings):
     """AdamW and its schedule; a learning rate of 1e-6 where none is given, as of DAPO, Open-Reasoner-Zero and verl."""
 
 
-def _one_or_several(value: object) -> object:
+def _one_or_several(value: Given) -> tuple[str, ...]:
     """One sentence, where a union would have one for each of its members."""
     names = [value] if isinstance(value, str) else value
     if isinstance(names, list | tuple) and all(type(name) is str and name for name in names):
-        different: list[object] = list(names)
+        different: list[str] = list(names)
         if len(set(different)) == len(different) <= _MOST_PATTERNS:
             return tuple(different)
     raise ValueError(
@@ -380,7 +381,7 @@ class CriticSettings(TrainedRoleSettings):
     """Not null: value pretraining on saved experience, without an engine and without updates of the actor."""
 
 
-def _weights_alone(value: object) -> object:
+def _weights_alone(value: Given) -> Given | dict[str, Given]:
     return {"weights": value} if isinstance(value, bool) else value
 
 

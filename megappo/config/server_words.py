@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from typing import Any
+from collections.abc import Iterable, Iterator
 
 from megappo.config.engine import SGLangSettings
 
@@ -66,7 +65,7 @@ def option(name: str) -> str:
     return name.strip().lstrip("-").replace("_", "-")
 
 
-def own_word_rules(arguments: Mapping[str, Any], where: str) -> Iterator[str]:
+def own_word_rules(arguments: Iterable[str], where: str) -> Iterator[str]:
     """Rules on arguments of a server that a run starts for a judge: none opens it to others, or has it read other
     files."""
     for given in sorted(arguments):

@@ -6,7 +6,9 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime
 from time import strftime
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
+
+from megappo.observe.json_values import JSONValue
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -136,10 +138,10 @@ def template_now() -> str:
 
 def rendered(
     tokenizer: PreTrainedTokenizerBase,
-    messages: Sequence[Mapping[str, Any]],
+    messages: Sequence[Mapping[str, JSONValue]],
     *,
     goes_on: bool,
-    tools: Sequence[Any] | None = None,
+    tools: Sequence[JSONValue] | None = None,
     time: str | None = None,
 ) -> str:
     """A conversation rendered by a tokenizer's chat template; with `goes_on` the text ends where the model is to speak.

@@ -15,6 +15,7 @@ from typing import Any, ClassVar
 import yaml
 
 from megappo.errors import ConfigError, shortened
+from megappo.observe.json_values import JSONValue
 
 LONGEST_TEXT_CHARACTERS = 100_000
 DEEPEST_NESTING = 50
@@ -41,7 +42,7 @@ _CORE_SCALARS = (
 class _Refused(yaml.MarkedYAMLError):
     """Valid YAML, but no settings."""
 
-    def __init__(self, problem: str, mark: Any) -> None:
+    def __init__(self, problem: str, mark: yaml.Mark) -> None:
         super().__init__(problem=problem, problem_mark=mark)
 
 
@@ -61,7 +62,7 @@ class _CoreLoader(yaml.SafeLoader):
         self._sizes: dict[int, tuple[int, int]] = {}
         """(values, levels) of every finished node by its id, each anchor's counted wherever it is used."""
 
-    def compose_node(self, parent: Any, index: Any) -> Any:
+    def compose_node(self, parent: yaml.Node | None, index: yaml.Node | int | None) -> yaml.Node:
         """Compose a node, unless it would be too deep or hold too much once its anchors are written out."""
         mark, is_alias = self.peek_event().start_mark, self.check_event(yaml.AliasEvent)
         self._inside += 1
@@ -83,7 +84,7 @@ class _CoreLoader(yaml.SafeLoader):
         self._sizes[id(node)] = (values, levels)
         return node
 
-    def _check_size(self, values: int, levels: int, mark: Any) -> None:
+    def _check_size(self, values: int, levels: int, mark: yaml.Mark) -> None:
         if values > _MOST_VALUES or levels > DEEPEST_NESTING:
             raise _Refused(
                 f"there are more than {_MOST_VALUES} values or {DEEPEST_NESTING} levels, anchors written out, which no "
@@ -91,7 +92,7 @@ class _CoreLoader(yaml.SafeLoader):
                 mark,
             )
 
-    def compose_mapping_node(self, anchor: str | None) -> Any:
+    def compose_mapping_node(self, anchor: str | None) -> yaml.MappingNode:
         """Compose a mapping; a key that stands in it twice is an error."""
         node = super().compose_mapping_node(anchor)
         seen = set()
@@ -104,7 +105,7 @@ class _CoreLoader(yaml.SafeLoader):
                 seen.add((key.tag, key.value))
         return node
 
-    def construct_core_scalar(self, node: Any) -> bool | int | float | str | None:
+    def construct_core_scalar(self, node: yaml.ScalarNode) -> bool | int | float | str | None:
         """The value of a scalar, whose tag was resolved from its form or stands before it."""
         text, kind = str(self.construct_scalar(node)), node.tag.removeprefix(_TAG)
         if kind == "str":
@@ -128,7 +129,7 @@ class _CoreLoader(yaml.SafeLoader):
 class _CoreDumper(yaml.SafeDumper):
     """Quotes text that either version of YAML would read as something else; never writes anchors."""
 
-    def ignore_aliases(self, data: object) -> bool:
+    def ignore_aliases(self, data: JSONValue) -> bool:
         """Write every value out in full."""
         return True
 
@@ -169,16 +170,16 @@ def parse_yaml(text: str, where: str) -> Any:
         raise ConfigError(f"{place}: this is not valid YAML: a number that is too large ({error})") from error
 
 
-def _place(mark: Any) -> str:
+def _place(mark: yaml.Mark | None) -> str:
     return f", line {mark.line + 1}, column {mark.column + 1}" if mark else ""
 
 
-def dump_yaml(value: Any) -> str:
+def dump_yaml(value: JSONValue) -> str:
     """A value of mappings, lists and scalars as YAML that `parse_yaml` reads back to the same."""
     return str(yaml.dump(value, Dumper=_CoreDumper, sort_keys=False, allow_unicode=True, width=110))
 
 
-def _unshared(value: Any) -> Any:
+def _unshared(value: JSONValue) -> JSONValue:
     """A copy in which an anchor's value stands separately in each place, so that an override changes only one."""
     if isinstance(value, list):
         return [_unshared(item) for item in value]

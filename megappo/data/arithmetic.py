@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 from string import Formatter
 
+from megappo.observe.json_values import JSONValue
+
 
 def sums(*, max_operand: int, template: str = "{a}+{b}=", modulus: int | None = None) -> Iterator[dict[str, str]]:
     """Every pair 0 <= a, b <= max_operand once, with its sum (modulo `modulus`) as the answer.
@@ -22,7 +24,7 @@ def sums(*, max_operand: int, template: str = "{a}+{b}=", modulus: int | None = 
             yield {"prompt": template.format(a=a, b=b), "answer": str(total)}
 
 
-def _check_whole(name: str, value: object, least: int) -> None:
+def _check_whole(name: str, value: JSONValue, least: int) -> None:
     if not isinstance(value, int) or isinstance(value, bool) or value < least:
         raise ValueError(f"{name} is {value!r}, must be a whole number of at least {least}; change it")
 

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import random
 from collections.abc import Iterator
-from typing import Any
+
+from megappo.observe.json_values import JSONValue
 
 SOURCE = "countdown"
 _ASKS = (
@@ -15,7 +16,7 @@ _COUNTS = (3, 4)
 _LARGEST_NUMBER, _LARGEST_TARGET = 99, 999
 
 
-def puzzles(count: int, seed: int) -> Iterator[dict[str, Any]]:
+def puzzles(count: int, seed: int) -> Iterator[dict[str, JSONValue]]:
     """`count` different puzzles in verl's schema, each with a solution as its answer; `extra_info` has `numbers` and
     `target`."""
     draw, seen, made = random.Random(seed), set[tuple[int, ...]](), 0

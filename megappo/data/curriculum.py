@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import Any
 
 from megappo.config.data import CurriculumSettings
 from megappo.data.cursor import Cursor
@@ -37,12 +36,12 @@ class Curriculum:
             if before < step - self._ahead and (right := self._right.pop(before)):
                 self._cursor.rest(right, self._settings.rest_epochs)
 
-    def state_dict(self, last_step: int | None = None) -> list[Any]:
+    def state_dict(self, last_step: int | None = None) -> list[list[int | list[int]]]:
         """State for a checkpoint, in JSON's types, without notes of steps after `last_step`."""
         return [
             [step, list(positions)] for step, positions in self._right.items() if last_step is None or step <= last_step
         ]
 
-    def load_state_dict(self, state: Iterable[Any]) -> None:
+    def load_state_dict(self, state: Iterable[tuple[int, Iterable[int]]]) -> None:
         """Restore what `state_dict` returned."""
         self._right = {step: list(positions) for step, positions in state}

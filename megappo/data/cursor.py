@@ -8,6 +8,8 @@ from typing import Any
 
 import torch
 
+from megappo.observe.json_values import JSONValue
+
 _GENERATOR_BITS = 32
 # Seeds below 2^12 and epochs below 2^20 fill the generator's 32 bits without collisions; higher bits of a seed are
 # hashed in.
@@ -83,7 +85,7 @@ class Cursor:
                 self._begin_epoch()
         return taken
 
-    def state_dict(self) -> dict[str, Any]:
+    def state_dict(self) -> dict[str, JSONValue]:
         """State for a checkpoint."""
         return {
             "epoch": self.epoch,

@@ -6,7 +6,8 @@ From its version 4 on the library runs no code that comes with the data; older v
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from types import ModuleType
+from typing import TYPE_CHECKING
 
 from megappo.config.data import HUB_PREFIX
 from megappo.config.hub import HubName, http_package
@@ -14,6 +15,7 @@ from megappo.errors import first_of, how_to_install, reason
 from megappo.plugins import users_code
 
 if TYPE_CHECKING:
+    import datasets
     import pyarrow
 
 _FIRST_WITHOUT_CODE = 4
@@ -59,7 +61,7 @@ def _commit(name: str, revision: str, source: str) -> str:
     return str(commit)
 
 
-def _library(source: str) -> Any:
+def _library(source: str) -> ModuleType:
     try:
         import datasets
     except ImportError as error:
@@ -73,7 +75,7 @@ def _library(source: str) -> Any:
     return datasets
 
 
-def _split_of(found: Any, split: str | None, source: str) -> Any:
+def _split_of(found: datasets.Dataset | datasets.DatasetDict, split: str | None, source: str) -> datasets.Dataset:
     """One split of what was loaded: the one that is named, the only one, or `train`."""
     if not isinstance(found, dict):
         if split not in (None, str(found.split)):

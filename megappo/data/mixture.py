@@ -20,6 +20,7 @@ from typing import Any
 
 from megappo.data.cursor import Cursor, other_data
 from megappo.data.prompts import PromptDataset
+from megappo.observe.json_values import JSONValue
 from megappo.types import Prompt
 
 
@@ -110,7 +111,7 @@ class MixedCursor:
             if taken * total < now * share
         )[-1]
 
-    def state_dict(self) -> dict[str, Any]:
+    def state_dict(self) -> dict[str, JSONValue]:
         """State for a checkpoint."""
         each = zip(self._prompts.names, self.taken, self._cursors, strict=True)
         return {

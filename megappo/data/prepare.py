@@ -7,19 +7,19 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
-from typing import Any
 
 from megappo.data.countdown import puzzles
 from megappo.data.tables import json_lines, shown, table_rows
 from megappo.errors import either, first_of, nearest_word, reason, writing
+from megappo.observe.json_values import JSONValue
 from megappo.observe.parquet_files import read_parquet
 
-Rows = Iterator[dict[str, Any]]
-Located = Iterable[tuple[str, dict[str, Any]]]
+Rows = Iterator[dict[str, JSONValue]]
+Located = Iterable[tuple[str, dict[str, JSONValue]]]
 """Rows, each with its place as errors name it."""
 
 TEST_PUZZLES = 512
@@ -52,7 +52,7 @@ class Split:
         return re.compile(rf"{re.escape(self.name)}(?:-\d+-of-(\d+))?\.(?:parquet|jsonl)")
 
 
-def _row(split: Split, question: str, asks: str, answer: str, extra: dict[str, Any]) -> dict[str, Any]:
+def _row(split: Split, question: str, asks: str, answer: str, extra: Mapping[str, JSONValue]) -> dict[str, JSONValue]:
     return {
         "data_source": split.repository,
         "prompt": [{"role": "user", "content": f"{question} {asks}"}],
@@ -69,7 +69,7 @@ def _gsm8k(rows: Located, split: Split) -> Rows:
         found = _GSM8K_ANSWER.findall(told)
         if not found:
             raise ValueError(f"{where} has no number behind #### in its answer, as GSM8K's have; fetch the file again")
-        extra = {"index": index, "question": question, "answer": told}
+        extra: dict[str, JSONValue] = {"index": index, "question": question, "answer": told}
         yield _row(split, question, _GSM8K_ASKS, found[-1].replace(",", "").rstrip("."), extra)
 
 
@@ -79,7 +79,7 @@ def _math(rows: Located, split: Split) -> Rows:
         answer = boxed(_text(row, "solution", where))
         if answer is None:
             raise ValueError(f"{where} has no \\boxed{{}} in its solution, as MATH's have; fetch the file again")
-        extra = {"index": index, "level": str(row.get("level", "")), "type": str(row.get("type", ""))}
+        extra: dict[str, JSONValue] = {"index": index, **{key: str(row.get(key, "")) for key in ("level", "type")}}
         yield _row(split, _text(row, "problem", where), _MATH_ASKS, answer, extra)
 
 
@@ -108,10 +108,10 @@ def _each_once(rows: Located, split: Split) -> Rows:
             yield {name: row[name] for name in _SCHEMA if name in row}
 
 
-def _text(row: dict[str, Any], name: str, where: str) -> str:
-    if not isinstance(row.get(name), str):
-        raise ValueError(f"{where} has {shown(row.get(name))} as its {name}, must be a text; give a file of this set")
-    text: str = row[name]
+def _text(row: dict[str, JSONValue], name: str, where: str) -> str:
+    text = row.get(name)
+    if not isinstance(text, str):
+        raise ValueError(f"{where} has {shown(text)} as its {name}, must be a text; give a file of this set")
     return text.strip()
 
 
@@ -216,7 +216,7 @@ def _rows(files: Iterable[Path]) -> Located:
         yield from json_lines(path) if path.suffix == ".jsonl" else table_rows(read_parquet(path), path)
 
 
-def _write(path: Path, rows: Iterable[dict[str, Any]]) -> str:
+def _write(path: Path, rows: Iterable[dict[str, JSONValue]]) -> str:
     import pyarrow
     from pyarrow import parquet
 

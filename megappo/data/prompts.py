@@ -7,13 +7,13 @@ import json
 from bisect import bisect_left
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
 from megappo.config.data import DataSettings, DataSourceSettings
 from megappo.config.tokens import TokenRows, continued_ids, decoded, reads_clock, rendered, template_now
 from megappo.data.sources import Chat, Record, checked_text, read_records
+from megappo.observe.json_values import JSONValue
 from megappo.plugins import users_code
 from megappo.types import CHAT_MESSAGES, Prompt
 
@@ -33,7 +33,7 @@ class PromptDataset:
         source: DataSourceSettings,
         settings: DataSettings,
         tokenizer: PreTrainedTokenizerBase,
-        tool_schemas: Sequence[Any] = (),
+        tool_schemas: Sequence[JSONValue] = (),
         name: str = "",
         rows: TokenRows | None = None,
     ) -> None:

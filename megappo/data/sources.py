@@ -8,23 +8,26 @@ import math
 import numbers
 import os
 import pickle
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from megappo.config.data import HUB_PREFIX, DataSourceSettings
 from megappo.data.hub_sets import read_table
 from megappo.data.prepare import SETS
 from megappo.data.tables import json_lines, shown, table_rows
 from megappo.errors import how_to_install, nearest_word
+from megappo.observe.json_values import JSONValue
 from megappo.observe.parquet_files import read_parquet
 from megappo.plugins import check_call, is_import_path, load_function, users_code
 
 _ROLES = ("system", "user", "assistant", "tool")
 _KEEP_PLAIN = "keep plain values in the record"
 
-Chat = list[dict[str, Any]]
+T = TypeVar("T")
+
+Chat = Sequence[Mapping[str, JSONValue]]
 
 
 @dataclass(frozen=True)
@@ -48,7 +51,7 @@ def read_records(settings: DataSourceSettings) -> list[Record]:
     found: list[Record] = []
     places: list[str] = []
     for place, record in _open(settings):
-        _check_sendable(record.metadata, place)
+        _check_sendable(record, place)
         found.append(record)
         places.append(place)
         if len(found) == settings.limit:
@@ -109,18 +112,18 @@ def _remedy_of(missing: Path) -> str:
     return f"`megappo data prepare {missing.parent.name} {missing.parent}` writes it"
 
 
-def _plain(mapping: Mapping[str, Any]) -> dict[str, Any]:
+def _plain(mapping: Mapping[str, T]) -> dict[str, T]:
     """The mapping as a plain dict, through its own `__getitem__`, which `dict` would bypass for a subclass of dict."""
     return {name: mapping[name] for name in mapping}
 
 
-def _check_sendable(metadata: dict[str, Any], where: str) -> None:
+def _check_sendable(record: Record, where: str) -> None:
     """Raise ValueError for metadata that cannot be pickled for a reward worker, now rather than in the first step."""
     with users_code(f"{where}: the metadata cannot be sent to a reward worker", _KEEP_PLAIN):
-        pickle.dumps(metadata)
+        pickle.dumps(record.metadata)
 
 
-def _checked_prompt(prompt: Any, where: str) -> str | Chat:
+def _checked_prompt(prompt: JSONValue, where: str) -> str | Chat:
     """A non-empty string, or chat messages that end where the model is to speak."""
     if isinstance(prompt, str):
         if not prompt:
@@ -136,7 +139,7 @@ def _checked_prompt(prompt: Any, where: str) -> str | Chat:
     return messages
 
 
-def _checked_message(message: Any, where: str) -> dict[str, Any]:
+def _checked_message(message: JSONValue, where: str) -> dict[str, JSONValue]:
     if not isinstance(message, dict) or not {"role", "content"} <= message.keys():
         raise ValueError(f"{where}: chat message {shown(message)} must be an object with role and content; fix it")
     if message["role"] not in _ROLES:
@@ -174,7 +177,7 @@ def _jsonl(path: Path, settings: DataSourceSettings) -> Located:
         yield where, _keyed_record(fields, where, settings)
 
 
-def _keyed_record(fields: dict[str, Any], where: str, settings: DataSourceSettings) -> Record:
+def _keyed_record(fields: dict[str, JSONValue], where: str, settings: DataSourceSettings) -> Record:
     """A record whose prompt and answer stand under the source's keys."""
     if settings.prompt_key not in fields:
         near = nearest_word(settings.prompt_key, fields, cutoff=0.5)
@@ -217,7 +220,7 @@ def _parquet(path: Path, settings: DataSourceSettings) -> Located:
         yield where, _parquet_record(row, where, settings.prompt_key)
 
 
-def _parquet_record(row: dict[str, Any], where: str, prompt_key: str) -> Record:
+def _parquet_record(row: dict[str, JSONValue], where: str, prompt_key: str) -> Record:
     reward, extra = row["reward_model"], row.get("extra_info")
     if not isinstance(reward, dict) or reward.get("ground_truth") is None:
         raise ValueError(f"{where} has no reward_model.ground_truth; add it")
@@ -227,7 +230,7 @@ def _parquet_record(row: dict[str, Any], where: str, prompt_key: str) -> Record:
     return Record(_checked_prompt(row[prompt_key], where), _checked_answer(reward["ground_truth"], where), metadata)
 
 
-def _reasoning_gym(task: str, options: dict[str, Any]) -> Located:
+def _reasoning_gym(task: str, options: dict[str, JSONValue]) -> Located:
     try:
         from reasoning_gym.factory import DATASETS
     except ImportError as error:
@@ -246,7 +249,7 @@ def _reasoning_gym(task: str, options: dict[str, Any]) -> Located:
         yield where, Record(_checked_prompt(entry["question"], where), answer, metadata)
 
 
-def _entries(task: str, options: dict[str, Any]) -> Iterator[dict[str, Any]]:
+def _entries(task: str, options: Mapping[str, JSONValue]) -> Iterator[dict[str, JSONValue]]:
     """Entries that a task generates; its errors about options are raised as sentences."""
     import reasoning_gym
 
@@ -255,7 +258,7 @@ def _entries(task: str, options: dict[str, Any]) -> Iterator[dict[str, Any]]:
         yield from (dataset[number] for number in range(len(dataset)))
 
 
-def _python(path: str, options: dict[str, Any]) -> Located:
+def _python(path: str, options: Mapping[str, JSONValue]) -> Located:
     function = load_function(path, "data source")
     check_call(function, (), options, what=f"data source '{path}'", remedy="change its options")
     for number, fields in enumerate(_produced(function, path, options)):
@@ -281,7 +284,7 @@ def _python_record(fields: Any, where: str) -> Record:
     return Record(_checked_prompt(given["prompt"], where), _checked_answer(given.get("answer"), where), metadata)
 
 
-def _produced(function: Callable[..., Any], path: str, options: dict[str, Any]) -> Iterator[Any]:
+def _produced(function: Callable[..., Iterable[T]], path: str, options: Mapping[str, JSONValue]) -> Iterator[T]:
     """Items that a user's function yields; its exceptions are raised as sentences."""
     with users_code(f"data source '{path}' failed", "fix the function or its options"):
         yield from function(**options)

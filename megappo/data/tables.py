@@ -5,9 +5,10 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from megappo.errors import reason, shortened
+from megappo.observe.json_values import JSONValue
 from megappo.observe.plain_files import check_plain
 
 if TYPE_CHECKING:
@@ -25,7 +26,7 @@ def shown(value: object) -> str:
     return shortened(text, _SHOWN_CHARACTERS)
 
 
-def json_lines(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
+def json_lines(path: Path) -> Iterator[tuple[str, dict[str, JSONValue]]]:
     """Each object of a file of JSON lines, with its place as errors name it. Raises ValueError for a line that is not
     an object."""
     for number, line in enumerate(_bytes_of(path).removeprefix(b"\xef\xbb\xbf").split(b"\n"), start=1):
@@ -42,7 +43,7 @@ def _bytes_of(path: Path) -> bytes:
         raise ValueError(f"data file '{path}' cannot be read ({error.strerror}); check its permissions") from error
 
 
-def _json_object(line: bytes, where: str) -> dict[str, Any]:
+def _json_object(line: bytes, where: str) -> dict[str, JSONValue]:
     try:
         fields = json.loads(line.decode("utf-8"))
     except UnicodeDecodeError as error:
@@ -56,7 +57,7 @@ def _json_object(line: bytes, where: str) -> dict[str, Any]:
     return fields
 
 
-def table_rows(table: pyarrow.Table, place: str | Path) -> Iterator[tuple[str, dict[str, Any]]]:
+def table_rows(table: pyarrow.Table, place: str | Path) -> Iterator[tuple[str, dict[str, JSONValue]]]:
     """Each row with its place as errors name it, in the types that a file of JSON lines has. Arrow checks neither UTF-8
     nor dates before it converts a value to Python."""
     first = 0
@@ -70,7 +71,7 @@ def table_rows(table: pyarrow.Table, place: str | Path) -> Iterator[tuple[str, d
         first += batch.num_rows
 
 
-def _without_fillings(value: Any) -> Any:
+def _without_fillings(value: JSONValue) -> JSONValue:
     """The value without the nulls that Arrow fills in where a struct lacks a field that others of its column have.
     Nulls that were written are dropped too, as nothing tells them apart."""
     if isinstance(value, dict):
@@ -78,7 +79,7 @@ def _without_fillings(value: Any) -> Any:
     return [_without_fillings(inner) for inner in value] if isinstance(value, list) else value
 
 
-def _row(batch: pyarrow.RecordBatch, i: int, where: str) -> dict[str, Any]:
+def _row(batch: pyarrow.RecordBatch, i: int, where: str) -> dict[str, JSONValue]:
     try:
         return batch.slice(i, 1).to_pylist()[0]
     except (ValueError, OverflowError) as error:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
@@ -12,6 +11,7 @@ from megappo.config.tokens import TokenRows
 from megappo.data.cursor import Cursor
 from megappo.data.mixture import MixedCursor, MixedPrompts
 from megappo.data.prompts import PromptDataset
+from megappo.observe.json_values import JSONValue
 
 TrainingPrompts = PromptDataset | MixedPrompts
 TrainingCursor = Cursor | MixedCursor
@@ -20,7 +20,7 @@ TrainingCursor = Cursor | MixedCursor
 def read_prompts(
     settings: DataSettings,
     tokenizer: PreTrainedTokenizerBase,
-    tool_schemas: Sequence[Any] = (),
+    tool_schemas: Sequence[JSONValue] = (),
     rows: TokenRows | None = None,
 ) -> TrainingPrompts:
     """The prompts of `data.train` or `data.mixture`, of tokens that are among `rows`. Raises ValueError where they

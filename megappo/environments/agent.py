@@ -7,7 +7,6 @@ import inspect
 import math
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from typing import Any
 
 from megappo.environments.agent_worker import AgentProgram
 from megappo.environments.gateway.server import AgentEndpoint
@@ -15,6 +14,7 @@ from megappo.environments.session import Session
 from megappo.environments.tool_calls import call_format
 from megappo.environments.tool_pool import receive
 from megappo.errors import show
+from megappo.observe.json_values import JSONValue
 from megappo.plugins import load
 from megappo.rewards.channel import ForeignMessageError
 from megappo.rewards.variables import without_secrets
@@ -47,7 +47,7 @@ class Agent:
         function: str = "",
         command: Sequence[str] = (),
         format: str = "qwen",
-        options: Mapping[str, Any] | None = None,
+        options: Mapping[str, JSONValue] | None = None,
         variables: Sequence[str] = (),
     ) -> None:
         """Check the arguments. Raises ValueError where they name no agent."""

@@ -7,14 +7,14 @@ placeholder stands for what the model said: its own tokens are in the sequence a
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
 from megappo.config.tokens import rendered, template_now
+from megappo.observe.json_values import JSONValue
 from megappo.plugins import users_code
 
-Message = Mapping[str, Any]
+Message = Mapping[str, JSONValue]
 
 PLACEHOLDER = "<think>\nSo it is.\n</think>\n\nYes."
 """Text in the place of a turn of the model. It contains thoughts, so that templates which remove them from earlier
@@ -31,7 +31,7 @@ class ChatTokens:
         self,
         tokenizer: PreTrainedTokenizerBase,
         stop_token_ids: Sequence[int],
-        schemas: Sequence[Any] = (),
+        schemas: Sequence[JSONValue] = (),
         time: str | None = None,
     ) -> None:
         """`time`: see `data.template_time`."""

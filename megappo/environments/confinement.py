@@ -162,7 +162,7 @@ def _program(abi: int) -> ctypes.Array[ctypes.c_char]:
     return program
 
 
-_KEPT: list[object] = []
+_KEPT: list[ctypes.Array[ctypes.c_char]] = []
 """Memory that the kernel reads by its address, kept from being freed."""
 
 
@@ -188,13 +188,13 @@ def _libc() -> ctypes.CDLL:
     return ctypes.CDLL(None, use_errno=True)
 
 
-def _call(number: int, *arguments: object) -> int:
+def _call(number: int, *arguments: int | bytes | None) -> int:
     found: int = _libc().syscall(number, *arguments)
     if found < 0:
         raise OSError(ctypes.get_errno(), f"system call {number}: {os.strerror(ctypes.get_errno())}")
     return found
 
 
-def _prctl(option: int, *values: object) -> None:
+def _prctl(option: int, *values: int | ctypes.Array[ctypes.c_char]) -> None:
     if _libc().prctl(option, *values, *[0] * (4 - len(values))):
         raise OSError(ctypes.get_errno(), f"prctl({option}): {os.strerror(ctypes.get_errno())}")

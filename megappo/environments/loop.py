@@ -12,11 +12,11 @@ import ctypes
 import inspect
 import threading
 import time
-from collections.abc import Callable, Coroutine, Generator
+from collections.abc import Awaitable, Callable, Coroutine, Generator
 from concurrent.futures import CancelledError
 from contextlib import suppress
 from contextvars import ContextVar
-from typing import Any
+from typing import Any, TypeVar
 from weakref import WeakKeyDictionary
 
 TICK_SECONDS = 0.1
@@ -25,8 +25,15 @@ _REACT_SECONDS = 2.0
 _CLOSE_SECONDS = 30.0
 """Seconds that workers of tools have to end, which they do within their own deadlines."""
 
-OWNER: ContextVar[object | None] = ContextVar("OWNER", default=None)
-"""Owner (an episode) of the code that a task runs; tasks that it starts inherit the owner."""
+T = TypeVar("T")
+
+
+class Owner:
+    """Whom the code of a task belongs to: an episode."""
+
+
+OWNER: ContextVar[Owner | None] = ContextVar("OWNER", default=None)
+"""Owner of the code that a task runs; tasks that it starts inherit the owner."""
 
 
 class BlockedLoopError(SystemExit):
@@ -42,7 +49,7 @@ class _PlayingThread:
         self.ticks = 0
         """Counter that grows as long as no task blocks the loop."""
         self._on_tick, self._last = on_tick, time.monotonic()
-        self._owners: WeakKeyDictionary[asyncio.Future[Any], object] = WeakKeyDictionary()
+        self._owners: WeakKeyDictionary[asyncio.Future[Any], Owner] = WeakKeyDictionary()
         self._gone, self._lock = False, threading.Lock()
         self.loop.set_task_factory(self._make_task)
         self._thread = threading.Thread(target=self._run, name="megappo-episodes", daemon=True)
@@ -78,9 +85,9 @@ class _PlayingThread:
     def _make_task(
         self,
         loop: asyncio.AbstractEventLoop,
-        coroutine: Coroutine[Any, Any, Any] | Generator[Any, None, Any],
+        coroutine: Coroutine[Any, Any, T] | Generator[Any, None, T],
         **given: Any,
-    ) -> asyncio.Task[Any]:
+    ) -> asyncio.Task[T]:
         task = asyncio.Task(coroutine, loop=loop, **given)
         if (owner := OWNER.get()) is not None:
             self._owners[task] = owner
@@ -94,7 +101,7 @@ class _PlayingThread:
         self.loop.call_later(TICK_SECONDS, self._tick)
 
     @property
-    def owner(self) -> object | None:
+    def owner(self) -> Owner | None:
         """Owner of the code that runs at this moment; None where it has none, or is unknown."""
         task = asyncio.current_task(self.loop)
         return None if task is None else self._owners.get(task)
@@ -131,7 +138,7 @@ class WatchedLoop:
     """Runs coroutines in a thread of its own, and moves to another thread when one of them blocks it."""
 
     def __init__(
-        self, most_seconds: float, on_tick: Callable[[float], None], on_blocked: Callable[[object], None]
+        self, most_seconds: float, on_tick: Callable[[float], None], on_blocked: Callable[[Owner], None]
     ) -> None:
         """Make the loop; its thread starts with the first use.
 
@@ -157,7 +164,7 @@ class WatchedLoop:
             return self._thread.loop
 
     def _watch(self) -> None:
-        seen: tuple[object, int, object | None] = (None, 0, None)
+        seen: tuple[_PlayingThread | None, int, Owner | None] = (None, 0, None)
         blocked_seconds, asked = 0.0, time.monotonic()
         while not self._closed.wait(TICK_SECONDS):
             thread = self._thread
@@ -182,7 +189,7 @@ class WatchedLoop:
         old.give_up()
         old.interrupt()
 
-    def close(self, farewell: Callable[[], Coroutine[Any, Any, None]]) -> None:
+    def close(self, farewell: Callable[[], Awaitable[None]]) -> None:
         """Run a last coroutine in the loop, then end everything that is left there. A loop that does not react is
         abandoned."""
         self._closed.set()
@@ -199,7 +206,7 @@ class WatchedLoop:
             old.interrupt()
 
     @staticmethod
-    async def _end(farewell: Callable[[], Coroutine[Any, Any, None]]) -> None:
+    async def _end(farewell: Callable[[], Awaitable[None]]) -> None:
         await farewell()
         left = asyncio.all_tasks() - {asyncio.current_task()}
         for task in left:

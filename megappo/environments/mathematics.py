@@ -9,9 +9,8 @@ import math
 import operator
 import traceback
 from collections.abc import Callable
-from typing import Any
 
-_BINARY: dict[type[ast.operator], Callable[[Any, Any], Any]] = {
+_BINARY: dict[type[ast.operator], Callable[[complex, complex], complex]] = {
     ast.Add: operator.add,
     ast.Sub: operator.sub,
     ast.Mult: operator.mul,
@@ -20,8 +19,8 @@ _BINARY: dict[type[ast.operator], Callable[[Any, Any], Any]] = {
     ast.Mod: operator.mod,
     ast.Pow: operator.pow,
 }
-_UNARY: dict[type[ast.unaryop], Callable[[Any], Any]] = {ast.UAdd: operator.pos, ast.USub: operator.neg}
-_FUNCTIONS: dict[str, Callable[..., Any]] = {
+_UNARY: dict[type[ast.unaryop], Callable[[complex], complex]] = {ast.UAdd: operator.pos, ast.USub: operator.neg}
+_FUNCTIONS: dict[str, Callable[..., complex]] = {
     name: getattr(math, name)
     for name in ("sqrt", "exp", "log", "sin", "cos", "tan", "floor", "ceil", "factorial", "gcd", "lcm", "comb")
 } | {"abs": abs, "round": round, "min": min, "max": max}
@@ -34,7 +33,7 @@ def calculate(expression: str) -> str:
     return str(_value(ast.parse(expression.strip().replace("^", "**"), mode="eval").body))
 
 
-def _value(node: ast.expr) -> Any:
+def _value(node: ast.expr) -> complex:
     match node:
         case ast.Constant(value=int() | float() as number) if not isinstance(number, bool):
             return number

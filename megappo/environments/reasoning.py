@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from importlib.util import find_spec
-from typing import Any
 
 from megappo.environments.session import Session
 from megappo.errors import show
+from megappo.observe.json_values import JSONValue
 from megappo.rewards.rules import reasoning_gym, warm_up
 
 _SCORE = "score"
@@ -15,7 +15,7 @@ if find_spec("reasoning_gym") is not None:  # here, so that a worker imports it 
     warm_up("reasoning_gym")
 
 
-def score(*, reply: str, metadata: dict[str, Any], tagged: bool) -> str:
+def score(*, reply: str, metadata: dict[str, JSONValue], tagged: bool) -> str:
     """Score of a reply by the task's own generator, as text, which is what tools return."""
     return repr(reasoning_gym(prompt="", response=reply, answer=None, metadata=metadata, tagged=tagged))
 

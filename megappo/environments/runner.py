@@ -21,7 +21,7 @@ from megappo.engines.protocol import (
     SamplingParams,
 )
 from megappo.environments.flying import FlyingEpisodes
-from megappo.environments.loop import WatchedLoop
+from megappo.environments.loop import Owner, WatchedLoop
 from megappo.environments.registry import EnvironmentContext
 from megappo.environments.table import EpisodeStart, House, Table
 from megappo.errors import RunError
@@ -167,7 +167,7 @@ class EpisodeRunner:
         for table in list(self._tables):
             table.count_seconds(seconds)
 
-    def _begin_again(self, blocking: object) -> None:
+    def _begin_again(self, blocking: Owner) -> None:
         before, self._stage = self._stage, self._stage.again()
         for table in list(self._tables):
             table.begin_again(blocking)

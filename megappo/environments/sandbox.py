@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import json
 import time
-from typing import Any, Literal
+from typing import Literal
 
 import aiohttp
 from pydantic import BaseModel, ValidationError
@@ -18,6 +18,7 @@ from megappo.config.environment import ToolSettings
 from megappo.environments.protocol import ToolResult
 from megappo.environments.tool_worker import LIMITS, cut
 from megappo.errors import reason
+from megappo.observe.json_values import JSONValue
 from megappo.runtime.retrying import TRANSIENT, Tries, asked_pause
 
 _SERVICE_SECONDS = 5.0
@@ -89,7 +90,7 @@ class Sandbox:
             await asyncio.sleep(pause_seconds)
 
     async def _ask(self, code: str, language: str) -> _SandboxAnswer:
-        body: dict[str, Any] = {
+        body: dict[str, JSONValue] = {
             "code": code,
             "language": language,
             "compile_timeout": self._limits.timeout_seconds,

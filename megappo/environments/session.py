@@ -24,6 +24,7 @@ from megappo.environments.tool_calls import call_format
 from megappo.environments.tool_pool import ToolPool
 from megappo.environments.trajectory import Trajectory
 from megappo.errors import RunError, show
+from megappo.observe.json_values import JSONValue
 from megappo.types import CHAT_MESSAGES, Episode, Prompt, ToolUse
 
 _REASON_CHARACTERS = 300
@@ -192,7 +193,7 @@ class Session:
 
     # For the gateway
 
-    def chat_tokens(self, schemas: Sequence[Any]) -> ChatTokens:
+    def chat_tokens(self, schemas: Sequence[JSONValue]) -> ChatTokens:
         """The chat template for a conversation with these tools."""
         shared = self._shared
         return ChatTokens(shared.tokenizer, self._params.stop_token_ids, schemas, shared.template_time)
@@ -232,7 +233,12 @@ class Session:
             self.reward(_number(value))
 
     def completion(
-        self, *, failure: Literal["", "raised", "hung", "nonsense"], reason: str, limit: Any, version: int
+        self,
+        *,
+        failure: Literal["", "raised", "hung", "nonsense"],
+        reason: str,
+        limit: Limit | Literal[""],
+        version: int,
     ) -> Completion:
         """Close the episode and return its sample; nothing of a failed one is trained on. `version`: the engine's
         weights."""

@@ -18,8 +18,8 @@ from megappo.config.tokens import without_row
 from megappo.engines.protocol import Completion, GenerateRequest, RequestStream, SamplingParams
 from megappo.engines.stopping import stopped
 from megappo.engines.stretches import continued, ended, joined
-from megappo.environments.loop import OWNER, TICK_SECONDS, BlockedLoopError
-from megappo.environments.protocol import LimitReached, NonsenseError
+from megappo.environments.loop import OWNER, TICK_SECONDS, BlockedLoopError, Owner
+from megappo.environments.protocol import Limit, LimitReached, NonsenseError
 from megappo.environments.registry import EnvironmentContext
 from megappo.environments.session import Session
 from megappo.errors import RunError
@@ -52,7 +52,7 @@ class House:
 
 
 @dataclass(eq=False)
-class Playing:
+class Playing(Owner):
     """State of an episode that is being played."""
 
     began: EpisodeStart
@@ -151,7 +151,8 @@ class Table:
 
     async def _play(self, playing: Playing) -> None:
         failure: Failure = ""
-        told, limit = "", ""
+        limit: Limit | Literal[""] = ""
+        told = ""
         session = playing.session
         try:
             session.finish(await self._house.stage().environment.run(session))
@@ -194,7 +195,7 @@ class Table:
     def _too_long(self) -> str:
         return f"took more than {self._most_seconds:g} seconds"
 
-    def _end(self, playing: Playing, failure: Failure, told: str, limit: str = "") -> None:
+    def _end(self, playing: Playing, failure: Failure, told: str, limit: Limit | Literal[""] = "") -> None:
         """Record how an episode ended, the first time it does."""
         with self._lock:
             if self.playing.get(playing.began.number) is not playing:
@@ -267,7 +268,7 @@ class Table:
         elif whole is not None:
             playing.again.append((request, whole))
 
-    def begin_again(self, blocking: object) -> None:
+    def begin_again(self, blocking: Owner) -> None:
         """Restart all episodes in another loop, with the turns that they had, except the one that blocks the old loop,
         which counts as hung."""
         with self._lock:

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 from megappo.environments.session import Session
 from megappo.environments.tool_calls import WantedCall, call_format
 from megappo.errors import either, show
+from megappo.observe.json_values import JSONValue
 
 _PARAMETERS = {"calculator": "expression", "python": "code"}
 _FUNCTIONS = {
@@ -57,11 +57,11 @@ class ToolCalling:
         return await session.use(wanted.tool, **wanted.arguments)
 
 
-def _schema(tool: str) -> dict[str, Any]:
+def _schema(tool: str) -> dict[str, JSONValue]:
     """Schema of a tool in OpenAI's form."""
     what, example = _WORDS[tool]
     name = _PARAMETERS[tool]
-    parameters = {
+    parameters: dict[str, JSONValue] = {
         "type": "object",
         "properties": {name: {"type": "string", "description": example}},
         "required": [name],

@@ -7,9 +7,9 @@ import re
 import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
-from typing import Any
 
 from megappo.errors import either, show
+from megappo.observe.json_values import JSONValue
 
 _OPEN, _CLOSE = "<tool_call>", "</tool_call>"
 # An unclosed string matches to the end of the text: searching again from each quote would take quadratic time.
@@ -23,7 +23,7 @@ class WantedCall:
     """A call of a tool that a model asks for."""
 
     tool: str
-    arguments: dict[str, Any] = field(default_factory=dict)
+    arguments: dict[str, JSONValue] = field(default_factory=dict)
     problem: str = ""
     """Why the call cannot be made, in words for the model; "" where it can."""
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from functools import partial
 
 from megappo.families.architecture import ArchitectureConfig
 from megappo.families.declaration import Block, PerToken, Weight
@@ -175,8 +175,8 @@ class Experts(GatedMlp):
         hidden, ffn = arch.hidden_size, arch.ffn_hidden_size
         gate, up, down = (f"{self.stored}.experts.{{expert}}.{name}.weight" for name in self.matrices)
         megatron = "mlp.experts.{expert}"  # Megatron-Core has one parameter for all experts of a rank
-        w13: dict[str, Any] = {"fused": f"{self.stored}.experts.w13_weight", "packed": "mlp.experts.gate_up_proj"}
-        w2: dict[str, Any] = {"fused": f"{self.stored}.experts.w2_weight", "packed": "mlp.experts.down_proj"}
+        w13 = partial(Weight, fused=f"{self.stored}.experts.w13_weight", packed="mlp.experts.gate_up_proj")
+        w2 = partial(Weight, fused=f"{self.stored}.experts.w2_weight", packed="mlp.experts.down_proj")
         gates = {f"{self.stored}.gate.weight": (arch.experts, hidden)}
         router = [Weight("mlp.router.weight", gates, "replicated", packed="mlp.gate.weight", wide=self.wide_router)]
         if arch.sigmoid_router:
@@ -185,12 +185,12 @@ class Experts(GatedMlp):
         return (
             mlp_norm(arch),
             *router,
-            Weight(f"{megatron}.weight1", dict.fromkeys((gate, up), (ffn, hidden)), "column", **w13),
-            Weight(f"{megatron}.weight2", {down: (hidden, ffn)}, "row", **w2),
+            w13(f"{megatron}.weight1", dict.fromkeys((gate, up), (ffn, hidden)), "column"),
+            w2(f"{megatron}.weight2", {down: (hidden, ffn)}, "row"),
         )
 
     def megatron(self, arch: ArchitectureConfig) -> MegatronSettings:
-        of_sigmoids: dict[str, Any] = {
+        of_sigmoids: MegatronSettings = {
             "moe_router_score_function": "sigmoid",
             "moe_router_topk_scaling_factor": arch.experts_scale,
         }

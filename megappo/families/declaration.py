@@ -6,11 +6,12 @@ import copy
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple
+from typing import TYPE_CHECKING, Literal, NamedTuple
 
 from megappo.families.architecture import ArchitectureConfig
 from megappo.families.fields import Activation, Fields, HFConfig, MegatronSettings
 from megappo.families.served import Served, unread_settings
+from megappo.observe.json_values import JSONValue
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
@@ -87,7 +88,7 @@ class Block:
         """The parameters of the block."""
         return ()
 
-    def megatron(self, arch: ArchitectureConfig) -> Mapping[str, Any]:
+    def megatron(self, arch: ArchitectureConfig) -> MegatronSettings:
         """Fields of Megatron's TransformerConfig that make the block part of the model, without `activation_func`."""
         return {}
 
@@ -129,7 +130,7 @@ class Family:
 
     model_type: str
     """`model_type` of the config.json files that the family reads."""
-    reads: tuple[Callable[[HFConfig], Mapping[str, Any]], ...]
+    reads: tuple[Callable[[HFConfig], Fields], ...]
     """Functions from transformers' configuration to fields of ArchitectureConfig; later ones win. They raise ValueError
     for what the blocks do not build."""
     blocks: tuple[Block, ...]
@@ -138,7 +139,7 @@ class Family:
     """Whether SGLang's model supports data parallel attention (`rollout.sglang.data_parallel_attention`)."""
     unserved: Callable[[ArchitectureConfig, Served], str] = unread_settings
     """Why SGLang does not compute such a model; "" where it does."""
-    further: Callable[[HFConfig], Mapping[str, object]] = nothing
+    further: Callable[[HFConfig], Mapping[str, JSONValue]] = nothing
     """Entries of config.json, from transformers' configuration, that SGLang reads in addition to what transformers
     writes."""
     further_layers: Callable[[ArchitectureConfig], Sequence[str]] = no_tensors

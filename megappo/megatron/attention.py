@@ -29,6 +29,9 @@ from megappo.megatron.short_attention import attend_short, takes_products
 from megappo_kernels.layers import rms_norm as row_norm
 
 if TYPE_CHECKING:
+    from megatron.core.process_groups_config import ProcessGroupCollection
+    from megatron.core.transformer.enums import AttnMaskType
+
     from megappo.megatron.delta_rule import Chunks
     from megappo.megatron.router import MicrobatchRouting
 
@@ -225,12 +228,12 @@ class PackedCoreAttention(MegatronModule):
         self,
         config: TransformerConfig,
         layer_number: int,
-        attn_mask_type: Any,
+        attn_mask_type: AttnMaskType | None,
         attention_type: str,
         attention_dropout: float | None = None,
         softmax_scale: float | None = None,
         cp_comm_type: str | None = None,
-        pg_collection: Any = None,
+        pg_collection: ProcessGroupCollection | None = None,
         scores_cap: float | None = None,
         has_sinks: bool = False,
     ) -> None:
@@ -252,7 +255,7 @@ class PackedCoreAttention(MegatronModule):
         key: Tensor,
         value: Tensor,
         attention_mask: Tensor | None,
-        attn_mask_type: Any = None,
+        attn_mask_type: AttnMaskType | None = None,
         attention_bias: Tensor | None = None,
         packed_seq_params: PackedSeqParams | None = None,
     ) -> Tensor:

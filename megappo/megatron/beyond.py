@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from megatron.core.models.gpt.gpt_model import GPTModel
@@ -21,6 +21,10 @@ from megappo.families.rope import rope_kinds
 from megappo.megatron.attention import PackedCoreAttention, RMSNorm
 from megappo.megatron.swiglu import mlp_submodules
 
+if TYPE_CHECKING:
+    from megatron.core.transformer.transformer_config import TransformerConfig
+    from megatron.core.transformer.transformer_layer import TransformerLayer
+
 
 class NormedRowParallel(RowParallelLinear):
     """A row parallel layer followed by a norm of its complete sums: of all tokens, or of a sequence parallel rank's
@@ -29,7 +33,7 @@ class NormedRowParallel(RowParallelLinear):
     The norm is a forward hook, so that an adapter adds to the product before the norm (see `lora`).
     """
 
-    def __init__(self, input_size: int, output_size: int, *, config: Any, **of_megatron: Any) -> None:
+    def __init__(self, input_size: int, output_size: int, *, config: TransformerConfig, **of_megatron: Any) -> None:
         super().__init__(input_size, output_size, config=config, **of_megatron)
         self.norm = RMSNorm(config, output_size, eps=config.layernorm_epsilon)
         self.register_forward_hook(_normed)
@@ -63,23 +67,27 @@ def around_layers(model: GPTModel, arch: ArchitectureConfig) -> None:
             layer.register_forward_hook(_times_scalar)
 
 
-def _normed(layer: Any, _inputs: Any, output: tuple[Tensor, Any]) -> tuple[Tensor, Any]:
+def _normed(
+    layer: NormedRowParallel, _inputs: tuple[Tensor, ...], output: tuple[Tensor, Tensor | None]
+) -> tuple[Tensor, Tensor | None]:
     product, bias = output  # there is no bias
     return layer.norm(product), bias
 
 
-def _scaled(scale: float, _embedding: nn.Module, _inputs: Any, output: Tensor) -> Tensor:
+def _scaled(scale: float, _embedding: nn.Module, _inputs: tuple[Tensor, ...], output: Tensor) -> Tensor:
     return output * output.new_full((), scale)  # rounded to the embedding's type, as by transformers
 
 
 def _with_rope(
-    rope: Callable[[Tensor], Tensor], _layer: nn.Module, inputs: Any, options: Mapping[str, Any]
-) -> tuple[Any, dict[str, Any]]:
+    rope: Callable[[Tensor], Tensor], _layer: nn.Module, inputs: tuple[Tensor, ...], options: Mapping[str, Any]
+) -> tuple[tuple[Tensor, ...], dict[str, Any]]:
     """Select the layer's kind from the cosines and sines of all kinds of rope."""
     return inputs, {**options, "rotary_pos_emb": rope(options["rotary_pos_emb"])}
 
 
-def _times_scalar(layer: Any, _inputs: Any, output: tuple[Tensor, Any]) -> tuple[Tensor, Any]:
+def _times_scalar(
+    layer: TransformerLayer, _inputs: tuple[Tensor, ...], output: tuple[Tensor, Tensor | None]
+) -> tuple[Tensor, Tensor | None]:
     hidden, context = output
     scaled: Tensor = hidden * layer.layer_scalar
     return scaled, context

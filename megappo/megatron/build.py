@@ -7,7 +7,6 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import chain
 from pathlib import Path
-from typing import Any
 
 import torch
 from megatron.core.models.gpt.gpt_layer_specs import (
@@ -189,7 +188,7 @@ class RoleModel:
 
 def transformer_config(arch: ArchitectureConfig, layout: Layout, options: BuildOptions) -> TransformerConfig:
     """Megatron's configuration of this architecture on this layout."""
-    recompute: dict[str, Any] = {}
+    recompute: dict[str, str | int | list[str]] = {}
     if options.recompute == "full":
         recompute = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
     elif options.recompute == "selective":
@@ -258,7 +257,7 @@ def _stage_layers(arch: ArchitectureConfig, layout: Layout, options: BuildOption
 
 def layer_spec(
     config: TransformerConfig, layout: Layout, vp_stage: int | None, options: BuildOptions, arch: ArchitectureConfig
-) -> Any:
+) -> ModuleSpec | TransformerBlockSubmodules:
     """Spec of the layers: Transformer Engine's where it can run, else Megatron's own with our attention and norm."""
     if options.has_engine_layers:
         parts = {"num_experts": config.num_moe_experts, "qk_layernorm": config.qk_layernorm}
@@ -272,7 +271,9 @@ def layer_spec(
     return TransformerBlockSubmodules(layer_specs=specs, layer_norm=RMSNorm)
 
 
-def _with_own_mlp(layer: Any, config: TransformerConfig, arch: ArchitectureConfig, *, has_experts: bool) -> Any:
+def _with_own_mlp(
+    layer: ModuleSpec, config: TransformerConfig, arch: ArchitectureConfig, *, has_experts: bool
+) -> ModuleSpec:
     """Put our experts or activation into the spec of a layer and return the spec."""
     if has_experts:
         use_grouped_experts(layer, shares_one=arch.shared_ffn_hidden_size > 0)
@@ -281,7 +282,9 @@ def _with_own_mlp(layer: Any, config: TransformerConfig, arch: ArchitectureConfi
     return layer
 
 
-def _own_layer(config: TransformerConfig, arch: ArchitectureConfig, *, has_experts: bool, is_special: bool) -> Any:
+def _own_layer(
+    config: TransformerConfig, arch: ArchitectureConfig, *, has_experts: bool, is_special: bool
+) -> ModuleSpec:
     experts, beyond = config.num_moe_experts if has_experts else None, arch.beyond
     layer = get_gpt_layer_local_spec(num_experts=experts, qk_layernorm=config.qk_layernorm, normalization="RMSNorm")
     _with_own_mlp(layer, config, arch, has_experts=has_experts)

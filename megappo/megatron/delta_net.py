@@ -10,7 +10,8 @@ key and of a value.
 
 from __future__ import annotations
 
-from typing import Any
+from functools import partial
+from typing import TYPE_CHECKING, Any
 
 import torch
 from megatron.core.tensor_parallel import (
@@ -29,18 +30,26 @@ from megappo.families.architecture import DeltaNet
 from megappo.megatron.attention import PackedSegments
 from megappo.megatron.delta_rule import Chunks, causal_convolution, decays, gated_delta_rule, wide
 
+if TYPE_CHECKING:
+    from megatron.core.process_groups_config import ProcessGroupCollection
+
 
 class GatedDeltaNet(MegatronModule):
     """Replaces `self_attention` of Megatron's layer; the arguments are those that Megatron passes."""
 
     def __init__(
-        self, config: TransformerConfig, layer_number: int, shape: DeltaNet, pg_collection: Any, **_of_megatron: Any
+        self,
+        config: TransformerConfig,
+        layer_number: int,
+        shape: DeltaNet,
+        pg_collection: ProcessGroupCollection,
+        **_of_megatron: Any,
     ) -> None:
         super().__init__(config=config)
         self.shape, self.group = shape, pg_collection.tp
         tp = self.group.size()
         self.groups, self.ratio = shape.key_heads // tp, shape.value_heads // shape.key_heads
-        settings: dict[str, Any] = {"config": config, "bias": False, "is_expert": False, "tp_group": self.group}
+        settings = {"config": config, "bias": False, "is_expert": False, "tp_group": self.group}
         of_columns = {**settings, "init_method": config.init_method, "gather_output": False}
         self.in_proj = ColumnParallelLinear(config.hidden_size, 2 * (shape.key_width + shape.value_width), **of_columns)
         self.gates_proj = ColumnParallelLinear(config.hidden_size, 2 * shape.value_heads, **of_columns)
@@ -55,14 +64,14 @@ class GatedDeltaNet(MegatronModule):
             **settings,
         )
         device = "cpu" if config.use_cpu_initialization else torch.cuda.current_device()
-        made: dict[str, Any] = {"dtype": config.params_dtype, "device": device}
+        made = partial(torch.empty, dtype=config.params_dtype, device=device)
         channels, heads = (2 * shape.key_width + shape.value_width) // tp, shape.value_heads // tp
-        self.conv_weight = nn.Parameter(torch.empty(channels, 1, shape.conv_width, **made))
-        self.log_rate, self.rate_bias = (nn.Parameter(torch.empty(heads, **made)) for _ in range(2))
-        self.norm_weight = nn.Parameter(torch.empty(shape.value_dim, **made))
+        self.conv_weight = nn.Parameter(made(channels, 1, shape.conv_width))
+        self.log_rate, self.rate_bias = (nn.Parameter(made(heads)) for _ in range(2))
+        self.norm_weight = nn.Parameter(made(shape.value_dim))
 
     def forward(
-        self, hidden_states: Tensor, *_of_attention: Any, packed_seq_params: PackedSegments, **_more: Any
+        self, hidden_states: Tensor, *_of_attention: Tensor | None, packed_seq_params: PackedSegments, **_more: Any
     ) -> tuple[Tensor, None]:
         """[t, 1, H] -> [t, 1, H], or a sequence parallel rank's part of both; there is no bias."""
         assert isinstance(packed_seq_params, PackedSegments)
@@ -103,7 +112,7 @@ class GatedSelfAttention(SelfAttention):
     projection."""
 
     def get_query_key_value_tensors(
-        self, hidden_states: Tensor, *_of_megatron: Any, **_more: Any
+        self, hidden_states: Tensor, *_of_megatron: Tensor | None, **_more: bool
     ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """[t, 1, H] -> queries, keys, values and gates, [t, 1, heads, d] each."""
         mixed, _ = self.linear_qkv(hidden_states)

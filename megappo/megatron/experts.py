@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from torch.nn.functional import grouped_mm, linear  # `grouped_mm`: since torch 2.10
 
 from megappo.megatron.swiglu import SwiGLU, is_swiglu, mlp_submodules, submodules
+from megappo_kernels.autograd import Context
 from megappo_kernels.clamped import ClampedSwiGLU
 from megappo_kernels.layers import swiglu
 
@@ -54,12 +55,12 @@ class _OfRows(torch.autograd.Function):
     rows in an undetermined order on a GPU."""
 
     @staticmethod
-    def forward(ctx: Any, bias_LO: Tensor, counts_L: Tensor, n_rows: int) -> Tensor:
+    def forward(ctx: Context, bias_LO: Tensor, counts_L: Tensor, n_rows: int) -> Tensor:
         ctx.save_for_backward(counts_L)
         return bias_LO.repeat_interleave(counts_L, dim=0, output_size=n_rows)
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
+    def backward(ctx: Context, *grads: Tensor) -> tuple[Tensor, None, None]:
         (counts_L,), grad = ctx.saved_tensors, grads[0]
         wide = grad.to(torch.promote_types(grad.dtype, torch.float32)).contiguous()
         sums = torch.segment_reduce(wide, "sum", lengths=counts_L, axis=0, unsafe=True)

@@ -7,7 +7,7 @@ fused AdamW steps there, and weights are copied back.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -21,7 +21,7 @@ them."""
 class PartlyOnHost:
     """Replaces an optimizer that Megatron made, and updates a part of its main weights on the host."""
 
-    def __init__(self, device: Any, fraction: float, weight_storages: set[int]) -> None:
+    def __init__(self, device: torch.optim.Optimizer, fraction: float, weight_storages: set[int]) -> None:
         """Take over this fraction of the weights that `device` updates.
 
         `weight_storages`: identities of the storages of the model's weights. Main weights in other storages are on the
@@ -32,7 +32,7 @@ class PartlyOnHost:
         self._homes = {main: _on_host(main).copy_(main.detach()) for main in chosen}
         """The float32 copy on the host of each main weight that steps there."""
         self._gradients = {main: _on_host(main) for main in chosen}
-        groups: list[dict[str, Any]] = [
+        groups = [
             {"params": [self._homes[p] for p in group["params"] if p in self._homes], **_shared(group)}
             for group in device.param_groups
         ]
@@ -44,15 +44,14 @@ class PartlyOnHost:
     @property
     def param_groups(self) -> list[dict[str, Any]]:
         """Parameter groups of all main weights, as Megatron and its schedule expect them."""
-        groups: list[dict[str, Any]] = self.device.param_groups
-        return groups
+        return self.device.param_groups
 
     @property
-    def state(self) -> Any:
+    def state(self) -> Mapping[Tensor, dict[str, Tensor]]:
         """Optimizer state of the device's part."""
         return self.device.state
 
-    def whereabouts(self, main: Tensor) -> tuple[Any, Tensor]:
+    def whereabouts(self, main: Tensor) -> tuple[torch.optim.Optimizer, Tensor]:
         """The optimizer that has a main weight's moments, and the tensor that this optimizer updates."""
         return (self._host, self._homes[main]) if main in self._homes else (self.device, main)
 
@@ -87,7 +86,7 @@ class PartlyOnHost:
             storage.resize_(0)
 
 
-def _largest(groups: list[dict[str, Any]], fraction: float) -> Iterator[Tensor]:
+def _largest(groups: Iterable[Mapping[str, Any]], fraction: float) -> Iterator[Tensor]:
     """Yield the largest main weights until they are at least this fraction of all. Tensor parallel neighbours choose
     the same ones. A tied embedding comes first, as its copies on two stages must be updated alike."""
     mains = [main for group in groups for main in group["params"]]
@@ -103,5 +102,5 @@ def _on_host(main: Tensor) -> Tensor:
     return torch.empty(main.shape, dtype=torch.float32, pin_memory=main.is_cuda)
 
 
-def _shared(group: dict[str, Any]) -> dict[str, Any]:
+def _shared(group: Mapping[str, Any]) -> dict[str, float | tuple[float, float]]:
     return {name: group[name] for name in _SHARED}

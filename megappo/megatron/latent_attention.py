@@ -14,7 +14,7 @@ heads of this rank; d channels of a query and key, r of them rotated, v of a val
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from megatron.core.tensor_parallel import (
@@ -32,6 +32,9 @@ from torch.nn.functional import linear, pad
 from megappo.families.architecture import LATENT_NORM_EPS, LatentAttention
 from megappo.megatron.attention import PackedCoreAttention, PackedSegments, RMSNorm
 from megappo_kernels.layers import rotate_pairs
+
+if TYPE_CHECKING:
+    from megatron.core.process_groups_config import ProcessGroupCollection
 
 
 class DownProjection(nn.Module):
@@ -62,14 +65,14 @@ class LatentSelfAttention(MegatronModule):
         layer_number: int,
         shape: LatentAttention,
         rotary_scale: float,
-        pg_collection: Any,
+        pg_collection: ProcessGroupCollection,
         **_of_megatron: Any,
     ) -> None:
         super().__init__(config=config)
         self.shape, self.rotary_scale, self.group = shape, rotary_scale, pg_collection.tp
         heads, hidden, rank = config.num_attention_heads, config.hidden_size, shape.query_rank
         self.heads, self.head_dim = heads // self.group.size(), shape.plain_dim + shape.rotary_dim
-        settings: dict[str, Any] = {"config": config, "bias": False, "is_expert": False, "tp_group": self.group}
+        settings = {"config": config, "bias": False, "is_expert": False, "tp_group": self.group}
         of_columns = {**settings, "init_method": config.init_method, "gather_output": False}
         self.linear_down_proj = DownProjection(config, (rank or 0) + shape.token_width)
         self.kv_layernorm = RMSNorm(config, shape.rank, eps=LATENT_NORM_EPS)
@@ -97,7 +100,7 @@ class LatentSelfAttention(MegatronModule):
     def forward(
         self,
         hidden_states: Tensor,
-        *_of_attention: Any,
+        *_of_attention: Tensor | None,
         rotary_pos_emb: Tensor,
         packed_seq_params: PackedSegments,
         **_more: Any,

@@ -4,13 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 from megappo.families.adapters import RowOrder
 from megappo.families.parameters import Parameter
+
+if TYPE_CHECKING:
+    from megatron.core.models.gpt.gpt_model import GPTModel
 
 
 @dataclass(frozen=True)
@@ -58,7 +61,7 @@ class LocalAdapterShard(NamedTuple):
     order: RowOrder
 
 
-def global_names(chunk: Any, name: str, canonical: Mapping[str, str]) -> Iterator[tuple[str, int | None]]:
+def global_names(chunk: GPTModel, name: str, canonical: Mapping[str, str]) -> Iterator[tuple[str, int | None]]:
     """Global names of a chunk's parameter, each with its index in a stacked parameter or None.
 
     Megatron numbers the layers of a chunk from 0 and stacks experts; the map numbers the layers of the whole model and

@@ -19,7 +19,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from megatron.core.models.gpt.gpt_model import GPTModel
@@ -39,6 +39,9 @@ from megappo.families.parameters import Parameter, shard_shape
 from megappo.megatron.experts import expert_products
 from megappo.megatron.layout import Layout
 from megappo.megatron.local_shards import LocalShard
+
+if TYPE_CHECKING:
+    from megatron.core.tensor_parallel import ColumnParallelLinear, RowParallelLinear
 
 Product = Callable[[Tensor, Tensor], Tensor]
 """Multiplies inputs by a matrix, or by a stack of matrices."""
@@ -162,7 +165,7 @@ def freeze(held: Iterable[LocalShard], frozen: Iterable[Parameter], chunks: Sequ
         chunks[0].embedding.register_forward_hook(_begin_gradients)
 
 
-def _begin_gradients(_embedding: nn.Module, _inputs: Any, hidden: Tensor) -> None:
+def _begin_gradients(_embedding: nn.Module, _inputs: tuple[Tensor, ...], hidden: Tensor) -> None:
     """Make the embedding's output require a gradient: layers that are recomputed in backward get no gradient where no
     input requires one."""
     if torch.is_grad_enabled():
@@ -181,7 +184,7 @@ def _attach(
         a, b = (weight.new_empty(len(weight), *shape) for shape in shapes)
         setattr(experts, path[-1].replace("weight", "lora"), ExpertAdapter(a, b, *rest))
         return
-    parallel: Any = layer.get_submodule(".".join(path[:-1]))
+    parallel: ColumnParallelLinear | RowParallelLinear = layer.get_submodule(".".join(path[:-1]))
     a, b = (parallel.weight.new_empty(shape) for shape in shapes)
     lora = LinearAdapter(a, b, *rest, layout=layout, of_rows=base.kind == "row")
     if layout.sequence_parallel:
@@ -189,7 +192,9 @@ def _attach(
         whole.sequence_parallel = True
     parallel.lora = lora
 
-    def add(_layer: nn.Module, inputs: Any, output: tuple[Tensor, Any]) -> tuple[Tensor, Any]:
+    def add(
+        _layer: nn.Module, inputs: tuple[Tensor, ...], output: tuple[Tensor, Tensor | None]
+    ) -> tuple[Tensor, Tensor | None]:
         return lora.add_to(output[0], inputs[0]), *output[1:]
 
     parallel.register_forward_hook(add, prepend=True)  # to the product itself, before a norm that is a hook too

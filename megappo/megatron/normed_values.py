@@ -39,7 +39,7 @@ class NormedValueSelfAttention(SelfAttention):
         super().__init__(config=config, **of_megatron)
 
     def get_query_key_value_tensors(
-        self, hidden_states: Tensor, *_of_megatron: Any, **_more: Any
+        self, hidden_states: Tensor, *_of_megatron: Tensor | None, **_more: bool
     ) -> tuple[Tensor, Tensor, Tensor]:
         """[t, 1, H] -> queries [t, 1, h, d], keys and values [t, 1, g, d]."""
         mixed, _ = self.linear_qkv(hidden_states)

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator
-from typing import Any
+from collections.abc import Callable, Iterable, Iterator
+from typing import Protocol
 
 import torch
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
-from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
+from megatron.core.optimizer import MegatronOptimizer, OptimizerConfig, get_megatron_optimizer
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 from torch import Tensor
+from torch.utils.hooks import RemovableHandle
 
 from megappo.config.roles import OptimizerSettings
 from megappo.megatron.build import RoleModel
@@ -27,7 +28,20 @@ PIECE = 2**17
 benchmarks/results/2026-11-23-update-cpu.md)."""
 
 
-def add_to_main_grad(parameter: Any) -> None:
+class AccumulatedParameter(Protocol):
+    """A parameter with the attributes of Megatron's gradient buffers, and one of ours."""
+
+    grad: Tensor | None
+    main_grad: Tensor
+    grad_added_to_main_grad: bool
+    has_zero_main_grad: bool
+    """Whether `main_grad` stands for zeros, whatever is stored there."""
+
+    def register_post_accumulate_grad_hook(self, hook: Callable[[AccumulatedParameter], None]) -> RemovableHandle:
+        """Call the hook whenever `grad` is complete."""
+
+
+def add_to_main_grad(parameter: AccumulatedParameter) -> None:
     """Add a parameter's gradient to Megatron's float32 one and drop it. Zeros (`has_zero_main_grad`) are overwritten.
 
     Megatron's hook, which runs after this one, would make a float32 copy of the whole gradient. This is a function of
@@ -46,7 +60,7 @@ def add_to_main_grad(parameter: Any) -> None:
     parameter.grad = None
 
 
-def clip_gradients(optimizers: Iterable[Any], grad_norm: float) -> None:
+def clip_gradients(optimizers: Iterable[MegatronOptimizer], grad_norm: float) -> None:
     """Scale the gradients of Megatron's optimizers, whose norm is `grad_norm`, down to the norm that the settings
     allow.
 
@@ -63,11 +77,13 @@ def clip_gradients(optimizers: Iterable[Any], grad_norm: float) -> None:
             torch._foreach_mul_(gradients, factor)
 
 
-def _is_fused(optimizer: Any) -> bool:
+def _is_fused(optimizer: torch.optim.Optimizer | PartlyOnHost) -> bool:
     return isinstance(optimizer, torch.optim.AdamW) and all(group["fused"] for group in optimizer.param_groups)
 
 
-def rate_schedule(optimizer: Any, settings: OptimizerSettings, total_updates: int) -> OptimizerParamScheduler:
+def rate_schedule(
+    optimizer: MegatronOptimizer, settings: OptimizerSettings, total_updates: int
+) -> OptimizerParamScheduler:
     """Learning rate schedule of a role with so many updates in the run; call its `step` after each."""
     warmup = settings.warmup(total_updates)
     return OptimizerParamScheduler(
@@ -132,7 +148,7 @@ class RoleOptimizer:
             )
         inners = getattr(self.megatron, "chained_optimizers", [self.megatron])
         self._inners = [inner for inner in inners if inner.optimizer is not None]
-        self._added_here: list[Any] = []
+        self._added_here: list[AccumulatedParameter] = []
         """Parameters whose gradients `add_to_main_grad` accumulates."""
         if bf16 and not on_cuda:
             self._spare_memory(adds_at_once=ddp.overlap_grad_reduce)

@@ -9,10 +9,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 import torch.distributed as dist
+from megatron.core.optimizer import MegatronOptimizer
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from torch import Tensor, nn
 
@@ -29,8 +29,8 @@ Read = Callable[[Tensor, slice], Tensor]
 class _Main:
     """This rank's part of a parameter's optimizer state."""
 
-    adam: Any
-    """Optimizer that updates it."""
+    adam: torch.optim.Optimizer | None
+    """Optimizer that updates it; None where this rank has no part."""
     tensor: Tensor | None
     """Tensor that `adam` updates: the parameter, its float32 copy on the device or on the host, or a part of one of
     them; None where this rank has no part."""
@@ -41,7 +41,9 @@ class _Main:
 class OptimizerState:
     """Float32 weights and Adam's moments of a role's parameters on one rank."""
 
-    def __init__(self, optimizer: Any, replicas: dist.ProcessGroup, expert_replicas: dist.ProcessGroup) -> None:
+    def __init__(
+        self, optimizer: MegatronOptimizer, replicas: dist.ProcessGroup, expert_replicas: dist.ProcessGroup
+    ) -> None:
         """`optimizer`: result of `get_megatron_optimizer`. `replicas`: the data parallel group. `expert_replicas`: the
         ranks with the same experts."""
         inners = getattr(optimizer, "chained_optimizers", [optimizer])
@@ -82,7 +84,7 @@ class OptimizerState:
         mine, _ = _overlap(main.part, held.elements)
         tensors: dict[str, Tensor] = {}
         for name in ("weight", *(MOMENTS if moments else ())):
-            if main.tensor is None:
+            if main.adam is None or main.tensor is None:
                 piece = torch.empty(0, dtype=torch.float32, device=held.parameter.device)
             else:
                 state = main.tensor if name == "weight" else main.adam.state[main.tensor][name]
@@ -98,7 +100,7 @@ class OptimizerState:
         if not held.is_trained:
             return
         main = self._find(held.parameter)
-        if main.tensor is None:
+        if main.adam is None or main.tensor is None:
             return
         mine, given = _overlap(main.part, held.elements)
         kept = {"weight": main.tensor.data, **(_moments(main.adam, main.tensor, updates) if updates else {})}
@@ -120,7 +122,7 @@ class OptimizerState:
         return _Main(None, None, slice(0, 0))
 
 
-def _whereabouts(optimizer: Any, main: Tensor) -> tuple[Any, Tensor]:
+def _whereabouts(optimizer: torch.optim.Optimizer | PartlyOnHost, main: Tensor) -> tuple[torch.optim.Optimizer, Tensor]:
     """The optimizer that updates a main weight, and the tensor that this optimizer updates."""
     return optimizer.whereabouts(main) if isinstance(optimizer, PartlyOnHost) else (optimizer, main)
 
@@ -132,7 +134,7 @@ def _overlap(part: slice, wanted: slice) -> tuple[slice, slice]:
     return slice(start - part.start, stop - part.start), slice(start - wanted.start, stop - wanted.start)
 
 
-def _moments(adam: Any, main: Tensor, updates: int) -> dict[str, Tensor]:
+def _moments(adam: torch.optim.Optimizer, main: Tensor, updates: int) -> dict[str, Tensor]:
     """Moments of a tensor, allocated for `restore` to fill, with the step count set to `updates`."""
     state = adam.state[main]
     if isinstance(adam, torch.optim.Adam | torch.optim.AdamW):

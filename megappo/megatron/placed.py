@@ -17,7 +17,7 @@ from torch import Tensor
 
 from megappo.megatron.packing import MicrobatchPlan, plan_microbatches
 from megappo.megatron.roles import Role, TrainedRole, Update
-from megappo.megatron.schedule import PlacedSample, Task
+from megappo.megatron.schedule import Head, PlacedSample, Task
 from megappo.runtime.exchange import Routes, all_gather_varying, exchange, make_routes
 from megappo.runtime.objects import broadcast_object
 from megappo.types import RoutingShape, Samples
@@ -108,7 +108,9 @@ class PlacedBatch:
         }
         return replace(self, here=here)
 
-    def update(self, number: int, task: Task, *, stop_above: tuple[str, float] | None = None) -> Update:
+    def update(
+        self, number: int, task: Task[Head, Mapping[str, Tensor]], *, stop_above: tuple[str, float] | None = None
+    ) -> Update:
         """Run one optimizer update on the samples of a minibatch.
 
         Args:

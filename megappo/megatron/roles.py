@@ -9,7 +9,6 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -19,6 +18,7 @@ from megappo.families.architecture import ArchitectureConfig
 from megappo.families.flops import SampleCost
 from megappo.megatron.build import BuildOptions, RoleModel
 from megappo.megatron.context import whole_output
+from megappo.megatron.heads import LogprobHead, ValueHead
 from megappo.megatron.layout import Layout, Outside
 from megappo.megatron.local_shards import LocalShard
 from megappo.megatron.lora import merged
@@ -26,7 +26,7 @@ from megappo.megatron.offload import RoleStorage, RoleTensors
 from megappo.megatron.optimization import RoleOptimizer
 from megappo.megatron.packing import MicrobatchPlan
 from megappo.megatron.router import FURTHER, summed_losses, summed_reports
-from megappo.megatron.schedule import PackedBatch, PlacedSample, Task, pack_samples, run_schedule
+from megappo.megatron.schedule import Chunk, Head, PackedBatch, PlacedSample, Task, pack_samples, run_schedule
 from megappo.runtime.objects import all_gather_objects
 from megappo.runtime.process import Runtime
 from megappo_kernels.metrics import combine, stacked
@@ -160,7 +160,7 @@ class LocalRole(Role):
     def __init__(self, placement: Placement, model: RoleModel, runtime: Runtime) -> None:
         super().__init__(placement, model.arch, model.options, runtime)
         self.model = model
-        self._chunks: Sequence[Any] = model.chunks
+        self._chunks: Sequence[Chunk] = model.chunks
         self._report: Tensor | None = None
         self.storage = RoleStorage(model.options, self._tensors())
         """Moves the role's tensors to and from the device."""
@@ -251,11 +251,11 @@ class LocalRole(Role):
 class _Forward:
     """Returns the output of the output layer: log-probabilities or values."""
 
-    def expect(self, head: Any, batch: PackedBatch) -> None:
+    def expect(self, head: LogprobHead | ValueHead, batch: PackedBatch) -> None:
         """Set the rows and the tokens that they predict."""
         head.expect(batch.rows_N, batch.labels_N)
 
-    def finish(self, head: Any, output_NC: Tensor, batch: PackedBatch) -> tuple[Tensor, Tensor]:
+    def finish(self, head: LogprobHead | ValueHead, output_NC: Tensor, batch: PackedBatch) -> tuple[Tensor, Tensor]:
         """The output unchanged, with its sum for the schedule; nothing is differentiated."""
         return output_NC.sum(), output_NC[:, 0].detach().float()
 
@@ -298,7 +298,7 @@ class TrainedRole(LocalRole):
         self,
         plan: MicrobatchPlan,
         samples: Mapping[int, PlacedSample],
-        task: Task,
+        task: Task[Head, Mapping[str, Tensor]],
         stop_above: tuple[str, float] | None,
     ) -> Update:
         """Run one optimizer update on all replicas' microbatches; see `PlacedBatch.update`."""

@@ -9,13 +9,18 @@ model's layers may differ in d.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 from megappo.megatron.attention import PackedSegments
 from megappo_kernels.layers import rotate_pairs
+
+if TYPE_CHECKING:
+    from megatron.core.transformer.transformer_block import TransformerBlock
+    from megatron.core.transformer.transformer_config import TransformerConfig
 
 
 class PackedRotary(nn.Module):
@@ -27,12 +32,17 @@ class PackedRotary(nn.Module):
         self.inverse_frequencies = inverse_frequencies
 
     def get_rotary_seq_len(
-        self, _context: Any, _decoder: Any, _input: Any, _config: Any, packed_seq_params: PackedSegments
+        self,
+        _context: None,
+        _decoder: TransformerBlock,
+        _input: Tensor,
+        _config: TransformerConfig,
+        packed_seq_params: PackedSegments,
     ) -> Tensor:
         """The value that GPTModel passes to `forward`: the position of every token, (t,), instead of a length."""
         return packed_seq_params.positions
 
-    def forward(self, positions: Tensor, *, packed_seq: bool, cp_group: Any) -> Tensor:
+    def forward(self, positions: Tensor, *, packed_seq: bool, cp_group: dist.ProcessGroup) -> Tensor:
         """(t,) -> (2, t, 1, d): cosine and sine in float32, as in SGLang.
 
         They are one tensor, because Megatron would take a pair for queries and keys. Several kinds of rope are
@@ -54,7 +64,7 @@ class PackedRotary(nn.Module):
         return torch.stack((angles.cos(), angles.sin()))
 
 
-def rotate(x: Tensor, _cu_seqlens: Tensor, cosine_sine: Tensor, **_of_context_parallelism: Any) -> Tensor:
+def rotate(x: Tensor, _cu_seqlens: Tensor, cosine_sine: Tensor, **_of_context_parallelism: int) -> Tensor:
     """Rotate channels i and i + r/2, for i < r/2, of (t, h, d) by the token's angles, (2, t, 1, r). Channels from r on
     stay."""
     cosine, sine = cosine_sine

@@ -23,7 +23,7 @@ import itertools
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import torch
 import torch.distributed as dist
@@ -31,6 +31,12 @@ from megatron.core.tensor_parallel import checkpoint
 from megatron.core.transformer.moe.moe_utils import MoEAuxLossAutoScaler
 from torch import Tensor
 
+if TYPE_CHECKING:
+    from megatron.core.packed_seq_params import PackedSeqParams
+    from megatron.core.transformer.transformer_layer import TransformerLayer
+
+MLPOutput: TypeAlias = tuple[Tensor, Tensor | None]
+"""Output of a layer's MLP or experts, and the bias that Megatron would add to it."""
 FURTHER = 2
 """Counts in a report behind those of the experts: tokens with given experts, and tokens whose experts that changed."""
 
@@ -130,7 +136,9 @@ class RouterChoice:
     those of them that the router would have sent elsewhere.
     """
 
-    def __init__(self, layer: Any, number: int, tensor_rank: int, sharing: dist.ProcessGroup | None = None) -> None:
+    def __init__(
+        self, layer: TransformerLayer, number: int, tensor_rank: int, sharing: dist.ProcessGroup | None = None
+    ) -> None:
         """`number`: index of the layer among this rank's layers with experts. `sharing`: ranks that split the tokens of
         each sample."""
         self._number, self._tensor_rank, self._sharing = number, tensor_rank, sharing
@@ -145,20 +153,31 @@ class RouterChoice:
             # Megatron would recompute the experts in backward, when the router already holds a later microbatch.
             layer.mlp.moe_layer_recompute, layer.mlp.forward = False, partial(self._recomputed, layer.mlp.forward)
 
-    def _begin(self, _layer: Any, _args: Any, options: Mapping[str, Any]) -> None:
+    def _begin(
+        self,
+        _layer: TransformerLayer,
+        _args: tuple[Tensor, ...],
+        options: Mapping[str, Tensor | PackedSeqParams | None],
+    ) -> None:
         self._microbatch = getattr(options.get("packed_seq_params"), "routing", None)
 
-    def _recomputed(self, forward: Callable[..., Any], hidden: Tensor, **options: Any) -> Any:
+    def _recomputed(self, forward: Callable[..., MLPOutput], hidden: Tensor, **options: Any) -> MLPOutput:
         microbatch = self._microbatch
 
-        def of_microbatch(hidden: Tensor) -> Any:
+        def of_microbatch(hidden: Tensor) -> MLPOutput:
             self._microbatch = microbatch
             return forward(hidden, **options)
 
-        return checkpoint(of_microbatch, False, hidden)
+        found: MLPOutput = checkpoint(of_microbatch, False, hidden)
+        return found
 
     def get_replay_topk(
-        self, scores_TE: Tensor, chosen: int, groups: int | None, of_groups: int | None, largest: Callable[..., Any]
+        self,
+        scores_TE: Tensor,
+        chosen: int,
+        groups: int | None,
+        of_groups: int | None,
+        largest: Callable[..., tuple[Tensor, Tensor]],
     ) -> tuple[Tensor, Tensor]:
         """(T, K) scores of the chosen experts, and (T, K) their indices; the signature is that of Megatron's router."""
         if self._scores_are_sigmoids:

@@ -12,7 +12,6 @@ L experts of this rank, R rows that it receives; H hidden size.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -21,6 +20,8 @@ from megatron.core.tensor_parallel import all_to_all
 from megatron.core.transformer.moe.token_dispatcher import MoETokenDispatcher
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
+
+from megappo_kernels.autograd import Context
 
 
 @dataclass(frozen=True)
@@ -53,23 +54,23 @@ class _Spread(torch.autograd.Function):
     undetermined order on a GPU."""
 
     @staticmethod
-    def forward(ctx: Any, rows: Tensor, sources_N: Tensor, copies_TK: Tensor) -> Tensor:
+    def forward(ctx: Context, rows: Tensor, sources_N: Tensor, copies_TK: Tensor) -> Tensor:
         ctx.save_for_backward(copies_TK)
         return rows.index_select(0, sources_N)
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
+    def backward(ctx: Context, *grads: Tensor) -> tuple[Tensor, None, None]:
         return _sums(grads[0], *ctx.saved_tensors), None, None
 
 
 class _Collect(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, rows: Tensor, sources_N: Tensor, copies_TK: Tensor) -> Tensor:
+    def forward(ctx: Context, rows: Tensor, sources_N: Tensor, copies_TK: Tensor) -> Tensor:
         ctx.save_for_backward(sources_N)
         return _sums(rows, copies_TK)
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
+    def backward(ctx: Context, *grads: Tensor) -> tuple[Tensor, None, None]:
         return grads[0].index_select(0, *ctx.saved_tensors), None, None
 
 

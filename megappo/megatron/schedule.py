@@ -10,12 +10,12 @@ import itertools
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol, TypeAlias, TypeVar
 
 import torch
 from megatron.core.distributed import finalize_model_grads
 from megatron.core.pipeline_parallel import get_forward_backward_func
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn.functional import pad
 
 from megappo.megatron.attention import PackedSegments, packed_segments, segment_tensors
@@ -25,6 +25,11 @@ from megappo.megatron.router import routing_tensors, told_routers
 from megappo.observe.progress import MICROBATCHES, PROGRESS
 from megappo.runtime.megatron_cpu import PipelineSends
 from megappo.runtime.transfer import to_device
+
+if TYPE_CHECKING:
+    from megatron.core.distributed import DistributedDataParallel
+    from megatron.core.models.gpt.gpt_model import GPTModel
+    from megatron.core.pipeline_parallel.p2p_communication import P2PCommunicator
 
 
 @dataclass(frozen=True)
@@ -113,26 +118,39 @@ def pack_samples(
     )
 
 
-class Task(Protocol):
+Chunk: TypeAlias = "GPTModel | DistributedDataParallel"
+"""Chunk of a model, trained ones in Megatron's data parallel wrapper."""
+Head = TypeVar("Head", bound=nn.Module, contravariant=True)
+Report = TypeVar("Report", covariant=True)
+
+
+class Task(Protocol[Head, Report]):
     """Purpose of a pass through the model: what the output layer computes and what is reported."""
 
-    def expect(self, head: Any, batch: PackedBatch) -> None:
+    def expect(self, head: Head, batch: PackedBatch) -> None:
         """Tell the output layer, on the last stage, what to compute for the next microbatch."""
 
-    def finish(self, head: Any, output_NC: Tensor, batch: PackedBatch) -> tuple[Tensor, Any]:
+    def finish(self, head: Head, output_NC: Tensor, batch: PackedBatch) -> tuple[Tensor, Report]:
         """Turn the output layer's output into (the scalar to differentiate, the report)."""
 
 
 def run_schedule(
-    chunks: Sequence[Any], layout: Layout, microbatches: Sequence[PackedBatch], task: Task, *, train: bool
-) -> list[Any]:
+    chunks: Sequence[Chunk],
+    layout: Layout,
+    microbatches: Sequence[PackedBatch],
+    task: Task[Head, Report],
+    *,
+    train: bool,
+) -> list[Report]:
     """Run all microbatches forward (and backward) through the pipeline.
 
     Gradients are summed over microbatches, context ranks and data parallel replicas. Returns the reports of `task` for
     each microbatch in order on the last stage, and an empty list elsewhere.
     """
 
-    def forward_step(batches: Iterator[PackedBatch], model: Any) -> tuple[Tensor, Callable[[Tensor], Any]]:
+    def forward_step(
+        batches: Iterator[PackedBatch], model: Chunk
+    ) -> tuple[Tensor, Callable[[Tensor], tuple[Tensor, Tensor, Report]]]:
         batch = next(batches)
         gpt = model.module if hasattr(model, "ddp_config") else model
         if gpt.post_process:
@@ -140,7 +158,7 @@ def run_schedule(
         PROGRESS.add(MICROBATCHES, 1)
         output = model(batch.tokens_1l, batch.segments.positions[None], None, packed_seq_params=batch.segments)
 
-        def finish(output_1NC: Tensor) -> tuple[Tensor, Tensor, Any]:
+        def finish(output_1NC: Tensor) -> tuple[Tensor, Tensor, Report]:
             scalar, report = task.finish(gpt.output_layer, output_1NC.squeeze(0), batch)
             # Three values: Megatron would multiply the first of two by the context parallel size (0.16.1 / 0.19.2,
             # schedules.py:269/340). The second is its token count, which `calculate_per_token_loss` would divide by.
@@ -172,7 +190,7 @@ def run_schedule(
     return list(reports)
 
 
-def _p2p(chunks: Sequence[Any], layout: Layout) -> Any:
+def _p2p(chunks: Sequence[Chunk], layout: Layout) -> P2PCommunicator | None:
     """Communicator of the pipeline; the schedules need it together with the process groups. None for a single stage."""
     if layout.grid.pp == 1:
         return None
@@ -181,6 +199,6 @@ def _p2p(chunks: Sequence[Any], layout: Layout) -> Any:
     return P2PCommunicator(pp_group=layout.groups.pp, config=chunks[0].config)
 
 
-def finalize_summed_grads(models: list[Any], num_tokens: Tensor | None, **groups: Any) -> None:
+def finalize_summed_grads(models: list[DistributedDataParallel], num_tokens: Tensor | None, **groups: Any) -> None:
     """Megatron's finalisation of gradients without its division by tokens: our loss weights are already global."""
     finalize_model_grads(models, None, **groups)

@@ -12,13 +12,13 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Any
 
 import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from megappo.families.architecture import SHORT_SEGMENT
+from megappo_kernels.autograd import ContextWith
 
 _LEAST_SHARE = 0.8
 """Least length of a segment, as a share of the longest one of its rectangle; a shorter one begins another rectangle."""
@@ -114,7 +114,14 @@ def _similar(lengths: Sequence[int]) -> Iterator[list[int]]:
 
 class _Products(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor, places: _Places, scale: float) -> Tensor:
+    def forward(
+        ctx: ContextWith[tuple[_Places, float, tuple[torch.Size, torch.Size]]],
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        places: _Places,
+        scale: float,
+    ) -> Tensor:
         queries_Qd = _rows(query, places.queries_Q)
         keys_Kd, values_Kd = (_rows(x, places.keys_K) for x in (key, value))
         out_Qd, shares = torch.empty_like(queries_Qd), []
@@ -128,14 +135,16 @@ class _Products(torch.autograd.Function):
                 torch.bmm(share[block].copy_(scores.softmax(-1)), v[block], out=out[block])
             shares.append(share)
         ctx.save_for_backward(queries_Qd, keys_Kd, values_Kd, *shares)
-        ctx.places, ctx.scale, ctx.shapes = places, scale, (query.shape, key.shape)
+        ctx.kept = places, scale, (query.shape, key.shape)
         return out_Qd.index_select(0, places.of_queries).view(query.shape)
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(
+        ctx: ContextWith[tuple[_Places, float, tuple[torch.Size, torch.Size]]], grad: Tensor
+    ) -> tuple[Tensor | None, ...]:
         queries_Qd, keys_Kd, values_Kd, *shares = ctx.saved_tensors
-        places: _Places = ctx.places
+        places, scale, (shape, of_key_shape) = ctx.kept
         given_Qd = _rows(grad, places.queries_Q).index_fill_(0, places.padding, 0)
         of_queries, of_keys, of_values = (torch.empty_like(x) for x in (queries_Qd, keys_Kd, values_Kd))
         for rectangle, share in zip(places.rectangles, shares, strict=True):
@@ -148,10 +157,9 @@ class _Products(torch.autograd.Function):
                 torch.bmm(share[block].transpose(1, 2), given[block], out=of_v[block])
                 of_share, wide = torch.bmm(given[block], v[block].transpose(1, 2)).float(), share[block].float()
                 # The softmax backward as autograd calls it: wide * (of_share - its mean weighted by the shares).
-                of_scores = torch._softmax_backward_data(of_share, wide, -1, wide.dtype).mul_(ctx.scale).to(q.dtype)
+                of_scores = torch._softmax_backward_data(of_share, wide, -1, wide.dtype).mul_(scale).to(q.dtype)
                 torch.bmm(of_scores, k[block], out=of_q[block])
                 torch.bmm(of_scores.transpose(1, 2), q[block], out=of_k[block])
-        shape, of_key_shape = ctx.shapes
         return (
             of_queries.index_select(0, places.of_queries).view(shape),
             of_keys.index_select(0, places.of_keys).view(of_key_shape),

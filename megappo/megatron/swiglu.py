@@ -4,13 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from megatron.core.transformer.spec_utils import ModuleSpec
 from torch import Tensor, nn
 from torch.nn.functional import silu
 
 from megappo_kernels.layers import swiglu
+
+if TYPE_CHECKING:
+    from megatron.core.transformer.mlp import MLPSubmodules
+    from megatron.core.transformer.moe.moe_layer import MoESubmodules
+    from megatron.core.transformer.transformer_config import TransformerConfig
 
 
 def is_swiglu(settings: Mapping[str, Any]) -> bool:
@@ -22,7 +27,7 @@ class SwiGLU(nn.Module):
     """Replaces `activation_func` of an MLP's submodules. Megatron builds it where `use_te_activation_func` is true: the
     only hook for an activation that takes gate and up in one tensor."""
 
-    def __init__(self, config: Any) -> None:
+    def __init__(self, config: TransformerConfig) -> None:
         super().__init__()
 
     def forward(self, gate_up: Tensor) -> Tensor:
@@ -30,12 +35,12 @@ class SwiGLU(nn.Module):
         return swiglu(gate_up)
 
 
-def mlp_submodules(layer: ModuleSpec) -> Any:
+def mlp_submodules(layer: ModuleSpec) -> MLPSubmodules | MoESubmodules:
     """Submodules of the MLP or of the experts in a layer's spec."""
     return submodules(layer.submodules.mlp)
 
 
-def submodules(module: Any) -> Any:
+def submodules(module: ModuleSpec | partial[nn.Module]) -> MLPSubmodules | MoESubmodules:
     """Submodules of a module's spec: Megatron-Core 0.16 has a spec, 0.19 a function (`functools.partial`) that builds
     the module."""
     return module.keywords["submodules"] if isinstance(module, partial) else module.submodules

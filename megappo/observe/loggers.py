@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from megappo.errors import ConfigError, reason
+from megappo.observe.json_values import JSONValue
 from megappo.observe.messages import tell
 from megappo.plugins import check_call, failure_words, load_function
 
@@ -35,7 +36,7 @@ class Logger(Protocol):
 class LoggerFactory(Protocol):
     """A class or function that `logging.loggers` names by its import path."""
 
-    def __call__(self, *, directory: Path, run_name: str, config: Mapping[str, Any], **options: Any) -> Logger:
+    def __call__(self, *, directory: Path, run_name: str, config: Mapping[str, JSONValue], **options: Any) -> Logger:
         """Make a logger, on rank 0, before models are built.
 
         Args:
@@ -49,7 +50,7 @@ class LoggerFactory(Protocol):
         ...
 
 
-def find_logger(path: str, options: Mapping[str, Any]) -> LoggerFactory:
+def find_logger(path: str, options: Mapping[str, JSONValue]) -> LoggerFactory:
     """The factory that an entry of `logging.loggers` names. Raises ValueError where it cannot be imported or called."""
     factory = load_function(path, "logging.loggers")
     given, remedy = ("directory", "run_name", "config"), "change its parameters or its options"
@@ -58,7 +59,7 @@ def find_logger(path: str, options: Mapping[str, Any]) -> LoggerFactory:
 
 
 def make_logger(
-    path: str, options: Mapping[str, Any], directory: Path, run_name: str, config: Mapping[str, Any]
+    path: str, options: Mapping[str, JSONValue], directory: Path, run_name: str, config: Mapping[str, JSONValue]
 ) -> Logger:
     """Make the logger of an entry of `logging.loggers`. Raises ConfigError where that fails, or the result is no
     logger."""

@@ -14,6 +14,7 @@ from typing import Any, TextIO
 from megappo.errors import reason, show
 from megappo.observe.appending import AppendedFile
 from megappo.observe.distributions import Distribution
+from megappo.observe.json_values import JSONValue
 from megappo.observe.loggers import Contained, Logger, make_logger
 from megappo.observe.plain_files import LARGEST_TEXT_BYTES, check_plain
 from megappo.observe.tensorboard_log import TensorBoardLogger
@@ -37,12 +38,12 @@ class MetricsLog:
         self,
         directory: Path,
         run_name: str,
-        config: Mapping[str, Any],
+        config: Mapping[str, JSONValue],
         *,
         tensorboard: bool = True,
         wandb_project: str | None = None,
-        wandb_run: Mapping[str, Any] | None = None,
-        loggers: Mapping[str, Mapping[str, Any]] | None = None,
+        wandb_run: Mapping[str, JSONValue] | None = None,
+        loggers: Mapping[str, Mapping[str, JSONValue]] | None = None,
     ) -> None:
         """Append to the files of `directory`, which is created where it is missing; for one rank only.
 
@@ -77,7 +78,7 @@ class MetricsLog:
         for contained, logger in self._loggers:
             contained(partial(logger.log, step, metrics))
 
-    def log_samples(self, step: int, samples: Sequence[Mapping[str, Any]]) -> None:
+    def log_samples(self, step: int, samples: Sequence[Mapping[str, JSONValue]]) -> None:
         """Write a line of JSON per sample, `step` first, and tell loggers that have `log_samples`."""
         for sample in samples:
             self._write(_SAMPLES_FILE, {"step": step, **sample})
@@ -91,11 +92,11 @@ class MetricsLog:
             if (log_distributions := getattr(logger, "log_distributions", None)) is not None:
                 contained(partial(log_distributions, step, distributions))
 
-    def log_jump(self, step: int, jump: Mapping[str, Any]) -> None:
+    def log_jump(self, step: int, jump: Mapping[str, JSONValue]) -> None:
         """Write a line of JSON for an update that stands out."""
         self._write(_JUMPS_FILE, {"step": step, **jump})
 
-    def _write(self, name: str, record: Mapping[str, Any]) -> None:
+    def _write(self, name: str, record: Mapping[str, JSONValue]) -> None:
         self._contained[name](partial(self._files[name].write, record))
 
     def truncate_after(self, step: int, *, is_open: bool = False) -> None:
@@ -140,7 +141,7 @@ def last_records(path: Path, most: int) -> list[dict[str, Any]]:
     return [_record(line, f"{path}, line {n} of its last {len(lines)}") for n, line in enumerate(lines, start=1)]
 
 
-def metric_value(value: object, path: Path) -> float:
+def metric_value(value: JSONValue, path: Path) -> float:
     """A metric of a line as a float, infinite where it is beyond float's range. Raises ValueError for no number."""
     if isinstance(value, bool) or not isinstance(value, int | float):
         raise ValueError(f"{path} holds {show(value)} where a number is to be; remove the line")
@@ -150,7 +151,7 @@ def metric_value(value: object, path: Path) -> float:
         return math.inf
 
 
-def _read(value: Any) -> Any:
+def _read(value: JSONValue) -> JSONValue:
     return _NONFINITE.get(value, value) if isinstance(value, str) else value
 
 
@@ -204,7 +205,7 @@ class _LinesFile:
             os.truncate(self._path, self._path.read_bytes().rfind(b"\n") + 1)
         self._file = AppendedFile(self._path)
 
-    def write(self, record: Mapping[str, Any]) -> None:
+    def write(self, record: Mapping[str, JSONValue]) -> None:
         """Append a line. Raises OSError."""
         text = json.dumps(_valid(record), ensure_ascii=False, allow_nan=False) + "\n"
         self._file.append(text.encode(errors="backslashreplace"))  # lone surrogates become JSON's own escapes
@@ -225,7 +226,7 @@ class _LinesFile:
         self._file.close()
 
 
-def _valid(value: Any) -> Any:
+def _valid(value: JSONValue) -> JSONValue:
     """The value in JSON's types, with numbers that are not finite as text."""
     if isinstance(value, float):
         return value if math.isfinite(value) else str(value)

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 from megappo.errors import reason
 from megappo.observe.plain_files import check_plain
@@ -15,6 +15,10 @@ from megappo.observe.plain_files import check_plain
 if TYPE_CHECKING:
     import numpy as np
     import pyarrow
+    from numpy.typing import NDArray
+
+Numbers: TypeAlias = "NDArray[np.number | np.bool]"
+"""Numbers of a column: integers, floats or booleans."""
 
 
 def read_parquet(path: Path, columns: Sequence[str] | None = None) -> pyarrow.Table:
@@ -54,7 +58,7 @@ class ColumnFile:
 
     def row(self, number: int) -> ColumnFile:
         """The file's columns, reduced to one row."""
-        one = object.__new__(ColumnFile)
+        one = ColumnFile.__new__(ColumnFile)
         one._table = self._table.slice(number, 1)
         return one
 
@@ -69,11 +73,11 @@ class ColumnFile:
             raise ValueError(f"column {name} has no texts")
         return found
 
-    def numbers(self, name: str) -> np.ndarray[Any, Any]:
+    def numbers(self, name: str) -> Numbers:
         """(B,): a column of numbers, one per row."""
         return _array(self._column(name), name)
 
-    def lists(self, name: str) -> tuple[list[int], np.ndarray[Any, Any]]:
+    def lists(self, name: str) -> tuple[list[int], Numbers]:
         """A column of lists of numbers: the length of each row, and the numbers of all rows, concatenated."""
         column = self._lists(name)
         return column.value_lengths().to_pylist(), _array(column.flatten(), name)
@@ -94,11 +98,11 @@ class ColumnFile:
         return column
 
 
-def _array(column: pyarrow.Array, name: str) -> np.ndarray[Any, Any]:
+def _array(column: pyarrow.Array, name: str) -> Numbers:
     import pyarrow
 
     kind, types = column.type, pyarrow.types
     if not (types.is_integer(kind) or types.is_floating(kind) or types.is_boolean(kind)) or column.null_count:
         raise ValueError(f"column {name} has no numbers")
-    found: np.ndarray[Any, Any] = column.to_numpy(zero_copy_only=False)
+    found: Numbers = column.to_numpy(zero_copy_only=False)
     return found

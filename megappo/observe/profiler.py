@@ -14,10 +14,10 @@ from collections.abc import Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch.autograd import DeviceType
+from torch.autograd.profiler_util import FunctionEvent
 from torch.profiler import ProfilerActivity, profile, record_function
 
 from megappo.observe.step_profile import FOLDER, RankProfile, page, shares
@@ -33,7 +33,7 @@ class StepProfiler:
         """`directory`: the run directory."""
         self._folder, self._steps, self._rank, self._on_cuda = directory / FOLDER, frozenset(steps), rank, on_cuda
         self._step = 0
-        self._running: Any = None
+        self._running: profile | None = None
 
     def begin(self, step: int) -> None:
         """Start tracing, if this step is asked for."""
@@ -48,13 +48,14 @@ class StepProfiler:
         """Whether the current step is traced; the same on every rank."""
         return self._running is not None
 
-    def stage(self, name: str) -> AbstractContextManager[object]:
+    def stage(self, name: str) -> AbstractContextManager[record_function | None]:
         """Mark a stage in the trace."""
         return record_function(f"{_STAGE}{name}") if self._running is not None else nullcontext()
 
     def end(self) -> RankProfile:
         """Write this rank's trace and return its profile. Raises OSError or RuntimeError where it cannot be written."""
         running, self._running = self._running, None
+        assert running is not None, "the step is not traced"
         running.stop()
         self._folder.mkdir(parents=True, exist_ok=True)
         running.export_chrome_trace(str(self._folder / f"step-{self._step:06d}-rank-{self._rank}.json.gz"))
@@ -75,7 +76,7 @@ class StepProfiler:
             self._running = None
 
 
-def read_events(events: Iterable[Any], *, on_cuda: bool) -> RankProfile:
+def read_events(events: Iterable[FunctionEvent], *, on_cuda: bool) -> RankProfile:
     """Profile from torch's events: events of the device are work, or all operators on a CPU; stages are our own marks.
 
     With a GPU, events of NCCL on the host are only launches, while those of gloo are collectives.

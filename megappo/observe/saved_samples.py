@@ -10,13 +10,9 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
 
 from megappo.errors import reason
-from megappo.observe.parquet_files import ColumnFile
-
-if TYPE_CHECKING:
-    import numpy as np
+from megappo.observe.parquet_files import ColumnFile, Numbers
 
 DATA_SOURCE = "data_source"
 """Column, and metadata key, of a sample's task, named as in verl's files."""
@@ -83,7 +79,7 @@ class TokenSpread:
     std: float
 
     @classmethod
-    def of(cls, numbers_N: np.ndarray[Any, Any]) -> TokenSpread:
+    def of(cls, numbers_N: Numbers) -> TokenSpread:
         """Compute both in float64."""
         if not len(numbers_N):
             return cls(float("nan"), float("nan"))
@@ -199,11 +195,11 @@ def _token_columns(file: ColumnFile) -> dict[str, str]:
 class StepNumbers:
     """Numbers of the samples of a step, for their distributions."""
 
-    rewards_B: np.ndarray[Any, Any]
+    rewards_B: Numbers
     """Rewards that were trained on, without those of turns."""
-    lengths_B: np.ndarray[Any, Any]
+    lengths_B: Numbers
     """Response tokens of each sample."""
-    tokens: Mapping[str, np.ndarray[Any, Any]]
+    tokens: Mapping[str, Numbers]
     """Numbers of all own tokens by name: `ratio`, `value` and `advantage`, as far as the run has them."""
 
 
@@ -211,7 +207,7 @@ def read_numbers(paths: Sequence[Path]) -> StepNumbers:
     """Numbers of all samples of some files. Raises ValueError as `read_lines`."""
     import numpy as np
 
-    rewards, lengths, tokens = list[Any](), list[int](), dict[str, list[Any]]()
+    rewards, lengths, tokens = list[Numbers](), list[int](), dict[str, list[Numbers]]()
     for path in paths:
         with _samples_of(path):
             file = ColumnFile(path, ("reward", _TOKENS, _MASK, *(_TOKEN_COLUMNS[name] for name in SPREAD_OVER_TOKENS)))
@@ -250,7 +246,7 @@ def read_sums(paths: Sequence[Path]) -> StepSums:
 def _sums(files: Sequence[ColumnFile]) -> StepSums:
     import numpy as np
 
-    def of_tokens(name: str) -> np.ndarray[Any, Any]:
+    def of_tokens(name: str) -> Numbers:
         return np.concatenate([file.lists(_TOKEN_COLUMNS[name])[1] for file in files])
 
     lengths = [length for file in files for length in file.lists(_MASK)[0]]

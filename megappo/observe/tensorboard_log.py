@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from megappo.observe.appending import AppendedFile
 from megappo.observe.distributions import Distribution, middles
+from megappo.observe.json_values import JSONValue
 
 if TYPE_CHECKING:
     from tensorboard.compat.proto.summary_pb2 import Summary
@@ -46,7 +47,7 @@ _SHOWN_SETTINGS = (bool, int, float, str)
 class TensorBoardLogger:
     """A TensorBoard event file. The calling thread writes it, so that errors are raised there."""
 
-    def __init__(self, directory: Path, config: Mapping[str, Any]) -> None:
+    def __init__(self, directory: Path, config: Mapping[str, JSONValue]) -> None:
         """Create a file in `directory`, of a run with these settings. Raises OSError where it cannot be written."""
         directory.mkdir(parents=True, exist_ok=True)
         name = f"events.out.tfevents.{time.time():.6f}.{socket.gethostname()}.{os.getpid()}"
@@ -63,7 +64,7 @@ class TensorBoardLogger:
         values = [Summary.Value(tag=name, simple_value=value) for name, value in metrics.items()]
         self._append(_event(step=step, summary=Summary(value=values)))
 
-    def log_samples(self, step: int, samples: Sequence[Mapping[str, Any]]) -> None:
+    def log_samples(self, step: int, samples: Sequence[Mapping[str, JSONValue]]) -> None:
         """Write the texts of a step. Raises OSError."""
         from tensorboard.compat.proto.summary_pb2 import Summary
 
@@ -105,7 +106,7 @@ def _event(**content: Any) -> bytes:
     return record.getvalue()
 
 
-def _first(config: Mapping[str, Any]) -> Sequence[Summary]:
+def _first(config: Mapping[str, JSONValue]) -> Sequence[Summary]:
     """What a file begins with: the layout of charts, and the settings, as TensorBoard's plug-ins have them."""
     from tensorboard.compat.proto.summary_pb2 import Summary
     from tensorboard.plugins.custom_scalar.layout_pb2 import Category, Chart, Layout, MultilineChartContent
@@ -141,7 +142,9 @@ def _first(config: Mapping[str, Any]) -> Sequence[Summary]:
     ]
 
 
-def _plain_settings(section: Mapping[str, Any], prefix: str = "") -> Sequence[tuple[str, bool | int | float | str]]:
+def _plain_settings(
+    section: Mapping[str, JSONValue], prefix: str = ""
+) -> Sequence[tuple[str, bool | int | float | str]]:
     found: list[tuple[str, bool | int | float | str]] = []
     for name, value in section.items():
         if isinstance(value, Mapping):
@@ -183,7 +186,7 @@ def _histogram(tag: str, found: Distribution) -> Summary.Value:
     return Summary.Value(tag=tag, histo=histogram)
 
 
-def _shown(sample: Mapping[str, Any]) -> str:
+def _shown(sample: Mapping[str, JSONValue]) -> str:
     """A sample in Markdown; what the model wrote stands in blocks of code, so that it is shown as it is."""
     rows = []
     for name, value in sample.items():

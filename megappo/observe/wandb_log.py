@@ -6,10 +6,10 @@ import re
 import uuid
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
 
 from megappo.errors import ConfigError, how_to_install, reason
 from megappo.observe.distributions import Distribution
+from megappo.observe.json_values import JSONValue
 from megappo.observe.plain_files import plain_text
 
 ID_FILE = "wandb-id"
@@ -20,7 +20,12 @@ class WandbLogger:
     """A run at Weights & Biases."""
 
     def __init__(
-        self, project: str, run_name: str, config: Mapping[str, Any], directory: Path, settings: Mapping[str, Any]
+        self,
+        project: str,
+        run_name: str,
+        config: Mapping[str, JSONValue],
+        directory: Path,
+        settings: Mapping[str, JSONValue],
     ) -> None:
         """Begin the run, or go on with the one whose id the run directory has.
 
@@ -33,10 +38,11 @@ class WandbLogger:
             if error.name != "wandb":
                 raise
             raise ConfigError(f"{self._wanted} wandb is not installed; {how_to_install('wandb')}") from error
-        self._wandb: Any = wandb
+        self._wandb = wandb
         self._sends_samples = bool(settings.get("samples"))
         given = {name: settings[name] for name in ("entity", "group", "mode") if settings.get(name) is not None}
-        tags = {"tags": list(settings["tags"])} if settings.get("tags") else {}
+        named = settings.get("tags")
+        tags = {"tags": list(named)} if named and isinstance(named, Sequence) else {}
         self._options = {
             "project": project,
             "name": run_name,
@@ -73,7 +79,7 @@ class WandbLogger:
         left out by wandb: they are the same."""
         self._run.log(dict(metrics), step=step)
 
-    def log_samples(self, step: int, samples: Sequence[Mapping[str, Any]]) -> None:
+    def log_samples(self, step: int, samples: Sequence[Mapping[str, JSONValue]]) -> None:
         """Send a table of texts, where that is asked for."""
         if not self._sends_samples or not samples:
             return

@@ -11,7 +11,6 @@ import json
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import torch
 from safetensors import SafetensorError
@@ -21,6 +20,7 @@ from megappo.config.arrivals_rules import INDEX, folder_of_step, read_index
 from megappo.engines.protocol import Completion
 from megappo.engines.stretches import token_versions
 from megappo.errors import writing
+from megappo.observe.json_values import JSONValue
 from megappo.ppo.generation import Kept
 from megappo.ppo.in_flight_state import KEY, State, read_state, written_state
 from megappo.ppo.parts import Parts
@@ -69,7 +69,7 @@ class ArrivalsRecord:
         self._runtime, self._settings = parts.runtime, parts.config.rollout
         self._folder = parts.config.run.path / FOLDER
 
-    def write(self, step: int, state: State, cursor: Mapping[str, Any], metrics: Mapping[str, float]) -> None:
+    def write(self, step: int, state: State, cursor: Mapping[str, JSONValue], metrics: Mapping[str, float]) -> None:
         """Write a step that has all its samples; a collective of the world.
 
         Args:
@@ -175,7 +175,7 @@ class ReplayedArrivals:
         """False: no step is begun early."""
         return False
 
-    def cursor_state(self) -> dict[str, Any]:
+    def cursor_state(self) -> dict[str, JSONValue]:
         """State of the recorded run's cursor."""
         return self._parts.cursor.state_dict()
 

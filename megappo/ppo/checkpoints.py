@@ -9,7 +9,7 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NotRequired, TypedDict
 
 import torch
 import torch.distributed as dist
@@ -28,6 +28,7 @@ from megappo.config.model_files import role_folder
 from megappo.config.schema import CheckpointSettings
 from megappo.errors import Interrupted, RunError
 from megappo.megatron.roles import LocalRole, Role, Update, base_of
+from megappo.observe.json_values import JSONValue
 from megappo.observe.messages import tell
 from megappo.plugins import own_files
 from megappo.ppo.generation import Kept
@@ -57,12 +58,26 @@ def outcome_text(update: Update) -> dict[str, str]:
     return {name: repr(value) for name, value in sorted(numbers.items())}
 
 
+class TrainerState(TypedDict):
+    """The trainer's state besides models and random states, in JSON's types; see the `state_dict` of each part."""
+
+    step: int
+    weight_version: int
+    actor_changed: bool
+    is_open: NotRequired[bool]
+    kl_controller: dict[str, float]
+    penalty: dict[str, float]
+    jumps: dict[str, list[float]]
+    cursor: dict[str, JSONValue]
+    scores: NotRequired[list[float]]
+    curriculum: NotRequired[Any]
+
+
 @dataclass(frozen=True)
 class Boundary:
     """The end of a step, to be saved or returned to: everything in its checkpoint besides models and optimizers."""
 
-    trainer: dict[str, Any]
-    """The trainer's state, in JSON's types."""
+    trainer: TrainerState
     metrics: dict[str, float]
     responses: Kept
     """This rank's responses that were generated one step ahead, or kept from a step that was dropped."""
@@ -74,7 +89,7 @@ class Boundary:
     @property
     def step(self) -> int:
         """The last step that is done."""
-        return int(self.trainer["step"])
+        return self.trainer["step"]
 
 
 class Resumed:
@@ -85,7 +100,7 @@ class Resumed:
         self._parts, self._folder, self._marker, self._identity = parts, folder, marker, identity
         self._roles = parts.trained
 
-    def load(self) -> dict[str, Any]:
+    def load(self) -> TrainerState:
         """Restore models and optimizers; returns the trainer's state.
 
         Raises ValueError where the models are not those that the run began with.
@@ -99,7 +114,7 @@ class Resumed:
         before = self._marker.content["settings"].get("reference") or {}
         if before.get("refresh_every_steps") and (reference := _changing_reference(self._parts)) is not None:
             load_weights(self._folder, reference, _REFERENCE, self._parts.runtime)
-        state: dict[str, Any] = self._marker.content["trainer"]
+        state: TrainerState = self._marker.content["trainer"]
         if self._parts.config.run.force_resume and self._has_other_data():
             # Other data start at their beginning.
             state = {**state, "cursor": self._parts.cursor.state_dict(), "curriculum": []}

@@ -8,7 +8,6 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -16,6 +15,7 @@ from transformers import PreTrainedTokenizerBase
 
 from megappo.config.tokens import decoded
 from megappo.engines.protocol import Completion
+from megappo.observe.json_values import JSONValue
 from megappo.types import Episode, Episodes, Prompt
 
 
@@ -60,10 +60,10 @@ def episodes_of(
     return Episodes(episodes, rewards_BR, tuple(_conversation(c, tokenizer) for c in completions))
 
 
-def _conversation(completion: Completion, tokenizer: PreTrainedTokenizerBase) -> tuple[dict[str, Any], ...]:
+def _conversation(completion: Completion, tokenizer: PreTrainedTokenizerBase) -> tuple[dict[str, JSONValue], ...]:
     """Turns of model and environment as text, preceded by the prompt where an agent wrote it."""
     assert completion.episode is not None
-    said: list[dict[str, Any]] = []
+    said: list[dict[str, JSONValue]] = []
     if completion.episode.prompt_ids is not None:
         said.append({"by": "agent", "text": decoded(tokenizer, completion.episode.prompt_ids)})
     heard = 0

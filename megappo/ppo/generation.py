@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from megappo.engines.protocol import Completion, GenerateRequest, PendingCompletions
+from megappo.observe.json_values import JSONValue
 from megappo.ppo.episodes import keep_episodes, kept_episodes
 from megappo.ppo.parts import Parts
 from megappo.ppo.sampling import SampleRequests, finish_rollout, prompts_of_rank, request_samples, sample_seed
@@ -24,7 +24,7 @@ class _Drawn:
     """The prompts of a step, with the responses that are known."""
 
     wanted: SampleRequests
-    cursor: dict[str, Any]
+    cursor: dict[str, JSONValue]
     """State of the cursor before it gave the prompts."""
     answers: dict[int, Completion] = field(default_factory=dict)
     """Responses that have arrived, by the number of their request in `wanted`."""
@@ -129,7 +129,7 @@ class Responses:
         """Whether a step was begun and dropped; the same on every rank."""
         return step in self._drawn and not self._drawn[step].is_whole
 
-    def cursor_state(self) -> dict[str, Any]:
+    def cursor_state(self) -> dict[str, JSONValue]:
         """State of the cursor before it gave prompts that are not trained on yet."""
         return next((drawn.cursor for drawn in self._drawn.values()), None) or self._parts.cursor.state_dict()
 

@@ -10,13 +10,13 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from megappo.config.in_flight_rules import longest_lag
 from megappo.engines.protocol import Completion, GenerateRequest, HoldingEngine, InFlightEngine
 from megappo.engines.rows import check_answers
 from megappo.engines.stopping import stopped
 from megappo.engines.stretches import continued, ended, joined
+from megappo.observe.json_values import JSONValue
 from megappo.ppo.arrivals import ArrivalsRecord, ReplayedArrivals, numbers_of, rollouts_of
 from megappo.ppo.generation import Kept, Responses
 from megappo.ppo.in_flight_state import KEY, State, read_state, written_state
@@ -167,7 +167,7 @@ class InFlight:
         """False: a step that is begun again never needs weights that are gone."""
         return False
 
-    def cursor_state(self) -> dict[str, Any]:
+    def cursor_state(self) -> dict[str, JSONValue]:
         """State of the cursor now: prompts in flight are in the checkpoint."""
         return self._parts.cursor.state_dict()
 

@@ -9,12 +9,12 @@ import hashlib
 import json
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
 
 from megappo.checkpoint.versions import software_versions
 from megappo.config import Config
 from megappo.data import PromptDataset, TrainingPrompts
 from megappo.errors import ConfigError, first_of, show
+from megappo.observe.json_values import JSONValue
 from megappo.plugins import own_files
 from megappo.runtime.objects import all_gather_objects
 from megappo.runtime.process import Runtime
@@ -28,10 +28,10 @@ def check_ranks(config: Config, runtime: Runtime) -> None:
     """Raise ConfigError on every rank unless settings, kind of device and versions are the same on all; a collective of
     the world. The error names the ranks that differ, and in what."""
     settings = config.model_dump(mode="json")
-    facts = dict(_flat(settings)) | {f"the checksum of {file}": digest for file, digest in own_files(settings).items()}
+    facts = {**dict(_flat(settings)), **{f"the checksum of {f}": digest for f, digest in own_files(settings).items()}}
     facts = {name: value for name, value in facts.items() if not name.startswith(_OF_A_MACHINE)}
     versions = {f"the version of {name}": version for name, version in software_versions().items()}
-    check_alike(facts | {"the device": runtime.device.type} | versions)
+    check_alike({**facts, "the device": runtime.device.type, **versions})
 
 
 def check_data(training: TrainingPrompts, validation: Mapping[str, PromptDataset]) -> None:
@@ -40,7 +40,7 @@ def check_data(training: TrainingPrompts, validation: Mapping[str, PromptDataset
     check_alike({"the checksum of the training data": training.fingerprint, **sets})
 
 
-def check_alike(facts: Mapping[str, object]) -> None:
+def check_alike(facts: Mapping[str, JSONValue]) -> None:
     """Raise ConfigError on every rank unless all have the same facts; a collective of the world. Names are used in the
     error."""
     text = json.dumps(facts, sort_keys=True, default=str)
@@ -55,7 +55,7 @@ def check_alike(facts: Mapping[str, object]) -> None:
     )
 
 
-def _difference(name: str, values: Sequence[Any]) -> str:
+def _difference(name: str, values: Sequence[JSONValue]) -> str:
     """`run.seed is 1 on most ranks and 2 on rank 3`; "" where all have the same."""
     texts = [show(value) for value in map(_shown, values)]
     counts = Counter(json.dumps(value, sort_keys=True) for value in values)
@@ -69,12 +69,12 @@ def _difference(name: str, values: Sequence[Any]) -> str:
     return f"{name} is {texts[first]} on {where} and {texts[others[0]]} on {whose}"
 
 
-def _shown(value: Any) -> Any:
+def _shown(value: JSONValue) -> JSONValue:
     """First 12 digits of a checksum; other values as they are."""
     return value[:12] if isinstance(value, str) and len(value) == 64 and value.isalnum() else value
 
 
-def _flat(settings: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+def _flat(settings: Mapping[str, JSONValue], prefix: str = "") -> Iterator[tuple[str, JSONValue]]:
     for name, value in settings.items():
         if isinstance(value, Mapping) and value:
             yield from _flat(value, f"{prefix}{name}.")

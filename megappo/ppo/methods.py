@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -18,7 +17,7 @@ from megappo.config.algorithm import AlgorithmSettings
 from megappo.config.estimator_rules import estimator_rules
 from megappo.plugins import check_call, is_import_path, load_function, users_code
 from megappo_kernels.losses import PolicyInputs, ppo_token_loss
-from megappo_kernels.objectives import OFFERED, PolicyObjective, taken_by
+from megappo_kernels.objectives import OFFERED, OwnLoss, PolicyObjective, taken_by
 
 
 def find_estimator(algorithm: AlgorithmSettings) -> Estimator:
@@ -60,7 +59,7 @@ def find_objective(algorithm: AlgorithmSettings, penalty_coef: float) -> PolicyO
     return _with_band(objective, algorithm)
 
 
-def _policy_loss(algorithm: AlgorithmSettings) -> str | Callable[..., Any]:
+def _policy_loss(algorithm: AlgorithmSettings) -> str | OwnLoss:
     """The name of a policy loss, or the function at an import path with its options. Raises as `find_objective`."""
     name, options = algorithm.policy_loss, algorithm.policy_loss_options
     if not is_import_path(name):

@@ -8,7 +8,6 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from megappo.checkpoint.files import Marker
 from megappo.checkpoint.identity import architecture_fields, model_of, said_fields
@@ -23,6 +22,7 @@ from megappo.families import FAMILIES
 from megappo.families.adapters import LoraShape
 from megappo.families.architecture import ArchitectureConfig
 from megappo.families.weights import WeightSource
+from megappo.observe.json_values import JSONValue
 from megappo.reshard.peft import CONFIG, PeftSource
 from megappo.reshard.sources import SafetensorsSource
 from megappo.runtime.objects import agreed
@@ -184,7 +184,7 @@ def _read(folder: Path, wanted: Wanted) -> ArchitectureConfig:
     return read_architecture(folder, {**FAMILIES, wanted.arch.family: wanted.arch.declaration}, key="the model")
 
 
-def _require_same(other: Mapping[str, Any], wanted: Wanted) -> None:
+def _require_same(other: Mapping[str, JSONValue], wanted: Wanted) -> None:
     """Raises ValueError where weights of the other architecture would compute something else in the wanted one."""
     # A critic has no output layer to tie.
     without_meaning = (*_WITHOUT_MEANING, "tied_embeddings") if wanted.role == "critic" else _WITHOUT_MEANING

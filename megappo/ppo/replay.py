@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -16,9 +16,9 @@ from megappo.checkpoint.shards import load_shards
 from megappo.checkpoint.versions import require_readable
 from megappo.config import Config, derive_run
 from megappo.errors import RunError, first_of
+from megappo.megatron.local_shards import LocalShard
 from megappo.megatron.placed import announce, place
 from megappo.megatron.roles import Role
-from megappo.megatron.schedule import Task
 from megappo.plugins import is_import_path
 from megappo.ppo.checkpoints import outcome_text
 from megappo.ppo.methods import find_objective
@@ -34,6 +34,9 @@ _SHOWN = 8
 
 class ReplayError(RunError):
     """A repeated update differs from the one that was refused."""
+
+
+T = TypeVar("T", int, str)
 
 
 def replay(path: str, world_size: int) -> None:
@@ -117,7 +120,7 @@ def _repeat(config: Config, roles: Sequence[Role], runtime: Runtime, folder: Pat
     ]
 
 
-def _task(kept: dict[str, Any], config: Config) -> Task:
+def _task(kept: dict[str, Any], config: Config) -> PolicyTask | ValueTask:
     weights = LossWeights(**kept["weights"])
     if kept["role"] == "actor":
         return PolicyTask(find_objective(config.algorithm, kept["penalty_coef"]), weights)
@@ -134,16 +137,16 @@ def _nonfinite(samples: Samples, tensors_BR: Collection[Tensor]) -> list[int]:
 
 
 def _nonfinite_gradients(role: Role) -> list[str]:
-    here: list[tuple[Any, Any]] = [(held, held.parameter) for held in role.trained_parameters()]
+    here: list[tuple[LocalShard, Any]] = [(held, held.parameter) for held in role.trained_parameters()]
     return [
         held.entry.megatron for held, parameter in here if not torch.isfinite(held.part_of(parameter.main_grad)).all()
     ]
 
 
-def _everywhere(found: list[Any]) -> list[Any]:
+def _everywhere(found: list[T]) -> list[T]:
     """Items that any rank found, without repetitions; a collective of the world."""
     return sorted({item for part in all_gather_objects(found) for item in part})
 
 
-def _listed(found: list[Any]) -> str:
+def _listed(found: Sequence[int | str]) -> str:
     return first_of(found, _SHOWN) or "none"

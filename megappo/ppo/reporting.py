@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import asdict
-from typing import Any
 
 from torch import Tensor
 
@@ -13,6 +12,7 @@ from megappo.config import Config, Derived, save_config
 from megappo.errors import one_line
 from megappo.observe.console import make_view
 from megappo.observe.distributions import Distribution, of_all_ranks
+from megappo.observe.json_values import JSONValue
 from megappo.observe.messages import MESSAGES, SteadyView, tell
 from megappo.observe.metrics import MetricsLog
 from megappo.observe.profiler import StepProfiler
@@ -225,7 +225,7 @@ class Reporter:
         if self._log is None:
             return
         samples = sorted((s for part in of_ranks for s in part), key=lambda s: -s["sum_abs_advantage"])
-        record = {"role": jump.role, "minibatch": jump.minibatch + 1, "reasons": jump.reasons}
+        record: dict[str, JSONValue] = {"role": jump.role, "minibatch": jump.minibatch + 1, "reasons": jump.reasons}
         self._log.log_jump(step, {**record, "of_samples": len(samples), "samples": samples[:_JUMP_SAMPLES]})
         self.message(
             f"step {step}: {jump.role} update {jump.minibatch + 1} stands out: {', '.join(jump.reasons)}; "
@@ -247,7 +247,7 @@ class Reporter:
             self._log.close()
 
 
-def _told_of(episodes: Episodes, b: int) -> dict[str, Any]:
+def _told_of(episodes: Episodes, b: int) -> dict[str, JSONValue]:
     """Fields of a sample's record that describe its episode."""
     episode = episodes.of_samples[b]
     told = {"failure": episode.failure, "reason": episode.reason, "limit": episode.limit}

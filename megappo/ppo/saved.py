@@ -9,17 +9,17 @@ from __future__ import annotations
 import json
 import os
 import shutil
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import asdict
 from functools import cache, partial
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from megappo.config.experience_rules import MARKER, SavedStep, folder_of_step, saved_steps
 from megappo.config.tokens import token_text
+from megappo.observe.json_values import JSONValue
 from megappo.ppo.experience_files import SavedSamples, read_samples, require_parquet, sample_ids_of, write_samples
 from megappo.ppo.generation import Kept
 from megappo.ppo.parts import Parts
@@ -92,7 +92,7 @@ class ExperienceRecord:
     def _write(self, saved: SavedStep, samples: SavedSamples, rows: Sequence[int]) -> None:
         write_samples(saved.file(self._runtime.rank), samples, rows, self._text_of)
 
-    def _everywhere(self, work: Any, *, on_main: bool = False) -> str:
+    def _everywhere(self, work: Callable[[], None], *, on_main: bool = False) -> str:
         """Reason why work failed on any rank; "" where it did not."""
         problem = "" if on_main and not self._runtime.is_main else attempt(work, (OSError,))[1]
         return next(filter(None, all_gather_objects(problem)), "")
@@ -207,7 +207,7 @@ class LoadedSteps:
         """False: no step is begun early."""
         return False
 
-    def cursor_state(self) -> Mapping[str, Any]:
+    def cursor_state(self) -> dict[str, JSONValue]:
         """Initial state of the cursor: nothing is drawn."""
         return self._parts.cursor.state_dict()
 

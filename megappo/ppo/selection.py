@@ -9,13 +9,15 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 
 from megappo.runtime.objects import all_gather_objects
 from megappo.types import Episodes, Experience, Rollouts, Scored
+
+Whole = TypeVar("Whole", bound=Episodes | Experience | Rollouts | Scored)
 
 
 @dataclass(frozen=True)
@@ -122,14 +124,14 @@ def joined_experience(parts: Sequence[tuple[Experience, Sequence[int]]]) -> Expe
     return Experience(**_joined_fields(*_chosen([(whole, whole.scored.rollouts, rows) for whole, rows in parts])))
 
 
-def _chosen(parts: Sequence[tuple[Any, Rollouts, Sequence[int]]]) -> tuple[list[tuple[Any, list[int]]], int]:
+def _chosen(parts: Sequence[tuple[Whole, Rollouts, Sequence[int]]]) -> tuple[list[tuple[Whole, list[int]]], int]:
     """Parts with at least one row, or the first part where none has one; and the longest response among the rows."""
     some = [(whole, rollouts, list(rows)) for whole, rollouts, rows in parts if rows] or [(*parts[0][:2], list[int]())]
     longest = max((int(rollouts.response_lengths_B[b]) for _, rollouts, rows in some for b in rows), default=1)
     return [(whole, rows) for whole, _, rows in some], longest
 
 
-def _joined_fields(parts: Sequence[tuple[Any, list[int]]], longest: int) -> dict[str, Any]:
+def _joined_fields(parts: Sequence[tuple[Whole, list[int]]], longest: int) -> dict[str, Any]:
     """Concatenated fields of dataclasses. Fields are (B,) or (B, R) tensors, tuples of B, such dataclasses, or None on
     all."""
     found: dict[str, Any] = {}

@@ -6,7 +6,6 @@ data -> rollout -> reward -> forward -> advantages -> update critic, actor -> we
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import Any
 
 from torch import Tensor
 
@@ -17,7 +16,7 @@ from megappo.megatron.placed import PlacedBatch, announce, place
 from megappo.megatron.roles import Update
 from megappo.ppo.advice import remedy_of_nonfinite
 from megappo.ppo.cache_gauge import CacheGauge
-from megappo.ppo.checkpoints import Boundary, Checkpoints, Resumed
+from megappo.ppo.checkpoints import Boundary, Checkpoints, Resumed, TrainerState
 from megappo.ppo.evaluation import evaluate_policy
 from megappo.ppo.experience import ExperienceMaker
 from megappo.ppo.exports import export_actor
@@ -170,12 +169,9 @@ class Trainer:
 
     def _note_boundary(self) -> None:
         self.responses.forget(self.step)
-        is_behind = self.actor_changed and self.responses.is_torn(self.step + 1)
+        weights = self.engine_weights if self.actor_changed and self.responses.is_torn(self.step + 1) else []
         self.boundary = Boundary(
-            self.state_dict(),
-            dict(self.metrics),
-            self.responses.state_dict(self.step + 1),
-            self.engine_weights if is_behind else [],
+            self.state_dict(), dict(self.metrics), self.responses.state_dict(self.step + 1), weights
         )
 
     def boundary_when_stopped(self) -> Boundary:
@@ -188,9 +184,9 @@ class Trainer:
                 state["curriculum"] = self.parts.curriculum.state_dict(self.boundary.step)
         return replace(self.boundary, trainer=state, responses=kept or self.boundary.responses)
 
-    def state_dict(self) -> dict[str, Any]:
+    def state_dict(self) -> TrainerState:
         """Trainer's state for a checkpoint besides models and random states, in JSON's types."""
-        return {
+        state: TrainerState = {
             "step": self.step,
             "weight_version": self.weight_version,
             "actor_changed": self.actor_changed,
@@ -199,11 +195,14 @@ class Trainer:
             "penalty": self.penalty.state_dict(),
             "jumps": {name: watch.state_dict() for name, watch in self.jump_watches.items()},
             "cursor": self.responses.cursor_state(),
-            **({} if self.config.reward.normalize is None else {"scores": self.shaper.state_dict()}),
-            **({} if self.parts.curriculum is None else {"curriculum": self.parts.curriculum.state_dict()}),
         }
+        if self.config.reward.normalize is not None:
+            state["scores"] = self.shaper.state_dict()
+        if self.parts.curriculum is not None:
+            state["curriculum"] = self.parts.curriculum.state_dict()
+        return state
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:
+    def load_state_dict(self, state: TrainerState) -> None:
         """Restore the state of a checkpoint. Raises ValueError where the data are not those that the run began with."""
         self.parts.cursor.load_state_dict(state["cursor"])
         if self.parts.curriculum is not None:

@@ -16,10 +16,10 @@ from megappo.config import Config
 from megappo.config.algorithm import AlgorithmSettings
 from megappo.config.roles import TrainedRoleSettings
 from megappo.errors import RunError
-from megappo.megatron.heads import PolicyTarget
+from megappo.megatron.heads import LogprobHead, PolicyTarget, ValueHead
 from megappo.megatron.placed import PlacedBatch
 from megappo.megatron.roles import Update
-from megappo.megatron.schedule import PackedBatch, Task
+from megappo.megatron.schedule import PackedBatch
 from megappo.observe.progress import PROGRESS
 from megappo.ppo.experience import trained_tokens
 from megappo.ppo.methods import find_objective
@@ -109,7 +109,7 @@ class RoleUpdates:
     config: Config
     fields_BR: dict[str, Tensor]
     """Fields that the loss needs of each of this rank's tokens; `mask` says which of them count."""
-    make_task: Callable[[LossWeights], Task]
+    make_task: Callable[[LossWeights], PolicyTask | ValueTask]
     stop_above: tuple[str, float] | None = None
     penalty_coef: float = 0.0
     """Weight of KL(old || new) in the loss, with `policy_loss: penalty`."""
@@ -210,13 +210,13 @@ class PolicyTask:
     objective: PolicyObjective
     weights: LossWeights
 
-    def expect(self, head: Any, batch: PackedBatch) -> None:
+    def expect(self, head: LogprobHead, batch: PackedBatch) -> None:
         """Give the output layer the objective and its inputs for the rows of this microbatch."""
         sequences_N = batch.sequences_N if self.objective.sees_sequences else None
         inputs = PolicyInputs(**self.weights.inputs(batch), sequences=sequences_N)
         head.expect(batch.rows_N, batch.labels_N, PolicyTarget(inputs, self.objective))
 
-    def finish(self, head: Any, output_NC: Tensor, batch: PackedBatch) -> tuple[Tensor, Mapping[str, Tensor]]:
+    def finish(self, head: LogprobHead, output_NC: Tensor, batch: PackedBatch) -> tuple[Tensor, Mapping[str, Tensor]]:
         """The loss, and its metrics."""
         return output_NC[0, 0], head.report
 
@@ -228,11 +228,11 @@ class ValueTask:
     value_clip: float | None
     weights: LossWeights
 
-    def expect(self, head: Any, batch: PackedBatch) -> None:
+    def expect(self, head: ValueHead, batch: PackedBatch) -> None:
         """Set the rows of the response tokens."""
         head.expect(batch.rows_N, batch.labels_N)
 
-    def finish(self, head: Any, output_NC: Tensor, batch: PackedBatch) -> tuple[Tensor, Mapping[str, Tensor]]:
+    def finish(self, head: ValueHead, output_NC: Tensor, batch: PackedBatch) -> tuple[Tensor, Mapping[str, Tensor]]:
         """The loss, and its metrics."""
         result = ppo_value_loss(values=output_NC[:, 0], value_clip=self.value_clip, **self.weights.inputs(batch))
         return result.loss, result.metrics

@@ -7,7 +7,7 @@ of which broadcasts the tensors of its stage; different servers are fed by diffe
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -19,7 +19,7 @@ from megappo.reshard.slices import Receiver
 class Feeding:
     """Placement of servers relative to the ranks of the world."""
 
-    hosts: Sequence[object]
+    hosts: Sequence[Hashable]
     """The machine of each rank."""
     tp: int
     """Ranks of each server."""
@@ -74,7 +74,7 @@ class Feeding:
     @cached_property
     def _machines(self) -> list[list[int]]:
         """The ranks of each machine."""
-        found: dict[object, list[int]] = {}
+        found: dict[Hashable, list[int]] = {}
         for rank, host in enumerate(self.hosts):
             found.setdefault(host, []).append(rank)
         return list(found.values())

@@ -7,7 +7,6 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
 from pathlib import Path
-from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -20,13 +19,14 @@ from megappo.families.adapters import WEIGHT, A, B, LoraShape, adapter_tensors, 
 from megappo.families.architecture import ArchitectureConfig
 from megappo.families.parameters import OUTPUT_LAYER, Piece, model_parameters
 from megappo.families.weights import ValueHeadWeights, WeightSource
+from megappo.observe.json_values import JSONValue
 from megappo.reshard.files import finite
 from megappo.reshard.sources import generator_of
 from megappo.reshard.writer import save_tensors
 
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 _PREFIX = "base_model.model."
-_PLAIN: dict[str, tuple[Any, ...]] = {
+_PLAIN: dict[str, tuple[JSONValue, ...]] = {
     "bias": ("none", None), "fan_in_fan_out": (False, None), "use_rslora": (False, None), "use_dora": (False, None),
     "lora_bias": (False, None), "rank_pattern": ({}, None), "alpha_pattern": ({}, None),
     "modules_to_save": (None, []), "layers_to_transform": (None, []), "layer_replication": (None, []),
@@ -90,7 +90,7 @@ class PeftSource:
         """Return None: PEFT's folders of causal language models have no head."""
 
 
-def _opened(path: Path) -> Any:
+def _opened(path: Path) -> safe_open:
     try:
         return safe_open(path, framework="pt")
     except (SafetensorError, OSError) as error:
@@ -135,7 +135,7 @@ def write_peft(
     base, revision = (base, None) if Path(base).is_dir() else HubName.of(base)
     out.mkdir(parents=True, exist_ok=True)
     save_tensors({_PREFIX + name: tensor.contiguous() for name, tensor in tensors}, out / WEIGHTS)
-    content: dict[str, object] = {
+    content: dict[str, JSONValue] = {
         "peft_type": "LORA", "task_type": "CAUSAL_LM", "base_model_name_or_path": base, "revision": revision,
         "r": lora.rank, "lora_alpha": lora.alpha, "target_modules": sorted(lora.targets), "lora_dropout": 0.0,
         "bias": "none", "fan_in_fan_out": False, "inference_mode": True, "init_lora_weights": True, "use_rslora": False,

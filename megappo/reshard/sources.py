@@ -7,7 +7,7 @@ import hashlib
 from collections.abc import Iterable
 from functools import lru_cache
 from pathlib import Path
-from typing import Any
+from typing import Protocol
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -30,6 +30,19 @@ _FOLLOWS_FROM_CONFIG = "rotary_emb.inv_freq"
 """Ending of names of tensors in older files that nobody reads: they follow from config.json."""
 
 
+class UnreadTensor(Protocol):
+    """A tensor of a file of safetensors, of which parts are read."""
+
+    def get_shape(self) -> list[int]:
+        """Its sizes."""
+
+    def get_dtype(self) -> str:
+        """Its type as safetensors calls it, such as `BF16`."""
+
+    def __getitem__(self, part: slice | tuple[slice, ...]) -> Tensor:
+        """Read a part."""
+
+
 class SafetensorsSource:
     """The safetensors of a Hugging Face folder; tensors of other ranks are never read.
 
@@ -44,7 +57,7 @@ class SafetensorsSource:
         # With tied embeddings the files may hold the output layer as well.
         self._shapes = {**self._wanted, HF_OUTPUT_LAYER: self._wanted[HF_EMBEDDING]}
         index = tensor_files(folder)
-        self._file_of: dict[str, Any] = {}
+        self._file_of: dict[str, safe_open] = {}
         self._path_of: dict[str, Path] = {}
         for file in sorted(set(index.values())) or [SINGLE]:
             opened = self._opened(file)
@@ -60,7 +73,7 @@ class SafetensorsSource:
         self.further = self._further()
         """Shapes of the tensors of multi-token prediction layers, by their names; see `Family.further_layers`."""
 
-    def _hold(self, file: str, opened: Any, names: Iterable[str]) -> None:
+    def _hold(self, file: str, opened: safe_open, names: Iterable[str]) -> None:
         """Note the file that these tensors are read from."""
         for name in names:
             self._file_of[name], self._path_of[name] = opened, self._folder / file
@@ -84,7 +97,7 @@ class SafetensorsSource:
         kept._expert = lru_cache(maxsize=1)(kept._read_expert)
         return kept
 
-    def _opened(self, file: str) -> Any:
+    def _opened(self, file: str) -> safe_open:
         try:
             return safe_open(self._folder / file, framework="pt")
         except (SafetensorError, OSError) as error:
@@ -122,7 +135,7 @@ class SafetensorsSource:
             )
         return found
 
-    def _slice(self, name: str) -> Any:
+    def _slice(self, name: str) -> UnreadTensor:
         """An unread tensor, checked to exist with the shape of config.json."""
         if name not in self._stored:
             raise ValueError(f"{self._folder} has no tensor '{name}'; the weights do not fit its config.json")
@@ -139,9 +152,9 @@ class SafetensorsSource:
             raise ValueError(f"tensor '{self._stored[name]}' in {self._folder} has scales, but is of type {kind}")
         return tensor
 
-    def _unread(self, name: str, expected: tuple[int, ...]) -> Any:
+    def _unread(self, name: str, expected: tuple[int, ...]) -> UnreadTensor:
         stored = self._stored[name]
-        tensor = self._file_of[stored].get_slice(stored)
+        tensor: UnreadTensor = self._file_of[stored].get_slice(stored)
         if tuple(tensor.get_shape()) != expected:
             raise ValueError(
                 f"tensor '{stored}' in {self._folder} has shape {tuple(tensor.get_shape())}, its config.json says "
@@ -233,7 +246,7 @@ class SafetensorsSource:
     def _is_mxfp4(self, name: str) -> bool:
         return any(name + suffix in self._stored for suffix in MXFP4)
 
-    def _mxfp4(self, name: str) -> tuple[Any, Any]:
+    def _mxfp4(self, name: str) -> tuple[UnreadTensor, UnreadTensor]:
         """Unread blocks and scales of the matrices of a layer's experts."""
         experts, inputs, outputs = self._shapes[name]
         if name in self._stored or inputs % MXFP4_BLOCK:
@@ -262,7 +275,7 @@ class SafetensorsSource:
         weight = self._whole(names.weight, (1, self._arch.hidden_size)).float()
         bias = self._whole(names.bias, (1,)).float() if names.bias is not None else torch.zeros(1)
         if getattr(self._arch.hf_config, "normalize_reward", False):  # OpenRLHF's values are (output - mean) / std
-            config: Any = self._arch.hf_config
+            config = self._arch.hf_config
             mean, std = getattr(config, "mean", 0.0), getattr(config, "std", 1.0)
             weight, bias = weight / std, (bias - mean) / std
         return ValueHeadWeights(weight, bias)

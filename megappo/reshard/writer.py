@@ -24,6 +24,7 @@ from megappo.config.folder_texts import read_object
 from megappo.errors import writing
 from megappo.families.architecture import ArchitectureConfig
 from megappo.families.packed import packed_tensors, stored_shapes
+from megappo.observe.json_values import JSONValue
 from megappo.reshard.files import INDEX, SINGLE
 from megappo.reshard.value_heads import EXPORTED
 
@@ -90,7 +91,7 @@ def _write_config(
     arch: ArchitectureConfig,
     written: _Written,
     model_class: str,
-    changes: Mapping[str, object],
+    changes: Mapping[str, JSONValue],
     *,
     without: Sequence[str] = (),
 ) -> None:

@@ -16,8 +16,11 @@ import time
 import urllib.request
 from functools import cache, partial
 from ipaddress import ip_address
-from typing import Any
+from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
+
+if TYPE_CHECKING:
+    from _typeshed import WriteableBuffer
 
 # Far above any score or verdict; it bounds what a broken server makes a rank hold in memory.
 _LARGEST_ANSWER_BYTES = 16 * 10**6
@@ -98,7 +101,7 @@ class _InTime(io.RawIOBase):
     def readable(self) -> bool:
         return True
 
-    def readinto(self, buffer: Any) -> int | None:
+    def readinto(self, buffer: WriteableBuffer) -> int | None:
         left = self._deadline - time.monotonic()
         if left <= 0:
             raise TimeoutError("timed out")
@@ -111,9 +114,11 @@ class _InTime(io.RawIOBase):
 
 
 class _Answer(http.client.HTTPResponse):
-    def __init__(self, connection: socket.socket, *args: Any, deadline: float, **others: Any) -> None:
-        super().__init__(connection, *args, **others)
-        self.fp: Any = io.BufferedReader(_InTime(self.fp.detach(), connection, deadline))
+    def __init__(
+        self, connection: socket.socket, debuglevel: int = 0, method: str | None = None, *, deadline: float
+    ) -> None:
+        super().__init__(connection, debuglevel, method)
+        self.fp = io.BufferedReader(_InTime(self.fp.detach(), connection, deadline))
 
 
 class _Connection(http.client.HTTPConnection):

@@ -62,7 +62,7 @@ class Interrupts:
         self._heard = 0
         """Number of the signal that another rank received; 0: none."""
         self._pressed = 0.0
-        self._old_handlers: dict[signal.Signals, object] = {}
+        self._old_handlers: dict[signal.Signals, signal._HANDLER] = {}
         self._old_descriptor = -1
         self._read, self._write = -1, -1
         self._notices = runtime.notices
@@ -86,7 +86,7 @@ class Interrupts:
         if self._write < 0:
             return
         for number, handler in self._old_handlers.items():
-            signal.signal(number, handler)  # type: ignore[arg-type]
+            signal.signal(number, handler)
         signal.set_wakeup_fd(self._old_descriptor)
         os.close(self._write)  # ends the thread
         self._write = -1

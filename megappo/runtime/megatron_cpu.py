@@ -17,13 +17,24 @@ import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from importlib import import_module
-from typing import Any
+from types import ModuleType, TracebackType
+from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar
 
 import torch
 import torch.distributed as dist
 from torch.overrides import TorchFunctionMode
 
+from megappo.runtime.attributes import replace_attributes, replaced_attributes
+
+if TYPE_CHECKING:
+    from megatron.core.pipeline_parallel.p2p_communication import P2PCommunicator
+
+T = TypeVar("T")
+
 _CPU = torch.device("cpu")
+_Ignored: TypeAlias = "torch.device | _NoStream | int | str | None"
+"""What Megatron passes to streams, events and random states, and what means nothing on a CPU: a device, another stream
+or event, or a switch."""
 
 
 def silence_megatron() -> None:
@@ -50,21 +61,21 @@ def _lacks(words: str, record: logging.LogRecord) -> bool:
 class _NoStream:
     """Replaces CUDA streams and events that Megatron makes; on a CPU every operation is already in order."""
 
-    def __init__(self, *_args: Any, **_kwargs: Any) -> None:
+    def __init__(self, *_args: _Ignored, **_kwargs: _Ignored) -> None:
         pass
 
     def __enter__(self) -> _NoStream:
         return self
 
-    def __exit__(self, *_exc: object) -> None:
+    def __exit__(self, *_exc: type[BaseException] | BaseException | TracebackType | None) -> None:
         return None
 
-    def _nothing(self, *_args: Any, **_kwargs: Any) -> None:
+    def _nothing(self, *_args: _Ignored, **_kwargs: _Ignored) -> None:
         return None
 
     wait_stream = wait_event = synchronize = record = wait = _nothing
 
-    def record_event(self, *_args: Any, **_kwargs: Any) -> _NoStream:
+    def record_event(self, *_args: _Ignored, **_kwargs: _Ignored) -> _NoStream:
         """A completed event. Megatron's own dispatcher waits for it (token_dispatcher.py:895), which a benchmark
         compares with ours."""
         return _NoStream()
@@ -93,11 +104,11 @@ class cuda_means_cpu(TorchFunctionMode):
         return result
 
 
-def _get_rng_state(*_args: Any, **_kwargs: Any) -> torch.Tensor:
+def _get_rng_state(*_args: _Ignored, **_kwargs: _Ignored) -> torch.Tensor:
     return torch.get_rng_state()
 
 
-def _set_rng_state(state: torch.Tensor, *_args: Any, **_kwargs: Any) -> None:
+def _set_rng_state(state: torch.Tensor, *_args: _Ignored, **_kwargs: _Ignored) -> None:
     torch.set_rng_state(state)
 
 
@@ -122,13 +133,10 @@ def _without_compiler() -> Iterator[None]:
     if os.environ.get("TORCHDYNAMO_DISABLE", "1") != "1":  # wanted by whoever set it
         yield
         return
-    torch_module: Any = torch
-    compiler = torch_module.compile
-    torch_module.compile = lambda function=None, **_options: function if function is not None else lambda f: f
-    try:
+    with replaced_attributes(
+        torch, compile=lambda function=None, **_options: function if function is not None else lambda f: f
+    ):
         yield
-    finally:
-        torch_module.compile = compiler
 
 
 @functools.cache
@@ -137,27 +145,29 @@ def install() -> None:
     if torch.cuda.is_available():
         raise RuntimeError("the CPU stand-ins for CUDA must not be installed on a machine that has CUDA")
     hide_cuda_only_packages()
-    cuda: Any = torch.cuda
     # Which calls of Megatron read them (0.16.1 / 0.19.2): `current_device` param_and_grad_buffer.py:800/1180,
     # mappings.py:141/145; `synchronize` p2p_communication.py:398/419; streams token_dispatcher.py:445/469; random
     # states random.py:235/303.
-    cuda.current_device = lambda: _CPU
-    cuda.synchronize = lambda *_args, **_kwargs: None
+    replace_attributes(
+        torch.cuda,
+        current_device=lambda: _CPU,
+        synchronize=lambda *_args, **_kwargs: None,
+        get_rng_state=_get_rng_state,
+        set_rng_state=_set_rng_state,
+        manual_seed=torch.manual_seed,
+    )
     for name in ("Stream", "Event", "stream", "current_stream", "default_stream"):
-        setattr(cuda, name, type(name, (_NoStream,), {}))  # torch.compile wants each to be an object of its own
-    cuda.get_rng_state, cuda.set_rng_state = _get_rng_state, _set_rng_state
-    cuda.manual_seed = torch.manual_seed
+        setattr(torch.cuda, name, type(name, (_NoStream,), {}))  # torch.compile wants each to be an object of its own
     # isinstance() of 0.16.1's module.py:20-22 needs classes here, not functions.
     for name in ("FloatTensor", "HalfTensor", "BFloat16Tensor", "IntTensor"):
-        setattr(cuda, name, getattr(torch, name))
+        setattr(torch.cuda, name, getattr(torch, name))
 
     with _without_compiler():
         import_module("megatron.core.models.gpt.gpt_layer_specs")  # imports all parts of the models
         import megatron.core.tensor_parallel.random as megatron_random
 
     # Without these two nothing raises, but the tracker's fork() neither switches nor restores the generator.
-    module: Any = megatron_random
-    module._get_cuda_rng_state, module._set_cuda_rng_state = _get_rng_state, _set_rng_state
+    megatron_random._get_cuda_rng_state, megatron_random._set_cuda_rng_state = _get_rng_state, _set_rng_state
 
 
 @functools.cache
@@ -166,9 +176,8 @@ def fix_router() -> None:
     is only defined with Transformer Engine installed; None is Megatron's own value for "not there"."""
     from megatron.core.transformer.moe import moe_utils
 
-    utils: Any = moe_utils
-    if not hasattr(utils, "te_general_gemm"):
-        utils.te_general_gemm = None
+    if not hasattr(moe_utils, "te_general_gemm"):
+        moe_utils.te_general_gemm = None
 
 
 @functools.cache
@@ -178,9 +187,8 @@ def fix_gradient_norm() -> None:
     from megatron.core import utils
     from megatron.core.optimizer import clip_grads
 
-    module: Any = clip_grads
-    if module.l2_norm_impl is utils.local_multi_tensor_l2_norm:
-        module.l2_norm_impl = _norm_of_all
+    if clip_grads.l2_norm_impl is utils.local_multi_tensor_l2_norm:
+        clip_grads.l2_norm_impl = _norm_of_all
 
 
 def _norm_of_all(
@@ -202,7 +210,7 @@ def gather_one_by_one() -> None:
     """
     from megatron.core.distributed import param_and_grad_buffer
 
-    groups: Any = param_and_grad_buffer._ParamAndGradBucketGroup
+    groups = param_and_grad_buffer._ParamAndGradBucketGroup
     coalesced = groups.start_param_sync
 
     @functools.wraps(coalesced)
@@ -214,22 +222,21 @@ def gather_one_by_one() -> None:
 
 
 @contextmanager
-def _not_coalesced(module: Any) -> Iterator[None]:
+def _not_coalesced(module: ModuleType) -> Iterator[None]:
     """Within the context, Megatron's `_coalescing_manager` starts gathers at once and waits for all of them
     together."""
-    manager, gather, works = module._coalescing_manager, module.dist_all_gather_func, _Works()
+    gather, works = module.dist_all_gather_func, _Works()
 
     def noted(*args: Any, **kwargs: Any) -> None:
         works.append(gather(*args, **kwargs))
 
-    module._coalescing_manager, module.dist_all_gather_func = lambda *_args, **_kwargs: nullcontext(works), noted
-    try:
+    with replaced_attributes(
+        module, _coalescing_manager=lambda *_args, **_kwargs: nullcontext(works), dist_all_gather_func=noted
+    ):
         yield
-    finally:
-        module._coalescing_manager, module.dist_all_gather_func = manager, gather
 
 
-class _Works(list[Any]):
+class _Works(list[dist.Work]):
     """Collectives that are waited for together."""
 
     def wait(self) -> None:
@@ -247,14 +254,14 @@ class PipelineSends:
     but the schedule replaces its storage. Nothing is kept where sends are waited for at once.
     """
 
-    def __init__(self, communicator: Any) -> None:
+    def __init__(self, communicator: P2PCommunicator) -> None:
         self._communicate = communicator._communicate
         self._sends: list[_Send] = []
         communicator._communicate = self
 
     def __call__(
         self, *, tensor_send_next: torch.Tensor | None, tensor_send_prev: torch.Tensor | None, **rest: Any
-    ) -> tuple[Any, Any, Any]:
+    ) -> tuple[torch.Tensor | None, torch.Tensor | None, Mapping[str, dist.Work | _Send] | Sequence[dist.Work]]:
         """Replaces `P2PCommunicator._communicate` of Megatron."""
         sent = {"send_next": tensor_send_next, "send_prev": tensor_send_prev}
         sent = {name: tensor if tensor is None else tensor.detach() for name, tensor in sent.items()}
@@ -276,8 +283,8 @@ class PipelineSends:
 class _Send:
     """A handle that keeps the sent tensor and may be waited for twice, which gloo's may not."""
 
-    def __init__(self, work: Any, tensor: torch.Tensor | None) -> None:
-        self._held: tuple[Any, torch.Tensor | None] | None = (work, tensor)
+    def __init__(self, work: dist.Work, tensor: torch.Tensor | None) -> None:
+        self._held: tuple[dist.Work, torch.Tensor | None] | None = (work, tensor)
 
     @property
     def is_open(self) -> bool:
@@ -297,8 +304,7 @@ def rotate_packed_by(rotation: Callable[..., torch.Tensor]) -> None:
     """
     from megatron.core.models.common.embeddings import rope_utils
 
-    utils: Any = rope_utils
-    utils.fused_apply_rotary_pos_emb_thd = rotation
+    rope_utils.fused_apply_rotary_pos_emb_thd = rotation
 
 
 @contextmanager
@@ -308,16 +314,12 @@ def param_groups_of_role(role: dist.ProcessGroup) -> Iterator[None]:
     Megatron gathers them over the default group (optimizer/__init__.py, `_get_param_groups`), once for dense and once
     for expert parameters, and ranks without the role would have to take part as often.
     """
-    distributed: Any = dist
     gather = dist.all_gather_object
 
-    def gather_in_role(object_list: list[Any], obj: Any, group: dist.ProcessGroup | None = None) -> None:
-        found: list[Any] = [None] * dist.get_world_size(role)
+    def gather_in_role(object_list: list[T], obj: T, group: dist.ProcessGroup | None = None) -> None:
+        found = [obj] * dist.get_world_size(role)
         gather(found, obj, group=role)
         object_list[:] = found
 
-    distributed.all_gather_object = gather_in_role
-    try:
+    with replaced_attributes(dist, all_gather_object=gather_in_role):
         yield
-    finally:
-        distributed.all_gather_object = gather

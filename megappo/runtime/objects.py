@@ -13,15 +13,14 @@ T = TypeVar("T")
 
 def broadcast_object(value: T, src: int = 0, group: dist.ProcessGroup | None = None) -> T:
     """The `value` of global rank `src`, on every rank of the group (None: the world)."""
-    shared: list[Any] = [value]
+    shared = [value]
     dist.broadcast_object_list(shared, src=src, group=group)
-    found: T = shared[0]
-    return found
+    return shared[0]
 
 
 def all_gather_objects(value: T, group: dist.ProcessGroup | None = None) -> list[T]:
     """Every rank's `value` on every rank of the group (None: the world), in the order of ranks."""
-    gathered: list[Any] = [None] * dist.get_world_size(group)
+    gathered = [value] * dist.get_world_size(group)
     dist.all_gather_object(gathered, value, group=group)
     return gathered
 

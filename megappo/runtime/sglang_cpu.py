@@ -14,14 +14,21 @@ import multiprocessing
 import os
 import sys
 from collections.abc import Callable
-from typing import Any
+from types import ModuleType
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
 from megappo.errors import RunError, how_to_install
+from megappo.runtime.attributes import replace_attributes
 from megappo.runtime.heap import collect_as_usual, put_off_collections
 from megappo.runtime.packages import installed_version, quicken_packages_scan, read_texts_only
+
+if TYPE_CHECKING:
+    from sglang.srt.layers.moe.fused_moe_triton import FusedMoE
+    from sglang.srt.layers.moe.moe_runner import MoeRunnerConfig
+    from sglang.srt.layers.moe.topk import StandardTopKOutput
 
 PLATFORM_NAME = "megappo_cpu"
 ENTRY_POINTS = {
@@ -84,8 +91,8 @@ def _begin(*arguments: Any) -> None:
     multiprocessing.set_start_method("fork", force=True)
     collect_as_usual()  # before the fork, as a collection in a child would copy memory pages
     if any(getattr(argument, "node_rank", 0) for argument in arguments):
-        settings: Any = importlib.import_module("sglang.srt.server_args")
-        settings.wait_port_available = lambda *_port: True
+        settings = importlib.import_module("sglang.srt.server_args")
+        replace_attributes(settings, wait_port_available=lambda *_port: True)
 
 
 @functools.cache
@@ -114,7 +121,7 @@ def _make_platform() -> type:
     return CpuPlatform
 
 
-def __getattr__(name: str) -> Any:
+def __getattr__(name: str) -> type:
     """Create the platform's class when SGLang asks for it: this module must import where SGLang is not installed."""
     if name == "CpuPlatform":
         return _make_platform()
@@ -140,17 +147,18 @@ def replace_gpu_code() -> None:
         raise RuntimeError(f"SGLang {version} was not tried on a CPU; install sglang=={TRIED_VERSION}")
     # The sampler has already bound the first name where it was loaded before; otherwise it binds it later.
     for module in ("sglang.kernels.ops.sampling.murmur_hash", "sglang.srt.layers.sampler"):
-        importlib.import_module(module).murmur_hash32 = murmur_hash32  # type: ignore[attr-defined]
+        replace_attributes(importlib.import_module(module), murmur_hash32=murmur_hash32)
     # Plain torch needs no alignment, and padded parameters would differ from those of the weight sync.
-    runner: Any = importlib.import_module("sglang.srt.model_executor.model_runner")
-    runner.adjust_config_with_unaligned_cpu_tp = lambda model_config, *_args: model_config
-    invariant: Any = importlib.import_module("sglang.srt.batch_invariant_ops")
-    invariant.enable_batch_invariant_mode = enable_batch_invariant_mode
-    pool: Any = importlib.import_module("sglang.srt.mem_cache.pool_host.common")
+    runner = importlib.import_module("sglang.srt.model_executor.model_runner")
+    replace_attributes(runner, adjust_config_with_unaligned_cpu_tp=lambda model_config, *_args: model_config)
+    invariant = importlib.import_module("sglang.srt.batch_invariant_ops")
+    replace_attributes(invariant, enable_batch_invariant_mode=enable_batch_invariant_mode)
+    pool = importlib.import_module("sglang.srt.mem_cache.pool_host.common")
     pool.ALLOC_MEMORY_FUNCS["cpu"] = _plain_memory
-    experts: Any = importlib.import_module("sglang.srt.layers.moe.fused_moe_native")
-    experts.moe_forward_native = functools.partial(_forward_of_held, experts.moe_forward_native)
-    torch.get_device_module = _get_device_module  # type: ignore[assignment]
+    experts = importlib.import_module("sglang.srt.layers.moe.fused_moe_native")
+    held_experts = functools.partial(_forward_of_held, experts.moe_forward_native)
+    replace_attributes(experts, moe_forward_native=held_experts)
+    replace_attributes(torch, get_device_module=_get_device_module)
     _replace_gpu_code_of_attention_groups()
 
 
@@ -162,12 +170,12 @@ def _replace_gpu_code_of_attention_groups() -> None:
     - `_is_cpu` there (:1948) and `memcpy_func` (dp_attention.py:644) are those of SGLang's own CPU build.
     - `all_gather_into_tensor` (parallel_state.py:1372) is an operator for CUDA only.
     """
-    backend: Any = importlib.import_module("sglang.srt.layers.attention.torch_native_backend")
+    backend = importlib.import_module("sglang.srt.layers.attention.torch_native_backend")
     backend.TorchNativeAttnBackend.get_cpu_graph_seq_len_fill_value = lambda _self: 1
-    importlib.import_module("sglang.srt.model_executor.forward_batch_info")._is_cpu = True  # type: ignore[attr-defined]
-    attention: Any = importlib.import_module("sglang.srt.layers.dp_attention")
-    attention.memcpy_func = attention.memcpy_cpu
-    groups: Any = importlib.import_module("sglang.srt.distributed.parallel_state").GroupCoordinator
+    replace_attributes(importlib.import_module("sglang.srt.model_executor.forward_batch_info"), _is_cpu=True)
+    attention = importlib.import_module("sglang.srt.layers.dp_attention")
+    replace_attributes(attention, memcpy_func=attention.memcpy_cpu)
+    groups = importlib.import_module("sglang.srt.distributed.parallel_state").GroupCoordinator
     groups.all_gather_into_tensor = groups._all_gather_into_tensor
 
 
@@ -189,7 +197,9 @@ def _plain_memory(dims: tuple[int, ...], dtype: torch.dtype, **_of_gpus: Any) ->
     return torch.empty(dims, dtype=dtype)
 
 
-def _forward_of_held(forward: Callable[..., Tensor], layer: Any, x: Tensor, chosen: Any, config: Any) -> Tensor:
+def _forward_of_held(
+    forward: Callable[..., Tensor], layer: FusedMoE, x: Tensor, chosen: StandardTopKOutput, config: MoeRunnerConfig
+) -> Tensor:
     """Output of this rank's experts for tokens. One choice at a time, as SGLang's function needs different experts for
     each token; choices on other ranks become expert 0 with weight 0."""
     if layer.num_local_experts == layer.num_experts:
@@ -205,9 +215,10 @@ def _forward_of_held(forward: Callable[..., Tensor], layer: Any, x: Tensor, chos
 _find_device_module = torch.get_device_module
 
 
-def _get_device_module(device: torch.device | str | None = None) -> Any:
+def _get_device_module(device: torch.device | str | None = None) -> ModuleType:
     """torch's function, which on a machine without CUDA finds no device where torch was built for CUDA."""
-    return _find_device_module("cpu" if device is None else device)
+    module: ModuleType = _find_device_module("cpu" if device is None else device)
+    return module
 
 
 _REGISTERED: list[torch.library.Library] = []

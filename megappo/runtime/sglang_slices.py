@@ -9,10 +9,10 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from megappo.runtime.packages import installed_version
 from megappo.runtime.sglang_cpu import TRIED_VERSION
@@ -48,7 +48,7 @@ def describe(places: Sequence[SlicePlace]) -> str:
     return json.dumps(places)
 
 
-def load_slices(model: Any, described: Sequence[tuple[str, Tensor]]) -> None:
+def load_slices(model: nn.Module, described: Sequence[tuple[str, Tensor]]) -> None:
     """Copy runs of bytes to the places that their descriptions name, and update what the model derives from its
     parameters, as latent attention does from `kv_b_proj`.
 
@@ -60,8 +60,9 @@ def load_slices(model: Any, described: Sequence[tuple[str, Tensor]]) -> None:
             run = flat_bytes[place.start : place.stop].view(getattr(torch, place.dtype))
             _fill(place, parameters.get(place.name), run)
             filled.add(place.name)
-    if hasattr(model, "post_load_weights"):  # SGLang's own loaders call it as well (model_loader/loader.py:315)
-        model.post_load_weights(weight_names=filled)
+    post_load = getattr(model, "post_load_weights", None)
+    if post_load is not None:  # SGLang's own loaders call it as well (model_loader/loader.py:315)
+        post_load(weight_names=filled)
 
 
 def _fill(place: SlicePlace, parameter: Tensor | None, run: Tensor) -> None:

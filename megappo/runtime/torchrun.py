@@ -15,7 +15,7 @@ import os
 import signal
 import sys
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import TypedDict
 
 from torch.distributed.elastic.multiprocessing.api import SignalException
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
@@ -65,7 +65,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return 0
 
 
-def _said(failure: ProcessFailure) -> dict[str, Any]:
+class _Said(TypedDict, total=False):
+    """Content of torchrun's error file, as far as it is read here."""
+
+    message: str
+    extraInfo: dict[str, int]
+
+
+def _said(failure: ProcessFailure) -> _Said:
     """What a failed worker wrote to torchrun's error file; empty where it could not."""
     return failure.message if isinstance(failure.message, dict) else {}
 

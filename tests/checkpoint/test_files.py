@@ -407,13 +407,13 @@ def test_markers_hold_what_was_written(tmp_path: Path, runtime: Runtime) -> None
 
 
 def test_changed_settings_are_told_apart() -> None:
-    before = {
+    before: dict[str, Any] = {
         "run": {"seed": 1, "steps": 10, "name": "a"},
         "model": {"path": "m"},
         "actor": {"optimizer": {"schedule": "constant", "learning_rate": 1e-3}},
         "reference": None,
     }
-    now = {
+    now: dict[str, Any] = {
         "run": {"seed": 1, "steps": 20, "name": "b"},
         "model": {"path": "m"},
         "actor": {"optimizer": {"schedule": "constant", "learning_rate": 1e-4}},

@@ -17,6 +17,7 @@ from megappo.config.explain import all_keys, find_field, likely_keys, names_in, 
 from megappo.config.hub import hub_folder
 from megappo.config.yaml_core import dump_yaml, parse_yaml
 from megappo.errors import divisors
+from megappo.observe.json_values import JSONValue
 from tests.support.places import BASE, ROOT
 
 SETTINGS: dict[str, Any] = parse_yaml(BASE.read_text(), "base")
@@ -393,7 +394,7 @@ def test_what_a_terminal_would_obey_is_escaped(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("value", [2, 0.5, True, "word", [1], {}], ids=str)
-def test_what_is_suggested_takes_the_value(value: object) -> None:
+def test_what_is_suggested_takes_the_value(value: JSONValue) -> None:
     """Names of settings in every other section, where another one is suggested: none that refuses such values."""
     sections = [(), *(key for key in all_keys() if (f := find_field(key)) is not None and section_of(f) is not None)]
     names = [*sorted({key[-1] for key in all_keys()})[::4], "weight", "samples", "pass_at"]

@@ -13,6 +13,7 @@ from megappo.checkpoint.changes import Changes, compare_settings
 from megappo.config import ConfigError, load_config
 from megappo.engines.sglang.client import Endpoint
 from megappo.errors import one_line, remember, show
+from megappo.observe.json_values import JSONValue
 from megappo.rewards.http import secret_headers
 from megappo.runtime.keys import key_of
 from tests.support.places import BASE
@@ -144,5 +145,9 @@ def test_another_token_is_no_other_run() -> None:
     named = run(headers_from_environment={"X-Key": "REWARD_KEY"})
     assert not compare_settings(named, run(headers_from_environment={"X-Key": "OTHER"}), (1, 1)).dangerous
     assert compare_settings(named, run(headers={"X-Model": "strict"}), (1, 1)).dangerous
-    one, other = ({"reward": {"function": "my:reward", "options": {"key": key}}} for key in ("a", "b"))
-    assert compare_settings(one, other, (1, 1)).dangerous, "of a function of somebody's own it may be anything"
+    of_keys: list[dict[str, JSONValue]] = [
+        {"reward": {"function": "my:reward", "options": {"key": key}}} for key in ("a", "b")
+    ]
+    assert compare_settings(of_keys[0], of_keys[1], (1, 1)).dangerous, (
+        "of a function of somebody's own it may be anything"
+    )

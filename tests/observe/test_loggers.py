@@ -17,6 +17,7 @@ from typing import Any
 import pytest
 
 from megappo.config import load_config
+from megappo.observe.json_values import JSONValue
 from megappo.observe.metric_docs import METRICS
 from megappo.observe.metrics import MetricsLog
 from megappo.observe.tensorboard_log import LAYOUT
@@ -55,7 +56,11 @@ def test_tensorboard_shows_reward_and_health_first(tmp_path: Path) -> None:
     from tensorboard.plugins.custom_scalar.layout_pb2 import Layout
     from tensorboard.plugins.hparams.plugin_data_pb2 import HParamsPluginData
 
-    config = {"run": {"steps": 3, "name": "r"}, "algorithm": {"lam": 0.95, "whiten": True, "none": None}, "of": [1]}
+    config: dict[str, JSONValue] = {
+        "run": {"steps": 3, "name": "r"},
+        "algorithm": {"lam": 0.95, "whiten": True, "none": None},
+        "of": [1],
+    }
     log = MetricsLog(tmp_path, "r", config)
     log.log_samples(1, SAMPLES)
     for step in (1, 2):

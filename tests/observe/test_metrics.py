@@ -17,6 +17,7 @@ from hypothesis.strategies import DrawFn
 
 from megappo.errors import ConfigError
 from megappo.megatron.roles import Update
+from megappo.observe.json_values import JSONValue
 from megappo.observe.metric_docs import METRICS
 from megappo.observe.metrics import MetricsLog, read_metrics
 from megappo.ppo.updates import step_metrics
@@ -190,7 +191,7 @@ class Listing:
 
 
 def test_a_logger_of_ones_own_gets_the_run(tmp_path: Path) -> None:
-    told: list[object] = []
+    told: list[Any] = []
     log = MetricsLog(tmp_path, "r", {"a": 1}, tensorboard=False, loggers={f"{__name__}:Listing": {"into": told}})
     log.log(1, {"a": 1.0})
     log.truncate_after(0)
@@ -208,7 +209,7 @@ def test_a_logger_of_ones_own_gets_the_run(tmp_path: Path) -> None:
     ],
 )
 def test_a_logger_that_is_none_is_one_sentence(
-    tmp_path: Path, path: str, options: dict[str, object], config: dict[str, object], words: str
+    tmp_path: Path, path: str, options: dict[str, JSONValue], config: dict[str, JSONValue], words: str
 ) -> None:
     with pytest.raises(ValueError, match=rf"logging\.loggers '.*{words}"):
         MetricsLog(tmp_path, "r", config, tensorboard=False, loggers={path: options})

@@ -68,7 +68,7 @@ def test_a_trace_says_what_was_done(tmp_path: Path) -> None:
     ]  # fmt: skip
 
 
-def event(name: str, start: int, end: int, *, on_device: bool = False, is_mark: bool = False) -> SimpleNamespace:
+def event(name: str, start: int, end: int, *, on_device: bool = False, is_mark: bool = False) -> Any:
     """As torch's profiler gives it, in microseconds."""
     return SimpleNamespace(
         name=name, time_range=SimpleNamespace(start=start, end=end), is_user_annotation=is_mark,

@@ -3,17 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from megappo.algo.estimators import Estimator, builtin
 from megappo.config import Config, ConfigError, load_config
-from megappo.megatron.heads import PolicyTarget
+from megappo.megatron.heads import LogprobHead, PolicyTarget
 from megappo.megatron.schedule import PlacedSample, pack_samples
 from megappo.ppo.methods import check_methods, find_estimator, find_objective
 from megappo.ppo.updates import LossWeights, PolicyTask
@@ -133,13 +132,15 @@ def test_the_entropy_can_be_part_of_a_loss() -> None:
         assert relative(mine, truth) < 1e-5
 
 
-@dataclass
-class Asked:
+class Asked(LogprobHead):
     """Stands in the place of an output layer."""
 
     target: PolicyTarget | None = None
 
-    def expect(self, rows_N: Tensor, labels_N: Tensor, target: PolicyTarget) -> None:
+    def __init__(self) -> None:
+        nn.Module.__init__(self)
+
+    def expect(self, rows_N: Tensor, labels_N: Tensor, target: PolicyTarget | None = None) -> None:
         self.target = target
 
 

@@ -98,7 +98,7 @@ def test_checkpoints_say_what_their_weights_mean(world: Path) -> None:
     """By themselves, so that a run can start from them where the model's folder is gone."""
     marker = json.loads((world / "kept/checkpoints/step-000002/checkpoint.json").read_text())
     for role, folder in (("actor", "model"), ("critic", "critic")):
-        fields = architecture_fields(read_architecture(world / folder))
+        fields: dict[str, Any] = architecture_fields(read_architecture(world / folder))
         assert marker["body"]["content"]["architectures"][role] == fields
         assert fields["rope_parameters"]["rope_type"] == "default"
 

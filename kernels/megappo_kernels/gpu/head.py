@@ -201,7 +201,7 @@ def launch_fused(hidden_TH: Tensor, weight_VH: Tensor, labels_T: Tensor, scaling
     row_tiles, splits = triton.cdiv(rows, tile.m), triton.cdiv(columns, SPLIT_COLUMNS)
     stats_S4T = torch.empty(splits, 4, rows, dtype=torch.float32, device=hidden_TH.device)
     per_row = isinstance(scaling.inverse_temperature, Tensor)
-    operands: tuple[object, object] = (hidden_TH, weight_VH)
+    operands: tuple[Tensor | TensorDescriptor, Tensor | TensorDescriptor] = (hidden_TH, weight_VH)
     if tile.descriptors:
         operands = (
             TensorDescriptor.from_tensor(hidden_TH, [tile.m, tile.k]),

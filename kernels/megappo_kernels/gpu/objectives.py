@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from types import FunctionType
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import triton
@@ -20,14 +20,16 @@ from megappo_kernels.objectives import Objective, metric_kind
 BLOCK, WARPS = 256, 4
 
 
-_in_triton: dict[FunctionType, Any] = {}
+_IN_ANNOTATIONS = ("Numbers", "BandSettings", "PolicySettings", "ValueSettings", "Contribution")
+"""Names in the annotations of formulas, which Triton looks up."""
+_in_triton: dict[FunctionType, triton.JITFunction] = {}
 
 
-def in_triton(function: Any) -> Any:
+def in_triton(function: Any) -> triton.JITFunction:
     """A function of `objectives` in Triton's language, together with the functions that it calls."""
     if function in _in_triton:
         return _in_triton[function]
-    scope = {**function.__globals__, "xp": tl, "Numbers": tl.tensor, "Any": tl.tensor}  # two stand in annotations
+    scope = {**function.__globals__, "xp": tl, **dict.fromkeys(_IN_ANNOTATIONS, tl.tensor)}
     compiled = FunctionType(function.__code__, scope, function.__name__, function.__defaults__)
     compiled.__module__, compiled.__qualname__ = function.__module__, function.__qualname__
     _in_triton[function] = triton.jit(compiled)
@@ -91,7 +93,7 @@ def aligned(x: Tensor) -> Tensor:
     return x if x.data_ptr() % 16 == 0 else x.clone()
 
 
-def compiled_settings(settings: Any) -> Any:
+def compiled_settings(settings: NamedTuple) -> NamedTuple:
     """Settings of an objective with its functions in Triton's language."""
     return type(settings)(*(in_triton(x) if callable(x) else x for x in settings))
 

@@ -33,7 +33,7 @@ if TYPE_CHECKING:  # names of estimators are used without importing torch
 NAMES = tuple(sorted(module.name for module in pkgutil.iter_modules(__path__)))
 ARGUMENTS = ("rewards", "values", "mask", "group_ids", "gamma", "lam", "critic_lam", "gae")
 
-_Function = TypeVar("_Function", bound=Callable[..., Any])
+_Function = TypeVar("_Function", bound="Callable[..., tuple[Tensor, Tensor]]")
 
 
 class GAE(Protocol):

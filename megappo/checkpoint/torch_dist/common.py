@@ -10,13 +10,14 @@ import zipfile
 from collections.abc import Iterator, Mapping, Sequence
 from io import BytesIO
 from pathlib import Path
-from typing import Any
+from typing import TypeGuard
 
 from torch.distributed.checkpoint.metadata import Metadata
 
 from megappo.checkpoint.safe_unpickle import (
     PICKLE_ERRORS,
     InertUnpickler,
+    Pickled,
     PickledRecord,
     UnlistedNameError,
     inert_names,
@@ -24,16 +25,17 @@ from megappo.checkpoint.safe_unpickle import (
 from megappo.errors import show
 from megappo.families.architecture import ArchitectureConfig
 from megappo.megatron.swiglu import is_swiglu
+from megappo.observe.json_values import JSONValue
 
 COMMON = "common.pt"
 _COMMON_BYTES = "common_state/shard_0_1"
 _LARGEST_PICKLE_BYTES = 2**30
 
 
-class _Entries(dict[Any, Any]):
+class _Entries(dict[Pickled, Pickled]):
     """Stand-in for other kinds of dictionaries."""
 
-    def __init__(self, *_arguments: Any) -> None:
+    def __init__(self, *_arguments: Pickled) -> None:
         super().__init__()
 
 
@@ -79,11 +81,11 @@ settings."""
 
 
 class _CommonUnpickler(InertUnpickler):
-    def persistent_load(self, pid: Any) -> None:
+    def persistent_load(self, pid: Pickled) -> None:
         """Return None in the place of a tensor's data, which is not needed."""
 
 
-def read_arguments(folder: Path, metadata: Metadata) -> Mapping[str, Any] | None:
+def read_arguments(folder: Path, metadata: Metadata) -> Mapping[str, Pickled] | None:
     """Megatron-LM's arguments by their names; None where another program wrote the checkpoint.
 
     Raises ValueError for a file that holds anything but what Megatron-LM writes.
@@ -128,7 +130,7 @@ def _pickle_of(file: BytesIO) -> bytes:
         return archive.read(names[0])
 
 
-def megatron_arguments(arch: ArchitectureConfig) -> dict[str, Any]:
+def megatron_arguments(arch: ArchitectureConfig) -> dict[str, JSONValue]:
     """Megatron-LM's arguments for a model of this architecture. Raises ValueError where none describe it."""
     if arch.has_own_layers:
         raise ValueError(
@@ -137,7 +139,7 @@ def megatron_arguments(arch: ArchitectureConfig) -> dict[str, Any]:
         )
     built = arch.declaration.megatron(arch)
     rope = arch.hf_config.rope_parameters
-    said: dict[str, Any] = {
+    said: dict[str, JSONValue] = {
         "num_layers": arch.layers,
         "hidden_size": arch.hidden_size,
         "num_attention_heads": arch.heads,
@@ -176,7 +178,7 @@ def megatron_arguments(arch: ArchitectureConfig) -> dict[str, Any]:
     return said
 
 
-def require_arguments(said: Mapping[str, Any], arch: ArchitectureConfig, stored_tokens: int, role: str) -> None:
+def require_arguments(said: Mapping[str, Pickled], arch: ArchitectureConfig, stored_tokens: int, role: str) -> None:
     """Raise ValueError where a checkpoint's arguments contradict the architecture. Missing arguments are not checked.
 
     `stored_tokens`: rows of the embedding, padding included.
@@ -189,7 +191,7 @@ def require_arguments(said: Mapping[str, Any], arch: ArchitectureConfig, stored_
         )
 
 
-def _meant(said: Mapping[str, Any]) -> dict[str, Any]:
+def _meant(said: Mapping[str, Pickled]) -> dict[str, Pickled]:
     """The arguments, completed by what Megatron-LM assumes for missing ones."""
     meant = {old: said[new] for old, new in RENAMED.items() if new in said} | dict(said)
     if said.get("group_query_attention") is False and "num_attention_heads" in said:
@@ -199,7 +201,7 @@ def _meant(said: Mapping[str, Any]) -> dict[str, Any]:
     return meant
 
 
-def _differences(meant: Mapping[str, Any], arch: ArchitectureConfig, role: str) -> Iterator[str]:
+def _differences(meant: Mapping[str, Pickled], arch: ArchitectureConfig, role: str) -> Iterator[str]:
     # Megatron-LM's `ffn_hidden_size` is of dense layers, of which a model with experts has none here.
     unasked = {"group_query_attention", "ffn_hidden_size" if arch.experts else "moe_ffn_hidden_size"}
     if role == "critic":  # which has no output layer to tie
@@ -211,7 +213,7 @@ def _differences(meant: Mapping[str, Any], arch: ArchitectureConfig, role: str) 
             yield f"{name} {_shown(meant[name])} (config.json: {show(value)})"
 
 
-def _of_vocabulary(said: Mapping[str, Any], arch: ArchitectureConfig, stored: int) -> Iterator[str]:
+def _of_vocabulary(said: Mapping[str, Pickled], arch: ArchitectureConfig, stored: int) -> Iterator[str]:
     """Differences of vocabularies: rows beyond the model's that padding does not explain are tokens that it does not
     know."""
     tokens, multiple, tp = (
@@ -223,16 +225,19 @@ def _of_vocabulary(said: Mapping[str, Any], arch: ArchitectureConfig, stored: in
         yield f"{stored} tokens, padded in steps of {multiple * tp} (config.json: vocab_size {arch.vocab_size})"
 
 
-def _same(said: Any, value: Any) -> bool:
+def _same(said: Pickled, value: JSONValue) -> bool:
     if said is None or value is None:
         return said is value
-    numbers = [type(v) in (int, float) for v in (said, value)]
-    if all(numbers):
+    if _is_number(said) and _is_number(value):
         return math.isclose(said, value, rel_tol=1e-9)
     if isinstance(said, Sequence) and isinstance(value, Sequence) and not isinstance(said, str):
         return list(said) == list(value)
     return type(said) is type(value) and bool(said == value)
 
 
-def _shown(value: Any) -> str:
+def _is_number(value: Pickled | JSONValue) -> TypeGuard[float]:
+    return type(value) in (int, float)
+
+
+def _shown(value: Pickled) -> str:
     return type(value).__name__ if isinstance(value, PickledRecord) else show(value)

@@ -4,17 +4,19 @@ from __future__ import annotations
 
 import json
 import re
+from collections.abc import Mapping
 from pathlib import Path
 
 from megappo.checkpoint.files import MARKER
 from megappo.checkpoint.reader import METADATA
 from megappo.errors import either, shortened, whole_number
+from megappo.observe.json_values import JSONValue
 from megappo.observe.plain_files import check_folder, plain_text
 
 TRACKER = "latest_checkpointed_iteration.txt"
 RELEASE = "release"
 FORMAT_FILE = "metadata.json"
-FORMAT = {"sharded_backend": "torch_dist", "sharded_backend_version": 1,
+FORMAT: Mapping[str, JSONValue] = {"sharded_backend": "torch_dist", "sharded_backend_version": 1,
           "common_backend": "torch", "common_backend_version": 1}  # fmt: skip
 _ITERATION = re.compile(r"iter_(\d{7,})")
 _ADVICE = "load it with Megatron-LM and save it with --ckpt-format torch_dist"

@@ -9,7 +9,6 @@ from dataclasses import dataclass
 from functools import partial
 from io import BytesIO
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -30,6 +29,7 @@ from megappo.checkpoint.torch_dist.places import OUTPUT_BIAS, StoredPlace, writt
 from megappo.families.architecture import ArchitectureConfig
 from megappo.families.parameters import OUTPUT_LAYER, Parameter, model_parameters, shard_shape
 from megappo.families.weights import WeightSource, read_shard
+from megappo.observe.json_values import JSONValue
 
 _CHECKPOINT_VERSION = 3.0  # of Megatron-LM's since 2020
 
@@ -139,12 +139,13 @@ def _write_tensors(folder: Path, parts: list[_Part], dtype: torch.dtype) -> None
     writer.finish(Metadata({**stored, **dict.fromkeys(objects, BytesStorageMetadata())}), [results])
 
 
-def _arguments(arch: ArchitectureConfig, role: str) -> dict[str, Any]:
+def _arguments(arch: ArchitectureConfig, role: str) -> dict[str, JSONValue]:
     """Arguments that Megatron-LM takes from a checkpoint with --use-checkpoint-args, and checks when it loads one."""
     said = megatron_arguments(arch)
     if role == "critic":
         said["untie_embeddings_and_output_weights"] = True
-    return said | {
+    return {
+        **said,
         **{new: said[old] for old, new in RENAMED.items()},
         "max_position_embeddings": arch.max_position_embeddings,
         "seq_length": arch.max_position_embeddings,

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Mapping
-from typing import Any
 
 from megappo.environments.chat import Message
 from megappo.environments.gateway.wire import (
@@ -22,8 +21,9 @@ from megappo.environments.gateway.wire import (
     whole,
 )
 from megappo.errors import show
+from megappo.observe.json_values import JSONValue
 
-_REFUSED: dict[str, list[Any]] = {
+_REFUSED: dict[str, list[JSONValue]] = {
     "stop_sequences": [[]],
     "tool_choice": [{"type": "auto"}, {"type": "none"}],
     "thinking": [{"type": "disabled"}],
@@ -33,7 +33,7 @@ _REFUSED: dict[str, list[Any]] = {
 decides it."""
 
 
-def asked(body: Mapping[str, Any]) -> Asked:
+def asked(body: Mapping[str, JSONValue]) -> Asked:
     """Read a request. Raises RefusedError."""
     refuse_unknown(body, _REFUSED)
     system = text_of(body.get("system"), "system")
@@ -50,14 +50,14 @@ def asked(body: Mapping[str, Any]) -> Asked:
     )
 
 
-def _tool(tool: object) -> Json:
+def _tool(tool: JSONValue) -> Json:
     if not isinstance(tool, dict) or not isinstance(tool.get("name"), str) or "input_schema" not in tool:
         raise RefusedError(f"a tool is {show(tool)}, must have a name and an input_schema")
     known = {key: tool[key] for key in ("name", "description") if tool.get(key) is not None}
     return {"type": "function", "function": known | {"parameters": tool["input_schema"]}}
 
 
-def _messages(message: object, where: str) -> Iterator[Message]:
+def _messages(message: JSONValue, where: str) -> Iterator[Message]:
     """Messages in OpenAI's form, in which results of tools are messages of their own before the user's text."""
     role = message.get("role") if isinstance(message, dict) else None
     if not isinstance(message, dict) or role not in ("user", "assistant", "system"):
@@ -111,7 +111,7 @@ def error(message: str, kind: str, code: str) -> Json:
     return {"type": "error", "error": {"type": kind, "message": message}}
 
 
-def _event(kind: str, **told: Any) -> bytes:
+def _event(kind: str, **told: JSONValue) -> bytes:
     return event({"type": kind, **told}, kind)
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Mapping
-from typing import Any
 
 from megappo.environments.chat import Message
 from megappo.environments.gateway.wire import (
@@ -22,8 +21,9 @@ from megappo.environments.gateway.wire import (
     whole,
 )
 from megappo.errors import show
+from megappo.observe.json_values import JSONValue
 
-_REFUSED: dict[str, list[Any]] = {
+_REFUSED: dict[str, list[JSONValue]] = {
     "n": [1],
     "stop": [[]],
     "response_format": [{"type": "text"}],
@@ -39,7 +39,7 @@ penalties are ignored: the run decides them."""
 _ROLES = {"system": "system", "developer": "system", "user": "user", "assistant": "assistant", "tool": "tool"}
 
 
-def asked(body: Mapping[str, Any]) -> Asked:
+def asked(body: Mapping[str, JSONValue]) -> Asked:
     """Read a request. Raises RefusedError."""
     refuse_unknown(body, _REFUSED)
     messages = required(body, "messages", list, "a list of messages")
@@ -54,7 +54,7 @@ def asked(body: Mapping[str, Any]) -> Asked:
     )
 
 
-def _tool(tool: object) -> Json:
+def _tool(tool: JSONValue) -> Json:
     function = tool.get("function") if isinstance(tool, dict) else None
     if not isinstance(function, dict) or not isinstance(function.get("name"), str):
         raise RefusedError(f"a tool is {show(tool)}, must be a function with a name")
@@ -62,7 +62,7 @@ def _tool(tool: object) -> Json:
     return {"type": "function", "function": known}
 
 
-def _message(message: object, number: int) -> Message:
+def _message(message: JSONValue, number: int) -> Message:
     """The fields of a message that a chat template reads: SDKs send back more of an answer than they were given, or
     less."""
     where = f"message {number}"
@@ -78,7 +78,7 @@ def _message(message: object, number: int) -> Message:
     return told
 
 
-def _call(call: object, where: str) -> Json:
+def _call(call: JSONValue, where: str) -> Json:
     function = call.get("function") if isinstance(call, dict) else None
     if not isinstance(call, dict) or not isinstance(function, dict):
         raise RefusedError(f"{where} has the call {show(call)}, must be of a function")
@@ -90,7 +90,7 @@ def answer(asked: Asked, said: Said) -> Json:
     message: Json = {"role": "assistant", "content": _content(said), "refusal": None}
     if said.calls:
         message["tool_calls"] = _calls(said)
-    choice = {"index": 0, "message": message, "logprobs": None, "finish_reason": _finish_reason(said)}
+    choice: Json = {"index": 0, "message": message, "logprobs": None, "finish_reason": _finish_reason(said)}
     return {**_head(asked, said, "chat.completion"), "choices": [choice], "usage": _usage(said)}
 
 

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
 from megappo.environments.chat import PLACEHOLDER, ChatTokens, Message
-from megappo.environments.gateway.wire import Asked, Json, RefusedError, Said
+from megappo.environments.gateway.wire import Asked, Json, RefusedError, Said, name_of
 from megappo.environments.protocol import Limit, LimitReached, NonsenseError, Reply
 from megappo.environments.tool_calls import CallFormat
 from megappo.environments.trajectory import Trajectory
@@ -86,7 +86,7 @@ class Recorder:
         conversation.messages = [*asked.messages, said.message]
         conversation.replies.add(len(asked.messages))
         for _, call in said.calls:
-            if any(tool["function"]["name"] == call.tool for tool in asked.tools):  # models may make up others
+            if any(name_of(tool) == call.tool for tool in asked.tools):  # models may make up others
                 self._session.count_call(call.tool)
         return replace(said, prompt_tokens=prompt_tokens)
 

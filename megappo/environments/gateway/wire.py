@@ -5,13 +5,15 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TypeVar
 
 from megappo.environments.chat import Message
 from megappo.environments.tool_calls import WantedCall
 from megappo.errors import show
+from megappo.observe.json_values import JSONValue
 
-Json = dict[str, Any]
+Json = dict[str, JSONValue]
+T = TypeVar("T")
 
 
 class RefusedError(ValueError):
@@ -57,13 +59,19 @@ class Said:
         return {"role": "assistant", "content": self.text, **({"tool_calls": calls} if calls else {})}
 
 
-def called(name: str, tool: str, arguments: Mapping[str, Any]) -> Json:
+def called(name: str, tool: str, arguments: Mapping[str, JSONValue]) -> Json:
     """A tool call within a message. Its arguments are an object, as chat templates need them; OpenAI's protocol has
     JSON text there."""
     return {"id": name, "type": "function", "function": {"name": tool, "arguments": dict(arguments)}}
 
 
-def required(body: Mapping[str, Any], key: str, kind: type, word: str) -> Any:
+def name_of(tool: Json) -> JSONValue:
+    """The name of a tool that an agent offers."""
+    function = tool.get("function")
+    return function.get("name") if isinstance(function, dict) else None
+
+
+def required(body: Mapping[str, JSONValue], key: str, kind: type[T], word: str) -> T:
     """The value of a required field. Raises RefusedError."""
     value = body.get(key)
     if not isinstance(value, kind):
@@ -71,12 +79,12 @@ def required(body: Mapping[str, Any], key: str, kind: type, word: str) -> Any:
     return value
 
 
-def listed(body: Mapping[str, Any], key: str) -> list[Any]:
+def listed(body: Mapping[str, JSONValue], key: str) -> list[JSONValue]:
     """The list in a field; empty where the field is missing. Raises RefusedError."""
     return [] if body.get(key) is None else list(required(body, key, list, "a list"))
 
 
-def whole(body: Mapping[str, Any], *keys: str) -> int | None:
+def whole(body: Mapping[str, JSONValue], *keys: str) -> int | None:
     """The number of tokens in the first of these fields that is present; None: none is. Raises RefusedError."""
     for key in keys:
         if (value := body.get(key)) is not None:
@@ -86,29 +94,31 @@ def whole(body: Mapping[str, Any], *keys: str) -> int | None:
     return None
 
 
-def parts(content: object, where: str) -> Iterator[Json]:
+def parts(content: JSONValue, where: str) -> Iterator[Json]:
     """The parts of a message's content, which may be text, nothing, or a list. Raises RefusedError."""
     if isinstance(content, str):
         yield {"type": "text", "text": content}
         return
-    if not isinstance(content, Sequence) or not all(isinstance(part, dict) for part in content):
+    found = [part for part in content if isinstance(part, dict)] if isinstance(content, list) else []
+    if not isinstance(content, list) or len(found) < len(content):
         raise RefusedError(f"{where} has the content {show(content)}, must be a text or a list of parts")
-    yield from content
+    yield from found
 
 
-def text_of(content: object, where: str) -> str:
+def text_of(content: JSONValue, where: str) -> str:
     """The text of a message's content. Raises RefusedError for anything but text, which is all that the model reads."""
     if content is None:
         return ""
     found = []
     for part in parts(content, where):
-        if part.get("type") != "text" or not isinstance(part.get("text"), str):
+        text = part.get("text")
+        if part.get("type") != "text" or not isinstance(text, str):
             raise RefusedError(f"{where} has a part of type {show(part.get('type'))}; the model reads text alone")
-        found.append(part["text"])
+        found.append(text)
     return "".join(found)
 
 
-def arguments_of(text: object, where: str) -> Json:
+def arguments_of(text: JSONValue, where: str) -> Json:
     """The arguments of a call, parsed from JSON. Raises RefusedError."""
     try:
         found = json.loads(str(text) or "{}")
@@ -119,7 +129,7 @@ def arguments_of(text: object, where: str) -> Json:
     return found
 
 
-def refuse_unknown(body: Mapping[str, Any], refused: Mapping[str, Sequence[Any]]) -> None:
+def refuse_unknown(body: Mapping[str, JSONValue], refused: Mapping[str, Sequence[JSONValue]]) -> None:
     """Raise RefusedError for a field that would change the answer and has another value than these; None is always
     fine."""
     for key, harmless in refused.items():

@@ -5,8 +5,8 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
 
+from megappo.observe.json_values import JSONValue
 from megappo.observe.metric_docs import METRICS, MetricDoc, documented
 
 _MOST_NUMBERS = 250_000
@@ -35,12 +35,12 @@ class Curves:
     """Steps of the points, rising; of a thinned curve the last one of each mean."""
     hours: list[float | None]
     """Time in steps until then; None where no step has one."""
-    series: dict[str, list[Any]]
+    series: dict[str, Sequence[JSONValue]]
     """Values by name, one per step. Of a metric that many steps lack: two lists, positions in `steps` and values. None
     stands for what is not finite."""
     steps_per_point: int
 
-    def plain(self) -> dict[str, Any]:
+    def plain(self) -> dict[str, JSONValue]:
         """In JSON's types."""
         return {
             "steps": self.steps,
@@ -78,7 +78,7 @@ def _hours(seconds: Iterable[float | None]) -> list[float | None]:
     return found if passed else [None] * len(found)
 
 
-def _series(lines: Mapping[int, Line], name: str, shares: Sequence[Sequence[int]]) -> list[Any]:
+def _series(lines: Mapping[int, Line], name: str, shares: Sequence[Sequence[int]]) -> Sequence[JSONValue]:
     there = [[lines[step][name] for step in share if name in lines[step]] for share in shares]
     values = [None if not share else rounded(_mean(share)) for share in there]
     present = [at for at, share in enumerate(there) if share]

@@ -12,7 +12,8 @@ import json
 from collections.abc import Mapping
 from pathlib import Path
 from string import Template
-from typing import Any
+
+from megappo.observe.json_values import JSONValue
 
 _HERE = Path(__file__).parent
 _LIBRARY = "plotly-basic.min.js"
@@ -21,7 +22,7 @@ _PROGRAM = ("charts.js", "curves.js", "sections.js", "samples.js", "start.js")
 _ESCAPES = {ord(c): f"\\u{ord(c):04x}" for c in "<>&\u2028\u2029"}
 
 
-def document(data: Mapping[str, Any]) -> bytes:
+def document(data: Mapping[str, JSONValue]) -> bytes:
     """The page as UTF-8. `data`: in JSON's types, without numbers that are not finite; the page's program names its
     fields."""
     library, program = _own(_LIBRARY), "\n".join(map(_own, _PROGRAM))
@@ -39,7 +40,7 @@ def _own(name: str) -> str:
     return (_HERE / name).read_text(encoding="utf-8")
 
 
-def _embedded(data: Mapping[str, Any]) -> str:
+def _embedded(data: Mapping[str, JSONValue]) -> str:
     """JSON that can stand in a script element."""
     return json.dumps(data, ensure_ascii=False, allow_nan=False, separators=(",", ":")).translate(_ESCAPES)
 

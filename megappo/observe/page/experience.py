@@ -4,14 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
+from megappo.observe.json_values import JSONValue
 from megappo.observe.page.curves import rounded
 from megappo.observe.page.records import text_of
+from megappo.observe.parquet_files import Numbers
 from megappo.observe.saved_samples import SPREAD_OVER_TOKENS, SampleLine, read_lines, read_numbers, read_tokens
 
 if TYPE_CHECKING:
     import numpy as np
+    from numpy.typing import NDArray
 
 SavedFiles = Mapping[int, Sequence[Path]]
 """Files of each saved step, one per rank."""
@@ -35,12 +38,12 @@ def spread(numbers: Sequence[int], most: int) -> list[int]:
     return [numbers[round(at * (len(numbers) - 1) / (most - 1))] for at in range(most)]
 
 
-def histograms(saved: SavedFiles) -> dict[str, Any]:
+def histograms(saved: SavedFiles) -> dict[str, JSONValue]:
     """How often numbers of each saved step lie in each bin, as shares of the step's: `steps`, and of each quantity
     `edges` and `shares`. Raises ValueError for files that cannot be read."""
     steps = spread(sorted(saved), _HISTOGRAM_STEPS)
     numbers = [read_numbers(saved[step]) for step in steps]
-    found: dict[str, Any] = {
+    found: dict[str, JSONValue] = {
         "reward": _binned([of.rewards_B for of in numbers]),
         "length": _binned([of.lengths_B for of in numbers]),
     }
@@ -50,7 +53,7 @@ def histograms(saved: SavedFiles) -> dict[str, Any]:
     return {"steps": steps, "of": {name: binned for name, binned in found.items() if binned is not None}}
 
 
-def _binned(of_steps: Sequence[np.ndarray[Any, Any]]) -> dict[str, Any] | None:
+def _binned(of_steps: Sequence[Numbers]) -> dict[str, JSONValue] | None:
     """Bins of all steps together, and each step's share in them; None without a finite number."""
     import numpy as np
 
@@ -64,7 +67,7 @@ def _binned(of_steps: Sequence[np.ndarray[Any, Any]]) -> dict[str, Any] | None:
     return {"edges": [rounded(float(edge), 6) for edge in edges], "shares": shares}
 
 
-def _edges(numbers: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
+def _edges(numbers: NDArray[np.float64]) -> NDArray[np.float64]:
     """Edges of bins: one for each of few distinct numbers, and even ones for many."""
     import numpy as np
 
@@ -82,7 +85,7 @@ def _edges(numbers: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
     return np.linspace(low, high, _BINS + 1)
 
 
-def saved_samples(saved: SavedFiles, share: float) -> list[dict[str, Any]]:
+def saved_samples(saved: SavedFiles, share: float) -> list[dict[str, JSONValue]]:
     """Samples of some saved steps with their tokens, the latest step first. Of each step they are spread evenly over
     its rewards, the lowest and the highest among them.
 
@@ -96,7 +99,7 @@ def saved_samples(saved: SavedFiles, share: float) -> list[dict[str, Any]]:
     return [sample for step in reversed(steps) for sample in _of_step(step, saved[step], budget)]
 
 
-def _of_step(step: int, files: Sequence[Path], budget_tokens: int) -> Iterator[dict[str, Any]]:
+def _of_step(step: int, files: Sequence[Path], budget_tokens: int) -> Iterator[dict[str, JSONValue]]:
     lines = [(path, place, line) for path in files for place, line in enumerate(read_lines(path))]
     by_reward = sorted(range(len(lines)), key=lambda at: (lines[at][2].reward, lines[at][2].sample_id))
     chosen = sorted(_affordable([lines[at] for at in spread(by_reward, _SAMPLES_PER_STEP)], budget_tokens),
@@ -128,7 +131,7 @@ def _affordable(
         yield lines[at]
 
 
-def _about(step: int, line: SampleLine) -> dict[str, Any]:
+def _about(step: int, line: SampleLine) -> dict[str, JSONValue]:
     return {
         "step": step,
         "id": line.sample_id,

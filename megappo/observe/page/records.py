@@ -5,9 +5,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any
 
 from megappo.errors import redacted, shortened
+from megappo.observe.json_values import JSONValue
 from megappo.observe.metrics import last_records
 from megappo.observe.plain_files import plain_text
 from megappo.observe.step_profile import newest_page
@@ -16,12 +16,12 @@ _MOST_SAMPLES, _MOST_JUMPS = 100, 1_000
 _TEXT_CHARACTERS, _REASON_CHARACTERS, _PAGE_CHARACTERS = 2_000, 300, 100_000
 
 
-def text_of(value: object, characters: int = _TEXT_CHARACTERS) -> str:
+def text_of(value: JSONValue, characters: int = _TEXT_CHARACTERS) -> str:
     """A text for the page: shortened, and without secrets."""
     return shortened(redacted(value if isinstance(value, str) else "" if value is None else str(value)), characters)
 
 
-def written_samples(directory: Path) -> list[dict[str, Any]]:
+def written_samples(directory: Path) -> list[dict[str, JSONValue]]:
     """The last samples of samples.jsonl, which have no numbers of tokens. Raises ValueError for a damaged file."""
     path = directory / "samples.jsonl"
     records = last_records(path, _MOST_SAMPLES) if path.exists() else []
@@ -39,19 +39,19 @@ def written_samples(directory: Path) -> list[dict[str, Any]]:
     ]
 
 
-def jumps(directory: Path) -> list[list[Any]]:
+def jumps(directory: Path) -> list[list[JSONValue]]:
     """Step, what stood out and why, of the last updates in jumps.jsonl. Raises ValueError for a damaged file."""
     path = directory / "jumps.jsonl"
     records = last_records(path, _MOST_JUMPS) if path.exists() else []
     return [[record["step"], f"{_role(record)} update stands out", _reasons(record)] for record in records]
 
 
-def _role(record: Mapping[str, Any]) -> str:
+def _role(record: Mapping[str, JSONValue]) -> str:
     role = record.get("role")
     return role if role in ("actor", "critic") else "an"
 
 
-def _reasons(record: Mapping[str, Any]) -> str:
+def _reasons(record: Mapping[str, JSONValue]) -> str:
     reasons = record.get("reasons")
     told = [str(x) for x in reasons] if isinstance(reasons, list) else []
     return text_of(f"update {record.get('minibatch')}: {', '.join(told)}", _REASON_CHARACTERS)
@@ -67,7 +67,7 @@ def profile(directory: Path) -> Iterator[str]:
             raise ValueError(f"{path} cannot be read") from error
 
 
-def _number(value: object) -> float | None:
+def _number(value: JSONValue) -> float | None:
     """A number that JSON and JavaScript have."""
     is_number = isinstance(value, int | float) and not isinstance(value, bool) and abs(value) < 1e300
     return float(value) if is_number and isinstance(value, int | float) else None
