@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Sequence
-from typing import Any
 
 from megappo.config.engine import SGLangSettings
-from megappo.engines.protocol import GenerateRequest, Listener, SamplingParams
+from megappo.engines.protocol import Completion, GenerateRequest, Listener, SamplingParams
 from megappo.engines.sglang.client import Endpoint
-from megappo.engines.sglang.dispatch import Outcome, Round
+from megappo.engines.sglang.dispatch import Lane, Outcome, Round
 
 
 class OpenRound(Round):
@@ -59,12 +58,12 @@ class OpenRound(Round):
     def _is_done(self) -> bool:
         return not self._lanes
 
-    def _news(self) -> list[asyncio.Future[Any]]:
+    def _news(self) -> list[asyncio.Future[None]]:
         if self._bell is None or self._bell.done():
             self._bell = self._loop.create_future()
         return [self._bell]
 
-    def _take(self, lane: Any, call: Any) -> None:
+    def _take(self, lane: Lane, call: asyncio.Task[list[Completion]]) -> None:
         numbers = lane.calls[call]
         super()._take(lane, call)
         for number in numbers:
