@@ -14,6 +14,7 @@ import re
 import signal
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from os import PathLike
 from typing import NamedTuple
 
 RUN_ERROR = 1
@@ -126,7 +127,7 @@ def _place(error: BaseException) -> str:
 
 
 @contextmanager
-def writing(path: object) -> Iterator[None]:
+def writing(path: str | PathLike[str]) -> Iterator[None]:
     """Give an OSError of the block the file name `path` where it names no file, as on a full disk."""
     try:
         yield

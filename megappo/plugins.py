@@ -87,8 +87,7 @@ def own_files(settings: object) -> dict[str, str]:
 
 def load_function(path: str, setting: str) -> Callable[..., Any]:
     """Import `package.module:function` or `path/to/file.py:function`; `setting` names the place in errors."""
-    function: Callable[..., Any] = load(path, setting, callable, "function")
-    return function
+    return load(path, setting, callable, "function")
 
 
 def load(path: str, setting: str, is_one: Callable[[Any], bool], word: str) -> Any:

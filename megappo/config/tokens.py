@@ -16,6 +16,9 @@ if TYPE_CHECKING:
     from megappo.config.schema import Config
     from megappo.families.architecture import ModelShape
 
+Message = Mapping[str, JSONValue]
+"""A message of a chat as templates read it: `role`, `content` and whatever else a template knows."""
+
 
 @dataclass(frozen=True)
 class TokenRows:
@@ -138,7 +141,7 @@ def template_now() -> str:
 
 def rendered(
     tokenizer: PreTrainedTokenizerBase,
-    messages: Sequence[Mapping[str, JSONValue]],
+    messages: Sequence[Message],
     *,
     goes_on: bool,
     tools: Sequence[JSONValue] | None = None,

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from megappo.config.data import HUB_PREFIX, DataSourceSettings
+from megappo.config.tokens import Message
 from megappo.data.hub_sets import read_table
 from megappo.data.prepare import SETS
 from megappo.data.tables import json_lines, shown, table_rows
@@ -27,7 +28,7 @@ _KEEP_PLAIN = "keep plain values in the record"
 
 T = TypeVar("T")
 
-Chat = Sequence[Mapping[str, JSONValue]]
+Chat = Sequence[Message]
 
 
 @dataclass(frozen=True)

@@ -14,11 +14,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import (
     AutoModelForCausalLM,
     LogitsProcessor,
     LogitsProcessorList,
+    PreTrainedModel,
     StoppingCriteria,
     StoppingCriteriaList,
 )
@@ -104,7 +105,7 @@ class _Stopper(StoppingCriteria):
         return torch.tensor([self._texts.ends_now(ids) for ids in answers], device=input_ids.device)
 
 
-def _destinations(model: Any, arch: ArchitectureConfig) -> dict[str, Tensor]:
+def _destinations(model: nn.Module, arch: ArchitectureConfig) -> dict[str, Tensor]:
     """The memory of each tensor of the weight stream in the model. transformers may keep the experts of a layer in
     common parameters, and name parameters differently from the files."""
     held = {name: parameter.data for name, parameter in model.named_parameters()}
@@ -122,7 +123,9 @@ def _destinations(model: Any, arch: ArchitectureConfig) -> dict[str, Tensor]:
 
 
 @contextmanager
-def _noted_experts(model: Any, arch: ArchitectureConfig, shape: RoutingShape | None) -> Iterator[list[list[Tensor]]]:
+def _noted_experts(
+    model: nn.Module, arch: ArchitectureConfig, shape: RoutingShape | None
+) -> Iterator[list[list[Tensor]]]:
     """Record the experts that each layer's router chooses in the context, call by call: (tokens, K). Records nothing
     without `shape`."""
     noted: list[list[Tensor]] = []
@@ -140,7 +143,9 @@ def _noted_experts(model: Any, arch: ArchitectureConfig, shape: RoutingShape | N
             hook.remove()
 
 
-def _note(noted: list[Tensor], _router: Any, _inputs: Any, output: tuple[Tensor, Tensor, Tensor]) -> None:
+def _note(
+    noted: list[Tensor], _router: nn.Module, _inputs: tuple[Tensor, ...], output: tuple[Tensor, Tensor, Tensor]
+) -> None:
     """Record the third output of transformers' routers: logits, weights, experts."""
     noted.append(output[2])
 
@@ -181,7 +186,7 @@ class TransformersEngine:
         self._arch, self._weights = arch, Movable() if sleeps else None
         # torch's attention has neither sinks nor caps of scores, and transformers would silently leave a cap out.
         attention = "eager" if arch.beyond.attends_by_products else "sdpa"
-        self._model: Any = AutoModelForCausalLM.from_config(
+        self._model: PreTrainedModel = AutoModelForCausalLM.from_config(
             arch.hf_config, dtype=dtype, attn_implementation=attention, trust_remote_code=trust_remote_code
         )
         self._model.to(device).eval().requires_grad_(False)

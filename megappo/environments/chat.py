@@ -6,15 +6,13 @@ placeholder stands for what the model said: its own tokens are in the sequence a
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 
 from transformers import PreTrainedTokenizerBase
 
-from megappo.config.tokens import rendered, template_now
+from megappo.config.tokens import Message, rendered, template_now
 from megappo.observe.json_values import JSONValue
 from megappo.plugins import users_code
-
-Message = Mapping[str, JSONValue]
 
 PLACEHOLDER = "<think>\nSo it is.\n</think>\n\nYes."
 """Text in the place of a turn of the model. It contains thoughts, so that templates which remove them from earlier

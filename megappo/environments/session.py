@@ -13,10 +13,10 @@ from typing import Any, Literal
 from transformers import PreTrainedTokenizerBase
 
 from megappo.config.environment import EnvironmentSettings
-from megappo.config.tokens import decoded, without_row
+from megappo.config.tokens import Message, decoded, without_row
 from megappo.engines.protocol import Completion, GenerateRequest, SamplingParams
 from megappo.engines.rows import check_answers
-from megappo.environments.chat import BEGINNING, PLACEHOLDER, ChatTokens, Message, plain_tokens
+from megappo.environments.chat import BEGINNING, PLACEHOLDER, ChatTokens, plain_tokens
 from megappo.environments.gateway.recording import Recorder
 from megappo.environments.gateway.server import AgentEndpoint, Gateway
 from megappo.environments.protocol import Limit, LimitReached, NonsenseError, Reply

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from megappo.observe.json_values import JSONValue
 
 
 def answer_then_end(
@@ -11,7 +11,7 @@ def answer_then_end(
     response: str,
     raw_response: str,
     answer: str,
-    metadata: dict[str, Any],
+    metadata: dict[str, JSONValue],
     end_token: str = "<eos>",
 ) -> float:
     """1 where the response, special tokens shown, is the answer and then the end token, and nothing else.

@@ -106,6 +106,6 @@ class WorkerEnd:
         """The next requests. Raises EOFError where the pool is gone."""
         return self._requests.recv()
 
-    def send(self, answer: Sequence[Any]) -> None:
+    def send(self, answer: Sequence[float | str | None]) -> None:
         """Send an answer of numbers, texts and None. Raises ConnectionError where the pool is gone."""
         self._answers.send(self._key + json.dumps(answer).encode())

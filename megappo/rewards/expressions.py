@@ -29,12 +29,12 @@ _MOST_COUNTED = 400
 _LONGEST_SHIFT = 10_000
 _EXPONENT = re.compile(r"[eE][-+]?(\d+)")
 
-_OPERATORS: dict[type[ast.operator | ast.unaryop], Callable[..., Any]] = {
+_OPERATORS: dict[type[ast.operator | ast.unaryop], Callable[..., sympy.Basic]] = {
     ast.Add: operator.add, ast.Sub: operator.sub, ast.Mult: operator.mul, ast.Div: operator.truediv,
     ast.FloorDiv: operator.floordiv, ast.Mod: operator.mod, ast.Pow: operator.pow, ast.BitXor: operator.xor,
     ast.BitAnd: operator.and_, ast.BitOr: operator.or_, ast.UAdd: operator.pos, ast.USub: operator.neg,
 }  # fmt: skip
-_FUNCTIONS: dict[str, Callable[..., Any]] = {
+_FUNCTIONS: dict[str, Callable[..., sympy.Basic]] = {
     name: getattr(sympy, name)
     for name in (
         "Integer", "Rational", "Add", "Mul", "Pow", "Not", "And", "Or", "Min", "Max", "Mod", "Integral", "Abs", "sign",
@@ -59,11 +59,11 @@ class _Sized(NamedTuple):
 
 def read_expression(
     text: str,
-    local_dict: Mapping[str, Any] | None = None,
-    transformations: tuple[Any, ...] = sympy_parser.standard_transformations,
-    global_dict: dict[str, Any] | None = None,
+    local_dict: Mapping[str, sympy.Basic] | None = None,
+    transformations: tuple[sympy_parser.TRANS, ...] = sympy_parser.standard_transformations,
+    global_dict: sympy_parser.DICT | None = None,
     evaluate: bool = True,
-) -> Any:
+) -> sympy.Basic:
     """The result of `sympy.parse_expr`, which has the same arguments, for numbers, symbols, arithmetic and common
     functions. Raises ValueError or SyntaxError for anything else."""
     if len(text) > _MOST_CHARACTERS or any(mark in text for mark in "'\"\\`#@"):
@@ -110,13 +110,13 @@ def _whole(node: ast.AST) -> int:
 
 
 @cache
-def _known() -> dict[str, Any]:
+def _known() -> sympy_parser.DICT:
     """The names that `parse_expr` takes for functions and constants instead of symbols."""
     builtin = {name: found for name, found in vars(builtins).items() if isinstance(found, type(len))}
     return {name: getattr(sympy, name) for name in sympy.__all__} | builtin | {"max": sympy.Max, "min": sympy.Min}
 
 
-def _read(node: ast.AST, names: Mapping[str, Any]) -> _Sized:
+def _read(node: ast.AST, names: Mapping[str, sympy.Basic]) -> _Sized:
     match node:
         case ast.Constant(value=int() as number) if not isinstance(number, bool):
             return _checked(number, number.bit_length())
@@ -171,7 +171,7 @@ def _called(name: str, given: list[_Sized], keywords: list[ast.keyword]) -> _Siz
     return _Sized(_FUNCTIONS[name](*(g.value for g in given), **{k.arg: False for k in keywords if k.arg}), bits)
 
 
-def _counted(value: Any) -> float:
+def _counted(value: int | sympy.Basic) -> float:
     """Size of a whole number whose factorial is computed; 0 for an expression with symbols, of which none is computed;
     infinite for numbers above `_MOST_COUNTED`."""
     value = sympy.sympify(value, strict=True)
@@ -190,7 +190,7 @@ def _raised(exponent: _Sized) -> float:
     return 2.0**exponent.bits if exponent.bits < 1000 else math.inf
 
 
-def _checked(value: Any, bits: float) -> _Sized:
+def _checked(value: int | sympy.Basic, bits: float) -> _Sized:
     _check(bits)
     return _Sized(value, bits)
 

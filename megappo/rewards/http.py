@@ -17,9 +17,10 @@ import urllib.request
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
-from typing import Any, TypeVar
+from typing import TypeVar
 
 from megappo.errors import one_line, reason, redacted, shortened
+from megappo.observe.json_values import JSONValue
 from megappo.plugins import failure_words
 from megappo.runtime.direct import fetch, proxy_of
 from megappo.runtime.keys import key_of
@@ -53,8 +54,8 @@ def scores(
     prompts: Sequence[str],
     responses: Sequence[str],
     answers: Sequence[str | None],
-    metadata: Sequence[dict[str, Any]],
-    conversations: Sequence[Any],
+    metadata: Sequence[Mapping[str, JSONValue]],
+    conversations: Sequence[JSONValue],
     truncated: Sequence[bool],
     url: str,
     headers: Mapping[str, str] | None = None,
@@ -69,13 +70,13 @@ def scores(
     of headers, and of the variables that hold their values. Raises as `secret_headers`.
     """
     all_headers = {**(headers or {}), **secret_headers(key, headers_from_environment)}
-    columns = {
+    columns: dict[str, Sequence[JSONValue]] = {
         "prompt": prompts, "response": responses, "answer": answers, "metadata": metadata,
         "conversation": conversations, "truncated": truncated,
     }  # fmt: skip
     samples = [dict(zip(columns, row, strict=True)) for row in zip(*columns.values(), strict=True)]
 
-    def score(sample: dict[str, Any]) -> float | str:
+    def score(sample: dict[str, JSONValue]) -> float | str:
         answer = post(url, sample, headers=all_headers, deadline_seconds=deadline_seconds)
         found = answer.get("score") if isinstance(answer, dict) else None
         if isinstance(found, bool) or not isinstance(found, int | float):
@@ -114,7 +115,7 @@ def key_in(variable: str | None, whose: str) -> str:
 
 
 def secret_headers(
-    key: str | None = None, headers_from_environment: Mapping[str, str] | None = None, **_others: object
+    key: str | None = None, headers_from_environment: Mapping[str, str] | None = None, **_others: JSONValue
 ) -> dict[str, str]:
     """The HTTP headers of a reward server that environment variables hold. Raises ValueError where one is empty."""
     found = {"Authorization": f"Bearer {key_in(key, _SERVERS)}"} if key is not None else {}
@@ -123,13 +124,13 @@ def secret_headers(
 
 def post(
     url: str,
-    content: Any,
+    content: JSONValue,
     *,
     headers: Mapping[str, str],
     deadline_seconds: float,
     most_tries: float = math.inf,
     absent_seconds: float = 0.0,
-) -> Any:
+) -> JSONValue:
     """The JSON that a server answers. The request is tried again as `Tries` says, until the deadline or `most_tries`.
 
     `absent_seconds`: for a server that the run starts, which is asked without a proxy; while it refuses connections,
@@ -166,7 +167,7 @@ def post(
         threading.Event().wait(pause_seconds)
 
 
-def _parsed(answer: bytes) -> Any:
+def _parsed(answer: bytes) -> JSONValue:
     """The JSON of an answer. Raises ConnectionError for what may be the beginning of JSON, ValueError for anything else
     that is not JSON."""
     if not answer:  # it broke off where the server told no length

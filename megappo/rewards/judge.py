@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from megappo.errors import remember
+from megappo.observe.json_values import JSONValue
 from megappo.rewards.http import ServerPlace, each, key_in, post
 
 if TYPE_CHECKING:
@@ -46,12 +47,12 @@ class Asking:
 
     def say(self, prompt: str) -> str:
         """The judge's text. Raises as `post`, and ValueError for an answer that is not one of OpenAI's protocol."""
-        content: dict[str, Any] = (
+        content: dict[str, JSONValue] = (
             {"messages": [{"role": "user", "content": prompt}]} if self.chat else {"prompt": prompt}
         )
         content |= {"model": self.place.model, "temperature": self.temperature, "max_tokens": self.max_tokens}
         url = f"{self.place.url.rstrip('/')}/{'chat/completions' if self.chat else 'completions'}"
-        answer = post(
+        answer: Any = post(
             url,
             content,
             headers={"Authorization": f"Bearer {self.place.key}"} if self.place.key else {},
@@ -170,7 +171,7 @@ def scores(
     return each(score, zip(questions, responses, answers, strict=True), concurrent)
 
 
-def _question(prompt: str, messages: Sequence[Mapping[str, Any]] | None) -> str:
+def _question(prompt: str, messages: Sequence[Mapping[str, JSONValue]] | None) -> str:
     """The question to the model: of a chat the user's message, or where more was said, each message with its role."""
     said = [message for message in messages or () if message["role"] != "system"]
     if len(said) < 2:

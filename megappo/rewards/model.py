@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import AutoConfig, AutoModelForSequenceClassification, AutoTokenizer
+from transformers import AutoConfig, AutoModelForSequenceClassification, AutoTokenizer, PretrainedConfig
 
 from megappo.config.folder_texts import OF_TOKENIZERS, check_texts
-from megappo.config.tokens import rendered, template_now, whole_ids
+from megappo.config.tokens import Message, rendered, template_now, whole_ids
 from megappo.errors import first_of, reason
 from megappo.plugins import users_code
 
@@ -45,7 +44,7 @@ def batches_of(lengths: Sequence[int], batch_tokens: int) -> Iterator[list[int]]
         yield batch
 
 
-def check_folder(path: str, *, trust_remote_code: bool = False) -> Any:
+def check_folder(path: str, *, trust_remote_code: bool = False) -> PretrainedConfig:
     """The configuration of a reward model. Raises ValueError for a folder without one, and for several labels."""
     with _loading(path):
         config = AutoConfig.from_pretrained(path, trust_remote_code=trust_remote_code)
@@ -75,7 +74,7 @@ class RewardTexts:
         """Whether prompts may be chat messages."""
         return bool(self._tokenizer.chat_template)
 
-    def ids(self, prompt: str | Sequence[Mapping[str, Any]], response: str) -> list[int]:
+    def ids(self, prompt: str | Sequence[Message], response: str) -> list[int]:
         """Tokens of a text with its response behind it, or of chat messages with the response as the assistant's.
 
         Raises ValueError for what the model cannot read.
@@ -156,7 +155,7 @@ class RewardModel:
         """Whether prompts may be chat messages."""
         return self.texts.has_chat_template
 
-    def score(self, prompts: Sequence[str | Sequence[Mapping[str, Any]]], responses: Sequence[str]) -> Tensor:
+    def score(self, prompts: Sequence[str | Sequence[Message]], responses: Sequence[str]) -> Tensor:
         """(B,) float32 on the CPU; a sample's score does not depend on its neighbours.
 
         A text is followed by its response as it is; chat messages and the response as the assistant's are rendered by

@@ -16,6 +16,7 @@ import gc
 import hmac
 import json
 import os
+import socket
 import sys
 import threading
 import traceback
@@ -23,11 +24,13 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from megappo.observe.json_values import JSONValue
 from megappo.observe.messages import tell
 from megappo.runtime.heap import collect_as_usual, put_off_collections
 from megappo.runtime.packages import quicken_packages_scan, read_texts_only
 
 if TYPE_CHECKING:
+    from megappo.config.tokens import Message
     from megappo.rewards.model import RewardModel
 
 
@@ -42,7 +45,9 @@ class _ScoreServer(ThreadingHTTPServer):
         self.one_at_a_time = threading.Lock()
         super().__init__((arguments["host"], arguments["port"]), _ScoreHandler)
 
-    def handle_error(self, request: Any, client_address: Any) -> None:
+    def handle_error(
+        self, request: socket.socket | tuple[bytes, socket.socket], client_address: tuple[str, int]
+    ) -> None:
         """End the process on an error of the model, so that its keeper starts it again, or gives it up and shows the
         end of this log where that does not help. An OSError is ignored: the client may be gone."""
         if isinstance(sys.exception(), OSError):
@@ -77,7 +82,7 @@ class _ScoreHandler(BaseHTTPRequestHandler):
             return self._say(404, {"refused": f"there is no {self.path}"})
         return self._say(200, {"has_chat_template": self.server.model.has_chat_template})
 
-    def _scores(self, prompts: list[Any], responses: list[str]) -> dict[str, Any]:
+    def _scores(self, prompts: list[str | list[Message]], responses: list[str]) -> dict[str, JSONValue]:
         try:
             with self.server.one_at_a_time:
                 return {"scores": self.server.model.score(prompts, responses).tolist()}
@@ -92,7 +97,7 @@ class _ScoreHandler(BaseHTTPRequestHandler):
             return self._say(400, {"refused": str(error)})
         return self._say(200, {"embedding": [score]})
 
-    def _say(self, status: int, content: dict[str, Any]) -> None:
+    def _say(self, status: int, content: dict[str, JSONValue]) -> None:
         body = json.dumps(content).encode()
         self.send_response(status)
         self.send_header("Content-Type", "application/json")
@@ -100,7 +105,7 @@ class _ScoreHandler(BaseHTTPRequestHandler):
         self.end_headers()
         self.wfile.write(body)
 
-    def log_message(self, format: str, *args: Any) -> None:
+    def log_message(self, format: str, *args: str | int) -> None:
         """Log no requests: the log is for errors."""
 
 

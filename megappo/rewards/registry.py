@@ -15,6 +15,9 @@ if TYPE_CHECKING:
     from megappo.config.reward import RewardSettings
     from megappo.types import Prompt
 
+RewardFunction = Callable[..., Any]
+"""A rule or a user's function. It takes what its author wrote, see `argument_names`, and options; what it returns is
+checked in the worker."""
 OF_ENVIRONMENT = "environment"
 """Name for rewards of the environment alone, without a function."""
 _PER_SAMPLE = ("prompt", "response", "answer", "metadata")
@@ -97,7 +100,7 @@ def _gold_problem(rule: str, answer: str | None) -> str:
     return ""
 
 
-def resolve(settings: ChosenReward) -> Callable[..., Any]:
+def resolve(settings: ChosenReward) -> RewardFunction:
     """The reward function, ready to be called with samples and `settings.options`: a rule, or a Python function.
 
     Raises ValueError with the nearest name, or with what of a Python path or of the options does not fit.
@@ -118,7 +121,7 @@ def resolve(settings: ChosenReward) -> Callable[..., Any]:
     return function
 
 
-def argument_names(function: Callable[..., Any], *, batch: bool) -> tuple[str, ...]:
+def argument_names(function: RewardFunction, *, batch: bool) -> tuple[str, ...]:
     """The keyword arguments that a reward function is called with: those of `_offered` that it has parameters for.
 
     A function with `**kwargs` gets only the four basic arguments besides: it may pass the others on to a function that
@@ -140,14 +143,14 @@ def _offered(*, batch: bool) -> tuple[str, ...]:
     return (*_PER_SAMPLE, *_FURTHER)
 
 
-def _check_call(function: Callable[..., Any], settings: ChosenReward) -> None:
+def _check_call(function: RewardFunction, settings: ChosenReward) -> None:
     names = argument_names(function, batch=settings.batch)
     offered, remedy = _offered(batch=settings.batch), "change its parameters, reward.options or reward.batch"
     what = f"reward.function '{settings.function}'"
     check_call(function, names, settings.options, what=what, remedy=remedy, offered=offered)
 
 
-def _check_rule_options(rule: Callable[..., Any], settings: ChosenReward) -> None:
+def _check_rule_options(rule: RewardFunction, settings: ChosenReward) -> None:
     hints = get_type_hints(rule)
     for name, value in settings.options.items():
         hint = hints[name]

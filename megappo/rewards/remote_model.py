@@ -6,11 +6,11 @@ sequence classification models, and so does `megappo.rewards.model_server`.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from functools import partial
-from typing import Any
 
 from megappo.config.reward import RemoteModelSettings
+from megappo.config.tokens import Message
 from megappo.rewards.http import each, key_in, post
 from megappo.rewards.model import RewardTexts
 from megappo.rewards.numbers import as_float, score_problem
@@ -43,9 +43,7 @@ class RemoteRewardModel:
         """See `RewardModel.has_chat_template`."""
         return self._texts.has_chat_template
 
-    def try_each(
-        self, prompts: Sequence[str | Sequence[Mapping[str, Any]]], responses: Sequence[str]
-    ) -> list[float | str]:
+    def try_each(self, prompts: Sequence[str | Sequence[Message]], responses: Sequence[str]) -> list[float | str]:
         """The score of each sample, or in its place what went wrong."""
         read = [
             attempt(partial(self._texts.ids, prompt, response), (ValueError,))

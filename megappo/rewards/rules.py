@@ -14,10 +14,15 @@ from collections.abc import Callable
 from decimal import Decimal
 from functools import cache
 from importlib import import_module
-from typing import Any, Literal
+from types import ModuleType
+from typing import TYPE_CHECKING, Literal
 
 from megappo.errors import how_to_install, one_line, shortened
+from megappo.observe.json_values import JSONValue
 from megappo.rewards.unexecuted import make_safe, nothing_executed
+
+if TYPE_CHECKING:
+    from reasoning_gym.dataset import ProceduralDataset
 
 # A minus is a sign unless it stands behind what could be subtracted from: 10-3 holds 10 and 3.
 _NUMBER = re.compile(
@@ -71,7 +76,7 @@ def _single(answer: str, remedy: str, *, several: bool = False) -> Decimal:
     return Decimal(last[0].replace(",", ""))
 
 
-def exact(*, prompt: str, response: str, answer: str | None, metadata: dict[str, Any]) -> float:
+def exact(*, prompt: str, response: str, answer: str | None, metadata: dict[str, JSONValue]) -> float:
     """1 where the response is the answer, spaces at the ends aside."""
     return float(response.strip() == _need(answer, "exact").strip())
 
@@ -81,7 +86,7 @@ def number(
     prompt: str,
     response: str,
     answer: str | None,
-    metadata: dict[str, Any],
+    metadata: dict[str, JSONValue],
     which: Literal["last", "first"] = "last",
 ) -> float:
     """1 where the last (or `which: first`) number of the response equals the answer's; 1,234 and 3.50 are numbers."""
@@ -89,7 +94,9 @@ def number(
     return float(bool(found) and found[0 if which == "first" else -1] == wanted)
 
 
-def gsm8k(*, prompt: str, response: str, answer: str | None, metadata: dict[str, Any], strict: bool = False) -> float:
+def gsm8k(
+    *, prompt: str, response: str, answer: str | None, metadata: dict[str, JSONValue], strict: bool = False
+) -> float:
     """1 where the number behind `####` (unless `strict`, else the last number) equals the answer's."""
     wanted = gsm8k_gold(answer)
     _, mark, behind = response.rpartition("####")
@@ -97,7 +104,7 @@ def gsm8k(*, prompt: str, response: str, answer: str | None, metadata: dict[str,
     return float(found == [wanted])
 
 
-def math_verify(*, prompt: str, response: str, answer: str | None, metadata: dict[str, Any]) -> float:
+def math_verify(*, prompt: str, response: str, answer: str | None, metadata: dict[str, JSONValue]) -> float:
     """1 where the response's last mathematical expression equals the answer, by the library math-verify."""
     library = _library("math_verify")
     # Its own time limit would turn a hang into a wrong answer; ours counts it as a failure.
@@ -123,7 +130,7 @@ def _delimited(gold: str) -> str:
 
 
 def reasoning_gym(
-    *, prompt: str, response: str, answer: str | None, metadata: dict[str, Any], tagged: bool = False
+    *, prompt: str, response: str, answer: str | None, metadata: dict[str, JSONValue], tagged: bool = False
 ) -> float:
     """The score of the dataset the prompt came from; with `tagged`, of the text between the last <answer> tags."""
     if not {"task", "options", "entry"} <= metadata.keys():
@@ -133,18 +140,18 @@ def reasoning_gym(
     if tagged:
         found = _TAGGED.findall(response)
         response = found[-1].strip() if found else ""
-    dataset = _dataset(metadata["task"], json.dumps(metadata["options"], sort_keys=True))
+    dataset = _dataset(str(metadata["task"]), json.dumps(metadata["options"], sort_keys=True))
     with nothing_executed():
         return float(dataset.score_answer(response, metadata["entry"]))
 
 
 @cache
-def _dataset(task: str, options: str) -> Any:
+def _dataset(task: str, options: str) -> ProceduralDataset:
     """The dataset whose scorer is used; some score by their own options."""
     return _library("reasoning_gym").create_dataset(task, **json.loads(options))
 
 
-def _library(name: str) -> Any:
+def _library(name: str) -> ModuleType:
     """Import a library, with scorers that execute nothing of a response."""
     try:
         library = import_module(name)
@@ -172,5 +179,5 @@ RULES: dict[str, Callable[..., float]] = {
 }
 """The built-in rules by their names in `reward.function`."""
 
-GOLDS: dict[str, Callable[[str | None], object]] = {"number": number_gold, "gsm8k": gsm8k_gold}
+GOLDS: dict[str, Callable[[str | None], Decimal]] = {"number": number_gold, "gsm8k": gsm8k_gold}
 """For rules that do not take every answer: the function that reads an answer and raises ValueError for a wrong one."""

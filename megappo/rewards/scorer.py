@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Mapping, MutableMapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -13,6 +13,7 @@ from torch import Tensor
 from megappo.config.model_files import model_folder
 from megappo.config.reward import MODEL
 from megappo.config.schema import RewardSettings
+from megappo.config.tokens import Message
 from megappo.rewards.numbers import score_problem
 from megappo.rewards.registry import OF_ENVIRONMENT, check_reward
 from megappo.rewards.workers import RewardPool, RewardRequest, RewardResult, too_many_failures
@@ -272,7 +273,7 @@ def _request(rollouts: Rollouts, b: int) -> RewardRequest:
     )
 
 
-def _conversation(rollouts: Rollouts, b: int) -> list[dict[str, Any]]:
+def _conversation(rollouts: Rollouts, b: int) -> list[Message]:
     """Messages of the prompt, then those of the response or the episode, with their roles."""
     prompt = rollouts.prompts[b]
     begun = list(prompt.metadata.get(CHAT_MESSAGES, [{"role": "user", "content": prompt.text}]))

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -14,9 +14,11 @@ from torch import Tensor
 from megappo.config import Config
 from megappo.config.model_files import model_folder
 from megappo.config.own_server import RewardModelServerSettings
+from megappo.config.tokens import Message
 from megappo.engines.sglang.client import Endpoint, ServerFailure, call
 from megappo.engines.sglang.spec import ServerSpec
 from megappo.errors import RunError
+from megappo.observe.json_values import JSONValue
 from megappo.plan.cache import PlannedCache
 from megappo.rewards.http import ServerPlace
 from megappo.rewards.model import check_folder
@@ -40,7 +42,7 @@ class _ModelServerSpec(ServerSpec):
     batch_tokens: int = 0
     template_time: str | None = None
 
-    def arguments(self, port: int, key: str) -> dict[str, Any]:
+    def arguments(self, port: int, key: str) -> dict[str, JSONValue]:
         """See `megappo.rewards.model_server`."""
         return {
             "model-path": str(self.model_folder),
@@ -108,7 +110,7 @@ class SharedRewardModel:
             self._has_chat_template = bool(self._ask("/model_info", {})["has_chat_template"])
         return self._has_chat_template
 
-    def score(self, prompts: Sequence[str | Sequence[Mapping[str, Any]]], responses: Sequence[str]) -> Tensor:
+    def score(self, prompts: Sequence[str | Sequence[Message]], responses: Sequence[str]) -> Tensor:
         """See `RewardModel.score`. Raises RunError for a text that the model cannot read, and where nobody answers
         in the time that the process may take to start and to answer."""
         scores_B = torch.empty(len(responses))
@@ -116,17 +118,20 @@ class SharedRewardModel:
         order = sorted(range(len(responses)), key=lambda i: len(str(prompts[i])) + len(responses[i]))
         for first in range(0, len(order), REQUEST_SAMPLES):
             chosen = order[first : first + REQUEST_SAMPLES]
-            content = {"prompts": [prompts[i] for i in chosen], "responses": [responses[i] for i in chosen]}
+            content: dict[str, JSONValue] = {
+                "prompts": [prompts[i] for i in chosen],
+                "responses": [responses[i] for i in chosen],
+            }
             answer = self._ask("/score", content)
             if "refused" in answer:
                 raise RunError(str(answer["refused"]))
             scores_B[chosen] = torch.tensor(answer["scores"], dtype=torch.float32)
         return scores_B
 
-    def _ask(self, path: str, content: dict[str, Any]) -> dict[str, Any]:
+    def _ask(self, path: str, content: dict[str, JSONValue]) -> dict[str, JSONValue]:
         """The answer of the process; the request is repeated while the process starts, or starts again."""
         most_seconds = self._settings.timeout_seconds
-        answers, failures = list[dict[str, Any]](), list[str]()
+        answers, failures = list[dict[str, JSONValue]](), list[str]()
 
         def is_answered() -> bool:
             self._check()

@@ -15,7 +15,7 @@ from contextlib import contextmanager, suppress
 from functools import cache
 from importlib import import_module
 from types import CodeType, FrameType
-from typing import Any
+from typing import Any, ParamSpec, TypeVar
 
 _LITERAL, _WHOLE, _PARSE = ("eval", "read_literal"), ("eval", "read_whole"), ("parse_expr", "read_expression")
 SCORERS: dict[str, dict[str, tuple[str, str]]] = {
@@ -37,6 +37,8 @@ SCORERS: dict[str, dict[str, tuple[str, str]]] = {
 """By library and module: the name in the module that executes responses or data, and its replacement in
 `expressions`."""
 _scoring = threading.local()
+P = ParamSpec("P")
+T = TypeVar("T")
 
 
 class ExecutedError(RuntimeError):
@@ -64,13 +66,13 @@ def nothing_executed() -> Iterator[None]:
 
 
 @cache
-def _watch(read: Callable[..., Any]) -> None:
+def _watch(read: Callable[P, T]) -> None:
     """Replace sympy's own `parse_expr` and add the audit hook, once for the process. sympy itself calls `parse_expr`,
     as in `Number("2")`; while a response is scored, `read` is called instead."""
     parser = import_module("sympy.parsing.sympy_parser")
-    original: Callable[..., Any] = parser.parse_expr
+    original: Callable[P, T] = parser.parse_expr
 
-    def parse_expr(*arguments: Any, **others: Any) -> Any:
+    def parse_expr(*arguments: P.args, **others: P.kwargs) -> T:
         return (read if getattr(_scoring, "on", False) else original)(*arguments, **others)
 
     vars(parser)["parse_expr"] = parse_expr

@@ -21,6 +21,7 @@ import torch
 from torch import Tensor
 
 from megappo.config.schema import RewardSettings
+from megappo.config.tokens import Message
 from megappo.errors import RunError
 from megappo.plugins import users_code
 from megappo.rewards.channel import ForeignMessageError, PoolEnd
@@ -63,7 +64,7 @@ class RewardRequest:
     """Token ids after the prompt, the stop token included."""
     truncated: bool = False
     """Whether the length limit ended the response."""
-    conversation: Sequence[dict[str, Any]] = ()
+    conversation: Sequence[Message] = ()
     """Messages of the prompt and those after it, each with `role` and `content`; the role is `assistant` for the
     model's turns, `environment` for what an environment said."""
 

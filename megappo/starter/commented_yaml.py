@@ -5,9 +5,11 @@ from __future__ import annotations
 import textwrap
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import TypeAlias
 
 import yaml
+
+from megappo.observe.json_values import JSONValue
 
 _WIDTH = 110
 
@@ -18,9 +20,13 @@ class Setting:
 
     key: str
     """Dotted, such as `rollout.prompts_per_step`."""
-    value: Any
+    value: JSONValue
     why: str = ""
     """The reason, for its comment."""
+
+
+_Tree: TypeAlias = dict[str, "Setting | _Tree"]
+"""Settings in their sections."""
 
 
 def overridden(settings: Iterable[Setting], changes: Iterable[Setting]) -> list[Setting]:
@@ -37,17 +43,19 @@ def overridden(settings: Iterable[Setting], changes: Iterable[Setting]) -> list[
 
 def to_yaml(settings: Iterable[Setting]) -> str:
     """The settings as YAML, sections in the order in which they come first, each value with its reason."""
-    tree: dict[str, Any] = {}
+    tree: _Tree = {}
     for setting in settings:
         *sections, name = setting.key.split(".")
         inner = tree
         for section in sections:
-            inner = inner.setdefault(section, {})
+            below = inner.setdefault(section, {})
+            assert isinstance(below, dict)
+            inner = below
         inner[name] = setting
     return "\n".join(_rows(tree, "")) + "\n"
 
 
-def _rows(tree: dict[str, Any], indent: str) -> Iterator[str]:
+def _rows(tree: _Tree, indent: str) -> Iterator[str]:
     for name, node in tree.items():
         if isinstance(node, dict):
             yield f"{indent}{name}:"
@@ -61,5 +69,5 @@ def _rows(tree: dict[str, Any], indent: str) -> Iterator[str]:
             yield row
 
 
-def _flow(value: Any) -> str:
+def _flow(value: JSONValue) -> str:
     return yaml.safe_dump(value, default_flow_style=True, width=10_000, sort_keys=False).removesuffix("...\n").strip()

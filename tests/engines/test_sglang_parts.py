@@ -37,7 +37,7 @@ from megappo.config.server_words import OWNED, REFUSED, word_rules
 from megappo.engines.registry import find_engine
 from megappo.engines.sglang import fleet
 from megappo.engines.sglang.client import Endpoint
-from megappo.engines.sglang.inspection import check_routing
+from megappo.engines.sglang.inspection import ServerInfo, check_routing
 from megappo.engines.sglang.rendezvous import MultiNodeRendezvous, ServerPart
 from megappo.engines.sglang.server import EngineError
 from megappo.engines.sglang.spec import ServerSpec, unheard_variables
@@ -685,7 +685,8 @@ def test_heads_are_shared_out_by_the_ranks_that_attend_together() -> None:
 def test_a_server_elsewhere_has_to_say_which_experts_computed_a_token() -> None:
     check_routing("server 0", {"enable_return_routed_experts": True}, wanted=True)
     check_routing("server 0", {}, wanted=False)
-    for said in ({}, {"enable_return_routed_experts": False}):
+    others: tuple[ServerInfo, ...] = ({}, {"enable_return_routed_experts": False})
+    for said in others:
         with pytest.raises(EngineError, match="server 0 does not say .* or set algorithm.router_replay to false"):
             check_routing("server 0", said, wanted=True)
 
@@ -883,6 +884,9 @@ def test_a_handle_of_cuda_memory_asks_the_server_to_wait_for_no_event(monkeypatc
     assert names[-1] == "event_sync_required"
     reduced = (opened, (*names[:-1], True))
     monkeypatch.setattr(reductions, "reduce_tensor", lambda tensor: reduced)
-    payload = {"flattened_tensor": torch.zeros(2).as_subclass(OnCuda), "metadata": [3]}
+    payload: dict[str, torch.Tensor | list[SimpleNamespace]] = {
+        "flattened_tensor": torch.zeros(2).as_subclass(OnCuda),
+        "metadata": [SimpleNamespace(numel=2)],
+    }
     found = pickle.loads(base64.b64decode(serialize(payload)))
-    assert found == {"flattened_tensor": (*names[:-1], False), "metadata": [3]}
+    assert found == {"flattened_tensor": (*names[:-1], False), "metadata": [SimpleNamespace(numel=2)]}

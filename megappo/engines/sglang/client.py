@@ -5,10 +5,13 @@ from __future__ import annotations
 import http.client
 import json
 import secrets
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from http import HTTPStatus
 from typing import Any
 from urllib.parse import urlsplit
+
+from megappo.observe.json_values import JSONValue
 
 HEALTH = "/health_generate"
 """Endpoint that answers 200 where a server can generate: SGLang makes one token for it, or has made some lately."""
@@ -54,7 +57,12 @@ class Endpoint:
 
 
 def call(
-    endpoint: Endpoint, path: str, body: dict[str, Any] | None = None, *, timeout_seconds: float, method: str = "POST"
+    endpoint: Endpoint,
+    path: str,
+    body: Mapping[str, JSONValue] | None = None,
+    *,
+    timeout_seconds: float,
+    method: str = "POST",
 ) -> dict[str, Any]:
     """Send one request and return the JSON of its answer, {} where there is none.
 
@@ -79,7 +87,7 @@ def call(
     return answer
 
 
-def _parse(text: str) -> dict[str, Any]:
+def _parse(text: str) -> dict[str, JSONValue]:
     try:
         answer = json.loads(text) if text else {}
     except json.JSONDecodeError:

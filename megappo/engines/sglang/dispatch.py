@@ -8,32 +8,28 @@ Groups shrink towards the end, so that servers finish together.
 from __future__ import annotations
 
 import asyncio
-import base64
 import gc
 import json
-import math
 import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor, wait
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
-from typing import Any
 
 import aiohttp
-import torch
-from torch import Tensor
 
 from megappo.config.engine import SGLangSettings
 from megappo.engines.protocol import CacheUse, Completion, GenerateRequest, SamplingParams
+from megappo.engines.sglang.answers import Answer, cache_use, completion_of, routing_of
 from megappo.engines.sglang.assignment import RequestAssignment
 from megappo.engines.sglang.client import HEALTH, Endpoint, ServerFailure
 from megappo.engines.sglang.homes import Homes
 from megappo.engines.sglang.server import EngineError
 from megappo.engines.stopping import stopped
+from megappo.observe.json_values import JSONValue
 from megappo.observe.progress import PROGRESS, SAMPLES
 from megappo.runtime.deadlines import Deadlines
 from megappo.runtime.interrupts import Stop
-from megappo.types import RoutingShape
 
 _LARGEST_GROUP = 32
 """Most requests in one call. With routing each answer is a call of its own: it is 2 KB a token for 48 layers with 8
@@ -80,7 +76,7 @@ class Outcome:
 
 
 @dataclass
-class _Lane:
+class Lane:
     """One server and the requests that it has not answered."""
 
     endpoint: Endpoint
@@ -91,7 +87,7 @@ class _Lane:
     """Health check under way, started because the server gave nothing for long."""
 
     @property
-    def tasks(self) -> list[asyncio.Task[Any]]:
+    def tasks(self) -> list[asyncio.Task[list[Completion]] | asyncio.Task[bool]]:
         """The asyncio tasks under way: requests, and the check of its health."""
         return [*self.calls, *([self.check] if self.check else [])]
 
@@ -112,7 +108,7 @@ class Round:
         """`on_tokens` is called from the round's thread whenever a server has shown that it makes tokens. `homes`: the
         servers whose caches hold beginnings of prompts, kept over all rounds with these weights."""
         self._on_tokens = on_tokens
-        self._lanes = [_Lane(endpoint) for endpoint in endpoints]
+        self._lanes = [Lane(endpoint) for endpoint in endpoints]
         self._requests, self._params, self._version, self._limits = requests, params, version, limits
         self._homes = homes if homes is not None else Homes()
         # The longest first, so that none of them is left over at the end.
@@ -163,7 +159,7 @@ class Round:
         """Whether no request waits for an answer."""
         return not (self._assignment.waiting or any(lane.calls for lane in self._lanes))
 
-    def _news(self) -> list[asyncio.Future[Any]]:
+    def _news(self) -> list[asyncio.Future[None]]:
         """Futures that complete when more requests arrive. Without any, the round is over once no call is under way."""
         return []
 
@@ -207,17 +203,17 @@ class Round:
             self._fill(session, lane)
             free = [lane for lane in free if self._room(lane)]
 
-    def _room(self, lane: _Lane) -> int:
+    def _room(self, lane: Lane) -> int:
         return self._limits.max_inflight_sequences - lane.sequences
 
-    def _fill(self, session: aiohttp.ClientSession, lane: _Lane) -> None:
+    def _fill(self, session: aiohttp.ClientSession, lane: Lane) -> None:
         while group := self._assignment.take(lane.endpoint.index, min(self._room(lane), self._largest_group)):
             if not lane.calls:
                 lane.last_answer = time.monotonic()
             lane.calls[asyncio.ensure_future(self._ask(session, lane.endpoint, group))] = group
             lane.sequences += len(group)
 
-    def _take(self, lane: _Lane, call: asyncio.Task[list[Completion]]) -> None:
+    def _take(self, lane: Lane, call: asyncio.Task[list[Completion]]) -> None:
         group = lane.calls.pop(call)
         lane.sequences -= len(group)
         try:
@@ -239,7 +235,7 @@ class Round:
         self._outcome.answered += len(group)
         PROGRESS.add(SAMPLES, len(group), tokens=sum(len(answer.token_ids) for answer in completions))
 
-    def _lose(self, lane: _Lane, reason: str, owed: Sequence[int] = ()) -> None:
+    def _lose(self, lane: Lane, reason: str, owed: Sequence[int] = ()) -> None:
         """Remove a failed server; its requests, in its calls and in `owed`, wait for the others."""
         self._outcome.failures[lane.endpoint.index] = reason
         for task in lane.tasks:
@@ -248,7 +244,7 @@ class Round:
         lane.calls.clear()
         self._lanes.remove(lane)
 
-    def _watch(self, session: aiohttp.ClientSession, lane: _Lane) -> None:
+    def _watch(self, session: aiohttp.ClientSession, lane: Lane) -> None:
         """Start a health check of a server that has given nothing for long, while the others go on."""
         silent = time.monotonic() - lane.last_answer
         if self._is_held:
@@ -343,16 +339,16 @@ class Round:
                     f"{endpoint.name} answered what is no list of answers ({error!r}): {content[:100]!r}"
                 ) from None
 
-    def _read(self, texts: Sequence[dict[str, Any]], endpoint: Endpoint, group: list[int]) -> list[Completion]:
+    def _read(self, texts: Sequence[Answer], endpoint: Endpoint, group: list[int]) -> list[Completion]:
         """Check and convert the answers for a group. Raises as `_post`."""
         versions = range(self._oldest, self._version + 1)
-        answers = [_completion(text, endpoint, versions, may_be_aborted=self._aborts) for text in texts]
+        answers = [completion_of(text, endpoint, versions, may_be_aborted=self._aborts) for text in texts]
         if len(answers) != len(group):
             raise ServerFailure(f"{endpoint.name} gave {len(answers)} answers to {len(group)} requests")
-        self._outcome.cache[endpoint.index] = self._outcome.cache.get(endpoint.index, CacheUse()) + _cache_use(texts)
+        self._outcome.cache[endpoint.index] = self._outcome.cache.get(endpoint.index, CacheUse()) + cache_use(texts)
         if self._params.routing is not None:
             answers = [
-                replace(answer, routing=_routing(text, self._requests[i], self._params.routing, endpoint))
+                replace(answer, routing=routing_of(text, self._requests[i], self._params.routing, endpoint))
                 for i, answer, text in zip(group, answers, texts, strict=True)
             ]
         return [stopped(answer, self._params) for answer in answers]
@@ -373,10 +369,10 @@ def _no_collections() -> Iterator[None]:
         gc.enable()
 
 
-def _sampling(request: GenerateRequest, params: SamplingParams) -> dict[str, Any]:
+def _sampling(request: GenerateRequest, params: SamplingParams) -> dict[str, JSONValue]:
     """SGLang's sampling parameters of a request. The seed counts only with deterministic inference, together with each
     token's position. Without that SGLang makes no tensor of seeds and draws from a generator of the server's."""
-    chosen: dict[str, Any] = {
+    chosen: dict[str, JSONValue] = {
         "temperature": params.temperature,
         "max_new_tokens": request.most_tokens(params),
         "stop_token_ids": list(params.stop_token_ids),
@@ -390,57 +386,3 @@ def _sampling(request: GenerateRequest, params: SamplingParams) -> dict[str, Any
     if params.greedy:
         chosen |= {"top_k": 1} if params.temperature == 1.0 else {"top_p": _GREEDY_TOP_P}
     return chosen
-
-
-def _completion(
-    text: dict[str, Any], endpoint: Endpoint, versions: range, *, may_be_aborted: bool = False
-) -> Completion:
-    """Check and convert one answer, whose tokens must come from weights of these versions."""
-    meta = text["meta_info"]
-    ids = tuple(text["output_ids"])
-    is_aborted = may_be_aborted and meta["finish_reason"]["type"] == "abort"
-    if is_aborted and not ids:  # SGLang gives no log-probabilities for requests that it has not begun
-        return Completion((), (), truncated=False, weight_version=versions[-1], broken_off=True)
-    logprobs = meta["output_token_logprobs"]
-    if meta["finish_reason"]["type"] not in ("stop", "length") and not is_aborted:
-        raise ServerFailure(f"{endpoint.name} broke a response off: {meta['finish_reason']}")
-    stretches = _stretches(meta, len(ids), endpoint, versions)
-    if not ids or [entry[1] for entry in logprobs] != list(ids):
-        raise ServerFailure(f"{endpoint.name} gave {len(ids)} tokens with {len(logprobs)} log-probabilities")
-    truncated = meta["finish_reason"]["type"] == "length"
-    oldest = min(version for version, _ in stretches)
-    told = stretches if len(stretches) > 1 else ()
-    numbers = tuple(math.nan if entry[0] is None else entry[0] for entry in logprobs)  # JSON has no nan
-    return Completion(ids, numbers, truncated, oldest, broken_off=is_aborted, stretches=told)
-
-
-def _stretches(meta: dict[str, Any], tokens: int, endpoint: Endpoint, versions: range) -> tuple[tuple[int, int], ...]:
-    """Weight version and number of tokens of each stretch, in order, as SGLang notes them when it is told a version."""
-    spans = meta.get("weight_versions") or [{"version": meta["weight_version"], "start": 0, "end": tokens}]
-    told = {span["version"] for span in spans} | {meta["weight_version"]}
-    known = {str(version): version for version in versions}
-    if not told <= known.keys():
-        wanted = f"{versions[0]}" if len(versions) == 1 else f"{versions[0]} to {versions[-1]}"
-        raise ServerFailure(f"{endpoint.name} generated with weights {sorted(told)}, not {wanted}")
-    ends = [0, *(span["end"] for span in spans)]
-    if [span["start"] for span in spans] != ends[:-1] or ends[-1] != tokens:
-        raise ServerFailure(f"{endpoint.name} does not say for each of {tokens} tokens which weights made it: {spans}")
-    return tuple((known[span["version"]], span["end"] - span["start"]) for span in spans)
-
-
-def _cache_use(texts: Sequence[dict[str, Any]]) -> CacheUse:
-    """Cache use of the prompts of these answers, those that were given up included."""
-    told = [text["meta_info"] for text in texts]
-    return CacheUse(*(sum(int(meta.get(name) or 0) for meta in told) for name in ("prompt_tokens", "cached_tokens")))
-
-
-def _routing(text: dict[str, Any], request: GenerateRequest, shape: RoutingShape, endpoint: Endpoint) -> Tensor:
-    """Experts of each token, (T - 1, L, K), from SGLang's base64 of int32. Raises as `_post`."""
-    told = base64.b64decode(text["meta_info"].get("routed_experts") or "")
-    tokens = len(request.token_ids) + len(text["output_ids"]) - 1
-    sizes = (tokens, shape.layers, shape.experts_per_token)
-    if len(told) != 4 * math.prod(sizes):
-        raise ServerFailure(f"{endpoint.name} gave no experts for each of {' x '.join(map(str, sizes))} places")
-    numbers = torch.frombuffer(bytearray(told), dtype=torch.int32)
-    is_expert = (numbers >= 0) & (numbers < shape.experts)
-    return torch.where(is_expert, numbers, torch.iinfo(shape.dtype).max).to(shape.dtype).view(sizes)

@@ -57,8 +57,9 @@ def by_server(facts: Sequence[Mapping[int, T]]) -> dict[int, T]:
     return {index: fact for of_rank in facts for index, fact in of_rank.items()}
 
 
-def address_among(hosts: Sequence[object], mine: object) -> str:
-    """The address of this machine that leads to the other ones; a collective of the world."""
+def address_among(hosts: Sequence[tuple[str, str]], mine: tuple[str, str]) -> str:
+    """The address of this machine that leads to the other ones; a collective of the world. `hosts`: `machine_here` of
+    each rank."""
     towards_first = agreed(lambda: address_towards(os.environ["MASTER_ADDR"], _ANY_PORT), (OSError,))
     others = [a for a, machine in zip(all_gather_objects(towards_first), hosts, strict=True) if machine != hosts[0]]
     if mine == hosts[0]:
@@ -135,7 +136,7 @@ class Fleet:
         """Whether the servers return the experts of each token."""
         return self._spec.returns_routing
 
-    def _interface(self, hosts: Sequence[object]) -> tuple[str, str]:
+    def _interface(self, hosts: Sequence[tuple[str, str]]) -> tuple[str, str]:
         """The interface that this machine's servers listen on, and the address at which others reach them; a
         collective."""
         host, mine = self._settings.host, hosts[self._runtime.rank]

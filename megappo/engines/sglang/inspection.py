@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from typing import Any
+from typing import TypedDict, cast
 
 from megappo.engines.sglang.client import Endpoint, call
 from megappo.engines.sglang.server import EngineError
@@ -16,12 +16,20 @@ _LARGEST_PAGE_TOKENS = 256
 than planned."""
 
 
-def what_it_says(endpoint: Endpoint, timeout_seconds: float) -> dict[str, Any]:
+class ServerInfo(TypedDict, total=False):
+    """The part of a server's arguments and figures that is compared."""
+
+    max_total_num_tokens: int | None
+    extra_metric_labels: dict[str, str] | None
+    enable_return_routed_experts: bool
+
+
+def what_it_says(endpoint: Endpoint, timeout_seconds: float) -> ServerInfo:
     """A server's arguments as it understood them, and its memory (SGLang's `/server_info`). Raises ServerFailure."""
-    return call(endpoint, "/server_info", timeout_seconds=timeout_seconds, method="GET")
+    return cast(ServerInfo, call(endpoint, "/server_info", timeout_seconds=timeout_seconds, method="GET"))
 
 
-def check_room(name: str, said: dict[str, Any], cache: PlannedCache) -> None:
+def check_room(name: str, said: ServerInfo, cache: PlannedCache) -> None:
     """Raise EngineError for a server without room for the longest sequence; warn where it has less than planned."""
     held = said.get("max_total_num_tokens")
     if held is None:
@@ -38,14 +46,14 @@ def check_room(name: str, said: dict[str, Any], cache: PlannedCache) -> None:
         )
 
 
-def stack_problem(name: str, said: dict[str, Any], *, by_nccl: bool) -> tuple[str | None, bool]:
+def stack_problem(name: str, said: ServerInfo, *, by_nccl: bool) -> tuple[str | None, bool]:
     """Why no broadcast group can be formed with a server (None: it can), and whether the server reported enough to
     know."""
     theirs, ours = read_labels(said.get("extra_metric_labels")), own_stack(os.environ)
     return (None, False) if theirs is None else (group_problem(name, theirs, ours, by_nccl=by_nccl), True)
 
 
-def check_stack(name: str, said: dict[str, Any], *, by_nccl: bool) -> None:
+def check_stack(name: str, said: ServerInfo, *, by_nccl: bool) -> None:
     """Raise EngineError for a server with which no broadcast group can be formed; warn where it does not report its
     versions."""
     problem, is_known = stack_problem(name, said, by_nccl=by_nccl)
@@ -58,7 +66,7 @@ def check_stack(name: str, said: dict[str, Any], *, by_nccl: bool) -> None:
         )
 
 
-def check_routing(name: str, said: dict[str, Any], *, wanted: bool) -> None:
+def check_routing(name: str, said: ServerInfo, *, wanted: bool) -> None:
     """Raise EngineError for a server that does not return the experts of each token where they are `wanted`."""
     if wanted and not said.get("enable_return_routed_experts"):
         raise EngineError(

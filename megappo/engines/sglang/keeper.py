@@ -22,7 +22,7 @@ class Ending(Protocol):
     def due(self) -> bool:
         """Whether to stop now."""
 
-    def wait(self, seconds: float) -> object:
+    def wait(self, seconds: float) -> bool | None:
         """Sleep for `seconds`, or until `due`."""
 
 

@@ -10,12 +10,12 @@ from __future__ import annotations
 import datetime
 from contextlib import suppress
 from dataclasses import dataclass
-from typing import Any
 
 import torch.distributed as dist
 
 from megappo.config.engine import SGLangSettings
 from megappo.engines.sglang.client import ServerFailure
+from megappo.observe.json_values import JSONValue
 from megappo.runtime.store import free_ports, listening_store
 from megappo.runtime.waiting import wait_until
 
@@ -101,11 +101,11 @@ class MultiNodeRendezvous:
         except dist.DistError:
             raise ServerFailure("whoever started the first part of the server is gone") from None
 
-    def arguments(self, start: int) -> dict[str, Any]:
+    def arguments(self, start: int) -> dict[str, JSONValue]:
         """SGLang's arguments of this part. With data parallel attention SGLang sends requests to its groups at the
         ports that follow the one given here."""
         address = f"[{self._address}]" if ":" in self._address else self._address
-        found: dict[str, Any] = {"nnodes": self._settings.nodes, "node-rank": self.node}
+        found: dict[str, JSONValue] = {"nnodes": self._settings.nodes, "node-rank": self.node}
         return found | {"dist-init-addr": f"{address}:{self._meeting(start)[1]}"}
 
     def _meeting(self, start: int) -> list[str]:

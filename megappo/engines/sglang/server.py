@@ -14,11 +14,10 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 from megappo.config.engine import SGLangSettings
 from megappo.engines.sglang.client import HEALTH, Endpoint, ServerFailure, call, takes, takes_any_key
@@ -26,6 +25,7 @@ from megappo.engines.sglang.guard import ServerProcesses, clean_up
 from megappo.engines.sglang.rendezvous import ServerPart
 from megappo.engines.sglang.spec import ServerSpec
 from megappo.errors import RunError
+from megappo.observe.json_values import JSONValue
 from megappo.runtime.store import free_port
 from megappo.runtime.waiting import wait_until
 
@@ -87,7 +87,7 @@ class Server:
             self._ask("/resume_memory_occupation", {"tags": wanted})
             self.released -= set(wanted)
 
-    def _ask(self, path: str, body: dict[str, Any]) -> None:
+    def _ask(self, path: str, body: Mapping[str, JSONValue]) -> None:
         call(self.endpoint, path, body, timeout_seconds=self.settings.sync_timeout_seconds)
 
     def __post_init__(self) -> None:

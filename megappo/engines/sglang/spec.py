@@ -19,6 +19,7 @@ from megappo.config.model_files import load_architecture, tokenizer_folder
 from megappo.engines.sglang.compilers import cuda_home
 from megappo.engines.sglang.gpus import visible_devices
 from megappo.engines.sglang.rendezvous import PEERS, ServerPart
+from megappo.observe.json_values import JSONValue
 from megappo.plan.cache import PlannedCache, server_cache
 from megappo.runtime.device import ALLOCATOR_VARIABLES, allocator_options
 from megappo.runtime.nccl import own_stack, share_settings
@@ -31,7 +32,11 @@ _SHARE_OF_FREE_MEMORY = 0.99
 and values beside their number of tokens, which we choose, and must not be the lower one."""
 _PREFILL_GRAPHS = "cuda-graph-backend-prefill"
 # SGLang 0.5.23 as it runs on a CPU from the stock wheel (see megappo/runtime/sglang_cpu.py).
-_ON_A_CPU = {"device": "cpu", "attention-backend": "torch_native", "disable-overlap-schedule": True}
+_ON_A_CPU: dict[str, JSONValue] = {
+    "device": "cpu",
+    "attention-backend": "torch_native",
+    "disable-overlap-schedule": True,
+}
 # torchrun's variables describe the trainers' ranks, not a server's; a shell's SGLANG_ ones would change runs unnoticed.
 _SCRUBBED = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK", "ROLE_RANK", "MASTER_ADDR")
 _GLOO_ON_LOOPBACK = ("GLOO_SOCKET_IFNAME", "lo")
@@ -109,7 +114,7 @@ class ServerSpec:
 
     def arguments(self, port: int, key: str) -> dict[str, Any]:
         """SGLang's arguments as it reads them from a file."""
-        found: dict[str, Any] = {
+        found: dict[str, JSONValue] = {
             "model-path": str(self.model_folder),
             "dtype": self.dtype,
             "host": self.host,
@@ -140,9 +145,9 @@ class ServerSpec:
         found |= self._on_gpus() if self.devices else _ON_A_CPU
         return found | self.settings.arguments
 
-    def _on_gpus(self) -> dict[str, Any]:
+    def _on_gpus(self) -> dict[str, JSONValue]:
         """Arguments of servers on GPUs."""
-        found: dict[str, Any] = {
+        found: dict[str, JSONValue] = {
             "mem-fraction-static": _SHARE_OF_FREE_MEMORY,
             # Graphs of prefill, which are SGLang's default, keep inputs as weak references: a smaller one's overwrite a
             # larger one's, and the answers are wrong without a word (sgl-project/sglang#37606).
@@ -156,7 +161,7 @@ class ServerSpec:
             found["moe-runner-backend"] = "triton"
         return found
 
-    def _of_engine(self) -> dict[str, Any]:
+    def _of_engine(self) -> dict[str, JSONValue]:
         """Arguments of servers whose weights are the actor's."""
         return {
             "load-format": "dummy",  # weights come from the actor only

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Sequence
-from typing import Any
 
-from megappo.engines.protocol import GenerateRequest, Listener, SamplingParams
+from megappo.engines.protocol import Completion, GenerateRequest, Listener, SamplingParams
 from megappo.engines.sglang.client import Endpoint
-from megappo.engines.sglang.dispatch import Outcome, Round, RoundLimits
+from megappo.engines.sglang.dispatch import Lane, Outcome, Round, RoundLimits
 
 
 class OpenRound(Round):
@@ -58,12 +57,12 @@ class OpenRound(Round):
     def _is_done(self) -> bool:
         return not self._lanes
 
-    def _news(self) -> list[asyncio.Future[Any]]:
+    def _news(self) -> list[asyncio.Future[None]]:
         if self._bell is None or self._bell.done():
             self._bell = self._loop.create_future()
         return [self._bell]
 
-    def _take(self, lane: Any, call: Any) -> None:
+    def _take(self, lane: Lane, call: asyncio.Task[list[Completion]]) -> None:
         numbers = lane.calls[call]
         super()._take(lane, call)
         for number in numbers:

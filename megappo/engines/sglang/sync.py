@@ -16,6 +16,7 @@ from typing import Any
 from megappo.engines.sglang.client import Endpoint, ServerFailure, call
 from megappo.engines.sglang.transport import Loaded, Transport
 from megappo.errors import first_of
+from megappo.observe.json_values import JSONValue
 from megappo.reshard.fingerprint import Fingerprints, differing
 from megappo.reshard.slices import EngineShape, Receiver
 from megappo.runtime.device import thread_pool
@@ -201,7 +202,7 @@ class SyncRun:
     def _publish(self, server: ServerSync, version: int) -> None:
         self._call(server, "/update_weight_version", {"new_version": str(version), "abort_all_requests": False})
 
-    def _call(self, server: ServerSync, path: str, body: dict[str, Any] | None = None) -> dict[str, Any]:
+    def _call(self, server: ServerSync, path: str, body: Mapping[str, JSONValue] | None = None) -> dict[str, Any]:
         return call(server.endpoint, path, body, timeout_seconds=self.timeout_seconds)
 
     def _on_own(self, action: Callable[[ServerSync], object]) -> None:

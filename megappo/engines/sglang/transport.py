@@ -12,7 +12,7 @@ import datetime
 import io
 import math
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from functools import partial
 from multiprocessing.reduction import ForkingPickler
@@ -25,6 +25,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megappo.engines.sglang.client import Endpoint, ServerFailure, call
+from megappo.observe.json_values import JSONValue
 from megappo.reshard.slices import EngineShape
 from megappo.reshard.stream import ReceiverPayload, Slot
 from megappo.runtime import store
@@ -108,14 +109,18 @@ class SharedTransport:
 
     def _load(self, handles: list[str], load_format: str) -> None:
         # The cache is flushed once, at the end of the sync.
-        body = {"serialized_named_tensors": handles, "load_format": load_format, "flush_cache": False}
+        body: dict[str, JSONValue] = {
+            "serialized_named_tensors": handles,
+            "load_format": load_format,
+            "flush_cache": False,
+        }
         call(self._endpoint, "/update_weights_from_tensor", body, timeout_seconds=self._timeout)
 
     def close(self) -> None:
         """Do nothing: handles belong to the buffers, which outlive the transport."""
 
 
-def flat_payload(flat_bytes: Tensor, slots: Sequence[Slot]) -> dict[str, Any]:
+def flat_payload(flat_bytes: Tensor, slots: Sequence[Slot]) -> dict[str, Tensor | list[SimpleNamespace]]:
     """Content of SGLang's `flattened_bucket` format: uint8 (bytes,) and where each tensor lies in it."""
     # Plain records instead of SGLang's class: it reads the same attributes, and SGLang need not be imported.
     metadata = [
@@ -127,7 +132,7 @@ def flat_payload(flat_bytes: Tensor, slots: Sequence[Slot]) -> dict[str, Any]:
     return {"flattened_tensor": flat_bytes, "metadata": metadata}
 
 
-def serialize(payload: Any) -> str:
+def serialize(payload: dict[str, Tensor | list[SimpleNamespace]] | list[tuple[str, Tensor]]) -> str:
     """Handles of a payload's tensors as base64, for one opening in one process of the server."""
     if torch.cuda.is_available():
         from sglang.srt.utils.patch_torch import monkey_patch_torch_reductions
@@ -211,7 +216,7 @@ class BroadcastTransport:
 
     def _load(self, payload: ReceiverPayload, flat_bytes: Tensor) -> None:
         group = self._group or self._join()
-        body = {
+        body: dict[str, JSONValue] = {
             "names": [s.name for s in payload.slots],
             "dtypes": [str(s.dtype).removeprefix("torch.") for s in payload.slots],
             "shapes": [list(s.shape) for s in payload.slots],
@@ -235,7 +240,7 @@ class BroadcastTransport:
             raise ServerFailure(f"the broadcast to {self._endpoint.name} broke ({error})") from None
         answer.result()
 
-    def _post(self, path: str, body: dict[str, Any]) -> Future[dict[str, Any]]:
+    def _post(self, path: str, body: Mapping[str, JSONValue]) -> Future[dict[str, JSONValue]]:
         return self._pool.submit(call, self._endpoint, path, body, timeout_seconds=self._timeout)
 
     def _join(self) -> dist.ProcessGroup:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator, Mapping
 
-from megappo.environments.chat import Message
+from megappo.config.tokens import Message
 from megappo.environments.gateway.wire import (
     Asked,
     Json,

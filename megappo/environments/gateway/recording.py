@@ -11,7 +11,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
-from megappo.environments.chat import PLACEHOLDER, ChatTokens, Message
+from megappo.config.tokens import Message
+from megappo.environments.chat import PLACEHOLDER, ChatTokens
 from megappo.environments.gateway.wire import Asked, Json, RefusedError, Said, name_of
 from megappo.environments.protocol import Limit, LimitReached, NonsenseError, Reply
 from megappo.environments.tool_calls import CallFormat

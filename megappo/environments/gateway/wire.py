@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TypeVar
 
-from megappo.environments.chat import Message
+from megappo.config.tokens import Message
 from megappo.environments.tool_calls import WantedCall
 from megappo.errors import show
 from megappo.observe.json_values import JSONValue

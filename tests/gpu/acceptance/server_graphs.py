@@ -118,7 +118,7 @@ def _server(
 def _generate(server: Server, prompts: Sequence[list[int]], tokens: int, *, temperature: float) -> list[dict[str, Any]]:
     """All at once; none ends early."""
     chosen = {"temperature": temperature, "max_new_tokens": tokens, "ignore_eos": True}
-    body = {"input_ids": list(prompts), "sampling_params": chosen}
+    body: dict[str, Any] = {"input_ids": list(prompts), "sampling_params": chosen}
     answer: list[dict[str, Any]] = call(server.endpoint, "/generate", body, timeout_seconds=_SECONDS)["answer"]
     return answer
 

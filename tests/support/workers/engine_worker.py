@@ -36,7 +36,7 @@ from megappo.engines.protocol import GenerateRequest, SamplingParams
 from megappo.engines.sglang import EngineError, SGLangEngine, SyncError, inspection
 from megappo.engines.sglang.client import call
 from megappo.engines.sglang.guard import session_pids, shared_files
-from megappo.engines.sglang.inspection import check_room
+from megappo.engines.sglang.inspection import ServerInfo, check_room
 from megappo.engines.sglang.transport import BroadcastTransport, Loaded, SharedTransport, share_buffers
 from megappo.engines.stopping import StopTexts
 from megappo.megatron.placed import announce, place
@@ -552,7 +552,8 @@ def leave(bench: Bench) -> dict[str, Any]:
     known["nccl"] = [sorted(nccl_variables(psutil.Process(session).environ())) for session in sessions]
     known["trainer_nccl"] = sorted(nccl_variables(os.environ))
     known["compiler"] = ["cutlass" in Path(f"/proc/{session}/maps").read_text() for session in sessions]
-    known["too_long"] = refused(lambda: check_room("server 0", facts[0], PlannedCache(None, CACHE_TOKENS + 1)))
+    held = ServerInfo(max_total_num_tokens=facts[0]["max_total_num_tokens"])
+    known["too_long"] = refused(lambda: check_room("server 0", held, PlannedCache(None, CACHE_TOKENS + 1)))
     dist.barrier()  # every rank asks all servers, and ends its own
     bench.engine.close()
     known["logs"] = [log.read_text(errors="replace") for log in logs]
