@@ -100,7 +100,7 @@ def measure(config: Config, repeat: int) -> list[Row] | None:
     from megappo.checkpoint.select import select_checkpoint
     from megappo.checkpoint.shards import load_shards, role_updates
     from megappo.ppo.checkpoints import Checkpoints
-    from megappo.ppo.parts import assemble
+    from megappo.ppo.components import assemble
     from megappo.ppo.reporting import Reporter
     from megappo.ppo.start import Start
     from megappo.ppo.trainer import Trainer

@@ -51,7 +51,7 @@ from megappo.megatron.packing import MicrobatchPlan
 from megappo.megatron.roles import Placement, Role, TrainedRole, Update
 from megappo.megatron.schedule import PlacedSample, Task
 from megappo.plan.planner import default_machine, make_plan, read_models
-from megappo.ppo.parts import Parts
+from megappo.ppo.components import RunComponents
 from megappo.ppo.reporting import Reporter
 from megappo.ppo.trainer import Trainer
 from megappo.runtime.process import Runtime
@@ -157,7 +157,7 @@ def make_trainer(config: Config, runtime: Runtime, size: Size) -> Trainer:
     models = read_models(config, ROOT / "configs" / "models").models
     actor = Echo(placement("actor", config, size), models.actor, runtime)
     critic = Echo(placement("critic", config, size), models.critic, runtime) if config.critic is not None else None
-    given: dict[str, Any] = dict.fromkeys(Parts.__dataclass_fields__)
+    given: dict[str, Any] = dict.fromkeys(RunComponents.__dataclass_fields__)
     given |= {
         "config": config,
         "derived": type("Derived", (), {"batch_sequences": size.samples, "steps": 100}),
@@ -168,7 +168,7 @@ def make_trainer(config: Config, runtime: Runtime, size: Size) -> Trainer:
         "cursor": Cursor(size.samples, 0, False, fingerprint=""),
         "stop_token_ids": (),
     }
-    parts = Parts(**given)
+    parts = RunComponents(**given)
     trainer = Trainer(parts, Reporter(config, parts.derived, runtime))
     trainer.step = 1 + (config.critic.warmup_steps if config.critic is not None else 0)
     return trainer

@@ -34,7 +34,7 @@ from megappo.config.model_files import load_tokenizer
 from megappo.data import read_prompts, training_cursor
 from megappo.engines.protocol import Completion, GenerateRequest, SamplingParams
 from megappo.plan.planner import read_models
-from megappo.ppo.parts import Parts
+from megappo.ppo.components import RunComponents
 from megappo.ppo.reporting import Reporter
 from megappo.ppo.trainer import Trainer
 from megappo.rewards.scorer import RewardScorer
@@ -100,7 +100,7 @@ def make_trainer(config: Config, runtime: Runtime, tokens: int) -> Trainer:
     critic = Echo(placement("critic", config, size), models.critic, runtime) if config.critic is not None else None
     tokenizer = load_tokenizer(config)
     prompts = read_prompts(config.data, tokenizer)
-    given: dict[str, Any] = dict.fromkeys(Parts.__dataclass_fields__)
+    given: dict[str, Any] = dict.fromkeys(RunComponents.__dataclass_fields__)
     given |= {
         "config": config,
         "derived": derive_run(config, 1),
@@ -118,7 +118,7 @@ def make_trainer(config: Config, runtime: Runtime, tokens: int) -> Trainer:
         "stop": NeverStop(),
         "origins": (),
     }
-    trainer = Trainer(Parts(**given), Reporter(config, given["derived"], runtime))
+    trainer = Trainer(RunComponents(**given), Reporter(config, given["derived"], runtime))
     trainer.step = config.critic.warmup_steps if config.critic is not None else 0
     trainer.sync_weights()
     return trainer

@@ -56,7 +56,7 @@ def configuration(path: str, overrides: Sequence[str], directory: str) -> Config
 @contextmanager
 def running(config: Config) -> Iterator[Trainer]:
     """The trainer of a run on this rank, its engine with the actor's weights."""
-    from megappo.ppo.parts import assemble
+    from megappo.ppo.components import assemble
     from megappo.ppo.reporting import Reporter
     from megappo.ppo.trainer import Trainer
     from megappo.runtime.process import start_runtime

@@ -104,7 +104,7 @@ def measure(config: Config, repeat: int) -> Measured | None:
     import torch.distributed as dist
 
     from benchmarks.weight_sync_peers import check_peers, slime_sync, verl_sync
-    from megappo.ppo.parts import RunMode, assemble
+    from megappo.ppo.components import RunMode, assemble
     from megappo.runtime.process import start_runtime
 
     derived = derive_run(config, int(os.environ.get("WORLD_SIZE", "1")))

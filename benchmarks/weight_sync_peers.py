@@ -23,14 +23,14 @@ from megappo.engines.sglang.transport import flat_payload, serialize, share_by_n
 from megappo.families.architecture import ArchitectureConfig
 from megappo.families.parameters import Parameter, shard_shape
 from megappo.megatron.roles import LocalRole
-from megappo.ppo.parts import Parts
+from megappo.ppo.components import RunComponents
 from megappo.reshard.slices import Receiver
 from megappo.reshard.stream import Slot
 
 _SECONDS = 600.0
 
 
-def gather_parameters(parts: Parts, parameters: Sequence[Parameter], stage: int) -> list[tuple[str, Tensor]]:
+def gather_parameters(parts: RunComponents, parameters: Sequence[Parameter], stage: int) -> list[tuple[str, Tensor]]:
     """Whole Hugging Face tensors of parameters of one pipeline stage, on every rank; a collective of the actor."""
     actor, arch = parts.actor, parts.actor.arch
     assert isinstance(actor, LocalRole), "the actor must be on every rank"
@@ -72,7 +72,7 @@ def check_peers(parts: Any) -> None:
     assert not streamed
 
 
-def _buckets(parts: Parts) -> Iterator[tuple[tuple[Parameter, ...], int]]:
+def _buckets(parts: RunComponents) -> Iterator[tuple[tuple[Parameter, ...], int]]:
     """Parameters of one pipeline stage that make a bucket, with the stage."""
     weights = parts.weights
     whole = [Receiver(0, stage=stage) for stage in range(weights.holdings.grid.pp)]

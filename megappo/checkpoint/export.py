@@ -15,7 +15,7 @@ from megappo.checkpoint.card import write_card
 from megappo.checkpoint.files import Marker
 from megappo.checkpoint.identity import (
     BASE,
-    FURTHER,
+    MTP,
     NO_CODE,
     OwnCode,
     model_of,
@@ -40,7 +40,7 @@ from megappo.families.architecture import ArchitectureConfig
 from megappo.families.parameters import wide_tensors
 from megappo.families.weights import TensorSource, WeightSource
 from megappo.megatron.build import DTYPES
-from megappo.reshard.further import FurtherLayers, further_layers_in
+from megappo.reshard.mtp import MTPLayers, mtp_layers_in
 from megappo.reshard.peft import MergedSource, write_peft
 from megappo.reshard.sources import RandomSource, SafetensorsSource
 from megappo.reshard.value_heads import EXPORTED
@@ -83,9 +83,9 @@ def export_run(
     if form == "peft":
         _check_peft(lora, role)
     source = held if lora is None or form == "peft" else _merged(held, lora, arch, config, marker, role)
-    further = FurtherLayers(arch)
+    mtp = MTPLayers(arch)
     if role == "actor" and form == FORMATS[0] and not without_mtp:
-        further = _further_layers(arch, config, marker)
+        mtp = _mtp_layers(arch, config, marker)
     with ExitStack() as undo:
         undo.callback(_take_back, target, keep=target.exists())
         if lora is not None and form == "peft":
@@ -94,7 +94,7 @@ def export_run(
         elif form == "torch_dist":
             write_torch_dist(target, arch, source, DTYPES[config.model.dtype], role=role, step=marker.step)
         else:
-            _write_huggingface(target, further, source, config, model, role)
+            _write_huggingface(target, mtp, source, config, model, role)
         if form != "torch_dist":
             sentences += write_card(target, config, directory, role=role, step=marker.step, adapters=form == "peft")
         undo.pop_all()
@@ -135,15 +135,15 @@ def _merged(
     return merged
 
 
-def _further_layers(arch: ArchitectureConfig, config: Config, marker: Marker) -> FurtherLayers:
+def _mtp_layers(arch: ArchitectureConfig, config: Config, marker: Marker) -> MTPLayers:
     """The multi-token prediction layers; none where the run's model had none. Raises ValueError where they are not
     those that it had. A checkpoint of an earlier megappo does not mention them, and is exported without."""
-    before, none = marker.content.get("identity", {}).get("actor" + FURTHER), whole_digest({})
+    before, none = marker.content.get("identity", {}).get("actor" + MTP), whole_digest({})
     if before in (None, none):
-        return FurtherLayers(arch)
+        return MTPLayers(arch)
     remedy = "bring the folder back, or export without them (--without-mtp)"
     try:
-        found = further_layers_in(role_folder(config, "actor"), arch)
+        found = mtp_layers_in(role_folder(config, "actor"), arch)
     except ValueError as error:
         raise ValueError(
             f"the layers that predict further tokens are in {config.model.path} alone, which cannot be read: {error}; "
@@ -162,16 +162,16 @@ def _require_same(tensors: Iterable[tuple[str, Tensor]], before: str, problem: s
 
 
 def _write_huggingface(
-    target: Path, further: FurtherLayers, source: TensorSource, config: Config, model: Path, role: str
+    target: Path, mtp: MTPLayers, source: TensorSource, config: Config, model: Path, role: str
 ) -> None:
-    arch = further.arch
+    arch = mtp.arch
     dtype, wide, tokenizer = DTYPES[config.model.dtype], wide_tensors(arch), load_tokenizer(config)
     tensors = ((name, tensor.to(torch.float32 if name in wide else dtype)) for name, tensor in source.tensors())
     if role == "critic":
         write_critic(target, arch, chain(tensors, _head_tensors(source, dtype)), tokenizer)
         return
     stops = resolve_stop_token_ids(model, tokenizer, config.rollout.stop_token_ids)
-    whole = chain(tensors, further.exported(dtype))
+    whole = chain(tensors, mtp.exported(dtype))
     write_policy(target, arch, whole, tokenizer, started_from=model, stop_token_ids=stops)
 
 

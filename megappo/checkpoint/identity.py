@@ -26,7 +26,7 @@ _WITHOUT_MEANING = ("_name_or_path", "transformers_version", "torch_dtype", "dty
 
 BASE = "'s base"
 """Suffix of a role's name for the digest of the weights under its adapters, which are in no checkpoint."""
-FURTHER = "'s further layers"
+MTP = "'s further layers"
 """Suffix of a role's name for the digest of its model's multi-token prediction layers, which are in no checkpoint."""
 
 
@@ -43,9 +43,10 @@ def architecture_fields(arch: ArchitectureConfig) -> dict[str, JSONValue]:
 
 
 def said_fields(said: Mapping[str, JSONValue]) -> dict[str, JSONValue]:
-    """The `architecture_fields` in a checkpoint; fields that an earlier megappo did not know have their defaults."""
+    """The `architecture_fields` in a checkpoint; fields that an earlier megappo did not know have their defaults, and
+    `beyond`, as it called `extensions`, its name now."""
     unsaid = {f.name: f.default for f in dataclasses.fields(ArchitectureConfig) if f.default is not dataclasses.MISSING}
-    return {**_of_json(unsaid), **said}
+    return {**_of_json(unsaid), **{"extensions" if name == "beyond" else name: value for name, value in said.items()}}
 
 
 def _of_json(fields: Mapping[str, Any]) -> dict[str, JSONValue]:

@@ -39,9 +39,9 @@ from megappo.plan.planner import default_machine, make_plan
 from megappo.plan.rewards import reward_parameters
 from megappo.plan.search import remedy
 from megappo.plugins import is_import_path
+from megappo.ppo.components import check_answers
 from megappo.ppo.methods import check_methods
 from megappo.ppo.origins import open_origin
-from megappo.ppo.parts import check_answers
 from megappo.preflight.inputs import read_inputs
 from megappo.preflight.resolved import outline_run
 from megappo.reshard.sources import SafetensorsSource
@@ -250,8 +250,8 @@ def _weights(config: Config) -> Rows:
         count = source.check(with_output_layer=role != "critic")
         kind = "float8" if arch.stored_blocks else "MXFP4" if arch.stored_mxfp4 else ""
         stored = f" and {kind} weights have their scales" if kind else ""
-        if role == "actor" and source.further:
-            stored += f"; {len(source.further)} of layers that predict further tokens are kept for exports"
+        if role == "actor" and source.mtp_shapes:
+            stored += f"; {len(source.mtp_shapes)} of layers that predict further tokens are kept for exports"
         yield "weights", f"{role}: all {count} tensors are in {folder}, in the shapes of its config.json{stored}"
 
 

@@ -229,13 +229,13 @@ def _rendezvous_of(service: Service, stop: StopRequest) -> MultiNodeRendezvous |
     settings, found, (address, port) = service.spec.settings, list[MultiNodeRendezvous](), service.meet
     if service.node == 0:
         try:
-            return MultiNodeRendezvous.first(address, port, settings)
+            return MultiNodeRendezvous.host(address, port, settings)
         except OSError as error:
             raise RunError(f"parts of a server cannot meet at --meet {address}:{port} ({error})") from None
 
     def joined() -> bool:
         with suppress(ServerFailure):
-            found.append(MultiNodeRendezvous.further(address, port, service.node, settings, _JOIN_SECONDS))
+            found.append(MultiNodeRendezvous.join(address, port, service.node, settings, _JOIN_SECONDS))
         return bool(found) or stop.due
 
     if not wait_until(joined, settings.start_timeout_seconds, every_seconds=POLL_SECONDS):

@@ -185,7 +185,7 @@ class TransformersEngine:
     ) -> None:
         self._arch, self._weights = arch, Movable() if sleeps else None
         # torch's attention has neither sinks nor caps of scores, and transformers would silently leave a cap out.
-        attention = "eager" if arch.beyond.attends_by_products else "sdpa"
+        attention = "eager" if arch.extensions.attends_by_products else "sdpa"
         self._model: PreTrainedModel = AutoModelForCausalLM.from_config(
             arch.hf_config, dtype=dtype, attn_implementation=attention, trust_remote_code=trust_remote_code
         )

@@ -12,7 +12,7 @@ from megappo.types import Prompt
 
 
 @dataclass(eq=False)
-class _FlightLine:
+class _InFlightStream:
     """A `RequestStream` to an engine that takes requests from any thread."""
 
     engine: InFlightConversingEngine
@@ -41,7 +41,7 @@ class FlyingEpisodes:
     def go_on(self) -> None:
         """Send turns to the engine from now on, with its current weights."""
         if self._halted:
-            self._table.use(_FlightLine(self._engine, self._params))
+            self._table.use(_InFlightStream(self._engine, self._params))
             self._halted = False
 
     def finished(self, wait_seconds: float) -> dict[int, Completion]:

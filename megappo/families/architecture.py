@@ -234,7 +234,7 @@ for backward; torch's flash kernel catches up at about 512 (benchmarks/results/2
 
 
 @dataclass(frozen=True)
-class Beyond:
+class ArchitectureExtensions:
     """Properties of a model that Megatron-Core has no field for: megappo's own layers build it, not Transformer
     Engine's."""
 
@@ -277,7 +277,7 @@ class ArchitectureConfig(ModelShape):
     """Whether each layer has the window; empty: all layers have it."""
     score_width: int | None = None
     """Attention scores are divided by the square root of this; None: by that of the head size."""
-    beyond: Beyond = Beyond()
+    extensions: ArchitectureExtensions = ArchitectureExtensions()
     experts_per_token: int = 0
     """Experts that each token is sent to; 0: a dense model."""
     normalized_experts: bool = True
@@ -308,7 +308,7 @@ class ArchitectureConfig(ModelShape):
     def has_own_layers(self) -> bool:
         """Whether the model needs megappo's own layers; for others Transformer Engine's may be used."""
         special = self.sigmoid_router or self.latent is not None or self.special_layers != ()
-        return special or self.beyond != Beyond()
+        return special or self.extensions != ArchitectureExtensions()
 
     @property
     def layers_with_window(self) -> int:

@@ -139,13 +139,13 @@ class Family:
     """Whether SGLang's model supports data parallel attention (`rollout.sglang.data_parallel_attention`)."""
     unserved: Callable[[ArchitectureConfig, Served], str] = unread_settings
     """Why SGLang does not compute such a model; "" where it does."""
-    further: Callable[[HFConfig], Mapping[str, JSONValue]] = nothing
+    extra_config: Callable[[HFConfig], Mapping[str, JSONValue]] = nothing
     """Entries of config.json, from transformers' configuration, that SGLang reads in addition to what transformers
     writes."""
-    further_layers: Callable[[ArchitectureConfig], Sequence[str]] = no_tensors
+    mtp_layers: Callable[[ArchitectureConfig], Sequence[str]] = no_tensors
     """Beginnings of the names of layers that predict further tokens (multi-token prediction). No role computes them:
     they stay in the folder of the model, and an export of the policy has them again."""
-    further_count: str = ""
+    mtp_count_field: str = ""
     """Name of config.json's entry with the number of such layers."""
     passed_over: Callable[[ArchitectureConfig], Sequence[str]] = no_tensors
     """Beginnings of names of tensors in files that transformers does not read either."""
@@ -161,9 +161,9 @@ class Family:
     (`rollout.sglang.verify`)."""
 
     @property
-    def may_have_further_layers(self) -> bool:
+    def may_have_mtp_layers(self) -> bool:
         """Whether models of the family may have multi-token prediction layers."""
-        return self.further_layers is not no_tensors
+        return self.mtp_layers is not no_tensors
 
     def architecture(self, hf_config: PretrainedConfig) -> ArchitectureConfig:
         """The architecture of a model of this family. Raises ValueError for what the family refuses."""

@@ -157,7 +157,7 @@ def _scale_of_yarn(rope: Mapping[str, Any]) -> float | None:
     return get_mscale(rope["factor"], mscale) / get_mscale(rope["factor"], of_all)
 
 
-def further(c: HFConfig) -> Fields:
+def extra_config(c: HFConfig) -> Fields:
     """Entries of config.json that SGLang needs and transformers does not write."""
     return {**without_next_token_layers(c), **_ALIKE}
 
@@ -168,7 +168,7 @@ FAMILY = Family(
     blocks=(LatentHeads(), FirstMlp(), Experts(), SharedExpert()),
     unserved=unserved,
     adapted=False,
-    further=further,
-    further_layers=next_token_layers,
-    further_count="num_mtp_layers",
+    extra_config=extra_config,
+    mtp_layers=next_token_layers,
+    mtp_count_field="num_mtp_layers",
 )

@@ -55,7 +55,7 @@ def update_flops(
     mlp = 2.0 * 3 * arch.hidden_size * width
     of = {"core_attn": attention, "mlp": mlp, "moe": mlp}  # an MLP has three matrices
     again = {"none": 0.0, "selective": sum(of[module] for module in set(recompute_modules)), "full": layer}
-    scores = attention if arch.beyond.attends_by_products else 0.0  # made again in backward
+    scores = attention if arch.extensions.attends_by_products else 0.0  # made again in backward
     scores += recurrence_flops(arch) / arch.layers  # as is the recurrence of linear attention
     extra = 0.0 if is_critic else head
     if lora is None:

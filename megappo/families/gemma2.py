@@ -7,7 +7,7 @@ import math
 from collections.abc import Sequence
 from functools import partial
 
-from megappo.families.architecture import ArchitectureConfig, Beyond
+from megappo.families.architecture import ArchitectureConfig, ArchitectureExtensions
 from megappo.families.blocks import Attention, GatedMlp, norm
 from megappo.families.declaration import Family, PerToken, Weight
 from megappo.families.fields import Activation, Fields, HFConfig, MegatronSettings
@@ -23,13 +23,13 @@ def gemma(c: HFConfig) -> Fields:
     check_sees_backward(c, c.use_bidirectional_attention)
     if c.query_pre_attn_scalar < 1:
         raise ValueError(f"query_pre_attn_scalar {c.query_pre_attn_scalar} must be at least 1")
-    beyond = Beyond(
+    extensions = ArchitectureExtensions(
         scores_cap=c.attn_logit_softcapping,
         logits_cap=c.final_logit_softcapping,
         embedding_scale=math.sqrt(c.hidden_size),
         norms_after=True,
     )
-    return {"score_width": c.query_pre_attn_scalar, "beyond": beyond}
+    return {"score_width": c.query_pre_attn_scalar, "extensions": extensions}
 
 
 def check_gemma(c: HFConfig) -> None:
@@ -98,5 +98,5 @@ FAMILY = Family(
     reads=(decoder, no_attention_bias, gemma, window_by_layer_types),
     blocks=(NormedAttention(), GeluMlp()),
     unserved=unserved,
-    further=activation,
+    extra_config=activation,
 )

@@ -28,7 +28,7 @@ def gemma3(c: HFConfig) -> Fields:
     if other:
         raise ValueError(f"rope type '{other[0]}' is not supported for this family; use one of {', '.join(_ROPES)}")
     found = gemma(c)
-    return {**found, "beyond": replace(found["beyond"], ropes=tuple(c.layer_types))}
+    return {**found, "extensions": replace(found["extensions"], ropes=tuple(c.layer_types))}
 
 
 def unserved(arch: ArchitectureConfig, asked: Served) -> str:
@@ -48,5 +48,5 @@ FAMILY = Family(
     reads=(decoder, no_attention_bias, gemma3, window_by_layer_types),
     blocks=(NormedAttention(), GeluMlp(), QueryKeyNorms()),
     unserved=unserved,
-    further=activation,
+    extra_config=activation,
 )

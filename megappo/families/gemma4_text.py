@@ -8,7 +8,7 @@ import math
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 
-from megappo.families.architecture import ArchitectureConfig, Beyond, WideAttention
+from megappo.families.architecture import ArchitectureConfig, ArchitectureExtensions, WideAttention
 from megappo.families.blocks import QueryKeyNorms
 from megappo.families.declaration import Block, Family, PerToken, Weight
 from megappo.families.fields import Fields, HFConfig, MegatronSettings
@@ -64,14 +64,14 @@ def gemma4(c: HFConfig) -> Fields:
             )
     if not c.attention_k_eq_v:
         raise ValueError("attention_k_eq_v: false is not supported; use a model whose keys are its values (true)")
-    beyond = Beyond(
+    extensions = ArchitectureExtensions(
         logits_cap=c.final_logit_softcapping,
         embedding_scale=math.sqrt(c.hidden_size),
         norms_after=True,
         layer_scalars=True,
         ropes=tuple(c.layer_types),
     )
-    return {"score_width": 1, "beyond": beyond}
+    return {"score_width": 1, "extensions": extensions}
 
 
 @dataclass(frozen=True)

@@ -47,7 +47,7 @@ FAMILY = Family(
     "glm4_moe",
     reads=(partly_rotated_decoder, silu_mlp, no_window, biased_experts),
     blocks=(Attention(), Biases(), Norms(), FirstMlp(), Experts(wide_router=True), SharedExpert()),
-    further=without_next_token_layers,
-    further_layers=next_token_layers,
-    further_count="num_mtp_layers",
+    extra_config=without_next_token_layers,
+    mtp_layers=next_token_layers,
+    mtp_count_field="num_mtp_layers",
 )

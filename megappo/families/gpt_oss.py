@@ -6,7 +6,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Mapping, Sequence
 
-from megappo.families.architecture import ArchitectureConfig, Beyond
+from megappo.families.architecture import ArchitectureConfig, ArchitectureExtensions
 from megappo.families.blocks import Attention, Experts, QueryKeyValueBiases, mlp_norm
 from megappo.families.declaration import Family, Kind, PerToken, Weight
 from megappo.families.fields import Activation, Fields, HFConfig, MegatronSettings
@@ -46,7 +46,7 @@ def experts(c: HFConfig) -> Fields:
         raise ValueError(
             f"attention_dropout {c.attention_dropout} trains a policy that is not the one that samples; set it to 0"
         )
-    return {**expert_counts(c, "num_local_experts"), "beyond": Beyond(sinks=True)}
+    return {**expert_counts(c, "num_local_experts"), "extensions": ArchitectureExtensions(sinks=True)}
 
 
 class SinkAttention(Attention):

@@ -7,13 +7,13 @@ from megappo.families.declaration import Family
 from megappo.families.fields import Fields, HFConfig
 from megappo.families.qwen3_5_text import PREFIX, SplitLinearAttention, passed_over, unserved
 from megappo.families.qwen3_next import (
-    FURTHER_COUNT,
+    MTP_COUNT_FIELD,
     AttentionNorms,
     GatedAttention,
     GatedSharedExpert,
     delta_net,
     full_attention_interval,
-    further_layers,
+    mtp_layers,
     shared_expert,
 )
 from megappo.families.reading import expert_counts, no_attention_bias, partly_rotated_decoder, silu_mlp
@@ -30,9 +30,9 @@ FAMILY = Family(
     blocks=(GatedAttention(), AttentionNorms(), SplitLinearAttention(), Experts(), GatedSharedExpert()),
     unserved=unserved,
     adapted=False,
-    further=full_attention_interval,
-    further_layers=further_layers,
-    further_count=FURTHER_COUNT,
+    extra_config=full_attention_interval,
+    mtp_layers=mtp_layers,
+    mtp_count_field=MTP_COUNT_FIELD,
     passed_over=passed_over,
     stored_prefix=PREFIX,
     fingerprinted=False,

@@ -6,13 +6,13 @@ from megappo.families.architecture import ArchitectureConfig, DeltaNet
 from megappo.families.blocks import GatedMlp
 from megappo.families.declaration import Family, Weight
 from megappo.families.qwen3_next import (
-    FURTHER_COUNT,
+    MTP_COUNT_FIELD,
     AttentionNorms,
     GatedAttention,
     LinearAttention,
     delta_net,
     full_attention_interval,
-    further_layers,
+    mtp_layers,
 )
 from megappo.families.reading import no_attention_bias, partly_rotated_decoder, silu_mlp
 from megappo.families.served import Served
@@ -53,9 +53,9 @@ FAMILY = Family(
     blocks=(GatedAttention(), AttentionNorms(), SplitLinearAttention(), GatedMlp()),
     unserved=unserved,
     adapted=False,
-    further=full_attention_interval,
-    further_layers=further_layers,
-    further_count=FURTHER_COUNT,
+    extra_config=full_attention_interval,
+    mtp_layers=mtp_layers,
+    mtp_count_field=MTP_COUNT_FIELD,
     passed_over=passed_over,
     stored_prefix=PREFIX,
     fingerprinted=False,

@@ -167,10 +167,10 @@ def full_attention_interval(c: HFConfig) -> Fields:
     return {} if n is None else {"full_attention_interval": n}
 
 
-FURTHER_COUNT = "mtp_num_hidden_layers"
+MTP_COUNT_FIELD = "mtp_num_hidden_layers"
 
 
-def further_layers(arch: ArchitectureConfig) -> tuple[str, ...]:
+def mtp_layers(arch: ArchitectureConfig) -> tuple[str, ...]:
     """Beginning of the names of the multi-token prediction layers, and of what stands before and behind them."""
     return ("mtp.",)
 
@@ -181,8 +181,8 @@ FAMILY = Family(
     blocks=(GatedAttention(), AttentionNorms(), LinearAttention(), Experts(), GatedSharedExpert()),
     unserved=unserved,
     adapted=False,
-    further=full_attention_interval,
-    further_layers=further_layers,
-    further_count=FURTHER_COUNT,
+    extra_config=full_attention_interval,
+    mtp_layers=mtp_layers,
+    mtp_count_field=MTP_COUNT_FIELD,
     fingerprinted=False,
 )

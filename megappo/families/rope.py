@@ -42,7 +42,7 @@ def _scale(arch: ArchitectureConfig, rope: Mapping[str, Any]) -> float:
 
 def rope_kinds(arch: ArchitectureConfig) -> tuple[str, ...]:
     """The kinds of rope in a model's layers, in the order of `rotary`; empty: there is one rope."""
-    return tuple(sorted(set(arch.beyond.ropes)))
+    return tuple(sorted(set(arch.extensions.ropes)))
 
 
 def _of_kind(arch: ArchitectureConfig, kind: str | None) -> tuple[Tensor, float]:

@@ -32,9 +32,9 @@ from megappo.families.parameters import EMBEDDING, OUTPUT_LAYER, Parameter, cano
 from megappo.families.rope import rotary
 from megappo.families.weights import ValueHeadWeights, WeightSource, read_shard
 from megappo.megatron.attention import RMSNorm
-from megappo.megatron.beyond import around_layers, core_attention, norms_after
 from megappo.megatron.delta_net import GatedDeltaNet, GatedSelfAttention
 from megappo.megatron.experts import use_grouped_experts
+from megappo.megatron.extensions import around_layers, core_attention, norms_after
 from megappo.megatron.heads import LogprobHead, ValueHead
 from megappo.megatron.latent_attention import LatentSelfAttention
 from megappo.megatron.layout import Layout
@@ -285,15 +285,15 @@ def _with_own_mlp(
 def _own_layer(
     config: TransformerConfig, arch: ArchitectureConfig, *, has_experts: bool, is_special: bool
 ) -> ModuleSpec:
-    experts, beyond = config.num_moe_experts if has_experts else None, arch.beyond
+    experts, extensions = config.num_moe_experts if has_experts else None, arch.extensions
     layer = get_gpt_layer_local_spec(num_experts=experts, qk_layernorm=config.qk_layernorm, normalization="RMSNorm")
     _with_own_mlp(layer, config, arch, has_experts=has_experts)
     attention = layer.submodules.self_attention.submodules
-    attention.core_attention = core_attention(beyond)
+    attention.core_attention = core_attention(extensions)
     layer.submodules.input_layernorm = layer.submodules.pre_mlp_layernorm = RMSNorm
     if config.qk_layernorm:
         attention.q_layernorm = attention.k_layernorm = RMSNorm
-    if beyond.norms_after:
+    if extensions.norms_after:
         norms_after(layer)
     if is_special and arch.delta_net is not None:
         layer.submodules.self_attention = ModuleSpec(GatedDeltaNet, params={"shape": arch.delta_net})
@@ -408,7 +408,7 @@ def _build_chunk(
             model.output_layer.weight,
             vocab_size=arch.vocab_size,
             temperature=options.temperature,
-            cap=arch.beyond.logits_cap,
+            cap=arch.extensions.logits_cap,
         )
     return model
 

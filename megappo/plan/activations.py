@@ -60,7 +60,7 @@ def layer_bytes_per_token(role: RoleSetup, *, recompute: str, fused: bool) -> fl
     if recompute == "full":
         return e * hidden / rows
     residual = 2.0 * (_norm_input(role, hidden, fused=fused) + e * hidden)
-    if arch.beyond.norms_after:  # their outputs are added to the residual, and not kept
+    if arch.extensions.norms_after:  # their outputs are added to the residual, and not kept
         residual += 2.0 * _norm_input(role, hidden, fused=fused)
     attention = float(e * (q + 2 * kv) + e * (q + kv) + e * q)
     dropped = role.recompute_modules if recompute == "selective" else ()
@@ -101,7 +101,7 @@ def shares_bytes(role: RoleSetup, work: Workload) -> float:
     counted only if it is positive.
     """
     arch, e = role.arch, role.dtype_bytes
-    if work.on_cuda or e != 2 or arch.beyond.attends_by_products or role.grid.cp > 1:
+    if work.on_cuda or e != 2 or arch.extensions.attends_by_products or role.grid.cp > 1:
         return 0.0
     without = e * (3 * arch.mean_query_width + 3 * arch.mean_key_width) + 4 * arch.heads
     if arch.latent is not None:  # whose heads keep nothing but the copies in either case
@@ -244,7 +244,7 @@ def products_bytes(role: RoleSetup, work: Workload) -> float:
     It holds the scores, the outputs of tanh (or the scores with sinks beside them) and of softmax, and their gradient;
     queries, keys and values. Segments side by side are padded to at most twice their tokens.
     """
-    if not role.arch.beyond.attends_by_products:
+    if not role.arch.extensions.attends_by_products:
         return 0.0
     tokens, arch = role.rank_tokens(work.sequence_tokens), role.arch
     rows = min(PRODUCT_ROWS, work.sequence_tokens)

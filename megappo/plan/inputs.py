@@ -163,7 +163,7 @@ class RoleSetup:
 
     def fixed_parameters(self, stage: int) -> int:
         """Parameters on one rank of a stage that are never trained: router biases and scalars of layers."""
-        scalars = self.stage_layers[stage] if self.arch.beyond.layer_scalars else 0
+        scalars = self.stage_layers[stage] if self.arch.extensions.layer_scalars else 0
         return self.router_biases(stage) + scalars
 
     def weight_bytes(self, stage: int) -> float:

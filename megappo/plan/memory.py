@@ -194,7 +194,7 @@ def engine_memory(arch: ArchitectureConfig, work: Workload) -> EngineMemory:
     else:
         layer_copies = 2.0 * e * tokens * (kv_width + (q_width if q_width > kv_width else 0))
     prefill = e * batch * work.prompt_tokens * (3 * arch.ffn_hidden_size + 2 * arch.hidden_size)
-    if arch.beyond.attends_by_products:  # whole score matrices, three in the engine's type and one in float32
+    if arch.extensions.attends_by_products:  # whole score matrices, three in the engine's type and one in float32
         prefill += (3 * e + 4) * batch * arch.heads * work.prompt_tokens**2
     sampler = batch * arch.vocab_size * (e + 3 * 4)
     weights = float(model_sizes(arch)[0] * e)

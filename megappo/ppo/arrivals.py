@@ -21,9 +21,9 @@ from megappo.engines.protocol import Completion
 from megappo.engines.stretches import token_versions
 from megappo.errors import writing
 from megappo.observe.json_values import JSONValue
+from megappo.ppo.components import RunComponents
 from megappo.ppo.generation import Kept
 from megappo.ppo.in_flight_state import KEY, State, read_state, written_state
-from megappo.ppo.parts import Parts
 from megappo.ppo.sampling import SampleRequests, finish_rollout
 from megappo.ppo.tickets import Group
 from megappo.reshard.writer import save_tensors
@@ -40,7 +40,7 @@ def numbers_of(ticket: int, samples_per_prompt: int, runtime: Runtime) -> range:
     return range(ticket * samples_per_prompt, (ticket + is_mine) * samples_per_prompt)
 
 
-def rollouts_of(parts: Parts, groups: Sequence[Group], answers: Mapping[int, Completion]) -> Rollouts:
+def rollouts_of(parts: RunComponents, groups: Sequence[Group], answers: Mapping[int, Completion]) -> Rollouts:
     """This rank's samples of a round, in the order of its groups; `answers` has the completions by sample number."""
     samples = parts.config.rollout.samples_per_prompt
     found = list[tuple[int, Prompt, Completion]]()
@@ -65,7 +65,7 @@ def rollouts_of(parts: Parts, groups: Sequence[Group], answers: Mapping[int, Com
 class ArrivalsRecord:
     """Writes the samples of each step into the run directory; every rank calls it."""
 
-    def __init__(self, parts: Parts) -> None:
+    def __init__(self, parts: RunComponents) -> None:
         self._runtime, self._settings = parts.runtime, parts.config.rollout
         self._folder = parts.config.run.path / FOLDER
 
@@ -103,7 +103,7 @@ class ReplayedArrivals:
     Replaces `InFlight`. The recording run may have used any engine and any number of ranks.
     """
 
-    def __init__(self, parts: Parts, folder: Path) -> None:
+    def __init__(self, parts: RunComponents, folder: Path) -> None:
         self._parts, self._folder = parts, folder
         self._index = read_index(folder)
         self._step = 0

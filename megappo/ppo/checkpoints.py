@@ -17,7 +17,7 @@ from torch import Tensor
 
 from megappo.checkpoint.clock import Clock, Deadline
 from megappo.checkpoint.files import CheckpointError, Marker, checkpoints_directory, step_folder
-from megappo.checkpoint.identity import BASE, FURTHER, architecture_digest, architecture_fields, weights_digest
+from megappo.checkpoint.identity import BASE, MTP, architecture_digest, architecture_fields, weights_digest
 from megappo.checkpoint.randomness import random_states, restore_random_states
 from megappo.checkpoint.reader import load_values
 from megappo.checkpoint.shards import load_shards, load_weights, role_shards, role_updates, weight_shards
@@ -31,8 +31,8 @@ from megappo.megatron.roles import LocalRole, Role, Update, base_of
 from megappo.observe.json_values import JSONValue
 from megappo.observe.messages import tell
 from megappo.plugins import own_files
+from megappo.ppo.components import RunComponents
 from megappo.ppo.generation import Kept
-from megappo.ppo.parts import Parts
 from megappo.ppo.start import Start
 from megappo.ppo.updates import MinibatchUpdate, RoleUpdates
 from megappo.reshard.slices import Receiver
@@ -95,7 +95,7 @@ class Boundary:
 class Resumed:
     """The checkpoint from which a run resumes; every rank calls every method."""
 
-    def __init__(self, parts: Parts, folder: Path, marker: Marker, identity: Mapping[str, str]) -> None:
+    def __init__(self, parts: RunComponents, folder: Path, marker: Marker, identity: Mapping[str, str]) -> None:
         """`identity`: digests of the models that are not in the checkpoint."""
         self._parts, self._folder, self._marker, self._identity = parts, folder, marker, identity
         self._roles = parts.trained
@@ -168,11 +168,11 @@ class Resumed:
         for name, digest in self._identity.items():
             if before.get(name) in (None, digest):
                 continue
-            if name in ("reference", "actor" + FURTHER) and self._parts.config.run.force_resume:
+            if name in ("reference", "actor" + MTP) and self._parts.config.run.force_resume:
                 continue
             role = "actor" if name == "model" else name.split("'")[0]
             folder = role_folder(self._parts.config, role, weights=False)
-            what = "weights" if name == "reference" or name.endswith((BASE, FURTHER)) else "config.json"
+            what = "weights" if name == "reference" or name.endswith((BASE, MTP)) else "config.json"
             raise ValueError(
                 f"the {what} of the {name} are not those the run began with (in {folder}: sha256 {digest[:12]}, then "
                 f"{before[name][:12]}); bring the folder back, or start a new run"
@@ -182,7 +182,7 @@ class Resumed:
 class Checkpoints:
     """Writes a run's checkpoints; every rank calls every method."""
 
-    def __init__(self, parts: Parts, start: Start) -> None:
+    def __init__(self, parts: RunComponents, start: Start) -> None:
         """A collective of the world."""
         self._parts, self._settings = parts, parts.config.checkpoint
         self._roles = parts.trained
@@ -359,7 +359,7 @@ class Checkpoints:
             self._writer.abandon(_CLOSE_SECONDS)
 
 
-def _changing_reference(parts: Parts) -> Role | None:
+def _changing_reference(parts: RunComponents) -> Role | None:
     """The reference, if it changes during the run."""
     settings = parts.config.reference
     return parts.reference if settings is not None and settings.refresh_every_steps else None
@@ -375,7 +375,7 @@ def _time_left(config: Config) -> tuple[str, float | None]:
     return "the end that SLURM has set for the job", slurm
 
 
-def _weights_home(parts: Parts) -> int | None:
+def _weights_home(parts: RunComponents) -> int | None:
     """The rank that saves this rank's part of the actor for all replicas; None on ranks outside of the actor."""
     if not isinstance(parts.actor, LocalRole):
         return None
@@ -389,7 +389,7 @@ def _tell_warnings(writer: CheckpointWriter) -> None:
         tell(sentence)
 
 
-def _identity(parts: Parts) -> dict[str, str]:
+def _identity(parts: RunComponents) -> dict[str, str]:
     """Digests of the models that are not in the checkpoint; a collective of the world."""
     config = parts.config
     found = {"model": architecture_digest(role_folder(config, "actor"))}
@@ -399,8 +399,8 @@ def _identity(parts: Parts) -> dict[str, str]:
     if parts.reference is not None and config.reference is not None and not config.reference.share_actor_base:
         frozen["reference"] = parts.reference
     rank, world = parts.runtime.rank, parts.runtime.world_size
-    if parts.actor.arch.declaration.may_have_further_layers:
-        found["actor" + FURTHER] = weights_digest(parts.further_layers.tensors(share=(rank, world)))
+    if parts.actor.arch.declaration.may_have_mtp_layers:
+        found["actor" + MTP] = weights_digest(parts.mtp_layers.tensors(share=(rank, world)))
     for name, role in frozen.items():
         stream = WeightStream(role, config.rollout.sync_bucket_bytes)
         found[name] = weights_digest(stream.to([Receiver(to, share=(to, world)) for to in range(world)]))

@@ -12,7 +12,7 @@ from megappo.config.data import ValidationSetSettings
 from megappo.data import PromptDataset
 from megappo.errors import one_line
 from megappo.observe.messages import tell
-from megappo.ppo.parts import Parts
+from megappo.ppo.components import RunComponents
 from megappo.ppo.sampling import finish_rollout, prompts_of_rank, request_samples, sample_seed
 from megappo.rewards.workers import too_many_failures
 from megappo.runtime.objects import all_gather_objects
@@ -23,7 +23,7 @@ _STEP_OF_SEEDS = 0
 """Replaces a step's number in seeds: all evaluations of a run use the same ones, so that only the model differs."""
 
 
-def evaluate_policy(parts: Parts, say: Callable[[str], object] = tell) -> dict[str, float]:
+def evaluate_policy(parts: RunComponents, say: Callable[[str], object] = tell) -> dict[str, float]:
     """Mean reward and length over every validation set with the engine's weights, and `pass@k`; a collective of the
     whole world.
 
@@ -41,7 +41,7 @@ def evaluate_policy(parts: Parts, say: Callable[[str], object] = tell) -> dict[s
 
 
 def _evaluate_set(
-    prefix: str, settings: ValidationSetSettings, dataset: PromptDataset, parts: Parts, tally: Tally
+    prefix: str, settings: ValidationSetSettings, dataset: PromptDataset, parts: RunComponents, tally: Tally
 ) -> str:
     """Evaluate one set into `tally`; returns a sentence about failures on any rank, "" where there were none."""
     config = parts.config
@@ -69,7 +69,7 @@ def _evaluate_set(
     return sentence
 
 
-def _failure_words(parts: Parts, rollouts: Rollouts, failures: MutableMapping[int, str]) -> str:
+def _failure_words(parts: RunComponents, rollouts: Rollouts, failures: MutableMapping[int, str]) -> str:
     """Sentence with the number of ungraded samples of all ranks and the first reason.
 
     Adds failed episodes to `failures`, which has the samples whose reward failed. Raises RewardError on every rank

@@ -8,12 +8,12 @@ from pathlib import Path
 
 from megappo.checkpoint.card import write_card
 from megappo.config.model_files import model_folder
-from megappo.ppo.parts import Parts
+from megappo.ppo.components import RunComponents
 from megappo.reshard.slices import Receiver
 from megappo.reshard.writer import write_policy
 
 
-def export_actor(parts: Parts, out: Path, step: int) -> None:
+def export_actor(parts: RunComponents, out: Path, step: int) -> None:
     """Write the actor after a step to a folder, with its model card, replacing an existing one; a collective of the
     world. The folder gets its name once it is complete. Raises OSError on the main rank where it cannot be written."""
     config = parts.config
@@ -27,7 +27,7 @@ def export_actor(parts: Parts, out: Path, step: int) -> None:
     write_policy(
         unfinished,
         parts.actor.arch,
-        chain(whole, parts.further_layers.exported(parts.weights.dtype)),
+        chain(whole, parts.mtp_layers.exported(parts.weights.dtype)),
         parts.tokenizer,
         started_from=model_folder(config.model.path, weights=False),
         stop_token_ids=parts.stop_token_ids,

@@ -10,8 +10,8 @@ from torch import Tensor
 
 from megappo.engines.protocol import Completion, GenerateRequest, PendingCompletions
 from megappo.observe.json_values import JSONValue
+from megappo.ppo.components import RunComponents
 from megappo.ppo.episodes import keep_episodes, kept_episodes
-from megappo.ppo.parts import Parts
 from megappo.ppo.sampling import SampleRequests, finish_rollout, prompts_of_rank, request_samples, sample_seed
 from megappo.types import Prompt, Rollouts
 
@@ -54,7 +54,7 @@ class Responses:
     """Takes prompts from the cursor, step by step, and has the engine respond; every call is a collective of the
     world."""
 
-    def __init__(self, parts: Parts) -> None:
+    def __init__(self, parts: RunComponents) -> None:
         self._parts = parts
         settings = parts.config.rollout
         self._params = parts.sampling(settings.max_response_tokens, trained_on=True)

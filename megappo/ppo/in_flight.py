@@ -18,9 +18,9 @@ from megappo.engines.stopping import stopped
 from megappo.engines.stretches import continued, ended, joined
 from megappo.observe.json_values import JSONValue
 from megappo.ppo.arrivals import ArrivalsRecord, ReplayedArrivals, numbers_of, rollouts_of
+from megappo.ppo.components import RunComponents
 from megappo.ppo.generation import Kept, Responses
 from megappo.ppo.in_flight_state import KEY, State, read_state, written_state
-from megappo.ppo.parts import Parts
 from megappo.ppo.sampling import room_behind, sample_seed
 from megappo.ppo.saved import LoadedSteps
 from megappo.ppo.tickets import Group, choose
@@ -51,7 +51,7 @@ class InFlight:
     """Keeps responses to the cursor's prompts in progress at all times; every call is a collective of the world.
     Replaces `Responses`."""
 
-    def __init__(self, parts: Parts) -> None:
+    def __init__(self, parts: RunComponents) -> None:
         assert isinstance(parts.engine, InFlightEngine), "rules refuse rollout.ahead with other engines"
         self._parts, self._engine = parts, parts.engine
         self._settings = parts.config.rollout
@@ -323,7 +323,7 @@ class InFlight:
             self._engine.send(wanted, self._params)
 
 
-def responses_of(parts: Parts) -> Responses | InFlight | ReplayedArrivals | LoadedSteps:
+def responses_of(parts: RunComponents) -> Responses | InFlight | ReplayedArrivals | LoadedSteps:
     """The source of the samples of a run's steps, as its settings say."""
     settings = parts.config.rollout
     if settings.load_from is not None:

@@ -15,10 +15,10 @@ from torch import Tensor
 from megappo.config.experience_rules import SavedStep, held_out, saved_steps
 from megappo.megatron.placed import announce, place
 from megappo.megatron.roles import Role
+from megappo.ppo.components import RunComponents
 from megappo.ppo.experience import returns_to_go, trained_tokens
 from megappo.ppo.experience_files import SavedSamples
 from megappo.ppo.measures import balance_metrics, routing_metrics
-from megappo.ppo.parts import Parts
 from megappo.ppo.sampling import sample_seed, share_of_rank
 from megappo.ppo.saved import LoadedSteps, check_tokens, joined_samples, read_some
 from megappo.ppo.selection import renumbered
@@ -32,7 +32,7 @@ _EPOCHS = -4
 EXPLAINED = "critic/held_out_explained_variance"
 
 
-def trainer_of(parts: Parts, *given: Any) -> Trainer:
+def trainer_of(parts: RunComponents, *given: Any) -> Trainer:
     """The trainer for a run with these settings; `given` are the other arguments of `Trainer`."""
     if parts.config.pretrains_critic:
         return CriticTrainer(parts, *given)
@@ -61,7 +61,7 @@ class LoadedTrainer(Trainer):
 class CriticTrainer(LoadedTrainer):
     """Trains the critic alone on samples of all saved steps; the actor stays as it is and computes nothing."""
 
-    def __init__(self, parts: Parts, *given: Any) -> None:
+    def __init__(self, parts: RunComponents, *given: Any) -> None:
         super().__init__(parts, *given)
         self._pool = SavedPool(parts)
         self._held_out = agreed(self._pool.held_out)
@@ -129,7 +129,7 @@ class SavedPool:
     """The samples of all saved steps. The last ones are held out; the others are returned batch by batch and epoch by
     epoch, the steps of each epoch in a different order."""
 
-    def __init__(self, parts: Parts) -> None:
+    def __init__(self, parts: RunComponents) -> None:
         self._parts, config = parts, parts.config
         assert config.rollout.load_from is not None, "rules want it"
         self._steps = list(saved_steps(Path(config.rollout.load_from)).values())

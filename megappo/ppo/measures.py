@@ -21,7 +21,7 @@ from megappo.megatron.placed import PlacedBatch
 from megappo.megatron.roles import Role
 from megappo.megatron.router import FURTHER
 from megappo.observe.throughput import mfu, training_flops_per_token
-from megappo.ppo.parts import Parts
+from megappo.ppo.components import RunComponents
 from megappo.runtime.process import Runtime
 from megappo.runtime.tally import Tally
 from megappo.types import Experience, Rollouts
@@ -53,7 +53,7 @@ def rollout_metrics(rollouts: Rollouts, runtime: Runtime, newest_version: int) -
     return tally.reduce(None, runtime.device)
 
 
-def source_metrics(rollouts: Rollouts, scores_B: Tensor, parts: Parts) -> dict[str, float]:
+def source_metrics(rollouts: Rollouts, scores_B: Tensor, parts: RunComponents) -> dict[str, float]:
     """`source/NAME/*` of the data sources that the step has prompts of; empty without a mixture."""
     if not isinstance(parts.train_prompts, MixedPrompts):
         return {}
@@ -67,7 +67,7 @@ def source_metrics(rollouts: Rollouts, scores_B: Tensor, parts: Parts) -> dict[s
     return {f"source/{name}": value for name, value in numbers.items() if numbers[f"{name.split('/')[0]}/prompts"]}
 
 
-def environment_metrics(rollouts: Rollouts, parts: Parts) -> dict[str, float]:
+def environment_metrics(rollouts: Rollouts, parts: RunComponents) -> dict[str, float]:
     """`episode/*`, `turn/*` and `tool/*` of a step; empty without an environment."""
     if parts.config.rollout.episodes is None:
         return {}
@@ -166,7 +166,7 @@ def sync_metrics(seconds: float, total_bytes: int, version: int) -> dict[str, fl
     }
 
 
-def engine_metrics(parts: Parts) -> dict[str, float]:
+def engine_metrics(parts: RunComponents) -> dict[str, float]:
     """`engine/*` and the phases of the last sync; empty with the embedded engine, which has neither."""
     engine = parts.engine
     if not isinstance(engine, ServedEngine):
@@ -175,7 +175,7 @@ def engine_metrics(parts: Parts) -> dict[str, float]:
     return {"engine/restarts": float(engine.restarts), **phases}
 
 
-def actor_mfu(parts: Parts, metrics: Mapping[str, float]) -> dict[str, float]:
+def actor_mfu(parts: RunComponents, metrics: Mapping[str, float]) -> dict[str, float]:
     """`mfu` of the actor's updates in a finished step; empty where the device's peak is unknown, as on a CPU."""
     if "time/update_actor" not in metrics:
         return {}

@@ -20,7 +20,7 @@ from megappo.megatron.optimization import RoleOptimizer
 from megappo.megatron.roles import AbsentRole, LocalRole, Placement, Role, TrainedRole, base_of
 from megappo.ppo.origins import open_origin
 from megappo.reshard.files import NotFiniteError
-from megappo.reshard.further import FurtherLayers
+from megappo.reshard.mtp import MTPLayers
 from megappo.reshard.peft import FreshAdapters
 from megappo.reshard.sources import RandomSource, SafetensorsSource
 from megappo.runtime.accelerations import find_accelerations
@@ -78,12 +78,12 @@ class ModelBuilder:
         self.origins: list[str] = []
         """A sentence for each model that begins with weights of another folder than its own."""
 
-    def further_layers(self) -> FurtherLayers:
+    def mtp_layers(self) -> MTPLayers:
         """Layers of the policy's model that predict further tokens (multi-token prediction), where it has some."""
         folder = role_folder(self._config, "actor")
         source = self._sources.get(folder)
-        kept = None if source is None else source.of_further_layers()
-        return FurtherLayers(load_architecture(folder, self._config.model), kept)
+        kept = None if source is None else source.of_mtp_layers()
+        return MTPLayers(load_architecture(folder, self._config.model), kept)
 
     def actor(self, *, trained: bool = True) -> Role:
         """The policy, with an optimizer if it is `trained`."""

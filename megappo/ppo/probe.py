@@ -12,8 +12,8 @@ from torch import Tensor
 from megappo.engines.protocol import GenerateRequest, ServedEngine
 from megappo.engines.rows import check_answers
 from megappo.megatron.placed import announce, place
+from megappo.ppo.components import RunComponents
 from megappo.ppo.measures import check_mismatch
-from megappo.ppo.parts import Parts
 from megappo.ppo.sampling import finish_rollout, request_samples, routing_of
 from megappo.types import Prompts, Samples
 
@@ -22,7 +22,7 @@ _PROMPT_TOKENS = (8, 1024)
 _RESPONSE_TOKENS = 8
 
 
-def probe_engines(parts: Parts) -> dict[str, float]:
+def probe_engines(parts: RunComponents) -> dict[str, float]:
     """Compare the log-probabilities of every engine's probe with the actor's; a collective of the world.
 
     Empty for an engine that cannot be probed. Raises SyncError beyond `rollout.sglang.probe_tolerance_nats`.
@@ -50,7 +50,7 @@ def probe_engines(parts: Parts) -> dict[str, float]:
     return {"sync/probe_gap": gap_nats, "sync/probe_seconds": time.monotonic() - started}
 
 
-def _requests(parts: Parts) -> list[GenerateRequest]:
+def _requests(parts: RunComponents) -> list[GenerateRequest]:
     """A short request, and a long one where the run's prompts may be longer: the concatenated training prompts, cut."""
     longest = parts.config.data.max_prompt_tokens
     prompts = (parts.train_prompts[position] for position in range(len(parts.train_prompts)))
@@ -65,7 +65,7 @@ def default_tolerance_nats(dtype: str) -> float:
     return 1e-3 if dtype == "float32" else 0.5
 
 
-def probe_rollout(parts: Parts) -> None:
+def probe_rollout(parts: RunComponents) -> None:
     """Compare engine and actor on one token per rank, in the same way as a step's responses; a collective of the world.
 
     Nothing is compared without an engine (`rollout.load_from`). Raises MismatchError where they are not the same model.
@@ -82,7 +82,7 @@ def probe_rollout(parts: Parts) -> None:
     check_mismatch(logprob_BR, rollouts, parts.config.algorithm, parts.runtime, parts.engine.version)
 
 
-def _as_the_actor_says(parts: Parts, samples: Samples) -> Tensor:
+def _as_the_actor_says(parts: RunComponents, samples: Samples) -> Tensor:
     """The actor's log-probabilities, (B, R). Its offloaded parts leave the device again, as the awake engine needs the
     memory."""
     outputs_BR = place(parts.actor, announce(samples, parts.runtime.device)).forward()

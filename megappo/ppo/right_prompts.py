@@ -7,13 +7,13 @@ from collections.abc import Mapping
 from torch import Tensor
 
 from megappo.data.mixture import MixedPrompts
-from megappo.ppo.parts import Parts
+from megappo.ppo.components import RunComponents
 from megappo.runtime.objects import all_gather_objects
 from megappo.types import Rollouts
 
 
 def note_right_prompts(
-    step: int, rollouts: Rollouts, scores_B: Tensor, parts: Parts, before: Mapping[str, float]
+    step: int, rollouts: Rollouts, scores_B: Tensor, parts: RunComponents, before: Mapping[str, float]
 ) -> dict[str, float]:
     """Tell the curriculum, if there is one, the prompts of all ranks whose mean reward was above its limit; a
     collective of the world.
@@ -35,7 +35,7 @@ def note_right_prompts(
     return {**summed, "curriculum/resting": float(parts.cursor.resting)}
 
 
-def _right_positions(rollouts: Rollouts, scores_B: Tensor, above: float, parts: Parts) -> list[int]:
+def _right_positions(rollouts: Rollouts, scores_B: Tensor, above: float, parts: RunComponents) -> list[int]:
     """Positions of this rank's well answered prompts, in their order; failed episodes do not count."""
     rewards: dict[int, list[float]] = {}
     prompts = {}

@@ -15,11 +15,11 @@ from megappo.data.unknown import unknown_words
 from megappo.errors import Interrupted
 from megappo.observe.progress import PROGRESS
 from megappo.ppo.checkpoints import Checkpoints
+from megappo.ppo.components import RunComponents, RunMode, assemble
 from megappo.ppo.evaluation import evaluate_policy
 from megappo.ppo.exports import export_actor
 from megappo.ppo.likeness import check_ranks
 from megappo.ppo.loaded import trainer_of
-from megappo.ppo.parts import Parts, RunMode, assemble
 from megappo.ppo.reporting import Reporter
 from megappo.ppo.start import Start, choose_start
 from megappo.preflight.inputs import RunInputs
@@ -68,7 +68,7 @@ def inputs_at(run: ResolvedRun, started: Config) -> RunInputs | None:
     return None if run.inputs is not None and run.inputs.reads_clock and is_another_time else run.inputs
 
 
-def _train(parts: Parts, start: Start, reporter: Reporter, held: HeldDirectory) -> None:
+def _train(parts: RunComponents, start: Start, reporter: Reporter, held: HeldDirectory) -> None:
     checkpoints = Checkpoints(parts, start)
 
     def let_finish(failure: Failure) -> None:
@@ -86,7 +86,7 @@ def _train(parts: Parts, start: Start, reporter: Reporter, held: HeldDirectory) 
 
 
 def _train_and_export(
-    parts: Parts, start: Start, reporter: Reporter, checkpoints: Checkpoints, held: HeldDirectory
+    parts: RunComponents, start: Start, reporter: Reporter, checkpoints: Checkpoints, held: HeldDirectory
 ) -> None:
     for sentence in (*data_lines(parts), *parts.origins, *start.sentences):
         reporter.message(sentence)
@@ -157,7 +157,7 @@ def evaluate(run: ResolvedRun) -> dict[str, float]:
     return metrics
 
 
-def data_lines(parts: Parts, *, training: bool = True) -> list[str]:
+def data_lines(parts: RunComponents, *, training: bool = True) -> list[str]:
     """Lines on the number of prompts, what was dropped or cut, and unknown tokens."""
     train, validation = parts.train_prompts, parts.validation_prompts
     lines = [_count_words(train, "training prompts")] if training else []
@@ -171,7 +171,7 @@ def _count_words(data: TrainingPrompts | PromptDataset, called: str) -> str:
     return f"{len(data)} {called}, {data.dropped} dropped and {data.truncated} cut as too long"
 
 
-def _save(parts: Parts, reporter: Reporter) -> None:
+def _save(parts: RunComponents, reporter: Reporter) -> None:
     if not parts.config.run.export_final_model:
         return
     out = parts.config.run.path / "final"

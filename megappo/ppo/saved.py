@@ -20,9 +20,9 @@ from torch import Tensor
 from megappo.config.experience_rules import MARKER, SavedStep, folder_of_step, saved_steps
 from megappo.config.tokens import token_text
 from megappo.observe.json_values import JSONValue
+from megappo.ppo.components import RunComponents
 from megappo.ppo.experience_files import SavedSamples, read_samples, require_parquet, sample_ids_of, write_samples
 from megappo.ppo.generation import Kept
-from megappo.ppo.parts import Parts
 from megappo.ppo.sampling import share_of_rank
 from megappo.ppo.selection import joined_experience
 from megappo.runtime.objects import agreed, all_gather_objects, attempt
@@ -32,7 +32,7 @@ from megappo.types import Experience, Rollouts
 class ExperienceRecord:
     """Writes the experience of steps; every rank calls every method."""
 
-    def __init__(self, parts: Parts) -> None:
+    def __init__(self, parts: RunComponents) -> None:
         """Raises ConfigError where pyarrow is not installed."""
         self._settings, self._config, self._runtime = parts.config.saves_experience, parts.config, parts.runtime
         self._folder = parts.config.experience_folder
@@ -155,7 +155,7 @@ class LoadedSteps:
     With the same number of ranks each reads its own file; otherwise each gets a share of the step's prompts.
     """
 
-    def __init__(self, parts: Parts, folder: Path) -> None:
+    def __init__(self, parts: RunComponents, folder: Path) -> None:
         self._parts, self._folder = parts, folder
         require_parquet()
         self._steps = agreed(lambda: saved_steps(folder))

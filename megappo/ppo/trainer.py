@@ -17,6 +17,7 @@ from megappo.megatron.roles import Update
 from megappo.ppo.advice import remedy_of_nonfinite
 from megappo.ppo.cache_gauge import CacheGauge
 from megappo.ppo.checkpoints import Boundary, Checkpoints, Resumed, TrainerState
+from megappo.ppo.components import RunComponents
 from megappo.ppo.evaluation import evaluate_policy
 from megappo.ppo.experience import ExperienceMaker
 from megappo.ppo.exports import export_actor
@@ -34,7 +35,6 @@ from megappo.ppo.measures import (
     source_metrics,
     sync_metrics,
 )
-from megappo.ppo.parts import Parts
 from megappo.ppo.probe import probe_engines, probe_rollout
 from megappo.ppo.reporting import Reporter
 from megappo.ppo.right_prompts import note_right_prompts
@@ -66,7 +66,7 @@ class PlacedStep:
 class Trainer:
     """Runs PPO on the parts of a run; every rank calls every method at the same time."""
 
-    def __init__(self, parts: Parts, reporter: Reporter, checkpoints: Checkpoints | None = None) -> None:
+    def __init__(self, parts: RunComponents, reporter: Reporter, checkpoints: Checkpoints | None = None) -> None:
         self.parts, self.config, self.reporter, self.checkpoints = parts, parts.config, reporter, checkpoints
         self.algorithm = self.config.algorithm
         self.experience_maker = ExperienceMaker(self.algorithm, parts.runtime.device)
@@ -98,8 +98,8 @@ class Trainer:
         while self.step < self.parts.derived.steps:
             self.step += 1
             self.ppo_step()
-            self.finish_step()
-            self.end_step()
+            self.log_step()
+            self.checkpoint_if_due()
 
     def begin(self) -> None:
         """Give the engine the actor's weights: the first version, or the one that a checkpoint was written with."""
@@ -115,10 +115,10 @@ class Trainer:
         else:
             self.sync_weights()
         self.record.begin(self.step)
-        self.finish_step()
+        self.log_step()
         self.is_resuming = False
         if was_open and self.step:
-            self.end_step()  # the checkpoint has no evaluation of this step yet
+            self.checkpoint_if_due()  # the checkpoint has no evaluation of this step yet
 
     def _give_weights_again(self, resumed: Resumed) -> None:
         """Restore the weights that the engine was sampling with. With `rollout.ahead: 1` they may be older than the
@@ -135,7 +135,7 @@ class Trainer:
             actor.exchange_weights(newest)
         self.actor_changed = was_changed
 
-    def finish_step(self) -> None:
+    def log_step(self) -> None:
         """Evaluate and log a step, and note the state of the run. A run that is asked to stop meanwhile does the rest
         when it resumes."""
         try:
@@ -152,7 +152,7 @@ class Trainer:
             raise
         self._note_boundary()
 
-    def end_step(self) -> None:
+    def checkpoint_if_due(self) -> None:
         """Export the actor and write a checkpoint where they are due; stop if asked to, or where time is up."""
         every = None if self.config.checkpoint is None else self.config.checkpoint.huggingface_every_steps
         if every is not None and self.step % every == 0:

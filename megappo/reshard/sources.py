@@ -70,17 +70,17 @@ class SafetensorsSource:
         except ValueError as error:
             raise ValueError(f"the value head in {folder} cannot be read: {error}") from error
         self._stored = self._names()
-        self.further = self._further()
-        """Shapes of the tensors of multi-token prediction layers, by their names; see `Family.further_layers`."""
+        self.mtp_shapes = self._find_mtp_shapes()
+        """Shapes of the tensors of multi-token prediction layers, by their names; see `Family.mtp_layers`."""
 
     def _hold(self, file: str, opened: safe_open, names: Iterable[str]) -> None:
         """Note the file that these tensors are read from."""
         for name in names:
             self._file_of[name], self._path_of[name] = opened, self._folder / file
 
-    def _further(self) -> dict[str, tuple[int, ...]]:
+    def _find_mtp_shapes(self) -> dict[str, tuple[int, ...]]:
         """Find the multi-token prediction layers, which are read like the model's own tensors."""
-        begin = tuple(self._arch.declaration.further_layers(self._arch))
+        begin = tuple(self._arch.declaration.mtp_layers(self._arch))
         named = [name for name in self._file_of if name.startswith(begin)]
         self._stored |= dict(zip(named, named, strict=True))
         scales = {name + SCALE_SUFFIX for name in named}
@@ -88,11 +88,11 @@ class SafetensorsSource:
         self._shapes |= found
         return found
 
-    def of_further_layers(self) -> SafetensorsSource | None:
-        """A source of the tensors of `further` alone, which keeps no other files open; None where there are none."""
-        if not self.further:
+    def of_mtp_layers(self) -> SafetensorsSource | None:
+        """A source of the tensors of `mtp_shapes` alone, which keeps no other files open; None where there are none."""
+        if not self.mtp_shapes:
             return None
-        kept, known = copy.copy(self), {*self.further, *(name + SCALE_SUFFIX for name in self.further)}
+        kept, known = copy.copy(self), {*self.mtp_shapes, *(name + SCALE_SUFFIX for name in self.mtp_shapes)}
         kept._file_of = {name: file for name, file in self._file_of.items() if name in known}
         kept._expert = lru_cache(maxsize=1)(kept._read_expert)
         return kept
@@ -111,7 +111,7 @@ class SafetensorsSource:
         if self._arch.stored_blocks is not None:
             known |= {name + SCALE_SUFFIX for name, shape in self._shapes.items() if len(shape) == 2}
         declared = self._arch.declaration
-        apart = (*declared.passed_over(self._arch), *declared.further_layers(self._arch))
+        apart = (*declared.passed_over(self._arch), *declared.mtp_layers(self._arch))
         if self._arch.stored_mxfp4:
             known |= {name + suffix for name, shape in self._wanted.items() if len(shape) == 3 for suffix in MXFP4}
         prefix = self._arch.declaration.stored_prefix
@@ -189,14 +189,14 @@ class SafetensorsSource:
             else:
                 self._slice(name)
                 self._scales(name)
-        self.check_further()
+        self.check_mtp_types()
         if with_output_layer and self._arch.tied_embeddings and HF_OUTPUT_LAYER in self._stored:
             self._check_tied()
         return len(wanted)
 
-    def check_further(self) -> None:
-        """Check that the tensors of `further` have a type that can be read, by the files' headers and scales."""
-        for name in self.further:
+    def check_mtp_types(self) -> None:
+        """Check that the tensors of `mtp_shapes` have a type that can be read, by the files' headers and scales."""
+        for name in self.mtp_shapes:
             self._slice(name)
             self._scales(name)
 

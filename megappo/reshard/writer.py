@@ -52,7 +52,7 @@ def write_policy(
     mentions. `started_from`: folder whose generation settings are kept, except that `stop_token_ids` end a response.
     Raises ValueError where a tensor of the architecture is missing or of another shape: an export is complete or fails.
     """
-    beside = tuple(arch.declaration.further_layers(arch))
+    beside = tuple(arch.declaration.mtp_layers(arch))
     model_class = MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[arch.family]
     with writing(out):
         written = _write_tensors(out, packed_tensors(arch, tensors), stored_shapes(arch), beside)
@@ -83,7 +83,7 @@ class _Written(NamedTuple):
 
     dtype: torch.dtype
     """Type of all tensors except those in float32 by declaration."""
-    has_further_layers: bool
+    has_mtp_layers: bool
 
 
 def _write_config(
@@ -97,10 +97,10 @@ def _write_config(
 ) -> None:
     config = copy.deepcopy(arch.hf_config)
     declared, said = arch.declaration, {**changes, "dtype": written.dtype, "architectures": [model_class]}
-    count = getattr(config, declared.further_count, None) if declared.further_count else None
+    count = getattr(config, declared.mtp_count_field, None) if declared.mtp_count_field else None
     if count is not None:
-        said[declared.further_count] = count if written.has_further_layers else 0
-    for name, value in {**declared.further(config), **said}.items():
+        said[declared.mtp_count_field] = count if written.has_mtp_layers else 0
+    for name, value in {**declared.extra_config(config), **said}.items():
         setattr(config, name, value)
     for name in without:
         if hasattr(config, name):

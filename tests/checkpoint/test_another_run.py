@@ -17,6 +17,7 @@ from safetensors.torch import load_file
 
 from megappo.checkpoint.export import export_run
 from megappo.checkpoint.files import Marker, read_marker, write_marker
+from megappo.checkpoint.identity import architecture_fields
 from megappo.checkpoint.source import CheckpointSource
 from megappo.checkpoint.torch_dist.source import TorchDistSource
 from megappo.cli import main
@@ -140,6 +141,18 @@ def test_older_checkpoints_mean_what_their_model_folder_says(world: Path) -> Non
         open_origin(run, "actor", dataclasses.replace(arch, norm_eps=1e-2))
     changed_arch(world / "model", rms_norm_eps=1e-2)
     with pytest.raises(ValueError, match=r"began with \(sha256 \w{12}, then \w{12}\); bring back the folder as it was"):
+        open_origin(run, "actor", arch)
+
+
+def test_extensions_are_read_under_their_old_name(world: Path) -> None:
+    """Checkpoints that were written before 1.0 may call them `beyond`."""
+    run, arch = str(world / "run"), read_architecture(world / "model")
+    of_it: dict[str, Any] = architecture_fields(arch)
+    extensions = of_it.pop("extensions")
+    rewrite(world / "run", architectures={"actor": of_it | {"beyond": extensions}})
+    open_origin(run, "actor", arch)
+    rewrite(world / "run", architectures={"actor": of_it | {"beyond": extensions | {"sinks": True}}})
+    with pytest.raises(ValueError, match="it differs in extensions"):
         open_origin(run, "actor", arch)
 
 

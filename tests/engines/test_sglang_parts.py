@@ -256,7 +256,7 @@ def test_parts_of_a_server_talk_to_each_other_alone(tmp_path: Path, monkeypatch:
         (apart, "10.0.0.1,10.0.0.2"),
         (apart.model_copy(update={"data_parallel_attention": 1}), None),
     ):
-        rendezvous = MultiNodeRendezvous.first("127.0.0.1", 0, settings)
+        rendezvous = MultiNodeRendezvous.host("127.0.0.1", 0, settings)
         rendezvous.peers = frozenset({"10.0.0.2", "10.0.0.1"})
         part = ServerPart(rendezvous, 0)
         part.begin()

@@ -25,7 +25,7 @@ from megappo.errors import Interrupted, RunError
 from megappo.families.architecture import ArchitectureConfig
 from megappo.observe.progress import PROGRESS
 from megappo.ppo.answering import find_generation, generated
-from megappo.ppo.parts import Parts
+from megappo.ppo.components import RunComponents
 from megappo.ppo.sampling import SampleRequests, finish_rollout, request_samples, sample_seed
 from megappo.runtime.interrupts import Stop
 from megappo.types import Prompt, Prompts, RoutingShape
@@ -275,7 +275,7 @@ def test_an_engine_that_does_not_say_is_refused_where_it_must(tmp_path: Path) ->
     def asked(arch: ArchitectureConfig, engine: object, *words: str) -> RoutingShape | None:
         config = load_config(QUICKSTART, list(words))
         parts: Any = SimpleNamespace(config=config, actor=SimpleNamespace(arch=arch), engine=engine)
-        getter: Any = Parts.replayed_routing
+        getter: Any = RunComponents.replayed_routing
         found: RoutingShape | None = getter.fget(parts)
         return found
 

@@ -453,7 +453,7 @@ def test_an_export_says_what_sglang_reads(tmp_path: Path) -> None:
         ("llama", {}),
     ):
         arch = read_architecture(written(tmp_path / family, family))
-        assert arch.declaration.further(arch.hf_config).items() >= said.items()
+        assert arch.declaration.extra_config(arch.hf_config).items() >= said.items()
         tokenizer = AutoTokenizer.from_pretrained(TINY)
         tensors = ((name, torch.zeros(shape)) for name, shape in tensor_shapes(arch).items())
         out = tmp_path / f"{family}-out"

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from megappo.families import gemma2, gemma3_text
-from megappo.families.architecture import ArchitectureConfig, Beyond
+from megappo.families.architecture import ArchitectureConfig, ArchitectureExtensions
 from megappo.families.blocks import QueryKeyNorms
 from megappo.plan.activations import (
     head_bytes,
@@ -90,7 +90,7 @@ def test_what_a_layer_keeps_of_a_token(model: Any, e: int, qk_norm: bool, sequen
 @pytest.mark.parametrize(("e", "fused"), itertools.product((2, 4), (True, False)))
 def test_what_layers_with_norms_behind_them_keep(e: int, fused: bool) -> None:
     """Four norms in float32, of which two give what is added up; gelu of the gate is a tensor on every device."""
-    model = dataclasses.replace(arch(), declaration=gemma2.FAMILY, beyond=Beyond(norms_after=True))
+    model = dataclasses.replace(arch(), declaration=gemma2.FAMILY, extensions=ArchitectureExtensions(norms_after=True))
     norms = 4 * sum(norm(FLOAT, fused)) + 2 * H * e
     divided = sum(attention(e, fused, qk_norm=False, kernel=True)) + (2 * F + F + F) * e
     found = layer_bytes_per_token(role(model, tp=TP, dtype_bytes=e), recompute="none", fused=fused)
@@ -106,13 +106,13 @@ def test_norms_of_keys_around_zero_work_on_copies_in_float32() -> None:
 
 
 def capped() -> ArchitectureConfig:
-    return dataclasses.replace(arch(), declaration=gemma2.FAMILY, beyond=Beyond(scores_cap=5.0))
+    return dataclasses.replace(arch(), declaration=gemma2.FAMILY, extensions=ArchitectureExtensions(scores_cap=5.0))
 
 
 def test_what_capped_scores_need_for_a_block_of_queries() -> None:
     """30 queries, as long as a sequence is, of 77 tokens that are padded to twice as many."""
     model = capped()
-    setup, plain = role(model, tp=TP), role(dataclasses.replace(model, beyond=Beyond()), tp=TP)
+    setup, plain = role(model, tp=TP), role(dataclasses.replace(model, extensions=ArchitectureExtensions()), tp=TP)
     scores, vectors = 4 * 30 * 154 * HEADS * FLOAT, 154 * (Q + 2 * K) * FLOAT
     assert products_bytes(setup, work()) == pytest.approx((scores + vectors) / TP, rel=1e-12)
     assert products_bytes(plain, work()) == 0

@@ -16,8 +16,8 @@ from torch import Tensor
 
 from megappo.config import ConfigError, derive, load_config
 from megappo.config.experience_rules import MARKER, held_out, saved_steps
+from megappo.ppo.components import RunComponents
 from megappo.ppo.experience_files import SavedSamples, read_samples, sample_ids_of, write_samples
-from megappo.ppo.parts import Parts
 from megappo.ppo.saved import ExperienceRecord, check_tokens, read_some
 from tests.support.config import SHAPE
 from tests.support.data import character_tokenizer
@@ -100,7 +100,7 @@ def record(tmp_path: Path, world_of_one: None) -> ExperienceRecord:
     )
     runtime = SimpleNamespace(is_main=True, rank=0, world_size=1)
     return ExperienceRecord(
-        cast(Parts, SimpleNamespace(config=config, runtime=runtime, tokenizer=character_tokenizer()))
+        cast(RunComponents, SimpleNamespace(config=config, runtime=runtime, tokenizer=character_tokenizer()))
     )
 
 

@@ -12,7 +12,7 @@ import pytest
 from megappo.config import Config, ConfigError, Derived, check_run, load_config
 from megappo.engines import registry
 from megappo.plan.deadlines import WATCHED_COLLECTIVE_SECONDS
-from megappo.ppo import parts, run
+from megappo.ppo import components, run
 from megappo.preflight import resolved
 from megappo.preflight.inputs import read_inputs
 from megappo.preflight.resolved import outline_run, resolve_run
@@ -98,11 +98,11 @@ def test_a_users_environment_is_made_once(tmp_path: Path, monkeypatch: pytest.Mo
         played.append(given[1])
         raise SystemExit
 
-    monkeypatch.setattr(parts, "make_environment_context", stop)
-    monkeypatch.setattr(parts, "check_data", lambda *_: None)
+    monkeypatch.setattr(components, "make_environment_context", stop)
+    monkeypatch.setattr(components, "check_data", lambda *_: None)
     with pytest.raises(SystemExit):
         config: Any = load_config(QUICKSTART, words)
-        parts.assemble(config, SimpleNamespace(), SimpleNamespace(), parts.RunMode(inputs=inputs))  # type: ignore[arg-type]
+        components.assemble(config, SimpleNamespace(), SimpleNamespace(), components.RunMode(inputs=inputs))  # type: ignore[arg-type]
     assert played == [inputs.environment] and sys.modules["counted_environment"].Counted.made == 1
 
 

@@ -19,7 +19,7 @@ from megappo.doctor.software import generation_finding
 from megappo.errors import RunError
 from megappo.plan.machines import MACHINES
 from megappo.plan.planner import make_plan, read_models
-from megappo.ppo.parts import start_reward_servers
+from megappo.ppo.components import start_reward_servers
 from megappo.rewards.own_servers import own_gpus
 from megappo.rewards.scorer import RewardScorer
 from megappo.runtime.process import Runtime

@@ -24,7 +24,7 @@ from megappo.errors import RunError
 from megappo.plan.machines import MACHINES
 from megappo.plan.planner import make_plan, read_models
 from megappo.plan.rewards import reward_parameters
-from megappo.ppo.parts import start_reward_servers
+from megappo.ppo.components import start_reward_servers
 from megappo.rewards import model_server
 from megappo.rewards.http import ServerPlace
 from megappo.rewards.model import RewardModel

@@ -16,7 +16,7 @@ from megappo.checkpoint.export import export_run
 from megappo.cli import main
 from tests.runs.test_resume import assert_same_tensors
 from tests.support.attempts import assert_same_run, attempts, killed_at, train
-from tests.support.models import add_further_layers, write_model
+from tests.support.models import add_mtp_layers, write_model
 from tests.support.quick import cases
 
 pytestmark = [pytest.mark.slow, pytest.mark.waits]
@@ -61,7 +61,7 @@ FEW = ("gpt_oss", "qwen3_next")
 @pytest.mark.parametrize("family", cases(RUNS, exhaustive=RUNS.keys() - FEW))
 def test_a_run_continues_and_is_exported(tmp_path: Path, family: str) -> None:
     model = write_model(tmp_path / "model", family, 3, vocab_size=16, num_hidden_layers=2)
-    further = add_further_layers(model) if family in FURTHER else {}
+    further = add_mtp_layers(model) if family in FURTHER else {}
     settings = (
         "run.steps=3", "checkpoint.every_steps=1", "evaluation=null", "actor.optimizer.learning_rate=0.003",
         f"model.path={model}", "model.init=pretrained", "model.tokenizer=configs/models/tiny_arithmetic",

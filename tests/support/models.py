@@ -143,7 +143,7 @@ def write_model(folder: Path, family: str, seed: int, noise: float = 0.0, **chan
     return folder
 
 
-def add_further_layers(folder: Path) -> dict[str, Tensor]:
+def add_mtp_layers(folder: Path) -> dict[str, Tensor]:
     """Give a folder a layer that predicts further tokens, as published ones have it, in float32: like the last layer,
     with other weights. Returns its tensors."""
     path = folder / "model.safetensors"

@@ -20,7 +20,7 @@ server has no cache of the conversation and computes all of it anew."""
 
 
 @dataclass
-class _DealtPrompt:
+class _AssignedPrompt:
     """The waiting samples of one prompt, and the number by which they are dealt again if their server fails."""
 
     number: int
@@ -48,19 +48,19 @@ class RequestAssignment:
         continue what a server has answered, that server, which then gets all requests of the prompt."""
         self._servers = list(servers)
         self.owed = OwedTokens(servers, most_response_tokens)
-        self._hands: dict[int, deque[_DealtPrompt]] = {server: deque() for server in servers}
+        self._queues: dict[int, deque[_AssignedPrompt]] = {server: deque() for server in servers}
         self._tokens = {request: (prompt_tokens or {}).get(request, 0) for request in prompt_ids}
         self._home: dict[int, int] = {}
         """The server that each request went to last; its cache holds the episode's turns."""
         self._home_of_prompt: dict[int, int] = {}
-        prompts = {number: _DealtPrompt(number) for number in prompt_ids.values()}
+        prompts = {number: _AssignedPrompt(number) for number in prompt_ids.values()}
         self._prompt_of = {request: prompts[number] for request, number in prompt_ids.items()}
         for request, prompt in self._prompt_of.items():
             prompt.waiting.append(request)
-        new = list[_DealtPrompt]()
+        new = list[_AssignedPrompt]()
         for prompt in prompts.values():
             home = (homes or {}).get(prompt.waiting[0])
-            if home in self._hands:
+            if home in self._queues:
                 self._put_at_home(prompt, home)
             else:
                 new.append(prompt)
@@ -70,10 +70,10 @@ class RequestAssignment:
         """Add a request. A later turn of an episode, which keeps its number, goes to the server of the turn before; the
         first turn of an episode goes to the server of the prompt's other episodes."""
         last = self._home.get(request)
-        home = last if last in self._hands else self._home_of_prompt.get(prompt_id)
-        prompt = _DealtPrompt(prompt_id, deque([request]), follows=last in self._hands)
+        home = last if last in self._queues else self._home_of_prompt.get(prompt_id)
+        prompt = _AssignedPrompt(prompt_id, deque([request]), follows=last in self._queues)
         self._prompt_of[request], self._tokens[request] = prompt, prompt_tokens
-        if home in self._hands:
+        if home in self._queues:
             self._put_at_home(prompt, home)
         else:
             self._give([prompt], first=0)
@@ -83,12 +83,12 @@ class RequestAssignment:
     @property
     def waiting(self) -> bool:
         """Whether any request waits for a server."""
-        return any(self._hands.values())
+        return any(self._queues.values())
 
     def take(self, server: int, most: int) -> list[int]:
         """Take the next requests for a server: at most `most`, fewer towards the end, and whole prompts where they
         fit."""
-        hand, taken = self._hands[server], list[int]()
+        hand, taken = self._queues[server], list[int]()
         # A quarter of what waits: groups shrink towards the end, so that servers finish together.
         share = -(-sum(len(prompt.waiting) for prompt in hand) // 4)
         while hand and len(taken) < min(share, most):
@@ -108,12 +108,12 @@ class RequestAssignment:
     def relieve(self, server: int) -> bool:
         """Move a waiting prompt to a server with room: a whole prompt of the server that owes most, or a turn of one
         that owes far more. Returns False where nothing that waits may move."""
-        donors = sorted((e for e in self._servers if e != server and self._hands[e]), key=lambda e: -self.owed.of(e))
+        donors = sorted((e for e in self._servers if e != server and self._queues[e]), key=lambda e: -self.owed.of(e))
         for donor in donors:
             far_busier = self.owed.of(donor) > FAR_BUSIER * self.owed.of(server)
-            for prompt in reversed(self._hands[donor]):
+            for prompt in reversed(self._queues[donor]):
                 if not prompt.begun and (far_busier or not prompt.follows):
-                    self._hands[donor].remove(prompt)
+                    self._queues[donor].remove(prompt)
                     self.owed.add(donor, -self._prompt_tokens(prompt), -len(prompt.waiting))
                     self._put(prompt, server)
                     return True
@@ -121,7 +121,7 @@ class RequestAssignment:
 
     def lose(self, server: int, owed: Iterable[int]) -> None:
         """Remove a failed server: its unanswered and waiting requests are dealt to the others."""
-        lost = {id(prompt): prompt for prompt in self._hands.pop(server)}
+        lost = {id(prompt): prompt for prompt in self._queues.pop(server)}
         for request in owed:
             prompt = self._prompt_of[request]
             prompt.waiting.append(request)
@@ -133,7 +133,7 @@ class RequestAssignment:
             prompt.begun = prompt.follows = False
         self._give(lost.values(), first=position)
 
-    def _give(self, prompts: Iterable[_DealtPrompt], first: int) -> None:
+    def _give(self, prompts: Iterable[_AssignedPrompt], first: int) -> None:
         """Deal one prompt to each server in turn, starting at position `first`. The quotient numbers the prompts of a
         server, so that they can be dealt evenly once more.
 
@@ -154,14 +154,14 @@ class RequestAssignment:
                 del cards[server]
             self._put(prompt, server)
 
-    def _put_at_home(self, prompt: _DealtPrompt, server: int) -> None:
+    def _put_at_home(self, prompt: _AssignedPrompt, server: int) -> None:
         prompt.number //= len(self._servers)
         self._put(prompt, server)
 
-    def _put(self, prompt: _DealtPrompt, server: int) -> None:
-        self._hands[server].append(prompt)
+    def _put(self, prompt: _AssignedPrompt, server: int) -> None:
+        self._queues[server].append(prompt)
         self.owed.add(server, self._prompt_tokens(prompt), len(prompt.waiting))
         self._home |= dict.fromkeys(prompt.waiting, server)
 
-    def _prompt_tokens(self, prompt: _DealtPrompt) -> int:
+    def _prompt_tokens(self, prompt: _AssignedPrompt) -> int:
         return sum(self._tokens[request] for request in prompt.waiting)

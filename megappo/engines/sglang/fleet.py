@@ -161,14 +161,14 @@ class Fleet:
         """Connect each of this rank's servers and parts with its other parts; a collective."""
         address, patience = self._spec.address or self._spec.host, self._settings.start_timeout_seconds
         first = agreed(
-            lambda: {i: MultiNodeRendezvous.first(address, 0, self._settings) for i in self._mine}, (OSError,)
+            lambda: {i: MultiNodeRendezvous.host(address, 0, self._settings) for i in self._mine}, (OSError,)
         )
         # Told only now: every first part listens before another part connects.
         told = all_gather_objects({index: (address, rendezvous.port) for index, rendezvous in first.items()})
         meetings = {index: meeting for of_rank in told for index, meeting in of_rank.items()}
 
         def join(index: int, node: int) -> MultiNodeRendezvous:
-            return MultiNodeRendezvous.further(*meetings[index], node, self._settings, patience)
+            return MultiNodeRendezvous.join(*meetings[index], node, self._settings, patience)
 
         rendezvous_by_server = first | agreed(
             lambda: {i: join(i, node) for i, node in self._nodes.items() if node}, (ServerFailure,)

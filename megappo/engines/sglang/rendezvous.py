@@ -37,7 +37,7 @@ class MultiNodeRendezvous:
         """Addresses of all parts' machines, where they are known: only these may connect to SGLang's sockets."""
 
     @classmethod
-    def first(cls, address: str, port: int, settings: SGLangSettings) -> MultiNodeRendezvous:
+    def host(cls, address: str, port: int, settings: SGLangSettings) -> MultiNodeRendezvous:
         """Make the first part's store, which listens at `address` (port 0: a free one). Raises OSError as sockets
         do."""
         timeout = datetime.timedelta(seconds=settings.start_timeout_seconds)
@@ -46,7 +46,7 @@ class MultiNodeRendezvous:
         )
 
     @classmethod
-    def further(
+    def join(
         cls, address: str, port: int, node: int, settings: SGLangSettings, patience_seconds: float
     ) -> MultiNodeRendezvous:
         """Connect another part to the first part's store. Raises ServerFailure where it does not listen within

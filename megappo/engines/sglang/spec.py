@@ -65,7 +65,7 @@ class ServerSpec:
     """Whether the server can release its memory."""
     deterministic: bool = False
     """Whether a response depends on its prompt and seed alone."""
-    further: Mapping[str, Any] = field(default_factory=dict)
+    extra_config: Mapping[str, Any] = field(default_factory=dict)
     """Entries of config.json that SGLang reads, in addition to those of the folder."""
     has_experts: bool = False
     """Whether the model has experts whose weights in a server are compared with the actor's."""
@@ -104,7 +104,7 @@ class ServerSpec:
             tokenizer=tokenizer_folder(config.model).absolute() if config.rollout.reads_text else None,
             trust_remote_code=config.model.trust_remote_code,
             log_directory=config.run.path.absolute() / "engines",
-            further=arch.declaration.further(arch.hf_config),
+            extra_config=arch.declaration.extra_config(arch.hf_config),
             cache=server_cache(config, arch, on_cuda=on_cuda, device_bytes=own_bytes),
             memory_saver=config.rollout.servers_sleep(on_cuda=on_cuda),
             deterministic=config.rollout.servers_are_deterministic(on_cuda=on_cuda),
@@ -171,7 +171,7 @@ class ServerSpec:
             "extra-metric-labels": json.dumps(own_stack(os.environ).labels()),  # whom it can form a group with
             # The actor's weights are plain, however those of its folder are stored.
             "json-model-override-args": json.dumps(
-                {**self.further, "eos_token_id": list(self.stop_token_ids) or None, "quantization_config": None}
+                {**self.extra_config, "eos_token_id": list(self.stop_token_ids) or None, "quantization_config": None}
             ),
         }
 

@@ -20,7 +20,7 @@ from safetensors.torch import save_file
 from megappo.config import Config, derive_run, load_config
 from megappo.config.model_files import read_architecture
 from megappo.engines.protocol import Completion, GenerateRequest, SamplingParams
-from megappo.ppo.parts import Parts, assemble
+from megappo.ppo.components import RunComponents, assemble
 from megappo.ppo.reporting import Reporter
 from megappo.ppo.trainer import Trainer
 from megappo.preflight.resolved import resolve_here
@@ -155,7 +155,7 @@ def write_settings(place: Place, content: dict[str, Any]) -> Path:
 def trainer(config: Config, kind: type[Reporter] = Reporter) -> Iterator[Trainer]:
     """The trainer of a run of one process, and the memory back afterwards."""
     with start_runtime(config.runtime) as runtime:
-        parts: Parts = assemble(config, derive_run(config, runtime.world_size), runtime)
+        parts: RunComponents = assemble(config, derive_run(config, runtime.world_size), runtime)
         made = Trainer(parts, kind(config, parts.derived, runtime))
         try:
             yield made

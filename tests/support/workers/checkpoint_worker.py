@@ -20,7 +20,7 @@ from megappo.checkpoint.writer import CheckpointWriter, Snapshot
 from megappo.config import derive_run, load_config, resolve
 from megappo.config.schema import CheckpointSettings, RuntimeSettings
 from megappo.megatron.placed import announce, place
-from megappo.ppo.parts import Parts, assemble
+from megappo.ppo.components import RunComponents, assemble
 from megappo.runtime.process import Runtime, start_runtime
 from megappo.types import Samples
 from tests.support.rewards import given_scores
@@ -37,7 +37,7 @@ def samples_of_rank(case: dict[str, Any], runtime: Runtime) -> Samples:
     return Samples(mine, sequences, torch.full(mine.shape, case["response_tokens"]))
 
 
-def write(parts: Parts, writer: CheckpointWriter, step: int) -> dict[str, int]:
+def write(parts: RunComponents, writer: CheckpointWriter, step: int) -> dict[str, int]:
     """A checkpoint of the roles; the updates that they have applied."""
     shards = {key: shard for role in parts.trained for key, shard in role_shards(role).items()}
     content = {"trainer": {"step": step}, "metrics": {}, "versions": {"torch": str(torch.__version__)}}

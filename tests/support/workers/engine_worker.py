@@ -29,7 +29,7 @@ import torch.distributed as dist
 from aiohttp import ClientSession
 from transformers import AutoTokenizer
 
-import megappo.ppo.parts
+import megappo.ppo.components
 from megappo.config import derive_run, load_config
 from megappo.config.schema import RolloutSettings
 from megappo.engines.protocol import GenerateRequest, SamplingParams
@@ -41,8 +41,8 @@ from megappo.engines.sglang.transport import BroadcastTransport, Loaded, SharedT
 from megappo.engines.stopping import StopTexts
 from megappo.megatron.placed import announce, place
 from megappo.plan.cache import PlannedCache
+from megappo.ppo.components import RunComponents, assemble
 from megappo.ppo.measures import check_mismatch
-from megappo.ppo.parts import Parts, assemble
 from megappo.ppo.reporting import Reporter
 from megappo.ppo.trainer import Trainer
 from megappo.reshard.feeding import Feeding
@@ -98,8 +98,8 @@ class Bench:
         critic = ["critic.layout={ranks: 1}", "critic.minibatch_sequences=40", "critic.microbatch_budget_tokens=2048"]
         overrides += critic if layout == APART else ["critic=null", "algorithm.estimator=grpo"]
         config = load_config(ROOT / "configs/sglang_quickstart.yaml", overrides)
-        make = megappo.ppo.parts.make_engine if self.engine is None else lambda *_: self.engine
-        with given_scores(), patch.object(megappo.ppo.parts, "make_engine", make):
+        make = megappo.ppo.components.make_engine if self.engine is None else lambda *_: self.engine
+        with given_scores(), patch.object(megappo.ppo.components, "make_engine", make):
             parts = assemble(config, derive_run(config, self.runtime.world_size), self.runtime)
         assert isinstance(parts.engine, SGLangEngine)
         self.engine, self.weights = parts.engine, parts.weights
@@ -143,7 +143,7 @@ def after_an_update(bench: Bench, layout: str) -> dict[str, Any]:
     }
 
 
-def planned_bytes(parts: Parts) -> int:
+def planned_bytes(parts: RunComponents) -> int:
     """What this rank should receive in a sync."""
     engine, holdings = parts.engine, parts.weights.holdings
     assert isinstance(engine, SGLangEngine)
@@ -170,7 +170,7 @@ def score_by_length(rollouts: Any) -> Any:
     return rollouts.response_lengths_B.float() % 5
 
 
-def mismatch(parts: Parts, trainer: Trainer, step: int) -> float:
+def mismatch(parts: RunComponents, trainer: Trainer, step: int) -> float:
     """Largest gap between engine and trainer on a fresh batch, in nats."""
     rollouts = trainer.responses.of_step(step, weights_changed=False)
     assert set(rollouts.weight_versions_B.tolist()) == {parts.engine.version}

@@ -44,7 +44,7 @@ from megappo.config import derive_run, load_config
 from megappo.errors import USER_ERROR
 from megappo.megatron.placed import PlacedBatch
 from megappo.ppo.checkpoints import Boundary, Checkpoints
-from megappo.ppo.parts import assemble
+from megappo.ppo.components import assemble
 from megappo.ppo.reporting import Reporter
 from megappo.ppo.start import choose_start
 from megappo.runtime.process import start_runtime

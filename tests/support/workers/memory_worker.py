@@ -25,9 +25,9 @@ from megappo.config import Config, derive_run, load_config, resolve
 from megappo.config.schema import RuntimeSettings
 from megappo.megatron.placed import PlacedBatch, announce, place
 from megappo.megatron.roles import LocalRole, TrainedRole
+from megappo.ppo.components import assemble
 from megappo.ppo.methods import find_objective
 from megappo.ppo.models import ModelBuilder
-from megappo.ppo.parts import assemble
 from megappo.ppo.reporting import Reporter
 from megappo.ppo.trainer import Trainer
 from megappo.ppo.updates import LossWeights, PolicyTask

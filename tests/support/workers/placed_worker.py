@@ -26,7 +26,7 @@ from megappo.megatron.packing import MicrobatchPlan, SampleCost
 from megappo.megatron.placed import PlacedBatch, announce, place
 from megappo.megatron.roles import AbsentRole, Placement
 from megappo.megatron.schedule import PlacedSample
-from megappo.ppo.parts import assemble
+from megappo.ppo.components import assemble
 from megappo.ppo.reporting import Reporter
 from megappo.ppo.trainer import Trainer
 from megappo.runtime.process import Runtime, start_runtime

@@ -20,7 +20,7 @@ from megappo.config.schema import RuntimeSettings
 from megappo.megatron.placed import announce, place
 from megappo.megatron.roles import Role, TrainedRole
 from megappo.megatron.schedule import PackedBatch
-from megappo.ppo.parts import assemble
+from megappo.ppo.components import assemble
 from megappo.runtime.process import Runtime, start_runtime
 from megappo.types import Samples
 from tests.support.rewards import given_scores

@@ -19,7 +19,7 @@ from megappo.config.schema import RuntimeSettings
 from megappo.families.parameters import pieces
 from megappo.families.weights import scatter_shard
 from megappo.megatron.roles import LocalRole, Role, TrainedRole
-from megappo.ppo.parts import assemble
+from megappo.ppo.components import assemble
 from megappo.ppo.reporting import Reporter
 from megappo.ppo.trainer import Trainer
 from megappo.ppo.updates import NonFiniteUpdateError

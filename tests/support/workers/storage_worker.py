@@ -15,7 +15,7 @@ from megappo.engines.protocol import Completion, GenerateRequest, SamplingParams
 from megappo.megatron.offload import RoleTensors
 from megappo.megatron.roles import LocalRole, TrainedRole
 from megappo.observe.stopwatch import Lap
-from megappo.ppo.parts import Parts
+from megappo.ppo.components import RunComponents
 from megappo.ppo.reporting import Reporter
 from tests.gpu.acceptance.registry import Place
 from tests.gpu.acceptance.workload import NoEngine, Size, make_config, model_folder, settings, trainer
@@ -53,7 +53,7 @@ class Probed(NoEngine):
 class Watching(Reporter):
     """Notes what is on the device when a stage begins."""
 
-    parts: ClassVar[Parts | None] = None
+    parts: ClassVar[RunComponents | None] = None
     seen: ClassVar[list[tuple[str, list[str]]]] = []
 
     def stage(self, name: str, waits_for: str = "") -> AbstractContextManager[Lap]:
@@ -63,7 +63,7 @@ class Watching(Reporter):
         return super().stage(name, waits_for)
 
 
-def on_device(parts: Parts) -> list[str]:
+def on_device(parts: RunComponents) -> list[str]:
     """Parts of roles that have not left: what is away has no bytes there."""
     reference = parts.reference
     assert isinstance(reference, LocalRole)

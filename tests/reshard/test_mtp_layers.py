@@ -19,10 +19,10 @@ from megappo.config.model_files import read_architecture
 from megappo.families.packed import stored_shapes
 from megappo.families.parameters import wide_tensors
 from megappo.plan.sizes import model_sizes
-from megappo.reshard.further import FurtherLayers, further_layers_in
+from megappo.reshard.mtp import MTPLayers, mtp_layers_in
 from megappo.reshard.sources import SafetensorsSource
 from megappo.reshard.writer import write_critic, write_policy
-from tests.support.models import add_further_layers, quantise, write_model
+from tests.support.models import add_mtp_layers, quantise, write_model
 from tests.support.places import QUICKSTART, ROOT, TINY
 
 COUNTS = {
@@ -38,16 +38,16 @@ COUNTS = {
 def written(folder: Path, family: str) -> tuple[Path, dict[str, Tensor]]:
     """A model of two layers with one more that predicts further tokens."""
     write_model(folder, family, 1, num_hidden_layers=2, **{COUNTS[family]: 1})
-    return folder, add_further_layers(folder)
+    return folder, add_mtp_layers(folder)
 
 
-def export(out: Path, further: FurtherLayers, dtype: torch.dtype = torch.float32) -> tuple[dict[str, Tensor], int]:
+def export(out: Path, mtp: MTPLayers, dtype: torch.dtype = torch.float32) -> tuple[dict[str, Tensor], int]:
     """Write the model of zeros with these layers; returns the tensors in its file, and how many layers it says."""
-    arch = further.arch
+    arch = mtp.arch
     wide = wide_tensors(arch)
     whole = [(n, torch.zeros(shape, dtype=None if n in wide else dtype)) for n, shape in stored_shapes(arch).items()]
     tokenizer = AutoTokenizer.from_pretrained(TINY)
-    tensors = [*whole, *further.exported(dtype)]
+    tensors = [*whole, *mtp.exported(dtype)]
     tensors.sort(key=lambda entry: entry[1].dtype == torch.float32)  # as a run streams them
     write_policy(out, arch, tensors, tokenizer, started_from=out, stop_token_ids=(1,))
     return load_file(out / "model.safetensors"), json.loads((out / "config.json").read_text())[COUNTS[arch.family]]
@@ -57,25 +57,25 @@ def export(out: Path, further: FurtherLayers, dtype: torch.dtype = torch.float32
 def test_an_export_has_them_again(tmp_path: Path, family: str) -> None:
     """To the last bit; none where there are none; and nothing else changes."""
     folder, given = written(tmp_path / "m", family)
-    further = further_layers_in(folder, read_architecture(folder))
-    assert {*further.names} == given.keys()
-    left, count = export(tmp_path / "out", further)
+    mtp = mtp_layers_in(folder, read_architecture(folder))
+    assert {*mtp.names} == given.keys()
+    left, count = export(tmp_path / "out", mtp)
     assert count == 1 and all(torch.equal(left[name], tensor) for name, tensor in given.items())
-    assert left.keys() == stored_shapes(further.arch).keys() | given.keys()
-    again = further_layers_in(tmp_path / "out", read_architecture(tmp_path / "out"))  # a next run begins with it
+    assert left.keys() == stored_shapes(mtp.arch).keys() | given.keys()
+    again = mtp_layers_in(tmp_path / "out", read_architecture(tmp_path / "out"))  # a next run begins with it
     assert all(torch.equal(given[name], tensor) for name, tensor in again.tensors())
-    without, count = export(tmp_path / "none", FurtherLayers(further.arch))
+    without, count = export(tmp_path / "none", MTPLayers(mtp.arch))
     assert count == 0 and without.keys() == left.keys() - given.keys()
     tokenizer = AutoTokenizer.from_pretrained(TINY)
-    shapes = stored_shapes(further.arch, output_layer=False) | {"score.weight": (1, 32), "score.bias": (1,)}
-    write_critic(tmp_path / "critic", further.arch, ((n, torch.zeros(s)) for n, s in shapes.items()), tokenizer)
+    shapes = stored_shapes(mtp.arch, output_layer=False) | {"score.weight": (1, 32), "score.bias": (1,)}
+    write_critic(tmp_path / "critic", mtp.arch, ((n, torch.zeros(s)) for n, s in shapes.items()), tokenizer)
     assert json.loads((tmp_path / "critic" / "config.json").read_text())[COUNTS[family]] == 0
 
 
 def test_they_are_in_the_type_of_the_run(tmp_path: Path) -> None:
     """But for correction biases, which are in float32 in every layer; config.json says the type of all others."""
     folder, given = written(tmp_path / "m", "deepseek_v3")
-    left, _ = export(tmp_path / "out", further_layers_in(folder, read_architecture(folder)), torch.bfloat16)
+    left, _ = export(tmp_path / "out", mtp_layers_in(folder, read_architecture(folder)), torch.bfloat16)
     bias = "model.layers.2.mlp.gate.e_score_correction_bias"
     assert torch.equal(left[bias], given[bias])
     assert all(torch.equal(left[name], given[name].bfloat16()) for name in given if name != bias)
@@ -86,7 +86,7 @@ def test_they_are_in_the_type_of_the_run(tmp_path: Path) -> None:
 def test_tokens_are_drafted_from_an_export(tmp_path: Path, family: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """By transformers, which refuses a layer that is not whole, and is told here which layer it is."""
     folder, given = written(tmp_path / "m", family)
-    export(tmp_path / "out", further_layers_in(folder, read_architecture(folder)))
+    export(tmp_path / "out", mtp_layers_in(folder, read_architecture(folder)))
     model = AutoModelForCausalLM.from_pretrained(tmp_path / "out")
     monkeypatch.setattr(model, "_keys_to_ignore_on_load_unexpected", [r"model\.layers\.2.*"])
     drafts = MtpModel.from_pretrained(model)
@@ -102,9 +102,9 @@ def test_tokens_are_drafted_from_an_export(tmp_path: Path, family: str, monkeypa
 def test_float8_ones_become_plain(tmp_path: Path) -> None:
     folder, given = written(tmp_path / "m", "deepseek_v3")
     plain = quantise(folder, tmp_path / "float8", (16, 16))
-    further = further_layers_in(tmp_path / "float8", read_architecture(tmp_path / "float8"))
-    left, count = export(tmp_path / "out", further)
-    assert count == 1 and left.keys() == stored_shapes(further.arch).keys() | given.keys()
+    mtp = mtp_layers_in(tmp_path / "float8", read_architecture(tmp_path / "float8"))
+    left, count = export(tmp_path / "out", mtp)
+    assert count == 1 and left.keys() == stored_shapes(mtp.arch).keys() | given.keys()
     assert all(torch.equal(left[name], plain[name].float()) for name in given)
     assert not torch.equal(left["model.layers.2.eh_proj.weight"], given["model.layers.2.eh_proj.weight"])
 
@@ -112,7 +112,7 @@ def test_float8_ones_become_plain(tmp_path: Path) -> None:
 @pytest.mark.waits
 def test_a_dry_run_counts_them_apart(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     folder = write_model(tmp_path / "m", "glm4_moe", 1, num_hidden_layers=2, max_position_embeddings=512)
-    further, quickstart = add_further_layers(folder), QUICKSTART
+    further, quickstart = add_mtp_layers(folder), QUICKSTART
     own = len(load_file(folder / "model.safetensors")) - len(further)
     tokenizer = f"model.tokenizer={ROOT / 'configs/models/tiny_arithmetic'}"
     settings = [
@@ -130,8 +130,8 @@ def test_a_dry_run_counts_them_apart(tmp_path: Path, capsys: pytest.CaptureFixtu
 
 def test_ranks_share_out_their_checksum(tmp_path: Path) -> None:
     folder, given = written(tmp_path / "m", "glm4_moe")
-    further = further_layers_in(folder, read_architecture(folder))
-    shares = [dict(further.tensors(share=(rank, 3))) for rank in range(3)]
+    mtp = mtp_layers_in(folder, read_architecture(folder))
+    shares = [dict(mtp.tensors(share=(rank, 3))) for rank in range(3)]
     assert sum(map(len, shares)) == len(given) and all(len(share) <= len(given) // 3 + 1 for share in shares)
     found = {name: tensor_digest(tensor) for share in shares for name, tensor in share.items()}
     assert whole_digest(found) == whole_digest({name: tensor_digest(tensor) for name, tensor in given.items()})
@@ -141,10 +141,10 @@ def test_they_are_read_when_their_folder_is_gone(tmp_path: Path) -> None:
     """Between a run's beginning and its end."""
     folder, given = written(tmp_path / "m", "glm4_moe")
     arch = read_architecture(folder)
-    further = FurtherLayers(arch, SafetensorsSource(folder, arch).of_further_layers())
+    mtp = MTPLayers(arch, SafetensorsSource(folder, arch).of_mtp_layers())
     (folder / "model.safetensors").unlink()
-    assert {*further.names} == given.keys()
-    assert all(torch.equal(given[name], tensor) for name, tensor in further.tensors())
+    assert {*mtp.names} == given.keys()
+    assert all(torch.equal(given[name], tensor) for name, tensor in mtp.tensors())
 
 
 def test_a_type_that_cannot_be_exported_is_named(tmp_path: Path) -> None:
@@ -163,7 +163,7 @@ def test_they_are_no_part_of_the_model(tmp_path: Path) -> None:
     """Neither in the plan nor in what a run's servers are told."""
     folder = write_model(tmp_path / "m", "deepseek_v3", 1, num_hidden_layers=2)
     before = model_sizes(read_architecture(folder))
-    add_further_layers(folder)
+    add_mtp_layers(folder)
     arch = read_architecture(folder)
     assert model_sizes(arch) == before
-    assert arch.declaration.further(arch.hf_config)["num_mtp_layers"] == 0
+    assert arch.declaration.extra_config(arch.hf_config)["num_mtp_layers"] == 0

@@ -20,7 +20,7 @@ from megappo.reshard.sources import SafetensorsSource
 
 
 @dataclass(frozen=True)
-class FurtherLayers:
+class MTPLayers:
     """Multi-token prediction layers of a model, which are read only when they are asked for."""
 
     arch: ArchitectureConfig
@@ -30,7 +30,7 @@ class FurtherLayers:
     @property
     def names(self) -> tuple[str, ...]:
         """Names of all tensors of the layers, in order."""
-        return () if self.source is None else tuple(sorted(self.source.further))
+        return () if self.source is None else tuple(sorted(self.source.mtp_shapes))
 
     def tensors(self, share: tuple[int, int] = (0, 1)) -> Iterator[tuple[str, Tensor]]:
         """(name in files, tensor) on the CPU in the type it is stored in, float8 as float32. `share`: (k, n) for every
@@ -38,7 +38,7 @@ class FurtherLayers:
         first, step = share
         for name in self.names[first::step]:
             assert self.source is not None
-            yield name, self.source.read(Piece(name, 0, 0, self.source.further[name][0]))
+            yield name, self.source.read(Piece(name, 0, 0, self.source.mtp_shapes[name][0]))
 
     def exported(self, dtype: torch.dtype) -> Iterator[tuple[str, Tensor]]:
         """The tensors in the type of an export: float32 where the model's own layers have float32, otherwise
@@ -54,8 +54,8 @@ def _in_layer(name: str) -> str:
     return parts[3] if len(parts) == 4 and parts[1] == "layers" else name
 
 
-def further_layers_in(folder: Path, arch: ArchitectureConfig) -> FurtherLayers:
+def mtp_layers_in(folder: Path, arch: ArchitectureConfig) -> MTPLayers:
     """The multi-token prediction layers of the model in a folder. Raises ValueError as `SafetensorsSource` does."""
     source = SafetensorsSource(folder, arch)
-    source.check_further()
-    return FurtherLayers(arch, source)
+    source.check_mtp_types()
+    return MTPLayers(arch, source)

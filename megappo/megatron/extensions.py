@@ -1,5 +1,5 @@
 """Features that Megatron-Core's GPT model has no setting for, added to its layers and around them; see
-`families.architecture.Beyond`.
+`families.architecture.ArchitectureExtensions`.
 
 Two of them are elsewhere: caps and sinks of attention scores in `attention`, the cap of logits in `heads`.
 """
@@ -16,7 +16,7 @@ from megatron.core.tensor_parallel import RowParallelLinear
 from megatron.core.transformer.spec_utils import ModuleSpec
 from torch import Tensor, nn
 
-from megappo.families.architecture import ArchitectureConfig, Beyond
+from megappo.families.architecture import ArchitectureConfig, ArchitectureExtensions
 from megappo.families.rope import rope_kinds
 from megappo.megatron.attention import PackedCoreAttention, RMSNorm
 from megappo.megatron.swiglu import mlp_submodules
@@ -39,9 +39,9 @@ class NormedRowParallel(RowParallelLinear):
         self.register_forward_hook(_normed)
 
 
-def core_attention(beyond: Beyond) -> ModuleSpec:
+def core_attention(extensions: ArchitectureExtensions) -> ModuleSpec:
     """Spec of `PackedCoreAttention` with the model's cap of attention scores and its sinks."""
-    return ModuleSpec(PackedCoreAttention, params={"scores_cap": beyond.scores_cap, "has_sinks": beyond.sinks})
+    return ModuleSpec(PackedCoreAttention, params={"scores_cap": extensions.scores_cap, "has_sinks": extensions.sinks})
 
 
 def norms_after(layer: ModuleSpec) -> None:
@@ -52,15 +52,15 @@ def norms_after(layer: ModuleSpec) -> None:
 
 def around_layers(model: GPTModel, arch: ArchitectureConfig) -> None:
     """Scale the outputs of the embedding and of each layer, and give each layer its kind of rope."""
-    if model.pre_process and arch.beyond.embedding_scale != 1:
-        model.embedding.register_forward_hook(partial(_scaled, arch.beyond.embedding_scale))
+    if model.pre_process and arch.extensions.embedding_scale != 1:
+        model.embedding.register_forward_hook(partial(_scaled, arch.extensions.embedding_scale))
     kinds = rope_kinds(arch)
     if len(kinds) > 1:
         for layer in model.decoder.layers:
-            number = kinds.index(arch.beyond.ropes[layer.layer_number - 1])
+            number = kinds.index(arch.extensions.ropes[layer.layer_number - 1])
             rope = partial(model.rotary_pos_emb.of_kind, number)
             layer.register_forward_pre_hook(partial(_with_rope, rope), with_kwargs=True)
-    if arch.beyond.layer_scalars:
+    if arch.extensions.layer_scalars:
         for layer in model.decoder.layers:
             scalar = torch.ones(1, dtype=layer.config.params_dtype, device=layer.input_layernorm.weight.device)
             layer.layer_scalar = nn.Parameter(scalar, requires_grad=False)

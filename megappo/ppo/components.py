@@ -32,7 +32,7 @@ from megappo.ppo.likeness import check_data
 from megappo.ppo.methods import check_methods
 from megappo.ppo.models import ROLES, ModelBuilder
 from megappo.preflight.inputs import RunInputs, read_inputs
-from megappo.reshard.further import FurtherLayers
+from megappo.reshard.mtp import MTPLayers
 from megappo.reshard.stream import WeightStream
 from megappo.rewards.judge_server import judge_servers
 from megappo.rewards.own_servers import OwnServers, start_servers
@@ -61,7 +61,7 @@ class RunMode:
 
 
 @dataclass(frozen=True)
-class Parts:
+class RunComponents:
     """Everything the trainer works with."""
 
     config: Config
@@ -84,7 +84,7 @@ class Parts:
     critic: Role | None
     reference: Role | None
     weights: WeightStream
-    further_layers: FurtherLayers
+    mtp_layers: MTPLayers
     """Layers of the policy's model that are not trained; exports contain their weights."""
     stop: Stop
     generation: Generation | None = None
@@ -192,7 +192,7 @@ def start_reward_servers(config: Config, runtime: Runtime) -> OwnServers:
     return start_servers(wanted, runtime) if wanted else OwnServers()
 
 
-def assemble(config: Config, derived: Derived, runtime: Runtime, mode: RunMode | None = None) -> Parts:
+def assemble(config: Config, derived: Derived, runtime: Runtime, mode: RunMode | None = None) -> RunComponents:
     """Make every part; a collective of the world. Errors in data and rewards are raised before any model is built."""
     mode = mode if mode is not None else RunMode()
     inputs = mode.inputs if mode.inputs is not None else read_inputs(config, training=mode.training)
@@ -224,7 +224,7 @@ def assemble(config: Config, derived: Derived, runtime: Runtime, mode: RunMode |
     weights = WeightStream(actor, config.rollout.sync_bucket_bytes)
     factory = mode.engine if mode.engine is not None else find_engine(config.rollout)
     engine = make_engine(factory, config, folder, stop_token_ids, runtime, mode.stop)
-    return Parts(
+    return RunComponents(
         config=config,
         derived=derived,
         runtime=runtime,
@@ -239,7 +239,7 @@ def assemble(config: Config, derived: Derived, runtime: Runtime, mode: RunMode |
         reference=reference,
         critic=critic,
         weights=weights,
-        further_layers=models.further_layers(),
+        mtp_layers=models.mtp_layers(),
         engine=engine,
         episodes=None if stage is None else EpisodeRunner(stage, engine, mode.stop),
         generation=generation,
