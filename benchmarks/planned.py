@@ -93,7 +93,7 @@ def compare(config: Config, run: Run, size: Size, machine: Machine, arguments: a
     seconds = {name: [turn.metrics[f"time/{name}"] for turn in turns] for name in planned}
     words = f"{size.samples} x ({config.data.max_prompt_tokens} + {size.response_tokens}) tokens"
     medians = {name: statistics.median(found) for name, found in seconds.items()}
-    return Row(words, machine.words, planned, medians, {name: (min(x), max(x)) for name, x in seconds.items()})
+    return Row(words, machine.summary, planned, medians, {name: (min(x), max(x)) for name, x in seconds.items()})
 
 
 def print_rows(rows: Sequence[Row], title: str) -> None:

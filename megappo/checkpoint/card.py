@@ -97,9 +97,9 @@ def _tables(config: Config, lines: Sequence[Mapping[str, JSONValue]]) -> Iterato
 def _settings(config: Config) -> Iterator[tuple[str, str]]:
     rollout, algorithm = config.rollout, config.algorithm
     yield "data", ", ".join(_code(source.source) for source in config.data.sources.values())
-    yield "reward", _text(config.reward.words)
+    yield "reward", _text(config.reward.summary)
     yield "algorithm", f"{_code(algorithm.estimator)}, loss {_code(algorithm.policy_loss)}"
-    yield "discount", f"gamma {algorithm.gamma:g}, lambda {algorithm.lam.words}"
+    yield "discount", f"gamma {algorithm.gamma:g}, lambda {algorithm.lam.summary}"
     yield "batch", f"{rollout.prompts_per_step} prompts x {rollout.samples_per_prompt} samples a step"
     yield "response", f"at most {rollout.max_response_tokens} tokens, at temperature {rollout.temperature:g}"
     for name, settings in config.trained.items():

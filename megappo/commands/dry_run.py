@@ -190,7 +190,7 @@ def _reward(config: Config) -> Rows:
         of = f" of {name}" if name else ""
         yield (
             "reward",
-            f"{config.reward.words} gives the answers{of} {best:.3g} and empty responses {empty:.3g}, in the mean",
+            f"{config.reward.summary} gives the answers{of} {best:.3g} and empty responses {empty:.3g}, in the mean",
         )
         if best <= empty:
             yield "reward", f"no written form of the answers{of} scores above an empty response: look at one by hand"
@@ -261,7 +261,7 @@ def _origins(config: Config) -> Rows:
         if settings.start_from is not None:
             arch = load_architecture(role_folder(config, role, weights=False), config.model)
             lora = None if settings.lora is None else settings.lora.of(arch)
-            yield "starts from", open_origin(settings.start_from, role, arch, lora=lora).words
+            yield "starts from", open_origin(settings.start_from, role, arch, lora=lora).summary
 
 
 def _machine(config: Config) -> Rows:
@@ -281,7 +281,7 @@ def _plan(config: Config, models: Models, ranks: int, machine: Machine) -> Rows:
     plan = make_plan(config, models, machine, ranks)
     if not plan.fits:
         raise ConfigError(f"{plan.verdict}; {remedy(config, models, machine, ranks)[0]}")
-    yield from _plan_rows(config, models, ranks, machine, f"{ranks} x {machine.words}")
+    yield from _plan_rows(config, models, ranks, machine, f"{ranks} x {machine.summary}")
 
 
 def _plan_unnamed(config: Config, models: Models, ranks: int, here: Machine) -> Rows:
@@ -290,7 +290,7 @@ def _plan_unnamed(config: Config, models: Models, ranks: int, here: Machine) -> 
     needs_gpus = config.runtime.device == "cuda" and not here.is_cuda
     if not needs_gpus:
         of_ranks = "1 rank" if ranks == 1 else f"{ranks} ranks"
-        where = f"{ranks} x {here.words}" if here.is_cuda else f"{of_ranks} on {here.words}"
+        where = f"{ranks} x {here.summary}" if here.is_cuda else f"{of_ranks} on {here.summary}"
         try:
             plan = make_plan(config, models, here, ranks)
         except ConfigError as error:
@@ -301,7 +301,7 @@ def _plan_unnamed(config: Config, models: Models, ranks: int, here: Machine) -> 
                 return
             yield "plan", f"{where}: {plan.verdict}"
     elsewhere = default_machine(config)
-    where = f"{ranks} x {elsewhere.words}{'' if needs_gpus else ' instead'}"
+    where = f"{ranks} x {elsewhere.summary}{'' if needs_gpus else ' instead'}"
     yield from _plan_rows(config, models, ranks, elsewhere, where)
     yield "plan", "another machine is named with --machine"
 

@@ -44,7 +44,7 @@ def run(arguments: argparse.Namespace) -> None:
     data, sums = _data(arguments, output), models / "tiny_arithmetic"
     request = StarterRequest(arguments.task, output.stem, arguments.model, data, sums)
     written = write(request, target, output, models)
-    print(f"wrote {', '.join(map(str, written.files))} for {target.words}")
+    print(f"wrote {', '.join(map(str, written.files))} for {target.summary}")
     for note in written.notes:
         print(note)
     print("next:")

@@ -191,7 +191,7 @@ class SavedRun:
 
 
 def _told_algorithm(algorithm: AlgorithmSettings) -> str:
-    parts = [f"estimator {algorithm.estimator}", f"gamma {algorithm.gamma:g}", f"lambda {algorithm.lam.words}"]
+    parts = [f"estimator {algorithm.estimator}", f"gamma {algorithm.gamma:g}", f"lambda {algorithm.lam.summary}"]
     kl = algorithm.kl_in_reward
     parts += [f"per {algorithm.discount_at}"] if algorithm.discount_at != "token" else []
     parts += [f"KL in the reward times {kl.coef:g} ({kl.controller})"] if kl is not None else []

@@ -157,7 +157,7 @@ class LambdaSettings(Settings):
         return self.actor.number == self.critic
 
     @property
-    def words(self) -> str:
+    def summary(self) -> str:
         """The lambdas in words, for people."""
         adaptive = self.actor.length_adaptive
         actor = f"{self.actor.number:g}" if adaptive is None else f"1 - 1 / ({adaptive:g} x tokens)"

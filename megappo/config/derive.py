@@ -238,7 +238,7 @@ def describe(config: Config, derived: Derived) -> list[tuple[str, str]]:
             "world",
             f"{derived.world_size} rank{'s' if derived.world_size > 1 else ''}, device {config.runtime.device}",
         ),
-        ("data", f"{_source_words(config.data)}, reward {config.reward.words}"),
+        ("data", f"{_source_words(config.data)}, reward {config.reward.summary}"),
         (
             "step",
             f"{rollout.prompts_per_step} prompts x {rollout.samples_per_prompt} samples = "
@@ -264,7 +264,7 @@ def describe_evaluation(config: Config, derived: Derived) -> list[tuple[str, str
         ("model", f"{config.model.path} ({config.model.init}, {config.model.dtype})"),
         ("world", world),
         *_evaluated_rows(config),
-        ("reward", config.reward.words),
+        ("reward", config.reward.summary),
         ("rollout", _engine_words(config)),
         *_episode_rows(config),
     ]
@@ -376,7 +376,7 @@ def _role_rows(name: str, config: Config, numbers: RoleNumbers) -> list[tuple[st
 def _algorithm_words(config: Config) -> str:
     algorithm = config.algorithm
     at = ", by turns" if algorithm.discount_at == "turn" else ""
-    words = [f"{algorithm.estimator} (gamma {algorithm.gamma:g}, lambda {algorithm.lam.words}{at})"]
+    words = [f"{algorithm.estimator} (gamma {algorithm.gamma:g}, lambda {algorithm.lam.summary}{at})"]
     if algorithm.policy_loss == "clip":
         words.append(f"clip {algorithm.clip_low:g} low, {algorithm.clip_high:g} high")
     elif algorithm.policy_loss == "penalty":

@@ -206,7 +206,7 @@ class RewardSettings(Settings):
         return "reward.judge" if self.judge is not None else f"reward.functions.{judge}.judge"
 
     @property
-    def words(self) -> str:
+    def summary(self) -> str:
         """The functions, for people."""
         return ", ".join("a judge" if term.judge else str(term.function) for _, term in self.terms.values())
 

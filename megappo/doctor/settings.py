@@ -55,5 +55,5 @@ def _room(config: Config, models: Models, world_size: int) -> Finding:
     machine = this_machine()
     plan = make_plan(config, models, machine, world_size)
     if plan.fits:
-        return fine("room", f"{world_size} x {machine.words}: {plan.verdict}")
+        return fine("room", f"{world_size} x {machine.summary}: {plan.verdict}")
     return broken("room", plan.verdict, remedy(config, models, machine, world_size)[0])

@@ -34,7 +34,7 @@ def qwen_calls(text: str) -> list[WantedCall]:
     return [_wanted(block, "arguments") for block, _, _ in _tagged(text)]
 
 
-def qwen_words(text: str) -> str:
+def qwen_prose(text: str) -> str:
     """The text around the calls."""
     end, around = 0, ""
     for _, start, stop in _tagged(text):
@@ -55,12 +55,12 @@ class CallFormat:
 
     calls: Callable[[str], list[WantedCall]]
     """Reads the calls of a reply; there are none where it is an answer."""
-    words: Callable[[str], str]
+    prose: Callable[[str], str]
     """Reads the text of a reply besides its calls."""
 
 
 FORMATS = {
-    "qwen": CallFormat(qwen_calls, qwen_words),
+    "qwen": CallFormat(qwen_calls, qwen_prose),
     "llama3": CallFormat(llama3_calls, lambda text: ""),
 }
 

@@ -31,7 +31,7 @@ def machine_like(device_name: str, memory_bytes: float) -> Machine:
         if machine.is_cuda and re.search(rf"\b{machine.name.split('-')[0]}\b", device_name, re.IGNORECASE)
     ]
     nearest = min(alike or [MACHINES[_UNKNOWN]], key=lambda machine: abs(machine.memory_bytes - memory_bytes))
-    return replace(nearest, memory_bytes=memory_bytes, words=f"{device_name}, {memory_bytes / 1e9:.0f} GB")
+    return replace(nearest, memory_bytes=memory_bytes, summary=f"{device_name}, {memory_bytes / 1e9:.0f} GB")
 
 
 def this_machine() -> Machine:
@@ -52,7 +52,7 @@ def this_cpu() -> Machine:
     total = float(psutil.virtual_memory().total)
     cores = len(os.sched_getaffinity(0))
     here = MACHINES["cpu"].scaled(min(1.0, cores / CPU_CORES))
-    return replace(here, memory_bytes=total, words=f"this machine's {cores} cores and {total / 1e9:.0f} GB")
+    return replace(here, memory_bytes=total, summary=f"this machine's {cores} cores and {total / 1e9:.0f} GB")
 
 
 @dataclass(frozen=True)
@@ -88,7 +88,7 @@ def plan_start(config: Config, world_size: int, machine: Machine) -> StartPlan:
     dtype = getattr(torch, config.model.dtype)
     found = find_accelerations(config.model.accelerations).for_model(own_layers=models.actor.has_own_layers)
     if found.for_model(own_layers=False).uses_engine_layers(dtype):
-        _check_windows(setup, found.engine.words)
+        _check_windows(setup, found.engine.summary)
     stop = stopping(setup, stages, share, total)
     writing = stop.checkpoint_seconds  # also for the export: a rank writes what all of them hold of the actor
     models_bytes = math.fsum(model_sizes(role.arch)[0] * role.dtype_bytes for role in setup.roles)
@@ -100,7 +100,7 @@ def plan_start(config: Config, world_size: int, machine: Machine) -> StartPlan:
         ("layers", found.sentence(dtype)),
         (
             "plan",
-            f"{machine.words}: a step of {total:.3g} seconds, {rollout:.3g} of them for the rollout, at full length",
+            f"{machine.summary}: a step of {total:.3g} seconds, {rollout:.3g} of them for the rollout, at full length",
         ),
         *((f"{r.name} pipeline", _layer_words(r.chunk_layers)) for r in setup.roles if r.chunk_layers is not None),
         ("other engine", other_engine(planned, models, machine, world_size).sentence),

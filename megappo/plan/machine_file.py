@@ -63,7 +63,7 @@ def read_machine(path: Path) -> Machine:
     host = {"host_bandwidth": content[_HOST] * 1e9} if _HOST in content else {}
     return Machine(
         name=path.stem,
-        words=content["words"],
+        summary=content["words"],
         **{field: content[key] * unit for key, (field, unit) in _UNITS.items()},
         devices_per_node=content["devices_per_node"],
         is_cuda=is_gpu,

@@ -12,7 +12,7 @@ class Machine:
     """One device of a cluster and its links. Bandwidths are in bytes per second and one direction."""
 
     name: str
-    words: str
+    summary: str
     """Name of the device as its maker calls it, for people."""
     bfloat16_flops: float
     """Dense FLOP/s in bfloat16."""

@@ -142,7 +142,7 @@ class ModelBuilder:
         origin: WeightSource | None = None
         if settings is not None and settings.start_from is not None and not self._resumed:
             opened = open_origin(settings.start_from, role, arch, self._runtime, lora)
-            self.origins.append(opened.words)
+            self.origins.append(opened.summary)
             origin = opened.source
         if lora is None and origin is not None:
             return arch, origin, None

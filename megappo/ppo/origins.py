@@ -52,14 +52,14 @@ class Origin:
 
     source: WeightSource
     """Source of weights, or of adapters where these are wanted."""
-    words: str
+    summary: str
 
 
 @dataclass(frozen=True)
 class OriginKind:
     """A kind of place that holds weights."""
 
-    words: str
+    summary: str
     recognises: Callable[[Path], bool]
     """Whether an existing path is such a place, judged by its content."""
     open: Callable[[Path, Wanted], Origin]
@@ -97,7 +97,7 @@ def _kind(path: Path) -> OriginKind:
         if path.exists() and kind.recognises(path):
             return kind
     state = "is of no known kind" if path.exists() else f"does not exist (from {Path.cwd()})"
-    raise ValueError(f"{path} {state}; give {', or '.join(k.words for k in _KINDS.values())}")
+    raise ValueError(f"{path} {state}; give {', or '.join(k.summary for k in _KINDS.values())}")
 
 
 def _split(text: str) -> tuple[Path, str | None]:

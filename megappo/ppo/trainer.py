@@ -295,7 +295,7 @@ class Trainer:
         metrics of all ranks' rewards."""
         failures = dict[int, str]()
         assert self.parts.reward is not None, "samples that have scores come another way"
-        with self.reporter.stage("reward", f"{len(rollouts.responses)} scores of {self.config.reward.words}"):
+        with self.reporter.stage("reward", f"{len(rollouts.responses)} scores of {self.config.reward.summary}"):
             scores_B, metrics = self.parts.reward.score(rollouts, failures)
             noted = tuple(failures.get(b, "") for b in range(len(scores_B)))
             rollouts = replace(rollouts, reward_failures=noted)

@@ -43,7 +43,7 @@ class Library:
         return self.problem is None
 
     @property
-    def words(self) -> str:
+    def summary(self) -> str:
         """Name and version of the library."""
         return f"{self.name} {self.version}" if self.version else self.name
 
@@ -80,15 +80,15 @@ class Accelerations:
         """A sentence on which library does what in a model of this type, and why the rest is torch's."""
         parts, used = [], self.switches(dtype)
         if self.uses_engine_layers(dtype):
-            parts.append(f"{self.engine.words} (attention, norms, rope)")
+            parts.append(f"{self.engine.summary} (attention, norms, rope)")
         elif self.engine.is_used and self.own_layers:
-            parts.append(f"torch's layers, as the model has what those of {self.engine.words} have not")
+            parts.append(f"torch's layers, as the model has what those of {self.engine.summary} have not")
         elif self.engine.is_used:
-            parts.append(f"torch's layers, as {self.engine.words} attends to packs in bfloat16 only")
+            parts.append(f"torch's layers, as {self.engine.summary} attends to packs in bfloat16 only")
         else:
-            parts.append(f"torch's layers, as {self.engine.words} {self.engine.problem}")
+            parts.append(f"torch's layers, as {self.engine.summary} {self.engine.problem}")
         if used["gradient_accumulation_fusion"]:
-            parts.append(f"{self.apex.words} adds up weight gradients")
+            parts.append(f"{self.apex.summary} adds up weight gradients")
         elif self.engine.is_used or self.apex.is_used:
             parts.append(f"torch adds up weight gradients, as {FUSED_GRADIENTS} {self.gradients_problem}")
         parts.append(f"{self.adam}'s Adam")

@@ -94,7 +94,7 @@ class _Torchrun:
             return True
 
     @property
-    def words(self) -> str:
+    def summary(self) -> str:
         """Sentence that says why this rank ends with torchrun."""
         return f"torchrun, process {self._pid} on {socket.gethostname()}, is gone, and its ranks end with it"
 
@@ -283,15 +283,15 @@ class Failures:
 
         wait_until(lambda: self._is_told or neighbour_is_gone(), 2 * _LOST_SECONDS, every_seconds=_TURN_SECONDS)
         if neighbour is not None and neighbour_is_gone() and not self._agent.is_gone:
-            self.declare(Failure(neighbour.rank, RUN_ERROR, (neighbour.words,), lost=1))
+            self.declare(Failure(neighbour.rank, RUN_ERROR, (neighbour.summary,), lost=1))
             return
         words = "the store at which the ranks met is gone, and rank 0 or torchrun with it; the first to end says why"
-        words = self._agent.words if self._agent.is_gone else words
+        words = self._agent.summary if self._agent.is_gone else words
         self.declare(Failure(self._rank, RUN_ERROR, (words,)))
 
     def _look_after_agent(self) -> None:
         if self._agent.is_gone and not self._is_told:
-            self.declare(Failure(self._rank, RUN_ERROR, (self._agent.words,)))
+            self.declare(Failure(self._rank, RUN_ERROR, (self._agent.summary,)))
 
     def _look_after_neighbour(self) -> None:
         """Report the neighbour where it has ended. It is reported a turn later, because its own reason arrives in this
@@ -301,7 +301,7 @@ class Failures:
             with contextlib.suppress(dist.DistError):
                 if self._is_told or self._neighbour.is_done(self._notices):
                     return
-            self.declare(Failure(self._neighbour.rank, RUN_ERROR, (self._neighbour.words,), lost=1))
+            self.declare(Failure(self._neighbour.rank, RUN_ERROR, (self._neighbour.summary,), lost=1))
         elif self._looks_for_neighbour:
             known = self._knows_neighbour()
             self._neighbour_is_gone = known and self._neighbour is not None and self._neighbour.is_gone

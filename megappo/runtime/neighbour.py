@@ -37,7 +37,7 @@ class Neighbour:
         return notices.count(f"{_DONE}/{self.rank}") > 0
 
     @property
-    def words(self) -> str:
+    def summary(self) -> str:
         """Sentence on how the process ended."""
         return (
             f"process {self.process.pid} on {socket.gethostname()} ended without a word, as one does that the kernel "
@@ -53,7 +53,7 @@ def introduce(notices: Notices, rank: int, local_rank: int) -> None:
 def find_neighbour(notices: Notices, local_rank: int, local_world_size: int) -> Neighbour | None:
     """The rank after this one on the machine; None where it has not been introduced, or is invisible from here, as from
     another container. Raises DistError."""
-    said = notices.words(f"{_PROCESS}/{socket.gethostname()}/{(local_rank + 1) % local_world_size}")
+    said = notices.text(f"{_PROCESS}/{socket.gethostname()}/{(local_rank + 1) % local_world_size}")
     if not said:
         return None
     rank, pid, began = said.split()

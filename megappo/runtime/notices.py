@@ -27,8 +27,8 @@ class Notices:
         """Post words for all ranks, unless the name already has some; returns those that are there."""
         return str(self._store.compare_set(name, "", words).decode())
 
-    def words(self, name: str) -> str:
-        """Words posted under a name, "" where there are none."""
+    def text(self, name: str) -> str:
+        """Text posted under a name, "" where there are none."""
         return str(self._store.get(name).decode()) if self._store.check([name]) else ""
 
     def count(self, name: str, more: int = 0) -> int:

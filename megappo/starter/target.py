@@ -46,9 +46,9 @@ class RunTarget:
         return self.devices * self.nodes
 
     @property
-    def words(self) -> str:
+    def summary(self) -> str:
         """The devices in words."""
-        each = f"{self.devices} x {self.machine.words}" if self.machine.is_cuda else self.machine.words
+        each = f"{self.devices} x {self.machine.summary}" if self.machine.is_cuda else self.machine.summary
         return f"{self.nodes} nodes of {each}" if self.nodes > 1 else each
 
     @property

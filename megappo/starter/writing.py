@@ -78,7 +78,7 @@ def _head(request: StarterRequest, target: RunTarget, output: Path, proposal: Pr
     roles = "; ".join(f"{name}: {words}" for name, words in proposal.roles.items())
     commands = "".join(f"#   {command}\n" for command in next_commands(request, target, output))
     return (
-        f"# {TASKS[request.task].capitalize()}, for {target.words}.\n"
+        f"# {TASKS[request.task].capitalize()}, for {target.summary}.\n"
         f"# {roles}; a step is planned at {proposal.step_seconds:.3g} seconds.\n"
         f"# Every setting: megappo settings NAME. What is not said has defaults of recipes that worked.\n{commands}"
     )

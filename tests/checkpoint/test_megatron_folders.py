@@ -89,7 +89,7 @@ def test_what_is_written_is_read_again(tmp_path: Path, family: str, tied: bool) 
     for role, text in (("actor", path), ("critic", f"{path}@release"), ("actor", path / "release")):
         origin = open_origin(str(text), role, arch)
         assert isinstance(origin.source, TorchDistSource)
-        assert origin.words == f"the {role} begins with {path / 'release'}"
+        assert origin.summary == f"the {role} begins with {path / 'release'}"
         assert origin.source.value_head() is None
         assert_same(origin.source, given, folder, role)
 
@@ -162,7 +162,7 @@ def test_iterations_are_named(world: Path) -> None:
     (root / "latest_checkpointed_iteration.txt").write_text("100\n")
     arch = read_architecture(world / "model")
     for text in ("", "@100"):
-        assert "iter_0000100" in open_origin(f"{root}{text}", "actor", arch).words
+        assert "iter_0000100" in open_origin(f"{root}{text}", "actor", arch).summary
     assert "holds no checkpoint of iteration '7'; there is 100; give one" in refused(world, "@7")
     assert "holds no checkpoint of iteration 'best'; there is 100" in refused(world, "@best")
     (root / "latest_checkpointed_iteration.txt").write_text("soon")

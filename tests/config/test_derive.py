@@ -550,7 +550,7 @@ def test_the_row_of_the_algorithm(overrides: list[str], words: str) -> None:
     config = config_with(*(f"algorithm.{word}" for word in ["gamma=0.9", "lam=0.8", *overrides]), *reference)
     assert dict(describe(config, derive(config, 1, SHAPE)))["algorithm"] == f"gae (gamma 0.9, lambda 0.8), {words}"
     lam = config_with("algorithm.lam={actor: {length_adaptive: 0.05}}").algorithm.lam
-    assert lam.words == "1 - 1 / (0.05 x tokens), of the critic 1"
+    assert lam.summary == "1 - 1 / (0.05 x tokens), of the critic 1"
 
 
 def test_offload_is_all_or_nothing_or_parts() -> None:

@@ -345,9 +345,9 @@ def test_tags_in_the_texts_of_a_call_are_its_own(code: str) -> None:
     assert [(call.tool, call.arguments, call.problem) for call in found] == [
         ("python", {"code": code}, ""), ("f", {"x": [code, {"y": code}]}, ""),
     ]  # fmt: skip
-    assert FORMATS["qwen"].words(text) == "First.\n\nThen  that."
+    assert FORMATS["qwen"].prose(text) == "First.\n\nThen  that."
     cut = f"<tool_call>{first}"
-    assert [call.arguments for call in qwen_calls(cut)] == [{"code": code}] and FORMATS["qwen"].words(cut) == ""
+    assert [call.arguments for call in qwen_calls(cut)] == [{"code": code}] and FORMATS["qwen"].prose(cut) == ""
     llama = [{**json.loads(call), "parameters": json.loads(call)["arguments"]} for call in (first, second)]
     found = llama3_calls(f" <|python_tag|>{json.dumps(llama[0])}; <|python_tag|>{json.dumps(llama[1])}")
     assert [call.arguments for call in found] == [{"code": code}, {"x": [code, {"y": code}]}]
@@ -366,7 +366,7 @@ def test_a_call_that_is_no_json_ends_with_its_own_tag() -> None:
         text = f'<tool_call>{broken}</tool_call>So<tool_call>{{"name": "g"}}</tool_call>'
         first, second = qwen_calls(text)
         assert "no JSON" in first.problem and (second.tool, second.problem) == ("g", "")
-        assert FORMATS["qwen"].words(text) == "So"
+        assert FORMATS["qwen"].prose(text) == "So"
     assert [call.problem[:11] for call in llama3_calls('{"a": ' + "[" * 100000)] == ["the call is"]
 
 

@@ -347,7 +347,7 @@ def test_a_family_of_the_users_is_read_beside_ours(tmp_path: Path) -> None:
     assert model_sizes(arch)[0] == stored
     assert arcee(write_model(tmp_path / "llama", "llama", 1), "FAMILY").family == "llama"
     # What a run starts from is read by the family of the run.
-    assert open_origin(str(folder), "actor", arch).words == f"the actor begins with {folder}"
+    assert open_origin(str(folder), "actor", arch).summary == f"the actor begins with {folder}"
     with pytest.raises(ConfigError, match="hidden_act 'silu', mlp_bias False: use a model with relu2"):
         arcee(write_model(tmp_path / "silu", "arcee", 1, hidden_act="silu"), "FAMILY")
 

@@ -97,7 +97,7 @@ def test_a_dry_run_plans_for_other_machines_where_this_one_is_too_small(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     words = ["train", str(QUICKSTART), "--dry-run", f"run.directory={tmp_path / 'run'}"]
-    small = dataclasses.replace(MACHINES["cpu"], memory_bytes=2.12e9, words="a small machine")
+    small = dataclasses.replace(MACHINES["cpu"], memory_bytes=2.12e9, summary="a small machine")
     monkeypatch.setattr(dry_run, "this_machine", lambda: small)
     assert main(words) == 0
     plans = [line.split(None, 1)[1] for line in capsys.readouterr().out.splitlines() if line.startswith("plan  ")]

@@ -109,7 +109,7 @@ def test_this_machines_cpu_is_measured_where_it_is_named() -> None:
     here = find_machine("here")
     assert torch.get_num_threads() == threads
     assert here.is_measured and here.shared_by_ranks and not here.is_cuda
-    assert here.memory_bytes == psutil.virtual_memory().total and "this machine, measured: " in here.words
+    assert here.memory_bytes == psutil.virtual_memory().total and "this machine, measured: " in here.summary
     x = torch.ones(512, 768)
     start = time.perf_counter()
     for _ in range(20):
@@ -147,11 +147,11 @@ def test_the_machine_at_hand(monkeypatch: pytest.MonkeyPatch) -> None:
         found = this_machine()
         expected = MACHINES["cpu"].scaled(share)
         words = f"this machine's {cores} cores and 10 GB"
-        assert found == dataclasses.replace(expected, memory_bytes=10e9, words=words)
+        assert found == dataclasses.replace(expected, memory_bytes=10e9, summary=words)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "get_device_name", ["NVIDIA H200"].__getitem__)  # of device 0, the only one
     monkeypatch.setattr(torch.cuda, "get_device_properties", [SimpleNamespace(total_memory=150 * 10**9)].__getitem__)
-    expected = dataclasses.replace(MACHINES["h200"], memory_bytes=150e9, words="NVIDIA H200, 150 GB")
+    expected = dataclasses.replace(MACHINES["h200"], memory_bytes=150e9, summary="NVIDIA H200, 150 GB")
     assert this_machine() == expected
 
 
@@ -172,7 +172,7 @@ def test_the_peak_follows_the_device_not_a_part_of_its_name(device: str, tera: f
 
 def test_a_machine_of_a_file(capsys: pytest.CaptureFixture[str]) -> None:
     found = find_machine(str(EXAMPLE))
-    assert (found.name, found.words, found.is_cuda) == ("rtx4090", "RTX 4090, 24 GB", True)
+    assert (found.name, found.summary, found.is_cuda) == ("rtx4090", "RTX 4090, 24 GB", True)
     assert (found.bfloat16_flops, found.memory_bytes, found.devices_per_node) == (165.2e12, 24e9, 8)
     assert main(["plan", SMALL, "--machine", "configs/machines/rtx4090.yaml", "--gpus", "8"]) == 1
     out = capsys.readouterr().out

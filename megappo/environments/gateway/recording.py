@@ -125,7 +125,7 @@ class Recorder:
         if any(call.problem for call in calls):
             calls = []
         if calls:
-            text = self._format.words(text)
+            text = self._format.prose(text)
         name = str(self._session.turns)
         named = tuple((f"call_{name}_{number}", call) for number, call in enumerate(calls))
         return Said(name, text, named, reply.truncated, 0, len(reply.token_ids))
