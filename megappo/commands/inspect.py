@@ -11,8 +11,8 @@ from pathlib import Path
 
 from megappo.commands import whole_option
 from megappo.config.algorithm import AlgorithmSettings
-from megappo.config.experience_rules import SavedStep, folder_of_run, saved_steps
 from megappo.config.load import load_config
+from megappo.config.rules.experience import SavedStep, folder_of_run, saved_steps
 from megappo.config.schema import Config
 from megappo.errors import ConfigError, first_of, nearest_numbers, one_line, reason, shortened
 from megappo.observe.saved_samples import (

@@ -10,8 +10,8 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from megappo import __version__
-from megappo.config.experience_rules import folder_of_run, saved_steps
 from megappo.config.load import flat_settings, load_config
+from megappo.config.rules.experience import folder_of_run, saved_steps
 from megappo.config.schema import Config
 from megappo.errors import one_line, reason, shortened
 from megappo.observe.page.curves import Line, curves, descriptions, first_shown, ordered, points_of

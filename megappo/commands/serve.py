@@ -28,7 +28,7 @@ from typing import Any
 from megappo.commands import add_config_arguments, seconds_option, whole_option
 from megappo.config import Config, ConfigError, load_config
 from megappo.config.model_files import load_architecture, role_folder
-from megappo.config.rules import server_rules
+from megappo.config.rules.servers import server_rules
 from megappo.engines.sglang.client import ServerFailure
 from megappo.engines.sglang.fleet import KEY_VARIABLE
 from megappo.engines.sglang.keeper import POLL_SECONDS, keep_running

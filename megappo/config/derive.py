@@ -8,20 +8,25 @@ from dataclasses import dataclass
 from fractions import Fraction
 from typing import TYPE_CHECKING
 
-from megappo.config import expert_rules, lora_rules, rules
-from megappo.config.batch_rules import batch_rules, warmup_rules
 from megappo.config.chat_template import template_rules
 from megappo.config.data import DataSettings
 from megappo.config.engine import ENGINES
 from megappo.config.environment import environment_rules
-from megappo.config.experience_rules import experience_rules
-from megappo.config.freeze_rules import freeze_rules
-from megappo.config.grid import Grid
-from megappo.config.in_flight_rules import in_flight_rules
+from megappo.config.grid import Grid, format_ranks
 from megappo.config.model_files import load_architectures
 from megappo.config.reward import reward_rules
 from megappo.config.roles import CriticSettings
-from megappo.config.rules import RoleSpec, format_ranks, kl_target_notes
+from megappo.config.rules import adapters, experts
+from megappo.config.rules.algorithm import algorithm_rules, kl_target_notes
+from megappo.config.rules.batches import batch_rules, warmup_rules
+from megappo.config.rules.experience import experience_rules
+from megappo.config.rules.freezing import freeze_rules
+from megappo.config.rules.in_flight import in_flight_rules
+from megappo.config.rules.layouts import coverage_rules, parallel_rules, placement_rules, vocabulary_rules
+from megappo.config.rules.role_spec import RoleSpec
+from megappo.config.rules.rollout import engine_rules, kept_rules, length_rules
+from megappo.config.rules.sections import section_rules
+from megappo.config.rules.servers import server_rules
 from megappo.config.schema import Config
 from megappo.config.tokens import response_length_rules, stop_token_rules
 from megappo.errors import ConfigError
@@ -144,36 +149,36 @@ def _problems(
     config: Config, world_size: int, roles: list[RoleSpec], reference_shape: ModelShape | None, steps: int | None
 ) -> Iterator[str]:
     """All broken rules; those that need a role's replicas are checked only where its ranks are right."""
-    yield from rules.algorithm_rules(config)
-    yield from rules.section_rules(config, steps)
+    yield from algorithm_rules(config)
+    yield from section_rules(config, steps)
     yield from template_rules(config)
     yield from response_length_rules(config)
     yield from reward_rules(config.reward)
-    yield from lora_rules.base_rules(config)
+    yield from adapters.base_rules(config)
     for role in roles:
-        yield from lora_rules.target_rules(role)
+        yield from adapters.target_rules(role)
         yield from freeze_rules(role)
-    placed = {role.name: list(rules.placement_rules(role, world_size)) for role in roles}
+    placed = {role.name: list(placement_rules(role, world_size)) for role in roles}
     for found in placed.values():
         yield from found
     if not any(placed.values()):
-        yield from rules.coverage_rules(roles, world_size)
+        yield from coverage_rules(roles, world_size)
     shaped = {role.name: role for role in roles}
     if reference_shape is not None:
         shaped["reference"] = RoleSpec("actor", config.actor, reference_shape)
     for name, role in shaped.items():
-        yield from rules.parallel_rules(role, name)
-    yield from rules.vocabulary_rules(config, shaped.values())
+        yield from parallel_rules(role, name)
+    yield from vocabulary_rules(config, shaped.values())
     yield from stop_token_rules(config, {name: role.shape for name, role in shaped.items()})
     different = {n: r.shape for n, r in shaped.items() if n == "actor" or r.shape != roles[0].shape}
-    yield from rules.length_rules(config, different)
-    yield from rules.engine_rules(config)
-    yield from rules.kept_rules(config)
+    yield from length_rules(config, different)
+    yield from engine_rules(config)
+    yield from kept_rules(config)
     yield from in_flight_rules(config, roles[0].shape)
     yield from experience_rules(config, steps)
     yield from environment_rules(config)
-    yield from rules.server_rules(config, roles[0].shape)
-    yield from expert_rules.replay_rules(config, roles[0].shape)
+    yield from server_rules(config, roles[0].shape)
+    yield from experts.replay_rules(config, roles[0].shape)
     for role in roles:
         if placed[role.name]:
             continue

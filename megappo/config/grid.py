@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 
@@ -150,3 +150,19 @@ class Grid:
     def stage_of_replica(self, replica: int, stage: int) -> list[int]:
         """Ranks of a stage that process a replica's microbatches together."""
         return [self.rank(replica, stage, t, c) for c in range(self.cp) for t in range(self.tp)]
+
+
+def format_ranks(ranks: Iterable[int]) -> str:
+    """`0-3, 6`."""
+    runs: list[list[int]] = []
+    for rank in ranks:
+        if runs and rank == runs[-1][1] + 1:
+            runs[-1][1] = rank
+        else:
+            runs.append([rank, rank])
+    return ", ".join(str(first) if first == last else f"{first}-{last}" for first, last in runs) or "none"
+
+
+def rank_words(ranks: Sequence[int]) -> str:
+    """`rank 6`, `ranks 0-3, 6`."""
+    return f"{'rank' if len(ranks) == 1 else 'ranks'} {format_ranks(ranks)}"

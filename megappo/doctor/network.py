@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megappo.config import Derived, RoleNumbers
-from megappo.config.rules import format_ranks
+from megappo.config.grid import format_ranks
 from megappo.doctor.findings import Finding, broken, fine, slow
 from megappo.errors import reason
 from megappo.runtime.groups import WantedGroups, allow_connections, join_world, make_groups

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from megappo.config import Config, resolve
 from megappo.config.engine import SGLangSettings
-from megappo.config.rules import server_rules
+from megappo.config.rules.servers import server_rules
 from megappo.config.schema import RolloutSettings
 from megappo.families.served import Served
 from megappo.plan.costs import rollout_cost

@@ -12,7 +12,7 @@ from megappo.config.derive import role_numbers
 from megappo.config.grid import Grid
 from megappo.config.pipeline import chunk_layers, even_layers
 from megappo.config.roles import ActorSettings, CriticSettings, OffloadSettings
-from megappo.config.rules import RoleSpec
+from megappo.config.rules.role_spec import RoleSpec
 from megappo.families.adapters import LoraShape, expert_adapter_parameters
 from megappo.families.architecture import ArchitectureConfig, expert_number_bytes
 from megappo.families.parameters import expert_parameters

@@ -9,9 +9,9 @@ from pathlib import Path
 from megappo.config import Config, ConfigError, derive, resolve
 from megappo.config.base import LARGEST_WORLD
 from megappo.config.chat_template import template_in, thinking_notes
+from megappo.config.grid import rank_words
 from megappo.config.hub import HubName
 from megappo.config.model_files import load_architectures, tokenizer_folder
-from megappo.config.rules import rank_words
 from megappo.plan.cache import check_cache
 from megappo.plan.costs import StageCost, step_costs, step_seconds
 from megappo.plan.inputs import Models, make_setup

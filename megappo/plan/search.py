@@ -15,16 +15,11 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from megappo.config import Config, ConfigError, derive, resolve
-from megappo.config.batch_rules import batch_rules
 from megappo.config.load import flat_settings
 from megappo.config.roles import LayoutSettings, OffloadSettings
-from megappo.config.rules import (
-    RoleSpec,
-    parallel_rules,
-    placement_rules,
-    valid_tensor_parallel,
-    vocabulary_rules,
-)
+from megappo.config.rules.batches import batch_rules
+from megappo.config.rules.layouts import parallel_rules, placement_rules, valid_tensor_parallel, vocabulary_rules
+from megappo.config.rules.role_spec import RoleSpec
 from megappo.config.schema import RolloutSettings
 from megappo.errors import divisors, show
 from megappo.plan.costs import forward_cost, rollout_cost, sync_cost, update_cost

@@ -16,7 +16,7 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from megappo.config.rules import rank_words
+from megappo.config.grid import rank_words
 from megappo.plan.choices import OpenSetting
 from megappo.plan.engines import OtherEngine
 from megappo.plan.memory import RankMemory

@@ -16,7 +16,7 @@ import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file
 
-from megappo.config.arrivals_rules import INDEX, folder_of_step, read_index
+from megappo.config.rules.arrivals import INDEX, folder_of_step, read_index
 from megappo.engines.protocol import Completion
 from megappo.engines.stretches import token_versions
 from megappo.errors import writing

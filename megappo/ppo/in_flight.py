@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from megappo.config.in_flight_rules import longest_lag
+from megappo.config.rules.in_flight import longest_lag
 from megappo.engines.protocol import Completion, GenerateRequest, HoldingEngine, InFlightEngine
 from megappo.engines.rows import check_answers
 from megappo.engines.stopping import stopped

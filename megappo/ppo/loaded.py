@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megappo.config.experience_rules import SavedStep, held_out, saved_steps
+from megappo.config.rules.experience import SavedStep, held_out, saved_steps
 from megappo.megatron.placed import announce, place
 from megappo.megatron.roles import Role
 from megappo.ppo.components import RunComponents

@@ -14,7 +14,7 @@ from megappo.algo.estimators import ARGUMENTS, Estimator, builtin
 from megappo.algo.lambdas import length_adaptive
 from megappo.config import Config, ConfigError
 from megappo.config.algorithm import AlgorithmSettings
-from megappo.config.estimator_rules import estimator_rules
+from megappo.config.rules.estimators import estimator_rules
 from megappo.plugins import check_call, is_import_path, load_function, users_code
 from megappo_kernels.losses import PolicyInputs, ppo_token_loss
 from megappo_kernels.objectives import OFFERED, OwnLoss, PolicyObjective, taken_by

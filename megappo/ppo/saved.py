@@ -17,7 +17,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from megappo.config.experience_rules import MARKER, SavedStep, folder_of_step, saved_steps
+from megappo.config.rules.experience import MARKER, SavedStep, folder_of_step, saved_steps
 from megappo.config.tokens import token_text
 from megappo.observe.json_values import JSONValue
 from megappo.ppo.components import RunComponents

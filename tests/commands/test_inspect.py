@@ -15,7 +15,7 @@ from pyarrow import parquet
 
 from megappo.cli import main
 from megappo.config import load_config, save_config
-from megappo.config.experience_rules import MARKER
+from megappo.config.rules.experience import MARKER
 from tests.support.places import BASE
 from tests.support.saved import rows, samples, save_step, two_samples
 

@@ -31,7 +31,8 @@ from transformers import PretrainedConfig
 
 from megappo.config.engine import SGLangSettings
 from megappo.config.load import load_config
-from megappo.config.rules import engine_rules, server_rules
+from megappo.config.rules.rollout import engine_rules
+from megappo.config.rules.servers import server_rules
 from megappo.config.schema import Config
 from megappo.config.server_words import OWNED, REFUSED, word_rules
 from megappo.engines.registry import find_engine

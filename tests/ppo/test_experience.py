@@ -20,7 +20,7 @@ from megappo.checkpoint.versions import PACKAGES, recorded_versions, software_ve
 from megappo.config import Config, ConfigError, derive, load_config
 from megappo.config.algorithm import AlgorithmSettings, KLInRewardSettings
 from megappo.config.derive import describe
-from megappo.config.rules import algorithm_rules
+from megappo.config.rules.algorithm import algorithm_rules
 from megappo.megatron.roles import Update
 from megappo.ppo import start
 from megappo.ppo.advice import Advisor

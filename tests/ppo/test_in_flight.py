@@ -17,8 +17,8 @@ from hypothesis import strategies as st
 from transformers import AutoTokenizer
 
 from megappo.config import load_config
-from megappo.config.in_flight_rules import in_flight_rules, longest_lag
 from megappo.config.model_files import load_architecture
+from megappo.config.rules.in_flight import in_flight_rules, longest_lag
 from megappo.data.curriculum import Curriculum
 from megappo.data.cursor import Cursor
 from megappo.engines.protocol import Completion, GenerateRequest, SamplingParams

@@ -15,7 +15,7 @@ from pyarrow import parquet
 from torch import Tensor
 
 from megappo.config import ConfigError, derive, load_config
-from megappo.config.experience_rules import MARKER, held_out, saved_steps
+from megappo.config.rules.experience import MARKER, held_out, saved_steps
 from megappo.ppo.components import RunComponents
 from megappo.ppo.experience_files import SavedSamples, read_samples, sample_ids_of, write_samples
 from megappo.ppo.saved import ExperienceRecord, check_tokens, read_some

@@ -13,7 +13,7 @@ import torch
 
 from megappo.checkpoint.changes import compare_settings
 from megappo.config import ConfigError, load_config
-from megappo.config.rules import kept_rules
+from megappo.config.rules.rollout import kept_rules
 from megappo.ppo.shaping import RewardShaper
 from tests.support.places import BASE
 from tests.support.rewards import rollouts

@@ -15,7 +15,7 @@ from pydantic import ValidationError
 from megappo.algo.pass_at_k import pass_at_k
 from megappo.config import ConfigError, load_config
 from megappo.config.data import DataSettings, ValidationSetSettings
-from megappo.config.metric_rules import keep_best_rules
+from megappo.config.rules.metrics import keep_best_rules
 from megappo.ppo.evaluation import passed_P
 from tests.support.places import BASE
 

@@ -11,7 +11,7 @@ import pytest
 
 from megappo.cli import main
 from megappo.config import load_config
-from megappo.config.experience_rules import saved_steps
+from megappo.config.rules.experience import saved_steps
 from megappo.observe.metrics import read_metrics
 from megappo.observe.saved_samples import StepSums, read_sums
 from megappo.ppo.advice import Advisor, told

@@ -8,7 +8,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from megappo.config.experience_rules import saved_steps
+from megappo.config.rules.experience import saved_steps
 from megappo.observe.metrics import read_metrics
 from megappo.ppo.experience_files import SavedSamples, read_samples
 from tests.support.attempts import attempts, killed_at, timeless, train

@@ -9,7 +9,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from megappo.config.experience_rules import MARKER
+from megappo.config.rules.experience import MARKER
 from megappo.ppo.experience_files import SavedSamples, write_samples
 from megappo.types import Episode, Episodes, Experience, Prompt, Rollouts, Scored, ToolUse, Turn
 

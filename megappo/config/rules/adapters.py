@@ -1,17 +1,14 @@
-"""Rules of adapters; see `rules`."""
+"""Rules of adapters."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import TYPE_CHECKING
 
+from megappo.config.rules.role_spec import RoleSpec
 from megappo.config.schema import Config
 from megappo.errors import nearest_word, show
 from megappo.families.adapters import LoraShape, least_side, target_names
 from megappo.families.architecture import ArchitectureConfig
-
-if TYPE_CHECKING:
-    from megappo.config.rules import RoleSpec
 
 
 def base_rules(config: Config) -> Iterator[str]:

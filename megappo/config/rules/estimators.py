@@ -1,4 +1,4 @@
-"""What an estimator of advantages needs of the settings; see `rules`."""
+"""What an estimator of advantages needs of the settings."""
 
 from __future__ import annotations
 

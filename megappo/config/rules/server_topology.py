@@ -1,4 +1,4 @@
-"""Rules of SGLang servers whose ranks stand on several machines, or attend in groups; see `rules`."""
+"""Rules of SGLang servers whose ranks stand on several machines, or attend in groups."""
 
 from __future__ import annotations
 

@@ -1,16 +1,13 @@
-"""Rules of what is frozen of a critic; see `rules`."""
+"""Rules of what is frozen of a critic."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import TYPE_CHECKING
 
 from megappo.config.roles import CriticSettings
+from megappo.config.rules.role_spec import RoleSpec
 from megappo.families.architecture import ArchitectureConfig
 from megappo.families.frozen import freeze_problems
-
-if TYPE_CHECKING:
-    from megappo.config.rules import RoleSpec
 
 
 def freeze_rules(role: RoleSpec) -> Iterator[str]:

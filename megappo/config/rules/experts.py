@@ -1,17 +1,14 @@
-"""Rules of models with experts: layouts, servers, and what goes by the engine's routing; see `rules`."""
+"""Rules of models with experts: layouts, servers, and what goes by the engine's routing."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import TYPE_CHECKING
 
 from megappo.config.engine import SGLangSettings
+from megappo.config.rules.role_spec import RoleSpec
 from megappo.config.schema import Config
 from megappo.errors import divisors, nearest_numbers
 from megappo.families.architecture import ModelShape
-
-if TYPE_CHECKING:
-    from megappo.config.rules import RoleSpec
 
 
 def layout_rules(role: RoleSpec, model_name: str) -> Iterator[str]:

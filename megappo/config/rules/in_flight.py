@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from megappo.config.arrivals_rules import arrivals_rules
+from megappo.config.rules.arrivals import arrivals_rules
 from megappo.config.schema import Config, RolloutSettings
 from megappo.families.architecture import ModelShape
 

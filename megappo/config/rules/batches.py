@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from megappo.config.rules import RoleSpec
+from megappo.config.rules.role_spec import RoleSpec
 from megappo.config.schema import Config
 from megappo.errors import divisors, nearest_numbers
 

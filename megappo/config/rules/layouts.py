@@ -1,0 +1,177 @@
+"""Rules on roles' parallel layouts: their ranks, their models and the vocabulary."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Iterator
+
+from megappo.config.grid import format_ranks, rank_words
+from megappo.config.rules import experts
+from megappo.config.rules.role_spec import RoleSpec
+from megappo.config.schema import Config
+from megappo.errors import divisors, either, nearest_numbers, show
+from megappo.families.architecture import ModelShape, padded_vocab_size
+
+
+def placement_rules(role: RoleSpec, world_size: int) -> Iterator[str]:
+    """Rules on a role's ranks: they lie in the world and hold whole copies of its model."""
+    layout, key = role.layout, f"{role.name}.layout"
+    if layout.first_rank >= world_size:
+        yield (
+            f"{key}.first_rank {layout.first_rank} is outside the world of {world_size} ranks; "
+            f"set at most {world_size - 1}, or start more processes"
+        )
+        return
+    grid = layout.grid(world_size)
+    ranks = grid.ranks
+    if ranks[-1] >= world_size:
+        yield (
+            f"{key}.first_rank {layout.first_rank} + ranks {len(ranks)} = {ranks[-1] + 1} is above the world size "
+            f"{world_size}; set {key}.ranks to {world_size - layout.first_rank}, or start {ranks[-1] + 1} processes"
+        )
+    if len(ranks) % layout.context_parallel:
+        nearest = nearest_numbers(layout.context_parallel, divisors(len(ranks)))
+        yield (
+            f"{key}.context_parallel {layout.context_parallel} does not divide its {len(ranks)} ranks; "
+            f"the nearest is {nearest}"
+        )
+    elif len(ranks) % grid.model_ranks:
+        sizes = f"context_parallel {layout.context_parallel} x " if layout.context_parallel > 1 else ""
+        sizes += f"tensor_parallel {layout.tensor_parallel} x pipeline_parallel {layout.pipeline_parallel}"
+        yield (
+            f"{key}.{sizes} = {grid.model_ranks} does not divide its {len(ranks)} ranks; the nearest layouts are "
+            f"{_nearest_layouts(role, len(ranks) // layout.context_parallel)}"
+        )
+    elif len(ranks) // layout.pipeline_parallel % layout.expert_parallel:
+        stage = len(ranks) // layout.pipeline_parallel
+        nearest = nearest_numbers(layout.expert_parallel, [n for n in divisors(stage) if not role.shape.experts % n])
+        yield (
+            f"{key}.expert_parallel {layout.expert_parallel} does not divide the {stage} ranks of a pipeline stage; "
+            f"the nearest is {nearest}"
+        )
+
+
+def coverage_rules(roles: Iterable[RoleSpec], world_size: int) -> Iterator[str]:
+    """Rule on all roles together: every rank of the world belongs to one."""
+    roles = list(roles)
+    covered = {rank for role in roles for rank in role.layout.grid(world_size).ranks}
+    idle = [rank for rank in range(world_size) if rank not in covered]
+    if not idle:
+        return
+    layouts = either(f"{role.name}.layout (ranks {format_ranks(role.layout.grid(world_size).ranks)})" for role in roles)
+    how = "lower its first_rank" if idle[0] < min(covered) else "`ranks: null` takes all from first_rank"
+    remedy = f"widen {layouts}: {how}"
+    if idle[0] == len(covered):
+        remedy += f", or start {len(covered)} {'process' if len(covered) == 1 else 'processes'}"
+    yield f"{rank_words(idle)} of the world size {world_size} would stay idle; {remedy}"
+
+
+def parallel_rules(role: RoleSpec, model_name: str) -> Iterator[str]:
+    """Rules on a role's tensor and pipeline parallel sizes: they fit its model; `model_name` is `actor`, `critic` or
+    `reference`."""
+    layout, shape, key = role.layout, role.shape, f"{role.name}.layout"
+    tp, pp, vpp = layout.tensor_parallel, layout.pipeline_parallel, layout.virtual_pipeline_chunks
+    unfit = [f"{size} ({name})" for name, size in shape.shared_sizes.items() if size % tp]
+    if unfit:
+        nearest = nearest_numbers(tp, valid_tensor_parallel(shape))
+        sizes_words = f"{either(unfit)} of the {model_name} model"
+        yield f"{key}.tensor_parallel {tp} does not divide {sizes_words}; the nearest is {nearest}"
+    if layout.sequence_parallel and tp == 1:
+        remedy = "remove it, or set tensor_parallel to 2"
+        yield f"{key}.sequence_parallel needs tensor_parallel above 1; {remedy}"
+    if vpp > 1 and pp == 1:
+        yield (
+            f"{key}.virtual_pipeline_chunks {vpp} needs pipeline_parallel above 1; "
+            "set virtual_pipeline_chunks to 1 or pipeline_parallel to 2"
+        )
+    elif shape.layers < pp * vpp:
+        yield (
+            f"{key}.pipeline_parallel {pp} x virtual_pipeline_chunks {vpp} = {pp * vpp} chunks are more than the "
+            f"{shape.layers} layers of the {model_name} model; the nearest are "
+            f"{_nearest_pipelines(pp, vpp, shape.layers)}"
+        )
+    elif isinstance(layout.pipeline_layers, tuple):
+        yield from _layer_list_rules(role, layout.pipeline_layers, model_name)
+    if shape.delta_net is not None and layout.context_parallel > 1:
+        yield (
+            f"{key}.context_parallel {layout.context_parallel} shares out the tokens of a sample, whose states pass "
+            f"from token to token in the linear attention of a {shape.family}; set it to 1, and tensor_parallel higher"
+        )
+    yield from experts.layout_rules(role, model_name)
+    yield from _recompute_rules(role, model_name)
+
+
+def _layer_list_rules(role: RoleSpec, given: tuple[int, ...], model_name: str) -> Iterator[str]:
+    """Rules on a list of layers: it has an entry for each chunk, and all layers of the model in it."""
+    layout, key = role.layout, f"{role.name}.layout"
+    pp, vpp = layout.pipeline_parallel, layout.virtual_pipeline_chunks
+    if len(given) != pp * vpp:
+        yield (
+            f"{key}.pipeline_layers {show(list(given))} has {len(given)} entries, must have one for each of the "
+            f"pipeline_parallel {pp} x virtual_pipeline_chunks {vpp} = {pp * vpp} chunks; give {pp * vpp}, or set it "
+            "to auto"
+        )
+    elif sum(given) != role.shape.layers:
+        yield (
+            f"{key}.pipeline_layers {show(list(given))} has {sum(given)} layers, must have the {role.shape.layers} of "
+            f"the {model_name} model; change its entries, or set it to auto"
+        )
+
+
+def _recompute_rules(role: RoleSpec, model_name: str) -> Iterator[str]:
+    """Rules on recomputation: its modules are parts of the model's layers."""
+    settings = role.settings
+    absent, present = ("mlp", "moe") if role.shape.experts else ("moe", "mlp")
+    if settings.recompute == "selective" and not settings.recompute_modules:
+        yield f"{role.name}.recompute is selective and recompute_modules empty; set recompute to none, or name a module"
+    if settings.recompute == "selective" and absent in settings.recompute_modules:
+        yield (
+            f"{role.name}.recompute_modules has {absent}, which layers of the {model_name} model do not have; "
+            f"write {present}"
+        )
+
+
+def vocabulary_rules(config: Config, roles: Iterable[RoleSpec]) -> Iterator[str]:
+    """Rules on padding of the vocabulary: tensor parallel ranks divide it evenly."""
+    multiple = config.model.pad_vocab_to_multiple_of
+    if multiple == 1:
+        return
+    roles = list(roles)
+    common = math.lcm(*(role.layout.tensor_parallel for role in roles))
+    for role in roles:
+        tp = role.layout.tensor_parallel
+        padded = padded_vocab_size(role.shape.vocab_size, tp, multiple)
+        if padded % tp:
+            below, above = multiple // common * common, -(-multiple // common) * common
+            yield (
+                f"model.pad_vocab_to_multiple_of {multiple} pads the vocabulary to {padded}, which "
+                f"{role.name}.layout.tensor_parallel {tp} does not divide; the nearest is "
+                f"{nearest_numbers(multiple, [n for n in (1, below, above) if n > 0])}"
+            )
+
+
+def valid_tensor_parallel(shape: ModelShape) -> list[int]:
+    """Tensor parallel sizes of a role with such a model, ascending."""
+    return divisors(math.gcd(*shape.shared_sizes.values()))
+
+
+def _nearest_layouts(role: RoleSpec, ranks: int) -> str:
+    """The two tensor x pipeline sizes nearest to the role's that divide so many ranks and fit its model."""
+    tp, pp = role.layout.tensor_parallel, role.layout.pipeline_parallel
+    fitting = [
+        (t, p) for t in valid_tensor_parallel(role.shape) for p in divisors(role.shape.layers) if ranks % (t * p) == 0
+    ]
+    return _nearest_pairs((tp, pp), fitting)
+
+
+def _nearest_pipelines(pp: int, vpp: int, layers: int) -> str:
+    """The two pipeline x chunk sizes nearest to the given ones that leave a layer for each chunk."""
+    sizes = [(p, v) for p in range(1, layers + 1) for v in range(1, layers // p + 1)]
+    fitting = [(p, v) for p, v in sizes if v == 1 or (p > 1 and vpp > 1)]
+    return _nearest_pairs((pp, vpp), fitting)
+
+
+def _nearest_pairs(wanted: tuple[int, int], choices: Iterable[tuple[int, int]]) -> str:
+    """`2 x 1 or 1 x 2`: the two choices that change least."""
+    nearest = sorted(choices, key=lambda pair: (sum(abs(a - b) for a, b in zip(pair, wanted, strict=True)), pair))
+    return either(f"{first} x {second}" for first, second in nearest[:2])

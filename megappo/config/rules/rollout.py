@@ -1,0 +1,67 @@
+"""Rules on lengths, sampling and engines."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from megappo.config.schema import Config
+from megappo.families.architecture import ModelShape
+
+
+def length_rules(config: Config, shapes: dict[str, ModelShape]) -> Iterator[str]:
+    """Rules on lengths: prompt and response fit every model's positions; `shapes` is keyed by the model's name in
+    sentences."""
+    lengths = {"rollout": config.rollout.max_response_tokens}
+    if config.evaluation is not None and config.evaluation.max_response_tokens is not None:
+        lengths["evaluation"] = config.evaluation.max_response_tokens
+    prompt = config.data.max_prompt_tokens
+    for name, shape in shapes.items():
+        room = shape.max_position_embeddings
+        for section, response in lengths.items():
+            if config.rollout.total_tokens(prompt, response) > room:
+                fits = room - prompt
+                remedy = f"set {section}.max_response_tokens to at most {fits}" if fits > 0 else "shorten both"
+                yield (
+                    f"data.max_prompt_tokens {prompt} + {section}.max_response_tokens {response} = {prompt + response} "
+                    f"is above max_position_embeddings {room} of the {name} model; {remedy}"
+                )
+
+
+def kept_rules(config: Config) -> Iterator[str]:
+    """Rules on generation functions, dynamic sampling and shaping of scores: each can take effect with the other
+    settings."""
+    rollout, overlong = config.rollout, config.reward.overlong
+    if rollout.generation is not None and (rollout.ahead or rollout.episodes is not None):
+        other = f"rollout.ahead is {rollout.ahead}" if rollout.ahead else "rollout.environment plays episodes"
+        remedy = "rollout.ahead to 0" if rollout.ahead else "rollout.environment to null"
+        yield f"rollout.generation is given, but {other}, which does without it; set {remedy}, or generation to null"
+    if rollout.dynamic_sampling is not None and rollout.samples_per_prompt < 2:
+        yield (
+            f"rollout.dynamic_sampling compares the samples of a prompt, but rollout.samples_per_prompt is "
+            f"{rollout.samples_per_prompt}; set it to at least 2, or dynamic_sampling to null"
+        )
+    if config.reward.is_rescaled and rollout.episodes is not None:
+        yield (
+            "reward.normalize, scale, shift and clip are for the scores of functions, but rollout.environment gives "
+            "rewards of its own; scale them there, and remove these"
+        )
+    if overlong is not None and overlong.buffer_tokens > rollout.max_response_tokens:
+        yield (
+            f"reward.overlong.buffer_tokens {overlong.buffer_tokens} is above rollout.max_response_tokens "
+            f"{rollout.max_response_tokens}; set it to at most that"
+        )
+
+
+def engine_rules(config: Config) -> Iterator[str]:
+    """Rules on `rollout.ahead`: the engine has processes of its own, and samples of older weights are importance
+    weighted."""
+    rollout = config.rollout
+    answered = rollout.replays_arrivals or rollout.load_from is not None
+    if rollout.ahead and rollout.engine == "transformers" and not answered:
+        ahead, engine = rollout.ahead, rollout.engine
+        yield f"rollout.ahead is {ahead}, but the engine '{engine}' has no processes of its own; set it to 0"
+    elif rollout.ahead and config.algorithm.old_logprob == "decoupled":
+        yield (
+            f"rollout.ahead is {rollout.ahead}, so older weights than the actor's sample, which algorithm.old_logprob "
+            "'decoupled' takes no account of; set it to corrected or bypass, or rollout.ahead to 0"
+        )
