@@ -27,7 +27,7 @@ import tempfile
 import time
 import warnings
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Generator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
@@ -74,7 +74,7 @@ class Part:
     """Of them that were there then; as soon as it is known, those that there are."""
     log: Path
     process: int = 0
-    told: Iterator[str] | None = None
+    told: Generator[str, None, None] | None = None
     running: str = ""
     """The test that has begun last."""
     outcomes: list[Outcome] = field(default_factory=list)
@@ -172,7 +172,7 @@ def _runs(process: psutil.Process) -> bool:
         return False
 
 
-def _lines(path: Path) -> Iterator[str]:
+def _lines(path: Path) -> Generator[str, None, None]:
     """Whole lines of a file that grows; an empty one where there is no further line yet."""
     with path.open() as file:
         held = ""
@@ -226,6 +226,7 @@ class Suite:
         if not done:
             return True
         code = os.waitstatus_to_exitcode(status)
+        part.told.close()  # processes that are forked later would have the file open, too
         part.tests = len(part.outcomes)
         told = any(outcome.ending == "failed" for outcome in part.outcomes)
         if code not in _ENDINGS or (code in _FAILED and not told):

@@ -48,6 +48,16 @@ DIES = "import os\n\ndef test_takes_its_process_down(): os._exit(7)\n"
 BROKEN = "import no_such_module\n"
 
 
+COUNTS = """
+import os
+
+def test_few_files_are_open():
+    with os.scandir("/proc/self/fd") as found:
+        names = [os.readlink(entry.path) for entry in found]
+    assert sum(name.endswith(".told") for name in names) <= 3
+"""
+
+
 def suite(folder: Path, *words: str, **files: str) -> tuple[int, str]:
     """The exit code and what is printed."""
     paths = []
@@ -66,6 +76,12 @@ def test_all_that_was_found_is_told_in_one_line(tmp_path: Path) -> None:
     assert said.index("FAILED") < said.index("once more, by itself") < said.index("=" * 20), "told as they come"
     assert "AssertionError: the sum" in said and "OSError: still nobody there" in said
     assert "unsteady" not in said
+
+
+def test_files_of_parts_that_are_over_are_closed(tmp_path: Path) -> None:
+    """Those of all others were open in the process of the last part, whose descriptors had numbers above 255."""
+    code, said = suite(tmp_path, **{f"part_{number}": COUNTS for number in range(8)})
+    assert code == 0 and said.startswith("8 passed"), said
 
 
 @pytest.mark.parametrize(("count", "code"), [(3, 0), (4, 1)])

@@ -99,8 +99,8 @@ def framed(message):
     return struct.pack("!i", len(message)) + message
 
 def write_everywhere(message):
-    for descriptor in range(3, 256):
-        try: os.write(descriptor, message)
+    for descriptor in os.listdir("/proc/self/fd"):
+        try: int(descriptor) > 2 and os.write(int(descriptor), message)
         except OSError: pass
 
 def raw(*, prompt, response, answer, metadata, raw_response): return len(raw_response) - len(response)
