@@ -28,7 +28,7 @@ from typing import Any
 
 from benchmarks.step import versions
 from megappo.config import Config, ConfigError, derive_run, load_config
-from megappo.plan.here import resolve_here
+from megappo.preflight.resolved import resolve_here
 
 
 @dataclass(frozen=True)

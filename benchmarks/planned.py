@@ -115,9 +115,9 @@ def print_rows(rows: Sequence[Row], title: str) -> None:
 
 def longest_prompt(config: Config) -> int:
     """Tokens of the longest prompt in the data."""
-    from megappo.ppo.parts import training_prompts
+    from megappo.preflight.inputs import read_inputs
 
-    prompts = training_prompts(config)
+    prompts = read_inputs(config, validation=False).training
     return max(len(prompts[i].token_ids) for i in range(len(prompts)))
 
 

@@ -34,10 +34,12 @@ from transformers import AutoModelForCausalLM
 from benchmarks.step import versions
 from megappo.config.engine import SGLangSettings
 from megappo.config.model_files import read_architecture
+from megappo.config.schema import RuntimeSettings
 from megappo.engines.protocol import GenerateRequest, SamplingParams
 from megappo.engines.sglang.client import Endpoint
-from megappo.engines.sglang.dispatch import Round
+from megappo.engines.sglang.dispatch import Round, RoundLimits
 from megappo.engines.transformers_engine import TransformersEngine
+from megappo.runtime.deadlines import Deadlines
 
 ROOT = Path(__file__).resolve().parents[1]
 
@@ -175,11 +177,12 @@ def measure_answers(count: int, tokens: int, repeat: int) -> Answers:
     """Rounds as a rollout has them, after one that is not counted."""
     params = SamplingParams(temperature=1.0, max_new_tokens=tokens, stop_token_ids=(1,))
     requests = {i: GenerateRequest(tuple(range(100)), seed=i, prompt_id=i // 8) for i in range(count)}
+    limits = RoundLimits.of(SGLangSettings(), Deadlines.of(RuntimeSettings()))
     seconds, cpu_seconds = [], []
     with stand_in(tokens) as endpoint:
         for _ in range(repeat + 1):
             start, cpu = time.perf_counter(), time.process_time()
-            outcome = Round([endpoint], requests, params, _VERSION, SGLangSettings()).result()
+            outcome = Round([endpoint], requests, params, _VERSION, limits).result()
             seconds.append(time.perf_counter() - start)
             cpu_seconds.append(time.process_time() - cpu)
             if len(outcome.completions) < count:

@@ -25,7 +25,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from megappo.config import Config, ConfigError, derive_run, load_config
-from megappo.plan.here import resolve_here
+from megappo.preflight.resolved import resolve_here
 
 if TYPE_CHECKING:
     from megappo.ppo.trainer import Trainer

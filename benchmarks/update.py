@@ -37,7 +37,7 @@ from benchmarks.bare_model import BareModel, Inputs, forms
 from benchmarks.step import versions
 from megappo.config import Config, ConfigError, derive_run, load_config
 from megappo.config.model_files import load_architecture, role_folder
-from megappo.plan.here import resolve_here
+from megappo.preflight.resolved import resolve_here
 from megappo.runtime.objects import all_gather_objects, broadcast_object
 from megappo.runtime.process import Runtime, start_runtime
 from megappo.types import Samples

@@ -32,7 +32,7 @@ from pathlib import Path
 from typing import Any
 
 from megappo.config import Config, ConfigError, derive_run, load_config
-from megappo.plan.here import resolve_here
+from megappo.preflight.resolved import resolve_here
 
 
 @dataclass(frozen=True)

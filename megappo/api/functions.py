@@ -6,8 +6,8 @@ import os
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
-from megappo.config import Config, ConfigError
-from megappo.runtime.launchers import adopt_launcher
+from megappo.config import Config, ConfigError, describe_evaluation, print_rows, print_table
+from megappo.runtime.launchers import adopt_launcher, is_main
 
 if TYPE_CHECKING:
     from megappo.plan.planner import Plan
@@ -44,10 +44,15 @@ def train(config: Config) -> Path:
     Raises ConfigError for settings, models and data that do not fit each other or this world; Interrupted where the
     run was asked to stop (SIGTERM, SIGINT, SIGUSR1), after a checkpoint; RunError where it cannot go on.
     """
-    from megappo.api.running import start
+    from megappo.preflight.resolved import resolve_run
 
     adopt_launcher(os.environ)
-    start("train", config)
+    run = resolve_run("train", config)
+    if is_main(os.environ) and config.logging.console != "quiet":
+        print_table(run.config, run.derived, more=run.rows)
+    from megappo.ppo.run import train as train_run
+
+    train_run(run)
     return config.run.path
 
 
@@ -57,12 +62,17 @@ def evaluate(config: Config, *, weights: str | os.PathLike[str] | None = None) -
     A collective of the world, as `train`. `weights` names a Hugging Face folder to score in place of `model.path`, with
     the tokenizer of that. Raises as `train` does, and ConfigError without prompts to score.
     """
-    from megappo.api.running import start
+    from megappo.preflight.resolved import resolve_run
 
     if not config.data.evaluated:
         raise ConfigError("eval needs prompts; add data.validation or data.validation_sets")
     adopt_launcher(os.environ)
-    return start("eval", config if weights is None else _with_weights(config, str(weights)))
+    run = resolve_run("eval", config if weights is None else _with_weights(config, str(weights)))
+    if is_main(os.environ) and config.logging.console != "quiet":
+        print_rows(describe_evaluation(run.config, run.derived))
+    from megappo.ppo.run import evaluate as evaluate_run
+
+    return evaluate_run(run)
 
 
 def _with_weights(config: Config, weights: str) -> Config:

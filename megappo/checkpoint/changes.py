@@ -20,8 +20,7 @@ _UNMENTIONED = (
     "run.export_final_model", "runtime", "logging", "rollout.save_to",
     "rollout.sglang.request_timeout_seconds", "actor.offload", "critic.offload", "reference.offload",
 )  # fmt: skip
-"""Settings whose changes are not mentioned: nothing that is learned depends on them. `request_timeout_seconds` mostly
-follows from the plan, so that no user set it."""
+"""Settings whose changes are not mentioned: nothing that is learned depends on them."""
 _DANGEROUS = (
     "run.seed", "model", "actor.start_from", "critic.start_from", "critic.path",
     "critic.value_head_std", "critic.pretraining", "rollout.load_from",

@@ -70,6 +70,11 @@ class Marker:
     """Trainer's state, settings, versions, identities, metrics; in JSON's types."""
 
 
+def checkpoints_directory(run: Path) -> Path:
+    """Folder of the checkpoints of the run in a directory."""
+    return run / "checkpoints"
+
+
 def step_folder(directory: Path, step: int) -> Path:
     """The folder of a step's checkpoint, such as `step-000010`."""
     return directory / f"step-{step:06d}"

@@ -51,7 +51,7 @@ class Snapshot:
 class CheckpointWriter:
     """Writes one checkpoint at a time; every rank calls every method."""
 
-    def __init__(self, directory: Path, settings: CheckpointSettings, runtime: Runtime, timeout_seconds: int) -> None:
+    def __init__(self, directory: Path, settings: CheckpointSettings, runtime: Runtime, timeout_seconds: float) -> None:
         """Make the process group; a collective of the world."""
         self._directory, self._settings, self._runtime = directory, settings, runtime
         self._group = make_host_group("checkpoint", datetime.timedelta(seconds=timeout_seconds))

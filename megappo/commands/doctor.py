@@ -10,7 +10,7 @@ from collections.abc import Sequence
 import torch.distributed as dist
 
 from megappo.commands import add_config_arguments
-from megappo.config import Derived, derive, load_config
+from megappo.config import Derived, load_config
 from megappo.doctor.devices import device_findings
 from megappo.doctor.engines import differing_settings, engine_findings
 from megappo.doctor.findings import Finding, any_broken, as_json, as_text, fine, merge, slow
@@ -19,8 +19,7 @@ from megappo.doctor.machine import machine_findings
 from megappo.doctor.network import clock_finding, group_findings, group_kinds, meet, rendezvous_finding
 from megappo.doctor.settings import settings_findings
 from megappo.doctor.software import software_findings
-from megappo.plan.here import resolve_here
-from megappo.plan.planner import fewest_ranks, models_beside, read_models
+from megappo.preflight.resolved import outline_run
 from megappo.runtime.device import own_device
 from megappo.runtime.launchers import Ranks, read_ranks
 from megappo.runtime.objects import all_gather_objects
@@ -38,20 +37,17 @@ def run(arguments: argparse.Namespace) -> bool:
     Raises ConfigError for settings that cannot run on so many ranks.
     """
     ranks, path, as_json_text = read_ranks(os.environ), arguments.config, arguments.json
-    config = resolve_here(load_config(path, arguments.overrides)) if path is not None else None
-    derived = None
+    outline = outline_run(load_config(path, arguments.overrides), path) if path is not None else None
+    config, derived = (None, None) if outline is None else (outline.config, outline.derived)
     machine = socket.gethostname()
     own: list[Finding] = []
     if ranks.local_rank == 0:
         own = [*software_findings(config), *device_findings(config, ranks), *machine_findings(config, ranks)]
-    if config is not None:
-        models = read_models(config, models_beside(path)).models
-        world_size = ranks.world_size if ranks.world_size > 1 else fewest_ranks(config)
-        derived = derive(config, world_size, models.actor, models.critic, models.reference)
-        if ranks.local_rank == 0:
-            own += settings_findings(config, models, world_size)
-            own += engine_findings(config, models, ranks, world_size)
-            own += judge_findings(config)
+        if outline is not None:
+            world_size = outline.derived.world_size
+            own += settings_findings(outline.config, outline.models, world_size)
+            own += engine_findings(outline.config, outline.models, ranks, world_size)
+            own += judge_findings(outline.config)
     if ranks.world_size == 1:
         _print(merge([(machine, own)]), [machine], as_json_text)
         return not any_broken(own)

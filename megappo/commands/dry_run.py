@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import os
 import shlex
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 
 from megappo.commands import whole_option
-from megappo.config import Config, ConfigError, Derived, derive, print_table, resolve
+from megappo.config import Config, ConfigError, Derived, derive, print_table
 from megappo.config.base import LARGEST_WORLD
 from megappo.config.chat_template import thinking_notes
 from megappo.config.model_files import (
@@ -17,39 +16,38 @@ from megappo.config.model_files import (
     load_tokenizer,
     model_folder,
     model_paths,
-    resolve_stop_token_ids,
     role_folder,
-    token_rows,
 )
 from megappo.config.reward import MODEL
 from megappo.config.tokens import decoded
-from megappo.data import PromptDataset, read_prompts
+from megappo.data import PromptDataset
 from megappo.data.mixture import MixedPrompts
 from megappo.data.sources import Record, read_records
 from megappo.data.unknown import unknown_words
 from megappo.doctor.findings import Finding
 from megappo.doctor.machine import disk
 from megappo.doctor.software import generation_finding, reward_findings
-from megappo.environments.registry import make_environment_context, tool_schemas
+from megappo.environments.registry import make_environment_context
 from megappo.errors import RunError, one_line, raised_by_megappo, shortened
 from megappo.observe.loggers import find_logger
 from megappo.plan.engines import other_engine
-from megappo.plan.here import resolve_here, this_machine
+from megappo.plan.here import this_machine
 from megappo.plan.inputs import Models
 from megappo.plan.machine_file import find_machine
 from megappo.plan.machines import Machine
-from megappo.plan.planner import default_machine, fewest_ranks, make_plan, models_beside, read_models
+from megappo.plan.planner import default_machine, make_plan
 from megappo.plan.rewards import reward_parameters
 from megappo.plan.search import remedy
 from megappo.plugins import is_import_path
 from megappo.ppo.methods import check_methods
 from megappo.ppo.origins import open_origin
 from megappo.ppo.parts import check_answers
+from megappo.preflight.inputs import read_inputs
+from megappo.preflight.resolved import outline_run
 from megappo.reshard.sources import SafetensorsSource
 from megappo.rewards.model import check_folder
 from megappo.rewards.registry import OF_ENVIRONMENT, check_reward
 from megappo.rewards.workers import RewardPool, RewardRequest
-from megappo.runtime.launchers import read_ranks
 
 _SCORED_SAMPLES = 8
 _ANSWER_FORMS = ("{}", "#### {}", "\\boxed{{{}}}", "<answer>{}</answer>")
@@ -73,10 +71,11 @@ def dry_run(
     Raises ConfigError with every problem, not only the first.
     """
     given, machine = config, this_machine() if machine_name is None else find_machine(machine_name)
-    config = resolve_here(config) if machine_name is None else resolve(config, on_cuda=machine.is_cuda)
-    ranks = _ranks(config, gpus_text)
-    models = read_models(config, models_beside(config_path)).models
-    derived = derive(config, ranks, models.actor, models.critic, models.reference)
+    gpus = None if gpus_text is None else whole_option("--gpus", gpus_text, 1, LARGEST_WORLD)
+    on_cuda = None if machine_name is None else machine.is_cuda
+    outline = outline_run(config, config_path, world_size=gpus, on_cuda=on_cuda)
+    config, models, derived = outline.config, outline.models, outline.derived
+    ranks = derived.world_size
     print_table(config, derived)
     problems: list[str] = []
     for part in (
@@ -93,14 +92,6 @@ def dry_run(
         raise ConfigError(dict.fromkeys(problems))
     _print("would run", _command(config_path, overrides, derived))
     _print("dry run", "nothing was trained and nothing is left on the disk")
-
-
-def _ranks(config: Config, gpus_text: str | None) -> int:
-    """Ranks of the run: as asked for, as started, or the fewest on which the layouts stand."""
-    if gpus_text is not None:
-        return whole_option("--gpus", gpus_text, 1, LARGEST_WORLD)
-    started = read_ranks(os.environ).world_size
-    return started if started > 1 else fewest_ranks(config)
 
 
 def _print(name: str, words: str) -> None:
@@ -125,26 +116,20 @@ def _print_part(part: Rows) -> tuple[str, ...]:
 
 def _prompts(config: Config, models: Models, ranks: int) -> Rows:
     """Tokenizer, prompts of training and validation, stop tokens."""
-    tokenizer = load_tokenizer(config)
-    rows = token_rows(config, tokenizer)
+    inputs = read_inputs(config, validation=True)
+    tokenizer, rows, stops = inputs.tokens.tokenizer, inputs.tokens.rows, inputs.tokens.stop_token_ids
     yield "tokenizer", f"{type(tokenizer).__name__}, {len(tokenizer)} tokens"
     for note in thinking_notes(config, str(tokenizer.chat_template or "")):
         yield "tokenizer", note
-    stops = resolve_stop_token_ids(
-        model_folder(config.model.path, weights=False), tokenizer, config.rollout.stop_token_ids, rows
-    )
     yield (
         "stop tokens",
         ", ".join(f"{i} {decoded(tokenizer, [i])!r}" for i in stops) or "none: responses have full length",
     )
-    stage, schemas = make_environment_context(config, tokenizer, stops, rows), tool_schemas(config)
-    if stage is not None:
-        tools = ", ".join(getattr(stage.environment, "tools", {})) or "none in workers"
-        yield (
-            "environment",
-            f"{type(stage.environment).__name__} of {type(stage.environment).__module__}; tools: {tools}",
-        )
-    train = read_prompts(config.data, tokenizer, schemas, rows)
+    if (environment := inputs.environment) is not None:
+        make_environment_context(config, environment, tokenizer, stops, rows)
+        tools = ", ".join(getattr(environment, "tools", {})) or "none in workers"
+        yield "environment", f"{type(environment).__name__} of {type(environment).__module__}; tools: {tools}"
+    train = inputs.training
     for prompts in train.sources if isinstance(train, MixedPrompts) else (train,):
         yield "data", _data_words(prompts, config)
         if unknown := unknown_words(prompts, tokenizer):
@@ -158,17 +143,14 @@ def _prompts(config: Config, models: Models, ranks: int) -> Rows:
             yield "epochs", f"{steps} steps are {passes:.1f} of {name}, {float(weight / total):.1%} of all prompts"
     else:
         yield "epochs", f"{epoch:.1f} steps take every prompt once; {steps} steps are {steps / epoch:.1f}"
-    validation = [
-        PromptDataset(source, config.data, tokenizer, schemas, rows=rows) for source in config.data.evaluated.values()
-    ]
-    for prompts in validation:
+    for prompts in inputs.validation.values():
         yield "validation", _data_words(prompts, config)
         if unknown := unknown_words(prompts, tokenizer):
             yield "validation", unknown
     first = train[0]
     text, answer = (shortened(repr(shown), _SHOWN_CHARACTERS) for shown in (first.text, str(first.answer)))
     yield "a prompt", f"{text}, {len(first.token_ids)} tokens, answer {answer}"
-    check_answers(config, train, validation)
+    check_answers(config, train, inputs.validation.values())
 
 
 def _data_words(prompts: PromptDataset, config: Config) -> str:

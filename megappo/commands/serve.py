@@ -27,13 +27,7 @@ from typing import Any
 
 from megappo.commands import add_config_arguments, seconds_option, whole_option
 from megappo.config import Config, ConfigError, load_config
-from megappo.config.model_files import (
-    load_architecture,
-    load_tokenizer,
-    model_folder,
-    resolve_stop_token_ids,
-    token_rows,
-)
+from megappo.config.model_files import load_architecture, role_folder
 from megappo.config.rules import server_rules
 from megappo.engines.sglang.client import ServerFailure
 from megappo.engines.sglang.fleet import KEY_VARIABLE
@@ -43,7 +37,8 @@ from megappo.engines.sglang.server import Server, start_server
 from megappo.engines.sglang.spec import ServerSpec
 from megappo.errors import RunError
 from megappo.observe.messages import tell
-from megappo.plan.here import resolve_here
+from megappo.preflight.inputs import read_tokens
+from megappo.preflight.resolved import resolve_here
 from megappo.runtime.device import device_bytes, runs_on_cuda
 from megappo.runtime.keys import key_of
 from megappo.runtime.sglang_cpu import require_sglang
@@ -160,10 +155,7 @@ def make_service(config: Config, *, host: str | None, port: int, index: int, lin
         raise ConfigError(problems)
     host = host or config.rollout.servers.host or "127.0.0.1"
     check_address(host, port)
-    folder = model_folder(config.model.path, weights=False)
-    tokenizer = load_tokenizer(config)
-    rows = token_rows(config, tokenizer, training=False)
-    stops = resolve_stop_token_ids(folder, tokenizer, config.rollout.stop_token_ids, rows)
+    folder, stops = role_folder(config, "actor", weights=False), read_tokens(config, training=False).stop_token_ids
     spec = ServerSpec.of(config, folder, stops, on_cuda=runs_on_cuda(config.runtime), device_bytes=device_bytes())
     # How many sequences it is asked for at once, only its clients know.
     spec = replace(spec, host=host, memory_saver=False, seed=index, cache=replace(spec.cache, sequences=None))

@@ -99,9 +99,10 @@ def _steps(text: str) -> list[int]:
 
 
 def _refuse_lost_run(config: Config) -> None:
-    from megappo.ppo.start import checkpoints_directory, lost_steps
+    from megappo.checkpoint.files import checkpoints_directory
+    from megappo.ppo.start import lost_steps
 
-    if not any(checkpoints_directory(config).glob("*/checkpoint.json")):
+    if not any(checkpoints_directory(config.run.path).glob("*/checkpoint.json")):
         problem, _ = lost_steps(config)
         if problem is not None:
             raise ConfigError(problem)

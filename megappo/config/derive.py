@@ -129,9 +129,10 @@ def derive_run(config: Config, world_size: int, prompts: int | None = None) -> D
     return _derive_from_folders(config, world_size, prompts)
 
 
-def check_run(config: Config, world_size: int) -> None:
-    """Every rule of `derive_run` that needs no number of training prompts, so that none waits for the data."""
-    _derive_from_folders(config, world_size, None)
+def check_run(config: Config, world_size: int) -> Derived:
+    """Every rule of `derive_run` that needs no number of training prompts, so that none waits for the data; gives the
+    numbers that are known then."""
+    return _derive_from_folders(config, world_size, None)
 
 
 def _derive_from_folders(config: Config, world_size: int, prompts: int | None) -> Derived:

@@ -30,6 +30,8 @@ _ALTERNATIVES: tuple[tuple[Key, Key], ...] = (
     *(((role, "optimizer", "warmup_updates"), (role, "optimizer", "warmup_ratio")) for role in ("actor", "critic")),
 )
 """Pairs of settings of which only one may be given."""
+_PLANNED_LIMITS = {"collective_timeout_seconds", "phase_timeout_seconds"}
+"""Settings of `runtime` that a run takes from its plan where they are not given, whatever their default."""
 _URLS, _ENGINES = ("rollout", "sglang", "urls"), ("rollout", "sglang", "engines")
 
 
@@ -113,10 +115,15 @@ def _laid_over(
 
 
 def save_config(config: Config, path: str | os.PathLike[str]) -> None:
-    """Write every setting, defaults included, so that `load_config(path)` gives an equal configuration."""
+    """Write every setting, defaults included, so that `load_config(path)` gives an equal configuration.
+
+    Limits that follow from the plan of a run where they are not given are left out where they are not.
+    """
     target = Path(path)
     target.parent.mkdir(parents=True, exist_ok=True)
     settings = config.model_dump()
+    for name in _PLANNED_LIMITS - config.runtime.model_fields_set:
+        del settings["runtime"][name]
     if config.run.directory is not None:
         settings["run"]["directory"] = str(config.run.directory)
     head = f"# Every setting of this run, defaults included; written by megappo {__version__}.\n"

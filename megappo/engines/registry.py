@@ -45,9 +45,11 @@ def find_engine(settings: RolloutSettings) -> EngineFactory:
     return factory
 
 
-def make_engine(config: Config, folder: Path, stop_token_ids: tuple[int, ...], runtime: Runtime, stop: Stop) -> Engine:
-    """Make the engine of a run; a collective of the world. Raises as `find_engine` and the factory do."""
-    factory = find_engine(config.rollout)
+def make_engine(
+    factory: EngineFactory, config: Config, folder: Path, stop_token_ids: tuple[int, ...], runtime: Runtime, stop: Stop
+) -> Engine:
+    """Make the engine of a run by the factory that `find_engine` has found; a collective of the world. Raises as the
+    factory does, and ValueError for an engine without the methods that the settings need."""
     options = {} if config.rollout.load_from is not None else config.rollout.engine_options
     engine = factory(
         config=config,

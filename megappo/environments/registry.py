@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from transformers import PreTrainedTokenizerBase
@@ -16,7 +15,6 @@ from megappo.environments.gateway.server import Gateway
 from megappo.environments.protocol import Environment
 from megappo.environments.session import SharedEpisodeState
 from megappo.environments.tool_pool import ToolPool
-from megappo.observe.json_values import JSONValue
 from megappo.plugins import check_call, load, users_code
 
 _SETTING = "rollout.environment.name"
@@ -34,12 +32,6 @@ def make_environment(settings: EnvironmentSettings) -> Environment:
     return environment
 
 
-def tool_schemas(config: Config) -> Sequence[JSONValue]:
-    """The descriptions of tools that prompts are rendered with; none without an environment that has some."""
-    settings = config.rollout.episodes
-    return [] if settings is None else getattr(make_environment(settings), "schemas", [])
-
-
 @dataclass(frozen=True)
 class EnvironmentContext:
     """An environment with everything that its episodes share, except the engine."""
@@ -54,17 +46,19 @@ class EnvironmentContext:
 
 
 def make_environment_context(
-    config: Config, tokenizer: PreTrainedTokenizerBase, stop_token_ids: tuple[int, ...], rows: TokenRows
-) -> EnvironmentContext | None:
-    """Everything that episodes need besides an engine; None without an environment. `rows`: the token ids that models
-    can read.
+    config: Config,
+    environment: Environment,
+    tokenizer: PreTrainedTokenizerBase,
+    stop_token_ids: tuple[int, ...],
+    rows: TokenRows,
+) -> EnvironmentContext:
+    """Everything that episodes of the run's environment need besides an engine. `rows`: the token ids that models can
+    read.
 
     Raises ValueError where the environment, its tools or the chat template cannot be used.
     """
     settings = config.rollout.episodes
-    if settings is None:
-        return None
-    environment = make_environment(settings)
+    assert settings is not None, "episodes are played where settings name an environment"
     role, schemas = getattr(environment, "role", "user"), getattr(environment, "schemas", [])
     time = config.data.template_time
     chat = ChatTokens(tokenizer, stop_token_ids, schemas, time) if config.data.apply_chat_template else None

@@ -85,7 +85,7 @@ class Outside:
     """Stands for a layout on a rank that is not in the role."""
 
 
-def make_layouts(cuts: Mapping[str, Cut], device_type: str, timeout_seconds: int) -> dict[str, Layout | Outside]:
+def make_layouts(cuts: Mapping[str, Cut], device_type: str, timeout_seconds: float) -> dict[str, Layout | Outside]:
     """Create the process groups of all roles; a collective of the world. Returns each role's layout, or `Outside` on
     ranks that are not in the role."""
     wanted = {role: _wanted_groups(role, cut.grid) for role, cut in cuts.items()}

@@ -1,46 +1,26 @@
-"""The plan of a run that is about to start, on the machine that it runs on, and the deadlines that follow from it."""
+"""The plan of a run that is about to start, on the machine that it runs on."""
 
 from __future__ import annotations
 
 import math
 import os
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from megappo.config import Config, ConfigError, resolve
-from megappo.config.engine import LEAST_REQUEST_SECONDS
-from megappo.config.schema import PHASES, RuntimeSettings
+from megappo.config import Config, ConfigError
 from megappo.plan.costs import step_costs, step_seconds
+from megappo.plan.deadlines import deadlines
 from megappo.plan.engines import other_engine
 from megappo.plan.inputs import Setup, make_setup
 from megappo.plan.machines import ASSUMED, CPU_CORES, MACHINES, Machine
 from megappo.plan.planner import read_models
 from megappo.plan.sizes import model_sizes
 from megappo.plan.stopping import stopping
+from megappo.runtime.deadlines import Deadlines
 
-_OTHER_START_SECONDS = 300.0
-"""Seconds of a start besides reading weights: importing libraries, the first compilations, making process groups."""
-PLANNED_TIMES = 4.0
-"""A phase may last so many times its planned seconds before the watchdog ends it, and a request of a rollout before its
-server is asked whether it still makes tokens. Runs that were compared took 0.9 to 1.8 times their planned seconds
-(benchmarks/results/2026-11-21-plan-published.md)."""
-WATCHED_COLLECTIVE_SECONDS = 7 * 24 * 3600
-"""Timeout of collectives where the watchdog ends what hangs: a week, so that it always comes later than the
-watchdog."""
-_MOST_SECONDS = 1e6
-"""The largest value that a setting of seconds may have."""
 _UNKNOWN = "h100"
 """The machine that stands for a GPU which is not in the table."""
-
-
-def resolve_here(config: Config) -> Config:
-    """The settings with what follows from this machine's device filled in."""
-    if config.rollout.engine is not None:
-        return config  # and torch, which takes seconds to import, is not asked
-    from megappo.runtime import device
-
-    return resolve(config, on_cuda=device.runs_on_cuda(config.runtime))
 
 
 def machine_like(device_name: str, memory_bytes: float) -> Machine:
@@ -76,16 +56,15 @@ def this_cpu() -> Machine:
 
 
 @dataclass(frozen=True)
-class Outlook:
+class StartPlan:
     """The plan's results for a run that is about to start."""
 
-    config: Config
-    """Settings of the run, with the deadlines that follow from the plan."""
+    deadlines: Deadlines
     rows: tuple[tuple[str, str], ...]
     """(name, what it is), for the start of the log."""
 
 
-def outlook(config: Config, world_size: int, machine: Machine) -> Outlook:
+def plan_start(config: Config, world_size: int, machine: Machine) -> StartPlan:
     """The plan of a run whose settings break no rule on so many ranks of a machine.
 
     Raises ConfigError for what the attention that is installed here cannot do.
@@ -127,7 +106,7 @@ def outlook(config: Config, world_size: int, machine: Machine) -> Outlook:
         ("other engine", other_engine(planned, models, machine, world_size).sentence),
         ("stopping", stop.sentence(config)),
     )
-    return Outlook(with_deadlines(config, phases), rows)
+    return StartPlan(deadlines(config, phases), rows)
 
 
 def _check_windows(setup: Setup, engine: str) -> None:
@@ -145,51 +124,3 @@ def _check_windows(setup: Setup, engine: str) -> None:
 
 def _layer_words(chunk_layers: Sequence[int]) -> str:
     return f"chunks of {', '.join(map(str, chunk_layers))} layers"
-
-
-def with_deadlines(config: Config, planned_seconds: Mapping[str, float]) -> Config:
-    """The settings with the deadlines that were not given: from the planned seconds of each phase, the rollout among
-    them, and from how long the run's servers may take to start.
-
-    Raises ConfigError where a collective that was given a timeout would fail in a phase that may last longer.
-    """
-    slow = {name: PLANNED_TIMES * seconds for name, seconds in planned_seconds.items()}
-    slow["start"] = slow.get("start", 0.0) + _OTHER_START_SECONDS + _servers_start_seconds(config)
-    slow = {name: min(seconds, _MOST_SECONDS) for name, seconds in slow.items()}
-    runtime, rollout = config.runtime, config.rollout
-    limit = runtime.phase_timeout_seconds
-    if limit is not None and "phase_timeout_seconds" not in runtime.model_fields_set:
-        limits = {name: seconds for name, seconds in slow.items() if name in PHASES and seconds > limit}
-        if limits:
-            limits |= runtime.phase_timeouts_seconds
-            runtime = runtime.model_copy(update={"phase_timeouts_seconds": limits})
-    if limit is not None:
-        runtime = _with_collectives_that_outlast(runtime, limit)
-    if rollout.has_servers and rollout.servers.request_timeout_seconds is None:
-        seconds = max(slow["rollout"], LEAST_REQUEST_SECONDS)
-        servers = rollout.servers.model_copy(update={"request_timeout_seconds": seconds})
-        rollout = rollout.model_copy(update={"sglang": servers})
-    return config.model_copy(update={"runtime": runtime, "rollout": rollout})
-
-
-def _servers_start_seconds(config: Config) -> float:
-    """Longest seconds until the run's own servers answer, started one after the other; each reports itself when it does
-    not."""
-    own = [judge.server for judge in config.reward.judges.values()] + [config.reward.model_server]
-    of_rewards = math.fsum(server.start_timeout_seconds for server in own if server is not None)
-    return of_rewards + (config.rollout.servers.start_timeout_seconds if config.rollout.has_servers else 0.0)
-
-
-def _with_collectives_that_outlast(runtime: RuntimeSettings, limit: float) -> RuntimeSettings:
-    """Make collectives outlast the watchdog's limits. Only the watchdog decides what lasts too long: it sees tokens and
-    minibatches arrive, which a collective does not."""
-    if "collective_timeout_seconds" not in runtime.model_fields_set:
-        return runtime.model_copy(update={"collective_timeout_seconds": WATCHED_COLLECTIVE_SECONDS})
-    name, longest = max(runtime.phase_timeouts_seconds.items(), key=lambda item: item[1], default=("step", 0.0))
-    name, longest = (name, longest) if longest > limit else ("of a step", limit)
-    if runtime.collective_timeout_seconds <= longest:
-        raise ConfigError(
-            f"runtime.collective_timeout_seconds is {runtime.collective_timeout_seconds}, but a phase ({name}) may "
-            f"last {longest:g} seconds, in which other ranks wait; set it above, or remove it"
-        )
-    return runtime

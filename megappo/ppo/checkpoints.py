@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megappo.checkpoint.clock import Clock, Deadline
-from megappo.checkpoint.files import CheckpointError, Marker, step_folder
+from megappo.checkpoint.files import CheckpointError, Marker, checkpoints_directory, step_folder
 from megappo.checkpoint.identity import BASE, FURTHER, architecture_digest, architecture_fields, weights_digest
 from megappo.checkpoint.randomness import random_states, restore_random_states
 from megappo.checkpoint.reader import load_values
@@ -32,7 +32,7 @@ from megappo.observe.messages import tell
 from megappo.plugins import own_files
 from megappo.ppo.generation import Kept
 from megappo.ppo.parts import Parts
-from megappo.ppo.start import Start, checkpoints_directory
+from megappo.ppo.start import Start
 from megappo.ppo.updates import MinibatchUpdate, RoleUpdates
 from megappo.reshard.slices import Receiver
 from megappo.reshard.stream import WeightStream
@@ -181,7 +181,8 @@ class Checkpoints:
         """Number of checkpoints in a row that could not be written."""
         self._identity: dict[str, str] = {}
         if self._settings is not None:
-            directory, seconds = checkpoints_directory(parts.config), parts.config.runtime.collective_timeout_seconds
+            directory = checkpoints_directory(parts.config.run.path)
+            seconds = parts.runtime.deadlines.collective_seconds
             self._writer = CheckpointWriter(directory, self._settings, parts.runtime, seconds)
         if self._settings is not None or start.checkpoint is not None:
             self._identity = _identity(parts)
@@ -294,7 +295,7 @@ class Checkpoints:
             "outcome": outcome_text(refused.update),
         }
         settings = CheckpointSettings(keep_last=_MOST_REPLAYS, asynchronous=False)
-        writer = CheckpointWriter(directory, settings, runtime, config.runtime.collective_timeout_seconds)
+        writer = CheckpointWriter(directory, settings, runtime, runtime.deadlines.collective_seconds)
         content = {**snapshot.content, "refused": kept}
         batch = updates.local_batch(refused.chosen)
         writer.save(replace(snapshot, step=step, content=content, per_rank={"batch": batch}), wait=True)

@@ -19,7 +19,7 @@ from megappo.plugins import own_files
 from megappo.runtime.objects import all_gather_objects
 from megappo.runtime.process import Runtime
 
-_OF_A_MACHINE = ("runtime.", "run.files", "data.template_time", "rollout.sglang.request_timeout_seconds")
+_OF_A_MACHINE = ("runtime.", "run.files", "data.template_time")
 """Settings that depend on the machine or the clock by default, or that name places of files."""
 _MOST = 3
 

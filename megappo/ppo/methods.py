@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import fields
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -47,29 +47,41 @@ def find_objective(algorithm: AlgorithmSettings, penalty_coef: float) -> PolicyO
     `penalty_coef` is the weight of KL(old || new) with `policy_loss: penalty`. Raises ValueError where the loss cannot
     be imported or called.
     """
-    kl, name = algorithm.kl_in_loss, algorithm.policy_loss
-    given: dict[str, Any] = {f.name: getattr(algorithm, f.name, f.default) for f in fields(PolicyObjective)}
-    given |= (
-        _band(algorithm) | {"penalty_coef": penalty_coef} | ({} if kl is None else {"kl": kl.kind, "kl_coef": kl.coef})
+    objective = PolicyObjective(
+        policy_loss=_policy_loss(algorithm),
+        clip_low=algorithm.clip_low,
+        clip_high=algorithm.clip_high,
+        dual_clip=algorithm.dual_clip,
+        penalty_coef=penalty_coef,
+        entropy_coef=algorithm.entropy_coef,
     )
-    if is_import_path(name):
-        loss, options = load_function(name, "algorithm.policy_loss"), algorithm.policy_loss_options
-        what, remedy = f"algorithm.policy_loss '{name}'", "change its parameters or algorithm.policy_loss_options"
-        check_call(loss, taken_by(loss, OFFERED), options, what=what, remedy=remedy, offered=OFFERED)
-        given["policy_loss"] = partial(loss, **options)
-    return PolicyObjective(**given)
+    if algorithm.kl_in_loss is not None:
+        objective = replace(objective, kl=algorithm.kl_in_loss.kind, kl_coef=algorithm.kl_in_loss.coef)
+    return _with_band(objective, algorithm)
 
 
-def _band(algorithm: AlgorithmSettings) -> dict[str, float]:
-    """Settings of losses with a band: its edges, the cap of weights in it, and the temperatures of `sapo`'s gate."""
-    found, edges = {}, algorithm.band_edges
+def _policy_loss(algorithm: AlgorithmSettings) -> str | Callable[..., Any]:
+    """The name of a policy loss, or the function at an import path with its options. Raises as `find_objective`."""
+    name, options = algorithm.policy_loss, algorithm.policy_loss_options
+    if not is_import_path(name):
+        return name
+    loss = load_function(name, "algorithm.policy_loss")
+    what, remedy = f"algorithm.policy_loss '{name}'", "change its parameters or algorithm.policy_loss_options"
+    check_call(loss, taken_by(loss, OFFERED), options, what=what, remedy=remedy, offered=OFFERED)
+    return partial(loss, **options)
+
+
+def _with_band(objective: PolicyObjective, algorithm: AlgorithmSettings) -> PolicyObjective:
+    """The objective with the settings of losses with a band: its edges, the cap of weights in it, and the temperatures
+    of `sapo`'s gate."""
+    edges, band, gate = algorithm.band_edges, algorithm.band, algorithm.gate
     if edges is not None:
-        found = {"band_low": edges[0], "band_high": edges[1]}
-    if algorithm.band is not None and algorithm.band.cap is not None:
-        found["weight_cap"] = algorithm.band.cap
-    if algorithm.gate is not None:
-        found |= {"gate_positive": algorithm.gate.positive, "gate_negative": algorithm.gate.negative}
-    return found
+        objective = replace(objective, band_low=edges[0], band_high=edges[1])
+    if band is not None and band.cap is not None:
+        objective = replace(objective, weight_cap=band.cap)
+    if gate is not None:
+        objective = replace(objective, gate_positive=gate.positive, gate_negative=gate.negative)
+    return objective
 
 
 def check_methods(config: Config) -> None:

@@ -74,7 +74,7 @@ class ModelBuilder:
         self._config, self._derived, self._runtime, self._resumed = config, derived, runtime, resumed
         self._sources = agreed(lambda: weight_sources(config, roles))
         cuts = {role: cut for role, cut in _cuts(config, derived).items() if role in roles}
-        self._layouts = make_layouts(cuts, runtime.device.type, config.runtime.collective_timeout_seconds)
+        self._layouts = make_layouts(cuts, runtime.device.type, runtime.deadlines.collective_seconds)
         self.origins: list[str] = []
         """A sentence for each model that begins with weights of another folder than its own."""
 

@@ -8,28 +8,30 @@ from dataclasses import dataclass, field
 from transformers import PreTrainedTokenizerBase
 
 from megappo.config import Config, ConfigError, Derived
-from megappo.config.model_files import load_tokenizer, resolve_stop_token_ids, role_folder, token_rows
-from megappo.data import PromptDataset, TrainingCursor, TrainingPrompts, read_prompts, training_cursor
+from megappo.config.model_files import role_folder
+from megappo.data import PromptDataset, TrainingCursor, TrainingPrompts, training_cursor
 from megappo.data.curriculum import Curriculum
 from megappo.data.mixture import MixedPrompts
 from megappo.engines.protocol import (
     AheadEngine,
     Completion,
     Engine,
+    EngineFactory,
     GenerateRequest,
     PendingCompletions,
     RoutingEngine,
     SamplingParams,
 )
-from megappo.engines.registry import make_engine
+from megappo.engines.registry import find_engine, make_engine
 from megappo.engines.stopping import StopTexts
-from megappo.environments.registry import make_environment_context, tool_schemas
+from megappo.environments.registry import make_environment_context
 from megappo.environments.runner import EpisodeRunner, PendingEpisodes
 from megappo.megatron.roles import Role
 from megappo.ppo.answering import Generation, find_generation, generated
 from megappo.ppo.likeness import check_data
 from megappo.ppo.methods import check_methods
 from megappo.ppo.models import ROLES, ModelBuilder
+from megappo.preflight.inputs import RunInputs, read_inputs
 from megappo.reshard.further import FurtherLayers
 from megappo.reshard.stream import WeightStream
 from megappo.rewards.judge_server import judge_servers
@@ -48,8 +50,10 @@ class RunMode:
 
     training: bool = True
     """Whether to train; False: there is an actor to generate with, but no optimizer, critic or reference."""
-    prompts: TrainingPrompts | None = None
-    """Prompts to train on, where they were read already."""
+    inputs: RunInputs | None = None
+    """Tokenizer, prompts and environment, where they were read already."""
+    engine: EngineFactory | None = None
+    """Makes the engine; None: it is found by the settings."""
     resumed: bool = False
     """Whether a checkpoint will replace the weights; see `ModelBuilder`."""
     stop: Stop = field(default_factory=NeverStop)
@@ -175,12 +179,6 @@ class Parts:
         self.engine.close()
 
 
-def training_prompts(config: Config) -> TrainingPrompts:
-    """The training prompts. Raises ValueError where data or tokenizer cannot be read."""
-    tokenizer = load_tokenizer(config)
-    return read_prompts(config.data, tokenizer, tool_schemas(config), token_rows(config, tokenizer))
-
-
 def check_answers(config: Config, train: TrainingPrompts, validation: Iterable[PromptDataset]) -> None:
     """Raises ValueError for prompts whose reference answer the reward cannot use."""
     for data in (*(train.sources if isinstance(train, MixedPrompts) else (train,)), *validation):
@@ -194,44 +192,38 @@ def start_reward_servers(config: Config, runtime: Runtime) -> OwnServers:
     return start_servers(wanted, runtime) if wanted else OwnServers()
 
 
-def assemble(config: Config, derived: Derived, runtime: Runtime, purpose: RunMode | None = None) -> Parts:
+def assemble(config: Config, derived: Derived, runtime: Runtime, mode: RunMode | None = None) -> Parts:
     """Make every part; a collective of the world. Errors in data and rewards are raised before any model is built."""
-    purpose = purpose if purpose is not None else RunMode()
-    tokenizer = load_tokenizer(config)
-    rows = token_rows(config, tokenizer, training=purpose.training)
-    prompts = purpose.prompts
-    if prompts is None:
-        prompts = read_prompts(config.data, tokenizer, tool_schemas(config), rows)
+    mode = mode if mode is not None else RunMode()
+    inputs = mode.inputs if mode.inputs is not None else read_inputs(config, training=mode.training)
+    tokens, prompts, validation_prompts = inputs.tokens, inputs.training, inputs.validation
+    tokenizer, rows, stop_token_ids = tokens.tokenizer, tokens.rows, tokens.stop_token_ids
     cursor, curriculum = training_cursor(prompts, config.data, config.run.seed), None
     if config.data.curriculum is not None:
         ahead = 0 if config.rollout.in_flight else config.rollout.ahead  # in flight: draws follow rewards
         curriculum = Curriculum(config.data.curriculum, cursor, ahead)
-    validation_prompts = {}
-    if config.evaluation is not None or not purpose.training:
-        schemas = tool_schemas(config)
-        sets = config.data.evaluated.items()
-        validation_prompts = {name: PromptDataset(s, config.data, tokenizer, schemas, rows=rows) for name, s in sets}
     check_data(prompts, validation_prompts)
     check_answers(config, prompts, validation_prompts.values())
     folder = role_folder(config, "actor")
-    stop_token_ids = resolve_stop_token_ids(folder, tokenizer, config.rollout.stop_token_ids, rows)
     generation = find_generation(config.rollout)
     trusts = config.model.trust_remote_code
     reward, stage = None, None
     if config.rollout.load_from is None:
-        stage = make_environment_context(config, tokenizer, stop_token_ids, rows)
+        if inputs.environment is not None:
+            stage = make_environment_context(config, inputs.environment, tokenizer, stop_token_ids, rows)
         servers, time = start_reward_servers(config, runtime), config.data.template_time
         reward = RewardScorer(config.reward, runtime.device, servers, trust_remote_code=trusts, template_time=time)
-    if purpose.training:
+    if mode.training:
         check_methods(config)
-    alone = purpose.training and config.pretrains_critic
-    roles = ("actor", "critic") if alone else ROLES if purpose.training else ("actor",)
-    models = ModelBuilder(config, derived, runtime, roles=roles, resumed=purpose.resumed)
-    actor = models.actor(trained=purpose.training and not alone)
+    alone = mode.training and config.pretrains_critic
+    roles = ("actor", "critic") if alone else ROLES if mode.training else ("actor",)
+    models = ModelBuilder(config, derived, runtime, roles=roles, resumed=mode.resumed)
+    actor = models.actor(trained=mode.training and not alone)
     reference = models.reference(actor) if "reference" in roles else None
-    critic = models.critic() if purpose.training else None
+    critic = models.critic() if mode.training else None
     weights = WeightStream(actor, config.rollout.sync_bucket_bytes)
-    engine = make_engine(config, folder, stop_token_ids, runtime, purpose.stop)
+    factory = mode.engine if mode.engine is not None else find_engine(config.rollout)
+    engine = make_engine(factory, config, folder, stop_token_ids, runtime, mode.stop)
     return Parts(
         config=config,
         derived=derived,
@@ -249,8 +241,8 @@ def assemble(config: Config, derived: Derived, runtime: Runtime, purpose: RunMod
         weights=weights,
         further_layers=models.further_layers(),
         engine=engine,
-        episodes=None if stage is None else EpisodeRunner(stage, engine, purpose.stop),
+        episodes=None if stage is None else EpisodeRunner(stage, engine, mode.stop),
         generation=generation,
         origins=tuple(models.origins),
-        stop=purpose.stop,
+        stop=mode.stop,
     )

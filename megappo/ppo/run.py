@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from contextlib import closing
 
-from megappo.checkpoint.files import finished
+from megappo.checkpoint.files import checkpoints_directory, finished
 from megappo.checkpoint.randomness import seed_generators
-from megappo.config import Config, Derived
+from megappo.config import Config
 from megappo.config.chat_template import thinking_notes
 from megappo.config.schema import PHASES
 from megappo.data import PromptDataset, TrainingPrompts
@@ -21,7 +21,10 @@ from megappo.ppo.likeness import check_ranks
 from megappo.ppo.loaded import trainer_of
 from megappo.ppo.parts import Parts, RunMode, assemble
 from megappo.ppo.reporting import Reporter
-from megappo.ppo.start import Start, at_one_time, checkpoints_directory, choose_start
+from megappo.ppo.start import Start, choose_start
+from megappo.preflight.inputs import RunInputs
+from megappo.preflight.resolved import ResolvedRun
+from megappo.preflight.template_time import at_one_time
 from megappo.runtime.failures import Failure
 from megappo.runtime.interrupts import interruptible
 from megappo.runtime.lock import HeldDirectory, locked_directory
@@ -29,42 +32,40 @@ from megappo.runtime.process import Runtime, start_runtime
 from megappo.runtime.watchdog import GENERATING, Limits, Watchdog, watched
 
 
-def train(config: Config, derived: Derived, prompts: TrainingPrompts | None = None) -> None:
+def train(run: ResolvedRun) -> None:
     """Train as the configuration says, from the newest checkpoint if there is one; every rank calls this.
 
-    `prompts`: the training prompts, where they were read already. Raises Interrupted after a run that was asked to stop
-    has written a checkpoint.
+    Raises Interrupted after a run that was asked to stop has written a checkpoint.
     """
+    config = run.config
     # The watchdog starts before the lock, the first collective after the ranks have met.
     with (
-        start_runtime(config.runtime, with_servers=config.rollout.broadcasts) as runtime,
+        start_runtime(config.runtime, run.deadlines, with_servers=config.rollout.broadcasts) as runtime,
         watched(_watchdog(config, runtime)) as watchdog,
         locked_directory(config.run.path, runtime, private=config.run.private) as held,
     ):
         check_ranks(config, runtime)
         seed_generators(config.run.seed, runtime.rank)
-        start = choose_start(config, derived, runtime)
-        prompts = _if_of_that_time(prompts, config, start.config)
+        start = choose_start(config, run.derived, runtime)
         config = start.config
         on_stage = watchdog.enter if watchdog is not None else None
         with (
             interruptible(runtime) as interrupts,
-            closing(Reporter(config, derived, runtime, on_stage, held.check)) as reporter,
+            closing(Reporter(config, run.derived, runtime, on_stage, held.check)) as reporter,
             runtime.failures.told(),
         ):
-            purpose = RunMode(prompts=prompts, resumed=start.checkpoint is not None, stop=interrupts)
-            parts = assemble(config, derived, runtime, purpose)
+            resumed, inputs = start.checkpoint is not None, inputs_at(run, config)
+            mode = RunMode(inputs=inputs, engine=run.engine, resumed=resumed, stop=interrupts)
+            parts = assemble(config, run.derived, runtime, mode)
             if watchdog is not None:
                 parts.engine.on_tokens = watchdog.made_tokens
             _train(parts, start, reporter, held)
 
 
-def _if_of_that_time(prompts: TrainingPrompts | None, read: Config, now: Config) -> TrainingPrompts | None:
-    """The prompts that were read already, unless chat templates read the clock and were given another time than the run
-    has."""
-    if prompts is None or not prompts.reads_clock or read.data.template_time == now.data.template_time:
-        return prompts
-    return None
+def inputs_at(run: ResolvedRun, started: Config) -> RunInputs | None:
+    """What was read already, unless chat templates read the clock and were given another time than the run has."""
+    is_another_time = run.config.data.template_time != started.data.template_time
+    return None if run.inputs is not None and run.inputs.reads_clock and is_another_time else run.inputs
 
 
 def _train(parts: Parts, start: Start, reporter: Reporter, held: HeldDirectory) -> None:
@@ -113,14 +114,14 @@ def _train_and_export(
 
 
 def _watchdog(config: Config, runtime: Runtime) -> Watchdog | None:
-    seconds = config.runtime.phase_timeout_seconds
+    seconds, of_phases = runtime.deadlines.phase_seconds, runtime.deadlines.of_phases
     if seconds is None:
         return None
 
     def newest() -> str:
-        return next((folder.name for folder in finished(checkpoints_directory(config))), "no checkpoint")
+        return next((folder.name for folder in finished(checkpoints_directory(config.run.path))), "no checkpoint")
 
-    limits = Limits(seconds, config.runtime.phase_timeouts_seconds, PHASES if config.rollout.ahead else GENERATING)
+    limits = Limits(seconds, of_phases, PHASES if config.rollout.ahead else GENERATING)
     return Watchdog(config.run.path, limits, runtime, newest)
 
 
@@ -128,17 +129,19 @@ def _unwatched(_phase: str, _waits_for: str = "") -> None:
     """Does nothing: stands for a watchdog's `enter` where there is none."""
 
 
-def evaluate(config: Config, derived: Derived, prompts: TrainingPrompts | None = None) -> dict[str, float]:
+def evaluate(run: ResolvedRun) -> dict[str, float]:
     """Score the model on `data.validation` and `data.validation_sets`; every rank calls this."""
+    config = run.config
     with (
-        start_runtime(config.runtime, with_servers=config.rollout.broadcasts) as runtime,
+        start_runtime(config.runtime, run.deadlines, with_servers=config.rollout.broadcasts) as runtime,
         watched(_watchdog(config, runtime)) as watchdog,
     ):
         check_ranks(config, runtime)
         config = at_one_time(config)
+        mode = RunMode(training=False, inputs=inputs_at(run, config), engine=run.engine)
         enter = watchdog.enter if watchdog is not None else _unwatched
         with runtime.failures.told():
-            parts = assemble(config, derived, runtime, RunMode(training=False, prompts=prompts))
+            parts = assemble(config, run.derived, runtime, mode)
             if watchdog is not None:
                 parts.engine.on_tokens = watchdog.made_tokens
             with closing(parts), runtime.failures.told():

@@ -6,21 +6,16 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from megappo.checkpoint.changes import compare_settings, keep_kl_unit, tensor_changes
-from megappo.checkpoint.files import Marker, finished, put_all_in_place
+from megappo.checkpoint.files import Marker, checkpoints_directory, put_all_in_place
 from megappo.checkpoint.select import select_checkpoint
 from megappo.checkpoint.versions import PACKAGES, recorded_versions
 from megappo.config import Config, ConfigError, Derived, load_config
-from megappo.config.tokens import template_now
 from megappo.errors import show
 from megappo.observe.metrics import read_metrics
 from megappo.plugins import own_files
+from megappo.preflight.template_time import at_one_time, recorded_time
 from megappo.runtime.objects import broadcast_object
 from megappo.runtime.process import Runtime
-
-
-def checkpoints_directory(config: Config) -> Path:
-    """Folder of a run's checkpoints."""
-    return config.run.path / "checkpoints"
 
 
 @dataclass(frozen=True)
@@ -51,9 +46,9 @@ def choose_start(config: Config, derived: Derived, runtime: Runtime) -> Start:
     Raises ConfigError where the directory holds a run that cannot be continued, or not with these settings.
     """
     if runtime.is_main:
-        put_all_in_place(checkpoints_directory(config))
-    chosen = select_checkpoint(checkpoints_directory(config), runtime)
-    config = at_one_time(config, None if chosen is None else _template_time(chosen[1]))
+        put_all_in_place(checkpoints_directory(config.run.path))
+    chosen = select_checkpoint(checkpoints_directory(config.run.path), runtime)
+    config = at_one_time(config, None if chosen is None else recorded_time(chosen[1]))
     if chosen is None:
         return _begin(config, runtime)
     folder, marker, sentences = chosen
@@ -97,29 +92,6 @@ def _steps_left(config: Config, done: int, steps: int) -> tuple[str, list[str]]:
         ), []
     over = f"{key} {steps}, which the run has done: nothing is left to train; raise it to go on"
     return "", [over] if done == steps else []
-
-
-def with_template_time(config: Config) -> Config:
-    """Settings with `data.template_time`, in a single process before the ranks start: that of the resumed run, or
-    now."""
-    markers = finished(checkpoints_directory(config)).values()
-    newest = max(markers, key=lambda marker: marker.step, default=None)
-    return _at(config, config.data.template_time or (newest and _template_time(newest)) or template_now())
-
-
-def at_one_time(config: Config, recorded: str | None = None) -> Config:
-    """Settings with the `data.template_time` of all ranks: the given one, the recorded one, or the main rank's now; a
-    collective of the world."""
-    return _at(config, broadcast_object(config.data.template_time or recorded or template_now()))
-
-
-def _at(config: Config, time: str) -> Config:
-    return config.model_copy(update={"data": config.data.model_copy(update={"template_time": time})})
-
-
-def _template_time(marker: Marker) -> str | None:
-    time = (marker.content["settings"].get("data") or {}).get("template_time")
-    return time if isinstance(time, str) else None
 
 
 def _kl_sentences(given: Config, kept: Config) -> list[str]:

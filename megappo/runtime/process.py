@@ -9,7 +9,7 @@ import gc
 import os
 import resource
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import psutil
 import torch
@@ -17,6 +17,7 @@ import torch.distributed as dist
 
 from megappo.config.schema import RuntimeSettings
 from megappo.errors import RunError, one_line, reason
+from megappo.runtime.deadlines import Deadlines
 from megappo.runtime.device import prepare_device
 from megappo.runtime.failures import Failures
 from megappo.runtime.groups import allow_connections, collective_backend, join_world, stay_on_this_machine
@@ -58,6 +59,7 @@ class Runtime:
     device: torch.device
     local_world_size: int = 1
     """Ranks on this machine, as far as the launcher says."""
+    deadlines: Deadlines = field(default_factory=lambda: Deadlines.of(RuntimeSettings()))
 
     @property
     def is_main(self) -> bool:
@@ -155,15 +157,16 @@ def _resident_bytes() -> int:
         return int(counts.read().split()[1]) * resource.getpagesize()
 
 
-def _join(settings: RuntimeSettings, device: torch.device, ranks: Ranks) -> None:
+def _join(deadlines: Deadlines, device: torch.device, ranks: Ranks) -> None:
     """Meet the other ranks. Raises RunError where that fails."""
     allow_connections()
     address, port = os.environ["MASTER_ADDR"], os.environ["MASTER_PORT"]
-    patience = datetime.timedelta(seconds=min(settings.collective_timeout_seconds, _MOST_START_SECONDS))
+    timeout = datetime.timedelta(seconds=deadlines.collective_seconds)
+    patience = min(timeout, datetime.timedelta(seconds=_MOST_START_SECONDS))
     try:
         store = _store(address, int(port), ranks, patience)
         await_all(store, ranks, patience)
-        join_world(device.type, ranks, datetime.timedelta(seconds=settings.collective_timeout_seconds), store)
+        join_world(device.type, ranks, timeout, store)
     except (dist.DistError, OSError) as error:
         raise RunError(
             f"rank {ranks.rank} of {ranks.world_size} could not meet the others at {address}:{port} "
@@ -192,8 +195,11 @@ def _store(address: str, port: int, ranks: Ranks, patience: datetime.timedelta) 
 
 
 @contextlib.contextmanager
-def start_runtime(settings: RuntimeSettings, *, with_servers: bool = False) -> Iterator[Runtime]:
-    """Join the process group and prepare Megatron-Core for this machine; leave the group at the end.
+def start_runtime(
+    settings: RuntimeSettings, deadlines: Deadlines | None = None, *, with_servers: bool = False
+) -> Iterator[Runtime]:
+    """Join the process group and prepare Megatron-Core for this machine; leave the group at the end. `deadlines`: by
+    default those of the settings.
 
     An error of the block ends all ranks: every one of them prints it and its process ends, see `Failures`. With one
     rank it is raised instead. `Interrupted`, which all ranks raise, is always raised.
@@ -208,10 +214,11 @@ def start_runtime(settings: RuntimeSettings, *, with_servers: bool = False) -> I
     if with_servers:
         share_settings(os.environ)
     device = prepare_device(settings, ranks)
-    runtime = Runtime(ranks.rank, ranks.world_size, ranks.local_rank, device, ranks.local_world_size or 1)
+    deadlines = deadlines if deadlines is not None else Deadlines.of(settings)
+    runtime = Runtime(ranks.rank, ranks.world_size, ranks.local_rank, device, ranks.local_world_size or 1, deadlines)
     if "MASTER_ADDR" not in os.environ:
         os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT="0")  # a single process: any free port
-    _join(settings, runtime.device, ranks)
+    _join(deadlines, runtime.device, ranks)
     runtime.failures.start()
     try:
         _prepare_megatron()

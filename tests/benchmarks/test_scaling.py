@@ -48,6 +48,7 @@ def test_efficiency_is_by_the_cores_that_can_be_used() -> None:
     assert rows[1].samples_per_second == 32 / 5 and rows[1].stages == {"step": 5.0}
 
 
+@pytest.mark.exhaustive
 @pytest.mark.waits
 @pytest.mark.slow
 def test_it_prints_and_saves_a_table(tmp_path: Path) -> None:

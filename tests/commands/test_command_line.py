@@ -20,6 +20,7 @@ from megappo.cli import main
 from megappo.config import Config, ConfigError
 from megappo.config.roles import LayoutSettings
 from megappo.errors import Interrupted
+from megappo.preflight.resolved import ResolvedRun
 from megappo.runtime.waiting import pause
 from tests.support.harness import start
 from tests.support.places import BASE, QUICKSTART, ROOT
@@ -42,8 +43,8 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Any, ...]]:
         monkeypatch.delenv(variable, raising=False)
     trainer = types.ModuleType("megappo.ppo.run")
     vars(trainer).update(
-        train=lambda config, derived, prompts: seen.append(("train", config)),
-        evaluate=lambda config, derived, prompts: seen.append(("evaluate", config)),
+        train=lambda run: seen.append(("train", run.config)),
+        evaluate=lambda run: seen.append(("evaluate", run.config)),
     )
 
     def export(*words: Any, without_mtp: bool, own: tuple[str | None, bool]) -> list[Path]:
@@ -129,10 +130,10 @@ def test_train(calls: list[tuple[Any, ...]], model: str, capsys: pytest.CaptureF
 def test_settings_are_refused_before_the_data_of_epochs_are_read(
     override: str, words: str, model: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    from megappo.ppo import parts as assembly
+    from megappo.preflight import inputs
     from megappo.runtime import device
 
-    monkeypatch.setattr(assembly, "training_prompts", lambda config: pytest.fail("the data were read"))
+    monkeypatch.setattr(inputs, "read_inputs", lambda *_, **__: pytest.fail("the data were read"))
     monkeypatch.setattr(device, "runs_on_cuda", lambda settings: False)
     assert main(["train", str(BASE), model, "run.steps=null", "run.epochs=1", "rollout.engine=null", override]) == 2
     assert words in capsys.readouterr().err
@@ -314,7 +315,7 @@ def test_a_disk_that_cannot_be_written_is_a_sentence(
 ) -> None:
     trainer = vars(sys.modules["megappo.ppo.run"])
 
-    def train(config: Config, derived: Any, prompts: object) -> None:
+    def train(run: ResolvedRun) -> None:
         raise OSError(28, "No space left on device", "runs/x/metrics.jsonl")
 
     trainer["train"] = train
@@ -323,7 +324,7 @@ def test_a_disk_that_cannot_be_written_is_a_sentence(
         "megappo: error: writing failed, runs/x/metrics.jsonl: No space left on device; make room or fix the disk and "
         "start again, a run continues from its newest checkpoint\n"
     )
-    trainer["train"] = lambda config, derived, prompts: Path("/no/such/file").read_text()
+    trainer["train"] = lambda run: Path("/no/such/file").read_text()
     with pytest.raises(FileNotFoundError):
         main(["train", str(BASE), model])
 
@@ -331,7 +332,7 @@ def test_a_disk_that_cannot_be_written_is_a_sentence(
 def test_a_run_that_was_asked_to_stop_has_a_code_of_its_own(calls: list[tuple[Any, ...]], model: str) -> None:
     trainer = vars(sys.modules["megappo.ppo.run"])
     for number, code in ((signal.SIGTERM, 85), (signal.SIGUSR1, 85), (signal.SIGINT, 130)):
-        trainer["train"] = lambda config, derived, prompts, number=number: (_ for _ in ()).throw(Interrupted(number))
+        trainer["train"] = lambda run, number=number: (_ for _ in ()).throw(Interrupted(number))
         assert main(["train", str(BASE), model]) == code
 
 
@@ -366,14 +367,14 @@ def test_value_errors_while_training(
 ) -> None:
     """Ours become a line; a library's is a bug and keeps its traceback."""
     trainer = vars(sys.modules["megappo.ppo.run"])
-    failing = "def train(config, derived, prompts):\n    raise ValueError('train.jsonl has\\nno prompts; add some')"
+    failing = "def train(run):\n    raise ValueError('train.jsonl has\\nno prompts; add some')"
     exec(failing, trainer)
     assert main(["train", str(BASE), model]) == 2
     assert capsys.readouterr().err == "megappo: error: train.jsonl has no prompts; add some\n"
-    trainer["train"] = lambda config, derived, prompts: int("x")
+    trainer["train"] = lambda run: int("x")
     with pytest.raises(ValueError, match="invalid literal"):
         main(["train", str(BASE), model])
-    trainer["train"] = lambda config, derived, prompts: (_ for _ in ()).throw(ConfigError(["one", "two"]))
+    trainer["train"] = lambda run: (_ for _ in ()).throw(ConfigError(["one", "two"]))
     assert main(["train", str(BASE), model]) == 2
     assert capsys.readouterr().err == "megappo: error: one\nmegappo: error: two\n"
     assert calls == []

@@ -25,10 +25,11 @@ from megappo.cli import main
 from megappo.commands.serve import make_service
 from megappo.config import load_config
 from megappo.engines.sglang.fleet import KEY_VARIABLE
-from megappo.plan.here import resolve_here
+from megappo.preflight.resolved import resolve_here
 from megappo.runtime.waiting import wait_until
 from tests.support.checkpoints import one_step_run
 from tests.support.places import BASE, ROOT, TINY
+from tests.support.quick import cases
 
 MODULE = "of_somebody_else"
 CODE = """
@@ -238,6 +239,8 @@ def test_folders_that_a_program_makes_run_no_code_and_change_nothing(
 
 
 MODELS_OF_OTHERS = 50
+FEW = 20
+"""Those that every run of the tests tries."""
 DEEP = '{"a":' * 50_000
 LARGE_BYTES = 2**40
 MEMORY_BYTES = 3 * 2**30
@@ -312,7 +315,7 @@ def _served(crafted: Path) -> int:
 
 
 @pytest.mark.waits
-@pytest.mark.parametrize("number", range(MODELS_OF_OTHERS))
+@pytest.mark.parametrize("number", cases(range(MODELS_OF_OTHERS), exhaustive=range(FEW, MODELS_OF_OTHERS)))
 def test_any_command_ends_on_any_folder_that_a_program_makes(
     crafted: Path, number: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

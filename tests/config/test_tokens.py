@@ -26,7 +26,7 @@ from megappo.engines.protocol import Completion, GenerateRequest, SamplingParams
 from megappo.environments.chat import ChatTokens
 from megappo.environments.gateway.server import Gateway
 from megappo.environments.protocol import Environment
-from megappo.environments.registry import EnvironmentContext, make_environment_context
+from megappo.environments.registry import EnvironmentContext, make_environment, make_environment_context
 from megappo.environments.runner import EpisodeRunner, TooManyFailuresError
 from megappo.environments.session import Session, SharedEpisodeState
 from megappo.environments.tool_pool import ToolPool
@@ -482,8 +482,10 @@ def test_the_gateway_tells_agents_the_time_of_the_run() -> None:
 def test_the_stage_of_episodes_has_the_time_of_the_run() -> None:
     words = ["rollout.environment={name: guess}", f"data.template_time='{MOMENT}'"]
     config = load_config(ROOT / QUICKSTART, words)
-    stage = make_environment_context(config, tokenizer(CLOCK), (END,), TokenRows(16, "m"))
-    assert stage is not None and stage.shared.template_time == MOMENT
+    assert config.rollout.episodes is not None
+    environment = make_environment(config.rollout.episodes)
+    stage = make_environment_context(config, environment, tokenizer(CLOCK), (END,), TokenRows(16, "m"))
+    assert stage.shared.template_time == MOMENT
 
 
 @pytest.mark.parametrize(

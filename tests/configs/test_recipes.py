@@ -173,7 +173,7 @@ def train_on_two_cores(path: Path, run: Path, lag: int, *overrides: str, warmup:
 
 @pytest.mark.slow
 @pytest.mark.waits
-@pytest.mark.parametrize("lag", [0, 1])
+@pytest.mark.parametrize("lag", [pytest.param(0, marks=pytest.mark.exhaustive), 1])
 @pytest.mark.parametrize("path", TWO_CORES, ids=lambda p: p.stem)
 def test_sao_on_two_cores(tmp_path: Path, path: Path, lag: int) -> None:
     """Steps of a fifth of the samples in as many updates, after two in place of ten of the critic alone. What the tool

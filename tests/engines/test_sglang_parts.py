@@ -556,13 +556,13 @@ def test_trainers_without_a_group_with_servers_keep_the_defaults_of_nccl(
     config = load_config(ROOT / "configs/sglang_quickstart.yaml", [f"rollout.sglang={sglang}"])
     told: list[bool] = []
 
-    def start(_settings: Any, *, with_servers: bool) -> None:
+    def start(_settings: Any, _deadlines: Any, *, with_servers: bool) -> None:
         told.append(with_servers)
         raise RunError("that is all")
 
     monkeypatch.setattr(run, "start_runtime", start)
     with pytest.raises(RunError, match="that is all"):
-        run.train(config, SimpleNamespace())  # type: ignore[arg-type]
+        run.train(SimpleNamespace(config=config, deadlines=None))  # type: ignore[arg-type]
     assert told == [expected]
 
 

@@ -93,7 +93,7 @@ def test_the_failure_that_comes_first_gives_sentence_and_code(
 
 
 @pytest.mark.waits
-@pytest.mark.parametrize("between", [False, True])
+@pytest.mark.parametrize("between", [pytest.param(False, marks=pytest.mark.exhaustive), True])
 def test_ranks_end_with_a_torchrun_that_is_killed(between: bool, tmp_path: Path) -> None:
     """Also where a shell stands between, as in a SLURM job; nobody else would end them."""
     worker = tmp_path / "worker.py"

@@ -8,15 +8,15 @@ from collections.abc import Iterable
 from pathlib import Path
 
 import pytest
-import yaml
 
 from megappo.cli import main
 from megappo.commands import dry_run
 from megappo.config import ConfigError, load_config, resolve, save_config
 from megappo.config.derive import derive_run, describe
 from megappo.doctor import software
+from megappo.plan.deadlines import WATCHED_COLLECTIVE_SECONDS, deadlines
 from megappo.plan.engines import other_engine
-from megappo.plan.here import WATCHED_COLLECTIVE_SECONDS, machine_like, outlook, with_deadlines
+from megappo.plan.here import machine_like, plan_start
 from megappo.plan.machine_file import find_machine
 from megappo.plan.machines import ASSUMED, MACHINES, Machine
 from megappo.plan.planner import make_plan, read_models
@@ -215,12 +215,12 @@ def test_a_run_is_told_its_plan_and_gets_its_deadlines() -> None:
     config = resolve(load_config(QUICKSTART, ["rollout.engine=sglang"]), on_cuda=False)
     layout = {"tensor_parallel": 1, "pipeline_parallel": 2, "pipeline_layers": (3, 1)}
     actor = config.actor.model_copy(update={"layout": config.actor.layout.model_copy(update=layout)})
-    found = outlook(config.model_copy(update={"actor": actor}), 2, MACHINES["cpu"])
+    found = plan_start(config.model_copy(update={"actor": actor}), 2, MACHINES["cpu"])
     rows = dict(found.rows)
     assert rows["actor pipeline"] == "chunks of 3, 1 layers" and "critic pipeline" not in rows
     assert rows["layers"].startswith("torch's layers, as Transformer Engine "), "what it is without, and why"
     assert "of them for the rollout" in rows["plan"] and rows["other engine"].startswith("the embedded engine instead")
-    assert found.config.rollout.servers.request_timeout_seconds == 1800.0
+    assert found.deadlines.request_seconds == 1800.0
 
 
 def test_windows_of_shared_out_samples_need_torchs_attention(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -237,65 +237,66 @@ def test_windows_of_shared_out_samples_need_torchs_attention(tmp_path: Path, mon
         "model.dtype=bfloat16",
     ]
     config = resolve(load_config(QUICKSTART, settings), on_cuda=False)
-    outlook(config, 2, MACHINES["cpu"])
+    plan_start(config, 2, MACHINES["cpu"])
     engine = Accelerations(engine=Library("Transformer Engine", "2.10.0"))
     monkeypatch.setattr(accelerations, "find_accelerations", lambda _: engine)
     with pytest.raises(ConfigError) as caught:
-        outlook(config, 2, MACHINES["cpu"])
+        plan_start(config, 2, MACHINES["cpu"])
     assert str(caught.value) == (
         "actor.layout.context_parallel is 2 and the actor model has a sliding window, which Transformer "
         "Engine 2.10.0 has no ring for; set model.accelerations to torch, or actor.layout.context_parallel to 1"
     )
-    outlook(load_config(QUICKSTART, [*settings[1:], "rollout.engine=transformers"]), 2, MACHINES["cpu"])
+    plan_start(load_config(QUICKSTART, [*settings[1:], "rollout.engine=transformers"]), 2, MACHINES["cpu"])
 
 
-def test_deadlines_follow_the_plan_where_none_are_given(tmp_path: Path) -> None:
+def test_deadlines_follow_the_plan_where_none_are_given() -> None:
     config = resolve(load_config(SMALL), on_cuda=True)
-    slow = with_deadlines(config, {"rollout": 1000.0, "evaluate": 1000.0})
-    assert slow.rollout.servers.request_timeout_seconds == 4000.0
-    assert slow.runtime.phase_timeouts_seconds == {"rollout": 4000.0, "evaluate": 4000.0}
-    assert slow.runtime.phase_timeout_seconds == config.runtime.phase_timeout_seconds
-    save_config(slow, tmp_path / "config.yaml")
-    assert yaml.safe_load((tmp_path / "config.yaml").read_text())["runtime"]["phase_timeouts_seconds"]["rollout"] == 4e3
-    assert (
-        with_deadlines(load_config(tmp_path / "config.yaml"), {"rollout": 9000.0}) == slow
-    )  # a run that goes on keeps its own
-    for seconds in (2e5, 1e9):  # no setting of seconds may be above a million
-        longest = with_deadlines(config, {"rollout": seconds})
-        assert longest.rollout.servers.request_timeout_seconds == min(4 * seconds, 1e6)
-        save_config(longest, tmp_path / "config.yaml")
-        assert load_config(tmp_path / "config.yaml") == longest
-    fast = with_deadlines(config, {"rollout": 10.0})
-    assert fast.rollout.servers.request_timeout_seconds == 1800.0
-    assert fast.runtime.phase_timeouts_seconds == config.runtime.phase_timeouts_seconds
-    long = with_deadlines(config, {"rollout": 10.0, "update_actor": 1000.0, "forward": 10.0}).runtime
-    assert long.phase_timeouts_seconds == {"update_actor": 4000.0}
+    slow = deadlines(config, {"rollout": 1000.0, "evaluate": 1000.0})
+    assert slow.request_seconds == 4000.0
+    assert slow.of_phases == {"rollout": 4000.0, "evaluate": 4000.0}
+    assert slow.phase_seconds == config.runtime.phase_timeout_seconds
+    for seconds in (2e5, 1e9):  # no limit is above a million seconds
+        assert deadlines(config, {"rollout": seconds}).request_seconds == min(4 * seconds, 1e6)
+    fast = deadlines(config, {"rollout": 10.0})
+    assert fast.request_seconds == 1800.0 and fast.of_phases == {}
+    long = deadlines(config, {"rollout": 10.0, "update_actor": 1000.0, "forward": 10.0})
+    assert long.of_phases == {"update_actor": 4000.0}
+
+
+def test_settings_that_a_run_has_written_give_the_same_deadlines(tmp_path: Path) -> None:
+    """The defaults of limits that follow from the plan are not written, as they would count as given then."""
+    planned = {"rollout": 9000.0}
+    for given in ([], ["runtime.collective_timeout_seconds=90000"], ["runtime.phase_timeout_seconds=null"]):
+        config = resolve(load_config(SMALL, given), on_cuda=True)
+        save_config(config, tmp_path / "config.yaml")
+        assert load_config(tmp_path / "config.yaml") == config
+        assert deadlines(load_config(tmp_path / "config.yaml"), planned) == deadlines(config, planned)
 
 
 def test_a_start_may_last_as_long_as_its_reading_and_its_servers(monkeypatch: pytest.MonkeyPatch) -> None:
     """Whose own limit is to end a server that does not answer, with what it said, and not the watchdog."""
     slow = resolve(load_config(SMALL, ["rollout.sglang.start_timeout_seconds=3000"]), on_cuda=True)
-    assert with_deadlines(slow, {"rollout": 1.0, "start": 100.0}).runtime.phase_timeouts_seconds == {"start": 3700.0}
+    assert deadlines(slow, {"rollout": 1.0, "start": 100.0}).of_phases == {"start": 3700.0}
     config = resolve(load_config(QUICKSTART), on_cuda=False)
     disk = dataclasses.replace(ASSUMED, checkpoint_bytes_per_second=1e3)
     for room in ("here", "stopping"):
         monkeypatch.setattr(f"megappo.plan.{room}.ASSUMED", disk)
-    limits = outlook(config, 2, MACHINES["cpu"]).config.runtime.phase_timeouts_seconds
+    limits = plan_start(config, 2, MACHINES["cpu"]).deadlines.of_phases
     assert limits["start"] > limits["export"] > 1500  # the models, too
 
 
 def test_no_collective_fails_in_a_phase_that_may_go_on() -> None:
     """Whoever waits in one for a rank that still generates is ended by the watchdog, which knows of the tokens."""
     planned = {"rollout": 1000.0}
-    watched = with_deadlines(load_config(SMALL), planned).runtime
-    assert watched.collective_timeout_seconds == WATCHED_COLLECTIVE_SECONDS > 1e5
-    alone = with_deadlines(load_config(SMALL, ["runtime.phase_timeout_seconds=null"]), planned).runtime
-    assert alone.collective_timeout_seconds == 1800
+    watched = deadlines(load_config(SMALL), planned)
+    assert watched.collective_seconds == WATCHED_COLLECTIVE_SECONDS > 1e5
+    alone = deadlines(load_config(SMALL, ["runtime.phase_timeout_seconds=null"]), planned)
+    assert alone.collective_seconds == 1800
     given = load_config(SMALL, ["runtime.collective_timeout_seconds=3999"])
     with pytest.raises(ConfigError, match=r"seconds is 3999, but a phase \(rollout\) may last 4000 seconds"):
-        with_deadlines(given, planned)
+        deadlines(given, planned)
     given = load_config(SMALL, ["runtime.collective_timeout_seconds=4001"])
-    assert with_deadlines(given, planned).runtime.collective_timeout_seconds == 4001
+    assert deadlines(given, planned).collective_seconds == 4001
 
 
 @pytest.mark.parametrize(
@@ -308,9 +309,9 @@ def test_no_collective_fails_in_a_phase_that_may_go_on() -> None:
     ],
 )
 def test_deadlines_that_are_given_stay(given: str, phases: dict[str, float], request_seconds: float) -> None:
-    found = with_deadlines(load_config(SMALL, [given]), {"rollout": 1000.0, "evaluate": 1000.0})
-    assert found.runtime.phase_timeouts_seconds == phases
-    assert found.rollout.servers.request_timeout_seconds == request_seconds
+    found = deadlines(load_config(SMALL, [given]), {"rollout": 1000.0, "evaluate": 1000.0})
+    assert found.of_phases == phases
+    assert found.request_seconds == request_seconds
 
 
 def test_a_longer_response_has_later_deadlines() -> None:
@@ -319,9 +320,8 @@ def test_a_longer_response_has_later_deadlines() -> None:
         words = [f"rollout.max_response_tokens={tokens}", "actor.microbatch_budget_tokens=65536"]
         words += ["critic.microbatch_budget_tokens=65536", f"model.path={ROOT / 'configs/models/Qwen3-0.6B'}"]
         config = resolve(load_config(SMALL, words), on_cuda=True)
-        found = outlook(config, 1, MACHINES["h100"]).config.rollout.servers
-        limits.append(found.request_timeout_seconds)
-    assert limits[0] == 1800.0 and limits[1] is not None and limits[1] > 5000.0
+        limits.append(plan_start(config, 1, MACHINES["h100"]).deadlines.request_seconds)
+    assert limits[0] == 1800.0 and limits[1] > 5000.0
 
 
 @pytest.mark.parametrize(

@@ -27,6 +27,7 @@ from megappo.ppo.advice import Advisor
 from megappo.ppo.experience import ExperienceMaker, groups_differ_G
 from megappo.ppo.measures import MismatchError, check_mismatch
 from megappo.ppo.updates import step_metrics
+from megappo.preflight import template_time
 from megappo.runtime.tally import Tally
 from megappo.types import Rollouts, Scored
 from megappo_kernels.backend import use_backend
@@ -402,10 +403,10 @@ def test_a_run_that_has_done_its_steps_says_so(length: str, said: str | None, mo
 
 def test_a_run_keeps_the_time_that_it_began_at(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Whatever a rank's own clock says: the main rank's counts, here the only one."""
-    monkeypatch.setattr(start, "template_now", lambda: "2024-07-26 09:30:15")
+    monkeypatch.setattr(template_time, "template_now", lambda: "2024-07-26 09:30:15")
     fresh = load_config(BASE, [f"run.directory={tmp_path}"])
     began = start.choose_start(fresh, derive(fresh, 1, SHAPE), SimpleNamespace(is_main=True))  # type: ignore[arg-type]
-    assert began.config.data.template_time == start.with_template_time(fresh).data.template_time
+    assert began.config.data.template_time == template_time.with_template_time(fresh).data.template_time
     assert began.config.data.template_time == "2024-07-26 09:30:15"
     given = load_config(BASE, ["data.template_time=2020-02-02"])
-    assert start.at_one_time(given).data.template_time == "2020-02-02 00:00:00"
+    assert template_time.at_one_time(given).data.template_time == "2020-02-02 00:00:00"

@@ -25,6 +25,7 @@ from tests.support.models import write_model
 pytestmark = [pytest.mark.slow, pytest.mark.waits]
 
 
+@pytest.mark.exhaustive
 def test_a_run_with_experts_continues_and_changes_places(tmp_path: Path) -> None:
     """Experts over data replicas and over tensor parallel ranks, a distributed optimizer on each; see `layouts`.
     Responses that are kept when the run is stopped have their routing, which is replayed as if nothing had been."""

@@ -13,9 +13,9 @@ pytestmark = [pytest.mark.slow, pytest.mark.waits]
     ("run", "kinds"),
     [
         ("split", "raise,nap,hang@ppo/start.py:choose_start after"),
-        ("episodes", "full,hang@CheckpointWriter._write after"),
+        pytest.param("episodes", "full,hang@CheckpointWriter._write after", marks=pytest.mark.exhaustive),
         ("ahead", "full once,kill"),
-        ("resumed", "kill"),
+        pytest.param("resumed", "kill", marks=pytest.mark.exhaustive),
     ],
 )
 def test_a_sample_of_points(run: str, kinds: str) -> None:

@@ -114,7 +114,6 @@ def test_episodes_in_flight_that_are_killed_and_stopped(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("steps", "reward", "rates"),
     [
-        (20, 0.1, [*HALF_AS_FAST, "actor.optimizer.schedule=constant"]),
         pytest.param(40, 0.35, [*HALF_AS_FAST, "actor.optimizer.schedule=constant"], marks=pytest.mark.exhaustive),
         pytest.param(200, 0.95, HALF_AS_FAST, marks=pytest.mark.learning),
     ],

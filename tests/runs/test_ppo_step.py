@@ -247,6 +247,8 @@ LARGE = (
     "cp2-sp2-ep4-replay-experts", "cp2-dp2-ep4-balanced-experts", "sp2-ep2-balanced-qwen3_next",
     "sp2-ep2-balanced-gpt_oss", "sp2-ep2-balanced-glm4_moe", "cp4", "sp2-balanced-experts",
     "one-tied", "pp2-tied", "sp2", "cp2", "vpp2", "vpp2-dp2-overlap",
+    "tp2-pp2-cp2", "sp2-ep4-experts", "ep2-experts", "dp2-distributed-offload", "dp2-overlap", "tp2-offload",
+    "gspo-cp2", "pp2-recompute-parts",
 )  # fmt: skip
 """Whose axes and features meet in other steps, here and in test_conformance.py."""
 # Scenarios say by the end of their names which one.

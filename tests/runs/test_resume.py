@@ -120,6 +120,7 @@ def test_episodes_that_are_killed(tmp_path: Path) -> None:
     assert 0 < line["mismatch/max"] < 1e-4
 
 
+@pytest.mark.exhaustive
 def test_episodes_of_the_next_step_that_are_killed(tmp_path: Path) -> None:
     """Played while a step is trained on. A run is killed meanwhile, and asked to stop, after which those that were over
     are kept and the others are played from their beginning, with the weights that they began with."""

@@ -54,7 +54,7 @@ def by_name(of_ranks: list[SavedSamples]) -> dict[str, torch.Tensor]:
     return {name: torch.cat(parts) for name, parts in found.items()}
 
 
-@pytest.mark.parametrize("task", [KL, TURNS], ids=["answers", "turns"])
+@pytest.mark.parametrize("task", [pytest.param(KL, marks=pytest.mark.exhaustive), TURNS], ids=["answers", "turns"])
 def test_loaded_steps_train_as_they_did(tmp_path: Path, task: tuple[str, ...]) -> None:
     """Actor TP2, critic PP2. A run that is killed and goes on saves what the other does. What was saved trains again to
     the same bits, also where that is killed; on data replicas, on context ranks and on one rank within 1e-4, where its
@@ -130,7 +130,11 @@ def test_a_critic_is_pretrained(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("before", "steps", "samples"), [(22, 8, 2000), pytest.param(40, 20, 2000, marks=pytest.mark.learning)]
+    ("before", "steps", "samples"),
+    [
+        pytest.param(22, 8, 2000, marks=pytest.mark.exhaustive),
+        pytest.param(40, 20, 2000, marks=pytest.mark.learning),
+    ],
 )
 def test_a_pretrained_critic_explains_what_it_has_not_seen(
     tmp_path: Path, before: int, steps: int, samples: int

@@ -23,9 +23,11 @@ from unittest import mock
 import pytest
 import torch
 
-from megappo.config.engine import SGLangSettings
+from megappo.config.engine import LEAST_REQUEST_SECONDS, SGLangSettings
+from megappo.config.schema import RuntimeSettings
 from megappo.engines.protocol import CacheUse, Completion, GenerateRequest, RequestStream, SamplingParams
 from megappo.engines.sglang.client import Endpoint, ServerFailure, call
+from megappo.runtime.deadlines import Deadlines
 from megappo.runtime.waiting import wait_until
 from megappo.types import RoutingShape
 
@@ -35,7 +37,7 @@ if importlib.util.find_spec("aiohttp") is None:
 from aiohttp import web
 
 from megappo.engines.sglang import dispatch
-from megappo.engines.sglang.dispatch import Outcome, Round
+from megappo.engines.sglang.dispatch import Outcome, Round, RoundLimits
 from megappo.engines.sglang.homes import Homes
 from megappo.engines.sglang.in_flight import Departures, InFlightRound, abort_servers
 from megappo.engines.sglang.rounds import Rounds
@@ -169,9 +171,16 @@ def settings(**changes: Any) -> SGLangSettings:
     return SGLangSettings(**({"stall_timeout_seconds": 0.5, "health_timeout_seconds": 1.0} | changes))
 
 
+def limits(**changes: Any) -> RoundLimits:
+    """Those of `settings`, with the request's deadline that is given there."""
+    given = settings(**changes)
+    request_seconds = given.request_timeout_seconds or LEAST_REQUEST_SECONDS
+    return RoundLimits.of(given, replace(Deadlines.of(RuntimeSettings()), request_seconds=request_seconds))
+
+
 def spread(servers: list[StandIn], count: int = 200, params: SamplingParams = PARAMS, **changes: Any) -> Outcome:
     requests = {i: GenerateRequest((2, 100 + i), seed=i, prompt_id=i) for i in range(count)}
-    return Round([s.endpoint for s in servers], requests, params, 7, settings(**changes)).result()
+    return Round([s.endpoint for s in servers], requests, params, 7, limits(**changes)).result()
 
 
 def complete(outcome: Outcome, count: int = 200) -> bool:
@@ -209,7 +218,7 @@ def test_samples_and_tokens_are_counted() -> None:
     requests = {i: GenerateRequest((2, 100 + i), seed=i, prompt_id=i) for i in range(9)}
     servers = [StandIn(0, 0.01).endpoint]
     on_tokens = lambda: seen.append(PROGRESS.text())  # noqa: E731 - asked just before the answers are counted
-    sent = Round(servers, requests, PARAMS, 7, settings(max_inflight_sequences=3), on_tokens)
+    sent = Round(servers, requests, PARAMS, 7, limits(max_inflight_sequences=3), on_tokens)
     assert "0 of 9 samples of this rank" in PROGRESS.text()
     assert complete(sent.result(), 9)
     seen.append(PROGRESS.text())
@@ -238,7 +247,7 @@ def test_ranks_with_few_prompts_load_all_engines_alike() -> None:
     for rank in range(16):
         numbers = range(8 * rank, 8 * rank + 8)
         requests = {i: GenerateRequest((2, 100 + i), seed=i, prompt_id=i // 2) for i in numbers}
-        assert len(Round([s.endpoint for s in servers], requests, PARAMS, 7, settings()).result().completions) == 8
+        assert len(Round([s.endpoint for s in servers], requests, PARAMS, 7, limits()).result().completions) == 8
     assert [server.asked for server in servers] == [16] * 8
     prompts = [{(ids[-1] - 100) // 2 for body in server.bodies for ids in body["input_ids"]} for server in servers]
     assert [len(found) for found in prompts] == [8] * 8  # both samples of each
@@ -290,7 +299,7 @@ def test_no_deadline_ends_a_request_that_tokens_are_made_for() -> None:
     slow = StandIn(0, 0.6)
     told: list[float] = []
     requests = {i: GenerateRequest((2, 100 + i), seed=i, prompt_id=i) for i in range(5)}
-    patient = settings(request_timeout_seconds=0.5, stall_timeout_seconds=60.0)
+    patient = limits(request_timeout_seconds=0.5, stall_timeout_seconds=60.0)
     outcome = Round([slow.endpoint], requests, PARAMS, 7, patient, lambda: told.append(time.monotonic())).result()
     assert complete(outcome, 5) and not outcome.failures
     assert len(told) >= 3  # and whoever waits for the rollout was told that it goes on
@@ -378,7 +387,7 @@ def test_what_makes_servers_fail_each_time_ends_the_run(world_of_one: None) -> N
         server.status = 500
 
     def agree() -> tuple[bool, dict[int, str]]:
-        sent = Round([server.endpoint for server in failing], dict(enumerate(left)), PARAMS, 7, settings())
+        sent = Round([server.endpoint for server in failing], dict(enumerate(left)), PARAMS, 7, limits())
         return rounds.agree(1, sent.result(), left)
 
     for _ in range(2):
@@ -402,7 +411,7 @@ def test_a_round_can_be_given_up() -> None:
     server = StandIn(0)
     server.hang_after = 0
     requests = {0: GenerateRequest((2, 3), seed=0, prompt_id=0)}
-    round_ = Round([server.endpoint], requests, PARAMS, 7, settings(stall_timeout_seconds=60.0))
+    round_ = Round([server.endpoint], requests, PARAMS, 7, limits(stall_timeout_seconds=60.0))
     started = time.monotonic()
     round_.cancel()
     assert time.monotonic() - started < 5
@@ -425,7 +434,7 @@ def test_a_run_that_is_asked_to_stop_takes_what_has_come() -> None:
     server.hang_after = 40
     requests = {i: GenerateRequest((2, 100 + i), seed=i, prompt_id=i) for i in range(200)}
     stop = AskedLater()
-    round_ = Round([server.endpoint], requests, PARAMS, 7, settings(stall_timeout_seconds=60.0), stop.ask)
+    round_ = Round([server.endpoint], requests, PARAMS, 7, limits(stall_timeout_seconds=60.0), stop.ask)
     started = time.monotonic()
     outcome = round_.result(stop)
     assert time.monotonic() - started < 20
@@ -506,7 +515,7 @@ class Chats:
 def chat(servers: list[StandIn], count: int = 40, **changes: Any) -> tuple[Chats, int, Outcome]:
     """What came of it, the requests that are left, and which servers failed."""
     chats = Chats(count)
-    line = OpenRound([s.endpoint for s in servers], chats, PARAMS, 7, settings(**changes))
+    line = OpenRound([s.endpoint for s in servers], chats, PARAMS, 7, limits(**changes))
     try:
         left = chats.drive(line)
     finally:
@@ -550,7 +559,7 @@ def test_answers_asked_for_piece_by_piece_stay_with_their_server() -> None:
             server.bodies.clear()
         requests = {2 * p + s: GenerateRequest((*ids, 100 + p), s, p) for p, ids in prompts.items() for s in (0, 1)}
         endpoints = [server.endpoint for server in servers]
-        outcome = Round(endpoints, requests, PARAMS, 7, settings(), homes=homes).result()
+        outcome = Round(endpoints, requests, PARAMS, 7, limits(), homes=homes).result()
         assert len(outcome.completions) == 2 * len(prompts)
         found = [(ids[-1] - 100, s.index) for s in servers for body in s.bodies for ids in body["input_ids"]]
         assert len(set(found)) == len(prompts), "the samples of a prompt went to several servers"
@@ -589,7 +598,7 @@ def test_turns_of_a_lost_server_go_elsewhere_or_are_left() -> None:
     chats, left, outcome = chat([fine, broken])
     assert left == len(chats.waiting) > 0 and outcome.failures.keys() == {0, 1}
     again = StandIn(2)
-    line = OpenRound([again.endpoint], chats, PARAMS, 7, settings())
+    line = OpenRound([again.endpoint], chats, PARAMS, 7, limits())
     assert chats.drive(line) == 0  # what is left is asked again
     line.hang_up()
     assert all(turns == [(100 + i, 1)] * 3 for i, turns in chats.turns.items())
@@ -603,7 +612,7 @@ def test_a_refused_turn_ends_the_round() -> None:
 
 
 def in_flight(servers: list[StandIn], count: int, **changes: Any) -> InFlightRound:
-    line = InFlightRound([s.endpoint for s in servers], PARAMS, 7, settings(**changes))
+    line = InFlightRound([s.endpoint for s in servers], PARAMS, 7, limits(**changes))
     for i in range(count):
         line.send(i, GenerateRequest((2, 100 + i), seed=i, prompt_id=i))
     return line
@@ -651,7 +660,7 @@ def test_turns_in_flight_come_to_who_listens(world_of_one: None) -> None:
     def send(number: int, last: int) -> None:
         request = GenerateRequest((2, last), seed=number, prompt_id=number)
         departures.send(
-            {number: request}, lambda: InFlightRound([server.endpoint], PARAMS, 7, settings(), listener=hears)
+            {number: request}, lambda: InFlightRound([server.endpoint], PARAMS, 7, limits(), listener=hears)
         )
 
     with departures.kept_back():

@@ -46,7 +46,7 @@ def accept(
 @pytest.mark.parametrize(
     ("config", "steps"),
     [
-        ("quickstart", ["links", "engine", "engine-tp", "kill", "resume"]),
+        ("quickstart", ["links", "engine", "engine-tp"]),
         pytest.param("quickstart", ["links", "layouts", "engine", "engine-tp", "kill", "resume"], marks=exhaustive),
         pytest.param("sglang_quickstart", STEPS, marks=[sglang, exhaustive]),
     ],
@@ -67,7 +67,8 @@ def test_two_nodes_are_accepted(cluster: Cluster, tmp_path: Path, config: str, s
     for step in {"engine", "broadcast"} & set(steps):
         assert by_step[step]["steps"]["result"] == "6 of 6"
         assert by_step[step]["sync"]["numbers"]["gigabytes_per_second"] > 0
-    assert "equal to the last bit" in by_step["resume"]["metrics of all steps, killed and continued"]["result"]
+    if "resume" in steps:
+        assert "equal to the last bit" in by_step["resume"]["metrics of all steps, killed and continued"]["result"]
     shown = (logs / "node-acceptance.md").read_text()
     assert all(row["what"] in shown for row in rows) and "2 x 1, CPU" in shown
 

@@ -82,7 +82,7 @@ exit 3
 """
 
 
-@pytest.mark.parametrize("launcher", ["srun", "torchrun"])
+@pytest.mark.parametrize("launcher", [pytest.param("srun", marks=pytest.mark.exhaustive), "torchrun"])
 def test_a_preempted_job_goes_back_into_the_queue(cluster: Cluster, tmp_path: Path, launcher: str) -> None:
     """The signal of --signal reaches every rank; exit code 85 starts the same job again."""
     python = stand_in(tmp_path, PREEMPTED)
@@ -105,6 +105,7 @@ def test_a_preempted_job_goes_back_into_the_queue(cluster: Cluster, tmp_path: Pa
     assert "back into the queue" in cluster.log(state)
 
 
+@pytest.mark.exhaustive
 def test_an_interrupted_job_is_the_run_that_was_not(cluster: Cluster, tmp_path: Path) -> None:
     """Real training: the signal of --signal in the middle, a second attempt, and the metrics of an undisturbed run."""
     more = (*SHORT, "run.steps=20")

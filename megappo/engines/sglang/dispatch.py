@@ -18,7 +18,7 @@ from dataclasses import dataclass, field, replace
 
 import aiohttp
 
-from megappo.config.engine import LEAST_REQUEST_SECONDS, SGLangSettings
+from megappo.config.engine import SGLangSettings
 from megappo.engines.protocol import CacheUse, Completion, GenerateRequest, SamplingParams
 from megappo.engines.sglang.answers import Answer, cache_use, completion_of, routing_of
 from megappo.engines.sglang.assignment import RequestAssignment
@@ -28,6 +28,7 @@ from megappo.engines.sglang.server import EngineError
 from megappo.engines.stopping import stopped
 from megappo.observe.json_values import JSONValue
 from megappo.observe.progress import PROGRESS, SAMPLES
+from megappo.runtime.deadlines import Deadlines
 from megappo.runtime.interrupts import Stop
 
 _LARGEST_GROUP = 32
@@ -38,6 +39,25 @@ _GREEDY_TOP_P = 1e-9
 distribution, which they do not with SGLang's temperature 0. At temperature 1 nothing is scaled, and `top_k: 1` takes
 the largest without sorting."""
 _WATCH_SECONDS = 1.0
+
+
+@dataclass(frozen=True)
+class RoundLimits:
+    """What each server may be asked for at a time, and how long it may take, in seconds."""
+
+    max_inflight_sequences: int
+    request_seconds: float
+    """A server that has not answered for so long is asked whether it works on the request."""
+    stall_seconds: float
+    """The health of a server that has given nothing for so long is checked."""
+    health_seconds: float
+    """A health check may take so long."""
+
+    @classmethod
+    def of(cls, settings: SGLangSettings, deadlines: Deadlines) -> RoundLimits:
+        """Those of a run."""
+        sequences, stall = settings.max_inflight_sequences, settings.stall_timeout_seconds
+        return cls(sequences, deadlines.request_seconds, stall, settings.health_timeout_seconds)
 
 
 @dataclass
@@ -81,7 +101,7 @@ class Round:
         requests: dict[int, GenerateRequest],
         params: SamplingParams,
         version: int,
-        settings: SGLangSettings,
+        limits: RoundLimits,
         on_tokens: Callable[[], None] = lambda: None,
         homes: Homes | None = None,
     ) -> None:
@@ -89,7 +109,7 @@ class Round:
         servers whose caches hold beginnings of prompts, kept over all rounds with these weights."""
         self._on_tokens = on_tokens
         self._lanes = [Lane(endpoint) for endpoint in endpoints]
-        self._requests, self._params, self._version, self._settings = requests, params, version, settings
+        self._requests, self._params, self._version, self._limits = requests, params, version, limits
         self._homes = homes if homes is not None else Homes()
         # The longest first, so that none of them is left over at the end.
         order = sorted(requests, key=lambda i: -len(requests[i].token_ids))
@@ -184,7 +204,7 @@ class Round:
             free = [lane for lane in free if self._room(lane)]
 
     def _room(self, lane: Lane) -> int:
-        return self._settings.max_inflight_sequences - lane.sequences
+        return self._limits.max_inflight_sequences - lane.sequences
 
     def _fill(self, session: aiohttp.ClientSession, lane: Lane) -> None:
         while group := self._assignment.take(lane.endpoint.index, min(self._room(lane), self._largest_group)):
@@ -229,7 +249,7 @@ class Round:
         silent = time.monotonic() - lane.last_answer
         if self._is_held:
             lane.last_answer = time.monotonic()
-        overdue = bool(lane.calls) and silent >= self._settings.stall_timeout_seconds and not self._is_held
+        overdue = bool(lane.calls) and silent >= self._limits.stall_seconds and not self._is_held
         if lane.check is None:
             if overdue:
                 lane.check = asyncio.ensure_future(self._is_well(session, lane.endpoint))
@@ -244,7 +264,7 @@ class Round:
     async def _get(self, session: aiohttp.ClientSession, endpoint: Endpoint, path: str) -> bytes | None:
         """The body of a server's answer to a GET; None without an answer of status 200 before the deadline."""
         try:
-            async with asyncio.timeout(self._settings.health_timeout_seconds):
+            async with asyncio.timeout(self._limits.health_seconds):
                 async with session.get(f"{endpoint.url}{path}", headers=endpoint.headers) as answer:
                     return await answer.read() if answer.status == 200 else None
         except (aiohttp.ClientError, TimeoutError, OSError):
@@ -271,14 +291,14 @@ class Round:
         self, session: aiohttp.ClientSession, endpoint: Endpoint, answer: asyncio.Task[list[Completion]]
     ) -> bool:
         """Whether a server has no request, also when it is asked again later: its counts may be some tokens old."""
-        for pause_seconds in (self._settings.stall_timeout_seconds, 0.0):
+        for pause_seconds in (self._limits.stall_seconds, 0.0):
             if await self._works(session, endpoint) or (await asyncio.wait([answer], timeout=pause_seconds))[0]:
                 return False
         return True
 
     async def _ask(self, session: aiohttp.ClientSession, endpoint: Endpoint, group: list[int]) -> list[Completion]:
         """Send a group of requests and wait as long as the server works on it. Raises as `_post`."""
-        limit = self._settings.request_timeout_seconds or LEAST_REQUEST_SECONDS
+        limit = self._limits.request_seconds
         answer = asyncio.ensure_future(self._post(session, endpoint, group))
         try:
             while not (await asyncio.wait([answer], timeout=limit))[0]:

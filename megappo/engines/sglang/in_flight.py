@@ -13,7 +13,7 @@ import aiohttp
 from megappo.config.engine import SGLangSettings
 from megappo.engines.protocol import Completion, GenerateRequest, Listener, SamplingParams
 from megappo.engines.sglang.client import Endpoint, ServerFailure, call
-from megappo.engines.sglang.dispatch import Outcome
+from megappo.engines.sglang.dispatch import Outcome, RoundLimits
 from megappo.engines.sglang.streaming import OpenRound
 from megappo.runtime.objects import all_gather_objects
 from megappo.runtime.waiting import wait_until
@@ -65,7 +65,7 @@ class InFlightRound(OpenRound):
         endpoints: Sequence[Endpoint],
         params: SamplingParams,
         version: int,
-        settings: SGLangSettings,
+        limits: RoundLimits,
         on_tokens: Callable[[], None] = lambda: None,
         listener: Listener | None = None,
     ) -> None:
@@ -73,7 +73,7 @@ class InFlightRound(OpenRound):
         self._inbox = _Inbox()
         self._owed: set[int] = set()
         told = self._inbox if listener is None else _Relay(listener, self._owed)
-        super().__init__(endpoints, told, params, version, settings, on_tokens)
+        super().__init__(endpoints, told, params, version, limits, on_tokens)
 
     def send(self, number: int, request: GenerateRequest) -> None:
         """See `RequestStream.send`."""

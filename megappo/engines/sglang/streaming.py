@@ -5,10 +5,9 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Sequence
 
-from megappo.config.engine import SGLangSettings
 from megappo.engines.protocol import Completion, GenerateRequest, Listener, SamplingParams
 from megappo.engines.sglang.client import Endpoint
-from megappo.engines.sglang.dispatch import Lane, Outcome, Round
+from megappo.engines.sglang.dispatch import Lane, Outcome, Round, RoundLimits
 
 
 class OpenRound(Round):
@@ -21,13 +20,13 @@ class OpenRound(Round):
         listener: Listener,
         params: SamplingParams,
         version: int,
-        settings: SGLangSettings,
+        limits: RoundLimits,
         on_tokens: Callable[[], None] = lambda: None,
     ) -> None:
         self._listener = listener
         self._bell: asyncio.Future[None] | None = None
         """Future that completes when a request was added."""
-        super().__init__(endpoints, {}, params, version, settings, on_tokens)
+        super().__init__(endpoints, {}, params, version, limits, on_tokens)
         self._largest_group = 1
 
     def send(self, number: int, request: GenerateRequest) -> None:

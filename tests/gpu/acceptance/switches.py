@@ -18,8 +18,8 @@ from torch import Tensor
 from megappo.config import load_config
 from megappo.errors import ConfigError
 from megappo.megatron.build import DTYPES
-from megappo.plan.here import resolve_here
 from megappo.ppo.trainer import Trainer
+from megappo.preflight.resolved import resolve_here
 from megappo.runtime.accelerations import find_accelerations
 from tests.gpu.acceptance.ppo_step import Speed, update_speed
 from tests.gpu.acceptance.registry import Place

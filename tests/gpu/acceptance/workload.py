@@ -20,10 +20,10 @@ from safetensors.torch import save_file
 from megappo.config import Config, derive_run, load_config
 from megappo.config.model_files import read_architecture
 from megappo.engines.protocol import Completion, GenerateRequest, SamplingParams
-from megappo.plan.here import resolve_here
 from megappo.ppo.parts import Parts, assemble
 from megappo.ppo.reporting import Reporter
 from megappo.ppo.trainer import Trainer
+from megappo.preflight.resolved import resolve_here
 from megappo.runtime.process import start_runtime
 from megappo.types import Prompt, Rollouts
 from tests.gpu.acceptance.registry import Place

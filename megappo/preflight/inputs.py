@@ -1,0 +1,72 @@
+"""What a run reads before it builds a model: tokenizer, prompts, and the environment that its prompts mention."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from transformers import PreTrainedTokenizerBase
+
+from megappo.config import Config
+from megappo.config.model_files import load_tokenizer, resolve_stop_token_ids, role_folder, token_rows
+from megappo.config.tokens import TokenRows
+from megappo.data import PromptDataset, TrainingPrompts, read_prompts
+from megappo.environments.protocol import Environment
+from megappo.environments.registry import make_environment
+
+
+@dataclass(frozen=True)
+class ModelTokens:
+    """Token ids as the models of a run read and write them."""
+
+    tokenizer: PreTrainedTokenizerBase
+    rows: TokenRows
+    """Token ids that every model has an embedding for."""
+    stop_token_ids: tuple[int, ...]
+    """Token ids that end a response."""
+
+
+def read_tokens(config: Config, *, training: bool = True) -> ModelTokens:
+    """Tokenizer and stop tokens. `training`: whether all models of a run take part, or the policy alone. Raises
+    ConfigError where they do not fit the models."""
+    tokenizer = load_tokenizer(config)
+    rows = token_rows(config, tokenizer, training=training)
+    folder = role_folder(config, "actor", weights=False)
+    return ModelTokens(tokenizer, rows, resolve_stop_token_ids(folder, tokenizer, config.rollout.stop_token_ids, rows))
+
+
+@dataclass(frozen=True)
+class RunInputs:
+    """Everything that a run reads besides its models."""
+
+    tokens: ModelTokens
+    environment: Environment | None
+    """Plays episodes; None where responses are scored as they are."""
+    training: TrainingPrompts
+    validation: Mapping[str, PromptDataset]
+    """Prompts of each validation set by its name; see `DataSettings.evaluated`."""
+
+    @property
+    def reads_clock(self) -> bool:
+        """Whether a chat template has put the time, `data.template_time`, into prompts."""
+        return any(prompts.reads_clock for prompts in (self.training, *self.validation.values()))
+
+
+def read_inputs(config: Config, *, training: bool = True, validation: bool | None = None) -> RunInputs:
+    """Read and tokenise everything.
+
+    `training`: as for `read_tokens`. `validation`: whether to read validation sets; by default where the settings or
+    an evaluation will use them. Raises ValueError for what cannot be read or made.
+    """
+    tokens, episodes = read_tokens(config, training=training), config.rollout.episodes
+    environment = None if episodes is None else make_environment(episodes)
+    schemas = getattr(environment, "schemas", [])
+    prompts = read_prompts(config.data, tokens.tokenizer, schemas, tokens.rows)
+    if validation is None:
+        validation = config.evaluation is not None or not training
+    sets = config.data.evaluated if validation else {}
+    read = {
+        name: PromptDataset(source, config.data, tokens.tokenizer, schemas, rows=tokens.rows)
+        for name, source in sets.items()
+    }
+    return RunInputs(tokens, environment, prompts, read)
