@@ -35,7 +35,7 @@ from megappo.megatron.build import DTYPES
 from megappo.megatron.experts import use_grouped_experts
 from megappo.megatron.layout import Cut, Layout, make_layouts
 from megappo.megatron.routing import TokenDispatcher
-from megappo.runtime.megatron_cpu import fix_router
+from megappo.runtime.megatron_patches import fix_router
 from megappo.runtime.process import start_runtime
 
 

@@ -137,7 +137,8 @@ def _kernels() -> Finding:
 def _megatron() -> Finding:
     import torch
 
-    from megappo.runtime.megatron_cpu import hide_cuda_only_packages, silence_megatron
+    from megappo.runtime.megatron_cpu import hide_cuda_only_packages
+    from megappo.runtime.megatron_patches import silence_megatron
 
     silence_megatron()
     if not torch.cuda.is_available():

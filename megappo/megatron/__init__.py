@@ -7,7 +7,8 @@ module of this room imports it. So are Transformer Engine and Apex, which it tak
 import torch
 
 from megappo.runtime.accelerations import find_accelerations
-from megappo.runtime.megatron_cpu import install, silence_megatron
+from megappo.runtime.megatron_cpu import install
+from megappo.runtime.megatron_patches import silence_megatron
 
 silence_megatron()
 find_accelerations()

@@ -47,7 +47,7 @@ from megappo.megatron.routing import TokenDispatcher
 from megappo.megatron.stages import StageLayers
 from megappo.megatron.swiglu import SwiGLU, is_swiglu, mlp_submodules
 from megappo.runtime.accelerations import Accelerations
-from megappo.runtime.megatron_cpu import fix_router, rotate_packed_by
+from megappo.runtime.megatron_patches import fix_router, rotate_packed_by
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 

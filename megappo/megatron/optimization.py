@@ -19,7 +19,8 @@ from megappo.megatron.host_optimizer import PartlyOnHost
 from megappo.megatron.offload import RoleTensors
 from megappo.megatron.optimizer_state import MOMENTS, OptimizerState
 from megappo.megatron.schedule import finalize_summed_grads
-from megappo.runtime.megatron_cpu import fix_gradient_norm, gather_one_by_one, param_groups_of_role
+from megappo.runtime.megatron_cpu import gather_one_by_one
+from megappo.runtime.megatron_patches import fix_gradient_norm, param_groups_of_role
 
 _STYLES = {"inverse_sqrt": "inverse-square-root", "wsd": "WSD"}
 """Megatron's names of schedules, where they differ from ours."""

@@ -23,7 +23,7 @@ from megappo.megatron.context import WHOLE, ContextShard
 from megappo.megatron.layout import Layout
 from megappo.megatron.router import routing_tensors, told_routers
 from megappo.observe.progress import MICROBATCHES, PROGRESS
-from megappo.runtime.megatron_cpu import PipelineSends
+from megappo.runtime.megatron_patches import PipelineSends
 from megappo.runtime.transfer import to_device
 
 if TYPE_CHECKING:

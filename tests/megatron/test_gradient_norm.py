@@ -7,7 +7,8 @@ import torch
 import torch.distributed as dist
 
 import megappo.megatron  # noqa: F401 - before megatron.core
-from megappo.runtime.megatron_cpu import cuda_means_cpu, fix_gradient_norm
+from megappo.runtime.megatron_cpu import cuda_means_cpu
+from megappo.runtime.megatron_patches import fix_gradient_norm
 from tests.support.workers.reads_worker import Copies, Reads
 
 

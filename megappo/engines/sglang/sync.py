@@ -162,7 +162,7 @@ class SyncRun:
             self._on_own(lambda server: self._call(server, "/end_weight_update"))
         if self.verify:
             with self.seconds.timed("verify"):
-                self._on_own(self._compare)
+                self._on_own(self._verify)
         with self.seconds.timed("session"):
             if self.pause != "in_place":  # which keeps keys and values of older weights on purpose
                 # A paused server counts as idle at once, and does not check again while a flush waits.
@@ -185,7 +185,7 @@ class SyncRun:
             else:
                 send_object((server.problem, mine), server.endpoint.sender)
 
-    def _compare(self, server: ServerSync) -> None:
+    def _verify(self, server: ServerSync) -> None:
         # SGLang only logs tensors that it does not know, and answers success (0.5.23, models/llama.py:779): checksums
         # alone show what arrived.
         answer = self._call(server, "/weights_checker", {"action": "checksum"})

@@ -12,7 +12,8 @@ import torch
 import torch.distributed as dist
 
 import megappo.megatron  # noqa: F401 - before megatron.core
-from megappo.runtime.megatron_cpu import PipelineSends, cuda_means_cpu
+from megappo.runtime.megatron_cpu import cuda_means_cpu
+from megappo.runtime.megatron_patches import PipelineSends
 
 
 def content(size: int, number: int) -> torch.Tensor:

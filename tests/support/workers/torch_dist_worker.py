@@ -37,7 +37,7 @@ from megappo.megatron.build import BuildOptions, RoleModel, build_model
 from megappo.megatron.layout import Cut, Layout, make_layouts
 from megappo.ppo.origins import open_origin
 from megappo.reshard.sources import SafetensorsSource
-from megappo.runtime.megatron_cpu import fix_router
+from megappo.runtime.megatron_patches import fix_router
 from megappo.runtime.process import Runtime, start_runtime
 from tests.support.workers.model_worker import expected, forward, sequences
 
