@@ -55,7 +55,7 @@ class RoundLimits:
 
     @classmethod
     def of(cls, settings: SGLangSettings, deadlines: Deadlines) -> RoundLimits:
-        """Those of a run."""
+        """The limits of a run."""
         sequences, stall = settings.max_inflight_sequences, settings.stall_timeout_seconds
         return cls(sequences, deadlines.request_seconds, stall, settings.health_timeout_seconds)
 
