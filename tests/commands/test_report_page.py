@@ -181,3 +181,28 @@ def test_what_a_model_wrote_stays_text(tmp_path: Path, capsys: pytest.CaptureFix
         assert page.complaints == [] and page.requests == [(tmp_path / "page.html").as_uri()]
         assert page.value("fetch('http://127.0.0.1:9/').then(() => 'sent', () => 'refused')") == "refused"
         assert any("Content Security Policy" in complaint for complaint in page.complaints)
+
+
+@needs_browser
+@pytest.mark.waits
+def test_a_chart_may_be_hidden_while_it_is_drawn(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """plotly reads its layout once more when it has drawn."""
+    run = make_run(tmp_path / "run")
+    write_lines(run / "metrics.jsonl", *({"step": step, "reward/mean": step / 9} for step in range(40)))
+    page_of(capsys, tmp_path / "page.html", run)
+    with browser(tmp_path / "profile") as page:
+        page.open(tmp_path / "page.html")
+        assert page.value(HIDE_WHILE_DRAWN) == "purged"
+        assert page.complaints == []
+
+
+HIDE_WHILE_DRAWN = """
+(async () => {
+  const [{ place }] = cards.values(), drawing = drawings.get(place);
+  for (let n = 0; n < 3; n++) { drawing.isInView = drawing.isStale = true; draw(place); }
+  forget(place);
+  while (place._fullLayout) await new Promise((done) => setTimeout(done, 20));
+  await new Promise((done) => setTimeout(done, 200));
+  return "purged";
+})()
+"""

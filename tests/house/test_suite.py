@@ -49,12 +49,13 @@ BROKEN = "import no_such_module\n"
 
 
 COUNTS = """
-import os
+import collections, os
 
 def test_few_files_are_open():
     with os.scandir("/proc/self/fd") as found:
         names = [os.readlink(entry.path) for entry in found]
-    assert sum(name.endswith(".told") for name in names) <= 3
+    of_suites = collections.Counter(os.path.dirname(name) for name in names if name.endswith(".told"))
+    assert max(of_suites.values(), default=0) <= 3  # the suite that runs this one has its own
 """
 
 

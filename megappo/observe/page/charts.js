@@ -69,7 +69,7 @@ function draw(place) {
   if (!drawing.isInView || !drawing.isStale) return;
   drawing.isStale = false;
   const { traces, ...more } = drawing.content();
-  Plotly.react(place, traces, layout(more), CONFIG);
+  drawing.drawn = Promise.all([drawing.drawn, Plotly.react(place, traces, layout(more), CONFIG)]);
 }
 
 // `content`: gives traces and what of the layout is special, whenever the chart is drawn.
@@ -81,9 +81,10 @@ function chart(name, content, ...classes) {
 }
 
 function forget(place) {
+  const { drawn } = drawings.get(place);
   watcher.unobserve(place);
   drawings.delete(place);
-  Plotly.purge(place);
+  drawn?.then(() => Plotly.purge(place)); // not before: plotly still reads what it would remove
 }
 
 function drawAgain() {
