@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from megappo.checkpoint.card import write_card
-from megappo.checkpoint.files import Marker
+from megappo.checkpoint.files import Marker, checkpoints_directory
 from megappo.checkpoint.identity import (
     BASE,
     MTP,
@@ -73,7 +73,7 @@ def export_run(
         raise ValueError(f"{directory} holds no config.yaml; name the directory of a run")
     if target.exists() and (not target.is_dir() or any(target.iterdir())):
         raise ValueError(f"{target} is not an empty folder; name a new one to export to")
-    folder, marker, sentences = find_checkpoint(directory / "checkpoints", step)
+    folder, marker, sentences = find_checkpoint(checkpoints_directory(directory), step)
     _require_own_family(folder, marker, own)
     config, model = model_of(marker, role, own)
     arch = load_architecture(model, config.model)

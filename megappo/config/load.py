@@ -117,7 +117,7 @@ def _laid_over(
 def save_config(config: Config, path: str | os.PathLike[str]) -> None:
     """Write every setting, defaults included, so that `load_config(path)` gives an equal configuration.
 
-    Limits that follow from the plan of a run where they are not given are left out where they are not.
+    Limits that a run takes from its plan are left out where none was given: their defaults would count as given.
     """
     target = Path(path)
     target.parent.mkdir(parents=True, exist_ok=True)

@@ -24,7 +24,7 @@ _MOST_SECONDS = 1e6
 """The largest limit, as of a setting of seconds."""
 
 
-def deadlines(config: Config, planned_seconds: Mapping[str, float]) -> Deadlines:
+def planned_deadlines(config: Config, planned_seconds: Mapping[str, float]) -> Deadlines:
     """The deadlines that are given, and for others those that follow from the planned seconds of each phase, the
     rollout among them, and from how long the run's servers may take to start.
 
@@ -38,7 +38,7 @@ def deadlines(config: Config, planned_seconds: Mapping[str, float]) -> Deadlines
         limits = {name: seconds for name, seconds in slow.items() if name in PHASES and seconds > limit}
         found = replace(found, of_phases=limits | config.runtime.phase_timeouts_seconds)
     if limit is not None:
-        found = replace(found, collective_seconds=_that_outlasts(found, limit, config.runtime))
+        found = replace(found, collective_seconds=_collective_seconds(found, limit, config.runtime))
     given = config.rollout.servers.request_timeout_seconds if config.rollout.has_servers else None
     return replace(found, request_seconds=given or max(slow.get("rollout", 0.0), LEAST_REQUEST_SECONDS))
 
@@ -51,7 +51,7 @@ def _servers_start_seconds(config: Config) -> float:
     return of_rewards + (config.rollout.servers.start_timeout_seconds if config.rollout.has_servers else 0.0)
 
 
-def _that_outlasts(found: Deadlines, limit: float, given: RuntimeSettings) -> float:
+def _collective_seconds(found: Deadlines, limit: float, given: RuntimeSettings) -> float:
     """Timeout of collectives that outlasts the watchdog's limits. Only the watchdog decides what lasts too long: it
     sees tokens and minibatches arrive, which a collective does not."""
     if "collective_timeout_seconds" not in given.model_fields_set:

@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 
 from megappo.config import Config, ConfigError
 from megappo.plan.costs import step_costs, step_seconds
-from megappo.plan.deadlines import deadlines
+from megappo.plan.deadlines import planned_deadlines
 from megappo.plan.engines import other_engine
 from megappo.plan.inputs import Setup, make_setup
 from megappo.plan.machines import ASSUMED, CPU_CORES, MACHINES, Machine
@@ -106,7 +106,7 @@ def plan_start(config: Config, world_size: int, machine: Machine) -> StartPlan:
         ("other engine", other_engine(planned, models, machine, world_size).sentence),
         ("stopping", stop.sentence(config)),
     )
-    return StartPlan(deadlines(config, phases), rows)
+    return StartPlan(planned_deadlines(config, phases), rows)
 
 
 def _check_windows(setup: Setup, engine: str) -> None:

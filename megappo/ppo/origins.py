@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from megappo.checkpoint.files import Marker
+from megappo.checkpoint.files import Marker, checkpoints_directory
 from megappo.checkpoint.identity import architecture_fields, model_of, said_fields
 from megappo.checkpoint.select import find_checkpoint
 from megappo.checkpoint.source import CheckpointSource
@@ -112,7 +112,7 @@ def _split(text: str) -> tuple[Path, str | None]:
 
 
 def _open_run(path: Path, wanted: Wanted) -> Origin:
-    folder, marker, sentences = find_checkpoint(path / "checkpoints", wanted.step or "latest", wanted.runtime)
+    folder, marker, sentences = find_checkpoint(checkpoints_directory(path), wanted.step or "latest", wanted.runtime)
     _require_same_adapters(marker, wanted)
     source = CheckpointSource(folder, wanted.role, wanted.arch, wanted.lora)
     other = marker.content.get("architectures", {}).get(wanted.role)
@@ -201,7 +201,7 @@ register_origin(
     "run",
     OriginKind(
         "a run directory (RUN for its newest checkpoint, RUN@STEP or RUN@best)",
-        lambda path: (path / "config.yaml").is_file() and (path / "checkpoints").is_dir(),
+        lambda path: (path / "config.yaml").is_file() and checkpoints_directory(path).is_dir(),
         _open_run,
     ),
 )

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from megappo.config.reward import RewardSettings
     from megappo.types import Prompt
 
-RewardFunction = Callable[..., Any]
+RewardCallable = Callable[..., Any]
 """A rule or a user's function. It takes what its author wrote, see `argument_names`, and options; what it returns is
 checked in the worker."""
 OF_ENVIRONMENT = "environment"
@@ -100,7 +100,7 @@ def _gold_problem(rule: str, answer: str | None) -> str:
     return ""
 
 
-def resolve(settings: ChosenReward) -> RewardFunction:
+def resolve(settings: ChosenReward) -> RewardCallable:
     """The reward function, ready to be called with samples and `settings.options`: a rule, or a Python function.
 
     Raises ValueError with the nearest name, or with what of a Python path or of the options does not fit.
@@ -121,7 +121,7 @@ def resolve(settings: ChosenReward) -> RewardFunction:
     return function
 
 
-def argument_names(function: RewardFunction, *, batch: bool) -> tuple[str, ...]:
+def argument_names(function: RewardCallable, *, batch: bool) -> tuple[str, ...]:
     """The keyword arguments that a reward function is called with: those of `_offered` that it has parameters for.
 
     A function with `**kwargs` gets only the four basic arguments besides: it may pass the others on to a function that
@@ -143,14 +143,14 @@ def _offered(*, batch: bool) -> tuple[str, ...]:
     return (*_PER_SAMPLE, *_FURTHER)
 
 
-def _check_call(function: RewardFunction, settings: ChosenReward) -> None:
+def _check_call(function: RewardCallable, settings: ChosenReward) -> None:
     names = argument_names(function, batch=settings.batch)
     offered, remedy = _offered(batch=settings.batch), "change its parameters, reward.options or reward.batch"
     what = f"reward.function '{settings.function}'"
     check_call(function, names, settings.options, what=what, remedy=remedy, offered=offered)
 
 
-def _check_rule_options(rule: RewardFunction, settings: ChosenReward) -> None:
+def _check_rule_options(rule: RewardCallable, settings: ChosenReward) -> None:
     hints = get_type_hints(rule)
     for name, value in settings.options.items():
         hint = hints[name]

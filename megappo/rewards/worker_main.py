@@ -27,7 +27,7 @@ from megappo.rewards.descendants import adopt_orphans, die_with_parent, end_desc
 from megappo.rewards.http import Unscored
 from megappo.rewards.judge import Noted
 from megappo.rewards.numbers import as_float, score_problem
-from megappo.rewards.registry import OF_EACH, RewardChoice, RewardFunction, argument_names, resolve
+from megappo.rewards.registry import OF_EACH, RewardCallable, RewardChoice, argument_names, resolve
 
 _REASON_CHARACTERS = 300
 _BROKEN_CHARACTERS = 4000
@@ -55,7 +55,7 @@ def _read(value: Any) -> Answer:
     return number, value.note[:_REASON_CHARACTERS] if isinstance(value, Noted) else None
 
 
-def _answers(choice: RewardChoice, function: RewardFunction, names: Sequence[str], asked: list[bytes]) -> list[Answer]:
+def _answers(choice: RewardChoice, function: RewardCallable, names: Sequence[str], asked: list[bytes]) -> list[Answer]:
     """Answers of one call of the function: for one sample, or with a batch function for all of them, which fail
     together."""
     try:
@@ -79,7 +79,7 @@ def _numbers(found: Any, count: int) -> list[Answer]:
     return [_number(value) for value in values]
 
 
-def _load(choice: RewardChoice) -> tuple[RewardFunction | None, str]:
+def _load(choice: RewardChoice) -> tuple[RewardCallable | None, str]:
     try:
         return resolve(choice), ""
     except ValueError as error:

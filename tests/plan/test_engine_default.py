@@ -14,7 +14,7 @@ from megappo.commands import dry_run
 from megappo.config import ConfigError, load_config, resolve, save_config
 from megappo.config.derive import derive_run, describe
 from megappo.doctor import software
-from megappo.plan.deadlines import WATCHED_COLLECTIVE_SECONDS, deadlines
+from megappo.plan.deadlines import WATCHED_COLLECTIVE_SECONDS, planned_deadlines
 from megappo.plan.engines import other_engine
 from megappo.plan.here import machine_like, plan_start
 from megappo.plan.machine_file import find_machine
@@ -251,15 +251,15 @@ def test_windows_of_shared_out_samples_need_torchs_attention(tmp_path: Path, mon
 
 def test_deadlines_follow_the_plan_where_none_are_given() -> None:
     config = resolve(load_config(SMALL), on_cuda=True)
-    slow = deadlines(config, {"rollout": 1000.0, "evaluate": 1000.0})
+    slow = planned_deadlines(config, {"rollout": 1000.0, "evaluate": 1000.0})
     assert slow.request_seconds == 4000.0
     assert slow.of_phases == {"rollout": 4000.0, "evaluate": 4000.0}
     assert slow.phase_seconds == config.runtime.phase_timeout_seconds
     for seconds in (2e5, 1e9):  # no limit is above a million seconds
-        assert deadlines(config, {"rollout": seconds}).request_seconds == min(4 * seconds, 1e6)
-    fast = deadlines(config, {"rollout": 10.0})
+        assert planned_deadlines(config, {"rollout": seconds}).request_seconds == min(4 * seconds, 1e6)
+    fast = planned_deadlines(config, {"rollout": 10.0})
     assert fast.request_seconds == 1800.0 and fast.of_phases == {}
-    long = deadlines(config, {"rollout": 10.0, "update_actor": 1000.0, "forward": 10.0})
+    long = planned_deadlines(config, {"rollout": 10.0, "update_actor": 1000.0, "forward": 10.0})
     assert long.of_phases == {"update_actor": 4000.0}
 
 
@@ -270,13 +270,13 @@ def test_settings_that_a_run_has_written_give_the_same_deadlines(tmp_path: Path)
         config = resolve(load_config(SMALL, given), on_cuda=True)
         save_config(config, tmp_path / "config.yaml")
         assert load_config(tmp_path / "config.yaml") == config
-        assert deadlines(load_config(tmp_path / "config.yaml"), planned) == deadlines(config, planned)
+        assert planned_deadlines(load_config(tmp_path / "config.yaml"), planned) == planned_deadlines(config, planned)
 
 
 def test_a_start_may_last_as_long_as_its_reading_and_its_servers(monkeypatch: pytest.MonkeyPatch) -> None:
     """Whose own limit is to end a server that does not answer, with what it said, and not the watchdog."""
     slow = resolve(load_config(SMALL, ["rollout.sglang.start_timeout_seconds=3000"]), on_cuda=True)
-    assert deadlines(slow, {"rollout": 1.0, "start": 100.0}).of_phases == {"start": 3700.0}
+    assert planned_deadlines(slow, {"rollout": 1.0, "start": 100.0}).of_phases == {"start": 3700.0}
     config = resolve(load_config(QUICKSTART), on_cuda=False)
     disk = dataclasses.replace(ASSUMED, checkpoint_bytes_per_second=1e3)
     for room in ("here", "stopping"):
@@ -288,15 +288,15 @@ def test_a_start_may_last_as_long_as_its_reading_and_its_servers(monkeypatch: py
 def test_no_collective_fails_in_a_phase_that_may_go_on() -> None:
     """Whoever waits in one for a rank that still generates is ended by the watchdog, which knows of the tokens."""
     planned = {"rollout": 1000.0}
-    watched = deadlines(load_config(SMALL), planned)
+    watched = planned_deadlines(load_config(SMALL), planned)
     assert watched.collective_seconds == WATCHED_COLLECTIVE_SECONDS > 1e5
-    alone = deadlines(load_config(SMALL, ["runtime.phase_timeout_seconds=null"]), planned)
+    alone = planned_deadlines(load_config(SMALL, ["runtime.phase_timeout_seconds=null"]), planned)
     assert alone.collective_seconds == 1800
     given = load_config(SMALL, ["runtime.collective_timeout_seconds=3999"])
     with pytest.raises(ConfigError, match=r"seconds is 3999, but a phase \(rollout\) may last 4000 seconds"):
-        deadlines(given, planned)
+        planned_deadlines(given, planned)
     given = load_config(SMALL, ["runtime.collective_timeout_seconds=4001"])
-    assert deadlines(given, planned).collective_seconds == 4001
+    assert planned_deadlines(given, planned).collective_seconds == 4001
 
 
 @pytest.mark.parametrize(
@@ -309,7 +309,7 @@ def test_no_collective_fails_in_a_phase_that_may_go_on() -> None:
     ],
 )
 def test_deadlines_that_are_given_stay(given: str, phases: dict[str, float], request_seconds: float) -> None:
-    found = deadlines(load_config(SMALL, [given]), {"rollout": 1000.0, "evaluate": 1000.0})
+    found = planned_deadlines(load_config(SMALL, [given]), {"rollout": 1000.0, "evaluate": 1000.0})
     assert found.of_phases == phases
     assert found.request_seconds == request_seconds
 

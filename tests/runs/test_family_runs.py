@@ -50,7 +50,7 @@ RUNS: dict[str, tuple[str, ...]] = {
 }
 
 
-FURTHER = ("glm4_moe", "deepseek_v3", "qwen3_next")
+WITH_MTP = ("glm4_moe", "deepseek_v3", "qwen3_next")
 """Whose models have a layer that predicts further tokens here."""
 
 
@@ -61,7 +61,7 @@ FEW = ("gpt_oss", "qwen3_next")
 @pytest.mark.parametrize("family", cases(RUNS, exhaustive=RUNS.keys() - FEW))
 def test_a_run_continues_and_is_exported(tmp_path: Path, family: str) -> None:
     model = write_model(tmp_path / "model", family, 3, vocab_size=16, num_hidden_layers=2)
-    further = add_mtp_layers(model) if family in FURTHER else {}
+    mtp = add_mtp_layers(model) if family in WITH_MTP else {}
     settings = (
         "run.steps=3", "checkpoint.every_steps=1", "evaluation=null", "actor.optimizer.learning_rate=0.003",
         f"model.path={model}", "model.init=pretrained", "model.tokenizer=configs/models/tiny_arithmetic",
@@ -77,21 +77,21 @@ def test_a_run_continues_and_is_exported(tmp_path: Path, family: str) -> None:
     assert all(0 < line["mismatch/max"] < 1e-4 and line["actor/updates"] > 0 for line in lines)
     export_run(str(killed), str(out))
     assert_same_tensors(load_file(killed / "final/model.safetensors"), load_file(out / "model.safetensors"))
-    logits = [logits_of(folder, further) for folder in (model, killed / "final", out)]
+    logits = [logits_of(folder, mtp) for folder in (model, killed / "final", out)]
     assert torch.equal(logits[1], logits[2]) and not torch.allclose(logits[0], logits[1], atol=1e-2)
-    if further:
+    if mtp:
         left = load_file(out / "model.safetensors")
-        assert all(torch.equal(left[name], tensor) for name, tensor in further.items())
-        assert_further_layers_are_checked(killed, model, further, settings if family == "glm4_moe" else ())
+        assert all(torch.equal(left[name], tensor) for name, tensor in mtp.items())
+        assert_mtp_layers_are_checked(killed, model, mtp, settings if family == "glm4_moe" else ())
 
 
-def assert_further_layers_are_checked(
-    run: Path, model: Path, further: Mapping[str, torch.Tensor], goes_on: Sequence[str]
+def assert_mtp_layers_are_checked(
+    run: Path, model: Path, mtp: Mapping[str, torch.Tensor], goes_on: Sequence[str]
 ) -> None:
     """An export whose layers that predict further tokens would be others is none, and one without them says so. Nor
     does a run with these settings go on with others."""
     path, out = model / "model.safetensors", model.parent / "later"
-    tensors, name = load_file(path), max(further)
+    tensors, name = load_file(path), max(mtp)
     save_file(tensors | {name: -tensors[name]}, path, metadata={"format": "pt"})
     if goes_on:
         output = attempts(model.parent, train(run, *goes_on, expect="2"))
@@ -102,7 +102,7 @@ def assert_further_layers_are_checked(
     with pytest.raises(ValueError, match=r"further tokens are in .* alone, .* holds no model\.safetensors; .*--w"):
         export_run(str(run), str(out))
     assert main(["export", str(run), str(out), "--without-mtp"]) == 0
-    assert not load_file(out / "model.safetensors").keys() & further.keys()
+    assert not load_file(out / "model.safetensors").keys() & mtp.keys()
     config = json.loads((out / "config.json").read_text())
     assert {config[count] for count in ("num_nextn_predict_layers", "mtp_num_hidden_layers") if count in config} <= {0}
 

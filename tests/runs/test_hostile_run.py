@@ -98,7 +98,6 @@ def _train(tmp_path: Path, said: list[str], *words: str) -> tuple[list[dict[str,
     return found[0], found[1], printed
 
 
-@pytest.mark.exhaustive
 def test_a_run_goes_on_with_200_hostile_responses(model: list[str], tmp_path: Path) -> None:
     """Scored by reasoning-gym's tasks that read responses as code, by math-verify, by a number and by a judge."""
     touched = tmp_path / "touched"
