@@ -29,6 +29,6 @@ def unknown_words(prompts: PromptDataset, tokenizer: PreTrainedTokenizerBase) ->
     tokens = sum(len(prompts[i].token_ids) for i in range(len(prompts)))
     return (
         f"{sum(map(bool, counts))} of {len(prompts)} prompts of {prompts.source} have tokens that the tokenizer does "
-        f"not know, {unknown} of {tokens} tokens are {tokenizer.convert_ids_to_tokens(token_id)}: use the model's own "
+        f"not know, {unknown} of {tokens} tokens are {tokenizer.convert_ids_to_tokens(token_id)}; use the model's own "
         "tokenizer, or write the prompts in its alphabet"
     )

@@ -1,1 +1,1 @@
-"""`megappo doctor`: checks of a machine, its software and its links; each is fine, slow or broken, with a remedy."""
+"""Checks of a machine, its links and a run: each is fine, slow or broken, with a remedy (doctor, `train --dry-run`)."""

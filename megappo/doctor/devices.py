@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from megappo.config import Config
-from megappo.doctor.findings import Finding, broken, fine, slow
+from megappo.doctor.findings import Finding, broken, fine, from_sentence, slow
 from megappo.errors import RunError
 from megappo.runtime.device import device_index
 from megappo.runtime.launchers import Ranks
@@ -68,8 +68,7 @@ def _gpus(wanted: str, ranks: Ranks) -> Iterator[Finding]:
     try:
         device_index(ranks, count)
     except RunError as error:
-        problem, _, remedy = str(error).partition("; ")
-        yield broken("gpu", problem, remedy)
+        yield from_sentence("gpu", "broken", error)
         return
     busy = []
     for index in range(count):

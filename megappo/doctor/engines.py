@@ -13,7 +13,7 @@ import torch
 
 from megappo.config import Config
 from megappo.doctor import machine
-from megappo.doctor.findings import Finding, broken, fine
+from megappo.doctor.findings import Finding, broken, fine, from_sentence
 from megappo.engines.sglang import compilers
 from megappo.engines.sglang.client import Endpoint, ServerFailure, call
 from megappo.engines.sglang.fleet import KEY_VARIABLE, key_problem
@@ -42,8 +42,7 @@ def engine_findings(config: Config, models: Models, ranks: Ranks, world_size: in
     try:
         check_visible(settings)
     except RunError as error:
-        problem, _, remedy = str(error).rpartition("; ")
-        yield broken("engines", problem, remedy)
+        yield from_sentence("engines", "broken", error)
     if torch.cuda.is_available() and not settings.urls:
         yield compiler_finding(os.environ)
     if not torch.cuda.is_available() and settings.placement == "colocated":
@@ -93,7 +92,7 @@ def server_finding(url: str, key: str) -> Finding:
     endpoint = Endpoint(0, url.rstrip("/"), key, 0)
     try:
         if problem := key_problem(endpoint, _ANSWER_SECONDS):
-            return broken("engines", *problem.rsplit("; ", 1))
+            return from_sentence("engines", "broken", problem)
         answer = call(endpoint, "/model_info", timeout_seconds=_ANSWER_SECONDS, method="GET")
     except ServerFailure:
         answer = {}
@@ -115,7 +114,7 @@ def _stack_finding(endpoint: Endpoint, url: str) -> Finding | None:
     except ServerFailure:
         return None  # it is busy, or older
     problem, _ = stack_problem(url, said, by_nccl=by_nccl())
-    return None if problem is None else broken("engines", *problem.rsplit("; ", 1))
+    return None if problem is None else from_sentence("engines", "broken", problem)
 
 
 def nccl_finding() -> Finding:

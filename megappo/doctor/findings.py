@@ -1,18 +1,21 @@
-"""Findings of the doctor's checks, on one machine and on all of them."""
+"""Findings of checks: the one form in which doctor and dry run say what they found, on one machine and on all of
+them."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from typing import Literal
+
+from megappo.errors import verdict_of
 
 State = Literal["fine", "slow", "broken"]
 
 
 @dataclass(frozen=True)
 class Finding:
-    """One line of the doctor."""
+    """What one check found."""
 
     check: str
     state: State
@@ -24,14 +27,17 @@ class Finding:
     machines: tuple[str, ...] = ()
     """Host names it was found on; empty: it holds for the whole job."""
 
-    def line(self, all_machines: int) -> str:
+    def sentence(self, where: str = "") -> str:
+        """What was found, `where`, and what to do."""
+        return f"{self.words}{where}; {self.remedy}" if self.remedy else f"{self.words}{where}"
+
+    def line(self, all_machines: int = 1) -> str:
         """The finding as one line."""
         where = ""
         if all_machines > 1 and self.machines:
             few = ", ".join(self.machines[:4]) + (", ..." if len(self.machines) > 4 else "")
             where = f" (all {all_machines} machines)" if len(self.machines) == all_machines else f" ({few})"
-        remedy = f"; {self.remedy}" if self.remedy else ""
-        return f"{self.state:<7} {self.check:<16} {self.words}{where}{remedy}"
+        return f"{self.state:<7} {self.check:<16} {self.sentence(where)}"
 
 
 def fine(check: str, words: str) -> Finding:
@@ -47,6 +53,24 @@ def slow(check: str, words: str, remedy: str) -> Finding:
 def broken(check: str, words: str, remedy: str) -> Finding:
     """A finding of something with which a run would fail."""
     return Finding(check, "broken", words, remedy)
+
+
+def from_sentence(check: str, state: State, sentence: object) -> Finding:
+    """A finding with the sentence of a rule or of its error, whose last part, behind a semicolon, is the remedy."""
+    words, _, remedy = str(sentence).rpartition("; ")
+    return Finding(check, state, words, remedy) if words else Finding(check, state, remedy)
+
+
+def until_refused(check: str, findings: Iterable[Finding]) -> Iterator[Finding]:
+    """Findings as they come, and a broken one for each problem of the error that ends them; an error that is a bug
+    goes on."""
+    try:
+        yield from findings
+    except Exception as error:
+        verdict = verdict_of(error)
+        if verdict.is_unforeseen:
+            raise
+        yield from (from_sentence(check, "broken", sentence) for sentence in verdict.sentences)
 
 
 def merge(found: Iterable[tuple[str, Sequence[Finding]]]) -> list[Finding]:

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 
 from megappo.config import Config
 from megappo.config.judge import JudgeSettings
-from megappo.doctor.findings import Finding, broken, fine
+from megappo.doctor.findings import Finding, broken, fine, from_sentence
 from megappo.errors import either
 from megappo.rewards.judge import judge_key
 from megappo.runtime.direct import fetch, proxy_of
@@ -29,7 +29,7 @@ def _judge_finding(judge: JudgeSettings, address: str, key: str) -> Finding:
     try:
         secret = judge_key(judge)
     except ValueError as error:
-        return broken("judge", *f"{key}: {error}".rsplit("; ", 1))
+        return from_sentence("judge", "broken", f"{key}: {error}")
     url = f"{address.rstrip('/')}/models"
     headers = {"Authorization": f"Bearer {secret}"} if secret else {}
     try:

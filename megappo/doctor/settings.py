@@ -1,59 +1,82 @@
-"""Checks of what the settings need of this machine: the models on its disk, and memory for the roles."""
+"""Checks of what the settings need: the models' files, the reward's model, and memory for the roles."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from pathlib import Path
 
-from megappo.config import Config
+from megappo.config import Config, ConfigError
 from megappo.config.hub import HubName
-from megappo.config.model_files import model_folder, model_paths
-from megappo.doctor.findings import Finding, broken, fine, slow
+from megappo.config.model_files import load_architecture, model_folder, model_paths
+from megappo.doctor.findings import Finding, broken, fine, from_sentence, slow, until_refused
 from megappo.plan.here import this_machine
 from megappo.plan.inputs import Models
+from megappo.plan.machines import Machine
 from megappo.plan.planner import make_plan
+from megappo.plan.rewards import reward_parameters
 from megappo.plan.search import remedy
+from megappo.reshard.sources import SafetensorsSource
 
 
 def settings_findings(config: Config, models: Models, world_size: int) -> Iterator[Finding]:
-    """The model's files, and memory for every role on its ranks."""
-    for path in dict.fromkeys(model_paths(config).values()):
-        yield _model(path)
-    if config.reward.model_path is not None:
-        yield _reward_model(config.reward.model_path, config)
-    yield _room(config, models, world_size)
+    """The files of all models, and memory for every role on its ranks of this machine."""
+    yield from until_refused("weights", weight_findings(config))
+    yield from until_refused("reward", reward_model_findings(config))
+    machine = this_machine()
+    yield fit_finding(config, models, machine, world_size, f"{world_size} x {machine.summary}")
 
 
-def _reward_model(path: str, config: Config) -> Finding:
-    """Whether a folder is a reward model's, and who holds it."""
-    from megappo.rewards.model import check_folder
+def weight_findings(config: Config) -> Iterator[Finding]:
+    """Whether the files have every tensor of every model, by their headers. Raises ValueError where they have not."""
+    for role, path in model_paths(config).items():
+        if config.model.init == "random":
+            yield fine("weights", f"{role}: drawn from the seed; model.init is random")
+        elif not Path(path).is_dir():
+            yield _of_hub(role, path)
+        else:
+            arch = load_architecture(Path(path), config.model)
+            source = SafetensorsSource(Path(path), arch)
+            count = source.check(with_output_layer=role != "critic")
+            kind = "float8" if arch.stored_blocks else "MXFP4" if arch.stored_mxfp4 else ""
+            stored = f" and {kind} weights have their scales" if kind else ""
+            if role == "actor" and source.mtp_shapes:
+                stored += f"; {len(source.mtp_shapes)} of layers that predict further tokens are kept for exports"
+            yield fine(
+                "weights", f"{role}: all {count} tensors are in {path}, in the shapes of its config.json{stored}"
+            )
 
-    try:
-        folder = model_folder(path, weights=False, key="reward.model_path")
-        check_folder(str(folder), trust_remote_code=config.model.trust_remote_code)
-    except ValueError as error:
-        return broken("reward", *str(error).rsplit("; ", 1))
-    return fine("reward", f"{path}, which {config.reward.model_holder}")
 
-
-def _model(path: str) -> Finding:
-    """Whether a model is on this machine."""
-    if Path(path).is_dir():
-        return fine("model", f"{path} is a folder here")
+def _of_hub(role: str, path: str) -> Finding:
+    """Whether a model of the hub is on this machine."""
     from huggingface_hub import try_to_load_from_cache
 
     name = HubName.of(path)
     if isinstance(try_to_load_from_cache(name.repository, "config.json", revision=name.revision), str):
-        return fine("model", f"{path} is in the cache of the hub")
-    words = f"{path} is not on this machine; a run will fetch it"
+        return fine("weights", f"{role}: {path} is in the cache of the hub")
+    words = f"{role}: {path} is not on this machine; a run will fetch it"
     remedy = f"fetch it before ({name.download_command}), or set model.path to a folder of all machines"
-    return slow("model", words, remedy)
+    return slow("weights", words, remedy)
 
 
-def _room(config: Config, models: Models, world_size: int) -> Finding:
-    """The plan of the run on this machine's devices."""
-    machine = this_machine()
-    plan = make_plan(config, models, machine, world_size)
-    if plan.fits:
-        return fine("room", f"{world_size} x {machine.summary}: {plan.verdict}")
-    return broken("room", plan.verdict, remedy(config, models, machine, world_size)[0])
+def reward_model_findings(config: Config) -> Iterator[Finding]:
+    """Whether the folder of the reward's model, if there is one, is a reward model's, and who holds it. Raises
+    ValueError where it is not."""
+    path = config.reward.model_path
+    if path is None:
+        return
+    from megappo.rewards.model import check_folder
+
+    folder = model_folder(path, weights=False, key="reward.model_path")
+    check_folder(str(folder), trust_remote_code=config.model.trust_remote_code)
+    count = reward_parameters(path)
+    yield fine("reward", f"the model in {path}, {count:,} weights, which {config.reward.model_holder}")
+
+
+def fit_finding(config: Config, models: Models, machine: Machine, ranks: int, where: str) -> Finding:
+    """The plan of the run on ranks of a machine, which `where` names."""
+    try:
+        plan = make_plan(config, models, machine, ranks)
+    except ConfigError as error:
+        return from_sentence("plan", "broken", f"{where}: does not fit: {error}")
+    words = f"{where}: {plan.verdict}"
+    return fine("plan", words) if plan.fits else broken("plan", words, remedy(config, models, machine, ranks)[0])

@@ -13,7 +13,7 @@ from packaging.specifiers import SpecifierSet
 
 import megappo
 from megappo.config import Config
-from megappo.doctor.findings import Finding, broken, fine, slow
+from megappo.doctor.findings import Finding, broken, fine, from_sentence, slow
 from megappo.engines.registry import find_engine
 from megappo.errors import how_to_install, reason
 from megappo.plugins import is_import_path
@@ -96,8 +96,7 @@ def generation_finding(config: Config | None) -> Finding:
         try:
             find_engine(config.rollout)
         except ValueError as error:
-            problem, _, remedy = str(error).rpartition("; ")
-            return broken("generation", problem, remedy)
+            return from_sentence("generation", "broken", error)
         return fine("generation", f"{engine}, an engine of your own")
     judged = config is not None and any(judge.server is not None for judge in config.reward.judges.values())
     wanted = judged or (config is not None and config.rollout.has_servers)

@@ -446,7 +446,7 @@ def test_it_does_not_fit_here(monkeypatch: pytest.MonkeyPatch, capsys: pytest.Ca
     wide = ("actor.layout.tensor_parallel=8", "actor.microbatch_budget_tokens=131072")
     code, found = findings(capsys, "configs/qwen3_8b_8gpu_math.yaml", *wide)
     assert code == 1
-    expect(found["room"], "broken", "does not fit: ranks 0-7 need", "the nearest layout that fits")
+    expect(found["plan"], "broken", "does not fit: ranks 0-7 need", "the nearest layout that fits")
 
 
 def test_a_machine_that_is_not_in_the_table(capsys: pytest.CaptureFixture[str]) -> None:
@@ -488,7 +488,7 @@ def test_settings_data_and_rewards(overrides: list[str], words: str, capsys: pyt
 def test_a_reward_that_never_rewards(capsys: pytest.CaptureFixture[str]) -> None:
     code, said = run(capsys, *DRY, "reward.function=tests.support.troubled:zero")
     assert code == 0
-    assert "no written form of the answers scores above an empty response: look at one by hand" in said
+    assert "no written form of the answers scores above an empty response; look at one by hand" in said
 
 
 @pytest.mark.waits
@@ -509,6 +509,18 @@ def test_a_damaged_model(damage, words: str, tmp_path: Path, capsys: pytest.Capt
     damage(model)
     code, said = run(capsys, *DRY, f"model.path={model}", "model.init=pretrained")
     assert (code, words in said) == (2, True), said
+
+
+@pytest.mark.waits
+def test_doctor_and_dry_run_say_the_same_of_weights(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    model = worlds.pretrained(tmp_path / "model")
+    settings = (f"model.path={model}", "model.init=pretrained", f"run.directory={tmp_path / 'run'}")
+    (line,) = (said for said in run(capsys, *DRY, *settings)[1].splitlines() if " weights " in said)
+    assert line.startswith(f"fine    weights          actor: all 21 tensors are in {model}")
+    assert line in run(capsys, "doctor", worlds.QUICKSTART, *settings)[1].splitlines()
+    worlds.cut_short(model)
+    _, found = findings(capsys, worlds.QUICKSTART, *settings)
+    expect(found["weights"], "broken", "incomplete metadata", "it may be cut short: fetch or save it again")
 
 
 def test_a_used_run_directory(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

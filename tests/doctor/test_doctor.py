@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 import tomllib
+from collections.abc import Iterator
 
 import pytest
 
-from megappo.config import Derived, RoleNumbers
+from megappo.config import ConfigError, Derived, RoleNumbers
 from megappo.config.grid import Grid
-from megappo.doctor.findings import any_broken, as_text, broken, fine, merge, slow
+from megappo.doctor.findings import Finding, any_broken, as_text, broken, fine, merge, slow, until_refused
 from megappo.doctor.network import GroupKind, Measured, group_kinds, judge
 from megappo.doctor.software import REQUIRED, SGLANG, holds
+from megappo.errors import RunError
 from tests.support.places import ROOT
 
 
@@ -51,6 +54,30 @@ def test_lines_name_the_machines() -> None:
         "1 fine, 0 slow, 1 broken",
     ]
     assert not any_broken([slow("a", "b", "c")])
+
+
+@pytest.mark.parametrize(
+    ("error", "found"),
+    [
+        (
+            ConfigError(["a is 1; 2; give 3", "b"]),
+            [broken("data", "a is 1; 2", "give 3"), Finding("data", "broken", "b")],
+        ),
+        (RunError("no disk; add one"), [broken("data", "no disk", "add one")]),
+    ],
+)
+def test_what_ends_a_check_is_a_finding(error: Exception, found: list[Finding]) -> None:
+    def check() -> Iterator[Finding]:
+        yield fine("tokenizer", "512 tokens")
+        raise error
+
+    assert list(until_refused("data", check())) == [fine("tokenizer", "512 tokens"), *found]
+    assert [finding.sentence() for finding in found] == str(error).splitlines()
+
+
+def test_a_bug_in_a_check_is_no_finding() -> None:
+    with pytest.raises(ValueError, match="Expecting value"):
+        list(until_refused("data", map(json.loads, ["x"])))  # type: ignore[arg-type]
 
 
 def role(tp: int, pp: int, ranks: range) -> RoleNumbers:

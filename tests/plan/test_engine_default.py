@@ -86,7 +86,7 @@ def test_a_dry_run_checks_the_engine_that_the_run_would_have_here(
     assert main(words) == 0
     said = capsys.readouterr().out
     assert "transformers on every rank" in said and "SGLang is not installed" in said
-    assert "plan         2 ranks on this machine's " in said and "SGLang instead would take" in said
+    assert "plan             2 ranks on this machine's " in said and "SGLang instead would take" in said
     assert "H100" not in said
     assert main([*words, "--machine", "h100"]) == 2  # that is where it is to run
     assert "rollout.engine is sglang, which is not installed" in capsys.readouterr().err
@@ -100,12 +100,12 @@ def test_a_dry_run_plans_for_other_machines_where_this_one_is_too_small(
     small = dataclasses.replace(MACHINES["cpu"], memory_bytes=2.12e9, summary="a small machine")
     monkeypatch.setattr(dry_run, "this_machine", lambda: small)
     assert main(words) == 0
-    plans = [line.split(None, 1)[1] for line in capsys.readouterr().out.splitlines() if line.startswith("plan  ")]
+    plans = [line.split(None, 2)[2] for line in capsys.readouterr().out.splitlines() if " plan  " in line]
     assert plans[0].startswith("2 ranks on a small machine: does not fit: rank 1 needs ")
     assert plans[1].startswith("2 x H100 SXM, 80 GB instead: fits: ")
     assert plans[-1] == "another machine is named with --machine"
     assert main([*words, "runtime.device=cuda"]) == 0
-    assert "\nplan         2 x H100 SXM, 80 GB: fits: " in capsys.readouterr().out
+    assert "\nfine    plan             2 x H100 SXM, 80 GB: fits: " in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(

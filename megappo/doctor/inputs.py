@@ -1,0 +1,164 @@
+"""Checks of what a run reads and uses besides its models: prompts, rewards on samples, methods, origins of weights."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack
+
+from transformers import PreTrainedTokenizerBase
+
+from megappo.config import Config, derive
+from megappo.config.chat_template import thinking_notes
+from megappo.config.model_files import load_architecture, load_tokenizer, role_folder
+from megappo.config.reward import MODEL
+from megappo.config.tokens import decoded
+from megappo.data import PromptDataset
+from megappo.data.mixture import MixedPrompts
+from megappo.data.sources import Record, read_records
+from megappo.data.unknown import unknown_words
+from megappo.doctor.findings import Finding, any_broken, fine, from_sentence, slow
+from megappo.doctor.settings import reward_model_findings
+from megappo.doctor.software import reward_findings
+from megappo.environments.registry import make_environment_context
+from megappo.errors import shortened
+from megappo.observe.loggers import find_logger
+from megappo.plan.inputs import Models
+from megappo.plugins import is_import_path
+from megappo.ppo.components import check_answers
+from megappo.ppo.methods import check_methods
+from megappo.ppo.origins import open_origin
+from megappo.preflight.inputs import read_inputs
+from megappo.rewards.registry import OF_ENVIRONMENT, check_reward
+from megappo.rewards.workers import RewardPool, RewardRequest
+
+_SCORED_SAMPLES = 8
+_ANSWER_FORMS = ("{}", "#### {}", "\\boxed{{{}}}", "<answer>{}</answer>")
+"""Forms of an answer that rewards understand; the best of them is reported."""
+_SHOWN_CHARACTERS = 200
+
+
+def prompt_findings(config: Config, models: Models, ranks: int) -> Iterator[Finding]:
+    """Tokenizer, stop tokens, environment, and prompts of training and validation."""
+    inputs = read_inputs(config, validation=True)
+    tokenizer, rows, stops = inputs.tokens.tokenizer, inputs.tokens.rows, inputs.tokens.stop_token_ids
+    yield fine("tokenizer", f"{type(tokenizer).__name__}, {len(tokenizer)} tokens")
+    for note in thinking_notes(config, str(tokenizer.chat_template or "")):
+        yield from_sentence("tokenizer", "slow", note)
+    ends = ", ".join(f"{i} {decoded(tokenizer, [i])!r}" for i in stops)
+    yield fine("stop tokens", ends or "none: responses have full length")
+    if (environment := inputs.environment) is not None:
+        make_environment_context(config, environment, tokenizer, stops, rows)
+        tools = ", ".join(getattr(environment, "tools", {})) or "none in workers"
+        yield fine("environment", f"{type(environment).__name__} of {type(environment).__module__}; tools: {tools}")
+    train = inputs.training
+    for prompts in train.sources if isinstance(train, MixedPrompts) else (train,):
+        yield from _data_findings("data", prompts, config, tokenizer)
+    epoch = len(train) / config.rollout.prompts_per_step
+    steps = derive(config, ranks, models.actor, models.critic, models.reference, prompts=len(train)).steps
+    if isinstance(train, MixedPrompts):
+        drawn, total = steps * config.rollout.prompts_per_step, sum(train.weights)
+        for name, weight, prompts in zip(train.names, train.weights, train.sources, strict=True):
+            passes = float(drawn * weight / total / len(prompts))
+            words = f"{steps} steps are {passes:.1f} of {name}, {float(weight / total):.1%} of all prompts"
+            yield fine("epochs", words)
+    else:
+        yield fine("epochs", f"{epoch:.1f} steps take every prompt once; {steps} steps are {steps / epoch:.1f}")
+    for prompts in inputs.validation.values():
+        yield from _data_findings("validation", prompts, config, tokenizer)
+    first = train[0]
+    text, answer = (shortened(repr(shown), _SHOWN_CHARACTERS) for shown in (first.text, str(first.answer)))
+    yield fine("a prompt", f"{text}, {len(first.token_ids)} tokens, answer {answer}")
+    check_answers(config, train, inputs.validation.values())
+
+
+def _data_findings(
+    check: str, prompts: PromptDataset, config: Config, tokenizer: PreTrainedTokenizerBase
+) -> Iterator[Finding]:
+    """A source's prompts, their lengths, and tokens that the tokenizer does not know."""
+    lengths = [len(prompts[i].token_ids) for i in range(len(prompts))]
+    yield fine(
+        check,
+        f"{len(prompts)} prompts of {prompts.source}, {prompts.dropped} dropped and {prompts.truncated} cut as too "
+        f"long; {min(lengths)} to {max(lengths)} tokens, {sum(lengths) / len(lengths):.0f} in the mean, of at most "
+        f"{config.data.max_prompt_tokens}",
+    )
+    if unknown := unknown_words(prompts, tokenizer):
+        yield from_sentence(check, "slow", unknown)
+
+
+def scored_findings(config: Config) -> Iterator[Finding]:
+    """The reward function on samples: the answers themselves, and nothing at all."""
+    packages = list(reward_findings(config))
+    yield from packages
+    if any_broken(packages):
+        return
+    for _, term in config.reward.terms.values():
+        check_reward(term)
+    if config.reward.function == OF_ENVIRONMENT:
+        yield fine("reward", "what the environment gives for turns, and nothing else")
+        return
+    yield from reward_model_findings(config)
+    if config.reward.function == MODEL:
+        return
+    servers = [judge.model for judge in config.reward.judges.values() if judge.server is not None]
+    if servers:
+        yield fine("reward", f"a judge, {' and '.join(servers)}, whose server the run starts")
+        return
+    stop = load_tokenizer(config).eos_token or ""
+    for name, source in config.data.sources.items():
+        limited = source.model_copy(update={"limit": _SCORED_SAMPLES})
+        best, empty = _scores(config, read_records(limited), stop)
+        of = f" of {name}" if name else ""
+        words = f"{config.reward.summary} gives the answers{of} {best:.3g} and empty responses {empty:.3g}, in the mean"
+        yield fine("reward", words)
+        if best <= empty:
+            words = f"no written form of the answers{of} scores above an empty response"
+            yield slow("reward", words, "look at one by hand")
+
+
+def _scores(config: Config, records: Sequence[Record], stop: str) -> tuple[float, float]:
+    """Mean score of the answers, in the form that scores best, and of empty responses; `stop` ends all."""
+    with ExitStack() as open_pools:
+        pools = [
+            (name, weight, open_pools.enter_context(RewardPool(term.model_copy(update={"workers": 1}))))
+            for name, (weight, term) in config.reward.terms.items()
+            if term.function != MODEL
+        ]
+
+        def mean(form: str) -> float:
+            answers = [form.format(record.answer) for record in records]
+            requests = [
+                RewardRequest(_prompt_text(record), answer, answer + stop, record.answer, record.metadata)
+                for record, answer in zip(records, answers, strict=True)
+            ]
+            total = 0.0
+            for name, weight, pool in pools:
+                own = [request for request in requests if config.reward.is_for(name, request.metadata)]
+                total += weight * float(pool.score(own).scores.sum())
+            return total / len(requests)
+
+        return max(mean(form) for form in _ANSWER_FORMS), mean("")
+
+
+def _prompt_text(record: Record) -> str:
+    return record.prompt if isinstance(record.prompt, str) else str(record.prompt[-1]["content"])
+
+
+def method_findings(config: Config) -> Iterator[Finding]:
+    """Estimator and policy loss, tried on a few numbers, and loggers, which are not made."""
+    check_methods(config)
+    own = [name for name in (config.algorithm.estimator, config.algorithm.policy_loss) if is_import_path(name)]
+    if own:
+        yield fine("algorithm", f"{' and '.join(own)}: imported, and tried on six tokens")
+    for path, options in config.logging.loggers.items():
+        find_logger(path, options)
+        yield fine("logger", f"{path}: imported, and takes its options")
+
+
+def origin_findings(config: Config) -> Iterator[Finding]:
+    """Weights that the models of a new run start from, where these are not those of their own folder."""
+    for role, settings in config.trained.items():
+        if settings.start_from is not None:
+            arch = load_architecture(role_folder(config, role, weights=False), config.model)
+            lora = None if settings.lora is None else settings.lora.of(arch)
+            yield fine("starts from", open_origin(settings.start_from, role, arch, lora=lora).summary)
