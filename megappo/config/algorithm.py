@@ -5,11 +5,20 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Annotated, Any, Literal
 
-from pydantic import BeforeValidator, Field, ValidationInfo, field_validator, model_validator
+from pydantic import BeforeValidator, Field, ValidationInfo, field_validator
 
 from megappo.algo.aggregation import Aggregation
 from megappo.algo.estimators import NAMES
-from megappo.config.base import Fraction, Given, NonNegativeFloat, PositiveFloat, PositiveInt, Settings, Text
+from megappo.config.base import (
+    Fraction,
+    Given,
+    NonNegativeFloat,
+    PositiveFloat,
+    PositiveInt,
+    Settings,
+    Text,
+    rule_of_one,
+)
 from megappo.errors import either, show
 from megappo.plugins import check_choice, is_import_path
 from megappo_kernels.objectives import KLKind
@@ -39,11 +48,9 @@ class KLInRewardSettings(Settings):
         """`target`, or the default of the unit."""
         return self.target if self.target is not None else _DEFAULT_TARGET_NATS[self.per]
 
-    @model_validator(mode="after")
-    def _adaptive_can_move(self) -> KLInRewardSettings:
+    def broken_rules(self) -> Iterator[str]:
         if self.controller == "adaptive" and self.coef == 0.0:
-            raise ValueError("the adaptive controller multiplies coef, so 0 stays 0; set coef above 0, such as 0.001")
-        return self
+            yield "the adaptive controller multiplies coef, so 0 stays 0; set coef above 0, such as 0.001"
 
 
 class KLInLossSettings(Settings):
@@ -93,14 +100,12 @@ class CorrectionSettings(Settings):
     reject_below: PositiveFloat | None = None
     """Tokens, or samples with a weight per response, are left out of the loss where the weight is smaller."""
 
-    @model_validator(mode="after")
-    def _keeps_something(self) -> CorrectionSettings:
+    def broken_rules(self) -> Iterator[str]:
         if self.reject_above is not None and self.reject_below is not None and self.reject_below >= self.reject_above:
-            raise ValueError(
+            yield (
                 f"reject_below {self.reject_below:g} must be less than reject_above {self.reject_above:g}, or no "
                 "weight is kept; lower it"
             )
-        return self
 
 
 class JumpSettings(Settings):
@@ -137,12 +142,8 @@ class ActorLambdaSettings(Settings):
     length_adaptive: PositiveFloat | None = None
     """Lambda of each sample is 1 - 1 / (this x its tokens), never below 0 (VAPO, where it is 0.05)."""
 
-    @model_validator(mode="after")
-    def _has_one(self) -> ActorLambdaSettings:
-        if (self.number is None) == (self.length_adaptive is None):
-            given = "neither" if self.number is None else "both"
-            raise ValueError(f"{given} of number and length_adaptive are given; give one of them")
-        return self
+    def broken_rules(self) -> Iterator[str]:
+        yield from rule_of_one(number=self.number, length_adaptive=self.length_adaptive)
 
 
 class LambdaSettings(Settings):
@@ -260,28 +261,23 @@ class AlgorithmSettings(Settings):
         check_choice(name, NAMES if info.field_name == "estimator" else POLICY_LOSSES)
         return name
 
-    @model_validator(mode="after")
-    def _options_have_a_taker(self) -> AlgorithmSettings:
+    def broken_rules(self) -> Iterator[str]:
         for key, name in (("estimator", self.estimator), ("policy_loss", self.policy_loss)):
             if getattr(self, f"{key}_options") and not is_import_path(name):
-                raise ValueError(f"{key}_options are for functions of your own, and {key} is '{name}'; remove them")
-        for problem in self._unused():
-            raise ValueError(problem)
+                yield f"{key}_options are for functions of your own, and {key} is '{name}'; remove them"
+        yield from self._unused()
         if self.discount_at == "turn" and self.lam.actor.length_adaptive is not None:
-            raise ValueError(
-                "lam.actor.length_adaptive goes by the tokens of a sample, but discount_at is turn; give a number"
-            )
+            yield "lam.actor.length_adaptive goes by the tokens of a sample, but discount_at is turn; give a number"
         if self.policy_loss == "dis" and self.old_logprob != "bypass":
-            raise ValueError(
+            yield (
                 f"policy_loss is dis, whose ratios are to the engine's own log-probabilities, but old_logprob is "
                 f"{self.old_logprob}; set old_logprob: bypass"
             )
         if self.mismatch_every_steps > 1 and self.old_logprob != "bypass":
-            raise ValueError(
+            yield (
                 f"mismatch_every_steps is {self.mismatch_every_steps}, but with old_logprob {self.old_logprob} every "
                 "step needs the actor's scores; remove it, or set old_logprob: bypass"
             )
-        return self
 
     def _unused(self) -> Iterator[str]:
         """A sentence for each setting that belongs to another policy loss."""

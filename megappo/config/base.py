@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Annotated, TypeVar
+from typing import Annotated, Self, TypeVar
 
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, model_validator
 
 LARGEST_WORLD = 1 << 14
 """Most ranks of a run."""
@@ -26,7 +27,7 @@ def _fits_a_file_system(path: str | Path) -> str | Path:
 
 
 # Every number has an upper bound: far above what a run can use, far below what costs minutes or all memory before
-# anything says so. Positions of tokens are 32-bit numbers in attention kernels and in SGLang.
+# anything says so. Positions of tokens are 32-bit numbers in attention kernels.
 PositiveInt = Annotated[int, Field(gt=0, lt=2**31)]
 NonNegativeInt = Annotated[int, Field(ge=0, lt=2**31)]
 PositiveFloat = Annotated[float, Field(gt=0.0, le=1e9)]
@@ -47,6 +48,14 @@ PathText = Annotated[str, Field(min_length=1), AfterValidator(_fits_a_file_syste
 PathFromText = Annotated[Path, Field(strict=False), AfterValidator(_fits_a_file_system)]
 
 
+def rule_of_one(remedy: str = "give one of them", **settings: object) -> Iterator[str]:
+    """A rule: exactly one of these settings is given."""
+    given = [name for name, value in settings.items() if value is not None]
+    if len(given) != 1:
+        words = f"{' and '.join(given)} are given together" if given else f"none of {', '.join(settings)} is given"
+        yield f"{words}; {remedy}"
+
+
 class Settings(BaseModel):
     """Base of every section: frozen, no unknown keys, no silent coercion of strings to numbers."""
 
@@ -58,3 +67,13 @@ class Settings(BaseModel):
         validate_default=True,
         allow_inf_nan=False,
     )
+
+    def broken_rules(self) -> Iterator[str]:
+        """A sentence for each rule between settings of the section that they break; the first is told."""
+        yield from ()
+
+    @model_validator(mode="after")
+    def _keeps_its_rules(self) -> Self:
+        for sentence in self.broken_rules():
+            raise ValueError(sentence)
+        return self

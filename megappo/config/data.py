@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import keyword
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterator
 from datetime import datetime
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import Field, field_validator, model_validator
+from pydantic import Field, field_validator
 
-from megappo.config.base import PathText, PositiveInt, Settings, Text
+from megappo.config.base import PathText, PositiveInt, Settings, Text, rule_of_one
 from megappo.errors import show
 
 OLD_PYTHON_PREFIX = "python:"
@@ -83,23 +83,21 @@ class ValidationSetSettings(DataSourceSettings):
     right_above: _Reward = 0.5
     """An answer is right where its reward is above this."""
 
-    @model_validator(mode="after")
-    def _has_answers_to_compare(self) -> ValidationSetSettings:
+    def broken_rules(self) -> Iterator[str]:
         above = max(self.pass_at, default=0)
         if above > self.samples:
-            raise ValueError(
+            yield (
                 f"pass_at has {above}, which needs at least so many samples, and samples is {self.samples}; "
                 "raise samples, or remove it"
             )
         twice = [k for k, count in Counter(self.pass_at).items() if count > 1]
         if twice:
-            raise ValueError(f"pass_at has {twice[0]} more than once; keep one")
+            yield f"pass_at has {twice[0]} more than once; keep one"
         if self.samples > 1 and self.temperature == 0.0:
-            raise ValueError(
+            yield (
                 f"samples {self.samples} at temperature 0 are the same answer each time; set temperature above 0, or "
                 "samples to 1"
             )
-        return self
 
 
 class CurriculumSettings(Settings):
@@ -188,25 +186,14 @@ class DataSettings(Settings):
         except ValueError:
             raise ValueError(f"{show(time)} is no time; write it as 2025-11-25 or 2025-11-25 09:30:00") from None
 
-    @model_validator(mode="after")
-    def _has_sources(self) -> DataSettings:
-        if (self.train is None) == (self.mixture is None):
-            given = "neither" if self.train is None else "both"
-            raise ValueError(f"{given} of train and mixture are given; give one of them, the other one is null")
+    def broken_rules(self) -> Iterator[str]:
+        yield from rule_of_one("give one of them, the other one is null", train=self.train, mixture=self.mixture)
         for key, names in (("mixture", self.mixture), ("validation_sets", self.validation_sets)):
-            if names is not None:
-                _check_names(key, names)
-        return self
-
-
-def _check_names(key: str, names: Iterable[str]) -> None:
-    """Refuse names that cannot be part of a metric's name or of a file's."""
-    given = list(names)
-    if not given:
-        raise ValueError(f"{key} is empty; write a name and a source into it, or set it to null")
-    for name in given:
-        if not (name.isascii() and name.isidentifier() and len(name) <= _LONGEST_NAME_CHARACTERS):
-            raise ValueError(
-                f"{key} has {show(name)}, which is no name of metrics; use letters, digits and _, no digit first, at "
-                f"most {_LONGEST_NAME_CHARACTERS} of them"
-            )
+            if names is not None and not names:
+                yield f"{key} is empty; write a name and a source into it, or set it to null"
+            for name in names or ():  # part of a metric's name, and of a file's
+                if not (name.isascii() and name.isidentifier() and len(name) <= _LONGEST_NAME_CHARACTERS):
+                    yield (
+                        f"{key} has {show(name)}, which is no name of metrics; use letters, digits and _, no digit "
+                        f"first, at most {_LONGEST_NAME_CHARACTERS} of them"
+                    )

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Annotated, Any, Literal
 
-from pydantic import BeforeValidator, Field, model_validator
+from pydantic import BeforeValidator, Field
 
 from megappo.config.base import (
     Given,
@@ -156,17 +157,13 @@ class SGLangSettings(Settings):
         """Tokens whose keys and values a server holds; None for as many as `memory_fraction` allows."""
         return self.max_total_tokens or (None if on_cuda else CPU_TOKENS)
 
-    @model_validator(mode="after")
-    def _external_servers(self) -> SGLangSettings:
+    def broken_rules(self) -> Iterator[str]:
         if self.urls and self.placement == "colocated":
-            raise ValueError("urls name servers elsewhere, which are not colocated; set placement: disaggregated")
+            yield "urls name servers elsewhere, which are not colocated; set placement: disaggregated"
         if self.urls and self.engines is not None:
-            raise ValueError(
-                f"engines {self.engines} starts own servers, urls names others; remove engines, or set it to null"
-            )
+            yield f"engines {self.engines} starts own servers, urls names others; remove engines, or set it to null"
         if self.urls and self.nodes > 1:
-            raise ValueError(f"nodes {self.nodes} is for own servers, and urls name others; remove nodes")
+            yield f"nodes {self.nodes} is for own servers, and urls name others; remove nodes"
         for url in self.urls:
             if not url.startswith("http://"):
-                raise ValueError(f"'{url}' in urls must look like http://HOST:PORT")
-        return self
+                yield f"'{url}' in urls must look like http://HOST:PORT"

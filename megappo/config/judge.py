@@ -3,13 +3,24 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Annotated, Any
 
 import regex
-from pydantic import Field, model_validator
+from pydantic import Field
 
-from megappo.config.base import NonNegativeFloat, NonNegativeInt, PathText, PositiveInt, Ranks, Seconds, Settings, Text
+from megappo.config.base import (
+    NonNegativeFloat,
+    NonNegativeInt,
+    PathText,
+    PositiveInt,
+    Ranks,
+    Seconds,
+    Settings,
+    Text,
+    rule_of_one,
+)
 from megappo.config.engine import SGLangSettings
 from megappo.config.folder_texts import OF_TOKENIZERS, check_texts, read_object
 from megappo.config.own_server import OwnServerSettings
@@ -119,53 +130,32 @@ class JudgeSettings(Settings):
                 f"prompt_file '{self.prompt_file}' cannot be read ({words}, from {Path.cwd()}); give a file of text"
             ) from None
 
-    @model_validator(mode="after")
-    def _has_server(self) -> JudgeSettings:
-        if (self.url is None) == (self.server is None):
-            given = "neither" if self.url is None else "both"
-            raise ValueError(f"{given} of url and server are given; give url, or server: {{}} for one of the run's own")
+    def broken_rules(self) -> Iterator[str]:
+        yield from rule_of_one("give url, or server: {} for one of the run's own", url=self.url, server=self.server)
         if self.url is not None:
-            check_url(self.url, "http://HOST:PORT/v1")
+            yield from address_rules(self.url, self.key, "http://HOST:PORT/v1")
         if self.server is not None and self.key is not None:
-            raise ValueError("key is for a server that runs already, one of the run's own has its own; remove it")
-        check_key_variable(self.key)
-        return self
-
-    @model_validator(mode="after")
-    def _has_prompt(self) -> JudgeSettings:
-        if (self.prompt is None) == (self.prompt_file is None):
-            given = "neither" if self.prompt is None else "both"
-            raise ValueError(f"{given} of prompt and prompt_file are given; give one of them")
+            yield "key is for a server that runs already, one of the run's own has its own; remove it"
+        yield from rule_of_one(prompt=self.prompt, prompt_file=self.prompt_file)
         if self.prompt is not None:
             _parts(self.prompt, "prompt")
-        return self
-
-    @model_validator(mode="after")
-    def _is_read_in_one_way(self) -> JudgeSettings:
-        if (self.pattern is None) == (not self.choices):
-            given = "neither" if self.pattern is None else "both"
-            raise ValueError(f"{given} of pattern and choices are given; give one of them")
+        yield from rule_of_one(pattern=self.pattern, choices=self.choices or None)
         if self.pattern is None and self.scale is not None:
-            raise ValueError("scale is for the numbers of pattern, choices have scores of their own; remove it")
+            yield "scale is for the numbers of pattern, choices have scores of their own; remove it"
         if self.scale is not None and self.scale[0] >= self.scale[1]:
-            raise ValueError(f"scale is {show(list(self.scale))}, must rise; give its lowest number first")
+            yield f"scale is {show(list(self.scale))}, must rise; give its lowest number first"
         if self.choices and (len(self.choices) < 2 or not all(choice.strip() for choice in self.choices)):
-            raise ValueError(f"choices are {show(self.choices)}, must be two or more words; write them as WORD: SCORE")
+            yield f"choices are {show(self.choices)}, must be two or more words; write them as WORD: SCORE"
         if self.pattern is not None:
             _check_pattern(self.pattern)
-        return self
 
 
-def check_url(url: str, like: str) -> None:
-    """Raises ValueError where this is no address of a server."""
+def address_rules(url: str, key: str | None, like: str) -> Iterator[str]:
+    """Rules: the address of a server, and the name of the variable with its key rather than the key."""
     if not re.match(r"https?://[^/\s]+", url):
-        raise ValueError(f"url is '{url}', must look like {like}; change it")
-
-
-def check_key_variable(name: str | None) -> None:
-    """Raises ValueError where a key is given in place of the variable's name that holds it."""
-    if name is not None and not re.fullmatch(r"[A-Za-z_]\w*", name):
-        raise ValueError("key is no name of an environment variable; give the name of one that holds the key")
+        yield f"url is '{url}', must look like {like}; change it"
+    if key is not None and not re.fullmatch(r"[A-Za-z_]\w*", key):
+        yield "key is no name of an environment variable; give the name of one that holds the key"
 
 
 def _check_pattern(pattern: str) -> None:

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import Field, model_validator
+from pydantic import Field
 
 from megappo.config.base import (
     Fraction,
@@ -18,9 +18,10 @@ from megappo.config.base import (
     Seconds,
     Settings,
     Text,
+    rule_of_one,
 )
 from megappo.config.hub import may_be_hub_name
-from megappo.config.judge import JudgeSettings, check_key_variable, check_url
+from megappo.config.judge import JudgeSettings, address_rules
 from megappo.config.own_server import RewardModelServerSettings
 from megappo.config.server_words import own_word_rules
 from megappo.observe.json_values import JSONValue
@@ -61,11 +62,9 @@ class RewardTermSettings(Settings):
     data_sources: Annotated[list[Text], Field(min_length=1)] | None = None
     """Values of a prompt's `data_source` that the function scores; it adds nothing to other prompts; null: all."""
 
-    @model_validator(mode="after")
-    def _has_function(self) -> RewardTermSettings:
-        _check_one(function=self.function, judge=self.judge)
-        _check_judge_alone(self.judge, self.options, batch=self.batch)
-        return self
+    def broken_rules(self) -> Iterator[str]:
+        yield from rule_of_one(function=self.function, judge=self.judge)
+        yield from _judge_alone(self.judge, self.options, batch=self.batch)
 
 
 class RemoteModelSettings(Settings):
@@ -81,11 +80,8 @@ class RemoteModelSettings(Settings):
     retries: NonNegativeInt = 10
     """How often a request is sent again in that time, after growing pauses, where the server fails."""
 
-    @model_validator(mode="after")
-    def _has_address(self) -> RemoteModelSettings:
-        check_url(self.url, "http://HOST:PORT")
-        check_key_variable(self.key)
-        return self
+    def broken_rules(self) -> Iterator[str]:
+        yield from address_rules(self.url, self.key, "http://HOST:PORT")
 
 
 class RewardSettings(Settings):
@@ -210,44 +206,28 @@ class RewardSettings(Settings):
         """The functions, for people."""
         return ", ".join("a judge" if term.judge else str(term.function) for _, term in self.terms.values())
 
-    @model_validator(mode="after")
-    def _has_functions(self) -> RewardSettings:
-        _check_one(function=self.function, judge=self.judge, functions=self.functions or None)
+    def broken_rules(self) -> Iterator[str]:
+        yield from rule_of_one(function=self.function, judge=self.judge, functions=self.functions or None)
         if self.functions and (self.options or self.batch):
-            raise ValueError("options and batch are those of a single function; write them into functions")
-        _check_judge_alone(self.judge, self.options, batch=self.batch)
+            yield "options and batch are those of a single function; write them into functions"
+        yield from _judge_alone(self.judge, self.options, batch=self.batch)
         for name, term in self.functions.items():
             if not name.isidentifier() or name in _TAKEN_NAMES:
-                raise ValueError(
-                    f"functions has '{name}', which is no name of a metric of its own; use letters, digits and _"
-                )
+                yield f"functions has '{name}', which is no name of a metric of its own; use letters, digits and _"
             if term.function == "environment":
-                raise ValueError("functions has 'environment', which stands alone; set function to it")
+                yield "functions has 'environment', which stands alone; set function to it"
         if [term.function for term in self.functions.values()].count(MODEL) > 1:
-            raise ValueError("functions has 'model' twice, and there is one reward model; remove one of them")
-        return self
-
-    @model_validator(mode="after")
-    def _clip_has_room(self) -> RewardSettings:
+            yield "functions has 'model' twice, and there is one reward model; remove one of them"
         if self.clip is not None and self.clip[0] >= self.clip[1]:
-            raise ValueError(f"clip is {list(self.clip)}, must be a lower and a higher number, such as [-10, 10]")
-        return self
-
-    @model_validator(mode="after")
-    def _model_has_path(self) -> RewardSettings:
+            yield f"clip is {list(self.clip)}, must be a lower and a higher number, such as [-10, 10]"
         if self.asks_model != (self.model_path is not None):
-            raise ValueError("model_path belongs to function: model; set both or neither")
+            yield "model_path belongs to function: model; set both or neither"
         if self.model_server is not None and self.model_path is None:
-            raise ValueError("model_server holds the model of model_path, which is null; set both or neither")
+            yield "model_server holds the model of model_path, which is null; set both or neither"
         if self.model_remote is not None and self.model_path is None:
-            raise ValueError(
-                "model_remote is asked with the tokenizer of model_path, which is null; set both or neither"
-            )
+            yield "model_remote is asked with the tokenizer of model_path, which is null; set both or neither"
         if self.model_remote is not None and self.model_server is not None:
-            raise ValueError(
-                "model_server and model_remote are both given; the model is in one of them, remove the other"
-            )
-        return self
+            yield "model_server and model_remote are both given; the model is in one of them, remove the other"
 
 
 def reward_rules(reward: RewardSettings) -> Iterator[str]:
@@ -269,14 +249,6 @@ def reward_rules(reward: RewardSettings) -> Iterator[str]:
             yield f"{reward.key_of(name)}.{judge.folder_problem}"
 
 
-def _check_one(**given: str | Settings | Mapping[str, Settings] | None) -> None:
-    """Raises ValueError where not exactly one of these settings is there."""
-    there = [name for name, value in given.items() if value is not None]
-    if len(there) != 1:
-        words = f"{' and '.join(there)} are all given" if there else f"none of {', '.join(given)} is given"
-        raise ValueError(f"{words}; give one of them")
-
-
-def _check_judge_alone(judge: JudgeSettings | None, options: Mapping[str, JSONValue], *, batch: bool) -> None:
+def _judge_alone(judge: JudgeSettings | None, options: Mapping[str, JSONValue], *, batch: bool) -> Iterator[str]:
     if judge is not None and (options or batch):
-        raise ValueError("options and batch are those of a function; a judge has settings of its own, so remove them")
+        yield "options and batch are those of a function; a judge has settings of its own, so remove them"

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Annotated, Literal
 
-from pydantic import BeforeValidator, Field, model_validator
+from pydantic import BeforeValidator, Field
 
 from megappo.config.base import (
     LARGEST_WORLD,
@@ -150,20 +151,6 @@ class OptimizerSettings(Settings):
         possible = self.shards_state(grid) and self.reduces_in_backward(on_cuda=on_cuda)
         return possible and self.overlap_param_gather is not False
 
-    @model_validator(mode="after")
-    def _gathers_what_is_sharded(self) -> OptimizerSettings:
-        if self.overlap_param_gather and self.distributed is False:
-            raise ValueError(
-                "overlap_param_gather is true, but with distributed false every rank updates all weights itself; "
-                "remove one of them"
-            )
-        if self.overlap_param_gather and not self.overlap_grad_reduce:
-            raise ValueError(
-                "overlap_param_gather is true, which Megatron has only together with overlap_grad_reduce; "
-                "set overlap_grad_reduce to true, or remove overlap_param_gather"
-            )
-        return self
-
     def warmup(self, total_updates: int) -> int:
         """Updates of linear warm-up in a run of so many."""
         return self.warmup_updates or int(self.warmup_ratio * total_updates)
@@ -172,23 +159,25 @@ class OptimizerSettings(Settings):
         """The last updates of so many, in which `wsd` decays."""
         return max(1, round(self.decay_ratio * total_updates))
 
-    @model_validator(mode="after")
-    def _warms_up_once(self) -> OptimizerSettings:
+    def broken_rules(self) -> Iterator[str]:
+        if self.overlap_param_gather and self.distributed is False:
+            yield (
+                "overlap_param_gather is true, but with distributed false every rank updates all weights itself; "
+                "remove one of them"
+            )
+        if self.overlap_param_gather and not self.overlap_grad_reduce:
+            yield (
+                "overlap_param_gather is true, which Megatron has only together with overlap_grad_reduce; "
+                "set overlap_grad_reduce to true, or remove overlap_param_gather"
+            )
         if self.warmup_updates and self.warmup_ratio:
-            raise ValueError(
+            yield (
                 f"warmup_updates {self.warmup_updates} and warmup_ratio {self.warmup_ratio:g} are both given; keep one"
             )
         if "decay_ratio" in self.model_fields_set and self.schedule != "wsd" and self.decay_ratio != 0.1:
-            raise ValueError(f"decay_ratio is of the schedule wsd, and schedule is {self.schedule}; remove it")
-        return self
-
-    @model_validator(mode="after")
-    def _min_below_peak(self) -> OptimizerSettings:
+            yield f"decay_ratio is of the schedule wsd, and schedule is {self.schedule}; remove it"
         if self.min_learning_rate > self.learning_rate:
-            raise ValueError(
-                f"min_learning_rate {self.min_learning_rate} is above learning_rate {self.learning_rate}; lower it"
-            )
-        return self
+            yield f"min_learning_rate {self.min_learning_rate} is above learning_rate {self.learning_rate}; lower it"
 
 
 def _all_or_parts(value: Given) -> Given | dict[str, Given]:
@@ -234,14 +223,12 @@ class LoraSettings(Settings):
         """The adapters of a model."""
         return LoraShape.of(arch, self.rank, self.alpha, self.targets)
 
-    @model_validator(mode="after")
-    def _has_no_dropout(self) -> LoraSettings:
+    def broken_rules(self) -> Iterator[str]:
         if self.dropout:
-            raise ValueError(
+            yield (
                 f"dropout {self.dropout:g} would change the policy between its samples and its updates; set it to 0, "
                 "or remove it"
             )
-        return self
 
 
 _MINIBATCHES = 4
@@ -306,14 +293,12 @@ class TrainedRoleSettings(Settings):
         """Updates in a step."""
         return len(self.minibatch_sizes(batch_sequences)) * self.epochs
 
-    @model_validator(mode="after")
-    def _has_minibatches(self) -> TrainedRoleSettings:
+    def broken_rules(self) -> Iterator[str]:
         if self.minibatch_sequences is not None and self.minibatches is not None:
-            raise ValueError(
+            yield (
                 f"minibatch_sequences {self.minibatch_sequences} and minibatches {self.minibatches} are both given; "
                 "keep one of them"
             )
-        return self
 
 
 class ActorOptimizerSettings(OptimizerSettings):
@@ -399,21 +384,13 @@ class ReferenceSettings(Settings):
     """Whether the weights leave the device while the role rests: `true`, `false`, or `{weights: true}`; it has neither
     gradients nor an optimizer."""
 
-    @model_validator(mode="after")
-    def _is_the_actor_of_before(self) -> ReferenceSettings:
+    def broken_rules(self) -> Iterator[str]:
         other = "path" if self.path is not None else "share_actor_base" if self.share_actor_base else ""
         if self.refresh_every_steps is not None and other:
-            raise ValueError(
+            yield (
                 f"refresh_every_steps {self.refresh_every_steps} has the reference take the actor's weights, and with "
                 f"{other} it is no copy of the actor; remove one of them"
             )
-        return self
-
-    @model_validator(mode="after")
-    def _has_weights_alone(self) -> ReferenceSettings:
         for part in ("gradients", "optimizer"):
             if getattr(self.offload, part):
-                raise ValueError(
-                    f"offload.{part} is true, but the reference is not trained and has weights alone; remove it"
-                )
-        return self
+                yield f"offload.{part} is true, but the reference is not trained and has weights alone; remove it"

@@ -7,7 +7,7 @@ sections have files of their own: `roles`, `algorithm`, `data`, `engine`, `envir
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -82,13 +82,11 @@ class RunSettings(Settings):
             )
         return name
 
-    @model_validator(mode="after")
-    def _has_one_length(self) -> RunSettings:
+    def broken_rules(self) -> Iterator[str]:
         if self.steps is None and self.epochs is None:
-            raise ValueError("steps is missing; add it (PPO steps), or epochs (passes over data.train)")
+            yield "steps is missing; add it (PPO steps), or epochs (passes over data.train)"
         if self.steps is not None and self.epochs is not None:
-            raise ValueError(f"steps {self.steps} and epochs {self.epochs:g} are both given; keep one of them")
-        return self
+            yield f"steps {self.steps} and epochs {self.epochs:g} are both given; keep one of them"
 
     @property
     def path(self) -> Path:
@@ -116,14 +114,10 @@ class RuntimeSettings(Settings):
     phase_timeouts_seconds: dict[str, Seconds] = Field(default_factory=dict)
     """Limits of single phases, such as {rollout: 3600}."""
 
-    @model_validator(mode="after")
-    def _phases_exist(self) -> RuntimeSettings:
+    def broken_rules(self) -> Iterator[str]:
         for name in self.phase_timeouts_seconds:
             if name not in PHASES:
-                raise ValueError(
-                    f"phase_timeouts_seconds has '{name}', which is no phase; they are {', '.join(PHASES)}"
-                )
-        return self
+                yield f"phase_timeouts_seconds has '{name}', which is no phase; they are {', '.join(PHASES)}"
 
 
 class ModelSettings(Settings):
@@ -299,24 +293,18 @@ class RolloutSettings(Settings):
             check_choice(engine, ENGINES)
         return engine
 
-    @model_validator(mode="after")
-    def _generation_is_of_ones_own(self) -> RolloutSettings:
+    def broken_rules(self) -> Iterator[str]:
         if self.generation is not None:
             if not is_import_path(self.generation):
                 forms = "package.module:function or path/to/file.py:function"
-                raise ValueError(f"generation is {show(self.generation)}, must be a path; write {forms}")
+                yield f"generation is {show(self.generation)}, must be a path; write {forms}"
         elif self.generation_options:
-            raise ValueError("generation_options are for a function of your own, and generation is null; remove them")
-        return self
-
-    @model_validator(mode="after")
-    def _no_truncated_sampling(self) -> RolloutSettings:
+            yield "generation_options are for a function of your own, and generation is null; remove them"
         if self.top_p != 1.0 or self.top_k != 0:
-            raise ValueError(
+            yield (
                 f"top_p {self.top_p} and top_k {self.top_k} cut the distribution that the ratios are computed of; "
                 "set top_p: 1.0 and top_k: 0 and use temperature instead"
             )
-        return self
 
 
 class EvaluationSettings(Settings):

@@ -128,7 +128,7 @@ MALFORMED: list[tuple[dict[str, Any], list[str]]] = [
     ({"algorithm.lam": {"actor": "x"}}, ["algorithm.lam.actor: 'x' is neither a number", "{length_adaptive: 0.05}"]),
     (
         {"algorithm.lam": {"actor": {"number": 0.5, "length_adaptive": 0.1}}},
-        ["algorithm.lam.actor: both of number and length_adaptive are given; give one of them"],
+        ["algorithm.lam.actor: number and length_adaptive are given together; give one of them"],
     ),
     ({"rollout.generation": "segments"}, ["rollout: generation is 'segments', must be a path; write package.module"]),
     ({"rollout.generation_options": {"tokens": 1}}, ["generation_options are for a function of your own", "remove"]),

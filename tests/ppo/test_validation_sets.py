@@ -62,8 +62,8 @@ def override(*given: str) -> Any:
 
 MIXTURE = "data.mixture={a: {source: a.jsonl, weight: 3}, b: {source: b.jsonl}}"
 REFUSED = [
-    (["data.train=null"], "data: neither of train and mixture are given; give one of them, the other one is null"),
-    ([MIXTURE], "data: both of train and mixture are given; give one of them"),
+    (["data.train=null"], "data: none of train, mixture is given; give one of them, the other one is null"),
+    ([MIXTURE], "data: train and mixture are given together; give one of them"),
     (["data.train=null", "data.mixture={}"], "data: mixture is empty; write a name and a source into it"),
     (["data.train=null", "data.mixture={a/b: {source: x}}"], "mixture has 'a/b', which is no name of metrics; use"),
     (["data.train=null", "data.mixture={a: {source: x.jsonl, weight: 0}}"], "data.mixture.a.weight is 0, must be at"),

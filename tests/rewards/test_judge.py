@@ -222,18 +222,18 @@ GOOD = {"url": "http://judge:1/v1", "model": "m", "prompt": "{answer}", "pattern
 @pytest.mark.parametrize(
     ("changes", "sentence"),
     [
-        ({"url": None}, "neither of url and server are given; give url, or server: {}"),
-        ({"server": {}}, "both of url and server are given"),
+        ({"url": None}, "none of url, server is given; give url, or server: {}"),
+        ({"server": {}}, "url and server are given together"),
         ({"url": None, "server": {}, "key": "KEY"}, "key is for a server that runs already"),
         ({"url": "judge:8000"}, "url is 'judge:8000', must look like http://HOST:PORT/v1"),
         ({"model": None}, "model"),
         ({"key": "sk-123"}, "key is no name of an environment variable; give the name of one"),
-        ({"prompt": None}, "neither of prompt and prompt_file are given"),
-        ({"prompt_file": "x"}, "both of prompt and prompt_file are given"),
+        ({"prompt": None}, "none of prompt, prompt_file is given"),
+        ({"prompt_file": "x"}, "prompt and prompt_file are given together"),
         ({"prompt": "{answer} {referense}"}, r"has \{referense\}, which is none of \{question\}, \{answer\}"),
         ({"prompt": "{question} {{answer}}"}, r"prompt has no \{answer\}, so that the judge would not see"),
-        ({"pattern": None}, "neither of pattern and choices are given"),
-        ({"choices": {"a": 1.0, "b": 2.0}}, "both of pattern and choices are given"),
+        ({"pattern": None}, "none of pattern, choices is given"),
+        ({"choices": {"a": 1.0, "b": 2.0}}, "pattern and choices are given together"),
         ({"pattern": None, "choices": {"a": 1.0}}, "must be two or more words"),
         ({"pattern": None, "choices": {"a": 1.0, " ": 1.0}}, "must be two or more words"),
         ({"pattern": None, "choices": {"a": 1.0, "b": 0.0}, "scale": [0, 1]}, "scale is for the numbers of pattern"),
@@ -252,10 +252,10 @@ def test_judges_that_cannot_be_meant(changes: dict[str, Any], sentence: str) -> 
 
 def test_a_judge_stands_where_a_function_does(tmp_path: Path) -> None:
     for reward, sentence in [
-        ({"judge": GOOD, "function": "exact"}, "function and judge are all given; give one of them"),
+        ({"judge": GOOD, "function": "exact"}, "function and judge are given together; give one of them"),
         ({"judge": GOOD, "batch": True}, "a judge has settings of its own"),
         ({"functions": {"a": {}}}, "none of function, judge is given; give one of them"),
-        ({"functions": {"a": {"judge": GOOD, "function": "exact"}}}, "function and judge are all given"),
+        ({"functions": {"a": {"judge": GOOD, "function": "exact"}}}, "function and judge are given together"),
     ]:
         with pytest.raises(ConfigError, match=sentence):
             load_config(BASE, [f"reward={json.dumps(reward)}"])

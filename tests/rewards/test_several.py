@@ -220,7 +220,7 @@ def test_functions_see_the_whole_conversation() -> None:
 @pytest.mark.parametrize(
     ("word", "sentence"),
     [
-        ("reward.functions={a: {function: exact}}", "function and functions are all given; give one of them"),
+        ("reward.functions={a: {function: exact}}", "function and functions are given together; give one of them"),
         ("reward={functions: {mean: {function: exact}}}", "'mean', which is no name of a metric of its own"),
         ("reward={functions: {a: {function: exact}}, batch: true}", "options and batch are those of a single function"),
         ("reward={workers: 1}", "none of function, judge, functions is given"),
