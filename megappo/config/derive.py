@@ -328,7 +328,7 @@ def _engine_words(config: Config) -> str:
         count = "as many servers as fit" if servers.engines is None else f"{servers.engines} servers"
         where = f"{count}, TP {servers.tensor_parallel}, {servers.placement}"
     ahead = f", {rollout.ahead} steps of prompts in flight" if rollout.in_flight else ", one step ahead"
-    return f"sglang, {where}" + (ahead if rollout.ahead else "")
+    return f"{rollout.engine}, {where}" + (ahead if rollout.ahead else "")
 
 
 def print_table(

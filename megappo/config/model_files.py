@@ -160,7 +160,7 @@ def resolve_stop_token_ids(
     folder: Path, tokenizer: PreTrainedTokenizerBase, extra: Sequence[int], rows: TokenRows | None = None
 ) -> tuple[int, ...]:
     """Tokens that end a response: the tokenizer's, those of config.json and generation_config.json, at any of which
-    SGLang stops, and the configured ones.
+    servers stop, and the configured ones.
 
     Raises ConfigError for one that is none of `rows`, which could never be sampled.
     """

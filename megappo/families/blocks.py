@@ -160,7 +160,7 @@ class Experts(GatedMlp):
     """
 
     stored: str = "mlp"
-    """Name of the router and experts of a layer in files and in SGLang; transformers says `mlp`."""
+    """Name of the router and experts of a layer in files and in servers; transformers says `mlp`."""
     matrices: tuple[str, str, str] = ("gate_proj", "up_proj", "down_proj")
     """Names of an expert's matrices in files."""
     wide_router: bool = False

@@ -74,7 +74,7 @@ class Parameter:
 
     @property
     def engine_name(self) -> str:
-        """Name of SGLang's parameter that holds the tensors."""
+        """Name of the served model's parameter that holds the tensors."""
         return self.fused or self.hf[0]
 
     @property

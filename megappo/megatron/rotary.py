@@ -43,7 +43,7 @@ class PackedRotary(nn.Module):
         return packed_seq_params.positions
 
     def forward(self, positions: Tensor, *, packed_seq: bool, cp_group: dist.ProcessGroup) -> Tensor:
-        """(t,) -> (2, t, 1, d): cosine and sine in float32, as in SGLang.
+        """(t,) -> (2, t, 1, d): cosine and sine in float32, as servers compute them.
 
         They are one tensor, because Megatron would take a pair for queries and keys. Several kinds of rope are
         flattened and concatenated; `of_kind` selects one of them.

@@ -317,7 +317,7 @@ def _layer_communication(spent: _StageWork, role: RoleSetup, tokens: float, *, p
 
 
 def rollout_cost(arch: ArchitectureConfig, work: Workload, machine: Machine) -> StageCost:
-    """SGLang's servers, or the embedded engine: each rank prefills and decodes its prompts in batches.
+    """Servers, or the embedded engine: each rank prefills and decodes its prompts in batches.
 
     A decoding step reads all weights once and each sequence's cache: to attend, to append by concatenation (a read and
     a write) and, with grouped queries, to repeat it for every query head (a read, a write and a read of that).
@@ -374,7 +374,7 @@ def _prefill_flops(arch: ArchitectureConfig, tokens: int) -> float:
 
 
 def _served_rollout(arch: ArchitectureConfig, servers: Servers, work: Workload, machine: Machine) -> StageCost:
-    """The rollout on SGLang servers. A server decodes as many sequences together as have room for their keys and
+    """The rollout on servers. A server decodes as many sequences together as have room for their keys and
     values, and starts the next one when one ends, so its S sequences of R tokens take S R / running decoding steps.
 
     A step reads the weights and the keys and values of the running sequences, and writes float32 logits. On a GPU it is

@@ -79,7 +79,7 @@ class RoleMemory:
 
 @dataclass(frozen=True)
 class EngineMemory:
-    """Bytes of the engine on one rank: the whole model where it is embedded, a share of it in an SGLang server."""
+    """Bytes of the engine on one rank: the whole model where it is embedded, a share of it in a server."""
 
     weights: float
     kv_cache: float
@@ -112,7 +112,7 @@ class RankMemory:
     stages: dict[str, float]
     """Bytes by stage of the step while it runs, resident bytes included."""
     of_servers: bool = False
-    """Whether these are ranks of SGLang servers on devices of their own, numbered from 0, instead of trainer ranks."""
+    """Whether these are ranks of servers on devices of their own, numbered from 0, instead of trainer ranks."""
 
     @property
     def peak_stage(self) -> str:
@@ -203,7 +203,7 @@ def engine_memory(arch: ArchitectureConfig, work: Workload) -> EngineMemory:
 
 
 def server_memory(arch: ArchitectureConfig, servers: Servers, work: Workload) -> EngineMemory:
-    """Bytes of one rank of an SGLang server (`megappo.plan.servers`).
+    """Bytes of one rank of a server (`megappo.plan.servers`).
 
     Beside trainers on a GPU it has a CUDA context of its own. Asleep it keeps nothing but the context; woken for a
     weight sync it holds its weights, and keys and values only after the sync.
@@ -252,7 +252,7 @@ def sync_bytes(setup: Setup) -> float:
     of every different part of a bucket. Whole tensors are one part; slices are as many parts as a server has ranks, or
     as there are other ranks where those are fewer.
 
-    SGLang needs two buffers, one of which is loaded while the other is filled, and copies of a layer's experts that
+    Servers need two buffers, one of which is loaded while the other is filled, and copies of a layer's experts that
     wait to be compared with the engine's, one for each pipeline stage where all stages send in turns.
 
     With adapters a rank's part of a bucket is merged first: weight, product and sum exist in float32 for one parameter

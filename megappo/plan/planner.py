@@ -44,7 +44,7 @@ class Plan:
     gpus: int
     """Devices of the trainers."""
     server_gpus: int
-    """Devices that SGLang's servers have to themselves."""
+    """Devices that servers have to themselves."""
     fits: bool
     usable_bytes: float
     """Memory of a device that a plan may fill."""
@@ -174,7 +174,7 @@ def _template(config: Config, *, known: bool) -> str:
 
 def make_plan(config: Config, models: Models, machine: Machine, gpus: int) -> Plan:
     """Plan a configuration on so many devices. Raises ConfigError where its rules do not hold on that world, and where
-    an SGLang server has no room for the longest sequence."""
+    a server has no room for the longest sequence."""
     config = resolve(config, on_cuda=machine.is_cuda)
     derive(config, gpus, models.actor, models.critic, models.reference)
     share = machine.per_rank(gpus)
@@ -212,7 +212,7 @@ def make_plan(config: Config, models: Models, machine: Machine, gpus: int) -> Pl
 
 def _verdict(fullest: RankMemory, usable_bytes: float, fits: bool) -> str:
     needs = "needs" if len(fullest.ranks) == 1 else "need"
-    whose = " of the SGLang servers" if fullest.of_servers else ""
+    whose = " of the servers" if fullest.of_servers else ""
     return (
         f"{'fits' if fits else 'does not fit'}: {rank_words(fullest.ranks)}{whose} {needs} "
         f"{size_words(fullest.peak)} in {fullest.peak_stage}, {size_words(usable_bytes)} are usable"

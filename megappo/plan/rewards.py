@@ -132,7 +132,7 @@ def _judge_memory(reward: RewardSettings, name: str, device_bytes: float, *, on_
 
 def _numbers_of_tokens(folder: str, server: JudgeServerSettings) -> float:
     """Elements of keys and values of all tokens that a rank of the server holds, by the fields that transformers writes
-    into config.json: SGLang serves models of families that megappo does not train."""
+    into config.json: a judge may be of a family that megappo does not train."""
     told = read_object(Path(folder) / "config.json")
     told = told.get("text_config", told)
     heads = told.get("num_attention_heads", 1)

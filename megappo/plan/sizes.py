@@ -55,7 +55,7 @@ def generation_flops_of_pair(arch: ArchitectureConfig, *, served: bool) -> float
     values.
 
     With latent attention, the embedded engine expands keys and values from the latents again for each generated token.
-    SGLang multiplies queries and outputs by those matrices instead (DeepSeek-AI 2024, arXiv:2405.04434, section 2.1.2).
+    Servers multiply queries and outputs by those matrices instead (DeepSeek-AI 2024, arXiv:2405.04434, section 2.1.2).
     """
     layers, net = len(arch.attention_layers), arch.latent
     if net is None:

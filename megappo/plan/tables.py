@@ -77,7 +77,7 @@ def _memory_table(plan: Plan) -> Table:
     """One row per role on the fullest ranks: what stays, and what a stage adds."""
     ranks: RankMemory = plan.fullest_trainers
     unit, size = ("GB", _GIGA) if plan.fullest.peak >= _GIGA else ("MB", 1e6)
-    more = f" and {plan.server_gpus} of SGLang's" if plan.server_gpus else ""
+    more = f" and {plan.server_gpus} of servers" if plan.server_gpus else ""
     if plan.reward_servers:
         more += f" and {sum(server.ranks for server in plan.reward_servers)} of rewards"
     title = f"{plan.name} on {plan.gpus} x {plan.machine}{more}: {unit} on {rank_words(ranks.ranks)}, the fullest"

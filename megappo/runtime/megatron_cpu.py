@@ -90,7 +90,7 @@ def _set_rng_state(state: torch.Tensor, *_args: _Ignored, **_kwargs: _Ignored) -
 
 
 def hide_cuda_only_packages() -> None:
-    """Hide packages that come with SGLang and that Megatron imports where it finds them.
+    """Hide packages that come with an inference server and that Megatron imports where it finds them.
 
     flash_mla needs libcuda and dies with OSError, which megatron.core does not guard against. flashinfer, for an
     inference that is not used, and flash_attn, for attention on GPUs, take seconds to import.

@@ -38,6 +38,7 @@ from megappo.config.server_words import OWNED, REFUSED, word_rules
 from megappo.engines.registry import find_engine
 from megappo.engines.sglang import fleet
 from megappo.engines.sglang.client import Endpoint
+from megappo.engines.sglang.fingerprint import Fingerprints, differing
 from megappo.engines.sglang.inspection import ServerInfo, check_routing
 from megappo.engines.sglang.rendezvous import MultiNodeRendezvous, ServerPart
 from megappo.engines.sglang.server import EngineError
@@ -51,7 +52,6 @@ from megappo.families.declaration import Block, Family
 from megappo.families.parameters import model_parameters, tensor_shapes
 from megappo.plan.cache import PlannedCache
 from megappo.ppo import run
-from megappo.reshard.fingerprint import Fingerprints, differing
 from megappo.reshard.slices import EngineShape, Receiver
 from megappo.reshard.stream import ReceiverPayload
 from megappo.runtime import nccl, sglang_cpu

@@ -142,7 +142,7 @@ def test_servers_elsewhere() -> None:
     assert trainers.engine.total == 0 and servers.roles == ()
     assert servers.engine.weights == 2 * server_weights(models().actor, 2)
     assert set(servers.stages) == {"rollout", "sync"}
-    assert found.verdict.startswith("fits: ranks 0-3 of the SGLang servers need")
+    assert found.verdict.startswith("fits: ranks 0-3 of the servers need")
 
 
 def test_servers_larger_than_a_node() -> None:

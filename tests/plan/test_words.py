@@ -62,7 +62,7 @@ def row_reads(cells: Sequence[str], numbers: Sequence[float], size: float) -> bo
 
 @pytest.mark.parametrize(("found", "unit", "whose"), [
     (plan(), "GB", "qwen3_8b_8gpu_math on 8 x h200: GB on ranks 0-7, the fullest"),
-    (plan(*APART, gpus=16), "GB", "on 16 x h200 and 3 of SGLang's: GB on ranks 0-7, the fullest"),
+    (plan(*APART, gpus=16), "GB", "on 16 x h200 and 3 of servers: GB on ranks 0-7, the fullest"),
     (plan(*EMBEDDED, "actor.layout={}", "critic.layout={}", gpus=1, small=True), "MB", "on 1 x h200: MB on rank 0,"),
 ])  # fmt: skip
 def test_the_tables_tell_the_plan(found: Plan, unit: str, whose: str) -> None:
@@ -119,7 +119,7 @@ def test_the_table_of_a_search() -> None:
 )  # fmt: skip
 def test_the_verdict_and_the_bottleneck(found: Plan) -> None:
     told = re.fullmatch(
-        r"(.*): (ranks? [\d-]+)( of the SGLang servers)? (needs?) (\S+) (.B) in (\w+), (\S+) GB are usable",
+        r"(.*): (ranks? [\d-]+)( of the servers)? (needs?) (\S+) (.B) in (\w+), (\S+) GB are usable",
         found.verdict,
     )
     assert told is not None, found.verdict

@@ -14,10 +14,10 @@ from functools import partial
 from typing import Any
 
 from megappo.engines.sglang.client import Endpoint, ServerFailure, call
+from megappo.engines.sglang.fingerprint import Fingerprints, differing
 from megappo.engines.sglang.transport import Loaded, Transport
 from megappo.errors import first_of
 from megappo.observe.json_values import JSONValue
-from megappo.reshard.fingerprint import Fingerprints, differing
 from megappo.reshard.slices import EngineShape, Receiver
 from megappo.runtime.device import thread_pool
 from megappo.runtime.objects import receive_object, send_object
