@@ -310,12 +310,6 @@ class ArchitectureConfig(ModelShape):
         special = self.sigmoid_router or self.latent is not None or self.special_layers != ()
         return special or self.extensions != ArchitectureExtensions()
 
-    @property
-    def layers_with_window(self) -> int:
-        """Number of layers that have the window."""
-        every = self.windowed_layers or (True,) * self.layers
-        return sum(every) if self.has_window else 0
-
 
 def expert_number_bytes(experts: int) -> int:
     """Bytes of the smallest integer that can number each expert and has one more value for "none"."""

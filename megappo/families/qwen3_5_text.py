@@ -2,18 +2,13 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
+from megappo.families import qwen3_next
 from megappo.families.architecture import ArchitectureConfig, DeltaNet
 from megappo.families.blocks import GatedMlp
-from megappo.families.declaration import Family, Weight
-from megappo.families.qwen3_next import (
-    MTP_COUNT_FIELD,
-    AttentionNorms,
-    GatedAttention,
-    LinearAttention,
-    delta_net,
-    full_attention_interval,
-    mtp_layers,
-)
+from megappo.families.declaration import Weight
+from megappo.families.qwen3_next import AttentionNorms, GatedAttention, LinearAttention, delta_net
 from megappo.families.reading import no_attention_bias, partly_rotated_decoder, silu_mlp
 from megappo.families.served import Served
 
@@ -34,9 +29,6 @@ class SplitLinearAttention(LinearAttention):
         return found[0], found[1]
 
 
-PREFIX = "model.language_model."
-
-
 def passed_over(arch: ArchitectureConfig) -> tuple[str, ...]:
     """Beginning of the names of tensors for images."""
     return ("model.visual.",)
@@ -47,16 +39,12 @@ def unserved(arch: ArchitectureConfig, asked: Served) -> str:
     return f"SGLang has no {arch.family}, but Qwen3.5 with images alone"
 
 
-FAMILY = Family(
-    "qwen3_5_text",
+FAMILY = replace(
+    qwen3_next.FAMILY,
+    model_type="qwen3_5_text",
     reads=(partly_rotated_decoder, silu_mlp, no_attention_bias, delta_net),
     blocks=(GatedAttention(), AttentionNorms(), SplitLinearAttention(), GatedMlp()),
     unserved=unserved,
-    adapted=False,
-    extra_config=full_attention_interval,
-    mtp_layers=mtp_layers,
-    mtp_count_field=MTP_COUNT_FIELD,
     passed_over=passed_over,
-    stored_prefix=PREFIX,
-    fingerprinted=False,
+    stored_prefix="model.language_model.",
 )

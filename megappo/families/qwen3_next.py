@@ -167,9 +167,6 @@ def full_attention_interval(c: HFConfig) -> Fields:
     return {} if n is None else {"full_attention_interval": n}
 
 
-MTP_COUNT_FIELD = "mtp_num_hidden_layers"
-
-
 def mtp_layers(arch: ArchitectureConfig) -> tuple[str, ...]:
     """Beginning of the names of the multi-token prediction layers, and of what stands before and behind them."""
     return ("mtp.",)
@@ -183,6 +180,6 @@ FAMILY = Family(
     adapted=False,
     extra_config=full_attention_interval,
     mtp_layers=mtp_layers,
-    mtp_count_field=MTP_COUNT_FIELD,
+    mtp_count_field="mtp_num_hidden_layers",
     fingerprinted=False,
 )
