@@ -22,7 +22,7 @@ from megappo.engines.stretches import token_versions
 from megappo.errors import writing
 from megappo.observe.json_values import JSONValue
 from megappo.ppo.components import RunComponents
-from megappo.ppo.generation import Kept
+from megappo.ppo.generation import Kept, StepSamples
 from megappo.ppo.in_flight_state import KEY, State, read_state, written_state
 from megappo.ppo.sampling import SampleRequests, finish_rollout
 from megappo.ppo.tickets import Group
@@ -97,15 +97,15 @@ class ArrivalsRecord:
             _append(self._folder / INDEX, json.dumps(line | {"rounds": list(rounds.values())}))
 
 
-class ReplayedArrivals:
-    """Gives steps the samples that another run recorded, instead of asking the engine; a collective of the world.
+class ReplayedArrivals(StepSamples):
+    """Gives steps the samples that another run recorded, instead of asking the engine.
 
-    Replaces `InFlight`. The recording run may have used any engine and any number of ranks.
+    The recording run may have used any engine and any number of ranks.
     """
 
     def __init__(self, parts: RunComponents, folder: Path) -> None:
-        self._parts, self._folder = parts, folder
-        self._index = read_index(folder)
+        super().__init__(parts)
+        self._folder, self._index = folder, read_index(folder)
         self._step = 0
         self._state = State([], [], 0, 0, {})
         """State of the step that was asked for last."""
@@ -150,34 +150,9 @@ class ReplayedArrivals:
             answers |= whole.answers
         return replace(whole, answers=answers)
 
-    def begin(self, step: int) -> None:
-        """Does nothing: nothing is generated."""
-
-    def settle(self, *, weights_changed: bool) -> None:
-        """Does nothing: there is nothing to wait for."""
-
-    def pause(self, *, stops: bool = False) -> None:
-        """Does nothing: nothing is in progress."""
-
-    def go_on(self) -> None:
-        """Does nothing: nothing is sent."""
-
     def metrics(self) -> dict[str, float]:
         """Metrics of the step, as the recorded run logged them."""
         return dict(self._index[self._step]["metrics"])
-
-    @property
-    def draws_on(self) -> bool:
-        """False: the cursor is at the end of a step."""
-        return False
-
-    def is_torn(self, step: int) -> bool:
-        """False: no step is begun early."""
-        return False
-
-    def cursor_state(self) -> dict[str, JSONValue]:
-        """State of the recorded run's cursor."""
-        return self._parts.cursor.state_dict()
 
     def forget(self, step: int) -> None:
         """Keep the state of a finished step for `state_dict`."""

@@ -50,16 +50,15 @@ class _Drawn:
         self.answers |= {self.asked[i]: completion for i, completion in done.items()}
 
 
-class Responses:
-    """Takes prompts from the cursor, step by step, and has the engine respond; every call is a collective of the
-    world."""
+class StepSamples:
+    """Where the samples of a run's steps come from; every call is a collective of the world. Unless a method says
+    otherwise, nothing goes on between steps and there is nothing to save."""
+
+    draws_on = False
+    """Whether prompts are drawn at any time, so that the cursor must be saved at the same time as `state_dict`."""
 
     def __init__(self, parts: RunComponents) -> None:
         self._parts = parts
-        settings = parts.config.rollout
-        self._params = parts.sampling(settings.max_response_tokens, trained_on=True)
-        self._keeps = settings.when_stopped == "keep"
-        self._drawn: dict[int, _Drawn] = {}
 
     def of_step(self, step: int, *, weights_changed: bool) -> Rollouts:
         """This rank's responses of a step. The sampled tokens are exactly those that are trained on.
@@ -67,6 +66,61 @@ class Responses:
         `weights_changed`: whether the actor is newer than the engine's weights, which matters where an engine must be
         restarted. Raises Interrupted on every rank where the run is asked to stop.
         """
+        raise NotImplementedError
+
+    def more(self, step: int, number: int, prompts: int) -> Rollouts:
+        """This rank's responses to further prompts of a step, in round `number` (the first is 0); raises as `of_step`.
+        A run that is stopped during it generates them again."""
+        raise NotImplementedError
+
+    def begin(self, step: int) -> None:
+        """Start generating the responses of a later step."""
+
+    def settle(self, *, weights_changed: bool) -> None:
+        """Wait for everything that was started. Raises Interrupted as `of_step` does."""
+
+    def pause(self, *, stops: bool = False) -> None:
+        """Interrupt generation because weights change or the run stops."""
+
+    def go_on(self) -> None:
+        """Continue after weights have changed."""
+
+    def metrics(self) -> dict[str, float]:
+        """Metrics of responses that no step has taken yet."""
+        return {}
+
+    def is_torn(self, step: int) -> bool:
+        """Whether a step was begun and dropped, and needs weights that are gone; the same on every rank."""
+        return False
+
+    def cursor_state(self) -> dict[str, JSONValue]:
+        """State of the cursor for a checkpoint."""
+        return self._parts.cursor.state_dict()
+
+    def forget(self, step: int) -> None:
+        """Drop the responses of a step whose updates are done."""
+
+    def state_dict(self, step: int) -> Kept:
+        """This rank's responses of steps that are not trained on yet, from `step` on."""
+        return {}
+
+    def load_state_dict(self, kept: Sequence[Kept]) -> None:
+        """Restore what `state_dict` returned on every rank of a run, which may have had other ranks."""
+
+
+class Responses(StepSamples):
+    """Takes prompts from the cursor, step by step, and has the engine respond; pending responses keep the weights that
+    they began with."""
+
+    def __init__(self, parts: RunComponents) -> None:
+        super().__init__(parts)
+        settings = parts.config.rollout
+        self._params = parts.sampling(settings.max_response_tokens, trained_on=True)
+        self._keeps = settings.when_stopped == "keep"
+        self._drawn: dict[int, _Drawn] = {}
+
+    def of_step(self, step: int, *, weights_changed: bool) -> Rollouts:
+        """See `StepSamples.of_step`."""
         self.settle(weights_changed=weights_changed)
         drawn = self._drawn[step] if step in self._drawn else self._draw(step)
         if not drawn.is_whole:
@@ -82,8 +136,7 @@ class Responses:
         return self._finish(drawn.wanted, completions)
 
     def more(self, step: int, number: int, prompts: int) -> Rollouts:
-        """This rank's responses to further prompts of a step, in round `number` (the first is 0); raises as `of_step`.
-        A run that is stopped during it generates them again."""
+        """See `StepSamples.more`."""
         wanted = self._request(step, self._parts.cursor.take(prompts), number * self._parts.derived.batch_sequences)
         completions = self._parts.answer(wanted.prompts, wanted.requests, self._params)
         return self._finish(wanted, completions)
@@ -92,13 +145,13 @@ class Responses:
         return finish_rollout(wanted, completions, self._parts.tokenizer, self._parts.vocabulary, self._parts.answerer)
 
     def begin(self, step: int) -> None:
-        """Start generating the responses of a later step."""
+        """See `StepSamples.begin`."""
         drawn = self._drawn[step] if step in self._drawn else self._draw(step)
         requests = drawn.ask_for_the_rest()
         drawn.pending = self._parts.submit(drawn.asked_prompts, requests, self._params)
 
     def settle(self, *, weights_changed: bool) -> None:
-        """Wait for everything that was started. Raises Interrupted as `of_step` does."""
+        """See `StepSamples.settle`."""
         for drawn in self._drawn.values():
             pending = drawn.pending
             if pending is None:
@@ -110,21 +163,6 @@ class Responses:
                 drawn.pending = None
             drawn.is_whole = True
 
-    def pause(self, *, stops: bool = False) -> None:
-        """Does nothing when weights change or the run stops: pending responses keep the weights they began with."""
-
-    def go_on(self) -> None:
-        """Does nothing after weights have changed."""
-
-    def metrics(self) -> dict[str, float]:
-        """Metrics of responses that no step has taken yet; empty, as a step takes all."""
-        return {}
-
-    @property
-    def draws_on(self) -> bool:
-        """Whether the cursor must be saved at the same time as `state_dict`; False, as prompts are drawn again here."""
-        return False
-
     def is_torn(self, step: int) -> bool:
         """Whether a step was begun and dropped; the same on every rank."""
         return step in self._drawn and not self._drawn[step].is_whole
@@ -134,7 +172,7 @@ class Responses:
         return next((drawn.cursor for drawn in self._drawn.values()), None) or self._parts.cursor.state_dict()
 
     def forget(self, step: int) -> None:
-        """Drop the responses of a step whose updates are done."""
+        """See `StepSamples.forget`."""
         self._drawn.pop(step, None)
 
     def state_dict(self, step: int) -> Kept:

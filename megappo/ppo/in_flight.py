@@ -16,10 +16,9 @@ from megappo.engines.protocol import Completion, GenerateRequest, HoldingEngine,
 from megappo.engines.rows import check_answers
 from megappo.engines.stopping import stopped
 from megappo.engines.stretches import continued, ended, joined
-from megappo.observe.json_values import JSONValue
 from megappo.ppo.arrivals import ArrivalsRecord, ReplayedArrivals, numbers_of, rollouts_of
 from megappo.ppo.components import RunComponents
-from megappo.ppo.generation import Kept, Responses
+from megappo.ppo.generation import Kept, Responses, StepSamples
 from megappo.ppo.in_flight_state import KEY, State, read_state, written_state
 from megappo.ppo.sampling import room_behind, sample_seed
 from megappo.ppo.saved import LoadedSteps
@@ -47,13 +46,15 @@ class _Sample:
         return self.answer is not None and not self.answer.broken_off
 
 
-class InFlight:
-    """Keeps responses to the cursor's prompts in progress at all times; every call is a collective of the world.
-    Replaces `Responses`."""
+class InFlight(StepSamples):
+    """Keeps responses to the cursor's prompts in progress at all times."""
+
+    draws_on = True
 
     def __init__(self, parts: RunComponents) -> None:
         assert isinstance(parts.engine, InFlightEngine), "rules refuse rollout.ahead with other engines"
-        self._parts, self._engine = parts, parts.engine
+        super().__init__(parts)
+        self._engine = parts.engine
         self._settings = parts.config.rollout
         self._max_lag = longest_lag(parts.config)
         self._params = parts.sampling(self._settings.max_response_tokens, trained_on=True)
@@ -99,12 +100,6 @@ class InFlight:
         if self._parts.episodes is not None and self._episodes is not None:
             self._parts.episodes.check_failures(list(answers.values()), self._episodes.error)
         return rollouts_of(self._parts, groups, answers)
-
-    def begin(self, step: int) -> None:
-        """Does nothing: prompts are in flight at all times."""
-
-    def settle(self, *, weights_changed: bool) -> None:
-        """Does nothing: there is nothing to wait for."""
 
     def pause(self, *, stops: bool = False) -> None:
         """Interrupt generation because weights change or the run stops. An engine that can keep unfinished responses
@@ -157,19 +152,6 @@ class InFlight:
                 self._forget(ticket)
 
     # State for a checkpoint
-
-    @property
-    def draws_on(self) -> bool:
-        """True: prompts are drawn at any time, so the cursor must be saved at the same time as `state_dict`."""
-        return True
-
-    def is_torn(self, step: int) -> bool:
-        """False: a step that is begun again never needs weights that are gone."""
-        return False
-
-    def cursor_state(self) -> dict[str, JSONValue]:
-        """State of the cursor now: prompts in flight are in the checkpoint."""
-        return self._parts.cursor.state_dict()
 
     def state_dict(self, step: int) -> Kept:
         """This rank's samples, finished or not, and the groups that all ranks know, from step `step` on. Unfinished
@@ -323,7 +305,7 @@ class InFlight:
             self._engine.send(wanted, self._params)
 
 
-def responses_of(parts: RunComponents) -> Responses | InFlight | ReplayedArrivals | LoadedSteps:
+def responses_of(parts: RunComponents) -> StepSamples:
     """The source of the samples of a run's steps, as its settings say."""
     settings = parts.config.rollout
     if settings.load_from is not None:

@@ -19,10 +19,9 @@ from torch import Tensor
 
 from megappo.config.rules.experience import MARKER, SavedStep, folder_of_step, saved_steps
 from megappo.config.tokens import token_text
-from megappo.observe.json_values import JSONValue
 from megappo.ppo.components import RunComponents
 from megappo.ppo.experience_files import SavedSamples, read_samples, require_parquet, sample_ids_of, write_samples
-from megappo.ppo.generation import Kept
+from megappo.ppo.generation import StepSamples
 from megappo.ppo.sampling import share_of_rank
 from megappo.ppo.selection import joined_experience
 from megappo.runtime.objects import agreed, all_gather_objects, attempt
@@ -149,14 +148,15 @@ def check_tokens(samples: SavedSamples, vocabulary: int) -> SavedSamples:
     return samples
 
 
-class LoadedSteps:
-    """Gives steps the samples that another run saved; every call is a collective of the world. Replaces `Responses`.
+class LoadedSteps(StepSamples):
+    """Gives steps the samples that another run saved.
 
     With the same number of ranks each reads its own file; otherwise each gets a share of the step's prompts.
     """
 
     def __init__(self, parts: RunComponents, folder: Path) -> None:
-        self._parts, self._folder = parts, folder
+        super().__init__(parts)
+        self._folder = folder
         require_parquet()
         self._steps = agreed(lambda: saved_steps(folder))
         self.given_B = torch.zeros(0)
@@ -181,42 +181,3 @@ class LoadedSteps:
     def more(self, step: int, number: int, prompts: int) -> Rollouts:
         """Never called: a saved step has the groups that dynamic sampling chose."""
         raise AssertionError("nobody asks for further rounds of a saved step")
-
-    def begin(self, step: int) -> None:
-        """Does nothing: nothing is generated."""
-
-    def settle(self, *, weights_changed: bool) -> None:
-        """Does nothing: there is nothing to wait for."""
-
-    def pause(self, *, stops: bool = False) -> None:
-        """Does nothing: nothing is in progress."""
-
-    def go_on(self) -> None:
-        """Does nothing: nothing is sent."""
-
-    def metrics(self) -> dict[str, float]:
-        """Metrics of waiting samples; empty."""
-        return {}
-
-    @property
-    def draws_on(self) -> bool:
-        """False: no prompts are drawn."""
-        return False
-
-    def is_torn(self, step: int) -> bool:
-        """False: no step is begun early."""
-        return False
-
-    def cursor_state(self) -> dict[str, JSONValue]:
-        """Initial state of the cursor: nothing is drawn."""
-        return self._parts.cursor.state_dict()
-
-    def forget(self, step: int) -> None:
-        """Does nothing."""
-
-    def state_dict(self, step: int) -> Kept:
-        """State for a checkpoint; empty, as the samples stay in their folder."""
-        return {}
-
-    def load_state_dict(self, kept: Sequence[Kept]) -> None:
-        """Does nothing: nothing was saved."""
