@@ -181,11 +181,8 @@ def policy_loss(
         shared, shared_ratio = sequence_log_ratio, xp.exp(sequence_log_ratio)
     surrogate = s.policy_loss(s, logprob, old_logprob, shared, shared_ratio, advantages)
     is_far = xp.abs(gap) > LOG_RATIO_LIMIT
-    loss, slope, weight = (
-        surrogate.loss,
-        xp.where(is_far, 0.0, surrogate.slope),
-        xp.where(is_far, 0.0, surrogate.weight),
-    )
+    loss, slope = surrogate.loss, xp.where(is_far, 0.0, surrogate.slope)
+    weight = xp.where(is_far, 0.0, surrogate.weight)
     if importance_weights is not None:
         loss, slope = loss * importance_weights, slope * importance_weights
     ref_kl = xp.zeros_like(logprob)

@@ -15,6 +15,6 @@ def check_mask(mask: Tensor, **tensors: Tensor | None) -> None:
             raise ValueError(f"{name} has shape {tuple(tensor.shape)}, must be the mask's {tuple(mask.shape)}")
 
 
-def clean(values: Tensor, mask: Tensor, fill: float = 0.0) -> Tensor:
-    """`values` with `fill` at masked positions, before any arithmetic: 0 * NaN is NaN, in gradients too."""
-    return values.masked_fill(~mask, fill)
+def clean(values: Tensor, mask: Tensor) -> Tensor:
+    """`values` with 0 at masked positions, before any arithmetic: 0 * NaN is NaN, in gradients too."""
+    return values.masked_fill(~mask, 0.0)

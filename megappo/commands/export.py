@@ -10,14 +10,14 @@ from megappo.checkpoint.export import FORMATS, ROLES
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """What follows `megappo export`."""
-    parser.add_argument("run_dir", metavar="RUN_DIR", help="directory of the run")
+    parser.add_argument("run_directory", metavar="RUN_DIR", help="directory of the run")
     parser.add_argument("out", metavar="OUT", help="folder to write")
     parser.add_argument("--role", choices=ROLES, default="actor", help="(default: %(default)s)")
     parser.add_argument(
         "--step", metavar="N", default="latest", help="step of the checkpoint, best or latest (default: %(default)s)"
     )
     parser.add_argument(
-        "--format", choices=FORMATS, default=FORMATS[0],
+        "--format", dest="form", choices=FORMATS, default=FORMATS[0],
         help="torch_dist: for Megatron-LM; peft: adapters alone (default: %(default)s, adapters merged)",
     )  # fmt: skip
     parser.add_argument(
@@ -38,16 +38,5 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> None:
     """Export, and print what the user should know."""
-    for sentence in export(
-        arguments.run_dir,
-        arguments.out,
-        role=arguments.role,
-        step=arguments.step,
-        form=arguments.format,
-        without_mtp=arguments.without_mtp,
-        push_to_hub=arguments.push_to_hub,
-        public=arguments.public,
-        family=arguments.family,
-        trust_remote_code=arguments.trust_remote_code,
-    ):
-        print(sentence)
+    given = {name: value for name, value in vars(arguments).items() if name != "command"}
+    print("\n".join(export(**given)))  # each argument is one of its parameters

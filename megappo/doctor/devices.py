@@ -7,6 +7,8 @@ import socket
 from collections.abc import Iterator
 from pathlib import Path
 
+import torch
+
 from megappo.config import Config
 from megappo.doctor.findings import Finding, broken, fine, from_sentence, slow
 from megappo.errors import RunError
@@ -30,8 +32,6 @@ _INTERFACES = ("NCCL_SOCKET_IFNAME", "GLOO_SOCKET_IFNAME")
 
 def device_findings(config: Config | None, ranks: Ranks) -> Iterator[Finding]:
     """GPUs, links and variables; `ranks` are those of the process that asks."""
-    import torch
-
     wanted = config.runtime.device if config is not None else "auto"
     if not torch.cuda.is_available():
         yield _without_cuda(wanted)
@@ -42,8 +42,6 @@ def device_findings(config: Config | None, ranks: Ranks) -> Iterator[Finding]:
 
 
 def _without_cuda(wanted: str) -> Finding:
-    import torch
-
     if _DRIVER.exists():
         if torch.version.cuda is None:
             return broken(
@@ -57,8 +55,6 @@ def _without_cuda(wanted: str) -> Finding:
 
 
 def _gpus(wanted: str, ranks: Ranks) -> Iterator[Finding]:
-    import torch
-
     count = torch.cuda.device_count()
     names = sorted({torch.cuda.get_device_name(i) for i in range(count)})
     words = f"{count} x {', '.join(names)}"
@@ -84,8 +80,6 @@ def _gpus(wanted: str, ranks: Ranks) -> Iterator[Finding]:
 
 
 def _links(ranks: Ranks) -> Iterator[Finding]:
-    import torch
-
     count = torch.cuda.device_count()
     apart = [(a, b) for a in range(count) for b in range(a) if not torch.cuda.can_device_access_peer(a, b)]
     if apart:

@@ -8,6 +8,8 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
+import torch
+import torch.distributed as dist
 from packaging.requirements import Requirement
 from packaging.specifiers import SpecifierSet
 
@@ -114,8 +116,6 @@ def generation_finding(config: Config | None) -> Finding:
 
 def _kernels() -> Finding:
     """Our kernels, and that Hugging Face's package of nearly the same name is not shadowed by a folder."""
-    import torch
-
     if importlib.util.find_spec("megappo_kernels") is None:
         remedy = "pip install . again, or put the repository's kernels/ on PYTHONPATH"
         return broken("kernels", "megappo_kernels cannot be imported", remedy)
@@ -134,8 +134,6 @@ def _kernels() -> Finding:
 
 
 def _megatron() -> Finding:
-    import torch
-
     from megappo.runtime.megatron_cpu import hide_cuda_only_packages
     from megappo.runtime.megatron_patches import silence_megatron
 
@@ -152,8 +150,6 @@ def _megatron() -> Finding:
 def acceleration_findings(found: Accelerations, config: Config | None) -> Iterator[Finding]:
     """Findings on the implementations of layers, gradient accumulation and the optimizer, and on what would make them
     faster."""
-    import torch
-
     wanted = config is None or config.model.accelerations == "auto"
     impostor = found.apex.problem is not None and "another project" in found.apex.problem
     if impostor:
@@ -179,9 +175,6 @@ def acceleration_findings(found: Accelerations, config: Config | None) -> Iterat
 
 
 def _collectives() -> Finding:
-    import torch
-    import torch.distributed as dist
-
     if not dist.is_available():
         return broken("collectives", "this torch has no torch.distributed", "install a torch for Linux")
     if not torch.cuda.is_available():

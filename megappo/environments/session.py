@@ -163,7 +163,7 @@ class Session:
     async def use(self, tool: str, **arguments: Any) -> str:
         """Call a tool of the environment's `tools` in a worker process and return its text; where it raises, hangs or
         exceeds a limit, a text that says so. Raises LimitReached where the calls are used up."""
-        self._count_call(tool)
+        self.count_call(tool)
         with self._off_the_clock():
             result = await self._shared.tools.call(tool, arguments)
         self._require_running()
@@ -174,7 +174,7 @@ class Session:
     async def using(self, tool: str) -> AsyncIterator[None]:
         """Context that counts a call of the environment's own tool: its time, and whether it raises. Raises
         LimitReached as `use`."""
-        self._count_call(tool)
+        self.count_call(tool)
         start, failed = time.monotonic(), True
         try:
             yield
@@ -214,8 +214,12 @@ class Session:
         return len(self._current.seen) + len(self._heard)
 
     def count_call(self, tool: str) -> None:
-        """Count a call that the agent makes itself. Raises LimitReached where the calls are used up."""
-        self._count_call(tool)
+        """Count a call of a tool. Raises LimitReached where the calls are used up."""
+        self._require_running()
+        if sum(use.calls for use in self._uses.values()) >= self._shared.limits.max_calls:
+            raise LimitReached("calls")
+        use = self._uses.get(tool, ToolUse())
+        self._uses[tool] = replace(use, calls=use.calls + 1)
 
     def note_limit(self, limit: Limit) -> None:
         """Note that the agent was refused a turn for a limit, which has ended the episode whatever the agent does
@@ -308,13 +312,6 @@ class Session:
             return self._readable(ids)
         heard_ids, self._heard = self._heard, []
         return heard_ids
-
-    def _count_call(self, tool: str) -> None:
-        self._require_running()
-        if sum(use.calls for use in self._uses.values()) >= self._shared.limits.max_calls:
-            raise LimitReached("calls")
-        use = self._uses.get(tool, ToolUse())
-        self._uses[tool] = replace(use, calls=use.calls + 1)
 
     def _note_use(self, tool: str, *, failed: bool, seconds: float) -> None:
         use = self._uses[tool]

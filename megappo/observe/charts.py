@@ -21,9 +21,7 @@ def sparkline(values: Iterable[float], width: int, *, blocks: str = BLOCKS) -> s
     return "".join(blocks[_level(value, low, high, len(blocks))] for value in shown)
 
 
-def curve(
-    values: Sequence[float], width: int = 60, height: int = 10, *, ends: tuple[int, int] | None = None, mark: str = "*"
-) -> str:
+def curve(values: Sequence[float], width: int = 60, height: int = 10, *, ends: tuple[int, int] | None = None) -> str:
     """A chart of several lines: values upwards, their positions to the right.
 
     With more than `width` values each column shows the mean of its share. Values that are not finite leave a gap.
@@ -33,7 +31,6 @@ def curve(
         width: most columns of the chart, labels not counted; at least 1.
         height: rows of the chart, axis not counted; at least 1.
         ends: labels under the first and the last value, such as their steps; default: positions, from 1.
-        mark: the character of a point.
     """
     assert width >= 1 and height >= 1, f"a chart of {width} x {height} characters"
     columns = _column_means(values, min(width, len(values)))
@@ -44,7 +41,7 @@ def curve(
     rows = [[" "] * len(columns) for _ in range(height)]
     for x, value in enumerate(columns):
         if value is not None:
-            rows[height - 1 - _level(value, low, high, height)][x] = mark
+            rows[height - 1 - _level(value, low, high, height)][x] = "*"
     labels = {height - 1: f"{low:.4g}"}
     if high > low:
         labels[0] = f"{high:.4g}"

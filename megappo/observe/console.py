@@ -9,6 +9,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Mapping
+from itertools import zip_longest
 from typing import Literal, TextIO
 
 from rich.console import Console, Group, RenderableType
@@ -234,10 +235,8 @@ class LiveView(View):
             (name, f"{seconds:.2f}", f"{seconds / whole:.0%}" if whole > 0 else "")
             for name, seconds in self._times.items()
         ]
-        for row in range(max(len(metrics), len(times))):
-            left = metrics[row] if row < len(metrics) else ("", "", "")
-            right = times[row] if row < len(times) else ("", "", "")
-            table.add_row(*(Text(cell) for cell in (*left, *right)))
+        for left, right in zip_longest(metrics, times, fillvalue=("", "", "")):
+            table.add_row(*map(Text, (*left, *right)))
         return table
 
 

@@ -17,7 +17,6 @@ from megappo.observe.distributions import Distribution
 from megappo.observe.json_values import JSONValue
 from megappo.observe.loggers import Contained, Logger, make_logger
 from megappo.observe.plain_files import LARGEST_TEXT_BYTES, check_plain
-from megappo.observe.tensorboard_log import TensorBoardLogger
 from megappo.observe.wandb_log import WandbLogger
 
 _METRICS_FILE = "metrics.jsonl"
@@ -65,6 +64,8 @@ class MetricsLog:
         for path, options in (loggers or {}).items():
             self._loggers.append((Contained(path), make_logger(path, options, directory, run_name, config)))
         if tensorboard:
+            from megappo.observe.tensorboard_log import TensorBoardLogger  # whose libraries take a second to import
+
             self._loggers.append(
                 (Contained("TensorBoard's file"), TensorBoardLogger(directory / "tensorboard", config))
             )

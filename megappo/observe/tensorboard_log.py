@@ -9,14 +9,21 @@ import socket
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+from tensorboard.compat.proto.event_pb2 import Event
+from tensorboard.compat.proto.histogram_pb2 import HistogramProto
+from tensorboard.compat.proto.summary_pb2 import Summary, SummaryMetadata
+from tensorboard.compat.proto.tensor_pb2 import TensorProto
+from tensorboard.compat.proto.tensor_shape_pb2 import TensorShapeProto
+from tensorboard.plugins.custom_scalar.layout_pb2 import Category, Chart, Layout, MultilineChartContent
+from tensorboard.plugins.hparams.api_pb2 import Experiment
+from tensorboard.plugins.hparams.plugin_data_pb2 import HParamsPluginData, SessionStartInfo
+from tensorboard.summary.writer.record_writer import RecordWriter
 
 from megappo.observe.appending import AppendedFile
 from megappo.observe.distributions import Distribution, middles
 from megappo.observe.json_values import JSONValue
-
-if TYPE_CHECKING:
-    from tensorboard.compat.proto.summary_pb2 import Summary
 
 LAYOUT: Mapping[str, Mapping[str, Sequence[str]]] = {
     "1 reward": {
@@ -98,9 +105,6 @@ class TensorBoardLogger:
 
 def _event(**content: Any) -> bytes:
     """An event in the format of the file."""
-    from tensorboard.compat.proto.event_pb2 import Event
-    from tensorboard.summary.writer.record_writer import RecordWriter
-
     record = io.BytesIO()
     RecordWriter(record).write(Event(wall_time=time.time(), **content).SerializeToString())
     return record.getvalue()
@@ -108,11 +112,6 @@ def _event(**content: Any) -> bytes:
 
 def _first(config: Mapping[str, JSONValue]) -> Sequence[Summary]:
     """What a file begins with: the layout of charts, and the settings, as TensorBoard's plug-ins have them."""
-    from tensorboard.compat.proto.summary_pb2 import Summary
-    from tensorboard.plugins.custom_scalar.layout_pb2 import Category, Chart, Layout, MultilineChartContent
-    from tensorboard.plugins.hparams.api_pb2 import Experiment
-    from tensorboard.plugins.hparams.plugin_data_pb2 import HParamsPluginData, SessionStartInfo
-
     sections = [
         Category(
             title=section,
@@ -160,10 +159,6 @@ def _text(tag: str, text: str) -> Summary.Value:
 
 def _value(tag: str, plugin: str, told: bytes | None = None, content: bytes = b"") -> Summary.Value:
     """A value of one of TensorBoard's plug-ins: a string, or data of the plug-in alone."""
-    from tensorboard.compat.proto.summary_pb2 import Summary, SummaryMetadata
-    from tensorboard.compat.proto.tensor_pb2 import TensorProto
-    from tensorboard.compat.proto.tensor_shape_pb2 import TensorShapeProto
-
     metadata = SummaryMetadata(plugin_data=SummaryMetadata.PluginData(plugin_name=plugin, content=content))
     if told is None:
         return Summary.Value(tag=tag, metadata=metadata)
@@ -174,9 +169,6 @@ def _value(tag: str, plugin: str, told: bytes | None = None, content: bytes = b"
 
 def _histogram(tag: str, found: Distribution) -> Summary.Value:
     """A histogram as TensorBoard's first summaries have it, with sums by the middles of bins."""
-    from tensorboard.compat.proto.histogram_pb2 import HistogramProto
-    from tensorboard.compat.proto.summary_pb2 import Summary
-
     parts = list(middles(found))
     histogram = HistogramProto(
         min=found.edges[0], max=found.edges[-1], num=sum(found.counts), bucket=found.counts,

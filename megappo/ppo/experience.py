@@ -84,6 +84,7 @@ class ExperienceMaker:
         tally, mask_BR, kl_BR = Tally(), scored.rollouts.response_mask_BR, None
         if rewards_BR is None:
             rewards_BR, kl_BR = self._rewards(scored, tally)
+        borders_BR = turn_ends(scored.rollouts) if self._algorithm.discount_at == "turn" else None
         advantages_BR, returns_BR = self._estimator(
             rewards=rewards_BR,
             values=scored.values_BR,
@@ -91,7 +92,7 @@ class ExperienceMaker:
             group_ids=scored.rollouts.group_ids_B,
             gamma=self._algorithm.gamma,
             **lambdas(self._algorithm, mask_BR),
-            gae=partial(self._gae, borders=self._borders(scored.rollouts)),
+            gae=partial(self._gae, borders=borders_BR),
         )
         if self._algorithm.whiten_advantages and self._estimator.whitens:
             advantages_BR = masked_whiten(advantages_BR, mask_BR, self._global_stats(advantages_BR, mask_BR))
@@ -136,10 +137,6 @@ class ExperienceMaker:
             tally.mean("kl/per_response", kl.sum(-1))
         rewards_BR = apply_kl_to_rewards(scores=scores, kl=kl, mask=mask_BR, coef=self.kl_controller.value)
         return rewards_BR, None if scored.ref_logprob_BR is None else kl
-
-    def _borders(self, rollouts: Rollouts) -> Tensor | None:
-        """(B, R) bool: tokens after which gamma and lambda apply; None: after all."""
-        return turn_ends(rollouts) if self._algorithm.discount_at == "turn" else None
 
     def _gae(
         self,

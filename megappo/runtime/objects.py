@@ -11,10 +11,10 @@ import torch.distributed as dist
 T = TypeVar("T")
 
 
-def broadcast_object(value: T, src: int = 0, group: dist.ProcessGroup | None = None) -> T:
-    """The `value` of global rank `src`, on every rank of the group (None: the world)."""
+def broadcast_object(value: T, src: int = 0) -> T:
+    """The `value` of global rank `src`, on every rank of the world."""
     shared = [value]
-    dist.broadcast_object_list(shared, src=src, group=group)
+    dist.broadcast_object_list(shared, src=src)
     return shared[0]
 
 

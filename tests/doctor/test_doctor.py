@@ -77,7 +77,7 @@ def test_what_ends_a_check_is_a_finding(error: Exception, found: list[Finding]) 
 
 def test_a_bug_in_a_check_is_no_finding() -> None:
     with pytest.raises(ValueError, match="Expecting value"):
-        list(until_refused("data", map(json.loads, ["x"])))  # type: ignore[arg-type]
+        list(until_refused("data", map(json.loads, ["x"])))
 
 
 def role(tp: int, pp: int, ranks: range) -> RoleNumbers:

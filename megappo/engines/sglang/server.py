@@ -34,6 +34,7 @@ _FREEZE_SECONDS = 30.0
 _IDLE_SECONDS = 10
 _PART_SECONDS = 0.5
 _ANSWER_SECONDS = 5.0
+_TAIL_CHARACTERS = 1500
 _GUARD_SECONDS, _LONGEST_NUMBER = 60.0, 32
 _LABELS, _PROOF = "extra-metric-labels", "megappo_server"
 """SGLang's argument that hands a server a secret label, and the label's name in `/server_info`: whoever has the key can
@@ -164,9 +165,9 @@ class Server:
         is_own = (said.get("extra_metric_labels") or {}).get(_PROOF) == self.proof
         return None if is_own else "does not tell what the server was given"
 
-    def tail(self, characters: int = 1500) -> str:
-        """The last `characters` of the server's log."""
-        return self.log.read_text(errors="replace")[-characters:].strip() if self.log.exists() else ""
+    def tail(self) -> str:
+        """The last characters of the server's log."""
+        return self.log.read_text(errors="replace")[-_TAIL_CHARACTERS:].strip() if self.log.exists() else ""
 
     @property
     def running(self) -> bool:

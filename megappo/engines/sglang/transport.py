@@ -171,9 +171,7 @@ def share_buffers(count: int, n_bytes: int) -> list[Tensor]:
 
 def buffer_handles(buffers: Sequence[Tensor]) -> bytes:
     """Pickled handles of buffers, for one `open_buffers` in one other process."""
-    out = io.BytesIO()
-    ForkingPickler(out).dump(list(buffers))
-    return out.getvalue()
+    return bytes(ForkingPickler.dumps(list(buffers)))
 
 
 def open_buffers(handles: bytes) -> list[Tensor]:

@@ -133,7 +133,7 @@ def _route(served: dict[str, _Serving], api: ModuleType) -> Callable[[web.Reques
             asked = api.asked(body)
             said = await recorder.answer(asked)
         except RefusedError as refused:
-            return failed(400, str(refused), "request", refused.code)
+            return failed(400, str(refused), "request", "invalid_value")
         except LimitReached as reached:
             code = "context_length_exceeded" if reached.limit == "tokens" else "limit_reached"
             return failed(400, f"{reached}, so that it is over", "request", code)

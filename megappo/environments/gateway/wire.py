@@ -19,11 +19,6 @@ T = TypeVar("T")
 class RefusedError(ValueError):
     """A request that cannot be answered; the message is for whoever wrote the agent."""
 
-    def __init__(self, problem: str, code: str = "invalid_value") -> None:
-        super().__init__(problem)
-        self.code = code
-        """OpenAI's error code for the kind of problem."""
-
 
 @dataclass(frozen=True)
 class Asked:
