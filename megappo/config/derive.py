@@ -16,11 +16,10 @@ from megappo.config.grid import Grid, format_ranks
 from megappo.config.model_files import load_architectures
 from megappo.config.reward import reward_rules
 from megappo.config.roles import CriticSettings
-from megappo.config.rules import adapters, experts
+from megappo.config.rules import experts, trained_weights
 from megappo.config.rules.algorithm import algorithm_rules, kl_target_notes
 from megappo.config.rules.batches import batch_rules, warmup_rules
 from megappo.config.rules.experience import experience_rules
-from megappo.config.rules.freezing import freeze_rules
 from megappo.config.rules.in_flight import in_flight_rules
 from megappo.config.rules.layouts import coverage_rules, parallel_rules, placement_rules, vocabulary_rules
 from megappo.config.rules.role_spec import RoleSpec
@@ -154,10 +153,10 @@ def _problems(
     yield from template_rules(config)
     yield from response_length_rules(config)
     yield from reward_rules(config.reward)
-    yield from adapters.base_rules(config)
+    yield from trained_weights.base_rules(config)
     for role in roles:
-        yield from adapters.target_rules(role)
-        yield from freeze_rules(role)
+        yield from trained_weights.target_rules(role)
+        yield from trained_weights.freeze_rules(role)
     placed = {role.name: list(placement_rules(role, world_size)) for role in roles}
     for found in placed.values():
         yield from found

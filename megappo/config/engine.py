@@ -145,7 +145,7 @@ class SGLangSettings(Settings):
     @property
     def attention_ranks(self) -> int:
         """Ranks of a server that attend to the same requests; one where there are more groups than ranks, which
-        `server_topology_rules` refuses."""
+        the rules refuse."""
         return max(1, self.tensor_parallel // self.data_parallel_attention)
 
     @property

@@ -1,10 +1,9 @@
-"""Rules of models with experts: layouts, servers, and what goes by the engine's routing."""
+"""Rules of models with experts: layouts, and what goes by the engine's routing."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 
-from megappo.config.engine import SGLangSettings
 from megappo.config.rules.role_spec import RoleSpec
 from megappo.config.schema import Config
 from megappo.errors import divisors, nearest_numbers
@@ -37,22 +36,3 @@ def replay_rules(config: Config, shape: ModelShape) -> Iterator[str]:
     """Rule on replay of routing: the actor has experts."""
     if config.algorithm.router_replay and not shape.experts:
         yield "algorithm.router_replay is true, but the actor model has no experts; remove it"
-
-
-def server_rules(servers: SGLangSettings, shape: ModelShape) -> Iterator[str]:
-    """Rules on a server's experts: its ranks divide experts and the matrices of each evenly, so that their places are
-    known."""
-    tp, ep, key = servers.tensor_parallel, servers.expert_parallel, "rollout.sglang.expert_parallel"
-    if ep > 1 and not shape.experts:
-        yield f"{key} {ep}, but the actor model has no experts; set it to 1"
-    elif tp % ep or shape.experts % ep:
-        nearest = nearest_numbers(ep, [n for n in divisors(tp) if not shape.experts % n])
-        experts = f" and {shape.experts} (experts)" if shape.experts % ep else ""
-        yield f"{key} {ep} does not divide rollout.sglang.tensor_parallel {tp}{experts}; the nearest is {nearest}"
-    elif shape.experts and shape.ffn_hidden_size % (tp // ep):
-        fitting = [n for n in divisors(tp) if not shape.experts % n and not shape.ffn_hidden_size % (tp // n)]
-        remedy = f"the nearest is {nearest_numbers(ep, fitting)}" if fitting else "lower tensor_parallel"
-        yield (
-            f"{key} {ep} leaves {tp // ep} ranks of a server to share out each expert, whose {shape.ffn_hidden_size} "
-            f"(FFN hidden size) they do not divide; {remedy}"
-        )

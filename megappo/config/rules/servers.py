@@ -1,15 +1,15 @@
-"""Rules on what SGLang servers need of other settings and of the model."""
+"""Rules on what SGLang servers need of other settings and of the model, and on their ranks among themselves."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 
-from megappo.config.engine import ENGINES
-from megappo.config.rules import experts, server_topology
+from megappo.config.engine import ENGINES, SGLangSettings
 from megappo.config.rules.layouts import valid_tensor_parallel
 from megappo.config.schema import Config
 from megappo.config.server_words import word_rules
-from megappo.errors import either, nearest_numbers
+from megappo.errors import divisors, either, nearest_numbers
+from megappo.families import FAMILIES
 from megappo.families.architecture import ArchitectureConfig, ModelShape
 
 
@@ -53,12 +53,54 @@ def server_rules(config: Config, shape: ModelShape) -> Iterator[str]:
             "which cannot be compared with what was sent; set it to false"
         )
     yield from word_rules(rollout.servers)
-    yield from server_topology.node_rules(rollout.servers)
-    yield from server_topology.attention_rules(rollout.servers, shape)
-    yield from experts.server_rules(rollout.servers, shape)
+    yield from _node_rules(rollout.servers)
+    yield from _attention_rules(rollout.servers, shape)
+    yield from _expert_rules(rollout.servers, shape)
     drafts = rollout.servers.arguments.get("speculative-algorithm", "NGRAM")
     if drafts != "NGRAM":  # NGRAM drafts tokens without weights
         yield (
             f"rollout.sglang.arguments has speculative-algorithm {drafts}, but a run sends its servers the actor's "
             "weights, and none of layers that draft tokens; remove it"
+        )
+
+
+def _attention_rules(servers: SGLangSettings, shape: ModelShape) -> Iterator[str]:
+    """Rules on `data_parallel_attention`: SGLang has it for the model, and the places of the weights are known."""
+    tp, groups, key = servers.tensor_parallel, servers.data_parallel_attention, "rollout.sglang.data_parallel_attention"
+    if groups == 1:
+        return
+    if tp % groups:
+        nearest = nearest_numbers(groups, divisors(tp))
+        yield f"{key} {groups} does not divide tensor_parallel {tp}; the nearest is {nearest}"
+    able = [name for name, family in FAMILIES.items() if family.attends_in_groups]
+    if shape.family not in able:
+        yield f"{key} is {groups}, which SGLang has for {either(able)}, not for {shape.family}; set it to 1"
+    elif shape.tied_embeddings:
+        yield f"{key} is {groups}, but the model's embedding is its output layer, which other ranks share; set it to 1"
+
+
+def _node_rules(servers: SGLangSettings) -> Iterator[str]:
+    """Rule on `nodes`: each machine has as many of a server's ranks."""
+    tp, nodes = servers.tensor_parallel, servers.nodes
+    if tp % nodes:
+        nearest = nearest_numbers(nodes, divisors(tp))
+        yield f"rollout.sglang.nodes {nodes} does not divide tensor_parallel {tp}; the nearest is {nearest}"
+
+
+def _expert_rules(servers: SGLangSettings, shape: ModelShape) -> Iterator[str]:
+    """Rules on a server's experts: its ranks divide experts and the matrices of each evenly, so that their places are
+    known."""
+    tp, ep, key = servers.tensor_parallel, servers.expert_parallel, "rollout.sglang.expert_parallel"
+    if ep > 1 and not shape.experts:
+        yield f"{key} {ep}, but the actor model has no experts; set it to 1"
+    elif tp % ep or shape.experts % ep:
+        nearest = nearest_numbers(ep, [n for n in divisors(tp) if not shape.experts % n])
+        experts = f" and {shape.experts} (experts)" if shape.experts % ep else ""
+        yield f"{key} {ep} does not divide rollout.sglang.tensor_parallel {tp}{experts}; the nearest is {nearest}"
+    elif shape.experts and shape.ffn_hidden_size % (tp // ep):
+        fitting = [n for n in divisors(tp) if not shape.experts % n and not shape.ffn_hidden_size % (tp // n)]
+        remedy = f"the nearest is {nearest_numbers(ep, fitting)}" if fitting else "lower tensor_parallel"
+        yield (
+            f"{key} {ep} leaves {tp // ep} ranks of a server to share out each expert, whose {shape.ffn_hidden_size} "
+            f"(FFN hidden size) they do not divide; {remedy}"
         )

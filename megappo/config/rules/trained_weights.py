@@ -1,14 +1,16 @@
-"""Rules of adapters."""
+"""Rules on which weights of a role are trained: adapters, and what of a critic is frozen."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 
+from megappo.config.roles import CriticSettings
 from megappo.config.rules.role_spec import RoleSpec
 from megappo.config.schema import Config
 from megappo.errors import nearest_word, show
 from megappo.families.adapters import LoraShape, least_side, target_names
 from megappo.families.architecture import ArchitectureConfig
+from megappo.families.frozen import freeze_problems
 
 
 def base_rules(config: Config) -> Iterator[str]:
@@ -58,3 +60,11 @@ def target_rules(role: RoleSpec) -> Iterator[str]:
     least = least_side(arch, shape.targets)
     if lora.rank > least:
         yield f"{key}.rank {lora.rank} is above {least}, the smallest side of its matrices; set at most {least}"
+
+
+def freeze_rules(role: RoleSpec) -> Iterator[str]:
+    """Rules on `freeze`: what it names exists, and every layer keeps something to train."""
+    settings, arch = role.settings, role.shape
+    if isinstance(settings, CriticSettings) and settings.freeze and isinstance(arch, ArchitectureConfig):
+        lora = None if settings.lora is None else settings.lora.of(arch)
+        yield from (f"{role.name}.freeze: {words}" for words in freeze_problems(arch, settings.freeze, lora))
