@@ -53,7 +53,7 @@ def test_a_checksum_imports_nothing_of_sglang() -> None:
     """Importing it takes a trainer seconds, and fails where transformers finds no torchvision (5.17)."""
     program = """
 import sys, torch
-from megappo.reshard.fingerprint import fingerprint
+from megappo.engines.sglang.fingerprint import fingerprint
 torch.Tensor.is_cuda = True
 print(fingerprint([torch.arange(5.0)]), [name for name in sys.modules if name.startswith("sglang")])
 """
