@@ -575,6 +575,20 @@ def test_answers_asked_for_piece_by_piece_stay_with_their_server() -> None:
     assert ask({p: (2, p) for p in range(12)}) == first
 
 
+@pytest.mark.parametrize("continued", [False, True])
+def test_the_longest_prompts_are_sent_first(continued: bool) -> None:
+    """Also among those that stay with the server that answered their beginnings."""
+    server, homes = StandIn(0), Homes()
+    begun = {p: GenerateRequest((2, 100 + p), p, p) for p in range(5)}
+    if continued:
+        assert len(Round([server.endpoint], begun, PARAMS, 7, limits(), homes=homes).result().completions) == 5
+        server.bodies.clear()
+    longer = {p: replace(begun[p], token_ids=(2, 100 + p, *[5] * (3 * p % 5))) for p in begun}
+    one_by_one = limits(max_inflight_sequences=1)
+    assert len(Round([server.endpoint], longer, PARAMS, 7, one_by_one, homes=homes).result().completions) == 5
+    assert [len(ids) for body in server.bodies for ids in body["input_ids"]] == [6, 5, 4, 3, 2]
+
+
 def test_hits_of_the_prefix_caches_are_counted_by_server() -> None:
     """Of what one answered before it failed, too."""
     servers = [StandIn(0), StandIn(1)]
