@@ -50,7 +50,7 @@ from tests.support.quick import has_exhaustive
 SECONDS = ROOT / "tests" / "house" / "seconds.json"
 """Seconds, CPU seconds and number of tests of each file, as they were measured."""
 EXHAUSTIVE = ROOT / "tests" / "house" / "exhaustive.json"
-"""Of each file what `--all` or `--exhaustive` ran of it that is exhaustive, and when that was green last."""
+"""Of each file what `--all` or `--exhaustive` ran of it that is exhaustive, and when all of that passed last."""
 MOST_UNSTEADY = 3
 _SHOWN_EVERY_SECONDS = 20.0
 _SHOWN_LINES = 12
@@ -327,15 +327,20 @@ def with_those_of(known: dict[str, Any], found: dict[str, Any]) -> dict[str, Any
     return dict(sorted((known | found).items()))
 
 
+def _git(*words: str) -> str:
+    return subprocess.run(["git", *words], cwd=ROOT, capture_output=True, text=True, check=True).stdout.strip()
+
+
 def note_exhaustive(parts: Sequence[Part]) -> None:
-    """Keep of each file that its exhaustive tests held at this commit today, where all of them ran; what is known of
-    other files stays, where these have such tests."""
-    command = ["git", "describe", "--always", "--dirty"]
-    commit = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout.strip()
+    """Keep of each file that its exhaustive tests held at this commit today, where all of them passed at once; what is
+    known of other files stays, where these have such tests."""
+    commit = _git("rev-parse", "--short", "HEAD")
+    if _git("status", "--porcelain", "--", ".", ":!tests/house/exhaustive.json"):  # which the file before wrote
+        commit += "-dirty"
     known = json.loads(EXHAUSTIVE.read_text()) if EXHAUSTIVE.exists() else {}
     known = {file: known[file] for file in known if Path(ROOT, file).exists() and has_exhaustive(Path(ROOT, file))}
     asked = [outcome for part in parts for outcome in part.outcomes if outcome.exhaustive]
-    unproven = {outcome.test.partition("::")[0] for outcome in asked if outcome.ending == "skipped"}
+    unproven = {outcome.test.partition("::")[0] for outcome in asked if outcome.ending != "passed"}
     held = {"commit": commit, "date": str(datetime.now(UTC).date())}
     found = {file: of | held for file, of in by_file(parts, exhaustive=True).items() if file not in unproven}
     EXHAUSTIVE.write_text(json.dumps(with_those_of(known, found), indent=1) + "\n")
@@ -380,7 +385,7 @@ def main() -> int:
         others = json.loads(SECONDS.read_text()) if given.files else {}
         known = {file: others[file] for file in others if Path(ROOT, file).exists()}
         SECONDS.write_text(json.dumps(with_those_of(known, by_file(parts, exhaustive=False)), indent=1) + "\n")
-    if (given.exhaustive or given.all) and not code:
+    if given.exhaustive or given.all:
         note_exhaustive(parts)
     print(f"{cpu_seconds(os.getpid()) / 60:.1f} core-minutes")
     return code or types.returncode

@@ -15,6 +15,7 @@ import pytest
 from tests.house.suite import Part, end_with_descendants, files_of, note_exhaustive, parts_of, with_those_of
 from tests.house.telling import Outcome
 from tests.support.harness import start
+from tests.support.places import ROOT
 
 pytestmark = [pytest.mark.slow, pytest.mark.waits]
 
@@ -93,19 +94,21 @@ def test_what_is_exhaustive_is_run_alone(tmp_path: Path) -> None:
     """Files without such tests are not read at all."""
     option = 'def pytest_addoption(parser): parser.addoption("--all", action="store_true")'
     (tmp_path / "conftest.py").write_text(option)
+    before = (ROOT / "tests/house/exhaustive.json").read_text()
     code, said = suite(tmp_path, "--exhaustive", deep=EXHAUSTIVE, broken=BROKEN)
+    assert (ROOT / "tests/house/exhaustive.json").read_text() == before
     assert code == 1 and "\n1 passed, 1 failed, 0 skipped\n" in said
 
 
 def test_files_whose_exhaustive_tests_all_held_are_noted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Others are not: neither those of which one was skipped, nor those without such tests any more."""
+    """Others are not: neither those of which one failed or was skipped, nor those without such tests any more."""
     known = {"cpu_seconds": 2.0, "seconds": 1.0, "tests": 1, "commit": "0a1b2c3", "date": "2026-01-31"}
     deep, shallow = "tests/runs/test_resume.py", "tests/algo/test_golden.py"
     path = tmp_path / "exhaustive.json"
     path.write_text(json.dumps({deep: known, shallow: known, "tests/test_gone.py": known}))
     monkeypatch.setattr("tests.house.suite.EXHAUSTIVE", path)
     part = Part([], 0.0, 0, tmp_path)
-    endings = {"a": ["passed", "passed"], "b": ["passed", "skipped"]}
+    endings = {"a": ["passed", "passed"], "b": ["passed", "skipped"], "d": ["passed", "failed"]}
     told = [(file, ending, True) for file, found in endings.items() for ending in found]
     for file, ending, exhaustive in [*told, ("a", "passed", False), ("c", "passed", False)]:
         part.outcomes.append(Outcome(f"tests/{file}.py::test", ending, False, exhaustive, "", 1.5, 2.0))
