@@ -108,6 +108,14 @@ environment_for() { # the words of a command line: is SGLang in them, in a confi
     fi
 }
 
+gpus_here() { # how many GPUs a process sees
+    if [ -n "${CUDA_VISIBLE_DEVICES+given}" ]; then
+        tr ',' '\n' <<<"$CUDA_VISIBLE_DEVICES" | grep -c . || true
+    else
+        nvidia-smi -L 2>/dev/null | grep -c '^GPU ' || true
+    fi
+}
+
 # Whether only this user and root can change a folder, where there is one: what lies in it is run.
 environment_is_own() {
     [ -z "$(find -L "$1" -maxdepth 0 \( -perm /022 -o -not \( -user "$(id -u)" -o -user 0 \) \) 2>/dev/null)" ]

@@ -28,7 +28,7 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 from triton.runtime.jit import JITFunction, KernelParam
 
-from megappo_kernels.gpu import gae, head, layers, objectives, rows, whiten
+from megappo_kernels.gpu import checksum, gae, head, layers, objectives, rows, whiten
 from megappo_kernels.objectives import FUNCTIONS, Objective, PolicyObjective, ValueObjective, inputs_of
 from megappo_kernels.surrogates import gspo
 
@@ -195,6 +195,8 @@ def variants(capability: int, *, few: bool = False) -> Iterator[Variant]:
         yield _variant(gae.gae_kernel, switches, {"BLOCK": gae.BLOCK}, gae.WARPS, mask=mask)
     yield from _layer_variants()
     yield _variant(whiten.whiten_kernel, {}, {"BLOCK": whiten.BLOCK}, whiten.WARPS)
+    sizes = {"BLOCK": checksum.BLOCK, "TILE": checksum.TILE}
+    yield _variant(checksum.checksum_kernel, {}, sizes, checksum.WARPS, words="*i32", partials="*i64")
 
 
 def compile_variant(variant: Variant, capability: int) -> Report:

@@ -10,9 +10,8 @@ from megappo.config import Config, resolve
 from megappo.config.engine import SGLangSettings
 from megappo.config.rules.servers import server_rules
 from megappo.config.schema import RolloutSettings
-from megappo.families.served import Served
 from megappo.plan.costs import rollout_cost
-from megappo.plan.inputs import Models, make_setup
+from megappo.plan.inputs import Models, make_setup, unserved
 from megappo.plan.machines import Machine
 from megappo.plan.memory import rank_memory
 from megappo.plan.servers import cache_tokens
@@ -42,7 +41,7 @@ def other_engine(config: Config, models: Models, machine: Machine, gpus: int) ->
     name = "transformers" if config.rollout.has_servers else "sglang"
     if config.rollout.load_from is not None:
         return OtherEngine(name, (), None, f"no engine is needed: samples are those of {config.rollout.load_from}")
-    why = models.actor.declaration.unserved(models.actor, Served(machine.is_cuda, config.max_sequence_tokens))
+    why = unserved(config, models, on_cuda=machine.is_cuda)
     if why and name == "sglang":
         return OtherEngine(name, (), None, f"{_NAMES[name]} would not do: {why}")
     now = _rollout_seconds(config, models, machine, gpus)

@@ -286,20 +286,32 @@ class Setup:
         return tuple(role for role in (self.actor, self.reference, self.critic) if role is not None)
 
 
+_NO_FLOAT32 = "its kernels for GPUs have no float32, which model.dtype is"
+"""Such as rmsnorm of sglang-kernel 0.4.5, whose server ends while it captures graphs, and of 0.4.10."""
+
+
 def make_setup(config: Config, models: Models, world_size: int, *, on_cuda: bool, device_bytes: float = 0.0) -> Setup:
     """The planner's view of settings that break no rule; SGLang takes its share of `device_bytes`.
 
     Raises ConfigError where SGLang is to generate and does not compute the actor's model.
     """
-    why = models.actor.declaration.unserved(models.actor, Served(on_cuda, config.max_sequence_tokens))
+    why = unserved(config, models, on_cuda=on_cuda)
     if why and resolve(config, on_cuda=on_cuda).rollout.has_servers:
-        raise ConfigError(f"rollout.engine is sglang, but {why}; set rollout.engine to transformers")
+        dtype = "model.dtype to bfloat16, or " if why == _NO_FLOAT32 else ""
+        raise ConfigError(f"rollout.engine is sglang, but {why}; set {dtype}rollout.engine to transformers")
     actor = trained_role(config, "actor", models, world_size, on_cuda=on_cuda)
     critic = None if config.critic is None else trained_role(config, "critic", models, world_size, on_cuda=on_cuda)
     reference = None if config.reference is None else reference_role(config, actor, models)
     if config.pretrains_critic:  # the actor has its weights and computes nothing
         actor, reference = replace(actor, trained=False, updates_per_step=0, scored_steps=0.0), None
     return Setup(actor, critic, reference, workload(config, world_size, on_cuda=on_cuda, device_bytes=device_bytes))
+
+
+def unserved(config: Config, models: Models, *, on_cuda: bool) -> str:
+    """Why SGLang does not compute the actor's model on a device; "" where it does."""
+    if on_cuda and config.model.dtype == "float32":
+        return _NO_FLOAT32
+    return models.actor.declaration.unserved(models.actor, Served(on_cuda, config.max_sequence_tokens))
 
 
 def workload(config: Config, world_size: int, *, on_cuda: bool, device_bytes: float = 0.0) -> Workload:

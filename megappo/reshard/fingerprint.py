@@ -35,9 +35,9 @@ def fingerprint(shards: Iterable[Tensor]) -> str:
     """The checksum that SGLang gives a parameter with this content (sglang/srt/managers/mm_utils.py:899 in 0.5.23)."""
     tensors = list(shards)
     if tensors[0].is_cuda:
-        from sglang.srt.managers.mm_utils import tensor_hash
+        from megappo_kernels.gpu.checksum import tensor_checksum  # where Triton is
 
-        return f"{tensor_hash(torch.cat([t.contiguous() for t in tensors])):016x}"
+        return f"{tensor_checksum(torch.cat([t.contiguous() for t in tensors])):016x}"
     digest = hashlib.sha256()
     for tensor in tensors:
         digest.update(tensor.contiguous().view(-1).view(torch.uint8).numpy().data)

@@ -369,17 +369,14 @@ def test_servers_do_not_find_megatron(tmp_path: Path) -> None:
         (None, ""),
     ],
 )
-def test_a_server_imports_its_own_model_alone(tmp_path: Path, config: dict[str, Any] | None, module: str) -> None:
-    """On a CPU, by a package in its import path, unless settings name another one; all models where SGLang does not
-    have it."""
-
-    def on_a_cpu(**settings: Any) -> dict[str, str]:
-        return on_a_gpu(tmp_path, devices=(), cores=(0,), **settings).environment(tmp_path)
-
+@pytest.mark.parametrize("place", [{}, {"devices": (), "cores": (0,)}], ids=["gpu", "cpu"])
+def test_a_server_imports_its_own_model_alone(
+    tmp_path: Path, config: dict[str, Any] | None, module: str, place: dict[str, Any]
+) -> None:
+    """By a package in its import path, unless settings name another one; all models where SGLang does not have it."""
     if config is not None:
         (tmp_path / "config.json").write_text(json.dumps(config))
-    assert "SGLANG_EXTERNAL_MODEL_PACKAGE" not in on_a_gpu(tmp_path).environment(tmp_path)
-    environment = on_a_cpu()
+    environment = on_a_gpu(tmp_path, **place).environment(tmp_path)
     name = environment.get("SGLANG_EXTERNAL_MODEL_PACKAGE")
     assert (name is not None) == bool(module)
     if name is not None:
@@ -387,7 +384,8 @@ def test_a_server_imports_its_own_model_alone(tmp_path: Path, config: dict[str, 
         lines = [line for file in package.glob("*.py") for line in file.read_text().splitlines()]
         assert lines == [f"from sglang.srt.models.{module} import EntryClass"]
     own = SGLangSettings(environment={"SGLANG_EXTERNAL_MODEL_PACKAGE": "mine"})
-    assert on_a_cpu(settings=own)["SGLANG_EXTERNAL_MODEL_PACKAGE"] == "mine"
+    environment = on_a_gpu(tmp_path, settings=own, **place).environment(tmp_path)
+    assert environment["SGLANG_EXTERNAL_MODEL_PACKAGE"] == "mine"
 
 
 def test_decoding_servers_are_told_how_many_sequences_there_will_be() -> None:
@@ -890,15 +888,24 @@ def opened(*arguments: Any) -> tuple[Any, ...]:
     return arguments
 
 
-def test_a_handle_of_cuda_memory_asks_the_server_to_wait_for_no_event(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A server that is started in the place of a killed one cannot open torch's events (tests/gpu, `server-killed`)."""
+def test_a_handle_of_cuda_memory_names_its_device_for_all_and_asks_to_wait_for_no_event(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The server numbers devices in its own way, and one started in the place of a killed one cannot open torch's
+    events (tests/gpu, `server-killed`)."""
     names = list(inspect.signature(reductions.rebuild_cuda_tensor).parameters)
-    assert names[-1] == "event_sync_required"
-    reduced = (opened, (*names[:-1], True))
+    assert names[6] == "storage_device" and names[-1] == "event_sync_required"
+    reduced = (opened, (*names[:6], 3, *names[7:-1], True))
     monkeypatch.setattr(reductions, "reduce_tensor", lambda tensor: reduced)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda n: SimpleNamespace(uuid=f"uuid of {n}"))
     payload: dict[str, torch.Tensor | list[SimpleNamespace]] = {
         "flattened_tensor": torch.zeros(2).as_subclass(OnCuda),
         "metadata": [SimpleNamespace(numel=2)],
     }
     found = pickle.loads(base64.b64decode(serialize(payload)))
-    assert found == {"flattened_tensor": (*names[:-1], False), "metadata": [SimpleNamespace(numel=2)]}
+    handle = (*names[:6], "uuid of 3", *names[7:-1], False)
+    assert found == {"flattened_tensor": handle, "metadata": [SimpleNamespace(numel=2)]}
+    patched = pytest.importorskip("sglang.srt.utils.patch_torch")  # how the server reads it
+    assert patched._REDUCE_TENSOR_ARG_DEVICE_INDEX == 6
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 5)
+    assert patched._device_from_maybe_uuid("uuid of 3") == 3

@@ -27,6 +27,7 @@ KERNELS = {
     "swiglu_kernel",
     "swiglu_gradient_kernel",
     "rotation_kernel",
+    "checksum_kernel",
 }
 
 

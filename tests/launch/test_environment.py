@@ -11,6 +11,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -248,6 +249,27 @@ def test_the_quickstart_needs_no_sglang_where_there_are_gpus(machine: Machine) -
     said, _ = machine.start(clone, then="exec bash launch/quickstart.sh", kind="light").communicate(timeout=60)
     (built,) = machine.builds.read_text().splitlines()
     assert built.startswith("# The light environment of Python 3.11;"), said
+
+
+@pytest.mark.parametrize(
+    ("gpus", "visible", "processes"), [(1, None, 1), (1, "", 2), (2, "1", 1), (2, "0,1", 2), (0, None, 2)]
+)
+def test_the_quickstart_runs_on_one_gpu_too(machine: Machine, gpus: int, visible: str | None, processes: int) -> None:
+    """There on one process, whose models are not split; NCCL refuses two on one GPU."""
+    clone = machine.clone("one")
+    (clone / "configs").mkdir()
+    shutil.copy(QUICKSTART, clone / "configs")
+    (clone / "launch" / "torchrun.sh").write_text('printf "%s\\n" "$@"\n')
+    (clone / "launch" / "torchrun.sh").chmod(0o755)
+    smi = machine.folder / "bin" / "nvidia-smi"
+    smi.write_text("#!/bin/sh\n" + "echo 'GPU 0: NVIDIA H200 (UUID: GPU-1)'\n" * gpus)
+    smi.chmod(0o755)
+    given: dict[str, Any] = {} if visible is None else {"CUDA_VISIBLE_DEVICES": visible}
+    said, _ = machine.start(clone, then="exec bash launch/quickstart.sh run.steps=3", **given).communicate(timeout=60)
+    words = said.splitlines()
+    split = ["actor.layout.tensor_parallel=1", "critic.layout.pipeline_parallel=1"]
+    assert words[words.index("train") - 1] == str(processes) and "run.steps=3" in words, said
+    assert [w for w in split if w in words] == (split if processes == 1 else [])
 
 
 def test_the_command_finds_its_environment_from_any_folder(machine: Machine, tmp_path: Path) -> None:

@@ -65,7 +65,18 @@ def test_settings_of_servers_need_servers(capsys: pytest.CaptureFixture[str]) ->
     assert main(["plan", str(QUICKSTART), "--machine", "cpu", *words]) == 2
     said = "rollout.sglang is given but rollout.engine is 'transformers', which is the default without CUDA"
     assert said in capsys.readouterr().err
-    assert main(["plan", str(QUICKSTART), "--machine", "h100", *words]) == 0
+    assert main(["plan", str(QUICKSTART), "--machine", "h100", *words, "model.dtype=bfloat16"]) == 0
+
+
+def test_servers_on_gpus_have_no_float32(capsys: pytest.CaptureFixture[str]) -> None:
+    """Their kernels end the server after a minute; where the other engine generates, the plan says why not SGLang."""
+    assert main(["plan", str(QUICKSTART), "--machine", "h100", "rollout.engine=null"]) == 2
+    said = "its kernels for GPUs have no float32, which model.dtype is"
+    remedy = "set model.dtype to bfloat16, or rollout.engine to transformers"
+    assert f"rollout.engine is sglang, but {said}; {remedy}" in capsys.readouterr().err
+    assert main(["plan", str(QUICKSTART), "--machine", "h100"]) == 0
+    assert f"SGLang would not do: {said}" in capsys.readouterr().out
+    assert main(["plan", str(QUICKSTART), "--machine", "cpu", "rollout.engine=sglang"]) == 0
 
 
 def test_the_default_engine_keeps_its_rules(capsys: pytest.CaptureFixture[str]) -> None:

@@ -59,6 +59,14 @@ def test_a_killed_server(rows: list[dict[str, Any]]) -> None:
 
 @exhaustive
 @pytest.mark.timeout(1300)
+def test_commands_as_they_are_typed(rows: list[dict[str, Any]]) -> None:
+    """Every run of the tests has such a kill on CPUs (sglang/test_resumed_runs.py); this one is for GPUs."""
+    held = held_of(rows, "server-commands")
+    assert held >= {"the run that was killed and continued", "step 3: engine beside trainer, nats"}
+
+
+@exhaustive
+@pytest.mark.timeout(1300)
 def test_graphs_and_learning(rows: list[dict[str, Any]]) -> None:
     assert "graphs of prefill" in held_of(rows, "server-graphs")
     assert held_of(rows, "server-learning") >= {"reward", "engine beside trainer, nats"}

@@ -196,6 +196,8 @@ class ServerSpec:
                 kept = {name: value for name, value in kept.items() if (name, value) != _GLOO_ON_LOOPBACK}
             else:
                 kept |= [_GLOO_ON_LOOPBACK]
+        if package := _with_one_model(scratch, self.model_folder):
+            kept["SGLANG_EXTERNAL_MODEL_PACKAGE"] = package
         kept["SGLANG_HEALTH_CHECK_TIMEOUT"] = str(max(1, int(self.settings.health_timeout_seconds)))
         if self.settings.tensor_parallel > 1 and not self.deterministic:
             kept["SYNC_TOKEN_IDS_ACROSS_TP"] = "1"  # or ranks that drew different tokens wait for each other for ever
@@ -211,8 +213,6 @@ class ServerSpec:
             kept["CUDA_VISIBLE_DEVICES"] = visible_devices(self.devices, os.environ.get("CUDA_VISIBLE_DEVICES", ""))
         else:
             path.insert(0, str(_advertise_platform(scratch)))
-            if package := _with_one_model(scratch, self.model_folder):  # not tried on a GPU yet
-                kept["SGLANG_EXTERNAL_MODEL_PACKAGE"] = package
             ranks = self.settings.node_ranks
             share = max(1, len(self.cores) // ranks)
             threads = self.settings.threads or share

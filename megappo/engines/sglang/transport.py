@@ -134,28 +134,28 @@ def flat_payload(flat_bytes: Tensor, slots: Sequence[Slot]) -> dict[str, Tensor 
 
 def serialize(payload: dict[str, Tensor | list[SimpleNamespace]] | list[tuple[str, Tensor]]) -> str:
     """Handles of a payload's tensors as base64, for one opening in one process of the server."""
-    if torch.cuda.is_available():
-        from sglang.srt.utils.patch_torch import monkey_patch_torch_reductions
-
-        # Handles then name the device by its UUID: the server numbers its CUDA_VISIBLE_DEVICES differently.
-        monkey_patch_torch_reductions()
     out = io.BytesIO()
-    _WithoutEvents(out).dump(payload)
+    _HandlePickler(out).dump(payload)
     return base64.b64encode(out.getvalue()).decode()
 
 
-class _WithoutEvents(ForkingPickler):
-    """Pickler of CUDA handles without the event that torch sends along for the other process to wait for. Weights are
-    complete before their handles leave, and a server started in the place of a killed one cannot open such events
-    (`cudaErrorMapBufferObjectFailed`, on an H100 with torch 2.11)."""
+class _HandlePickler(ForkingPickler):
+    """Pickler of CUDA handles as a server can open them.
+
+    The handle names the device by its UUID, as the server numbers its CUDA_VISIBLE_DEVICES differently; servers look
+    for it (SGLang 0.5.23, srt/utils/patch_torch.py). The event that torch sends along for the other process to wait for
+    is left out: weights are complete before their handles leave, and a server started in the place of a killed one
+    cannot open such events (`cudaErrorMapBufferObjectFailed`, on an H100 with torch 2.11).
+    """
 
     def reducer_override(self, obj: Any) -> Any:
-        """Reduce a CUDA tensor as torch does, but with `event_sync_required`, the last argument of
-        `rebuild_cuda_tensor`, false."""
+        """Reduce a CUDA tensor as torch does, but with the UUID in the place of `storage_device`, the seventh argument
+        of `rebuild_cuda_tensor`, and with `event_sync_required`, the last, false."""
         if not (isinstance(obj, Tensor) and obj.is_cuda):
             return NotImplemented
         rebuild, arguments = torch.multiprocessing.reductions.reduce_tensor(obj)
-        return rebuild, (*arguments[:-1], False)
+        uuid = str(torch.cuda.get_device_properties(arguments[6]).uuid)
+        return rebuild, (*arguments[:6], uuid, *arguments[7:-1], False)
 
 
 def share_by_name() -> None:

@@ -59,4 +59,7 @@ STEPS = (
     Step("server-experts", 3, f"{_HERE}.servers:experts", 60, 160, "the same with experts, and their routing"),
     Step("server-graphs", 3, f"{_HERE}.server_graphs:as_asked_and_as_default", 90, 240, "graphs: tokens/s, answers"),
     Step("server-killed", 3, f"{_HERE}.servers:killed", 60, 300, "a server that is killed while it generates"),
+    Step(
+        "server-commands", 3, f"{_HERE}.servers:commands", 120, 400, "`megappo train` with a server, killed, continued"
+    ),
 )

@@ -66,16 +66,16 @@ def train(words: list[str]) -> None:
         raise RuntimeError(f"megappo train ended with {code}")
 
 
-def kill(words: list[str], directory: Path) -> int:
+def kill(words: list[str], directory: Path, most_seconds: float = _LONGEST_SECONDS) -> int:
     """A run in a process of its own until its checkpoint is written; the newest step that has one."""
     process = subprocess.Popen([sys.executable, "-m", "megappo", *words], cwd=ROOT, env=own_variables())
-    end = time.monotonic() + _LONGEST_SECONDS
+    end = time.monotonic() + most_seconds
     try:
         while not (directory / f"checkpoints/step-{KILLED_AFTER:06d}/checkpoint.json").exists():
             if process.poll() is not None:
                 raise RuntimeError(f"the run ended with {process.returncode} before it could be killed")
             if time.monotonic() > end:
-                raise RuntimeError(f"no checkpoint of step {KILLED_AFTER} within {_LONGEST_SECONDS:g} s")
+                raise RuntimeError(f"no checkpoint of step {KILLED_AFTER} within {most_seconds:g} s")
             time.sleep(0.01)
     finally:
         process.send_signal(signal.SIGKILL)

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 import signal
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Generator, Iterator, Mapping
@@ -24,8 +26,10 @@ from megappo.ppo.reporting import Reporter
 from megappo.runtime.packages import installed_version
 from tests.gpu.acceptance.packs import NATS
 from tests.gpu.acceptance.registry import Place
+from tests.gpu.acceptance.resume import kill, logged, own_variables
 from tests.gpu.acceptance.table import Row, Skip, judged, measured, within
-from tests.gpu.acceptance.workload import ACTOR_ONLY, Size, make_config, model_folder, settings, trainer
+from tests.gpu.acceptance.workload import ACTOR_ONLY, Size, make_config, model_folder, settings, trainer, write_settings
+from tests.support.places import ROOT
 
 STEPS = 3
 CACHE_TOKENS = 65536
@@ -172,6 +176,37 @@ def killed(place: Place) -> Iterator[Row]:
 def _kill(session: int) -> None:
     for pid in session_pids(session):
         os.kill(pid, signal.SIGKILL)
+
+
+def commands(place: Place) -> Iterator[Row]:
+    """`megappo train` with a server as a user types it, killed by SIGKILL behind its first checkpoint and continued.
+    The other steps build a trainer in a program of their own, which imports in another order."""
+    check_sglang()
+    directory, dtype = Path(place.scratch) / "typed", _dtype(place)
+    layers = None if place.tiny else 4
+    content = _settings(
+        place, model_folder(place, "0.6B", layers=layers), Size(8, 8, 16) if place.tiny else Size(64, 16, 256)
+    )
+    content["run"] |= {"steps": STEPS, "directory": str(directory), "export_final_model": False}
+    content["checkpoint"] = {"every_steps": 1}
+    words = ["train", str(write_settings(place, content)), *ACTOR_ONLY]
+    killed_step = kill(words, directory, most_seconds=200.0)
+    yield measured("killed", f"by SIGKILL, with a checkpoint of step {killed_step}", step=killed_step)
+    done = subprocess.run(
+        [sys.executable, "-m", "megappo", *words],
+        cwd=ROOT,
+        env=own_variables(),
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    lines = logged(directory) if done.returncode == 0 else []
+    steps = [line["step"] for line in lines]
+    held = steps == list(range(1, STEPS + 1))
+    said = f"steps {steps} were logged" if held else f"ended with {done.returncode}: {done.stderr[-300:]}"
+    yield judged("the run that was killed and continued", held, said)
+    for line in lines:
+        yield from _gaps(f"step {line['step']}: engine beside trainer, nats", line, dtype)
 
 
 def share_of_sevens(*, response: str, **_unread: Any) -> float:

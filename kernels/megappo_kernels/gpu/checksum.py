@@ -1,0 +1,82 @@
+"""Triton: 64 bits for each tile of a tensor's bytes, as SGLang's checksums of weights have them."""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+BLOCK, WARPS = 256, 4
+TILE = 8192
+"""Words of a tile; each has bits of its own, so the checksum depends on it."""
+
+# From here on as in SGLang 0.5.23, kernels/ops/memory/gpu_tensor_hash.py: MurmurHash3's finalizer, primes of xxHash for
+# positions, and two seeds.
+_MIX_1, _MIX_2 = tl.constexpr(0x85EBCA6B), tl.constexpr(0xC2B2AE35)
+_POSITION_1, _POSITION_2 = tl.constexpr(0x27D4EB2D), tl.constexpr(0x165667B1)
+_SEED_1 = tl.constexpr(0x243F6A88)
+_SEED_2 = tl.constexpr(0x243F6A88 * 0x9E3779B1 & 0xFFFFFFFF ^ 0xDEADBEEF)
+
+
+@triton.jit
+def mixed(x):
+    """MurmurHash3's finalizer of uint32."""
+    x ^= x >> 16
+    x *= tl.full((), _MIX_1, tl.uint32)
+    x ^= x >> 13
+    x *= tl.full((), _MIX_2, tl.uint32)
+    return x ^ (x >> 16)
+
+
+@triton.jit
+def mixed_word(word, position, FACTOR: tl.constexpr, SEED: tl.constexpr, TURN: tl.constexpr):
+    """A word mixed with its position, both uint32."""
+    place = position * tl.full((), FACTOR, tl.uint32) + tl.full((), SEED, tl.uint32)
+    return mixed(word ^ place ^ ((position << TURN) | (position >> (32 - TURN))))
+
+
+@triton.jit(do_not_specialize=["n"], do_not_specialize_on_alignment=["words"])
+def checksum_kernel(words, partials, n, BLOCK: tl.constexpr, TILE: tl.constexpr):
+    """64 bits of each tile of `words`, int32, into `partials`, int64."""
+    high, low = tl.zeros([BLOCK], tl.uint32), tl.zeros([BLOCK], tl.uint32)
+    for start in range(0, TILE, BLOCK):
+        positions = tl.program_id(0).to(tl.int64) * TILE + start + tl.arange(0, BLOCK)
+        inside = positions < n
+        word = tl.load(words + positions, mask=inside, other=0).to(tl.uint32)
+        position = positions.to(tl.uint32)
+        nothing = tl.zeros([BLOCK], tl.uint32)
+        high += tl.where(inside, mixed_word(word, position, _POSITION_1, _SEED_1, 15), nothing)
+        low += tl.where(inside, mixed_word(word, position, _POSITION_2, _SEED_2, 13), nothing)
+    n_bytes = (n.to(tl.int64) * 4).to(tl.uint32)
+    first, second = mixed(tl.sum(high, 0) ^ n_bytes), mixed(tl.sum(low, 0) ^ n_bytes)
+    tl.store(partials + tl.program_id(0), ((first.to(tl.uint64) << 32) | second.to(tl.uint64)).to(tl.int64))
+
+
+def launch_checksums(words: Tensor) -> Tensor:
+    """64 bits of each tile of int32 (words,), as int64 (tiles,)."""
+    tiles = triton.cdiv(words.numel(), TILE)
+    partials = torch.empty(tiles, dtype=torch.int64, device=words.device)
+    if tiles:
+        checksum_kernel[(tiles,)](words, partials, words.numel(), BLOCK=BLOCK, TILE=TILE, num_warps=WARPS)
+    return partials
+
+
+def tensor_checksum(tensor: Tensor) -> int:
+    """64 bits of a tensor's bytes, as `gpu_tensor_hash` of SGLang 0.5.23 computes them; 0 of no bytes.
+
+    Waits for the device. SGLang's own function would be imported with all of SGLang: two to seven CPU seconds.
+    """
+    content = tensor.contiguous().view(-1).view(torch.uint8)
+    content = torch.nn.functional.pad(content, (0, -content.numel() % 4))
+    return _mixed_64(int(launch_checksums(content.view(torch.int32)).sum()) & _WORD_64)
+
+
+_WORD_64 = (1 << 64) - 1
+
+
+def _mixed_64(x: int) -> int:
+    """SplitMix64's finalizer."""
+    x = (x ^ x >> 30) * 0xBF58476D1CE4E5B9 & _WORD_64
+    x = (x ^ x >> 27) * 0x94D049BB133111EB & _WORD_64
+    return x ^ x >> 31
