@@ -10,6 +10,7 @@ import pytest
 from megappo.config import Config, ConfigError, derive_run, load_config
 from megappo.config.algorithm import AlgorithmSettings
 from megappo.config.derive import describe
+from megappo.config.environment import ToolSettings
 from megappo.config.schema import RewardSettings
 from megappo.observe.metrics import read_metrics
 from megappo.plan.inputs import make_setup
@@ -154,3 +155,7 @@ def test_an_edge_that_is_not_given_is_the_losss_own(
     loss: str, band: dict[str, float] | None, edges: tuple[float, float] | None
 ) -> None:
     assert AlgorithmSettings.model_validate({"policy_loss": loss, "band": band}).band_edges == edges
+
+
+def test_what_a_model_writes_is_confined_where_nothing_is_said() -> None:
+    assert ToolSettings().confined and ToolSettings(workers=1).confined and not ToolSettings(confined=False).confined
