@@ -37,6 +37,7 @@ from megappo.engines.sglang.server import Server, start_server
 from megappo.engines.sglang.spec import ServerSpec
 from megappo.errors import RunError
 from megappo.observe.messages import tell
+from megappo.plan.inputs import unserved
 from megappo.preflight.inputs import read_tokens
 from megappo.preflight.resolved import resolve_here
 from megappo.runtime.device import device_bytes, runs_on_cuda
@@ -150,13 +151,16 @@ def make_service(config: Config, *, host: str | None, port: int, index: int, lin
     if not config.rollout.has_servers:
         raise ConfigError(f"rollout.engine is '{config.rollout.engine}', serve needs sglang; set rollout.engine=sglang")
     require_sglang()
-    problems = list(server_rules(config, load_architecture(config.model.path, config.model)))
+    actor, on_cuda = load_architecture(config.model.path, config.model), runs_on_cuda(config.runtime)
+    problems = list(server_rules(config, actor))
+    if why := unserved(config, actor, on_cuda=on_cuda):
+        problems.append(f"rollout.engine is sglang, but {why}")
     if problems:
         raise ConfigError(problems)
     host = host or config.rollout.servers.host or "127.0.0.1"
     check_address(host, port)
     folder, stops = role_folder(config, "actor", weights=False), read_tokens(config, training=False).stop_token_ids
-    spec = ServerSpec.of(config, folder, stops, on_cuda=runs_on_cuda(config.runtime), device_bytes=device_bytes())
+    spec = ServerSpec.of(config, folder, stops, on_cuda=on_cuda, device_bytes=device_bytes())
     # How many sequences it is asked for at once, only its clients know.
     spec = replace(spec, host=host, memory_saver=False, seed=index, cache=replace(spec.cache, sequences=None))
     key = key_of(KEY_VARIABLE) or kept_key(spec.log_directory)

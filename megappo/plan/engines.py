@@ -41,7 +41,7 @@ def other_engine(config: Config, models: Models, machine: Machine, gpus: int) ->
     name = "transformers" if config.rollout.has_servers else "sglang"
     if config.rollout.load_from is not None:
         return OtherEngine(name, (), None, f"no engine is needed: samples are those of {config.rollout.load_from}")
-    why = unserved(config, models, on_cuda=machine.is_cuda)
+    why = unserved(config, models.actor, on_cuda=machine.is_cuda)
     if why and name == "sglang":
         return OtherEngine(name, (), None, f"{_NAMES[name]} would not do: {why}")
     now = _rollout_seconds(config, models, machine, gpus)

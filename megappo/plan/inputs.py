@@ -295,7 +295,7 @@ def make_setup(config: Config, models: Models, world_size: int, *, on_cuda: bool
 
     Raises ConfigError where SGLang is to generate and does not compute the actor's model.
     """
-    why = unserved(config, models, on_cuda=on_cuda)
+    why = unserved(config, models.actor, on_cuda=on_cuda)
     if why and resolve(config, on_cuda=on_cuda).rollout.has_servers:
         dtype = "model.dtype to bfloat16, or " if why == _NO_FLOAT32 else ""
         raise ConfigError(f"rollout.engine is sglang, but {why}; set {dtype}rollout.engine to transformers")
@@ -307,11 +307,11 @@ def make_setup(config: Config, models: Models, world_size: int, *, on_cuda: bool
     return Setup(actor, critic, reference, workload(config, world_size, on_cuda=on_cuda, device_bytes=device_bytes))
 
 
-def unserved(config: Config, models: Models, *, on_cuda: bool) -> str:
+def unserved(config: Config, actor: ArchitectureConfig, *, on_cuda: bool) -> str:
     """Why SGLang does not compute the actor's model on a device; "" where it does."""
     if on_cuda and config.model.dtype == "float32":
         return _NO_FLOAT32
-    return models.actor.declaration.unserved(models.actor, Served(on_cuda, config.max_sequence_tokens))
+    return actor.declaration.unserved(actor, Served(on_cuda, config.max_sequence_tokens))
 
 
 def workload(config: Config, world_size: int, *, on_cuda: bool, device_bytes: float = 0.0) -> Workload:

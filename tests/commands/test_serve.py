@@ -257,6 +257,8 @@ def test_what_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys
     assert "rollout.sglang.nodes is 1, --meet is for more" in refused(capsys, CONFIG, "--meet", "a:1")
     assert "nodes is 2, their parts need --part N and --meet HOST:PORT" in refused(capsys, CONFIG, two)
     assert "--meet is 'node7', must be HOST:PORT" in refused(capsys, CONFIG, two, "--meet", "node7")
+    monkeypatch.setattr("megappo.commands.serve.runs_on_cuda", lambda settings: True)
+    assert "its kernels for GPUs have no float32" in refused(capsys, CONFIG, "model.dtype=float32")
 
 
 def test_how_wide_a_server_is(capsys: pytest.CaptureFixture[str]) -> None:
