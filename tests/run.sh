@@ -2,6 +2,7 @@
 # Builds the environment and runs the checks of the code, and tests:
 #   tests/run.sh                        every test but what is exhaustive
 #   tests/run.sh --all                  that, too
+#   tests/run.sh --exhaustive [FILE...] nothing else
 #   tests/run.sh --quick                what is quick of every file
 #   tests/run.sh --light                what depends on versions, in the light environment of Python 3.11
 #   tests/run.sh --affected [FILE...]   what is quick of the tests nearest to these files, or to what differs from main
@@ -49,7 +50,7 @@ export OMP_NUM_THREADS=1 OMP_WAIT_POLICY=passive # cores are shared, and threads
 export TRITON_INTERPRET=1
 unset PYTHONDONTWRITEBYTECODE # with it, each of some hundred processes would compile all that it imports
 case "${1:-}" in
-"" | --all)
+"" | --all | --exhaustive)
     PATH="$PATH:/usr/sbin:/sbin"
     type slurmctld slurmd munged >/dev/null 2>&1 || install_for_tests slurm-wlm munge
     type chromium >/dev/null 2>&1 || install_for_tests chromium

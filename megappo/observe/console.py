@@ -84,8 +84,10 @@ class PlainView(View):
             self._thread.start()
 
     def close(self) -> None:
-        """Stop the thread that reports on long stages."""
+        """End the thread that reports on long stages; no line follows."""
         self._closed.set()
+        if self._thread is not None:
+            self._thread.join()
 
     def _watch(self) -> None:
         while not self._closed.wait(min(1.0, self._every_seconds / 4)):

@@ -60,7 +60,9 @@ def changed_arch(folder: Path, **changes: Any) -> ArchitectureConfig:
 
 def test_a_run_starts_from_weights_that_mean_the_same(world: Path) -> None:
     run = str(world / "run")
-    source = open_origin(run, "actor", changed_arch(world / "model", max_position_embeddings=256)).source
+    origin = open_origin(run, "actor", changed_arch(world / "model", max_position_embeddings=256))
+    source = origin.source
+    assert "the actor begins with that of " in origin.summary
     assert isinstance(source, CheckpointSource)
     given = load_file(world / "model/model.safetensors")
     found = dict(source.tensors())

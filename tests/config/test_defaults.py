@@ -8,7 +8,9 @@ from pathlib import Path
 import pytest
 
 from megappo.config import Config, ConfigError, derive_run, load_config
+from megappo.config.algorithm import AlgorithmSettings
 from megappo.config.derive import describe
+from megappo.config.environment import ToolSettings
 from megappo.config.schema import RewardSettings
 from megappo.observe.metrics import read_metrics
 from megappo.plan.inputs import make_setup
@@ -137,3 +139,23 @@ def test_a_short_file_trains(short: Path) -> None:
     assert done.returncode == 0, (done.stdout + done.stderr)[-4000:]
     lines = read_metrics(short.parent / "run" / "metrics.jsonl")[-2:]
     assert [(line["step"], line["actor/updates"], line["critic/updates"]) for line in lines] == [(1, 4, 4), (2, 4, 4)]
+
+
+@pytest.mark.parametrize(
+    ("loss", "band", "edges"),
+    [
+        ("cispo", None, (1.0, 4.0)),
+        ("cispo", {"low": 0.25}, (0.25, 4.0)),
+        ("cispo", {"high": 2.5}, (1.0, 2.5)),
+        ("gspo", {"low": 0.25, "high": 2.5}, (0.25, 2.5)),
+        ("clip", None, None),
+    ],
+)
+def test_an_edge_that_is_not_given_is_the_losss_own(
+    loss: str, band: dict[str, float] | None, edges: tuple[float, float] | None
+) -> None:
+    assert AlgorithmSettings.model_validate({"policy_loss": loss, "band": band}).band_edges == edges
+
+
+def test_what_a_model_writes_is_confined_where_nothing_is_said() -> None:
+    assert ToolSettings().confined and ToolSettings(workers=1).confined and not ToolSettings(confined=False).confined

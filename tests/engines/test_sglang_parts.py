@@ -528,6 +528,17 @@ def test_servers_of_several_machines_are_found_by_all(monkeypatch: pytest.Monkey
         started_on_machines(monkeypatch, tmp_path, [0, 0], 0, tensor_parallel=2, nodes=2)
 
 
+@pytest.mark.parametrize(("engines", "expected"), [(1, [(0, 1)]), (2, [(0,), (1,)]), (4, [(0,), (1,), (0, 1), (0, 1)])])
+def test_servers_on_cpus_share_the_cores(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, engines: int, expected: list[tuple[int, ...]]
+) -> None:
+    """Each has cores of its own as far as they go; those that are left have all of them."""
+    words: dict[str, Any] = {"placement": "disaggregated", "engines": engines}
+    found = [spec for r in (0, 1) for spec in started_on_machines(monkeypatch, tmp_path, [0, 0], r, **words)]
+    assert [spec.cores for spec in sorted(found, key=lambda spec: spec.seed)] == expected
+    assert [spec.seed for spec in sorted(found, key=lambda spec: spec.seed)] == list(range(engines))
+
+
 @pytest.mark.parametrize("given", [{}, {"NCCL_NVLS_ENABLE": "1"}])
 def test_trainers_and_servers_get_the_same_settings_of_nccl(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, given: dict[str, str]

@@ -196,6 +196,17 @@ def test_no_answer_ends_before_its_least_tokens(engine: TransformersEngine, mode
         torch.testing.assert_close(torch.tensor(done.logprobs), truth, rtol=0, atol=1e-5)
 
 
+def test_nothing_is_computed_once_all_have_ended(engine: TransformersEngine) -> None:
+    """A batch takes as many steps as its longest answer has tokens."""
+    asked, steps = requests(8), list[None]()
+    engine.on_tokens = lambda: steps.append(None)
+    try:
+        found = engine.generate(asked, replace(PARAMS, stop_token_ids=tuple(range(2, VOCAB)), max_new_tokens=100))
+    finally:
+        engine.on_tokens = lambda: None
+    assert len(steps) == max(len(answer.token_ids) for answer in found) < 100
+
+
 def test_prompt_and_answer_together_have_a_limit(engine: TransformersEngine) -> None:
     prompts = Prompts(tuple(Prompt(i, (3,) * (i + 1), "", None, {}) for i in range(8)), 0)
     wanted = request_samples(prompts, samples_per_prompt=1, seed_of=lambda i: i, max_total_tokens=10)

@@ -25,6 +25,7 @@ import tempfile
 import time
 import tomllib
 from collections.abc import Iterable, Sequence
+from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -149,6 +150,16 @@ def _begin_judging(copies: Any) -> None:
     _free_copies = copies
 
 
+def judging(copies: Sequence[Path]) -> ProcessPoolExecutor:
+    """Processes that judge at the same time, each in a copy of its own. Tests in them may start processes, which
+    those of multiprocessing.Pool may not."""
+    fork = multiprocessing.get_context("fork")
+    free = fork.SimpleQueue()
+    for copy in copies:
+        free.put(copy)
+    return ProcessPoolExecutor(len(copies), fork, _begin_judging, (free,))
+
+
 def judge(work: tuple[Any, Sequence[str], float]) -> Verdict:
     """Make the change in a copy, run the tests, take the change back."""
     from cosmic_ray.mutating import use_mutation
@@ -213,17 +224,14 @@ def main() -> None:
     import_what_tests_import()
     with tempfile.TemporaryDirectory(prefix="mutants-") as work:
         copies = [copied_repository(Path(work) / str(job)) for job in range(given.jobs)]
-        if run_tests(copies[0], arguments, 10 * settings["timeout"]) != "passed":
-            raise SystemExit(f"the tests fail without any change: {settings['test-command']}")
-        mutants = sampled_mutants(copies[0], config, given.sample, f"{given.area}-{given.seed}")
-        fork = multiprocessing.get_context("fork")
-        free = fork.Queue()
-        for copy in copies:
-            free.put(copy)
         noticed = 0
-        with fork.Pool(given.jobs, _begin_judging, (free,)) as pool:
+        with judging(copies) as pool:
+            unchanged = pool.submit(run_tests, copies[0], arguments, 10 * settings["timeout"])
+            if unchanged.result() != "passed":
+                raise SystemExit(f"the tests fail without any change: {settings['test-command']}")
+            mutants = sampled_mutants(copies[0], config, given.sample, f"{given.area}-{given.seed}")
             todo = [(item, arguments, settings["timeout"]) for item in mutants]
-            for number, verdict in enumerate(pool.imap(judge, todo), 1):
+            for number, verdict in enumerate(pool.map(judge, todo), 1):
                 noticed += verdict.ending != "passed"
                 change = verdict.mutant.mutations[0]
                 where = f"{change.module_path}:{change.start_pos[0]} {change.operator_name}"

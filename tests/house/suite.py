@@ -1,7 +1,7 @@
 """Runs files of tests on a few sides at a time, shows what they have done, and judges what is unsteady.
 
-Usage: python -m tests.house.suite [--quick | --all | --light] [--sides N] [--measure] [--dearest N] [--no-types]
-           [FILE...]
+Usage: python -m tests.house.suite [--quick | --all | --exhaustive | --light] [--sides N] [--measure] [--dearest N]
+           [--no-types] [FILE...]
 
 `bash tests/run.sh` is this in an environment that it builds.
 
@@ -45,11 +45,12 @@ from tests.support import (
     nursery,  # which has imported what most files import before anything is forked
 )
 from tests.support.places import ROOT
+from tests.support.quick import has_exhaustive
 
 SECONDS = ROOT / "tests" / "house" / "seconds.json"
 """Seconds, CPU seconds and number of tests of each file, as they were measured."""
 EXHAUSTIVE = ROOT / "tests" / "house" / "exhaustive.json"
-"""What `--all` ran more when it was green last."""
+"""Of each file what `--all` or `--exhaustive` ran of it that is exhaustive, and when all of that passed last."""
 MOST_UNSTEADY = 3
 _SHOWN_EVERY_SECONDS = 20.0
 _SHOWN_LINES = 12
@@ -307,9 +308,9 @@ def print_dearest(parts: Sequence[Part], count: int) -> None:
         print(f"{outcome.cpu_seconds:6.1f} CPU s {outcome.seconds:6.1f} s  {outcome.test}")
 
 
-def by_file(parts: Sequence[Part], *, exhaustive: bool) -> dict[str, dict[str, float]]:
+def by_file(parts: Sequence[Part], *, exhaustive: bool) -> dict[str, dict[str, Any]]:
     """Seconds, CPU seconds and number of the tests that are marked so or are not."""
-    found: dict[str, dict[str, float]] = {}
+    found: dict[str, dict[str, Any]] = {}
     nothing = {"cpu_seconds": 0.0, "seconds": 0.0, "tests": 0}
     for part in parts:
         for outcome in part.outcomes:
@@ -326,12 +327,23 @@ def with_those_of(known: dict[str, Any], found: dict[str, Any]) -> dict[str, Any
     return dict(sorted((known | found).items()))
 
 
+def _git(*words: str) -> str:
+    return subprocess.run(["git", *words], cwd=ROOT, capture_output=True, text=True, check=True).stdout.strip()
+
+
 def note_exhaustive(parts: Sequence[Part]) -> None:
-    """Keep what tests are exhaustive, and that all of them held at this commit today."""
-    command = ["git", "describe", "--always", "--dirty"]
-    commit = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout.strip()
-    found = {"commit": commit, "date": str(datetime.now(UTC).date()), "files": by_file(parts, exhaustive=True)}
-    EXHAUSTIVE.write_text(json.dumps(found, indent=1) + "\n")
+    """Keep of each file that its exhaustive tests held at this commit today, where all of them passed at once; what is
+    known of other files stays, where these have such tests."""
+    commit = _git("rev-parse", "--short", "HEAD")
+    if _git("status", "--porcelain", "--", ".", ":!tests/house/exhaustive.json"):  # which the file before wrote
+        commit += "-dirty"
+    known = json.loads(EXHAUSTIVE.read_text()) if EXHAUSTIVE.exists() else {}
+    known = {file: known[file] for file in known if Path(ROOT, file).exists() and has_exhaustive(Path(ROOT, file))}
+    asked = [outcome for part in parts for outcome in part.outcomes if outcome.exhaustive]
+    unproven = {outcome.test.partition("::")[0] for outcome in asked if outcome.ending != "passed"}
+    held = {"commit": commit, "date": str(datetime.now(UTC).date())}
+    found = {file: of | held for file, of in by_file(parts, exhaustive=True).items() if file not in unproven}
+    EXHAUSTIVE.write_text(json.dumps(with_those_of(known, found), indent=1) + "\n")
 
 
 def main() -> int:
@@ -339,6 +351,7 @@ def main() -> int:
     parser.add_argument("files", nargs="*", metavar="FILE", help="or a folder")
     parser.add_argument("--quick", action="store_true", help="only what is quick; see tests/README.md")
     parser.add_argument("--all", action="store_true", help="also what is exhaustive; see tests/README.md")
+    parser.add_argument("--exhaustive", action="store_true", help="only what is; see tests/README.md")
     parser.add_argument("--light", action="store_true", help="only what depends on versions; see tests/README.md")
     parser.add_argument("--sides", type=int, default=(os.cpu_count() or 1) + 1, help="files at a time")
     parser.add_argument("--types", action=argparse.BooleanOptionalAction, default=True, help="mypy beside the tests")
@@ -354,6 +367,9 @@ def main() -> int:
     if given.light:
         files = [file for file in files if "mark.versions" in Path(ROOT, file).read_text()]
     options = [f"--{name}" for name in ("quick", "all", "light") if getattr(given, name)]
+    if given.exhaustive:
+        files = [file for file in files if has_exhaustive(Path(ROOT, file))]
+        options += ["--all", "-m", "exhaustive"]
     command = [sys.executable, "-m", "mypy"] if given.types else ["true"]
     types = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, text=True)
     with tempfile.TemporaryDirectory(prefix="megappo-tests-") as scratch:
@@ -369,7 +385,7 @@ def main() -> int:
         others = json.loads(SECONDS.read_text()) if given.files else {}
         known = {file: others[file] for file in others if Path(ROOT, file).exists()}
         SECONDS.write_text(json.dumps(with_those_of(known, by_file(parts, exhaustive=False)), indent=1) + "\n")
-    if given.all and not given.files and not code:
+    if given.exhaustive or given.all:
         note_exhaustive(parts)
     print(f"{cpu_seconds(os.getpid()) / 60:.1f} core-minutes")
     return code or types.returncode

@@ -21,11 +21,13 @@ import mutants
 
 copy = mutants.copied_repository(Path(sys.argv[1]))
 mutants.import_what_tests_import()
-arguments = ["-x", "-q", "-o", "addopts=", "tests/algo/test_golden.py"]
-print(mutants.run_tests(copy, arguments, 200))
-with (copy / "megappo/algo/kl.py").open("a") as file:
-    file.write("raise ImportError('changed')")
-print(mutants.run_tests(copy, arguments, 200))
+starts_processes = "tests/ppo/test_likeness.py::test_who_differs_is_named_and_in_what"
+arguments = ["-x", "-q", "-o", "addopts=", "tests/algo/test_golden.py", starts_processes]
+with mutants.judging([copy]) as pool:
+    print(pool.submit(mutants.run_tests, copy, arguments, 200).result())
+    with (copy / "megappo/algo/kl.py").open("a") as file:
+        file.write("raise ImportError('changed')")
+    print(pool.submit(mutants.run_tests, copy, arguments, 200).result())
 """
 
 

@@ -12,8 +12,10 @@ from pathlib import Path
 import psutil
 import pytest
 
-from tests.house.suite import end_with_descendants, files_of, parts_of, with_those_of
+from tests.house.suite import Part, end_with_descendants, files_of, note_exhaustive, parts_of, with_those_of
+from tests.house.telling import Outcome
 from tests.support.harness import start
+from tests.support.places import ROOT
 
 pytestmark = [pytest.mark.slow, pytest.mark.waits]
 
@@ -46,6 +48,15 @@ def test_stays_wrong(): raise OSError("still nobody there")
 """
 DIES = "import os\n\ndef test_takes_its_process_down(): os._exit(7)\n"
 BROKEN = "import no_such_module\n"
+EXHAUSTIVE = """
+import pytest
+
+@pytest.mark.parametrize("deep", [False, pytest.param(True, marks=pytest.mark.{mark})])
+def test_runs_deep_alone(deep): assert deep
+
+@pytest.mark.{mark}
+def test_is_wrong(): assert 1 + 1 == 3
+""".format(mark="exhaustive")
 
 
 COUNTS = """
@@ -77,6 +88,36 @@ def test_all_that_was_found_is_told_in_one_line(tmp_path: Path) -> None:
     assert said.index("FAILED") < said.index("once more, by itself") < said.index("=" * 20), "told as they come"
     assert "AssertionError: the sum" in said and "OSError: still nobody there" in said
     assert "unsteady" not in said
+
+
+def test_what_is_exhaustive_is_run_alone(tmp_path: Path) -> None:
+    """Files without such tests are not read at all."""
+    option = 'def pytest_addoption(parser): parser.addoption("--all", action="store_true")'
+    (tmp_path / "conftest.py").write_text(option)
+    before = (ROOT / "tests/house/exhaustive.json").read_text()
+    code, said = suite(tmp_path, "--exhaustive", deep=EXHAUSTIVE, broken=BROKEN)
+    assert (ROOT / "tests/house/exhaustive.json").read_text() == before
+    assert code == 1 and "\n1 passed, 1 failed, 0 skipped\n" in said
+
+
+def test_files_whose_exhaustive_tests_all_held_are_noted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Others are not: neither those of which one failed or was skipped, nor those without such tests any more."""
+    known = {"cpu_seconds": 2.0, "seconds": 1.0, "tests": 1, "commit": "0a1b2c3", "date": "2026-01-31"}
+    deep, shallow = "tests/runs/test_resume.py", "tests/algo/test_golden.py"
+    path = tmp_path / "exhaustive.json"
+    path.write_text(json.dumps({deep: known, shallow: known, "tests/test_gone.py": known}))
+    monkeypatch.setattr("tests.house.suite.EXHAUSTIVE", path)
+    part = Part([], 0.0, 0, tmp_path)
+    endings = {"a": ["passed", "passed"], "b": ["passed", "skipped"], "d": ["passed", "failed"]}
+    told = [(file, ending, True) for file, found in endings.items() for ending in found]
+    for file, ending, exhaustive in [*told, ("a", "passed", False), ("c", "passed", False)]:
+        part.outcomes.append(Outcome(f"tests/{file}.py::test", ending, False, exhaustive, "", 1.5, 2.0))
+    note_exhaustive([part])
+    found = json.loads(path.read_text())
+    assert [*found] == ["tests/a.py", deep] and found[deep] == known
+    of = found["tests/a.py"]
+    assert (of["cpu_seconds"], of["seconds"], of["tests"]) == (3.0, 4.0, 2)
+    assert of["commit"] and of["date"] > known["date"]
 
 
 def test_files_of_parts_that_are_over_are_closed(tmp_path: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import threading
 import time
 from collections.abc import Iterator
 from functools import partial
@@ -102,6 +103,30 @@ def test_plain_logs_get_a_line_in_every_interval_of_a_long_stage() -> None:
     assert lines_after(60, 3)[2] == f"step 3: sync for 1 min 0 s ({at})"
     view.close()
     assert len(lines_after(60, 3)) == 3
+
+
+@pytest.mark.waits
+def test_no_line_follows_when_plain_logs_are_closed() -> None:
+    """Also where one was about to be printed."""
+    asked, stream = threading.Event(), io.StringIO()
+
+    class Slow(StageProgress):
+        def text(self) -> str:
+            asked.set()
+            time.sleep(0.2)
+            return super().text()
+
+    clock = Clock()
+    progress = Slow(clock)
+    view = PlainView(stream, 9, progress, every_seconds=0.02)
+    progress.enter("rollout")
+    clock.now += 60
+    view.stage("rollout")
+    assert asked.wait(20)
+    view.close()
+    said = stream.getvalue()
+    time.sleep(0.4)
+    assert stream.getvalue() == said
 
 
 def test_the_default_interval_is_a_minute() -> None:

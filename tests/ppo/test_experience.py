@@ -25,7 +25,7 @@ from megappo.megatron.roles import Update
 from megappo.ppo import start
 from megappo.ppo.advice import Advisor
 from megappo.ppo.experience import ExperienceMaker, groups_differ_G
-from megappo.ppo.measures import MismatchError, check_mismatch
+from megappo.ppo.measures import MismatchError, check_mismatch, rollout_metrics
 from megappo.ppo.updates import step_metrics
 from megappo.preflight import template_time
 from megappo.runtime.tally import Tally
@@ -279,6 +279,15 @@ def test_tokens_of_older_weights_prove_nothing_of_the_engine() -> None:
     for newest in (7, 8):
         with pytest.raises(MismatchError, match="differ by nan nats per token"):
             check_mismatch(trainer, replace(given, engine_logprob_BR=engine), algorithm, runtime, newest)
+
+
+def test_a_response_of_several_versions_counts_once() -> None:
+    """However many of its tokens are of later weights than the first; what is no token of it does not count."""
+    versions_BR = torch.tensor([[7, 7, 0, 0], [6, 7, 7, 7]])
+    given = replace(rollouts(torch.zeros(MASK.shape), MASK), token_versions_BR=versions_BR)
+    numbers = rollout_metrics(given, cast(Any, SimpleNamespace(device=CPU)), 8)
+    assert numbers["rollout/several_versions"] == 1 / 2
+    assert numbers["rollout/lag"] == pytest.approx(7 / 6) and numbers["rollout/lag_max"] == 2
 
 
 def test_groups_without_a_spread_are_counted() -> None:

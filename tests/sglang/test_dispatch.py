@@ -17,6 +17,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
@@ -36,7 +37,7 @@ if importlib.util.find_spec("aiohttp") is None:
 
 from aiohttp import web
 
-from megappo.engines.sglang import dispatch
+from megappo.engines.sglang import SGLangEngine, dispatch
 from megappo.engines.sglang.dispatch import Outcome, Round, RoundLimits
 from megappo.engines.sglang.homes import Homes
 from megappo.engines.sglang.in_flight import Departures, InFlightRound, abort_servers
@@ -575,6 +576,20 @@ def test_answers_asked_for_piece_by_piece_stay_with_their_server() -> None:
     assert ask({p: (2, p) for p in range(12)}) == first
 
 
+@pytest.mark.parametrize("continued", [False, True])
+def test_the_longest_prompts_are_sent_first(continued: bool) -> None:
+    """Also among those that stay with the server that answered their beginnings."""
+    server, homes = StandIn(0), Homes()
+    begun = {p: GenerateRequest((2, 100 + p), p, p) for p in range(5)}
+    if continued:
+        assert len(Round([server.endpoint], begun, PARAMS, 7, limits(), homes=homes).result().completions) == 5
+        server.bodies.clear()
+    longer = {p: replace(begun[p], token_ids=(2, 100 + p, *[5] * (3 * p % 5))) for p in begun}
+    one_by_one = limits(max_inflight_sequences=1)
+    assert len(Round([server.endpoint], longer, PARAMS, 7, one_by_one, homes=homes).result().completions) == 5
+    assert [len(ids) for body in server.bodies for ids in body["input_ids"]] == [6, 5, 4, 3, 2]
+
+
 def test_hits_of_the_prefix_caches_are_counted_by_server() -> None:
     """Of what one answered before it failed, too."""
     servers = [StandIn(0), StandIn(1)]
@@ -738,3 +753,17 @@ def test_an_abort_that_nobody_asked_for_is_a_failure(world_of_one: None) -> None
     call(server.endpoint, "/abort_request", {"abort_all": True}, timeout_seconds=5)
     assert wait_until(lambda: line.is_over, 10.0, every_seconds=0.01) and "broke a response off" in line.failures[0]
     line.end()
+
+
+def test_an_engine_that_holds_no_weights_says_why(world_of_one: None) -> None:
+    """And gives back nothing where nothing is under way."""
+    fleet: Any = SimpleNamespace(returns_routing=False, can_sleep=True, each_own=lambda endpoints, act: {})
+    runtime: Any = SimpleNamespace(deadlines=Deadlines.of(RuntimeSettings()), rank=0, is_main=True)
+    engine = SGLangEngine(fleet, settings(), runtime)
+    request = GenerateRequest((2, 100), seed=0, prompt_id=0)
+    with pytest.raises(RuntimeError, match="the engine is without a whole set of weights; update its weights first"):
+        engine.submit([request], PARAMS)
+    assert engine.abort() == {}
+    engine.sleep()
+    with pytest.raises(RuntimeError, match="the engine is asleep; update its weights first"):
+        engine.submit([request], PARAMS)

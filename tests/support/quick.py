@@ -3,7 +3,9 @@ of it, with `--all`; see tests/README.md."""
 
 from __future__ import annotations
 
+import re
 from collections.abc import Collection, Iterable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -19,3 +21,8 @@ def cases(every: Iterable[Any], quick: Collection[Any] = (), exhaustive: Collect
         return [getattr(pytest.mark, name) for name, of in (("quick", quick), ("exhaustive", exhaustive)) if x in of]
 
     return [pytest.param(*(x if isinstance(x, tuple) else (x,)), marks=marks(x)) for x in every]
+
+
+def has_exhaustive(file: Path) -> bool:
+    """Whether tests of a file are marked `exhaustive`."""
+    return bool(re.search(r"mark\.exhaustive|\bexhaustive=", file.read_text()))

@@ -366,6 +366,7 @@ def struck_engines(folder: Path, runtime: Runtime) -> dict[str, Any]:
     found: dict[str, Any] = {"PP2": after_an_update(bench, "{pipeline_parallel: 2}")}
     found["stop"] = disturbed_rollout(bench, signal.SIGSTOP)
     trainer = following(bench, "{tensor_parallel: 2}")
+    trainer.sync_weights()  # which the engine's answers are compared with
     found["in_flight_killed"] = struck_in_flight(trainer, requests(runtime.rank), bench.sessions())
     return found | leave(bench)
 

@@ -1,0 +1,27 @@
+"""Parts of a server on several machines meet where the first one listens."""
+
+from __future__ import annotations
+
+import pytest
+
+from megappo.config.engine import SGLangSettings
+from megappo.engines.sglang.client import ServerFailure
+from megappo.engines.sglang.rendezvous import MultiNodeRendezvous
+
+pytestmark = pytest.mark.waits
+
+
+def test_a_part_hears_the_call_of_its_start_alone() -> None:
+    settings = SGLangSettings(nodes=2, tensor_parallel=2)
+    first = MultiNodeRendezvous.host("127.0.0.1", 0, settings)
+    second = MultiNodeRendezvous.join("127.0.0.1", first.port, 1, settings, 10.0)
+    assert not second.is_called(1)
+    first.call(1)
+    assert second.is_called(1) and not second.is_called(2)
+
+
+def test_a_part_does_not_begin_a_meeting_itself() -> None:
+    settings = SGLangSettings(nodes=2, tensor_parallel=2)
+    port = MultiNodeRendezvous.host("127.0.0.1", 0, settings).port  # which nobody keeps
+    with pytest.raises(ServerFailure, match=f"nothing listens at 127.0.0.1:{port}, where parts of a server meet"):
+        MultiNodeRendezvous.join("127.0.0.1", port, 1, settings, 0.5)
