@@ -190,7 +190,7 @@ def test_another_run_does_not_continue_this_one(short_run: Path) -> None:
     one_process = ("actor.layout={}", "critic.layout={}", EXACT)
     done = megappo("train", "configs/quickstart.yaml", f"run.directory={short_run}", *one_process)
     assert done.returncode == 2
-    assert "holds a run with other settings (run.steps: 2 -> 120" in done.stderr
+    assert "holds a run with other settings (run.steps: 2 -> 160" in done.stderr
     assert "Traceback" not in done.stderr
 
 
