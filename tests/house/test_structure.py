@@ -193,6 +193,12 @@ def test_upstream_is_reached_through_megatron_core_only() -> None:
         assert not [n for n in imports(path) if n.startswith("megatron.") and not n.startswith("megatron.core")], path
 
 
+def test_no_trainer_imports_sglang() -> None:
+    """Which takes it seconds, and fails beside some versions of transformers. Servers load the files that may."""
+    for path in (path for path in SOURCES if not path.name.startswith("sglang_")):
+        assert not [n for n in imports(path) if n.split(".")[0] == "sglang"], path
+
+
 def test_every_promise_of_security_names_a_test_that_is_there() -> None:
     rows = [line for line in (ROOT / "SECURITY.md").read_text().splitlines() if line.startswith("| ") and "::" in line]
     assert len(rows) > 15
