@@ -326,7 +326,7 @@ def test_the_first_reward_that_fails_is_told(tmp_path: Path) -> None:
     assert len(told) == 2 and all(at in words for words in told)
     assert re.search(rf"max_failure_fraction 0.1; .* the first: ValueError: .* {re.escape(at)}", output)
     assert len(re.findall(r"step [12]/2 .*  failed rewards [0-9.]+%", output)) == 4
-    assert "8 of 8 prompts of" in output and "8 of 32 tokens are <unk>: use the model's own tokenizer" in output
+    assert "8 of 8 prompts of" in output and "8 of 32 tokens are <unk>; use the model's own tokenizer" in output
     for run in ("all", "chosen"):
         samples = [json.loads(text) for text in (tmp_path / run / "samples.jsonl").read_text().splitlines()]
         failed = [sample for sample in samples if int(sample["prompt"][0]) % 2]
