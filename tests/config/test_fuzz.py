@@ -71,7 +71,7 @@ def bases(tmp_path_factory: pytest.TempPathFactory) -> list[Base]:
         path.write_text(dump_yaml(data))
         found.append(Base(path.read_text(), data, load_config(path)))
         with contextlib.redirect_stdout(io.StringIO()):  # and everything is imported
-            assert main(["plan", str(path), "--gpus", "2"]) == 0
+            assert main(["plan", str(path), "--gpus", "2", "--machine", "cpu"]) == 0
     return found
 
 

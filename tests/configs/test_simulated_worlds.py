@@ -42,6 +42,7 @@ def settings(path: Path, *more: str) -> Config:
         if (local := ROOT / "configs" / "models" / Path(part.path).name).is_dir()
     ]
     overrides += [f"{role}.offload=false" for role in raw.trained]
+    overrides += ["model.dtype=bfloat16"] if raw.rollout.engine == "sglang" else []  # which has no float32 on GPUs
     return load_config(path, [*overrides, "model.init=random", "run.epochs=null", "run.steps=100", *more])
 
 
