@@ -67,11 +67,13 @@ def bases(tmp_path_factory: pytest.TempPathFactory) -> list[Base]:
     for name in names:
         data = parse_yaml((ROOT / name).read_text(), name)
         data["model"]["path"] = str(model)
+        if data["rollout"].get("engine") == "sglang":
+            data["model"]["dtype"] = "bfloat16"  # the plan is for GPUs, where servers have no float32
         path = model / "base.yaml"
         path.write_text(dump_yaml(data))
         found.append(Base(path.read_text(), data, load_config(path)))
         with contextlib.redirect_stdout(io.StringIO()):  # and everything is imported
-            assert main(["plan", str(path), "--gpus", "2", "--machine", "cpu"]) == 0
+            assert main(["plan", str(path), "--gpus", "2"]) == 0
     return found
 
 
