@@ -67,7 +67,7 @@ def bases(tmp_path_factory: pytest.TempPathFactory) -> list[Base]:
     for name in names:
         data = parse_yaml((ROOT / name).read_text(), name)
         data["model"]["path"] = str(model)
-        if data["rollout"].get("engine") == "sglang":
+        if data["rollout"].get("engine") != "transformers":
             data["model"]["dtype"] = "bfloat16"  # the plan is for GPUs, where servers have no float32
         path = model / "base.yaml"
         path.write_text(dump_yaml(data))
