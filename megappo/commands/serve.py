@@ -154,7 +154,7 @@ def make_service(config: Config, *, host: str | None, port: int, index: int, lin
     actor, on_cuda = load_architecture(config.model.path, config.model), runs_on_cuda(config.runtime)
     problems = list(server_rules(config, actor))
     if why := unserved(config, actor, on_cuda=on_cuda):
-        problems.append(f"rollout.engine is sglang, but {why}")
+        problems.append(f"SGLang cannot serve this model: {why}; set model.dtype to bfloat16, or name another model")
     if problems:
         raise ConfigError(problems)
     host = host or config.rollout.servers.host or "127.0.0.1"
