@@ -270,6 +270,7 @@ def test_turns_go_on_under_other_weights() -> None:
     assert len(set(seeds)) == len(seeds)
 
 
+@pytest.mark.waits
 def test_a_run_goes_on_with_the_episodes_that_were_over() -> None:
     """Those are the same to the last bit, in the order in which their prompts were sent; others begin anew."""
     responses, made = in_flight(engine := FlyingEngine(lambda request: "okay", stuck=(4, 5, 9)))
@@ -291,7 +292,7 @@ def test_a_run_goes_on_with_the_episodes_that_were_over() -> None:
     assert before.episodes.of_samples == after.episodes.of_samples
     numbers = responses.metrics()
     assert numbers["episode/begun_anew"] >= len(under_way) > 0
-    assert {number for number, _ in engine.sent} >= under_way
+    assert wait_until(lambda: {number for number, _ in list(engine.sent)} >= under_way, 60.0, every_seconds=0.01)
     responses.forget(2)
     sync(responses, engine)
     check(responses.of_step(3, weights_changed=False))
