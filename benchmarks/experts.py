@@ -175,13 +175,12 @@ def measure_all(shapes: list[Shape], device: str, repeat: int, threads: int | No
     """All rows, and the threads of the CPU that they took."""
     rows = []
     settings = RuntimeSettings.model_validate({"device": device, "threads_per_rank": threads})
-    with start_runtime(settings) as runtime:
+    with start_runtime(settings):
         layout = make_layouts({"actor": Cut(Grid((0,), 1, 1))}, device, 120)["actor"]
         assert isinstance(layout, Layout)
         fix_router()
         for shape in shapes:
-            with runtime.megatron():
-                rows += measure(shape, layout.groups, Machine(device, repeat))
+            rows += measure(shape, layout.groups, Machine(device, repeat))
         return rows, torch.get_num_threads()
 
 

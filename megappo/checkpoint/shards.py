@@ -184,9 +184,8 @@ def read_tensors(folder: Path, wanted: Mapping[str, ShardedTensor], runtime: Run
         flatten_sharded_tensors=False,
     )
     try:
-        with runtime.megatron():
-            state = mcore_to_pyt_state_dict({key: [shard] for key, shard in wanted.items()}, is_loading=True)
-            dcp.load(state, storage_reader=reader, planner=planner)
+        state = mcore_to_pyt_state_dict({key: [shard] for key, shard in wanted.items()}, is_loading=True)
+        dcp.load(state, storage_reader=reader, planner=planner)
     except CheckpointException as error:  # raised on every rank, whichever of them failed
         first = next(iter(error.failures.values()))[0]
         raise ValueError(f"{folder} does not hold what this model and layout need: {reason(first)}") from error

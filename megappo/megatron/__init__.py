@@ -11,6 +11,6 @@ from megappo.runtime.megatron_cpu import install
 from megappo.runtime.megatron_patches import silence_megatron
 
 silence_megatron()
-find_accelerations()
+find_accelerations("auto")
 if not torch.cuda.is_available():
     install()

@@ -205,8 +205,7 @@ class LocalRole(Role):
     def run_forward(self, plan: MicrobatchPlan, samples: Mapping[int, PlacedSample]) -> dict[int, Tensor]:
         batches = self._packed(plan, samples)
         self.storage.bring_weights()
-        with self.runtime.megatron():
-            outputs = run_schedule(self._chunks, self.layout, batches, _Forward(), train=False)
+        outputs = run_schedule(self._chunks, self.layout, batches, _Forward(), train=False)
         self._report = summed_reports(batch.segments.routing for batch in batches)
         if self.layout.grid.cp > 1 and self.layout.reports_losses:
             outputs = [
@@ -305,17 +304,16 @@ class TrainedRole(LocalRole):
         balance = self.options.router_aux_loss_coef / len(plan.replica_of())
         batches, optimizer = self._packed(plan, samples, balance=balance), self.optimizer
         self.storage.bring_all()
-        with self.runtime.megatron():
-            optimizer.zero_grad()
-            reports = run_schedule(self._chunks, self.layout, batches, task, train=True)
-            sums, uneven = self._reduce(batches, reports)
-            rate = optimizer.learning_rate
-            # The sums are those of the whole role, so that all of its ranks refuse the update or none does.
-            if stop_above is not None and sums[stop_above[0]] > stop_above[1] * sums["count"]:
-                return Update(False, True, sums, float("nan"), rate, uneven)
-            finite_loss = bool(torch.isfinite(torch.tensor(sums["loss"])))
-            self.storage.await_optimizer()
-            applied, grad_norm = optimizer.step() if finite_loss else (False, float("nan"))
+        optimizer.zero_grad()
+        reports = run_schedule(self._chunks, self.layout, batches, task, train=True)
+        sums, uneven = self._reduce(batches, reports)
+        rate = optimizer.learning_rate
+        # The sums are those of the whole role, so that all of its ranks refuse the update or none does.
+        if stop_above is not None and sums[stop_above[0]] > stop_above[1] * sums["count"]:
+            return Update(False, True, sums, float("nan"), rate, uneven)
+        finite_loss = bool(torch.isfinite(torch.tensor(sums["loss"])))
+        self.storage.await_optimizer()
+        applied, grad_norm = optimizer.step() if finite_loss else (False, float("nan"))
         return Update(applied, applied, sums, grad_norm, rate, uneven)
 
     def _reduce(

@@ -152,8 +152,7 @@ class ModelBuilder:
     def _trained(self, role: Role, settings: TrainedRoleSettings, numbers: RoleNumbers) -> Role:
         if not isinstance(role, LocalRole):
             return role
-        with self._runtime.megatron():
-            optimizer = RoleOptimizer(role.model, settings.optimizer, numbers.total_updates)
+        optimizer = RoleOptimizer(role.model, settings.optimizer, numbers.total_updates)
         return TrainedRole(role.placement, role.model, self._runtime, optimizer)
 
     def _placement(
@@ -185,8 +184,7 @@ class ModelBuilder:
         def built() -> Role:
             if isinstance(layout, Outside):
                 return AbsentRole(placement, arch, options, self._runtime)
-            with self._runtime.megatron():
-                return LocalRole(placement, build_model(arch, layout, options, *sources), self._runtime)
+            return LocalRole(placement, build_model(arch, layout, options, *sources), self._runtime)
 
         return agreed(built, (NotFiniteError,))
 

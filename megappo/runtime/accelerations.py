@@ -96,7 +96,7 @@ class Accelerations:
 
 
 @functools.cache
-def find_accelerations(choice: Choice = "auto") -> Accelerations:
+def find_accelerations(choice: Choice) -> Accelerations:
     """Find what this process can use; the rest is hidden from later imports."""
     unwanted = None
     if not torch.cuda.is_available():

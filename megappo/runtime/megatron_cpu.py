@@ -1,10 +1,9 @@
 """Stands for CUDA in stock Megatron-Core 0.16 to 0.19 on a machine without it.
 
 Megatron names CUDA in places that have nothing to do with kernels: `device="cuda"` for a counter, `.cuda()` on an
-index, the type name of a gradient buffer, the generator of a random state. Two things replace it here: `install()`
-fills in attributes of `torch.cuda` once per process, and `cuda_means_cpu()` is a torch-function mode that redirects
-what can only be seen at the call. Neither is used where CUDA exists: `install()` refuses to run there. What is replaced
-on GPUs too is in `megatron_patches`.
+index, the type name of a gradient buffer, the generator of a random state. `install()` makes all of them mean the CPU,
+once per process and for good. It refuses to run where CUDA exists. What is replaced on GPUs too is in
+`megatron_patches`.
 """
 
 from __future__ import annotations
@@ -12,27 +11,25 @@ from __future__ import annotations
 import functools
 import os
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from importlib import import_module
 from types import ModuleType, TracebackType
-from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar
+from typing import Any, TypeAlias
 
 import torch
 import torch.distributed as dist
-from torch.overrides import TorchFunctionMode
+from torch.utils._device import _device_constructors
 
 from megappo.runtime.attributes import replace_attributes, replaced_attributes
-
-if TYPE_CHECKING:
-    pass
-
-T = TypeVar("T")
 
 _CPU = torch.device("cpu")
 _Ignored: TypeAlias = "torch.device | _NoStream | int | str | None"
 """What Megatron passes to streams, events and random states, and what means nothing on a CPU: a device, another stream
 or event, or a switch."""
+_FACTORIES = ("empty", "empty_like", "full", "ones", "tensor", "zeros", "zeros_like")
+"""Functions of torch that Megatron 0.16.1 / 0.19.2 gives `device="cuda"` or `pin_memory`: schedules.py:596/749
+(counters), clip_grads.py:103/108 (norms), optimizer.py:481/315 (found_inf), rope_utils.py:62-64 (indices)."""
 
 
 class _NoStream:
@@ -58,27 +55,28 @@ class _NoStream:
         return _NoStream()
 
 
-class cuda_means_cpu(TorchFunctionMode):
-    """While active, `device="cuda"`, `.cuda()`, `pin_memory` and the names of CUDA tensor types mean the CPU.
+def _on_cpu(factory: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+    """A function of torch that makes a tensor, for which `device="cuda"` is the CPU and memory is never pinned."""
 
-    Needed by Megatron 0.16.1 / 0.19.2: schedules.py:596/749 (counters), clip_grads.py:103/108 (norms),
-    optimizer.py:481/315 (found_inf), rope_utils.py:62-64 (indices), distrib_optimizer.py:361/401 (type names).
-    """
-
-    def __torch_function__(
-        self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
-    ) -> Any:
-        if func is torch.Tensor.cuda:
-            return args[0]
-        options = dict(kwargs) if kwargs else {}
-        if options.get("device") is not None and str(options["device"]).startswith("cuda"):
+    @functools.wraps(factory)
+    def made(*args: Any, **options: Any) -> torch.Tensor:
+        if "device" in options and str(options["device"]).startswith("cuda"):
             options["device"] = _CPU
         if options.get("pin_memory"):
             options["pin_memory"] = False
-        result = func(*args, **options)
-        if func is torch.Tensor.type and isinstance(result, str):
-            return result.replace("torch.", "torch.cuda.", 1)
-        return result
+        return factory(*args, **options)
+
+    return made
+
+
+def _type_as_on_cuda(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> str | torch.Tensor:
+    """`Tensor.type`, which names the type that a tensor would have on a GPU; the distributed optimizer compares names
+    (distrib_optimizer.py:361/401)."""
+    found: str | torch.Tensor = _tensor_type(tensor, *args, **kwargs)
+    return found.replace("torch.", "torch.cuda.", 1) if isinstance(found, str) else found
+
+
+_tensor_type = torch.Tensor.type
 
 
 def _get_rng_state(*_args: _Ignored, **_kwargs: _Ignored) -> torch.Tensor:
@@ -143,6 +141,10 @@ def install() -> None:
         import_module("megatron.core.models.gpt.gpt_layer_specs")  # imports all parts of the models
         import megatron.core.tensor_parallel.random as megatron_random
 
+    _device_constructors()  # torch keeps them as they are now, which `with torch.device(...)` compares calls with
+    replace_attributes(torch, **{name: _on_cpu(getattr(torch, name)) for name in _FACTORIES})
+    # `.cuda()`: rope_utils.py:64, data.py:84.
+    replace_attributes(torch.Tensor, cuda=lambda tensor, *_args, **_kwargs: tensor, type=_type_as_on_cuda)
     # Without these two nothing raises, but the tracker's fork() neither switches nor restores the generator.
     megatron_random._get_cuda_rng_state, megatron_random._set_cuda_rng_state = _get_rng_state, _set_rng_state
 

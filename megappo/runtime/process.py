@@ -91,17 +91,6 @@ class Runtime:
         """Handler of this rank's errors and of those of other ranks."""
         return Failures(Ranks(self.rank, self.world_size, self.local_rank, self.local_world_size), self.notices)
 
-    @contextlib.contextmanager
-    def megatron(self) -> Iterator[None]:
-        """Context for every call into Megatron-Core; it does nothing on CUDA."""
-        if self.on_cuda:
-            yield
-            return
-        from megappo.runtime.megatron_cpu import cuda_means_cpu
-
-        with cuda_means_cpu():
-            yield
-
     def synchronize(self) -> None:
         """Wait for the device, so that measured times of stages are true."""
         if self.on_cuda:

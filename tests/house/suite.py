@@ -39,6 +39,7 @@ from typing import Any
 import psutil
 import pytest
 
+from megappo.runtime.device import share_cores
 from tests.house.telling import Outcome, Telling, cpu_seconds
 from tests.support import (
     harness,
@@ -358,6 +359,7 @@ def main() -> int:
     parser.add_argument("--measure", action="store_true", help="write seconds.json anew")
     parser.add_argument("--dearest", type=int, default=0, metavar="N", help="list the N tests that took most CPU time")
     given = parser.parse_args()
+    share_cores()
     signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))  # what is running is ended then, too
     files = [file for name in given.files or ["tests"] for file in files_of(name)]
     for plugin in ("_hypothesis_pytestplugin", "hypothesis"):

@@ -7,7 +7,6 @@ import torch
 import torch.distributed as dist
 
 import megappo.megatron  # noqa: F401 - before megatron.core
-from megappo.runtime.megatron_cpu import cuda_means_cpu
 from megappo.runtime.megatron_patches import fix_gradient_norm
 from tests.support.workers.reads_worker import Copies, Reads
 
@@ -20,13 +19,12 @@ def test_the_norm_of_many_gradients_is_one_read(count: int, world_of_one: None) 
     fix_gradient_norm()
     g = torch.Generator().manual_seed(count)
     gradients = [torch.randn(1 + 37 * i % 11, 5, generator=g) for i in range(count)]
-    with cuda_means_cpu(), Reads() as scalars, Copies() as tensors:
+    with Reads() as scalars, Copies() as tensors:
         found = get_grad_norm_fp32(gradients, grad_stats_parallel_group=dist.group.WORLD)
     assert scalars.count + tensors.count == 1, "what was summed over all ranks"
     exact = float(torch.cat([x.flatten() for x in gradients]).double().norm())
     assert abs(found - exact) <= 1e-6 * exact
-    with cuda_means_cpu():
-        (theirs,), _ = local_multi_tensor_l2_norm(0, None, [gradients], False)
+    (theirs,), _ = local_multi_tensor_l2_norm(0, None, [gradients], False)
     assert found == pytest.approx(float(theirs), rel=1e-6)
 
 
@@ -34,5 +32,4 @@ def test_no_gradients_have_no_norm(world_of_one: None) -> None:
     from megatron.core.optimizer.clip_grads import get_grad_norm_fp32
 
     fix_gradient_norm()
-    with cuda_means_cpu():
-        assert get_grad_norm_fp32([], grad_stats_parallel_group=dist.group.WORLD) == 0
+    assert get_grad_norm_fp32([], grad_stats_parallel_group=dist.group.WORLD) == 0

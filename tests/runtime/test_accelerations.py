@@ -58,7 +58,7 @@ def test_both_are_there(shelf: Shelf) -> None:
     shelf.put("transformer_engine", "2.10.0", pytorch="")
     shelf.put("apex", "26.9", optimizers="")
     (shelf.folder / f"{FUSED_GRADIENTS}.py").write_text("")
-    found = find_accelerations()
+    found = find_accelerations("auto")
     every = dict.fromkeys(found.switches(torch.bfloat16), True)
     assert found.switches(torch.bfloat16) == every
     assert every.keys() <= {field.name for field in fields(TransformerConfig)}
@@ -75,7 +75,7 @@ def test_both_are_there(shelf: Shelf) -> None:
 
 
 def test_neither_is_there(shelf: Shelf) -> None:
-    found = find_accelerations()
+    found = find_accelerations("auto")
     assert not any(found.switches(torch.bfloat16).values())
     ((check, state, words, remedy),) = said(found)
     assert (check, state) == ("layers", "slow")
@@ -97,7 +97,7 @@ def test_a_broken_one_is_told_and_hidden(shelf: Shelf, body: str, words: str) ->
     """Megatron-Core guards against ImportError alone, and would end the run with anything else."""
     shelf.put("transformer_engine", "2.10.0", pytorch=body)
     shelf.put("apex", "26.9", optimizers="")
-    found = find_accelerations()
+    found = find_accelerations("auto")
     assert not found.uses_engine_layers(torch.bfloat16) and found.adam == "Apex"
     with pytest.raises(ImportError):
         importlib.import_module("transformer_engine.pytorch")
@@ -113,19 +113,19 @@ def test_megatron_core_refuses_versions_that_it_was_not_made_for(shelf: Shelf, m
     shelf.put("transformer_engine", "2.20.2", pytorch="")
     real, here = accelerations.installed_version, {"megatron-core": "0.16.1"}
     monkeypatch.setattr(accelerations, "installed_version", lambda name: here.get(name) or real(name))
-    refused = find_accelerations()
+    refused = find_accelerations("auto")
     assert not refused.engine.is_used
     assert "2.20.2 is none of >=2.9.0a0,<2.12, which Megatron-Core 0.16.1 was made for; 0.19" in said(refused)[0][2]
     find_accelerations.cache_clear()
     for name in HIDDEN:
         sys.modules.pop(name, None)
     here["megatron-core"] = "0.19.2"
-    assert find_accelerations().engine.is_used
+    assert find_accelerations("auto").engine.is_used
 
 
 def test_another_project_is_not_taken_for_apex(shelf: Shelf) -> None:
     shelf.put("apex", "0.9.10")
-    found = find_accelerations()
+    found = find_accelerations("auto")
     assert not found.apex.is_used and found.adam == "torch"
     assert said(found)[0][:3] == ("apex", "slow", "version 0.9.10 is another project of that name")
 
@@ -145,6 +145,6 @@ def test_torch_alone_where_the_settings_say_so(shelf: Shelf) -> None:
 def test_without_cuda_neither_is_imported(shelf: Shelf, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     shelf.put("transformer_engine", "2.10.0", pytorch="raise AssertionError('imported')")
-    found = find_accelerations()
+    found = find_accelerations("auto")
     assert found.engine.problem == "needs CUDA" and found.adam == "torch"
     assert [(check, state) for check, state, _, _ in said(found)] == [("layers", "fine"), ("optimizer", "fine")]

@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import os
+from concurrent.futures import ThreadPoolExecutor
+
 import psutil
 import pytest
 import torch
 
-from megappo.runtime.device import allocator_options, plain_segments
+from megappo.config.schema import RuntimeSettings
+from megappo.runtime.device import allocator_options, plain_segments, prepare_device
+from megappo.runtime.launchers import Ranks
 from megappo.runtime.process import Runtime
 
 ON_A_GPU = Runtime(rank=0, world_size=2, local_rank=0, device=torch.device("cuda", 0))
@@ -82,3 +87,16 @@ def test_a_wait_for_memory_ends(monkeypatch: pytest.MonkeyPatch) -> None:
     growing = iter(range(10**9))
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (next(growing), 100))
     assert not ON_A_GPU.await_freed_memory(0.1)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="a machine without CUDA")
+@pytest.mark.skipif(not hasattr(os, "SCHED_BATCH"), reason="a policy of Linux")
+def test_ranks_on_a_cpu_and_what_they_start_wait_for_their_turn() -> None:
+    def prepared() -> list[int]:
+        os.sched_setscheduler(0, os.SCHED_OTHER, os.sched_param(0))  # of this thread alone
+        prepare_device(RuntimeSettings(device="cpu"), Ranks(0, 1, 0, 1))
+        with ThreadPoolExecutor(1) as started:
+            return [os.sched_getscheduler(0), started.submit(os.sched_getscheduler, 0).result()]
+
+    with ThreadPoolExecutor(1) as of_its_own:
+        assert of_its_own.submit(prepared).result() == [os.SCHED_BATCH] * 2

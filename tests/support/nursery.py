@@ -6,12 +6,14 @@ answered with its process id and then with its exit code. Ends when the other en
 
 from __future__ import annotations
 
+import importlib
 import multiprocessing
 import os
 import runpy
 import signal
 import sys
 import time
+from contextlib import suppress
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import NamedTuple
@@ -19,10 +21,14 @@ from typing import NamedTuple
 import torch.distributed.checkpoint  # noqa: F401 - imported once for all jobs
 import transformers.generation  # noqa: F401
 from transformers.models.llama import modeling_llama  # noqa: F401
+from transformers.models.qwen3 import modeling_qwen3  # noqa: F401
+from transformers.models.qwen3_moe import modeling_qwen3_moe  # noqa: F401
 
 import megappo.ppo.run  # noqa: F401
 from megappo.runtime.store import free_port
 
+with suppress(ImportError):  # Megatron-Core 0.19 imports it for every optimizer; 0.16 has none
+    importlib.import_module("megatron.core.models.mimo")
 _GRACE_SECONDS = 20.0
 _FORK = multiprocessing.get_context("fork")
 

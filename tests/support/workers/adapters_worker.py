@@ -102,23 +102,22 @@ def check(folder: Path, adapters: Path, layout: Layout, runtime: Runtime) -> dic
     tokens = sequences(arch.vocab_size)
     truth = Reference(folder, adapters, tokens)
     placement = Placement("actor", layout.grid, budget_tokens=1, microbatch_multiple=1, cost=SampleCost(1, 0))
-    with runtime.megatron():
-        model = build_model(arch, layout, options, base, source)
-        stream = WeightStream(LocalRole(placement, model, runtime), 1 << 30)
-        exported = dict(MergedSource(arch, lora, base, source, is_critic=False, dtype=torch.float32).tensors())
-        plain = load_file(folder / "model.safetensors")
-        merged, before = truth.merged(), truth.logp()
-        found = {
-            "moved": furthest(plain, merged),
-            "exported": furthest(exported, merged),
-            "streamed": furthest(dict(stream), merged),
-            "logp": apart(forward(model, layout, tokens, train=True), before),
-            "gradients": furthest(take_step(model), truth.gradients()),
-        }
-        after = truth.logp()
-        found["streamed after a step"] = furthest(dict(stream), truth.merged())
-        found["logp after a step"] = apart(forward(model, layout, tokens, train=False), after)
-        found["stepped"] = apart(after, before)
+    model = build_model(arch, layout, options, base, source)
+    stream = WeightStream(LocalRole(placement, model, runtime), 1 << 30)
+    exported = dict(MergedSource(arch, lora, base, source, is_critic=False, dtype=torch.float32).tensors())
+    plain = load_file(folder / "model.safetensors")
+    merged, before = truth.merged(), truth.logp()
+    found = {
+        "moved": furthest(plain, merged),
+        "exported": furthest(exported, merged),
+        "streamed": furthest(dict(stream), merged),
+        "logp": apart(forward(model, layout, tokens, train=True), before),
+        "gradients": furthest(take_step(model), truth.gradients()),
+    }
+    after = truth.logp()
+    found["streamed after a step"] = furthest(dict(stream), truth.merged())
+    found["logp after a step"] = apart(forward(model, layout, tokens, train=False), after)
+    found["stepped"] = apart(after, before)
     return found
 
 

@@ -44,15 +44,14 @@ def check(case: dict[str, Any], runtime: Runtime) -> dict[str, list[float]]:
     options = BuildOptions(torch.bfloat16, runtime.device, padded_vocab_size(arch.vocab_size, 1, 8))
     settings = OptimizerSettings(learning_rate=1e-3, overlap_grad_reduce=case["overlap"], distributed=False)
     gradients: dict[str, list[Tensor]] = defaultdict(list)
-    with runtime.megatron():
-        optimizer = RoleOptimizer(build_model(arch, layout, options, SafetensorsSource(folder, arch)), settings, 10)
-        parameters = dict(optimizer.chunks[0].module.named_parameters())
-        for name, parameter in parameters.items():
-            parameter.register_hook(partial(lambda name, gradient: gradients[name].append(gradient.clone()), name))
-        tokens = [s for s in sequences(arch.vocab_size) for _ in range(3)][runtime.rank :: runtime.world_size]
-        batches = [pack_samples([PlacedSample(i, s, len(s) - 1)], runtime.device) for i, s in enumerate(tokens)]
-        optimizer.zero_grad()
-        run_schedule(optimizer.chunks, layout, batches, Outputs(), train=True)
+    optimizer = RoleOptimizer(build_model(arch, layout, options, SafetensorsSource(folder, arch)), settings, 10)
+    parameters = dict(optimizer.chunks[0].module.named_parameters())
+    for name, parameter in parameters.items():
+        parameter.register_hook(partial(lambda name, gradient: gradients[name].append(gradient.clone()), name))
+    tokens = [s for s in sequences(arch.vocab_size) for _ in range(3)][runtime.rank :: runtime.world_size]
+    batches = [pack_samples([PlacedSample(i, s, len(s) - 1)], runtime.device) for i, s in enumerate(tokens)]
+    optimizer.zero_grad()
+    run_schedule(optimizer.chunks, layout, batches, Outputs(), train=True)
     of_all: list[Any] = [None] * runtime.world_size
     dist.all_gather_object(of_all, dict(gradients))
     errors = {}

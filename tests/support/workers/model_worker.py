@@ -161,7 +161,6 @@ def check(case: dict[str, Any], runtime: Runtime) -> dict[str, Any] | None:
     if isinstance(layout, Layout):
         layers = fused_layers if case.get("fused") else local_layers
         with ExitStack() as stack:
-            stack.enter_context(runtime.megatron())
             stack.enter_context(patch.object(build, "layer_spec", layers))
             if case.get("kernels"):
                 stack.enter_context(use_backend("triton"))

@@ -100,8 +100,7 @@ def check(case: dict[str, Any], folder: Path, runtime: Runtime) -> int:
     vocab = padded_vocab_size(arch.vocab_size, tp, 8 * tp)
     options = BuildOptions(torch.float32, runtime.device, vocab, recompute=case["recompute"])
     samples = [PlacedSample(i, s, len(s) - 1) for i, s in enumerate(sequences(arch.vocab_size))]
-    with runtime.megatron():
-        return reads(build_model(arch, layout, options, SafetensorsSource(folder, arch)), layout, samples)
+    return reads(build_model(arch, layout, options, SafetensorsSource(folder, arch)), layout, samples)
 
 
 def main() -> None:

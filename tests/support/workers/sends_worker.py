@@ -12,7 +12,6 @@ import torch
 import torch.distributed as dist
 
 import megappo.megatron  # noqa: F401 - before megatron.core
-from megappo.runtime.megatron_cpu import cuda_means_cpu
 from megappo.runtime.megatron_patches import PipelineSends
 
 
@@ -55,12 +54,11 @@ def main() -> None:
     config = ModelParallelConfig(pipeline_dtype=torch.float32, overlap_p2p_comm=True, batch_p2p_comm=False)
     communicator = P2PCommunicator(pp_group=dist.group.WORLD, config=config)
     sends = PipelineSends(communicator)
-    with cuda_means_cpu():
-        for size in map(int, sys.argv[1:]):
-            if dist.get_rank() == 0:
-                send_and_forget(communicator, sends, size)
-            else:
-                receive(communicator, size)
+    for size in map(int, sys.argv[1:]):
+        if dist.get_rank() == 0:
+            send_and_forget(communicator, sends, size)
+        else:
+            receive(communicator, size)
     dist.barrier()
     dist.destroy_process_group()
 

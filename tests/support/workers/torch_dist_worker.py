@@ -263,7 +263,7 @@ def main() -> None:
     fix_router()
     writer: Any = filesystem_async
     writer._results_queue = queue.Queue()  # Megatron's own is served by a process that imports all of this anew
-    with start_runtime(RuntimeSettings(collective_timeout_seconds=120)) as runtime, runtime.megatron():
+    with start_runtime(RuntimeSettings(collective_timeout_seconds=120)) as runtime:
         found = {name: check(case, runtime) for name, case in cases.items()}
         if runtime.is_main:
             Path(sys.argv[2]).write_text(json.dumps(found))
