@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import functools
 import os
+import re
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
@@ -73,7 +74,8 @@ def _type_as_on_cuda(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> str | t
     """`Tensor.type`, which names the type that a tensor would have on a GPU; the distributed optimizer compares names
     (distrib_optimizer.py:361/401)."""
     found: str | torch.Tensor = _tensor_type(tensor, *args, **kwargs)
-    return found.replace("torch.", "torch.cuda.", 1) if isinstance(found, str) else found
+    # A tensor without memory (FakeTensor) asks this function for its type, too.
+    return re.sub(r"^torch\.(cuda\.)?", "torch.cuda.", found) if isinstance(found, str) else found
 
 
 _tensor_type = torch.Tensor.type

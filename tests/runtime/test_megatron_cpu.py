@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from megappo.runtime.megatron_cpu import install
 
@@ -26,6 +27,8 @@ def test_types_have_the_names_that_the_distributed_optimizer_knows() -> None:
     x = torch.ones(2)
     assert x.type() == "torch.cuda.FloatTensor" and x.bfloat16().type() == "torch.cuda.BFloat16Tensor"
     assert x.type(torch.float64).dtype == torch.float64
+    with FakeTensorMode():
+        assert torch.ones(2).type() == "torch.cuda.FloatTensor"
 
 
 def test_other_devices_stay_what_they_are() -> None:
