@@ -138,7 +138,8 @@ class Family:
     attends_in_groups: bool = False
     """Whether SGLang's model supports data parallel attention (`rollout.sglang.data_parallel_attention`)."""
     unserved: Callable[[ArchitectureConfig, Served], str] = unread_settings
-    """Why SGLang does not compute such a model; "" where it does."""
+    """Why SGLang does not compute such a model, to be read after "SGLang's <family>": "has attention in every n-th
+    layer, and ..."; "" where it does."""
     extra_config: Callable[[HFConfig], Mapping[str, JSONValue]] = nothing
     """Entries of config.json, from transformers' configuration, that SGLang reads in addition to what transformers
     writes."""

@@ -18,12 +18,12 @@ from megappo.families.declaration import (
 )
 from megappo.families.fields import Fields, HFConfig, MegatronSettings
 from megappo.families.reading import biased_experts, decoder, no_attention_bias, no_window, silu_mlp
-from megappo.families.served import Served, get_mscale, unread_yarn
+from megappo.families.served import NEEDS_GPU, Served, get_mscale, unread_yarn
 
 _ALIKE = {"scoring_func": "sigmoid", "topk_method": "noaux_tc", "moe_layer_freq": 1}
 """Settings of routers and layers that transformers takes for granted, with the only values that are read."""
 _MSCALES = {"mscale": 1.0, "mscale_all_dim": 0.0}
-"""Defaults of SGLang's DeepseekScalingRotaryEmbedding."""
+"""Defaults of a server's DeepseekScalingRotaryEmbedding (srt/layers/rotary_embedding)."""
 
 
 def latent_attention(c: HFConfig) -> Fields:
@@ -132,24 +132,24 @@ def _queries(name: str, arch: ArchitectureConfig, inputs: int) -> dict[str, tupl
 
 
 def unserved(arch: ArchitectureConfig, asked: Served) -> str:
-    """Why SGLang 0.5.23 does not compute such a model: on a CPU it dies when it generates. It treats every other rope
-    as its own YaRN, whose factor differs where one of two settings is given."""
+    """A server dies on a CPU when it generates. It treats every other rope as its own YaRN, whose factor differs where
+    one of two settings is given."""
     if not asked.on_cuda:
-        return f"SGLang's {arch.family} needs a GPU, and the run is on a CPU"
-    rope, name = arch.hf_config.rope_parameters, f"SGLang's {arch.family}"
+        return NEEDS_GPU
+    rope = arch.hf_config.rope_parameters
     if rope["rope_type"] not in ("default", "yarn"):
-        return f"{name} takes rope type '{rope['rope_type']}' for yarn"
+        return f"takes rope type '{rope['rope_type']}' for yarn"
     if rope["rope_type"] == "default":
         return ""
     if not rope.get("truncate", True):
-        return f"{name} takes no account of truncate: false in config.json's rope_parameters"
+        return "takes no account of truncate: false in config.json's rope_parameters"
     if "apply_yarn_scaling" in rope:
-        return f"{name} reads apply_yarn_scaling of config.json's rope_parameters, which transformers does not"
-    return unread_yarn(name, rope, _scale_of_yarn(rope))
+        return "reads apply_yarn_scaling of config.json's rope_parameters, which transformers does not"
+    return unread_yarn(rope, _scale_of_yarn(rope))
 
 
 def _scale_of_yarn(rope: Mapping[str, Any]) -> float | None:
-    """Factor on cosine and sine in SGLang's DeepseekScalingRotaryEmbedding, whose `mscale` is 1 and whose
+    """Factor on cosine and sine in that DeepseekScalingRotaryEmbedding, whose `mscale` is 1 and whose
     `mscale_all_dim` is 0 by default."""
     if rope.get("factor") is None:
         return None
@@ -158,7 +158,7 @@ def _scale_of_yarn(rope: Mapping[str, Any]) -> float | None:
 
 
 def extra_config(c: HFConfig) -> Fields:
-    """Entries of config.json that SGLang needs and transformers does not write."""
+    """Entries of config.json that servers need and transformers does not write."""
     return {**without_next_token_layers(c), **_ALIKE}
 
 

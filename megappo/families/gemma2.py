@@ -12,7 +12,7 @@ from megappo.families.blocks import Attention, GatedMlp, norm
 from megappo.families.declaration import Family, PerToken, Weight
 from megappo.families.fields import Activation, Fields, HFConfig, MegatronSettings
 from megappo.families.reading import decoder, no_attention_bias, window_by_layer_types
-from megappo.families.served import Served, unread_rope
+from megappo.families.served import NEEDS_GPU, Served, unread_rope
 
 _GELU = "gelu_pytorch_tanh"
 
@@ -81,15 +81,14 @@ class GeluMlp(GatedMlp):
 
 
 def unserved(arch: ArchitectureConfig, asked: Served) -> str:
-    """Why SGLang 0.5.23 does not compute such a model: it does not start without Triton's driver, and reads no
-    parameters of a rope."""
+    """A server does not start without Triton's driver, and reads no parameters of a rope."""
     if not asked.on_cuda:
-        return "SGLang's gemma2 needs a GPU, and the run is on a CPU"
+        return NEEDS_GPU
     return unread_rope(arch, ("default",))
 
 
 def activation(c: HFConfig) -> Fields:
-    """The activation by the name under which SGLang reads it."""
+    """The activation by the name under which servers read it."""
     return {"hidden_act": c.hidden_activation}
 
 

@@ -32,14 +32,13 @@ def gemma3(c: HFConfig) -> Fields:
 
 
 def unserved(arch: ArchitectureConfig, asked: Served) -> str:
-    """Why SGLang does not compute such a model. The first reason was found by the probe of a weight sync with SGLang
-    0.5.23. It computes the rope of layers without a window by transformers, and that of layers with one from its base
-    alone."""
+    """The first reason was found by the probe of a weight sync. A server computes the rope of layers without a window
+    by transformers, and that of layers with one from its base alone."""
     if not asked.on_cuda:
-        return "SGLang's gemma3_text on a CPU is 0.3 nats and more off, and the run is on one"
+        return "is 0.3 nats and more off on a CPU, and the run is on one"
     kind = arch.hf_config.rope_parameters["sliding_attention"]["rope_type"]
     if kind != "default":
-        return f"SGLang's gemma3_text takes no account of rope type '{kind}' of sliding_attention in config.json"
+        return f"takes no account of rope type '{kind}' of sliding_attention in config.json"
     return ""
 
 

@@ -123,9 +123,8 @@ def _seen(arch: ArchitectureConfig, *, is_wide: bool) -> ArchitectureConfig:
 
 
 def unserved(arch: ArchitectureConfig, asked: Served) -> str:
-    """Why SGLang 0.5.23 does not compute such a model: it has a class for `gemma4`, with images, alone, and reads the
-    sizes of wider heads there."""
-    return f"SGLang has no {arch.family}, but Gemma 4 with images alone"
+    """Servers have a class for `gemma4`, with images, alone, and read the sizes of wider heads there."""
+    return "is Gemma 4 with images alone"
 
 
 def passed_over(arch: ArchitectureConfig) -> tuple[str, ...]:

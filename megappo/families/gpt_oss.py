@@ -109,10 +109,9 @@ class BiasedExperts(Experts):
 
 
 def unserved(arch: ArchitectureConfig, asked: Served) -> str:
-    """Why SGLang 0.5.23 does not compute such a model: its loader (srt/models/gpt_oss.py) takes only whole layers of
-    experts, as in files."""
+    """A server's loader (srt/models/gpt_oss.py) takes only whole layers of experts, as in files."""
     why = "" if asked.on_cuda else ", and none of its attention backends for CPUs has sinks"
-    return f"SGLang's gpt_oss takes the experts of a layer as one tensor, while weights are sent expert by expert{why}"
+    return f"takes the experts of a layer as one tensor, while weights are sent expert by expert{why}"
 
 
 FAMILY = Family(

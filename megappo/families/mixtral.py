@@ -22,13 +22,12 @@ def top_experts(c: HFConfig) -> Fields:
 
 
 def unserved(arch: ArchitectureConfig, asked: Served) -> str:
-    """Why SGLang does not compute such a model: its Mixtral does not read some settings of config.json, and drops the
-    decimals of rope's base."""
+    """A server does not read some settings of config.json, and drops the decimals of rope's base."""
     if arch.head_dim * arch.heads != arch.hidden_size:
-        return f"SGLang's Mixtral takes no account of head_dim {arch.head_dim} in config.json"
+        return f"takes no account of head_dim {arch.head_dim} in config.json"
     theta = arch.hf_config.rope_parameters["rope_theta"]
     if theta != int(theta):
-        return f"SGLang's Mixtral takes rope_theta {theta} of config.json for {int(theta)}"
+        return f"takes rope_theta {theta} of config.json for {int(theta)}"
     return unread_window(arch, asked) or unread_rope(arch, ("default",))
 
 

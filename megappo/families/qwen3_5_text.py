@@ -35,8 +35,8 @@ def passed_over(arch: ArchitectureConfig) -> tuple[str, ...]:
 
 
 def unserved(arch: ArchitectureConfig, asked: Served) -> str:
-    """Why SGLang 0.5.23 does not compute such a model: it has a class for Qwen3.5 with images alone."""
-    return f"SGLang has no {arch.family}, but Qwen3.5 with images alone"
+    """Servers have a class for Qwen3.5 with images alone."""
+    return "is Qwen3.5 with images alone"
 
 
 FAMILY = replace(

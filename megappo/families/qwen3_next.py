@@ -10,7 +10,7 @@ from megappo.families.blocks import Attention, Experts, QueryKeyNorms, SharedExp
 from megappo.families.declaration import Block, Family, PerToken, Weight
 from megappo.families.fields import Fields, HFConfig, MegatronSettings
 from megappo.families.reading import experts, no_attention_bias, partly_rotated_decoder, silu_mlp
-from megappo.families.served import Served, unread_rope
+from megappo.families.served import NEEDS_GPU, Served, unread_rope
 
 _KINDS = ("linear_attention", "full_attention")
 
@@ -143,14 +143,11 @@ class GatedSharedExpert(SharedExpert):
 
 
 def unserved(arch: ArchitectureConfig, asked: Served) -> str:
-    """Why SGLang 0.5.23 does not compute such a model: it does not start without Triton's driver, and expects attention
-    in every n-th layer."""
+    """A server does not start without Triton's driver, and expects attention in every n-th layer."""
     if not asked.on_cuda:
-        return f"SGLang's {arch.family} needs a GPU, and the run is on a CPU"
+        return NEEDS_GPU
     if interval(arch.hf_config) is None:
-        return (
-            f"SGLang's {arch.family} has attention in every n-th layer, and layer_types in config.json says otherwise"
-        )
+        return "has attention in every n-th layer, and layer_types in config.json says otherwise"
     return unread_rope(arch)
 
 
@@ -162,7 +159,7 @@ def interval(c: HFConfig) -> int | None:
 
 
 def full_attention_interval(c: HFConfig) -> Fields:
-    """config.json's entry from which transformers derives `layer_types`, which SGLang does not read."""
+    """config.json's entry from which transformers derives `layer_types`, which servers do not read."""
     n = interval(c)
     return {} if n is None else {"full_attention_interval": n}
 

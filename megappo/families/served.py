@@ -16,6 +16,8 @@ _TOP_LEVEL_FAMILIES = ("llama", "mistral")
 """Families whose `original_max_position_embeddings` SGLang takes from the top level of config.json, where it is
 there."""
 _SCALE_TOLERANCE = 1e-6
+NEEDS_GPU = "needs a GPU, and the run is on a CPU"
+"""What several families say in `unserved`."""
 
 
 class Served(NamedTuple):
@@ -28,60 +30,64 @@ class Served(NamedTuple):
 
 
 def unread_settings(arch: ArchitectureConfig, asked: Served) -> str:
-    """Why SGLang does not compute a model of most families; "" where it does."""
+    """What is said of most families; see `Family.unserved`."""
     return unread_window(arch, asked) or unread_rope(arch)
 
 
 def unread_window(arch: ArchitectureConfig, asked: Served) -> str:
-    """Why SGLang does not compute a model's window, which most of its models do not read; "" where it makes no
-    difference."""
+    """What is said of a window, which most of SGLang's models do not read; "" where it makes no difference."""
     if arch.sliding_window is None or arch.sliding_window >= asked.tokens:
         return ""
-    return f"SGLang's {arch.family} takes no account of sliding_window {arch.sliding_window} in config.json"
+    return f"takes no account of sliding_window {arch.sliding_window} in config.json"
 
 
 def unread_rope(arch: ArchitectureConfig, types: tuple[str, ...] = ROPE_TYPES) -> str:
-    """Why SGLang computes a rope differently from transformers; "" where it does not. `types`: the rope types that the
-    family's model passes on. A user's own family without one rope for all layers is not checked."""
-    c, name = arch.hf_config, f"SGLang's {arch.family}"
+    """What is said of a rope that SGLang computes differently from transformers; "" of others.
+
+    `types`: the rope types that the family's model passes on. A user's own family without one rope for all layers is
+    not checked.
+    """
+    c = arch.hf_config
     rope: Mapping[str, Any] = getattr(c, "rope_parameters", None) or {}
     if "rope_type" not in rope:
         return ""
     kind = rope["rope_type"]
     if kind not in types:
-        return f"{name} takes no account of rope type '{kind}' in config.json"
+        return f"takes no account of rope type '{kind}' in config.json"
     if getattr(c, "dual_chunk_attention_config", None):
-        return f"{name} reads dual_chunk_attention_config of config.json, which transformers does not"
+        return "reads dual_chunk_attention_config of config.json, which transformers does not"
     if kind == "default" and rope.get("use_fope"):
-        return f"{name} reads use_fope of config.json's rope_parameters, which transformers does not"
+        return "reads use_fope of config.json's rope_parameters, which transformers does not"
     stated = getattr(c, "original_max_position_embeddings", None)
     own = rope.get("original_max_position_embeddings", stated)
     if arch.family in _TOP_LEVEL_FAMILIES and stated is not None and stated != own:
         return (
-            f"{name} takes original_max_position_embeddings {stated} from the top level of config.json, where "
+            f"takes original_max_position_embeddings {stated} from the top level of config.json, where "
             f"rope_parameters have {own}"
         )
-    return unread_yarn(name, rope, _scale_of_get_rope(rope)) if kind == "yarn" else ""
+    return unread_yarn(rope, _scale_of_get_rope(rope)) if kind == "yarn" else ""
 
 
-def unread_yarn(name: str, rope: Mapping[str, Any], scale: float | None) -> str:
-    """Why SGLang computes YaRN's parameters differently; "" where it does not. `scale`: its factor on cosine and sine;
-    None where `factor` does not say it."""
+def unread_yarn(rope: Mapping[str, Any], scale: float | None) -> str:
+    """What is said of YaRN's parameters that SGLang computes differently; "" of others.
+
+    `scale`: its factor on cosine and sine; None where `factor` does not say it.
+    """
     if scale is None:
-        return f"{name} needs a number as factor in config.json's rope_parameters, which have {rope.get('factor')}"
+        return f"needs a number as factor in config.json's rope_parameters, which have {rope.get('factor')}"
     for setting in ("attn_factor", "extrapolation_factor"):
         if rope.get(setting, 1) != 1:
             said = f"{setting} {rope[setting]}"
-            return f"{name} reads {said} of config.json's rope_parameters, which transformers does not"
+            return f"reads {said} of config.json's rope_parameters, which transformers does not"
     for setting in ("beta_fast", "beta_slow"):
         if setting in rope and not rope[setting]:
             said = f"{setting} {rope[setting]}"
-            return f"{name} takes {said} of config.json's rope_parameters as it is, where transformers has its default"
+            return f"takes {said} of config.json's rope_parameters as it is, where transformers has its default"
     wanted = yarn_scale(rope)
     if not math.isclose(scale, wanted, rel_tol=_SCALE_TOLERANCE):
         given = [f"{n} {rope[n]}" for n in ("attention_factor", "mscale", "mscale_all_dim") if rope.get(n) is not None]
         return (
-            f"{name} multiplies cosine and sine by {scale:.6g}, where {' and '.join(given)} of config.json's "
+            f"multiplies cosine and sine by {scale:.6g}, where {' and '.join(given)} of config.json's "
             f"rope_parameters mean {wanted:.6g}"
         )
     return ""

@@ -311,7 +311,8 @@ def unserved(config: Config, actor: ArchitectureConfig, *, on_cuda: bool) -> str
     """Why SGLang does not compute the actor's model on a device; "" where it does."""
     if on_cuda and config.model.dtype == "float32":
         return _NO_FLOAT32
-    return actor.declaration.unserved(actor, Served(on_cuda, config.max_sequence_tokens))
+    why = actor.declaration.unserved(actor, Served(on_cuda, config.max_sequence_tokens))
+    return f"SGLang's {actor.family} {why}" if why else ""
 
 
 def workload(config: Config, world_size: int, *, on_cuda: bool, device_bytes: float = 0.0) -> Workload:

@@ -25,7 +25,7 @@ _RESPONSE_TOKENS = 8
 def probe_engines(parts: RunComponents) -> dict[str, float]:
     """Compare the log-probabilities of every engine's probe with the actor's; a collective of the world.
 
-    Empty for an engine that cannot be probed. Raises SyncError beyond `rollout.sglang.probe_tolerance_nats`.
+    Empty for an engine that cannot be probed. Raises SyncError beyond the servers' `probe_tolerance_nats`.
     """
     engine, config = parts.engine, parts.config
     if not isinstance(engine, ServedEngine) or not config.rollout.servers.probes:

@@ -44,7 +44,7 @@ class Feeding:
 
     def starters(self, index: int) -> tuple[int, ...]:
         """The ranks that start a server, one on each of its machines. Own servers that are not spread over the
-        trainers' GPUs stand on the first machines, and on the very first is `rollout.sglang.sync_address`."""
+        trainers' GPUs stand on the first machines, and on the very first is `sync_address` of the servers' settings."""
         if self.anywhere:
             return (index % len(self.hosts),)
         if self.on_cuda and self.colocated:
