@@ -1,5 +1,6 @@
 """Lets Triton kernels run on a CPU, leaves out what takes minutes, and has tests that wait marked so; see README.md."""
 
+import inspect
 import os
 import warnings
 from collections.abc import Iterator
@@ -71,6 +72,18 @@ def world_of_one(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
     dist.init_process_group("gloo", init_method=f"file://{meeting}", rank=0, world_size=1)
     yield
     dist.destroy_process_group()
+
+
+@pytest.fixture
+def torchs_factories(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Functions of torch that make tensors for CUDA where they are asked to, in tests that play it, as if Megatron were
+    not imported."""
+    import torch
+
+    from megappo.runtime.megatron_cpu import FACTORIES
+
+    for name in FACTORIES:
+        monkeypatch.setattr(torch, name, inspect.unwrap(getattr(torch, name)))
 
 
 def function_of(item: pytest.Item) -> str:

@@ -28,7 +28,7 @@ _CPU = torch.device("cpu")
 _Ignored: TypeAlias = "torch.device | _NoStream | int | str | None"
 """What Megatron passes to streams, events and random states, and what means nothing on a CPU: a device, another stream
 or event, or a switch."""
-_FACTORIES = ("empty", "empty_like", "full", "ones", "tensor", "zeros", "zeros_like")
+FACTORIES = ("empty", "empty_like", "full", "ones", "tensor", "zeros", "zeros_like")
 """Functions of torch that Megatron 0.16.1 / 0.19.2 gives `device="cuda"` or `pin_memory`: schedules.py:596/749
 (counters), clip_grads.py:103/108 (norms), optimizer.py:481/315 (found_inf), rope_utils.py:62-64 (indices)."""
 
@@ -144,7 +144,7 @@ def install() -> None:
         import megatron.core.tensor_parallel.random as megatron_random
 
     _device_constructors()  # torch keeps them as they are now, which `with torch.device(...)` compares calls with
-    replace_attributes(torch, **{name: _on_cpu(getattr(torch, name)) for name in _FACTORIES})
+    replace_attributes(torch, **{name: _on_cpu(getattr(torch, name)) for name in FACTORIES})
     # `.cuda()`: rope_utils.py:64, data.py:84.
     replace_attributes(torch.Tensor, cuda=lambda tensor, *_args, **_kwargs: tensor, type=_type_as_on_cuda)
     # Without these two nothing raises, but the tracker's fork() neither switches nor restores the generator.

@@ -188,7 +188,7 @@ class _Operators(TorchDispatchMode):
 
 
 @pytest.mark.skipif(torch.version.cuda is None, reason="torch was built without CUDA")
-def test_torchs_norm_is_one_kernel_on_cuda() -> None:
+def test_torchs_norm_is_one_kernel_on_cuda(torchs_factories: None) -> None:
     """Of queries in bfloat16, as a layer has them; so there is none of ours. By torch's own table of kernels."""
     assert torch._C._dispatch_has_kernel_for_dispatch_key("aten::_fused_rms_norm_backward", "CUDA")
     with FakeTensorMode(), _Operators() as operators:

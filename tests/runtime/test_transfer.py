@@ -58,7 +58,7 @@ class Crossings(TorchDispatchMode):
 
 
 @pytest.mark.skipif(torch.version.cuda is None, reason="torch was built without CUDA")
-def test_a_microbatch_is_one_copy_from_pinned_memory() -> None:
+def test_a_microbatch_is_one_copy_from_pinned_memory(torchs_factories: None) -> None:
     """To a CUDA device that is played: tensors there have no values, so that whoever waited for one would fail."""
     with FakeTensorMode(allow_non_fake_inputs=True), Crossings() as crossings:
         batch = pack_samples(samples(), torch.device("cuda:0"), multiple_of=8)
