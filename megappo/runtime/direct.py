@@ -12,6 +12,7 @@ import io
 import os
 import socket
 import ssl
+import threading
 import time
 import urllib.request
 from functools import cache, partial
@@ -37,7 +38,7 @@ def fetch(request: urllib.request.Request, *, timeout_seconds: float, own: bool 
     proxies: dict[str, str] | None = {} if own or proxy_of(request.full_url) is None else None
     opener = urllib.request.OpenerDirector()
     for handler in (
-        urllib.request.ProxyHandler(proxies), _Http(), _Https(context=_certificates()), _Redirections(),
+        urllib.request.ProxyHandler(proxies), _Https() if request.type == "https" else _Http(), _Redirections(),
         urllib.request.HTTPErrorProcessor(), urllib.request.HTTPDefaultErrorHandler(), urllib.request.UnknownHandler(),
     ):  # fmt: skip
         opener.add_handler(handler)
@@ -88,7 +89,12 @@ def without_proxies(host: str) -> dict[str, str]:
 
 @cache
 def _certificates() -> ssl.SSLContext:
+    """Called with `_MAKING` held: reading the machine's certificates takes 50 ms, and every request of a batch wants
+    them at once."""
     return ssl.create_default_context()
+
+
+_MAKING = threading.Lock()
 
 
 class _InTime(io.RawIOBase):
@@ -139,9 +145,10 @@ class _Http(urllib.request.HTTPHandler):
 
 
 class _Https(urllib.request.HTTPSHandler):
-    def __init__(self, context: ssl.SSLContext) -> None:
-        super().__init__(context=context)
-        self._given = context
+    def __init__(self) -> None:
+        with _MAKING:
+            self._given = _certificates()
+        super().__init__(context=self._given)
 
     def https_open(self, request: urllib.request.Request) -> http.client.HTTPResponse:
         return self.do_open(_SecureConnection, request, context=self._given)
