@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 
 import torch
 
@@ -104,10 +104,11 @@ def share_cores() -> None:
 
     On a CPU ranks share cores, and gloo wakes a thread for every message. One that finds the lock of its connection
     taken tries again at once (gloo/transport/tcp/pair.cc:653), for as long as the holder that it has preempted does not
-    run: a tenth of the CPU time of four ranks on two cores.
+    run: a tenth of the CPU time of four ranks on two cores (benchmarks/results/2026-11-27-ranks-on-shared-cores.md).
     """
-    if hasattr(os, "SCHED_BATCH"):
-        os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))
+    if hasattr(os, "SCHED_BATCH") and os.sched_getscheduler(0) == os.SCHED_OTHER:  # or whoever started it chose another
+        with suppress(OSError):  # where a sandbox forbids it; a run does the same without
+            os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))
 
 
 def prepare_device(settings: RuntimeSettings, ranks: Ranks) -> torch.device:

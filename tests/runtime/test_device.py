@@ -3,17 +3,21 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from typing import TypeVar
+from unittest.mock import Mock
 
 import psutil
 import pytest
 import torch
 
 from megappo.config.schema import RuntimeSettings
-from megappo.runtime.device import allocator_options, plain_segments, prepare_device
+from megappo.runtime.device import allocator_options, plain_segments, prepare_device, share_cores
 from megappo.runtime.launchers import Ranks
 from megappo.runtime.process import Runtime
 
+T = TypeVar("T")
 ON_A_GPU = Runtime(rank=0, world_size=2, local_rank=0, device=torch.device("cuda", 0))
 
 
@@ -89,14 +93,44 @@ def test_a_wait_for_memory_ends(monkeypatch: pytest.MonkeyPatch) -> None:
     assert not ON_A_GPU.await_freed_memory(0.1)
 
 
+on_linux = pytest.mark.skipif(not hasattr(os, "SCHED_BATCH"), reason="a policy of Linux")
+
+
+def in_a_thread(work: Callable[[], T]) -> T:
+    """What it returns; its policy is that of the thread alone."""
+    with ThreadPoolExecutor(1) as threads:
+        return threads.submit(work).result()
+
+
+@on_linux
 @pytest.mark.skipif(torch.cuda.is_available(), reason="a machine without CUDA")
-@pytest.mark.skipif(not hasattr(os, "SCHED_BATCH"), reason="a policy of Linux")
 def test_ranks_on_a_cpu_and_what_they_start_wait_for_their_turn() -> None:
     def prepared() -> list[int]:
-        os.sched_setscheduler(0, os.SCHED_OTHER, os.sched_param(0))  # of this thread alone
+        os.sched_setscheduler(0, os.SCHED_OTHER, os.sched_param(0))
         prepare_device(RuntimeSettings(device="cpu"), Ranks(0, 1, 0, 1))
-        with ThreadPoolExecutor(1) as started:
-            return [os.sched_getscheduler(0), started.submit(os.sched_getscheduler, 0).result()]
+        return [os.sched_getscheduler(0), in_a_thread(lambda: os.sched_getscheduler(0))]
 
-    with ThreadPoolExecutor(1) as of_its_own:
-        assert of_its_own.submit(prepared).result() == [os.SCHED_BATCH] * 2
+    assert in_a_thread(prepared) == [os.SCHED_BATCH] * 2
+
+
+@on_linux
+def test_a_policy_that_was_chosen_stays() -> None:
+    def shared() -> int:
+        os.sched_setscheduler(0, os.SCHED_IDLE, os.sched_param(0))
+        share_cores()
+        return os.sched_getscheduler(0)
+
+    assert in_a_thread(shared) == os.SCHED_IDLE
+
+
+@on_linux
+def test_a_sandbox_may_forbid_the_policy(monkeypatch: pytest.MonkeyPatch) -> None:
+    forbidden = Mock(side_effect=PermissionError)
+
+    def shared() -> None:
+        os.sched_setscheduler(0, os.SCHED_OTHER, os.sched_param(0))
+        monkeypatch.setattr(os, "sched_setscheduler", forbidden)
+        share_cores()
+
+    in_a_thread(shared)
+    forbidden.assert_called_once()
