@@ -37,7 +37,7 @@ from megappo.engines.sglang.server import Server, start_server
 from megappo.engines.sglang.spec import ServerSpec
 from megappo.errors import RunError
 from megappo.observe.messages import tell
-from megappo.plan.inputs import unserved
+from megappo.plan.inputs import NO_FLOAT32, unserved
 from megappo.preflight.inputs import read_tokens
 from megappo.preflight.resolved import resolve_here
 from megappo.runtime.device import device_bytes, runs_on_cuda
@@ -154,7 +154,8 @@ def make_service(config: Config, *, host: str | None, port: int, index: int, lin
     actor, on_cuda = load_architecture(config.model.path, config.model), runs_on_cuda(config.runtime)
     problems = list(server_rules(config, actor))
     if why := unserved(config, actor, on_cuda=on_cuda):
-        problems.append(f"SGLang cannot serve this model: {why}; set model.dtype to bfloat16, or name another model")
+        dtype = "set model.dtype to bfloat16, or " if why == NO_FLOAT32 else ""
+        problems.append(f"SGLang cannot serve this model: {why}; {dtype}name another model")
     if problems:
         raise ConfigError(problems)
     host = host or config.rollout.servers.host or "127.0.0.1"

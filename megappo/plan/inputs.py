@@ -286,7 +286,7 @@ class Setup:
         return tuple(role for role in (self.actor, self.reference, self.critic) if role is not None)
 
 
-_NO_FLOAT32 = "its kernels for GPUs have no float32, which model.dtype is"
+NO_FLOAT32 = "its kernels for GPUs have no float32, which model.dtype is"
 """Such as rmsnorm of sglang-kernel 0.4.5, whose server ends while it captures graphs, and of 0.4.10."""
 
 
@@ -297,7 +297,7 @@ def make_setup(config: Config, models: Models, world_size: int, *, on_cuda: bool
     """
     why = unserved(config, models.actor, on_cuda=on_cuda)
     if why and resolve(config, on_cuda=on_cuda).rollout.has_servers:
-        dtype = "model.dtype to bfloat16, or " if why == _NO_FLOAT32 else ""
+        dtype = "model.dtype to bfloat16, or " if why == NO_FLOAT32 else ""
         raise ConfigError(f"rollout.engine is sglang, but {why}; set {dtype}rollout.engine to transformers")
     actor = trained_role(config, "actor", models, world_size, on_cuda=on_cuda)
     critic = None if config.critic is None else trained_role(config, "critic", models, world_size, on_cuda=on_cuda)
@@ -310,7 +310,7 @@ def make_setup(config: Config, models: Models, world_size: int, *, on_cuda: bool
 def unserved(config: Config, actor: ArchitectureConfig, *, on_cuda: bool) -> str:
     """Why SGLang does not compute the actor's model on a device; "" where it does."""
     if on_cuda and config.model.dtype == "float32":
-        return _NO_FLOAT32
+        return NO_FLOAT32
     why = actor.declaration.unserved(actor, Served(on_cuda, config.max_sequence_tokens))
     return f"SGLang's {actor.family} {why}" if why else ""
 

@@ -38,7 +38,7 @@ def fetch(request: urllib.request.Request, *, timeout_seconds: float, own: bool 
     proxies: dict[str, str] | None = {} if own or proxy_of(request.full_url) is None else None
     opener = urllib.request.OpenerDirector()
     for handler in (
-        urllib.request.ProxyHandler(proxies), _Https() if request.type == "https" else _Http(), _Redirections(),
+        urllib.request.ProxyHandler(proxies), _Http(), _Https(), _Redirections(),
         urllib.request.HTTPErrorProcessor(), urllib.request.HTTPDefaultErrorHandler(), urllib.request.UnknownHandler(),
     ):  # fmt: skip
         opener.add_handler(handler)
@@ -89,12 +89,12 @@ def without_proxies(host: str) -> dict[str, str]:
 
 @cache
 def _certificates() -> ssl.SSLContext:
-    """Called with `_MAKING` held: reading the machine's certificates takes 50 ms, and every request of a batch wants
+    """Called with the lock held: reading the machine's certificates takes 50 ms, and every request of a batch wants
     them at once."""
     return ssl.create_default_context()
 
 
-_MAKING = threading.Lock()
+_certificates_lock = threading.Lock()
 
 
 class _InTime(io.RawIOBase):
@@ -144,14 +144,15 @@ class _Http(urllib.request.HTTPHandler):
         return self.do_open(_Connection, request)
 
 
-class _Https(urllib.request.HTTPSHandler):
-    def __init__(self) -> None:
-        with _MAKING:
-            self._given = _certificates()
-        super().__init__(context=self._given)
+class _Https(urllib.request.AbstractHTTPHandler):
+    """Reads certificates for a request over https only, which `urllib.request.HTTPSHandler` does when it is made."""
+
+    https_request = urllib.request.AbstractHTTPHandler.do_request_
 
     def https_open(self, request: urllib.request.Request) -> http.client.HTTPResponse:
-        return self.do_open(_SecureConnection, request, context=self._given)
+        with _certificates_lock:
+            context = _certificates()
+        return self.do_open(_SecureConnection, request, context=context)
 
 
 class _Redirections(urllib.request.HTTPRedirectHandler):

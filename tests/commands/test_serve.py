@@ -23,6 +23,7 @@ from megappo.config import ConfigError
 from megappo.engines.sglang.fleet import KEY_VARIABLE
 from megappo.engines.sglang.guard import session_pids
 from tests.support import worlds
+from tests.support.models import write_model
 
 pytestmark = pytest.mark.waits
 
@@ -258,7 +259,18 @@ def test_what_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys
     assert "nodes is 2, their parts need --part N and --meet HOST:PORT" in refused(capsys, CONFIG, two)
     assert "--meet is 'node7', must be HOST:PORT" in refused(capsys, CONFIG, two, "--meet", "node7")
     monkeypatch.setattr("megappo.commands.serve.runs_on_cuda", lambda settings: True)
-    assert "its kernels for GPUs have no float32" in refused(capsys, CONFIG, "model.dtype=float32")
+    said = refused(capsys, CONFIG, "model.dtype=float32")
+    assert "its kernels for GPUs have no float32, which model.dtype is; set model.dtype to bfloat16, or name" in said
+
+
+def test_a_model_that_needs_a_gpu_is_refused_on_a_cpu(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    worlds.fake_package(tmp_path, "sglang", "0.5.23")
+    monkeypatch.syspath_prepend(tmp_path)
+    folder = write_model(tmp_path / "m", "gemma2", 1)
+    said = refused(capsys, str(worlds.ROOT / CONFIG), f"model.path={folder}", "runtime.device=cpu")
+    assert "SGLang cannot serve this model: SGLang's gemma2 needs a GPU, and the run is on a CPU; name another" in said
 
 
 def test_how_wide_a_server_is(capsys: pytest.CaptureFixture[str]) -> None:
