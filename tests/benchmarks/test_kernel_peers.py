@@ -63,6 +63,7 @@ def test_a_peer_runs_or_says_why_not(list_peers: str) -> None:
     assert any(peer.run for peer in peers)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_head_forward(dtype: torch.dtype) -> None:
     hidden, weight, labels = inputs(dtype)
@@ -77,6 +78,7 @@ def test_head_forward(dtype: torch.dtype) -> None:
             assert (entropy - true_entropy).abs().max() <= ATOL[dtype], name
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("entropy_coef", [0.0, 0.1])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_head_training(dtype: torch.dtype, entropy_coef: float) -> None:
@@ -101,6 +103,7 @@ def test_head_training(dtype: torch.dtype, entropy_coef: float) -> None:
             assert relative(mine.grad, truth.grad) <= RELATIVE_GRADIENT[dtype], name
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_logits(dtype: torch.dtype, groups: None) -> None:
     g = torch.Generator().manual_seed(0)

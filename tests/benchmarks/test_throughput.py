@@ -60,6 +60,7 @@ def test_the_page_says_what_was_found(tmp_path: Path) -> None:
     assert "| data | strong | 4 | 16 | 1.10 | 400 | 90% | 3.0 |" in said
 
 
+@pytest.mark.slow
 @pytest.mark.waits
 def test_what_is_there_is_not_measured_again(tmp_path: Path) -> None:
     """And what cannot be measured is told with its reason, the page written nevertheless."""

@@ -37,6 +37,7 @@ def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     return dict(ask("torch_dist_worker.py", 2, told))
 
 
+@pytest.mark.slow
 @pytest.mark.quick
 @pytest.mark.parametrize("name", CASES)
 def test_models_begin_with_what_megatron_saved(found: dict[str, Any], name: str) -> None:

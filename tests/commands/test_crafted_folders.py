@@ -190,6 +190,7 @@ def _endless(path: Path) -> None:
     path.symlink_to("/dev/zero")
 
 
+@pytest.mark.slow
 @pytest.mark.waits
 def test_folders_that_a_program_makes_run_no_code_and_change_nothing(
     crafted: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]

@@ -25,7 +25,7 @@ from megappo.engines.sglang.guard import session_pids
 from tests.support import worlds
 from tests.support.models import write_model
 
-pytestmark = pytest.mark.waits
+pytestmark = [pytest.mark.slow, pytest.mark.waits]
 
 CONFIG = "configs/sglang_disaggregated.yaml"
 FAKE = """

@@ -232,6 +232,7 @@ def check_mutant(number: int, bases: list[Base], path: Path) -> int:
     return code
 
 
+@pytest.mark.slow
 def test_mutated_configurations_are_accepted_or_refused_in_sentences(bases: list[Base], tmp_path: Path) -> None:
     codes = [check_mutant(number, bases, tmp_path / "mutant.yaml") for number in range(MUTATIONS)]
     assert set(codes) <= {0, 1, 2}

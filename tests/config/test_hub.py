@@ -74,6 +74,7 @@ def put_in_cache(tmp_path: Path, name: str) -> None:
         (folder / "refs" / revision).write_text("0123abcd")
 
 
+@pytest.mark.slow
 def test_a_hub_name_without_network_is_a_sentence_at_once(tmp_path: Path) -> None:
     config, elsewhere = "configs/quickstart.yaml", "model.path=Nobody/Nothing"
     commands = [
@@ -94,6 +95,7 @@ def test_a_hub_name_without_network_is_a_sentence_at_once(tmp_path: Path) -> Non
         assert "run `hf download Nobody/Nothing` with the same HF_HOME and set HF_HUB_OFFLINE=1 here, or give" in said
 
 
+@pytest.mark.slow
 def test_a_hub_name_in_the_cache_needs_no_network(tmp_path: Path) -> None:
     """Of the revision that is asked for, and of no other."""
     put_in_cache(tmp_path, "Some/Model")

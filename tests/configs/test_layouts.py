@@ -11,12 +11,12 @@ from megappo.config import load_config
 from megappo.plan.planner import models_beside, planning
 from megappo.plan.search import best_layouts
 from tests.support.places import ROOT
+from tests.support.quick import cases
 
 PLANNED = re.compile(r"# Planned on (\d+) x (\w+): ([\d.]+) samples/s \(([\d.]+) with ")
 _FOUND = {path.stem: PLANNED.search(path.read_text()) for path in sorted((ROOT / "configs").glob("*.yaml"))}
 HEADS = {name: found for name, found in _FOUND.items() if found is not None}
 SOME = ("qwen3_8b_8gpu_math", "qwen3_30b_a3b_4node_math")
-SEARCHED = [name if name in SOME else pytest.param(name, marks=pytest.mark.exhaustive) for name in HEADS]
 
 
 @pytest.fixture(autouse=True)
@@ -39,7 +39,7 @@ def test_a_head_says_what_is_planned(name: str) -> None:
     assert found.plan.fits and found.plan.fullest.peak < 0.9 * found.machine.memory_bytes
 
 
-@pytest.mark.parametrize("name", SEARCHED)
+@pytest.mark.parametrize("name", cases(HEADS, quick=SOME[:1], exhaustive=set(HEADS) - set(SOME)))
 def test_the_search_finds_nothing_much_faster(name: str) -> None:
     gpus, machine, _, _ = HEADS[name].groups()
     config = load_config(path_of(name))

@@ -23,9 +23,11 @@ from megappo.ppo.models import ModelBuilder
 from tests.support.configurations import CONFIGURATIONS, trainer_ranks
 from tests.support.fake_world import without_memory
 from tests.support.places import ROOT
+from tests.support.quick import cases
 
 LARGE, LARGE_WORLD = ROOT / "configs" / "qwen3_235b_a22b_16node_dapo_math.yaml", 1024
 WORLDS = {path.stem: (path, trainer_ranks(path)) for path in CONFIGURATIONS} | {"1024": (LARGE, LARGE_WORLD)}
+DENSE = ("qwen3_8b_8gpu_math",)
 SAMPLES, PLAN_SECONDS = 8192, 2.0
 
 
@@ -85,7 +87,7 @@ def check(role: Role, setup: RoleSetup, work: Setup) -> None:
         assert memory.optimizer == pytest.approx(optimizer_bytes(role.optimizer.megatron, setup.dtype_bytes), rel=1e-4)
 
 
-@pytest.mark.parametrize("name", WORLDS)
+@pytest.mark.parametrize("name", cases(WORLDS, quick=DENSE))
 def test_ranks_build_what_is_planned(name: str) -> None:
     """The first rank and the last, and one in the middle where there are stages between theirs."""
     path, world = WORLDS[name]
@@ -102,7 +104,7 @@ def test_ranks_build_what_is_planned(name: str) -> None:
 LORA = "lora={rank: 16, alpha: 32}"
 
 
-@pytest.mark.parametrize("name", ["qwen3_8b_8gpu_math", "qwen3_30b_a3b_4node_math"])
+@pytest.mark.parametrize("name", cases(["qwen3_8b_8gpu_math", "qwen3_30b_a3b_4node_math"], quick=DENSE))
 def test_adapters_are_built_as_planned_and_take_little(name: str) -> None:
     """Gradients and the optimizer's state are below 5% of what they are where all weights are trained."""
     path, world = WORLDS[name]
@@ -123,7 +125,7 @@ def test_adapters_are_built_as_planned_and_take_little(name: str) -> None:
 @pytest.mark.parametrize(
     ("name", "overrides"),
     [
-        ("qwen3_8b_8gpu_math", ["critic.freeze=[attention, embeddings]"]),
+        pytest.param("qwen3_8b_8gpu_math", ["critic.freeze=[attention, embeddings]"], marks=pytest.mark.quick),
         ("qwen3_8b_8gpu_math", ["critic.freeze=[attention, 'model.layers.1?.mlp.down_proj.*']", f"critic.{LORA}"]),
         (
             "qwen3_30b_a3b_4node_math",

@@ -75,6 +75,7 @@ def test_a_package_of_another_version(
     expect(found[check], "broken", words, remedy)
 
 
+@pytest.mark.slow
 @pytest.mark.waits
 def test_the_other_apex(tmp_path: Path) -> None:
     path = worlds.fake_package(tmp_path, "apex", "0.9.10")
@@ -267,6 +268,7 @@ def mounted(folder: Path, size: str) -> tuple[str, ...]:
     return prefix
 
 
+@pytest.mark.slow
 @pytest.mark.waits
 def test_a_container_with_little_shared_memory() -> None:
     done = worlds.megappo("doctor", prefix=mounted(Path("/dev/shm"), "64m"))
@@ -274,6 +276,7 @@ def test_a_container_with_little_shared_memory() -> None:
     assert "broken  shared memory    /dev/shm has 0.0671 of 0.0671 GB free; start the container" in done.stdout
 
 
+@pytest.mark.slow
 @pytest.mark.waits
 def test_a_full_disk(tmp_path: Path) -> None:
     prefix = mounted(tmp_path, "1m")

@@ -18,11 +18,13 @@ from megappo.environments.protocol import ToolResult
 from megappo.environments.tool_calling import ToolCalling
 from megappo.environments.tool_pool import ToolPool
 from tests.support.hostile import SECRET, Neighbour
+from tests.support.quick import cases
 
 pytestmark = pytest.mark.waits
 
 PYTHON = {"python": "megappo.environments.mathematics:python"}
 PROGRAMS = {"python": "code"}
+ABIS = range(3, landlock_abi() + 1)
 needs_landlock = pytest.mark.skipif(bool(why_not()), reason=f"programs are confined nowhere here: {why_not()}")
 
 
@@ -88,7 +90,7 @@ def test_ordinary_programs_run_in_their_folder() -> None:
 
 
 @needs_landlock
-@pytest.mark.parametrize("abi", range(3, landlock_abi() + 1))
+@pytest.mark.parametrize("abi", cases(ABIS, quick=ABIS[-1:]))
 def test_kernels_of_any_age_keep_it_in(abi: int, neighbour: Neighbour, tmp_path: Path) -> None:
     """Also those whose Landlock does not know of ports and signals yet."""
     folder = tmp_path / "own"

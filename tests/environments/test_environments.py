@@ -619,6 +619,7 @@ def descendants(but: Sequence[psutil.Process] = ()) -> list[psutil.Process]:
     return [process for process in psutil.Process().children(recursive=True) if process not in but]
 
 
+@pytest.mark.slow
 @pytest.mark.waits
 def test_what_a_tool_does_ends_with_its_call() -> None:
     """1,000 processes, 8 GB, no end: the call fails, what it started is gone, and the next call is answered."""
@@ -718,6 +719,7 @@ def test_a_number_is_guessed_with_hints() -> None:
     assert len({record["answer"] for record in numbers(highest=20, count=200)}) == 20
 
 
+@pytest.mark.slow
 @pytest.mark.waits
 def test_a_task_of_reasoning_gym_is_tried_again() -> None:
     """The generator's own score, which a worker finds; a turn is rewarded with what it adds."""

@@ -1,7 +1,7 @@
 """Runs files of tests on a few sides at a time, shows what they have done, and judges what is unsteady.
 
-Usage: python -m tests.house.suite [--quick | --all | --exhaustive | --light] [--sides N] [--measure] [--dearest N]
-           [--no-types] [FILE...]
+Usage: python -m tests.house.suite [--quick | --all | --exhaustive | --light] [--waits] [--busy N] [--sides N]
+           [--measure] [--dearest N] [--no-types] [FILE...]
 
 `bash tests/run.sh` is this in an environment that it builds.
 
@@ -27,8 +27,8 @@ import tempfile
 import time
 import warnings
 from collections import Counter
-from collections.abc import Generator, Sequence
-from contextlib import suppress
+from collections.abc import Generator, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from multiprocessing import Pipe
@@ -273,6 +273,18 @@ class Suite:
         return unsteady
 
 
+@contextmanager
+def busy_loops(count: int) -> Iterator[list[int]]:
+    """Processes that take all of a core that they are given, for as long as the context lasts."""
+    loops = [subprocess.Popen([sys.executable, "-c", "while True: pass"]) for _ in range(count)]
+    try:
+        yield [loop.pid for loop in loops]
+    finally:
+        for loop in loops:
+            loop.kill()
+            loop.wait()
+
+
 def files_of(name: str) -> list[str]:
     """A file of tests, or those of a folder."""
     if not Path(ROOT, name).is_dir():
@@ -354,6 +366,8 @@ def main() -> int:
     parser.add_argument("--all", action="store_true", help="also what is exhaustive; see tests/README.md")
     parser.add_argument("--exhaustive", action="store_true", help="only what is; see tests/README.md")
     parser.add_argument("--light", action="store_true", help="only what depends on versions; see tests/README.md")
+    parser.add_argument("--waits", action="store_true", help="only what is marked so; see tests/README.md")
+    parser.add_argument("--busy", type=int, default=0, metavar="N", help="N busy loops beside the tests")
     parser.add_argument("--sides", type=int, default=(os.cpu_count() or 1) + 1, help="files at a time")
     parser.add_argument("--types", action=argparse.BooleanOptionalAction, default=True, help="mypy beside the tests")
     parser.add_argument("--measure", action="store_true", help="write seconds.json anew")
@@ -362,19 +376,23 @@ def main() -> int:
     share_cores()
     signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))  # what is running is ended then, too
     files = [file for name in given.files or ["tests"] for file in files_of(name)]
-    for plugin in ("_hypothesis_pytestplugin", "hypothesis"):
+    for plugin in ("_hypothesis_pytestplugin", "hypothesis", "pytest_timeout"):
         importlib.import_module(plugin)  # which every process of pytest loads
     gc.collect()
     gc.freeze()  # collections in forked processes do not go through, and so copy, what was imported before the fork
     if given.light:
         files = [file for file in files if "mark.versions" in Path(ROOT, file).read_text()]
+    if given.waits:
+        files = [file for file in files if "mark.waits" in Path(ROOT, file).read_text()]
     options = [f"--{name}" for name in ("quick", "all", "light") if getattr(given, name)]
     if given.exhaustive:
         files = [file for file in files if has_exhaustive(Path(ROOT, file))]
-        options += ["--all", "-m", "exhaustive"]
+        options.append("--all")
+    if marks := [mark for mark in ("exhaustive", "waits") if getattr(given, mark)]:
+        options += ["-m", " and ".join(marks)]
     command = [sys.executable, "-m", "mypy"] if given.types else ["true"]
     types = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, text=True)
-    with tempfile.TemporaryDirectory(prefix="megappo-tests-") as scratch:
+    with tempfile.TemporaryDirectory(prefix="megappo-tests-") as scratch, busy_loops(given.busy) as loops:
         parts = parts_of(files, Path(scratch))
         suite = Suite(parts, given.sides, options)
         suite.run(types)
@@ -382,6 +400,7 @@ def main() -> int:
         said, _ = types.communicate()
         print(said, end="")
         code = judged(suite, unsteady, parts)
+        used = cpu_seconds(os.getpid()) - sum(map(cpu_seconds, loops))
     print_dearest(parts, given.dearest)
     if given.measure:
         others = json.loads(SECONDS.read_text()) if given.files else {}
@@ -389,7 +408,7 @@ def main() -> int:
         SECONDS.write_text(json.dumps(with_those_of(known, by_file(parts, exhaustive=False)), indent=1) + "\n")
     if given.exhaustive or given.all:
         note_exhaustive(parts)
-    print(f"{cpu_seconds(os.getpid()) / 60:.1f} core-minutes")
+    print(f"{used / 60:.1f} core-minutes")
     return code or types.returncode
 
 

@@ -57,6 +57,7 @@ def test_the_nearest_tests_are_chosen(tmp_path: Path, changed: str, chosen: list
     assert nearest(Tree(tmp_path), [changed]) == {changed: [f"tests/product/test_{name}.py" for name in chosen]}
 
 
+@pytest.mark.slow
 def test_every_module_is_near_to_a_test() -> None:
     """And what takes part in a step of PPO is tried in one."""
     modules = [path for room in ("megappo", "kernels") for path in (ROOT / room).rglob("*.py")]

@@ -23,7 +23,7 @@ from packaging.utils import canonicalize_name
 from megappo import __version__
 from tests.support.places import ROOT
 
-pytestmark = pytest.mark.waits
+pytestmark = [pytest.mark.slow, pytest.mark.waits]
 
 PIP = [sys.executable, "-m", "pip", "--disable-pip-version-check", "--quiet"]
 NO_DEPENDENCIES = ["--no-deps", "--no-build-isolation"]

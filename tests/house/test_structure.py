@@ -105,6 +105,7 @@ def test_what_many_use_has_one_home() -> None:
         assert {str(p.relative_to(ROOT / "megappo")) for p in found} == files, pattern
 
 
+@pytest.mark.slow
 @pytest.mark.waits
 def test_megatron_is_prepared_before_it_is_imported() -> None:
     """Whatever of megappo is imported first: otherwise it says at every start what it lacks."""

@@ -59,6 +59,18 @@ def test_is_wrong(): assert 1 + 1 == 3
 """.format(mark="exhaustive")
 
 
+LOADED = """
+import pathlib, psutil, pytest, time
+
+def loops_of(process):
+    return [child for child in process.children() if child.cmdline()[-1:] == ["while True: pass"]]
+
+@pytest.mark.waits
+def test_busy_loops_are_busy():
+    loops = next(found for found in map(loops_of, psutil.Process().parents()) if found)
+    pathlib.Path(__file__).with_name("loops").write_text(" ".join(str(loop.pid) for loop in loops))
+    while sum(sum(loop.cpu_times()[:2]) for loop in loops) < 8: time.sleep(0.1)
+"""
 COUNTS = """
 import collections, os
 
@@ -98,6 +110,15 @@ def test_what_is_exhaustive_is_run_alone(tmp_path: Path) -> None:
     code, said = suite(tmp_path, "--exhaustive", deep=EXHAUSTIVE, broken=BROKEN)
     assert (ROOT / "tests/house/exhaustive.json").read_text() == before
     assert code == 1 and "\n1 passed, 1 failed, 0 skipped\n" in said
+
+
+def test_what_waits_is_run_alone_beside_busy_loops(tmp_path: Path) -> None:
+    """Which are running meanwhile, have ended afterwards, and whose time is not the tests'."""
+    code, said = suite(tmp_path, "--waits", "--busy", "2", steady=STEADY, loaded=LOADED, broken=BROKEN)
+    assert code == 0 and said.startswith("1 passed, 0 failed, 0 skipped\n"), said
+    assert float(said.split()[-2]) < 0.1, "core-minutes"
+    loops = (tmp_path / "loops").read_text().split()
+    assert len(loops) == 2 and not any(psutil.pid_exists(int(loop)) for loop in loops)
 
 
 def test_files_whose_exhaustive_tests_all_held_are_noted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

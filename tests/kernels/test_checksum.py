@@ -48,6 +48,7 @@ def test_it_is_that_of_the_content_alone() -> None:
         assert tensor_checksum(changed) != RAMP
 
 
+@pytest.mark.slow
 @pytest.mark.waits
 def test_a_checksum_imports_nothing_of_sglang() -> None:
     """Importing it takes a trainer seconds, and fails where transformers finds no torchvision (5.17)."""

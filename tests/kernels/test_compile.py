@@ -49,6 +49,7 @@ def compiled(
     return re.findall(r"sm_(\d+) .* (\d+) bytes spilled .* bytes shared  (\w+)", done.stdout)
 
 
+@pytest.mark.slow
 @pytest.mark.waits
 @pytest.mark.parametrize(
     "chips", [("90",), pytest.param(("80", "100", "120"), marks=pytest.mark.exhaustive)], ids="-".join

@@ -150,6 +150,7 @@ def test_value_loss(backend: str, clip: float | None) -> None:
         torch.testing.assert_close(mine.loss.double(), slow, rtol=tolerance, atol=tolerance)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("backend", ["torch", "triton"])
 def test_more_tokens_than_a_block_index_holds(backend: str) -> None:
     n = 70_001

@@ -316,6 +316,7 @@ def torchrun(*words: str, **variables: str) -> subprocess.Popen[str]:
 no_ipv6 = pytest.mark.skipif(listening_problem("::1", 0) is not None, reason="needs IPv6")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "host", [pytest.param("localhost", marks=pytest.mark.exhaustive), pytest.param("[::1]", marks=no_ipv6)]
 )

@@ -21,6 +21,7 @@ from tests.support.worlds import closed_port, listening
 SENTENCE = "megappo: error: run.seed is -1, must be at least 0; the nearest is 0"
 
 
+@pytest.mark.slow
 @pytest.mark.waits
 @pytest.mark.parametrize("program", ["torch.distributed.run", "megappo.runtime.torchrun"])
 def test_the_sentence_comes_once_and_last_under_torchrun(program: str) -> None:
@@ -65,6 +66,7 @@ sys.exit(2)
 """
 
 
+@pytest.mark.slow
 @pytest.mark.waits
 @pytest.mark.parametrize(
     ("worker", "code", "words"),
@@ -92,6 +94,7 @@ def test_the_failure_that_comes_first_gives_sentence_and_code(
     assert (done.returncode, done.stderr.splitlines()[-1]) == (code, words), done.stderr
 
 
+@pytest.mark.slow
 @pytest.mark.waits
 @pytest.mark.parametrize("between", [pytest.param(False, marks=pytest.mark.exhaustive), True])
 def test_ranks_end_with_a_torchrun_that_is_killed(between: bool, tmp_path: Path) -> None:
@@ -130,6 +133,7 @@ def test_ranks_end_with_a_torchrun_that_is_killed(between: bool, tmp_path: Path)
     assert f"torchrun, process {agent.pid} on " in (tmp_path / "said").read_text()
 
 
+@pytest.mark.slow
 @pytest.mark.waits
 @pytest.mark.skipif(torch.cuda.is_available(), reason="of machines without CUDA")
 def test_a_start_without_cuda_warns_of_nothing(tmp_path: Path) -> None:

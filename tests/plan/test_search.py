@@ -19,6 +19,7 @@ from megappo.plan.planner import Plan, make_plan
 from megappo.plan.search import best_layouts, nearest_fit, remedy
 from tests.support.places import ROOT
 from tests.support.plan import arch, with_experts
+from tests.support.quick import cases
 
 MIDDLE = ROOT / "tests/support/qwen3_8b_8gpu.yaml"
 RECOMPUTE = ("none", "selective", "full")
@@ -140,7 +141,7 @@ def with_room(usable_bytes: float) -> Machine:
 
 
 @pytest.mark.parametrize("case", CASES)
-@pytest.mark.parametrize("share", [1.0, 0.6, 0.3, 0.1, 0.03, 0.01, 0.003])
+@pytest.mark.parametrize("share", cases([1.0, 0.6, 0.3, 0.1, 0.03, 0.01, 0.003], quick=(0.3, 0.01)))
 def test_the_search_finds_the_best(case: str, share: float) -> None:
     """Memory is so small that a share of all settings fits."""
     models, given = models_of(case), CASES[case]
@@ -172,7 +173,7 @@ def test_the_search_finds_the_best(case: str, share: float) -> None:
 
 
 @pytest.mark.parametrize("reference", ["reference={}", "reference=null"])
-@pytest.mark.parametrize("share", [1.0, 0.5, 0.3])
+@pytest.mark.parametrize("share", cases([1.0, 0.5, 0.3], quick=(0.5,)))
 def test_no_change_of_a_role_alone_is_better(reference: str, share: float) -> None:
     """With actor, critic and reference, in a share of the memory that the fastest settings need."""
     given = [*BOTH, reference, *(["algorithm.kl_in_reward=null"] if reference == "reference=null" else [])]

@@ -56,6 +56,7 @@ def test_weights_of_a_reward_model(tmp_path: Path) -> None:
     assert [workload(config, 8, on_cuda=cuda).reward_bytes for cuda in (True, False)] == [44, 88]
 
 
+@pytest.mark.slow
 @pytest.mark.waits
 def test_weights_of_a_reward_model_that_is_on_the_hub_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Counted from its configuration, by transformers in a process that has torch."""

@@ -34,6 +34,7 @@ DEAR = ("knight_swap", "intermediate_integration", "futoshiki", "sokoban", "zebr
 ORIGINALS: dict[str, Any] = {"eval": builtins.eval, "parse_expr": sympy.parse_expr, "sympy": sympy, "sp": sympy}
 
 
+@pytest.mark.slow
 @pytest.mark.waits
 @pytest.mark.parametrize("rule", ["reasoning_gym", "math_verify"])
 def test_hostile_responses_execute_nothing_and_end(rule: str, tmp_path: Path) -> None:

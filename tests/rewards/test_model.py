@@ -60,6 +60,7 @@ def test_scores_do_not_depend_on_the_batch(
     torch.testing.assert_close(together[2], llama.score(hidden).squeeze().detach(), atol=1e-5, rtol=1e-5)
 
 
+@pytest.mark.slow
 @pytest.mark.waits
 def test_a_reward_model_of_the_hub(tmp_path: Path, llama: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """By its name: where the hub's cache of this machine has it, its scores and its size; its size also without the

@@ -70,6 +70,7 @@ def judged(tmp_path: Path, server: dict[str, Any] | None, **changes: Any) -> Con
     return load_config("configs/quickstart.yaml", [f"run.directory={tmp_path / 'run'}", f"reward={json.dumps(reward)}"])
 
 
+@pytest.mark.slow
 def test_every_way_to_a_reward_model_tells_its_template_one_time(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -99,6 +100,7 @@ def test_every_way_to_a_reward_model_tells_its_template_one_time(
     assert (first - second).abs().max() > 1e-3
 
 
+@pytest.mark.slow
 def test_scores_are_those_of_a_copy_also_after_it_has_died(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -156,6 +158,7 @@ def test_scores_are_those_of_a_copy_also_after_it_has_died(
     assert started.places[SERVED].key not in said.err + said.out + log.read_text()
 
 
+@pytest.mark.slow
 def test_a_shared_model_without_a_score_costs_its_own_sample(tmp_path: Path) -> None:
     """As a copy on every rank does."""
     config = judged(tmp_path, {"threads": 1}, failure_score=-7.0)
@@ -177,6 +180,7 @@ def test_a_shared_model_without_a_score_costs_its_own_sample(tmp_path: Path) -> 
     assert set(failures) == {1, 3} and all("reward model gave nan, must be finite" in f for f in failures.values())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("holder", ["own", "shared", "remote"])
 def test_code_in_a_folder_runs_only_where_it_is_trusted(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, holder: str

@@ -413,6 +413,7 @@ pool.score([RewardRequest("p", "hang", "hang", None, {})])
 """
 
 
+@pytest.mark.slow
 def test_workers_die_with_their_parent(tmp_path: Path) -> None:
     environment = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}
     parent = subprocess.Popen([sys.executable, "-c", PARENT], stdout=subprocess.PIPE, env=environment)

@@ -36,6 +36,7 @@ def _faults(how: str) -> int:
     return int(done.stdout)
 
 
+@pytest.mark.slow
 @pytest.mark.waits
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="glibc is asked")
 def test_freed_memory_is_used_again() -> None:

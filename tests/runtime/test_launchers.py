@@ -128,6 +128,7 @@ def test_jobs_without_a_name_and_those_of_two_users_differ(monkeypatch: pytest.M
     assert [one == other for one, other in zip(mine, met(), strict=True)] == [True, True, False, False]
 
 
+@pytest.mark.slow
 @pytest.mark.waits
 def test_a_rank_of_another_job_is_told() -> None:
     """Which finds rank 0 of ours at the port that it thinks to be its own."""
@@ -234,6 +235,7 @@ def test_gloo_stays_on_this_machine(
     assert os.environ.get("GLOO_SOCKET_IFNAME") == expected
 
 
+@pytest.mark.slow
 @pytest.mark.waits
 def test_two_processes_of_mpi_meet() -> None:
     """As mpirun starts them, through the collectives, without listening to other machines, whatever the machine's name

@@ -136,6 +136,7 @@ def test_a_command_starts_without_what_it_has_no_use_for(tmp_path: Path) -> None
         assert found["frozen"] > 100_000 or seldom
 
 
+@pytest.mark.slow
 @pytest.mark.waits
 def test_commands_that_build_nothing_import_no_torch() -> None:
     """In a process of their own, as a user's are: `--help` without settings too, plans of families whose layers differ
