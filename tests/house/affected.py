@@ -50,12 +50,17 @@ class Tree:
         self.root = root
 
     @functools.cached_property
+    def roots(self) -> set[str]:
+        """First parts of the import paths of this repository's modules."""
+        return {path.stem for source in _SOURCES for path in (self.root / source).glob("*")}
+
+    @functools.cached_property
     def programs(self) -> dict[str, str]:
         """What a test chooses by a word: packages that are run, and modules that a package finds by their names."""
         found = {path.parent.name: path for path in self.root.glob("*/__main__.py")}
         for package in self.root.rglob("__init__.py"):
             tree = ast.parse(package.read_text())
-            if finds_modules(tree):
+            if finds_modules([*ast.walk(tree)]):
                 keys = [path.stem for path in package.parent.glob("[!_]*.py")]
             else:
                 tables = [node for node in ast.walk(tree) if isinstance(node, ast.Dict)]
@@ -63,8 +68,11 @@ class Tree:
             found |= {key: path for key in keys if (path := package.with_name(f"{key}.py")).is_file()}
         return {name: str(path.relative_to(self.root)) for name, path in found.items()}
 
+    @functools.cache  # noqa: B019
     def module_file(self, module: str) -> str | None:
         """Where a module of this repository is written down."""
+        if module.partition(".")[0] not in self.roots:
+            return None
         for source in _SOURCES:
             path = self.root / source / module.replace(".", "/")
             for file in (path.with_suffix(".py"), path / "__init__.py"):
@@ -98,9 +106,9 @@ class Tree:
     def reach(self, file: str) -> Reach:
         """What a file imports, starts or names."""
         found = Reach()
-        tree = self.parsed(file)
+        nodes = list(ast.walk(self.parsed(file)))
         packages: dict[str, str] = {}  # names that stand for a package here
-        for node in ast.walk(tree):
+        for node in nodes:
             if isinstance(node, ast.ImportFrom) and node.module:
                 homes = {alias.asname or alias.name: self.home(node.module, alias.name) for alias in node.names}
             elif isinstance(node, ast.Import):
@@ -112,21 +120,21 @@ class Tree:
                     packages[name] = home
                 elif home is not None:
                     found.files.add(home)
-        found.files |= self._through(tree, packages)
-        if finds_modules(tree):
+        found.files |= self._through(nodes, packages)
+        if finds_modules(nodes):
             found.files |= {str(path.relative_to(self.root)) for path in (self.root / file).parent.glob("*.py")}
-        for text in texts(tree):
+        for text in texts(nodes):
             self._note(text, file, found)
         found.files.discard(file)
         return found
 
-    def _through(self, tree: ast.Module, packages: dict[str, str]) -> set[str]:
+    def _through(self, nodes: Sequence[ast.AST], packages: dict[str, str]) -> set[str]:
         """Files behind `package.name`; the package's own where no name is taken from it."""
         used: dict[str, set[str]] = {name: set() for name in packages}
-        for node in ast.walk(tree):
+        for node in nodes if packages else ():
             if isinstance(node, ast.Attribute) and ast.unparse(node.value) in used:
                 used[ast.unparse(node.value)].add(node.attr)
-        found = set()
+        found = set[str]()
         for name, attributes in used.items():
             exported = self.exported(packages[name])
             found |= {exported.get(attribute, packages[name]) for attribute in attributes} or {packages[name]}
@@ -136,7 +144,7 @@ class Tree:
         """A file or a folder of the repository that a text names, or a module by its import path."""
         if re.fullmatch(r"\*\.\w+", text):
             found.patterns.add(text)
-        elif text and len(text) < 200 and not text.startswith(("/", ".")) and "\n" not in text:
+        elif text and len(text) < 200 and not text.startswith(("/", ".")) and not re.search(r"\s", text):
             for base in (self.root, (self.root / file).parent, self.root / _WORKERS):
                 path = base / text
                 if path.is_file():
@@ -179,14 +187,14 @@ class Tree:
         return by_name or by_folder
 
 
-def finds_modules(tree: ast.AST) -> bool:
-    """Whether a package looks into its own folder."""
-    return any(isinstance(node, ast.Name) and node.id == "__path__" for node in ast.walk(tree))
+def finds_modules(nodes: Sequence[ast.AST]) -> bool:
+    """Whether a package with these nodes looks into its own folder."""
+    return any(isinstance(node, ast.Name) and node.id == "__path__" for node in nodes)
 
 
-def texts(tree: ast.AST) -> Iterator[str]:
+def texts(nodes: Sequence[ast.AST]) -> Iterator[str]:
     """Every literal text but docstrings, and paths that are put together of such texts."""
-    for node in ast.walk(tree):
+    for node in nodes:
         if isinstance(node, ast.BinOp) and isinstance(node.op, ast.Div):
             yield "/".join(path_parts(node))
         elif not isinstance(node, ast.Expr):
