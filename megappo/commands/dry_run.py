@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
 from megappo.commands import whole_option
-from megappo.config import Config, ConfigError, Derived, print_table
+from megappo.config import Config, ConfigError, Derived, describe, print_rows
 from megappo.config.base import LARGEST_WORLD
 from megappo.doctor.findings import Finding, fine, until_refused
 from megappo.doctor.inputs import method_findings, origin_findings, prompt_findings, scored_findings
@@ -41,7 +41,7 @@ def dry_run(
     outline = outline_run(config, config_path, world_size=gpus, on_cuda=on_cuda)
     config, models, derived = outline.config, outline.models, outline.derived
     ranks = derived.world_size
-    print_table(config, derived)
+    print_rows(describe(config, derived))
     plan = _plan(config, models, ranks, machine) if machine_name else _plan_unnamed(given, models, ranks, machine)
     broken: list[str] = []
     for check, findings in {

@@ -16,7 +16,8 @@ import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file
 
-from megappo.config.rules.arrivals import INDEX, folder_of_step, read_index
+from megappo.config.rules.arrivals import INDEX, read_index
+from megappo.config.rules.experience import folder_of_step
 from megappo.engines.protocol import Completion
 from megappo.engines.stretches import token_versions
 from megappo.errors import writing

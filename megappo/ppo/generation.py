@@ -137,7 +137,8 @@ class Responses(StepSamples):
 
     def more(self, step: int, number: int, prompts: int) -> Rollouts:
         """See `StepSamples.more`."""
-        wanted = self._request(step, self._parts.cursor.take(prompts), number * self._parts.derived.batch_sequences)
+        first_seed = number * self._parts.config.rollout.batch_sequences
+        wanted = self._request(step, self._parts.cursor.take(prompts), first_seed)
         completions = self._parts.answer(wanted.prompts, wanted.requests, self._params)
         return self._finish(wanted, completions)
 
@@ -189,7 +190,7 @@ class Responses(StepSamples):
         The prompts are drawn again. Where settings have changed so that the step has other samples, it is generated
         anew.
         """
-        everything = range(self._parts.derived.batch_sequences)
+        everything = range(self._parts.config.rollout.batch_sequences)
         for step in sorted({step for of_rank in kept for step in of_rank if step > 0}):
             parts = [of_rank[step] for of_rank in kept if step in of_rank]
             found = {i: c for part in parts for i, c in _completions(part).items()}

@@ -49,7 +49,7 @@ class SavedStep:
 
 
 def folder_of_step(folder: Path, step: int) -> Path:
-    """Where the experience of a step is saved."""
+    """Where the experience of a step is saved, or its samples in a record of arrivals."""
     return folder / f"step-{step:06d}"
 
 
