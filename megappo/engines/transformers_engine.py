@@ -73,9 +73,8 @@ class _Sampler(LogitsProcessor):
         # In place, as `generate` passes a float32 copy of its own: every pass over (B, V) costs time.
         shifted_BV = scores.float().div_(self._params.temperature)
         not_yet = [b for b, least in enumerate(self._least) if len(self.tokens) < least]
-        if not_yet and self._params.stop_token_ids:
-            for token in self._params.stop_token_ids:
-                shifted_BV[not_yet, token] = -torch.inf
+        for token in self._params.stop_token_ids if not_yet else ():
+            shifted_BV[not_yet, token] = -torch.inf
         shifted_BV.sub_(shifted_BV.amax(-1, keepdim=True))
         exp_BV = shifted_BV.exp()
         sum_B1 = exp_BV.sum(-1, keepdim=True)

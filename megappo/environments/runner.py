@@ -140,15 +140,15 @@ class EpisodeRunner:
 
     def _checked(self, table: Table, count: int) -> list[Completion]:
         completions = [table.done[i] for i in range(count)]
-        self.check_failures(completions, str(table.error or ""))
+        self.check_failures(completions, table.error)
         return completions
 
-    def check_failures(self, completions: Sequence[Completion], error: str) -> None:
+    def check_failures(self, completions: Sequence[Completion], error: BaseException | None) -> None:
         """Raise on every rank where any rank has an error, or too many episodes failed over all ranks; a collective.
         Raises RunError and TooManyFailuresError."""
         failed = [c.episode for c in completions if c.episode is not None and c.episode.failure]
         first = f"{failed[0].failure}: {failed[0].reason}" if failed else ""
-        facts = all_gather_objects((len(failed), len(completions), first, error))
+        facts = all_gather_objects((len(failed), len(completions), first, str(error or "")))
         errors = [of_rank for _, _, _, of_rank in facts if of_rank]
         if errors:
             raise RunError(errors[0])

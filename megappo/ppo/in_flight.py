@@ -98,7 +98,7 @@ class InFlight(StepSamples):
         groups = [self._groups[ticket] for ticket in self._taken[step][number]]
         answers = self._answers(groups)
         if self._parts.episodes is not None and self._episodes is not None:
-            self._parts.episodes.check_failures(list(answers.values()), self._episodes.error)
+            self._parts.episodes.check_failures(list(answers.values()), self._episodes.table.error)
         return rollouts_of(self._parts, groups, answers)
 
     def pause(self, *, stops: bool = False) -> None:
@@ -165,7 +165,7 @@ class InFlight(StepSamples):
         answered = {n: sample.answer for n, sample in self._samples.items() if sample.answer is not None}
         groups = [(group, *taken_by.get(ticket, (0, 0))) for ticket, group in self._groups.items()]
         state = State(groups, self._returned, self._next_ticket, self._dropped, answered)
-        return {KEY: written_state(state, self._batch_2)}
+        return {KEY: written_state(state, self._settings.sizes)}
 
     def load_state_dict(self, kept: Sequence[Kept]) -> None:
         """Restore what `state_dict` returned on every rank of a run, which may have had other ranks, and continue with
@@ -195,10 +195,6 @@ class InFlight(StepSamples):
         self._count_cut()
         self._begun_anew = sum(not sample.finished for sample in self._samples.values())
         self.go_on()
-
-    @property
-    def _batch_2(self) -> tuple[int, int]:
-        return self._settings.prompts_per_step, self._settings.samples_per_prompt
 
     # Groups, the same on every rank
 
@@ -240,7 +236,7 @@ class InFlight(StepSamples):
     def _forget(self, ticket: int) -> None:
         for number in self._numbers(ticket):
             if self._samples.pop(number).under_way and self._episodes is not None:
-                self._episodes.give_up([number])
+                self._episodes.table.give_up([number])
         del self._groups[ticket]
 
     def _agree(self) -> None:
@@ -285,7 +281,7 @@ class InFlight(StepSamples):
 
     def _count_cut(self) -> None:
         if self._episodes is not None:
-            self._cut = self._episodes.begun()
+            self._cut = self._episodes.table.begun()
             return
         self._cut = sum(sample.answer is not None and sample.answer.broken_off for sample in self._samples.values())
 

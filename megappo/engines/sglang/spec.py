@@ -218,11 +218,8 @@ class ServerSpec:
             threads = self.settings.threads or share
             kept |= {"SGLANG_PLATFORM": PLATFORM_NAME, "TORCHDYNAMO_DISABLE": "1", "OMP_NUM_THREADS": str(threads)}
             kept["OMP_WAIT_POLICY"] = "passive"  # the trainer's threads want the same cores
-            if (
-                self.settings.tensor_parallel > 1
-            ):  # on one NUMA node SGLang wants to be told which cores belong to which rank
-                cores = [self.cores[(r * share + i) % len(self.cores)] for r in range(ranks) for i in range(share)]
-                groups = [cores[r * share : (r + 1) * share] for r in range(ranks)]
+            if self.settings.tensor_parallel > 1:  # on one NUMA node SGLang wants to be told which rank has which cores
+                groups = [[self.cores[(r * share + i) % len(self.cores)] for i in range(share)] for r in range(ranks)]
                 kept["SGLANG_CPU_OMP_THREADS_BIND"] = "|".join(",".join(map(str, group)) for group in groups)
         kept["PYTHONPATH"] = os.pathsep.join(p for p in path if p)
         return kept | self.settings.environment
