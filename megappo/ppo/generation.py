@@ -132,15 +132,13 @@ class Responses(StepSamples):
             drawn.is_whole = True
         if not self._keeps:
             del self._drawn[step]
-        completions = [drawn.answers[i] for i in range(len(drawn.wanted.requests))]
-        return self._finish(drawn.wanted, completions)
+        return self._finish(drawn.wanted, [drawn.answers[i] for i in range(len(drawn.wanted.requests))])
 
     def more(self, step: int, number: int, prompts: int) -> Rollouts:
         """See `StepSamples.more`."""
         first_seed = number * self._parts.config.rollout.batch_sequences
         wanted = self._request(step, self._parts.cursor.take(prompts), first_seed)
-        completions = self._parts.answer(wanted.prompts, wanted.requests, self._params)
-        return self._finish(wanted, completions)
+        return self._finish(wanted, self._parts.answer(wanted.prompts, wanted.requests, self._params))
 
     def _finish(self, wanted: SampleRequests, completions: Sequence[Completion]) -> Rollouts:
         return finish_rollout(wanted, completions, self._parts.tokenizer, self._parts.vocabulary, self._parts.answerer)
@@ -206,9 +204,7 @@ class Responses(StepSamples):
             drawn.is_whole = len(found) == len(everything)
 
     def _batch_2(self) -> Tensor:
-        """Prompts per step and samples per prompt, which define what a sample's number means."""
-        settings = self._parts.config.rollout
-        return torch.tensor([settings.prompts_per_step, settings.samples_per_prompt])
+        return torch.tensor(self._parts.config.rollout.sizes)
 
     def _draw(self, step: int) -> _Drawn:
         if self._parts.curriculum is not None:

@@ -113,7 +113,7 @@ class InFlight(StepSamples):
     def go_on(self) -> None:
         """Continue under the engine's new weights, and drop groups that would be too old for a step."""
         for group in self._waiting():
-            if self._engine_version - group.version > self._max_lag:
+            if self._parts.engine.version - group.version > self._max_lag:
                 self._dropped += 1
                 self._returned.append(group.prompt)
                 self._forget(group.ticket)
@@ -198,17 +198,13 @@ class InFlight(StepSamples):
 
     # Groups, the same on every rank
 
-    @property
-    def _engine_version(self) -> int:
-        return self._parts.engine.version
-
     def _waiting(self) -> list[Group]:
         """Groups that no step has taken, in the order of their tickets."""
         taken = {ticket for rounds in self._taken.values() for tickets in rounds for ticket in tickets}
         return [group for ticket, group in self._groups.items() if ticket not in taken]
 
     def _choose(self, wanted: int) -> list[Group] | None:
-        newest, of_step = self._engine_version, self._settings.prompts_per_step
+        newest, of_step = self._parts.engine.version, self._settings.prompts_per_step
         return choose(self._waiting(), wanted=wanted, newest=newest, max_lag=self._max_lag, of_step=of_step)
 
     def _fill(self, step: int, at_least: int = 0) -> None:
@@ -218,7 +214,7 @@ class InFlight(StepSamples):
         missing = max(ahead * self._settings.prompts_per_step, at_least) - len(self._waiting())
         again, self._returned = self._returned[: max(0, missing)], self._returned[max(0, missing) :]
         for index in (*again, *self._parts.cursor.take(max(0, missing - len(again)))):
-            self._add(Group(self._next_ticket, index, self._engine_version), {})
+            self._add(Group(self._next_ticket, index, self._parts.engine.version), {})
             self._next_ticket += 1
         self._send()
 

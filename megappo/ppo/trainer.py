@@ -260,8 +260,7 @@ class Trainer:
         self.record.note(scores_B)
         self.reporter.samples(self.step, rollouts, scores_B)
         scores_B, found = self.shaper.shape(scores_B, rollouts)
-        self.metrics |= found
-        self.metrics |= source_metrics(rollouts, scores_B, self.parts)
+        self.metrics |= found | source_metrics(rollouts, scores_B, self.parts)
         return rollouts, scores_B
 
     def generate(self, round_number: int = 0, prompts: int = 0) -> Rollouts:
@@ -325,8 +324,7 @@ class Trainer:
         if compares:
             newest = self.weight_version + self.actor_changed
             self.metrics |= check_mismatch(trainer_logprob, rollouts, self.algorithm, parts.runtime, newest)
-        bypass = self.algorithm.old_logprob == "bypass"
-        old_logprob = rollouts.engine_logprob_BR if bypass else trainer_logprob
+        old_logprob = rollouts.engine_logprob_BR if self.algorithm.old_logprob == "bypass" else trainer_logprob
         return PlacedStep(actor, critic), Scored(rollouts, scores_B, old_logprob, reference, values)
 
     def estimate_advantages(self, scored: Scored) -> Experience:

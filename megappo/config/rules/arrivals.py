@@ -75,7 +75,7 @@ def arrivals_rules(config: Config) -> Iterator[str]:
             "rollout.record_arrivals: true"
         )
         return
-    sizes = [rollout.prompts_per_step, rollout.samples_per_prompt]
+    sizes = list(rollout.sizes)
     others = [line.get("sizes") for line in index.values() if line.get("sizes") != sizes]
     if others:
         yield (
