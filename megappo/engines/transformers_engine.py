@@ -7,7 +7,7 @@ token.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, MutableMapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -128,18 +128,15 @@ def _noted_experts(
     """Record the experts that each layer's router chooses in the context, call by call: (tokens, K). Records nothing
     without `shape`."""
     noted: list[list[Tensor]] = []
-    hooks, held = [], {name for name, _ in model.named_parameters()}
-    for parameter in model_parameters(arch, experts=()) if shape is not None else ():
-        if parameter.megatron.endswith(".router.weight"):
-            noted.append([])
-            name = parameter.packed if parameter.packed in held else parameter.hf[0]
-            router = model.get_submodule(name.removesuffix(".weight"))
-            hooks.append(router.register_forward_hook(partial(_note, noted[-1])))
-    try:
+    held = {name for name, _ in model.named_parameters()}
+    with ExitStack() as hooks:
+        for parameter in model_parameters(arch, experts=()) if shape is not None else ():
+            if parameter.megatron.endswith(".router.weight"):
+                noted.append([])
+                name = parameter.packed if parameter.packed in held else parameter.hf[0]
+                router = model.get_submodule(name.removesuffix(".weight"))
+                hooks.callback(router.register_forward_hook(partial(_note, noted[-1])).remove)
         yield noted
-    finally:
-        for hook in hooks:
-            hook.remove()
 
 
 def _note(

@@ -52,16 +52,10 @@ class EpisodeRunner:
     time."""
 
     def __init__(self, stage: EnvironmentContext, engine: Engine, stop: Stop) -> None:
-        self._stage, self._engine, self._stop = stage, engine, stop
-        self._limits = stage.shared.limits
+        self._engine, self._stop, self._limits = engine, stop, stage.shared.limits
         self._tables: list[Table] = []
-        self._loop = WatchedLoop(self._limits.max_seconds, self._count_seconds, self._begin_again)
-        self._house = House(
-            stage=lambda: self._stage,
-            loop=lambda: self._loop.loop,
-            version=lambda: self._engine.version,
-            stops=lambda: self._stop.asked,
-        )
+        loop = WatchedLoop(self._limits.max_seconds, self._count_seconds, self._begin_again)
+        self._house = House(stage, loop, engine, stop)
 
     def generate(
         self,
@@ -168,7 +162,7 @@ class EpisodeRunner:
             table.count_seconds(seconds)
 
     def _begin_again(self, blocking: Owner) -> None:
-        before, self._stage = self._stage, self._stage.again()
+        before, self._house.stage = self._house.stage, self._house.stage.again()
         for table in list(self._tables):
             table.begin_again(blocking)
         before.shared.tools.close()
@@ -177,5 +171,6 @@ class EpisodeRunner:
         """End tools, the gateway and the loop, with what hanging episodes have left in it."""
         for table in list(self._tables):
             self._leave(table)
-        self._stage.shared.tools.close()
-        self._loop.close(self._stage.shared.gateway.close)
+        shared = self._house.stage.shared
+        shared.tools.close()
+        self._house.loop.close(shared.gateway.close)

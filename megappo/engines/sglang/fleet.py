@@ -209,8 +209,7 @@ class Fleet:
         again."""
         if self._external:
             return self._each(self._mine, lambda index: self._taken_in(self._await_external(index)))
-        lost = self._agreed(self._of_mine(self._mine, self._came_up))
-        return self._renewed(lost, self._mine)
+        return self._renewed(self._agreed(self._of_mine(self._mine, self._came_up)), self._mine)
 
     def restart_dead(self, suspects: Iterable[int]) -> Started:
         """Restart servers that do not answer and wait for them. `suspects`: servers that failed in some way. A
