@@ -15,6 +15,8 @@ import signal
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from os import PathLike
+from traceback import walk_tb
+from types import FrameType
 from typing import NamedTuple
 
 RUN_ERROR = 1
@@ -101,13 +103,8 @@ def verdict_of(error: BaseException) -> Verdict:
             return Verdict(RUN_ERROR, (one_line(str(error)),))
         case OSError() if error.errno in _DISK_ERRORS:
             where = f"{error.filename}: " if error.filename else ""
-            return Verdict(
-                RUN_ERROR,
-                (
-                    f"writing failed, {where}{error.strerror}; make room or fix the disk and start again, a run "
-                    "continues from its newest checkpoint",
-                ),
-            )
+            remedy = "make room or fix the disk and start again, a run continues from its newest checkpoint"
+            return Verdict(RUN_ERROR, (f"writing failed, {where}{error.strerror}; {remedy}",))
         case ConfigError():
             return Verdict(USER_ERROR, error.problems)
         case ValueError() if raised_by_megappo(error):
@@ -118,12 +115,13 @@ def verdict_of(error: BaseException) -> Verdict:
 
 def _place(error: BaseException) -> str:
     """` (file:line)` where an error was raised; "" where it has no traceback."""
-    traceback = error.__traceback__
-    if traceback is None:
-        return ""
-    while traceback.tb_next is not None:
-        traceback = traceback.tb_next
-    return f" ({traceback.tb_frame.f_code.co_filename}:{traceback.tb_lineno})"
+    place = _innermost(error)
+    return "" if place is None else f" ({place[0].f_code.co_filename}:{place[1]})"
+
+
+def _innermost(error: BaseException) -> tuple[FrameType, int] | None:
+    """Frame and line in which an error was raised; None where it has no traceback."""
+    return next(reversed([*walk_tb(error.__traceback__)]), None)
 
 
 @contextmanager
@@ -146,10 +144,8 @@ def how_to_install(extra: str) -> str:
 
 def raised_by_megappo(error: ValueError) -> bool:
     """Whether our own code refused a value; a ValueError from a library is a bug and keeps its traceback."""
-    traceback = error.__traceback__
-    while traceback is not None and traceback.tb_next is not None:
-        traceback = traceback.tb_next
-    return traceback is not None and str(traceback.tb_frame.f_globals.get("__name__")).split(".")[0] == "megappo"
+    place = _innermost(error)
+    return place is not None and str(place[0].f_globals.get("__name__")).split(".")[0] == "megappo"
 
 
 def remember(secret: str) -> None:

@@ -106,15 +106,10 @@ def load(path: str, setting: str, is_one: Callable[[Any], bool], word: str) -> A
         with users_code(f"{setting} '{path}': module '{module_name}' failed", "fix it", but=(ImportError,)):
             module = importlib.import_module(module_name) if file is None else _module_of(file, setting)
     except ImportError as error:
+        what, remedy = f": module '{module_name}'", "install it or set PYTHONPATH"
         if file is not None:
-            raise ValueError(
-                f"{setting} '{path}' cannot be imported ({reason(error)}); "
-                "install what it imports, or put that beside the file"
-            ) from error
-        raise ValueError(
-            f"{setting} '{path}': module '{module_name}' cannot be imported ({reason(error)}); "
-            "install it or set PYTHONPATH"
-        ) from error
+            what, remedy = "", "install what it imports, or put that beside the file"
+        raise ValueError(f"{setting} '{path}'{what} cannot be imported ({reason(error)}); {remedy}") from error
     found = getattr(module, name, None)
     if not is_one(found):
         near = nearest_word(name, [n for n, v in vars(module).items() if is_one(v) and not _is_strange(n, v, module)])

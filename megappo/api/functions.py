@@ -6,7 +6,7 @@ import os
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
-from megappo.config import Config, ConfigError, describe_evaluation, print_rows, print_table
+from megappo.config import Config, ConfigError, describe, describe_evaluation, print_rows
 from megappo.runtime.launchers import adopt_launcher, is_main
 
 if TYPE_CHECKING:
@@ -49,7 +49,7 @@ def train(config: Config) -> Path:
     adopt_launcher(os.environ)
     run = resolve_run("train", config)
     if is_main(os.environ) and config.logging.console != "quiet":
-        print_table(run.config, run.derived, more=run.rows)
+        print_rows([*describe(run.config, run.derived), *run.rows])
     from megappo.ppo.run import train as train_run
 
     train_run(run)

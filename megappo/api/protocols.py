@@ -22,7 +22,6 @@ class RewardFunction(Protocol):
         raw_response, prompt_token_ids, token_ids, truncated and conversation. With `reward.batch` these are
         lists: prompts, responses, answers, metadata, raw_responses, conversations. What it raises fails the sample.
         """
-        ...
 
 
 class AdvantageEstimator(Protocol):
@@ -34,7 +33,6 @@ class AdvantageEstimator(Protocol):
         May have parameters rewards, values (B, T), mask (B, T) bool, group_ids (B,) int64, gamma, lam, critic_lam and
         gae; see `megappo.algo.estimators`. One that takes values needs a critic.
         """
-        ...
 
 
 class PolicyLoss(Protocol):
@@ -46,7 +44,6 @@ class PolicyLoss(Protocol):
         May have parameters logprob, entropy, old_logprob, log_ratio (nats), advantages, ref_logprob, all (N,), and
         sequence_mean; see `megappo_kernels.own_losses`.
         """
-        ...
 
 
 class PromptSource(Protocol):
@@ -55,4 +52,3 @@ class PromptSource(Protocol):
     def __call__(self, *_: Any, **options: Any) -> Iterable[Mapping[str, Any]]:
         """Records in their order, the same at every call: `prompt` (a text or chat messages), `answer` (a text, a
         number or None) and perhaps `metadata` (a mapping that can be pickled)."""
-        ...

@@ -83,6 +83,13 @@ def whole_option(name: str, text: str, least: int, most: int) -> int:
     return number
 
 
+def ranks_option(name: str, text: str | None) -> int | None:
+    """The number of devices or nodes that an option has; None where it is not given. Raises as `whole_option`."""
+    from megappo.config.base import LARGEST_WORLD
+
+    return None if text is None else whole_option(name, text, 1, LARGEST_WORLD)
+
+
 def seconds_option(name: str, text: str, most: float) -> float:
     """The seconds that an option has, from 0. Raises ConfigError for anything else, and above `most`."""
     try:

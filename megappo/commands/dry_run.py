@@ -6,9 +6,8 @@ import shlex
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
-from megappo.commands import whole_option
-from megappo.config import Config, ConfigError, Derived, print_table
-from megappo.config.base import LARGEST_WORLD
+from megappo.commands import ranks_option
+from megappo.config import Config, ConfigError, Derived, describe, print_rows
 from megappo.doctor.findings import Finding, fine, until_refused
 from megappo.doctor.inputs import method_findings, origin_findings, prompt_findings, scored_findings
 from megappo.doctor.machine import disk
@@ -36,12 +35,12 @@ def dry_run(
     Raises ConfigError with every problem, not only the first.
     """
     given, machine = config, this_machine() if machine_name is None else find_machine(machine_name)
-    gpus = None if gpus_text is None else whole_option("--gpus", gpus_text, 1, LARGEST_WORLD)
+    gpus = ranks_option("--gpus", gpus_text)
     on_cuda = None if machine_name is None else machine.is_cuda
     outline = outline_run(config, config_path, world_size=gpus, on_cuda=on_cuda)
     config, models, derived = outline.config, outline.models, outline.derived
     ranks = derived.world_size
-    print_table(config, derived)
+    print_rows(describe(config, derived))
     plan = _plan(config, models, ranks, machine) if machine_name else _plan_unnamed(given, models, ranks, machine)
     broken: list[str] = []
     for check, findings in {

@@ -6,7 +6,7 @@ import argparse
 import re
 from pathlib import Path
 
-from megappo.commands import shipped_file, whole_option
+from megappo.commands import ranks_option, shipped_file
 from megappo.config import ConfigError
 from megappo.config.base import LARGEST_WORLD
 from megappo.errors import shortened
@@ -34,7 +34,7 @@ def run(arguments: argparse.Namespace) -> None:
     Raises ConfigError for a file that is there, and whatever of the options cannot be.
     """
     output = _output(Path(arguments.output or f"{arguments.task}.yaml"), force=arguments.force)
-    gpus, nodes = _count("--gpus", arguments.gpus), _count("--nodes", arguments.nodes)
+    gpus, nodes = ranks_option("--gpus", arguments.gpus), ranks_option("--nodes", arguments.nodes)
     target = find_target(arguments.machine, gpus, nodes, output.parent)
     if target.ranks > LARGEST_WORLD:
         raise ConfigError(f"--gpus times --nodes is {target.ranks}, must be at most {LARGEST_WORLD}")
@@ -49,10 +49,6 @@ def run(arguments: argparse.Namespace) -> None:
         print(note)
     print("next:")
     print("\n".join(f"  {command}" for command in next_commands(request, target, output)))
-
-
-def _count(option: str, text: str | None) -> int | None:
-    return None if text is None else whole_option(option, text, 1, LARGEST_WORLD)
 
 
 def _output(output: Path, *, force: bool) -> Path:

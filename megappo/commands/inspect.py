@@ -121,15 +121,11 @@ class SavedRun:
         """The folder in which the run says that it saved experience."""
         if not self._directory.is_dir():
             raise ValueError(f"{self._directory} is no directory; name that of a run")
-        return folder_of_run(self._directory, self._config)
+        return folder_of_run(self._directory, self._config[0])
 
     @cached_property
-    def _config(self) -> Config | None:
-        """Configuration of the run; None where none can be read."""
-        return self._read_config[0]
-
-    @cached_property
-    def _read_config(self) -> tuple[Config | None, str]:
+    def _config(self) -> tuple[Config | None, str]:
+        """Configuration of the run, or None and why none can be read."""
         here = self._directory
         path = next((p for p in (here / "config.yaml", here.parent / "config.yaml") if p.exists()), None)
         try:
@@ -149,10 +145,8 @@ class SavedRun:
 
     def told_step(self, step: SavedStep, search: SampleSearch) -> Iterator[str]:
         """The text on a step: a line for each sample that is wanted, and sums over all saved samples."""
-        files, lines = list[Path](), list[SampleLine]()
-        for path in map(step.file, range(step.ranks)):
-            lines += read_lines(path)
-            files.append(path)
+        files = [step.file(rank) for rank in range(step.ranks)]
+        lines = [line for path in files for line in read_lines(path)]
         found = search.among(lines)
         shown = found[: search.rows]
         of_all = step.prompts_per_step * step.samples_per_prompt
@@ -184,10 +178,8 @@ class SavedRun:
         raise ConfigError(f"step {step.step} has no sample {wanted}; {near}")
 
     def _settings(self) -> Iterator[str]:
-        if self._config is None:
-            yield f"settings: not known ({one_line(self._read_config[1])})"
-        else:
-            yield f"settings: {_told_algorithm(self._config.algorithm)}"
+        config, problem = self._config
+        yield f"settings: {_told_algorithm(config.algorithm) if config else f'not known ({one_line(problem)})'}"
 
 
 def _told_algorithm(algorithm: AlgorithmSettings) -> str:

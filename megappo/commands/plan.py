@@ -6,9 +6,8 @@ import argparse
 
 from rich.console import Console
 
-from megappo.commands import add_config_arguments, add_machine_arguments, whole_option
+from megappo.commands import add_config_arguments, add_machine_arguments, ranks_option
 from megappo.config import ConfigError, load_config
-from megappo.config.base import LARGEST_WORLD
 from megappo.plan.choices import choices
 from megappo.plan.engines import other_engine
 from megappo.plan.planner import models_beside, planning
@@ -34,7 +33,7 @@ def run(arguments: argparse.Namespace) -> bool:
     config, as_json = load_config(arguments.config, arguments.overrides), arguments.json
     if config.model.trust_remote_code:
         show_torch()
-    asked = None if arguments.gpus is None else whole_option("--gpus", arguments.gpus, 1, LARGEST_WORLD)
+    asked = ranks_option("--gpus", arguments.gpus)
     found = planning(config, arguments.machine, asked, models_beside(arguments.config))
     models, machine, gpus = found.models, found.machine, found.gpus
     console = Console()

@@ -39,13 +39,8 @@ def run(arguments: argparse.Namespace) -> None:
         raise ConfigError(
             "--machine and --gpus are for plan and for train --dry-run; torchrun sets the processes of a run"
         )
-    given = [
-        arguments.config is not None,
-        bool(arguments.overrides),
-        arguments.profile is not None,
-        arguments.critic_only,
-    ]
-    if any(given) if arguments.replay is not None else not given[0]:
+    others = arguments.overrides or arguments.profile is not None or arguments.critic_only
+    if (arguments.config is None) == (arguments.replay is None) or (arguments.replay is not None and others):
         raise ConfigError("train needs CONFIG, or --replay FOLDER alone, which holds its settings")
     if arguments.replay is not None:
         from megappo.ppo.replay import replay

@@ -9,7 +9,6 @@ from megappo.config.derive import (
     describe,
     describe_evaluation,
     print_rows,
-    print_table,
     resolve,
 )
 from megappo.config.load import load_config, save_config
@@ -30,7 +29,6 @@ __all__ = [
     "load_config",
     "describe_evaluation",
     "print_rows",
-    "print_table",
     "resolve",
     "save_config",
 ]

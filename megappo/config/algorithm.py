@@ -120,20 +120,17 @@ def _is_fraction(value: object) -> bool:
     return isinstance(value, int | float) and not isinstance(value, bool) and 0 <= value <= 1
 
 
-def _number_or_adaptive(value: Given) -> Given | dict[str, Given]:
-    if _is_fraction(value):
-        return {"number": value}
-    if isinstance(value, Mapping | Settings):
-        return value
-    raise ValueError(f"{show(value)} is neither a number from 0 to 1 nor {{length_adaptive: 0.05}}; write either")
+def _number_or(form: str, *keys: str) -> BeforeValidator:
+    """Validator of a number, which stands for a section with the number in each of `keys`, or such a section."""
 
+    def read(value: Given) -> Given | dict[str, Given]:
+        if _is_fraction(value):
+            return dict.fromkeys(keys, value)
+        if isinstance(value, Mapping | Settings):
+            return value
+        raise ValueError(f"{show(value)} is neither a number from 0 to 1 nor {form}; write either")
 
-def _number_or_roles(value: Given) -> Given | dict[str, Given]:
-    if _is_fraction(value):
-        return {"actor": value, "critic": value}
-    if isinstance(value, Mapping | Settings):
-        return value
-    raise ValueError(f"{show(value)} is neither a number from 0 to 1 nor {{actor: 0.95, critic: 1.0}}; write either")
+    return BeforeValidator(read)
 
 
 class ActorLambdaSettings(Settings):
@@ -147,7 +144,9 @@ class ActorLambdaSettings(Settings):
 
 
 class LambdaSettings(Settings):
-    actor: Annotated[ActorLambdaSettings, BeforeValidator(_number_or_adaptive)] = ActorLambdaSettings(number=1.0)
+    actor: Annotated[ActorLambdaSettings, _number_or("{length_adaptive: 0.05}", "number")] = ActorLambdaSettings(
+        number=1.0
+    )
     """Lambda of the advantages that the policy is trained with: a number, or `{length_adaptive: 0.05}`."""
     critic: Fraction = 1.0
     """Lambda of the returns that the critic is trained on."""
@@ -176,7 +175,7 @@ class AlgorithmSettings(Settings):
     discount_at: Literal["token", "turn"] = "token"
     """Where gamma and lambda apply: at every token, or only where a turn of an episode ends, so that a whole turn is
     one time step (`gae_timestep_unit` of AReaL)."""
-    lam: Annotated[LambdaSettings, BeforeValidator(_number_or_roles)] = LambdaSettings()
+    lam: Annotated[LambdaSettings, _number_or("{actor: 0.95, critic: 1.0}", "actor", "critic")] = LambdaSettings()
     """GAE's lambda: a number, or one for the actor and one for the critic. A score counts lambda^n at a token n tokens
     before it: with 0.95 nothing is left after a thousand tokens."""
     whiten_advantages: bool = True

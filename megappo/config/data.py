@@ -54,12 +54,8 @@ class DataSourceSettings(Settings):
 
     @field_validator("source")
     @classmethod
-    def _one_form_of_import_paths(cls, source: str) -> str:
-        return source.removeprefix(OLD_PYTHON_PREFIX)
-
-    @field_validator("source")
-    @classmethod
     def _names_a_data_set(cls, source: str) -> str:
+        source = source.removeprefix(OLD_PYTHON_PREFIX)
         parts = source.split(":")[1:]
         if source.startswith(HUB_PREFIX) and not (len(parts) <= 3 and all(parts)):
             raise ValueError(

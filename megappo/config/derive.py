@@ -58,10 +58,6 @@ class Derived:
     world_size: int
     actor: RoleNumbers
     critic: RoleNumbers | None
-    batch_sequences: int
-    """Samples of one step over all ranks."""
-    max_sequence_tokens: int
-    """Longest prompt and response together."""
     notes: tuple[str, ...]
     """Notes on settings that are allowed but worth knowing, a sentence each."""
     known_steps: int | None = None
@@ -107,8 +103,6 @@ def derive(
         world_size=world_size,
         actor=numbers["actor"],
         critic=numbers.get("critic"),
-        batch_sequences=config.rollout.batch_sequences,
-        max_sequence_tokens=config.max_sequence_tokens,
         notes=(*_notes(config, roles, world_size), *kl_target_notes(config)),
         known_steps=steps,
         prompts=prompts,
@@ -130,16 +124,12 @@ def derive_run(config: Config, world_size: int, prompts: int | None = None) -> D
     """
     if config.run.epochs is not None and prompts is None:
         raise ConfigError(f"run.epochs {config.run.epochs:g} is no number of steps before data are read; set run.steps")
-    return _derive_from_folders(config, world_size, prompts)
+    return check_run(config, world_size, prompts)
 
 
-def check_run(config: Config, world_size: int) -> Derived:
-    """Every rule of `derive_run` that needs no number of training prompts, so that none waits for the data; gives the
-    numbers that are known then."""
-    return _derive_from_folders(config, world_size, None)
-
-
-def _derive_from_folders(config: Config, world_size: int, prompts: int | None) -> Derived:
+def check_run(config: Config, world_size: int, prompts: int | None = None) -> Derived:
+    """`derive_run` also without the number of training prompts, so that no rule waits for the data; gives the numbers
+    that are known then."""
     shapes = load_architectures(config)
     return derive(config, world_size, shapes["actor"], shapes.get("critic"), shapes.get("reference"), prompts=prompts)
 
@@ -237,16 +227,12 @@ def describe(config: Config, derived: Derived) -> list[tuple[str, str]]:
     rows = [
         ("run", f"{run.name}: {_length_words(config, derived)}, seed {run.seed}, in {run.path}"),
         *([("settings", ", then ".join(run.files))] if len(run.files) > 1 else []),
-        ("model", f"{config.model.path} ({config.model.init}, {config.model.dtype})"),
-        (
-            "world",
-            f"{derived.world_size} rank{'s' if derived.world_size > 1 else ''}, device {config.runtime.device}",
-        ),
+        *_model_rows(config, derived),
         ("data", f"{_source_words(config.data)}, reward {config.reward.summary}"),
         (
             "step",
             f"{rollout.prompts_per_step} prompts x {rollout.samples_per_prompt} samples = "
-            + f"{derived.batch_sequences} sequences of at most {derived.max_sequence_tokens} tokens",
+            + f"{rollout.batch_sequences} sequences of at most {config.max_sequence_tokens} tokens",
         ),
         ("rollout", f"{_engine_words(config)}, temperature {rollout.temperature:g}"),
         *_episode_rows(config),
@@ -263,15 +249,18 @@ def describe(config: Config, derived: Derived) -> list[tuple[str, str]]:
 
 def describe_evaluation(config: Config, derived: Derived) -> list[tuple[str, str]]:
     """`megappo eval` in the same rows: what it computes, and nothing of a run."""
-    world = f"{derived.world_size} rank{'s' if derived.world_size > 1 else ''}, device {config.runtime.device}"
     return [
-        ("model", f"{config.model.path} ({config.model.init}, {config.model.dtype})"),
-        ("world", world),
+        *_model_rows(config, derived),
         *_evaluated_rows(config),
         ("reward", config.reward.summary),
         ("rollout", _engine_words(config)),
         *_episode_rows(config),
     ]
+
+
+def _model_rows(config: Config, derived: Derived) -> Iterator[tuple[str, str]]:
+    yield "model", f"{config.model.path} ({config.model.init}, {config.model.dtype})"
+    yield "world", f"{derived.world_size} rank{'s' if derived.world_size > 1 else ''}, device {config.runtime.device}"
 
 
 def _evaluated_rows(config: Config) -> list[tuple[str, str]]:
@@ -330,13 +319,6 @@ def _engine_words(config: Config) -> str:
     return f"{rollout.engine}, {where}" + (ahead if rollout.ahead else "")
 
 
-def print_table(
-    config: Config, derived: Derived, console: Console | None = None, *, more: Iterable[tuple[str, str]] = ()
-) -> None:
-    """Print `describe` and `more` rows as a table; the console defaults to stdout."""
-    print_rows([*describe(config, derived), *more], console)
-
-
 def print_rows(rows: Iterable[tuple[str, str]], console: Console | None = None) -> None:
     """Print rows of (name, what it is) as a table; the console defaults to stdout."""
     from rich.console import Console
@@ -355,9 +337,8 @@ def _role_rows(name: str, config: Config, numbers: RoleNumbers) -> list[tuple[st
     """A role's layout and its updates."""
     settings, grid = config.trained[name], numbers.grid
     layout = f"ranks {format_ranks(grid.ranks)}: TP {grid.tp} x PP {grid.pp} x DP {grid.dp}"
-    layout += f", CP {grid.cp}" if grid.cp > 1 else ""
-    layout += f", EP {grid.ep}" if grid.ep > 1 else ""
-    layout += f", VPP {numbers.vpp}" if numbers.vpp > 1 else ""
+    sizes_above_1 = {"CP": grid.cp, "EP": grid.ep, "VPP": numbers.vpp}
+    layout += "".join(f", {word} {size}" for word, size in sizes_above_1.items() if size > 1)
     layout += ", sequence parallel" if settings.layout.shards_sequences else ""
     layout += ", distributed optimizer" if settings.optimizer.shards_state(grid) else ""
     lora = settings.lora

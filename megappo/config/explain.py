@@ -115,8 +115,7 @@ def all_keys() -> tuple[Key, ...]:
     def walk(section: type[Settings], prefix: Key) -> Iterator[Key]:
         for name, field in section.model_fields.items():
             yield (*prefix, name)
-            inner = section_of(field)
-            if inner is not None:
+            if (inner := section_of(field)) is not None:
                 yield from walk(inner, (*prefix, name))
 
     return tuple(walk(Config, ()))

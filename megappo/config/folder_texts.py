@@ -12,16 +12,9 @@ from megappo.errors import show
 from megappo.observe.plain_files import check_folder, plain_text
 
 OF_TOKENIZERS = (
-    "tokenizer_config.json",
-    "tokenizer.json",
-    "special_tokens_map.json",
-    "added_tokens.json",
-    "vocab.json",
-    "merges.txt",
-    "vocab.txt",
-    "chat_template.json",
-    "chat_template.jinja",
-)
+    "tokenizer_config.json", "tokenizer.json", "special_tokens_map.json", "added_tokens.json", "vocab.json",
+    "merges.txt", "vocab.txt", "chat_template.json", "chat_template.jinja",
+)  # fmt: skip
 """Files that transformers reads for a tokenizer; each JSON file among them holds an object."""
 _AGAIN = "fetch or save it again"
 

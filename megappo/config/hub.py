@@ -75,13 +75,10 @@ def hub_folder(name: str, *, key: str = "model.path", weights: bool = False) -> 
     from huggingface_hub import constants
 
     kept, missing = _in_cache(name, key, weights)
-    if constants.HF_HUB_OFFLINE:
-        why = "HF_HUB_OFFLINE is set"
-    else:
-        why_silent = silence(constants.ENDPOINT, float(constants.HF_HUB_ETAG_TIMEOUT) if missing else PATIENCE_SECONDS)
-        if why_silent is None:
-            return _fetch(name, key, weights)
-        why = why_silent
+    patience = float(constants.HF_HUB_ETAG_TIMEOUT) if missing else PATIENCE_SECONDS
+    why = "HF_HUB_OFFLINE is set" if constants.HF_HUB_OFFLINE else silence(constants.ENDPOINT, patience)
+    if why is None:
+        return _fetch(name, key, weights)
     if kept is not None and not missing:
         return kept
     raise ConfigError(

@@ -33,6 +33,9 @@ _ALTERNATIVES: tuple[tuple[Key, Key], ...] = (
 _PLANNED_LIMITS = {"collective_timeout_seconds", "phase_timeout_seconds"}
 """Settings of `runtime` that a run takes from its plan where they are not given, whatever their default."""
 _URLS, _ENGINES = ("rollout", "sglang", "urls"), ("rollout", "sglang", "engines")
+_REPLACED = {**dict(_ALTERNATIVES), **{other: key for key, other in _ALTERNATIVES}, _URLS: _ENGINES}
+"""Settings whose override takes the place of another one in the file: of an alternative, and servers elsewhere of a
+number of own ones."""
 
 
 def load_config(path: str | os.PathLike[str], overrides: Sequence[str] = ()) -> Config:
@@ -56,8 +59,7 @@ def load_config(path: str | os.PathLike[str], overrides: Sequence[str] = ()) -> 
         _set(data, key, _with_own_files(value, Path(path).parent))
         read_template(data, Path(path).parent)
         given.append((key, value))
-    _replace_alternatives(data, given)
-    _replace_engines(data, given)
+    _remove_replaced(data, dict(given))
     if secrets := list(dict.fromkeys(secret_settings(data))):
         raise ConfigError([_no_secret(key) for key in secrets])
     _name_after(data, Path(path), files)
@@ -197,20 +199,11 @@ def _no_secret(key: str) -> str:
     return f"{key} looks like a secret, which a run would write into its files; {remedy}"
 
 
-def _replace_alternatives(data: dict[str, JSONValue], given: Sequence[tuple[Key, JSONValue]]) -> None:
-    """An override of one of two settings takes the place of the other in the file."""
-    overrides = dict(given)
-    for pair in _ALTERNATIVES:
-        for key, other in (pair, pair[::-1]):
-            if overrides.get(key) is not None and other not in overrides:
-                _remove(data, other)
-
-
-def _replace_engines(data: dict[str, JSONValue], given: Sequence[tuple[Key, JSONValue]]) -> None:
-    """An override that names servers elsewhere takes the place of the file's number of own ones."""
-    overrides = dict(given)
-    if overrides.get(_URLS) and _ENGINES not in overrides:
-        _remove(data, _ENGINES)
+def _remove_replaced(data: dict[str, JSONValue], overrides: Mapping[Key, JSONValue]) -> None:
+    """Remove settings of the file in whose place an override puts another one."""
+    for key, other in _REPLACED.items():
+        if overrides.get(key) not in (None, []) and other not in overrides:
+            _remove(data, other)
 
 
 def _remove(data: dict[str, JSONValue], key: Key) -> None:

@@ -50,8 +50,7 @@ def read_architecture(
     if not folder.is_dir():
         _refuse_no_model(str(path), key)
         folder = hub_folder(str(path), key=key)
-    content = read_config_json(folder, key=key)
-    model_type = content.get("model_type")
+    model_type = read_config_json(folder, key=key).get("model_type")
     if not isinstance(model_type, str | None):
         raise ConfigError(f"{key}: model_type in {folder / 'config.json'} is {show(model_type)}, must be text; fix it")
     is_inner = bool(model_type) and any(family.within == model_type for family in families.values())
@@ -234,9 +233,5 @@ def load_architectures(config: Config, place: Callable[[str], str] = str) -> dic
 
 def model_paths(config: Config) -> dict[str, str]:
     """The folder or hub name of the actor's model, and of every other role with one of its own, by role."""
-    paths = {"actor": config.model.path}
-    if config.critic is not None and config.critic.path is not None:
-        paths["critic"] = config.critic.path
-    if config.reference is not None and config.reference.path is not None:
-        paths["reference"] = config.reference.path
-    return paths
+    roles = {"actor": config.model, "critic": config.critic, "reference": config.reference}
+    return {role: of.path for role, of in roles.items() if of is not None and of.path is not None}

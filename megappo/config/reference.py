@@ -42,7 +42,7 @@ def sections() -> tuple[SectionFacts, ...]:
     """Every kind of section, those that hold others before these."""
     schema = Config.model_json_schema()
     places: dict[str, list[str]] = {}
-    for path, kind in _places(schema):
+    for path, kind in _places(schema["$defs"], schema["properties"]):
         places.setdefault(kind, []).append(path)
     found = []
     for kind, paths in places.items():
@@ -65,17 +65,12 @@ def _facts(name: str, field: Mapping[str, Any], *, is_required: bool) -> Setting
     return SettingFacts(name, "section" if inner else _value_words(field), default, meaning, inner)
 
 
-def _places(schema: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
-    """(dotted path, kind) of every section, a section before those in it."""
-
-    def walk(path: str, properties: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
-        for name, field in properties.items():
-            found = _kind_of(field)
-            if found is not None:
-                yield f"{path}{name}", found
-                yield from walk(f"{path}{name}.", schema["$defs"][found]["properties"])
-
-    yield from walk("", schema["properties"])
+def _places(kinds: Mapping[str, Any], properties: Mapping[str, Any], path: str = "") -> Iterator[tuple[str, str]]:
+    """(dotted path, kind) of every section among these properties, a section before those in it."""
+    for name, field in properties.items():
+        if (found := _kind_of(field)) is not None:
+            yield f"{path}{name}", found
+            yield from _places(kinds, kinds[found]["properties"], f"{path}{name}.")
 
 
 def _kind_of(schema: Mapping[str, Any]) -> str | None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Annotated, Literal
+from typing import Annotated, Literal, TypeGuard
 
 from pydantic import BeforeValidator, Field
 
@@ -26,6 +26,13 @@ from megappo.families.adapters import LoraShape
 from megappo.families.architecture import ArchitectureConfig
 
 
+def _are_different_texts(value: object) -> TypeGuard[list[str]]:
+    """Whether a value is a list of texts, none of them empty or twice in it."""
+    if not isinstance(value, list | tuple) or not all(type(text) is str and text for text in value):
+        return False
+    return len(set(value)) == len(value)
+
+
 def _words_or_counts(value: Given) -> Given:
     """One sentence, where a union would have one for each of its members."""
     if value in ("auto", "balanced"):
@@ -43,12 +50,8 @@ PipelineLayers = Annotated[
 
 def _all_or_names(value: Given) -> Given:
     """One sentence, where a union would have one for each of its members."""
-    if value == "all":
+    if value == "all" or (value and _are_different_texts(value)):
         return value
-    if isinstance(value, list | tuple) and value and all(type(name) is str and name for name in value):
-        names: list[str] = list(value)
-        if len(set(names)) == len(names):
-            return value
     raise ValueError(f"{show(value)} must be all, or a list of different names such as [q_proj, v_proj]")
 
 
@@ -321,10 +324,8 @@ class ActorSettings(TrainedRoleSettings):
 def _one_or_several(value: Given) -> tuple[str, ...]:
     """One sentence, where a union would have one for each of its members."""
     names = [value] if isinstance(value, str) else value
-    if isinstance(names, list | tuple) and all(type(name) is str and name for name in names):
-        different: list[str] = list(names)
-        if len(set(different)) == len(different) <= _MOST_PATTERNS:
-            return tuple(different)
+    if _are_different_texts(names) and len(names) <= _MOST_PATTERNS:
+        return tuple(names)
     raise ValueError(
         f"{show(value)} must be attention, embeddings, or a list of at most {_MOST_PATTERNS} different words and "
         "patterns of names such as [attention, 'model.layers.0.mlp.*']"

@@ -253,6 +253,11 @@ class RolloutSettings(Settings):
         return prompt + response if self.max_total_tokens is None else min(prompt + response, self.max_total_tokens)
 
     @property
+    def sizes(self) -> tuple[int, int]:
+        """Prompts of a step, and samples of each, which say what a sample's number means."""
+        return self.prompts_per_step, self.samples_per_prompt
+
+    @property
     def batch_sequences(self) -> int:
         """Samples of one step over all ranks."""
         return self.prompts_per_step * self.samples_per_prompt

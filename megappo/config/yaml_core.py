@@ -74,10 +74,8 @@ class _CoreLoader(yaml.SafeLoader):
             if id(node) not in self._sizes:
                 raise _Refused("an anchor contains itself; write the value out", mark)
             return node
-        if isinstance(node, yaml.ScalarNode):
-            inner = []
-        else:
-            inner = [part for item in node.value for part in (item if isinstance(item, tuple) else (item,))]
+        items = [] if isinstance(node, yaml.ScalarNode) else node.value
+        inner = [part for item in items for part in (item if isinstance(item, tuple) else (item,))]
         values = 1 + sum(self._sizes[id(part)][0] for part in inner)
         levels = 1 + max((self._sizes[id(part)][1] for part in inner), default=0)
         self._check_size(values, levels, mark)

@@ -53,9 +53,9 @@ def engine_findings(config: Config, models: Models, ranks: Ranks, world_size: in
         for url in settings.urls:
             yield server_finding(url, key_of(KEY_VARIABLE))
     elif settings.host is not None:
-        yield from _addresses({"rollout.sglang.host": settings.host})
+        yield from _address("rollout.sglang.host", settings.host)
     if ranks.rank == 0 and settings.sync_address is not None:
-        yield from _addresses({"rollout.sglang.sync_address": settings.sync_address})
+        yield from _address("rollout.sglang.sync_address", settings.sync_address)
 
 
 def compiler_finding(environment: Mapping[str, str]) -> Finding:
@@ -130,9 +130,8 @@ def differing_settings(findings: Sequence[Finding]) -> Iterator[Finding]:
         yield broken(NCCL, f"machines differ ({words})", "export the same values on all of them")
 
 
-def _addresses(wanted: dict[str, str]) -> Iterator[Finding]:
-    for name, address in wanted.items():
-        problem = listening_problem(address, 0)
-        if problem is not None:
-            words = f"{name} is {address}, which is no address of this machine ({problem})"
-            yield broken("engines", words, "set it to one that `ip address` lists, or remove it")
+def _address(name: str, address: str) -> Iterator[Finding]:
+    problem = listening_problem(address, 0)
+    if problem is not None:
+        words = f"{name} is {address}, which is no address of this machine ({problem})"
+        yield broken("engines", words, "set it to one that `ip address` lists, or remove it")

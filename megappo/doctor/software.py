@@ -120,12 +120,9 @@ def _kernels() -> Finding:
         remedy = "pip install . again, or put the repository's kernels/ on PYTHONPATH"
         return broken("kernels", "megappo_kernels cannot be imported", remedy)
     namesake = importlib.util.find_spec("kernels")
-    if (
-        namesake is not None
-        and namesake.origin is not None
-        and Path(namesake.origin).parents[1].joinpath("megappo").is_dir()
-    ):
-        return broken("kernels", f"{namesake.origin} hides Hugging Face's kernels", f"remove {namesake.origin}")
+    origin = None if namesake is None else namesake.origin
+    if origin is not None and Path(origin).parents[1].joinpath("megappo").is_dir():
+        return broken("kernels", f"{origin} hides Hugging Face's kernels", f"remove {origin}")
     if not torch.cuda.is_available():
         return fine("kernels", "torch; Triton's are for CUDA")
     if importlib.util.find_spec("triton") is None:
@@ -159,8 +156,7 @@ def acceleration_findings(found: Accelerations, config: Config | None) -> Iterat
         yield fine("layers", "Megatron's torch layers, torch's SDPA attention; Transformer Engine needs CUDA")
         yield fine("optimizer", "torch's AdamW")
         return
-    dtype = getattr(torch, config.model.dtype) if config is not None else torch.bfloat16
-    words = found.sentence(dtype)
+    words = found.sentence(getattr(torch, config.model.dtype) if config is not None else torch.bfloat16)
     if not wanted:
         yield fine("layers", words)
         return

@@ -124,7 +124,6 @@ class Engine(Protocol):
     @property
     def version(self) -> int:
         """Version of the engine's weights; 0 before the first update."""
-        ...
 
     def generate(
         self,
@@ -137,7 +136,6 @@ class Engine(Protocol):
         Raises RuntimeError without a complete set of weights, and Interrupted on every rank, within seconds,
         where the run is asked to stop; `done` may then have what is complete, by the number of its request.
         """
-        ...
 
     def update_weights(self, named_tensors: WeightStream, version: int) -> None:
         """Take a whole set of weights by Hugging Face names; a collective of the world.
@@ -146,11 +144,9 @@ class Engine(Protocol):
         them. Every rank must consume it to its end, whatever happens. Every parameter must arrive exactly once
         in its shape; otherwise an error names the tensors and `generate` refuses until a whole set arrived.
         """
-        ...
 
     def close(self) -> None:
         """Release everything."""
-        ...
 
 
 class EngineFactory(Protocol):
@@ -179,7 +175,6 @@ class EngineFactory(Protocol):
 
         Raises ValueError for what a user can fix.
         """
-        ...
 
 
 @runtime_checkable
@@ -196,7 +191,6 @@ class AheadEngine(Protocol):
 
     def submit(self, requests: Sequence[GenerateRequest], params: SamplingParams) -> PendingCompletions:
         """Begin to complete requests and return at once."""
-        ...
 
     def collect(self, pending: PendingCompletions, *, weights_changed: bool = False) -> list[Completion]:
         """Wait for the answers to `pending` and return them in order; every rank calls it. Raises Interrupted as
@@ -205,7 +199,6 @@ class AheadEngine(Protocol):
         `weights_changed`: the stream of the last update has newer weights than the engine. They are used if weights
         have to be sent to the engine again.
         """
-        ...
 
 
 @runtime_checkable
@@ -216,18 +209,15 @@ class InFlightEngine(Protocol):
     def send(self, requests: Mapping[int, GenerateRequest], params: SamplingParams) -> None:
         """Begin to complete requests and return at once; not a collective. The numbers are this rank's own, and none of
         them may be under way."""
-        ...
 
     def finished(self, wait_seconds: float) -> dict[int, Completion]:
         """This rank's answers that were not returned before, by number; every rank calls it. Without any it waits for
         at most `wait_seconds`. Requests that were given up because a server is started again are among them as
         `broken_off`. Raises Interrupted as `generate` does."""
-        ...
 
     def abort(self) -> dict[int, Completion]:
         """Break off all requests under way; every rank calls it. It never raises Interrupted, as a run that stops calls
         it too. Returns answers as `finished` does, without waiting; a request that is not among them has no tokens."""
-        ...
 
 
 @runtime_checkable
@@ -238,11 +228,9 @@ class HoldingEngine(InFlightEngine, Protocol):
     def holds(self) -> bool:
         """Whether the engine keeps unfinished requests in a weight update. Answers then have `stretches` where several
         versions made their tokens."""
-        ...
 
     def hold(self) -> None:
         """Make no tokens until the next `update_weights` has brought new weights; every rank calls it."""
-        ...
 
 
 class RequestStream(Protocol):
@@ -250,12 +238,10 @@ class RequestStream(Protocol):
 
     def send(self, number: int, request: GenerateRequest) -> None:
         """Ask for an answer, which comes to `TurnDriver.answered` under this number."""
-        ...
 
     @property
     def is_over(self) -> bool:
         """Whether no server is left that could answer."""
-        ...
 
 
 class Listener(Protocol):
@@ -263,7 +249,6 @@ class Listener(Protocol):
 
     def answered(self, number: int, completion: Completion) -> None:
         """Take an answer; called from any thread."""
-        ...
 
 
 class TurnDriver(Listener, Protocol):
@@ -272,7 +257,6 @@ class TurnDriver(Listener, Protocol):
     def drive(self, stream: RequestStream) -> int:
         """Send the requests that wait and those that follow from answers, until none is left, the stream is over or the
         run is asked to stop. Returns the number of episodes that may still send requests."""
-        ...
 
 
 @runtime_checkable
@@ -282,7 +266,6 @@ class InFlightConversingEngine(InFlightEngine, Protocol):
     def listen(self, listener: Listener) -> None:
         """Deliver answers to the listener as soon as they exist, from now on. `finished` and `abort` then return only
         requests that were given up, and `send` may be called from any thread. Not a collective."""
-        ...
 
 
 @runtime_checkable
@@ -292,7 +275,6 @@ class ConversingEngine(Protocol):
 
     def converse(self, driver: TurnDriver, params: SamplingParams) -> None:
         """Answer the driver's requests until it has none left; every rank calls it. Raises as `generate` does."""
-        ...
 
 
 @runtime_checkable
@@ -302,14 +284,12 @@ class ConversingAheadEngine(ConversingEngine, Protocol):
 
     def open_stream(self, driver: TurnDriver, params: SamplingParams) -> RequestStream:
         """Begin to answer the requests of a stream and return at once; not a collective."""
-        ...
 
     def finish_stream(
         self, driver: TurnDriver, stream: RequestStream, params: SamplingParams, *, weights_changed: bool = False
     ) -> None:
         """Answer the remaining requests of a stream, as `ConversingEngine.converse`; every rank calls it.
         `weights_changed` as in `AheadEngine.collect`."""
-        ...
 
 
 @runtime_checkable
@@ -326,7 +306,6 @@ class SleepingEngine(Protocol):
 
     def sleep(self) -> None:
         """Release the device's memory until the next update; the weights may be lost."""
-        ...
 
 
 @runtime_checkable
@@ -339,13 +318,10 @@ class ServedEngine(SleepingEngine, Protocol):
 
     def sync_phases(self) -> dict[str, float]:
         """Seconds of the last weight update on this rank, by phase."""
-        ...
 
     def probe(self, request: GenerateRequest, params: SamplingParams) -> dict[int, Completion]:
         """Answers of the servers that this rank looks after, by the servers' numbers; every rank calls it."""
-        ...
 
     def judge(self, gaps: Mapping[int, float], tolerance_nats: float) -> float:
         """The largest gap in nats over all ranks' servers; every rank calls it. Raises where one exceeds the
         tolerance."""
-        ...

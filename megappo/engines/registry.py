@@ -8,7 +8,7 @@ from pathlib import Path
 from megappo.config import Config
 from megappo.config.engine import ENGINES
 from megappo.config.schema import RolloutSettings
-from megappo.engines.absent import absent_engine
+from megappo.engines.absent import AbsentEngine
 from megappo.engines.protocol import Engine, EngineFactory
 from megappo.plugins import check_call, load_function
 from megappo.runtime.interrupts import Stop
@@ -30,7 +30,7 @@ def find_engine(settings: RolloutSettings) -> EngineFactory:
     """
     assert settings.engine is not None, "the settings were not resolved"
     if settings.load_from is not None:
-        return absent_engine
+        return AbsentEngine
     if settings.has_servers:
         from megappo.engines.sglang.gpus import check_visible
 
@@ -51,14 +51,7 @@ def make_engine(
     """Make the engine of a run by the factory that `find_engine` has found; a collective of the world. Raises as the
     factory does, and ValueError for an engine without the methods that the settings need."""
     options = {} if config.rollout.load_from is not None else config.rollout.engine_options
-    engine = factory(
-        config=config,
-        folder=folder,
-        stop_token_ids=stop_token_ids,
-        runtime=runtime,
-        stop=stop,
-        **options,
-    )
+    engine = factory(config=config, folder=folder, stop_token_ids=stop_token_ids, runtime=runtime, stop=stop, **options)
     _check_methods(engine, config.rollout)
     return engine
 

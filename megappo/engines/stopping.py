@@ -12,7 +12,7 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
 from megappo.config.tokens import decoded
-from megappo.engines.stretches import stretches_of
+from megappo.engines.stretches import stretches_in, token_versions
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -52,12 +52,7 @@ def stopped(answer: Completion, params: SamplingParams) -> Completion:
     end = None if params.stop_texts is None else params.stop_texts.end(answer.token_ids)
     if end is None:
         return answer
-    beyond, stretches, left = len(answer.token_ids) - end, [], end
-    for version, tokens in stretches_of(answer):
-        if left > 0:
-            stretches.append((version, min(tokens, left)))
-        left -= tokens
-    routing = answer.routing
+    beyond, routing, stretches = len(answer.token_ids) - end, answer.routing, stretches_in(token_versions(answer)[:end])
     return replace(
         answer,
         token_ids=answer.token_ids[:end],
@@ -66,5 +61,5 @@ def stopped(answer: Completion, params: SamplingParams) -> Completion:
         weight_version=min(version for version, _ in stretches),
         routing=None if routing is None else routing[: len(routing) - beyond],
         broken_off=False,
-        stretches=tuple(stretches) if len(stretches) > 1 else (),
+        stretches=stretches if len(stretches) > 1 else (),
     )

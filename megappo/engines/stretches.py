@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Collection
+from collections.abc import Collection, Iterable
 from dataclasses import replace
+from itertools import groupby
 
 from megappo.engines.protocol import Completion, GenerateRequest
 
@@ -37,12 +38,7 @@ def joined(earlier: Completion | None, later: Completion) -> Completion:
         return later
     if not later.token_ids:
         return earlier
-    first, *rest = stretches_of(later)
-    before = list(stretches_of(earlier))
-    if before[-1][0] == first[0]:
-        version, tokens = before.pop()
-        first = (version, tokens + first[1])
-    stretches = (*before, first, *rest)
+    stretches = stretches_in(token_versions(earlier) + token_versions(later))
     return replace(
         later,
         token_ids=earlier.token_ids + later.token_ids,
@@ -70,3 +66,8 @@ def token_versions(answer: Completion) -> list[int]:
 def stretches_of(answer: Completion) -> tuple[tuple[int, int], ...]:
     """Weight version and number of tokens of each stretch."""
     return answer.stretches or ((answer.weight_version, len(answer.token_ids)),)
+
+
+def stretches_in(versions: Iterable[int]) -> tuple[tuple[int, int], ...]:
+    """Weight version and number of tokens of each stretch, from the version of each token."""
+    return tuple((version, len(list(alike))) for version, alike in groupby(versions))

@@ -7,7 +7,7 @@ token.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, MutableMapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -73,9 +73,8 @@ class _Sampler(LogitsProcessor):
         # In place, as `generate` passes a float32 copy of its own: every pass over (B, V) costs time.
         shifted_BV = scores.float().div_(self._params.temperature)
         not_yet = [b for b, least in enumerate(self._least) if len(self.tokens) < least]
-        if not_yet and self._params.stop_token_ids:
-            for token in self._params.stop_token_ids:
-                shifted_BV[not_yet, token] = -torch.inf
+        for token in self._params.stop_token_ids if not_yet else ():
+            shifted_BV[not_yet, token] = -torch.inf
         shifted_BV.sub_(shifted_BV.amax(-1, keepdim=True))
         exp_BV = shifted_BV.exp()
         sum_B1 = exp_BV.sum(-1, keepdim=True)
@@ -129,18 +128,15 @@ def _noted_experts(
     """Record the experts that each layer's router chooses in the context, call by call: (tokens, K). Records nothing
     without `shape`."""
     noted: list[list[Tensor]] = []
-    hooks, held = [], {name for name, _ in model.named_parameters()}
-    for parameter in model_parameters(arch, experts=()) if shape is not None else ():
-        if parameter.megatron.endswith(".router.weight"):
-            noted.append([])
-            name = parameter.packed if parameter.packed in held else parameter.hf[0]
-            router = model.get_submodule(name.removesuffix(".weight"))
-            hooks.append(router.register_forward_hook(partial(_note, noted[-1])))
-    try:
+    held = {name for name, _ in model.named_parameters()}
+    with ExitStack() as hooks:
+        for parameter in model_parameters(arch, experts=()) if shape is not None else ():
+            if parameter.megatron.endswith(".router.weight"):
+                noted.append([])
+                name = parameter.packed if parameter.packed in held else parameter.hf[0]
+                router = model.get_submodule(name.removesuffix(".weight"))
+                hooks.callback(router.register_forward_hook(partial(_note, noted[-1])).remove)
         yield noted
-    finally:
-        for hook in hooks:
-            hook.remove()
 
 
 def _note(

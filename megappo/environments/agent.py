@@ -54,10 +54,9 @@ class Agent:
         call_format(format, f"{_ARGUMENTS}.format")
         if bool(function) == bool(command):
             raise ValueError(f"{_ARGUMENTS} has to name either the agent's function or its command; set one of them")
-        if isinstance(command, str) or not all(isinstance(word, str) for word in command):
-            raise ValueError(f"{_ARGUMENTS}.command is {show(command)}, must be a list of texts; change it")
-        if isinstance(variables, str) or not all(isinstance(name, str) for name in variables):
-            raise ValueError(f"{_ARGUMENTS}.variables is {show(variables)}, must be a list of names; change it")
+        for key, given, what in (("command", command, "texts"), ("variables", variables, "names")):
+            if isinstance(given, str) or not all(isinstance(word, str) for word in given):
+                raise ValueError(f"{_ARGUMENTS}.{key} is {show(given)}, must be a list of {what}; change it")
         self._variables = partial(without_secrets, but=frozenset(variables))
         self._format, self._command, self._options = format, list(command), dict(options or {})
         setting = f"{_ARGUMENTS}.function"

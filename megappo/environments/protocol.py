@@ -32,7 +32,6 @@ class Environment(Protocol):
         caught: the episode then ends with the rewards that it has. Any other exception fails the sample, which is not
         trained on. Random draws should follow from `Session.seed`, so that a run can be repeated.
         """
-        ...
 
 
 @dataclass(frozen=True)

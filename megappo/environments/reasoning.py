@@ -56,8 +56,7 @@ class ReasoningGym:
         """See `Environment.run`."""
         best = 0.0
         for number in range(self._tries):
-            reply = (await session.generate()).text
-            found = await self._score(session, reply)
+            found = await self._score(session, (await session.generate()).text)
             session.reward(max(0.0, found - best) - (self._cost if number else 0.0))
             best = max(best, found)
             if best >= 1.0 or number == self._tries - 1:

@@ -52,16 +52,10 @@ class EpisodeRunner:
     time."""
 
     def __init__(self, stage: EnvironmentContext, engine: Engine, stop: Stop) -> None:
-        self._stage, self._engine, self._stop = stage, engine, stop
-        self._limits = stage.shared.limits
+        self._engine, self._stop, self._limits = engine, stop, stage.shared.limits
         self._tables: list[Table] = []
-        self._loop = WatchedLoop(self._limits.max_seconds, self._count_seconds, self._begin_again)
-        self._house = House(
-            stage=lambda: self._stage,
-            loop=lambda: self._loop.loop,
-            version=lambda: self._engine.version,
-            stops=lambda: self._stop.asked,
-        )
+        loop = WatchedLoop(self._limits.max_seconds, self._count_seconds, self._begin_again)
+        self._house = House(stage, loop, engine, stop)
 
     def generate(
         self,
@@ -140,15 +134,15 @@ class EpisodeRunner:
 
     def _checked(self, table: Table, count: int) -> list[Completion]:
         completions = [table.done[i] for i in range(count)]
-        self.check_failures(completions, str(table.error or ""))
+        self.check_failures(completions, table.error)
         return completions
 
-    def check_failures(self, completions: Sequence[Completion], error: str) -> None:
+    def check_failures(self, completions: Sequence[Completion], error: BaseException | None) -> None:
         """Raise on every rank where any rank has an error, or too many episodes failed over all ranks; a collective.
         Raises RunError and TooManyFailuresError."""
         failed = [c.episode for c in completions if c.episode is not None and c.episode.failure]
         first = f"{failed[0].failure}: {failed[0].reason}" if failed else ""
-        facts = all_gather_objects((len(failed), len(completions), first, error))
+        facts = all_gather_objects((len(failed), len(completions), first, str(error or "")))
         errors = [of_rank for _, _, _, of_rank in facts if of_rank]
         if errors:
             raise RunError(errors[0])
@@ -168,7 +162,7 @@ class EpisodeRunner:
             table.count_seconds(seconds)
 
     def _begin_again(self, blocking: Owner) -> None:
-        before, self._stage = self._stage, self._stage.again()
+        before, self._house.stage = self._house.stage, self._house.stage.again()
         for table in list(self._tables):
             table.begin_again(blocking)
         before.shared.tools.close()
@@ -177,5 +171,6 @@ class EpisodeRunner:
         """End tools, the gateway and the loop, with what hanging episodes have left in it."""
         for table in list(self._tables):
             self._leave(table)
-        self._stage.shared.tools.close()
-        self._loop.close(self._stage.shared.gateway.close)
+        shared = self._house.stage.shared
+        shared.tools.close()
+        self._house.loop.close(shared.gateway.close)

@@ -15,16 +15,17 @@ from dataclasses import dataclass, field
 from typing import Literal, NamedTuple
 
 from megappo.config.tokens import without_row
-from megappo.engines.protocol import Completion, GenerateRequest, RequestStream, SamplingParams
+from megappo.engines.protocol import Completion, Engine, GenerateRequest, RequestStream, SamplingParams
 from megappo.engines.stopping import stopped
 from megappo.engines.stretches import continued, ended, joined
-from megappo.environments.loop import OWNER, TICK_SECONDS, BlockedLoopError, Owner
+from megappo.environments.loop import OWNER, TICK_SECONDS, BlockedLoopError, Owner, WatchedLoop
 from megappo.environments.protocol import Limit, LimitReached, NonsenseError
 from megappo.environments.registry import EnvironmentContext
 from megappo.environments.session import Session
 from megappo.errors import RunError
 from megappo.observe.progress import EPISODES, PROGRESS
 from megappo.plugins import failure_words, raised_at
+from megappo.runtime.interrupts import Stop
 from megappo.types import Prompt
 
 Failure = Literal["", "raised", "hung", "nonsense"]
@@ -39,16 +40,15 @@ class EpisodeStart(NamedTuple):
     """Request with the prompt's tokens and the seed of the sample."""
 
 
-@dataclass(frozen=True)
+@dataclass
 class House:
-    """Access of tables to the runner. The functions are called from any thread."""
+    """What the tables of a run share; read from any thread."""
 
-    stage: Callable[[], EnvironmentContext]
-    loop: Callable[[], asyncio.AbstractEventLoop]
-    version: Callable[[], int]
-    """Version of the engine's weights."""
-    stops: Callable[[], bool]
-    """Whether the run is asked to stop."""
+    stage: EnvironmentContext
+    """Replaced when the loop moves to another thread."""
+    loop: WatchedLoop
+    engine: Engine
+    stop: Stop
 
 
 @dataclass(eq=False)
@@ -98,11 +98,11 @@ class Table:
                 self._begin(episode)
 
     def _begin(self, wanted: EpisodeStart) -> Playing:
-        shared, number = self._house.stage().shared, wanted.number
+        shared, number = self._house.stage.shared, wanted.number
         session = Session(wanted.prompt, wanted.request, shared, self._params, lambda request: self._ask(new, request))
         new = self.playing[number] = Playing(wanted, session)
         self._thinking += 1
-        self._house.loop().call_soon_threadsafe(self._start, new)
+        self._house.loop.loop.call_soon_threadsafe(self._start, new)
         return new
 
     # In the thread of the loop
@@ -155,7 +155,7 @@ class Table:
         told = ""
         session = playing.session
         try:
-            session.finish(await self._house.stage().environment.run(session))
+            session.finish(await self._house.stage.environment.run(session))
         except LimitReached as reached:
             limit = reached.limit
             if not session.turns:
@@ -189,7 +189,7 @@ class Table:
 
     @property
     def _most_seconds(self) -> float:
-        return self._house.stage().shared.limits.max_seconds
+        return self._house.stage.shared.limits.max_seconds
 
     @property
     def _too_long(self) -> str:
@@ -203,7 +203,7 @@ class Table:
             del self.playing[playing.began.number]
             self._thinking -= playing.wanted is None
             self.done[playing.began.number] = playing.session.completion(
-                failure=failure, reason=told, limit=limit, version=self._house.version()
+                failure=failure, reason=told, limit=limit, version=self._house.engine.version
             )
             PROGRESS.add(EPISODES, 1)
             self._tell(always=True)
@@ -256,7 +256,7 @@ class Table:
         found = stopped(joined(before, news), self._params)
         found = ended(found, self._params.stop_token_ids, request.most_tokens(self._params))
         # A turn with a token that the model has no row for is not continued: the session refuses it.
-        goes_on = found.broken_off and without_row(found.token_ids, self._house.stage().shared.vocabulary) is None
+        goes_on = found.broken_off and without_row(found.token_ids, self._house.stage.shared.vocabulary) is None
         playing.partial = (request, found) if goes_on else None
         return None if goes_on else found
 
@@ -301,8 +301,7 @@ class Table:
         try:
             self._wait(lambda: not self.playing or stream.is_over)
         finally:
-            with self._lock:
-                self._stream = None
+            self.halt()
         return len(self.playing)
 
     def round(self) -> dict[int, GenerateRequest]:
@@ -316,7 +315,7 @@ class Table:
 
     def _wait(self, holds: Callable[[], bool]) -> None:
         with self._news:
-            while not holds() and not self._house.stops():
+            while not holds() and not self._house.stop.asked:
                 self._news.wait(TICK_SECONDS)
 
     def leave(self) -> None:

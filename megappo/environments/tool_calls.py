@@ -91,11 +91,9 @@ def _tagged(text: str) -> Iterator[tuple[str, int, int]]:
 def _next_close(text: str, start: int) -> int:
     """Position of the next closing tag, -1 where there is none. One outside of quoted strings is preferred, unless an
     opening tag stands before it."""
-    for found in _QUOTED_OR_CLOSE.finditer(text, start):
-        if found[0] == _CLOSE and _OPEN not in text[start : found.start()]:
-            return found.start()
-        if found[0] == _CLOSE:
-            break
+    unquoted = (found.start() for found in _QUOTED_OR_CLOSE.finditer(text, start) if found[0] == _CLOSE)
+    if (first := next(unquoted, None)) is not None and _OPEN not in text[start:first]:
+        return first
     return text.find(_CLOSE, start)
 
 

@@ -74,13 +74,12 @@ def generated(
     if not isinstance(found, list) or len(found) != len(requests):
         count = f"{len(found)} of them" if isinstance(found, list) else f"a {type(found).__name__}"
         raise RunError(f"rollout.generation returned {count}, must be a list of {len(requests)} completions; fix it")
-    for each in found:
+    for each, request in zip(found, requests, strict=True):
         if not isinstance(each, Completion) or not 0 < len(each.token_ids) == len(each.logprobs):
             raise RunError(
                 "rollout.generation returned something else than completions with a log-probability for each of their "
                 "tokens, at least one; fix it"
             )
-    for each, request in zip(found, requests, strict=True):
         if len(each.token_ids) > request.most_tokens(params):
             raise RunError(
                 f"rollout.generation returned {len(each.token_ids)} tokens, above the limit of "

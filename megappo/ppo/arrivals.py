@@ -16,7 +16,8 @@ import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file
 
-from megappo.config.rules.arrivals import INDEX, folder_of_step, read_index
+from megappo.config.rules.arrivals import INDEX, read_index
+from megappo.config.rules.experience import folder_of_step
 from megappo.engines.protocol import Completion
 from megappo.engines.stretches import token_versions
 from megappo.errors import writing
@@ -79,7 +80,7 @@ class ArrivalsRecord:
             cursor: state of the data cursor.
             metrics: `InFlight.metrics` of the step.
         """
-        sizes = (self._settings.prompts_per_step, self._settings.samples_per_prompt)
+        sizes = self._settings.sizes
         folder = folder_of_step(self._folder, step)
 
         def files() -> None:
@@ -162,8 +163,7 @@ class ReplayedArrivals(StepSamples):
     def state_dict(self, step: int) -> Kept:
         """State for a run that continues without the record: the prompts that were drawn and not trained on, which it
         sends first."""
-        settings = self._parts.config.rollout
-        return {KEY: written_state(self._kept, (settings.prompts_per_step, settings.samples_per_prompt))}
+        return {KEY: written_state(self._kept, self._parts.config.rollout.sizes)}
 
     def load_state_dict(self, kept: Sequence[Kept]) -> None:
         """Restore what `state_dict` returned, or what a run without a record had in flight."""

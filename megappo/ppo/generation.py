@@ -132,14 +132,13 @@ class Responses(StepSamples):
             drawn.is_whole = True
         if not self._keeps:
             del self._drawn[step]
-        completions = [drawn.answers[i] for i in range(len(drawn.wanted.requests))]
-        return self._finish(drawn.wanted, completions)
+        return self._finish(drawn.wanted, [drawn.answers[i] for i in range(len(drawn.wanted.requests))])
 
     def more(self, step: int, number: int, prompts: int) -> Rollouts:
         """See `StepSamples.more`."""
-        wanted = self._request(step, self._parts.cursor.take(prompts), number * self._parts.derived.batch_sequences)
-        completions = self._parts.answer(wanted.prompts, wanted.requests, self._params)
-        return self._finish(wanted, completions)
+        first_seed = number * self._parts.config.rollout.batch_sequences
+        wanted = self._request(step, self._parts.cursor.take(prompts), first_seed)
+        return self._finish(wanted, self._parts.answer(wanted.prompts, wanted.requests, self._params))
 
     def _finish(self, wanted: SampleRequests, completions: Sequence[Completion]) -> Rollouts:
         return finish_rollout(wanted, completions, self._parts.tokenizer, self._parts.vocabulary, self._parts.answerer)
@@ -189,7 +188,7 @@ class Responses(StepSamples):
         The prompts are drawn again. Where settings have changed so that the step has other samples, it is generated
         anew.
         """
-        everything = range(self._parts.derived.batch_sequences)
+        everything = range(self._parts.config.rollout.batch_sequences)
         for step in sorted({step for of_rank in kept for step in of_rank if step > 0}):
             parts = [of_rank[step] for of_rank in kept if step in of_rank]
             found = {i: c for part in parts for i, c in _completions(part).items()}
@@ -205,9 +204,7 @@ class Responses(StepSamples):
             drawn.is_whole = len(found) == len(everything)
 
     def _batch_2(self) -> Tensor:
-        """Prompts per step and samples per prompt, which define what a sample's number means."""
-        settings = self._parts.config.rollout
-        return torch.tensor([settings.prompts_per_step, settings.samples_per_prompt])
+        return torch.tensor(self._parts.config.rollout.sizes)
 
     def _draw(self, step: int) -> _Drawn:
         if self._parts.curriculum is not None:

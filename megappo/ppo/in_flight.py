@@ -98,7 +98,7 @@ class InFlight(StepSamples):
         groups = [self._groups[ticket] for ticket in self._taken[step][number]]
         answers = self._answers(groups)
         if self._parts.episodes is not None and self._episodes is not None:
-            self._parts.episodes.check_failures(list(answers.values()), self._episodes.error)
+            self._parts.episodes.check_failures(list(answers.values()), self._episodes.table.error)
         return rollouts_of(self._parts, groups, answers)
 
     def pause(self, *, stops: bool = False) -> None:
@@ -113,7 +113,7 @@ class InFlight(StepSamples):
     def go_on(self) -> None:
         """Continue under the engine's new weights, and drop groups that would be too old for a step."""
         for group in self._waiting():
-            if self._engine_version - group.version > self._max_lag:
+            if self._parts.engine.version - group.version > self._max_lag:
                 self._dropped += 1
                 self._returned.append(group.prompt)
                 self._forget(group.ticket)
@@ -165,7 +165,7 @@ class InFlight(StepSamples):
         answered = {n: sample.answer for n, sample in self._samples.items() if sample.answer is not None}
         groups = [(group, *taken_by.get(ticket, (0, 0))) for ticket, group in self._groups.items()]
         state = State(groups, self._returned, self._next_ticket, self._dropped, answered)
-        return {KEY: written_state(state, self._batch_2)}
+        return {KEY: written_state(state, self._settings.sizes)}
 
     def load_state_dict(self, kept: Sequence[Kept]) -> None:
         """Restore what `state_dict` returned on every rank of a run, which may have had other ranks, and continue with
@@ -196,15 +196,7 @@ class InFlight(StepSamples):
         self._begun_anew = sum(not sample.finished for sample in self._samples.values())
         self.go_on()
 
-    @property
-    def _batch_2(self) -> tuple[int, int]:
-        return self._settings.prompts_per_step, self._settings.samples_per_prompt
-
     # Groups, the same on every rank
-
-    @property
-    def _engine_version(self) -> int:
-        return self._parts.engine.version
 
     def _waiting(self) -> list[Group]:
         """Groups that no step has taken, in the order of their tickets."""
@@ -212,7 +204,7 @@ class InFlight(StepSamples):
         return [group for ticket, group in self._groups.items() if ticket not in taken]
 
     def _choose(self, wanted: int) -> list[Group] | None:
-        newest, of_step = self._engine_version, self._settings.prompts_per_step
+        newest, of_step = self._parts.engine.version, self._settings.prompts_per_step
         return choose(self._waiting(), wanted=wanted, newest=newest, max_lag=self._max_lag, of_step=of_step)
 
     def _fill(self, step: int, at_least: int = 0) -> None:
@@ -222,7 +214,7 @@ class InFlight(StepSamples):
         missing = max(ahead * self._settings.prompts_per_step, at_least) - len(self._waiting())
         again, self._returned = self._returned[: max(0, missing)], self._returned[max(0, missing) :]
         for index in (*again, *self._parts.cursor.take(max(0, missing - len(again)))):
-            self._add(Group(self._next_ticket, index, self._engine_version), {})
+            self._add(Group(self._next_ticket, index, self._parts.engine.version), {})
             self._next_ticket += 1
         self._send()
 
@@ -240,7 +232,7 @@ class InFlight(StepSamples):
     def _forget(self, ticket: int) -> None:
         for number in self._numbers(ticket):
             if self._samples.pop(number).under_way and self._episodes is not None:
-                self._episodes.give_up([number])
+                self._episodes.table.give_up([number])
         del self._groups[ticket]
 
     def _agree(self) -> None:
@@ -285,7 +277,7 @@ class InFlight(StepSamples):
 
     def _count_cut(self) -> None:
         if self._episodes is not None:
-            self._cut = self._episodes.begun()
+            self._cut = self._episodes.table.begun()
             return
         self._cut = sum(sample.answer is not None and sample.answer.broken_off for sample in self._samples.values())
 

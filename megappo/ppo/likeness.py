@@ -8,10 +8,11 @@ from __future__ import annotations
 import hashlib
 import json
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 
 from megappo.checkpoint.versions import software_versions
 from megappo.config import Config
+from megappo.config.load import flat_settings
 from megappo.data import PromptDataset, TrainingPrompts
 from megappo.errors import ConfigError, first_of, show
 from megappo.observe.json_values import JSONValue
@@ -28,7 +29,8 @@ def check_ranks(config: Config, runtime: Runtime) -> None:
     """Raise ConfigError on every rank unless settings, kind of device and versions are the same on all; a collective of
     the world. The error names the ranks that differ, and in what."""
     settings = config.model_dump(mode="json")
-    facts = {**dict(_flat(settings)), **{f"the checksum of {f}": digest for f, digest in own_files(settings).items()}}
+    checksums = {f"the checksum of {file}": digest for file, digest in own_files(settings).items()}
+    facts = {**dict(flat_settings(settings)), **checksums}
     facts = {name: value for name, value in facts.items() if not name.startswith(_OF_A_MACHINE)}
     versions = {f"the version of {name}": version for name, version in software_versions().items()}
     check_alike({**facts, "the device": runtime.device.type, **versions})
@@ -72,11 +74,3 @@ def _difference(name: str, values: Sequence[JSONValue]) -> str:
 def _shown(value: JSONValue) -> JSONValue:
     """First 12 digits of a checksum; other values as they are."""
     return value[:12] if isinstance(value, str) and len(value) == 64 and value.isalnum() else value
-
-
-def _flat(settings: Mapping[str, JSONValue], prefix: str = "") -> Iterator[tuple[str, JSONValue]]:
-    for name, value in settings.items():
-        if isinstance(value, Mapping) and value:
-            yield from _flat(value, f"{prefix}{name}.")
-        else:
-            yield f"{prefix}{name}", value

@@ -92,7 +92,7 @@ class CriticTrainer(LoadedTrainer):
     def estimate_advantages(self, scored: Scored) -> Experience:
         """Returns of the saved rewards, with values of the current critic."""
         with self.reporter.stage("advantages"):
-            rewards_BR, samples = self._saved.experience.rewards_BR, self.parts.derived.batch_sequences
+            rewards_BR, samples = self._saved.experience.rewards_BR, self.config.rollout.batch_sequences
             experience, metrics = self.experience_maker.make(scored, samples, rewards_BR)
         self.metrics |= metrics
         return experience
@@ -148,7 +148,7 @@ class SavedPool:
 
     def of_step(self, step: int) -> SavedSamples:
         """This rank's share of the samples of a step of the run."""
-        samples, places = self._parts.derived.batch_sequences, list[tuple[SavedStep, int]]()
+        samples, places = self._parts.config.rollout.batch_sequences, list[tuple[SavedStep, int]]()
         first = (step - 1) * samples
         for saved, trained in self._in_order(first // sum(self._trained)):
             places += [(saved, i) for i in range(trained)]

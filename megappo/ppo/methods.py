@@ -56,7 +56,14 @@ def find_objective(algorithm: AlgorithmSettings, penalty_coef: float) -> PolicyO
     )
     if algorithm.kl_in_loss is not None:
         objective = replace(objective, kl=algorithm.kl_in_loss.kind, kl_coef=algorithm.kl_in_loss.coef)
-    return _with_band(objective, algorithm)
+    edges, band, gate = algorithm.band_edges, algorithm.band, algorithm.gate
+    if edges is not None:
+        objective = replace(objective, band_low=edges[0], band_high=edges[1])
+    if band is not None and band.cap is not None:
+        objective = replace(objective, weight_cap=band.cap)
+    if gate is not None:
+        objective = replace(objective, gate_positive=gate.positive, gate_negative=gate.negative)
+    return objective
 
 
 def _policy_loss(algorithm: AlgorithmSettings) -> str | OwnLoss:
@@ -68,19 +75,6 @@ def _policy_loss(algorithm: AlgorithmSettings) -> str | OwnLoss:
     what, remedy = f"algorithm.policy_loss '{name}'", "change its parameters or algorithm.policy_loss_options"
     check_call(loss, taken_by(loss, OFFERED), options, what=what, remedy=remedy, offered=OFFERED)
     return partial(loss, **options)
-
-
-def _with_band(objective: PolicyObjective, algorithm: AlgorithmSettings) -> PolicyObjective:
-    """The objective with the settings of losses with a band: its edges, the cap of weights in it, and the temperatures
-    of `sapo`'s gate."""
-    edges, band, gate = algorithm.band_edges, algorithm.band, algorithm.gate
-    if edges is not None:
-        objective = replace(objective, band_low=edges[0], band_high=edges[1])
-    if band is not None and band.cap is not None:
-        objective = replace(objective, weight_cap=band.cap)
-    if gate is not None:
-        objective = replace(objective, gate_positive=gate.positive, gate_negative=gate.negative)
-    return objective
 
 
 def check_methods(config: Config) -> None:

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from megappo.config import Config, ConfigError, Derived, RoleNumbers
 from megappo.config.model_files import load_architecture, model_folder, model_paths, role_folder
 from megappo.config.pipeline import chunk_layers, even_layers, stage_layers
-from megappo.config.roles import CriticSettings, OffloadSettings, TrainedRoleSettings
+from megappo.config.roles import ActorSettings, CriticSettings, OffloadSettings, TrainedRoleSettings
 from megappo.families.architecture import ArchitectureConfig
 from megappo.families.flops import sample_cost
 from megappo.families.weights import WeightSource
@@ -87,16 +86,9 @@ class ModelBuilder:
 
     def actor(self, *, trained: bool = True) -> Role:
         """The policy, with an optimizer if it is `trained`."""
-        settings, numbers = self._config.actor, self._derived.actor
-        arch, source, adapters = self._weights("actor", settings)
-        layers = chunk_layers(self._config, "actor", settings, arch)
-        options = self._options(numbers, layers, settings.offload, (arch, settings))
-        # Only the actor replays routing: the reference is a policy of its own, whose routers choose as without an
-        # actor.
-        options = replace(options, replays_routing=self._config.algorithm.replays_routing(arch.experts))
-        placement = self._placement("actor", settings, numbers, arch, layers)
-        role = self._role(placement, self._layouts["actor"], arch, (source, adapters), options)
-        return self._at_rest(self._trained(role, settings, numbers) if trained else role)
+        settings = self._config.actor
+        weights = self._weights("actor", settings)
+        return self._with_settings("actor", settings, self._derived.actor, weights, trained=trained)
 
     def reference(self, actor: Role) -> Role | None:
         """The frozen policy on the actor's layout; None where there is no reference."""
@@ -122,11 +114,34 @@ class ModelBuilder:
                 f"critic.value_head_std {settings.value_head_std:g} is for a new value head, but the critic's weights "
                 "have one; set it to 0 to keep that one, or name a folder without a head"
             )
-        layers = chunk_layers(self._config, "critic", settings, arch)
-        options = self._options(numbers, layers, settings.offload, (arch, settings), settings.value_head_std)
-        placement = self._placement("critic", settings, numbers, arch, layers)
-        role = self._role(placement, self._layouts["critic"], arch, (source, adapters), options)
-        return self._at_rest(self._trained(role, settings, numbers))
+        return self._with_settings("critic", settings, numbers, (arch, source, adapters))
+
+    def _with_settings(
+        self,
+        name: str,
+        settings: ActorSettings | CriticSettings,
+        numbers: RoleNumbers,
+        weights: tuple[ArchitectureConfig, *_Sources],
+        *,
+        trained: bool = True,
+    ) -> Role:
+        """The role of this name, with an optimizer if it is `trained`."""
+        arch, source, adapters = weights
+        layers, grid = chunk_layers(self._config, name, settings, arch), numbers.grid
+        placement = Placement(
+            name,
+            grid,
+            settings.microbatch_budget_tokens,
+            microbatch_multiple=grid.pp if numbers.vpp > 1 else 1,
+            cost=sample_cost(arch, is_critic=name == "critic"),
+            stage_layers=stage_layers(layers or even_layers(arch.layers, grid.pp * numbers.vpp), grid.pp),
+        )
+        options = self._options(numbers, layers, settings.offload, (arch, settings))
+        role = self._role(placement, self._layouts[name], arch, (source, adapters), options)
+        if trained and isinstance(role, LocalRole):
+            optimizer = RoleOptimizer(role.model, settings.optimizer, numbers.total_updates)
+            role = TrainedRole(role.placement, role.model, self._runtime, optimizer)
+        return self._at_rest(role)
 
     def _at_rest(self, role: Role) -> Role:
         """Offload what the settings say before the next role is built."""
@@ -149,30 +164,6 @@ class ModelBuilder:
         own = RandomSource(arch, seed) if self._config.model.init == "random" else self._sources[folder]
         return arch, own, origin if lora is None else origin or FreshAdapters(arch, lora, seed)
 
-    def _trained(self, role: Role, settings: TrainedRoleSettings, numbers: RoleNumbers) -> Role:
-        if not isinstance(role, LocalRole):
-            return role
-        optimizer = RoleOptimizer(role.model, settings.optimizer, numbers.total_updates)
-        return TrainedRole(role.placement, role.model, self._runtime, optimizer)
-
-    def _placement(
-        self,
-        name: str,
-        settings: TrainedRoleSettings,
-        numbers: RoleNumbers,
-        arch: ArchitectureConfig,
-        layers: tuple[int, ...] | None,
-    ) -> Placement:
-        layers = layers or even_layers(arch.layers, numbers.grid.pp * numbers.vpp)
-        return Placement(
-            name,
-            numbers.grid,
-            settings.microbatch_budget_tokens,
-            microbatch_multiple=numbers.grid.pp if numbers.vpp > 1 else 1,
-            cost=sample_cost(arch, is_critic=name == "critic"),
-            stage_layers=stage_layers(layers, numbers.grid.pp),
-        )
-
     def _role(
         self,
         placement: Placement,
@@ -193,8 +184,7 @@ class ModelBuilder:
         numbers: RoleNumbers,
         layers: tuple[int, ...] | None,
         offload: OffloadSettings,
-        trained: tuple[ArchitectureConfig, TrainedRoleSettings] | None = None,
-        value_head_std: float | None = None,
+        trained: tuple[ArchitectureConfig, ActorSettings | CriticSettings] | None = None,
     ) -> BuildOptions:
         """Build options of a role; `trained` is the architecture and settings of a trained one."""
         kept: dict[str, Any] = {}
@@ -206,8 +196,11 @@ class ModelBuilder:
                 "deallocate_pipeline_outputs": settings.layout.deallocate_pipeline_outputs,
                 "router_aux_loss_coef": settings.router_aux_loss_coef,
                 "lora": None if settings.lora is None else settings.lora.of(arch),
-                "freeze": settings.freeze if isinstance(settings, CriticSettings) else (),
             }
+            if isinstance(settings, CriticSettings):
+                kept |= {"freeze": settings.freeze, "value_head_std": settings.value_head_std}
+            else:  # the reference is a policy of its own, whose routers choose as without an actor
+                kept["replays_routing"] = self._config.algorithm.replays_routing(arch.experts)
         return BuildOptions(
             dtype=DTYPES[self._config.model.dtype],
             device=self._runtime.device,
@@ -215,7 +208,6 @@ class ModelBuilder:
             temperature=self._config.rollout.temperature,
             chunk_layers=layers,
             seed=self._config.run.seed,
-            value_head_std=value_head_std,
             accelerations=find_accelerations(self._config.model.accelerations),
             offload=offload,
             offload_directory=self._config.runtime.offload_directory,

@@ -67,9 +67,6 @@ class OriginKind:
     cannot be used."""
 
 
-_KINDS: dict[str, OriginKind] = {}
-
-
 def register_origin(name: str, kind: OriginKind) -> None:
     """Add a kind of place that `start_from` may name; the first that recognises a path opens it."""
     _KINDS[name] = kind
@@ -197,19 +194,15 @@ def _require_same(other: Mapping[str, JSONValue], wanted: Wanted) -> None:
         )
 
 
-register_origin(
-    "run",
-    OriginKind(
+_KINDS = {
+    "run": OriginKind(
         "a run directory (RUN for its newest checkpoint, RUN@STEP or RUN@best)",
         lambda path: (path / "config.yaml").is_file() and checkpoints_directory(path).is_dir(),
         _open_run,
     ),
-)
-register_origin("peft", OriginKind("a PEFT folder", lambda path: (path / CONFIG).is_file(), _open_peft))
-register_origin(
-    "folder", OriginKind("a Hugging Face folder", lambda path: (path / "config.json").is_file(), _open_folder)
-)
-register_origin(
-    "megatron",
-    OriginKind("a torch_dist checkpoint of Megatron-LM (FOLDER or FOLDER@ITERATION)", is_megatron, _open_megatron),
-)
+    "peft": OriginKind("a PEFT folder", lambda path: (path / CONFIG).is_file(), _open_peft),
+    "folder": OriginKind("a Hugging Face folder", lambda path: (path / "config.json").is_file(), _open_folder),
+    "megatron": OriginKind(
+        "a torch_dist checkpoint of Megatron-LM (FOLDER or FOLDER@ITERATION)", is_megatron, _open_megatron
+    ),
+}

@@ -60,12 +60,8 @@ def replay(path: str, world_size: int) -> None:
     require_readable(folder, marker)
     settings = marker.content["settings"]
     settings["run"] |= {"steps": run_steps(marker), "epochs": None}
-    settings["rollout"] |= {
-        "engine": "transformers",
-        "sglang": None,
-        "ahead": 0,
-        "max_lag": None,
-    }  # nothing is generated
+    # Nothing is generated.
+    settings["rollout"] |= {"engine": "transformers", "sglang": None, "ahead": 0, "max_lag": None}
     settings["model"]["trust_remote_code"] = False  # the folder may be somebody else's
     loss = settings["algorithm"]["policy_loss"]
     of_users = {"model.family": settings["model"].get("family"), "algorithm.policy_loss": loss}

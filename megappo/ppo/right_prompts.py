@@ -8,6 +8,7 @@ from torch import Tensor
 
 from megappo.data.mixture import MixedPrompts
 from megappo.ppo.components import RunComponents
+from megappo.ppo.selection import rewards_of_groups
 from megappo.runtime.objects import all_gather_objects
 from megappo.types import Rollouts
 
@@ -37,12 +38,8 @@ def note_right_prompts(
 
 def _right_positions(rollouts: Rollouts, scores_B: Tensor, above: float, parts: RunComponents) -> list[int]:
     """Positions of this rank's well answered prompts, in their order; failed episodes do not count."""
-    rewards: dict[int, list[float]] = {}
-    prompts = {}
-    total_rewards_B, failed_B = rollouts.total_rewards_B(scores_B), rollouts.group_ids_B < 0
-    for b, sample_id in enumerate(rollouts.sample_ids_B.tolist()):
-        group = sample_id // parts.config.rollout.samples_per_prompt
-        prompts[group] = rollouts.prompts[b]
-        rewards.setdefault(group, []).extend([] if failed_B[b] else [float(total_rewards_B[b])])
+    samples = parts.config.rollout.samples_per_prompt
+    prompts = {i // samples: rollouts.prompts[b] for b, i in enumerate(rollouts.sample_ids_B.tolist())}
+    rewards = rewards_of_groups(rollouts, scores_B, samples)
     right = [group for group, found in rewards.items() if found and sum(found) / len(found) > above]
     return [parts.train_prompts.position_of(prompts[group]) for group in right]

@@ -110,7 +110,10 @@ def _train_and_export(
     held.check()
     checkpoints.finish()
     with reporter.stage("export"):
-        _save(parts, reporter)
+        if parts.config.run.export_final_model:
+            out = parts.config.run.path / "final"
+            export_actor(parts, out, parts.derived.steps)
+            reporter.message(f"the trained actor is in {out}")
 
 
 def _watchdog(config: Config, runtime: Runtime) -> Watchdog | None:
@@ -169,12 +172,3 @@ def data_lines(parts: RunComponents, *, training: bool = True) -> list[str]:
 
 def _count_words(data: TrainingPrompts | PromptDataset, called: str) -> str:
     return f"{len(data)} {called}, {data.dropped} dropped and {data.truncated} cut as too long"
-
-
-def _save(parts: RunComponents, reporter: Reporter) -> None:
-    if not parts.config.run.export_final_model:
-        return
-    out = parts.config.run.path / "final"
-    export_actor(parts, out, parts.derived.steps)
-    if parts.runtime.is_main:
-        reporter.message(f"the trained actor is in {out}")

@@ -108,19 +108,12 @@ def finish_rollout(
         response_mask_BR=turns_mask(completions, mask_BR),
         truncated_B=torch.tensor([c.truncated for c in completions], dtype=torch.bool),
         weight_versions_B=torch.tensor([c.weight_version for c in completions], dtype=torch.int64),
-        responses=_decoded(tokenizer, token_ids, skip_special_tokens=True),
-        raw_responses=_decoded(tokenizer, token_ids, skip_special_tokens=False),
+        responses=tuple(decoded(tokenizer, ids, skip_special_tokens=True) for ids in token_ids),
+        raw_responses=tuple(decoded(tokenizer, ids) for ids in token_ids),
         routing=None if completions and completions[0].routing is None else tuple(map(routing_of, completions)),
         special_tokens_B=torch.tensor([sum(i in special for i in ids) for ids in inside], dtype=torch.int64),
         episodes=episodes,
     )
-
-
-def _decoded(
-    tokenizer: PreTrainedTokenizerBase, token_ids: Sequence[list[int]], *, skip_special_tokens: bool
-) -> tuple[str, ...]:
-    """The text of each response."""
-    return tuple(decoded(tokenizer, ids, skip_special_tokens=skip_special_tokens) for ids in token_ids)
 
 
 def routing_of(completion: Completion) -> Tensor:

@@ -23,7 +23,7 @@ from megappo.ppo.components import RunComponents
 from megappo.ppo.experience_files import SavedSamples, read_samples, require_parquet, sample_ids_of, write_samples
 from megappo.ppo.generation import StepSamples
 from megappo.ppo.sampling import share_of_rank
-from megappo.ppo.selection import joined_experience
+from megappo.ppo.selection import joined
 from megappo.runtime.objects import agreed, all_gather_objects, attempt
 from megappo.types import Experience, Rollouts
 
@@ -80,16 +80,13 @@ class ExperienceRecord:
             samples_per_prompt=rollouts.samples_per_prompt,
             temperature=rollouts.temperature,
         )
-        problem = self._everywhere(lambda: _clear(saved.folder), on_main=True)
-        if not problem:
-            samples = SavedSamples(experience, self._given_B)
-            problem = self._everywhere(lambda: self._write(saved, samples, rows))
-        if not problem:
-            problem = self._everywhere(lambda: _finish(saved, folder_of_step(self._folder, step)), on_main=True)
+        path, samples = saved.file(self._runtime.rank), SavedSamples(experience, self._given_B)
+        problem = (
+            self._everywhere(lambda: _clear(saved.folder), on_main=True)
+            or self._everywhere(lambda: write_samples(path, samples, rows, self._text_of))
+            or self._everywhere(lambda: _finish(saved, folder_of_step(self._folder, step)), on_main=True)
+        )
         return f"the experience of step {step} is not saved: {problem}" if problem else ""
-
-    def _write(self, saved: SavedStep, samples: SavedSamples, rows: Sequence[int]) -> None:
-        write_samples(saved.file(self._runtime.rank), samples, rows, self._text_of)
 
     def _everywhere(self, work: Callable[[], None], *, on_main: bool = False) -> str:
         """Reason why work failed on any rank; "" where it did not."""
@@ -116,12 +113,8 @@ def _finish(saved: SavedStep, folder: Path) -> None:
 def read_some(saved: SavedStep, wanted: Collection[int]) -> SavedSamples:
     """The samples of a step with these ids, in ascending order, whichever ranks saved them. Raises ValueError for
     damaged or missing files."""
-    there = [saved.file(rank) for rank in range(saved.ranks)]
-    ids = [sample_ids_of(path) for path in there]
-    chosen = frozenset(wanted)
-    found = [
-        (path, [b for b, i in enumerate(of_file) if i in chosen]) for path, of_file in zip(there, ids, strict=True)
-    ]
+    there, chosen = [saved.file(rank) for rank in range(saved.ranks)], frozenset(wanted)
+    found = [(path, [b for b, i in enumerate(sample_ids_of(path)) if i in chosen]) for path in there]
     parts = [(read_samples(path), rows) for path, rows in found if rows] or [(read_samples(there[0]), list[int]())]
     whole = joined_samples(parts)
     if len(whole.sample_ids) != len(wanted):
@@ -132,14 +125,13 @@ def read_some(saved: SavedStep, wanted: Collection[int]) -> SavedSamples:
 
 def joined_samples(parts: Sequence[tuple[SavedSamples, Sequence[int]]]) -> SavedSamples:
     """Rows of several sets of samples, concatenated."""
-    experience = joined_experience([(samples.experience, rows) for samples, rows in parts])
+    experience = joined([(samples.experience, rows) for samples, rows in parts])
     return SavedSamples(experience, torch.cat([samples.given_B[list(rows)] for samples, rows in parts]))
 
 
 def check_tokens(samples: SavedSamples, vocabulary: int) -> SavedSamples:
     """Return the samples. Raises ValueError for token ids that the models have no embedding for."""
-    sequences = samples.experience.scored.rollouts.sequences
-    largest = max((int(tokens.max()) for tokens in sequences), default=0)
+    largest = max((int(tokens.max()) for tokens in samples.experience.scored.rollouts.sequences), default=0)
     if largest >= vocabulary:
         raise ValueError(
             f"saved samples have token {largest}, and the models have {vocabulary}; load what was saved with this "
@@ -151,7 +143,8 @@ def check_tokens(samples: SavedSamples, vocabulary: int) -> SavedSamples:
 class LoadedSteps(StepSamples):
     """Gives steps the samples that another run saved.
 
-    With the same number of ranks each reads its own file; otherwise each gets a share of the step's prompts.
+    With the same number of ranks each reads its own file; otherwise each gets a share of the step's prompts. There is
+    no `more`: a saved step has the groups that dynamic sampling chose.
     """
 
     def __init__(self, parts: RunComponents, folder: Path) -> None:
@@ -177,7 +170,3 @@ class LoadedSteps(StepSamples):
             return read_samples(saved.file(runtime.rank))
         first, stop = share_of_rank(saved.prompts_per_step, runtime)
         return read_some(saved, range(first * saved.samples_per_prompt, stop * saved.samples_per_prompt))
-
-    def more(self, step: int, number: int, prompts: int) -> Rollouts:
-        """Never called: a saved step has the groups that dynamic sampling chose."""
-        raise AssertionError("nobody asks for further rounds of a saved step")

@@ -17,7 +17,7 @@ from torch import Tensor
 from megappo.runtime.objects import all_gather_objects
 from megappo.types import Episodes, Experience, Rollouts, Scored
 
-Whole = TypeVar("Whole", bound=Episodes | Experience | Rollouts | Scored)
+Whole = TypeVar("Whole", Experience, Rollouts)
 
 
 @dataclass(frozen=True)
@@ -43,7 +43,8 @@ class Selection:
 
     def add(self, rollouts: Rollouts, scores_B: Tensor, metrics: Mapping[str, float]) -> None:
         """Add this rank's samples of a round, and the metrics of all ranks' rewards; a collective of the world."""
-        here = _spread(rollouts, scores_B, self.samples_per_prompt)
+        rewards = rewards_of_groups(rollouts, scores_B, self.samples_per_prompt)
+        here = {group: len(set(of_group)) > 1 for group, of_group in rewards.items()}
         found = {group: differs for part in all_gather_objects(here) for group, differs in part.items()}
         self.rounds.append(_RewardedRound(rollouts, scores_B, metrics, tuple(found[group] for group in sorted(found))))
 
@@ -94,18 +95,13 @@ class Selection:
         return renumbered(rollouts, sample_ids_B, self.samples_per_prompt), torch.cat(scores), metrics
 
 
-def _spread(rollouts: Rollouts, scores_B: Tensor, samples_per_prompt: int) -> dict[int, bool]:
-    """For each of this rank's groups, by number: whether the rewards of its samples differ; failed episodes are
-    ignored."""
-    total_rewards_B = rollouts.total_rewards_B(scores_B)
-    rewards: dict[int, set[float]] = {}
-    failed = (rollouts.group_ids_B < 0).tolist()
-    for sample_id, total, has_failed in zip(
-        rollouts.sample_ids_B.tolist(), total_rewards_B.tolist(), failed, strict=True
-    ):
-        of_group = rewards.setdefault(sample_id // samples_per_prompt, set())
-        of_group.update([] if has_failed else [total])
-    return {group: len(found) > 1 for group, found in rewards.items()}
+def rewards_of_groups(rollouts: Rollouts, scores_B: Tensor, samples_per_prompt: int) -> dict[int, list[float]]:
+    """Rewards of the samples of each of this rank's groups, by number; without those of failed episodes."""
+    rewards: dict[int, list[float]] = {}
+    columns = (rollouts.sample_ids_B, rollouts.total_rewards_B(scores_B), rollouts.group_ids_B < 0)
+    for sample_id, total, has_failed in zip(*(column.tolist() for column in columns), strict=True):
+        rewards.setdefault(sample_id // samples_per_prompt, []).extend([] if has_failed else [total])
+    return rewards
 
 
 def renumbered(rollouts: Rollouts, sample_ids_B: Tensor, samples_per_prompt: int) -> Rollouts:
@@ -114,24 +110,15 @@ def renumbered(rollouts: Rollouts, sample_ids_B: Tensor, samples_per_prompt: int
     return replace(rollouts, sample_ids_B=sample_ids_B, group_ids_B=group_ids_B)
 
 
-def joined(parts: Sequence[tuple[Rollouts, Sequence[int]]]) -> Rollouts:
-    """Rows of several rollouts, concatenated."""
-    return Rollouts(**_joined_fields(*_chosen([(rollouts, rollouts, rows) for rollouts, rows in parts])))
+def joined(parts: Sequence[tuple[Whole, Sequence[int]]]) -> Whole:
+    """Rows of several rollouts or experiences, concatenated; those of the first, which are none, where none has one."""
+    some = [(whole, list(rows)) for whole, rows in parts if rows] or [(parts[0][0], list[int]())]
+    rollouts = [whole if isinstance(whole, Rollouts) else whole.scored.rollouts for whole, _ in some]
+    lengths = [int(x.response_lengths_B[b]) for x, (_, rows) in zip(rollouts, some, strict=True) for b in rows]
+    return type(parts[0][0])(**_joined_fields(some, max(lengths, default=1)))
 
 
-def joined_experience(parts: Sequence[tuple[Experience, Sequence[int]]]) -> Experience:
-    """Rows of several experiences, concatenated."""
-    return Experience(**_joined_fields(*_chosen([(whole, whole.scored.rollouts, rows) for whole, rows in parts])))
-
-
-def _chosen(parts: Sequence[tuple[Whole, Rollouts, Sequence[int]]]) -> tuple[list[tuple[Whole, list[int]]], int]:
-    """Parts with at least one row, or the first part where none has one; and the longest response among the rows."""
-    some = [(whole, rollouts, list(rows)) for whole, rollouts, rows in parts if rows] or [(*parts[0][:2], list[int]())]
-    longest = max((int(rollouts.response_lengths_B[b]) for _, rollouts, rows in some for b in rows), default=1)
-    return [(whole, rows) for whole, _, rows in some], longest
-
-
-def _joined_fields(parts: Sequence[tuple[Whole, list[int]]], longest: int) -> dict[str, Any]:
+def _joined_fields(parts: Sequence[tuple[Any, list[int]]], longest: int) -> dict[str, Any]:
     """Concatenated fields of dataclasses. Fields are (B,) or (B, R) tensors, tuples of B, such dataclasses, or None on
     all."""
     found: dict[str, Any] = {}

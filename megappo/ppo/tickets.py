@@ -44,10 +44,7 @@ def choose(
     if len(taken) < wanted:
         return None
     for later_steps in range(max_lag + 1):
-        is_due = [newest - group.version + later_steps >= max_lag for group in groups]
-        tickets = {group.ticket for group, due in zip(groups, is_due, strict=True) if due}
-        if sum(group.ticket in tickets for group in taken) < min(
-            wanted, len(tickets) - later_steps * (of_step or wanted)
-        ):
+        due = {group.ticket for group in groups if newest - group.version + later_steps >= max_lag}
+        if sum(group.ticket in due for group in taken) < min(wanted, len(due) - later_steps * (of_step or wanted)):
             return None
     return taken

@@ -260,13 +260,12 @@ class Trainer:
         self.record.note(scores_B)
         self.reporter.samples(self.step, rollouts, scores_B)
         scores_B, found = self.shaper.shape(scores_B, rollouts)
-        self.metrics |= found
-        self.metrics |= source_metrics(rollouts, scores_B, self.parts)
+        self.metrics |= found | source_metrics(rollouts, scores_B, self.parts)
         return rollouts, scores_B
 
     def generate(self, round_number: int = 0, prompts: int = 0) -> Rollouts:
         """The step's responses; with dynamic sampling, those to so many further prompts in a further round."""
-        with self.reporter.stage("rollout", f"the {self.parts.derived.batch_sequences} responses of all ranks"):
+        with self.reporter.stage("rollout", f"the {self.config.rollout.batch_sequences} responses of all ranks"):
             if round_number:
                 rollouts = self.responses.more(self.step, round_number, prompts)
             else:
@@ -325,14 +324,13 @@ class Trainer:
         if compares:
             newest = self.weight_version + self.actor_changed
             self.metrics |= check_mismatch(trainer_logprob, rollouts, self.algorithm, parts.runtime, newest)
-        bypass = self.algorithm.old_logprob == "bypass"
-        old_logprob = rollouts.engine_logprob_BR if bypass else trainer_logprob
+        old_logprob = rollouts.engine_logprob_BR if self.algorithm.old_logprob == "bypass" else trainer_logprob
         return PlacedStep(actor, critic), Scored(rollouts, scores_B, old_logprob, reference, values)
 
     def estimate_advantages(self, scored: Scored) -> Experience:
         """KL in the reward, advantages and returns, whitening over the global batch."""
         with self.reporter.stage("advantages"):
-            experience, metrics = self.experience_maker.make(scored, self.parts.derived.batch_sequences)
+            experience, metrics = self.experience_maker.make(scored, self.config.rollout.batch_sequences)
             problem = self.record.write(self.step, experience)
         self.metrics |= metrics
         if problem:
@@ -373,7 +371,7 @@ class Trainer:
             new_logprob_BR = actor.forward()
             self.parts.actor.rest()
         final_kl = policy_kl(new_logprob_BR, experience, self.parts.runtime)
-        self.penalty.update(final_kl, self.parts.derived.batch_sequences)
+        self.penalty.update(final_kl, self.config.rollout.batch_sequences)
         self.metrics["actor/final_kl"] = final_kl
 
     @property
@@ -383,7 +381,7 @@ class Trainer:
     def minibatches(self, role: str) -> list[frozenset[int]]:
         """Sample ids of each update of actor or critic in this step."""
         seed = sample_seed(self.config.run.seed, self.step, -2 if role == "critic" else -1)
-        return draw_minibatches(self.config.trained[role], self.parts.derived.batch_sequences, seed)
+        return draw_minibatches(self.config.trained[role], self.config.rollout.batch_sequences, seed)
 
     def _run(self, updates: RoleUpdates, experience: Experience) -> dict[str, float]:
         """Run all updates of a role; log those that stand out, and keep what was refused. Returns metrics."""

@@ -62,17 +62,9 @@ class LossWeights:
 
     def of(self, batch: PackedBatch, mask_W: Tensor) -> Tensor:
         """(W,) float32 weights, 0 where `mask_W` is False."""
-        weights = [
-            token_weights(
-                mask=mask_R[None],
-                mode=self.mode,
-                total_tokens=self.tokens,
-                total_sequences=self.sequences,
-                norm_tokens=self.norm_tokens,
-            )[0]
-            for mask_R in mask_W.split(batch.response_lengths)
-        ]
-        return torch.cat(weights)
+        counts = {"total_tokens": self.tokens, "total_sequences": self.sequences, "norm_tokens": self.norm_tokens}
+        masks = mask_W.split(batch.response_lengths)
+        return torch.cat([token_weights(mask=mask_R[None], mode=self.mode, **counts)[0] for mask_R in masks])
 
     def inputs(self, batch: PackedBatch) -> dict[str, Tensor]:
         """Inputs of the loss of this rank's rows: the samples' fields, with `mask` as bool, and `weights`."""

@@ -34,10 +34,7 @@ def overridden(settings: Iterable[Setting], changes: Iterable[Setting]) -> list[
     replaces the settings in it."""
     kept = {setting.key: setting for setting in settings}
     for setting in changes:
-        inside = [key for key in kept if key.startswith(f"{setting.key}.")]
-        for key in inside:
-            del kept[key]
-        kept[setting.key] = setting
+        kept = {key: s for key, s in kept.items() if not key.startswith(f"{setting.key}.")} | {setting.key: setting}
     return list(kept.values())
 
 

@@ -107,12 +107,6 @@ def file_system(folder: Path, mounts: str | None = None) -> str:
             mounts = Path("/proc/mounts").read_text()
         except OSError:
             return ""
-    place, kind, longest = str(folder.resolve()), "", -1
-    for line in mounts.splitlines():
-        fields = line.split(" ")
-        if len(fields) < 3:
-            continue
-        point = fields[1].rstrip("/")
-        if (place == point or place.startswith(f"{point}/")) and len(point) >= longest:
-            kind, longest = fields[2], len(point)
-    return kind
+    rows = [line.split(" ") for line in mounts.splitlines()]
+    above = [(len(row[1]), row[2]) for row in rows if len(row) > 2 and folder.resolve().is_relative_to(row[1])]
+    return max(reversed(above), key=lambda mount: mount[0], default=(0, ""))[1]  # of equals the last hides the others

@@ -150,11 +150,7 @@ def _end(request: StarterRequest) -> Iterator[Setting]:
     yield Setting(
         "algorithm.lam", 1.0, "rewards come at the end: returns without the bias of a critic that still learns"
     )
-    yield Setting(
-        "algorithm.kl_in_reward",
-        {"kind": "kl", "coef": 0.001},
-        "keeps the policy near the reference",
-    )
+    yield Setting("algorithm.kl_in_reward", {"kind": "kl", "coef": 0.001}, "keeps the policy near the reference")
     if request.task != "jsonl":
         yield Setting("evaluation.every_steps", 20, "the validation set, answered greedily")
     yield Setting("checkpoint.every_steps", 20, "what a killed run loses at most")

@@ -24,7 +24,6 @@ class Written:
     """What was written."""
 
     files: tuple[Path, ...]
-    proposal: Proposal
     notes: tuple[str, ...]
     """From where models were read that are not on this machine."""
 
@@ -49,7 +48,7 @@ def write(request: StarterRequest, target: RunTarget, output: Path, beside: Path
                 load_config(draft)
                 files = [file for file, text in _examples(request, output) if _written_once(file, text)]
                 draft.replace(output)
-                return Written((output, *files), layouts[0], found.notes)
+                return Written((output, *files), found.notes)
         raise ConfigError(remedy(found.config, found.models, target.machine, target.ranks)[0])
     finally:
         draft.unlink(missing_ok=True)

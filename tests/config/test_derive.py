@@ -23,8 +23,8 @@ from megappo.config import (
     derive_run,
     describe,
     load_config,
+    print_rows,
 )
-from megappo.config import print_table as print_config_table
 from megappo.config.grid import Grid
 from megappo.config.model_files import read_architecture
 from megappo.config.roles import CriticSettings, OptimizerSettings, ReferenceSettings
@@ -272,8 +272,9 @@ def test_all_problems_at_once() -> None:
 
 
 def test_numbers_on_one_rank() -> None:
-    derived = derive(config_with("critic.warmup_steps=4"), 1, SHAPE)
-    assert (derived.batch_sequences, derived.max_sequence_tokens) == (16, 128)
+    config = config_with("critic.warmup_steps=4")
+    derived = derive(config, 1, SHAPE)
+    assert (config.rollout.batch_sequences, config.max_sequence_tokens) == (16, 128)
     actor, critic = derived.actor, derived.critic
     assert critic is not None
     assert (actor.minibatches_per_step, actor.updates_per_step, actor.total_updates) == (2, 2, 12)
@@ -526,7 +527,7 @@ def test_table() -> None:
     assert "2 minibatches of 8 = 2 per step, 20 in all; learning rate 1e-05 cosine" in rows["actor updates"]
     assert "KL in reward 0.01" in rows["algorithm"]
     text = io.StringIO()
-    print_config_table(config, derived, Console(file=text, width=80))
+    print_rows(describe(config, derived), Console(file=text, width=80))
     assert "my[bold]run" in text.getvalue()
     assert "critic updates" in text.getvalue()
 

@@ -85,7 +85,7 @@ def role(tp: int, pp: int, ranks: range) -> RoleNumbers:
 
 
 def test_groups_of_roles_that_stand_apart() -> None:
-    derived = Derived(8, role(2, 2, range(4)), role(1, 2, range(4, 8)), 8, 8, ())
+    derived = Derived(8, role(2, 2, range(4)), role(1, 2, range(4, 8)), ())
     found = {f.name: f for f in group_kinds(derived, 8)}
     assert list(found) == ["world", "actor TP 2", "actor PP 2", "critic PP 2", "critic DP 2"]
     assert found["actor TP 2"].groups == ((0, 1), (2, 3))
@@ -99,7 +99,7 @@ def test_groups_of_roles_that_stand_apart() -> None:
 
 def test_groups_of_ranks_that_share_out_samples() -> None:
     numbers = RoleNumbers(Grid(range(8), 2, 1, cp=2), 1, 16, 1, 1, 1)
-    found = {f.name: f for f in group_kinds(Derived(8, numbers, None, 8, 8, ()), 8)}
+    found = {f.name: f for f in group_kinds(Derived(8, numbers, None, ()), 8)}
     assert list(found) == ["world", "actor TP 2", "actor CP 2", "actor DP x CP 4"]
     assert found["actor CP 2"].groups == ((0, 2), (1, 3), (4, 6), (5, 7))
     assert found["actor DP x CP 4"].groups == ((0, 2, 4, 6), (1, 3, 5, 7))

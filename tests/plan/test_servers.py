@@ -13,7 +13,7 @@ from pydantic import TypeAdapter
 
 from megappo.cli import main
 from megappo.config import ConfigError, load_config
-from megappo.engines.sglang import ServerSpec
+from megappo.engines.sglang.spec import ServerSpec
 from megappo.plan.inputs import Models
 from megappo.plan.machines import ASSUMED, MACHINES
 from megappo.plan.planner import Plan, make_plan, read_models

@@ -37,8 +37,9 @@ if importlib.util.find_spec("aiohttp") is None:
 
 from aiohttp import web
 
-from megappo.engines.sglang import SGLangEngine, dispatch
+from megappo.engines.sglang import dispatch
 from megappo.engines.sglang.dispatch import Outcome, Round, RoundLimits
+from megappo.engines.sglang.engine import SGLangEngine
 from megappo.engines.sglang.homes import Homes
 from megappo.engines.sglang.in_flight import Departures, InFlightRound, abort_servers
 from megappo.engines.sglang.rounds import Rounds
@@ -757,7 +758,8 @@ def test_an_abort_that_nobody_asked_for_is_a_failure(world_of_one: None) -> None
 
 def test_an_engine_that_holds_no_weights_says_why(world_of_one: None) -> None:
     """And gives back nothing where nothing is under way."""
-    fleet: Any = SimpleNamespace(returns_routing=False, can_sleep=True, each_own=lambda endpoints, act: {})
+    spec = SimpleNamespace(returns_routing=False, memory_saver=True)
+    fleet: Any = SimpleNamespace(spec=spec, each_own=lambda endpoints, act: {})
     runtime: Any = SimpleNamespace(deadlines=Deadlines.of(RuntimeSettings()), rank=0, is_main=True)
     engine = SGLangEngine(fleet, settings(), runtime)
     request = GenerateRequest((2, 100), seed=0, prompt_id=0)

@@ -13,11 +13,10 @@ def algorithm_rules(config: Config) -> Iterator[str]:
     """Rules on what the algorithm needs of the other sections; nothing of the user's code is imported."""
     if config.algorithm.estimator in NAMES:
         yield from estimator_rules(config, builtin(config.algorithm.estimator))
-    has_kl = config.algorithm.kl_in_reward is not None or config.algorithm.kl_in_loss is not None
-    if has_kl and config.reference is None:
-        term = "kl_in_reward" if config.algorithm.kl_in_reward is not None else "kl_in_loss"
-        yield f"algorithm.{term} needs a reference policy; add `reference: {{}}` or set algorithm.{term} to null"
-    if config.reference is not None and not has_kl:
+    terms = [f"algorithm.{name}" for name in ("kl_in_reward", "kl_in_loss") if getattr(config.algorithm, name)]
+    if terms and config.reference is None:
+        yield f"{terms[0]} needs a reference policy; add `reference: {{}}` or set {terms[0]} to null"
+    if config.reference is not None and not terms:
         yield (
             "reference is given but no KL term uses it; add algorithm.kl_in_reward or algorithm.kl_in_loss, "
             "or remove it (reference=null)"

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, TypedDict
 
+from megappo.config.rules.experience import folder_of_step
 from megappo.observe.json_values import JSONValue
 
 if TYPE_CHECKING:
@@ -29,11 +30,6 @@ class ArrivedStep(TypedDict):
     metrics: dict[str, float]
 
 
-def folder_of_step(folder: Path, step: int) -> Path:
-    """Folder of a step's samples in a record of arrivals."""
-    return folder / f"step-{step:06d}"
-
-
 def read_index(folder: Path) -> dict[int, ArrivedStep]:
     """The index entry of each step in a folder that `rollout.record_arrivals` has filled.
 
@@ -43,10 +39,8 @@ def read_index(folder: Path) -> dict[int, ArrivedStep]:
     path = folder / INDEX
     found: dict[int, ArrivedStep] = {}
     try:
-        *whole, _ = path.read_text(encoding="utf-8").split(
-            "\n"
-        )  # the last is empty, or was cut when the run was killed
-        for line in whole:
+        # The last line is empty, or was cut when the run was killed.
+        for line in path.read_text(encoding="utf-8").split("\n")[:-1]:
             record: ArrivedStep = json.loads(line)
             step = int(record["step"])
             found = {earlier: kept for earlier, kept in found.items() if earlier < step} | {step: record}
@@ -81,7 +75,7 @@ def arrivals_rules(config: Config) -> Iterator[str]:
             "rollout.record_arrivals: true"
         )
         return
-    sizes = [rollout.prompts_per_step, rollout.samples_per_prompt]
+    sizes = list(rollout.sizes)
     others = [line.get("sizes") for line in index.values() if line.get("sizes") != sizes]
     if others:
         yield (

@@ -49,7 +49,7 @@ class SavedStep:
 
 
 def folder_of_step(folder: Path, step: int) -> Path:
-    """Where the experience of a step is saved."""
+    """Where the experience of a step is saved, or its samples in a record of arrivals."""
     return folder / f"step-{step:06d}"
 
 
@@ -128,7 +128,7 @@ def _without_engine(config: Config) -> Iterator[str]:
 def _step_rules(config: Config, there: Mapping[int, SavedStep], steps: int | None) -> Iterator[str]:
     """Rules on training from saved steps: each step of the run was saved under its number, with all its samples."""
     rollout, folder = config.rollout, config.rollout.load_from
-    sizes = (rollout.prompts_per_step, rollout.samples_per_prompt)
+    sizes = rollout.sizes
     other = next((s for s in there.values() if (s.prompts_per_step, s.samples_per_prompt) != sizes), None)
     if other is not None:
         yield (

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator
 
 from megappo.config.grid import format_ranks, rank_words
 from megappo.config.rules import experts
@@ -51,9 +51,8 @@ def placement_rules(role: RoleSpec, world_size: int) -> Iterator[str]:
         )
 
 
-def coverage_rules(roles: Iterable[RoleSpec], world_size: int) -> Iterator[str]:
+def coverage_rules(roles: Collection[RoleSpec], world_size: int) -> Iterator[str]:
     """Rule on all roles together: every rank of the world belongs to one."""
-    roles = list(roles)
     covered = {rank for role in roles for rank in role.layout.grid(world_size).ranks}
     idle = [rank for rank in range(world_size) if rank not in covered]
     if not idle:
@@ -131,12 +130,11 @@ def _recompute_rules(role: RoleSpec, model_name: str) -> Iterator[str]:
         )
 
 
-def vocabulary_rules(config: Config, roles: Iterable[RoleSpec]) -> Iterator[str]:
+def vocabulary_rules(config: Config, roles: Collection[RoleSpec]) -> Iterator[str]:
     """Rules on padding of the vocabulary: tensor parallel ranks divide it evenly."""
     multiple = config.model.pad_vocab_to_multiple_of
     if multiple == 1:
         return
-    roles = list(roles)
     common = math.lcm(*(role.layout.tensor_parallel for role in roles))
     for role in roles:
         tp = role.layout.tensor_parallel

@@ -13,8 +13,8 @@ from megappo.observe.metric_docs import METRICS
 def keep_best_rules(config: Config, steps: int | None) -> Iterator[str]:
     """Rules on `checkpoint.keep_best`: the metric exists in steps that write a checkpoint; `steps` of the run, None
     where not known."""
-    wanted = config.checkpoint.keep_best if config.checkpoint is not None else None
-    if wanted is None:
+    checkpoint, evaluation = config.checkpoint, config.evaluation
+    if checkpoint is None or (wanted := checkpoint.keep_best) is None:
         return
     name, known = wanted.removeprefix("-"), _metrics_of(config)
     if name not in known:
@@ -23,19 +23,13 @@ def keep_best_rules(config: Config, steps: int | None) -> Iterator[str]:
             f"the nearest is '{nearest_word(name, known)}'"
         )
         return
-    yield from _is_there(config, wanted, name, steps)
-
-
-def _is_there(config: Config, wanted: str, name: str, steps: int | None) -> Iterator[str]:
-    """Rules on the metric's section: a checkpoint holds the metrics of its own step only."""
     if name.startswith("critic/") and config.critic is None:
         yield f"checkpoint.keep_best is '{wanted}', and there is no critic; name another metric"
     if not name.startswith("eval/"):
         return
-    evaluation, checkpoint = config.evaluation, config.checkpoint
     if evaluation is None:
         yield f"checkpoint.keep_best is '{wanted}', and nothing is evaluated; add evaluation, or name another metric"
-    elif checkpoint is not None and steps is not None:
+    elif steps is not None:  # a checkpoint holds the metrics of its own step only
         periods = [every for every in (checkpoint.every_steps, checkpoint.keep_every_steps) if every is not None]
         if all(math.lcm(every, evaluation.every_steps) >= steps for every in periods):
             yield (

@@ -8,7 +8,7 @@ from megappo.config.roles import CriticSettings
 from megappo.config.rules.role_spec import RoleSpec
 from megappo.config.schema import Config
 from megappo.errors import nearest_word, show
-from megappo.families.adapters import LoraShape, least_side, target_names
+from megappo.families.adapters import least_side, target_names
 from megappo.families.architecture import ArchitectureConfig
 from megappo.families.frozen import freeze_problems
 
@@ -56,8 +56,7 @@ def target_rules(role: RoleSpec) -> Iterator[str]:
             f"{', '.join(possible)}, of which '{nearest_word(unknown[0], possible)}' is the nearest"
         )
         return
-    shape = LoraShape.of(arch, lora.rank, lora.alpha, lora.targets)
-    least = least_side(arch, shape.targets)
+    least = least_side(arch, lora.of(arch).targets)
     if lora.rank > least:
         yield f"{key}.rank {lora.rank} is above {least}, the smallest side of its matrices; set at most {least}"
 

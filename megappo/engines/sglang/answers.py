@@ -92,8 +92,7 @@ def cache_use(texts: Sequence[Answer]) -> CacheUse:
 def routing_of(text: Answer, request: GenerateRequest, shape: RoutingShape, endpoint: Endpoint) -> Tensor:
     """Experts of each token, (T - 1, L, K), from SGLang's base64 of int32. Raises ServerFailure."""
     told = base64.b64decode(text["meta_info"].get("routed_experts") or "")
-    tokens = len(request.token_ids) + len(text["output_ids"]) - 1
-    sizes = (tokens, shape.layers, shape.experts_per_token)
+    sizes = (len(request.token_ids) + len(text["output_ids"]) - 1, shape.layers, shape.experts_per_token)
     if len(told) != 4 * math.prod(sizes):
         raise ServerFailure(f"{endpoint.name} gave no experts for each of {' x '.join(map(str, sizes))} places")
     numbers = torch.frombuffer(bytearray(told), dtype=torch.int32)

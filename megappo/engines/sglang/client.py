@@ -5,7 +5,8 @@ from __future__ import annotations
 import http.client
 import json
 import secrets
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from http import HTTPStatus
 from typing import Any
@@ -87,6 +88,19 @@ def call(
     return answer
 
 
+def failures_of(
+    endpoints: Iterable[Endpoint], path: str, body: Mapping[str, JSONValue], timeout_seconds: float
+) -> dict[int, str]:
+    """Send each of these servers a request; returns why it failed, by the numbers of those where it did."""
+    failed = dict[int, str]()
+    for endpoint in endpoints:
+        try:
+            call(endpoint, path, body, timeout_seconds=timeout_seconds)
+        except ServerFailure as failure:
+            failed[endpoint.index] = str(failure)
+    return failed
+
+
 def _parse(text: str) -> dict[str, JSONValue]:
     try:
         answer = json.loads(text) if text else {}
@@ -115,8 +129,7 @@ def takes_any_key(endpoint: Endpoint, timeout_seconds: float) -> bool:
 
 def is_alive(endpoint: Endpoint, timeout_seconds: float) -> bool:
     """Whether the server can generate."""
-    try:
+    with suppress(ServerFailure):
         call(endpoint, HEALTH, timeout_seconds=timeout_seconds, method="GET")
-    except ServerFailure:
-        return False
-    return True
+        return True
+    return False

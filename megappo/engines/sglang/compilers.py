@@ -32,8 +32,7 @@ def toolkit(environment: Mapping[str, str]) -> Path | None:
     home = where_looked(environment)
     if (home / "bin" / "nvcc").is_file() and (home / "lib64" / "libcudart.so").exists():
         return home
-    is_named = environment.get("CUDA_HOME") or environment.get("CUDA_PATH")
-    return None if is_named else packaged_toolkit()
+    return None if environment.get("CUDA_HOME") or environment.get("CUDA_PATH") else packaged_toolkit()
 
 
 def missing(environment: Mapping[str, str]) -> list[str]:

@@ -69,11 +69,9 @@ class Fingerprints:
                 elif parameter.kind == "replicated" and rank != self._ranks[0]:
                     found[rank, name] = found[self._ranks[0], name]
                 else:
-                    found[rank, name] = fingerprint(self._shards(parameter, tensors, rank))
+                    shards = engine_shards(self._shape, parameter, tensors, rank, sliced=self._sliced)
+                    found[rank, name] = fingerprint(shards)
         return found
-
-    def _shards(self, parameter: Parameter, tensors: Mapping[str, Tensor], rank: int) -> Iterator[Tensor]:
-        return engine_shards(self._shape, parameter, tensors, rank, sliced=self._sliced)
 
     def _of_experts(
         self, parameter: Parameter, tensors: Mapping[str, Tensor], key: tuple[int, str]

@@ -7,6 +7,7 @@ import socket
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TypeVar
@@ -52,9 +53,9 @@ def key_problem(endpoint: Endpoint, timeout_seconds: float) -> str | None:
     return f"{name} refuses the key in {KEY_VARIABLE}; set {KEY_VARIABLE} to the key that it was started with"
 
 
-def by_server(facts: Sequence[Mapping[int, T]]) -> dict[int, T]:
-    """Merge what the ranks know of servers, by the servers' numbers."""
-    return {index: fact for of_rank in facts for index, fact in of_rank.items()}
+def by_server(mine: Mapping[int, T]) -> dict[int, T]:
+    """What all ranks know of servers, by the servers' numbers; a collective."""
+    return {index: fact for of_rank in all_gather_objects(dict(mine)) for index, fact in of_rank.items()}
 
 
 def address_among(hosts: Sequence[tuple[str, str]], mine: tuple[str, str]) -> str:
@@ -114,7 +115,8 @@ class Fleet:
         self._starts = dict.fromkeys(self._mine, 0)
         self._restarts = dict.fromkeys(self._nodes, 0)
         host, address = self._interface(hosts)
-        self._spec = replace(spec, host=host, address=address)
+        self.spec = replace(spec, host=host, address=address)
+        """What all of them are started with."""
         self._specs = agreed(lambda: {i: self._placed(i) for i in self._nodes if not self._external}, (RunError,))
         """Specifications of this rank's servers and parts, also used for restarts."""
         unheard = unheard_variables(os.environ)
@@ -125,16 +127,6 @@ class Fleet:
             )
         self._rendezvous = self._meet() if self._settings.nodes > 1 else {}
         self._start(list(self._specs))
-
-    @property
-    def can_sleep(self) -> bool:
-        """Whether the servers can release memory that the trainers want."""
-        return self._spec.memory_saver
-
-    @property
-    def returns_routing(self) -> bool:
-        """Whether the servers return the experts of each token."""
-        return self._spec.returns_routing
 
     def _interface(self, hosts: Sequence[tuple[str, str]]) -> tuple[str, str]:
         """The interface that this machine's servers listen on, and the address at which others reach them; a
@@ -159,13 +151,12 @@ class Fleet:
 
     def _meet(self) -> dict[int, MultiNodeRendezvous]:
         """Connect each of this rank's servers and parts with its other parts; a collective."""
-        address, patience = self._spec.address or self._spec.host, self._settings.start_timeout_seconds
+        address, patience = self.spec.address or self.spec.host, self._settings.start_timeout_seconds
         first = agreed(
             lambda: {i: MultiNodeRendezvous.host(address, 0, self._settings) for i in self._mine}, (OSError,)
         )
         # Told only now: every first part listens before another part connects.
-        told = all_gather_objects({index: (address, rendezvous.port) for index, rendezvous in first.items()})
-        meetings = {index: meeting for of_rank in told for index, meeting in of_rank.items()}
+        meetings = by_server({index: (address, rendezvous.port) for index, rendezvous in first.items()})
 
         def join(index: int, node: int) -> MultiNodeRendezvous:
             return MultiNodeRendezvous.join(*meetings[index], node, self._settings, patience)
@@ -204,11 +195,11 @@ class Fleet:
             )
         if self._runtime.on_cuda:
             gpus = server_gpus(self._settings, index, self._runtime.device.index, self._ranks_here)
-            return replace(self._spec, devices=gpus, job_cores=tuple(sorted(self._cores_here)), seed=index)
+            return replace(self.spec, devices=gpus, job_cores=tuple(sorted(self._cores_here)), seed=index)
         cores = sorted(self._cores_here)
         share = max(1, len(cores) // self._count)
         own = cores[index * share : (index + 1) * share] or cores
-        return replace(self._spec, cores=tuple(own), job_cores=tuple(cores), seed=index)
+        return replace(self.spec, cores=tuple(own), job_cores=tuple(cores), seed=index)
 
     # What a rank does for its servers; every method returns what all ranks must know
 
@@ -218,8 +209,7 @@ class Fleet:
         again."""
         if self._external:
             return self._each(self._mine, lambda index: self._taken_in(self._await_external(index)))
-        lost = self._agreed(self._of_mine(self._mine, self._came_up))
-        return self._renewed(lost, self._mine)
+        return self._renewed(self._agreed(self._of_mine(self._mine, self._came_up)), self._mine)
 
     def restart_dead(self, suspects: Iterable[int]) -> Started:
         """Restart servers that do not answer and wait for them. `suspects`: servers that failed in some way. A
@@ -248,11 +238,10 @@ class Fleet:
         return {i for of_rank in all_gather_objects(lost) for i in of_rank} if self._settings.nodes > 1 else lost
 
     def _came_up(self, index: int) -> bool:
-        try:
+        with suppress(ServerFailure):
             self.servers[index].wait_ready()
-        except ServerFailure:
-            return False
-        return True
+            return True
+        return False
 
     def _answers(self, index: int) -> bool:
         """Whether a server answers. One that has released memory counts as failed, as it must not be asked anything."""
@@ -299,10 +288,10 @@ class Fleet:
     def _taken_in(self, endpoint: Endpoint, restarts: int = 0) -> Started:
         """Check a server that has just come up."""
         said = what_it_says(endpoint, self._settings.health_timeout_seconds)
-        check_room(endpoint.name, said, self._spec.cache)
+        check_room(endpoint.name, said, self.spec.cache)
         if self._external:
             check_stack(endpoint.name, said, by_nccl=self._runtime.on_cuda)
-            check_routing(endpoint.name, said, wanted=self._spec.returns_routing)
+            check_routing(endpoint.name, said, wanted=self.spec.returns_routing)
         return Started((endpoint,), restarts)
 
     def _await_external(self, index: int) -> Endpoint:
@@ -344,7 +333,7 @@ class Fleet:
                     action(self.servers[endpoint.index])
                 except ServerFailure as failure:
                     failed[endpoint.index] = str(failure)
-        return by_server(all_gather_objects(failed))
+        return by_server(failed)
 
     def close(self) -> None:
         """End this rank's servers and parts at the same time."""

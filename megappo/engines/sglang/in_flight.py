@@ -12,7 +12,7 @@ import aiohttp
 
 from megappo.config.engine import SGLangSettings
 from megappo.engines.protocol import Completion, GenerateRequest, Listener, SamplingParams
-from megappo.engines.sglang.client import Endpoint, ServerFailure, call
+from megappo.engines.sglang.client import Endpoint, failures_of
 from megappo.engines.sglang.dispatch import Outcome, RoundLimits
 from megappo.engines.sglang.streaming import OpenRound
 from megappo.runtime.objects import all_gather_objects
@@ -195,8 +195,10 @@ def abort_servers(stream: InFlightRound | None, mine: Sequence[Endpoint], settin
     failed, quiet = dict[int, str](), 0
     deadline = time.monotonic() + settings.sync_timeout_seconds
     while True:
-        for endpoint in mine:
-            failed |= _abort(endpoint, settings) if endpoint.index not in failed else {}
+        asked = [endpoint for endpoint in mine if endpoint.index not in failed]
+        # Not /pause_generation with mode abort, which looks once a second whether requests are gone (SGLang 0.5.23,
+        # tokenizer_manager.py:2280).
+        failed |= failures_of(asked, "/abort_request", {"abort_all": True}, settings.health_timeout_seconds)
         owing = [] if stream is None else [endpoint for endpoint in stream.busy if endpoint.index not in failed]
         if time.monotonic() > deadline:
             failed |= {e.index: f"{e.name} gave nothing back when it was told to give up" for e in owing}
@@ -206,24 +208,3 @@ def abort_servers(stream: InFlightRound | None, mine: Sequence[Endpoint], settin
         if quiet == 2:  # a request that was being sent during the first pass shows in the second
             return failed
         wait_until(lambda: stream is None or not stream.busy, _ABORT_SECONDS, every_seconds=_ABORT_SECONDS / 10)
-
-
-def pause_servers(mine: Sequence[Endpoint], settings: SGLangSettings) -> dict[int, str]:
-    """Have these servers pause with their requests kept; returns the problems by server."""
-    failed = dict[int, str]()
-    for endpoint in mine:
-        try:
-            call(endpoint, "/pause_generation", {"mode": settings.pause}, timeout_seconds=settings.sync_timeout_seconds)
-        except ServerFailure as failure:
-            failed[endpoint.index] = str(failure)
-    return failed
-
-
-def _abort(endpoint: Endpoint, settings: SGLangSettings) -> dict[int, str]:
-    # Not /pause_generation with mode abort, which looks once a second whether requests are gone (SGLang 0.5.23,
-    # tokenizer_manager.py:2280).
-    try:
-        call(endpoint, "/abort_request", {"abort_all": True}, timeout_seconds=settings.health_timeout_seconds)
-    except ServerFailure as failure:
-        return {endpoint.index: str(failure)}
-    return {}

@@ -3,13 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass
-
-
-@dataclass
-class _Debt:
-    prompt_tokens: int = 0
-    sequences: int = 0
 
 
 class OwedTokens:
@@ -17,7 +10,8 @@ class OwedTokens:
     and an expected response: the mean of the responses so far, or before the first the limit."""
 
     def __init__(self, servers: Iterable[int], most_response_tokens: int) -> None:
-        self._debts = {server: _Debt() for server in servers}
+        self._sequences = dict.fromkeys(servers, 0)
+        self._prompt_tokens = dict(self._sequences)
         self._most = most_response_tokens
         self._responses = self._response_tokens = 0
 
@@ -32,14 +26,12 @@ class OwedTokens:
 
     def of(self, server: int) -> float:
         """Tokens that a server owes."""
-        debt = self._debts[server]
-        return self.worth(debt.prompt_tokens, debt.sequences)
+        return self.worth(self._prompt_tokens[server], self._sequences[server])
 
     def add(self, server: int, prompt_tokens: int, sequences: int) -> None:
         """Add requests to a server, or remove them where the numbers are negative."""
-        debt = self._debts[server]
-        debt.prompt_tokens += prompt_tokens
-        debt.sequences += sequences
+        self._prompt_tokens[server] += prompt_tokens
+        self._sequences[server] += sequences
 
     def answered(self, server: int, prompt_tokens: int, responses: Iterable[int]) -> None:
         """Note responses of a server, each by its number of tokens."""
@@ -50,4 +42,4 @@ class OwedTokens:
 
     def lose(self, server: int) -> None:
         """Remove a server; its requests are added to others by the caller."""
-        del self._debts[server]
+        del self._prompt_tokens[server], self._sequences[server]

@@ -69,8 +69,7 @@ class MultiNodeRendezvous:
         timeout = datetime.timedelta(seconds=self._settings.start_timeout_seconds)
         ranks = self._settings.tensor_parallel
         self._ranks = listening_store(self._address, 0, ranks, timeout, wait_for_workers=False)
-        own = free_ports(self._address, _OWN_PORTS)
-        self._store.set(f"{start}/meeting", f"{self._ranks.port} {own}")
+        self._store.set(f"{start}/meeting", f"{self._ranks.port} {free_ports(self._address, _OWN_PORTS)}")
 
     def is_called(self, start: int) -> bool:
         """Whether the first part has announced this start. Raises ServerFailure where its owner is gone."""

@@ -114,52 +114,44 @@ class ServerSpec:
 
     def arguments(self, port: int, key: str) -> dict[str, Any]:
         """SGLang's arguments as it reads them from a file."""
+        given = self.settings
         found: dict[str, JSONValue] = {
             "model-path": str(self.model_folder),
             "dtype": self.dtype,
             "host": self.host,
             "port": port,
             "api-key": key or None,
-            "tensor-parallel-size": self.settings.tensor_parallel,
+            "tensor-parallel-size": given.tensor_parallel,
+            "ep-size": given.expert_parallel if given.expert_parallel > 1 else None,
+            "attn-dp-size": given.data_parallel_attention if given.data_parallel_attention > 1 else None,
             "random-seed": self.seed,
             "skip-server-warmup": True,
             "sleep-on-idle": True,  # or each rank of an idle server polls, and takes a core from the trainers
             "log-level": "warning",
+            "trust-remote-code": self.trust_remote_code or None,
+            "enable-return-routed-experts": self.returns_routing or None,
+            "custom-weight-loader": [LOADER] if given.takes_slices and has_loader() else None,
+            "max-total-tokens": self.cache.tokens,
         }
         if not self.called:
             found |= self._of_engine()
         if self.deterministic:
             found |= {"enable-deterministic-inference": True, "sampling-backend": "pytorch"}  # others ignore seeds
-        if self.settings.expert_parallel > 1:
-            found["ep-size"] = self.settings.expert_parallel
-        if self.settings.data_parallel_attention > 1:
-            found["attn-dp-size"] = self.settings.data_parallel_attention
-        if self.trust_remote_code:
-            found["trust-remote-code"] = True
-        if self.returns_routing:
-            found["enable-return-routed-experts"] = True
-        if self.settings.takes_slices and has_loader():
-            found["custom-weight-loader"] = [LOADER]
-        if self.cache.tokens is not None:
-            found["max-total-tokens"] = self.cache.tokens
         found |= self._on_gpus() if self.devices else _ON_A_CPU
-        return found | self.settings.arguments
+        return {name: value for name, value in found.items() if value is not None} | given.arguments
 
     def _on_gpus(self) -> dict[str, JSONValue]:
         """Arguments of servers on GPUs."""
-        found: dict[str, JSONValue] = {
+        return {
             "mem-fraction-static": _SHARE_OF_FREE_MEMORY,
             # Graphs of prefill, which are SGLang's default, keep inputs as weak references: a smaller one's overwrite a
             # larger one's, and the answers are wrong without a word (sgl-project/sglang#37606).
             _PREFILL_GRAPHS: "disabled",
+            "cuda-graph-max-bs-decode": self.cache.sequences,  # larger batches run without graphs, kernel by kernel
+            "enable-memory-saver": self.memory_saver or None,
+            # Other runners reorder the experts' weights, so that no fingerprint would match.
+            "moe-runner-backend": "triton" if self.has_experts else None,
         }
-        if self.cache.sequences is not None:  # larger batches would run without graphs, kernel by kernel
-            found["cuda-graph-max-bs-decode"] = self.cache.sequences
-        if self.memory_saver:
-            found["enable-memory-saver"] = True
-        if self.has_experts:  # other runners reorder the experts' weights, so that no fingerprint would match
-            found["moe-runner-backend"] = "triton"
-        return found
 
     def _of_engine(self) -> dict[str, JSONValue]:
         """Arguments of servers whose weights are the actor's."""
@@ -202,8 +194,9 @@ class ServerSpec:
         if self.settings.tensor_parallel > 1 and not self.deterministic:
             kept["SYNC_TOKEN_IDS_ACROSS_TP"] = "1"  # or ranks that drew different tokens wait for each other for ever
             # (SGLang's log-probability is then of what its first rank drew, which `mismatch/max` would show)
-        if self.memory_saver and self._frees_graphs:
-            kept["SGLANG_MEMORY_SAVER_CUDA_GRAPH"] = "1"  # or graphs keep their memory while the server sleeps
+        if self.memory_saver and self.settings.arguments.get(_PREFILL_GRAPHS, "disabled") == "disabled":
+            # Or graphs keep their memory while the server sleeps. With other graphs SGLang refuses to start with it.
+            kept["SGLANG_MEMORY_SAVER_CUDA_GRAPH"] = "1"
         if self.devices:
             # The check refuses GPUs with unequal free memory, and trainers beside a server's ranks may cause that.
             kept["SGLANG_ENABLE_TP_MEMORY_INBALANCE_CHECK"] = "0"
@@ -218,11 +211,8 @@ class ServerSpec:
             threads = self.settings.threads or share
             kept |= {"SGLANG_PLATFORM": PLATFORM_NAME, "TORCHDYNAMO_DISABLE": "1", "OMP_NUM_THREADS": str(threads)}
             kept["OMP_WAIT_POLICY"] = "passive"  # the trainer's threads want the same cores
-            if (
-                self.settings.tensor_parallel > 1
-            ):  # on one NUMA node SGLang wants to be told which cores belong to which rank
-                cores = [self.cores[(r * share + i) % len(self.cores)] for r in range(ranks) for i in range(share)]
-                groups = [cores[r * share : (r + 1) * share] for r in range(ranks)]
+            if self.settings.tensor_parallel > 1:  # on one NUMA node SGLang wants to be told which rank has which cores
+                groups = [[self.cores[(r * share + i) % len(self.cores)] for i in range(share)] for r in range(ranks)]
                 kept["SGLANG_CPU_OMP_THREADS_BIND"] = "|".join(",".join(map(str, group)) for group in groups)
         kept["PYTHONPATH"] = os.pathsep.join(p for p in path if p)
         return kept | self.settings.environment
@@ -232,12 +222,6 @@ class ServerSpec:
         """Whether trainers on other machines broadcast weights to the server's ranks over gloo."""
         by_gloo = not self.called and not self.devices and self.settings.placement == "disaggregated"
         return by_gloo and not is_loopback(self.host)
-
-    @property
-    def _frees_graphs(self) -> bool:
-        """Whether the server's CUDA graphs can release their memory; otherwise SGLang refuses to start with
-        SGLANG_MEMORY_SAVER_CUDA_GRAPH."""
-        return self.settings.arguments.get(_PREFILL_GRAPHS, "disabled") == "disabled"
 
 
 def unheard_variables(environment: Mapping[str, str]) -> list[str]:

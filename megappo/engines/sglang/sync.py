@@ -168,7 +168,8 @@ class SyncRun:
                 # A paused server counts as idle at once, and does not check again while a flush waits.
                 flush = "/flush_cache" if self.pause == "retract" else "/flush_cache?timeout=10"
                 self._on_own(lambda server: self._call(server, flush))
-            self._on_own(lambda server: self._publish(server, version))
+            news: dict[str, JSONValue] = {"new_version": str(version), "abort_all_requests": False}
+            self._on_own(lambda server: self._call(server, "/update_weight_version", news))
             if self.pause != "abort":  # only now: SGLang assigns tokens to versions when it is told one
                 self._on_own(lambda server: self._call(server, "/continue_generation"))
         self._pool.shutdown()
@@ -198,9 +199,6 @@ class SyncRun:
         wrong = differing(server.expected, actual)
         if wrong:
             raise ServerFailure(f"{server.endpoint.name} does not hold what was sent: {first_of(wrong, 5)}")
-
-    def _publish(self, server: ServerSync, version: int) -> None:
-        self._call(server, "/update_weight_version", {"new_version": str(version), "abort_all_requests": False})
 
     def _call(self, server: ServerSync, path: str, body: Mapping[str, JSONValue] | None = None) -> dict[str, Any]:
         return call(server.endpoint, path, body, timeout_seconds=self.timeout_seconds)

@@ -55,11 +55,9 @@ class Transport(Protocol):
         The memory is free again when the function has returned, or, where another rank does it, when the next bucket
         was prepared.
         """
-        ...
 
     def close(self) -> None:
         """Release what was made for this server."""
-        ...
 
 
 class SharedTransport:

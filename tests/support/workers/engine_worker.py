@@ -33,10 +33,12 @@ import megappo.ppo.components
 from megappo.config import derive_run, load_config
 from megappo.config.schema import RolloutSettings
 from megappo.engines.protocol import GenerateRequest, SamplingParams
-from megappo.engines.sglang import EngineError, SGLangEngine, SyncError, inspection
+from megappo.engines.sglang import inspection
 from megappo.engines.sglang.client import call
+from megappo.engines.sglang.engine import SGLangEngine, SyncError
 from megappo.engines.sglang.guard import session_pids, shared_files
 from megappo.engines.sglang.inspection import ServerInfo, check_room
+from megappo.engines.sglang.server import EngineError
 from megappo.engines.sglang.transport import BroadcastTransport, Loaded, SharedTransport, share_buffers
 from megappo.engines.stopping import StopTexts
 from megappo.megatron.placed import announce, place
