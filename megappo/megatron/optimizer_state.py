@@ -7,7 +7,7 @@ updates (0.16.1 / 0.19.2, distrib_optimizer.py:642/839, 940/1225, 825/1032).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -42,13 +42,11 @@ class OptimizerState:
     """Float32 weights and Adam's moments of a role's parameters on one rank."""
 
     def __init__(
-        self, optimizer: MegatronOptimizer, replicas: dist.ProcessGroup, expert_replicas: dist.ProcessGroup
+        self, inners: Sequence[MegatronOptimizer], replicas: dist.ProcessGroup, expert_replicas: dist.ProcessGroup
     ) -> None:
-        """`optimizer`: result of `get_megatron_optimizer`. `replicas`: the data parallel group. `expert_replicas`: the
-        ranks with the same experts."""
-        inners = getattr(optimizer, "chained_optimizers", [optimizer])
-        self._inners = [inner for inner in inners if inner.optimizer is not None]  # where all dense weights are frozen
-        self._replicas, self._expert_replicas = replicas, expert_replicas
+        """`inners`: Megatron's optimizers. `replicas`: the data parallel group. `expert_replicas`: the ranks with the
+        same experts."""
+        self._inners, self._replicas, self._expert_replicas = inners, replicas, expert_replicas
         self._is_shared = any(isinstance(inner, DistributedOptimizer) for inner in self._inners)
         """Whether the state is distributed over data parallel ranks."""
         self._owners = {
