@@ -165,12 +165,11 @@ class _LinearLogprob(torch.autograd.Function):
         if grad_logprob_T is None and grad_entropy_T is None:
             return (None,) * 6
         hidden_TH, weight_VH, local_labels_T, stats_4T = ctx.saved_tensors
-        if grad_logprob_T is None:
-            grad_logprob_T = torch.zeros_like(stats_4T[0])
+        gradients_T = RowGradients.of(stats_4T, grad_logprob_T, grad_entropy_T)
         # Rows without an upstream gradient are skipped: clipped tokens cost nothing.
-        counts_T = (grad_logprob_T != 0) | (0 if grad_entropy_T is None else grad_entropy_T != 0)
+        counts_T = (gradients_T.logprob_C != 0) | (0 if grad_entropy_T is None else grad_entropy_T != 0)
         rows_N = torch.nonzero(counts_T).squeeze(1)
-        gradients = RowGradients.of(stats_4T, grad_logprob_T, grad_entropy_T).of_rows(rows_N)
+        gradients = gradients_T.of_rows(rows_N)
         grad_hidden_NH, grad_weight_VH = _recomputed_gradients(
             hidden_TH[rows_N], weight_VH, local_labels_T[rows_N], gradients, shard.compacted(rows_N)
         )
