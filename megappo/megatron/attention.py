@@ -188,10 +188,6 @@ def takes_packs(dtype: torch.dtype, head_dim: int, capability: tuple[int, int] |
     return capability is not None and capability >= (8, 0) and dtype == torch.bfloat16 and head_dim in range(8, 257, 8)
 
 
-def _capability(device: torch.device) -> tuple[int, int] | None:
-    return torch.cuda.get_device_capability(device) if device.type == "cuda" else None
-
-
 def attend_pack(
     query: Tensor, key: Tensor, value: Tensor, segments: PackedSegments, *, scale: float, window: int | None
 ) -> Tensor:
@@ -265,7 +261,8 @@ class PackedCoreAttention(MegatronModule):
         if segments.key_rows is not None:
             key, value = gather_keys_values(key, value, segments.key_rows, self.context_group)
         scores = Scores(self.scale, self.scores_cap, self.sinks)
-        if scores.are_plain and takes_packs(query.dtype, query.shape[-1], _capability(query.device)):
+        capability = torch.cuda.get_device_capability(query.device) if query.is_cuda else None
+        if scores.are_plain and takes_packs(query.dtype, query.shape[-1], capability):
             return attend_pack(query, key, value, segments, scale=self.scale, window=self.window).flatten(1)
         lengths, key_lengths = segments.lengths, segments.key_lengths
         if segments.key_rows is None and scores.are_plain and takes_products(query, lengths, self.window):
