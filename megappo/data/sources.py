@@ -52,8 +52,7 @@ def read_records(settings: DataSourceSettings) -> list[Record]:
 
     Raises ValueError naming the file and line (or row) and what is wrong with it.
     """
-    found: list[Record] = []
-    without: list[str] = []
+    found, without = list[Record](), list[str]()
     for place, record in itertools.islice(_open(settings), settings.limit):
         _check_sendable(record, place)
         found.append(record)
