@@ -130,7 +130,7 @@ def measure(config: Config, repeat: int) -> list[Row] | None:
             def load() -> None:
                 chosen = select_checkpoint(directory, runtime)
                 assert chosen is not None
-                load_shards(chosen[0], roles, {r.placement.name: role_updates(r) for r in roles}, runtime)
+                load_shards(chosen[0], roles, {r.placement.name: role_updates(r) for r in roles})
 
             def save_and_step() -> None:
                 m.save(wait=False)

@@ -63,16 +63,13 @@ def gae(
         raise ValueError(f"lam has shape {tuple(lam.shape)}, must be a number or ({sequences},), one per sequence")
     valid = mask != 0
     rewards, values_clean = rewards.masked_fill(~valid, 0.0), values.masked_fill(~valid, 0.0)
+    given = (rewards, values_clean, mask, borders, gamma, lam, bootstrap.to(values.dtype))
     if runs_triton(values):
         from megappo_kernels.gpu.gae import launch_gae
 
-        given = (gamma, lam, bootstrap.to(values.dtype), cu_seqlens)
-        advantages = launch_gae(rewards, values_clean, mask, borders, *given)
-    elif cu_seqlens is not None:
-        given = (gamma, lam, bootstrap.to(values.dtype), cu_seqlens)
-        advantages = _packed(rewards, values_clean, mask, borders, *given)
+        advantages = launch_gae(*given, cu_seqlens)
     else:
-        advantages = _padded(rewards, values_clean, mask, borders, gamma, lam, bootstrap.to(values.dtype))
+        advantages = _padded(*given) if cu_seqlens is None else _packed(*given, cu_seqlens)
     advantages = advantages.masked_fill_(~valid, 0.0)
     return advantages, advantages + values_clean
 

@@ -17,13 +17,7 @@ from megappo_kernels.autograd import ContextWith
 from megappo_kernels.backend import runs_triton
 from megappo_kernels.blocks import BLOCK
 from megappo_kernels.gemm import LogitsGemm, add_product
-from megappo_kernels.rows import (
-    RowGradients,
-    Scaling,
-    empty_statistics,
-    logprob_and_entropy,
-    merge_statistics,
-)
+from megappo_kernels.rows import RowGradients, Scaling, empty_statistics, logprob_and_entropy, merge_statistics
 from megappo_kernels.softmax import logits_gradient, update_statistics
 
 # Most bytes of a slice's logits and gradients in backward: 6 bytes a number, float32 and bfloat16.
@@ -49,11 +43,11 @@ class HeadShard:
         hidden_TH: Tensor,
         weight_VH: Tensor,
         labels_T: Tensor,
-        *,
         temperature: float | Tensor,
         tp_group: dist.ProcessGroup | None,
         valid_vocab: int | None,
         softcap: float | None,
+        *,
         exact: bool,
     ) -> HeadShard:
         """The shard that arguments of `linear_logprob` describe; raises ValueError where they do not fit together."""
@@ -119,14 +113,7 @@ def linear_logprob(
     Raises ValueError for shapes, types or options that do not fit.
     """
     shard = HeadShard.of(
-        hidden_TH,
-        weight_VH,
-        labels_T,
-        temperature=temperature,
-        tp_group=tp_group,
-        valid_vocab=valid_vocab,
-        softcap=softcap,
-        exact=exact_logits,
+        hidden_TH, weight_VH, labels_T, temperature, tp_group, valid_vocab, softcap, exact=exact_logits
     )
     return _LinearLogprob.apply(hidden_TH, weight_VH, labels_T - shard.first, shard, entropy, not sequence_parallel)
 
@@ -146,16 +133,10 @@ def head_statistics(
     for start in range(0, len(local_labels_T), block):
         rows = slice(start, start + block)
         gemm = LogitsGemm(hidden_TH[rows], width, exact=shard.exact)
+        stats_4C, labels_C, scaling = stats_4T[:, rows], local_labels_T[rows], shard.scaling.of_rows(rows)
         for first in range(0, shard.here, width):
             logits_CW = gemm(weight_VH[first : min(first + width, shard.here)])
-            update_statistics(
-                stats_4T[:, rows],
-                logits_CW,
-                local_labels_T[rows] - first,
-                shard.scaling.of_rows(rows),
-                entropy=entropy,
-                triton=shard.triton,
-            )
+            update_statistics(stats_4C, logits_CW, labels_C - first, scaling, entropy=entropy, triton=shard.triton)
     return stats_4T
 
 
@@ -184,13 +165,11 @@ class _LinearLogprob(torch.autograd.Function):
         if grad_logprob_T is None and grad_entropy_T is None:
             return (None,) * 6
         hidden_TH, weight_VH, local_labels_T, stats_4T = ctx.saved_tensors
-        if grad_logprob_T is None:
-            grad_logprob_T = torch.zeros_like(stats_4T[0])
+        gradients_T = RowGradients.of(stats_4T, grad_logprob_T, grad_entropy_T)
         # Rows without an upstream gradient are skipped: clipped tokens cost nothing.
-        rows_N = torch.nonzero((grad_logprob_T != 0) | (0 if grad_entropy_T is None else grad_entropy_T != 0)).squeeze(
-            1
-        )
-        gradients = RowGradients.of(stats_4T, grad_logprob_T, grad_entropy_T).of_rows(rows_N)
+        counts_T = (gradients_T.logprob_C != 0) | (0 if grad_entropy_T is None else grad_entropy_T != 0)
+        rows_N = torch.nonzero(counts_T).squeeze(1)
+        gradients = gradients_T.of_rows(rows_N)
         grad_hidden_NH, grad_weight_VH = _recomputed_gradients(
             hidden_TH[rows_N], weight_VH, local_labels_T[rows_N], gradients, shard.compacted(rows_N)
         )

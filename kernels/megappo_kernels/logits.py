@@ -12,13 +12,7 @@ from torch import Tensor
 from megappo_kernels.autograd import ContextWith
 from megappo_kernels.backend import runs_triton
 from megappo_kernels.lm_head import HeadShard, vocabulary_range
-from megappo_kernels.rows import (
-    RowGradients,
-    Scaling,
-    empty_statistics,
-    logprob_and_entropy,
-    merge_statistics,
-)
+from megappo_kernels.rows import RowGradients, Scaling, empty_statistics, logprob_and_entropy, merge_statistics
 from megappo_kernels.softmax import logits_gradient, update_statistics
 
 # Float32 bytes of the rows that a CPU processes at a time; its two scratch buffers have this size.
@@ -85,14 +79,10 @@ class _LogitsLogprob(torch.autograd.Function):
         size = 0 if shard.triton or not blocks else (blocks[0].stop - blocks[0].start) * shard.here
         scratch = (stats_4T.new_empty(size), stats_4T.new_empty(size))
         for rows in blocks:
+            block_CV, labels_C = logits_TV[rows, : shard.here], local_labels_T[rows]
+            scaling = shard.scaling.of_rows(rows)
             update_statistics(
-                stats_4T[:, rows],
-                logits_TV[rows, : shard.here],
-                local_labels_T[rows],
-                shard.scaling.of_rows(rows),
-                entropy=entropy,
-                scratch=scratch,
-                triton=shard.triton,
+                stats_4T[:, rows], block_CV, labels_C, scaling, entropy=entropy, scratch=scratch, triton=shard.triton
             )
         stats_4T = merge_statistics(stats_4T, shard.group)
         ctx.save_for_backward(logits_TV, local_labels_T, stats_4T)
@@ -107,19 +97,13 @@ class _LogitsLogprob(torch.autograd.Function):
         if grad_logprob_T is None and grad_entropy_T is None:
             return (None,) * 5
         logits_TV, local_labels_T, stats_4T = ctx.saved_tensors
-        if grad_logprob_T is None:
-            grad_logprob_T = torch.zeros_like(stats_4T[0])
+
         out_TV = logits_TV if inplace else torch.empty_like(logits_TV)
         gradients = RowGradients.of(stats_4T, grad_logprob_T, grad_entropy_T)
         for rows in _blocks(logits_TV, shard.triton) if shard.here else []:
-            block_CV = logits_TV[rows, : shard.here]
-            logits_gradient(
-                block_CV if shard.triton else block_CV.to(stats_4T.dtype, copy=True),
-                local_labels_T[rows],
-                gradients.of_rows(rows),
-                shard.scaling.of_rows(rows),
-                out_TV[rows, : shard.here],
-                triton=shard.triton,
-            )
+            block_CV, out_CV = logits_TV[rows, : shard.here], out_TV[rows, : shard.here]
+            work_CV = block_CV if shard.triton else block_CV.to(stats_4T.dtype, copy=True)
+            labels_C, of_rows, scaling = local_labels_T[rows], gradients.of_rows(rows), shard.scaling.of_rows(rows)
+            logits_gradient(work_CV, labels_C, of_rows, scaling, out_CV, triton=shard.triton)
         out_TV[:, shard.here :].zero_()
         return out_TV, None, None, None, None

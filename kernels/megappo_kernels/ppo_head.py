@@ -85,16 +85,7 @@ def ppo_head_loss(
     accumulate_main_grad &= weight_VH.requires_grad
     if accumulate_main_grad and not hasattr(weight_VH, "main_grad"):
         raise ValueError("the weight has no main_grad; wrap the model in Megatron's DistributedDataParallel")
-    shard = HeadShard.of(
-        hidden_TH,
-        weight_VH,
-        labels_T,
-        temperature=temperature,
-        tp_group=tp_group,
-        valid_vocab=valid_vocab,
-        softcap=softcap,
-        exact=True,
-    )
+    shard = HeadShard.of(hidden_TH, weight_VH, labels_T, temperature, tp_group, valid_vocab, softcap, exact=True)
     upstream = upstream if accumulate_main_grad else 1.0
     options = _Options(shard, objective or PolicyObjective(), context_group, accumulate_main_grad, upstream)
     trains = torch.is_grad_enabled() and (hidden_TH.requires_grad or weight_VH.requires_grad)
@@ -301,31 +292,20 @@ class _Chunks:
         gemm = LogitsGemm(self.hidden_NH[rows], self.width, exact=True)
         size = 0 if self.shard.triton else n * self.width
         scratch = (stats_4C.new_empty(size), stats_4C.new_empty(size))
+        labels_C, scaling, triton = self.labels_N[rows], self.shard.scaling.of_rows(rows), self.shard.triton
         for columns in self._slices():
             logits_CW = gemm.into(self.weight_VH[columns], self.logits[: gemm.padded_rows, columns])[:n]
-            update_statistics(
-                stats_4C,
-                logits_CW,
-                self.labels_N[rows] - columns.start,
-                self.shard.scaling.of_rows(rows),
-                entropy=True,
-                scratch=scratch,
-                triton=self.shard.triton,
-            )
+            local_C = labels_C - columns.start
+            update_statistics(stats_4C, logits_CW, local_C, scaling, entropy=True, scratch=scratch, triton=triton)
         return stats_4C
 
     def _gradients(self, rows: slice, gradients: RowGradients, grad_weight_VH: Tensor | None) -> None:
         n = rows.stop - rows.start
+        logits_CV, low_CV, labels_C = self.logits[:n], self.low[:n], self.labels_N[rows]
+        scaling, triton = self.shard.scaling.of_rows(rows), self.shard.triton
         for columns in self._slices():
-            logits_gradient(
-                self.logits[:n, columns],
-                self.labels_N[rows] - columns.start,
-                gradients,
-                self.shard.scaling.of_rows(rows),
-                self.low[:n, columns],
-                triton=self.shard.triton,
-            )
-        low_CV = self.low[:n]
+            local_C, out_CW = labels_C - columns.start, low_CV[:, columns]
+            logits_gradient(logits_CV[:, columns], local_C, gradients, scaling, out_CW, triton=triton)
         # On a part of the vocabulary a gradient may be larger than the sum over ranks, and so would be its rounding.
         add_product(self.grad_hidden_NH[rows], low_CV, self.weight_VH, rounds=self.shard.group is None)
         if grad_weight_VH is not None:

@@ -79,9 +79,10 @@ class RowGradients:
     """Upstream gradient of the entropy; None: there is none."""
 
     @staticmethod
-    def of(stats_4C: Tensor, logprob_C: Tensor, entropy_C: Tensor | None) -> RowGradients:
-        """Combine the statistics of the whole vocabulary with the upstream gradients."""
+    def of(stats_4C: Tensor, logprob_C: Tensor | None, entropy_C: Tensor | None) -> RowGradients:
+        """Combine the statistics of the whole vocabulary with the upstream gradients; None: there is none."""
         max_C, sum_C, weighted_C, _ = stats_4C.unbind(0)
+        logprob_C = torch.zeros_like(max_C) if logprob_C is None else logprob_C
         return RowGradients(max_C, sum_C, weighted_C, logprob_C, entropy_C)
 
     def of_rows(self, rows: slice | Tensor) -> RowGradients:

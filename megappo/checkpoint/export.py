@@ -13,16 +13,7 @@ from torch import Tensor
 
 from megappo.checkpoint.card import write_card
 from megappo.checkpoint.files import Marker, checkpoints_directory
-from megappo.checkpoint.identity import (
-    BASE,
-    MTP,
-    NO_CODE,
-    OwnCode,
-    model_of,
-    settings_of,
-    tensor_digest,
-    whole_digest,
-)
+from megappo.checkpoint.identity import BASE, MTP, NO_CODE, OwnCode, model_of, settings_of, tensor_digest, whole_digest
 from megappo.checkpoint.select import find_checkpoint
 from megappo.checkpoint.source import CheckpointSource
 from megappo.checkpoint.torch_dist.writer import write_torch_dist

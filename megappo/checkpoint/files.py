@@ -11,13 +11,14 @@ import os
 import re
 import shutil
 from collections.abc import Callable, Iterable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 from typing import Any, TypeVar
 
 from megappo.errors import RunError, show
 from megappo.observe.json_values import JSONValue
-from megappo.observe.plain_files import check_plain, plain_text
+from megappo.observe.plain_files import check_plain, plain_text, synced
 from megappo.runtime.waiting import pause
 
 T = TypeVar("T")
@@ -123,12 +124,9 @@ def write_marker(folder: Path, marker: Marker) -> None:
         "files": {name: [file.n_bytes, file.sha256] for name, file in sorted(marker.files.items())},
         "content": marker.content,
     }
-    text = json.dumps({"sha256": _digest(body), "body": body}, indent=1)
     partial = folder / (MARKER + ".partial")
-    with partial.open("w", encoding="utf-8") as file:
-        file.write(text)
-        file.flush()
-        os.fsync(file.fileno())
+    with synced(partial) as file:
+        file.write(json.dumps({"sha256": _digest(body), "body": body}, indent=1).encode())
     sync_folder(folder)
     partial.replace(folder / MARKER)
     sync_folder(folder)
@@ -239,12 +237,9 @@ def put_all_in_place(directory: Path) -> None:
 
 def set_aside(folder: Path) -> None:
     """Rename a folder at once to a name that is no checkpoint's; `clear` deletes it."""
-    aside = folder.with_name(_ASIDE + folder.name)
-    for number in itertools.count(2):
-        if not aside.exists():
-            break
-        aside = folder.with_name(f"{_ASIDE}{folder.name}.{number}")
-    folder.rename(aside)
+    name = _ASIDE + folder.name
+    names = itertools.chain([name], (f"{name}.{number}" for number in itertools.count(2)))
+    folder.rename(next(aside for aside in map(folder.with_name, names) if not aside.exists()))
     sync_folder(folder.parent)
 
 
@@ -272,11 +267,9 @@ def finished(directory: Path) -> dict[Path, Marker]:
     UnreadableError."""
     markers: dict[Path, Marker] = {}
     for _, folder in folders(directory):
-        if (folder / MARKER).exists():
-            try:
+        with suppress(DamagedError):
+            if (folder / MARKER).exists():
                 markers[folder] = read_marker(folder)
-            except DamagedError:
-                continue
     return markers
 
 

@@ -154,15 +154,10 @@ def _tensor(value: Pickled) -> TensorStorageMetadata:
 
 def _index(value: Pickled) -> MetadataIndex:
     fields = state_of(value, "MetadataIndex")
-    offset, number = (
-        fields.get("offset"),
-        fields.get("index"),
-    )  # bytes have none; a hint, which Megatron-Core leaves out
-    return MetadataIndex(
-        _text(fields["fqn"]),
-        None if offset is None else _size(offset),
-        None if number is None else _count(number),
-    )
+    # Bytes have no offset; Megatron-Core leaves the hint out.
+    offset, number = fields.get("offset"), fields.get("index")
+    name, index = _text(fields["fqn"]), None if number is None else _count(number)
+    return MetadataIndex(name, None if offset is None else _size(offset), index)
 
 
 def _place(value: Pickled) -> _StorageInfo:

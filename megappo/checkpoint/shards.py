@@ -31,7 +31,6 @@ from megappo.megatron.optimizer_state import MOMENTS
 from megappo.megatron.packing import balance
 from megappo.megatron.roles import LocalRole, Role, TrainedRole
 from megappo.runtime.objects import agreed, broadcast_object
-from megappo.runtime.process import Runtime
 
 VALUE_HEAD = ("value_head.weight", "value_head.bias")
 
@@ -100,13 +99,13 @@ def weight_shards(role: Role, name: str) -> dict[str, ShardedTensor]:
     return shards
 
 
-def load_weights(folder: Path, role: Role, name: str, runtime: Runtime) -> None:
+def load_weights(folder: Path, role: Role, name: str) -> None:
     """Load a role's weights that `weight_shards` gave; a collective of the world. Raises as `load_shards`."""
     wanted: dict[str, ShardedTensor] = {}
     if isinstance(role, LocalRole):
         for entry in _entries(role.model):
             wanted |= _sharded(role, entry, "weight", torch.zeros(entry.held.shape, dtype=torch.float32), name)
-    read_tensors(folder, wanted, runtime)
+    read_tensors(folder, wanted)
     if isinstance(role, LocalRole):
         role.wake()
         for entry in _entries(role.model):
@@ -153,7 +152,7 @@ def _keys(role: str, entry: _Entry, kind: str) -> list[str]:
     return [f"{role}.{kind}.{name}" for name in entry.of.stored]
 
 
-def load_shards(folder: Path, roles: Sequence[Role], updates: Mapping[str, int], runtime: Runtime) -> None:
+def load_shards(folder: Path, roles: Sequence[Role], updates: Mapping[str, int]) -> None:
     """Restore every role of this rank from a checkpoint; a collective of the world.
 
     Raises ValueError where the checkpoint does not hold what the roles need.
@@ -165,12 +164,12 @@ def load_shards(folder: Path, roles: Sequence[Role], updates: Mapping[str, int],
             for kind in entry.kinds(updates[role.placement.name]):
                 zeros = torch.zeros(entry.held.shape, dtype=torch.float32)
                 wanted |= _sharded(role, entry, kind, zeros)
-    read_tensors(folder, wanted, runtime)
+    read_tensors(folder, wanted)
     for role in here:
         _restore(role, wanted, updates[role.placement.name])
 
 
-def read_tensors(folder: Path, wanted: Mapping[str, ShardedTensor], runtime: Runtime) -> None:
+def read_tensors(folder: Path, wanted: Mapping[str, ShardedTensor]) -> None:
     """Load the tensors of `wanted` from a checkpoint; a collective of the world.
 
     Raises ValueError on every rank where the checkpoint is not what was written, or does not hold what they ask for.

@@ -8,7 +8,6 @@ collectives have a process group of their own: on a shared group they would inte
 from __future__ import annotations
 
 import datetime
-import os
 import threading
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -26,6 +25,7 @@ from megappo.checkpoint import files
 from megappo.checkpoint.files import CheckpointError, Marker, Stamp
 from megappo.checkpoint.reader import METADATA
 from megappo.config.schema import CheckpointSettings
+from megappo.observe.plain_files import synced
 from megappo.runtime.groups import make_host_group
 from megappo.runtime.objects import all_gather_objects, attempt
 from megappo.runtime.process import Runtime
@@ -165,7 +165,8 @@ class CheckpointWriter:
         own = []
         for name, value in snapshot.per_rank.items():
             own.append(f"{name}-{rank:05d}.pt")
-            _save_synced(value, folder / own[-1])
+            with synced(folder / own[-1]) as file:
+                torch.save(value, file)
         own += [path.name for path in folder.glob(f"__{rank}_*.distcp")]
         if self._runtime.is_main:
             own.append(METADATA)
@@ -184,9 +185,8 @@ class CheckpointWriter:
         """Do this rank's part and wait for all others. Raises CheckpointError on every rank where one failed."""
         # torch.save raises RuntimeError on a full disk.
         results = all_gather_objects(attempt(work, (OSError, RuntimeError)), group=self._group)
-        for _, reason in results:
-            if reason:
-                raise self._cannot(step, reason)
+        if reason := next((reason for _, reason in results if reason), ""):
+            raise self._cannot(step, reason)
         return [value for value, _ in results]
 
     def _cannot(self, step: int, reason: str) -> CheckpointError:
@@ -203,10 +203,3 @@ def _wait_for(folder: Path, marker: Marker) -> None:
 
     if not wait_until(lambda: not missing(), _SHARED_SECONDS, every_seconds=0.1):
         raise OSError(f"{', '.join(missing())} did not appear; run.directory must be shared by all machines")
-
-
-def _save_synced(value: Any, path: Path) -> None:
-    with path.open("wb") as file:
-        torch.save(value, file)
-        file.flush()
-        os.fsync(file.fileno())

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator
 from string import Formatter
 
@@ -18,10 +19,9 @@ def sums(*, max_operand: int, template: str = "{a}+{b}=", modulus: int | None = 
         _check_whole("modulus", modulus, 1)
     if _fields(template) != {"a", "b"}:
         raise ValueError(f"template is {template!r}, must hold {{a}} and {{b}} and no other field; change it")
-    for a in range(max_operand + 1):
-        for b in range(max_operand + 1):
-            total = a + b if modulus is None else (a + b) % modulus
-            yield {"prompt": template.format(a=a, b=b), "answer": str(total)}
+    for a, b in itertools.product(range(max_operand + 1), repeat=2):
+        total = a + b if modulus is None else (a + b) % modulus
+        yield {"prompt": template.format(a=a, b=b), "answer": str(total)}
 
 
 def _check_whole(name: str, value: JSONValue, least: int) -> None:

@@ -79,14 +79,11 @@ class PromptDataset:
             str(record.prompt) if chat is None else self._render(index, chat)
             for index, (record, chat) in enumerate(zip(records, chats, strict=True))
         ]
-        ids_of_all = self._token_ids(texts)
         prompts = []
-        for index, record in enumerate(records):
-            metadata = record.metadata
-            if chats[index] is not None:
-                metadata = {**metadata, CHAT_MESSAGES: chats[index]}
-            ids = tuple(ids_of_all[index])
-            fitted = self._fit(Prompt(index, ids, texts[index], record.answer, metadata, self._name))
+        every = zip(records, chats, texts, self._token_ids(texts), strict=True)
+        for index, (record, chat, text, ids) in enumerate(every):
+            metadata = record.metadata if chat is None else {**record.metadata, CHAT_MESSAGES: chat}
+            fitted = self._fit(Prompt(index, tuple(ids), text, record.answer, metadata, self._name))
             if fitted is not None:
                 self._check_rows(fitted)
                 prompts.append(fitted)
@@ -126,14 +123,13 @@ class PromptDataset:
 
     def _messages(self, index: int, record: Record) -> Chat | None:
         """The chat of a record with the system prompt; None where prompts are plain text."""
-        settings = self._settings
+        settings, messages = self._settings, record.prompt
         if not settings.apply_chat_template:
-            if not isinstance(record.prompt, str):
+            if not isinstance(messages, str):
                 raise ValueError(
                     f"prompt {index} of '{self.source}' is a list of chat messages; set data.apply_chat_template: true"
                 )
             return None
-        messages = record.prompt
         if isinstance(messages, str):
             messages = [{"role": "user", "content": messages}]
         if settings.system_prompt is not None and messages[0]["role"] != "system":

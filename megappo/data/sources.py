@@ -11,7 +11,7 @@ import pickle
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from megappo.config.data import HUB_PREFIX, DataSourceSettings
 from megappo.config.tokens import Message
@@ -22,6 +22,9 @@ from megappo.errors import how_to_install, nearest_word
 from megappo.observe.json_values import JSONValue
 from megappo.observe.parquet_files import read_parquet
 from megappo.plugins import check_call, is_import_path, load_function, users_code
+
+if TYPE_CHECKING:
+    import pyarrow
 
 _ROLES = ("system", "user", "assistant", "tool")
 _KEEP_PLAIN = "keep plain values in the record"
@@ -49,17 +52,13 @@ def read_records(settings: DataSourceSettings) -> list[Record]:
 
     Raises ValueError naming the file and line (or row) and what is wrong with it.
     """
-    found: list[Record] = []
-    places: list[str] = []
-    for place, record in _open(settings):
+    found, without = list[Record](), list[str]()
+    for place, record in itertools.islice(_open(settings), settings.limit):
         _check_sendable(record, place)
         found.append(record)
-        places.append(place)
-        if len(found) == settings.limit:
-            break
+        without += [place] if record.answer is None else []
     if not found:
         raise ValueError(f"data source '{settings.source}' is empty; it needs at least one record")
-    without = [place for place, record in zip(places, found, strict=True) if record.answer is None]
     if 0 < len(without) < len(found) and not settings.source.startswith("reasoning_gym:"):
         raise ValueError(
             f"{without[0]} has no answer, like {len(without)} of {len(found)} records; give all of them one, or none"
@@ -74,7 +73,7 @@ def _open(settings: DataSourceSettings) -> Located:
     if source.startswith(HUB_PREFIX):
         if settings.options:
             raise ValueError(f"data source '{source}' takes no options, got {settings.options}; remove them")
-        return _data_set(settings)
+        return _keyed_rows(read_table(source, settings.limit), source, settings)
     if not source.endswith((".jsonl", ".parquet")):
         if is_import_path(source):
             return _python(source, settings.options)
@@ -84,7 +83,8 @@ def _open(settings: DataSourceSettings) -> Located:
         )
     if settings.options:
         raise ValueError(f"data source '{source}' is a file and takes no options, got {settings.options}; remove them")
-    return itertools.chain.from_iterable(_file(path, settings) for path in _files(source))
+    read = _jsonl if source.endswith(".jsonl") else _parquet
+    return itertools.chain.from_iterable(read(path, settings) for path in _files(source))
 
 
 def _files(source: str) -> list[Path]:
@@ -99,10 +99,6 @@ def _files(source: str) -> list[Path]:
             raise ValueError(f"no file has a name like '{source}' (from {Path.cwd()}); change the pattern")
         return found
     raise ValueError(f"data file '{source}' does not exist (from {Path.cwd()}); {_remedy_of(Path(source))}")
-
-
-def _file(path: Path, settings: DataSourceSettings) -> Located:
-    return _jsonl(path, settings) if path.suffix == ".jsonl" else _parquet(path, settings)
 
 
 def _remedy_of(missing: Path) -> str:
@@ -189,8 +185,8 @@ def _keyed_record(fields: dict[str, JSONValue], where: str, settings: DataSource
     return Record(prompt, _checked_answer(fields.get(settings.answer_key), where), rest)
 
 
-def _data_set(settings: DataSourceSettings) -> Located:
-    for where, row in table_rows(read_table(settings.source, settings.limit), settings.source):
+def _keyed_rows(table: pyarrow.Table, place: str | Path, settings: DataSourceSettings) -> Located:
+    for where, row in table_rows(table, place):
         there = {name: value for name, value in row.items() if value is not None or name == settings.prompt_key}
         yield where, _keyed_record(there, where, settings)
 
@@ -207,9 +203,7 @@ def _parquet(path: Path, settings: DataSourceSettings) -> Located:
         near = nearest_word(settings.answer_key, sorted(columns))
         raise ValueError(f"{path} has no column '{settings.answer_key}', but '{near}'; set the source's answer_key")
     if has_key or "reward_model" not in columns:
-        for where, row in table_rows(table, path):
-            there = {name: value for name, value in row.items() if value is not None or name == settings.prompt_key}
-            yield where, _keyed_record(there, where, settings)
+        yield from _keyed_rows(table, path, settings)
         return
     missing = {"data_source", settings.prompt_key} - columns
     if missing:

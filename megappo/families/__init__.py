@@ -28,26 +28,11 @@ from megappo.families.declaration import Family
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
 
-FAMILIES: Mapping[str, Family] = {
-    module.FAMILY.model_type: module.FAMILY
-    for module in (
-        llama,
-        qwen2,
-        qwen3,
-        qwen3_moe,
-        mistral,
-        mixtral,
-        gemma2,
-        gemma3_text,
-        gemma4_text,
-        glm4_moe,
-        deepseek_v3,
-        gpt_oss,
-        qwen3_next,
-        qwen3_5_text,
-        qwen3_5_moe_text,
-    )
-}
+_MODULES = (
+    llama, qwen2, qwen3, qwen3_moe, mistral, mixtral, gemma2, gemma3_text, gemma4_text, glm4_moe, deepseek_v3, gpt_oss,
+    qwen3_next, qwen3_5_text, qwen3_5_moe_text,
+)  # fmt: skip
+FAMILIES: Mapping[str, Family] = {module.FAMILY.model_type: module.FAMILY for module in _MODULES}
 """The families of this repository, by `model_type` of config.json."""
 
 

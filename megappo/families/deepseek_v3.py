@@ -8,14 +8,7 @@ from typing import Any
 
 from megappo.families.architecture import ArchitectureConfig, LatentAttention
 from megappo.families.blocks import Experts, FirstMlp, SharedExpert, norm
-from megappo.families.declaration import (
-    Block,
-    Family,
-    PerToken,
-    Weight,
-    next_token_layers,
-    without_next_token_layers,
-)
+from megappo.families.declaration import Block, Family, PerToken, Weight, next_token_layers, without_next_token_layers
 from megappo.families.fields import Fields, HFConfig, MegatronSettings
 from megappo.families.reading import biased_experts, decoder, no_attention_bias, no_window, silu_mlp
 from megappo.families.served import NEEDS_GPU, Served, get_mscale, unread_yarn

@@ -13,7 +13,7 @@ from megappo.families.blocks import QueryKeyNorms
 from megappo.families.declaration import Block, Family, PerToken, Weight
 from megappo.families.fields import Fields, HFConfig, MegatronSettings
 from megappo.families.gemma2 import GeluMlp, NormedAttention, check_gemma, check_sees_backward
-from megappo.families.reading import no_attention_bias, sizes, window_by_layer_types
+from megappo.families.reading import no_attention_bias, sizes, two_kinds, window_by_layer_types
 from megappo.families.served import Served
 
 _KINDS = {"sliding_attention": "default", "full_attention": "proportional"}
@@ -24,11 +24,7 @@ _OF_KIND = {"head_dim", "num_key_value_heads"}
 def decoder_of_two_kinds(c: HFConfig) -> Fields:
     """Read the sizes, and those of layers without a window. Raises ValueError for layers that differ in more, and for
     ropes that transformers computes differently."""
-    kinds = tuple(c.layer_types)
-    other = [kind for kind in kinds if kind not in _KINDS]
-    if other or len(set(kinds)) < 2:
-        found = f"'{other[0]}'" if other else f"'{kinds[0]}' alone"
-        raise ValueError(f"layer_types of {found} is not supported; use a model of {' and '.join(_KINDS)}")
+    kinds = two_kinds(c, _KINDS)
     differing = sorted(set(c.per_layer_attributes or ()) - _OF_KIND)
     if differing:
         raise ValueError(

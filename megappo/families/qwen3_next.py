@@ -9,7 +9,7 @@ from megappo.families.architecture import DELTA_CHUNK, ArchitectureConfig, Delta
 from megappo.families.blocks import Attention, Experts, QueryKeyNorms, SharedExpert, gated, norm
 from megappo.families.declaration import Block, Family, PerToken, Weight
 from megappo.families.fields import Fields, HFConfig, MegatronSettings
-from megappo.families.reading import experts, no_attention_bias, partly_rotated_decoder, silu_mlp
+from megappo.families.reading import experts, no_attention_bias, partly_rotated_decoder, silu_mlp, two_kinds
 from megappo.families.served import NEEDS_GPU, Served, unread_rope
 
 _KINDS = ("linear_attention", "full_attention")
@@ -18,11 +18,7 @@ _KINDS = ("linear_attention", "full_attention")
 def delta_net(c: HFConfig) -> Fields:
     """Read the layers with linear attention and their sizes. Raises ValueError for layers of other kinds, for a model
     that lacks one of the two, and for heads, windows and gates that transformers computes differently."""
-    kinds = tuple(c.layer_types)
-    other = [kind for kind in kinds if kind not in _KINDS]
-    if other or len(set(kinds)) < 2:
-        found = f"'{other[0]}'" if other else f"'{kinds[0]}' alone"
-        raise ValueError(f"layer_types of {found} is not supported; use a model of {' and '.join(_KINDS)}")
+    kinds = two_kinds(c, _KINDS)
     keys, values, width = c.linear_num_key_heads, c.linear_num_value_heads, c.linear_conv_kernel_dim
     if keys < 1 or values % keys or values < keys:
         raise ValueError(

@@ -6,7 +6,7 @@ ValueError: otherwise another model would silently be trained.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 from megappo.families.fields import Fields, HFConfig
@@ -154,6 +154,16 @@ def _layer_types(c: HFConfig) -> tuple[str, ...]:
     other = [kind for kind in kinds if kind not in _LAYER_TYPES]
     if other:
         raise ValueError(f"layer_types of '{other[0]}' is not supported; use a model of {' or '.join(_LAYER_TYPES)}")
+    return kinds
+
+
+def two_kinds(c: HFConfig, allowed: Collection[str]) -> tuple[str, ...]:
+    """The kind of each layer. Raises ValueError for layers of other kinds than two, and for a model that lacks one."""
+    kinds = tuple(c.layer_types)
+    other = [kind for kind in kinds if kind not in allowed]
+    if other or len(set(kinds)) < 2:
+        found = f"'{other[0]}'" if other else f"'{kinds[0]}' alone"
+        raise ValueError(f"layer_types of {found} is not supported; use a model of {' and '.join(allowed)}")
     return kinds
 
 

@@ -25,6 +25,7 @@ from torch.utils.checkpoint import checkpoint
 
 from megappo.families.architecture import PRODUCT_ROWS
 from megappo.megatron.context import WHOLE, ContextShard, gather_keys_values
+from megappo.megatron.parallel import new_weight
 from megappo.megatron.short_attention import attend_short, takes_products
 from megappo_kernels.layers import rms_norm as row_norm
 
@@ -187,10 +188,6 @@ def takes_packs(dtype: torch.dtype, head_dim: int, capability: tuple[int, int] |
     return capability is not None and capability >= (8, 0) and dtype == torch.bfloat16 and head_dim in range(8, 257, 8)
 
 
-def _capability(device: torch.device) -> tuple[int, int] | None:
-    return torch.cuda.get_device_capability(device) if device.type == "cuda" else None
-
-
 def attend_pack(
     query: Tensor, key: Tensor, value: Tensor, segments: PackedSegments, *, scale: float, window: int | None
 ) -> Tensor:
@@ -241,8 +238,7 @@ class PackedCoreAttention(MegatronModule):
         self.scores_cap, self.sinks = scores_cap, None
         if has_sinks:
             heads = config.num_attention_heads // config.tensor_model_parallel_size
-            device = "cpu" if config.use_cpu_initialization else torch.cuda.current_device()
-            self.sinks = nn.Parameter(torch.zeros(heads, dtype=config.params_dtype, device=device))
+            self.sinks = nn.Parameter(new_weight(config, heads).zero_())
         assert not config.attention_dropout, "PPO's ratio needs a policy without dropout"
         self.context_group: Any = None if pg_collection is None else pg_collection.cp
         self.scale = softmax_scale if softmax_scale is not None else config.kv_channels**-0.5
@@ -265,9 +261,9 @@ class PackedCoreAttention(MegatronModule):
         if segments.key_rows is not None:
             key, value = gather_keys_values(key, value, segments.key_rows, self.context_group)
         scores = Scores(self.scale, self.scores_cap, self.sinks)
-        if scores.are_plain and takes_packs(query.dtype, query.shape[-1], _capability(query.device)):
-            out = attend_pack(query, key, value, segments, scale=self.scale, window=self.window)
-            return out.flatten(1)
+        capability = torch.cuda.get_device_capability(query.device) if query.is_cuda else None
+        if scores.are_plain and takes_packs(query.dtype, query.shape[-1], capability):
+            return attend_pack(query, key, value, segments, scale=self.scale, window=self.window).flatten(1)
         lengths, key_lengths = segments.lengths, segments.key_lengths
         if segments.key_rows is None and scores.are_plain and takes_products(query, lengths, self.window):
             return attend_short(query, key, value, lengths, self.scale).flatten(1)

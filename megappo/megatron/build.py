@@ -162,11 +162,9 @@ class RoleModel:
         lora = self.options.lora
         known = chain(model_parameters(self.arch), adapter_parameters(self.arch, lora) if lora is not None else ())
         here = {p.megatron for p in known if self._belongs_here(p)}
-        own = set()
-        if self.is_critic:
-            own = {OUTPUT_LAYER, "output_layer.bias"}
-        elif self.arch.tied_embeddings:  # the last stage's copy of the embedding
-            own = {OUTPUT_LAYER}
+        own = {OUTPUT_LAYER, "output_layer.bias"} if self.is_critic else set()
+        if self.arch.tied_embeddings:  # the last stage's copy of the embedding
+            own.add(OUTPUT_LAYER)
         for names, words in ((held - here - own, "that the map does not know"), (here - held, "too few for the map")):
             if names:
                 raise RunError(
@@ -267,8 +265,7 @@ def layer_spec(
     first = get_transformer_layer_offset(config, vp_stage=vp_stage, pp_rank=layout.stage)
     here = [(n in arch.expert_layers, n in arch.special_layers) for n in range(first, first + layers)]
     kinds = {kind: _own_layer(config, arch, has_experts=kind[0], is_special=kind[1]) for kind in set(here)}
-    specs = [kinds[kind] for kind in here]
-    return TransformerBlockSubmodules(layer_specs=specs, layer_norm=RMSNorm)
+    return TransformerBlockSubmodules(layer_specs=[kinds[kind] for kind in here], layer_norm=RMSNorm)
 
 
 def _with_own_mlp(
@@ -323,9 +320,8 @@ def build_model(
     )
     config = transformer_config(arch, layout, options)
     chunks = [_build_chunk(arch, layout, options, config, chunk) for chunk in range(layout.vpp)]
-    switch = None
-    if options.lora is not None:
-        switch = attach_adapters(arch, layout, options.lora, chunks, is_critic=options.is_critic)
+    lora, is_critic = options.lora, options.is_critic
+    switch = None if lora is None else attach_adapters(arch, layout, lora, chunks, is_critic=is_critic)
     model = RoleModel(arch, layout, options, config, chunks, switch)
     model.check_names()
     freeze(model.trained_here(), frozen_parameters(arch, options.freeze, options.lora), chunks)
@@ -343,12 +339,10 @@ def build_model(
 
 def _fill(model: RoleModel, parameters: Iterable[LocalShard], source: WeightSource) -> None:
     layout = model.layout
+    place = (layout.tensor_rank, layout.grid.tp, model.options.padded_vocab)
     for held in parameters:
         _mark_partition(held.entry, held.parameter, layout)
-        shard = read_shard(
-            source, model.arch, held.entry, held.shard, layout.tensor_rank, layout.grid.tp, model.options.padded_vocab
-        )
-        held.shard.copy_(shard)
+        held.shard.copy_(read_shard(source, model.arch, held.entry, held.shard, *place))
 
 
 def _mark_partition(entry: Parameter, parameter: nn.Parameter, layout: Layout) -> None:
@@ -431,11 +425,5 @@ def _fill_value_head(model: RoleModel, sources: Iterable[WeightSource | None]) -
 def _fill_last_stage_copy(model: RoleModel, source: WeightSource) -> None:
     """Fill the last stage's copy of a tied embedding: under a pipeline it trains a copy of the first stage's."""
     last = model.chunks[-1]
-    if not (model.arch.tied_embeddings and last.post_process and not last.pre_process) or model.is_critic:
-        return
-    entry = embedding(model.arch)
-    weight, layout = last.output_layer.weight, model.layout
-    _mark_partition(entry, weight, layout)
-    weight.copy_(
-        read_shard(source, model.arch, entry, weight, layout.tensor_rank, layout.grid.tp, model.options.padded_vocab)
-    )
+    if model.arch.tied_embeddings and last.post_process and not last.pre_process and not model.is_critic:
+        _fill(model, [LocalShard(embedding(model.arch), last.output_layer.weight)], source)

@@ -14,12 +14,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
-from megatron.core.tensor_parallel import (
-    ColumnParallelLinear,
-    RowParallelLinear,
-    copy_to_tensor_model_parallel_region,
-    gather_from_sequence_parallel_region,
-)
+from megatron.core.tensor_parallel import ColumnParallelLinear, RowParallelLinear, copy_to_tensor_model_parallel_region
 from megatron.core.transformer.attention import SelfAttention
 from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.transformer_config import TransformerConfig
@@ -29,6 +24,7 @@ from torch.nn.functional import rms_norm, silu
 from megappo.families.architecture import DeltaNet
 from megappo.megatron.attention import PackedSegments
 from megappo.megatron.delta_rule import Chunks, causal_convolution, decays, gated_delta_rule, wide
+from megappo.megatron.parallel import new_weight, parallel_settings, whole_input
 
 if TYPE_CHECKING:
     from megatron.core.process_groups_config import ProcessGroupCollection
@@ -49,22 +45,13 @@ class GatedDeltaNet(MegatronModule):
         self.shape, self.group = shape, pg_collection.tp
         tp = self.group.size()
         self.groups, self.ratio = shape.key_heads // tp, shape.value_heads // shape.key_heads
-        settings = {"config": config, "bias": False, "is_expert": False, "tp_group": self.group}
-        of_columns = {**settings, "init_method": config.init_method, "gather_output": False}
+        of_columns, of_rows = parallel_settings(config, self.group)
         self.in_proj = ColumnParallelLinear(config.hidden_size, 2 * (shape.key_width + shape.value_width), **of_columns)
         self.gates_proj = ColumnParallelLinear(config.hidden_size, 2 * shape.value_heads, **of_columns)
         for linear in (self.in_proj, self.gates_proj):
             linear.explicit_expert_comm = True  # their common input is gathered once, in forward
-        self.out_proj = RowParallelLinear(
-            shape.value_width,
-            config.hidden_size,
-            init_method=config.output_layer_init_method,
-            input_is_parallel=True,
-            skip_bias_add=True,
-            **settings,
-        )
-        device = "cpu" if config.use_cpu_initialization else torch.cuda.current_device()
-        made = partial(torch.empty, dtype=config.params_dtype, device=device)
+        self.out_proj = RowParallelLinear(shape.value_width, config.hidden_size, **of_rows)
+        made = partial(new_weight, config)
         channels, heads = (2 * shape.key_width + shape.value_width) // tp, shape.value_heads // tp
         self.conv_weight = nn.Parameter(made(channels, 1, shape.conv_width))
         self.log_rate, self.rate_bias = (nn.Parameter(made(heads)) for _ in range(2))
@@ -76,12 +63,7 @@ class GatedDeltaNet(MegatronModule):
         """[t, 1, H] -> [t, 1, H], or a sequence parallel rank's part of both; there is no bias."""
         assert isinstance(packed_seq_params, PackedSegments)
         shape, segments = self.shape, packed_seq_params
-        if self.config.sequence_parallel:
-            hidden_states = gather_from_sequence_parallel_region(
-                hidden_states, tensor_parallel_output_grad=True, group=self.group
-            )
-        else:
-            hidden_states = copy_to_tensor_model_parallel_region(hidden_states, group=self.group)
+        hidden_states = whole_input(hidden_states, self.group, sequence_parallel=self.config.sequence_parallel)
         of_value = self.ratio * shape.value_dim
         of_groups = self.in_proj(hidden_states)[0].view(-1, self.groups, 2 * shape.key_dim + 2 * of_value)
         mixed, gate = of_groups.split([2 * shape.key_dim + of_value, of_value], dim=-1)

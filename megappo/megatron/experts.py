@@ -18,6 +18,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor, nn
 from torch.nn.functional import grouped_mm, linear  # `grouped_mm`: since torch 2.10
 
+from megappo.megatron.parallel import new_weight
 from megappo.megatron.swiglu import SwiGLU, is_swiglu, mlp_submodules, submodules
 from megappo_kernels.autograd import Context
 from megappo_kernels.clamped import ClampedSwiGLU
@@ -90,8 +91,7 @@ class GroupedExperts(MegatronModule):
         super().__init__(config=config)
         hidden, ffn = config.hidden_size, config.moe_ffn_hidden_size
         assert ffn is not None
-        device = "cpu" if config.use_cpu_initialization else torch.cuda.current_device()
-        made = partial(torch.empty, dtype=config.params_dtype, device=device)
+        made = partial(new_weight, config)
         self.weight1 = nn.Parameter(made(n_experts, ffn * (2 if config.gated_linear_unit else 1), hidden))
         self.weight2 = nn.Parameter(made(n_experts, hidden, ffn))
         self.bias1: RowBias | None = None

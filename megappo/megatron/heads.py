@@ -56,20 +56,15 @@ class LogprobHead(_Head):
     """Language model head: log-probabilities of the response tokens, or the policy loss of an update, float32."""
 
     def __init__(
-        self,
-        layout: Layout,
-        weight: nn.Parameter | None,
-        *,
-        vocab_size: int,
-        temperature: float,
-        cap: float | None = None,
+        self, layout: Layout, weight: nn.Parameter | None, *, vocab_size: int, temperature: float, cap: float | None
     ) -> None:
         """`cap`: logits become cap * tanh(logits / cap) before the temperature."""
         super().__init__(layout)
         self.weight = weight  # None where the tied embedding of the same stage is passed to forward
-        self.vocab_size = vocab_size
-        self.temperature = temperature
-        self.cap = cap
+        self._where: dict[str, Any] = {
+            "temperature": temperature, "tp_group": layout.groups.tp, "valid_vocab": vocab_size, "softcap": cap,
+            "sequence_parallel": layout.sequence_parallel,
+        }  # fmt: skip
         self._labels_N: Tensor | None = None
         self._target: PolicyTarget | None = None
         self.report: Mapping[str, Tensor] = {}
@@ -90,26 +85,18 @@ class LogprobHead(_Head):
         matrix = weight if weight is not None else self.weight
         assert matrix is not None
         rows_NH = self._select(hidden, partial_gradients=True)
-        where: dict[str, Any] = {
-            "temperature": self.temperature,
-            "tp_group": self.layout.groups.tp,
-            "valid_vocab": self.vocab_size,
-            "softcap": self.cap,
-            "sequence_parallel": self.layout.sequence_parallel,
-        }
         if self._target is None:
-            logprob_N, _ = linear_logprob(rows_NH, matrix, self._labels_N, entropy=False, **where)
+            logprob_N, _ = linear_logprob(rows_NH, matrix, self._labels_N, entropy=False, **self._where)
             return logprob_N[:, None, None], None
-        inputs, objective = self._target.inputs, self._target.objective
         result = ppo_head_loss(
             rows_NH,
             matrix,
             self._labels_N,
-            inputs,
-            objective=objective,
+            self._target.inputs,
+            objective=self._target.objective,
             context_group=self.layout.groups.cp if self.layout.grid.cp > 1 else None,
             accumulate_main_grad=matrix.requires_grad,
-            **where,
+            **self._where,
         )
         self.report = result.metrics
         return result.loss[None, None, None], None

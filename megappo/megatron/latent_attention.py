@@ -14,16 +14,12 @@ heads of this rank; d channels of a query and key, r of them rotated, v of a val
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
-from megatron.core.tensor_parallel import (
-    ColumnParallelLinear,
-    RowParallelLinear,
-    checkpoint,
-    copy_to_tensor_model_parallel_region,
-    gather_from_sequence_parallel_region,
-)
+from megatron.core.tensor_parallel import ColumnParallelLinear, RowParallelLinear, checkpoint
 from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor, nn
@@ -31,6 +27,7 @@ from torch.nn.functional import linear, pad
 
 from megappo.families.architecture import LATENT_NORM_EPS, LatentAttention
 from megappo.megatron.attention import PackedCoreAttention, PackedSegments, RMSNorm
+from megappo.megatron.parallel import new_weight, parallel_settings, whole_input
 from megappo_kernels.layers import rotate_pairs
 
 if TYPE_CHECKING:
@@ -42,8 +39,7 @@ class DownProjection(nn.Module):
 
     def __init__(self, config: TransformerConfig, outputs: int) -> None:
         super().__init__()
-        device = "cpu" if config.use_cpu_initialization else torch.cuda.current_device()
-        self.weight = nn.Parameter(torch.empty(outputs, config.hidden_size, dtype=config.params_dtype, device=device))
+        self.weight = nn.Parameter(new_weight(config, outputs, config.hidden_size))
         # Under sequence parallelism each rank has the gradient of its own tokens; the attribute makes Megatron sum
         # them.
         self.weight.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
@@ -72,12 +68,11 @@ class LatentSelfAttention(MegatronModule):
         self.shape, self.rotary_scale, self.group = shape, rotary_scale, pg_collection.tp
         heads, hidden, rank = config.num_attention_heads, config.hidden_size, shape.query_rank
         self.heads, self.head_dim = heads // self.group.size(), shape.plain_dim + shape.rotary_dim
-        settings = {"config": config, "bias": False, "is_expert": False, "tp_group": self.group}
-        of_columns = {**settings, "init_method": config.init_method, "gather_output": False}
+        of_columns, of_rows = parallel_settings(config, self.group)
         self.linear_down_proj = DownProjection(config, (rank or 0) + shape.token_width)
         self.kv_layernorm = RMSNorm(config, shape.rank, eps=LATENT_NORM_EPS)
         self.linear_kv_up_proj = ColumnParallelLinear(shape.rank, heads * shape.made_dim, **of_columns)
-        self.linear_kv_up_proj.explicit_expert_comm = True  # `_whole` gathers its input
+        self.linear_kv_up_proj.explicit_expert_comm = True  # its input is gathered in forward
         if rank is None:
             self.linear_q_proj = ColumnParallelLinear(hidden, heads * self.head_dim, **of_columns)
         else:
@@ -87,14 +82,7 @@ class LatentSelfAttention(MegatronModule):
         self.core_attention = PackedCoreAttention(
             config, layer_number, None, "self", softmax_scale=config.softmax_scale, pg_collection=pg_collection
         )
-        self.linear_proj = RowParallelLinear(
-            heads * shape.value_dim,
-            hidden,
-            init_method=config.output_layer_init_method,
-            input_is_parallel=True,
-            skip_bias_add=True,
-            **settings,
-        )
+        self.linear_proj = RowParallelLinear(heads * shape.value_dim, hidden, **of_rows)
         self.attends_again = config.recompute_granularity == "selective" and "core_attn" in config.recompute_modules
 
     def forward(
@@ -112,9 +100,9 @@ class LatentSelfAttention(MegatronModule):
         found = [self.kv_layernorm(latent), shared_key]
         if rank is not None:
             found.append(self.q_layernorm(of_query))
-        latent, shared_key, *of_query_too = self._whole(torch.cat(found, dim=-1)).split(
-            [part.shape[-1] for part in found], dim=-1
-        )
+        is_part = self.config.sequence_parallel
+        whole = whole_input(torch.cat(found, dim=-1), self.group, sequence_parallel=is_part)
+        latent, shared_key, *of_query_too = whole.split([part.shape[-1] for part in found], dim=-1)
         query, _ = self.linear_q_up_proj(of_query_too[0]) if of_query_too else self.linear_q_proj(hidden_states)
         made, _ = self.linear_kv_up_proj(latent)
         plain, turned = query.view(-1, self.heads, self.head_dim).split([shape.plain_dim, shape.rotary_dim], dim=-1)
@@ -127,16 +115,6 @@ class LatentSelfAttention(MegatronModule):
         output, _ = self.linear_proj(read.flatten(1)[:, None])
         return output, None
 
-    def _whole(self, of_tokens: Tensor) -> Tensor:
-        """[l, 1, n] -> [t, 1, n]: inputs of every rank's heads. Backward sums the gradients of all ranks' heads."""
-        if self.config.sequence_parallel:
-            found: Tensor = gather_from_sequence_parallel_region(
-                of_tokens, tensor_parallel_output_grad=True, group=self.group
-            )
-            return found
-        found = copy_to_tensor_model_parallel_region(of_tokens, group=self.group)
-        return found
-
     def _rotated(self, x: Tensor, cosine: Tensor, sine: Tensor) -> Tensor:
         """Rotate (t, heads, r). Interleaved channels are reordered first, for queries and keys alike, so that their
         products stay the same."""
@@ -146,12 +124,8 @@ class LatentSelfAttention(MegatronModule):
 
     def _attend(self, query: Tensor, key: Tensor, value: Tensor, segments: PackedSegments) -> Tensor:
         """Core attention, recomputed in backward where the settings say so: (t, h, d) each -> (t, h d)."""
-
-        def attend(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-            found: Tensor = self.core_attention(query, key, value, None, packed_seq_params=segments)
-            return found
-
-        found: Tensor = (
-            checkpoint(attend, False, query, key, value) if self.attends_again else attend(query, key, value)
-        )
+        core: Callable[..., Tensor] = self.core_attention
+        attend = partial(core, attention_mask=None, packed_seq_params=segments)
+        heads = (query, key, value)
+        found: Tensor = checkpoint(attend, False, *heads) if self.attends_again else attend(*heads)
         return found

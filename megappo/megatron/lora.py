@@ -24,8 +24,6 @@ from typing import TYPE_CHECKING, Any
 import torch
 from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.tensor_parallel import (
-    copy_to_tensor_model_parallel_region,
-    gather_from_sequence_parallel_region,
     reduce_from_tensor_model_parallel_region,
     reduce_scatter_to_sequence_parallel_region,
 )
@@ -39,6 +37,7 @@ from megappo.families.parameters import Parameter, shard_shape
 from megappo.megatron.experts import expert_products
 from megappo.megatron.layout import Layout
 from megappo.megatron.local_shards import LocalShard
+from megappo.megatron.parallel import whole_input
 
 if TYPE_CHECKING:
     from megatron.core.tensor_parallel import ColumnParallelLinear, RowParallelLinear
@@ -113,13 +112,11 @@ class LinearAdapter(LowRank):
         group = self._layout.groups.tp
         if self._layout.grid.tp == 1:
             return low
-        if self._of_rows and self._layout.sequence_parallel:
-            return reduce_scatter_to_sequence_parallel_region(low, group=group)
-        if self._of_rows:
-            return reduce_from_tensor_model_parallel_region(low, group=group)
+        if not self._of_rows:
+            return whole_input(low, group, sequence_parallel=self._layout.sequence_parallel)
         if self._layout.sequence_parallel:
-            return gather_from_sequence_parallel_region(low, tensor_parallel_output_grad=True, group=group)
-        return copy_to_tensor_model_parallel_region(low, group=group)
+            return reduce_scatter_to_sequence_parallel_region(low, group=group)
+        return reduce_from_tensor_model_parallel_region(low, group=group)
 
 
 class ExpertAdapter(LowRank):

@@ -59,9 +59,8 @@ class RoleStorage:
     def bring_all(self) -> None:
         """Bring weights and gradients back and start copying the optimizer's state; call `await_optimizer` before using
         it."""
-        for part in (self._weights, self._gradients, self._optimizer):
-            if part is not None:
-                part.come_back()
+        for part in self._moved():
+            part.come_back()
         if self._weights is not None:
             self._weights.arrive()
 
@@ -79,7 +78,7 @@ class RoleStorage:
         return tensor.detach().flatten()[elements]
 
     def _moved(self) -> Iterator[Movable]:
-        return (part for part in (self._weights, self._optimizer, self._gradients) if part is not None)
+        return (part for part in (self._weights, self._gradients, self._optimizer) if part is not None)
 
 
 def _place(options: BuildOptions) -> RestingPlace:

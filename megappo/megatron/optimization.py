@@ -148,7 +148,7 @@ class RoleOptimizer:
                 config, self.chunks, use_gloo_process_groups=False, pg_collection=model.layout.groups
             )
         inners = getattr(self.megatron, "chained_optimizers", [self.megatron])
-        self._inners = [inner for inner in inners if inner.optimizer is not None]
+        self._inners = [inner for inner in inners if inner.optimizer is not None]  # where all dense weights are frozen
         self._added_here: list[AccumulatedParameter] = []
         """Parameters whose gradients `add_to_main_grad` accumulates."""
         if bf16 and not on_cuda:
@@ -156,7 +156,7 @@ class RoleOptimizer:
         for inner in self._inners if settings.on_host else ():
             inner.optimizer = PartlyOnHost(inner.optimizer, settings.on_host, self._weight_storages())
         self._on_host = [inner.optimizer for inner in self._inners if isinstance(inner.optimizer, PartlyOnHost)]
-        self.state = OptimizerState(self.megatron, model.layout.groups.dp_cp, model.layout.groups.expt_dp)
+        self.state = OptimizerState(self._inners, model.layout.groups.dp_cp, model.layout.groups.expt_dp)
         self._schedule = rate_schedule(self.megatron, settings, total_updates)
 
     def _spare_memory(self, *, adds_at_once: bool) -> None:

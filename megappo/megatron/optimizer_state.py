@@ -7,7 +7,7 @@ updates (0.16.1 / 0.19.2, distrib_optimizer.py:642/839, 940/1225, 825/1032).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -42,32 +42,24 @@ class OptimizerState:
     """Float32 weights and Adam's moments of a role's parameters on one rank."""
 
     def __init__(
-        self, optimizer: MegatronOptimizer, replicas: dist.ProcessGroup, expert_replicas: dist.ProcessGroup
+        self, inners: Sequence[MegatronOptimizer], replicas: dist.ProcessGroup, expert_replicas: dist.ProcessGroup
     ) -> None:
-        """`optimizer`: result of `get_megatron_optimizer`. `replicas`: the data parallel group. `expert_replicas`: the
-        ranks with the same experts."""
-        inners = getattr(optimizer, "chained_optimizers", [optimizer])
-        self._inners = [inner for inner in inners if inner.optimizer is not None]  # where all dense weights are frozen
-        self._replicas, self._expert_replicas = replicas, expert_replicas
+        """`inners`: Megatron's optimizers. `replicas`: the data parallel group. `expert_replicas`: the ranks with the
+        same experts."""
+        self._inners, self._replicas, self._expert_replicas = inners, replicas, expert_replicas
         self._is_shared = any(isinstance(inner, DistributedOptimizer) for inner in self._inners)
         """Whether the state is distributed over data parallel ranks."""
-        self._owners = {
-            id(main): inner
-            for inner in self._inners
-            for group in inner.optimizer.param_groups
-            for main in group["params"]
-        }
+        self._owners = {id(main): inner for inner in inners for main in inner.get_parameters()}
 
     def mains(self) -> Iterator[tuple[Tensor, Mapping[str, Tensor]]]:
         """Main weights that the device's part of the optimizer updates, each with its moments: weights, their float32
         copies, or parts of them. There are no moments before the first update."""
         for inner in self._inners:
-            for group in inner.optimizer.param_groups:
-                for main in group["params"]:
-                    adam, home = _whereabouts(inner.optimizer, main)
-                    state = adam.state.get(main, {})
-                    if home is main:
-                        yield main, {name: state[name] for name in MOMENTS if name in state}
+            for main in inner.get_parameters():
+                adam, home = _whereabouts(inner.optimizer, main)
+                state = adam.state.get(main, {})
+                if home is main:
+                    yield main, {name: state[name] for name in MOMENTS if name in state}
 
     def whole(self, held: LocalShard, read: Read, *, moments: bool) -> dict[str, Tensor]:
         """`weight`, and with `moments` also `exp_avg` and `exp_avg_sq`, in the shard's shape and float32. `read` gets

@@ -152,13 +152,11 @@ def place(role: Role, announced: Announced, minibatches: Iterable[Collection[int
     found = exchange(outgoing, there, tokens, dtype=torch.int64, device=role.runtime.device)
     routing = _send_routing(role, announced, replicas)
     answering = {i: grid.output_rank(replica) for i, replica in plans[0].replica_of().items()}
+    responses = announced.responses
     return PlacedBatch(
         role=role,
         announced=announced,
-        here={
-            i: PlacedSample(i, tokens_T, announced.responses[i], routing=routing.get(i))
-            for i, tokens_T in found.items()
-        },
+        here={i: PlacedSample(i, tokens_T, responses[i], routing=routing.get(i)) for i, tokens_T in found.items()},
         minibatches=minibatches,
         forward_plan=plans[0],
         update_plans=tuple(plans[1:]),

@@ -72,10 +72,7 @@ class _Places:
 def _places(lengths: tuple[int, ...], heads: int, groups: int) -> _Places:
     """Mapping for these lengths; cached, because all layers of a microbatch share it."""
     starts = torch.tensor([0, *lengths]).cumsum(0)
-    rectangles: list[_Rectangle] = []
-    queries: list[Tensor] = []
-    keys: list[Tensor] = []
-    real: list[Tensor] = []
+    rectangles, queries, keys, real = list[_Rectangle](), list[Tensor](), list[Tensor](), list[Tensor]()
     of_queries, of_keys = torch.empty(int(starts[-1]), heads).long(), torch.empty(int(starts[-1]), groups).long()
     first_query = first_key = 0
     for members in _similar(lengths):

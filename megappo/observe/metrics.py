@@ -16,7 +16,7 @@ from megappo.observe.appending import AppendedFile
 from megappo.observe.distributions import Distribution
 from megappo.observe.json_values import JSONValue
 from megappo.observe.loggers import Contained, Logger, make_logger
-from megappo.observe.plain_files import LARGEST_TEXT_BYTES, check_plain
+from megappo.observe.plain_files import LARGEST_TEXT_BYTES, check_plain, synced
 from megappo.observe.wandb_log import WandbLogger
 
 _METRICS_FILE = "metrics.jsonl"
@@ -57,18 +57,18 @@ class MetricsLog:
         name of one, OSError where the directory cannot be written.
         """
         directory.mkdir(parents=True, exist_ok=True)
-        self._loggers: list[tuple[Contained, Logger]] = []
+        made: dict[str, Logger] = {}
         if wandb_project is not None:
-            logger = WandbLogger(wandb_project, run_name, config, directory, wandb_run or {})
-            self._loggers.append((Contained("the run at Weights & Biases"), logger))
+            made["the run at Weights & Biases"] = WandbLogger(
+                wandb_project, run_name, config, directory, wandb_run or {}
+            )
         for path, options in (loggers or {}).items():
-            self._loggers.append((Contained(path), make_logger(path, options, directory, run_name, config)))
+            made[path] = make_logger(path, options, directory, run_name, config)
         if tensorboard:
             from megappo.observe.tensorboard_log import TensorBoardLogger  # whose libraries take a second to import
 
-            self._loggers.append(
-                (Contained("TensorBoard's file"), TensorBoardLogger(directory / "tensorboard", config))
-            )
+            made["TensorBoard's file"] = TensorBoardLogger(directory / "tensorboard", config)
+        self._loggers = [(Contained(name), logger) for name, logger in made.items()]
         self._files = {name: _LinesFile(directory / name) for name in (_METRICS_FILE, _SAMPLES_FILE, _JUMPS_FILE)}
         self._contained = {name: Contained(str(directory / name)) for name in self._files}
 
@@ -76,26 +76,27 @@ class MetricsLog:
         """Write a line of JSON, `step` first. Numbers that are not finite are written as text, so that every line is
         valid JSON."""
         self._write(_METRICS_FILE, {"step": step, **dict(sorted(metrics.items()))})
-        for contained, logger in self._loggers:
-            contained(partial(logger.log, step, metrics))
+        self._tell("log", step, metrics)
 
     def log_samples(self, step: int, samples: Sequence[Mapping[str, JSONValue]]) -> None:
         """Write a line of JSON per sample, `step` first, and tell loggers that have `log_samples`."""
         for sample in samples:
             self._write(_SAMPLES_FILE, {"step": step, **sample})
-        for contained, logger in self._loggers:
-            if (log_samples := getattr(logger, "log_samples", None)) is not None:
-                contained(partial(log_samples, step, samples))
+        self._tell("log_samples", step, samples)
 
     def log_distributions(self, step: int, distributions: Mapping[str, Distribution]) -> None:
         """Tell loggers that have `log_distributions`."""
-        for contained, logger in self._loggers:
-            if (log_distributions := getattr(logger, "log_distributions", None)) is not None:
-                contained(partial(log_distributions, step, distributions))
+        self._tell("log_distributions", step, distributions)
 
     def log_jump(self, step: int, jump: Mapping[str, JSONValue]) -> None:
         """Write a line of JSON for an update that stands out."""
         self._write(_JUMPS_FILE, {"step": step, **jump})
+
+    def _tell(self, method: str, *arguments: Any) -> None:
+        """Call a method of each logger that has it."""
+        for contained, logger in self._loggers:
+            if (call := getattr(logger, method, None)) is not None:
+                contained(partial(call, *arguments))
 
     def _write(self, name: str, record: Mapping[str, JSONValue]) -> None:
         self._contained[name](partial(self._files[name].write, record))
@@ -109,8 +110,7 @@ class MetricsLog:
         """
         for name, file in self._files.items():
             file.keep_until(step - (is_open and name == _METRICS_FILE))
-        for contained, logger in self._loggers:
-            contained(partial(logger.forget_after, step - is_open))
+        self._tell("forget_after", step - is_open)
 
     def close(self) -> None:
         """Close all files; may be called twice."""
@@ -215,10 +215,8 @@ class _LinesFile:
         """Drop the lines of later steps."""
         self.close()
         shorter = self._path.with_name(self._path.name + ".partial")
-        with shorter.open("w", encoding="utf-8") as kept:
-            kept.writelines(line for line, record in _lines(self._path) if record["step"] <= step)
-            kept.flush()
-            os.fsync(kept.fileno())
+        with synced(shorter) as kept:
+            kept.writelines(line.encode() for line, record in _lines(self._path) if record["step"] <= step)
         shorter.replace(self._path)
         self._open()
 

@@ -6,7 +6,9 @@ import errno
 import os
 import stat
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
+from typing import BinaryIO
 
 LARGEST_TEXT_BYTES = 256 * 2**20
 """Most bytes of a text that is read as a whole; the largest tokenizers have 40 MiB."""
@@ -25,6 +27,15 @@ def plain_text(path: Path) -> str:
     """The text of a file. Raises OSError as `check_plain` does, and UnicodeDecodeError."""
     check_plain(path, LARGEST_TEXT_BYTES)
     return path.read_text(encoding="utf-8")
+
+
+@contextmanager
+def synced(path: Path) -> Iterator[BinaryIO]:
+    """Open a file anew for writing; what was written is on disk when the block ends."""
+    with path.open("wb") as file:
+        yield file
+        file.flush()
+        os.fsync(file.fileno())
 
 
 def check_folder(folder: Path) -> None:

@@ -20,9 +20,9 @@ class StageTimer:
 
     def __init__(
         self,
-        synchronize: Callable[[], None] | None = None,
-        on_enter: Callable[[str], None] | None = None,
-        peak_since: Callable[[], float] | None = None,
+        synchronize: Callable[[], object] = lambda: None,
+        on_enter: Callable[[str], object] = lambda _: None,
+        peak_since: Callable[[], float] = float,
     ) -> None:
         """Start the clock of the first step.
 
@@ -31,9 +31,7 @@ class StageTimer:
             on_enter: called with the name of each stage before its clock starts.
             peak_since: gives the peak memory since it was called last, in GB (1e9 bytes).
         """
-        self._synchronize = synchronize
-        self._on_enter = on_enter
-        self._peak_since = peak_since
+        self._synchronize, self._on_enter, self._peak_since = synchronize, on_enter, peak_since
         self._running: str | None = None
         self.seconds: dict[str, float] = {}
         """Seconds of each stage since the last `reset`, in the order in which they began."""
@@ -50,7 +48,7 @@ class StageTimer:
         self._start = time.perf_counter()
 
     def _measured_peak(self) -> float:
-        peak = 0.0 if self._peak_since is None else self._peak_since()
+        peak = self._peak_since()
         self.peak = max(self.peak, peak)
         return peak
 
@@ -63,15 +61,13 @@ class StageTimer:
     def stage(self, name: str) -> Iterator[Lap]:
         """Time a block; blocks with the same name are summed."""
         assert self._running is None, f"stage {name} began inside stage {self._running}"
-        if self._on_enter is not None:
-            self._on_enter(name)
+        self._on_enter(name)
         self._measured_peak()  # of what lies between stages
         self._running = name
         lap, start = Lap(), time.perf_counter()
         try:
             yield lap
-            if self._synchronize is not None:
-                self._synchronize()
+            self._synchronize()
         finally:
             self._running = None
             lap.seconds = time.perf_counter() - start

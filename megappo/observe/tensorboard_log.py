@@ -7,11 +7,11 @@ import os
 import re
 import socket
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from tensorboard.compat.proto.event_pb2 import Event
+from tensorboard.compat.proto.event_pb2 import Event, SessionLog
 from tensorboard.compat.proto.histogram_pb2 import HistogramProto
 from tensorboard.compat.proto.summary_pb2 import Summary, SummaryMetadata
 from tensorboard.compat.proto.tensor_pb2 import TensorProto
@@ -66,36 +66,29 @@ class TensorBoardLogger:
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
         """Write the metrics of a step. Raises OSError."""
-        from tensorboard.compat.proto.summary_pb2 import Summary
-
         values = [Summary.Value(tag=name, simple_value=value) for name, value in metrics.items()]
         self._append(_event(step=step, summary=Summary(value=values)))
 
     def log_samples(self, step: int, samples: Sequence[Mapping[str, JSONValue]]) -> None:
         """Write the texts of a step. Raises OSError."""
-        from tensorboard.compat.proto.summary_pb2 import Summary
-
-        texts = [_text(f"samples/{number}", _shown(sample)) for number, sample in enumerate(samples)]
+        texts = [_value(f"samples/{number}", "text", _shown(sample)) for number, sample in enumerate(samples)]
         if texts:
             self._append(_event(step=step, summary=Summary(value=texts)))
 
     def log_distributions(self, step: int, distributions: Mapping[str, Distribution]) -> None:
         """Write histograms of a step. Raises OSError."""
-        from tensorboard.compat.proto.summary_pb2 import Summary
-
         values = [_histogram(f"distributions/{name}", found) for name, found in distributions.items()]
         if values:
             self._append(_event(step=step, summary=Summary(value=values)))
 
     def _append(self, event: bytes) -> None:
-        first = b"".join(_event(summary=summary) for summary in _first(self._config)) if self._is_new else b""
+        beginning = _first(self._config) if self._is_new else ()
+        first = b"".join(_event(summary=Summary(value=[value])) for value in beginning)
         self._file.append(self._due + first + event)
         self._due, self._is_new = b"", False
 
     def forget_after(self, step: int) -> None:
         """Make TensorBoard ignore earlier files' events of later steps, from the next step on."""
-        from tensorboard.compat.proto.event_pb2 import SessionLog
-
         self._due += _event(step=step + 1, session_log=SessionLog(status=SessionLog.START))
 
     def close(self) -> None:
@@ -110,7 +103,7 @@ def _event(**content: Any) -> bytes:
     return record.getvalue()
 
 
-def _first(config: Mapping[str, JSONValue]) -> Sequence[Summary]:
+def _first(config: Mapping[str, JSONValue]) -> Iterator[Summary.Value]:
     """What a file begins with: the layout of charts, and the settings, as TensorBoard's plug-ins have them."""
     sections = [
         Category(
@@ -130,31 +123,22 @@ def _first(config: Mapping[str, JSONValue]) -> Sequence[Summary]:
             start.hparams[key].string_value = value
         else:
             start.hparams[key].number_value = value
-    experiment = HParamsPluginData(version=0, experiment=Experiment())
-    session = HParamsPluginData(version=0, session_start_info=start)
-    return [
-        Summary(
-            value=[_value("custom_scalars__config__", "custom_scalars", Layout(category=sections).SerializeToString())]
-        ),
-        Summary(value=[_value("_hparams_/experiment", "hparams", content=experiment.SerializeToString())]),
-        Summary(value=[_value("_hparams_/session_start_info", "hparams", content=session.SerializeToString())]),
-    ]
+    layout = Layout(category=sections).SerializeToString()
+    experiment = HParamsPluginData(version=0, experiment=Experiment()).SerializeToString()
+    session = HParamsPluginData(version=0, session_start_info=start).SerializeToString()
+    yield _value("custom_scalars__config__", "custom_scalars", layout)
+    yield _value("_hparams_/experiment", "hparams", content=experiment)
+    yield _value("_hparams_/session_start_info", "hparams", content=session)
 
 
 def _plain_settings(
     section: Mapping[str, JSONValue], prefix: str = ""
-) -> Sequence[tuple[str, bool | int | float | str]]:
-    found: list[tuple[str, bool | int | float | str]] = []
+) -> Iterator[tuple[str, bool | int | float | str]]:
     for name, value in section.items():
         if isinstance(value, Mapping):
-            found += _plain_settings(value, f"{prefix}{name}.")
+            yield from _plain_settings(value, f"{prefix}{name}.")
         elif isinstance(value, _SHOWN_SETTINGS):
-            found.append((f"{prefix}{name}", value))
-    return found
-
-
-def _text(tag: str, text: str) -> Summary.Value:
-    return _value(tag, "text", text.encode(errors="replace"))
+            yield f"{prefix}{name}", value
 
 
 def _value(tag: str, plugin: str, told: bytes | None = None, content: bytes = b"") -> Summary.Value:
@@ -178,10 +162,10 @@ def _histogram(tag: str, found: Distribution) -> Summary.Value:
     return Summary.Value(tag=tag, histo=histogram)
 
 
-def _shown(sample: Mapping[str, JSONValue]) -> str:
+def _shown(sample: Mapping[str, JSONValue]) -> bytes:
     """A sample in Markdown; what the model wrote stands in blocks of code, so that it is shown as it is."""
     rows = []
     for name, value in sample.items():
         block = "\n".join(f"    {line}" for line in str(value)[:_SHOWN_CHARACTERS].splitlines())
         rows.append(f"**{name}**\n\n{block}\n")
-    return "\n".join(rows)
+    return "\n".join(rows).encode(errors="replace")

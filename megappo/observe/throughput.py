@@ -30,10 +30,7 @@ def peak_flops(device_name: str) -> float | None:
     table, and for a MIG slice."""
     if "MIG" in device_name:
         return None
-    for name, flops in PEAK_FLOPS.items():
-        if re.search(rf"\b{name}\b", device_name):
-            return flops
-    return None
+    return next((flops for name, flops in PEAK_FLOPS.items() if re.search(rf"\b{name}\b", device_name)), None)
 
 
 def training_flops_per_token(

@@ -43,14 +43,8 @@ class WandbLogger:
         given = {name: settings[name] for name in ("entity", "group", "mode") if settings.get(name) is not None}
         named = settings.get("tags")
         tags = {"tags": list(named)} if named and isinstance(named, Sequence) else {}
-        self._options = {
-            "project": project,
-            "name": run_name,
-            "config": dict(config),
-            "dir": str(directory),
-            **given,
-            **tags,
-        }
+        told = {"project": project, "name": run_name, "config": dict(config), "dir": str(directory)}
+        self._options = {**told, **given, **tags}
         self._file = directory / ID_FILE
         kept = self._kept()
         self._goes_on = kept is not None

@@ -20,10 +20,9 @@ from megappo.families.served import Served
 from megappo.plan.elements import FIRST, frozen_elements, largest_adapter, layer_adapters, stage_parameters
 from megappo.plan.rewards import reward_bytes
 from megappo.plan.servers import Servers, find_servers
-from megappo.plan.sizes import largest_of_layer
+from megappo.plan.sizes import DTYPE_BYTES, largest_of_layer
 
 RoleSettings = ActorSettings | CriticSettings
-_BYTES = {"float32": 4, "bfloat16": 2}
 
 
 @dataclass(frozen=True)
@@ -329,7 +328,7 @@ def workload(config: Config, world_size: int, *, on_cuda: bool, device_bytes: fl
         sequences_per_rank=sequences_per_rank,
         generate_batch_sequences=batch,
         sync_bucket_bytes=rollout.sync_bucket_bytes,
-        engine_dtype_bytes=_BYTES[rollout.dtype or config.model.dtype],
+        engine_dtype_bytes=DTYPE_BYTES[rollout.dtype or config.model.dtype],
         on_cuda=on_cuda,
         # How many prompts an evaluation has is not known before its data are read.
         cache_sequences=batch if evaluation else min(batch, sequences_per_rank),
@@ -371,7 +370,7 @@ def trained_role(
         minibatch_sequences=settings.largest_minibatch(config.rollout.batch_sequences),
         updates_per_step=numbers.updates_per_step,
         padded_vocab=numbers.padded_vocab_size,
-        dtype_bytes=_BYTES[config.model.dtype],
+        dtype_bytes=DTYPE_BYTES[config.model.dtype],
         balances_experts=settings.router_aux_loss_coef > 0,
         lora=None if settings.lora is None else settings.lora.of(arch),
         freeze=settings.freeze if isinstance(settings, CriticSettings) else (),
@@ -388,10 +387,9 @@ def _routing_bytes(arch: ArchitectureConfig) -> int:
 
 def reference_role(config: Config, actor: RoleSetup, models: Models, settings: RoleSettings | None = None) -> RoleSetup:
     """The reference's setup on the actor's layout, with the actor's own settings or `settings`."""
-    layers = chunk_layers(config, "actor", settings or config.actor, models.reference)
-    offload = config.reference.offload if config.reference is not None else OffloadSettings()
-    untrained = replace(actor, trained=False, recompute="none", updates_per_step=0, scored_steps=1.0, offload=offload)
-    shared = config.reference is not None and config.reference.share_actor_base
-    untrained = replace(untrained, routing_bytes=0, balances_experts=False, lora=None, shares_weights=shared)
-    changes = config.reference is not None and config.reference.refresh_every_steps is not None
-    return replace(untrained, name="reference", arch=models.reference, chunk_layers=layers, changes=changes)
+    layers, its = chunk_layers(config, "actor", settings or config.actor, models.reference), config.reference
+    assert its is not None
+    untrained = replace(actor, trained=False, recompute="none", updates_per_step=0, scored_steps=1.0, lora=None)
+    untrained = replace(untrained, name="reference", arch=models.reference, chunk_layers=layers, offload=its.offload)
+    untrained = replace(untrained, routing_bytes=0, balances_experts=False, shares_weights=its.share_actor_base)
+    return replace(untrained, changes=its.refresh_every_steps is not None)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass
 from functools import lru_cache
 
 from megappo.families.architecture import ArchitectureConfig
@@ -234,8 +234,7 @@ def _on_trainers(arch: ArchitectureConfig, work: Workload) -> EngineMemory:
     if not servers.shares_machine:
         return found
     share = servers.ranks / work.world_size
-    parts = (found.weights, found.kv_cache, found.workspace, found.idle, found.syncing)
-    return EngineMemory(*(share * part for part in parts))
+    return EngineMemory(*(share * part for part in astuple(found)))
 
 
 def bucket_bytes(setup: Setup) -> float:

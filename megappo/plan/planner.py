@@ -180,8 +180,7 @@ def make_plan(config: Config, models: Models, machine: Machine, gpus: int) -> Pl
     share = machine.per_rank(gpus)
     setup = make_setup(config, models, gpus, on_cuda=machine.is_cuda, device_bytes=share.memory_bytes)
     if setup.work.servers is not None:
-        problem = misplaced_server(setup, machine.devices_per_node)
-        if problem is not None:
+        if (problem := misplaced_server(setup, machine.devices_per_node)) is not None:
             raise ConfigError(problem)
         check_cache(setup.actor.arch, setup.work, config.rollout.servers.memory_fraction)
     rewards = reward_server_memory(config.reward, share.memory_bytes, on_cuda=True) if machine.is_cuda else ()

@@ -19,11 +19,10 @@ from megappo.config.hub import cached_folder
 from megappo.config.judge import JudgeServerSettings
 from megappo.config.model_files import model_folder
 from megappo.config.reward import RewardSettings
-from megappo.plan.sizes import size_words
+from megappo.plan.sizes import DTYPE_BYTES, size_words
 from megappo.reshard.files import counted_files
 
 _DECLARED = "megappo.plan.declared"
-_BYTES = {"float32": 4, "bfloat16": 2}
 
 
 @dataclass(frozen=True)
@@ -88,7 +87,7 @@ def reward_bytes(reward: RewardSettings, world_size: int, *, on_cuda: bool) -> f
 
 
 def _model_bytes(reward: RewardSettings, *, on_cuda: bool) -> float:
-    return float(reward_parameters(reward.model_path) * _BYTES[reward.model_dtype(on_cuda=on_cuda)])
+    return float(reward_parameters(reward.model_path) * DTYPE_BYTES[reward.model_dtype(on_cuda=on_cuda)])
 
 
 def reward_server_memory(
@@ -114,7 +113,7 @@ def _judge_memory(reward: RewardSettings, name: str, device_bytes: float, *, on_
     judge = reward.judges[name]
     server = judge.server
     assert server is not None
-    e = _BYTES[reward.model_dtype(on_cuda=on_cuda)]
+    e = DTYPE_BYTES[reward.model_dtype(on_cuda=on_cuda)]
     weights = e * reward_parameters(judge.model) / server.tensor_parallel
     if on_cuda:
         static = server.memory_fraction * device_bytes

@@ -8,6 +8,8 @@ from functools import lru_cache
 from megappo.families.architecture import ArchitectureConfig
 from megappo.families.parameters import expert_parameters, model_parameters, multiplied_parameters, shard_shape
 
+DTYPE_BYTES = {"float32": 4, "bfloat16": 2}
+
 
 @lru_cache(maxsize=64)
 def model_sizes(arch: ArchitectureConfig) -> tuple[int, int, int]:

@@ -73,6 +73,15 @@ def search_view(proposals: Sequence[Proposal], gpus: int, machine: str) -> Rende
     return table
 
 
+def _table(title: str, first: str, *numbers: str) -> Table:
+    """A table without rows: a column of names, and columns of numbers."""
+    table = Table(title=title, title_justify="left", box=SIMPLE_HEAD)
+    table.add_column(first, no_wrap=True)
+    for name in numbers:
+        table.add_column(name, justify="right", no_wrap=True)
+    return table
+
+
 def _memory_table(plan: Plan) -> Table:
     """One row per role on the fullest ranks: what stays, and what a stage adds."""
     ranks: RankMemory = plan.fullest_trainers
@@ -81,10 +90,7 @@ def _memory_table(plan: Plan) -> Table:
     if plan.reward_servers:
         more += f" and {sum(server.ranks for server in plan.reward_servers)} of rewards"
     title = f"{plan.name} on {plan.gpus} x {plan.machine}{more}: {unit} on {rank_words(ranks.ranks)}, the fullest"
-    table = Table(title=title, title_justify="left", box=SIMPLE_HEAD)
-    table.add_column("", no_wrap=True)
-    for name in ("weights", "grads", "optimizer", "activ.", "head", "layer", "adds"):
-        table.add_column(name, justify="right", no_wrap=True)
+    table = _table(title, "", "weights", "grads", "optimizer", "activ.", "head", "layer", "adds")
 
     def cells(*numbers: float) -> list[str]:
         return [_short(n / size) if n else "" for n in numbers]
@@ -108,13 +114,9 @@ def _memory_table(plan: Plan) -> Table:
 
 def _stage_table(plan: Plan) -> Table:
     """One row per stage of a step."""
-    title = (
-        f"a step of {plan.step_seconds:.3g} s, {plan.tokens_per_second:.3g} tokens/s; FLOP of all ranks, bytes of one"
-    )
-    table = Table(title=title, title_justify="left", box=SIMPLE_HEAD)
-    table.add_column("stage", no_wrap=True)
-    for name in ("peak B", "FLOP", "memory B", "links B", "seconds"):
-        table.add_column(name, justify="right", no_wrap=True)
+    rate = f"{plan.tokens_per_second:.3g} tokens/s"
+    title = f"a step of {plan.step_seconds:.3g} s, {rate}; FLOP of all ranks, bytes of one"
+    table = _table(title, "stage", "peak B", "FLOP", "memory B", "links B", "seconds")
     table.add_column("bound by", no_wrap=True)
     for stage in plan.stages:
         peak = max(ranks.stages.get(stage.name, 0.0) for ranks in plan.ranks)
@@ -125,10 +127,7 @@ def _stage_table(plan: Plan) -> Table:
 
 def _host_table(plan: Plan) -> Table:
     """Bytes on the host: what each role on the fullest ranks keeps there, and what each stage moves there or back."""
-    table = Table(title="the host, bytes of a rank", title_justify="left", box=SIMPLE_HEAD)
-    table.add_column("", no_wrap=True)
-    for name in ("holds", "moved"):
-        table.add_column(name, justify="right", no_wrap=True)
+    table = _table("the host, bytes of a rank", "", "holds", "moved")
     for role in plan.fullest_trainers.roles:
         table.add_row(role.role, _prefixed(role.host), "")
     for stage in plan.stages:

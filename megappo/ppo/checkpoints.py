@@ -108,10 +108,10 @@ class Resumed:
         lacking = [role.placement.name for role in self._roles if role.placement.name not in updates]
         if lacking:
             raise ValueError(f"{self._folder} holds no {lacking[0]}; remove it from the settings, or start a new run")
-        load_shards(self._folder, self._roles, updates, self._parts.runtime)
+        load_shards(self._folder, self._roles, updates)
         before = self._marker.content["settings"].get("reference") or {}
         if before.get("refresh_every_steps") and (reference := _changing_reference(self._parts)) is not None:
-            load_weights(self._folder, reference, _REFERENCE, self._parts.runtime)
+            load_weights(self._folder, reference, _REFERENCE)
         state: TrainerState = self._marker.content["trainer"]
         if self._parts.config.run.force_resume and self._has_other_data():
             # Other data start at their beginning.

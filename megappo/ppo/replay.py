@@ -87,7 +87,7 @@ def replay(path: str, world_size: int) -> None:
 def _repeat(config: Config, roles: Sequence[Role], runtime: Runtime, folder: Path, marker: Marker) -> list[str]:
     """Repeat the update; returns the lines to print."""
     kept = marker.content["refused"]
-    load_shards(folder, roles, marker.content["updates"], runtime)
+    load_shards(folder, roles, marker.content["updates"])
     role = next(role for role in roles if role.placement.name == kept["role"])
     batch = load_values(folder / f"batch-{runtime.rank:05d}.pt")
     routing = batch.get("routing")

@@ -307,12 +307,8 @@ class Holdings:
             return 1
         return self.stands_for[self.stage_of[parameter.megatron]]
 
-    def received_bytes(self, receiver: Receiver, element_bytes: int) -> int:
-        """Bytes that a receiver gets from other ranks, over the whole model in a type of `element_bytes`."""
-        return sum(self.sources(receiver, element_bytes).values())
-
     def sources(self, receiver: Receiver, element_bytes: int) -> Counter[int]:
-        """Bytes that a receiver gets from each other rank."""
+        """Bytes that a receiver gets from each other rank, over the whole model in a type of `element_bytes`."""
         home, found = self.home(receiver.rank), Counter[int]()
         alike: dict[tuple[int, Kind, tuple[Shape, ...], int | None], dict[int, int]] = {}
         for number, parameter in enumerate(self.parameters):

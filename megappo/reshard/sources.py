@@ -115,8 +115,7 @@ class SafetensorsSource:
         if self._arch.stored_mxfp4:
             known |= {name + suffix for name, shape in self._wanted.items() if len(shape) == 3 for suffix in MXFP4}
         prefix = self._arch.declaration.stored_prefix
-        found: dict[str, str] = {}
-        unknown: list[str] = []
+        found, unknown = dict[str, str](), list[str]()
         for stored in self._file_of:
             # A token classifier or bare trunk stores the same tensors without the "model." in front.
             called = [stored, f"model.{stored}"]

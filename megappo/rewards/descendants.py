@@ -39,14 +39,12 @@ def _prctl(option: int, value: int) -> None:
 def reap() -> set[int] | None:
     """Process ids of the children that have ended since; None where no child is left."""
     ended: set[int] = set()
-    while True:
-        try:
-            pid, _ = os.waitpid(-1, os.WNOHANG)
-        except ChildProcessError:
-            return None
-        if pid == 0:
-            return ended
-        ended.add(pid)
+    try:
+        while pid := os.waitpid(-1, os.WNOHANG)[0]:
+            ended.add(pid)
+    except ChildProcessError:
+        return None
+    return ended
 
 
 def end_descendants() -> None:

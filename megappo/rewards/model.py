@@ -8,6 +8,7 @@ from pathlib import Path
 
 import torch
 from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
 from transformers import AutoConfig, AutoModelForSequenceClassification, AutoTokenizer, PretrainedConfig
 
 from megappo.config.folder_texts import OF_TOKENIZERS, check_texts
@@ -81,9 +82,9 @@ class RewardTexts:
         """
         if isinstance(prompt, str):
             ids = whole_ids(self._tokenizer, prompt + response)
+        elif not self.has_chat_template:
+            raise ValueError("the reward model's tokenizer has no chat template; give it prompts as text")
         else:
-            if not self.has_chat_template:
-                raise ValueError("the reward model's tokenizer has no chat template; give it prompts as text")
             chat = [*prompt, {"role": "assistant", "content": response}]
             problem = "the reward model's chat template fails on a prompt and its response"
             with users_code(problem, "fix the template or the messages"):
@@ -128,11 +129,7 @@ class RewardModel:
         self.texts = RewardTexts(path, trust_remote_code=trust_remote_code, template_time=template_time)
         with _loading(path):
             self._model, loading = AutoModelForSequenceClassification.from_pretrained(
-                path,
-                dtype=dtype,
-                use_safetensors=True,
-                trust_remote_code=trust_remote_code,
-                output_loading_info=True,
+                path, dtype=dtype, use_safetensors=True, trust_remote_code=trust_remote_code, output_loading_info=True
             )
         self._require_head(path, loading["missing_keys"])
         self._model.to(device).eval().requires_grad_(False)
@@ -181,14 +178,9 @@ class RewardModel:
         The head is applied here because transformers finds the last token by looking for the padding token, which may
         also be the token that ends the text.
         """
-        longest = max(map(len, ids))
-        tokens = torch.zeros(len(ids), longest, dtype=torch.int64)
-        attention = torch.zeros_like(tokens)
-        for row, sequence in enumerate(ids):
-            tokens[row, : len(sequence)] = torch.tensor(sequence)
-            attention[row, : len(sequence)] = 1
-        trunk = self._model.base_model
-        hidden = trunk(input_ids=tokens.to(self._device), attention_mask=attention.to(self._device)).last_hidden_state
-        last = torch.tensor([len(s) - 1 for s in ids], device=self._device)
+        tokens = pad_sequence([torch.tensor(sequence) for sequence in ids], batch_first=True).to(self._device)
+        lengths = torch.tensor([len(sequence) for sequence in ids], device=self._device)
+        attention = (torch.arange(tokens.shape[1], device=self._device) < lengths[:, None]).long()
+        hidden = self._model.base_model(input_ids=tokens, attention_mask=attention).last_hidden_state
         rows = torch.arange(len(ids), device=self._device)
-        return self._model.score(hidden[rows, last]).float().squeeze(-1).cpu()
+        return self._model.score(hidden[rows, lengths - 1]).float().squeeze(-1).cpu()

@@ -61,12 +61,6 @@ class _ScoreHandler(BaseHTTPRequestHandler):
     server: _ScoreServer
 
     def do_GET(self) -> None:
-        self._answer()
-
-    def do_POST(self) -> None:
-        self._answer()
-
-    def _answer(self) -> None:
         given = self.rfile.read(int(self.headers.get("Content-Length") or 0))
         if not hmac.compare_digest((self.headers.get("Authorization") or "").encode(), self.server.key):
             return self._say(401, {"refused": "another key is wanted"})
@@ -82,6 +76,8 @@ class _ScoreHandler(BaseHTTPRequestHandler):
             return self._say(404, {"refused": f"there is no {self.path}"})
         return self._say(200, {"has_chat_template": self.server.model.has_chat_template})
 
+    do_POST = do_GET
+
     def _scores(self, prompts: list[str | list[Message]], responses: list[str]) -> dict[str, JSONValue]:
         try:
             with self.server.one_at_a_time:
@@ -92,10 +88,10 @@ class _ScoreHandler(BaseHTTPRequestHandler):
     def _classify(self, input_ids: list[int]) -> None:
         try:
             with self.server.one_at_a_time:
-                (score,) = self.server.model.score_ids([input_ids]).tolist()
+                scores = self.server.model.score_ids([input_ids]).tolist()
         except ValueError as error:
             return self._say(400, {"refused": str(error)})
-        return self._say(200, {"embedding": [score]})
+        return self._say(200, {"embedding": scores})
 
     def _say(self, status: int, content: dict[str, JSONValue]) -> None:
         body = json.dumps(content).encode()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Protocol, get_args, get_origin, get_type_hints
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypeAlias, get_args, get_origin, get_type_hints
 
 from megappo.errors import show
 from megappo.plugins import check_call, check_choice, load_function, signature_of
@@ -32,23 +32,15 @@ OF_EACH = {
 _OF_BATCH = {one: many for many, one in OF_EACH.items()}
 
 
-class ChosenReward(Protocol):
-    """The part of `RewardSettings` that names a function; workers have it without importing the configuration."""
-
-    @property
-    def function(self) -> str | None: ...
-    @property
-    def options(self) -> dict[str, Any]: ...
-    @property
-    def batch(self) -> bool: ...
-
-
 class RewardChoice(NamedTuple):
-    """The reward function as it is sent to a worker."""
+    """The reward function as it is sent to a worker, which does not import the configuration."""
 
     function: str
     options: dict[str, Any]
     batch: bool
+
+
+ChosenReward: TypeAlias = "RewardSettings | RewardChoice"
 
 
 def check_reward(settings: RewardSettings) -> None:
@@ -107,18 +99,17 @@ def resolve(settings: ChosenReward) -> RewardCallable:
     """
     name = settings.function
     assert name is not None, "one of several functions has settings of its own"
-    if name in RULES:
-        if settings.batch:
-            raise ValueError(f"reward.batch is for Python functions, '{name}' scores sample by sample; remove it")
-        function = RULES[name]
+    if name not in RULES:
+        check_choice(name, [*RULES, "model", OF_ENVIRONMENT], "reward.function")
+        function = load_function(name, "reward.function")
         _check_call(function, settings)
-        _check_rule_options(function, settings)
-        warm_up(name)
         return function
-    check_choice(name, [*RULES, "model", OF_ENVIRONMENT], "reward.function")
-    function = load_function(name, "reward.function")
-    _check_call(function, settings)
-    return function
+    if settings.batch:
+        raise ValueError(f"reward.batch is for Python functions, '{name}' scores sample by sample; remove it")
+    _check_call(RULES[name], settings)
+    _check_rule_options(RULES[name], settings)
+    warm_up(name)
+    return RULES[name]
 
 
 def argument_names(function: RewardCallable, *, batch: bool) -> tuple[str, ...]:

@@ -103,10 +103,9 @@ class RewardScorer:
         self._model = RewardModel(folder, dtype=dtype, device=self._device, trust_remote_code=trusts, template_time=now)
 
     def _pool(self, name: str, term: RewardSettings) -> RewardPool:
-        place = self._servers.places.get(name or "judge") if self._servers is not None else None
-        if self._servers is None or place is None or term.judge is None:
+        if self._servers is None or term.judge is None or (name or "judge") not in self._servers.places:
             return RewardPool(term)
-        return RewardPool(term, place, self._servers.check)
+        return RewardPool(term, self._servers.places[name or "judge"], self._servers.check)
 
     def score(
         self, rollouts: Rollouts, failures: MutableMapping[int, str] | None = None
@@ -121,10 +120,8 @@ class RewardScorer:
         from megappo.runtime.objects import all_gather_objects
         from megappo.runtime.tally import Tally
 
-        scored = self._result(rollouts)
-        result = scored.result
-        B = len(result.scores)
-        tally = Tally()
+        scored, tally = self._result(rollouts), Tally()
+        result, B = scored.result, len(scored.result.scores)
         tally.mean("reward/failures", torch.arange(B) < len(result.failures))
         tally.mean("reward/timeouts", torch.arange(B) < result.timeouts)
         for name, scores_B in scored.of_terms.items():
@@ -149,10 +146,10 @@ class RewardScorer:
         """Scores (B,) float32 of this rank, without any collective. Raises RewardError where too many failed, unless
         there are `failures` to be filled as by `score`."""
         result = self._result(rollouts).result
-        if failures is None and len(result.failures) > self._settings.max_failure_fraction * len(result.scores):
-            raise too_many_failures(self._settings, len(result.failures), len(result.scores), result.failures)
         if failures is not None:
             failures.update(result.failures)
+        elif len(result.failures) > self._settings.max_failure_fraction * len(result.scores):
+            raise too_many_failures(self._settings, len(result.failures), len(result.scores), result.failures)
         return result.scores
 
     def _result(self, rollouts: Rollouts) -> _Worth:
@@ -170,11 +167,9 @@ class RewardScorer:
             return scores_B
 
         scores_B = with_failed(found.result.scores)
-        beyond = self._finite(
-            rollouts.total_rewards_B(scores_B), "the score with the environment's rewards is"
-        ).failures
-        for b, _ in beyond:
-            scores_B[b] = self._settings.failure_score
+        totals_B = rollouts.total_rewards_B(scores_B)
+        beyond = self._finite(totals_B, "the score with the environment's rewards is").failures
+        scores_B[[b for b, _ in beyond]] = self._settings.failure_score
         failures = sorted([(whole[i], reason) for i, reason in found.result.failures] + beyond)
         every = {name: with_failed(scores) for name, scores in found.of_terms.items()}
         late = frozenset(whole[i] for i in found.result.late)
@@ -195,8 +190,7 @@ class RewardScorer:
             result = self._pools[name].run([requests[i] for i in own])
             found[name] = _spread(result, own, len(chosen))
             if (metric := name or "judge") in judges:
-                seconds = time.monotonic() - started
-                verdicts[metric] = _Verdicts(len(own), len(result.notes), seconds)
+                verdicts[metric] = _Verdicts(len(own), len(result.notes), time.monotonic() - started)
         of_terms = {name: result.scores for name, result in found.items() if name}
         return _Worth(self._sum(found), of_terms, verdicts)
 
@@ -226,8 +220,7 @@ class RewardScorer:
             total = torch.where(total.isfinite(), total, torch.as_tensor(exact).float())
         failures = {i: f"{name}: {reason}" for name, result in found.items() for i, reason in result.failures}
         late = {i for result in found.values() for i in result.late}
-        for i in failures:
-            total[i] = self._settings.failure_score
+        total[[*failures]] = self._settings.failure_score
         summed = self._finite(total, "the weighted sum of reward.functions is")
         return RewardResult(summed.scores, sorted([*failures.items(), *summed.failures]), frozenset(late))
 

@@ -118,11 +118,8 @@ class SharedRewardModel:
         order = sorted(range(len(responses)), key=lambda i: len(str(prompts[i])) + len(responses[i]))
         for first in range(0, len(order), REQUEST_SAMPLES):
             chosen = order[first : first + REQUEST_SAMPLES]
-            content: dict[str, JSONValue] = {
-                "prompts": [prompts[i] for i in chosen],
-                "responses": [responses[i] for i in chosen],
-            }
-            answer = self._ask("/score", content)
+            asked, said = [prompts[i] for i in chosen], [responses[i] for i in chosen]
+            answer = self._ask("/score", {"prompts": asked, "responses": said})
             if "refused" in answer:
                 raise RunError(str(answer["refused"]))
             scores_B[chosen] = torch.tensor(answer["scores"], dtype=torch.float32)

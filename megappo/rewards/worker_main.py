@@ -79,20 +79,14 @@ def _numbers(found: Any, count: int) -> list[Answer]:
     return [_number(value) for value in values]
 
 
-def _load(choice: RewardChoice) -> tuple[RewardCallable | None, str]:
-    try:
-        return resolve(choice), ""
-    except ValueError as error:
-        return None, str(error)[:_BROKEN_CHARACTERS]
-
-
 def _serve(pool: WorkerEnd) -> None:
     """Answer until the pool is gone, which raises EOFError or ConnectionError."""
     choice: RewardChoice = pool.first
     process = os.getpid()
-    function, reason = _load(choice)
-    if function is None:
-        pool.send(("broken", reason))
+    try:
+        function = resolve(choice)
+    except ValueError as error:
+        pool.send(("broken", str(error)[:_BROKEN_CHARACTERS]))
         return
     pool.send(("ready", process))
     names = argument_names(function, batch=choice.batch)

@@ -253,9 +253,8 @@ class RewardPool(AbstractContextManager["RewardPool"]):
         finally:
             for worker in [w for w in self.workers if w.pending]:
                 self._replace(worker)  # the call has ended, and nobody reads its answers
-        scores = torch.full((len(requests),), self._settings.failure_score, dtype=torch.float32)
-        for index, score in job.scores.items():
-            scores[index] = score
+        every = [job.scores.get(index, self._settings.failure_score) for index in range(len(requests))]
+        scores = torch.tensor(every, dtype=torch.float32)
         late = frozenset(index for index, reason in job.failures.items() if reason == _TIMED_OUT)
         return RewardResult(scores, sorted(job.failures.items()), late, tuple(sorted(job.notes.items())))
 

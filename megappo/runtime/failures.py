@@ -29,7 +29,7 @@ from megappo.errors import RUN_ERROR, Interrupted, reason, verdict_of
 from megappo.observe.messages import MESSAGES, tell
 from megappo.observe.progress import PROGRESS
 from megappo.runtime.launchers import Ranks, tell_torchrun
-from megappo.runtime.neighbour import Neighbour, all_done, find_neighbour, introduce, say_done
+from megappo.runtime.neighbour import Neighbour, all_done, find_neighbour, has_ended, introduce, say_done
 from megappo.runtime.notices import POLL_SECONDS, Notices
 from megappo.runtime.waiting import pause, wait_until
 
@@ -88,10 +88,7 @@ class _Torchrun:
         """Whether torchrun started this rank and its process has ended; it normally outlives its ranks."""
         if self._process is None:
             return "TORCHELASTIC_RUN_ID" in os.environ
-        try:
-            return not self._process.is_running() or self._process.status() == psutil.STATUS_ZOMBIE
-        except psutil.Error:
-            return True
+        return has_ended(self._process)
 
     @property
     def summary(self) -> str:
@@ -215,7 +212,7 @@ class Failures:
             tell(f"what is to be closed does not end within {seconds:g} seconds, so the process ends without it")
             if failure.sentences:
                 self._say(failure)
-            _within(_POST_SECONDS, self._say_done)
+            work_within(_POST_SECONDS, self._say_done)
             os._exit(failure.code)
 
         threading.Thread(target=end_unclosed, name="closing", daemon=True).start()
@@ -246,18 +243,16 @@ class Failures:
         MESSAGES.tell_last("\nmegappo: ".join([] if told else said), before)
 
     def _end(self, failure: Failure) -> NoReturn:
-        code = failure.code
         posted: list[str] = []
         self._notices.close()
-        _within(_POST_SECONDS, lambda: posted.append(self._notices.post(_FAILED, json.dumps(asdict(failure)))))
-        if posted:
-            code = json.loads(posted[0])["code"]  # of the failure that was posted first
-        _within(_LAST_SECONDS, lambda: self._do_last(failure))
+        work_within(_POST_SECONDS, lambda: posted.append(self._notices.post(_FAILED, json.dumps(asdict(failure)))))
+        code = json.loads(posted[0])["code"] if posted else failure.code  # of the failure that was posted first
+        work_within(_LAST_SECONDS, lambda: self._do_last(failure))
         begun = time.monotonic()
         # A launcher ends all ranks with the first, and rank 0 keeps the store.
-        _within(_LEAVE_SECONDS, lambda: self._meet(self._world_size - failure.lost))
+        work_within(_LEAVE_SECONDS, lambda: self._meet(self._world_size - failure.lost))
         self._closed.wait(max(0.0, begun + _LEAVE_SECONDS - time.monotonic()))
-        _within(_FLUSH_SECONDS, lambda: (sys.stdout.flush(), sys.stderr.flush()))
+        work_within(_FLUSH_SECONDS, lambda: (sys.stdout.flush(), sys.stderr.flush()))
         os._exit(code)
 
     def _do_last(self, failure: Failure) -> None:
@@ -286,8 +281,7 @@ class Failures:
             self.declare(Failure(neighbour.rank, RUN_ERROR, (neighbour.summary,), lost=1))
             return
         words = "the store at which the ranks met is gone, and rank 0 or torchrun with it; the first to end says why"
-        words = self._agent.summary if self._agent.is_gone else words
-        self.declare(Failure(self._rank, RUN_ERROR, (words,)))
+        self.declare(Failure(self._rank, RUN_ERROR, (self._agent.summary if self._agent.is_gone else words,)))
 
     def _look_after_agent(self) -> None:
         if self._agent.is_gone and not self._is_told:
@@ -357,7 +351,7 @@ def _is_ours(found: TracebackType | None) -> bool:
     return found is not None and str(found.tb_frame.f_globals.get("__name__")).startswith("megappo.")
 
 
-def _within(seconds: float, work: Callable[[], object]) -> None:
+def work_within(seconds: float, work: Callable[[], object]) -> None:
     """Run work that may fail or never return, for at most so many seconds."""
 
     def quietly() -> None:

@@ -27,10 +27,7 @@ class Neighbour:
     @property
     def is_gone(self) -> bool:
         """Whether the process has ended."""
-        try:
-            return not self.process.is_running() or self.process.status() == psutil.STATUS_ZOMBIE
-        except psutil.Error:
-            return True
+        return has_ended(self.process)
 
     def is_done(self, notices: Notices) -> bool:
         """Whether the process announced its end. Raises DistError where the store is gone."""
@@ -43,6 +40,14 @@ class Neighbour:
             f"process {self.process.pid} on {socket.gethostname()} ended without a word, as one does that the kernel "
             "kills for a lack of memory; `dmesg` there says whether it did"
         )
+
+
+def has_ended(process: psutil.Process) -> bool:
+    """Whether a process is gone, or waits for its parent to notice."""
+    try:
+        return not process.is_running() or process.status() == psutil.STATUS_ZOMBIE
+    except psutil.Error:
+        return True
 
 
 def introduce(notices: Notices, rank: int, local_rank: int) -> None:

@@ -127,7 +127,7 @@ class Runtime:
             free, _ = torch.cuda.mem_get_info()
             return Memory(torch.cuda.max_memory_allocated() / 1e9, torch.cuda.memory_reserved() / 1e9, free / 1e9)
         peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
-        return Memory(peak / 1e9, psutil.Process().memory_info().rss / 1e9, psutil.virtual_memory().available / 1e9)
+        return Memory(peak / 1e9, _resident_bytes() / 1e9, psutil.virtual_memory().available / 1e9)
 
     def peak_since(self) -> float:
         """Peak memory of this rank since the last call, in GB (1e9 bytes): tensors on CUDA. A CPU knows no peak of a
@@ -172,8 +172,7 @@ def _store(address: str, port: int, ranks: Ranks, patience: datetime.timedelta) 
         return dist.PrefixStore(prefix, of_agent)
     if ranks.rank == 0:
         alone = ranks.local_world_size == ranks.world_size
-        size = ranks.world_size
-        served = listening_store(address, port, size, patience, on_one_machine=alone, wait_for_workers=False)
+        served = listening_store(address, port, ranks.world_size, patience, on_one_machine=alone)
         served.set(_JOB_KEY, job_of(os.environ))
     else:
         served = dist.TCPStore(address, port, ranks.world_size, is_master=False, timeout=patience)

@@ -31,15 +31,10 @@ def another_connection(store: dist.Store) -> dist.Store:
 
 
 def listening_store(
-    address: str,
-    port: int,
-    world_size: int,
-    timeout: datetime.timedelta,
-    *,
-    on_one_machine: bool = False,
-    wait_for_workers: bool = True,
+    address: str, port: int, world_size: int, timeout: datetime.timedelta, *, on_one_machine: bool = False
 ) -> dist.TCPStore:
-    """torch's store for `world_size` processes to meet at `address`:`port` (0: a free one), served by this process.
+    """torch's store for `world_size` processes to meet at `address`:`port` (0: a free one), served by this process,
+    which does not wait for the others.
 
     torch's own listens on every interface, without authentication. This one listens on that of `address` alone, except
     where the others may know it by another. That is so when `address` is none of this machine's (behind address
@@ -51,9 +46,8 @@ def listening_store(
     family, kind, _, _, place = places[0]
     found = {str(found[4][0]) for found in places}
     is_plain = found == {address} or address == "localhost"
-    loops_back = any(name.startswith("127.") or name == "::1" for name in found)
-    if not (is_plain or on_one_machine) and (len(found) > 1 or loops_back):
-        return dist.TCPStore(address, port, world_size, True, timeout, wait_for_workers)
+    if not (is_plain or on_one_machine) and (len(found) > 1 or any(map(_loops_back, found))):
+        return dist.TCPStore(address, port, world_size, True, timeout, False)
     with socket.socket(family, kind) as listener:
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
@@ -61,12 +55,10 @@ def listening_store(
         except OSError as error:
             if error.errno != errno.EADDRNOTAVAIL:
                 raise
-            return dist.TCPStore(address, port, world_size, True, timeout, wait_for_workers)
+            return dist.TCPStore(address, port, world_size, True, timeout, False)
         listener.listen(max(128, world_size))
         port = listener.getsockname()[1]
-        return dist.TCPStore(
-            address, port, world_size, True, timeout, wait_for_workers, master_listen_fd=listener.detach()
-        )
+        return dist.TCPStore(address, port, world_size, True, timeout, False, master_listen_fd=listener.detach())
 
 
 def await_all(store: dist.Store, ranks: Ranks, patience: datetime.timedelta) -> None:
@@ -141,8 +133,11 @@ def is_address(host: str) -> bool:
 
 def is_loopback(host: str) -> bool:
     """Whether an address is reached from this machine only. Raises OSError for a name that cannot be resolved."""
-    found = {str(place[4][0]) for place in socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)}
-    return all(address.startswith("127.") or address == "::1" for address in found)
+    return all(_loops_back(str(place[4][0])) for place in socket.getaddrinfo(host, None, type=socket.SOCK_STREAM))
+
+
+def _loops_back(address: str) -> bool:
+    return address.startswith("127.") or address == "::1"
 
 
 def listening_problem(host: str, port: int) -> str | None:

@@ -46,23 +46,23 @@ class Tally:
 
     def reduce(self, group: dist.ProcessGroup | None, device: torch.device) -> dict[str, float]:
         """The global numbers, the same on every rank; a collective of `group`."""
-        sums = torch.tensor([v for v, _ in self._sums.values()], dtype=torch.float64, device=device)
-        counts = torch.tensor([c for _, c in self._sums.values()], dtype=torch.float64, device=device)
-        both = torch.stack([sums, counts])
+        both_N2 = torch.tensor(list(self._sums.values()), dtype=torch.float64, device=device)
         maxima = torch.tensor(list(self._maxima.values()), dtype=torch.float64, device=device)
-        dist.all_reduce(both, group=group)
+        dist.all_reduce(both_N2, group=group)
         if self._maxima:
             dist.all_reduce(maxima, op=dist.ReduceOp.MAX, group=group)
         numbers = {
-            name: float(total if count < 0 else total / count if count else torch.tensor(float("nan")))
-            for name, total, count in zip(self._sums, *both.cpu(), strict=True)
+            name: total if count < 0 else total / count if count else math.nan
+            for name, (total, count) in zip(self._sums, both_N2.tolist(), strict=True)
         }
-        numbers |= self._deviations(numbers, group, both)
+        numbers |= self._deviations(numbers, group, device)
         for name, value in zip(self._maxima, maxima.cpu().tolist(), strict=True):
             numbers[name.removeprefix("-")] = -value if name.startswith("-") else value
         return numbers
 
-    def _deviations(self, means: dict[str, float], group: dist.ProcessGroup | None, like: Tensor) -> dict[str, float]:
+    def _deviations(
+        self, means: dict[str, float], group: dist.ProcessGroup | None, device: torch.device
+    ) -> dict[str, float]:
         """Standard deviations from the means of all ranks (Chan et al. 1979). A mean of squares less the square of the
         mean would lose its digits where the mean is large."""
         if not self._spreads:
@@ -71,7 +71,7 @@ class Tally:
             (count, squares + (count * (mean - means[f"{name}/mean"]) ** 2 if count else 0.0))
             for name, (count, mean, squares) in self._spreads.items()
         ]
-        both_N2 = torch.tensor(rows, dtype=torch.float64).to(like.device)
+        both_N2 = torch.tensor(rows, dtype=torch.float64, device=device)
         dist.all_reduce(both_N2, group=group)
         return {
             f"{name}/std": (squares / count) ** 0.5 if count else math.nan

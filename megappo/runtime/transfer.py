@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Mapping
 
@@ -20,9 +21,7 @@ def to_device(tensors: Mapping[str, Tensor], device: torch.device) -> dict[str, 
     would wait until the device has finished all queued work.
     """
     sizes = [tensor.numel() * tensor.itemsize for tensor in tensors.values()]
-    starts = [0]
-    for size in sizes:
-        starts.append(starts[-1] + math.ceil(size / ALIGNMENT) * ALIGNMENT)
+    starts = [*itertools.accumulate((math.ceil(size / ALIGNMENT) * ALIGNMENT for size in sizes), initial=0)]
     there = torch.empty(starts[-1], dtype=torch.uint8, pin_memory=device.type == "cuda")
     for tensor, start, size in zip(tensors.values(), starts, sizes, strict=False):
         there[start : start + size].view(tensor.dtype).copy_(tensor.flatten())

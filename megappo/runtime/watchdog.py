@@ -17,7 +17,7 @@ import torch.distributed as dist
 
 from megappo.errors import HANG, RUN_ERROR
 from megappo.observe.progress import PROGRESS
-from megappo.runtime.failures import Failure
+from megappo.runtime.failures import Failure, work_within
 from megappo.runtime.process import Runtime
 
 _POLL_SECONDS = 0.5
@@ -151,15 +151,12 @@ class Watchdog:
         found: list[Path] = []
 
         def look() -> None:
-            with contextlib.suppress(OSError, ValueError):
-                hangs = self._directory.glob(f"hang-*/{_CHECKPOINT}")
-                last = max((path for path in hangs if path.parent != self._folder), default=None)
-                if last is not None and last.read_text(encoding="utf-8") == self._newest_checkpoint():
-                    found.append(last.parent)
+            hangs = self._directory.glob(f"hang-*/{_CHECKPOINT}")
+            last = max((path for path in hangs if path.parent != self._folder), default=None)
+            if last is not None and last.read_text(encoding="utf-8") == self._newest_checkpoint():
+                found.append(last.parent)
 
-        looking = threading.Thread(target=look, daemon=True)
-        looking.start()
-        looking.join(_DISK_SECONDS)
+        work_within(_DISK_SECONDS, look)
         return found[0] if found else None
 
     def _words(self, seconds: float) -> str:

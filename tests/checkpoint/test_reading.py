@@ -120,7 +120,7 @@ def test_crafted_metadata_run_no_code(tmp_path: Path, runtime: Runtime, how: str
     assert chosen is not None and not chosen[2]
     TRACES.clear()
     with pytest.raises(ValueError, match=f"step-000001 is damaged: {sentence}") as raised:
-        read_tensors(folder, wanted(), runtime)
+        read_tensors(folder, wanted())
     assert "\n" not in str(raised.value)
     assert TRACES == []
 
@@ -141,7 +141,7 @@ def test_metadata_of_older_pythons_load(tmp_path: Path, runtime: Runtime) -> Non
         OlderPickler(file).dump(metadata)
     assert b"getattr" in (folder / ".metadata").read_bytes()
     shards = wanted()
-    read_tensors(folder, shards, runtime)
+    read_tensors(folder, shards)
     for key, shape in SHAPES.items():
         assert torch.equal(shards[key].data, torch.full(shape, 1.0)), key
 
@@ -157,10 +157,10 @@ def test_metadata_that_are_none_are_a_sentence(tmp_path: Path, runtime: Runtime,
     write(tmp_path, runtime, 1)
     (tmp_path / "step-000001" / ".metadata").write_bytes(content)
     with pytest.raises(ValueError, match=r"step-000001 is damaged: \.metadata"):
-        read_tensors(tmp_path / "step-000001", wanted(), runtime)
+        read_tensors(tmp_path / "step-000001", wanted())
     (tmp_path / "step-000001" / ".metadata").unlink()
     with pytest.raises(ValueError, match=r"\.metadata cannot be read: No such file"):
-        read_tensors(tmp_path / "step-000001", wanted(), runtime)
+        read_tensors(tmp_path / "step-000001", wanted())
 
 
 @pytest.mark.parametrize("broken", ["call", "truncated", "empty", "missing"])
@@ -182,10 +182,10 @@ def test_tensors_that_are_not_there_are_a_sentence(tmp_path: Path, runtime: Runt
     folder = tmp_path / "step-000001"
     other = {"actor.weight.c": ShardedTensor.from_rank_offsets("actor.weight.c", torch.zeros(2))}
     with pytest.raises(ValueError, match="step-000001 does not hold what this model and layout need: .*actor.weight.c"):
-        read_tensors(folder, other, runtime)
+        read_tensors(folder, other)
     wide = {"actor.weight.a": ShardedTensor.from_rank_offsets("actor.weight.a", torch.zeros(64, 9))}
     with pytest.raises(ValueError, match="does not hold what this model and layout need: .*shape mismatch") as raised:
-        read_tensors(folder, wide, runtime)
+        read_tensors(folder, wide)
     assert "Traceback" not in str(raised.value)
 
 
@@ -205,7 +205,7 @@ def test_checkpoints_of_other_versions_of_torch_load(tmp_path: Path, runtime: Ru
     folder, marker, sentences = chosen
     assert not sentences and marker.content["versions"]["torch"].startswith(version)
     shards = wanted()
-    read_tensors(folder, shards, runtime)
+    read_tensors(folder, shards)
     for key, shape in SHAPES.items():
         assert torch.equal(shards[key].data, torch.full(shape, 7.0)), key
     before = random_states()

@@ -148,7 +148,7 @@ def test_every_receiver_gets_what_it_wants_and_nobody_else_anything(grid: Grid, 
                     expected = engine_part(model, name, played.whole[name], tp, receiver.tensor_rank)
                     assert torch.equal(tensor, expected), (receiver, name)
             for rank in range(world):
-                planned = sum(played.holdings.received_bytes(r, 4) for r in receivers if r.rank == rank)
+                planned = sum(played.holdings.sources(r, 4).total() for r in receivers if r.rank == rank)
                 assert played.received[rank] == planned
                 assert played.received[rank] == 0 or any(r.rank == rank for r in receivers)
 
@@ -237,7 +237,7 @@ def test_one_layer_of_each_stage_stands_for_all() -> None:
     planned = Holdings.planned(model, grid, vocab, (4, 2))
     for rank in range(6):
         for receiver in (Receiver(rank), Receiver(rank, 4, rank % 4), Receiver(rank, stage=1)):
-            assert planned.received_bytes(receiver, 2) == real.received_bytes(receiver, 2)
+            assert planned.sources(receiver, 2).total() == real.sources(receiver, 2).total()
     assert [planned.stage_bytes(s, 2) for s in (0, 1)] == [real.stage_bytes(s, 2) for s in (0, 1)]
 
 

@@ -268,7 +268,7 @@ def test_two_processes_of_mpi_meet() -> None:
 @pytest.mark.waits
 def test_a_rank_that_does_not_come_is_named() -> None:
     seconds = datetime.timedelta(seconds=1)
-    store = dist.PrefixStore("", listening_store("127.0.0.1", 0, 4, seconds, wait_for_workers=False))
+    store = dist.PrefixStore("", listening_store("127.0.0.1", 0, 4, seconds))
 
     def of_rank_1() -> None:
         with pytest.raises(RunError):
@@ -311,7 +311,7 @@ def test_where_a_store_listens(
         return served(reached.get(host, host), *words, **more)
 
     monkeypatch.setattr(dist, "TCPStore", reach)
-    store = listening_store(address, 0, 2, seconds, on_one_machine=on_one_machine, wait_for_workers=False)
+    store = listening_store(address, 0, 2, seconds, on_one_machine=on_one_machine)
     sockets = [s for s in psutil.Process().net_connections() if s.status == psutil.CONN_LISTEN]
     assert [s.laddr.ip for s in sockets if s.laddr.port == store.port] == [interface]
     other = served("127.0.0.1", store.port, 2, False, seconds)

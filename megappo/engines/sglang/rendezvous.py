@@ -41,9 +41,7 @@ class MultiNodeRendezvous:
         """Make the first part's store, which listens at `address` (port 0: a free one). Raises OSError as sockets
         do."""
         timeout = datetime.timedelta(seconds=settings.start_timeout_seconds)
-        return cls(
-            listening_store(address, port, settings.nodes, timeout, wait_for_workers=False), address, 0, settings
-        )
+        return cls(listening_store(address, port, settings.nodes, timeout), address, 0, settings)
 
     @classmethod
     def join(
@@ -53,7 +51,7 @@ class MultiNodeRendezvous:
         `patience_seconds`."""
         timeout = datetime.timedelta(seconds=patience_seconds)
         try:
-            store = dist.TCPStore(address, port, settings.nodes, False, timeout, wait_for_workers=False)
+            store = dist.TCPStore(address, port, settings.nodes, False, timeout)
         except dist.DistError:
             raise ServerFailure(f"nothing listens at {address}:{port}, where parts of a server meet") from None
         return cls(store, address, node, settings)
@@ -68,8 +66,9 @@ class MultiNodeRendezvous:
         """Announce the meeting of this start's ranks, at a store of their own; called by the first part."""
         timeout = datetime.timedelta(seconds=self._settings.start_timeout_seconds)
         ranks = self._settings.tensor_parallel
-        self._ranks = listening_store(self._address, 0, ranks, timeout, wait_for_workers=False)
-        self._store.set(f"{start}/meeting", f"{self._ranks.port} {free_ports(self._address, _OWN_PORTS)}")
+        self._ranks = listening_store(self._address, 0, ranks, timeout)
+        own = free_ports(self._address, _OWN_PORTS)
+        self._store.set(f"{start}/meeting", f"{self._ranks.port} {own}")
 
     def is_called(self, start: int) -> bool:
         """Whether the first part has announced this start. Raises ServerFailure where its owner is gone."""

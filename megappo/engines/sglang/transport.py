@@ -244,7 +244,7 @@ class BroadcastTransport:
         world, timeout = 1 + self._tp, datetime.timedelta(seconds=self._timeout)
         address = self._address or address_towards(self._endpoint.url)
         try:
-            meeting = store.listening_store(address, 0, world, timeout, wait_for_workers=False)
+            meeting = store.listening_store(address, 0, world, timeout)
         except (RuntimeError, OSError) as error:
             raise ServerFailure(
                 f"no broadcast group can be made at rollout.sglang.sync_address {address} ({error})"

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from megappo.observe.json_values import JSONValue
-from megappo.observe.metric_docs import METRICS, MetricDoc, documented
+from megappo.observe.metric_docs import METRICS, documented
 
 _MOST_NUMBERS = 250_000
 """Most numbers of all metrics of all runs on a page, about 2 MB."""
@@ -80,7 +80,7 @@ def _hours(seconds: Iterable[float | None]) -> list[float | None]:
 
 def _series(lines: Mapping[int, Line], name: str, shares: Sequence[Sequence[int]]) -> Sequence[JSONValue]:
     there = [[lines[step][name] for step in share if name in lines[step]] for share in shares]
-    values = [None if not share else rounded(_mean(share)) for share in there]
+    values = [rounded(_mean(share)) if share else None for share in there]
     present = [at for at, share in enumerate(there) if share]
     return values if 2 * len(present) > len(shares) else [present, [values[at] for at in present]]
 
@@ -113,10 +113,4 @@ def first_shown(names: Sequence[str]) -> list[str]:
 
 def descriptions(names: Iterable[str]) -> list[list[str]]:
     """Name, unit, meaning and healthy values of each metric that is documented."""
-    found: list[list[str]] = []
-    for name in names:
-        known = documented(name)
-        if known is not None:
-            doc: MetricDoc = METRICS[known]
-            found.append([name, doc.unit, doc.meaning, doc.healthy])
-    return found
+    return [[name, *METRICS[known]] for name in names if (known := documented(name)) is not None]

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from pathlib import Path
+from typing import Any
 
 from megappo.errors import redacted, shortened
 from megappo.observe.json_values import JSONValue
@@ -23,8 +24,6 @@ def text_of(value: JSONValue, characters: int = _TEXT_CHARACTERS) -> str:
 
 def written_samples(directory: Path) -> list[dict[str, JSONValue]]:
     """The last samples of samples.jsonl, which have no numbers of tokens. Raises ValueError for a damaged file."""
-    path = directory / "samples.jsonl"
-    records = last_records(path, _MOST_SAMPLES) if path.exists() else []
     return [
         {
             "step": record["step"],
@@ -35,15 +34,18 @@ def written_samples(directory: Path) -> list[dict[str, JSONValue]]:
             "response": text_of(record.get("raw_response")),
             "answer": None if record.get("answer") is None else text_of(record["answer"]),
         }
-        for record in records
+        for record in _last_of(directory / "samples.jsonl", _MOST_SAMPLES)
     ]
 
 
 def jumps(directory: Path) -> list[list[JSONValue]]:
     """Step, what stood out and why, of the last updates in jumps.jsonl. Raises ValueError for a damaged file."""
-    path = directory / "jumps.jsonl"
-    records = last_records(path, _MOST_JUMPS) if path.exists() else []
+    records = _last_of(directory / "jumps.jsonl", _MOST_JUMPS)
     return [[record["step"], f"{_role(record)} update stands out", _reasons(record)] for record in records]
+
+
+def _last_of(path: Path, most: int) -> list[dict[str, Any]]:
+    return last_records(path, most) if path.exists() else []
 
 
 def _role(record: Mapping[str, JSONValue]) -> str:
@@ -69,5 +71,6 @@ def profile(directory: Path) -> Iterator[str]:
 
 def _number(value: JSONValue) -> float | None:
     """A number that JSON and JavaScript have."""
-    is_number = isinstance(value, int | float) and not isinstance(value, bool) and abs(value) < 1e300
-    return float(value) if is_number and isinstance(value, int | float) else None
+    if isinstance(value, int | float) and not isinstance(value, bool) and abs(value) < 1e300:
+        return float(value)
+    return None

@@ -58,7 +58,7 @@ def main() -> None:
             place(role, announced, [range(case["samples"])]).update(0, SumOfOutputs(None))
         updates.append(write(parts, writer, 2))
         for step, (folder, applied) in enumerate(case["read"], 3):
-            load_shards(Path(folder), parts.trained, applied, runtime)
+            load_shards(Path(folder), parts.trained, applied)
             updates.append(write(parts, writer, step))
         found: list[Any] = [None] * runtime.world_size
         dist.all_gather_object(found, updates)

@@ -152,7 +152,7 @@ def planned_bytes(parts: RunComponents) -> int:
     feeding = engine.fleet.feeding
     receivers = {r for e in engine.endpoints for r in feeding.feeders(e.index, holdings.grid)}
     mine = [r for r in receivers if r.rank == parts.runtime.rank and not feeding.shares_memory]
-    return sum(holdings.received_bytes(r, 4) for r in mine)
+    return sum(holdings.sources(r, 4).total() for r in mine)
 
 
 @contextmanager
