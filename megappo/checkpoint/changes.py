@@ -62,7 +62,8 @@ def compare_settings(before: Mapping[str, JSONValue], now: Mapping[str, JSONValu
         old["data.template_time"] = new.get("data.template_time")
     if "algorithm.lam" in old:  # from before actor and critic had their own
         old["algorithm.lam.actor.number"] = old["algorithm.lam.critic"] = old.pop("algorithm.lam")
-    harmless, dangerous = list[str](), list[str]()
+    harmless: list[str] = []
+    dangerous: list[str] = []
     hidden = {*secret_settings(before), *secret_settings(now)}  # a version accepted them; they do not define the task
     decays = any(_decays(new, role) or _decays(old, role) for role in ("actor", "critic"))
     for key in sorted(old.keys() | new.keys()):

@@ -52,7 +52,8 @@ def read_records(settings: DataSourceSettings) -> list[Record]:
 
     Raises ValueError naming the file and line (or row) and what is wrong with it.
     """
-    found, without = list[Record](), list[str]()
+    found: list[Record] = []
+    without: list[str] = []
     for place, record in itertools.islice(_open(settings), settings.limit):
         _check_sendable(record, place)
         found.append(record)

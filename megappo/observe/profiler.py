@@ -82,7 +82,8 @@ def read_events(events: Iterable[FunctionEvent], *, on_cuda: bool) -> RankProfil
     With a GPU, events of NCCL on the host are only launches, while those of gloo are collectives.
     """
     stages, work, exchange = [], [], []
-    seconds, calls = Counter[str](), Counter[str]()
+    seconds: Counter[str] = Counter()
+    calls: Counter[str] = Counter()
     for event in events:
         interval = (event.time_range.start, event.time_range.end)
         on_device = event.device_type != DeviceType.CPU

@@ -115,7 +115,8 @@ class SafetensorsSource:
         if self._arch.stored_mxfp4:
             known |= {name + suffix for name, shape in self._wanted.items() if len(shape) == 3 for suffix in MXFP4}
         prefix = self._arch.declaration.stored_prefix
-        found, unknown = dict[str, str](), list[str]()
+        found: dict[str, str] = {}
+        unknown: list[str] = []
         for stored in self._file_of:
             # A token classifier or bare trunk stores the same tensors without the "model." in front.
             called = [stored, f"model.{stored}"]
