@@ -43,11 +43,11 @@ class HeadShard:
         hidden_TH: Tensor,
         weight_VH: Tensor,
         labels_T: Tensor,
+        *,
         temperature: float | Tensor,
         tp_group: dist.ProcessGroup | None,
         valid_vocab: int | None,
         softcap: float | None,
-        *,
         exact: bool,
     ) -> HeadShard:
         """The shard that arguments of `linear_logprob` describe; raises ValueError where they do not fit together."""
@@ -113,7 +113,14 @@ def linear_logprob(
     Raises ValueError for shapes, types or options that do not fit.
     """
     shard = HeadShard.of(
-        hidden_TH, weight_VH, labels_T, temperature, tp_group, valid_vocab, softcap, exact=exact_logits
+        hidden_TH,
+        weight_VH,
+        labels_T,
+        temperature=temperature,
+        tp_group=tp_group,
+        valid_vocab=valid_vocab,
+        softcap=softcap,
+        exact=exact_logits,
     )
     return _LinearLogprob.apply(hidden_TH, weight_VH, labels_T - shard.first, shard, entropy, not sequence_parallel)
 

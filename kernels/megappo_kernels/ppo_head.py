@@ -85,7 +85,16 @@ def ppo_head_loss(
     accumulate_main_grad &= weight_VH.requires_grad
     if accumulate_main_grad and not hasattr(weight_VH, "main_grad"):
         raise ValueError("the weight has no main_grad; wrap the model in Megatron's DistributedDataParallel")
-    shard = HeadShard.of(hidden_TH, weight_VH, labels_T, temperature, tp_group, valid_vocab, softcap, exact=True)
+    shard = HeadShard.of(
+        hidden_TH,
+        weight_VH,
+        labels_T,
+        temperature=temperature,
+        tp_group=tp_group,
+        valid_vocab=valid_vocab,
+        softcap=softcap,
+        exact=True,
+    )
     upstream = upstream if accumulate_main_grad else 1.0
     options = _Options(shard, objective or PolicyObjective(), context_group, accumulate_main_grad, upstream)
     trains = torch.is_grad_enabled() and (hidden_TH.requires_grad or weight_VH.requires_grad)

@@ -23,11 +23,34 @@ if TYPE_CHECKING:
     from megappo.types import Prompt
 
 __all__ = [
-    "AdvantageEstimator", "Completion", "Config", "ConfigError", "Engine", "EngineFactory", "Environment",
-    "GenerateRequest", "Interrupted", "LimitReached", "Logger", "LoggerFactory", "Plan", "PolicyLoss", "Prompt",
-    "PromptSource", "Reply", "RewardFunction", "RunError", "SamplingParams", "Session", "evaluate", "export",
-    "load_config", "plan", "train", "unwhitened",
-]  # fmt: skip
+    "AdvantageEstimator",
+    "Completion",
+    "Config",
+    "ConfigError",
+    "Engine",
+    "EngineFactory",
+    "Environment",
+    "GenerateRequest",
+    "Interrupted",
+    "LimitReached",
+    "Logger",
+    "LoggerFactory",
+    "Plan",
+    "PolicyLoss",
+    "Prompt",
+    "PromptSource",
+    "Reply",
+    "RewardFunction",
+    "RunError",
+    "SamplingParams",
+    "Session",
+    "evaluate",
+    "export",
+    "load_config",
+    "plan",
+    "train",
+    "unwhitened",
+]
 
 _HOMES = {
     "megappo.algo.estimators": ("unwhitened",),

@@ -31,8 +31,14 @@ class OwnServerSettings(Settings):
     @property
     def as_servers(self) -> SGLangSettings:
         """The settings in the form of an SGLang server that megappo starts."""
-        same = ("threads", "max_restarts", "start_timeout_seconds", "health_timeout_seconds")
-        return SGLangSettings(placement="disaggregated", engines=1, **{name: getattr(self, name) for name in same})
+        return SGLangSettings(
+            placement="disaggregated",
+            engines=1,
+            threads=self.threads,
+            max_restarts=self.max_restarts,
+            start_timeout_seconds=self.start_timeout_seconds,
+            health_timeout_seconds=self.health_timeout_seconds,
+        )
 
 
 class RewardModelServerSettings(OwnServerSettings):

@@ -109,7 +109,7 @@ def _wanted_groups(role: str, grid: Grid) -> dict[str, WantedGroups]:
         "mp": grid.model_groups,
         "cp": grid.context_groups,
         "tp_cp": grid.tensor_context_groups,
-        "expt_tp": [[rank] for rank in grid.ranks],
+        "alone": [[rank] for rank in grid.ranks],
         "tp_dp_cp": [grid.stage_ranks(p) for p in range(grid.pp)],
         "embd": [sorted({ranks[0], ranks[-1]}) for ranks in stages],
         "pos_embd": [ranks[:1] for ranks in stages],
@@ -134,10 +134,22 @@ def _layout(cut: Cut, own: Mapping[str, dist.ProcessGroup | None]) -> Layout | O
     if place is None or role is None:
         return Outside()
     groups = ProcessGroupCollection(
+        tp=own["tp"],
+        pp=own["pp"],
+        mp=own["mp"],
         # None on ranks outside: torch's own placeholder, an int, crashes Megatron (finalize_model_grads.py:229).
-        **{name: group for name, group in own.items() if name != "role"},
+        embd=own["embd"],
+        pos_embd=own["pos_embd"],
+        cp=own["cp"],
+        tp_cp=own["tp_cp"],
+        ep=own["ep"],
+        expt_tp=own["alone"],
         tp_ep=own["ep"],
+        tp_ep_pp=own["tp_ep_pp"],
         dp=own["dp_cp"],  # only its size is read, for buckets; nothing is sent over it
+        dp_cp=own["dp_cp"],
+        tp_dp_cp=own["tp_dp_cp"],
+        expt_dp=own["expt_dp"],
         intra_dp_cp=own["dp_cp"],
         intra_expt_dp=own["expt_dp"],
         inter_dist_opt=None,

@@ -1,11 +1,12 @@
 """Actor, critic and reference: models on their layouts, each represented on every rank of the world.
 
-A rank without a part of a role's model has a plain `Role` in its place, so that all ranks call the same methods.
+A rank without a part of a role's model has an `AbsentRole` in its place, so that all ranks call the same methods.
 `place` sends samples to the ranks of a role, see `placed`; this file has what a role does with the samples it holds.
 """
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
@@ -46,55 +47,56 @@ class Placement:
     """Numbers of the layers of each pipeline stage, in the order of its chunks."""
 
 
-class Role:
-    """A role as seen by one rank of the world. This base class is a rank without a part of the model, which sends
-    samples and receives results."""
+class Role(ABC):
+    """A role as seen by one rank of the world, which has a part of the model or none."""
 
     def __init__(self, placement: Placement, arch: ArchitectureConfig, options: BuildOptions, runtime: Runtime) -> None:
         self.placement, self.arch, self.options, self.runtime = placement, arch, options, runtime
 
     @property
+    @abstractmethod
     def layout(self) -> Layout | Outside:
         """This rank's place in the role's grid, or `Outside`."""
-        return Outside()
 
+    @abstractmethod
     def run_forward(self, plan: MicrobatchPlan, samples: Mapping[int, PlacedSample]) -> dict[int, Tensor]:
         """Compute the output (R,) float32 at the response tokens of each sample; empty on ranks that do not return
         results."""
-        return {}
 
     def routing_report(self) -> Tensor:
         """(layers, experts + 2) int64 in host memory: the counts of `RouterChoice` over this rank's tokens of the last
         forward pass, with 0 for layers on other ranks."""
         return torch.zeros(self.arch.layers, self.arch.experts + FURTHER, dtype=torch.int64)
 
+    @abstractmethod
     def parameters(self) -> list[nn.Parameter]:
         """Parameters of this rank's part of the model."""
-        return []
 
+    @abstractmethod
     def rest(self) -> None:
         """End the role's turn: wait for weights that are still on their way after an update, and move off the device
         what the settings name (see `megappo.megatron.offload`)."""
 
+    @abstractmethod
     def wake(self) -> None:
         """Bring the whole role to the device so that it can be changed; `run_forward` and `run_update` do so by
         themselves."""
 
+    @abstractmethod
     def read(self, parameter: nn.Parameter) -> Tensor:
         """A parameter's weights on the device, wherever they are stored; read-only."""
-        raise AssertionError(f"{self.placement.name} has no weights on this rank")
 
+    @abstractmethod
     def read_shard(self, held: LocalShard) -> Tensor:
         """A shard's weights on the device, with its adapters added where there are some; read-only."""
-        return self.read(held.parameter)
 
+    @abstractmethod
     def mapped_parameters(self) -> list[LocalShard]:
         """Shards of the map on this rank, see `RoleModel.parameters_here`."""
-        return []
 
+    @abstractmethod
     def trained_parameters(self) -> list[LocalShard]:
         """Shards that are trained on this rank, see `RoleModel.trained_here`."""
-        return []
 
     def copy_weights(self) -> list[Tensor]:
         """Copy this rank's trained parameters to host memory."""
@@ -120,6 +122,36 @@ class Role:
         for own, theirs in zip(self.parameters(), other.parameters(), strict=True):
             own.copy_(other.read(theirs))
         self.rest()
+
+
+class AbsentRole(Role):
+    """A role on a rank outside of it: the rank sends samples and receives results."""
+
+    layout = Outside()
+
+    def run_forward(self, plan: MicrobatchPlan, samples: Mapping[int, PlacedSample]) -> dict[int, Tensor]:
+        return {}
+
+    def parameters(self) -> list[nn.Parameter]:
+        return []
+
+    def rest(self) -> None:
+        return None
+
+    def wake(self) -> None:
+        return None
+
+    def read(self, parameter: nn.Parameter) -> Tensor:
+        raise AssertionError(f"{self.placement.name} has no weights on this rank")
+
+    def read_shard(self, held: LocalShard) -> Tensor:
+        return self.read(held.parameter)
+
+    def mapped_parameters(self) -> list[LocalShard]:
+        return []
+
+    def trained_parameters(self) -> list[LocalShard]:
+        return []
 
 
 class LocalRole(Role):

@@ -22,7 +22,7 @@ class StageTimer:
         self,
         synchronize: Callable[[], object] = lambda: None,
         on_enter: Callable[[str], object] = lambda _: None,
-        peak_since: Callable[[], float] = float,
+        peak_since: Callable[[], float] = lambda: 0.0,
     ) -> None:
         """Start the clock of the first step.
 

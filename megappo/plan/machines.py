@@ -6,11 +6,6 @@ from dataclasses import dataclass, replace
 
 from megappo.observe.throughput import peak_flops
 
-_SHARED = (
-    "bfloat16_flops", "float32_flops", "memory_bytes", "memory_bandwidth", "intra_node_bandwidth", "host_bandwidth"
-)  # fmt: skip
-"""Figures of a machine that its ranks share."""
-
 
 @dataclass(frozen=True)
 class Machine:
@@ -76,7 +71,15 @@ class Machine:
 
     def scaled(self, share: float) -> Machine:
         """A share of the machine."""
-        return replace(self, **{name: share * getattr(self, name) for name in _SHARED})
+        return replace(
+            self,
+            bfloat16_flops=self.bfloat16_flops * share,
+            float32_flops=self.float32_flops * share,
+            memory_bytes=self.memory_bytes * share,
+            memory_bandwidth=self.memory_bandwidth * share,
+            intra_node_bandwidth=self.intra_node_bandwidth * share,
+            host_bandwidth=self.host_bandwidth * share,
+        )
 
     def same_node(self, first_rank: int, last_rank: int) -> bool:
         """Whether all ranks from the first to the last are in one node."""

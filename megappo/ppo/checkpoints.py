@@ -11,6 +11,8 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any, NotRequired, TypedDict
 
+import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from megappo.checkpoint.clock import Clock, Deadline
@@ -284,7 +286,8 @@ class Checkpoints:
 
     def _anywhere(self, responses: Kept) -> bool:
         """Whether any rank has responses; a collective of the world."""
-        return any(all_gather_objects(bool(responses)))
+        dist.all_reduce(found := torch.tensor([len(responses)], device=self._parts.runtime.device))
+        return bool(found)
 
     def keep_refused(self, updates: RoleUpdates, refused: MinibatchUpdate, boundary: Boundary) -> str:
         """Save a minibatch with a non-finite loss or gradient and the models before it, for the first few of them.

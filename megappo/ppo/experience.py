@@ -174,7 +174,10 @@ class ExperienceMaker:
             old_logprob=scored.old_logprob_BR,
             engine_logprob=scored.rollouts.engine_logprob_BR,
             mask=mask_BR,
-            **settings.model_dump(),
+            level=settings.level,
+            cap=settings.cap,
+            reject_above=settings.reject_above,
+            reject_below=settings.reject_below,
         )
         tally.mean("correction/weight_mean", weights_BR, mask_BR)
         tally.mean("correction/truncated", (weights_BR >= settings.cap).float(), mask_BR)

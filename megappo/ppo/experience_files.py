@@ -8,9 +8,9 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -30,9 +30,7 @@ _PER_TOKEN = {
     "token_rewards": "rewards_BR", "advantages": "advantages_BR", "returns": "returns_BR", "loss_mask": "loss_mask_BR",
     "importance_weights": "importance_weights_BR",
 }  # fmt: skip
-"""Columns with a number for each response token, and the fields that they are read from and become again."""
-_MAY_LACK = ("token_versions", "ref_logprobs", "values", "kl", "importance_weights")
-"""Those of them that a run may not have."""
+"""Columns with a number for each response token, and the fields that they are read from."""
 _PER_SAMPLE = {
     "sample_id": "sample_ids_B", "group_id": "group_ids_B", "truncated": "truncated_B",
     "special_tokens": "special_tokens_B", "weight_version": "weight_versions_B",
@@ -72,7 +70,8 @@ def write_samples(path: Path, samples: SavedSamples, rows: Sequence[int], text_o
     import pyarrow
     from pyarrow import parquet
 
-    parquet.write_table(pyarrow.table(dict(_columns(samples, list(rows), text_of))), path)
+    table = pyarrow.table(dict(_columns(samples, list(rows), text_of)))
+    parquet.write_table(table, path)
 
 
 def _columns(
@@ -169,8 +168,24 @@ def read_samples(path: Path) -> SavedSamples:
     """Read what `write_samples` wrote. Raises ValueError for a damaged file or one of another kind."""
     file = _File(path)
     try:
-        scored = Scored(rollouts=_rollouts(file), scores_B=file.tensor("reward"), **file.fields_of(Scored))
-        return SavedSamples(Experience(scored=scored, **file.fields_of(Experience)), file.tensor("score"))
+        rollouts = _rollouts(file)
+        scored = Scored(
+            rollouts=rollouts,
+            scores_B=file.tensor("reward"),
+            old_logprob_BR=file.tokens("old_logprobs"),
+            ref_logprob_BR=file.tokens_or_none("ref_logprobs"),
+            values_BR=file.tokens_or_none("values"),
+        )
+        experience = Experience(
+            scored=scored,
+            advantages_BR=file.tokens("advantages"),
+            returns_BR=file.tokens("returns"),
+            importance_weights_BR=file.tokens_or_none("importance_weights"),
+            loss_mask_BR=file.tokens("loss_mask"),
+            rewards_BR=file.tokens("token_rewards"),
+            kl_BR=file.tokens_or_none("kl"),
+        )
+        return SavedSamples(experience, file.tensor("score"))
     except (TypeError, ValueError, RuntimeError, KeyError) as error:
         raise no_samples(path, error) from error
 
@@ -187,14 +202,21 @@ def _rollouts(file: _File) -> Rollouts:
     )
     return Rollouts(
         prompts=prompts,
+        sample_ids_B=file.tensor("sample_id"),
+        group_ids_B=file.tensor("group_id"),
         sequences=tuple(torch.cat(both) for both in zip(asked, said, strict=True)),
         response_lengths_B=lengths_B,
+        engine_logprob_BR=file.tokens("engine_logprobs"),
+        response_mask_BR=file.tokens("response_mask"),
+        truncated_B=file.tensor("truncated"),
+        weight_versions_B=file.tensor("weight_version"),
         responses=tuple(file.plain("response")),
         raw_responses=tuple(file.plain("raw_response")),
+        special_tokens_B=file.tensor("special_tokens"),
         episodes=_episodes(file),
+        token_versions_BR=file.tokens_or_none("token_versions"),
         reward_failures=tuple(file.plain("reward_failure")),
         routing=_routing(file),
-        **file.fields_of(Rollouts),
     )
 
 
@@ -239,10 +261,6 @@ class _File(ColumnFile):
         found_BR[here_BR] = flat
         return found_BR
 
-    def fields_of(self, kind: type[Experience | Rollouts | Scored]) -> dict[str, Any]:
-        """The fields of a class that have a column of their own; None for those that the run did not have."""
-        own = {each.name for each in fields(kind)}
-        of_samples = {key: self.tensor(name) for name, key in _PER_SAMPLE.items() if key in own}
-        there = {name: key for name, key in _PER_TOKEN.items() if key in own}
-        lacking = {name for name in _MAY_LACK if name not in self}
-        return of_samples | {key: None if name in lacking else self.tokens(name) for name, key in there.items()}
+    def tokens_or_none(self, name: str) -> Tensor | None:
+        """A column as `tokens` reads it; None where the file does not have it."""
+        return self.tokens(name) if name in self else None

@@ -16,7 +16,7 @@ from megappo.families.weights import WeightSource
 from megappo.megatron.build import DTYPES, BuildOptions, build_model, first_value_head
 from megappo.megatron.layout import Cut, Layout, Outside, make_layouts
 from megappo.megatron.optimization import RoleOptimizer
-from megappo.megatron.roles import LocalRole, Placement, Role, TrainedRole, base_of
+from megappo.megatron.roles import AbsentRole, LocalRole, Placement, Role, TrainedRole, base_of
 from megappo.ppo.origins import open_origin
 from megappo.reshard.files import NotFiniteError
 from megappo.reshard.mtp import MTPLayers
@@ -174,7 +174,7 @@ class ModelBuilder:
     ) -> Role:
         def built() -> Role:
             if isinstance(layout, Outside):
-                return Role(placement, arch, options, self._runtime)
+                return AbsentRole(placement, arch, options, self._runtime)
             return LocalRole(placement, build_model(arch, layout, options, *sources), self._runtime)
 
         return agreed(built, (NotFiniteError,))

@@ -127,7 +127,12 @@ def judge_place(settings: JudgeSettings) -> ServerPlace:
 def judge_options(settings: JudgeSettings, place: ServerPlace, messages_key: str) -> dict[str, Any]:
     """The options of `scores`. Raises ValueError where the prompt cannot be read."""
     asking = Asking(
-        place, settings.chat, settings.temperature, settings.max_tokens, settings.timeout_seconds, settings.retries + 1
+        place=place,
+        chat=settings.chat,
+        temperature=settings.temperature,
+        max_tokens=settings.max_tokens,
+        timeout_seconds=settings.timeout_seconds,
+        most_tries=settings.retries + 1,
     )
     return {
         "asking": asking,

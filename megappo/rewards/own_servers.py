@@ -43,7 +43,7 @@ class _Kept:
 
     def __init__(self, spec: ServerSpec, called: str, port: int, key: str) -> None:
         self._spec, self._port, self._key, self._ending = spec, port, key, _EndEvent()
-        self.called, self.end = called, self._ending.end
+        self.called = called
         self.problem: str | None = None
         """Reason why the server was given up; None: it was not."""
         self._thread = threading.Thread(target=self._keep, name="megappo-reward-server", daemon=True)
@@ -58,8 +58,11 @@ class _Kept:
     def _start(self, restarts: int) -> Server:
         return start_server(self._spec, 0, 0, restarts + 1, port=self._port, key=self._key)
 
+    def end(self) -> None:
+        """Tell the server to end; `wait` returns when all its processes are gone."""
+        self._ending.end()
+
     def wait(self) -> None:
-        """Wait, after `end`, until all processes of the server are gone."""
         self._thread.join(_END_SECONDS)
 
 

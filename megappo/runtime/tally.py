@@ -46,14 +46,14 @@ class Tally:
 
     def reduce(self, group: dist.ProcessGroup | None, device: torch.device) -> dict[str, float]:
         """The global numbers, the same on every rank; a collective of `group`."""
-        both_N2 = torch.tensor(list(self._sums.values()), dtype=torch.float64, device=device)
+        both_2N = torch.tensor([*zip(*self._sums.values(), strict=True)], dtype=torch.float64, device=device)
         maxima = torch.tensor(list(self._maxima.values()), dtype=torch.float64, device=device)
-        dist.all_reduce(both_N2, group=group)
+        dist.all_reduce(both_2N, group=group)
         if self._maxima:
             dist.all_reduce(maxima, op=dist.ReduceOp.MAX, group=group)
         numbers = {
             name: total if count < 0 else total / count if count else math.nan
-            for name, (total, count) in zip(self._sums, both_N2.tolist(), strict=True)
+            for name, total, count in zip(self._sums, *both_2N.tolist(), strict=True)
         }
         numbers |= self._deviations(numbers, group, device)
         for name, value in zip(self._maxima, maxima.cpu().tolist(), strict=True):

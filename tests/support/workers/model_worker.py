@@ -31,7 +31,7 @@ from megappo.megatron import build
 from megappo.megatron.build import BuildOptions, RoleModel, build_model
 from megappo.megatron.context import whole_output
 from megappo.megatron.layout import Cut, Layout, Outside, make_layouts
-from megappo.megatron.roles import LocalRole, Placement, Role
+from megappo.megatron.roles import AbsentRole, LocalRole, Placement, Role
 from megappo.megatron.schedule import PackedBatch, PlacedSample, pack_samples, run_schedule
 from megappo.megatron.swiglu import mlp_submodules
 from megappo.observe.progress import PROGRESS
@@ -155,7 +155,7 @@ def check(case: dict[str, Any], runtime: Runtime) -> dict[str, Any] | None:
         chunk_layers=tuple(case["chunk_layers"]) if "chunk_layers" in case else None,
     )
     placement = Placement("actor", grid, budget_tokens=1, microbatch_multiple=1, cost=SampleCost(1, 0))
-    role: Role = Role(placement, arch, options, runtime)
+    role: Role = AbsentRole(placement, arch, options, runtime)
     output, tokens = None, sequences(arch.vocab_size, *([case["tokens"]] if "tokens" in case else []))
     launches = {name: Mock(wraps=getattr(kernels, name)) for name in LAUNCHES}
     if isinstance(layout, Layout):

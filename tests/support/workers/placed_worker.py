@@ -24,7 +24,7 @@ from megappo.config.schema import RuntimeSettings
 from megappo.megatron.build import BuildOptions
 from megappo.megatron.packing import MicrobatchPlan, SampleCost
 from megappo.megatron.placed import PlacedBatch, announce, place
-from megappo.megatron.roles import Placement, Role
+from megappo.megatron.roles import AbsentRole, Placement
 from megappo.megatron.schedule import PlacedSample
 from megappo.ppo.components import assemble
 from megappo.ppo.reporting import Reporter
@@ -45,7 +45,7 @@ GRIDS = (
 )
 
 
-class Echo(Role):
+class Echo(AbsentRole):
     """Has no model; its output is the response tokens."""
 
     def run_forward(self, plan: MicrobatchPlan, samples: Mapping[int, PlacedSample]) -> dict[int, Tensor]:
