@@ -12,10 +12,19 @@ import os
 import platform
 import struct
 import sys
-from collections.abc import Iterable
 from contextlib import suppress
 from functools import cache
 from pathlib import Path
+
+from megappo.environments.system_calls import (
+    OF_ITSELF,
+    PRETENDED,
+    REFUSED,
+    SIGNAL_ITSELF,
+    SIGNAL_OTHERS,
+    SOCKET_PAIR,
+    SystemCalls,
+)
 
 _CREATE_RULESET, _ADD_RULE, _RESTRICT_SELF = 444, 445, 446
 # Landlock's versions from which it restricts truncation (Linux 6.2), TCP, ioctl of devices, and signals.
@@ -40,30 +49,6 @@ _OTHER_ABI = 0x40000000
 """Bit that is set in the system call numbers of x86-64's x32 ABI."""
 _STREAM, _KIND_OF_SOCKET = 1, 0xF
 _MACHINES = {"x86_64": 0xC000003E, "aarch64": 0xC00000B7}
-# System calls by machine that change metadata of files without opening them, which Landlock does not cover: they do
-# nothing and report success.
-_PRETENDED = {
-    "x86_64": (90, 91, 92, 93, 94, 132, 235, 260, 261, 268, 280, 452),  # chmod, chown and utime in all forms
-    "aarch64": (52, 53, 54, 55, 88, 452),
-}
-# System calls that fail with EPERM: attributes of files, memory and priorities of other processes, keys, shared memory,
-# namespaces, tracing and BPF, io_uring, and network sockets; for socket pairs see `_SOCKET_PAIR`.
-_REFUSED = {
-    "x86_64": (
-        188, 189, 190, 197, 198, 199, 463, 466, 469, 101, 310, 311, 312, 438, 440, 141, 251, 256, 279, 29, 30, 64, 68,
-        240, 241, 248, 249, 250, 321, 298, 323, 425, 272, 308, 41,
-    ),
-    "aarch64": (
-        5, 6, 7, 14, 15, 16, 463, 466, 469, 117, 270, 271, 272, 438, 440, 140, 30, 238, 239, 194, 196, 190, 186, 180,
-        181, 217, 218, 219, 280, 241, 282, 425, 97, 268, 198,
-    ),
-}  # fmt: skip
-# System calls on limits and scheduling whose first argument names a process: allowed for 0, the caller, alone.
-_OF_ITSELF = {"x86_64": (302, 203, 142, 144, 314), "aarch64": (261, 122, 118, 119, 274)}
-_SOCKET_PAIR = {"x86_64": 53, "aarch64": 199}
-# Where Landlock does not restrict signals (before ABI 6): kill and tgkill to itself alone, and no other call.
-_SIGNAL_ITSELF = {"x86_64": (62, 234), "aarch64": (129, 131)}
-_SIGNAL_OTHERS = {"x86_64": (200, 129, 297, 424), "aarch64": (130, 138, 240, 424)}
 
 
 @cache
@@ -147,13 +132,13 @@ def _program(abi: int) -> ctypes.Array[ctypes.c_char]:
     steps += [_step(_LOAD, _NUMBER_AT)]
     if machine == "x86_64":
         steps += [_step(_IS_SET, _OTHER_ABI, 0, 1), _step(_RETURN, _FAIL | errno.ENOSYS)]
-    refused = [*_REFUSED[machine], *(_SIGNAL_OTHERS[machine] if abi < _SIGNALS_ABI else ())]
-    steps += _each(_PRETENDED[machine], [_step(_RETURN, _FAIL)])
+    refused = {**REFUSED, **(SIGNAL_OTHERS if abi < _SIGNALS_ABI else {})}
+    steps += _each(PRETENDED, [_step(_RETURN, _FAIL)])
     steps += _each(refused, [_step(_RETURN, _FAIL | errno.EPERM)])
-    steps += _each(_OF_ITSELF[machine], _only(_FIRST_AT, 0))
+    steps += _each(OF_ITSELF, _only(_FIRST_AT, 0))
     if abi < _SIGNALS_ABI:
-        steps += _each(_SIGNAL_ITSELF[machine], _only(_FIRST_AT, os.getpid()))
-    steps += _each([_SOCKET_PAIR[machine]], _only(_SECOND_AT, _STREAM, _KIND_OF_SOCKET))
+        steps += _each(SIGNAL_ITSELF, _only(_FIRST_AT, os.getpid()))
+    steps += _each(SOCKET_PAIR, _only(_SECOND_AT, _STREAM, _KIND_OF_SOCKET))
     body = b"".join([*steps, _step(_RETURN, _ALLOW)])
     kept = ctypes.create_string_buffer(body, len(body))
     header = struct.pack("HxxxxxxP", len(body) // 8, ctypes.addressof(kept))
@@ -174,9 +159,11 @@ def _only(place: int, value: int, mask: int = 0xFFFFFFFF) -> list[bytes]:
     ]  # fmt: skip
 
 
-def _each(numbers: Iterable[int], then: list[bytes]) -> list[bytes]:
-    """Steps that apply `then` to calls of these numbers and skip it for others."""
-    return [step for number in numbers for step in (_step(_IS, number, 0, len(then)), *then)]
+def _each(calls: SystemCalls, then: list[bytes]) -> list[bytes]:
+    """Steps that apply `then` to these system calls and skip it for others."""
+    numbers = [pair[[*_MACHINES].index(platform.machine())] for pair in calls.values()]
+    there = [number for number in numbers if number is not None]
+    return [step for number in there for step in (_step(_IS, number, 0, len(then)), *then)]
 
 
 def _step(code: int, value: int, if_so: int = 0, if_not: int = 0) -> bytes:

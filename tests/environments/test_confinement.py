@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
+import ast
 import asyncio
+import ctypes
+import errno
 import os
+import platform
+import re
 import signal
 import tempfile
 import time
@@ -15,6 +20,14 @@ import pytest
 from megappo.config.environment import SandboxSettings, ToolSettings
 from megappo.environments.confinement import confine, landlock_abi, why_not
 from megappo.environments.protocol import ToolResult
+from megappo.environments.system_calls import (
+    OF_ITSELF,
+    PRETENDED,
+    REFUSED,
+    SIGNAL_ITSELF,
+    SIGNAL_OTHERS,
+    SOCKET_PAIR,
+)
 from megappo.environments.tool_calling import ToolCalling
 from megappo.environments.tool_pool import ToolPool
 from tests.support.hostile import SECRET, Neighbour
@@ -114,6 +127,47 @@ def test_kernels_of_any_age_keep_it_in(abi: int, neighbour: Neighbour, tmp_path:
                 pytest.fail(f"does not end: {code}")
             os.sched_yield()
     assert neighbour.is_untouched()
+
+
+HEADERS = ("x86_64-linux-gnu/asm/unistd_64.h", "asm-generic/unistd.h")
+EVERY_CALL = PRETENDED | REFUSED | OF_ITSELF | SOCKET_PAIR | SIGNAL_ITSELF | SIGNAL_OTHERS
+
+
+@pytest.mark.parametrize("machine", [0, 1], ids=["x86_64", "aarch64"])
+def test_system_calls_have_linuxs_numbers(machine: int) -> None:
+    """Those that these headers are too old for are new enough to have one number on all machines."""
+    header = Path("/usr/include", HEADERS[machine])
+    if not header.exists():
+        pytest.skip(f"there is no {header}")
+    known = dict(re.findall(r"^#define\s+__NR(?:3264)?_(\w+)\s+(\d+)\s*$", header.read_text(), re.MULTILINE))
+    newest = max(map(int, known.values()))
+    for name, numbers in EVERY_CALL.items():
+        number = numbers[machine]
+        if name in known or number is None:
+            assert number == (int(known[name]) if name in known else None), name
+        else:
+            assert numbers[0] == numbers[1] and number > newest, name
+
+
+@needs_landlock
+def test_refused_system_calls_are_not_permitted(tmp_path: Path) -> None:
+    """With arguments that are wrong, so that they fail otherwise where they are allowed; and pretended ones succeed."""
+    machine = ["x86_64", "aarch64"].index(platform.machine())
+    refused, pretended = ([pair[machine] for pair in calls.values() if pair[machine]] for calls in (REFUSED, PRETENDED))
+    told = tmp_path / "told"
+    told.touch()
+    pid = os.fork()
+    if pid == 0:
+        writes = os.open(told, os.O_WRONLY)
+        confine(str(tmp_path))
+        libc, wrong = ctypes.CDLL(None, use_errno=True), [-1] * 6
+        found = {n: (libc.syscall(n, *wrong), ctypes.get_errno()) for n in refused}
+        found |= {n: (libc.syscall(n, *wrong), 0) for n in pretended}
+        os.write(writes, repr(found).encode())
+        os._exit(0)
+    assert os.waitpid(pid, 0)[1] == 0
+    found = ast.literal_eval(told.read_text())
+    assert found == dict.fromkeys(refused, (-1, errno.EPERM)) | dict.fromkeys(pretended, (0, 0))
 
 
 FILLS = "for n in range(1000):\n  with open(str(n), 'wb') as file: file.write(b'x' * 10**6)\n"
