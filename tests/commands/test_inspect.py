@@ -221,6 +221,8 @@ def test_files_that_lack_something(run: Path, capsys: pytest.CaptureFixture[str]
     assert "there is no column returns" in told(capsys, run, "--step", 3, code=2)[0]
     marker = json.loads((folder / MARKER).read_text())
     (folder / MARKER).write_text(json.dumps(marker | {"ranks": 10**15}))
+    assert "step.json cannot be read (ranks: " in told(capsys, run, "--step", 3, code=2)[0]
+    (folder / MARKER).write_text(json.dumps(marker | {"ranks": 2}))
     assert "rank-00001.parquet is not a readable parquet file" in told(capsys, run, "--step", 3, code=2)[0]
 
 

@@ -193,7 +193,15 @@ def test_what_cannot_be_loaded_is_refused(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "other", [{"ranks": "2"}, {"ranks": 0}, {"saved": -1}, {"samples_per_prompt": 1.5}, {"temperature": None}]
+    "other",
+    [
+        {"ranks": "2"},
+        {"ranks": 0},
+        {"ranks": 10**15},
+        {"saved": -1},
+        {"samples_per_prompt": 1.5},
+        {"temperature": None},
+    ],
 )
 def test_a_marker_that_somebody_wrote_is_read_with_care(tmp_path: Path, other: dict[str, Any]) -> None:
     save(tmp_path, 1, **other)

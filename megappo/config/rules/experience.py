@@ -11,6 +11,7 @@ from pydantic import ConfigDict, Field, ValidationError
 from pydantic.dataclasses import dataclass
 from pydantic_core import ErrorDetails
 
+from megappo.config.base import LARGEST_WORLD
 from megappo.errors import first_of, reason
 from megappo.observe.plain_files import plain_text
 
@@ -30,7 +31,7 @@ class SavedStep:
     step: int
     run: str
     """Directory of the run that saved it."""
-    ranks: Annotated[int, Field(ge=1)]
+    ranks: Annotated[int, Field(ge=1, le=LARGEST_WORLD)]
     """Ranks of that run, each of which wrote a file."""
     saved: Annotated[int, Field(ge=1)]
     """Number of samples in the folder."""
