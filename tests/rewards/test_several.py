@@ -132,18 +132,18 @@ def test_prompts_that_no_function_is_for_are_told_before_a_run() -> None:
 
 
 def test_a_reward_model_is_one_of_several(tmp_path: Path) -> None:
-    """Its scores are those that it gives alone, and they are summed with the others'."""
+    """Its scores are those that it gives alone in batches of the same size, and they are summed with the others'."""
     torch.manual_seed(0)
     folder = save(tmp_path, LlamaForSequenceClassification(LlamaConfig(**LLAMA, num_labels=1)))
     given = of_sources(rollouts("2", "3", "2"), "sums", "talk", "talk")
-    alone, _ = scored({"function": "model", "model_path": folder}, given)
+    alone, _ = scored({"function": "model", "model_path": folder}, of_sources(rollouts("3", "2"), "talk", "talk"))
     functions = {
         "right": {"function": "exact", "weight": 2.0},
         "liked": {"function": "model", "weight": 0.5, "data_sources": ["talk"]},
     }
     scores, metrics = scored({"functions": functions, "model_path": folder}, given)
-    assert scores == pytest.approx([2.0, 0.5 * alone[1], 2 + 0.5 * alone[2]], abs=1e-6)
-    assert metrics["reward/liked"] == pytest.approx((alone[1] + alone[2]) / 2, abs=1e-6)
+    assert scores == pytest.approx([2.0, 0.5 * alone[0], 2 + 0.5 * alone[1]], abs=1e-6)
+    assert metrics["reward/liked"] == pytest.approx((alone[0] + alone[1]) / 2, abs=1e-6)
 
 
 @pytest.mark.parametrize(
