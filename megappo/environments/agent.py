@@ -7,6 +7,7 @@ import inspect
 import math
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
+from tempfile import TemporaryDirectory
 
 from megappo.environments.agent_worker import AgentProgram
 from megappo.environments.gateway.server import AgentEndpoint
@@ -91,6 +92,12 @@ def _word(word: str, task: str) -> str:
     return word.replace("{prompt}", task)
 
 
+def _clear(worker: Worker, folder: TemporaryDirectory[str]) -> None:
+    """Remove the folder of a program when nothing that it started is left."""
+    worker.wait()
+    folder.cleanup()
+
+
 async def _run_program(
     command: Sequence[str],
     endpoint: AgentEndpoint,
@@ -99,13 +106,14 @@ async def _run_program(
 ) -> None:
     """Run a program until it ends. Cancelling ends it with everything that it started. Raises AgentError."""
     words = [_word(word, task) for word in command]
-    worker = Worker(AgentProgram(words, endpoint.environment, task), _PROGRAM, variables)
+    folder = TemporaryDirectory(prefix="megappo-agent-", ignore_cleanup_errors=True)
+    worker = Worker(AgentProgram(words, endpoint.environment, task, folder.name), _PROGRAM, variables)
     try:
         status, told = await receive(worker, math.inf)
     except (EOFError, OSError, ForeignMessageError) as error:
         raise AgentError(f"the process that runs the agent is gone ({type(error).__name__})") from error
     finally:
         worker.hang_up()
-        asyncio.get_running_loop().run_in_executor(None, worker.wait)
+        asyncio.get_running_loop().run_in_executor(None, _clear, worker, folder)
     if status:
         raise AgentError(f"'{words[0]}' ended with status {status}: {told}")

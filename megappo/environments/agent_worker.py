@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import os
 import subprocess
-import tempfile
+from tempfile import TemporaryFile
 from typing import NamedTuple
 
 from megappo.rewards.channel import WorkerEnd
@@ -24,19 +24,21 @@ class AgentProgram(NamedTuple):
     variables: dict[str, str]
     """Environment variables that the program gets besides the worker's."""
     task: str
+    folder: str
+    """Its working directory, which whoever started the worker removes: the worker may be killed."""
 
 
 def _serve(pool: WorkerEnd) -> None:
     program: AgentProgram = pool.first
-    with tempfile.TemporaryDirectory(prefix="megappo-agent-") as folder, tempfile.TemporaryFile() as errors:
+    with TemporaryFile() as errors:
         try:
             done = subprocess.run(
                 program.words,
                 input=program.task.encode(),
                 stdout=subprocess.DEVNULL,
                 stderr=errors,
-                env=os.environ | program.variables | {"PWD": folder},
-                cwd=folder,
+                env=os.environ | program.variables | {"PWD": program.folder},
+                cwd=program.folder,
                 check=False,
             )
         except OSError as error:

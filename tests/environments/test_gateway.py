@@ -5,10 +5,12 @@ from __future__ import annotations
 import asyncio
 import json
 import sys
+import tempfile
 import time
 from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import replace
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
 
@@ -474,8 +476,10 @@ def dead_proxy(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.usefixtures("dead_proxy")
 @pytest.mark.parametrize(("mode", "failure"), [("plays", ""), ("raises", "raised"), ("hangs", "hung")])
-def test_an_agent_that_is_a_program(mode: str, failure: str) -> None:
-    """Its variables lead it to the model; it ends with its episode, with all that it started."""
+def test_an_agent_that_is_a_program(mode: str, failure: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its variables lead it to the model; it ends with its episode, with all that it started and its folder."""
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    monkeypatch.setenv("TMPDIR", str(tmp_path))
     before, code = processes(), PROGRAM.replace("MODE", mode)
     agent = Agent(command=[sys.executable, "-c", code, "--task={prompt}"])
     start = time.monotonic()
@@ -487,6 +491,7 @@ def test_an_agent_that_is_a_program(mode: str, failure: str) -> None:
         assert "ended with status 1: it went wrong" in completions[0].episode.reason
     assert time.monotonic() - start < 30
     assert wait_until(lambda: processes() <= before, 10.0, every_seconds=0.05)
+    assert wait_until(lambda: not list(tmp_path.iterdir()), 10.0, every_seconds=0.05)
 
 
 @pytest.mark.usefixtures("dead_proxy")
