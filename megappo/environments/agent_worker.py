@@ -25,7 +25,7 @@ class AgentProgram(NamedTuple):
     """Environment variables that the program gets besides the worker's."""
     task: str
     folder: str
-    """Its working directory, which whoever started the worker removes: the worker may be killed."""
+    """The working directory, which whoever started the worker removes: the worker may be killed."""
 
 
 def _serve(pool: WorkerEnd) -> None:

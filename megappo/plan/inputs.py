@@ -286,7 +286,7 @@ class Setup:
 
 
 NO_FLOAT32 = "its kernels for GPUs have no float32, which model.dtype is"
-"""Such as rmsnorm of sglang-kernel 0.4.5, whose server ends while it captures graphs, and of 0.4.10."""
+"""rmsnorm of sglang-kernel 0.4.5 and 0.4.10 has none: a server ends while it captures graphs."""
 
 
 def make_setup(config: Config, models: Models, world_size: int, *, on_cuda: bool, device_bytes: float = 0.0) -> Setup:

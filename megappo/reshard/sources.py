@@ -34,10 +34,10 @@ class UnreadTensor(Protocol):
     """A tensor of a file of safetensors, of which parts are read."""
 
     def get_shape(self) -> list[int]:
-        """Its sizes."""
+        """Sizes of the tensor."""
 
     def get_dtype(self) -> str:
-        """Its type as safetensors calls it, such as `BF16`."""
+        """The tensor's type as safetensors calls it, such as `BF16`."""
 
     def __getitem__(self, part: slice | tuple[slice, ...]) -> Tensor:
         """Read a part."""

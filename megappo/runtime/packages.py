@@ -83,7 +83,7 @@ def packages_distributions() -> dict[str, list[str]]:
 
 
 def _name(distribution: importlib.metadata.Distribution) -> str:
-    """Its name, without parsing all that the file says beside."""
+    """The distribution's name, without parsing all that the file says beside."""
     found = _NAME.search((distribution.read_text("METADATA") or "").partition("\n\n")[0])
     return distribution.metadata["Name"] if found is None else found[1]
 

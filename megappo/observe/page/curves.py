@@ -107,7 +107,7 @@ def ordered(names: Iterable[str]) -> list[str]:
 
 
 def first_shown(names: Sequence[str]) -> list[str]:
-    """Those of the metrics in `FIRST`, or a few of all where there is none of them."""
+    """The metrics in `FIRST` that are among `names`, or a few of all where none is."""
     return [name for name in FIRST if name in names] or list(names[:_FEW])
 
 
