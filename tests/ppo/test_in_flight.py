@@ -177,6 +177,7 @@ def test_a_checkpoint_holds_it_to_the_last_bit() -> None:
         ((*TWO, REPLAY, "run.steps=2", "rollout.record_arrivals=true"), "remove one of them"),
         ((*TWO, REPLAY, "run.steps=2", "rollout.samples_per_prompt=3"), "has steps of [8, 2] prompts and samples of"),
         ((*TWO, REPLAY), "ends with step 2, before run.steps 10; set run.steps to at most that"),
+        ((*TWO, "rollout.replay_arrivals=RECORD/empty"), "empty' has no step; name the folder of a run that has ended"),
         ((*TWO, REPLAY, "run.steps=1"), "has no files of step 2; bring the whole folder"),
         ((*TWO, GUESSING, "rollout.record_arrivals=true"), "but episodes are not recorded; remove record_arrivals"),
         ((*TWO, GUESSING, *servers("pause: retract, probe: false")), "turns of episodes are broken off when weights"),
@@ -190,6 +191,8 @@ def test_what_does_not_go_together(overrides: tuple[str, ...], words: str, tmp_p
     (tmp_path / "steps.jsonl").write_text("\n".join([*lines, '{"step": 3,']))
     if "steps=1" not in str(overrides):
         (tmp_path / "step-000002").mkdir()
+    (tmp_path / "empty").mkdir()
+    (tmp_path / "empty" / "steps.jsonl").touch()
     overrides = tuple(word.replace("RECORD", str(tmp_path)) for word in overrides)
     config = load_config(str(BASE), [f"model.path={TINY}", *overrides])
     shape = load_architecture(TINY, config.model)

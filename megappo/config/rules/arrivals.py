@@ -82,8 +82,11 @@ def arrivals_rules(config: Config) -> Iterator[str]:
             f"rollout.replay_arrivals '{folder}' has steps of {others[0]} prompts and samples of each, not of {sizes}; "
             "set rollout.prompts_per_step and samples_per_prompt to those"
         )
-    last, steps = max(index, default=0), config.run.steps
-    if not index or (steps is not None and steps > last):
+    if not index:
+        yield f"rollout.replay_arrivals '{folder}' has no step; name the folder of a run that has ended at least one"
+        return
+    last, steps = max(index), config.run.steps
+    if steps is not None and steps > last:
         yield (
             f"rollout.replay_arrivals '{folder}' ends with step {last}, before run.steps {steps}; set run.steps to at "
             "most that"
