@@ -59,6 +59,13 @@ def layer_adapters(arch: ArchitectureConfig, lora: LoraShape, tp: int, layer: in
 
 
 @lru_cache(maxsize=256)
+def adapter_elements(arch: ArchitectureConfig, lora: LoraShape) -> int:
+    """Elements of all adapters."""
+    first = adapter_parameters(arch, lora, experts=range(min(1, arch.experts)))  # experts are alike
+    return sum(p.elements * (1 if p.expert is None else arch.experts) for p in first)
+
+
+@lru_cache(maxsize=256)
 def largest_adapter(arch: ArchitectureConfig, lora: LoraShape, tp: int, experts_here: int) -> int:
     """Elements of the largest A or B on one tensor parallel rank, where the A (or B) of all its experts of a layer are
     one parameter."""

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 
 from megappo.config import Config
 from megappo.plan.costs import StageCost
+from megappo.plan.elements import adapter_elements, frozen_elements
 from megappo.plan.inputs import RoleSetup, Setup
 from megappo.plan.machines import ASSUMED, Machine
 from megappo.plan.sizes import model_sizes
@@ -92,9 +93,15 @@ def stopping(setup: Setup, stages: Sequence[StageCost], machine: Machine, step_s
 
 
 def _state_bytes(role: RoleSetup) -> float:
-    """Bytes of a role in a checkpoint: weights, and of the optimizer the float32 main weights and moments, or with
-    float32 weights the moments alone. A role that is not trained has float32 weights."""
-    if not role.trained:
-        return 4.0 * model_sizes(role.arch)[0]
-    optimizer_bytes = 12 if role.dtype_bytes == 2 else 8
-    return float(model_sizes(role.arch)[0] * (role.dtype_bytes + optimizer_bytes))
+    """Bytes of a role in a checkpoint, all in float32: weights, and two moments of those that are trained. Adapters are
+    written without the weights that they adapt."""
+    arch, value_head = role.arch, role.arch.hidden_size + 1 if role.is_critic else 0
+    if role.lora is not None:
+        return 12.0 * (adapter_elements(arch, role.lora) + value_head)
+    weights, _, head = model_sizes(arch)
+    weights += value_head
+    if role.is_critic and not arch.tied_embeddings:
+        weights -= head
+    dense, of_expert = frozen_elements(arch, role.freeze, None, 1, arch.vocab_size)
+    trained = weights - dense.total() - arch.experts * of_expert.total() if role.trained else 0
+    return 4.0 * weights + 8.0 * trained

@@ -12,6 +12,7 @@ from safetensors.torch import load_file
 from megappo.api import export
 from megappo.observe.metrics import read_metrics
 from tests.support.attempts import attempts, train
+from tests.support.checkpoint_bytes import written_and_planned_bytes
 from tests.support.harness import start
 from tests.support.models import write_model
 
@@ -43,6 +44,8 @@ def test_what_is_frozen_stays_to_the_bit_for_ten_steps(tmp_path: Path) -> None:
     keys = dcp.FileSystemReader(run / "checkpoints" / "step-000010").read_metadata().state_dict_metadata
     moments = {key for key in keys if key.startswith("critic.") and "exp_avg" in key}
     assert moments and not [key for key in moments if "attn" in key or "q_proj" in key or "embed" in key]
+    written, planned = written_and_planned_bytes(run, 10, ranks=2)
+    assert written == planned
 
 
 @pytest.mark.learning

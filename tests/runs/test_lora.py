@@ -24,6 +24,7 @@ from megappo.observe.metrics import read_metrics
 from tests.runs.test_resume import whole_tensors
 from tests.support.adapters import PREFIX, write_adapters
 from tests.support.attempts import assert_same_run, attempts, killed_at, timeless, train
+from tests.support.checkpoint_bytes import written_and_planned_bytes
 from tests.support.harness import ask, start
 from tests.support.models import write_model
 
@@ -133,6 +134,8 @@ def test_checkpoints_hold_adapters_alone(world: Path) -> None:
     heads = {f"critic.{kind}.value_head.{name}" for kind in kinds for name in ("weight", "bias")}
     assert {name for name in stored if ".lora_" not in name} == heads
     assert {name.split(".")[1] for name in stored} == set(kinds)
+    written, planned = written_and_planned_bytes(world / "whole", 2, ranks=2)
+    assert written == planned
 
 
 def test_the_base_stays_as_it_was(world: Path) -> None:
