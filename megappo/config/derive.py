@@ -337,8 +337,8 @@ def _role_rows(name: str, config: Config, numbers: RoleNumbers) -> list[tuple[st
     """A role's layout and its updates."""
     settings, grid = config.trained[name], numbers.grid
     layout = f"ranks {format_ranks(grid.ranks)}: TP {grid.tp} x PP {grid.pp} x DP {grid.dp}"
-    sizes_above_1 = {"CP": grid.cp, "EP": grid.ep, "VPP": numbers.vpp}
-    layout += "".join(f", {word} {size}" for word, size in sizes_above_1.items() if size > 1)
+    further = {"CP": grid.cp, "EP": grid.ep, "VPP": numbers.vpp}
+    layout += "".join(f", {word} {size}" for word, size in further.items() if size > 1)
     layout += ", sequence parallel" if settings.layout.shards_sequences else ""
     layout += ", distributed optimizer" if settings.optimizer.shards_state(grid) else ""
     lora = settings.lora

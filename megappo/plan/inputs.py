@@ -387,9 +387,9 @@ def _routing_bytes(arch: ArchitectureConfig) -> int:
 
 def reference_role(config: Config, actor: RoleSetup, models: Models, settings: RoleSettings | None = None) -> RoleSetup:
     """The reference's setup on the actor's layout, with the actor's own settings or `settings`."""
-    layers, its = chunk_layers(config, "actor", settings or config.actor, models.reference), config.reference
-    assert its is not None
+    layers, given = chunk_layers(config, "actor", settings or config.actor, models.reference), config.reference
+    assert given is not None
     untrained = replace(actor, trained=False, recompute="none", updates_per_step=0, scored_steps=1.0, lora=None)
-    untrained = replace(untrained, name="reference", arch=models.reference, chunk_layers=layers, offload=its.offload)
-    untrained = replace(untrained, routing_bytes=0, balances_experts=False, shares_weights=its.share_actor_base)
-    return replace(untrained, changes=its.refresh_every_steps is not None)
+    untrained = replace(untrained, name="reference", arch=models.reference, chunk_layers=layers, offload=given.offload)
+    untrained = replace(untrained, routing_bytes=0, balances_experts=False, shares_weights=given.share_actor_base)
+    return replace(untrained, changes=given.refresh_every_steps is not None)

@@ -51,7 +51,7 @@ class MultiNodeRendezvous:
         `patience_seconds`."""
         timeout = datetime.timedelta(seconds=patience_seconds)
         try:
-            store = dist.TCPStore(address, port, settings.nodes, False, timeout)
+            store = dist.TCPStore(address, port, settings.nodes, False, timeout, wait_for_workers=False)
         except dist.DistError:
             raise ServerFailure(f"nothing listens at {address}:{port}, where parts of a server meet") from None
         return cls(store, address, node, settings)
