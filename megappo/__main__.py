@@ -12,10 +12,9 @@ def start() -> int:
     """Run the command of `sys.argv`; returns the exit code. What it changes of imports stays for the process."""
     put_off_collections()  # until ranks have met
     if command := COMMANDS.get(sys.argv[1] if len(sys.argv) > 1 else ""):
-        from megappo.runtime.packages import quicken_packages_scan, read_texts_only
+        from megappo.runtime.packages import quicken_transformers
 
-        quicken_packages_scan()
-        read_texts_only(builds_models=command.builds_models)
+        quicken_transformers(builds_models=command.builds_models)
     from megappo.cli import main
 
     return main()

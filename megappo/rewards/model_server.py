@@ -27,7 +27,7 @@ from typing import TYPE_CHECKING, Any
 from megappo.observe.json_values import JSONValue
 from megappo.observe.messages import tell
 from megappo.runtime.heap import collect_as_usual, put_off_collections
-from megappo.runtime.packages import quicken_packages_scan, read_texts_only
+from megappo.runtime.packages import quicken_transformers
 
 if TYPE_CHECKING:
     from megappo.config.tokens import Message
@@ -111,8 +111,7 @@ def main() -> int:
     parser.add_argument("--config", type=Path, required=True)
     arguments = json.loads(parser.parse_args().config.read_text())
     put_off_collections()
-    quicken_packages_scan()
-    read_texts_only()
+    quicken_transformers()
     import torch
 
     from megappo.rewards.model import RewardModel

@@ -23,7 +23,7 @@ from torch import Tensor
 from megappo.errors import RunError, how_to_install
 from megappo.runtime.attributes import replace_attributes
 from megappo.runtime.heap import collect_as_usual, put_off_collections
-from megappo.runtime.packages import installed_version, quicken_packages_scan, read_texts_only
+from megappo.runtime.packages import installed_version, quicken_transformers
 
 if TYPE_CHECKING:
     from sglang.srt.layers.moe.fused_moe_triton import FusedMoE
@@ -62,8 +62,7 @@ def activate() -> str | None:
     if os.environ.get("SGLANG_PLATFORM") == PLATFORM_NAME:
         sys.modules.setdefault("flashinfer", None)  # type: ignore[arg-type]
         put_off_collections()
-        quicken_packages_scan()
-        read_texts_only()
+        quicken_transformers()
     return "megappo.runtime.sglang_cpu.CpuPlatform"
 
 

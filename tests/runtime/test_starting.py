@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import builtins
+import functools
 import gc
 import importlib.machinery
 import importlib.metadata
 import importlib.util
+import inspect
 import json
 import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 import pytest
 import torch
@@ -19,7 +22,7 @@ import torch
 from megappo.cli import main
 from megappo.runtime import sglang_cpu
 from megappo.runtime.heap import collect_as_usual, put_off_collections
-from megappo.runtime.packages import packages_distributions, read_texts_only, show_torch
+from megappo.runtime.packages import packages_distributions, quicken_transformers, show_torch
 from tests.support.harness import environment, start
 from tests.support.places import ROOT
 
@@ -48,7 +51,8 @@ for words in json.loads(sys.argv[1]):
         code = start()
     except SystemExit as ended:
         code = ended.code
-    print("found", json.dumps([code, [name for name in heavy if name in sys.modules]]))
+    listing = getattr(sys.modules.get("transformers.utils.import_utils"), "create_import_structure_from_path", start)
+    print("found", json.dumps([code, [name for name in heavy if name in sys.modules], listing.__module__]))
 """
 UNWANTED = ["torch._inductor.lowering", "flash_attn", "flashinfer"]
 
@@ -84,9 +88,41 @@ def test_a_distribution_may_list_its_files_in_other_ways(tmp_path: Path, monkeyp
                                         "fourth": ["listed"]}  # fmt: skip
 
 
+def restored(monkeypatch: pytest.MonkeyPatch) -> None:
+    """After the test the functions are what they are now."""
+    monkeypatch.setattr(importlib.util, "find_spec", importlib.util.find_spec)
+    monkeypatch.setattr(importlib.metadata, "packages_distributions", importlib.metadata.packages_distributions)
+
+
+def test_transformers_reads_the_files_of_a_model_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """However the folder is spelled, and with what they define; by itself it reads them again for each spelling."""
+    from transformers.utils import import_utils
+
+    folder = Path(import_utils.__file__).parents[1] / "models/llama"
+    spellings, read = [folder, str(folder), str(folder / "__init__.py")], list[str]()
+    listing = inspect.unwrap(import_utils.create_import_structure_from_path)
+    spread = inspect.unwrap(import_utils.define_import_structure)
+    monkeypatch.setattr(import_utils, "create_import_structure_from_path", functools.lru_cache(listing))
+    real = builtins.open
+
+    def noted(path: str, *how: Any, **said: Any) -> IO[Any]:
+        read.append(path)
+        return real(path, *how, **said)
+
+    monkeypatch.setattr(builtins, "open", noted)
+    expected = [spread(path, prefix) for path in spellings for prefix in (None, "models")]
+    by_itself = len(read)
+    restored(monkeypatch)
+    quicken_transformers()
+    eval("importlib.util.find_spec('torch')", vars(import_utils))
+    read.clear()
+    assert [spread(path, prefix) for path in spellings for prefix in (None, "models")] == expected
+    assert 0 < len(read) == len(set(read)) == by_itself / 3
+
+
 def test_transformers_does_not_find_what_it_has_for_images(monkeypatch: pytest.MonkeyPatch) -> None:
     """Nobody else is told so, and it finds all else."""
-    monkeypatch.setattr(importlib.util, "find_spec", importlib.util.find_spec)
+    restored(monkeypatch)
     places = ("transformers.utils.import_utils", "transformers.utils", "program_of_mine")
 
     def seen(name: str) -> list[bool]:
@@ -98,12 +134,12 @@ def test_transformers_does_not_find_what_it_has_for_images(monkeypatch: pytest.M
             exec(asked, variables)
         return [variables["found"] for variables in found]
 
-    read_texts_only()
+    quicken_transformers()
     for name in ("scipy", "torchvision"):
         is_here = importlib.machinery.PathFinder.find_spec(name) is not None
         assert seen(name) == [False, is_here, is_here]
     assert (seen("torch"), seen("no_such_package")) == ([True] * 3, [False] * 3)
-    read_texts_only(builds_models=False)
+    quicken_transformers(builds_models=False)
     assert seen("torch") == [False, True, True]
     show_torch()
     assert (seen("torch"), seen("scipy")[0]) == ([True] * 3, False)
@@ -158,9 +194,10 @@ def test_commands_that_build_nothing_import_no_torch() -> None:
     )
     assert done.returncode == 0, done.stderr
     found = [json.loads(line.removeprefix("found ")) for line in done.stdout.splitlines() if line.startswith("found ")]
-    assert all(code in (0, 1) for code, _ in found)  # 1: it does not fit
+    assert all(code in (0, 1) for code, *_ in found)  # 1: it does not fit
     of_plans = ["transformers", "pydantic", "yaml", "importlib.metadata"]
-    assert [loaded for _, loaded in found] == [[]] + [of_plans] * len(plans)
+    assert [loaded for _, loaded, _ in found] == [[]] + [of_plans] * len(plans)
+    assert [listing for *_, listing in found] == ["megappo.__main__"] + ["megappo.runtime.packages"] * len(plans)
 
 
 def test_code_of_a_model_has_torch_when_it_is_planned(monkeypatch: pytest.MonkeyPatch) -> None:
