@@ -40,6 +40,7 @@ import psutil
 import pytest
 
 from megappo.runtime.device import share_cores
+from megappo.runtime.heap import with_room_for_frames
 from tests.house.telling import Outcome, Telling, cpu_seconds
 from tests.support import (
     harness,
@@ -142,7 +143,8 @@ def keep(part: Part, options: Sequence[str], told: Path) -> int:
         harness.use(ours)
         code = _BROKEN
         try:
-            code = int(pytest.main([*options, *part.files], plugins=[Telling(told, os.getppid())]))
+            plugins = [Telling(told, os.getppid())]
+            code = int(with_room_for_frames(lambda: pytest.main([*options, *part.files], plugins=plugins)))
         finally:
             os._exit(code)
     ours.close()

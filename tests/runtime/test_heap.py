@@ -1,11 +1,16 @@
-"""What a CPU's process does with memory that it has freed."""
+"""What a CPU's process does with memory that it has freed, and with that of its frames."""
 
 from __future__ import annotations
 
+import resource
 import subprocess
 import sys
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
+
+from megappo.runtime.heap import with_room_for_frames
 
 CHILD = """
 import resource, sys
@@ -44,3 +49,32 @@ def test_freed_memory_is_used_again() -> None:
     given_back, kept = _faults("given back"), _faults("kept")
     assert given_back > 50_000
     assert kept < given_back / 4
+
+
+@pytest.mark.parametrize(("starts", "slow"), [(lambda program: program(), True), (with_room_for_frames, False)])
+def test_calls_need_no_new_memory_wherever_a_loop_stands(
+    starts: Callable[[Callable[[], int]], int], slow: bool
+) -> None:
+    """In a thread, whose frames begin anew; there is a depth at which each call needs a page otherwise."""
+
+    def faults() -> int:
+        return resource.getrusage(resource.RUSAGE_THREAD).ru_minflt
+
+    def called() -> None:
+        pass
+
+    called.__code__ = called.__code__.replace(co_stacksize=100)  # larger than the frames of the loop
+
+    def loop(depth: int) -> int:
+        if depth:
+            return loop(depth - 1)
+        before = faults()
+        for _ in range(100):
+            called()
+        return faults() - before
+
+    def program() -> int:
+        return max(loop(depth) for depth in range(400))
+
+    with ThreadPoolExecutor(1) as thread:
+        assert (thread.submit(starts, program).result() >= 100) == slow

@@ -6,6 +6,7 @@ answered with its process id and then with its exit code. Ends when the other en
 
 from __future__ import annotations
 
+import functools
 import importlib
 import multiprocessing
 import os
@@ -13,6 +14,7 @@ import runpy
 import signal
 import sys
 import time
+from collections.abc import Callable
 from contextlib import suppress
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -25,6 +27,7 @@ from transformers.models.qwen3 import modeling_qwen3  # noqa: F401
 from transformers.models.qwen3_moe import modeling_qwen3_moe  # noqa: F401
 
 import megappo.ppo.run  # noqa: F401
+from megappo.runtime.heap import with_room_for_frames
 from megappo.runtime.store import free_port
 
 with suppress(ImportError):  # Megatron-Core 0.19 imports it for every optimizer; 0.16 has none
@@ -59,9 +62,10 @@ def run_program(job: Job, rank: int, port: int) -> None:
         os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
     sys.argv = [job.program, *job.arguments]
     if Path(job.program).is_file():
-        runpy.run_path(job.program, run_name="__main__")
+        run: Callable[[], object] = functools.partial(runpy.run_path, job.program, run_name="__main__")
     else:
-        runpy.run_module(job.program, run_name="__main__", alter_sys=True)
+        run = functools.partial(runpy.run_module, job.program, run_name="__main__", alter_sys=True)
+    with_room_for_frames(run)
 
 
 def run_job(job: Job) -> None:
