@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 
 from megappo.commands import COMMANDS
-from megappo.runtime.heap import put_off_collections, with_room_for_frames
+from megappo.runtime.heap import collect_as_usual, put_off_collections, with_room_for_frames
 
 
 def start() -> int:
@@ -17,7 +17,10 @@ def start() -> int:
         quicken_transformers(builds_models=command.builds_models)
     from megappo.cli import main
 
-    return with_room_for_frames(main)
+    try:
+        return with_room_for_frames(main)
+    finally:
+        collect_as_usual()
 
 
 if __name__ == "__main__":

@@ -5,6 +5,8 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 
+from megappo.runtime.heap import collect_as_usual, put_off_collections
+
 
 def declared_parameters(folder: Path) -> int:
     """Weights of the model that transformers would build from a folder's configuration; built on the meta device,
@@ -18,4 +20,6 @@ def declared_parameters(folder: Path) -> int:
 
 
 if __name__ == "__main__":
+    put_off_collections()
     print(declared_parameters(Path(sys.argv[1])))
+    collect_as_usual()

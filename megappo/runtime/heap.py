@@ -37,8 +37,8 @@ def put_off_collections() -> None:
 
 
 def collect_as_usual() -> None:
-    """Collect garbage as before `put_off_collections`, but never the objects that exist now. Does nothing without that
-    call."""
+    """Collect garbage as before `put_off_collections`, but never the objects that exist now: Python looks for garbage
+    once more when a process ends, too. Does nothing without that call."""
     if gc.get_threshold() == _SELDOM:
         gc.freeze()
         gc.set_threshold(*_usual())

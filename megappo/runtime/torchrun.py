@@ -15,20 +15,21 @@ import os
 import signal
 import sys
 from collections.abc import Mapping, Sequence
-from typing import TypedDict
-
-from torch.distributed.elastic.multiprocessing.api import SignalException
-from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
-from torch.distributed.run import parse_args, run
+from typing import TYPE_CHECKING, TypedDict
 
 from megappo.errors import USER_ERROR, ConfigError
+from megappo.runtime.heap import collect_as_usual, put_off_collections
 from megappo.runtime.launchers import EXIT_CODE
-from megappo.runtime.store import listening_problem
+
+if TYPE_CHECKING:
+    from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 
 
 def with_head(arguments: argparse.Namespace, environment: Mapping[str, str]) -> argparse.Namespace:
     """Arguments extended by whether this machine serves the rendezvous: it does if the endpoint is its address, unless
     `MEGAPPO_IS_HEAD=no`. Raises ConfigError where it cannot listen there."""
+    from megappo.runtime.store import listening_problem  # brings torch, which waits for `main`
+
     conf, (host, _, port) = arguments.rdzv_conf or "", arguments.rdzv_endpoint.rpartition(":")
     if arguments.rdzv_backend != "c10d" or not host or "is_host" in conf or "store_type=file" in conf:
         return arguments
@@ -46,6 +47,12 @@ def with_head(arguments: argparse.Namespace, environment: Mapping[str, str]) -> 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the workers; returns the exit code of the one that failed first, 0 where all ended well."""
+    put_off_collections()
+    from torch.distributed.elastic.multiprocessing.api import SignalException
+    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+    from torch.distributed.run import parse_args, run
+
+    collect_as_usual()
     # Each c10d rendezvous warns about `master_addr`, an option that launch/torchrun.sh does not set.
     logging.getLogger("torch.distributed.run").addFilter(lambda r: not str(r.msg).startswith("master_addr is only"))
     try:

@@ -162,11 +162,12 @@ def test_a_rank_that_ends_without_a_word(body: Body, tmp_path: Path) -> None:
 
 
 def test_a_rank_of_another_machine_that_ends_without_a_word(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """That connections broke is no reason, and says so."""
+    """That connections broke is no reason, and says so. Nine seconds pass by design: five in which a reason may still
+    arrive, and four for what cannot be closed."""
     monkeypatch.setattr("megappo.runtime.failures.find_neighbour", lambda *_: None)
     first, second = ends(tmp_path, killed)
     assert (first.code, second.code) == (1, -signal.SIGKILL)
-    assert first.seconds < WITHIN_SECONDS
+    assert first.seconds < 2 * WITHIN_SECONDS
     assert "another rank ended without a word, or cannot be reached any more" in first.said
     assert "Traceback" not in first.said
 

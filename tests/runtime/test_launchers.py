@@ -133,6 +133,8 @@ def test_jobs_without_a_name_and_those_of_two_users_differ(monkeypatch: pytest.M
 def test_a_rank_of_another_job_is_told() -> None:
     """Which finds rank 0 of ours at the port that it thinks to be its own."""
     code = (
+        "from megappo.runtime.heap import put_off_collections\n"
+        "put_off_collections()\n"
         "from megappo.config.schema import RuntimeSettings\n"
         "from megappo.runtime.process import start_runtime\n"
         "with start_runtime(RuntimeSettings(threads_per_rank=1, collective_timeout_seconds=120)):\n"
@@ -241,6 +243,8 @@ def test_two_processes_of_mpi_meet() -> None:
     """As mpirun starts them, through the collectives, without listening to other machines, whatever the machine's name
     means."""
     code = (
+        "from megappo.runtime.heap import put_off_collections\n"
+        "put_off_collections()\n"
         "import os, psutil, torch, torch.distributed as dist\n"
         "from megappo.config.schema import RuntimeSettings\n"
         "from megappo.runtime.process import start_runtime\n"

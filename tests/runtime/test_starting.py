@@ -29,16 +29,17 @@ from tests.support.places import ROOT
 PROGRAM = """
 import gc, json, runpy, sys
 from importlib import metadata, util
-before = gc.get_threshold()
+before, freeze, callers = gc.get_threshold(), gc.freeze, []
+gc.freeze = lambda: [callers.append(sys._getframe(2).f_code.co_name), freeze()]
 sys.argv[1:] = {words}
 try:
     runpy.run_module("megappo", run_name="__main__", alter_sys=True)
 except SystemExit as ended:
     code = ended.code
 loaded = [name for name in {modules} if sys.modules.get(name) is not None]
-found = {{"code": code, "loaded": loaded, "seldom": gc.get_threshold() > before}}
+found = {{"code": code, "loaded": loaded, "usual": gc.get_threshold() == before}}
 found |= {{"images": util.find_spec.__module__}}
-found |= {{"scan": metadata.packages_distributions.__module__, "frozen": gc.get_freeze_count()}}
+found |= {{"scan": metadata.packages_distributions.__module__, "frozen": gc.get_freeze_count(), "callers": callers}}
 print("found", json.dumps(found))
 """
 COMMANDS_ALONE = """
@@ -159,17 +160,17 @@ def test_collections_that_were_put_off_are_made_again() -> None:
 
 @pytest.mark.waits
 def test_a_command_starts_without_what_it_has_no_use_for(tmp_path: Path) -> None:
-    """Where ranks have met, as in a run that is refused then, garbage is looked for as usual again, but not in what was
-    imported; `settings` ends before."""
+    """Garbage is looked for as usual again, but not in what was imported, where ranks have met, as in a run that is
+    refused then, or where the command ends."""
     run = ["train", "configs/quickstart.yaml", "actor.layout={}", "critic.layout={}"]
     wrong = [*run, f"run.directory={tmp_path / 'run'}", "data.train.source=tests.support.no_such:module"]
-    for words, code, seldom in ((["settings", "actor.offload"], 0, True), (wrong, 2, False)):
+    for words, code, frozen_by in ((["settings", "actor.offload"], 0, "start"), (wrong, 2, "start_runtime")):
         (tmp_path / "program.py").write_text(PROGRAM.format(words=words, modules=UNWANTED))
         done = start(tmp_path / "program.py")
         found = json.loads(done.stdout.rpartition("found ")[2])
         assert (found["code"], found["loaded"]) == (code, []), done.stdout + done.stderr
-        assert found["scan"] == found["images"] == "megappo.runtime.packages" and found["seldom"] == seldom
-        assert found["frozen"] > 100_000 or seldom
+        assert found["scan"] == found["images"] == "megappo.runtime.packages"
+        assert found["usual"] and found["callers"] == [frozen_by] and found["frozen"] > 100_000
 
 
 @pytest.mark.slow

@@ -32,6 +32,13 @@ def environment() -> dict[str, str]:
     }
 
 
+_NURSERY = """
+from megappo.runtime.heap import collect_as_usual, put_off_collections
+put_off_collections()
+from tests.support.nursery import main
+collect_as_usual()
+main()
+"""
 _nurseries: list[Connection] = []
 """At most one."""
 
@@ -46,7 +53,7 @@ def _nursery() -> Connection:
     if _nurseries:
         return _nurseries[0]
     ours, its = Pipe()
-    command = [sys.executable, "-m", "tests.support.nursery", str(its.fileno())]
+    command = [sys.executable, "-c", _NURSERY, str(its.fileno())]
     subprocess.Popen(command, cwd=ROOT, env=environment(), pass_fds=[its.fileno()], stdin=subprocess.DEVNULL)
     its.close()
     use(ours)

@@ -1,7 +1,7 @@
 """Forks programs off one process that has imported what they import, which is most of a start.
 
-Usage: python -m tests.support.nursery DESCRIPTOR, one end of a `multiprocessing.Pipe` through which jobs come; each is
-answered with its process id and then with its exit code. Ends when the other end is closed.
+harness.py starts it, and gives it the descriptor of one end of a `multiprocessing.Pipe` through which jobs come; each
+is answered with its process id and then with its exit code. Ends when the other end is closed.
 """
 
 from __future__ import annotations
@@ -107,5 +107,6 @@ def serve(jobs: Connection[int | None, tuple[object, ...]]) -> None:
         jobs.send(child.exitcode)
 
 
-if __name__ == "__main__":
+def main() -> None:
+    """Serve whoever has started this process."""
     serve(Connection(int(sys.argv[1])))

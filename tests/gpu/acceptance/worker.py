@@ -12,6 +12,7 @@ from collections.abc import Iterator
 from importlib import import_module
 from multiprocessing.connection import Connection
 
+from megappo.runtime.heap import put_off_collections
 from tests.gpu.acceptance.registry import Place
 from tests.gpu.acceptance.table import Row, Skip, failed, skipped
 
@@ -30,8 +31,9 @@ def rows_of(function: str, place: Place) -> Iterator[Row]:
 
 
 def release() -> None:
-    """Give back what the last step held."""
+    """Give back what the last step held. What it has imported is not looked through again."""
     gc.collect()
+    gc.freeze()
     torch = sys.modules.get("torch")
     if torch is not None and torch.cuda.is_available():
         torch.cuda.empty_cache()
@@ -40,6 +42,7 @@ def release() -> None:
 def main() -> None:
     """Run steps until nobody asks any more."""
     connection = Connection(int(sys.argv[1]))
+    put_off_collections()
     while True:
         try:
             function, place = connection.recv()
