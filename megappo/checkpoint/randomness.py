@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-import hashlib
 import random
 from typing import Any
 
 import numpy as np
 import torch
+
+from megappo.runtime.seeds import derived_seed
 
 
 def seed_generators(seed: int, rank: int) -> None:
@@ -15,9 +16,7 @@ def seed_generators(seed: int, rank: int) -> None:
 
     Nothing that is learned draws from them; a user's reward model or data function may.
     """
-    # 32 bits: numpy's legacy generator takes no more, and torch's on a CPU reads no more.
-    digest = hashlib.blake2b(f"{seed}/{rank}".encode(), digest_size=4).digest()
-    word = int.from_bytes(digest, "little")
+    word = derived_seed(seed, rank, bits=32)  # numpy's legacy generator takes no more, torch's on a CPU reads no more
     random.seed(word)
     np.random.seed(word)
     torch.manual_seed(word)

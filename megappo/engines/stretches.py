@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Collection, Iterable
 from dataclasses import replace
 from itertools import groupby
 
 from megappo.engines.protocol import Completion, GenerateRequest
+from megappo.runtime.seeds import derived_seed
 
 
 def _seed_of_rest(seed: int, tokens: int) -> int:
     """Seed of 63 bits for the rest of an answer that has `tokens` tokens."""
-    digest = hashlib.blake2b(f"{seed}/after/{tokens}".encode(), digest_size=8).digest()
-    return int.from_bytes(digest, "little") >> 1
+    return derived_seed(seed, "after", tokens)
 
 
 def continued(

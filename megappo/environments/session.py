@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import math
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
@@ -25,6 +24,7 @@ from megappo.environments.tool_pool import ToolPool
 from megappo.environments.trajectory import Trajectory
 from megappo.errors import RunError, show
 from megappo.observe.json_values import JSONValue
+from megappo.runtime.seeds import derived_seed
 from megappo.types import CHAT_MESSAGES, Episode, Prompt, ToolUse
 
 _REASON_CHARACTERS = 300
@@ -33,9 +33,7 @@ _REASON_CHARACTERS = 300
 def turn_seed(seed: int, turn: int) -> int:
     """Seed of 63 bits for each turn of a sample; the first turn has the sample's own seed, as a response without an
     environment has."""
-    if turn == 0:
-        return seed
-    return int.from_bytes(hashlib.blake2b(f"{seed}/turn/{turn}".encode(), digest_size=8).digest(), "little") >> 1
+    return derived_seed(seed, "turn", turn) if turn else seed
 
 
 @dataclass(frozen=True)

@@ -32,7 +32,7 @@ class CacheGauge:
         self._read = counted
         if not counted:
             return {}
-        told = tally.reduce(None, self._runtime.device)
+        told = tally.reduce(self._runtime.device)
         found = {i: CacheUse(int(told[f"{i}/prompts"]), int(told[f"{i}/cached"])) for i in counted}
         rates = [use.cached_tokens / use.prompt_tokens for use in found.values() if use.prompt_tokens]
         if not rates:

@@ -37,7 +37,7 @@ def evaluate_policy(parts: RunComponents, say: Callable[[str], object] = tell) -
         sentence = _evaluate_set(prefix, settings, parts.validation_prompts[name], parts, tally)
         if sentence and parts.runtime.is_main:
             say(f"{prefix}: {sentence}")
-    return tally.reduce(None, parts.runtime.device)
+    return tally.reduce(parts.runtime.device)
 
 
 def _evaluate_set(

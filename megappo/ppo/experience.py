@@ -107,7 +107,7 @@ class ExperienceMaker:
         tally.maximum("reward/max", total_rewards_B)
         tally.minimum("reward/min", total_rewards_B)
         tally.total("tokens", float(mask_BR.sum()))
-        numbers = tally.reduce(None, self._device)
+        numbers = tally.reduce(self._device)
         if not numbers.pop("tokens"):  # all episodes have failed: means over tokens are NaN
             numbers = {name: value for name, value in numbers.items() if not math.isnan(value)}
         elif "kl/per_response" in numbers:

@@ -121,7 +121,7 @@ class CriticTrainer(LoadedTrainer):
         mask_BR, tally = trained_tokens(rollouts, self.config.algorithm), Tally()
         tally.mean_and_std("error", returns_BR - values_BR, mask_BR)
         tally.mean_and_std("given", returns_BR, mask_BR)
-        found = tally.reduce(None, runtime.device)
+        found = tally.reduce(runtime.device)
         return 1 - (found["error/std"] / found["given/std"]) ** 2 if found["given/std"] else torch.nan
 
 

@@ -50,7 +50,7 @@ def rollout_metrics(rollouts: Rollouts, runtime: Runtime, newest_version: int) -
         tally.mean("rollout/several_versions", (lag_BR != lag_BR[:, :1]).masked_fill(~mask_BR, False).any(-1))
     tally.total("step_tokens", float(rollouts.lengths_B.sum()))
     tally.total("step_samples", float(len(responses)))
-    return tally.reduce(None, runtime.device)
+    return tally.reduce(runtime.device)
 
 
 def source_metrics(rollouts: Rollouts, scores_B: Tensor, parts: RunComponents) -> dict[str, float]:
@@ -63,7 +63,7 @@ def source_metrics(rollouts: Rollouts, scores_B: Tensor, parts: RunComponents) -
         tally.total(f"{name}/prompts", float(mask_B.sum()) / parts.config.rollout.samples_per_prompt)
         tally.mean(f"{name}/reward_mean", total_rewards_B, mask_B)
         tally.mean(f"{name}/response_length", rollouts.response_lengths_B, mask_B)
-    numbers = tally.reduce(None, parts.runtime.device)
+    numbers = tally.reduce(parts.runtime.device)
     return {f"source/{name}": value for name, value in numbers.items() if numbers[f"{name.split('/')[0]}/prompts"]}
 
 
@@ -109,7 +109,7 @@ def check_mismatch(
     tally.mean("mismatch/own_weights", gap.abs(), own_BR)
     tally.total("own", float(own_BR.sum()))
     tally.total("others", float((mask_BR & ~own_BR).sum()))
-    numbers = tally.reduce(None, runtime.device)
+    numbers = tally.reduce(runtime.device)
     own, others = numbers.pop("own"), numbers.pop("others")
     if not (own or others):
         return {}
@@ -134,7 +134,7 @@ def policy_kl(new_logprob_BR: Tensor, experience: Experience, runtime: Runtime) 
     old, new = (x.masked_fill(~mask_BR, 0.0) for x in (experience.scored.old_logprob_BR, new_logprob_BR))
     tally = Tally()
     tally.mean("kl", kl_estimate(old - new, "k3"), mask_BR)
-    return tally.reduce(None, runtime.device)["kl"]
+    return tally.reduce(runtime.device)["kl"]
 
 
 def routing_metrics(role: Role, runtime: Runtime) -> dict[str, float]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
@@ -17,13 +16,13 @@ from megappo.engines.rows import check_answers
 from megappo.errors import RunError
 from megappo.ppo.episodes import episodes_of, own_tokens, prompt_ids, turns_mask
 from megappo.runtime.process import Runtime
+from megappo.runtime.seeds import derived_seed
 from megappo.types import Prompt, Prompts, Rollouts
 
 
 def sample_seed(seed: int, step: int, sample_id: int) -> int:
     """A 63-bit seed that depends on run seed, step and sample only, not on scheduling."""
-    digest = hashlib.blake2b(f"{seed}/{step}/{sample_id}".encode(), digest_size=8).digest()
-    return int.from_bytes(digest, "little") >> 1
+    return derived_seed(seed, step, sample_id)
 
 
 def share_of_rank(count: int, runtime: Runtime) -> tuple[int, int]:

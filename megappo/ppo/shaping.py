@@ -51,7 +51,7 @@ class RewardShaper:
             tally.mean("reward/clipped", (scores_B < low) | (scores_B > high))
             scores_B = scores_B.clamp(low, high)
         tally.mean("reward/given", given_B)
-        return scores_B, tally.reduce(None, self._device) | self._running()
+        return scores_B, tally.reduce(self._device) | self._running()
 
     def _punished(self, scores_B: Tensor, rollouts: Rollouts, tally: Tally) -> Tensor:
         reward = self._config.reward
@@ -72,7 +72,7 @@ class RewardShaper:
         batch = Tally()
         batch.total("count", len(scores_B))
         batch.mean_and_std("scores", scores_B)
-        found = batch.reduce(None, self._device)
+        found = batch.reduce(self._device)
         self._add(found["count"], found["scores/mean"], found["scores/std"])
         mean = self._mean if self._config.reward.normalize == "mean_std" else 0.0
         # In float64: scores that are large beside their spread would lose it to the rounding of the mean.

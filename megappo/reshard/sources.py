@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import hashlib
 from collections.abc import Iterable
 from functools import lru_cache
 from pathlib import Path
@@ -23,6 +22,7 @@ from megappo.reshard.mxfp4 import BLOCK as MXFP4_BLOCK
 from megappo.reshard.mxfp4 import SUFFIXES as MXFP4
 from megappo.reshard.mxfp4 import dequantised as dequantised_mxfp4
 from megappo.reshard.value_heads import EXTRA_FILE, find_value_head
+from megappo.runtime.seeds import derived_seed
 
 _PLAIN_TYPES = ("F64", "F32", "F16", "BF16")
 _COMPARED_ROWS = 8192
@@ -293,8 +293,7 @@ class SafetensorsSource:
 
 def generator_of(seed: int, name: str) -> torch.Generator:
     """The random generator of a tensor, which depends on the seed and its name alone."""
-    digest = hashlib.blake2b(f"{seed}/{name}".encode(), digest_size=8).digest()
-    return torch.Generator().manual_seed(int.from_bytes(digest, "little") >> 1)
+    return torch.Generator().manual_seed(derived_seed(seed, name))
 
 
 class RandomSource:

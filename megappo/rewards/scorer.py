@@ -132,7 +132,7 @@ class RewardScorer:
             tally.maximum(f"reward/{name}/seconds", torch.tensor([verdicts.seconds]))
         tally.total("failed", len(result.failures))
         tally.total("samples", B)
-        metrics = tally.reduce(None, self._device)
+        metrics = tally.reduce(self._device)
         failed, samples = int(metrics.pop("failed")), int(metrics.pop("samples"))
         # Both numbers are sums over all ranks, so all ranks take this branch, and its collective, together.
         if failed > self._settings.max_failure_fraction * samples:

@@ -44,25 +44,23 @@ class Tally:
         squares = ((values if mask is None else values[mask]).double() - mean).square().sum()
         self._spreads[name] = (count, mean, float(squares))
 
-    def reduce(self, group: dist.ProcessGroup | None, device: torch.device) -> dict[str, float]:
-        """The global numbers, the same on every rank; a collective of `group`."""
+    def reduce(self, device: torch.device) -> dict[str, float]:
+        """The global numbers, the same on every rank; a collective of all ranks."""
         both_2N = torch.tensor([*zip(*self._sums.values(), strict=True)], dtype=torch.float64, device=device)
         maxima = torch.tensor(list(self._maxima.values()), dtype=torch.float64, device=device)
-        dist.all_reduce(both_2N, group=group)
+        dist.all_reduce(both_2N)
         if self._maxima:
-            dist.all_reduce(maxima, op=dist.ReduceOp.MAX, group=group)
+            dist.all_reduce(maxima, op=dist.ReduceOp.MAX)
         numbers = {
             name: total if count < 0 else total / count if count else math.nan
             for name, total, count in zip(self._sums, *both_2N.tolist(), strict=True)
         }
-        numbers |= self._deviations(numbers, group, device)
+        numbers |= self._deviations(numbers, device)
         for name, value in zip(self._maxima, maxima.cpu().tolist(), strict=True):
             numbers[name.removeprefix("-")] = -value if name.startswith("-") else value
         return numbers
 
-    def _deviations(
-        self, means: dict[str, float], group: dist.ProcessGroup | None, device: torch.device
-    ) -> dict[str, float]:
+    def _deviations(self, means: dict[str, float], device: torch.device) -> dict[str, float]:
         """Standard deviations from the means of all ranks (Chan et al. 1979). A mean of squares less the square of the
         mean would lose its digits where the mean is large."""
         if not self._spreads:
@@ -72,7 +70,7 @@ class Tally:
             for name, (count, mean, squares) in self._spreads.items()
         ]
         both_N2 = torch.tensor(rows, dtype=torch.float64, device=device)
-        dist.all_reduce(both_N2, group=group)
+        dist.all_reduce(both_N2)
         return {
             f"{name}/std": (squares / count) ** 0.5 if count else math.nan
             for name, (count, squares) in zip(self._spreads, both_N2.tolist(), strict=True)

@@ -7,9 +7,9 @@ Usage: python -m tests.house.suite [--quick | --all | --exhaustive | --light] [-
 
 Each file has a process of its own, forked off this one when it has imported what most of them import. Those that take
 longest begin, computing or waiting, by seconds.json, which `--measure` writes anew, or what it says of the files behind
-it. mypy has a side until it is through. Tests that are marked `waits` and fail are run once more, each by itself, when
-all others are through: those that pass then are listed as unsteady. Exit code 1 where any other test fails, where more
-than three are unsteady, or where mypy does.
+it; one that mostly waits runs beside all sides. mypy has a side until it is through. Tests that are marked `waits` and
+fail are run once more, each by itself, when all others are through: those that pass then are listed as unsteady. Exit
+code 1 where any other test fails, where more than three are unsteady, or where mypy does.
 """
 
 from __future__ import annotations
@@ -58,6 +58,8 @@ _SHOWN_EVERY_SECONDS = 20.0
 _SHOWN_LINES = 12
 _TOGETHER = ("tests/slurm",)
 """Folders whose files share a fixture that takes long."""
+_SHARE_OF_WAITERS = 0.3
+"""CPU seconds in a second of a file that mostly waits, at most."""
 _UNKNOWN = {"cpu_seconds": 5.0, "tests": 1}
 _FAILED, _BROKEN, _NO_TESTS = (1, 2), 3, 5
 _ENDINGS = (0, *_FAILED, _NO_TESTS)
@@ -76,6 +78,7 @@ class Part:
     tests: int
     """Of them that were there then; as soon as it is known, those that there are."""
     log: Path
+    mostly_waits: bool = False
     process: int = 0
     told: Generator[str, None, None] | None = None
     running: str = ""
@@ -98,8 +101,20 @@ def parts_of(files: Sequence[str], folder: Path) -> list[Part]:
     for number, group in enumerate(groups.values()):
         known = [measured.get(file, _UNKNOWN) for file in group]
         seconds = sum(max(of_file["cpu_seconds"], of_file.get("seconds", 0.0)) for of_file in known)
-        parts.append(Part(group, seconds, sum(of_file["tests"] for of_file in known), folder / str(number)))
+        tests, computes = (sum(of_file[name] for of_file in known) for name in ("tests", "cpu_seconds"))
+        parts.append(Part(group, seconds, tests, folder / str(number), computes < _SHARE_OF_WAITERS * seconds))
     return sorted(parts, key=lambda part: -part.seconds)
+
+
+def next_part(todo: Sequence[Part], running: Sequence[Part], sides: int) -> Part | None:
+    """The part to begin now. Of those that mostly wait one runs beside all sides, others when nothing else is left."""
+    one_waits = any(part.mostly_waits for part in running)
+    waiting, computing = ([part for part in todo if part.mostly_waits == waits] for waits in (True, False))
+    if waiting and not one_waits:
+        return waiting[0]
+    if todo and len(running) - one_waits < sides:
+        return (computing or waiting)[0]
+    return None
 
 
 def start(part: Part, options: Sequence[str]) -> None:
@@ -205,9 +220,10 @@ class Suite:
         try:
             while self._todo or running:
                 busy = beside is not None and beside.poll() is None
-                while self._todo and len(running) < max(1, self._sides - busy):
-                    start(self._todo[0], self._options)
-                    running.append(self._todo.pop(0))
+                while part := next_part(self._todo, running, max(1, self._sides - busy)):
+                    self._todo.remove(part)
+                    start(part, self._options)
+                    running.append(part)
                 running = [part for part in running if self._goes_on(part)]
                 self._show(running)
                 time.sleep(0.1)

@@ -12,7 +12,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from tests.house.suite import Part, end_with_descendants, files_of, note_exhaustive, parts_of, with_those_of
+from tests.house.suite import Part, end_with_descendants, files_of, next_part, note_exhaustive, parts_of, with_those_of
 from tests.house.telling import Outcome
 from tests.support.harness import start
 from tests.support.places import ROOT
@@ -219,7 +219,27 @@ def test_what_waits_long_begins_before_what_computes_less_long(tmp_path: Path, m
     }
     (tmp_path / "seconds.json").write_text(json.dumps(known))
     monkeypatch.setattr("tests.house.suite.SECONDS", tmp_path / "seconds.json")
-    assert [part.name for part in parts_of([*known], tmp_path)] == ["waits.py", "older.py", "computes.py"]
+    parts = parts_of([*known], tmp_path)
+    assert [part.name for part in parts] == ["waits.py", "older.py", "computes.py"]
+    assert [part.mostly_waits for part in parts] == [True, False, False]
+
+
+def test_one_that_mostly_waits_runs_beside_all_sides(tmp_path: Path) -> None:
+    """The others of its kind when a side has nothing to compute."""
+    todo = [Part([name], 0.0, 1, tmp_path, name.startswith("waits")) for name in ("a", "waits-1", "b", "waits-2", "c")]
+    order, running = [], list[Part]()
+    while part := next_part(todo, running, 2):
+        todo.remove(part)
+        running.append(part)
+        order.append(part.name)
+    assert order == ["waits-1", "a", "b"]
+    running.pop()  # b is through
+    other, last = todo
+    assert (other.name, last.name) == ("waits-2", "c")
+    assert next_part(todo, running, 2) is last
+    assert next_part([other], running, 2) is other
+    assert next_part([other], [*running, last], 2) is None
+    assert next_part([], [], 2) is None
 
 
 def test_what_was_measured_of_some_files_takes_the_place_of_what_was_known_of_them() -> None:

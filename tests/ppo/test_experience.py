@@ -105,7 +105,7 @@ def test_the_deviation_of_large_numbers(values: list[float]) -> None:
     tally, numbers = Tally(), torch.tensor([*values, float("nan")])
     tally.mean_and_std("x", numbers, torch.tensor([True, True, False]))
     tally.mean_and_std("none", numbers, torch.zeros(3, dtype=torch.bool))
-    found = tally.reduce(None, CPU)
+    found = tally.reduce(CPU)
     first, second = numbers[:2].tolist()
     assert found["x/mean"] == (first + second) / 2
     assert found["x/std"] == abs(second - first) / 2

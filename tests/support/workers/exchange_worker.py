@@ -58,7 +58,7 @@ def main() -> None:
     tally.minimum("low", torch.tensor([float(rank), 7.0]))
     tally.total("count", 2.0)
     tally.mean("empty", torch.empty(0))
-    numbers = tally.reduce(None, cpu)
+    numbers = tally.reduce(cpu)
     values = torch.cat([torch.arange(r + 1).float() for r in range(world)])
     assert abs(numbers["x/mean"] - values.mean()) < 1e-6
     assert abs(numbers["x/std"] - values.std(unbiased=False)) < 1e-6
