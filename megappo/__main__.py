@@ -10,7 +10,7 @@ from megappo.runtime.heap import collect_as_usual, put_off_collections, with_roo
 
 def start() -> int:
     """Run the command of `sys.argv`; returns the exit code. What it changes of imports stays for the process."""
-    put_off_collections()  # until ranks have met
+    put_off_collections()  # until ranks have met, or the command has ended
     if command := COMMANDS.get(sys.argv[1] if len(sys.argv) > 1 else ""):
         from megappo.runtime.packages import quicken_transformers
 

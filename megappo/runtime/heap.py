@@ -47,7 +47,7 @@ def collect_as_usual() -> None:
 def with_room_for_frames(program: Callable[[], T]) -> T:
     """Call a program so that no loop in it is slow for where it stands in the stack.
 
-    Python keeps a thread's frames in chunks of 16 KiB, and gives one back as soon as it is empty (3.12,
+    Python keeps a thread's frames in chunks of 16 KiB, and gives one back as soon as it is empty (3.11 on,
     `_PyThreadState_PopFrame`). A loop whose calls cross the end of a chunk maps and unmaps memory at each call, which
     takes a hundred times as long. The frame of this function claims so much that its chunk is of a MiB, in which those
     above it have room, too. What they do not touch takes no memory.

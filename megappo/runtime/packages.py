@@ -50,7 +50,8 @@ def quicken_transformers(*, builds_models: bool = True) -> None:
 
     Without `builds_models` transformers does not find torch either: from 5 on, reading a config.json imports
     transformers' generation and with it torch's compiler, in four CPU seconds, and of all that uses the name of a
-    dtype. It then has configurations and tokenizers, and no models, until the process ends or calls `show_torch`.
+    dtype. It then has configurations and tokenizers, and no models, until the process ends; it has all where
+    `show_torch` is called before it is imported.
     """
     find_spec = importlib.util.find_spec
     if not builds_models:

@@ -54,8 +54,8 @@ def activate() -> str | None:
     """Name of the platform's class, or None where SGLang's own platform for CUDA is the right one.
 
     SGLang calls this before it imports most of itself. That saves a server of ours four of eleven CPU seconds: for
-    flashinfer, which is for CUDA only, for collections of garbage among imported objects, which stay, and for a scan of
-    packages.
+    flashinfer, which is for CUDA only, for collections of garbage among imported objects, which stay, and for what
+    transformers searches for.
     """
     if torch.cuda.is_available():
         return None
