@@ -140,6 +140,7 @@ def post(
     """
     tries, body = Tries(deadline_seconds, most_tries), json.dumps(content).encode()
     back_by: float | None = None
+    answered = ""
     while True:
         asked_seconds = 0.0
         request = urllib.request.Request(url, body, {"Content-Type": "application/json", **headers})
@@ -151,10 +152,14 @@ def post(
             problem = f"HTTP {error.code} {error.reason}"
             if error.code not in TRANSIENT:
                 raise OSError(f"{_place(url)}: {problem}{_elsewhere(error)}") from error
-            asked_seconds = asked_pause(error.headers)
+            asked_seconds, answered = asked_pause(error.headers), problem
         except (OSError, http.client.HTTPException) as error:  # nobody listens, the connection broke, or time is up
             cause = getattr(error, "reason", error)
             problem = str(cause) or type(error).__name__
+            if isinstance(cause, TimeoutError):  # what was left for this try may have been too little for an answer
+                problem = f"{answered}, then {problem}" if answered else problem
+            else:
+                answered = problem
             if isinstance(cause, ConnectionRefusedError):
                 back_by = back_by or time.monotonic() + absent_seconds
                 if time.monotonic() < back_by:

@@ -133,6 +133,13 @@ def test_a_server_says_when_it_may_be_asked_again() -> None:
         assert "HTTP 503 Busy, after 1 try" in str(found)
 
 
+def test_what_a_server_said_is_told_where_the_last_try_has_no_answer() -> None:
+    said = [b"HTTP/1.1 503 Busy\r\nContent-Length: 0\r\n\r\n", b"HTTP/1.1 200 OK\r\nContent-Length: 100000\r\n\r\n"]
+    with saying(lambda _: said.pop(0)) as url:
+        (found,) = score(url, "dripping", deadline_seconds=1.0)
+    assert "HTTP 503 Busy, then timed out, after 2 tries" in str(found)
+
+
 def test_whatever_a_server_says_costs_its_own_sample() -> None:
     """In the time that a sample has, which no answer stretches; and so in a reward worker."""
     said = {name: answer for name, (answer, _) in REFUSED.items()} | CUT
