@@ -10,6 +10,7 @@ import pytest
 from benchmarks.control_plane import STAGES, Size, Spent, busiest, fit, planned_seconds, settings, simulate
 from tests.support.harness import start
 from tests.support.places import ROOT
+from tests.support.quick import cases
 
 LARGE = str(ROOT / "configs" / "qwen3_32b_64node_disaggregated_dapo_math.yaml")
 TOKENS, SAMPLES_OF_A_RANK, MOST_OF_A_STEP = 64, 8, 0.01
@@ -17,7 +18,7 @@ BYTES_OF_A_SAMPLE = 8 * (3 + 2 * 2)
 """What every rank is told of it: number, length, response; and for actor and critic number and tokens that count."""
 
 
-@pytest.mark.parametrize("world", [64, 1024])
+@pytest.mark.parametrize("world", cases([64, 1024], quick=(64,)))
 def test_a_rank_of_many_spends_little(world: int, tmp_path: Path) -> None:
     size = Size(world, SAMPLES_OF_A_RANK * world, TOKENS)
     config = settings(LARGE, size.samples, str(tmp_path))

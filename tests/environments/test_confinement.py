@@ -172,6 +172,7 @@ MANY = "import os\nfor n in range(100000):\n  os.mkdir(str(n))\n"
 LARGE = "try: open('x', 'wb').write(b'x' * 200 * 10**6)\nexcept OSError: pass\n"
 
 
+@pytest.mark.slow
 def test_what_a_program_writes_is_bounded() -> None:
     """In one file, in many, in such without a name, and in folders."""
     wait = "import time\ntime.sleep(60)"

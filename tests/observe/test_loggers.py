@@ -169,6 +169,7 @@ def records(path: Path) -> Iterator[Any]:
             yield record
 
 
+@pytest.mark.slow
 @pytest.mark.waits
 @pytest.mark.skipif(not HAS_WANDB, reason="wandb is not installed")
 def test_the_real_wandb_keeps_a_requeued_run_together(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
