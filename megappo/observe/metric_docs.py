@@ -79,7 +79,7 @@ EPISODES = {
     ),
     "tool/NAME/seconds": MetricDoc("seconds", "Mean time of a call, waiting for a worker aside.", "small"),
 }
-"""Of runs with an environment (`rollout.environment`); NAME is a tool's."""
+"""Metrics of runs with an environment (`rollout.environment`); NAME is a tool's."""
 
 
 SOURCES = {
@@ -98,7 +98,7 @@ SOURCES = {
         "prompts", "Prompts that the passes under way leave out.", "below `data.curriculum.most_resting` of the data"
     ),
 }
-"""Of runs with several data sources (`data.mixture`), of which NAME is one, and with `data.curriculum`."""
+"""Metrics of runs with several data sources (`data.mixture`), of which NAME is one, and with `data.curriculum`."""
 
 
 METRICS: dict[str, MetricDoc] = {

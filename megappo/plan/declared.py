@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 
-from megappo.runtime.heap import collect_as_usual, put_off_collections
+from megappo.runtime.heap import collections_put_off
 
 
 def declared_parameters(folder: Path) -> int:
@@ -20,6 +20,5 @@ def declared_parameters(folder: Path) -> int:
 
 
 if __name__ == "__main__":
-    put_off_collections()
-    print(declared_parameters(Path(sys.argv[1])))
-    collect_as_usual()
+    with collections_put_off():
+        print(declared_parameters(Path(sys.argv[1])))

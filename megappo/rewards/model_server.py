@@ -26,7 +26,7 @@ from typing import TYPE_CHECKING, Any
 
 from megappo.observe.json_values import JSONValue
 from megappo.observe.messages import tell
-from megappo.runtime.heap import collect_as_usual, put_off_collections
+from megappo.runtime.heap import collections_put_off
 from megappo.runtime.packages import quicken_transformers
 
 if TYPE_CHECKING:
@@ -105,31 +105,33 @@ class _ScoreHandler(BaseHTTPRequestHandler):
         """Log no requests: the log is for errors."""
 
 
-def main() -> int:
-    """Load the model and answer until ended."""
-    parser = argparse.ArgumentParser()
-    parser.add_argument("--config", type=Path, required=True)
-    arguments = json.loads(parser.parse_args().config.read_text())
-    put_off_collections()
+def _load(arguments: dict[str, Any]) -> RewardModel:
     quicken_transformers()
     import torch
 
     from megappo.rewards.model import RewardModel
 
-    device = torch.device(arguments["device"])
+    return RewardModel(
+        arguments["model-path"],
+        dtype=getattr(torch, arguments["dtype"]),
+        device=torch.device(arguments["device"]),
+        batch_tokens=arguments["batch-tokens"],
+        trust_remote_code=arguments.get("trust-remote-code", False),
+        template_time=arguments.get("template-time"),
+    )
+
+
+def main() -> int:
+    """Load the model and answer until ended."""
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--config", type=Path, required=True)
+    arguments = json.loads(parser.parse_args().config.read_text())
     try:
-        model = RewardModel(
-            arguments["model-path"],
-            dtype=getattr(torch, arguments["dtype"]),
-            device=device,
-            batch_tokens=arguments["batch-tokens"],
-            trust_remote_code=arguments.get("trust-remote-code", False),
-            template_time=arguments.get("template-time"),
-        )
+        with collections_put_off():
+            model = _load(arguments)
     except ValueError as error:
         tell(str(error))
         return 1
-    collect_as_usual()
     _ScoreServer(arguments, model).serve_forever()
     return 0
 

@@ -60,7 +60,7 @@ class Accelerations:
     """Whether the model has features that Transformer Engine's layers lack."""
 
     def for_model(self, *, own_layers: bool) -> Accelerations:
-        """These accelerations for a model that may need megappo's own layers."""
+        """The same accelerations, for a model that may need megappo's own layers."""
         return replace(self, own_layers=own_layers)
 
     def uses_engine_layers(self, dtype: torch.dtype) -> bool:

@@ -5,7 +5,8 @@ from __future__ import annotations
 import ctypes
 import functools
 import gc
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import TypeVar
 
 T = TypeVar("T")
@@ -42,6 +43,16 @@ def collect_as_usual() -> None:
     if gc.get_threshold() == _SELDOM:
         gc.freeze()
         gc.set_threshold(*_usual())
+
+
+@contextmanager
+def collections_put_off() -> Iterator[None]:
+    """Hardly collect garbage in a block that mostly imports, and as usual after it."""
+    put_off_collections()
+    try:
+        yield
+    finally:
+        collect_as_usual()
 
 
 def with_room_for_frames(program: Callable[[], T]) -> T:

@@ -18,7 +18,7 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, TypedDict
 
 from megappo.errors import USER_ERROR, ConfigError
-from megappo.runtime.heap import collect_as_usual, put_off_collections
+from megappo.runtime.heap import collections_put_off
 from megappo.runtime.launchers import EXIT_CODE
 
 if TYPE_CHECKING:
@@ -47,12 +47,11 @@ def with_head(arguments: argparse.Namespace, environment: Mapping[str, str]) -> 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the workers; returns the exit code of the one that failed first, 0 where all ended well."""
-    put_off_collections()
-    from torch.distributed.elastic.multiprocessing.api import SignalException
-    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
-    from torch.distributed.run import parse_args, run
+    with collections_put_off():
+        from torch.distributed.elastic.multiprocessing.api import SignalException
+        from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+        from torch.distributed.run import parse_args, run
 
-    collect_as_usual()
     # Each c10d rendezvous warns about `master_addr`, an option that launch/torchrun.sh does not set.
     logging.getLogger("torch.distributed.run").addFilter(lambda r: not str(r.msg).startswith("master_addr is only"))
     try:

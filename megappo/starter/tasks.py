@@ -17,7 +17,7 @@ TASKS = {
 }
 _SMALL, _MIDDLE, _TINY = "Qwen/Qwen3-0.6B", "Qwen/Qwen3-8B", "HuggingFaceTB/SmolLM2-135M-Instruct"
 _THINKING = (_SMALL, _MIDDLE)
-"""Of these, models that think where they are not told otherwise; a plan says so of others."""
+"""Models that think where they are not told otherwise; `megappo plan` says so of any other."""
 
 
 @dataclass(frozen=True)

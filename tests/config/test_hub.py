@@ -26,12 +26,11 @@ MODEL = TINY
 
 EVERY_COMMAND = """
 import contextlib, io, json, sys, time
-from megappo.runtime.heap import collect_as_usual, put_off_collections
-put_off_collections()
-import megappo.doctor, megappo.commands.dry_run, megappo.commands.plan, megappo.commands.serve
-from transformers import AutoConfig, AutoTokenizer
-from megappo.cli import main
-collect_as_usual()
+from megappo.runtime.heap import collections_put_off
+with collections_put_off():
+    import megappo.doctor, megappo.commands.dry_run, megappo.commands.plan, megappo.commands.serve
+    from transformers import AutoConfig, AutoTokenizer
+    from megappo.cli import main
 answers = []
 for words in json.loads(sys.argv[1]):
     said = io.StringIO()

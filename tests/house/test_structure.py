@@ -109,8 +109,8 @@ def test_what_many_use_has_one_home() -> None:
 @pytest.mark.waits
 def test_megatron_is_prepared_before_it_is_imported() -> None:
     """Whatever of megappo is imported first: otherwise it says at every start what it lacks."""
-    program = "from megappo.runtime.heap import put_off_collections as put_off, collect_as_usual as collect\n"
-    program += "put_off(); import megappo.checkpoint, megappo.ppo.run; collect()"
+    program = "from megappo.runtime.heap import collections_put_off\n"
+    program += "with collections_put_off(): import megappo.checkpoint, megappo.ppo.run"
     done = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == 0 and "Transformer Engine" not in done.stderr, done.stderr
 

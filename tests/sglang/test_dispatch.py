@@ -521,11 +521,11 @@ class Chats:
 def chat(servers: list[StandIn], count: int = 40, **changes: Any) -> tuple[Chats, int, Outcome]:
     """What came of it, the requests that are left, and which servers failed."""
     chats = Chats(count)
-    return chats, *held(servers, chats, **changes)
+    return chats, *drive(servers, chats, **changes)
 
 
-def held(servers: list[StandIn], chats: Chats, **changes: Any) -> tuple[int, Outcome]:
-    """The requests that are left of chats, and which servers failed."""
+def drive(servers: list[StandIn], chats: Chats, **changes: Any) -> tuple[int, Outcome]:
+    """Hold the chats with these servers; the requests that are left of them, and which servers failed."""
     line = OpenRound([s.endpoint for s in servers], chats, PARAMS, 7, limits(**changes))
     try:
         left = chats.drive(line)
@@ -538,7 +538,7 @@ def test_turns_are_answered_while_others_come() -> None:
     """Each alone, all of an episode by one server; who is slow holds nobody up."""
     fast, slow, chats = StandIn(0), StandIn(1), Chats(40)
     slow.may_answer = lambda: len(chats.ended) >= 10  # which have ended without it
-    left, outcome = held([fast, slow], chats, max_inflight_sequences=64)
+    left, outcome = drive([fast, slow], chats, max_inflight_sequences=64)
     assert left == 0 and not outcome.failures
     assert all(turns == [(100 + i, 1)] * 3 for i, turns in chats.turns.items())
     assert all(len(body["input_ids"]) == 1 for server in (fast, slow) for body in server.bodies)

@@ -33,10 +33,9 @@ def environment() -> dict[str, str]:
 
 
 _NURSERY = """
-from megappo.runtime.heap import collect_as_usual, put_off_collections
-put_off_collections()
-from tests.support.nursery import main
-collect_as_usual()
+from megappo.runtime.heap import collections_put_off
+with collections_put_off():
+    from tests.support.nursery import main
 main()
 """
 _nurseries: list[Connection] = []

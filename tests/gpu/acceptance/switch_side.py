@@ -12,12 +12,11 @@ from pathlib import Path
 
 from megappo.config import load_config
 from megappo.runtime.accelerations import find_accelerations
-from megappo.runtime.heap import collect_as_usual, put_off_collections
+from megappo.runtime.heap import collections_put_off
 from tests.gpu.acceptance.registry import Place
 
 
 def main() -> None:
-    put_off_collections()
     given = json.loads(Path(sys.argv[1]).read_text())
     path, overrides = Path(given["path"]), given["overrides"]
     find_accelerations(load_config(path, overrides).model.accelerations)  # before anything imports Megatron-Core
@@ -28,8 +27,8 @@ def main() -> None:
 
     side = updated(Place(**given["place"]), Size(**given["size"]), Path(given["folder"]), path, overrides)
     torch.save({**vars(side), "speed": asdict(side.speed)}, sys.argv[2])
-    collect_as_usual()
 
 
 if __name__ == "__main__":
-    main()
+    with collections_put_off():
+        main()
