@@ -13,10 +13,11 @@ def _finite(current_kl: float) -> float:
 
 
 class FixedKLController:
-    """A constant weight of a KL term, and the base of the adaptive controllers."""
+    """A constant weight of a KL term, and the base of the controllers that change it."""
 
     def __init__(self, value: float) -> None:
-        self.value = value
+        self.first = self.value = value
+        """`first`: the weight of the settings. `value`: the one in force."""
 
     def update(self, current_kl: float, n_steps: int) -> None:
         """Raise ValueError for a KL that is not finite; the weight stays."""
@@ -24,11 +25,14 @@ class FixedKLController:
 
     def state_dict(self) -> dict[str, float]:
         """State for a checkpoint."""
-        return {"value": self.value}
+        return {"value": self.value, "first": self.first}
 
     def load_state_dict(self, state: Mapping[str, float]) -> None:
-        """Continue from a checkpoint."""
-        self.value = float(state["value"])
+        """Continue from a checkpoint. A constant weight is that of the settings, which may have changed since."""
+
+    def _continued(self, state: Mapping[str, float]) -> float:
+        """The weight to continue with: the checkpoint's, or that of the settings where it is another one since."""
+        return float(state["value"]) if state.get("first", self.first) == self.first else self.first
 
 
 class AdaptiveKLController(FixedKLController):
@@ -47,6 +51,10 @@ class AdaptiveKLController(FixedKLController):
         """Adjust the weight after `n_steps` samples whose mean KL was `current_kl`."""
         error = min(max(_finite(current_kl) / self.target - 1, -0.2), 0.2)
         self.value *= 1 + error * min(n_steps / self.horizon, 1.0)
+
+    def load_state_dict(self, state: Mapping[str, float]) -> None:
+        """Continue from a checkpoint; with the first weight of the settings where that has changed since."""
+        self.value = self._continued(state)
 
 
 class PenaltyController(FixedKLController):
@@ -71,8 +79,9 @@ class PenaltyController(FixedKLController):
             self._move_to(self.value / 2)
 
     def load_state_dict(self, state: Mapping[str, float]) -> None:
-        """Continue from a checkpoint, within the bounds."""
-        self._move_to(float(state["value"]))
+        """Continue from a checkpoint, within the bounds; with the first weight of the settings where that has changed
+        since."""
+        self._move_to(self._continued(state))
 
     def _move_to(self, value: float) -> None:
         self.value = min(max(value, self._least), self._most)

@@ -8,11 +8,11 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from megappo.config.tokens import decoded
-from megappo.engines.stretches import stretches_in, token_versions
+from megappo.engines.stretches import cut
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -50,16 +50,4 @@ class StopTexts:
 def stopped(answer: Completion, params: SamplingParams) -> Completion:
     """The answer cut after the first of `params.stop_texts`; tokens that the engine made beyond it are dropped."""
     end = None if params.stop_texts is None else params.stop_texts.end(answer.token_ids)
-    if end is None:
-        return answer
-    beyond, routing, stretches = len(answer.token_ids) - end, answer.routing, stretches_in(token_versions(answer)[:end])
-    return replace(
-        answer,
-        token_ids=answer.token_ids[:end],
-        logprobs=answer.logprobs[:end],
-        truncated=False,
-        weight_version=min(version for version, _ in stretches),
-        routing=None if routing is None else routing[: len(routing) - beyond],
-        broken_off=False,
-        stretches=stretches if len(stretches) > 1 else (),
-    )
+    return answer if end is None else cut(answer, end, truncated=False)

@@ -57,6 +57,21 @@ def ended(answer: Completion, stop_token_ids: Collection[int], most_tokens: int)
     return replace(answer, broken_off=False, truncated=not stopped)
 
 
+def cut(answer: Completion, tokens: int, *, truncated: bool) -> Completion:
+    """The first `tokens` tokens of an answer as a whole one; at least one, and at most as many as it has."""
+    routing, stretches = answer.routing, stretches_in(token_versions(answer)[:tokens])
+    return replace(
+        answer,
+        token_ids=answer.token_ids[:tokens],
+        logprobs=answer.logprobs[:tokens],
+        truncated=truncated,
+        weight_version=min(version for version, _ in stretches),
+        routing=None if routing is None else routing[: len(routing) - (len(answer.token_ids) - tokens)],
+        broken_off=False,
+        stretches=stretches if len(stretches) > 1 else (),
+    )
+
+
 def token_versions(answer: Completion) -> list[int]:
     """The weight version of each token."""
     return [version for version, tokens in stretches_of(answer) for _ in range(tokens)]

@@ -246,6 +246,7 @@ class Session:
         weights."""
         self.is_over = True
         sample, limit = self._sample, limit or self._limit
+        sample.drop_unanswered()
         if not sample.tokens:  # a sample has a token after its prompt
             sample.hear([next(iter(self._params.stop_token_ids), 0)])
         others = [trajectory for trajectory in self._trajectories if trajectory is not sample]

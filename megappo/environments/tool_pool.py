@@ -65,6 +65,8 @@ class ToolPool:
             self._sandbox = Sandbox(settings)
         self._workers: set[Worker] = set()
         self._idle: list[Worker] = []
+        self._left: list[asyncio.Future[Worker]] = []
+        """Starts of workers whose calls were cancelled meanwhile, for the next calls."""
         self._calls = 0
 
     def again(self) -> ToolPool:
@@ -106,15 +108,29 @@ class ToolPool:
             if worker.supervisor.poll() is None and not worker.speaks:
                 return worker
             self._give_back(worker, is_well=False)  # it ended between two calls
+        start = self._left.pop() if self._left else asyncio.ensure_future(self._start())
+        try:
+            return await asyncio.shield(start)
+        except asyncio.CancelledError:
+            if not start.cancelled():
+                self._left.append(start)
+                start.add_done_callback(lambda done: done.cancelled() or done.exception())  # told to the next call
+            raise
+
+    async def _start(self) -> Worker:
+        """Start a worker. Raises RunError where it does not start."""
         worker = Worker(self._choice, _PROGRAM, self._variables)
         self._workers.add(worker)
+        is_well = False
         try:
             state, found = await receive(worker, _START_SECONDS)
+            is_well = state != "broken"
         except (EOFError, OSError, TimeoutError, ForeignMessageError) as error:
-            self._give_back(worker, is_well=False)
             raise RunError(f"a worker of tools does not start ({type(error).__name__}); see its messages") from error
-        if state == "broken":
-            self._give_back(worker, is_well=False)
+        finally:
+            if not is_well:
+                self._give_back(worker, is_well=False)
+        if not is_well:
             raise RunError(str(found))
         return worker
 
@@ -135,7 +151,7 @@ class ToolPool:
             worker.hang_up()
         for worker in self._workers:
             worker.wait()
-        self._workers, self._idle = set(), []
+        self._workers, self._idle, self._left = set(), [], []
 
 
 async def receive(worker: Worker, seconds: float) -> list[Any]:

@@ -60,6 +60,11 @@ class Trajectory:
             known = completion.routing[:0] if self._routing is None else self._routing
             self._routing = torch.cat([known, completion.routing[len(known) :]])
 
+    def drop_unanswered(self) -> None:
+        """Drop what the model heard after its last turn: a turn that was to follow was not waited for."""
+        if self.turns:
+            del self.tokens[self.turns[-1].stop :], self.logprobs[self.turns[-1].stop :]
+
     def _add_stretch(self, version: int, tokens: int) -> None:
         if self.stretches and self.stretches[-1][0] == version:
             tokens += self.stretches.pop()[1]

@@ -12,6 +12,7 @@ from megappo.engines.protocol import Completion, GenerateRequest, PendingComplet
 from megappo.observe.json_values import JSONValue
 from megappo.ppo.components import RunComponents
 from megappo.ppo.episodes import keep_episodes, kept_episodes
+from megappo.ppo.in_flight_state import KEY, State, read_state, written_state
 from megappo.ppo.sampling import SampleRequests, finish_rollout, prompts_of_rank, request_samples, sample_seed
 from megappo.types import Prompt, Rollouts
 
@@ -118,6 +119,13 @@ class Responses(StepSamples):
         self._params = parts.sampling(settings.max_response_tokens, trained_on=True)
         self._keeps = settings.when_stopped == "keep"
         self._drawn: dict[int, _Drawn] = {}
+        self._again: list[int] = []
+        """Prompts to be drawn before the cursor's next ones: those that were in flight when `rollout.ahead` was 2 or
+        more."""
+        self._again_before: dict[int, list[int]] = {}
+        """The same before a step drew its prompts, by step; of steps that are not trained on yet."""
+        self._next_ticket = 0
+        """Number of the next prompt in flight, if the run goes back to `rollout.ahead` of 2 or more."""
 
     def of_step(self, step: int, *, weights_changed: bool) -> Rollouts:
         """See `StepSamples.of_step`."""
@@ -137,7 +145,7 @@ class Responses(StepSamples):
     def more(self, step: int, number: int, prompts: int) -> Rollouts:
         """See `StepSamples.more`."""
         first_seed = number * self._parts.config.rollout.batch_sequences
-        wanted = self._request(step, self._parts.cursor.take(prompts), first_seed)
+        wanted = self._request(step, self._take(prompts), first_seed)
         return self._finish(wanted, self._parts.answer(wanted.prompts, wanted.requests, self._params))
 
     def _finish(self, wanted: SampleRequests, completions: Sequence[Completion]) -> Rollouts:
@@ -173,27 +181,37 @@ class Responses(StepSamples):
     def forget(self, step: int) -> None:
         """See `StepSamples.forget`."""
         self._drawn.pop(step, None)
+        self._again_before.pop(step, None)
 
     def state_dict(self, step: int) -> Kept:
         """This rank's responses of a step that is not trained on yet: all of them, or those that `rollout.when_stopped`
-        keeps."""
+        keeps, and the prompts that are to be drawn first."""
+        again, kept = self._again_before.get(step, self._again), Kept()
+        if again or self._next_ticket:
+            kept[KEY] = written_state(State([], again, self._next_ticket, 0, {}), self._parts.config.rollout.sizes)
         drawn = self._drawn.get(step)
-        if drawn is None or not drawn.answers or not (drawn.is_whole or self._keeps):
-            return {}
-        return {step: {"batch_2": self._batch_2(), **_keep(drawn)}}
+        if drawn is not None and drawn.answers and (drawn.is_whole or self._keeps):
+            kept[step] = {"batch_2": self._batch_2(), **_keep(drawn)}
+        return kept
 
     def load_state_dict(self, kept: Sequence[Kept]) -> None:
         """Restore what `state_dict` returned on every rank of a run, which may have had other ranks.
 
-        The prompts are drawn again. Where settings have changed so that the step has other samples, it is generated
-        anew.
+        The prompts are drawn again. Where settings have changed so that the step has other samples, or shorter ones, it
+        is generated anew. Prompts that were in flight with a `rollout.ahead` of 2 or more are drawn before all others.
         """
+        if in_flight := [read_state(of_rank[KEY])[0] for of_rank in kept if KEY in of_rank]:
+            state = in_flight[0]
+            self._again = [*(group.prompt for group, *_ in state.groups), *state.returned]
+            self._next_ticket = state.next_ticket
         everything = range(self._parts.config.rollout.batch_sequences)
         for step in sorted({step for of_rank in kept for step in of_rank if step > 0}):
             parts = [of_rank[step] for of_rank in kept if step in of_rank]
             found = {i: c for part in parts for i, c in _completions(part).items()}
             batches_2 = [part.get("batch_2", self._batch_2()) for part in parts]
             if not all(torch.equal(batch_2, self._batch_2()) for batch_2 in batches_2) or max(found) not in everything:
+                continue
+            if any(len(c.token_ids) > self._params.max_new_tokens for c in found.values()):
                 continue
             if any((c.routing is None) != (self._params.routing is None) for c in found.values()):
                 continue
@@ -210,9 +228,14 @@ class Responses(StepSamples):
         if self._parts.curriculum is not None:
             self._parts.curriculum.before_drawing(step)
         cursor = self._parts.cursor.state_dict()
-        indices = self._parts.cursor.take(self._parts.config.rollout.prompts_per_step)
+        self._again_before[step] = self._again
+        indices = self._take(self._parts.config.rollout.prompts_per_step)
         drawn = self._drawn[step] = _Drawn(self._request(step, indices, 0), cursor)
         return drawn
+
+    def _take(self, prompts: int) -> list[int]:
+        again, self._again = self._again[:prompts], self._again[prompts:]
+        return [*again, *self._parts.cursor.take(prompts - len(again))]
 
     def _request(self, step: int, indices: Sequence[int], first_seed: int) -> SampleRequests:
         """Requests for prompts of a step; seeds are those of sample numbers from `first_seed` on."""

@@ -15,7 +15,7 @@ from megappo.config.rules.in_flight import longest_lag
 from megappo.engines.protocol import Completion, GenerateRequest, HoldingEngine, InFlightEngine
 from megappo.engines.rows import check_answers
 from megappo.engines.stopping import stopped
-from megappo.engines.stretches import continued, ended, joined
+from megappo.engines.stretches import continued, cut, ended, joined
 from megappo.ppo.arrivals import ArrivalsRecord, ReplayedArrivals, numbers_of, rollouts_of
 from megappo.ppo.components import RunComponents
 from megappo.ppo.generation import Kept, Responses, StepSamples
@@ -108,6 +108,9 @@ class InFlight(StepSamples):
             self._engine.hold()
         elif self._groups:
             self._note((self._episodes or self._engine).abort())
+            if self._episodes is None:  # what an engine has no tokens of it need not have returned
+                for sample in self._samples.values():
+                    sample.under_way = False
         self._count_cut()
 
     def go_on(self) -> None:
@@ -173,6 +176,8 @@ class InFlight(StepSamples):
 
         With another number of samples per prompt all prompts are sent anew; with another number of prompts a step that
         was begun chooses again. Unfinished episodes begin anew, as the states of their environments are not saved.
+        Where responses may be shorter than they were, those that are longer are cut; with an episode among them all
+        prompts are sent anew.
         """
         states = [read_state(of_rank[KEY]) for of_rank in kept if KEY in of_rank]
         if not states:
@@ -182,7 +187,11 @@ class InFlight(StepSamples):
         self._next_ticket, self._returned, self._dropped = state.next_ticket, list(state.returned), state.dropped
         answers = {n: answer for of_rank, _ in states for n, answer in of_rank.answers.items()}
         others = any((answer.episode is None) != (self._episodes is None) for answer in answers.values())
-        if samples_before != self._settings.samples_per_prompt or others:
+        too_long = any(
+            answer.episode is not None and len(answer.token_ids) > self._params.max_new_tokens
+            for answer in answers.values()
+        )
+        if samples_before != self._settings.samples_per_prompt or others or too_long:
             self._returned = [*(group.prompt for group, *_ in state.groups), *self._returned]
             return
         for group, step, number in state.groups:
@@ -227,7 +236,10 @@ class InFlight(StepSamples):
                 group.ticket,
                 room_behind(self._prompt(group), self._settings.max_total_tokens),
             )
-            self._samples[number] = _Sample(request, answers.get(number))
+            answer, most = answers.get(number), request.most_tokens(self._params)
+            if answer is not None and answer.episode is None and len(answer.token_ids) > most:
+                answer = cut(answer, most, truncated=True)
+            self._samples[number] = _Sample(request, answer)
 
     def _forget(self, ticket: int) -> None:
         for number in self._numbers(ticket):
@@ -270,7 +282,9 @@ class InFlight(StepSamples):
             if sample is None:  # dropped, while the engine kept it
                 continue
             sample.under_way = False
-            if answer.token_ids:
+            if answer.episode is not None:
+                sample.answer = answer  # each of its turns has ended where it has to
+            elif answer.token_ids:
                 whole = stopped(joined(sample.answer, answer), self._params)
                 sample.answer = ended(whole, self._params.stop_token_ids, sample.request.most_tokens(self._params))
         self._agree()

@@ -182,7 +182,7 @@ class Trainer:
             state = {**state, "cursor": self.responses.cursor_state()}
             if self.parts.curriculum is not None:  # the cursor may have been told more since the boundary
                 state["curriculum"] = self.parts.curriculum.state_dict(self.boundary.step)
-        return replace(self.boundary, trainer=state, responses=kept or self.boundary.responses)
+        return replace(self.boundary, trainer=state, responses=self.boundary.responses | kept)
 
     def state_dict(self) -> TrainerState:
         """Trainer's state for a checkpoint besides models and random states, in JSON's types."""

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
+from functools import partial
 from typing import Any, get_args
 
 import pytest
@@ -125,9 +127,33 @@ def test_adaptive_controller(kl: float, factor: float) -> None:
     controller = AdaptiveKLController(0.1, target=6.0, horizon=100)
     controller.update(kl, n_steps=100)
     assert controller.value == approx(0.1 * factor)
-    copy = AdaptiveKLController(9.0, target=6.0, horizon=100)
-    copy.load_state_dict(controller.state_dict())
-    assert copy.value == controller.value
+
+
+FIXED = FixedKLController
+ADAPTIVE = partial(AdaptiveKLController, target=6.0, horizon=100)
+PENALTY = partial(PenaltyController, target=0.01)
+
+
+@pytest.mark.parametrize("make", [FIXED, ADAPTIVE, PENALTY])
+@pytest.mark.parametrize("before", [FIXED(0.0), FIXED(0.001), ADAPTIVE(0.1), PENALTY(0.1)])
+def test_a_run_goes_on_with_a_coefficient_that_has_changed(
+    make: Callable[[float], FixedKLController], before: FixedKLController
+) -> None:
+    before.update(12.0, 100)
+    resumed = make(0.05)
+    resumed.load_state_dict(before.state_dict())
+    assert resumed.value == 0.05
+
+
+@pytest.mark.parametrize(("make", "value"), [(FIXED, 0.05), (ADAPTIVE, 0.06), (PENALTY, 0.06)])
+def test_a_run_goes_on_with_the_weight_that_it_had(make: Callable[[float], FixedKLController], value: float) -> None:
+    """Where it adapts; also from a checkpoint that does not say what the weight began with."""
+    before = ADAPTIVE(0.05)
+    before.update(12.0, 100)
+    for state in (before.state_dict(), {"value": before.value}):
+        resumed = make(0.05)
+        resumed.load_state_dict(state)
+        assert resumed.value == approx(value)
 
 
 @pytest.mark.parametrize("samples", [100, 101, 500, 501, 65_536])

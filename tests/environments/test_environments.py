@@ -648,6 +648,35 @@ def test_what_a_tool_does_ends_with_its_call() -> None:
     assert wait_until(lambda: not descendants(of_others), 10.0, every_seconds=0.05), descendants()
 
 
+@pytest.mark.waits
+def test_a_worker_that_starts_for_a_call_that_is_given_up_is_there_for_the_next() -> None:
+    """One worker in all, however many calls were given up; one that still starts ends with the pool."""
+    of_others = descendants()
+    pool = ToolPool({"calculator": "megappo.environments.mathematics:calculate"}, ToolSettings(workers=1))
+
+    async def give_up() -> None:
+        call = asyncio.ensure_future(pool.call("calculator", {"expression": "6 * 7"}))
+        for _ in range(5):
+            await asyncio.sleep(0)
+        call.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await call
+
+    async def play() -> ToolResult:
+        for _ in range(3):
+            await give_up()
+        return await pool.call("calculator", {"expression": "6 * 7"})
+
+    with asyncio.Runner() as loop:
+        assert loop.run(play()).text == "42"
+        assert len(descendants(of_others)) <= 2, "the worker and its supervisor"
+        pool.close()
+        pool = pool.again()
+        loop.run(give_up())
+        pool.close()
+    assert wait_until(lambda: not descendants(of_others), 10.0, every_seconds=0.05), descendants()
+
+
 SEES = """
 import os
 print({**os.environ}, open("/proc/self/environ").read(), len(os.listdir("/proc/self/fd")))

@@ -10,6 +10,7 @@ import time
 from collections import Counter
 from collections.abc import Mapping
 from contextlib import suppress
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -18,7 +19,10 @@ import torch
 
 from megappo.config import load_config
 from megappo.data.cursor import Cursor
+from megappo.engines.protocol import SamplingParams
+from megappo.engines.stopping import StopTexts
 from megappo.environments.loop import WatchedLoop
+from megappo.environments.protocol import Environment
 from megappo.environments.runner import EpisodeRunner
 from megappo.environments.session import Session
 from megappo.errors import Interrupted
@@ -210,7 +214,12 @@ def test_a_busy_process_blames_nobody() -> None:
     assert not blamed
 
 
-def in_flight(engine: FlyingEngine, state: Mapping[str, Any] | None = None) -> tuple[InFlight, EpisodeRunner]:
+def in_flight(
+    engine: FlyingEngine,
+    state: Mapping[str, Any] | None = None,
+    environment: Environment | None = None,
+    params: SamplingParams = PARAMS,
+) -> tuple[InFlight, EpisodeRunner]:
     """Two prompts of two samples in a step, of two steps ahead."""
     words = ("rollout.ahead=2", "rollout.max_lag=2", "rollout.prompts_per_step=2", f"model.path={TINY}")
     config = load_config(str(BASE), [*words, "rollout.samples_per_prompt=2"])
@@ -218,7 +227,7 @@ def in_flight(engine: FlyingEngine, state: Mapping[str, Any] | None = None) -> t
     parts: Any = SimpleNamespace(
         config=config,
         engine=engine,
-        episodes=(made := runner(Turns(2), engine)),
+        episodes=(made := runner(environment or Turns(2), engine, max_failure_fraction=1.0)),
         cursor=Cursor(len(prompts), 3, False, fingerprint="data"),
         train_prompts=prompts,
         runtime=SimpleNamespace(rank=0, world_size=1),
@@ -227,7 +236,7 @@ def in_flight(engine: FlyingEngine, state: Mapping[str, Any] | None = None) -> t
         answerer="the engine",
         derived=SimpleNamespace(steps=9),
         curriculum=None,
-        sampling=lambda most, trained_on: PARAMS,
+        sampling=lambda most, trained_on: params,
     )
     if state is not None:
         parts.cursor.load_state_dict(state)
@@ -268,6 +277,55 @@ def test_turns_go_on_under_other_weights() -> None:
     assert several
     seeds = [(number, request.seed) for number, request in engine.sent]
     assert len(set(seeds)) == len(seeds)
+
+
+def test_a_stop_text_ends_a_turn_and_no_episode() -> None:
+    params = replace(PARAMS, stop_texts=StopTexts(("</a>",), TOKENIZER))
+    responses, made = in_flight(FlyingEngine(lambda request: "okay</a>"), params=params)
+    rollouts = responses.of_step(1, weights_changed=False)
+    made.close()
+    said = "okay</a>you said okay</a>.okay</a>"
+    assert [text_of(s[3:].tolist()) for s in rollouts.sequences] == [said] * 4
+    assert rollouts.episodes is not None
+    for sequence, episode in zip(rollouts.sequences, rollouts.episodes.of_samples, strict=True):
+        assert [text_of(sequence[3:][turn.start : turn.stop].tolist()) for turn in episode.turns] == ["okay</a>"] * 2
+
+
+class GivesUp:
+    """Says something after the first turn, and gives up waiting for another one."""
+
+    def __init__(self, *, fails: bool) -> None:
+        self._fails = fails
+
+    async def run(self, session: Session) -> float:
+        await session.generate()
+        session.observe("again")
+        turn = asyncio.ensure_future(session.generate())
+        await asyncio.sleep(0)
+        turn.cancel()
+        with suppress(asyncio.CancelledError):
+            await turn
+        if self._fails:
+            raise ValueError("gave up")
+        return 1.0
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_what_no_turn_followed_is_no_part_of_the_sample(fails: bool) -> None:
+    """Its tokens have no weight version; the first turns are of two versions each, but for the first two steps'."""
+    responses, made = in_flight(engine := FlyingEngine(lambda request: "okay"), environment=GivesUp(fails=fails))
+    several = 0
+    for step in range(1, 5):
+        rollouts = responses.of_step(step, weights_changed=False)
+        assert {text_of(s[3:].tolist()) for s in rollouts.sequences} == {"okay<|im_end|>"}
+        assert rollouts.episodes is not None and rollouts.episodes.failed_B.tolist() == [fails] * 4
+        assert rollouts.token_versions_BR is not None
+        several += sum(len(set(versions.tolist())) > 1 for versions in rollouts.token_versions_BR)
+        responses.forget(step)
+        assert wait_until(lambda: engine.is_asked, 60, every_seconds=0.001)
+        sync(responses, engine)
+    made.close()
+    assert several
 
 
 @pytest.mark.waits

@@ -458,6 +458,84 @@ def test_a_run_goes_on_with_other_sizes() -> None:
     assert len(again) == 6 and not set(again) & set(before) and not any(p for of in anew.prefixes.values() for p in of)
 
 
+def test_a_run_goes_on_with_shorter_responses() -> None:
+    """What has more tokens than it may have now is cut, and nothing is asked to go on for less than a token."""
+    engine = StandIn()
+    first = in_flight(engine)
+    first.of_step(1, weights_changed=False)
+    first.forget(1)
+    engine.tick()
+    engine.stuck = frozenset([max(engine.under_way)])
+    for _ in range(2):
+        engine.tick()
+    first.pause()
+    kept = first.state_dict(2)
+    before = read_state(kept[KEY])[0].answers
+    long = {number for number, answer in before.items() if len(answer.token_ids) > 2}
+    assert {before[number].broken_off for number in long} == {False, True}
+    second = in_flight(then := StandIn(version=2), "rollout.max_response_tokens=2")
+    second.load_state_dict([kept])
+    after = read_state(second.state_dict(2)[KEY])[0].answers
+    assert after.keys() == before.keys()
+    for number, answer in after.items():
+        assert answer.token_ids == before[number].token_ids[:2]
+        assert number not in long or (answer.truncated and not answer.broken_off)
+    assert [request.max_new_tokens for request, *_ in then.under_way.values()] == [1]
+    assert then.under_way.keys() == engine.stuck
+
+
+def test_a_run_that_waits_for_its_responses_takes_what_was_in_flight_first() -> None:
+    """And gives what is left of it to a run that has prompts in flight again. Where it is stopped within a step, the
+    step draws the same prompts once more."""
+    first = in_flight(engine := StandIn())
+    seen = trained(first.of_step(1, weights_changed=False))[::2]
+    sync(first, engine)
+    first.forget(1)
+    kept, cursor = first.state_dict(2), first.cursor_state()
+    for step in (2, 3):
+        its = parts(None, "rollout.ahead=0", "rollout.max_lag=null")
+        its.answer = lambda _prompts, requests, *_: [Completion((3, STOP), (-1.0, -1.0), False, 4) for _ in requests]
+        its.cursor.load_state_dict(cursor)
+        responses = responses_of(its)
+        responses.load_state_dict([kept])
+        before = read_state(responses.state_dict(step)[KEY])
+        seen += trained(responses.of_step(step, weights_changed=False))[::2]
+        assert read_state(responses.state_dict(step)[KEY]) == before
+        responses.forget(step)
+        kept, cursor = responses.state_dict(step + 1), responses.cursor_state()
+    its = parts(then := StandIn(version=4))
+    its.cursor.load_state_dict(cursor)
+    last = InFlight(its)
+    last.load_state_dict([kept])
+    for step in range(4, 9):
+        seen += trained(last.of_step(step, weights_changed=False))[::2]
+        sync(last, then)
+        last.forget(step)
+    assert sorted(seen) == list(range(16))
+    assert min(then.prefixes) > max(engine.prefixes), "numbers of samples, and with them seeds, are used once"
+
+
+class Silent(StandIn):
+    """Returns nothing of a request without tokens."""
+
+    def abort(self) -> dict[int, Completion]:
+        return {number: answer for number, answer in super().abort().items() if answer.token_ids}
+
+    def finished(self, wait_seconds: float) -> dict[int, Completion]:
+        assert self.under_way or self.done, "what was not returned is not sent again"
+        return super().finished(wait_seconds)
+
+
+def test_what_an_engine_gave_up_without_tokens_is_sent_again() -> None:
+    responses, seen = in_flight(engine := Silent()), list[int]()
+    for step in range(1, 9):
+        seen += trained(responses.of_step(step, weights_changed=False))[::2]
+        responses.forget(step)
+        sync(responses, engine)
+    assert sorted(seen) == list(range(16))
+    assert any(prefixes[1:] == [0] for prefixes in engine.prefixes.values())
+
+
 def test_a_step_takes_further_rounds() -> None:
     """They are the next groups that are finished. Where a run is stopped, its rounds are those that it had; the last
     step has prompts sent for it alone."""

@@ -13,6 +13,7 @@ import re
 import socket
 import threading
 import time
+import weakref
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
@@ -666,6 +667,24 @@ def test_answers_are_taken_as_they_come_and_the_rest_is_broken_off(world_of_one:
     assert all(answer.broken_off and not answer.truncated and answer.weight_version == 7 for answer in rest.values())
     begun = {i: answer.token_ids for i, answer in rest.items() if answer.token_ids}
     assert len(begun) == 4 and all(tokens == (100 + i,) and i % 3 == 1 for i, tokens in begun.items())
+
+
+@pytest.mark.parametrize("listens", [False, True])
+def test_a_round_that_lasts_forgets_what_was_answered(world_of_one: None, listens: bool) -> None:
+    server, hears = StandIn(0, 0.001), Hears()
+    line = InFlightRound([server.endpoint], PARAMS, 7, limits(), listener=hears if listens else None)
+    requests = []
+    for i in range(20):
+        request = GenerateRequest((2, 100 + i), seed=i, prompt_id=i)
+        requests.append(weakref.ref(request))
+        line.send(i, request)
+    del request
+    if listens:
+        assert wait_until(lambda: len(hears.found) == 20, 20.0, every_seconds=0.01)
+    else:
+        taken(line, 20)
+    assert wait_until(lambda: gc.collect() >= 0 and not any(one() for one in requests), 20.0, every_seconds=0.01)
+    line.end()
 
 
 class Hears:

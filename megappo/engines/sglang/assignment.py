@@ -17,6 +17,8 @@ from megappo.engines.sglang.owing import OwedTokens
 FAR_BUSIER = 2.0
 """Factor by which a server has to owe more tokens than one with room before a waiting turn moves there: the other
 server has no cache of the conversation and computes all of it anew."""
+_MOST_HOMES = 2**16
+"""Requests, and prompts, whose server is remembered, the latest of them; rounds may last for the whole run."""
 
 
 @dataclass
@@ -78,7 +80,7 @@ class RequestAssignment:
         else:
             self._give([prompt], first=0)
         if (home := self._home.get(request)) is not None:
-            self._home_of_prompt[prompt_id] = home
+            _remember(self._home_of_prompt, prompt_id, home)
 
     @property
     def waiting(self) -> bool:
@@ -102,8 +104,11 @@ class RequestAssignment:
         return taken
 
     def answered(self, server: int, responses: Mapping[int, int]) -> None:
-        """Note that a server has answered requests; `responses`: number of tokens by request."""
-        self.owed.answered(server, sum(self._tokens[request] for request in responses), responses.values())
+        """Note that a server has answered requests, and forget all of them but who answered; `responses`: number of
+        tokens by request."""
+        self.owed.answered(server, sum(self._tokens.pop(request) for request in responses), responses.values())
+        for request in responses:
+            del self._prompt_of[request]
 
     def relieve(self, server: int) -> bool:
         """Move a waiting prompt to a server with room: a whole prompt of the server that owes most, or a turn of one
@@ -161,7 +166,15 @@ class RequestAssignment:
     def _put(self, prompt: _AssignedPrompt, server: int) -> None:
         self._queues[server].append(prompt)
         self.owed.add(server, self._prompt_tokens(prompt), len(prompt.waiting))
-        self._home |= dict.fromkeys(prompt.waiting, server)
+        for request in prompt.waiting:
+            _remember(self._home, request, server)
 
     def _prompt_tokens(self, prompt: _AssignedPrompt) -> int:
         return sum(self._tokens[request] for request in prompt.waiting)
+
+
+def _remember(homes: dict[int, int], number: int, server: int) -> None:
+    homes.pop(number, None)
+    homes[number] = server
+    if len(homes) > _MOST_HOMES:
+        del homes[next(iter(homes))]

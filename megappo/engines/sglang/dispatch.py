@@ -106,17 +106,22 @@ class Round:
         homes: Homes | None = None,
     ) -> None:
         """`on_tokens` is called from the round's thread whenever a server has shown that it makes tokens. `homes`: the
-        servers whose caches hold beginnings of prompts, kept over all rounds with these weights."""
+        servers whose caches hold beginnings of prompts, kept over all rounds with these weights; None: no other round
+        asks for these prompts."""
         self._on_tokens = on_tokens
         self._lanes = [Lane(endpoint) for endpoint in endpoints]
         self._requests, self._params, self._version, self._limits = requests, params, version, limits
-        self._homes = homes if homes is not None else Homes()
+        self._homes = homes
         # The longest first, so that none of them is left over at the end.
         order = sorted(requests, key=lambda i: -len(requests[i].token_ids))
         prompt_ids = {i: requests[i].prompt_id for i in order}
         prompt_tokens = {i: len(requests[i].token_ids) for i in order}
         self._assignment = RequestAssignment(
-            [e.index for e in endpoints], prompt_ids, prompt_tokens, params.max_new_tokens, self._homes.of(requests)
+            [e.index for e in endpoints],
+            prompt_ids,
+            prompt_tokens,
+            params.max_new_tokens,
+            {} if homes is None else homes.of(requests),
         )
         self._outcome = Outcome()
         self._largest_group = _LARGEST_GROUP if params.routing is None else 1
@@ -229,8 +234,9 @@ class Round:
         self._assignment.answered(
             lane.endpoint.index, {i: len(answer.token_ids) for i, answer in zip(group, completions, strict=True)}
         )
-        for number in group:
-            self._homes.note(self._requests[number], lane.endpoint.index)
+        if self._homes is not None:
+            for number in group:
+                self._homes.note(self._requests[number], lane.endpoint.index)
         self._outcome.completions |= zip(group, completions, strict=True)
         self._outcome.answered += len(group)
         PROGRESS.add(SAMPLES, len(group), tokens=sum(len(answer.token_ids) for answer in completions))

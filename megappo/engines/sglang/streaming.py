@@ -68,4 +68,5 @@ class OpenRound(Round):
         for number in numbers:
             completion = self._outcome.completions.pop(number, None)
             if completion is not None:
+                del self._requests[number]  # the round may last for the whole run
                 self._listener.answered(number, completion)
