@@ -9,13 +9,16 @@ from __future__ import annotations
 
 import argparse
 import os
+import re
 import sys
 from collections.abc import Sequence
 
 from megappo import __version__
 from megappo.commands import COMMANDS, module_of
-from megappo.errors import RUN_ERROR, USER_ERROR, Verdict, verdict_of
+from megappo.errors import RUN_ERROR, USER_ERROR, Verdict, nearest_word, verdict_of
 
+_ALIKE = 0.8
+"""Similarity (difflib's ratio) from which an option counts as misspelt."""
 RANK_0_SPEAKS_WITHIN = 15.0  # seconds: the start of one rank may be so much later than another's
 
 
@@ -58,10 +61,31 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
     command = COMMANDS[arguments.command]
     strange = [word for word in extra if word.startswith("-") or not command.takes_overrides]
     if strange:
-        parser.error(f"unrecognized arguments: {' '.join(strange)}")
+        chosen_parser = parsers[arguments.command]
+        remedy = _remedy(strange[0], chosen_parser.format_usage(), takes_overrides=command.takes_overrides)
+        chosen_parser.error(f"unrecognized arguments: {' '.join(strange)}{remedy}")
     if extra:
         arguments.overrides = [*arguments.overrides, *extra]
     return arguments
+
+
+def _remedy(word: str, usage: str, *, takes_overrides: bool) -> str:
+    """What to write in place of an unknown option: the command's own that is like it, or the setting of its name."""
+    name, _, value = word.lstrip("-").partition("=")
+    near = nearest_word(f"--{name}", re.findall(r"--[\w-]+", usage), cutoff=_ALIKE)
+    if near is not None:
+        return f"; did you mean {near}?"
+    if not takes_overrides or not word.startswith("--"):
+        return ""
+    from megappo.config.explain import find_field
+    from megappo.config.other_names import counterpart  # with all settings, which other command lines do not wait for
+
+    section, _, last = name.replace("-", "_").rpartition(".")
+    other = counterpart(tuple(section.split(".")), last)
+    own = tuple(filter(None, (*section.split("."), last)))
+    keys = other.keys if other is not None else (".".join(own),) if find_field(own) is not None else ()
+    written = " ".join(f"{key}={value or 'VALUE'}" for key in keys)
+    return f"; settings are written without dashes: {written}" if written else ""
 
 
 def _report(verdict: Verdict) -> None:

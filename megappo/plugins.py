@@ -14,13 +14,16 @@ import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from types import ModuleType
+from types import MappingProxyType, ModuleType
 from typing import Any
 
-from megappo.errors import either, nearest_word, reason, shortened
+from megappo.errors import either, first_of, nearest_word, reason, shortened
 
 _MEGAPPO = os.path.dirname(os.path.abspath(__file__)) + os.sep
 _STANDARD_LIBRARY = sysconfig.get_path("stdlib") + os.sep
+_ALIKE = 0.5
+"""Similarity (difflib's ratio) from which a name is worth naming in place of another one."""
+_MOST_NAMED = 5
 
 
 @contextmanager
@@ -60,13 +63,20 @@ def is_import_path(name: str) -> bool:
     return ":" in name
 
 
-def check_choice(name: str, choices: Iterable[str], setting: str = "") -> None:
-    """Raise ValueError for a name that is neither a built-in choice nor an import path; `setting` begins the
-    sentence."""
+def check_choice(
+    name: str, choices: Iterable[str], setting: str = "", others: Mapping[str, str] = MappingProxyType({})
+) -> None:
+    """Raise ValueError for a name that is neither a built-in choice nor an import path; `setting` begins the sentence.
+    `others`: choices by the names that other trainers have for them."""
     known = list(choices)
-    if name not in known and not is_import_path(name):
-        all_forms, near = either([*known, "path/to/file.py:name", "package.module:name"]), nearest_word(name, known)
-        raise ValueError(f"{setting} '{name}' is none of {all_forms}; did you mean '{near}'?".strip())
+    if name in known or is_import_path(name):
+        return
+    all_forms = either([*known, "path/to/file.py:name", "package.module:name"])
+    near = others.get(name) or nearest_word(name, known, cutoff=_ALIKE)
+    hint = f"did you mean '{near}'?" if near else "choose one of them"
+    if name.endswith(".py"):
+        hint = f"write {name}:NAME, with the name of what the file defines"
+    raise ValueError(f"{setting} '{name}' is none of {all_forms}; {hint}".strip())
 
 
 def own_file(path: str) -> Path | None:
@@ -102,9 +112,11 @@ def load(path: str, setting: str, is_one: Callable[[Any], bool], word: str) -> A
         raise ValueError(
             f"{setting} '{path}' is no path of a {word}; write package.module:{word} or path/to/file.py:{word}"
         )
+    if file is not None and not file.is_file():
+        raise ValueError(f"{setting} '{path}': there is no file {file.resolve()}; create it, or correct the path")
     try:
         with users_code(f"{setting} '{path}': module '{module_name}' failed", "fix it", but=(ImportError,)):
-            module = importlib.import_module(module_name) if file is None else _module_of(file, setting)
+            module = importlib.import_module(module_name) if file is None else _module_of(file)
     except ImportError as error:
         what, remedy = f": module '{module_name}'", "install it or set PYTHONPATH"
         if file is not None:
@@ -112,17 +124,17 @@ def load(path: str, setting: str, is_one: Callable[[Any], bool], word: str) -> A
         raise ValueError(f"{setting} '{path}'{what} cannot be imported ({reason(error)}); {remedy}") from error
     found = getattr(module, name, None)
     if not is_one(found):
-        near = nearest_word(name, [n for n, v in vars(module).items() if is_one(v) and not _is_strange(n, v, module)])
-        hint = f"did you mean '{module_name}:{near}'?" if near else "define it there"
+        there = [n for n, v in vars(module).items() if is_one(v) and not _is_strange(n, v, module)]
+        near = nearest_word(name, there, cutoff=_ALIKE)
+        hint = f"it has {first_of(there, _MOST_NAMED)}" if there else "define it there"
+        hint = f"did you mean '{module_name}:{near}'?" if near else hint
         raise ValueError(f"{setting} '{path}': module '{module_name}' has no {word} '{name}'; {hint}")
     return found
 
 
-def _module_of(file: Path, setting: str) -> ModuleType:
+def _module_of(file: Path) -> ModuleType:
     """The module of a file, run once in a process. It may import what stands beside it."""
     file = file.resolve()
-    if not file.is_file():
-        raise ValueError(f"there is no file {file}; {setting} needs one")
     name = f"{file.stem}_{zlib.crc32(str(file).encode()):08x}"
     if name in sys.modules:
         return sys.modules[name]
@@ -173,4 +185,5 @@ def check_call(
     except TypeError as error:
         call = ", ".join(f"{name}=" for name in (*names, *options))
         may_take = f"; it may take {', '.join(offered)}" if offered else ""
-        raise ValueError(f"{what} cannot be called with ({call}): {error}{may_take}; {remedy}") from error
+        called = f"with ({call})" if call else "without arguments"
+        raise ValueError(f"{what} cannot be called {called}: {error}{may_take}; {remedy}") from error

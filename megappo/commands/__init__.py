@@ -8,7 +8,6 @@ from __future__ import annotations
 import argparse
 from dataclasses import dataclass
 from importlib import import_module
-from pathlib import Path
 from typing import Protocol, cast
 
 from megappo.errors import ConfigError, shortened, whole_number
@@ -66,13 +65,6 @@ COMMANDS = {
 def module_of(command: str) -> CommandModule:
     """The module of a subcommand, imported now."""
     return cast(CommandModule, import_module(f"{__name__}.{command}"))
-
-
-def shipped_file(*parts: str) -> Path:
-    """A file or folder that stands beside the package in a clone, and in it where pip installed it."""
-    package = Path(__file__).parents[1]
-    installed = package.joinpath("shipped", *parts)
-    return installed if installed.exists() else package.parent.joinpath(*parts)
 
 
 def whole_option(name: str, text: str, least: int, most: int) -> int:

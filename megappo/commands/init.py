@@ -6,9 +6,10 @@ import argparse
 import re
 from pathlib import Path
 
-from megappo.commands import ranks_option, shipped_file
+from megappo.commands import ranks_option
 from megappo.config import ConfigError
 from megappo.config.base import LARGEST_WORLD
+from megappo.config.shipped import shipped_file
 from megappo.errors import shortened
 from megappo.starter.target import find_target
 from megappo.starter.tasks import TASKS, StarterRequest

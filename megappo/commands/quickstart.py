@@ -6,8 +6,6 @@ import argparse
 import os
 import sys
 
-from megappo.commands import shipped_file
-
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """What follows `megappo quickstart`."""
@@ -16,6 +14,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> None:
     """Become the launcher, which stands in the package where pip installed it, and beside it in a clone."""
+    from megappo.config.shipped import shipped_file  # with all settings, which `--help` need not wait for
+
     launcher = shipped_file("launch", "quickstart.sh")
     environment = {**os.environ, "MEGAPPO_PYTHON": sys.executable}
     os.execvpe("bash", ["bash", str(launcher), *arguments.overrides], environment)

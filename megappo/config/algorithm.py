@@ -257,7 +257,10 @@ class AlgorithmSettings(Settings):
     @field_validator("estimator", "policy_loss")
     @classmethod
     def _is_known(cls, name: str, info: ValidationInfo) -> str:
-        check_choice(name, NAMES if info.field_name == "estimator" else POLICY_LOSSES)
+        if info.field_name == "estimator":
+            check_choice(name, NAMES, others={"ppo": "gae"})
+        else:
+            check_choice(name, POLICY_LOSSES, others={"ppo": "clip"})
         return name
 
     def broken_rules(self) -> Iterator[str]:

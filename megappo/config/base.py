@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Annotated, Self, TypeVar
+from typing import Annotated, ClassVar, Self, TypeVar
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, model_validator
 
@@ -67,6 +67,9 @@ class Settings(BaseModel):
         validate_default=True,
         allow_inf_nan=False,
     )
+
+    plain_forms: ClassVar[str] = ""
+    """What may stand in place of the section, such as `true or false`; "": nothing."""
 
     def broken_rules(self) -> Iterator[str]:
         """A sentence for each rule between settings of the section that they break; the first is told."""

@@ -120,6 +120,19 @@ class SGLangSettings(Settings):
         own = max(1, world_size // self.tensor_parallel) if on_trainers else 1
         return len(self.urls) or self.engines or own
 
+    def count_problem(self, world_size: int, *, on_cuda: bool) -> str | None:
+        """Why so many servers have no room on the GPUs of a run of so many ranks; None where they have."""
+        if not on_cuda or self.placement != "colocated" or self.engines is None:
+            return None
+        most = max(1, world_size // self.tensor_parallel)
+        if self.engines <= most:
+            return None
+        return (
+            f"rollout.sglang.engines {self.engines} x tensor_parallel {self.tensor_parallel} is "
+            f"{self.engines * self.tensor_parallel} GPUs, but colocated servers stand on those of the {world_size} "
+            f"ranks; set engines to at most {most}, or remove it"
+        )
+
     @property
     def takes_slices(self) -> bool:
         """Whether each rank of a server receives its own slices, which are loaded as they are. Parameters must then be

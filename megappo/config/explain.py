@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import itertools
 import typing
 from collections.abc import Iterator, Mapping
 from typing import Any
@@ -37,7 +38,6 @@ _TYPE_RULES = {
     "string_type": "must be text",
     "string_too_short": "must not be empty",
     "bool_type": "must be true or false",
-    "model_type": "must be a section of `key: value` lines",
     "dict_type": "must be a section of `key: value` lines",
     "tuple_type": "must be a list, such as [1, 2]",
     "path_type": "must be a path",
@@ -46,6 +46,8 @@ _TYPE_RULES = {
 _MISSPELT = 0.85
 """Similarity (difflib's ratio) from which a name counts as misspelt: `beta` is 0.89 like `beta1`, `kl_penalty` only
 0.82 like `penalty`."""
+_ALIKE = 0.5
+"""Similarity from which a word is worth naming in place of another one."""
 _MOST_SENTENCES = 20
 _LARGEST_EXACT_FLOAT = 2**53
 
@@ -188,8 +190,10 @@ def unknown_key(section: Key, name: str, value: JSONValue) -> str:
         remedy = f"see {either(other.keys)}"
     elif likely:
         remedy = f"did you mean {either(dotted(key) for key in likely)}?"
+    elif names := names_in(section):
+        remedy = f"{here} has {', '.join(names)}"
     else:
-        remedy = f"{here} has {', '.join(names_in(section))}"
+        remedy = "`megappo settings` lists what there is"
     return f"{dotted((*section, name))} is not a setting; {remedy}" + (f" ({other.note})" if other.note else "")
 
 
@@ -209,13 +213,41 @@ def explain(error: ValidationError) -> tuple[str, ...]:
     only the first have a sentence, unknown keys last."""
     details = error.errors(include_url=False)
     details.sort(key=lambda detail: detail["type"] == "extra_forbidden")
-    unknown = [(_key(d["loc"]), d["input"]) for d in details if d["type"] == "extra_forbidden"][:_MOST_SENTENCES]
+    strange = [(_key(d["loc"]), d["input"]) for d in details if d["type"] == "extra_forbidden"][:_MOST_SENTENCES]
+    unknown = [setting for key, value in strange for setting in _others_settings(key, value)][:_MOST_SENTENCES]
     misspelt = {key for name, value in unknown for key in likely_keys(name[:-1], name[-1], value)}
     told = [d for d in details if not (d["type"] == "missing" and _key(d["loc"]) in misspelt)]
-    sentences = [_sentence(detail) for detail in told[:_MOST_SENTENCES]]
+    sentences = [_sentence(d) for d in told[:_MOST_SENTENCES] if d["type"] != "extra_forbidden"]
+    sentences += [unknown_key(key[:-1], key[-1], value) for key, value in unknown[: _MOST_SENTENCES - len(sentences)]]
     if len(told) > _MOST_SENTENCES:
         sentences.append(f"{len(told) - _MOST_SENTENCES} more settings are wrong; correct these first")
     return tuple(sentences)
+
+
+def unknown_keys(key: Key, value: JSONValue) -> list[str]:
+    """A sentence on an unknown key, or on each of the settings in it where it is a section of another trainer's."""
+    return [unknown_key(inner[:-1], inner[-1], of_inner) for inner, of_inner in _others_settings(key, value)]
+
+
+def _others_settings(key: Key, value: JSONValue) -> Iterator[tuple[Key, JSONValue]]:
+    """An unknown key; where it is a section that is none of ours and has a setting of another trainer's name, all
+    settings in it."""
+    other = _counterpart(key[:-1], key[-1])
+    is_one_of_ours = len(other.keys) == 1 if other is not None else bool(likely_keys(key[:-1], key[-1], value))
+    leaves = (
+        list(itertools.islice(_leaves(key, value), _MOST_SENTENCES))
+        if isinstance(value, Mapping) and not is_one_of_ours
+        else []
+    )
+    yield from leaves if any(counterpart(leaf[:-1], leaf[-1]) for leaf, _ in leaves) else [(key, value)]
+
+
+def _leaves(key: Key, value: JSONValue) -> Iterator[tuple[Key, JSONValue]]:
+    if isinstance(value, Mapping):
+        for name, inner in value.items():
+            yield from _leaves((*key, str(name)), inner)
+    else:
+        yield key, value
 
 
 def _key(loc: tuple[int | str, ...]) -> Key:
@@ -238,14 +270,18 @@ def _sentence(detail: ErrorDetails) -> str:
     if kind == "literal_error":
         choices = _choices(key)
         word = _OTHER_WORDS.get(str(value).lower(), str(value))
-        nearest = word if word in choices else nearest_word(word, choices)
-        return f"{name} is {show(value)}, must be {either(choices)}; the nearest is '{nearest}'"
+        nearest = word if word in choices else nearest_word(word, choices, cutoff=_ALIKE)
+        return f"{name} is {show(value)}, must be {either(choices)}" + (
+            f"; the nearest is '{nearest}'" if nearest else ""
+        )
     if kind == "value_error":
         return f"{name}: {detail['ctx']['error']}"
     if kind in _BOUNDS:
-        return f"{name} is {show(value)}, {_bound(key, kind, detail['ctx'])}"
+        return f"{name} is {show(value)}, {_bound(key, kind, detail['ctx'])}{_as_fraction(value, detail['ctx'])}"
     if kind == "string_too_long":
         return f"{name} is {show(value)}, must have at most {detail['ctx']['max_length']} characters"
+    if kind == "model_type":
+        return f"{name} is {show(value)}, {_section_rule(key, value)}"
     if kind in _TYPE_RULES:
         return f"{name} is {show(value)}, {_TYPE_RULES[kind]}{_type_remedy(kind, value)}"
     return f"{name} is {show(value)}: {detail['msg']}"
@@ -282,6 +318,25 @@ def _bound(key: Key, kind: str, context: Mapping[str, float]) -> str:
     if step and not whole:
         return f"must be {words} {bound}"
     return f"must be {words} {bound}; the nearest is {bound + step}"
+
+
+def _as_fraction(value: JSONValue, context: Mapping[str, float]) -> str:
+    """What a percentage is where a part of the whole is wanted."""
+    is_part = 1.0 in (context.get("lt"), context.get("le"))
+    return f"; {value:g}% is {value / 100:g}" if is_part and isinstance(value, int | float) and 1 < value < 100 else ""
+
+
+def _section_rule(key: Key, value: JSONValue) -> str:
+    """What a section may be, for a value that is none."""
+    field = find_field(_without_places(key))
+    section = section_of(field) if field is not None else None
+    rule = "must be a section of `key: value` lines"
+    if section is None:
+        return rule
+    if section.plain_forms:
+        return f"must be {section.plain_forms}, or a section of `key: value` lines"
+    has_defaults = not any(inner.is_required() for inner in section.model_fields.values())
+    return rule + ("; write {} for its defaults" if value is True and has_defaults else "")
 
 
 def _type_remedy(kind: str, value: JSONValue) -> str:

@@ -17,7 +17,7 @@ from pydantic import ValidationError
 from megappo import __version__
 from megappo.config.base import Given
 from megappo.config.chat_template import read_template
-from megappo.config.explain import Key, dotted, explain, find_field, names_in, section_of, unknown_key
+from megappo.config.explain import Key, dotted, explain, find_field, names_in, section_of, unknown_keys
 from megappo.config.schema import Config
 from megappo.config.yaml_core import DEEPEST_NESTING, LONGEST_TEXT_CHARACTERS, dump_yaml, parse_yaml
 from megappo.errors import ConfigError, secret_settings, shortened, show, writing
@@ -166,8 +166,10 @@ def _parse_override(override: str) -> tuple[Key, JSONValue]:
     for depth in range(1, len(key) + 1):
         field = find_field(key[:depth])
         if field is None:
-            value = parse_yaml(text, shown) if depth == len(key) else {}
-            raise ConfigError(f"{shown}: {unknown_key(key[: depth - 1], key[depth - 1], value)}")
+            value = parse_yaml(text, shown)
+            for part in reversed(key[depth:]):
+                value = {part: value}
+            raise ConfigError([f"{shown}: {sentence}" for sentence in unknown_keys(key[:depth], value)])
         if section_of(field) is None:
             if depth < len(key) and "dict" not in str(field.annotation):
                 raise ConfigError(f"{shown}: {dotted(key[:depth])} is a value; set it without more keys")

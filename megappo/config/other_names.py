@@ -28,6 +28,11 @@ _ALWAYS = "microbatches are always packed by tokens"
 _OWN_LOSS = "actor and critic have losses and optimizers of their own; set critic.optimizer.learning_rate"
 _LAUNCHER = "the launcher says how many ranks there are: torchrun --nproc-per-node, or sbatch --nodes"
 _LOSS_TYPE = "TRL and ms-swift mean both by it: the loss, and how token losses become one number"
+_OWN_FUNCTION = "FILE.py:NAME of a function that takes prompt, response, answer and metadata"
+_RESUMES = "a run goes on from its own directory by itself; weights of another one are actor.start_from's"
+_MEGATRON = "Megatron-Core trains in any case; actor.layout and critic.layout say how"
+_DEALT = "samples are dealt out to ranks by their tokens in any case"
+_COLOCATED = "the reference stands on the actor's ranks, and the critic where critic.layout says"
 _PARTS = "a ratio below 1 - clip_low, or above 1 + clip_high, has no slope; set both"
 
 
@@ -55,7 +60,11 @@ COUNTERPARTS: dict[str, Counterpart] = {
     **_same("ROLE.microbatch_budget_tokens", _PER_GROUP, "max_tokens_per_gpu", "ppo_max_token_len_per_gpu"),
     **_same("", _FOLLOWS, "gradient_accumulation_steps"),
     **_same("", _ALWAYS, "use_dynamic_bsz", "use_dynamic_batch_size", "packing_samples"),
-    **_same("", _LAUNCHER, "nnodes", "num_nodes", "n_gpus_per_node", "num_gpus_per_node", "gpus_per_node"),
+    **_same("", _LAUNCHER, "nnodes", "num_nodes", "n_gpus_per_node", "num_gpus_per_node", "gpus_per_node",
+            "actor_num_nodes", "actor_num_gpus_per_node", "critic_num_nodes", "critic_num_gpus_per_node"),
+    **_same("ROLE.microbatch_budget_tokens", "for forward passes, too", "log_prob_micro_batch_size_per_gpu",
+            "log_prob_micro_batch_size", "log_prob_max_token_len_per_gpu", "micro_rollout_batch_size"),
+    **_same("", _DEALT, "balance_batch", "balance_data"),
     # rollout
     **_same(
         "rollout.samples_per_prompt", "", "n", "n_samples_per_prompt", "num_generations", "num_generations_per_prompt",
@@ -79,16 +88,37 @@ COUNTERPARTS: dict[str, Counterpart] = {
     **_same("rollout.load_from", "", "load_debug_rollout_data", "debug_train_only"),
     **_same("rollout.dynamic_sampling", "", "filter_groups", "dynamic_filtering", "dynamic_sampling_filter_path"),
     **_same("rollout.temperature", "", "rollout_temperature", "sampling_temperature"),
+    **_same("rollout.engine", "", "rollout.name", "rollout_backend", "generation_backend"),
+    **_same("", "servers take requests at any time; rollout.ahead says how far they run ahead", "rollout.mode"),
+    **_same("rollout.ahead", "2 or more", "partial_rollout", "async_train", "fully_async", "async_queue_size"),
+    **_same("rollout.max_lag", "", "staleness_threshold", "max_staleness", "max_trajectory_age_steps"),
+    **_same("rollout.dynamic_sampling.max_rounds", "further rounds replace prompts whose samples agree",
+            "over_sampling_batch_size", "max_num_gen_batches"),
+    **_same("rollout.sglang.tensor_parallel", "", "rollout.tensor_model_parallel_size", "rollout.tensor_parallel_size"),
+    **_same("rollout.sglang.engines", "each of tensor_parallel GPUs", "vllm_num_engines", "rollout_num_gpus"),
+    **_same("rollout.sglang.placement", "", "colocate", "colocate_all_models", "hybrid_engine"),
+    **_same("rollout.sglang.sleep", "", "vllm_enable_sleep", "free_cache_engine"),
+    **_same("rollout.sglang.arguments", "disable-cuda-graph: true", "enforce_eager"),
+    **_same("rollout.environment", "", "multi_turn", "multi_turn.enable"),
+    **_same("rollout.environment.name", "FILE.py:NAME of a class of your own", "agent_func_path", "tool_config_path"),
     # data and rewards
     **_same("data.train.source", "", "train_files", "prompt_data", "train_data"),
     **_same("data.validation.source", "", "val_files", "eval_prompt_data", "eval_data"),
     **_same("data.train.prompt_key", "", "input_key"),
     **_same("data.train.answer_key", "", "label_key"),
+    **_same("data.train.limit", "", "max_samples", "train_max_samples"),
+    **_same("data.validation.limit", "", "val_max_samples"),
+    **_same("data.validation_sets.NAME.samples", "", "n_samples_per_eval_prompt", "val_kwargs.n"),
+    **_same("", "an environment gets the messages of its prompt in any case", "return_raw_chat"),
     **_same("data.overlong_prompts", "", "filter_overlong_prompts", "truncation"),
     **_same("data.shuffle", "", "rollout_shuffle"),
     **_same("data.chat_template", "", "custom_chat_template", "chat_template_path", "input_template"),
     **_same("data.chat_template_options", "", "chat_template_kwargs", "apply_chat_template_kwargs"),
     **_same("reward.function", "", "custom_reward_function", "custom_rm_path", "rm_type", "reward_funcs"),
+    **_same("reward.function", _OWN_FUNCTION, "custom_reward_function.path", "custom_reward_function.name",
+            "reward_manager", "compute_score"),
+    **_same("reward.options", "", "reward_kwargs"),
+    **_same("reward.function reward.model_remote", "a function of yours, or the model of a server", "remote_rm_url"),
     **_same("reward.model_path", "", "reward_pretrain", "reward_model_path"),
     **_same("reward.normalize", "by all scores so far", "normalize_reward", "use_score_scaling", "use_score_norm"),
     **_same("reward.clip", "two bounds", "score_clip", "reward_clip_range"),
@@ -97,6 +127,9 @@ COUNTERPARTS: dict[str, Counterpart] = {
     **_same("reward.overlong.penalty", "", "overlong_penalty_factor"),
     # algorithm
     **_same("algorithm.estimator", "", "adv_estimator", "advantage_estimator"),
+    **_same("algorithm.estimator", "gae with a critic, as by default", "ppo"),
+    **_same("algorithm.clip_high rollout.dynamic_sampling reward.overlong algorithm.loss_aggregation",
+            "DAPO is these four together, as in configs/qwen3_8b_2node_dapo_math.yaml", "dapo"),
     **_same("algorithm.lam", "", "lambd", "gae_lambda"),
     **_same("algorithm.discount_at", "", "gae_timestep_unit"),
     **_same("algorithm.kl_in_reward.coef", "", "kl_coef", "init_kl_coef"),
@@ -106,7 +139,14 @@ COUNTERPARTS: dict[str, Counterpart] = {
     **_same("algorithm.kl_in_reward", "", "use_kl_in_reward", "kl_ctrl"),
     **_same("algorithm.kl_in_loss", "", "use_kl_loss"),
     **_same("algorithm.kl_in_loss.coef", "", "kl_loss_coef", "reference_policy_kl_penalty", "beta"),
-    **_same("algorithm.kl_in_loss.kind", "", "kl_loss_type"),
+    **_same("algorithm.kl_in_loss.kind", "", "kl_loss_type", "use_kl_estimator_k3"),
+    **_same("algorithm.correction", "", "use_tis", "rollout_is", "enable_vllm_is_correction",
+            "vllm_importance_sampling_correction", "use_importance_sampling_correction"),
+    **_same("algorithm.correction.cap", "", "tis_imp_ratio_cap", "rollout_is_threshold", "vllm_importance_sampling_cap",
+            "truncated_importance_sampling_ratio"),
+    **_same("", "grpo divides by the group's standard deviation, rloo does not", "norm_adv_by_std_in_grpo",
+            "scale_rewards", "grpo_std_normalization"),
+    **_same("", "there is no loss on other texts; algorithm.positive_nll_coef is one on good responses", "ptx_coef"),
     **_same("algorithm.clip_low algorithm.clip_high", _PARTS, "eps_clip", "cliprange", "clip_ratio", "epsilon"),
     **_same("algorithm.clip_low", "", "clip_ratio_low", "ratio_clip_min", "epsilon_low"),
     **_same("algorithm.clip_high", "", "clip_ratio_high", "ratio_clip_max", "epsilon_high", "eps_clip_high"),
@@ -143,6 +183,14 @@ COUNTERPARTS: dict[str, Counterpart] = {
     "ref_model": Counterpart(("reference",)),
     "actor_rollout_ref": Counterpart(("actor", "rollout", "reference"), "verl's section is three of ours"),
     "trainer": Counterpart(("run", "checkpoint", "evaluation", "logging"), "verl's section is four of ours"),
+    **_same("", _MEGATRON, "strategy", "fsdp", "fsdp2", "fsdp_config", "deepspeed"),
+    **_same("", _COLOCATED, "colocate_actor_ref", "colocate_critic_reward"),
+    **_same("model.accelerations", "", "flash_attn", "attn_implementation", "attention_backend"),
+    **_same("model.dtype", "", "bf16", "fp16", "torch_dtype", "precision"),
+    **_same("ROLE.lora.rank", "", "lora_rank", "lora_r"),
+    **_same("ROLE.lora.alpha", "", "lora_alpha"),
+    **_same("ROLE.lora.dropout", "", "lora_dropout"),
+    **_same("ROLE.lora.targets", "", "target_modules", "lora_target_modules", "lora_target"),
     "actor_learning_rate": Counterpart(("actor.optimizer.learning_rate",)),
     "critic_learning_rate": Counterpart(("critic.optimizer.learning_rate",)),
     **_same("ROLE.optimizer.learning_rate", "", "lr"),
@@ -157,7 +205,7 @@ COUNTERPARTS: dict[str, Counterpart] = {
     **_same("ROLE.optimizer.distributed", "", "zero_stage", "use_distributed_optimizer"),
     **_same("ROLE.optimizer.on_host", "", "adam_offload", "optimizer_cpu_offload"),
     **_same("ROLE.recompute", "", "gradient_checkpointing", "enable_gradient_checkpointing", "recompute_granularity"),
-    **_same("ROLE.offload", "", "param_offload", "offload_policy"),
+    **_same("ROLE.offload", "", "param_offload", "offload_policy", "deepspeed_enable_sleep"),
     **_same("ROLE.offload.optimizer", "", "optimizer_offload"),
     **_same("ROLE.offload.gradients", "", "grad_offload"),
     **_same("ROLE.layout.tensor_parallel", "", "tensor_model_parallel_size", "tensor_parallel_size", "tp", "tp_size"),
@@ -172,12 +220,15 @@ COUNTERPARTS: dict[str, Counterpart] = {
     ),
     **_same("checkpoint.huggingface_every_steps", "", "save_hf_interval", "hf_save_freq", "save_hf_ckpt"),
     **_same("run.max_hours", "", "max_time", "timeout_hours", "checkpoint_must_save_by", "exit_duration_in_mins"),
+    **_same("", _RESUMES, "resume_mode", "resume_from_path", "resume_from_checkpoint", "auto_resume"),
+    **_same("", "`megappo eval` evaluates without training", "val_only", "eval_only"),
     **_same("evaluation.before_training", "", "val_before_train", "val_at_start", "eval_on_start"),
     **_same("checkpoint.keep_last", "", "max_ckpt_num", "save_total_limit", "max_actor_ckpt_to_keep", "keep_top_k"),
     **_same("evaluation.every_steps", "", "test_freq", "eval_steps", "eval_interval", "val_period", "eval_freq"),
     **_same("run.directory", "", "default_local_dir", "output_dir", "save_path", "ckpt_path", "save"),
     **_same("run.name", "", "experiment_name", "run_name", "exp_name"),
     **_same("logging.wandb_project", "", "project_name", "use_wandb", "wandb"),
+    **_same("logging.tensorboard logging.wandb_project logging.loggers", "", "logger", "report_to", "log_with"),
 }  # fmt: skip
 """Counterparts by the other trainer's name; by section and name where another section has a setting of that name."""
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Annotated, Literal, TypeGuard
+from typing import Annotated, ClassVar, Literal, TypeGuard
 
 from pydantic import BeforeValidator, Field
 
@@ -191,6 +191,8 @@ def _all_or_parts(value: Given) -> Given | dict[str, Given]:
 class OffloadSettings(Settings):
     """Parts of a role that leave the device while it rests, for pinned memory of the host, or for a file where there is
     no CUDA. `true` or `false` in place of the section means all of it or nothing."""
+
+    plain_forms: ClassVar[str] = "true or false"
 
     weights: bool = False
     """Offload the weights; they come back for the role's forward passes and updates."""

@@ -45,7 +45,10 @@ class PromptDataset:
         self._settings, self._tokenizer, self._name, self._rows = settings, tokenizer, name, rows
         self.source = source.source
         if settings.apply_chat_template and not tokenizer.chat_template:
-            raise ValueError("the tokenizer has no chat template; set data.apply_chat_template: false")
+            raise ValueError(
+                "the tokenizer has no chat template; name a file with one in data.chat_template, or set "
+                "data.apply_chat_template: false for prompts that are plain text"
+            )
         if settings.system_prompt is not None and not settings.apply_chat_template:
             raise ValueError("data.system_prompt is set, but apply_chat_template is false; write it into the prompts")
         self._tools = list(tool_schemas) or None
@@ -126,8 +129,10 @@ class PromptDataset:
         settings, messages = self._settings, record.prompt
         if not settings.apply_chat_template:
             if not isinstance(messages, str):
+                further = "" if self._tokenizer.chat_template else " and data.chat_template to a file, as none is there"
                 raise ValueError(
                     f"prompt {index} of '{self.source}' is a list of chat messages; set data.apply_chat_template: true"
+                    + further
                 )
             return None
         if isinstance(messages, str):

@@ -292,12 +292,15 @@ NO_FLOAT32 = "its kernels for GPUs have no float32, which model.dtype is"
 def make_setup(config: Config, models: Models, world_size: int, *, on_cuda: bool, device_bytes: float = 0.0) -> Setup:
     """The planner's view of settings that break no rule; SGLang takes its share of `device_bytes`.
 
-    Raises ConfigError where SGLang is to generate and does not compute the actor's model.
+    Raises ConfigError where SGLang is to generate and does not compute the actor's model, or has no room for as many
+    servers.
     """
-    why = unserved(config, models.actor, on_cuda=on_cuda)
-    if why and resolve(config, on_cuda=on_cuda).rollout.has_servers:
-        dtype = "model.dtype to bfloat16, or " if why == NO_FLOAT32 else ""
-        raise ConfigError(f"rollout.engine is sglang, but {why}; set {dtype}rollout.engine to transformers")
+    if resolve(config, on_cuda=on_cuda).rollout.has_servers:
+        if why := unserved(config, models.actor, on_cuda=on_cuda):
+            dtype = "model.dtype to bfloat16, or " if why == NO_FLOAT32 else ""
+            raise ConfigError(f"rollout.engine is sglang, but {why}; set {dtype}rollout.engine to transformers")
+        if (problem := config.rollout.servers.count_problem(world_size, on_cuda=on_cuda)) is not None:
+            raise ConfigError(problem)
     actor = trained_role(config, "actor", models, world_size, on_cuda=on_cuda)
     critic = None if config.critic is None else trained_role(config, "critic", models, world_size, on_cuda=on_cuda)
     reference = None if config.reference is None else reference_role(config, actor, models)

@@ -27,6 +27,8 @@ _UNITS = {
 _HOST = "host_gigabytes_per_second"
 """Key of the bandwidth between a device and the host's memory; may be left out."""
 _KEYS = (*_TEXTS, *_UNITS, "devices_per_node")
+_ALIKE = 0.5
+"""Similarity (difflib's ratio) from which a machine's name is worth naming in place of another one."""
 _MOST = 1e9
 """Largest number in the file: a larger one has a mistaken unit."""
 
@@ -42,9 +44,12 @@ def find_machine(text: str) -> Machine:
         return measure_here()
     if text.endswith((".yaml", ".yml")) or "/" in text:
         return read_machine(Path(text))
+    known = [*MACHINES, HERE]
+    alike = nearest_word(text, known, cutoff=_ALIKE)
+    near = [name for name in known if name.startswith(text.lower())] or ([alike] if alike is not None else [])
     raise ConfigError(
-        f"--machine is {show(text)}, must be {either((*MACHINES, HERE))}, or a YAML file that describes one, such as "
-        f"configs/machines/rtx4090.yaml; the nearest is '{nearest_word(text, [*MACHINES, HERE])}'"
+        f"--machine is {show(text)}, must be {either(known)}, or a YAML file that describes one, such as "
+        f"configs/machines/rtx4090.yaml" + (f"; the nearest is {either(near)}" if near else "")
     )
 
 

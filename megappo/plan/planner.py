@@ -12,6 +12,7 @@ from megappo.config.chat_template import template_in, thinking_notes
 from megappo.config.grid import rank_words
 from megappo.config.hub import HubName
 from megappo.config.model_files import load_architectures, tokenizer_folder
+from megappo.config.shipped import shipped_file
 from megappo.plan.cache import check_cache
 from megappo.plan.costs import StageCost, step_costs, step_seconds
 from megappo.plan.inputs import Models, make_setup
@@ -84,17 +85,19 @@ class PlannedModels:
 def read_models(config: Config, beside: Path | None) -> PlannedModels:
     """Architectures from the models' config.json: no weights, no tokenizer.
 
-    With `beside`, a folder that is not on this machine, or a hub name, is read from `beside`/NAME where that holds a
-    config.json, NAME being the last part of the path, without a revision. Raises ConfigError for a model that is found
-    nowhere or not supported.
+    With `beside`, a folder that is not on this machine, or a hub name, is read from `beside`/NAME, or from
+    configs/models/NAME, where that holds a config.json, NAME being the last part of the path, without a revision.
+    Raises ConfigError for a model that is found nowhere or not supported.
     """
     notes: list[str] = []
 
     def where(path: str) -> str:
         if beside is None:
             return path
-        local = beside / Path(HubName.of(path).repository).name
-        if Path(path).exists() or not (local / "config.json").is_file():
+        name = Path(HubName.of(path).repository).name
+        known = (folder / name for folder in (beside, shipped_file("configs", "models")))
+        local = next((folder for folder in known if (folder / "config.json").is_file()), None)
+        if Path(path).exists() or local is None:
             return path
         notes.append(f"{path} is planned from {local / 'config.json'}")
         return str(local)
@@ -117,14 +120,18 @@ def default_machine(config: Config) -> Machine:
     return MACHINES["cpu" if config.runtime.device == "cpu" else "h100"]
 
 
-def fewest_ranks(config: Config) -> int:
-    """The fewest ranks on which the layouts of a configuration stand."""
+def fewest_ranks(config: Config, *, on_cuda: bool = False) -> int:
+    """The fewest ranks on which the layouts of a configuration stand, and with CUDA a server that shares their
+    devices."""
     open_sizes, ends = [], []
     for layout in (settings.layout for settings in config.trained.values()):
         size = layout.grid(LARGEST_WORLD).model_ranks
         ends.append(layout.first_rank + (layout.ranks or size))
         if layout.ranks is None:
             open_sizes.append((layout.first_rank, size))
+    servers = config.rollout.servers
+    if on_cuda and resolve(config, on_cuda=True).rollout.has_servers and servers.placement == "colocated":
+        ends.append(servers.tensor_parallel)
     for world in range(max(ends), LARGEST_WORLD):
         if all((world - first) % size == 0 for first, size in open_sizes):
             return world
@@ -162,7 +169,9 @@ def planning(
     named = default_machine(config) if machine is None else find_machine(os.fspath(machine))
     found = read_models(config, None if beside is None else Path(beside))
     notes = (*found.notes, *thinking_notes(config, _template(config, known=not found.notes)))
-    return Planning(config, found.models, named, fewest_ranks(config) if gpus is None else gpus, notes)
+    return Planning(
+        config, found.models, named, fewest_ranks(config, on_cuda=named.is_cuda) if gpus is None else gpus, notes
+    )
 
 
 def _template(config: Config, *, known: bool) -> str:
@@ -194,7 +203,7 @@ def make_plan(config: Config, models: Models, machine: Machine, gpus: int) -> Pl
         model=config.model.path,
         machine=machine.name,
         gpus=gpus,
-        server_gpus=servers.ranks if servers is not None and servers.beside else 0,
+        server_gpus=servers.own_ranks(gpus) if servers is not None and machine.is_cuda else 0,
         fits=fits,
         usable_bytes=share.usable_bytes,
         ranks=ranks,

@@ -70,6 +70,10 @@ class Servers:
         """Devices of all servers."""
         return self.count * self.tensor_parallel
 
+    def own_ranks(self, world_size: int) -> int:
+        """Devices of all servers on which no rank of a run of so many trains."""
+        return self.ranks if self.beside else max(0, self.ranks - world_size) if self.colocated else 0
+
     @property
     def beside(self) -> bool:
         """Whether they generate on devices of their own."""

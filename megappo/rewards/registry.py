@@ -137,6 +137,12 @@ def _offered(*, batch: bool) -> tuple[str, ...]:
 def _check_call(function: RewardCallable, settings: ChosenReward) -> None:
     names = argument_names(function, batch=settings.batch)
     offered, remedy = _offered(batch=settings.batch), "change its parameters, reward.options or reward.batch"
+    signature = signature_of(function)
+    if signature is not None and "solution_str" in signature.parameters and not settings.batch:
+        remedy = (
+            "what verl calls solution_str is response here, and ground_truth answer; data_source and extra_info are in "
+            "metadata"
+        )
     what = f"reward.function '{settings.function}'"
     check_call(function, names, settings.options, what=what, remedy=remedy, offered=offered)
 

@@ -65,6 +65,13 @@ def find_target(machine: str | None, devices: int | None, nodes: int | None, fol
     found, count = here or (_slurm_gpus() if scheduler else None) or (this_cpu(), 1)
     if machine is not None:
         found, count = find_machine(machine), count if here else 1
+        if found.is_cuda and not here and devices is not None and devices > found.devices_per_node:
+            nodes_for = -(-devices // found.devices_per_node)
+            raise ConfigError(
+                f"--gpus is {devices}, and counts the devices of a node, of which {found.name} has "
+                f"{found.devices_per_node}; for {devices} in all write --nodes {nodes_for} --gpus "
+                f"{found.devices_per_node}"
+            )
     if not found.is_cuda and machine is None and (devices or nodes):
         raise ConfigError(
             "neither nvidia-smi nor sinfo shows a GPU here, and --gpus or --nodes asks for some; name it by --machine "

@@ -107,6 +107,23 @@ def test_rule_between_sections_in_a_process(model: str) -> None:
     )
 
 
+@pytest.mark.parametrize(
+    ("words", "remedy"),
+    [
+        (["plan", "a.yaml", "--rollout.prompts_per_step=8"], "without dashes: rollout.prompts_per_step=8"),
+        (["plan", "a.yaml", "--rollout-batch-size", "128"], "without dashes: rollout.prompts_per_step=VALUE"),
+        (["train", "a.yaml", "--dry_run"], "unrecognized arguments: --dry_run; did you mean --dry-run?"),
+        (["plan", "a.yaml", "--xyzzy"], "unrecognized arguments: --xyzzy\n"),
+    ],
+)
+def test_an_unknown_option(words: list[str], remedy: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """What other trainers have as flags, and what is misspelt."""
+    with pytest.raises(SystemExit, match="2"):
+        main(words)
+    said = capsys.readouterr().err
+    assert said.startswith(f"usage: megappo {words[0]} ") and remedy in said
+
+
 @pytest.mark.waits
 def test_import_is_light() -> None:
     code = "import sys, megappo.cli; print([m for m in ('torch', 'transformers', 'rich') if m in sys.modules])"

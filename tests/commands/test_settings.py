@@ -39,6 +39,12 @@ def test_every_setting_is_found_by_its_name(capsys: pytest.CaptureFixture[str]) 
         ("reward.overlong", ["reward.overlong.buffer_tokens (integer > 0; required)", "default 1)"]),
         ("lr", ["'lr' is what others call it", "actor.optimizer.learning_rate (", "critic.optimizer.learning_rate ("]),
         ("actor.ppo_mini_batch_size", ["verl counts prompts there", "actor.minibatch_sequences ("]),
+        ("rollout-batch-size", ["'rollout_batch_size' is what others call it", "rollout.prompts_per_step ("]),
+        ("actor_rollout_ref.model.lora_rank", ["is what others call it", "actor.lora.rank ("]),
+        ("n_samples_per_eval_prompt", ["data.validation_sets.NAME.samples\n    "]),
+        ("low_var_kl", ["'low_var_kl' is a value of algorithm.kl_in_reward.kind, algorithm.kl_in_loss.kind"]),
+        ("data.prompt_key", ["there is no setting 'data.prompt_key', but", "data.train.prompt_key ("]),
+        ("trainer", ["verl's section is four of ours", "run\n    Name, length, seed."]),
         ("vf_coef", ["there is no setting 'vf_coef': actor and critic have losses"]),
         ("clip_", ["actor.optimizer.clip_grad_norm", "algorithm.clip_low", "algorithm.clip_high"]),
         ("", ["\nactor.optimizer\n", "\ncritic.optimizer\n", "run: Name, length, seed."]),
@@ -52,6 +58,9 @@ def test_a_name_leads_to_what_it_means(name: str, lines: list[str], capsys: pyte
 def test_a_name_of_nothing_gets_the_nearest(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["settings", "temperatur_"]) == 2
     assert "no setting has 'temperatur_' in its name; the nearest is 'temperature'" in capsys.readouterr().err
+    assert main(["settings", "actor.xyzzy"]) == 2
+    said = "no setting has 'actor.xyzzy' in its name; `megappo settings` lists all sections"
+    assert said in capsys.readouterr().err
 
 
 def test_the_schema_knows_every_setting_that_ships(capsys: pytest.CaptureFixture[str]) -> None:

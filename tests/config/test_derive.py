@@ -568,7 +568,7 @@ def test_offload_is_all_or_nothing_or_parts() -> None:
     ("override", "words"),
     [
         ("reference.offload={optimizer: true}", "offload.optimizer is true, but the reference is not trained"),
-        ("actor.offload=most", "actor.offload is 'most', must be a section"),
+        ("actor.offload=most", "actor.offload is 'most', must be true or false, or a section"),
         ("actor.offload={moments: true}", "actor.offload.moments is not a setting"),
         ("actor.optimizer.on_host=2", "actor.optimizer.on_host is 2, must be at most 1"),
     ],

@@ -100,6 +100,11 @@ MALFORMED: list[tuple[dict[str, Any], list[str]]] = [
     ({"run": 7}, ["run is 7", "must be a section of `key: value` lines"]),
     ({"critic": [1]}, ["critic is [1]", "must be a section"]),
     ({"reward.options": 3}, ["reward.options is 3", "must be a section"]),
+    ({"actor.offload": "cpu"}, ["actor.offload is 'cpu', must be true or false, or a section of `key: value` lines"]),
+    ({"rollout.dynamic_sampling": True}, ["must be a section of `key: value` lines; write {} for its defaults"]),
+    ({"rollout.sglang.memory_fraction": 80}, ["memory_fraction is 80, must be below 1.0; 80% is 0.8"]),
+    ({"model.dtype": "fp8"}, ["model.dtype is 'fp8', must be float32 or bfloat16"]),
+    ({"algorithm.estimator": "ppo"}, ["algorithm.estimator: 'ppo'", "did you mean 'gae'?"]),
     ({"model.trust_remote_code": "yes"}, ["model.trust_remote_code is 'yes'", "true or false; write true"]),
     (
         {"runtime.device": "gpu"},

@@ -82,6 +82,14 @@ TYPED = {
     "lambd=1.0": "see algorithm.lam",
     "rollout.max_completion_length=512": "rollout.max_response_tokens?",
     "actor.grad_clip=1.0": "actor.optimizer.clip_grad_norm?",
+    "actor_rollout_ref.rollout.n=8": "actor_rollout_ref.rollout.n is not a setting; did you mean rollout.samples_per_",
+    "actor_rollout_ref.model.lora_rank=16": "did you mean actor.lora.rank or critic.lora.rank?",
+    "actor_rollout_ref.rollout.tensor_model_parallel_size=2": "did you mean rollout.sglang.tensor_parallel?",
+    "actor.megatron.tensor_model_parallel_size=2": "did you mean actor.layout.tensor_parallel?",
+    "trainer.total_epochs=15": "trainer.total_epochs is not a setting; did you mean run.epochs?",
+    "trainer.unknown=15": "trainer is not a setting; did you mean run, checkpoint, evaluation or logging? (verl's",
+    "partial_rollout=true": "see rollout.ahead (2 or more)",
+    "actor.strategy=fsdp": "is not a setting: Megatron-Core trains in any case",
 }
 
 
@@ -90,3 +98,14 @@ def test_what_others_type_gets_our_name(override: str) -> None:
     with pytest.raises(ConfigError) as told:
         load_config(BASE, [override])
     assert TYPED[override] in str(told.value)
+
+
+def test_each_setting_of_anothers_section_gets_a_sentence() -> None:
+    block = "actor_rollout_ref={actor: {optim: {lr: 1.0e-6}}, rollout: {name: vllm, foo: 3}}"
+    with pytest.raises(ConfigError) as told:
+        load_config(BASE, [block])
+    assert [problem.split(": ", 2)[2].partition("actor_rollout_ref.")[2] for problem in told.value.problems] == [
+        "actor.optim.lr is not a setting; did you mean actor.optimizer.learning_rate?",
+        "rollout.name is not a setting; did you mean rollout.engine?",
+        "rollout.foo is not a setting; `megappo settings` lists what there is",
+    ]

@@ -148,9 +148,14 @@ def test_fingerprint_knows_prompts_and_answers(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("prompt", "settings", "sentence"),
     [
-        ("abc", {"template": None}, "has no chat template; set data.apply_chat_template: false"),
+        ("abc", {"template": None}, "has no chat template; name a file with one in data.chat_template, or set"),
         ("abc", {"max_prompt_tokens": 2}, "all 1 prompts of .* are longer"),
         ([{"role": "user", "content": "a"}], {"apply_chat_template": False}, "prompt 0 of .* is a list of chat"),
+        (
+            [{"role": "user", "content": "a"}],
+            {"apply_chat_template": False, "template": None},
+            "set data.apply_chat_template: true and data.chat_template to a file, as none is there",
+        ),
         ("a", {"apply_chat_template": False, "system_prompt": "s"}, "data.system_prompt is set, but"),
         ([{"role": "tool", "content": "a"}], {}, "the chat template refuses prompt 0 .*no tools here"),
         ("a", {"template": "{{ 1 + 'a' }}"}, r"the chat template refuses prompt 0 .*\(TypeError: unsupported operand"),

@@ -343,8 +343,13 @@ def test_machines() -> None:
     assert cpu.per_rank(4).memory_bytes == cpu.memory_bytes / 4
     assert MACHINES["h100"].per_rank(4) is MACHINES["h100"]
     assert MACHINES["h100"].same_node(8, 15) and not MACHINES["h100"].same_node(7, 8)
-    with pytest.raises(ConfigError, match="or a YAML file .* the nearest is 'h100'"):
-        find_machine("H-100")
+    for name, near in (
+        ("H-100", "; the nearest is h100"),
+        ("A100", "; the nearest is a100-40 or a100-80"),
+        ("xyzzy", ""),
+    ):
+        with pytest.raises(ConfigError, match=f"or a YAML file .*, such as configs/machines/rtx4090.yaml{near}$"):
+            find_machine(name)
 
 
 def apply(path: Path, proposal: Proposal, *overrides: str) -> Plan:
@@ -476,7 +481,9 @@ def test_models_of_other_machines(capsys: pytest.CaptureFixture[str], tmp_path: 
     elsewhere = tmp_path / "run.yaml"
     elsewhere.write_text(SHIPPED.read_text())
     assert command(capsys, str(elsewhere), "--gpus", "8", f"model.path={MODELS / 'Qwen3-8B'}")[0] == 0
-    code, _, err = command(capsys, str(elsewhere), "model.path=/data/models/Qwen3-8B")
+    code, out, _ = command(capsys, str(elsewhere), "--gpus", "8", "model.path=/data/models/Qwen3-8B")
+    assert code == 0 and f"/data/models/Qwen3-8B is planned from {MODELS / 'Qwen3-8B' / 'config.json'}" in out
+    code, _, err = command(capsys, str(elsewhere), "model.path=/data/models/Qwen3-9B")
     assert code == 2 and "there is no such folder" in err
 
 
@@ -499,6 +506,15 @@ def test_bad_input_is_a_sentence(capsys: pytest.CaptureFixture[str], arguments: 
     assert all(line.startswith("megappo: error: ") for line in err.splitlines())
     if words.startswith(("--", "no layout")):
         assert err.count("\n") == 1
+
+
+def test_the_fewest_devices_have_room_for_a_server_that_shares_them() -> None:
+    config = load_config(SMALL, ["rollout.engine=sglang", "rollout.sglang={tensor_parallel: 4}"])
+    assert (fewest_ranks(config), fewest_ranks(config, on_cuda=True)) == (1, 4)
+    apart = load_config(
+        SMALL, ["rollout.engine=sglang", "rollout.sglang={tensor_parallel: 4, placement: disaggregated}"]
+    )
+    assert fewest_ranks(apart, on_cuda=True) == 1
 
 
 def test_fewest_ranks() -> None:

@@ -145,6 +145,18 @@ def test_servers_elsewhere() -> None:
     assert found.verdict.startswith("fits: ranks 0-3 of the servers need")
 
 
+def test_colocated_servers_need_the_gpus_of_ranks() -> None:
+    """More servers than these hold are refused; of a server that is larger the plan names the GPUs beyond them."""
+    with pytest.raises(
+        ConfigError,
+        match="engines 5 x tensor_parallel 2 is 10 GPUs, but .* of the 8 ranks; set engines to at most 4, or",
+    ):
+        plan(engines=5, tensor_parallel=2)
+    assert plan(engines=4, tensor_parallel=2) == plan(tensor_parallel=2)
+    assert plan(engines=3, tensor_parallel=2).server_gpus == 0
+    assert plan("actor.layout={}", "critic.layout={}", gpus=2, tensor_parallel=4).server_gpus == 2
+
+
 def test_servers_larger_than_a_node() -> None:
     """Their ranks wait for each other over the network; what a node has no devices for is refused, with the number."""
     large: dict[str, Any] = {"placement": "disaggregated", "engines": 2, "tensor_parallel": 8}

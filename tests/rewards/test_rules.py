@@ -229,6 +229,7 @@ def anything(response, **others): return sorted(others)
 def neither(): return 1.0
 def misspelt(*, respones, answer): return 1.0
 def many(responses): return [len(response) for response in responses]
+def verls(data_source, solution_str, ground_truth, extra_info=None): return 1.0
 """
 
 
@@ -248,6 +249,10 @@ def many(responses): return [len(response) for response in responses]
         ({"function": "importing_rules:Pat"}, "module 'importing_rules' has no function 'Pat'; define it there"),
         ({"function": "user_rules:"}, "write package.module:function"),
         ({"function": "user_rules:misspelt"}, r"\(answer=\): .* 'respones'; it may take prompt, response, .*, raw_"),
+        (
+            {"function": "user_rules:verls"},
+            "called without arguments: .*; what verl calls solution_str is response here",
+        ),
         ({"function": "user_rules:good", "options": {"malus": 1}}, "unexpected keyword argument 'malus'"),
         ({"function": "user_rules:good", "batch": True}, r"cannot be called with \(metadata="),
         ({"function": "user_rules:short", "batch": True}, "missing a required argument: 'response'"),

@@ -116,10 +116,14 @@ def test_settings_that_are_written_exist(model: Path, empty: Path) -> None:
         (["--output", "data"], "--output 'data' must end with .yaml"),
         (["--output", "a b.yaml"], "--output 'a b.yaml' must end with .yaml, behind a name of letters"),
         (["--gpus", "0", "--machine", "h100"], "--gpus is '0', must be a whole number from 1 to 16384"),
+        (
+            ["--gpus", "16", "--machine", "h100"],
+            "counts the devices of a node, of which h100 has 8; for 16 in all write --nodes 2 --gpus 8",
+        ),
         (["--gpus", "many"], "--gpus is 'many', must be a whole number"),
         (["--nodes", "2"], "neither nvidia-smi nor sinfo shows a GPU here"),
         (
-            ["--gpus", "16384", "--nodes", "2", "--machine", "h100"],
+            ["--gpus", "16384", "--nodes", "2", "--machine", "cpu"],
             "--gpus times --nodes is 32768, must be at most 16384",
         ),
         (["--machine", "abacus"], "--machine is 'abacus', must be"),
