@@ -48,7 +48,7 @@ def outline_run(
     config = resolve_here(config) if on_cuda is None else resolve(config, on_cuda=on_cuda)
     if world_size is None:
         started = read_world_size(os.environ)
-        world_size = started if started > 1 else fewest_ranks(config)
+        world_size = started if started > 1 else fewest_ranks(config, on_cuda=on_cuda is True)
     models = read_models(config, models_beside(config_path)).models
     return RunOutline(config, models, derive(config, world_size, models.actor, models.critic, models.reference))
 

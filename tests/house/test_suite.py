@@ -20,9 +20,9 @@ from tests.support.places import ROOT
 pytestmark = [pytest.mark.slow, pytest.mark.waits]
 
 STEADY = """
-import pytest
+import pytest, signal
 
-def test_holds(): pass
+def test_holds(): assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
 
 @pytest.mark.skip(reason="no such device")
 def test_elsewhere(): pass

@@ -4,13 +4,16 @@ from __future__ import annotations
 
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
 
 from megappo.checkpoint.files import Marker
 from megappo.ppo import checkpoints
+from megappo.ppo.checkpoints import Boundary
+from megappo.ppo.in_flight_state import KEY
+from megappo.ppo.trainer import Trainer
 
 CURSOR = {"fingerprint": "f", "seed": 1, "shuffle": True}
 
@@ -53,3 +56,14 @@ def test_ranks_share_out_the_files_and_have_them_all(
     assert sorted(read) == names
     for rank in range(ranks):
         assert [of_rank[1]["numbers_B"].tolist() for of_rank in found(rank)] == [[n] for n in range(5)]
+
+
+def test_a_step_that_is_stopped_keeps_what_was_generated_before_it() -> None:
+    """Its responses are those of the boundary, however little the step itself can tell when it is stopped."""
+    before, now = {"returned": torch.tensor([1])}, {"returned": torch.tensor([2])}
+    whole = {"lengths_B": torch.tensor([3])}
+    boundary = Boundary(cast(Any, {"step": 4}), {}, {5: whole, KEY: before})
+    responses = SimpleNamespace(pause=lambda stops: None, state_dict=lambda step: {KEY: now}, draws_on=False)
+    trainer = cast(Any, SimpleNamespace(responses=responses, boundary=boundary))
+    kept = Trainer.boundary_when_stopped(trainer).responses
+    assert kept.keys() == {5, KEY} and kept[5] is whole and kept[KEY] is now
