@@ -52,6 +52,8 @@ def other_engine(config: Config, models: Models, machine: Machine, gpus: int) ->
     ]
     if not found:
         why = "holds a whole model on every rank" if name == "transformers" else "would stand beside the trainers"
+        if name == "transformers" and not config.offloads:
+            why += ", also while it trains; where a role has `offload` it leaves the device then"
         sentence = f"{_NAMES[name]} does not fit: it {why}"
         return OtherEngine(name, (), None, sentence)
     seconds, overrides = min(found)

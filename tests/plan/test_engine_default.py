@@ -209,7 +209,10 @@ def test_an_engine_that_does_not_fit_is_told() -> None:
     models = read_models(config, ROOT / "configs" / "models").models
     other = other_engine(config, models, MACHINES["h100"], 32)
     assert (other.rollout_seconds, other.overrides) == (None, ())
-    assert other.sentence == "the embedded engine does not fit: it holds a whole model on every rank"
+    whole = "the embedded engine does not fit: it holds a whole model on every rank"
+    assert other.sentence == f"{whole}, also while it trains; where a role has `offload` it leaves the device then"
+    config = load_config(EXPERTS, ["actor.offload=true"])
+    assert other_engine(config, models, MACHINES["h100"], 32).sentence == whole
 
 
 def test_sglang_is_faster_on_a_gpu(capsys: pytest.CaptureFixture[str]) -> None:
