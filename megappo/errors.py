@@ -223,6 +223,10 @@ def first_of(items: Collection[object], most: int, separator: str = ", ") -> str
     return f"{shown} and {len(items) - most} more" if len(items) > most else shown
 
 
+ALIKE = 0.5
+"""Similarity (difflib's ratio) from which a word is worth naming in place of another one."""
+
+
 def nearest_word(word: str, choices: Iterable[str], cutoff: float = 0.0) -> str | None:
     """The choice most like `word`; None if all are less alike than `cutoff` (0 to 1)."""
     by_lower = {choice.lower(): choice for choice in choices}

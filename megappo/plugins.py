@@ -17,12 +17,10 @@ from pathlib import Path
 from types import MappingProxyType, ModuleType
 from typing import Any
 
-from megappo.errors import either, first_of, nearest_word, reason, shortened
+from megappo.errors import ALIKE, either, first_of, nearest_word, reason, shortened
 
 _MEGAPPO = os.path.dirname(os.path.abspath(__file__)) + os.sep
 _STANDARD_LIBRARY = sysconfig.get_path("stdlib") + os.sep
-_ALIKE = 0.5
-"""Similarity (difflib's ratio) from which a name is worth naming in place of another one."""
 _MOST_NAMED = 5
 
 
@@ -72,7 +70,7 @@ def check_choice(
     if name in known or is_import_path(name):
         return
     all_forms = either([*known, "path/to/file.py:name", "package.module:name"])
-    near = others.get(name) or nearest_word(name, known, cutoff=_ALIKE)
+    near = others.get(name) or nearest_word(name, known, cutoff=ALIKE)
     hint = f"did you mean '{near}'?" if near else "choose one of them"
     if name.endswith(".py"):
         hint = f"write {name}:NAME, with the name of what the file defines"
@@ -125,7 +123,7 @@ def load(path: str, setting: str, is_one: Callable[[Any], bool], word: str) -> A
     found = getattr(module, name, None)
     if not is_one(found):
         there = [n for n, v in vars(module).items() if is_one(v) and not _is_strange(n, v, module)]
-        near = nearest_word(name, there, cutoff=_ALIKE)
+        near = nearest_word(name, there, cutoff=ALIKE)
         hint = f"it has {first_of(there, _MOST_NAMED)}" if there else "define it there"
         hint = f"did you mean '{module_name}:{near}'?" if near else hint
         raise ValueError(f"{setting} '{path}': module '{module_name}' has no {word} '{name}'; {hint}")

@@ -15,7 +15,7 @@ from pydantic_core import ErrorDetails
 from megappo.config.base import Settings
 from megappo.config.other_names import Counterpart, counterpart
 from megappo.config.schema import Config
-from megappo.errors import either, nearest_word, shortened, show
+from megappo.errors import ALIKE, either, nearest_word, shortened, show
 from megappo.observe.json_values import JSONValue
 
 Key = tuple[str, ...]
@@ -46,8 +46,6 @@ _TYPE_RULES = {
 _MISSPELT = 0.85
 """Similarity (difflib's ratio) from which a name counts as misspelt: `beta` is 0.89 like `beta1`, `kl_penalty` only
 0.82 like `penalty`."""
-_ALIKE = 0.5
-"""Similarity from which a word is worth naming in place of another one."""
 _MOST_SENTENCES = 20
 _LARGEST_EXACT_FLOAT = 2**53
 
@@ -270,7 +268,7 @@ def _sentence(detail: ErrorDetails) -> str:
     if kind == "literal_error":
         choices = _choices(key)
         word = _OTHER_WORDS.get(str(value).lower(), str(value))
-        nearest = word if word in choices else nearest_word(word, choices, cutoff=_ALIKE)
+        nearest = word if word in choices else nearest_word(word, choices, cutoff=ALIKE)
         return f"{name} is {show(value)}, must be {either(choices)}" + (
             f"; the nearest is '{nearest}'" if nearest else ""
         )

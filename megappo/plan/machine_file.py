@@ -9,7 +9,7 @@ from typing import Any
 
 from megappo.config.load import read_text
 from megappo.config.yaml_core import parse_yaml
-from megappo.errors import ConfigError, either, nearest_word, show
+from megappo.errors import ALIKE, ConfigError, either, nearest_word, show
 from megappo.plan.machines import MACHINES, Machine
 from megappo.plan.measured import HERE, measure_here
 
@@ -27,8 +27,6 @@ _UNITS = {
 _HOST = "host_gigabytes_per_second"
 """Key of the bandwidth between a device and the host's memory; may be left out."""
 _KEYS = (*_TEXTS, *_UNITS, "devices_per_node")
-_ALIKE = 0.5
-"""Similarity (difflib's ratio) from which a machine's name is worth naming in place of another one."""
 _MOST = 1e9
 """Largest number in the file: a larger one has a mistaken unit."""
 
@@ -45,7 +43,7 @@ def find_machine(text: str) -> Machine:
     if text.endswith((".yaml", ".yml")) or "/" in text:
         return read_machine(Path(text))
     known = [*MACHINES, HERE]
-    alike = nearest_word(text, known, cutoff=_ALIKE)
+    alike = nearest_word(text, known, cutoff=ALIKE)
     near = [name for name in known if name.startswith(text.lower())] or ([alike] if alike is not None else [])
     raise ConfigError(
         f"--machine is {show(text)}, must be {either(known)}, or a YAML file that describes one, such as "

@@ -203,7 +203,7 @@ def make_plan(config: Config, models: Models, machine: Machine, gpus: int) -> Pl
         model=config.model.path,
         machine=machine.name,
         gpus=gpus,
-        server_gpus=servers.own_ranks(gpus) if servers is not None and machine.is_cuda else 0,
+        server_gpus=servers.own_ranks(gpus) if servers is not None else 0,
         fits=fits,
         usable_bytes=share.usable_bytes,
         ranks=ranks,

@@ -72,7 +72,9 @@ class Servers:
 
     def own_ranks(self, world_size: int) -> int:
         """Devices of all servers on which no rank of a run of so many trains."""
-        return self.ranks if self.beside else max(0, self.ranks - world_size) if self.colocated else 0
+        if self.beside:
+            return self.ranks
+        return 0 if self.shares_machine else max(0, self.ranks - world_size)
 
     @property
     def beside(self) -> bool:
