@@ -7,7 +7,7 @@
 # Set MEGAPPO_PYTHON to the interpreter of an environment of your own to use that instead, MEGAPPO_CACHE to keep them
 # elsewhere than in ~/.cache/megappo, MEGAPPO_PYTHON_VERSION to 3.11 or 3.12 to choose what they are made with.
 
-ROOT=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
+ROOT=$(CDPATH="" cd -- "$(dirname "${BASH_SOURCE[0]}")/.." && pwd) # an exported CDPATH has cd print the folder
 if [[ $ROOT == */megappo/shipped ]]; then # where pip installed it, in an environment that has what it needs
     [[ $ROOT =~ ^(.*)/lib(64)?/python3\.[0-9]+/[^/]+/megappo/shipped$ ]] && installed=${BASH_REMATCH[1]}/bin/python
     export MEGAPPO_PYTHON=${MEGAPPO_PYTHON:-${installed:-$(type -P python)}}

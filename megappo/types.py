@@ -197,6 +197,13 @@ class Rollouts(Samples):
         return scores_B + self.episodes.turn_rewards_BR.masked_fill(~self.response_mask_BR, 0.0).sum(-1)
 
     @property
+    def scored_B(self) -> Tensor:
+        """bool: samples that are scored and trained on, which those of failed episodes are not."""
+        if self.episodes is None:
+            return torch.ones(len(self.sequences), dtype=torch.bool)
+        return ~self.episodes.failed_B
+
+    @property
     def lengths_B(self) -> Tensor:
         """int64: tokens of each sample, prompt and response."""
         return torch.tensor([len(s) for s in self.sequences], dtype=torch.int64)

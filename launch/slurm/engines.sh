@@ -115,7 +115,7 @@ end_engines() {
 # signal_step NAME SIGNAL: to the steps of that name, where there are any.
 signal_step() {
     local step
-    for step in $(squeue --noheader --steps --job "$SLURM_JOB_ID${SLURM_JOB_ID_HET_GROUP_1:+,$SLURM_JOB_ID_HET_GROUP_1}" \
+    for step in $(squeue --noheader --steps --job "$(job_name)${SLURM_JOB_ID_HET_GROUP_1:+,$SLURM_JOB_ID_HET_GROUP_1}" \
         --format '%i %j' | awk -v name="$1" '$2 == name {print $1}'); do
         scancel --signal="$2" "$step" 2>/dev/null || true
     done

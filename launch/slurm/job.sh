@@ -54,6 +54,15 @@ enter_environment() {
     set -u
 }
 
+# The job as SLURM's commands want it: the number of an array's last task is the array's, and means all its tasks.
+job_name() {
+    if [ -n "${SLURM_ARRAY_TASK_ID:-}" ]; then
+        echo "${SLURM_ARRAY_JOB_ID}_$SLURM_ARRAY_TASK_ID"
+    else
+        echo "$SLURM_JOB_ID"
+    fi
+}
+
 # SRUN_CONTAINER: options of srun; IN_CONTAINER: what stands before a command.
 container_command() {
     SRUN_CONTAINER=() IN_CONTAINER=()
@@ -77,7 +86,7 @@ container_command() {
 # When SLURM ends this job, in seconds since 1970, for versions that do not tell its processes (22.05 as Debian has it);
 # nothing where it has no end.
 end_of_job() {
-    SLURM_TIME_FORMAT=%s scontrol --oneliner show job "$SLURM_JOB_ID" | sed -n '1s/.* EndTime=\([0-9]*\) .*/\1/p'
+    SLURM_TIME_FORMAT=%s scontrol --oneliner show job "$(job_name)" | sed -n '1s/.* EndTime=\([0-9]*\) .*/\1/p'
 }
 
 # A node's name, or the address SLURM has for it where no name server knows the name.
@@ -115,7 +124,7 @@ record_environment() {
     echo "date: $(date --iso-8601=seconds)"
     echo "commit: $(git -C "$ROOT" describe --always --dirty 2>/dev/null || echo unknown)"
     echo "python: $([ -n "$MEGAPPO_CONTAINER" ] && echo "in $MEGAPPO_CONTAINER" || command -v python)"
-    scontrol --oneliner show job "$SLURM_JOB_ID" | mask_credentials
+    scontrol --oneliner show job "$(job_name)" | mask_credentials
     while IFS= read -r -d '' variable; do
         name=${variable%%=*} value=${variable#*=}
         if [[ $name =~ $RECORDED ]] && ! [[ $name =~ $SECRET ]]; then
@@ -197,7 +206,7 @@ show_cause() {
 requeue() {
     local state
     # A heterogeneous job has a line for every component; the first one's state counts.
-    state=$(scontrol --oneliner show job "$SLURM_JOB_ID" | sed -n '1s/.* JobState=\([A-Z_]*\).*/\1/p')
+    state=$(scontrol --oneliner show job "$(job_name)" | sed -n '1s/.* JobState=\([A-Z_]*\).*/\1/p')
     if [ "$state" != RUNNING ]; then
         echo "megappo: the job is $state, so it is not put back into the queue here"
     elif [ "${SLURM_RESTART_COUNT:-0}" -ge "$MEGAPPO_MOST_REQUEUES" ]; then
@@ -205,7 +214,7 @@ requeue() {
     else
         echo "megappo: back into the queue"
         trap - TERM # with this signal SLURM ends this script
-        scontrol requeue "$SLURM_JOB_ID"
+        scontrol requeue "$(job_name)"
         sleep 300 # SLURM ends this script now; were it to end by itself, the job could count as failed
     fi
 }

@@ -72,6 +72,8 @@ def compare_settings(before: Mapping[str, JSONValue], now: Mapping[str, JSONValu
         sentence = f"{key}: {_shown(old, key)} -> {_shown(new, key)}"
         if key in _LENGTHS and decays and steps[0] != steps[1]:
             dangerous.append(f"{sentence} (learning rates decay over the run's steps)")
+        elif key == "critic.warmup_steps" and (_decays(new, "actor") or _decays(old, "actor")):
+            dangerous.append(f"{sentence} (the actor's learning rate decays over the steps after it)")
         elif _is_in(key, _DANGEROUS) and not _JUDGES_SERVER.search(key) and not _is_of_reward_server(new, key):
             dangerous.append(sentence)
         else:

@@ -32,7 +32,8 @@ _NEW = ".new"
 _STEP = re.compile(r"step-(\d{6,})")
 _NEEDED = frozenset({"format", "step", "files", "content"})
 _KINDS: dict[str, type] = dict.fromkeys(
-    ("trainer", "updates", "identity", "architectures", "settings", "versions", "metrics", "own_files"), dict
+    ("trainer", "updates", "schedules", "identity", "architectures", "settings", "versions", "metrics", "own_files"),
+    dict,
 ) | {"world_size": int, "steps": int}
 """Types of the parts of a marker's content, where they are present."""
 _NO_FILE = {errno.ENOENT, errno.ENOTDIR, errno.EISDIR, errno.EINVAL, errno.ELOOP, errno.ENAMETOOLONG,
@@ -162,6 +163,10 @@ def read_marker(folder: Path) -> Marker:
         for name, values in body["content"].get(part, {}).items():
             if not isinstance(values, kinds):
                 raise DamagedError(f"{MARKER} has {show(values)} as {name} of its {part}")
+    for role, place in body["content"].get("schedules", {}).items():
+        numbers = place if isinstance(place, list) else []
+        if [type(number) for number in numbers] != [int, int] or not 0 <= numbers[0] < 2**62 or numbers[1] < 1:
+            raise DamagedError(f"{MARKER} has {show(place)} as {role} of its schedules")
     if folder.name != step_folder(folder.parent, body["step"]).name:
         raise DamagedError(f"{MARKER} belongs to step {body['step']}")
     return Marker(body["step"], _stamps(body["files"]), body["content"])
@@ -273,15 +278,18 @@ def finished(directory: Path) -> dict[Path, Marker]:
     return markers
 
 
-def prune(directory: Path, keep_last: int, keep_best: str | None, keep_every: int | None = None) -> list[str]:
+def prune(
+    directory: Path, keep_last: int, keep_best: str | None, keep_every: int | None = None, *, newest: int | None = None
+) -> list[str]:
     """Delete all finished checkpoints except the newest, the best and those of every `keep_every` steps; returns a
     sentence for each that cannot be deleted.
 
-    `keep_best` is the name of a metric, with a `-` in front where the lowest is best. Damaged checkpoints are left for
-    inspection; unfinished ones are overwritten when their step comes again.
+    `keep_best` is the name of a metric, with a `-` in front where the lowest is best. `newest`: the step of the newest
+    whole one; those of later steps were passed over when the run began, as damaged. Damaged checkpoints are left for
+    inspection; they and unfinished ones are overwritten when their step comes again.
     """
     try:
-        markers = finished(directory)
+        markers = {f: m for f, m in finished(directory).items() if newest is None or m.step <= newest}
     except UnreadableError as error:
         return [f"no checkpoint is deleted: {error}"]
     kept: set[Path | None] = set(list(markers)[:keep_last])

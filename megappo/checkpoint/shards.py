@@ -12,6 +12,7 @@ import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from types import MappingProxyType
 
 import torch
 import torch.distributed.checkpoint as dcp
@@ -67,6 +68,12 @@ def _entries(model: RoleModel) -> Iterator[_Entry]:
 def role_updates(role: Role) -> int:
     """Updates a trained role has applied, on every rank; a collective of the world."""
     mine = role.optimizer.updates if isinstance(role, TrainedRole) else 0
+    return broadcast_object(mine, src=role.placement.grid.ranks[0])
+
+
+def schedule_place(role: Role) -> int:
+    """Where a trained role's schedule stands, on every rank; a collective of the world."""
+    mine = role.optimizer.place if isinstance(role, TrainedRole) else 0
     return broadcast_object(mine, src=role.placement.grid.ranks[0])
 
 
@@ -152,8 +159,11 @@ def _keys(role: str, entry: _Entry, kind: str) -> list[str]:
     return [f"{role}.{kind}.{name}" for name in entry.of.stored]
 
 
-def load_shards(folder: Path, roles: Sequence[Role], updates: Mapping[str, int]) -> None:
-    """Restore every role of this rank from a checkpoint; a collective of the world.
+def load_shards(
+    folder: Path, roles: Sequence[Role], updates: Mapping[str, int], places: Mapping[str, int] = MappingProxyType({})
+) -> None:
+    """Restore every role of this rank from a checkpoint; a collective of the world. `updates`: how many each had
+    applied; `places`: where their schedules go on, where that is another number.
 
     Raises ValueError where the checkpoint does not hold what the roles need.
     """
@@ -166,7 +176,8 @@ def load_shards(folder: Path, roles: Sequence[Role], updates: Mapping[str, int])
                 wanted |= _sharded(role, entry, kind, zeros)
     read_tensors(folder, wanted)
     for role in here:
-        _restore(role, wanted, updates[role.placement.name])
+        name = role.placement.name
+        _restore(role, wanted, updates[name], places.get(name, updates[name]))
 
 
 def read_tensors(folder: Path, wanted: Mapping[str, ShardedTensor]) -> None:
@@ -198,7 +209,7 @@ def _open(folder: Path) -> ShardReader:
         raise ValueError(f"{folder} is damaged: {error}") from error
 
 
-def _restore(role: TrainedRole, loaded: Mapping[str, ShardedTensor], updates: int) -> None:
+def _restore(role: TrainedRole, loaded: Mapping[str, ShardedTensor], updates: int, place: int) -> None:
     role.wake()
     for entry in _entries(role.model):
         tensors = {
@@ -206,5 +217,5 @@ def _restore(role: TrainedRole, loaded: Mapping[str, ShardedTensor], updates: in
             for kind in entry.kinds(updates)
         }
         role.optimizer.state.restore(entry.held, tensors, updates)
-    role.optimizer.continue_after(updates)
+    role.optimizer.continue_after(updates, place)
     role.rest()

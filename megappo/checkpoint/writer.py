@@ -179,7 +179,7 @@ class CheckpointWriter:
             files.put_in_place(folder, final)
             # Only a warning: the new checkpoint is written, even if an old one cannot be deleted (a busy file on NFS).
             kept = (self._settings.keep_last, self._settings.keep_best, self._settings.keep_every_steps)
-            self._warnings += files.prune(self._directory, *kept)
+            self._warnings += files.prune(self._directory, *kept, newest=marker.step)
 
     def _together(self, step: int, work: Callable[[], Any]) -> list[Any]:
         """Do this rank's part and wait for all others. Raises CheckpointError on every rank where one failed."""

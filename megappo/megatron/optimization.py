@@ -158,6 +158,8 @@ class RoleOptimizer:
         self._on_host = [inner.optimizer for inner in self._inners if isinstance(inner.optimizer, PartlyOnHost)]
         self.state = OptimizerState(self._inners, model.layout.groups.dp_cp, model.layout.groups.expt_dp)
         self._schedule = rate_schedule(self.megatron, settings, total_updates)
+        self.updates = 0
+        """Updates applied so far."""
 
     def _spare_memory(self, *, adds_at_once: bool) -> None:
         """Pass over a CPU's memory as rarely as possible.
@@ -181,14 +183,15 @@ class RoleOptimizer:
         return float(self.megatron.param_groups[0]["lr"])
 
     @property
-    def updates(self) -> int:
-        """Updates applied so far."""
+    def place(self) -> int:
+        """Where the schedule stands among the role's updates of the run: after `updates`, unless a step had another
+        number of them before."""
         return int(self._schedule.num_steps)
 
-    def continue_after(self, updates: int) -> None:
-        """Set the schedule to its state after so many updates; the rate is a function of their number."""
-        self._schedule.num_steps = 0
-        self._schedule.step(increment=updates)
+    def continue_after(self, updates: int, place: int) -> None:
+        """Go on after so many updates, at this place of the schedule."""
+        self.updates, self._schedule.num_steps = updates, 0
+        self._schedule.step(increment=place)
 
     def tensors(self) -> RoleTensors:
         """All tensors of the role on the device."""
@@ -238,6 +241,7 @@ class RoleOptimizer:
         for optimizer in self._on_host:
             optimizer.release()
         self._schedule.step(increment=1)
+        self.updates += 1
         if self._gathers_late:
             for chunk in self.chunks:
                 chunk.start_param_sync()

@@ -102,7 +102,9 @@ SOURCES = {
 
 
 METRICS: dict[str, MetricDoc] = {
-    "reward/mean": MetricDoc("score", "Mean score of the step's responses, KL not subtracted.", "rises"),
+    "reward/mean": MetricDoc(
+        "score", "Mean score of the step's responses, KL not subtracted; without episodes that failed.", "rises"
+    ),
     "reward/std": MetricDoc("score", "Spread of the scores.", "above 0; at 0 there is nothing to learn from"),
     "reward/group_spread": MetricDoc(
         "fraction",

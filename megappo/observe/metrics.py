@@ -16,7 +16,7 @@ from megappo.observe.appending import AppendedFile
 from megappo.observe.distributions import Distribution
 from megappo.observe.json_values import JSONValue
 from megappo.observe.loggers import Contained, Logger, make_logger
-from megappo.observe.plain_files import LARGEST_TEXT_BYTES, check_plain, synced
+from megappo.observe.plain_files import check_plain, synced
 from megappo.observe.wandb_log import WandbLogger
 
 _METRICS_FILE = "metrics.jsonl"
@@ -131,10 +131,10 @@ def read_metrics(path: Path) -> list[dict[str, Any]]:
 
 
 def last_records(path: Path, most: int) -> list[dict[str, Any]]:
-    """The last records of a file of lines with a `step` each. Raises ValueError as `read_metrics` does, and for a file
-    that is too large to be read as a whole."""
+    """The last records of a file of lines with a `step` each, however long the file is. Raises ValueError as
+    `read_metrics` does."""
     try:
-        check_plain(path, LARGEST_TEXT_BYTES)
+        check_plain(path)
         with path.open(encoding="utf-8") as file:
             lines = deque(_whole_lines(file), maxlen=most)
     except OSError as error:

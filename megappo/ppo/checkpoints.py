@@ -20,7 +20,14 @@ from megappo.checkpoint.files import CheckpointError, Marker, checkpoints_direct
 from megappo.checkpoint.identity import BASE, MTP, architecture_digest, architecture_fields, weights_digest
 from megappo.checkpoint.randomness import random_states, restore_random_states
 from megappo.checkpoint.reader import load_values
-from megappo.checkpoint.shards import load_shards, load_weights, role_shards, role_updates, weight_shards
+from megappo.checkpoint.shards import (
+    load_shards,
+    load_weights,
+    role_shards,
+    role_updates,
+    schedule_place,
+    weight_shards,
+)
 from megappo.checkpoint.versions import recorded_versions
 from megappo.checkpoint.writer import REMEDY, CheckpointWriter, Snapshot
 from megappo.config import Config
@@ -37,7 +44,7 @@ from megappo.ppo.start import Start
 from megappo.ppo.updates import MinibatchUpdate, RoleUpdates
 from megappo.reshard.slices import Receiver
 from megappo.reshard.stream import WeightStream
-from megappo.runtime.launchers import seconds_to_end
+from megappo.runtime.launchers import seconds_since_start, seconds_to_end
 from megappo.runtime.objects import all_gather_objects, broadcast_object
 
 _CLOSE_SECONDS = 60.0
@@ -110,15 +117,29 @@ class Resumed:
         lacking = [role.placement.name for role in self._roles if role.placement.name not in updates]
         if lacking:
             raise ValueError(f"{self._folder} holds no {lacking[0]}; remove it from the settings, or start a new run")
-        load_shards(self._folder, self._roles, updates)
-        before = self._marker.content["settings"].get("reference") or {}
-        if before.get("refresh_every_steps") and (reference := _changing_reference(self._parts)) is not None:
-            load_weights(self._folder, reference, _REFERENCE)
+        load_shards(self._folder, self._roles, updates, self._places())
+        if self.reference is not None:
+            load_weights(self._folder, self.reference, _REFERENCE)
         state: TrainerState = self._marker.content["trainer"]
         if self._parts.config.run.force_resume and self._has_other_data():
             # Other data start at their beginning.
             state = {**state, "cursor": self._parts.cursor.state_dict(), "curriculum": []}
         return state
+
+    @property
+    def reference(self) -> Role | None:
+        """The reference, where the checkpoint holds its weights: it changes during the run, or did before."""
+        before = self._marker.content["settings"].get("reference") or {}
+        has_weights = before.get("refresh_every_steps") or self._marker.content.get("holds_reference")
+        now = self._parts.config.reference
+        return self._parts.reference if has_weights and now is not None and not now.share_actor_base else None
+
+    def _places(self) -> dict[str, int]:
+        """Where the roles' schedules go on. They run over the steps of the run, so that they move where a step has
+        another number of updates than it had. Checkpoints of older versions do not tell."""
+        now = _updates_per_step(self._parts)
+        before = self._marker.content.get("schedules", {})
+        return {name: round(place * now[name] / per_step) for name, (place, per_step) in before.items() if name in now}
 
     def _has_other_data(self) -> bool:
         before, now = self._marker.content["trainer"]["cursor"], self._parts.cursor.state_dict()
@@ -284,6 +305,14 @@ class Checkpoints:
         self.save(boundary, wait=True)
         return f"stopped after step {boundary.step} with a checkpoint; the same command continues the run"
 
+    @property
+    def _reference(self) -> Role | None:
+        """The reference, where it has other weights than those of its folder, or will have."""
+        settings = self._parts.config.reference
+        if settings is not None and settings.refresh_every_steps:
+            return self._parts.reference
+        return self.resumed.reference if self.resumed is not None else None
+
     def _anywhere(self, responses: Kept) -> bool:
         """Whether any rank has responses; a collective of the world."""
         dist.all_reduce(found := torch.tensor([len(responses)], device=self._parts.runtime.device))
@@ -321,11 +350,16 @@ class Checkpoints:
         runtime = self._parts.runtime
         settings = self._parts.config.model_dump(mode="json")
         shards = {key: shard for role in self._roles for key, shard in role_shards(role).items()}
-        if (reference := _changing_reference(self._parts)) is not None:
+        reference = self._reference
+        if reference is not None:
             shards |= weight_shards(reference, _REFERENCE)
+        per_step = _updates_per_step(self._parts)
+        schedules = {r.placement.name: (schedule_place(r), per_step[r.placement.name]) for r in self._roles}
         content = {
             "trainer": boundary.trainer,
             "updates": {role.placement.name: role_updates(role) for role in self._roles},
+            "schedules": schedules,
+            "holds_reference": reference is not None,
             "world_size": runtime.world_size,
             "identity": self._identity,
             "architectures": {role.placement.name: architecture_fields(role.arch) for role in self._roles},
@@ -359,19 +393,20 @@ class Checkpoints:
             self._writer.abandon(_CLOSE_SECONDS)
 
 
-def _changing_reference(parts: RunComponents) -> Role | None:
-    """The reference, if it changes during the run."""
-    settings = parts.config.reference
-    return parts.reference if settings is not None and settings.refresh_every_steps else None
+def _updates_per_step(parts: RunComponents) -> dict[str, int]:
+    """Most updates of a step, by trained role."""
+    numbers = {"actor": parts.derived.actor, "critic": parts.derived.critic}
+    return {name: found.updates_per_step for name, found in numbers.items() if found is not None}
 
 
 def _time_left(config: Config) -> tuple[str, float | None]:
     """What ends the run first, as text, and the seconds until then; None where no end is known."""
-    own, slurm = config.run.max_hours, seconds_to_end(os.environ)
+    hours, slurm = config.run.max_hours, seconds_to_end(os.environ)
+    own = None if hours is None else 3600 * hours - seconds_since_start()
     if config.checkpoint is None or (own is None and slurm is None):
         return "", None
-    if own is not None and (slurm is None or 3600 * own <= slurm):
-        return f"run.max_hours {own:g}", 3600 * own
+    if own is not None and (slurm is None or own <= slurm):
+        return f"run.max_hours {hours:g}", own
     return "the end that SLURM has set for the job", slurm
 
 

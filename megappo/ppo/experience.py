@@ -101,15 +101,16 @@ class ExperienceMaker:
         tally.mean_and_std("advantage", advantages_BR, mask_BR)
         tally.mean("return/mean", returns_BR, mask_BR)
         total_rewards_B = scored.rollouts.total_rewards_B(scored.scores_B)
-        tally.mean_and_std("reward", total_rewards_B)
+        scored_B = scored.rollouts.scored_B
+        tally.mean_and_std("reward", total_rewards_B, scored_B)
         if self._estimator.compares_samples:
             tally.mean("reward/group_spread", groups_differ_G(total_rewards_B, scored.rollouts.group_ids_B))
-        tally.maximum("reward/max", total_rewards_B)
-        tally.minimum("reward/min", total_rewards_B)
+        tally.maximum("reward/max", total_rewards_B, scored_B)
+        tally.minimum("reward/min", total_rewards_B, scored_B)
         tally.total("tokens", float(mask_BR.sum()))
         numbers = tally.reduce(self._device)
         if not numbers.pop("tokens"):  # all episodes have failed: means over tokens are NaN
-            numbers = {name: value for name, value in numbers.items() if not math.isnan(value)}
+            numbers = {name: value for name, value in numbers.items() if math.isfinite(value)}
         elif "kl/per_response" in numbers:
             numbers["kl/coef"] = self.kl_controller.value
             settings = self._algorithm.kl_in_reward

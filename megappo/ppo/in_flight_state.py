@@ -31,6 +31,8 @@ class State:
     answers: Mapping[int, Completion]
     """Responses of this rank's samples by number, finished or not; each has at least one token. Episodes are
     complete."""
+    temperature: float | None = None
+    """Temperature of all responses; None in checkpoints of versions that did not tell."""
 
 
 def written_state(state: State, batch_2: tuple[int, int]) -> dict[str, Tensor]:
@@ -55,6 +57,7 @@ def written_state(state: State, batch_2: tuple[int, int]) -> dict[str, Tensor]:
         "stretches_B": torch.tensor([len(of_one) for of_one in stretches], dtype=torch.int64),
         "stretches_S2": torch.tensor([s for of_one in stretches for s in of_one], dtype=torch.int64).view(-1, 2),
         **keep_episodes(answers),
+        **({} if state.temperature is None else {"temperature": torch.tensor(state.temperature, dtype=torch.float64)}),
     }
 
 
@@ -89,4 +92,6 @@ def read_state(kept: Mapping[str, Tensor]) -> tuple[State, tuple[int, int]]:
         )
     prompts, samples = kept["batch_2"].tolist()
     next_ticket, dropped = kept["counts_2"].tolist()
-    return State(groups, kept["returned"].tolist(), next_ticket, dropped, answers), (prompts, samples)
+    temperature = float(kept["temperature"]) if "temperature" in kept else None
+    state = State(groups, kept["returned"].tolist(), next_ticket, dropped, answers, temperature)
+    return state, (prompts, samples)

@@ -61,7 +61,7 @@ def source_metrics(rollouts: Rollouts, scores_B: Tensor, parts: RunComponents) -
     for name in parts.train_prompts.names:
         mask_B = torch.tensor([prompt.source == name for prompt in rollouts.prompts], dtype=torch.bool)
         tally.total(f"{name}/prompts", float(mask_B.sum()) / parts.config.rollout.samples_per_prompt)
-        tally.mean(f"{name}/reward_mean", total_rewards_B, mask_B)
+        tally.mean(f"{name}/reward_mean", total_rewards_B, mask_B & rollouts.scored_B)
         tally.mean(f"{name}/response_length", rollouts.response_lengths_B, mask_B)
     numbers = tally.reduce(parts.runtime.device)
     return {f"source/{name}": value for name, value in numbers.items() if numbers[f"{name.split('/')[0]}/prompts"]}

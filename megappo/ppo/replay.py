@@ -77,8 +77,10 @@ def replay(path: str, world_size: int) -> None:
         if found:
             raise ValueError(f"{folder} is damaged: {first_of(found, 3, '; ')}; it cannot be replayed")
         derived = derive_run(config, world_size)
-        models = ModelBuilder(config, derived, runtime, roles=("actor", "critic"), resumed=True)
-        roles = [role for role in (models.actor(), models.critic()) if role is not None]
+        there = [name for name in ("actor", "critic") if name in marker.content["updates"]]  # of those that are trained
+        models = ModelBuilder(config, derived, runtime, roles=there, resumed=True)
+        built = (models.actor() if "actor" in there else None, models.critic() if "critic" in there else None)
+        roles = [role for role in built if role is not None]
         lines = _repeat(config, roles, runtime, folder, marker)
         if runtime.is_main:
             print("\n".join(lines))

@@ -24,6 +24,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from megappo.errors import whole_number
 from megappo.observe.json_values import JSONValue
 from megappo.observe.messages import tell
 from megappo.runtime.heap import collections_put_off
@@ -32,6 +33,10 @@ from megappo.runtime.packages import quicken_transformers
 if TYPE_CHECKING:
     from megappo.config.tokens import Message
     from megappo.rewards.model import RewardModel
+
+
+_LARGEST_BODY_BYTES = 2**31
+"""Largest request: thousands of the longest conversations."""
 
 
 class _ScoreServer(ThreadingHTTPServer):
@@ -61,9 +66,14 @@ class _ScoreHandler(BaseHTTPRequestHandler):
     server: _ScoreServer
 
     def do_GET(self) -> None:
-        given = self.rfile.read(int(self.headers.get("Content-Length") or 0))
         if not hmac.compare_digest((self.headers.get("Authorization") or "").encode(), self.server.key):
+            self.close_connection = True  # what follows is not read
             return self._say(401, {"refused": "another key is wanted"})
+        length = whole_number(self.headers.get("Content-Length") or "0")
+        if length is None or length > _LARGEST_BODY_BYTES:
+            self.close_connection = True
+            return self._say(400, {"refused": f"a body has at most {_LARGEST_BODY_BYTES} bytes, and says how many"})
+        given = self.rfile.read(length)
         if self.path == "/score":
             return self._say(200, self._scores(**json.loads(given)))
         if self.path == "/classify":

@@ -125,8 +125,8 @@ class RewardScorer:
         tally.mean("reward/failures", torch.arange(B) < len(result.failures))
         tally.mean("reward/timeouts", torch.arange(B) < result.timeouts)
         for name, scores_B in scored.of_terms.items():
-            own = [self._settings.is_for(name, prompt.metadata) for prompt in rollouts.prompts]
-            tally.mean(f"reward/{name}", scores_B, torch.tensor(own, dtype=torch.bool))
+            own_B = torch.tensor([self._settings.is_for(name, p.metadata) for p in rollouts.prompts], dtype=torch.bool)
+            tally.mean(f"reward/{name}", scores_B, own_B & rollouts.scored_B)
         for name, verdicts in scored.verdicts.items():
             tally.mean(f"reward/{name}/unreadable", torch.arange(verdicts.samples) < verdicts.unreadable)
             tally.maximum(f"reward/{name}/seconds", torch.tensor([verdicts.seconds]))

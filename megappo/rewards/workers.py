@@ -97,7 +97,7 @@ class Worker:
     ) -> None:
         """`choice`: the first message to the worker's program; `variables`: chooses its environment variables from this
         process's."""
-        self.ready = False
+        self.ready = self.has_scored = False
         self.pending: deque[int] = deque()
         """Indices of the requests that the worker is working on, in order."""
         self.deadline = time.monotonic() + _START_SECONDS
@@ -214,9 +214,20 @@ class RewardPool(AbstractContextManager["RewardPool"]):
                 self.workers.append(self._worker())
             while not all(worker.ready for worker in self.workers):
                 self._collect(_Job([], deque()))
+            self._check_memory()
         except (ValueError, RewardError, OSError):
             self.close()
             raise
+
+    def _check_memory(self) -> None:
+        """Raise ValueError where workers hold more than they may before they have scored anything, as each would be
+        replaced after its first samples."""
+        held, most = max(worker.resident_gigabytes for worker in self.workers), self._settings.worker_memory_gigabytes
+        if held > most:
+            raise ValueError(
+                f"a worker holds {held:.3g} GB once it has imported reward.function '{self._settings.function}', more "
+                f"than reward.worker_memory_gigabytes {most:g}; raise that, or import less"
+            )
 
     def __exit__(self, *_exc: object) -> None:
         self.close()
@@ -261,7 +272,7 @@ class RewardPool(AbstractContextManager["RewardPool"]):
     def _hand_out(self, job: _Job) -> None:
         """Give idle workers their next requests: fewer towards the end, so that they finish together."""
         for worker in [w for w in self.workers if w.ready and not w.pending]:
-            if worker.resident_gigabytes > self._settings.worker_memory_gigabytes:
+            if worker.has_scored and worker.resident_gigabytes > self._settings.worker_memory_gigabytes:
                 self._replace(worker)
         for worker in [w for w in self.workers if w.ready and not w.pending]:
             if not job.waiting:
@@ -305,6 +316,7 @@ class RewardPool(AbstractContextManager["RewardPool"]):
                     self._welcome(worker, *answer)
                 else:
                     job.record(worker.pending.popleft(), *answer)
+                    worker.has_scored = True
         except (EOFError, OSError):
             self._lose(worker, job, _DIED)
         except ForeignMessageError:

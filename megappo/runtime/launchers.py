@@ -154,6 +154,12 @@ def seconds_to_end(environment: Mapping[str, str]) -> float | None:
     return max(0.0, float(end) - time.time()) if end.isascii() and end.isdecimal() and len(end) < 12 else None
 
 
+def seconds_since_start() -> float:
+    """Seconds since this process was started, imports included (proc_pid_stat(5): field 22, in ticks since boot)."""
+    fields = Path("/proc/self/stat").read_text().rpartition(")")[2].split()
+    return time.clock_gettime(time.CLOCK_BOOTTIME) - int(fields[19]) / os.sysconf("SC_CLK_TCK")
+
+
 def binds_one_device(environment: Mapping[str, str]) -> bool:
     """Whether a launcher may have restricted each rank to a device of its own (`--gpus-per-task`, `--gpu-bind`)."""
     if "TORCHELASTIC_RUN_ID" in environment:

@@ -32,9 +32,9 @@ class Tally:
         chosen = values if mask is None else values[mask]
         self._maxima[name] = float(chosen.max()) if chosen.numel() else float("-inf")
 
-    def minimum(self, name: str, values: Tensor) -> None:
-        """The minimum of `values`."""
-        self.maximum(f"-{name}", -values)
+    def minimum(self, name: str, values: Tensor, mask: Tensor | None = None) -> None:
+        """The minimum of `values` where `mask` is True; inf where there is none."""
+        self.maximum(f"-{name}", -values, mask)
 
     def mean_and_std(self, name: str, values: Tensor, mask: Tensor | None = None) -> None:
         """`name`/mean and `name`/std (population)."""

@@ -64,6 +64,21 @@ def test_the_newest_and_the_best_are_kept(tmp_path: Path, runtime: Runtime, asyn
     assert kept(tmp_path) == [6]
 
 
+def test_what_was_passed_over_takes_no_place_of_a_whole_one(tmp_path: Path, runtime: Runtime) -> None:
+    """A run that goes on from before damaged checkpoints keeps what it writes, until it writes theirs anew."""
+    write(tmp_path, runtime, 1, 2, 3, keep_last=3, keep_best=None)
+    for step in (2, 3):
+        next((tmp_path / f"step-{step:06d}").glob("*.distcp")).write_bytes(b"")
+    prune(tmp_path, keep_last=1, keep_best="reward/mean", newest=1)
+    assert kept(tmp_path) == [3, 2, 1]
+    write(tmp_path, runtime, 2, keep_last=1, keep_best=None)
+    assert kept(tmp_path) == [3, 2]
+    chosen = select_checkpoint(tmp_path, runtime)
+    assert chosen is not None and chosen[1].step == 2
+    write(tmp_path, runtime, 3, keep_last=1, keep_best=None)
+    assert kept(tmp_path) == [3]
+
+
 def test_milestones_are_kept(tmp_path: Path, runtime: Runtime) -> None:
     write(tmp_path, runtime, *range(1, 9), keep_last=2, keep_best=None, keep_every_steps=3)
     assert kept(tmp_path) == [8, 7, 6, 3]

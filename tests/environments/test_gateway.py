@@ -20,7 +20,7 @@ import pytest
 import torch
 
 from megappo.config.environment import EnvironmentSettings
-from megappo.engines.protocol import Completion
+from megappo.engines.protocol import Completion, GenerateRequest
 from megappo.environments.agent import Agent, AgentError, task_of
 from megappo.environments.gateway.server import AgentEndpoint
 from megappo.environments.metrics import episode_metrics
@@ -282,6 +282,51 @@ def test_two_requests_at_once_are_answered_one_after_the_other() -> None:
 
     completions, _ = played(hurries, count=4)
     assert all(c.episode.turns[-1].reward == 3.0 and c.episode.trajectories == 3 for c in completions)
+
+
+def test_what_an_agent_gave_up_is_recorded_nowhere() -> None:
+    """A side question is dropped, and a request that is asked once more goes on with the conversation."""
+    asked_for, answers = list[str](), list[str]()
+
+    def seconds(request: GenerateRequest) -> float:
+        asked_for.append(text_of(request.token_ids))
+        return 0.3 if len(asked_for) in (2, 3) else 0.0
+
+    async def gives_up(endpoint: AgentEndpoint, prompt: Prompt) -> float:
+        async with openai.AsyncOpenAI(base_url=endpoint.base_url, api_key=endpoint.api_key, max_retries=0) as client:
+
+            async def ask(messages: list[dict[str, str]], *, waits: bool = True) -> str:
+                known = len(asked_for)
+                answer = asyncio.ensure_future(client.chat.completions.create(model="m", messages=messages))
+                if waits:
+                    return str((await answer).choices[0].message.content)
+                while len(asked_for) == known:
+                    await asyncio.sleep(0.01)
+                answer.cancel()
+                return ""
+
+            messages = [{"role": "user", "content": "the task"}]
+            messages.append({"role": "assistant", "content": await ask(messages)})
+            await ask([{"role": "user", "content": "a hint?"}], waits=False)
+            messages.append({"role": "user", "content": "go on"})
+            await ask(messages, waits=False)
+            answers.append(await ask(messages))
+            await asyncio.sleep(0.7)  # an answer that nobody waits for would have come
+        return 1.0
+
+    engine = PromptEngine(lambda request: str(len(asked_for)), seconds)
+    made = runner(Served(gives_up), engine, template=TEMPLATE)
+    try:
+        [completion] = made.generate(*asked(1), replace(PARAMS, max_new_tokens=400))
+    finally:
+        made.close()
+    episode = completion.episode
+    assert episode is not None and (episode.failure, episode.trajectories, episode.left_out_tokens) == ("", 1, 0)
+    assert text_of(completion.token_ids).count("go on") == 1
+    assert [text_of(completion.token_ids[turn.start : turn.stop]) for turn in episode.turns] == [
+        "1<|im_end|>",
+        f"{answers[0]}<|im_end|>",
+    ]
 
 
 @pytest.mark.parametrize(

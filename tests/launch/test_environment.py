@@ -139,6 +139,15 @@ def test_the_full_set_has_python_3_12_where_it_is(machine: Machine) -> None:
     assert built("full", "3.11") == f"Python 3.11.4 from {folder}/python3.11"
 
 
+def test_an_exported_cdpath_changes_nothing() -> None:
+    """With it `cd` prints the folder that it goes to."""
+    command = ["bash", "-c", 'source launch/environment.sh; echo "$ROOT"']
+    done = subprocess.run(
+        command, cwd=ROOT, capture_output=True, text=True, env=os.environ | {"CDPATH": f".:{ROOT.parent}"}, check=True
+    )
+    assert done.stdout == f"{ROOT}\n"
+
+
 def chosen(machine: Machine, **settings: str) -> str:
     """What `find_python full` says where PATH has no other interpreters than the machine's."""
     tools = machine.folder / "tools"

@@ -19,7 +19,7 @@ from megappo.errors import ConfigError
 from megappo.megatron.roles import Update
 from megappo.observe.json_values import JSONValue
 from megappo.observe.metric_docs import METRICS
-from megappo.observe.metrics import MetricsLog, read_metrics
+from megappo.observe.metrics import MetricsLog, last_records, read_metrics
 from megappo.ppo.updates import step_metrics
 from megappo_kernels.losses import ppo_value_loss
 from tests.support.kernels import token_loss
@@ -134,6 +134,17 @@ def test_a_broken_line_is_named(tmp_path: Path) -> None:
     path.write_text('{"step": 1}\nnonsense\n{"step": 2}\n')
     with pytest.raises(ValueError, match="line 2 is not JSON"):
         read_metrics(path)
+
+
+def test_the_last_records_of_a_long_file_are_read(tmp_path: Path) -> None:
+    """Of a run of months, whose samples are more than a text may have that is read whole."""
+    path = tmp_path / "samples.jsonl"
+    with path.open("w") as file:
+        for step in range(260):
+            file.write(json.dumps({"step": step, "response": "a" * 2**20}) + "\n")
+    assert path.stat().st_size > 2**28
+    assert [record["step"] for record in last_records(path, 2)] == [258, 259]
+    path.unlink()
 
 
 def test_tensorboard_holds_the_numbers(tmp_path: Path) -> None:

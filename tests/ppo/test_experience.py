@@ -290,6 +290,17 @@ def test_a_response_of_several_versions_counts_once() -> None:
     assert numbers["rollout/lag"] == pytest.approx(7 / 6) and numbers["rollout/lag_max"] == 2
 
 
+def test_rewards_are_those_of_samples_that_are_scored() -> None:
+    """Episodes that failed have the score of a failure, which is nothing that the policy did."""
+    logprob, failed_B = torch.full(MASK.shape, -1.0), torch.tensor([True, False])
+    episodes: Any = SimpleNamespace(failed_B=failed_B, turn_rewards_BR=torch.zeros(MASK.shape))
+    given = replace(rollouts(logprob, MASK & ~failed_B[:, None]), episodes=episodes)
+    scored = Scored(given, torch.tensor([-9.0, 1.0]), logprob, logprob, None)
+    numbers = maker().make(scored, 2)[1]
+    rewards = [numbers[f"reward/{name}"] for name in ("mean", "std", "min", "max")]
+    assert rewards == [1.0, 0.0, 1.0, 1.0]
+
+
 def test_groups_without_a_spread_are_counted() -> None:
     """Failed episodes are in no group, and equal rewards of different prompts are no spread."""
     total_rewards_B = torch.tensor([0.0, 0.0, 1.0, 1.0, 5.0, 0.0, 0.5, 7.0])

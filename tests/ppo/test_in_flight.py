@@ -300,7 +300,7 @@ def parts(engine: Any, *overrides: str, steps: int = 8) -> Any:
         vocabulary=16,
         answerer="the engine",
         derived=SimpleNamespace(steps=steps),
-        sampling=lambda most, trained_on: SamplingParams(1.0, most, (STOP,)),
+        sampling=lambda most, trained_on: SamplingParams(config.rollout.temperature, most, (STOP,)),
     )
 
 
@@ -482,6 +482,35 @@ def test_a_run_goes_on_with_shorter_responses() -> None:
         assert number not in long or (answer.truncated and not answer.broken_off)
     assert [request.max_new_tokens for request, *_ in then.under_way.values()] == [1]
     assert then.under_way.keys() == engine.stuck
+
+
+@pytest.mark.parametrize(("now", "expected"), [("1.0", True), ("0.5", False)])
+def test_responses_of_another_temperature_are_generated_anew(now: str, expected: bool) -> None:
+    """Their log-probabilities are none of what is trained on now."""
+    engine = StandIn()
+    first = in_flight(engine)
+    first.of_step(1, weights_changed=False)
+    first.forget(1)
+    engine.tick()
+    first.pause()
+    kept = first.state_dict(2)
+    second = in_flight(StandIn(version=2), f"rollout.temperature={now}")
+    second.load_state_dict([kept])
+    there = read_state(second.state_dict(2)[KEY])[0]
+    assert bool(there.answers) == bool(there.groups) == expected
+    assert expected or there.returned == [group.prompt for group, *_ in read_state(kept[KEY])[0].groups]
+    waiting = parts(None, "rollout.ahead=0", "rollout.max_lag=null", "rollout.when_stopped=keep")
+    answers = [Completion((3, STOP), (-1.0, -1.0), False, 4) for _ in range(4)]
+    waiting.answer = lambda _prompts, requests, *_: answers
+    before = responses_of(waiting)
+    before.of_step(1, weights_changed=False)
+    after = parts(None, "rollout.ahead=0", "rollout.max_lag=null", f"rollout.temperature={now}")
+    new = Completion((4, STOP), (-1.0, -1.0), False, 5)
+    after.answer = lambda _prompts, requests, *_: [new for _ in requests]
+    again = responses_of(after)
+    again.load_state_dict([before.state_dict(1)])
+    found = again.of_step(1, weights_changed=False)
+    assert {sequence[2:].tolist()[0] for sequence in found.sequences} == {3 if expected else 4}
 
 
 def test_a_run_that_waits_for_its_responses_takes_what_was_in_flight_first() -> None:

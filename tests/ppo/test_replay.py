@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
 from megappo.checkpoint.files import Marker, step_folder, write_marker
+from megappo.ppo import replay as replays
 from megappo.ppo.replay import replay
 
 
@@ -33,3 +36,45 @@ def test_code_that_a_folder_names_is_not_imported(tmp_path: Path, settings: dict
     write_marker(folder, Marker(1, {}, content))
     with pytest.raises(ValueError, match=f"is of {key}, code that a replay does not import"):
         replay(str(folder), world_size=1)
+
+
+@pytest.mark.parametrize("trained", [["critic"], ["actor"], ["actor", "critic"]])
+def test_what_the_folder_holds_is_built(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, trained: list[str]) -> None:
+    """In value pretraining a run has no actor that is trained."""
+    built = list[str]()
+
+    class Builder:
+        def __init__(self, *_given: object, roles: list[str], resumed: bool) -> None:
+            assert roles == trained and resumed
+
+        def actor(self) -> str:
+            built.append("actor")
+            return "actor"
+
+        def critic(self) -> str:
+            built.append("critic")
+            return "critic"
+
+    def repeat(_config: Any, roles: list[str], *_: object) -> list[str]:
+        assert roles == trained
+        return []
+
+    monkeypatch.setattr(replays, "ModelBuilder", Builder)
+    monkeypatch.setattr(replays, "_repeat", repeat)
+    monkeypatch.setattr(replays, "derive_run", lambda *_: None)
+    monkeypatch.setattr(replays, "shared_problems", lambda *_: ())
+    monkeypatch.setattr(replays, "start_runtime", lambda _: nullcontext(SimpleNamespace(is_main=False)))
+    monkeypatch.setattr(replays.Config, "model_validate", lambda _: SimpleNamespace(runtime=None))
+    folder = step_folder(tmp_path, 1)
+    folder.mkdir()
+    content = {
+        "world_size": 1,
+        "refused": {"role": trained[-1], "weights": None},
+        "versions": {"torch": torch.__version__},
+        "steps": 3,
+        "updates": dict.fromkeys(trained, 4),
+        "settings": {"run": {}, "rollout": {}, "model": {}, "algorithm": {"policy_loss": "clip"}},
+    }
+    write_marker(folder, Marker(1, {}, content))
+    replay(str(folder), world_size=1)
+    assert built == trained

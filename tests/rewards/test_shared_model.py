@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import json
 import math
+import socket
 import threading
 from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlsplit
 
 import psutil
 import pytest
@@ -100,6 +102,15 @@ def test_every_way_to_a_reward_model_tells_its_template_one_time(
     assert (first - second).abs().max() > 1e-3
 
 
+def status_of(url: str, key: str, length: str) -> int:
+    """The status of an answer to a request that says it has so many bytes, and sends none."""
+    address = urlsplit(url)
+    with socket.create_connection((address.hostname, address.port), timeout=20) as connection:
+        lines = ["POST /score HTTP/1.1", f"Authorization: Bearer {key}", f"Content-Length: {length}", "", ""]
+        connection.sendall("\r\n".join(lines).encode())
+        return int(connection.recv(1000).split()[1])
+
+
 @pytest.mark.slow
 def test_scores_are_those_of_a_copy_also_after_it_has_died(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
@@ -141,6 +152,9 @@ def test_scores_are_those_of_a_copy_also_after_it_has_died(
         stranger = Endpoint(0, started.places[SERVED].url, "guessed", 0)
         with pytest.raises(ServerFailure, match=r"refused /score \(401\)"):
             call(stranger, "/score", {"prompts": texts, "responses": responses}, timeout_seconds=5)
+        place = started.places[SERVED]
+        for length in ("abc", "-1", str(2**40)):
+            assert (status_of(place.url, "guessed", length), status_of(place.url, place.key, length)) == (401, 400)
         assert servers() == [process] and process.is_running()
 
         broken = Endpoint(0, started.places[SERVED].url, started.places[SERVED].key, 0)

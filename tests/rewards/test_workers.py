@@ -301,6 +301,15 @@ def test_a_worker_that_leaks_is_replaced() -> None:
     assert max(pids.count(pid) for pid in pids) <= 3  # after two or three of them 0.5 GB are passed
 
 
+def test_a_function_that_is_too_large_is_refused() -> None:
+    """Its workers would be started again after their first samples, without an end."""
+    sentence = (
+        r"holds 0.0\d+ GB once it has imported reward.function '.*', more than reward.worker_memory_gigabytes 0.01; "
+    )
+    with pytest.raises(ValueError, match=sentence):
+        RewardPool(settings(worker_memory_gigabytes=0.01))
+
+
 def test_a_call_that_takes_the_memory_costs_its_own_sample_at_once() -> None:
     with RewardPool(settings(worker_memory_gigabytes=0.3, timeout_seconds=30)) as pool:
         start = time.monotonic()

@@ -28,6 +28,7 @@ from megappo.runtime.launchers import (
     job_of,
     launcher_of,
     read_ranks,
+    seconds_since_start,
     seconds_to_end,
     tasks_per_node,
 )
@@ -126,6 +127,12 @@ def test_jobs_without_a_name_and_those_of_two_users_differ(monkeypatch: pytest.M
     assert [one == other for one, other in zip(mine, met(), strict=True)] == [True, True, False, True]
     monkeypatch.setattr(sys, "argv", ["megappo", "train", "another.yaml"])
     assert [one == other for one, other in zip(mine, met(), strict=True)] == [True, True, False, False]
+
+
+def test_a_process_knows_how_long_it_runs() -> None:
+    """Imports included, which a process begins with."""
+    passed = time.time() - psutil.Process().create_time()
+    assert seconds_since_start() == pytest.approx(passed, abs=1.0)
 
 
 @pytest.mark.slow

@@ -208,3 +208,45 @@ def test_submitted_from_elsewhere(cluster: Cluster, tmp_path: Path) -> None:
     state = cluster.wait(job, "FAILED", "COMPLETED", seconds=60)
     assert state["ExitCode"] == "2:0"
     assert "is not the repository; submit from there, or set MEGAPPO_ROOT" in cluster.log(state)
+
+
+ARRAY_TASK = """#!/bin/bash
+set -u
+ROOT={root} MEGAPPO_MOST_REQUEUES=100 MEGAPPO_LAUNCHER=srun
+source $ROOT/launch/slurm/job.sh
+source $ROOT/launch/slurm/engines.sh
+[ "${{SLURM_RESTART_COUNT:-0}}" = 0 ] || exit 0
+srun --job-name train --ntasks 1 --overlap sleep 120 &
+until squeue --noheader --steps --job "$SLURM_JOB_ID" --format %j | grep -q train; do sleep 0.2; done
+touch {folder}/began-$SLURM_ARRAY_TASK_ID
+if [ "$SLURM_JOB_ID" = "$SLURM_ARRAY_JOB_ID" ]; then # the last task
+    until [ -e {folder}/began-0 ] && [ -e {folder}/began-1 ]; do sleep 0.2; done
+    echo "this is $(job_name), which ends at $(end_of_job)"
+    signal_step train KILL
+    requeue
+fi
+wait
+"""
+
+
+def test_the_last_task_of_an_array_means_itself_alone(cluster: Cluster, tmp_path: Path) -> None:
+    """Its job has the array's number, which SLURM's commands take for all tasks: the others would be put back into the
+    queue with it, and their steps be signalled."""
+    script = tmp_path / "task.sh"
+    script.write_text(ARRAY_TASK.format(root=ROOT, folder=tmp_path))
+    words = ("--array=0-2", "--ntasks=1", "--requeue", f"--chdir={tmp_path}", f"--output={tmp_path}/task-%a.out")
+    job = int(cluster.run("sbatch", "--parsable", *words, str(script)).strip())
+    await_text(tmp_path / "task-2.out", "back into the queue", 120)
+    deadline = time.monotonic() + 60
+
+    def states() -> dict[str, str]:
+        rows = cluster.run("squeue", "--noheader", "--array", f"--job={job}", "--format=%K %T").split()
+        return dict(zip(rows[::2], rows[1::2], strict=True))
+
+    while states().get("2") == "RUNNING":
+        assert time.monotonic() < deadline, states()
+        time.sleep(0.2)
+    assert states()["0"] == states()["1"] == "RUNNING"
+    steps = cluster.run("squeue", "--noheader", "--steps", f"--job={job}", "--format=%i %j").split()
+    assert {f"{job}_0.0", f"{job}_1.0"} <= set(steps)
+    assert f"this is {job}_2, which ends at " in (tmp_path / "task-2.out").read_text()

@@ -82,7 +82,12 @@ class Recorder:
             raise RefusedError("the last message must not be the model's, which writes the next one")
         conversation = self._continued(asked) or self._begun(asked)
         prompt_tokens = self._session.next_prompt_tokens
-        said = self._said(await self._session.generate(asked.max_tokens), asked.tools)
+        try:
+            reply = await self._session.generate(asked.max_tokens)
+        except asyncio.CancelledError:  # the agent does not wait any more, and may ask once more
+            conversation.trajectory.drop_unanswered()
+            raise
+        said = self._said(reply, asked.tools)
         conversation.messages = [*asked.messages, said.message]
         conversation.replies.add(len(asked.messages))
         for _, call in said.calls:

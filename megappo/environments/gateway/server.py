@@ -94,7 +94,7 @@ class Gateway:
             app = web.Application(client_max_size=_LARGEST_BODY_BYTES)
             app.router.add_post("/v1/chat/completions", _route(self._served, openai_api))
             app.router.add_post("/v1/messages", _route(self._served, anthropic_api))
-            runner = web.AppRunner(app, access_log=None, shutdown_timeout=0.0)
+            runner = web.AppRunner(app, access_log=None, shutdown_timeout=0.0, handler_cancellation=True)
             await runner.setup()
             try:
                 await web.TCPSite(runner, self._host, 0).start()
