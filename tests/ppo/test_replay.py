@@ -55,12 +55,12 @@ def test_what_the_folder_holds_is_built(tmp_path: Path, monkeypatch: pytest.Monk
             built.append("critic")
             return "critic"
 
-    def repeat(_config: Any, roles: list[str], *_: object) -> list[str]:
-        assert roles == trained
-        return []
+    def load(_folder: Path, roles: list[str], updates: dict[str, int]) -> None:
+        assert roles == trained == list(updates)
+        raise LookupError("loaded")
 
     monkeypatch.setattr(replays, "ModelBuilder", Builder)
-    monkeypatch.setattr(replays, "_repeat", repeat)
+    monkeypatch.setattr(replays, "load_shards", load)
     monkeypatch.setattr(replays, "derive_run", lambda *_: None)
     monkeypatch.setattr(replays, "shared_problems", lambda *_: ())
     monkeypatch.setattr(replays, "start_runtime", lambda _: nullcontext(SimpleNamespace(is_main=False)))
@@ -76,5 +76,6 @@ def test_what_the_folder_holds_is_built(tmp_path: Path, monkeypatch: pytest.Monk
         "settings": {"run": {}, "rollout": {}, "model": {}, "algorithm": {"policy_loss": "clip"}},
     }
     write_marker(folder, Marker(1, {}, content))
-    replay(str(folder), world_size=1)
+    with pytest.raises(LookupError, match="loaded"):
+        replay(str(folder), world_size=1)
     assert built == trained
