@@ -135,7 +135,7 @@ class ExperienceMaker:
             kl = kl_estimate(scored.old_logprob_BR - scored.ref_logprob_BR, kind)
             kl = torch.where(mask_BR, kl, 0.0)
             tally.mean("kl/mean", kl, mask_BR)
-            tally.mean("kl/per_response", kl.sum(-1))
+            tally.mean("kl/per_response", kl.sum(-1), scored.rollouts.scored_B)
         rewards_BR = apply_kl_to_rewards(scores=scores, kl=kl, mask=mask_BR, coef=self.kl_controller.value)
         return rewards_BR, None if scored.ref_logprob_BR is None else kl
 

@@ -295,8 +295,9 @@ def test_rewards_are_those_of_samples_that_are_scored() -> None:
     logprob, failed_B = torch.full(MASK.shape, -1.0), torch.tensor([True, False])
     episodes: Any = SimpleNamespace(failed_B=failed_B, turn_rewards_BR=torch.zeros(MASK.shape))
     given = replace(rollouts(logprob, MASK & ~failed_B[:, None]), episodes=episodes)
-    scored = Scored(given, torch.tensor([-9.0, 1.0]), logprob, logprob, None)
+    scored = Scored(given, torch.tensor([-9.0, 1.0]), logprob, logprob - 0.1, None)
     numbers = maker().make(scored, 2)[1]
+    assert numbers["kl/per_response"] == pytest.approx(0.4)
     rewards = [numbers[f"reward/{name}"] for name in ("mean", "std", "min", "max")]
     assert rewards == [1.0, 0.0, 1.0, 1.0]
 
