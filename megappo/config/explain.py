@@ -259,8 +259,6 @@ def _shared_prefix(a: Key, b: Key) -> int:
 def _sentence(detail: ErrorDetails) -> str:
     key, kind, value = _key(detail["loc"]), detail["type"], detail["input"]
     name = dotted(key) or "the configuration"
-    if kind == "extra_forbidden":
-        return unknown_key(key[:-1], key[-1], value)
     if kind == "invalid_key":
         return f"{name} is a key that is not text; {unknown_key(key[:-1], key[-1], value)}"
     if kind == "missing":

@@ -447,6 +447,12 @@ def test_changed_settings_are_told_apart() -> None:
     changes = compare_settings(before, now, (10, 20))
     assert changes.harmless == ("actor.optimizer.schedule: 'constant' -> 'linear'",)
     assert "run.steps: 10 -> 20 (learning rates decay over the run's steps)" in changes.dangerous
+    waits: list[dict[str, Any]] = [{**now, "critic": {"warmup_steps": steps}} for steps in (5, 0)]
+    sentence = "critic.warmup_steps: 5 -> 0"
+    moved = f"{sentence} (the actor's learning rate decays over the steps after it)"
+    assert compare_settings(waits[0], waits[1], (10, 10)) == Changes((), (moved,))
+    steady: list[dict[str, Any]] = [{"critic": wait["critic"]} for wait in waits]
+    assert compare_settings(steady[0], steady[1], (10, 10)) == Changes((sentence,), ())
     unmentioned = {"rollout": {"sglang": {"threads": 2, "request_timeout_seconds": 1800.0}}}
     planned = {"rollout": {"sglang": {"threads": 2, "request_timeout_seconds": 4000.0}}}  # by a slower machine
     assert compare_settings(unmentioned, planned, (10, 10)).harmless == ()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import pickle
 import random
 from collections import Counter
 
@@ -216,3 +217,17 @@ def test_a_turn_behind_a_full_server_leaves_for_one_that_owes_far_less(elsewhere
         assignment.answered(1, {moved: 10})
         assignment.add(moved, moved, prompt_tokens=20)
         assert assignment.take(1, 8) == [moved], "it stays where it went"
+
+
+def test_an_assignment_of_a_whole_run_does_not_grow() -> None:
+    """What was answered is forgotten, but for the server of the latest requests, to which later turns go."""
+    assignment, sizes = RequestAssignment([0, 1], {}), list[int]()
+    for last in (170_000, 240_000):  # a pickle's smaller numbers take fewer bytes
+        for request in range(last - 70_000, last):
+            assignment.add(request, request, 5)
+            (server,) = [s for s in (0, 1) if assignment.take(s, 1)]
+            assignment.answered(server, {request: 3})
+        sizes.append(len(pickle.dumps(assignment)))
+    assert sizes[1] < 1.01 * sizes[0]
+    assignment.add(last - 1, last - 1, 9)
+    assert assignment.take(server, 1) == [last - 1]
