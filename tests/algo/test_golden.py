@@ -66,9 +66,10 @@ def test_lambda_by_length_and_another_of_the_critic() -> None:
 
 
 def test_lambdas_of_long_answers() -> None:
-    """VAPO's 0.05; a thousand tokens of 0.95 leave nothing of a score, which is why 1 is the default."""
+    """VAPO's 0.05 and SAO's 1.5; a thousand tokens of 0.95 leave nothing of a score, which is why 1 is the default."""
     mask = torch.arange(1000) < t([[1], [20], [40], [1000]])
     assert length_adaptive(mask=mask, alpha=0.05).tolist() == [0, 0, 0.5, 0.98]
+    assert length_adaptive(mask=mask, alpha=1.5).tolist() == [approx(x) for x in (1 / 3, 29 / 30, 59 / 60, 1499 / 1500)]
     assert lambdas(AlgorithmSettings(), mask) == {"lam": 1.0, "critic_lam": 1.0}
     algorithm = AlgorithmSettings.model_validate({"lam": {"actor": 0.95}})
     assert lambdas(algorithm, mask) == {"lam": 0.95, "critic_lam": 1.0}

@@ -9,10 +9,12 @@ from typing import Any
 
 import jinja2
 import pytest
+import torch
 
 from megappo.cli import main
 from megappo.config import load_config
 from megappo.observe.metrics import read_metrics
+from megappo.ppo.methods import lambdas
 from tests.support.configurations import head_command, head_commands
 from tests.support.harness import start
 from tests.support.places import ROOT, TINY
@@ -52,6 +54,20 @@ def test_a_recipe_fits_where_its_head_says(path: Path, capsys: pytest.CaptureFix
     if started[0] == "sbatch":
         assert f"--signal={lead[1]}" in started
     assert len([words for words in head_commands(path) if words[:2] == ["megappo", "data"]]) >= 1
+
+
+def test_scores_reach_the_first_token_of_long_responses() -> None:
+    """Share of a score at the first of 45,000 tokens: exp(-1 / alpha), with the alpha of each publication."""
+    mask = torch.ones(1, 45_000, dtype=torch.bool)
+    for stem, alpha, share in (
+        ("sao_glm4.5_air", 1.5, 0.513),
+        ("sao_qwen3_30b_a3b", 1.5, 0.513),
+        ("vapo_qwen2.5_32b", 0.05, 2.06e-9),
+    ):
+        algorithm = load_config(ROOT / "configs" / "recipes" / f"{stem}.yaml").algorithm
+        assert algorithm.lam.actor.length_adaptive == alpha
+        lam = float(lambdas(algorithm, mask)["lam"])
+        assert lam ** (45_000 - 1) == pytest.approx(share, rel=0.01), stem
 
 
 def test_the_prompts_of_open_reasoner_zero() -> None:
