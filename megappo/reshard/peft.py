@@ -26,14 +26,18 @@ from megappo.reshard.writer import save_tensors
 
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 _PREFIX = "base_model.model."
-_PLAIN: dict[str, tuple[JSONValue, ...]] = {
-    "bias": ("none", None), "fan_in_fan_out": (False, None), "use_rslora": (False, None), "use_dora": (False, None),
-    "lora_bias": (False, None), "rank_pattern": ({}, None), "alpha_pattern": ({}, None),
-    "modules_to_save": (None, []), "layers_to_transform": (None, []), "layer_replication": (None, []),
-    "target_parameters": (None, []), "trainable_token_indices": (None, []), "use_qalora": (False, None),
-    "alora_invocation_tokens": (None, []),
-}  # fmt: skip
-"""Values of PEFT's other settings with which adapters are plain LoRA."""
+_WITHOUT_EFFECT = frozenset({
+    "peft_type", "task_type", "auto_mapping", "peft_version", "base_model_name_or_path", "revision", "inference_mode",
+    "r", "lora_alpha", "target_modules", "exclude_modules", "layers_pattern", "lora_dropout", "megatron_config",
+    "megatron_core", "runtime_config", "qalora_group_size", "init_lora_weights", "loftq_config", "eva_config",
+    "corda_config", "lora_ga_config", "ensure_weight_tying",
+})  # fmt: skip
+"""Fields of PEFT 0.21's LoraConfig that are checked by themselves, or that do not change what finished adapters
+compute. A field that is not listed must be empty, so that a variant of a later PEFT is refused."""
+_PLAIN_BIAS = ("none", None)
+_WITHOUT_BASE = (None, True, False, "gaussian", "orthogonal", "eva", "mica")
+"""Initialisations that keep the base weights. With every other one (PiSSA, OLoRA, CorDA, LoftQ, LoRA-GA) PEFT changes
+the base weights when it loads the folder (`LoraLayer.update_layer` of PEFT 0.21.2)."""
 
 
 class FreshAdapters:
@@ -101,12 +105,12 @@ def _check_config(folder: Path, lora: LoraShape) -> None:
     said = read_object(folder / CONFIG)
     if said.get("peft_type") != "LORA":
         raise ValueError(f"{folder / CONFIG} has peft_type {show(said.get('peft_type'))}, must be LORA")
-    for name, plain in _PLAIN.items():
-        if said.get(name) not in plain:
+    for name, value in said.items():
+        if (value if name != "bias" else value not in _PLAIN_BIAS) and name not in _WITHOUT_EFFECT:
             raise ValueError(
-                f"{folder / CONFIG} has {name} {show(said[name])}, which is more than plain LoRA; must be "
-                f"{show(plain[0])}"
+                f"{folder / CONFIG} has {name} {show(value)}, which is more than plain LoRA; {_MERGE_INSTEAD}"
             )
+    _check_initialisation(folder, said.get("init_lora_weights"))
     targets = said.get("target_modules")
     listed = sorted(targets) if isinstance(targets, list) else targets
     for name, there, here in (
@@ -118,6 +122,19 @@ def _check_config(folder: Path, lora: LoraShape) -> None:
             raise ValueError(
                 f"{folder / CONFIG} has {name} {show(there)}, the settings have {show(here)}; set the same"
             )
+
+
+_MERGE_INSTEAD = "merge the adapters into their base (PEFT's merge_and_unload) and name that folder as the model's path"
+
+
+def _check_initialisation(folder: Path, initialisation: JSONValue) -> None:
+    """Raise ValueError for an initialisation that changes the base weights."""
+    name = initialisation.lower() if isinstance(initialisation, str) else initialisation
+    if not any(name is plain or (isinstance(plain, str) and name == plain) for plain in _WITHOUT_BASE):
+        raise ValueError(
+            f"{folder / CONFIG} has init_lora_weights {show(initialisation)}, which changes the base weights; "
+            f"convert them to plain LoRA (PEFT's path_initial_model_for_weight_conversion), or {_MERGE_INSTEAD}"
+        )
 
 
 def write_peft(

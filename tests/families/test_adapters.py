@@ -174,11 +174,19 @@ def broken(world: Path, tmp_path: Path, change: Callable[[dict[str, Any]], Any])
     ("change", "sentence"),
     [
         ({"peft_type": "IA3"}, "has peft_type 'IA3', must be LORA"),
-        ({"use_rslora": True}, "has use_rslora true, which is more than plain LoRA; must be false"),
+        (
+            {"use_rslora": True},
+            "has use_rslora true, which is more than plain LoRA; merge the adapters into their base",
+        ),
         ({"use_dora": True}, "has use_dora true, which is more than plain LoRA"),
-        ({"bias": "all"}, "has bias 'all', which is more than plain LoRA; must be 'none'"),
+        ({"bias": "all"}, "has bias 'all', which is more than plain LoRA; merge"),
         ({"modules_to_save": ["lm_head"]}, "has modules_to_save"),
         ({"rank_pattern": {"q_proj": 2}}, "has rank_pattern"),
+        ({"kasa_config": {"beta": 1e-4}}, "has kasa_config"),
+        ({"a_variant_of_a_later_peft": True}, "has a_variant_of_a_later_peft true, which is more than plain LoRA"),
+        ({"init_lora_weights": "corda"}, "has init_lora_weights 'corda', which changes the base weights"),
+        ({"init_lora_weights": "PiSSA_niter_4"}, "has init_lora_weights 'PiSSA_niter_4', which changes the base"),
+        ({"init_lora_weights": 1}, "has init_lora_weights 1, which changes the base weights"),
         ({"r": 8}, "has r 8, the settings have 3; set the same"),
         ({"lora_alpha": 4}, "has lora_alpha 4, the settings have 5.0; set the same"),
         ({"target_modules": ["q_proj"]}, "has target_modules"),
@@ -189,6 +197,39 @@ def test_other_folders_are_refused(world: Path, tmp_path: Path, change: dict[str
     with pytest.raises(ValueError, match=r"adapter_config\.json has") as caught:
         open_origin(str(folder), "actor", arch, lora=shape_of(arch))
     assert sentence in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    "initialisation",
+    [True, False, "gaussian", "orthogonal", "eva", "mica", "pissa", "pissa_niter_2", "olora", "loftq"],
+)
+def test_an_initialisation_is_read_as_by_peft_or_refused(tmp_path: Path, initialisation: bool | str) -> None:
+    """An accepted folder computes the log-probabilities that PEFT computes. A refused one would not."""
+    base = write_model(tmp_path / "base", "llama", 3, tie_word_embeddings=False)
+    folder = tmp_path / "peft"
+    torch.manual_seed(2)
+    plain: Any = AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32)
+    config: Any = LoraConfig(r=4, target_modules=list(MATRICES), task_type="CAUSAL_LM")  # even, for `orthogonal`
+    config.lora_alpha, config.init_lora_weights = ALPHA, True if initialisation == "loftq" else initialisation
+    get_peft_model(plain, config).save_pretrained(folder)
+    if initialisation == "loftq":  # LoftQ itself needs bitsandbytes
+        content = json.loads((folder / "adapter_config.json").read_text())
+        (folder / "adapter_config.json").write_text(json.dumps(content | {"init_lora_weights": "loftq"}))
+    arch = read_architecture(base)
+    lora = shape_of(arch, rank=4)
+    if initialisation in ("pissa", "pissa_niter_2", "olora", "loftq"):
+        with pytest.raises(ValueError, match=f"init_lora_weights '{initialisation}', which changes the base"):
+            open_origin(str(folder), "actor", arch, lora=lora)
+        return
+    tokens = torch.arange(3, 40)[None]
+    fresh: Any = AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32)
+    merged_model: Any = AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32)
+    source = open_origin(str(folder), "actor", arch, lora=lora).source
+    weights = MergedSource(arch, lora, SafetensorsSource(base, arch), source, is_critic=False, dtype=torch.float32)
+    merged_model.load_state_dict(dict(weights.tensors()))
+    with torch.no_grad():
+        expected = PeftModel.from_pretrained(fresh, folder)(tokens).logits.log_softmax(-1)
+        torch.testing.assert_close(merged_model(tokens).logits.log_softmax(-1), expected, rtol=0, atol=2e-5)
 
 
 def test_other_tensors_are_refused(world: Path, tmp_path: Path) -> None:
