@@ -132,8 +132,9 @@ class ModelSettings(Settings):
     """Folder or hub name of the tokenizer, with `@REVISION` where it is not `main`; default: `path`."""
     dtype: Literal["float32", "bfloat16"] = "bfloat16"
     """Type of weights and activations; bfloat16 keeps float32 main weights in the optimizer."""
-    accelerations: Literal["auto", "torch"] = "auto"
-    """`auto`: Transformer Engine and NVIDIA's Apex on CUDA, where they are installed and work. `torch`: neither."""
+    accelerations: Literal["auto", "torch"] = "torch"
+    """`torch`: megappo's own layers and torch's AdamW. `auto`: Transformer Engine and NVIDIA's Apex on CUDA, where they
+    are installed and work; no test and no GPU run has executed that path yet."""
     pad_vocab_to_multiple_of: int = Field(default=1, gt=0, le=2**20)
     """The vocabulary is padded to this multiple; 1: to a multiple of the tensor parallel size."""
     trust_remote_code: bool = False

@@ -45,7 +45,7 @@ def software_findings(config: Config | None) -> Iterator[Finding]:
     if any(f.check in ("torch", "megatron-core") for f in unfit):
         return
     yield _kernels()
-    found = find_accelerations(config.model.accelerations if config is not None else "auto")
+    found = find_accelerations(config.model.accelerations if config is not None else "torch")
     megatron = _megatron()
     yield megatron
     if megatron.state == "fine":
@@ -147,7 +147,7 @@ def _megatron() -> Finding:
 def acceleration_findings(found: Accelerations, config: Config | None) -> Iterator[Finding]:
     """Findings on the implementations of layers, gradient accumulation and the optimizer, and on what would make them
     faster."""
-    wanted = config is None or config.model.accelerations == "auto"
+    selected = config is not None and config.model.accelerations == "auto"
     impostor = found.apex.problem is not None and "another project" in found.apex.problem
     if impostor:
         words, remedy = f"version {found.apex.version} {found.apex.problem}", "NVIDIA's is built from its sources"
@@ -157,7 +157,7 @@ def acceleration_findings(found: Accelerations, config: Config | None) -> Iterat
         yield fine("optimizer", "torch's AdamW")
         return
     words = found.sentence(getattr(torch, config.model.dtype) if config is not None else torch.bfloat16)
-    if not wanted:
+    if not selected:
         yield fine("layers", words)
         return
     remedies = []

@@ -1,7 +1,8 @@
 """Transformer Engine and Apex: whether a run can use them, why not, and what they switch on.
 
-Megatron-Core uses both wherever it can import them, and guards against ImportError alone. So a broken or unwanted one
-is hidden from it, which `find_accelerations` must do before `megatron.core` is imported.
+Megatron-Core uses both wherever it can import them, and guards against ImportError alone. So a broken or unselected
+library is hidden from it, which `find_accelerations` must do before `megatron.core` is imported. Both are opt-in: no
+test and no GPU run has executed the layers, the context parallel attention or the Adam of Transformer Engine.
 """
 
 from __future__ import annotations
@@ -24,6 +25,8 @@ Choice = Literal["auto", "torch"]
 ENGINES = {"0.16": ">=2.9.0a0,<2.12"}
 """Versions of Transformer Engine that a Megatron-Core release supports, by its own metadata; releases that are missing
 here set no bound."""
+UNTESTED = "no run has executed Transformer Engine's parts yet, so compare with model.accelerations torch first"
+"""What a run and the doctor report where Transformer Engine is used."""
 FUSED_GRADIENTS = "fused_weight_gradient_mlp_cuda"
 """Apex's extension that Megatron-Core prefers for accumulating weight gradients, in Transformer Engine's layers too."""
 
@@ -92,17 +95,24 @@ class Accelerations:
         elif self.engine.is_used or self.apex.is_used:
             parts.append(f"torch adds up weight gradients, as {FUSED_GRADIENTS} {self.gradients_problem}")
         parts.append(f"{self.adam}'s Adam")
+        if self.engine.is_used:
+            parts.append(UNTESTED)
         return "; ".join(parts)
 
 
 @functools.cache
 def find_accelerations(choice: Choice) -> Accelerations:
-    """Find what this process can use; the rest is hidden from later imports."""
+    """Find what this process can use; the rest is hidden from later imports.
+
+    `choice`: the setting `model.accelerations`. The first call of a process decides: what it hides stays hidden.
+    """
     unwanted = None
     if not torch.cuda.is_available():
         unwanted = "needs CUDA"
     elif choice == "torch":
-        unwanted = "is not wanted by model.accelerations"
+        unwanted = "is not selected by model.accelerations"
+    elif find_accelerations.cache_info().currsize:
+        unwanted = "is hidden, because this process imported Megatron-Core with model.accelerations torch"
     engine = _transformer_engine(unwanted)
     apex = _apex(unwanted)
     gradients = apex.problem if not apex.is_used else _import_problem(FUSED_GRADIENTS)
@@ -115,9 +125,15 @@ def find_accelerations(choice: Choice) -> Accelerations:
     return Accelerations(engine, apex, gradients)
 
 
+def decide_accelerations() -> None:
+    """Hide both libraries from `megatron.core`, unless `find_accelerations` was called in this process before."""
+    if not find_accelerations.cache_info().currsize:
+        find_accelerations("torch")
+
+
 def _transformer_engine(unwanted: str | None) -> Library:
     version = installed_version("transformer-engine")
-    if importlib.util.find_spec("transformer_engine") is None:
+    if version is None and importlib.util.find_spec("transformer_engine") is None:
         return Library("Transformer Engine", version, "is not installed")
     problem = unwanted or _refusal(version) or _import_problem("transformer_engine.pytorch")
     return Library("Transformer Engine", version, problem)

@@ -1,4 +1,4 @@
-"""Transformer Engine and Apex: present, absent, broken or another project; what is used and what is told."""
+"""Transformer Engine and Apex: present, absent, broken or another project; which of them is used, and the report."""
 
 from __future__ import annotations
 
@@ -14,10 +14,17 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 
 from megappo.config.load import load_config
 from megappo.doctor.software import acceleration_findings
-from megappo.runtime.accelerations import FUSED_GRADIENTS, Accelerations, find_accelerations
+from megappo.runtime.accelerations import (
+    FUSED_GRADIENTS,
+    UNTESTED,
+    Accelerations,
+    decide_accelerations,
+    find_accelerations,
+)
 from tests.support import worlds
 
 HIDDEN = ("transformer_engine", "apex", FUSED_GRADIENTS)
+SELECTED = ("model.accelerations=auto",)
 
 
 @dataclass
@@ -50,7 +57,7 @@ def shelf(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Shelf]:
 
 
 def said(found: Accelerations, *overrides: str) -> list[tuple[str, str, str, str]]:
-    config = load_config(worlds.ROOT / worlds.QUICKSTART, ["model.dtype=bfloat16", *overrides])
+    config = load_config(worlds.ROOT / worlds.QUICKSTART, ["model.dtype=bfloat16", *(overrides or SELECTED)])
     return [(f.check, f.state, f.words, f.remedy) for f in acceleration_findings(found, config)]
 
 
@@ -70,7 +77,7 @@ def test_both_are_there(shelf: Shelf) -> None:
     assert (check, state) == ("layers", "fine")
     assert words == (
         "Transformer Engine 2.10.0 (attention, norms, rope); "
-        "Apex 26.9 adds up weight gradients; Transformer Engine's Adam"
+        f"Apex 26.9 adds up weight gradients; Transformer Engine's Adam; {UNTESTED}"
     )
 
 
@@ -139,7 +146,28 @@ def test_torch_alone_where_the_settings_say_so(shelf: Shelf) -> None:
         with pytest.raises(ImportError):
             importlib.import_module(package)
     ((_, state, words, _),) = said(found, "model.accelerations=torch")
-    assert state == "fine" and "Transformer Engine 2.10.0 is not wanted by model.accelerations" in words
+    assert state == "fine" and "Transformer Engine 2.10.0 is not selected by model.accelerations" in words
+
+
+def test_both_are_opt_in(shelf: Shelf) -> None:
+    """They are not used by default, nor where Megatron-Core was imported before a configuration was read."""
+    shelf.put("transformer_engine", "2.10.0", pytorch="")
+    shelf.put("apex", "26.9", optimizers="")
+    default = load_config(worlds.ROOT / worlds.QUICKSTART, ["model.dtype=bfloat16"])
+    assert default.model.accelerations == "torch"
+    decide_accelerations()
+    with pytest.raises(ImportError):
+        importlib.import_module("transformer_engine")
+    late = find_accelerations("auto")
+    assert not late.engine.is_used and not late.uses_engine_layers(torch.bfloat16) and late.adam == "torch"
+    assert "Transformer Engine 2.10.0 is hidden, because this process imported Megatron-Core" in said(late)[0][2]
+
+
+def test_a_selection_outlasts_the_import_of_megatron(shelf: Shelf) -> None:
+    shelf.put("transformer_engine", "2.10.0", pytorch="")
+    assert find_accelerations("auto").engine.is_used
+    decide_accelerations()
+    assert importlib.import_module("transformer_engine.pytorch")
 
 
 def test_without_cuda_neither_is_imported(shelf: Shelf, monkeypatch: pytest.MonkeyPatch) -> None:
