@@ -6,6 +6,8 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import TYPE_CHECKING
 
+from megappo.families.rope import rotary_scales
+
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
 
@@ -305,10 +307,16 @@ class ArchitectureConfig(ModelShape):
         return self.sliding_window is not None
 
     @property
-    def has_own_layers(self) -> bool:
-        """Whether the model needs megappo's own layers; for others Transformer Engine's may be used."""
+    def is_standard(self) -> bool:
+        """Whether Megatron-LM's arguments can describe the model."""
         special = self.sigmoid_router or self.latent is not None or self.special_layers != ()
-        return special or self.extensions != ArchitectureExtensions()
+        return not special and self.extensions == ArchitectureExtensions()
+
+    @property
+    def has_own_layers(self) -> bool:
+        """Whether the model needs megappo's own layers; for others Transformer Engine's may be used, which take the
+        angles of a rope and no factor on cosine and sine."""
+        return not self.is_standard or any(scale != 1 for scale in rotary_scales(self))
 
 
 def expert_number_bytes(experts: int) -> int:

@@ -12,7 +12,6 @@ from functools import partial
 from megappo.families.architecture import ArchitectureConfig
 from megappo.families.declaration import Block, PerToken, Weight
 from megappo.families.fields import Activation, MegatronSettings
-from megappo.families.rope import rotary_scale
 
 
 def norm(megatron: str, hf: str, channels: int, alias: str = "") -> Weight:
@@ -41,12 +40,11 @@ class Attention(Block):
         )
 
     def megatron(self, arch: ArchitectureConfig) -> MegatronSettings:
-        scale, width = rotary_scale(arch), arch.score_width or arch.head_dim
+        width = arch.score_width or arch.head_dim
         some = {"window_attn_skip_freq": [int(has) for has in arch.windowed_layers]} if arch.windowed_layers else {}
         return {
             "window_size": None if arch.sliding_window is None else (arch.sliding_window - 1, 0),
-            # Squared: yarn multiplies cosine and sine of both query and key by the factor.
-            "softmax_scale": None if scale == 1.0 and width == arch.head_dim else scale**2 * width**-0.5,
+            "softmax_scale": None if width == arch.head_dim else width**-0.5,
             **some,
         }
 

@@ -154,10 +154,11 @@ def interval(c: HFConfig) -> int | None:
     return n if list(c.layer_types) == regular else None
 
 
-def full_attention_interval(c: HFConfig) -> Fields:
-    """config.json's entry from which transformers derives `layer_types`, which servers do not read."""
+def extra_config(c: HFConfig) -> Fields:
+    """Entries of config.json that servers read instead of `layer_types` and of the factor in `rope_parameters`."""
     n = interval(c)
-    return {} if n is None else {"full_attention_interval": n}
+    factor = c.rope_parameters.get("partial_rotary_factor", c.partial_rotary_factor)
+    return {"partial_rotary_factor": factor} | ({} if n is None else {"full_attention_interval": n})
 
 
 def mtp_layers(arch: ArchitectureConfig) -> tuple[str, ...]:
@@ -171,7 +172,7 @@ FAMILY = Family(
     blocks=(GatedAttention(), AttentionNorms(), LinearAttention(), Experts(), GatedSharedExpert()),
     unserved=unserved,
     adapted=False,
-    extra_config=full_attention_interval,
+    extra_config=extra_config,
     mtp_layers=mtp_layers,
     mtp_count_field="mtp_num_hidden_layers",
     fingerprinted=False,

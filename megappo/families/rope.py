@@ -3,32 +3,37 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
-from megappo.families.architecture import ArchitectureConfig
 from megappo.families.served import yarn_scale
 
 if TYPE_CHECKING:  # plans read factors without importing torch
     from torch import Tensor
 
+    from megappo.families.architecture import ArchitectureConfig
 
-def rotary(arch: ArchitectureConfig) -> tuple[tuple[Tensor, ...], float]:
-    """Inverse frequencies of each kind of rope, (rotated channels/2,), and the factor on cosine and sine, as
-    transformers computes them.
 
-    Not by Megatron's own scaling, which knows Llama 3's constants only.
+class Rope(NamedTuple):
+    """Rotary positions of one kind of layer, as transformers computes them."""
+
+    inverse_frequencies: Tensor
+    """(rotated channels/2,), float32, in radians per position."""
+    scale: float
+    """Factor on cosine and sine (YaRN's temperature). It scales the rotated channels only."""
+
+
+def rotary(arch: ArchitectureConfig) -> tuple[Rope, ...]:
+    """The rope of each kind of layer, in the order of `rope_kinds`; one rope if there are no kinds.
+
+    Megatron-Core's own scaling is not used, because it supports the constants of Llama 3 only.
     """
-    kinds = rope_kinds(arch)
-    found = [_of_kind(arch, kind) for kind in kinds] if kinds else [_of_kind(arch, None)]
-    assert len({scale for _, scale in found}) == 1, "one factor for all layers"
-    return tuple(frequencies for frequencies, _ in found), found[0][1]
+    return tuple(_of_kind(arch, kind) for kind in rope_kinds(arch) or (None,))
 
 
-def rotary_scale(arch: ArchitectureConfig) -> float:
-    """The factor on cosine and sine that `rotary` has."""
-    said = arch.hf_config.rope_parameters
-    (scale,) = {_scale(arch, rope) for rope in [said[kind] for kind in rope_kinds(arch)] or [said]}
-    return scale
+def rotary_scales(arch: ArchitectureConfig) -> tuple[float, ...]:
+    """The `scale` of each rope in `rotary`, computed without torch."""
+    parameters = arch.hf_config.rope_parameters
+    return tuple(_scale(arch, parameters if kind is None else parameters[kind]) for kind in rope_kinds(arch) or (None,))
 
 
 def _scale(arch: ArchitectureConfig, rope: Mapping[str, Any]) -> float:
@@ -45,7 +50,7 @@ def rope_kinds(arch: ArchitectureConfig) -> tuple[str, ...]:
     return tuple(sorted(set(arch.extensions.ropes)))
 
 
-def _of_kind(arch: ArchitectureConfig, kind: str | None) -> tuple[Tensor, float]:
+def _of_kind(arch: ArchitectureConfig, kind: str | None) -> Rope:
     import torch
     from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
@@ -54,9 +59,9 @@ def _of_kind(arch: ArchitectureConfig, kind: str | None) -> tuple[Tensor, float]
     if rope["rope_type"] == "default":
         channels = arch.rotary_channels or arch.head_dim
         exponents = torch.arange(0, channels, 2, dtype=torch.int64).float() / channels
-        return 1.0 / (rope["rope_theta"] ** exponents), 1.0
+        return Rope(1.0 / (rope["rope_theta"] ** exponents), 1.0)
     of_layers = {} if kind is None else {"layer_type": kind}
     compute = ROPE_INIT_FUNCTIONS[rope["rope_type"]]
     with torch.device("cpu"):  # some make tensors on the default device
         inverse_frequencies, scale = compute(arch.hf_config, torch.device("cpu"), **of_layers)
-    return inverse_frequencies, float(scale)
+    return Rope(inverse_frequencies, float(scale))

@@ -295,8 +295,7 @@ def _own_layer(
     if is_special and arch.delta_net is not None:
         layer.submodules.self_attention = ModuleSpec(GatedDeltaNet, params={"shape": arch.delta_net})
     elif arch.latent is not None:
-        told = {"shape": arch.latent, "rotary_scale": rotary(arch)[1]}
-        layer.submodules.self_attention = ModuleSpec(LatentSelfAttention, params=told)
+        layer.submodules.self_attention = ModuleSpec(LatentSelfAttention, params={"shape": arch.latent})
     elif config.attention_output_gate:
         layer.submodules.self_attention.module = GatedSelfAttention
     elif arch.wide_attention is not None:
@@ -385,11 +384,11 @@ def _build_chunk(
         if arch.sigmoid_router:
             layer.mlp.router.correction_bias = nn.Parameter(torch.zeros(arch.experts), requires_grad=False)
     model.to(options.device)  # Megatron creates the router's weight on the CPU, and torch the norms
-    frequencies = [of_kind.to(options.device) for of_kind in rotary(arch)[0]]
+    ropes = [rope._replace(inverse_frequencies=rope.inverse_frequencies.to(options.device)) for rope in rotary(arch)]
     if options.has_engine_layers:
-        model.rotary_pos_emb.inv_freq = frequencies[0]
+        model.rotary_pos_emb.inv_freq = ropes[0].inverse_frequencies
     else:
-        model.rotary_pos_emb = PackedRotary(frequencies)
+        model.rotary_pos_emb = PackedRotary(ropes)
     around_layers(model, arch)
     if last and options.value_head_std is not None:
         model.output_layer = ValueHead(layout, arch.hidden_size, options.dtype, options.device)

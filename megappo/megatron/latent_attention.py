@@ -50,22 +50,18 @@ class DownProjection(nn.Module):
 
 
 class LatentSelfAttention(MegatronModule):
-    """Replaces `self_attention` of Megatron's layer; the arguments are those that Megatron passes.
-
-    `rotary_scale`: factor on cosine and sine (`families.rope.rotary`), which applies to the rotated channels only.
-    """
+    """Replaces `self_attention` of Megatron's layer; the arguments are those that Megatron passes."""
 
     def __init__(
         self,
         config: TransformerConfig,
         layer_number: int,
         shape: LatentAttention,
-        rotary_scale: float,
         pg_collection: ProcessGroupCollection,
         **_of_megatron: Any,
     ) -> None:
         super().__init__(config=config)
-        self.shape, self.rotary_scale, self.group = shape, rotary_scale, pg_collection.tp
+        self.shape, self.group = shape, pg_collection.tp
         heads, hidden, rank = config.num_attention_heads, config.hidden_size, shape.query_rank
         self.heads, self.head_dim = heads // self.group.size(), shape.plain_dim + shape.rotary_dim
         of_columns, of_rows = parallel_settings(config, self.group)
@@ -106,7 +102,7 @@ class LatentSelfAttention(MegatronModule):
         query, _ = self.linear_q_up_proj(of_query_too[0]) if of_query_too else self.linear_q_proj(hidden_states)
         made, _ = self.linear_kv_up_proj(latent)
         plain, turned = query.view(-1, self.heads, self.head_dim).split([shape.plain_dim, shape.rotary_dim], dim=-1)
-        cosine, sine = rotary_pos_emb * self.rotary_scale if self.rotary_scale != 1 else rotary_pos_emb
+        cosine, sine = rotary_pos_emb
         query = torch.cat([plain, self._rotated(turned, cosine, sine)], dim=-1)
         plain, value = made.view(-1, self.heads, shape.made_dim).split([shape.plain_dim, shape.value_dim], dim=-1)
         key = torch.cat([plain, self._rotated(shared_key, cosine, sine).expand(-1, self.heads, -1)], dim=-1)

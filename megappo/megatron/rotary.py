@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from megappo.families.rope import Rope
 from megappo.megatron.attention import PackedSegments
 from megappo_kernels.layers import rotate_pairs
 
@@ -26,10 +27,10 @@ if TYPE_CHECKING:
 class PackedRotary(nn.Module):
     """Replaces GPTModel's `rotary_pos_emb`, with the two methods that GPTModel calls."""
 
-    def __init__(self, inverse_frequencies: Sequence[Tensor]) -> None:
-        """`inverse_frequencies`: (d/2,) float32 of each kind of rope, on the model's device."""
+    def __init__(self, ropes: Sequence[Rope]) -> None:
+        """`ropes`: one of each kind of layer, with frequencies on the model's device."""
         super().__init__()
-        self.inverse_frequencies = inverse_frequencies
+        self.ropes = ropes
 
     def get_rotary_seq_len(
         self,
@@ -43,25 +44,26 @@ class PackedRotary(nn.Module):
         return packed_seq_params.positions
 
     def forward(self, positions: Tensor, *, packed_seq: bool, cp_group: dist.ProcessGroup) -> Tensor:
-        """(t,) -> (2, t, 1, d): cosine and sine in float32, as servers compute them.
+        """(t,) -> (2, t, 1, d): scaled cosine and sine in float32, as servers compute them.
 
         They are one tensor, because Megatron would take a pair for queries and keys. Several kinds of rope are
         flattened and concatenated; `of_kind` selects one of them.
         """
-        kinds = [self._cosine_sine(positions.float(), frequencies) for frequencies in self.inverse_frequencies]
+        kinds = [self._cosine_sine(positions.float(), rope) for rope in self.ropes]
         return kinds[0] if len(kinds) == 1 else torch.cat([kind.flatten() for kind in kinds])
 
     def of_kind(self, number: int, flat: Tensor) -> Tensor:
         """(2, t, 1, d): cosine and sine of the kind with this number."""
-        channels = [2 * len(frequencies) for frequencies in self.inverse_frequencies]
+        channels = [2 * len(rope.inverse_frequencies) for rope in self.ropes]
         tokens = len(flat) // (2 * sum(channels))
         kind = flat.split([2 * tokens * d for d in channels])[number]
         return kind.view(2, tokens, 1, channels[number])
 
-    def _cosine_sine(self, positions: Tensor, frequencies: Tensor) -> Tensor:
-        angles = positions[:, None] * frequencies
+    def _cosine_sine(self, positions: Tensor, rope: Rope) -> Tensor:
+        angles = positions[:, None] * rope.inverse_frequencies
         angles = torch.cat((angles, angles), dim=-1)[:, None]
-        return torch.stack((angles.cos(), angles.sin()))
+        cosine_sine = torch.stack((angles.cos(), angles.sin()))
+        return cosine_sine if rope.scale == 1 else cosine_sine * rope.scale
 
 
 def rotate(x: Tensor, _cu_seqlens: Tensor, cosine_sine: Tensor, **_of_context_parallelism: int) -> Tensor:

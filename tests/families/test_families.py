@@ -22,7 +22,7 @@ from megappo.config.schema import ModelSettings
 from megappo.families import FAMILIES, architecture
 from megappo.families.architecture import ArchitectureConfig
 from megappo.families.parameters import tensor_shapes
-from megappo.families.rope import rotary, rotary_scale
+from megappo.families.rope import rotary, rotary_scales
 from megappo.families.served import Served
 from megappo.plan.engines import other_engine
 from megappo.plan.inputs import Models, make_setup
@@ -273,21 +273,20 @@ def test_plans_read_the_factor_of_a_rope_as_transformers_computes_it(tmp_path: P
     ropes.append(YARN | {"factor": None, "original_max_position_embeddings": 8})
     for number, rope in enumerate(ropes):
         arch = read_architecture(written(tmp_path / str(number), "llama", rope_parameters=rope))
-        assert rotary_scale(arch) == rotary(arch)[1] and (rotary_scale(arch) == 1) == (number < 2), rope
+        (scale,) = rotary_scales(arch)
+        assert (scale,) == tuple(rope.scale for rope in rotary(arch)) and (scale == 1) == (number < 2), rope
     for model in sorted((ROOT / "configs" / "models").iterdir()):
         arch = read_architecture(model)
-        assert rotary_scale(arch) == rotary(arch)[1], model
+        assert rotary_scales(arch) == tuple(rope.scale for rope in rotary(arch)), model
 
 
 def test_what_megatron_is_told_of_a_layer(tmp_path: Path) -> None:
-    """A token is in its own window. YaRN's factor, 0.1 ln(4) + 1 (Peng et al. 2024), is on cosine and sine of query and
-    of key, so its square is in the scale of their product."""
-    scale = (0.1 * math.log(4) + 1) ** 2 / math.sqrt(8)
+    """A token is in its own window. YaRN's factor scales cosine and sine, not attention scores."""
     experts = {"num_moe_experts": 8, "moe_ffn_hidden_size": 24, "moe_router_topk": 2, "moe_router_dtype": "fp32"}
     experts |= {"moe_router_pre_softmax": False, "moe_router_load_balancing_type": "none", "moe_aux_loss_coeff": 0.0}
     cases: list[tuple[str, dict[str, Any], dict[str, Any]]] = [
         ("llama", {}, {}),
-        ("llama", {"rope_parameters": YARN}, {"softmax_scale": pytest.approx(scale, rel=1e-6)}),
+        ("llama", {"rope_parameters": YARN}, {}),
         ("mistral", {"sliding_window": WINDOW}, {"window_size": (WINDOW - 1, 0)}),
         ("qwen2", {}, {"add_qkv_bias": True}),
         (
@@ -322,7 +321,6 @@ def test_what_megatron_is_told_of_a_layer(tmp_path: Path) -> None:
                 "moe_ffn_hidden_size": 48,
                 "moe_router_topk": 3,
                 "activation_func": ClampedSwiGLU(1.3, 0.6),
-                "softmax_scale": pytest.approx(scale, rel=1e-6),
             },
         ),
     ]
@@ -448,7 +446,8 @@ def test_a_family_without_one_rope_is_not_asked_about_it(tmp_path: Path) -> None
 def test_an_export_says_what_sglang_reads(tmp_path: Path) -> None:
     for family, said in (
         ("gemma2", {"hidden_act": "gelu_pytorch_tanh"}),
-        ("qwen3_next", {"full_attention_interval": 2}),
+        # Rotated is the half that rope_parameters have; transformers writes its default, a quarter, beside them.
+        ("qwen3_next", {"full_attention_interval": 2, "partial_rotary_factor": 0.5}),
         ("deepseek_v3", {"topk_method": "noaux_tc", "scoring_func": "sigmoid", "moe_layer_freq": 1}),
         ("llama", {}),
     ):

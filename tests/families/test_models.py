@@ -29,6 +29,8 @@ ROPES = {
     },
     "yarn": {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0, "original_max_position_embeddings": 32},
 }
+PARTLY_ROTATED = ("glm4_moe", "qwen3_next", "qwen3_5_text", "qwen3_5_moe_text")
+PARTIAL_YARN = {**ROPES["yarn"], "rope_theta": 500.0, "partial_rotary_factor": 0.5}
 LAYOUTS: dict[str, dict[str, Any]] = {
     "one": {"tp": 1, "pp": 1},
     "tp2": {"tp": 2, "pp": 1},
@@ -186,6 +188,9 @@ def named_cases() -> Iterator[tuple[str, Callable[[Path], Case]]]:
     yield "mixtral-critic", partial(critic_case, "mixtral", "score", 0.5, EXPERTS["tp2-ep2"])
     for rope, parameters in ROPES.items():
         yield f"rope-{rope}", partial(plain_case, "llama", {"rope_parameters": parameters}, LAYOUTS["tp2"])
+    for family in PARTLY_ROTATED:
+        changes = {"rope_parameters": PARTIAL_YARN}
+        yield f"{family}-partial_yarn", partial(plain_case, family, changes, {"tp": 2, "pp": 1, "sp": True})
     for name, layout in LAYOUTS.items():
         yield f"outside-{name}", partial(plain_case, "arcee", {}, {**layout, "family": OUTSIDE, "train": True})
     yield "nine-heads-tp3", partial(plain_case, "llama", NINE_HEADS, {"tp": 3, "pp": 1})
@@ -212,7 +217,7 @@ def float8_case(root: Path) -> Case:
 CASES = dict(named_cases())
 
 
-_TELLING = ("tp2", "pp2", "tp2-ep2", "cp2", "moonlight-tp2", "neighbours-apart", "groups", "critic")
+_TELLING = ("partial_yarn", "tp2", "pp2", "tp2-ep2", "cp2", "moonlight-tp2", "neighbours-apart", "groups", "critic")
 """Layouts and settings in which a family may differ from others."""
 
 

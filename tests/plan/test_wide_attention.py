@@ -52,8 +52,8 @@ def test_its_attention(arch: ArchitectureConfig) -> None:
 
 def test_its_ropes(arch: ArchitectureConfig) -> None:
     """Layers without a window turn the first quarter of a head's pairs, at the rates of the whole head."""
-    (far, near), scale = rotary(arch)
-    assert scale == 1 and near.shape == (128,) and near.all()
+    (far, scale_far), (near, scale_near) = rotary(arch)
+    assert scale_far == scale_near == 1 and near.shape == (128,) and near.all()
     torch.testing.assert_close(far[:64], 1e6 ** -(torch.arange(64) / 256))
     assert far.shape == (256,) and not far[64:].any()
 

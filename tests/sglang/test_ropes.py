@@ -65,33 +65,38 @@ def ropes() -> list[dict[str, Any]]:
     return found
 
 
-def of_sglang(rope: Mapping[str, Any]) -> torch.Tensor:
-    """Cosines and sines of the first positions, (positions, channels)."""
+def of_sglang(rope: Mapping[str, Any], part: float) -> torch.Tensor:
+    """Cosines and sines of the first positions, (positions, channels), of heads of which a part is rotated."""
     from sglang.srt.layers.rotary_embedding.factory import get_rope
 
-    made = get_rope(CHANNELS, CHANNELS, POSITIONS, THETA, True, dict(rope), torch.float32)
+    size = round(CHANNELS / part)
+    made = get_rope(size, size, POSITIONS, THETA, True, dict(rope), torch.float32, partial_rotary_factor=part)
     return made.cos_sin_cache[:POSITIONS].double()
 
 
 def of_transformers(arch: Any, positions: int) -> torch.Tensor:
     """The same."""
-    (frequencies,), scale = rotary(arch)
+    ((frequencies, scale),) = rotary(arch)
     angles = torch.arange(positions).double()[:, None] * frequencies.double()
     return scale * torch.cat([angles.cos(), angles.sin()], dim=-1)
 
 
-def test_what_is_not_refused_is_equal(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(("family", "part"), [("llama", 1.0), ("glm4_moe", 0.5), ("glm4_moe", 0.25)])
+def test_what_is_not_refused_is_equal(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, family: str, part: float
+) -> None:
     """And what is refused is another rope; every parameter is refused somewhere or read by both."""
     kernel = ModuleType("vllm._custom_ops")  # asked for on a CPU, and not called
     kernel.rotary_embedding = None  # type: ignore[attr-defined]
     monkeypatch.setitem(sys.modules, "vllm", ModuleType("vllm"))
     monkeypatch.setitem(sys.modules, "vllm._custom_ops", kernel)
-    config = AutoConfig.from_pretrained(write_model(tmp_path / "m", "llama", 1, num_hidden_layers=1, head_dim=CHANNELS))
+    sizes = {"num_hidden_layers": 2, "head_dim": round(CHANNELS / part)}
+    config = AutoConfig.from_pretrained(write_model(tmp_path / "m", family, 1, **sizes))
     equal = refused = 0
     for rope in ropes():
-        config.rope_parameters = dict(rope)
+        config.rope_parameters = {**rope, "partial_rotary_factor": part}
         arch = architecture(config)
-        theirs = of_sglang(rope)
+        theirs = of_sglang(config.rope_parameters, part)
         apart = float((theirs - of_transformers(arch, len(theirs))).abs().max())
         why = unread_rope(arch)
         assert apart < 1e-5 if not why else apart > 1e-4 or rope.get("factor") == 1, (rope, why, apart)

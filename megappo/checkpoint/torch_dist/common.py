@@ -132,7 +132,7 @@ def _pickle_of(file: BytesIO) -> bytes:
 
 def megatron_arguments(arch: ArchitectureConfig) -> dict[str, JSONValue]:
     """Megatron-LM's arguments for a model of this architecture. Raises ValueError where none describe it."""
-    if arch.has_own_layers:
+    if not arch.is_standard:
         raise ValueError(
             f"a {arch.family} has layers, caps, sinks, scales or norms that are not written to Megatron-LM's format; "
             "use the Hugging Face format"
