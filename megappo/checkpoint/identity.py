@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import hashlib
 import json
 from collections.abc import Iterable, Mapping
@@ -18,12 +19,12 @@ from megappo.config import Config
 from megappo.config.explain import explain
 from megappo.config.model_files import model_paths, read_config_json, role_folder
 from megappo.families.architecture import ArchitectureConfig
+from megappo.families.rope import Rope, rotary
 from megappo.observe.json_values import JSONValue
 from megappo.runtime.objects import all_gather_objects
 
 _WITHOUT_MEANING = ("_name_or_path", "transformers_version", "torch_dtype", "dtype", "architectures")
-
-
+_ROPES = "ropes"
 BASE = "'s base"
 """Suffix of a role's name for the digest of the weights under its adapters, which are in no checkpoint."""
 MTP = "'s further layers"
@@ -37,21 +38,56 @@ def architecture_digest(folder: Path) -> str:
 
 
 def architecture_fields(arch: ArchitectureConfig) -> dict[str, JSONValue]:
-    """All fields that determine what an architecture's weights compute, in JSON's types."""
+    """Everything that determines what an architecture's weights compute, in JSON's types.
+
+    It is derived from all that the model is built of: the fields that the family reads, the settings and the activation
+    that its blocks give to Megatron-Core, and the ropes. So no setting of config.json can be forgotten.
+    """
     fields = {f.name: getattr(arch, f.name) for f in dataclasses.fields(arch) if f.compare}
-    return _of_json({**fields, "rope_parameters": arch.hf_config.rope_parameters})
+    layers = arch.declaration.megatron(arch)
+    assert not fields.keys() & (layers.keys() | {_ROPES}), "one meaning for each name"
+    return _of_json({**fields, **layers, _ROPES: [_rounded(rope) for rope in rotary(arch)]})
 
 
-def said_fields(said: Mapping[str, JSONValue]) -> dict[str, JSONValue]:
-    """The `architecture_fields` in a checkpoint; fields that an earlier megappo did not know have their defaults, and
-    `beyond`, as it called `extensions`, its name now."""
-    unsaid = {f.name: f.default for f in dataclasses.fields(ArchitectureConfig) if f.default is not dataclasses.MISSING}
-    return {**_of_json(unsaid), **{"extensions" if name == "beyond" else name: value for name, value in said.items()}}
+def recorded_fields(record: Mapping[str, JSONValue], arch: ArchitectureConfig) -> dict[str, JSONValue]:
+    """The `architecture_fields` in a checkpoint, to be compared with those of `arch`.
+
+    Checkpoints of earlier versions lack some of them. A missing field of ArchitectureConfig has its default. Such a
+    checkpoint records `rope_parameters` instead of the ropes, and no settings of layers, which are not compared then.
+    `extensions` was once called `beyond`.
+    """
+    defaults = {
+        f.name: f.default for f in dataclasses.fields(ArchitectureConfig) if f.default is not dataclasses.MISSING
+    }
+    renamed = {"extensions" if name == "beyond" else name: value for name, value in record.items()}
+    complete = {**_of_json(defaults), **renamed}
+    if _ROPES not in record:
+        same_rope = record.get("rope_parameters") == _of_json(arch.hf_config.rope_parameters)
+        layers = _of_json(arch.declaration.megatron(arch))
+        complete |= layers | {_ROPES: architecture_fields(arch)[_ROPES] if same_rope else None}
+    return complete
+
+
+def _rounded(rope: Rope) -> dict[str, object]:
+    """A rope to six digits, which versions of torch agree on."""
+    frequencies = [f"{frequency:.6g}" for frequency in rope.inverse_frequencies.tolist()]
+    return {"scale": f"{rope.scale:.6g}", "inverse_frequencies": frequencies}
 
 
 def _of_json(fields: Mapping[str, Any]) -> dict[str, JSONValue]:
-    found: dict[str, JSONValue] = json.loads(json.dumps(fields, default=dataclasses.asdict))
-    return found
+    converted: dict[str, JSONValue] = json.loads(json.dumps(fields, default=_described))
+    return converted
+
+
+def _described(value: Any) -> JSONValue:
+    """A value that is no JSON: a dataclass or an activation function, by its name and settings."""
+    if isinstance(value, functools.partial):
+        return [_described(value.func), list(value.args), value.keywords]
+    if hasattr(value, "__qualname__"):
+        return f"{value.__module__}.{value.__qualname__}"
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        return dataclasses.asdict(value)
+    return [_described(type(value)), vars(value)]
 
 
 class OwnCode(NamedTuple):

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from megappo.checkpoint.files import Marker, checkpoints_directory
-from megappo.checkpoint.identity import architecture_fields, model_of, said_fields
+from megappo.checkpoint.identity import architecture_fields, model_of, recorded_fields
 from megappo.checkpoint.select import find_checkpoint
 from megappo.checkpoint.source import CheckpointSource
 from megappo.checkpoint.torch_dist.folder import find_iteration, is_megatron
@@ -116,7 +116,7 @@ def _open_run(path: Path, wanted: Wanted) -> Origin:
     if other is None:  # not in checkpoints of earlier versions
         _, model = model_of(marker, wanted.role)
         other = architecture_fields(_read(model, wanted))
-    _require_same(said_fields(other), wanted)
+    _require_same(recorded_fields(other, wanted.arch), wanted)
     what = "that" if wanted.lora is None else "the adapters"
     return Origin(source, ". ".join([*sentences, f"the {wanted.role} begins with {what} of {folder}"]))
 

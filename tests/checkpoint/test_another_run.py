@@ -68,9 +68,9 @@ def test_a_run_starts_from_weights_that_mean_the_same(world: Path) -> None:
     found = dict(source.tensors())
     assert found.keys() == given.keys()
     assert all(torch.equal(found[name], given[name]) for name in given)
-    with pytest.raises(ValueError, match=r"it differs in rope_parameters from the actor's config\.json"):
+    with pytest.raises(ValueError, match=r"it differs in ropes from the actor's config\.json"):
         open_origin(run, "actor", changed_arch(world / "model", rope_parameters=LLAMA3))
-    with pytest.raises(ValueError, match=r"it differs in norm_eps, rope_parameters from"):
+    with pytest.raises(ValueError, match=r"it differs in norm_eps, ropes from"):
         open_origin(run, "actor", changed_arch(world / "model", rms_norm_eps=1e-2))
 
 
@@ -155,6 +155,22 @@ def test_extensions_are_read_under_their_old_name(world: Path) -> None:
     open_origin(run, "actor", arch)
     rewrite(world / "run", architectures={"actor": of_it | {"beyond": extensions | {"sinks": True}}})
     with pytest.raises(ValueError, match="it differs in extensions"):
+        open_origin(run, "actor", arch)
+
+
+def test_records_of_earlier_versions_are_compared_by_what_they_hold(world: Path) -> None:
+    """They hold `rope_parameters` and no settings of layers; a field that is missing has its default."""
+    run, arch = str(world / "run"), read_architecture(world / "model")
+    kept = {field.name for field in dataclasses.fields(arch) if field.compare and field.name != "extensions"}
+    record: dict[str, Any] = {name: value for name, value in architecture_fields(arch).items() if name in kept}
+    parameters = arch.hf_config.rope_parameters
+    rewrite(world / "run", architectures={"actor": {**record, "rope_parameters": parameters}})
+    open_origin(run, "actor", arch)
+    rewrite(world / "run", architectures={"actor": {**record, "rope_parameters": {**parameters, "rope_theta": 77.0}}})
+    with pytest.raises(ValueError, match="it differs in ropes from"):
+        open_origin(run, "actor", arch)
+    rewrite(world / "run", architectures={"actor": {**record, "norm_eps": 0.5, "rope_parameters": parameters}})
+    with pytest.raises(ValueError, match="it differs in norm_eps from"):
         open_origin(run, "actor", arch)
 
 

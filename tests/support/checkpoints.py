@@ -84,8 +84,7 @@ def one_step_run(root: Path) -> Path:
         "versions": {"torch": str(torch.__version__)},
         "settings": config.model_dump(mode="json"),
         "identity": {"model": architecture_digest(model)},
-        # As of a megappo that did not know of caps and scales yet.
-        "architectures": {"actor": {k: v for k, v in architecture_fields(arch).items() if k != "extensions"}},
+        "architectures": {"actor": architecture_fields(arch)},
     }
     from megatron.core.dist_checkpointing import ShardedTensor
 
