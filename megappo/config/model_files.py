@@ -13,6 +13,7 @@ from megappo.config.folder_texts import OF_TOKENIZERS, check_texts, read_object
 from megappo.config.hub import hub_folder, may_be_hub_name
 from megappo.config.schema import Config, ModelSettings
 from megappo.config.tokens import TokenRows
+from megappo.config.vocabulary import check_same_tokens
 from megappo.errors import ConfigError, either, reason, show
 from megappo.families import FAMILIES, architecture
 from megappo.families.architecture import ArchitectureConfig
@@ -199,8 +200,8 @@ def token_rows(config: Config, tokenizer: PreTrainedTokenizerBase, *, training: 
     """The rows of the smallest embedding among a run's models, whose roles all read the same tokens. Without `training`
     only the actor counts.
 
-    Raises ConfigError as `load_architectures` does, and for a role without rows for tokens that the actor may sample:
-    those of the tokenizer that the actor has a row for.
+    Raises ConfigError as `load_architectures` does, for a role without rows for tokens that the actor may sample (those
+    of the tokenizer that the actor has a row for), and for a role whose folder numbers the tokens differently.
     """
     paths = model_paths(config)
     sizes = {
@@ -215,8 +216,16 @@ def token_rows(config: Config, tokenizer: PreTrainedTokenizerBase, *, training: 
                 f"{_key_of(role)} '{paths[role]}' has rows for {size} tokens (its vocab_size), and the actor samples "
                 f"from {sampled}; use a {role} with the actor's vocabulary"
             )
+    for role in sizes:
+        require_same_tokens(config, tokenizer, role_folder(config, role, weights=False), _key_of(role))
     smallest = min(sizes, key=sizes.__getitem__)
     return TokenRows(sizes[smallest], paths[smallest])
+
+
+def require_same_tokens(config: Config, tokenizer: PreTrainedTokenizerBase, folder: Path, key: str) -> None:
+    """`check_same_tokens` of the run's tokenizer and another folder, which the setting `key` names."""
+    own, trusts = tokenizer_folder(config.model), config.model.trust_remote_code
+    check_same_tokens(tokenizer, own, folder, key, trust_remote_code=trusts)
 
 
 def _key_of(role: str) -> str:

@@ -26,7 +26,7 @@ from megappo.plan.inputs import Models
 from megappo.plugins import is_import_path
 from megappo.ppo.components import check_answers
 from megappo.ppo.methods import check_methods
-from megappo.ppo.origins import open_origin
+from megappo.ppo.origins import open_start
 from megappo.preflight.inputs import read_inputs
 from megappo.rewards.registry import OF_ENVIRONMENT, check_reward
 from megappo.rewards.workers import RewardPool, RewardRequest
@@ -158,7 +158,7 @@ def method_findings(config: Config) -> Iterator[Finding]:
 def origin_findings(config: Config) -> Iterator[Finding]:
     """Weights that the models of a new run start from, where these are not those of their own folder."""
     for role, settings in config.trained.items():
-        if settings.start_from is not None:
-            arch = load_architecture(role_folder(config, role, weights=False), config.model)
-            lora = None if settings.lora is None else settings.lora.of(arch)
-            yield fine("starts from", open_origin(settings.start_from, role, arch, lora=lora).summary)
+        arch = load_architecture(role_folder(config, role, weights=False), config.model)
+        lora = None if settings.lora is None else settings.lora.of(arch)
+        if (origin := open_start(config, role, arch, lora=lora)) is not None:
+            yield fine("starts from", origin.summary)

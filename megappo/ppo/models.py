@@ -17,7 +17,7 @@ from megappo.megatron.build import DTYPES, BuildOptions, build_model, first_valu
 from megappo.megatron.layout import Cut, Layout, Outside, make_layouts
 from megappo.megatron.optimization import RoleOptimizer
 from megappo.megatron.roles import AbsentRole, LocalRole, Placement, Role, TrainedRole, base_of
-from megappo.ppo.origins import open_origin
+from megappo.ppo.origins import open_start
 from megappo.reshard.files import NotFiniteError
 from megappo.reshard.mtp import MTPLayers
 from megappo.reshard.peft import FreshAdapters
@@ -155,8 +155,8 @@ class ModelBuilder:
         arch, seed = load_architecture(folder, self._config.model), self._config.run.seed
         lora = settings.lora.of(arch) if settings is not None and settings.lora is not None else None
         origin: WeightSource | None = None
-        if settings is not None and settings.start_from is not None and not self._resumed:
-            opened = open_origin(settings.start_from, role, arch, self._runtime, lora)
+        opened = None if self._resumed else open_start(self._config, role, arch, self._runtime, lora)
+        if opened is not None:
             self.origins.append(opened.summary)
             origin = opened.source
         if lora is None and origin is not None:

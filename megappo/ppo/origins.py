@@ -10,13 +10,13 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from megappo.checkpoint.files import Marker, checkpoints_directory
-from megappo.checkpoint.identity import architecture_fields, model_of, recorded_fields
+from megappo.checkpoint.identity import architecture_fields, model_of, recorded_fields, settings_of
 from megappo.checkpoint.select import find_checkpoint
 from megappo.checkpoint.source import CheckpointSource
 from megappo.checkpoint.torch_dist.folder import find_iteration, is_megatron
 from megappo.checkpoint.torch_dist.source import TorchDistSource
 from megappo.config import Config
-from megappo.config.model_files import read_architecture
+from megappo.config.model_files import load_tokenizer, read_architecture, require_same_tokens
 from megappo.errors import show
 from megappo.families import FAMILIES
 from megappo.families.adapters import LoraShape
@@ -53,6 +53,8 @@ class Origin:
     source: WeightSource
     """Source of weights, or of adapters where these are wanted."""
     summary: str
+    tokens_from: Path | None = None
+    """Folder whose tokenizer made the tokens that the weights were trained on; None: unknown."""
 
 
 @dataclass(frozen=True)
@@ -89,6 +91,24 @@ def open_origin(
         raise ValueError(f"{role}.start_from '{text}': {error}") from error
 
 
+def open_start(
+    config: Config, role: str, arch: ArchitectureConfig, runtime: Runtime | None = None, lora: LoraShape | None = None
+) -> Origin | None:
+    """`open_origin` of a role's `start_from`, whose tokenizer must number the tokens as the run's does; None without
+    the setting. Raises ValueError or ConfigError on every rank where one refuses."""
+    settings = config.trained.get(role)
+    if settings is None or settings.start_from is None:
+        return None
+    origin, key = open_origin(settings.start_from, role, arch, runtime, lora), f"{role}.start_from"
+
+    def check() -> None:
+        if origin.tokens_from is not None and origin.tokens_from.is_dir():
+            require_same_tokens(config, load_tokenizer(config), origin.tokens_from, key)
+
+    check() if runtime is None else agreed(check)
+    return origin
+
+
 def _kind(path: Path) -> OriginKind:
     for kind in _KINDS.values():
         if path.exists() and kind.recognises(path):
@@ -118,7 +138,9 @@ def _open_run(path: Path, wanted: Wanted) -> Origin:
         other = architecture_fields(_read(model, wanted))
     _require_same(recorded_fields(other, wanted.arch), wanted)
     what = "that" if wanted.lora is None else "the adapters"
-    return Origin(source, ". ".join([*sentences, f"the {wanted.role} begins with {what} of {folder}"]))
+    model = settings_of(marker)["model"]
+    tokens_from = Path(model.get("tokenizer") or model["path"])
+    return Origin(source, ". ".join([*sentences, f"the {wanted.role} begins with {what} of {folder}"]), tokens_from)
 
 
 def _require_same_adapters(marker: Marker, wanted: Wanted) -> None:
@@ -151,7 +173,8 @@ def _open_peft(path: Path, wanted: Wanted) -> Origin:
             "to their rank, alpha and targets, or merge them into their base (PEFT's merge_and_unload) and name that "
             "folder"
         )
-    return Origin(PeftSource(path, wanted.arch, wanted.lora), f"the {wanted.role} begins with the adapters of {path}")
+    source = PeftSource(path, wanted.arch, wanted.lora)
+    return Origin(source, f"the {wanted.role} begins with the adapters of {path}", path)
 
 
 def _open_folder(path: Path, wanted: Wanted) -> Origin:
@@ -162,7 +185,7 @@ def _open_folder(path: Path, wanted: Wanted) -> Origin:
     _require_same(architecture_fields(other), wanted)
     source = SafetensorsSource(path, other)
     source.check(with_output_layer=wanted.role != "critic")
-    return Origin(source, f"the {wanted.role} begins with {path}")
+    return Origin(source, f"the {wanted.role} begins with {path}", path)
 
 
 def _refuse_adapters(wanted: Wanted) -> None:
@@ -173,7 +196,7 @@ def _refuse_adapters(wanted: Wanted) -> None:
 def _open_megatron(path: Path, wanted: Wanted) -> Origin:
     _refuse_adapters(wanted)
     folder = find_iteration(path, wanted.step)
-    return Origin(TorchDistSource(folder, wanted.role, wanted.arch), f"the {wanted.role} begins with {folder}")
+    return Origin(TorchDistSource(folder, wanted.role, wanted.arch), f"the {wanted.role} begins with {folder}", path)
 
 
 def _read(folder: Path, wanted: Wanted) -> ArchitectureConfig:

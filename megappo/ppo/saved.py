@@ -19,6 +19,7 @@ from torch import Tensor
 
 from megappo.config.rules.experience import MARKER, SavedStep, folder_of_step, saved_steps
 from megappo.config.tokens import token_text
+from megappo.config.vocabulary import vocabulary_digest
 from megappo.ppo.components import RunComponents
 from megappo.ppo.experience_files import SavedSamples, read_samples, require_parquet, sample_ids_of, write_samples
 from megappo.ppo.generation import StepSamples
@@ -37,8 +38,10 @@ class ExperienceRecord:
         self._folder = parts.config.experience_folder
         self._given_B = torch.zeros(0)
         self._text_of = cache(partial(token_text, parts.tokenizer))
+        self._vocabulary = None
         if self._settings is not None:
             require_parquet()
+            self._vocabulary = vocabulary_digest(parts.tokenizer)
 
     def begin(self, step: int) -> None:
         """Drop saved steps after this one, which the run will repeat. Raises ValueError on every rank where the folder
@@ -79,6 +82,7 @@ class ExperienceRecord:
             prompts_per_step=rollouts.prompts_per_step,
             samples_per_prompt=rollouts.samples_per_prompt,
             temperature=rollouts.temperature,
+            vocabulary=self._vocabulary,
         )
         path, samples = saved.file(self._runtime.rank), SavedSamples(experience, self._given_B)
         problem = (

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from pathlib import Path
 
 from transformers import PreTrainedTokenizerBase
 
 from megappo.config import Config
 from megappo.config.model_files import load_tokenizer, resolve_stop_token_ids, role_folder, token_rows
 from megappo.config.tokens import TokenRows
+from megappo.config.vocabulary import check_saved_tokens
 from megappo.data import PromptDataset, TrainingPrompts, read_prompts
 from megappo.environments.protocol import Environment
 from megappo.environments.registry import make_environment
@@ -31,6 +33,8 @@ def read_tokens(config: Config, *, training: bool = True) -> ModelTokens:
     ConfigError where they do not fit the models."""
     tokenizer = load_tokenizer(config)
     rows = token_rows(config, tokenizer, training=training)
+    if training and config.rollout.load_from is not None:
+        check_saved_tokens(tokenizer, Path(config.rollout.load_from))
     folder = role_folder(config, "actor", weights=False)
     return ModelTokens(tokenizer, rows, resolve_stop_token_ids(folder, tokenizer, config.rollout.stop_token_ids, rows))
 

@@ -21,7 +21,9 @@ from megappo.config.data import DataSettings, DataSourceSettings
 from megappo.config.environment import EnvironmentSettings
 from megappo.config.model_files import load_tokenizer, read_architecture, resolve_stop_token_ids, token_rows
 from megappo.config.tokens import TokenRows, decoded, response_length_rules, token_text, whole_ids
+from megappo.config.vocabulary import vocabulary_digest
 from megappo.data import PromptDataset, read_prompts
+from megappo.doctor.inputs import origin_findings
 from megappo.engines.protocol import Completion, GenerateRequest, SamplingParams
 from megappo.environments.chat import ChatTokens
 from megappo.environments.gateway.server import Gateway
@@ -34,13 +36,14 @@ from megappo.errors import ConfigError, RunError
 from megappo.families.parameters import tensor_shapes
 from megappo.ppo.answering import generated
 from megappo.ppo.sampling import SampleRequests, finish_rollout
+from megappo.preflight.inputs import read_tokens
 from megappo.reshard.writer import write_policy
 from megappo.runtime.interrupts import NeverStop
 from megappo.types import Prompt
 from tests.support.data import character_tokenizer
 from tests.support.episodes import PARAMS, TOKENIZER, SayingEngine, asked, tokenizer
 from tests.support.places import BASE, ROOT, TINY
-from tests.support.worlds import QUICKSTART, megappo
+from tests.support.worlds import QUICKSTART, megappo, pretrained
 
 ADDED = "<tool>"
 """A token that tokenizers of these tests have, and their models have no row for."""
@@ -195,6 +198,74 @@ def test_roles_have_rows_for_what_the_actor_samples(tmp_path: Path) -> None:
         assert token_rows(config, load_tokenizer(config), training=False).count == 16
     config = load_config(ROOT / QUICKSTART, [f"model.path={wide}", f"critic.path={TINY}"])
     assert token_rows(config, load_tokenizer(config)) == TokenRows(16, str(TINY))
+
+
+def renumbered(content: dict[str, Any]) -> None:
+    """Exchange the ids of two tokens of the vocabulary."""
+    vocabulary = content["model"]["vocab"]
+    vocabulary["3"], vocabulary["4"] = vocabulary["4"], vocabulary["3"]
+
+
+def with_one_more(content: dict[str, Any]) -> None:
+    """Give the first id behind the vocabulary to a token that the base lacks."""
+    content["added_tokens"].append({**content["added_tokens"][0], "id": 15, "content": ADDED})
+
+
+@pytest.mark.parametrize("setting", ["critic.path", "reference.path", "model.path"])
+def test_models_whose_tokenizers_number_tokens_differently_are_refused(tmp_path: Path, setting: str) -> None:
+    """Two tokens exchanged. A token that only one of the tokenizers has is no difference."""
+    other, base = tiny_model(tmp_path / "other", renumbered), tiny_model(tmp_path / "base", with_one_more)
+    same = tiny_model(tmp_path / "same", lambda content: content.update(version="1.0", padding=None))
+    bare = tiny_model(tmp_path / "bare")
+    (bare / "tokenizer.json").unlink()
+    given = [f"model.tokenizer={TINY}"]
+    ids = load_tokenizer(load_config(ROOT / QUICKSTART, given)).get_vocab()
+    first, second = (ids[token] for token in "34")
+    assert {first, second} <= set(range(15))
+    for folder in (base, same, bare, TINY):
+        config = load_config(ROOT / QUICKSTART, [*given, f"{setting}={folder}"])
+        assert token_rows(config, load_tokenizer(config)).count == 16
+    config = load_config(ROOT / QUICKSTART, [*given, f"{setting}={other}"])
+    words = rf"{setting} '{other}' has a tokenizer with '4' at token {first}, where the run's tokenizer has '3'; use a"
+    with pytest.raises(ConfigError, match=words):
+        token_rows(config, load_tokenizer(config))
+    (other / "tokenizer.json").write_text("{}")
+    with pytest.raises(ConfigError, match=rf"{setting} '{other}' has a tokenizer that cannot be compared with the run"):
+        token_rows(config, load_tokenizer(config))
+
+
+def test_a_dry_run_compares_the_tokenizers_of_models_that_a_run_starts_from(tmp_path: Path) -> None:
+    """Of a model folder, and of the tokenizer that another run had."""
+    other, same = (pretrained(tmp_path / name) for name in ("other", "same"))
+    content = json.loads((other / "tokenizer.json").read_text())
+    renumbered(content)
+    (other / "tokenizer.json").write_text(json.dumps(content))
+    for role in ("actor", "critic"):
+        config = load_config(ROOT / QUICKSTART, [f"{role}.start_from={same}"])
+        assert [finding.state for finding in origin_findings(config)] == ["fine"]
+        config = load_config(ROOT / QUICKSTART, [f"{role}.start_from={other}"])
+        with pytest.raises(ConfigError, match=rf"{role}.start_from '{other}' has a tokenizer with '4' at token"):
+            list(origin_findings(config))
+
+
+def test_saved_samples_of_another_vocabulary_are_refused(tmp_path: Path) -> None:
+    """Folders of earlier versions record no vocabulary and are accepted."""
+    other = tiny_model(tmp_path / "other", renumbered)
+    folder = tmp_path / "experience/step-000001"
+    folder.mkdir(parents=True)
+    marker = {"step": 1, "run": "/runs/a", "ranks": 1, "saved": 2, "prompts_per_step": 2, "samples_per_prompt": 1}
+    config = load_config(ROOT / QUICKSTART, [f"rollout.load_from={folder.parent}", "evaluation=null"])
+    for tokenizer_of, is_refused in ((None, False), (TINY, False), (other, True)):
+        recorded: dict[str, Any] = {}
+        if tokenizer_of is not None:
+            words = load_tokenizer(load_config(ROOT / QUICKSTART, [f"model.path={tokenizer_of}"]))
+            recorded = {"vocabulary": vocabulary_digest(words)}
+        (folder / "step.json").write_text(json.dumps({**marker, "temperature": 1.0, **recorded}))
+        if is_refused:
+            with pytest.raises(ConfigError, match="has samples of a run with another tokenizer, whose ids"):
+                read_tokens(config)
+        else:
+            read_tokens(config)
 
 
 END = len(TOKENIZER)

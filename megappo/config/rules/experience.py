@@ -38,6 +38,8 @@ class SavedStep:
     prompts_per_step: Annotated[int, Field(ge=1)]
     samples_per_prompt: Annotated[int, Field(ge=1)]
     temperature: float
+    vocabulary: str | None = None
+    """`vocabulary_digest` of that run's tokenizer; None in folders of earlier versions."""
 
     @property
     def is_whole(self) -> bool:
