@@ -9,7 +9,7 @@ distribution that was sampled from, temperature included. Padded positions may h
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 import torch
@@ -157,6 +157,9 @@ class Samples:
     routing: tuple[Tensor, ...] | None = field(default=None, kw_only=True)
     """B tensors (T - 1, L, K), see `RoutingShape`: the experts that the engine sent tokens to; None on all ranks: the
     trainer's routers choose."""
+    below_minimum: tuple[Tensor, ...] | None = field(default=None, kw_only=True)
+    """B bool tensors (R,): response tokens that the engine sampled without the stop tokens, because of
+    `rollout.min_response_tokens`; None on all ranks: there is no minimum."""
 
 
 @dataclass(frozen=True)
@@ -195,6 +198,20 @@ class Rollouts(Samples):
         if self.episodes is None:
             return scores_B
         return scores_B + self.episodes.turn_rewards_BR.masked_fill(~self.response_mask_BR, 0.0).sum(-1)
+
+    def with_minimum(self, least_tokens: int) -> Rollouts:
+        """These samples with the first tokens of each response, and of each turn of an episode, marked `below_minimum`;
+        unchanged for a minimum of 0."""
+        if least_tokens == 0:
+            return self
+        marks = []
+        for b, length in enumerate(self.response_lengths_B.tolist()):
+            starts = [0] if self.episodes is None else [turn.start for turn in self.episodes.of_samples[b].turns]
+            marked_R = torch.zeros(length, dtype=torch.bool)
+            for start in starts:
+                marked_R[start : start + least_tokens] = True
+            marks.append(marked_R & self.response_mask_BR[b, :length])
+        return replace(self, below_minimum=tuple(marks))
 
     @property
     def scored_B(self) -> Tensor:

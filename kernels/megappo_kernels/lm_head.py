@@ -17,7 +17,14 @@ from megappo_kernels.autograd import ContextWith
 from megappo_kernels.backend import runs_triton
 from megappo_kernels.blocks import BLOCK
 from megappo_kernels.gemm import LogitsGemm, add_product
-from megappo_kernels.rows import RowGradients, Scaling, empty_statistics, logprob_and_entropy, merge_statistics
+from megappo_kernels.rows import (
+    Exclusion,
+    RowGradients,
+    Scaling,
+    empty_statistics,
+    logprob_and_entropy,
+    merge_statistics,
+)
 from megappo_kernels.softmax import logits_gradient, update_statistics
 
 # Most bytes of a slice's logits and gradients in backward: 6 bytes a number, float32 and bfloat16.
@@ -37,6 +44,8 @@ class HeadShard:
     scaling: Scaling
     exact: bool
     triton: bool
+    exclusion: Exclusion | None = None
+    """Tokens that some rows exclude; None: all rows are over the whole vocabulary."""
 
     @staticmethod
     def of(
@@ -49,6 +58,7 @@ class HeadShard:
         valid_vocab: int | None,
         softcap: float | None,
         exact: bool,
+        exclusion: Exclusion | None,
     ) -> HeadShard:
         """The shard that arguments of `linear_logprob` describe; raises ValueError where they do not fit together."""
         if hidden_TH.dtype != weight_VH.dtype:
@@ -58,11 +68,18 @@ class HeadShard:
             raise ValueError(f"hidden has shape {tuple(hidden_TH.shape)}, must be {wanted} by labels and weight")
         group, first, here = vocabulary_range(len(weight_VH), tp_group, valid_vocab)
         scaling = Scaling.of(temperature, softcap, len(labels_T), hidden_TH)
-        return HeadShard(group, first, here, scaling, exact, runs_triton(hidden_TH))
+        excluded = None if exclusion is None else exclusion.of_labels(labels_T)
+        return HeadShard(group, first, here, scaling, exact, runs_triton(hidden_TH), excluded)
 
-    def compacted(self, rows: Tensor) -> HeadShard:
+    def compacted(self, rows: slice | Tensor) -> HeadShard:
         """This shard for some of the T rows of hidden states."""
-        return replace(self, scaling=self.scaling.of_rows(rows))
+        exclusion = None if self.exclusion is None else self.exclusion.of_rows(rows)
+        return replace(self, scaling=self.scaling.of_rows(rows), exclusion=exclusion)
+
+    def exclude_(self, logits_CW: Tensor, column: int) -> None:
+        """Overwrite the logits of excluded tokens; `column`: of this rank's weight, the first one of the logits."""
+        if self.exclusion is not None:
+            self.exclusion.apply_(logits_CW, self.first + column)
 
 
 def vocabulary_range(
@@ -89,6 +106,7 @@ def linear_logprob(
     entropy: bool = True,
     sequence_parallel: bool = False,
     exact_logits: bool = True,
+    exclusion: Exclusion | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Log-probability of each label under softmax(cap(hidden @ weight.T) / temperature), and the row's entropy.
 
@@ -105,6 +123,7 @@ def linear_logprob(
             reduce-scatter behind a gather); otherwise it is all-reduced here, in float32.
         exact_logits: float32 logits from bfloat16 inputs. False lets a CPU round them to bfloat16 (up to 2^-8 of a
             logit) for the speed of its bfloat16 GEMM; on CUDA they are exact either way.
+        exclusion: tokens that the distributions of some rows exclude, except rows with such a label.
 
     Returns:
         logprob_T <= 0 and entropy_T in nats, float32 (float64 for float64 inputs), differentiable in `hidden_TH` and
@@ -121,6 +140,7 @@ def linear_logprob(
         valid_vocab=valid_vocab,
         softcap=softcap,
         exact=exact_logits,
+        exclusion=exclusion,
     )
     return _LinearLogprob.apply(hidden_TH, weight_VH, labels_T - shard.first, shard, entropy, not sequence_parallel)
 
@@ -129,20 +149,34 @@ def head_statistics(
     hidden_TH: Tensor, weight_VH: Tensor, local_labels_T: Tensor, shard: HeadShard, *, entropy: bool
 ) -> Tensor:
     """(4, T) statistics of this rank's part of the vocabulary, in one pass over the weight per block of rows."""
-    stats_4T = empty_statistics(len(local_labels_T), hidden_TH)
     if shard.triton:
         from megappo_kernels.gpu.head import can_fuse, launch_fused
 
         if shard.here and can_fuse(hidden_TH, weight_VH):
-            return launch_fused(hidden_TH, weight_VH[: shard.here], local_labels_T, shard.scaling, entropy=entropy)
+            stats_4T = launch_fused(hidden_TH, weight_VH[: shard.here], local_labels_T, shard.scaling, entropy=entropy)
+            if shard.exclusion is not None:  # the fused kernel stores no logits that could be overwritten
+                rows_N = torch.nonzero(shard.exclusion.rows_T).squeeze(1)
+                some = (hidden_TH[rows_N], weight_VH, local_labels_T[rows_N], shard.compacted(rows_N))
+                stats_4T[:, rows_N] = _unfused_statistics(*some, entropy=entropy)
+            return stats_4T
+    return _unfused_statistics(hidden_TH, weight_VH, local_labels_T, shard, entropy=entropy)
+
+
+def _unfused_statistics(
+    hidden_TH: Tensor, weight_VH: Tensor, local_labels_T: Tensor, shard: HeadShard, *, entropy: bool
+) -> Tensor:
+    """`head_statistics` by way of the logits of a block of rows and a slice of columns."""
+    stats_4T = empty_statistics(len(local_labels_T), hidden_TH)
     block, width = BLOCK[hidden_TH.device.type]
     width = min(width, max(1, shard.here))
     for start in range(0, len(local_labels_T), block):
         rows = slice(start, start + block)
         gemm = LogitsGemm(hidden_TH[rows], width, exact=shard.exact)
-        stats_4C, labels_C, scaling = stats_4T[:, rows], local_labels_T[rows], shard.scaling.of_rows(rows)
+        stats_4C, labels_C, of_rows = stats_4T[:, rows], local_labels_T[rows], shard.compacted(rows)
         for first in range(0, shard.here, width):
             logits_CW = gemm(weight_VH[first : min(first + width, shard.here)])
+            of_rows.exclude_(logits_CW, first)
+            scaling = of_rows.scaling
             update_statistics(stats_4C, logits_CW, labels_C - first, scaling, entropy=entropy, triton=shard.triton)
     return stats_4T
 
@@ -201,6 +235,7 @@ def _recomputed_gradients(
     for first in range(0, shard.here, width):
         columns = slice(first, min(first + width, shard.here))
         logits_NW = gemm(weight_VH[columns])
+        shard.exclude_(logits_NW, first)
         out_NW = logits_NW if low.dtype == logits_NW.dtype else low[: logits_NW.numel()].view(logits_NW.shape)
         logits_gradient(logits_NW, labels_N - first, gradients, shard.scaling, out_NW, triton=shard.triton)
         add_product(grad_hidden_NH, out_NW, weight_VH[columns])

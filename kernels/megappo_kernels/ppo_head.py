@@ -26,7 +26,7 @@ from megappo_kernels.lm_head import HeadShard
 from megappo_kernels.losses import Evaluation, Loss, PolicyInputs, check_inputs, evaluate, whole_loss
 from megappo_kernels.metrics import combine, stacked
 from megappo_kernels.objectives import PolicyObjective
-from megappo_kernels.rows import RowGradients, empty_statistics, logprob_and_entropy, merge_statistics
+from megappo_kernels.rows import Exclusion, RowGradients, empty_statistics, logprob_and_entropy, merge_statistics
 from megappo_kernels.softmax import logits_gradient, update_statistics
 
 _CHUNK_ROWS = 128
@@ -58,14 +58,15 @@ def ppo_head_loss(
     sequence_parallel: bool = False,
     accumulate_main_grad: bool = False,
     upstream: float = 1.0,
+    exclusion: Exclusion | None = None,
 ) -> HeadLoss:
     """The policy loss of labels under softmax(cap(hidden @ weight.T) / temperature), differentiable in both factors.
 
     Equal to `ppo_token_loss` on the outputs of `linear_logprob`, in 6 instead of 8 NHV operations.
 
     Args:
-        hidden_TH, weight_VH, labels_T, temperature, tp_group, valid_vocab, softcap, sequence_parallel: as for
-            `linear_logprob`.
+        hidden_TH, weight_VH, labels_T, temperature, tp_group, valid_vocab, softcap, sequence_parallel, exclusion: as
+            for `linear_logprob`.
         inputs: (T,) each. Rows whose mask is False or whose weight is 0 are skipped: they cost nothing, add nothing to
             the metrics and get a zero gradient.
         objective: default: PPO-clip with 0.2.
@@ -76,10 +77,8 @@ def ppo_head_loss(
         upstream: with `accumulate_main_grad`, the gradient that the loss will receive in backward, which refuses
             any other.
 
-    Returns:
-        The loss in float32 (float64 for float64), its report, and the rows' log-probabilities and entropies.
-
-    Raises ValueError for shapes, types or options that do not fit.
+    Returns the loss in float32 (float64 for float64), its report, and the rows' log-probabilities and entropies. Raises
+    ValueError for shapes, types or options that do not fit.
     """
     check_inputs(inputs.tensors(), labels_T.shape)
     accumulate_main_grad &= weight_VH.requires_grad
@@ -94,6 +93,7 @@ def ppo_head_loss(
         valid_vocab=valid_vocab,
         softcap=softcap,
         exact=True,
+        exclusion=exclusion,
     )
     upstream = upstream if accumulate_main_grad else 1.0
     options = _Options(shard, objective or PolicyObjective(), context_group, accumulate_main_grad, upstream)
@@ -301,9 +301,11 @@ class _Chunks:
         gemm = LogitsGemm(self.hidden_NH[rows], self.width, exact=True)
         size = 0 if self.shard.triton else n * self.width
         scratch = (stats_4C.new_empty(size), stats_4C.new_empty(size))
-        labels_C, scaling, triton = self.labels_N[rows], self.shard.scaling.of_rows(rows), self.shard.triton
+        shard, labels_C, triton = self.shard.compacted(rows), self.labels_N[rows], self.shard.triton
+        scaling = shard.scaling
         for columns in self._slices():
             logits_CW = gemm.into(self.weight_VH[columns], self.logits[: gemm.padded_rows, columns])[:n]
+            shard.exclude_(logits_CW, columns.start)
             local_C = labels_C - columns.start
             update_statistics(stats_4C, logits_CW, local_C, scaling, entropy=True, scratch=scratch, triton=triton)
         return stats_4C

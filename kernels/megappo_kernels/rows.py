@@ -19,6 +19,36 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+EXCLUDED = -1e30
+"""Logit of a token that a row's distribution excludes: its probability and its gradient are 0. A soft cap keeps it."""
+
+
+@dataclass(frozen=True)
+class Exclusion:
+    """Tokens that the distributions of some rows exclude, as an engine does that samples without them."""
+
+    rows_T: Tensor
+    """(T,) bool: the rows."""
+    token_ids: tuple[int, ...]
+    """The tokens, of the whole vocabulary."""
+
+    def of_labels(self, labels_T: Tensor) -> Exclusion:
+        """Without the rows whose label is one of the tokens: their distribution had it."""
+        rows_T = self.rows_T
+        for token_id in self.token_ids:
+            rows_T = rows_T & (labels_T != token_id)
+        return Exclusion(rows_T, self.token_ids)
+
+    def of_rows(self, rows: slice | Tensor) -> Exclusion:
+        """The exclusion of some of the rows."""
+        return Exclusion(self.rows_T[rows], self.token_ids)
+
+    def apply_(self, logits_CW: Tensor, first: int) -> None:
+        """Overwrite the logits of these rows' tokens; `first`: token id of the first column."""
+        for token_id in self.token_ids:
+            if first <= token_id < first + logits_CW.shape[1]:
+                logits_CW[:, token_id - first].masked_fill_(self.rows_T, EXCLUDED)
+
 
 @dataclass(frozen=True)
 class Scaling:
@@ -62,7 +92,8 @@ class Scaling:
     def scale_(self, logits_CW: Tensor) -> Tensor:
         """Turn logits (C, W) into scaled ones in place; returns them."""
         if self.softcap is not None:
-            logits_CW.div_(self.softcap).tanh_().mul_(self.softcap)
+            excluded_CW = logits_CW <= EXCLUDED
+            logits_CW.div_(self.softcap).tanh_().mul_(self.softcap).masked_fill_(excluded_CW, EXCLUDED)
         return logits_CW.mul_(self.column())
 
 

@@ -209,8 +209,8 @@ class RolloutSettings(Settings):
     max_total_tokens: PositiveInt | None = None
     """Longest prompt and response together, or all of an episode; default: what both limits allow."""
     min_response_tokens: NonNegativeInt = 0
-    """Fewest tokens of a response, or of a turn: stop tokens are not sampled before. Log-probabilities of engines are
-    those of the distribution that was sampled from."""
+    """Fewest tokens of a response, or of a turn: stop tokens are not sampled before. Engine, actor and reference
+    compute the log-probabilities of these tokens without the stop tokens."""
     dtype: Literal["float32", "bfloat16"] | None = None
     """Type of the engine's weights; default: the model's."""
     generate_batch_sequences: PositiveInt = 64

@@ -60,6 +60,8 @@ class BuildOptions:
     device: torch.device
     padded_vocab: int
     temperature: float = 1.0
+    stop_token_ids: tuple[int, ...] = ()
+    """Tokens that the distributions of `below_minimum` response tokens exclude; empty: there is no minimum length."""
     recompute: str = "none"
     recompute_modules: tuple[str, ...] = ("core_attn",)
     deallocate_pipeline_outputs: bool = True
@@ -401,6 +403,7 @@ def _build_chunk(
             model.output_layer.weight,
             vocab_size=arch.vocab_size,
             temperature=options.temperature,
+            stop_token_ids=options.stop_token_ids,
             cap=arch.extensions.logits_cap,
         )
     return model

@@ -2,12 +2,12 @@
 
 Both replace GPTModel's `output_layer` and keep its contract: `forward(hidden, weight, runtime_gather_output)` returns
 (output, None) with the output in Megatron's [rows, 1, channels]. Only rows that predict response tokens are computed:
-`expect` names them before each microbatch.
+`expect` sets them before each microbatch.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,10 +16,12 @@ from megatron.core.tensor_parallel import gather_from_sequence_parallel_region
 from torch import Tensor, nn
 
 from megappo.megatron.layout import Layout
+from megappo.megatron.schedule import PackedBatch
 from megappo_kernels.lm_head import linear_logprob
 from megappo_kernels.losses import PolicyInputs
 from megappo_kernels.objectives import PolicyObjective
 from megappo_kernels.ppo_head import ppo_head_loss
+from megappo_kernels.rows import Exclusion
 
 
 class _Head(nn.Module):
@@ -56,23 +58,35 @@ class LogprobHead(_Head):
     """Language model head: log-probabilities of the response tokens, or the policy loss of an update, float32."""
 
     def __init__(
-        self, layout: Layout, weight: nn.Parameter | None, *, vocab_size: int, temperature: float, cap: float | None
+        self,
+        layout: Layout,
+        weight: nn.Parameter | None,
+        *,
+        vocab_size: int,
+        temperature: float,
+        stop_token_ids: Sequence[int],
+        cap: float | None,
     ) -> None:
-        """`cap`: logits become cap * tanh(logits / cap) before the temperature."""
+        """`stop_token_ids`: tokens that the distributions of `below_minimum` rows exclude. `cap`: logits become
+        cap * tanh(logits / cap) before the temperature."""
         super().__init__(layout)
         self.weight = weight  # None where the tied embedding of the same stage is passed to forward
         self._where: dict[str, Any] = {
             "temperature": temperature, "tp_group": layout.groups.tp, "valid_vocab": vocab_size, "softcap": cap,
             "sequence_parallel": layout.sequence_parallel,
         }  # fmt: skip
+        self._stop_token_ids = tuple(stop_token_ids)
         self._labels_N: Tensor | None = None
+        self._exclusion: Exclusion | None = None
         self._target: PolicyTarget | None = None
         self.report: Mapping[str, Tensor] = {}
         """Metrics of the last microbatch's loss."""
 
-    def expect(self, rows_N: Tensor, labels_N: Tensor, target: PolicyTarget | None = None) -> None:
-        """Set the rows of the next microbatch, the tokens they predict (int64), and the loss to compute, if any."""
-        self._rows_N, self._labels_N, self._target = rows_N, labels_N, target
+    def expect(self, batch: PackedBatch, target: PolicyTarget | None = None) -> None:
+        """Set the next microbatch, and the loss to compute, if any."""
+        self._rows_N, self._labels_N, self._target = batch.rows_N, batch.labels_N, target
+        rows_N = batch.below_minimum_N
+        self._exclusion = None if rows_N is None else Exclusion(rows_N, self._stop_token_ids)
 
     def forward(
         self, hidden: Tensor, weight: Tensor | None = None, runtime_gather_output: bool | None = None
@@ -86,7 +100,8 @@ class LogprobHead(_Head):
         assert matrix is not None
         rows_NH = self._select(hidden, partial_gradients=True)
         if self._target is None:
-            logprob_N, _ = linear_logprob(rows_NH, matrix, self._labels_N, entropy=False, **self._where)
+            where = {**self._where, "exclusion": self._exclusion}
+            logprob_N, _ = linear_logprob(rows_NH, matrix, self._labels_N, entropy=False, **where)
             return logprob_N[:, None, None], None
         result = ppo_head_loss(
             rows_NH,
@@ -96,6 +111,7 @@ class LogprobHead(_Head):
             objective=self._target.objective,
             context_group=self.layout.groups.cp if self.layout.grid.cp > 1 else None,
             accumulate_main_grad=matrix.requires_grad,
+            exclusion=self._exclusion,
             **self._where,
         )
         self.report = result.metrics
@@ -110,9 +126,9 @@ class ValueHead(_Head):
         self.weight = nn.Parameter(torch.zeros(1, hidden_size, dtype=dtype, device=device))
         self.bias = nn.Parameter(torch.zeros(1, dtype=dtype, device=device))
 
-    def expect(self, rows_N: Tensor, labels_N: Tensor) -> None:
-        """Set the rows of the next microbatch; labels are not used."""
-        self._rows_N = rows_N
+    def expect(self, batch: PackedBatch) -> None:
+        """Set the next microbatch."""
+        self._rows_N = batch.rows_N
 
     def forward(
         self, hidden: Tensor, weight: Tensor | None = None, runtime_gather_output: bool | None = None

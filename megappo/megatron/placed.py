@@ -150,13 +150,16 @@ def place(role: Role, announced: Announced, minibatches: Iterable[Collection[int
     there = make_routes(announced.homes, replicas, ranks_of=grid.replica_ranks, own=grid.replica_of(rank))
     outgoing = dict(zip(samples.sample_ids_B.tolist(), samples.sequences, strict=True))
     found = exchange(outgoing, there, tokens, dtype=torch.int64, device=role.runtime.device)
-    routing = _send_routing(role, announced, replicas)
+    routing, marks = _send_routing(role, announced, replicas), _send_marks(role, announced, there)
     answering = {i: grid.output_rank(replica) for i, replica in plans[0].replica_of().items()}
     responses = announced.responses
     return PlacedBatch(
         role=role,
         announced=announced,
-        here={i: PlacedSample(i, tokens_T, responses[i], routing=routing.get(i)) for i, tokens_T in found.items()},
+        here={
+            i: PlacedSample(i, tokens_T, responses[i], routing=routing.get(i), below_minimum_R=marks.get(i))
+            for i, tokens_T in found.items()
+        },
         minibatches=minibatches,
         forward_plan=plans[0],
         update_plans=tuple(plans[1:]),
@@ -173,6 +176,16 @@ def _replicas(plans: Iterable[MicrobatchPlan]) -> dict[int, list[int]]:
             for sample_id in (i for microbatch in microbatches for i in microbatch.sample_ids):
                 found[sample_id].add(replica)
     return {sample_id: sorted(replicas) for sample_id, replicas in found.items()}
+
+
+def _send_marks(role: Role, announced: Announced, there: Routes) -> dict[int, Tensor]:
+    """`below_minimum` of each sample that this rank processes; empty for a role that excludes no token."""
+    samples = announced.samples
+    if samples.below_minimum is None or not role.options.stop_token_ids:
+        return {}
+    outgoing = dict(zip(samples.sample_ids_B.tolist(), [m.byte() for m in samples.below_minimum], strict=True))
+    received = exchange(outgoing, there, announced.responses, dtype=torch.uint8, device=role.runtime.device)
+    return {sample_id: marks_R.bool() for sample_id, marks_R in received.items()}
 
 
 def _send_routing(role: Role, announced: Announced, replicas: Mapping[int, Collection[int]]) -> dict[int, Tensor]:

@@ -252,7 +252,7 @@ class _Forward:
 
     def expect(self, head: LogprobHead | ValueHead, batch: PackedBatch) -> None:
         """Set the rows and the tokens that they predict."""
-        head.expect(batch.rows_N, batch.labels_N)
+        head.expect(batch)
 
     def finish(self, head: LogprobHead | ValueHead, output_NC: Tensor, batch: PackedBatch) -> tuple[Tensor, Tensor]:
         """The output unchanged, with its sum for the schedule; nothing is differentiated."""

@@ -44,6 +44,8 @@ class PlacedSample:
     """(R,) float32 each: what an update needs per response token."""
     routing: Tensor | None = None
     """(T - 1, L, K): experts that the engine used for each token, in this rank's layers; None: routers choose."""
+    below_minimum_R: Tensor | None = None
+    """bool: response tokens that were sampled without the stop tokens; None: there are none."""
 
 
 @dataclass(frozen=True)
@@ -62,6 +64,8 @@ class PackedBatch:
     """(N,) int64: index in `sample_ids` of the sample that each row belongs to."""
     own_N: Tensor
     """(N,) int64: index of each row's response token among the W of the pack."""
+    below_minimum_N: Tensor | None
+    """(N,) bool: rows whose token was sampled without the stop tokens; None: there are none."""
     fields_W: Mapping[str, Tensor]
     """float32: the samples' fields, concatenated."""
     is_filler: bool
@@ -96,6 +100,9 @@ def pack_samples(
     rows_N, own_N = shard.find(predicting_W, padded)
     fields = {name: torch.cat([s.fields[name] for s in samples]) for name in samples[0].fields}
     found = {"rows": rows_N, "labels": labels_W[own_N], "sequences": sequences_W[own_N], "own": own_N}
+    marks = [s.below_minimum_R for s in samples if s.below_minimum_R is not None]
+    if marks:
+        found["below_minimum"] = torch.cat(marks)[own_N]
     places_l = shard.places(padded)
     found |= {"tokens": torch.cat(tokens)[places_l], **segment_tensors(padded, shard)}
     if balance is not None:
@@ -113,6 +120,7 @@ def pack_samples(
         labels_N=there["labels"],
         sequences_N=there["sequences"],
         own_N=there["own"],
+        below_minimum_N=there.get("below_minimum"),
         fields_W={name: there[f"field {name}"] for name in fields},
         is_filler=is_filler,
     )

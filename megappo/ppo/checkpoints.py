@@ -336,6 +336,7 @@ class Checkpoints:
             "number": refused.number,
             "weights": asdict(refused.weights),
             "penalty_coef": updates.penalty_coef,
+            "stop_token_ids": list(updates.batch.role.options.stop_token_ids),
             "outcome": outcome_text(refused.update),
         }
         settings = CheckpointSettings(keep_last=_MOST_REPLAYS, asynchronous=False)

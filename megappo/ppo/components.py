@@ -217,7 +217,7 @@ def assemble(config: Config, derived: Derived, runtime: Runtime, mode: RunMode |
         check_methods(config)
     alone = mode.training and config.pretrains_critic
     roles = ("actor", "critic") if alone else ROLES if mode.training else ("actor",)
-    models = ModelBuilder(config, derived, runtime, roles=roles, resumed=mode.resumed)
+    models = ModelBuilder(config, derived, runtime, roles=roles, resumed=mode.resumed, stop_token_ids=stop_token_ids)
     actor = models.actor(trained=mode.training and not alone)
     reference = models.reference(actor) if "reference" in roles else None
     critic = models.critic() if mode.training else None

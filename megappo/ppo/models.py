@@ -63,14 +63,23 @@ class ModelBuilder:
     """Builds the models; every rank calls every method, in the same order."""
 
     def __init__(
-        self, config: Config, derived: Derived, runtime: Runtime, *, roles: Sequence[str] = ROLES, resumed: bool = False
+        self,
+        config: Config,
+        derived: Derived,
+        runtime: Runtime,
+        *,
+        roles: Sequence[str] = ROLES,
+        resumed: bool = False,
+        stop_token_ids: tuple[int, ...] = (),
     ) -> None:
         """Check the weights of these roles' folders and make their process groups; a collective of the world.
 
         `resumed`: whether a checkpoint will replace all built weights, so that `start_from` is not needed any more.
+        `stop_token_ids`: tokens that the engine does not sample before `rollout.min_response_tokens`.
         Raises ValueError on every rank where one of them cannot use a folder.
         """
         self._config, self._derived, self._runtime, self._resumed = config, derived, runtime, resumed
+        self._stop_token_ids = stop_token_ids if config.rollout.min_response_tokens else ()
         self._sources = agreed(lambda: weight_sources(config, roles))
         cuts = {role: cut for role, cut in _cuts(config, derived).items() if role in roles}
         self._layouts = make_layouts(cuts, runtime.device.type, runtime.deadlines.collective_seconds)
@@ -187,10 +196,10 @@ class ModelBuilder:
         trained: tuple[ArchitectureConfig, ActorSettings | CriticSettings] | None = None,
     ) -> BuildOptions:
         """Build options of a role; `trained` is the architecture and settings of a trained one."""
-        kept: dict[str, Any] = {}
+        kept: dict[str, Any] = {"stop_token_ids": self._stop_token_ids}
         if trained is not None:
             arch, settings = trained
-            kept = {
+            kept |= {
                 "recompute": settings.recompute,
                 "recompute_modules": settings.recompute_modules,
                 "deallocate_pipeline_outputs": settings.layout.deallocate_pipeline_outputs,
@@ -198,7 +207,7 @@ class ModelBuilder:
                 "lora": None if settings.lora is None else settings.lora.of(arch),
             }
             if isinstance(settings, CriticSettings):
-                kept |= {"freeze": settings.freeze, "value_head_std": settings.value_head_std}
+                kept |= {"freeze": settings.freeze, "value_head_std": settings.value_head_std, "stop_token_ids": ()}
             else:  # the reference is a policy of its own, whose routers choose as without an actor
                 kept["replays_routing"] = self._config.algorithm.replays_routing(arch.experts)
         return BuildOptions(

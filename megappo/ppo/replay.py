@@ -78,7 +78,8 @@ def replay(path: str, world_size: int) -> None:
             raise ValueError(f"{folder} is damaged: {first_of(found, 3, '; ')}; it cannot be replayed")
         derived = derive_run(config, world_size)
         there = [name for name in ("actor", "critic") if name in marker.content["updates"]]  # of those that are trained
-        models = ModelBuilder(config, derived, runtime, roles=there, resumed=True)
+        stops = tuple(marker.content["refused"].get("stop_token_ids", ()))
+        models = ModelBuilder(config, derived, runtime, roles=there, resumed=True, stop_token_ids=stops)
         built = (models.actor() if "actor" in there else None, models.critic() if "critic" in there else None)
         roles = [role for role in built if role is not None]
         lines = _repeat(config, roles, runtime, folder, marker)
@@ -92,12 +93,13 @@ def _repeat(config: Config, roles: Sequence[Role], runtime: Runtime, folder: Pat
     load_shards(folder, roles, marker.content["updates"])
     role = next(role for role in roles if role.placement.name == kept["role"])
     batch = load_values(folder / f"batch-{runtime.rank:05d}.pt")
-    routing = batch.get("routing")
+    routing, marks = batch.get("routing"), batch.get("below_minimum")
     samples = Samples(
         batch["sample_ids_B"],
         tuple(batch["sequences"]),
         batch["response_lengths_B"],
         routing=None if routing is None else tuple(routing),
+        below_minimum=None if marks is None else tuple(marks),
     )
     announced = announce(samples, runtime.device)
     placed = place(role, announced, [frozenset(announced.homes)]).with_fields(batch["fields_BR"])

@@ -307,7 +307,8 @@ class Trainer:
         response token. The reference is on the actor's ranks."""
         parts = self.parts
         with self.reporter.stage("forward"):
-            announced = announce(rollouts, parts.runtime.device)
+            marked = rollouts.with_minimum(parts.config.rollout.min_response_tokens)
+            announced = announce(marked, parts.runtime.device)
             actor = place(parts.actor, announced, () if self._actor_waits else self.minibatches("actor"))
             critic = place(parts.critic, announced, self.minibatches("critic")) if parts.critic else None
             compares = self.algorithm.compares_in(self.step)

@@ -145,6 +145,7 @@ class RoleUpdates:
             "sequences": [samples.sequences[b] for b in rows],
             "response_lengths_B": samples.response_lengths_B[rows],
             "routing": None if samples.routing is None else [samples.routing[b] for b in rows],
+            "below_minimum": None if samples.below_minimum is None else [samples.below_minimum[b] for b in rows],
             "fields_BR": {name: values_BR[rows] for name, values_BR in self.fields_BR.items()},
         }
 
@@ -206,7 +207,7 @@ class PolicyTask:
         """Give the output layer the objective and its inputs for the rows of this microbatch."""
         sequences_N = batch.sequences_N if self.objective.sees_sequences else None
         inputs = PolicyInputs(**self.weights.inputs(batch), sequences=sequences_N)
-        head.expect(batch.rows_N, batch.labels_N, PolicyTarget(inputs, self.objective))
+        head.expect(batch, PolicyTarget(inputs, self.objective))
 
     def finish(self, head: LogprobHead, output_NC: Tensor, batch: PackedBatch) -> tuple[Tensor, Mapping[str, Tensor]]:
         """The loss, and its metrics."""
@@ -222,7 +223,7 @@ class ValueTask:
 
     def expect(self, head: ValueHead, batch: PackedBatch) -> None:
         """Set the rows of the response tokens."""
-        head.expect(batch.rows_N, batch.labels_N)
+        head.expect(batch)
 
     def finish(self, head: ValueHead, output_NC: Tensor, batch: PackedBatch) -> tuple[Tensor, Mapping[str, Tensor]]:
         """The loss, and its metrics."""

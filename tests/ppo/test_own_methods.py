@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from megappo.algo.estimators import Estimator, builtin
 from megappo.config import Config, ConfigError, load_config
 from megappo.megatron.heads import LogprobHead, PolicyTarget
-from megappo.megatron.schedule import PlacedSample, pack_samples
+from megappo.megatron.schedule import PackedBatch, PlacedSample, pack_samples
 from megappo.ppo.methods import check_methods, find_estimator, find_objective
 from megappo.ppo.updates import LossWeights, PolicyTask
 from megappo_kernels.backend import use_backend
@@ -140,7 +140,7 @@ class Asked(LogprobHead):
     def __init__(self) -> None:
         nn.Module.__init__(self)
 
-    def expect(self, rows_N: Tensor, labels_N: Tensor, target: PolicyTarget | None = None) -> None:
+    def expect(self, batch: PackedBatch, target: PolicyTarget | None = None) -> None:
         self.target = target
 
 

@@ -129,6 +129,44 @@ def test_features_that_meet_are_exact(case: Case, world: World, tmp_path: Path) 
     check_step(result, tmp_path / "out", samples, *found, base=None if adapters is None else folder)
 
 
+MINIMUM = ("rollout.min_response_tokens=3", "rollout.stop_token_ids=[5, 9, 70]")
+MINIMUM_LAYOUTS = {
+    "tp2": ["layout.tensor_parallel=2"],
+    "cp2": ["layout.context_parallel=2"],
+    "pp2": ["layout.pipeline_parallel=2"],
+    "dp2": [],
+}
+
+
+@pytest.mark.parametrize("kind", ["plain", "turns"])
+@pytest.mark.parametrize("layout", cases(MINIMUM_LAYOUTS, quick=["tp2"]))
+def test_tokens_below_the_minimum_are_over_the_support_of_the_engine(
+    world: World, tmp_path: Path, layout: str, kind: str
+) -> None:
+    """Stop tokens are excluded at the first three positions of each response, and of each turn. The distribution of a
+    stop token at such a position includes the stop tokens."""
+    folder = world.folder("model")
+    samples = [*world.samples] if kind == "plain" else [in_turns(sample) for sample in world.samples]
+    samples[3] = {**samples[3], "tokens": [*samples[3]["tokens"]]}
+    samples[3]["tokens"][-samples[3]["response"]] = 9
+    told = {
+        "config": str(folder.with_suffix(".yaml")),
+        "overrides": [
+            *(f"{role}.{words}" for role in ROLES for words in MINIMUM_LAYOUTS[layout]),
+            *(*ONCE, *MINIMUM),
+            f"run.directory={tmp_path / 'run'}",
+        ],
+        "samples": samples,
+        "out": str(tmp_path / "out"),
+    }
+    result = ask("ppo_step_worker.py", 2, told)
+    settings = copy.copy(ORACLE)
+    settings.least_tokens, settings.stop_token_ids = 3, tuple(result["stop_token_ids"])
+    assert {5, 9, 70} < set(settings.stop_token_ids)
+    found = oracle_step(folder, samples, settings, result["minibatches"])
+    check_step(result, tmp_path / "out", samples, *found)
+
+
 def adapters_for(folder: Path) -> Path:
     """A PEFT folder beside the model's, on every matrix."""
     out = folder.with_name(f"{folder.name}-adapters")

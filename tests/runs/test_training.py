@@ -276,6 +276,18 @@ def test_bypass_takes_the_engines_logprobs(tmp_path: Path) -> None:
         assert 0 < abs(line["actor/ratio_max"] - 1) < 1e-3
 
 
+@pytest.mark.parametrize("bypass", [False, True])
+def test_engine_and_trainer_agree_below_a_minimum_length(tmp_path: Path, bypass: bool) -> None:
+    """The engine samples the first three tokens without stop tokens, and so does the trainer compute them."""
+    words = ["rollout.min_response_tokens=3", "rollout.max_response_tokens=5", "actor.layout={tensor_parallel: 2}"]
+    if bypass:
+        words += ["algorithm.old_logprob=bypass", "actor.epochs=1", "actor.minibatch_sequences=80"]
+    lines = quickstart(tmp_path / "run", *SHORT, *words, "evaluation=null", "data.validation=null")
+    for line in lines[1:]:
+        assert 3 <= line["response/length"] <= 5 and 0 < line["mismatch/max"] < 1e-4
+        assert not bypass or abs(line["actor/ratio_max"] - 1) < 1e-3
+
+
 def test_the_same_seed_gives_the_same_run(tmp_path: Path) -> None:
     first, second = (quickstart(tmp_path / name, *SHORT) for name in "ab")
     for a, b in zip(first, second, strict=True):

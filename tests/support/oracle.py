@@ -135,12 +135,20 @@ def changed_routing(model: Any, samples: list[Sample]) -> float:
     return changed / known
 
 
-def policy_outputs(model: Any, sample: Sample, temperature: float) -> tuple[Tensor, Tensor]:
-    """Log-probability and entropy at each response token."""
-    logits = model(input_ids=sample.tokens[None]).logits[0, -sample.response - 1 : -1][sample.own] / temperature
-    logp = logits.log_softmax(-1)
-    labels = sample.tokens[-sample.response :][sample.own]
-    return logp.gather(1, labels[:, None])[:, 0], -(logp.exp() * logp).sum(-1)
+def policy_outputs(model: Any, sample: Sample, settings: Settings) -> tuple[Tensor, Tensor]:
+    """Log-probability and entropy at each response token; without the stop tokens at the first positions of a turn."""
+    own, labels = sample.own, sample.tokens[-sample.response :][sample.own]
+    logits = model(input_ids=sample.tokens[None]).logits[0, -sample.response - 1 : -1][own] / settings.temperature
+    excluded = torch.zeros(logits.shape, dtype=torch.bool)
+    for place, (position, label) in enumerate(zip(own.tolist(), labels.tolist(), strict=True)):
+        before = 0
+        while before < place and own[place - before - 1] == position - before - 1:
+            before += 1
+        if before < settings.least_tokens and label not in settings.stop_token_ids:
+            excluded[place, list(settings.stop_token_ids)] = True
+    logp = logits.masked_fill(excluded, -math.inf).log_softmax(-1)
+    entropy = -(logp.exp() * logp.masked_fill(excluded, 0.0)).sum(-1)
+    return logp.gather(1, labels[:, None])[:, 0], entropy
 
 
 def gae(rewards: Tensor, values: Tensor, gamma: float, lam: float) -> Tensor:
@@ -189,6 +197,9 @@ class Settings:
     """Of the returns, where it is another."""
     nll_coef: float = 0.0
     """Weight of the negative log-likelihood of samples whose rewards sum to more than 0."""
+    least_tokens: int = 0
+    """Tokens of a turn before which no stop token is sampled."""
+    stop_token_ids: tuple[int, ...] = ()
     actor_balance: float = 0.0
     critic_balance: float = 0.0
 
@@ -247,9 +258,9 @@ def ppo_step(
         old = []
         for s in samples:
             with routed(actor.model, s.routing):
-                scored = policy_outputs(actor, s, settings.temperature)[0]
+                scored = policy_outputs(actor, s, settings)[0]
                 old.append(torch.full_like(scored, s.engine) if settings.is_bypassed else scored)
-        ref = [policy_outputs(reference, s, settings.temperature)[0] for s in samples]
+        ref = [policy_outputs(reference, s, settings)[0] for s in samples]
         values = [critic(s) for s in samples]
     advantages, returns = [], []
     for s, o, r, v in zip(samples, old, ref, values, strict=True):
@@ -363,7 +374,7 @@ def _actor_update(actor, optimizer, samples, minibatch, old, ref, advantages, im
     sums = dict.fromkeys(("clipfrac", "ppo_kl", "entropy"), 0.0)
     for i in minibatch:
         with routed(actor.model, samples[i].routing) as said:
-            logp, entropy = policy_outputs(actor, samples[i], settings.temperature)
+            logp, entropy = policy_outputs(actor, samples[i], settings)
         uneven = [*uneven, *(layer.unevenness() for layer in said)]
         if i not in weights:
             continue

@@ -33,12 +33,14 @@ def decayed(x):
 
 @triton.jit
 def soft_cap(z, cap):
-    """cap * tanh(z / cap); a series near 0, where the formula with exp would cancel."""
+    """cap * tanh(z / cap); a series near 0, where the formula with exp would cancel. Excluded logits (`rows.EXCLUDED`)
+    stay."""
     x = z / cap
     small = x * (1 - x * x * (1.0 / 3 - x * x * (2.0 / 15)))
     r = decayed(x)
     large = (1 - r) / (1 + r)
-    return cap * tl.where(tl.abs(x) < 0.05, small, tl.where(x < 0, -large, large))
+    capped = cap * tl.where(tl.abs(x) < 0.05, small, tl.where(x < 0, -large, large))
+    return tl.where(z < -1e29, z, capped)
 
 
 @triton.jit(

@@ -104,7 +104,7 @@ class SumOfOutputs:
 
     def expect(self, head: Any, batch: PackedBatch) -> None:
         """Name the rows and the tokens they predict."""
-        head.expect(batch.rows_N, batch.labels_N)
+        head.expect(batch)
 
     def finish(self, head: Any, output_NC: Tensor, batch: PackedBatch) -> tuple[Tensor, dict[str, Tensor]]:
         """The sum."""

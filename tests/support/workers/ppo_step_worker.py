@@ -5,8 +5,10 @@ Usage (under torchrun): ppo_step_worker.py SCENARIO.json FOUND.json
 
 from __future__ import annotations
 
+import itertools
 import json
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +28,7 @@ from megappo.ppo.updates import NonFiniteUpdateError
 from megappo.reshard.stream import WeightStream
 from megappo.runtime.objects import all_gather_objects
 from megappo.runtime.process import start_runtime
-from megappo.types import Episode, Episodes, Prompt, Rollouts
+from megappo.types import Episode, Episodes, Prompt, Rollouts, Turn
 from tests.support.rewards import given_scores
 
 
@@ -66,7 +68,17 @@ def episodes_of_samples(rewards: list[list[float | None]], R: int) -> Episodes:
     """Episodes with these rewards at their tokens, NaN wherever no token is the model's."""
     nan = float("nan")
     padded = [[nan if r is None else r for r in of_sample] + [nan] * (R - len(of_sample)) for of_sample in rewards]
-    return Episodes((Episode(()),) * len(rewards), torch.tensor(padded), ((),) * len(rewards))
+    episodes = tuple(Episode(tuple(turns_of(of_sample))) for of_sample in rewards)
+    return Episodes(episodes, torch.tensor(padded), ((),) * len(rewards))
+
+
+def turns_of(rewards: list[float | None]) -> Iterator[Turn]:
+    """The stretches of tokens that the model made."""
+    place = 0
+    for is_own, tokens in itertools.groupby(rewards, key=lambda reward: reward is not None):
+        start, place = place, place + len(list(tokens))
+        if is_own:
+            yield Turn(start, place)
 
 
 def run(scenario: dict[str, Any], runtime: Any, found: Path) -> None:
@@ -99,7 +111,7 @@ def run(scenario: dict[str, Any], runtime: Any, found: Path) -> None:
     }
     gathered: list[Any] = [None] * runtime.world_size
     dist.all_gather_object(gathered, per_sample)
-    actor = {name: tensor.clone() for name, tensor in parts.weights}
+    actor, stop_token_ids = {name: tensor.clone() for name, tensor in parts.weights}, parts.stop_token_ids
     critic = critic_weights(trainer, runtime)
     adapters = {role.placement.name: adapter_weights(role) for role in parts.trained}
     parts.close()
@@ -120,6 +132,7 @@ def run(scenario: dict[str, Any], runtime: Any, found: Path) -> None:
                     "metrics": trainer.metrics,
                     "samples": merged,
                     "minibatches": plans,
+                    "stop_token_ids": list(stop_token_ids),
                     "built": {role: built(getattr(parts, role)) for role in plans},
                 }
             )

@@ -1,0 +1,117 @@
+"""Rows whose distribution excludes some tokens, as an engine samples below a minimum length, against float64."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from megappo_kernels.backend import use_backend
+from megappo_kernels.lm_head import linear_logprob
+from megappo_kernels.losses import PolicyInputs
+from megappo_kernels.objectives import PolicyObjective
+from megappo_kernels.ppo_head import ppo_head_loss
+from megappo_kernels.rows import Exclusion
+from tests.support.kernels import Head, head, policy_inputs, relative
+from tests.support.oracles import kernels as reference
+
+BACKENDS = ("torch", "triton")
+VOCAB, ROWS, STOPS = 4999, 24, (1, 2300, 4998)
+TEMPERATURE = 0.7
+
+
+def restricted(kind: str, dtype: torch.dtype, features: int = 24) -> tuple[Head, Exclusion]:
+    """Every other row excludes three tokens, one of which has nearly all of the probability. Row 0 has such a label."""
+    case = head(kind, dtype, rows=ROWS, features=features, vocab=VOCAB, padding=3)
+    with torch.no_grad():
+        case.weight[STOPS[1]] = 3 * case.hidden[2] / case.hidden[2].norm() * 6
+    case.labels[torch.isin(case.labels, torch.tensor(STOPS))] = 7
+    case.labels[0] = STOPS[0]
+    return case, Exclusion(torch.arange(ROWS) % 2 == 0, STOPS)
+
+
+def expected(exact: Head, exclusion: Exclusion, softcap: float | None) -> tuple[Tensor, Tensor]:
+    """Log-probabilities and entropies of the distributions without the tokens, from their logits in float64."""
+    logits_TV = (exact.hidden @ exact.weight.T)[:, :VOCAB]
+    if softcap is not None:
+        logits_TV = softcap * torch.tanh(logits_TV / softcap)
+    excluded_TV = torch.zeros(logits_TV.shape, dtype=torch.bool)
+    excluded_TV[:, list(STOPS)] = exclusion.rows_T[:, None]
+    excluded_TV[0] = False
+    logp_TV = (logits_TV / TEMPERATURE).masked_fill(excluded_TV, -torch.inf).log_softmax(-1)
+    entropy_T = -(logp_TV.exp() * logp_TV.masked_fill(excluded_TV, 0.0)).sum(-1)
+    return logp_TV.gather(1, exact.labels[:, None])[:, 0], entropy_T
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("kind", ["random", "peaky"])
+@pytest.mark.parametrize("softcap", [None, 15.0])
+def test_restricted_rows_are_exact(backend: str, kind: str, softcap: float | None) -> None:
+    case, exclusion = restricted(kind, torch.float32)
+    exact = case.exact()
+    options: dict[str, Any] = {"temperature": TEMPERATURE, "softcap": softcap, "valid_vocab": VOCAB}
+    up = torch.randn(2, ROWS, generator=torch.Generator().manual_seed(7))
+    with use_backend(backend):  # type: ignore[arg-type]
+        logprob, entropy = linear_logprob(case.hidden, case.weight, case.labels, exclusion=exclusion, **options)
+        (logprob * up[0] + entropy * up[1]).sum().backward()
+    true_logprob, true_entropy = expected(exact, exclusion, softcap)
+    (true_logprob * up[0] + true_entropy * up[1]).sum().backward()
+    torch.testing.assert_close(logprob.double(), true_logprob, rtol=1e-5, atol=1e-4)
+    torch.testing.assert_close(entropy.double(), true_entropy, rtol=1e-5, atol=1e-4)
+    for mine, truth in zip(case.gradients(), exact.gradients(), strict=True):
+        assert relative(mine, truth) < 2e-5
+    # Without the exclusion restricted rows differ, and the others have the same bits.
+    with use_backend(backend):  # type: ignore[arg-type]
+        plain, _ = linear_logprob(case.hidden, case.weight, case.labels, **options)
+    assert torch.equal(plain[1::2], logprob[1::2]) and plain[0] == logprob[0]
+    assert float((plain[2::2] - logprob[2::2]).abs().max()) > 0.1
+
+
+def test_the_fused_kernel_computes_restricted_rows_apart() -> None:
+    case, exclusion = restricted("random", torch.bfloat16, features=64)
+    with use_backend("triton"), torch.no_grad():
+        logprob, entropy = linear_logprob(
+            case.hidden, case.weight, case.labels, temperature=TEMPERATURE, valid_vocab=VOCAB, exclusion=exclusion
+        )
+    true_logprob, true_entropy = expected(case.exact(), exclusion, None)
+    torch.testing.assert_close(logprob.double(), true_logprob, rtol=1e-5, atol=1e-4)
+    torch.testing.assert_close(entropy.double(), true_entropy, rtol=1e-5, atol=1e-4)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("softcap", [None, 15.0])
+@pytest.mark.parametrize("policy_loss", ["clip", "gspo"])
+def test_the_loss_is_that_of_the_restricted_rows(backend: str, softcap: float | None, policy_loss: str) -> None:
+    """`gspo` sees whole sequences and recomputes the logits of its chunks."""
+    case, exclusion = restricted("random", torch.float32)
+    exact = case.exact()
+    true_logprob, true_entropy = expected(exact, exclusion, softcap)
+    given = policy_inputs(true_logprob, seed=3, imitates=False)
+    inputs = {k: v.float() if v.is_floating_point() else v for k, v in given.tensors().items()}
+    sequences = torch.arange(ROWS) // 6 if policy_loss == "gspo" else None
+    objective = PolicyObjective(policy_loss=policy_loss, entropy_coef=0.01)
+    with use_backend(backend):  # type: ignore[arg-type]
+        mine = ppo_head_loss(
+            case.hidden,
+            case.weight,
+            case.labels,
+            PolicyInputs(**{**inputs, "sequences": sequences} if sequences is not None else inputs),
+            objective=objective,
+            temperature=TEMPERATURE,
+            softcap=softcap,
+            valid_vocab=VOCAB,
+            exclusion=exclusion,
+        )
+    mine.loss.backward()
+    counted = given.mask & (given.weights != 0)
+    torch.testing.assert_close(mine.logprob_T[counted].double(), true_logprob[counted], rtol=1e-5, atol=1e-4)
+    torch.testing.assert_close(mine.entropy_T[counted].double(), true_entropy[counted], rtol=1e-5, atol=1e-4)
+    if policy_loss == "clip":
+        numbers: dict[str, Any] = {**given.tensors(), "entropy_coef": 0.01}
+        truth = reference.policy_loss(logprob=true_logprob, entropy=true_entropy, **numbers)
+        truth.backward()
+        assert abs(float(mine.loss - truth)) < 1e-4 * max(1.0, abs(float(truth)))
+        for got, wanted in zip(case.gradients(), exact.gradients(), strict=True):
+            assert relative(got, wanted) < 1e-4
