@@ -44,8 +44,8 @@ def test_what_the_folder_holds_is_built(tmp_path: Path, monkeypatch: pytest.Monk
     built = list[str]()
 
     class Builder:
-        def __init__(self, *_given: object, roles: list[str], resumed: bool) -> None:
-            assert roles == trained and resumed
+        def __init__(self, *_given: object, roles: list[str], resumed: bool, stop_token_ids: tuple[int, ...]) -> None:
+            assert roles == trained and resumed and stop_token_ids == (7,)
 
         def actor(self) -> str:
             built.append("actor")
@@ -69,7 +69,7 @@ def test_what_the_folder_holds_is_built(tmp_path: Path, monkeypatch: pytest.Monk
     folder.mkdir()
     content = {
         "world_size": 1,
-        "refused": {"role": trained[-1], "weights": None},
+        "refused": {"role": trained[-1], "weights": None, "stop_token_ids": [7]},
         "versions": {"torch": torch.__version__},
         "steps": 3,
         "updates": dict.fromkeys(trained, 4),
