@@ -170,13 +170,17 @@ class Resumed:
         kept = self._marker.content["metrics"]
         return {name: float(value) if isinstance(value, str) else value for name, value in kept.items()}
 
+    @property
+    def has_engine_weights(self) -> bool:
+        """Whether the engine had older weights than the actor, which its step still needs."""
+        return any(name.startswith(f"{_ENGINE_WEIGHTS}-") for name in self._marker.files)
+
     def engine_weights(self) -> list[Tensor] | None:
         """This rank's part of the older actor with which the engine resumes; None where the engine had the newest
         weights, and on another layout."""
         before, layout = self._marker.content, self._parts.config.actor.layout.model_dump(mode="json")
-        is_there = any(name.startswith(f"{_ENGINE_WEIGHTS}-") for name in self._marker.files)
         same = before["settings"]["actor"]["layout"] == layout
-        if not is_there or not same or before["world_size"] != self._parts.runtime.world_size:
+        if not self.has_engine_weights or not same or before["world_size"] != self._parts.runtime.world_size:
             return None
         home = _weights_home(self._parts)
         if home is None:

@@ -90,8 +90,8 @@ class StepSamples:
         """Metrics of responses that no step has taken yet."""
         return {}
 
-    def is_torn(self, step: int) -> bool:
-        """Whether a step was begun and dropped, and needs weights that are gone; the same on every rank."""
+    def needs_old_weights(self, step: int) -> bool:
+        """Whether a step still samples with the weights that its first responses began with; the same on every rank."""
         return False
 
     def cursor_state(self) -> dict[str, JSONValue]:
@@ -154,6 +154,8 @@ class Responses(StepSamples):
     def begin(self, step: int) -> None:
         """See `StepSamples.begin`."""
         drawn = self._drawn[step] if step in self._drawn else self._draw(step)
+        if drawn.is_whole:
+            return
         requests = drawn.ask_for_the_rest()
         drawn.pending = self._parts.submit(drawn.asked_prompts, requests, self._params)
 
@@ -170,9 +172,11 @@ class Responses(StepSamples):
                 drawn.pending = None
             drawn.is_whole = True
 
-    def is_torn(self, step: int) -> bool:
-        """Whether a step was begun and dropped; the same on every rank."""
-        return step in self._drawn and not self._drawn[step].is_whole
+    def needs_old_weights(self, step: int) -> bool:
+        """See `StepSamples.needs_old_weights`: responses are missing, or the rewards may make a further round
+        necessary."""
+        has_rounds = self._parts.config.rollout.dynamic_sampling is not None
+        return step in self._drawn and (has_rounds or not self._drawn[step].is_whole)
 
     def cursor_state(self) -> dict[str, JSONValue]:
         """State of the cursor before it gave prompts that are not trained on yet."""

@@ -122,11 +122,16 @@ class Trainer:
 
     def _give_weights_again(self, resumed: Resumed) -> None:
         """Restore the weights that the engine was sampling with. With `rollout.ahead: 1` they may be older than the
-        actor's: unfinished responses continue on them. Otherwise the pending sync is repeated under its version."""
+        actor's: unfinished responses and further rounds of the step sample with them. Where the actor's layout has
+        changed, the older weights cannot be restored, and the step continues on the actor's under the next version.
+        Otherwise the pending sync is repeated under its version."""
         was_changed, actor = self.actor_changed, self.parts.actor
         older = resumed.engine_weights()
         newest = actor.exchange_weights(older) if older is not None else None
-        self.weight_version -= 1
+        if older is None and resumed.has_engine_weights:
+            was_changed = False
+        else:
+            self.weight_version -= 1
         self.sync_weights()
         probe_rollout(self.parts)
         self.responses.load_state_dict(resumed.kept_responses())
@@ -169,7 +174,8 @@ class Trainer:
 
     def _note_boundary(self) -> None:
         self.responses.forget(self.step)
-        weights = self.engine_weights if self.actor_changed and self.responses.is_torn(self.step + 1) else []
+        is_behind = self.actor_changed and self.responses.needs_old_weights(self.step + 1)
+        weights = self.engine_weights if is_behind else []
         self.boundary = Boundary(
             self.state_dict(), dict(self.metrics), self.responses.state_dict(self.step + 1), weights
         )

@@ -65,6 +65,28 @@ def test_a_run_repeats_and_goes_on_where_it_was_killed(tmp_path: Path) -> None:
     assert any(line["curriculum/resting"] > 0 for line in lines)
 
 
+@pytest.mark.parametrize("ahead", [0, 1])
+def test_further_rounds_sample_with_the_weights_of_the_first(tmp_path: Path, ahead: int) -> None:
+    """Rewards make further rounds of most steps necessary. A run that is killed after the first round of a step was
+    sampled with the actor's older weights is the run that was not killed: round two has the same weights."""
+    settings = (
+        *ENGINE, f"rollout.ahead={ahead}", "run.steps=4", "checkpoint.every_steps=1", "rollout.dynamic_sampling={}",
+        "reward.function=exact", "evaluation=null", "data.validation=null",
+    )  # fmt: skip
+    killed = tmp_path / "killed"
+    attempts(
+        tmp_path,
+        train(tmp_path / "whole", *settings),
+        killed_at(killed, 3, "update_actor", 1, *settings, after_checkpoint=2),
+        killed_at(killed, 4, "reward", 0, *settings, after_checkpoint=3),
+        train(killed, *settings),
+    )
+    assert_same_run(tmp_path / "whole", killed, 4)
+    lines = read_metrics(killed / "metrics.jsonl")[-4:]
+    assert [line["rollout/lag"] for line in lines] == [0, *[ahead] * 3]
+    assert all(line["group/rounds"] > 1 for line in lines[2:])
+
+
 def test_a_run_that_is_stopped_keeps_what_is_finished(tmp_path: Path) -> None:
     """A run that was one step ahead, and is killed, goes on with prompts in flight, is stopped, and goes on with one
     rank: from then on every sample is finished once, and no more of them than its steps train on."""
