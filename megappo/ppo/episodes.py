@@ -84,8 +84,9 @@ def keep_episodes(completions: Sequence[Completion]) -> dict[str, Tensor]:
     return {"episodes": torch.frombuffer(bytearray(json.dumps(episodes).encode()), dtype=torch.uint8)}
 
 
-def kept_episodes(kept: Mapping[str, Tensor], count: int) -> list[Episode | None]:
-    """Episodes from `keep_episodes`, one for each of `count` completions."""
+def kept_episodes(kept: Mapping[str, Tensor], truncated: Sequence[bool]) -> list[Episode | None]:
+    """Episodes from `keep_episodes`. `truncated`: what is kept of each completion."""
     if "episodes" not in kept:
-        return [None] * count
-    return [Episode.read(told) for told in json.loads(bytes(kept["episodes"].tolist()))]
+        return [None] * len(truncated)
+    told = json.loads(bytes(kept["episodes"].tolist()))
+    return [Episode.read(of_one, truncated=was) for of_one, was in zip(told, truncated, strict=True)]
