@@ -119,12 +119,6 @@ def decoded(tokenizer: PreTrainedTokenizerBase, token_ids: Sequence[int], *, ski
     )
 
 
-def token_text(tokenizer: PreTrainedTokenizerBase, token_id: int) -> str:
-    """The text of a token by itself; of one that is part of a character, the tokenizer's own name for it."""
-    text = decoded(tokenizer, [token_id])
-    return str(tokenizer.convert_ids_to_tokens(token_id)) if "\ufffd" in text else text
-
-
 _CLOCK = "strftime_now"
 """The function by which chat templates ask for the date (transformers 5.19, chat_template_utils)."""
 

@@ -11,11 +11,12 @@ from typing import Any, Literal, cast
 
 from transformers import PreTrainedTokenizerBase
 
+from megappo.config.context import continuation_ids, continuation_text
 from megappo.config.environment import EnvironmentSettings
-from megappo.config.tokens import Message, decoded, without_row
+from megappo.config.tokens import Message, without_row
 from megappo.engines.protocol import Completion, GenerateRequest, SamplingParams
 from megappo.engines.rows import check_answers
-from megappo.environments.chat import BEGINNING, PLACEHOLDER, ChatTokens, plain_tokens
+from megappo.environments.chat import BEGINNING, PLACEHOLDER, ChatTokens
 from megappo.environments.gateway.recording import Recorder
 from megappo.environments.gateway.server import AgentEndpoint, Gateway
 from megappo.environments.protocol import LIMIT_ENDS, Limit, LimitReached, NonsenseError, Reply
@@ -137,7 +138,7 @@ class Session:
         if not isinstance(text, str):
             raise NonsenseError(f"observed {show(text)}, must be a text")
         if self._shared.chat is None:
-            self._heard += self._readable(plain_tokens(self._shared.tokenizer, text))
+            self._heard += self._readable(continuation_ids(self._shared.tokenizer, text))
         else:
             self._heard_messages.append({"role": role or self._shared.role, "content": text})
 
@@ -295,8 +296,8 @@ class Session:
         return Reply(
             completion.token_ids,
             completion.logprobs,
-            decoded(tokenizer, ids, skip_special_tokens=True),
-            decoded(tokenizer, ids),
+            continuation_text(tokenizer, ids, skip_special_tokens=True),
+            continuation_text(tokenizer, ids),
             completion.truncated,
             completion.weight_version,
         )

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
-from megappo.config.tokens import decoded
+from megappo.config.context import continuation_text
 from megappo.data import PromptDataset, TrainingPrompts
 from megappo.engines.protocol import Completion, GenerateRequest
 from megappo.engines.rows import check_answers
@@ -110,8 +110,8 @@ def finish_rollout(
         response_mask_BR=turns_mask(completions, mask_BR),
         ends=tuple(end_of(p, c, wanted.max_total_tokens) for p, c in zip(wanted.prompts, completions, strict=True)),
         weight_versions_B=torch.tensor([c.weight_version for c in completions], dtype=torch.int64),
-        responses=tuple(decoded(tokenizer, ids, skip_special_tokens=True) for ids in token_ids),
-        raw_responses=tuple(decoded(tokenizer, ids) for ids in token_ids),
+        responses=tuple(continuation_text(tokenizer, ids, skip_special_tokens=True) for ids in token_ids),
+        raw_responses=tuple(continuation_text(tokenizer, ids) for ids in token_ids),
         routing=None if completions and completions[0].routing is None else tuple(map(routing_of, completions)),
         special_tokens_B=torch.tensor([sum(i in special for i in ids) for ids in inside], dtype=torch.int64),
         episodes=episodes,

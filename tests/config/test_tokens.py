@@ -17,10 +17,11 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors
 from transformers import AddedToken, PreTrainedTokenizerFast
 
 from megappo.config import check_run, load_config
+from megappo.config.context import token_text
 from megappo.config.data import DataSettings, DataSourceSettings
 from megappo.config.environment import EnvironmentSettings
 from megappo.config.model_files import load_tokenizer, read_architecture, resolve_stop_token_ids, token_rows
-from megappo.config.tokens import TokenRows, decoded, response_length_rules, token_text, whole_ids
+from megappo.config.tokens import TokenRows, decoded, response_length_rules, whole_ids
 from megappo.data import PromptDataset, read_prompts
 from megappo.engines.protocol import Completion, GenerateRequest, SamplingParams
 from megappo.environments.chat import ChatTokens
