@@ -340,7 +340,7 @@ def with_ends(single: str, *, template: str | None = None) -> PreTrainedTokenize
         ("<b> $A </e>", "<b>a</e>b=", "<b>a</e>b="),
         ("<b> $A </e>", "</e>a", "<b></e>a"),
         ("$A", "<b>a", "<b>a"),
-        ("<b> $A </e>", "a" * 30, "a" * 20),
+        ("<b> $A </e>", "a" * 30, "<b>" + "a" * 19),
     ],
 )
 def test_prompts_begin_once_and_do_not_end(tmp_path: Path, single: str, prompt: str, seen: str) -> None:
