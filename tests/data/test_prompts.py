@@ -46,6 +46,25 @@ def test_a_text_becomes_a_user_message(tmp_path: Path) -> None:
     assert prompt.metadata == {"level": 1, CHAT_MESSAGES: [{"role": "user", "content": "1+1"}]}
 
 
+CALLS = (  # as Qwen2.5's
+    "{% for m in messages %}<{{ m.role[0] }}>{{ m.content }}{% for call in m.tool_calls %}"
+    "{% if call.function is defined %}{% set call = call.function %}{% endif %}"
+    "{{ call.name }} {{ call.arguments | tojson }}{% endfor %}{% endfor %}{% if add_generation_prompt %}<a>{% endif %}"
+)
+
+
+@pytest.mark.parametrize("arguments", [{"city": "Rome"}, '{"city": "Rome"}', '{ "city" : "Rome" }'])
+def test_arguments_of_an_earlier_call_are_quoted_once(tmp_path: Path, arguments: Any) -> None:
+    call = {"type": "function", "function": {"name": "look", "arguments": arguments}}
+    chat = [
+        {"role": "user", "content": "where"},
+        {"role": "assistant", "content": None, "tool_calls": [call]},
+        {"role": "tool", "content": "12"},
+    ]
+    found = dataset(tmp_path, [{"prompt": chat}], template=CALLS, max_prompt_tokens=200)
+    assert found[0].text == '<u>where<a>look {"city": "Rome"}<t>12<a>'
+
+
 def test_system_prompt_goes_where_there_is_none(tmp_path: Path) -> None:
     own = [{"role": "system", "content": "own"}, {"role": "user", "content": "x"}]
     found = dataset(tmp_path, [{"prompt": "x"}, {"prompt": own}], system_prompt="new")
