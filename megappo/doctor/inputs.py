@@ -10,6 +10,7 @@ from transformers import PreTrainedTokenizerBase
 from megappo.config import Config, derive
 from megappo.config.chat_template import thinking_notes
 from megappo.config.context import token_text
+from megappo.config.end_of_turn import end_of_turn_notes
 from megappo.config.model_files import load_architecture, load_tokenizer, role_folder
 from megappo.config.reward import MODEL
 from megappo.data import PromptDataset
@@ -45,7 +46,10 @@ def prompt_findings(config: Config, models: Models, ranks: int) -> Iterator[Find
     for note in thinking_notes(config, str(tokenizer.chat_template or "")):
         yield from_sentence("tokenizer", "slow", note)
     ends = ", ".join(f"{i} {token_text(tokenizer, i)!r}" for i in stops)
-    yield fine("stop tokens", ends or "none: responses have full length")
+    notes = list(end_of_turn_notes(config, tokenizer, stops))
+    yield from (from_sentence("stop tokens", "slow", note) for note in notes)
+    if not notes:
+        yield fine("stop tokens", ends or "none: responses have full length")
     if (environment := inputs.environment) is not None:
         make_environment_context(config, environment, tokenizer, stops, rows)
         tools = ", ".join(getattr(environment, "tools", {})) or "none in workers"
