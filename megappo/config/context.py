@@ -24,7 +24,7 @@ _SPACE = "▁"
 
 
 class _Anchor(NamedTuple):
-    """A text that stands before another one."""
+    """A text to put in front of another text."""
 
     text: str
     token_ids: list[int]
@@ -52,20 +52,20 @@ def continuation_ids(tokenizer: PreTrainedTokenizerBase, text: str) -> list[int]
         return whole
     for anchor in _anchors(tokenizer):
         ids, start = _ids(tokenizer, anchor.text + text), len(anchor.token_ids)
-        if ids[:start] == anchor.token_ids:  # no token contains the end of the anchor and the beginning of the text
+        if ids[:start] == anchor.token_ids:  # no token spans the border of anchor and text
             return ids[start:]
     return whole
 
 
 def token_text(tokenizer: PreTrainedTokenizerBase, token_id: int) -> str:
-    """The text of a token behind others; of one that is part of a character, the tokenizer's own name for it."""
+    """The text of a token that follows others. A token that is part of a character has its name in the vocabulary."""
     text = continuation_text(tokenizer, [token_id])
     return str(tokenizer.convert_ids_to_tokens(token_id)) if "\ufffd" in text else text
 
 
 @lru_cache(maxsize=_TOKENIZERS)
 def _anchors(tokenizer: PreTrainedTokenizerBase) -> tuple[_Anchor, ...]:
-    """Texts that keep their tokens where others follow; none for a tokenizer that puts spaces between all tokens."""
+    """Anchors of a tokenizer; none for a tokenizer that puts spaces between all tokens."""
     pieces = {piece.removeprefix(_SPACE) for piece in tokenizer.get_vocab()}
     characters = [piece for piece in sorted(pieces) if len(piece) == 1 and piece.isascii() and piece.isalnum()]
     known = [text for text in _CANDIDATES if text in pieces] or characters  # others may have no token
@@ -74,7 +74,7 @@ def _anchors(tokenizer: PreTrainedTokenizerBase) -> tuple[_Anchor, ...]:
 
 
 def _anchor(tokenizer: PreTrainedTokenizerBase, text: str) -> _Anchor | None:
-    """The text as an anchor; None where tokens are not decoded to it, or where a decoder joins them by spaces."""
+    """The text as an anchor; None if its tokens do not decode to it, or if the decoder joins tokens by spaces."""
     ids = _ids(tokenizer, text)
     pieces = "".join(map(str, tokenizer.convert_ids_to_tokens(ids * 2))).replace(_SPACE, " ")
     if decoded(tokenizer, ids) != text or decoded(tokenizer, ids * 2) != pieces.removeprefix(" "):

@@ -19,8 +19,8 @@ _QUESTION, _REPLY = "Begin.", "Done."
 def end_of_turn_notes(
     config: Config, tokenizer: PreTrainedTokenizerBase, stop_token_ids: Sequence[int]
 ) -> Iterator[str]:
-    """A note where nothing ends a response at the end of a turn, so that it continues behind it; mostly with a base
-    model, whose stop token is that of a text. Episodes are refused in this case, see `ChatTokens.between`."""
+    """A note if the chat template ends a turn of the model with a token that does not end a response. This is common with
+    base models, whose only stop token ends a document. `ChatTokens.between` refuses episodes in this case."""
     data, rollout = config.data, config.rollout
     if not data.apply_chat_template or not tokenizer.chat_template or rollout.episodes is not None:
         return
@@ -39,8 +39,8 @@ def end_of_turn_notes(
 
 
 def _behind_a_turn(tokenizer: PreTrainedTokenizerBase, time: str | None) -> tuple[str, str]:
-    """Text that a template puts behind a turn of the model where nothing follows, and where a user follows. Both are
-    empty for a template without turns of the model."""
+    """The text that a template puts after the last turn of the model, and after a turn that a user's message follows.
+    Both are empty for a template that renders no turns of the model."""
     turn: list[Message] = [{"role": "user", "content": _QUESTION}, {"role": "assistant", "content": _REPLY}]
     try:
         last = rendered(tokenizer, turn, goes_on=False, time=time)
@@ -53,8 +53,8 @@ def _behind_a_turn(tokenizer: PreTrainedTokenizerBase, time: str | None) -> tupl
 
 
 def _end_of_turn(tokenizer: PreTrainedTokenizerBase, last: str, inner: str) -> tuple[int | None, str]:
-    """The token that ends a turn, with its text: the same one in both places, or else the one before a user, which may
-    be the tag of the role (GLM). None and a text where it is no single token; an empty text where nothing ends it."""
+    """The token that ends a turn, and its text. A template without such a token may end turns with the tag of the next
+    role (GLM), or with several tokens; for these the token is None. The text is empty if nothing ends a turn."""
     unknown = tokenizer.unk_token_id
     added = {token: str(piece) for token, piece in tokenizer.added_tokens_decoder.items() if token != unknown}
     common = "".join(a for a, _ in takewhile(lambda pair: pair[0] == pair[1], zip(last, inner, strict=False))).strip()

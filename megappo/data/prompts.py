@@ -175,14 +175,14 @@ class PromptDataset:
         if fitted is None:
             part = "the text" if prompt.metadata.get(CHAT_MESSAGES) is None else "the last message of the role user"
             raise ValueError(
-                f"{where} has {length} tokens, more than data.max_prompt_tokens {limit}, and is over it also with the "
-                f"last character of {part} only; raise data.max_prompt_tokens, or set data.overlong_prompts: drop"
+                f"{where} has {length} tokens, more than data.max_prompt_tokens {limit}, and "
+                f"the last character of {part} alone does not fit; raise data.max_prompt_tokens, or set data.overlong_prompts: drop"
             )
         return fitted
 
     def _with_shorter_text(self, prompt: Prompt) -> Prompt | None:
-        """The prompt with the last tokens of its text, behind the tokens that a text begins with; None: there is room
-        for these only."""
+        """The prompt with the last tokens of its text, after the tokens that begin every text; None if these tokens
+        use up the limit."""
         before = self._before if prompt.token_ids[: len(self._before)] == self._before else ()
         room = self._settings.max_prompt_tokens - len(before)
         if room < 1:
@@ -191,7 +191,7 @@ class PromptDataset:
         return replace(prompt, token_ids=(*before, *kept), text=continuation_text(self._tokenizer, kept))
 
     def _with_shorter_message(self, prompt: Prompt) -> Prompt | None:
-        """The prompt with the end of its last user message, rendered again; None: the rest of the chat is too long."""
+        """The prompt with the end of its last user message, rendered again; None if the rest of the chat is too long."""
         chat: Chat = prompt.metadata[CHAT_MESSAGES]
         place = next((i for i in reversed(range(len(chat))) if chat[i]["role"] == "user"), None)
         if place is None or not (content := str(chat[place]["content"])):

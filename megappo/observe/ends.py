@@ -42,7 +42,7 @@ class End(StrEnum):
 
 
 def end_of_older_version(limit: str, *, truncated: bool) -> End:
-    """The end of a sample that an older version saved with the limit of its episode ("" for none). These versions
-    counted a turn that the limit of a turn cut as a truncated response, and so does this function."""
+    """The end of a sample of an older version, which saved the limit of its episode ("" for none). These versions
+    counted every cut turn as a truncated response."""
     ends = {"turns": End.OUT_OF_TURNS, "calls": End.OUT_OF_CALLS, "tokens": End.RESPONSE_LIMIT}
     return ends.get(limit) or (End.RESPONSE_LIMIT if truncated else End.COMPLETE)

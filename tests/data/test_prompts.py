@@ -116,7 +116,7 @@ def test_a_chat_that_is_cut_is_still_a_chat(tmp_path: Path, chat: list[dict[str,
     bare = len(made([*chat[:place], {"role": "user", "content": ""}, *chat[place + 1 :]]))
     settings: dict[str, Any] = {"overlong_prompts": "truncate", "max_prompt_tokens": limit, "template": template}
     if bare >= limit:
-        sentence = rf"prompt 0 .* tokens, more than data.max_prompt_tokens {limit}, and is over it also with the last"
+        sentence = rf"prompt 0 .* tokens, more than data.max_prompt_tokens {limit}, and the last character"
         with pytest.raises(ValueError, match=sentence):
             dataset(tmp_path, [{"prompt": chat, "level": 3}], **settings)
         return
@@ -153,7 +153,9 @@ def test_a_plain_text_that_is_cut_begins_as_others_do(tmp_path: Path) -> None:
     whole = tokenizer("the sum of twelve and thirty", add_special_tokens=False)["input_ids"]
     assert cut.token_ids == (other.token_ids[0], *whole[-3:]) and tokenizer.decode(other.token_ids[:1]) == "<b>"
     assert cut.text == tokenizer.decode(whole[-3:])
-    with pytest.raises(ValueError, match=r"more than data.max_prompt_tokens 1, and is over it also with the last char"):
+    with pytest.raises(
+        ValueError, match=r"more than data.max_prompt_tokens 1, and the last character of the text alone"
+    ):
         made(1)
 
 

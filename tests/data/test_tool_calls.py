@@ -39,7 +39,7 @@ def row_of(arguments: Any, content: str | None) -> dict[str, Any]:
 
 @pytest.mark.parametrize("kind", ["lines", "table", "verl", "datasets", "function"])
 def test_arguments_as_text_are_those_as_objects(kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A template would quote a text once more. In OpenAI's protocol such a message has no content."""
+    """Templates quote text again. In OpenAI's protocol such a message has no content."""
     expected = [record.prompt for record in read(jsonl(tmp_path, *(row_of(given, "") for given in ARGUMENTS)))]
     texts = [row_of(json.dumps(given), None) for given in ARGUMENTS]
     table = pyarrow.Table.from_pylist(texts)

@@ -86,7 +86,7 @@ def test_episodes_of_older_checkpoints_have_an_end(limit: str, truncated: bool, 
 
 
 class Catches(Echo):
-    """Returns a reward of its own where a limit ends the episode."""
+    """Catches the limit and returns a reward."""
 
     async def run(self, session: Session) -> float:
         try:
@@ -96,7 +96,7 @@ class Catches(Echo):
 
 
 class CallsTooOften:
-    """Goes on without the tool when there are no calls left."""
+    """Continues without the tool when the calls are used up."""
 
     async def run(self, session: Session) -> None:
         await session.generate()
