@@ -19,8 +19,8 @@ _QUESTION, _REPLY = "Begin.", "Done."
 def end_of_turn_notes(
     config: Config, tokenizer: PreTrainedTokenizerBase, stop_token_ids: Sequence[int]
 ) -> Iterator[str]:
-    """A note if the chat template ends a turn of the model with a token that does not end a response. This is common with
-    base models, whose only stop token ends a document. `ChatTokens.between` refuses episodes in this case."""
+    """A note if the chat template ends a turn of the model with a token that does not end a response. This is common
+    with base models, whose only stop token ends a document. `ChatTokens.between` refuses episodes in this case."""
     data, rollout = config.data, config.rollout
     if not data.apply_chat_template or not tokenizer.chat_template or rollout.episodes is not None:
         return

@@ -175,8 +175,8 @@ class PromptDataset:
         if fitted is None:
             part = "the text" if prompt.metadata.get(CHAT_MESSAGES) is None else "the last message of the role user"
             raise ValueError(
-                f"{where} has {length} tokens, more than data.max_prompt_tokens {limit}, and "
-                f"the last character of {part} alone does not fit; raise data.max_prompt_tokens, or set data.overlong_prompts: drop"
+                f"{where} has {length} tokens, more than data.max_prompt_tokens {limit}, and the last character of "
+                f"{part} alone does not fit; raise data.max_prompt_tokens, or set data.overlong_prompts: drop"
             )
         return fitted
 
@@ -191,7 +191,8 @@ class PromptDataset:
         return replace(prompt, token_ids=(*before, *kept), text=continuation_text(self._tokenizer, kept))
 
     def _with_shorter_message(self, prompt: Prompt) -> Prompt | None:
-        """The prompt with the end of its last user message, rendered again; None if the rest of the chat is too long."""
+        """The prompt with the end of its last user message, rendered again; None if even one character of the message is
+        too much."""
         chat: Chat = prompt.metadata[CHAT_MESSAGES]
         place = next((i for i in reversed(range(len(chat))) if chat[i]["role"] == "user"), None)
         if place is None or not (content := str(chat[place]["content"])):
