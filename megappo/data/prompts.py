@@ -191,8 +191,8 @@ class PromptDataset:
         return replace(prompt, token_ids=(*before, *kept), text=continuation_text(self._tokenizer, kept))
 
     def _with_shorter_message(self, prompt: Prompt) -> Prompt | None:
-        """The prompt with the end of its last user message, rendered again; None if even one character of the message is
-        too much."""
+        """The prompt with the end of its last user message, rendered again; None if no character of the message
+        fits."""
         chat: Chat = prompt.metadata[CHAT_MESSAGES]
         place = next((i for i in reversed(range(len(chat))) if chat[i]["role"] == "user"), None)
         if place is None or not (content := str(chat[place]["content"])):
