@@ -50,6 +50,7 @@ from megappo.megatron.build import BuildOptions
 from megappo.megatron.packing import MicrobatchPlan
 from megappo.megatron.roles import Placement, Role, TrainedRole, Update
 from megappo.megatron.schedule import PlacedSample, Task
+from megappo.observe.ends import End
 from megappo.plan.planner import default_machine, make_plan, read_models
 from megappo.ppo.components import RunComponents
 from megappo.ppo.reporting import Reporter
@@ -132,7 +133,7 @@ def rollouts(rank: int, size: Size, group: int) -> Rollouts:
         group_ids_B=ids // group,
         engine_logprob_BR=torch.zeros(mask_BR.shape),
         response_mask_BR=mask_BR,
-        truncated_B=nothing_B.bool(),
+        ends=(End.COMPLETE,) * len(nothing_B),
         weight_versions_B=nothing_B,
         responses=(),
         raw_responses=(),

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from megappo.families.architecture import ArchitectureConfig, expert_number_bytes
+from megappo.observe.ends import End, end_of_older_version
 
 CHAT_MESSAGES = "chat_messages"
 """Metadata key of the messages a prompt was rendered from, for reward models with a template of their own."""
@@ -103,8 +104,8 @@ class Episode:
     failure: Literal["", "raised", "hung", "nonsense"] = ""
     reason: str = ""
     """Reason of the failure, for people."""
-    limit: Literal["", "turns", "tokens", "calls"] = ""
-    """The limit that ended it; what was rewarded until then counts."""
+    end: End = End.COMPLETE
+    """Why the episode ended; what was rewarded until then counts."""
     seconds: float = 0.0
     """Seconds spent in the environment, engine and tools aside."""
     tools: Mapping[str, ToolUse] = field(default_factory=dict)
@@ -117,15 +118,22 @@ class Episode:
     """Tokens of the model in the other conversations."""
 
     @classmethod
-    def read(cls, told: Mapping[str, Any]) -> Episode:
-        """The episode that `dataclasses.asdict` gave and JSON carried."""
-        ids = told.get("prompt_ids")
+    def read(cls, told: Mapping[str, Any], *, truncated: bool) -> Episode:
+        """The episode that `dataclasses.asdict` gave and JSON carried.
+
+        Args:
+            told: the fields; those of older versions have `limit` in place of `end`.
+            truncated: whether the file counts the sample as truncated; read only for files of older versions.
+        """
+        fields = dict(told)
+        limit, ids = fields.pop("limit", ""), fields.get("prompt_ids")
         given = {
-            "turns": tuple(Turn(**turn) for turn in told["turns"]),
-            "tools": {name: ToolUse(**use) for name, use in told["tools"].items()},
+            "turns": tuple(Turn(**turn) for turn in fields["turns"]),
+            "tools": {name: ToolUse(**use) for name, use in fields["tools"].items()},
             "prompt_ids": None if ids is None else tuple(ids),
+            "end": End(fields["end"]) if "end" in fields else end_of_older_version(limit, truncated=truncated),
         }
-        return cls(**{**told, **given})
+        return cls(**{**fields, **given})
 
 
 @dataclass(frozen=True)
@@ -174,8 +182,8 @@ class Rollouts(Samples):
     engine_logprob_BR: Tensor
     response_mask_BR: Tensor
     """bool: True on the tokens that the model made. The mask has holes where an environment spoke."""
-    truncated_B: Tensor
-    """bool: the length limit ended the response."""
+    ends: tuple[End, ...]
+    """B reasons why a response or its episode ended."""
     weight_versions_B: Tensor
     """int64: version of the weights that generated each sample."""
     responses: tuple[str, ...]
@@ -212,6 +220,11 @@ class Rollouts(Samples):
                 marked_R[start : start + least_tokens] = True
             marks.append(marked_R & self.response_mask_BR[b, :length])
         return replace(self, below_minimum=tuple(marks))
+
+    @property
+    def truncated_B(self) -> Tensor:
+        """bool: a limit of the whole response ended it, see `End.is_truncated`."""
+        return torch.tensor([end.is_truncated for end in self.ends], dtype=torch.bool)
 
     @property
     def scored_B(self) -> Tensor:

@@ -188,7 +188,7 @@ def _told_algorithm(algorithm: AlgorithmSettings) -> str:
     parts += [f"per {algorithm.discount_at}"] if algorithm.discount_at != "token" else []
     parts += [f"KL in the reward times {kl.coef:g} ({kl.controller})"] if kl is not None else []
     parts += ["advantages whitened"] if algorithm.whiten_advantages else []
-    parts += ["samples that were cut are left out of the losses"] if algorithm.mask_truncated else []
+    parts += ["samples that the response limit cut are left out of the losses"] if algorithm.mask_truncated else []
     return one_line(", ".join(parts))
 
 
@@ -198,20 +198,19 @@ def _listed(lines: Sequence[SampleLine]) -> Iterator[str]:
         "sample": [str(line.sample_id) for line in lines],
         "reward": [_number(line.reward) for line in lines],
         "tokens": [str(line.length) for line in lines],
-        "cut": ["yes" if line.truncated else "" for line in lines],
+        "end": [str(line.end) for line in lines],
         "prompt": [_start(line.prompt) for line in lines],
         "response": [_start(line.raw_response) for line in lines],
         **({"right answer": [_start(line.answer or "") for line in lines]} if has_answer else {}),
     }
-    yield from _table(columns, left=("prompt", "response", "right answer"))
+    yield from _table(columns, left=("end", "prompt", "response", "right answer"))
 
 
 def _told_line(line: SampleLine) -> Iterator[str]:
-    cut = ", cut at the length limit" if line.truncated else ""
     of = f" of {one_line(line.data_source)}" if line.data_source else ""
     failed = " (its episode failed)" if line.group_id < 0 else ""
     yield f"prompt {line.group_id}{of}{failed}: {_whole(line.prompt)}"
-    yield f"response, {line.length} tokens{cut}: {_whole(line.raw_response)}"
+    yield f"response, {line.length} tokens, {line.end.description}: {_whole(line.raw_response)}"
     if line.answer is not None:
         yield f"right answer: {_whole(line.answer)}"
     scored = "" if line.score == line.reward else f", which the reward gave as {_number(line.score)}"

@@ -207,7 +207,9 @@ class AlgorithmSettings(Settings):
     positive_nll_above: float = Field(default=0.0, ge=-1e9, le=1e9)
     """Samples whose reward is above this are good ones."""
     mask_truncated: bool = False
-    """Leave samples that the length limit ended out of the losses of actor and critic (DAPO's overlong filtering)."""
+    """Leave samples that `rollout.max_response_tokens` or `rollout.max_total_tokens` ended out of the losses of actor
+    and critic (DAPO's overlong filtering). Samples whose turn `max_turn_tokens` cut, and episodes that `max_turns` or
+    `max_calls` ended, stay in the losses."""
     loss_aggregation: Aggregation = "token-mean"
     """How token losses are aggregated to one number, over the global minibatch."""
     kl_in_reward: KLInRewardSettings | None = None

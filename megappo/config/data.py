@@ -135,7 +135,8 @@ class DataSettings(Settings):
     max_prompt_tokens: PositiveInt = 1024
     """Longest prompt after tokenisation (OpenRLHF's default)."""
     overlong_prompts: Literal["drop", "truncate", "error"] = "drop"
-    """What happens to longer prompts: they are counted and dropped, cut at the left, or refused."""
+    """What happens to longer prompts. `drop`: they are counted and left out. `truncate`: the beginning of the last user
+    message is cut, and the chat is rendered again; of a plain text the beginning is cut. `error`: they are refused."""
     shuffle: bool = True
     """Draw a new order each epoch, deterministic by the seed; false: file order."""
 

@@ -75,7 +75,7 @@ class EnvironmentSettings(Settings):
     """Most calls of tools in an episode; it ends where the model wants more."""
     max_turn_tokens: PositiveInt | None = None
     """Longest turn; default: what is left of `rollout.max_response_tokens`, which holds for all turns and what the
-    environment says between them together."""
+    environment says between them together. A turn that is cut here does not end the episode."""
     max_seconds: Seconds = 60.0
     """Longest time of an episode in its environment, engine and tools aside; an episode that takes longer counts as
     hanging and has failed."""

@@ -114,9 +114,10 @@ class RewardSettings(Settings):
     overlong: OverlongSettings | None = None
     """Not null: answers near the length limit of `rollout.max_response_tokens` lose a part of their score (DAPO)."""
     truncated_score: _Score | None = None
-    """Score of an answer that the length limit ended, in place of the function's (ORZ: 0); null: the function's."""
+    """Score of a sample that `rollout.max_response_tokens` or `rollout.max_total_tokens` ended, in place of the
+    function's (ORZ: 0); null: the function's."""
     truncated_penalty: Annotated[float, Field(ge=0.0, le=1e9)] = 0.0
-    """Score that such an answer loses (TRL's penalty for a missing end)."""
+    """Score that such a sample loses (TRL's penalty for a missing end)."""
     normalize: Literal["std", "mean_std"] | None = None
     """How training scales scores after these penalties: divided by their standard deviation over all samples so far
     (`std`), with their mean subtracted before (`mean_std`); null: not at all. A checkpoint keeps both numbers."""

@@ -202,7 +202,8 @@ class RolloutSettings(Settings):
     top_k: NonNegativeInt = 0
     """Must be 0: truncated sampling biases the ratios."""
     stop_token_ids: TokenIds = ()
-    """Tokens that end a response, besides the model's own end-of-sequence tokens."""
+    """Tokens that end a response, besides the model's own end-of-sequence tokens. A base model with a chat template may
+    need the token that ends a turn of the template: the dry run and the start of a run report where it is missing."""
     stop: Annotated[tuple[Text, ...], Field(strict=False, max_length=16)] = ()
     """Texts that end a response or a turn, wherever tokens begin and end: `["</answer>", "\\n\\nQuestion:"]`. Their
     tokens stay in the response, in what rewards read and in what is trained on."""

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime
 from time import strftime
 from typing import TYPE_CHECKING
 
+from megappo.errors import show
 from megappo.observe.json_values import JSONValue
 
 if TYPE_CHECKING:
@@ -18,6 +20,20 @@ if TYPE_CHECKING:
 
 Message = Mapping[str, JSONValue]
 """A message of a chat as templates read it: `role`, `content` and whatever else a template knows."""
+
+
+def call_arguments(given: JSONValue) -> dict[str, JSONValue]:
+    """The arguments of a tool call as the object that chat templates need; OpenAI's protocol has JSON text there.
+    Raises ValueError, whose sentence continues "calls a tool with", for anything else."""
+    arguments = given
+    if isinstance(given, str):
+        try:
+            arguments = json.loads(given or "{}")
+        except (ValueError, RecursionError) as error:
+            raise ValueError(f"arguments that are no JSON ({error})") from error
+    if not isinstance(arguments, Mapping):
+        raise ValueError(f"the arguments {show(arguments)}, must be an object")
+    return {name: arguments[name] for name in arguments}
 
 
 @dataclass(frozen=True)
@@ -117,12 +133,6 @@ def decoded(tokenizer: PreTrainedTokenizerBase, token_ids: Sequence[int], *, ski
     return str(
         tokenizer.decode(list(token_ids), skip_special_tokens=skip_special_tokens, clean_up_tokenization_spaces=False)
     )
-
-
-def token_text(tokenizer: PreTrainedTokenizerBase, token_id: int) -> str:
-    """The text of a token by itself; of one that is part of a character, the tokenizer's own name for it."""
-    text = decoded(tokenizer, [token_id])
-    return str(tokenizer.convert_ids_to_tokens(token_id)) if "\ufffd" in text else text
 
 
 _CLOCK = "strftime_now"

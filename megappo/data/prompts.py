@@ -10,8 +10,9 @@ from dataclasses import replace
 
 from transformers import PreTrainedTokenizerBase
 
+from megappo.config.context import continuation_text
 from megappo.config.data import DataSettings, DataSourceSettings
-from megappo.config.tokens import TokenRows, continued_ids, decoded, reads_clock, rendered, template_now
+from megappo.config.tokens import TokenRows, continued_ids, reads_clock, rendered, template_now, tokens_around
 from megappo.data.sources import Chat, Record, checked_text, read_records
 from megappo.observe.json_values import JSONValue
 from megappo.plugins import users_code
@@ -52,6 +53,8 @@ class PromptDataset:
         if settings.system_prompt is not None and not settings.apply_chat_template:
             raise ValueError("data.system_prompt is set, but apply_chat_template is false; write it into the prompts")
         self._tools = list(tool_schemas) or None
+        self._before = () if settings.apply_chat_template else tuple(tokens_around(tokenizer)[0])
+        """Tokens that every text begins with."""
         self.reads_clock = settings.apply_chat_template and reads_clock(tokenizer)
         """Whether prompts depend on `data.template_time`."""
         self._time = settings.template_time or template_now()
@@ -167,9 +170,49 @@ class PromptDataset:
                 self.dropped += 1
                 return None
         self.truncated += 1
-        ids = prompt.token_ids[-limit:]
-        metadata = {key: value for key, value in prompt.metadata.items() if key != CHAT_MESSAGES}
-        return replace(prompt, token_ids=ids, text=decoded(self._tokenizer, ids), metadata=metadata)
+        shorter = self._with_shorter_text if prompt.metadata.get(CHAT_MESSAGES) is None else self._with_shorter_message
+        fitted = shorter(prompt)
+        if fitted is None:
+            part = "the text" if prompt.metadata.get(CHAT_MESSAGES) is None else "the last message of the role user"
+            raise ValueError(
+                f"{where} has {length} tokens, more than data.max_prompt_tokens {limit}, and the last character of "
+                f"{part} alone does not fit; raise data.max_prompt_tokens, or set data.overlong_prompts: drop"
+            )
+        return fitted
+
+    def _with_shorter_text(self, prompt: Prompt) -> Prompt | None:
+        """The prompt with the last tokens of its text, after the tokens that begin every text; None if these tokens
+        use up the limit."""
+        before = self._before if prompt.token_ids[: len(self._before)] == self._before else ()
+        room = self._settings.max_prompt_tokens - len(before)
+        if room < 1:
+            return None
+        kept = prompt.token_ids[-room:]
+        return replace(prompt, token_ids=(*before, *kept), text=continuation_text(self._tokenizer, kept))
+
+    def _with_shorter_message(self, prompt: Prompt) -> Prompt | None:
+        """The prompt with the end of its last user message, rendered again; None if no character of the message
+        fits."""
+        chat: Chat = prompt.metadata[CHAT_MESSAGES]
+        place = next((i for i in reversed(range(len(chat))) if chat[i]["role"] == "user"), None)
+        if place is None or not (content := str(chat[place]["content"])):
+            return None
+
+        def with_end(characters: int) -> Prompt:
+            messages = [*chat[:place], {**chat[place], "content": content[-characters:]}, *chat[place + 1 :]]
+            text = self._render(prompt.index, messages)
+            ids = tuple(self._token_ids([text])[0])
+            return replace(prompt, token_ids=ids, text=text, metadata={**prompt.metadata, CHAT_MESSAGES: messages})
+
+        def is_over(characters: int) -> bool:
+            return len(with_end(characters).token_ids) > self._settings.max_prompt_tokens
+
+        if is_over(1):
+            return None
+        fits, over = 1, 2
+        while over < len(content) and not is_over(over):
+            fits, over = over, 2 * over
+        return with_end(fits + bisect_left(range(fits + 1, min(over, len(content))), True, key=is_over))
 
 
 def _fingerprint(prompts: Sequence[Prompt]) -> str:

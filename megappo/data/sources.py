@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from megappo.config.data import HUB_PREFIX, DataSourceSettings
-from megappo.config.tokens import Message
+from megappo.config.tokens import Message, call_arguments
 from megappo.data.hub_sets import read_table
 from megappo.data.prepare import SETS
 from megappo.data.tables import json_lines, shown, table_rows
@@ -138,6 +138,10 @@ def _checked_prompt(prompt: JSONValue, where: str) -> str | Chat:
 
 
 def _checked_message(message: JSONValue, where: str) -> dict[str, JSONValue]:
+    if isinstance(message, dict) and (calls := message.get("tool_calls")):
+        content = message.get("content")  # of a message that only calls tools it is null in OpenAI's protocol
+        parsed = [_checked_call(call, where) for call in calls] if isinstance(calls, list | tuple) else calls
+        message = {**message, "content": "" if content is None else content, "tool_calls": parsed}
     if not isinstance(message, dict) or not {"role", "content"} <= message.keys():
         raise ValueError(f"{where}: chat message {shown(message)} must be an object with role and content; fix it")
     if message["role"] not in _ROLES:
@@ -146,6 +150,22 @@ def _checked_message(message: JSONValue, where: str) -> dict[str, JSONValue]:
         raise ValueError(f"{where}: chat content {shown(message['content'])} must be a text; fix it")
     checked_text(message["content"], where, "prompt")
     return {key: value for key, value in message.items() if value is not None}
+
+
+def _checked_call(call: Any, where: str) -> JSONValue:
+    """A tool call whose arguments are an object, which may have been written as JSON text."""
+    with users_code(f"{where}: a tool call cannot be read", _KEEP_PLAIN):
+        plain = _plain(call) if isinstance(call, Mapping) else call
+    if not isinstance(plain, dict):
+        raise ValueError(f"{where}: the tool call {shown(call)} must be an object; fix it")
+    if isinstance(plain.get("function"), Mapping):
+        return {**plain, "function": _checked_call(plain["function"], where)}
+    if plain.get("arguments") is None:
+        return plain
+    try:
+        return {**plain, "arguments": call_arguments(plain["arguments"])}
+    except ValueError as error:
+        raise ValueError(f"{where}: a chat message calls a tool with {error}; fix it") from error
 
 
 def checked_text(text: str, where: str, name: str) -> str:

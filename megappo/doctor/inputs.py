@@ -9,9 +9,10 @@ from transformers import PreTrainedTokenizerBase
 
 from megappo.config import Config, derive
 from megappo.config.chat_template import thinking_notes
+from megappo.config.context import token_text
+from megappo.config.end_of_turn import end_of_turn_notes
 from megappo.config.model_files import load_architecture, load_tokenizer, role_folder
 from megappo.config.reward import MODEL
-from megappo.config.tokens import decoded
 from megappo.data import PromptDataset
 from megappo.data.mixture import MixedPrompts
 from megappo.data.sources import Record, read_records
@@ -44,8 +45,11 @@ def prompt_findings(config: Config, models: Models, ranks: int) -> Iterator[Find
     yield fine("tokenizer", f"{type(tokenizer).__name__}, {len(tokenizer)} tokens")
     for note in thinking_notes(config, str(tokenizer.chat_template or "")):
         yield from_sentence("tokenizer", "slow", note)
-    ends = ", ".join(f"{i} {decoded(tokenizer, [i])!r}" for i in stops)
-    yield fine("stop tokens", ends or "none: responses have full length")
+    ends = ", ".join(f"{i} {token_text(tokenizer, i)!r}" for i in stops)
+    notes = list(end_of_turn_notes(config, tokenizer, stops))
+    yield from (from_sentence("stop tokens", "slow", note) for note in notes)
+    if not notes:
+        yield fine("stop tokens", ends or "none: responses have full length")
     if (environment := inputs.environment) is not None:
         make_environment_context(config, environment, tokenizer, stops, rows)
         tools = ", ".join(getattr(environment, "tools", {})) or "none in workers"

@@ -84,7 +84,8 @@ class Completion:
     logprobs: tuple[float, ...]
     """Log-probabilities in nats, of the temperature-scaled distribution that was sampled."""
     truncated: bool
-    """Whether the length limit ended the response, neither a stop token nor a text."""
+    """Whether the request's limit of tokens ended the response, neither a stop token nor a text. Of an episode: whether
+    it ended the last turn."""
     weight_version: int
     routing: Tensor | None = field(default=None, compare=False)
     """Experts of each token of prompt and response, (T - 1, L, K) on the CPU, where the request asked for them; see

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from megappo.config.tokens import decoded
+from megappo.config.context import continuation_text
 from megappo.engines.stretches import cut
 
 if TYPE_CHECKING:
@@ -43,7 +43,7 @@ class StopTexts:
         return self._stand_in(token_ids[-tail:])
 
     def _stand_in(self, token_ids: Sequence[int]) -> bool:
-        text = decoded(self.tokenizer, token_ids)
+        text = continuation_text(self.tokenizer, token_ids)
         return any(wanted in text for wanted in self.texts)
 
 

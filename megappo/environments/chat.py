@@ -79,10 +79,7 @@ class ChatTokens:
     def _ids(self, messages: Sequence[Message], *, goes_on: bool) -> list[int]:
         with users_code("the chat template refuses a conversation of several turns", _REMEDY):
             text = rendered(self._tokenizer, messages, goes_on=goes_on, tools=self._schemas, time=self._time)
-        return plain_tokens(self._tokenizer, text)
-
-
-def plain_tokens(tokenizer: PreTrainedTokenizerBase, text: str) -> list[int]:
-    """The tokens of a text. Halves of surrogate pairs, which JSON can hold and tokenizers refuse, become `?`."""
-    ids: list[int] = tokenizer(text.encode("utf-8", "replace").decode(), add_special_tokens=False)["input_ids"]
-    return ids
+        # Halves of surrogate pairs, which JSON can hold and tokenizers refuse, become `?`.
+        text = text.encode("utf-8", "replace").decode()
+        ids: list[int] = self._tokenizer(text, add_special_tokens=False)["input_ids"]
+        return ids

@@ -5,11 +5,18 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterable
 
+from megappo.observe.ends import End
 from megappo.runtime.objects import all_gather_objects
 from megappo.types import Episode
 
 FAILURES = ("raised", "hung", "nonsense")
-LIMITS = ("turns", "tokens", "calls")
+LIMITS = {
+    "limit_turns": (End.OUT_OF_TURNS,),
+    "limit_calls": (End.OUT_OF_CALLS,),
+    "limit_turn_tokens": (End.TURN_CUT,),
+    "limit_tokens": (End.RESPONSE_LIMIT, End.POSITION_LIMIT),
+}
+"""Metrics of the limits that ended episodes, with the ends that each counts."""
 _LONGEST = ("episode/turns_max", "episode/seconds_max")
 
 
@@ -44,8 +51,8 @@ def _count(episode: Episode, tokens: int, sums: defaultdict[str, float]) -> None
     sums["seconds"] += episode.seconds
     if episode.failure:
         sums[f"failure {episode.failure}"] += 1
-    if episode.limit:
-        sums[f"limit {episode.limit}"] += 1
+    else:
+        sums[f"end {episode.end}"] += 1
     for tool, use in episode.tools.items():
         for what in ("calls", "failures", "seconds"):
             sums[f"tool {tool} {what}"] += getattr(use, what)
@@ -61,7 +68,7 @@ def _means(sums: defaultdict[str, float]) -> dict[str, float]:
         "episode/seconds": sums["seconds"] / episodes,
         "episode/failures": sum(sums[f"failure {kind}"] for kind in FAILURES) / episodes,
         **{f"episode/{kind}": sums[f"failure {kind}"] / episodes for kind in FAILURES},
-        **{f"episode/limit_{kind}": sums[f"limit {kind}"] / episodes for kind in LIMITS},
+        **{f"episode/{name}": sum(sums[f"end {end}"] for end in ends) / episodes for name, ends in LIMITS.items()},
         "turn/tokens": sums["own_tokens"] / turns,
         "turn/reward": sums["rewards"] / turns,
     }

@@ -5,10 +5,17 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal, Protocol
 
+from megappo.observe.ends import End
+
 if TYPE_CHECKING:
     from megappo.environments.session import Session
 
-Limit = Literal["turns", "tokens", "calls"]
+Limit = Literal["turns", "calls", "tokens", "positions"]
+"""Limits of an episode: turns, tool calls, tokens of the response, and tokens of prompt and response together."""
+LIMIT_ENDS: dict[Limit, End] = {
+    "turns": End.OUT_OF_TURNS, "calls": End.OUT_OF_CALLS, "tokens": End.RESPONSE_LIMIT, "positions": End.POSITION_LIMIT,
+}  # fmt: skip
+"""The end of an episode that a limit ended."""
 
 
 class Environment(Protocol):
@@ -61,11 +68,16 @@ class ToolResult:
 
 
 class LimitReached(Exception):
-    """The episode has used up its turns, tokens or calls of tools."""
+    """The episode has used up its turns, tool calls or tokens."""
 
     def __init__(self, limit: Limit) -> None:
-        super().__init__(f"the episode has reached its limit of {limit}")
         self.limit: Limit = limit
+        super().__init__(f"the episode has reached its limit of {self.unit}")
+
+    @property
+    def unit(self) -> str:
+        """What the limit counts, for people."""
+        return "tokens" if self.limit == "positions" else self.limit
 
 
 class NonsenseError(ValueError):

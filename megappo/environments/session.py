@@ -7,22 +7,24 @@ import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
 from contextlib import AbstractAsyncContextManager, asynccontextmanager, contextmanager
 from dataclasses import dataclass, replace
-from typing import Any, Literal
+from typing import Any, Literal, cast
 
 from transformers import PreTrainedTokenizerBase
 
+from megappo.config.context import continuation_ids, continuation_text
 from megappo.config.environment import EnvironmentSettings
-from megappo.config.tokens import Message, decoded, without_row
+from megappo.config.tokens import Message, without_row
 from megappo.engines.protocol import Completion, GenerateRequest, SamplingParams
 from megappo.engines.rows import check_answers
-from megappo.environments.chat import BEGINNING, PLACEHOLDER, ChatTokens, plain_tokens
+from megappo.environments.chat import BEGINNING, PLACEHOLDER, ChatTokens
 from megappo.environments.gateway.recording import Recorder
 from megappo.environments.gateway.server import AgentEndpoint, Gateway
-from megappo.environments.protocol import Limit, LimitReached, NonsenseError, Reply
+from megappo.environments.protocol import LIMIT_ENDS, Limit, LimitReached, NonsenseError, Reply
 from megappo.environments.tool_calls import call_format
 from megappo.environments.tool_pool import ToolPool
 from megappo.environments.trajectory import Trajectory
 from megappo.errors import RunError, show
+from megappo.observe.ends import End
 from megappo.observe.json_values import JSONValue
 from megappo.runtime.seeds import derived_seed
 from megappo.types import CHAT_MESSAGES, Episode, Prompt, ToolUse
@@ -80,6 +82,7 @@ class Session:
         self._trajectories: list[Trajectory] = []
         """Trajectories in which the model has made a turn."""
         self._limit: Limit | Literal[""] = ""
+        """Limit that the episode has reached since its last turn."""
         self._heard: list[int] = []
         """Tokens that the model will see with its next turn."""
         self._messages: list[Message] = list(prompt.metadata.get(CHAT_MESSAGES) or [BEGINNING])
@@ -106,21 +109,27 @@ class Session:
     async def _next_turn(self, max_tokens: int | None) -> Reply:
         limits, params, current = self._shared.limits, self._params, self._current
         if self.turns >= limits.max_turns:
-            raise LimitReached("turns")
+            raise self._reached("turns")
         heard = self._take_heard()
         left = params.max_new_tokens - len(current.tokens)
         whole = self._shared.most_prompt_tokens + params.max_new_tokens
-        whole = min(whole, self._request.most_in_all or whole)
-        room = min(left, whole - len(current.seen)) - len(heard)
+        positions = min(whole, self._request.most_in_all or whole) - len(current.seen)
+        room, limit = min(left, positions) - len(heard), cast(Limit, "tokens" if left <= positions else "positions")
         if room < 1:
-            raise LimitReached("tokens")
+            raise self._reached(limit)
         current.hear(heard)
         most = min(x for x in (room, limits.max_turn_tokens, max_tokens) if x is not None)
+        end_if_cut = LIMIT_ENDS[limit] if most == room else End.TURN_CUT
         seed = turn_seed(self._request.seed, self.turns)
         with self._off_the_clock():
             completion = await self._ask(GenerateRequest(current.seen, seed, self._request.prompt_id, most))
         self._require_running()
-        return self._take_turn(completion, most)
+        return self._take_turn(completion, most, end_if_cut)
+
+    def _reached(self, limit: Limit) -> LimitReached:
+        """Note a limit, which ends the episode unless the model makes another turn."""
+        self._limit = limit
+        return LimitReached(limit)
 
     def observe(self, text: str, role: str | None = None) -> None:
         """Say something to the model: a message of a role (default: the environment's), or plain text where prompts are
@@ -129,7 +138,7 @@ class Session:
         if not isinstance(text, str):
             raise NonsenseError(f"observed {show(text)}, must be a text")
         if self._shared.chat is None:
-            self._heard += self._readable(plain_tokens(self._shared.tokenizer, text))
+            self._heard += self._readable(continuation_ids(self._shared.tokenizer, text))
         else:
             self._heard_messages.append({"role": role or self._shared.role, "content": text})
 
@@ -215,14 +224,9 @@ class Session:
         """Count a call of a tool. Raises LimitReached where the calls are used up."""
         self._require_running()
         if sum(use.calls for use in self._uses.values()) >= self._shared.limits.max_calls:
-            raise LimitReached("calls")
+            raise self._reached("calls")
         use = self._uses.get(tool, ToolUse())
         self._uses[tool] = replace(use, calls=use.calls + 1)
-
-    def note_limit(self, limit: Limit) -> None:
-        """Note that the agent was refused a turn for a limit, which has ended the episode whatever the agent does
-        then."""
-        self._limit = limit
 
     # For who plays the episode
 
@@ -254,7 +258,7 @@ class Session:
             turns=() if failure else tuple(sample.turns),
             failure=failure,
             reason=reason[:_REASON_CHARACTERS],
-            limit=limit,
+            end=sample.last_end if sample.last_end.is_truncated or not limit else LIMIT_ENDS[limit],
             seconds=self.spent_seconds,
             tools=dict(self._uses),
             prompt_ids=None if sample.prompt_ids == self._request.token_ids else sample.prompt_ids,
@@ -264,7 +268,7 @@ class Session:
         return Completion(
             tuple(sample.tokens),
             tuple(sample.logprobs),
-            truncated=sample.is_cut or bool(limit),
+            truncated=sample.last_end is not End.COMPLETE,
             weight_version=min((made_by for made_by, _ in sample.stretches), default=version),
             routing=sample.routing(self._params.routing),
             episode=episode,
@@ -275,7 +279,7 @@ class Session:
         if self.is_over:
             raise RuntimeError("the episode is over; return from it")
 
-    def _take_turn(self, completion: Completion, most: int) -> Reply:
+    def _take_turn(self, completion: Completion, most: int, end_if_cut: End) -> Reply:
         if len(completion.token_ids) > most:
             raise RunError(
                 f"the engine gave {len(completion.token_ids)} tokens where a request wanted {most} at most; have it "
@@ -283,7 +287,8 @@ class Session:
             )
         check_answers([completion], self._shared.vocabulary)
         self._sample = self._current
-        self._sample.say(completion)
+        self._sample.say(completion, end_if_cut)
+        self._limit = ""
         if self._sample not in self._trajectories:
             self._trajectories.append(self._sample)
         self._messages.append({"role": "assistant", "content": PLACEHOLDER})
@@ -291,8 +296,8 @@ class Session:
         return Reply(
             completion.token_ids,
             completion.logprobs,
-            decoded(tokenizer, ids, skip_special_tokens=True),
-            decoded(tokenizer, ids),
+            continuation_text(tokenizer, ids, skip_special_tokens=True),
+            continuation_text(tokenizer, ids),
             completion.truncated,
             completion.weight_version,
         )

@@ -159,7 +159,7 @@ class Table:
         except LimitReached as reached:
             limit = reached.limit
             if not session.turns:
-                failure, told = "nonsense", f"reached its limit of {limit} before the model's first turn"
+                failure, told = "nonsense", f"reached its limit of {reached.unit} before the model's first turn"
         except RunError as error:
             self.error = error
         except NonsenseError as error:

@@ -10,6 +10,7 @@ import torch
 
 from megappo.engines.protocol import Completion
 from megappo.engines.stretches import stretches_of
+from megappo.observe.ends import End
 from megappo.types import RoutingShape, Turn
 
 
@@ -26,8 +27,8 @@ class Trajectory:
         self.stretches: list[tuple[int, int]] = []
         """Weight version and number of tokens of each stretch, in order; what the model heard belongs to the turn after
         it."""
-        self.is_cut = False
-        """Whether a limit of tokens ended the last turn, not a stop token."""
+        self.last_end = End.COMPLETE
+        """Why the last turn ended."""
         self._routing: torch.Tensor | None = None
 
     @property
@@ -45,8 +46,8 @@ class Trajectory:
         self.tokens += token_ids
         self.logprobs += [0.0] * len(token_ids)
 
-    def say(self, completion: Completion) -> None:
-        """Append a turn of the model, as the engine gave it."""
+    def say(self, completion: Completion, limit: End) -> None:
+        """Append a turn of the model, as the engine gave it. `limit`: the end of a turn that used all its tokens."""
         start = len(self.tokens)
         heard = start - sum(tokens for _, tokens in self.stretches)
         for version, tokens in stretches_of(completion):
@@ -55,7 +56,7 @@ class Trajectory:
         self.tokens += completion.token_ids
         self.logprobs += completion.logprobs
         self.turns.append(Turn(start, len(self.tokens)))
-        self.is_cut = completion.truncated
+        self.last_end = limit if completion.truncated else End.COMPLETE
         if completion.routing is not None:  # earlier turns keep the routing that they were sampled with
             known = completion.routing[:0] if self._routing is None else self._routing
             self._routing = torch.cat([known, completion.routing[len(known) :]])

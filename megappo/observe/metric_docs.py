@@ -68,9 +68,18 @@ EPISODES = {
     "episode/raised": MetricDoc("fraction", "Of all: those whose environment raised.", "0"),
     "episode/hung": MetricDoc("fraction", "Of all: those that passed `rollout.environment.max_seconds`.", "0"),
     "episode/nonsense": MetricDoc("fraction", "Of all: those that gave no rewards, tokens or turns.", "0"),
-    "episode/limit_turns": MetricDoc("fraction", "Episodes that a limit of turns ended.", "near 0, or as the task"),
-    "episode/limit_tokens": MetricDoc("fraction", "Episodes that `rollout.max_response_tokens` ended.", "near 0"),
-    "episode/limit_calls": MetricDoc("fraction", "Episodes that a limit of tool calls ended.", "near 0"),
+    "episode/limit_turns": MetricDoc(
+        "fraction", "Episodes that `rollout.environment.max_turns` ended.", "near 0, or as the task"
+    ),
+    "episode/limit_calls": MetricDoc("fraction", "Episodes that `rollout.environment.max_calls` ended.", "near 0"),
+    "episode/limit_turn_tokens": MetricDoc(
+        "fraction",
+        "Episodes that ended by themselves after a turn that `rollout.environment.max_turn_tokens` cut.",
+        "near 0; advice above 0.5",
+    ),
+    "episode/limit_tokens": MetricDoc(
+        "fraction", "Episodes that `rollout.max_response_tokens` or `rollout.max_total_tokens` ended.", "near 0"
+    ),
     "turn/tokens": MetricDoc("tokens", "Mean length of a turn of the model.", "as the task"),
     "turn/reward": MetricDoc("score", "Mean reward that the environment gave for a turn.", "rises"),
     "tool/NAME/calls": MetricDoc("calls", "Calls of this tool in an episode, in the mean.", "above 0 where it helps"),
@@ -186,7 +195,15 @@ METRICS: dict[str, MetricDoc] = {
     "kl/coef": MetricDoc("1", "Weight of the KL in the reward.", "settles where adaptive"),
     "response/length": MetricDoc("tokens", "Mean length of a response.", "well below `rollout.max_response_tokens`"),
     "response/length_max": MetricDoc("tokens", "Longest response.", "at most `rollout.max_response_tokens`"),
-    "response/truncated": MetricDoc("fraction", "Responses cut at the length limit.", "below 0.1; advice above 0.5"),
+    "response/truncated": MetricDoc(
+        "fraction",
+        "Responses and episodes that `rollout.max_response_tokens` or `rollout.max_total_tokens` ended; the limits of "
+        "turns and tool calls do not count.",
+        "below 0.1; advice above 0.5",
+    ),
+    "response/position_limit": MetricDoc(
+        "fraction", "Of all: those that the limit of prompt and response together ended.", "near 0; advice above 0.5"
+    ),
     "response/special_tokens": MetricDoc(
         "tokens", "Special tokens inside a response, in the mean; decoding hides them.", "0, unless the task has some"
     ),

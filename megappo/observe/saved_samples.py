@@ -6,18 +6,23 @@ escaped when they are shown. B samples, N their response tokens, concatenated by
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
 from megappo.errors import reason
+from megappo.observe.ends import End, end_of_older_version
 from megappo.observe.parquet_files import ColumnFile, Numbers
 
 DATA_SOURCE = "data_source"
 """Column, and metadata key, of a sample's task, named as in verl's files."""
 TOKEN_TEXTS = "response_token_texts"
 """Column with the text of each response token."""
+END, EPISODE = "end", "episode"
+"""Columns with why a sample ended, and with its episode as JSON."""
+_ENDS = (END, EPISODE)
 _TOKENS, _MASK, _LOSS_MASK = "response_tokens", "response_mask", "loss_mask"
 _TOKEN_COLUMNS = {
     "mask": _MASK, "loss": _LOSS_MASK, "reward": "token_rewards", "kl": "kl", "value": "values", "return": "returns",
@@ -45,7 +50,8 @@ class SampleLine:
     """Score that the reward function returned."""
     length: int
     """Number of response tokens, including those of an environment."""
-    truncated: bool
+    end: End
+    """Why the response or its episode ended."""
     weight_version: int
     """Version of the weights that generated the response; the oldest, where there are several."""
     prompt: str
@@ -125,20 +131,29 @@ def no_samples(path: Path, error: Exception) -> ValueError:
 def _samples_of(path: Path) -> Iterator[None]:
     try:
         yield
-    except (TypeError, ValueError, OverflowError) as error:
+    except (TypeError, ValueError, KeyError, OverflowError) as error:
         raise no_samples(path, error) from error
 
 
 def read_lines(path: Path) -> list[SampleLine]:
     """A line for each sample of a file. Raises ValueError for a damaged file or one of another kind."""
     with _samples_of(path):
-        return _lines(ColumnFile(path, (*_NUMBERS, *_TEXTS, _MASK)))
+        return _lines(ColumnFile(path, (*_NUMBERS, *_TEXTS, *_ENDS, _MASK)))
+
+
+def ends_of(file: ColumnFile) -> list[End]:
+    """Why each sample of a file ended. Raises ValueError for words that are no ends."""
+    if END in file:
+        return [End(text or "") for text in file.texts(END)]
+    limits = [json.loads(text)["limit"] for text in file.plain(EPISODE)] if EPISODE in file else [""] * len(file)
+    truncated = file.numbers("truncated").tolist()
+    return [end_of_older_version(limit, truncated=was) for limit, was in zip(limits, truncated, strict=True)]
 
 
 def _lines(file: ColumnFile) -> list[SampleLine]:
     numbers = {name: file.numbers(name).tolist() for name in _NUMBERS}
     texts = {name: file.texts(name) for name in _TEXTS}
-    lengths = file.lists(_MASK)[0]
+    lengths, ends = file.lists(_MASK)[0], ends_of(file)
     return [
         SampleLine(
             sample_id=int(numbers["sample_id"][b]),
@@ -146,7 +161,7 @@ def _lines(file: ColumnFile) -> list[SampleLine]:
             reward=float(numbers["reward"][b]),
             score=float(numbers["score"][b]),
             length=lengths[b],
-            truncated=bool(numbers["truncated"][b]),
+            end=ends[b],
             weight_version=int(numbers["weight_version"][b]),
             prompt=texts["prompt"][b] or "",
             response=texts["response"][b] or "",
@@ -162,7 +177,7 @@ def _lines(file: ColumnFile) -> list[SampleLine]:
 def read_sample(path: Path, place: int) -> tuple[SampleLine, SampleTokens, StepSums]:
     """The sample at a position of a file. Raises ValueError as `read_lines`."""
     with _samples_of(path):
-        columns = (*_NUMBERS, *_TEXTS, _TOKENS, TOKEN_TEXTS, *_TOKEN_COLUMNS.values())
+        columns = (*_NUMBERS, *_TEXTS, *_ENDS, _TOKENS, TOKEN_TEXTS, *_TOKEN_COLUMNS.values())
         file = ColumnFile(path, columns).row(place)
         line = _lines(file)[0]
         return line, _tokens_of(file), _sums([file])

@@ -39,6 +39,10 @@ ADVICE = {
     "rollout.samples_per_prompt or rollout.temperature, or take prompts of another difficulty in data.train.",
     "truncated": "More than half of the responses hit the length limit and were cut: "
     "raise rollout.max_response_tokens, or let reward.function pay less for long answers.",
+    "total_limit": "More than half of the responses hit the limit of prompt and response together and were cut: "
+    "raise rollout.max_total_tokens, or data.max_prompt_tokens where agents write longer prompts.",
+    "turn_cut": "More than half of the episodes ended with a turn that the limit of a turn cut: "
+    "raise rollout.environment.max_turn_tokens.",
     "mismatch": "Engine and trainer disagree on the probabilities of what was sampled, so the ratios are biased: "
     "try rollout.dtype: float32 or algorithm.old_logprob: corrected.",
     "actor_nonfinite": "An update of the actor was refused because its loss or gradient was not finite: "
@@ -59,6 +63,8 @@ PAGES = {
     "same_reward": "trouble.md#the-reward-is-flat",
     "same_in_groups": "trouble.md#the-reward-is-flat",
     "truncated": "trouble.md#lengths-run-away",
+    "total_limit": "trouble.md#lengths-run-away",
+    "turn_cut": "trouble.md#lengths-run-away",
     "mismatch": "trouble.md#the-mismatch-grows",
     "actor_nonfinite": "trouble.md#an-update-is-not-finite",
     "critic_nonfinite": "trouble.md#an-update-is-not-finite",
@@ -118,12 +124,15 @@ class Advisor:
         is_large = largest_reward(metrics) > _LARGE_REWARD
 
         explained = value("critic/explained_variance")
+        at_total = value("response/position_limit") > 0.5
         overshoots = self._lasting("critic_overshoots", explained < _OVERSHOT)
 
         found = {
             "clipfrac": value("actor/clipfrac") > 0.5 and not self._leaves_out,
             "masked": self._leaves_out and value("actor/masked_below") + value("actor/masked_above") > _MUCH_LEFT_OUT,
-            "truncated": value("response/truncated") > 0.5,
+            "truncated": value("response/truncated") > 0.5 and not at_total,
+            "total_limit": at_total,
+            "turn_cut": value("episode/limit_turn_tokens") > 0.5,
             "mismatch": value("mismatch/own_weights" if value("rollout/lag") > 0 else "mismatch/mean")
             > self._mismatch_warn_nats,
             "actor_nonfinite": nonfinite("actor") and not is_large,

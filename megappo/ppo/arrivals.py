@@ -54,6 +54,7 @@ def rollouts_of(parts: RunComponents, groups: Sequence[Group], answers: Mapping[
         sample_ids=tuple(sample_id for sample_id, _, _ in found),
         samples_per_prompt=samples,
         requests=(),
+        max_total_tokens=parts.config.rollout.max_total_tokens,
     )
     completions = [answer for _, _, answer in found]
     rollouts = finish_rollout(wanted, completions, parts.tokenizer, parts.vocabulary, parts.answerer)

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
+from megappo.config.context import continuation_text
 from megappo.config.tokens import decoded
 from megappo.engines.protocol import Completion
 from megappo.observe.json_values import JSONValue
@@ -69,8 +70,9 @@ def _conversation(completion: Completion, tokenizer: PreTrainedTokenizerBase) ->
     heard = 0
     for turn in completion.episode.turns:
         if turn.start > heard:
-            said.append({"by": "environment", "text": decoded(tokenizer, completion.token_ids[heard : turn.start])})
-        text = decoded(tokenizer, completion.token_ids[turn.start : turn.stop])
+            text = continuation_text(tokenizer, completion.token_ids[heard : turn.start])
+            said.append({"by": "environment", "text": text})
+        text = continuation_text(tokenizer, completion.token_ids[turn.start : turn.stop])
         said.append({"by": "model", "text": text, "reward": turn.reward})
         heard = turn.stop
     return tuple(said)
@@ -84,8 +86,9 @@ def keep_episodes(completions: Sequence[Completion]) -> dict[str, Tensor]:
     return {"episodes": torch.frombuffer(bytearray(json.dumps(episodes).encode()), dtype=torch.uint8)}
 
 
-def kept_episodes(kept: Mapping[str, Tensor], count: int) -> list[Episode | None]:
-    """Episodes from `keep_episodes`, one for each of `count` completions."""
+def kept_episodes(kept: Mapping[str, Tensor], truncated: Sequence[bool]) -> list[Episode | None]:
+    """Episodes from `keep_episodes`. `truncated`: what is kept of each completion."""
     if "episodes" not in kept:
-        return [None] * count
-    return [Episode.read(told) for told in json.loads(bytes(kept["episodes"].tolist()))]
+        return [None] * len(truncated)
+    told = json.loads(bytes(kept["episodes"].tolist()))
+    return [Episode.read(of_one, truncated=was) for of_one, was in zip(told, truncated, strict=True)]

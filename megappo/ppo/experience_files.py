@@ -17,7 +17,7 @@ from torch import Tensor
 
 from megappo.errors import ConfigError, reason
 from megappo.observe.parquet_files import ColumnFile
-from megappo.observe.saved_samples import DATA_SOURCE, TOKEN_TEXTS, no_samples
+from megappo.observe.saved_samples import DATA_SOURCE, END, EPISODE, TOKEN_TEXTS, ends_of, no_samples
 from megappo.types import Episode, Episodes, Experience, Prompt, Rollouts, Scored
 
 if TYPE_CHECKING:
@@ -90,6 +90,7 @@ def _columns(
 
     for name, key in _PER_SAMPLE.items():
         yield name, pyarrow.array(getattr(rollouts, key)[rows].numpy())
+    yield END, _texts([rollouts.ends[b] for b in rows])
     yield "prompt_index", pyarrow.array([prompt.index for prompt in prompts], pyarrow.int64())
     for name in ("text", "answer", "source"):
         yield {"text": "prompt"}.get(name, name), _texts([getattr(prompt, name) for prompt in prompts])
@@ -113,7 +114,7 @@ def _columns(
     yield "ratios", of_tokens((scored.old_logprob_BR - rollouts.engine_logprob_BR).exp())
     if rollouts.episodes is not None:
         yield "turn_rewards", of_tokens(rollouts.episodes.turn_rewards_BR)
-        yield "episode", _texts([json.dumps(asdict(rollouts.episodes.of_samples[b])) for b in rows])
+        yield EPISODE, _texts([json.dumps(asdict(rollouts.episodes.of_samples[b])) for b in rows])
         yield "conversation", _texts([json.dumps(rollouts.episodes.conversations[b]) for b in rows])
     if rollouts.routing is not None:
         routing = [rollouts.routing[b].numpy() for b in rows]
@@ -208,7 +209,7 @@ def _rollouts(file: _File) -> Rollouts:
         response_lengths_B=lengths_B,
         engine_logprob_BR=file.tokens("engine_logprobs"),
         response_mask_BR=file.tokens("response_mask"),
-        truncated_B=file.tensor("truncated"),
+        ends=tuple(ends_of(file)),
         weight_versions_B=file.tensor("weight_version"),
         responses=tuple(file.plain("response")),
         raw_responses=tuple(file.plain("raw_response")),
@@ -221,10 +222,11 @@ def _rollouts(file: _File) -> Rollouts:
 
 
 def _episodes(file: _File) -> Episodes | None:
-    if "episode" not in file:
+    if EPISODE not in file:
         return None
+    told = zip(file.plain(EPISODE), file.tensor("truncated").tolist(), strict=True)
     return Episodes(
-        tuple(Episode.read(json.loads(told)) for told in file.plain("episode")),
+        tuple(Episode.read(json.loads(text), truncated=truncated) for text, truncated in told),
         file.tokens("turn_rewards"),
         tuple(tuple(json.loads(told)) for told in file.plain("conversation")),
     )

@@ -290,7 +290,7 @@ def _completions(kept: Mapping[str, Tensor]) -> dict[int, Completion]:
         kept["truncated_B"].tolist(),
         kept["weight_versions_B"].tolist(),
         routings,
-        kept_episodes(kept, len(lengths)),
+        kept_episodes(kept, kept["truncated_B"].tolist()),
         strict=True,
     )
     return {

@@ -75,7 +75,7 @@ def read_state(kept: Mapping[str, Tensor]) -> tuple[State, tuple[int, int]]:
         kept["truncated_B"].tolist(),
         kept["broken_off_B"].tolist(),
         kept["stretches_S2"].split(kept["stretches_B"].tolist()),
-        kept_episodes(kept, len(lengths)),
+        kept_episodes(kept, kept["truncated_B"].tolist()),
         strict=True,
     )
     answers = {}

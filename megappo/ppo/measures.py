@@ -20,6 +20,7 @@ from megappo.families.parameters import multiplied_parameters
 from megappo.megatron.placed import PlacedBatch
 from megappo.megatron.roles import Role
 from megappo.megatron.router import FURTHER
+from megappo.observe.ends import End
 from megappo.observe.throughput import mfu, training_flops_per_token
 from megappo.ppo.components import RunComponents
 from megappo.runtime.process import Runtime
@@ -39,6 +40,8 @@ def rollout_metrics(rollouts: Rollouts, runtime: Runtime, newest_version: int) -
     tally.mean("response/length", responses)
     tally.maximum("response/length_max", responses)
     tally.mean("response/truncated", rollouts.truncated_B)
+    is_total_B = torch.tensor([end is End.POSITION_LIMIT for end in rollouts.ends], dtype=torch.bool)
+    tally.mean("response/position_limit", is_total_B)
     tally.mean("response/special_tokens", rollouts.special_tokens_B)
     tally.mean("prompt/length", rollouts.lengths_B - responses)
     if rollouts.token_versions_BR is None:

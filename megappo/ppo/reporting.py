@@ -213,6 +213,7 @@ class Reporter:
                     "score": float(total_rewards_B[b]),
                     **({"score_failure": failures[b]} if failures[b] else {}),
                     "tokens": int(rollouts.response_lengths_B[b]),
+                    "end": rollouts.ends[b],
                     **({} if episodes is None else _told_of(episodes, b)),
                 }
                 for b in chosen
@@ -250,6 +251,6 @@ class Reporter:
 def _told_of(episodes: Episodes, b: int) -> dict[str, JSONValue]:
     """Fields of a sample's record that describe its episode."""
     episode = episodes.of_samples[b]
-    told = {"failure": episode.failure, "reason": episode.reason, "limit": episode.limit}
+    told = {"failure": episode.failure, "reason": episode.reason}
     calls = {name: use.calls for name, use in episode.tools.items()}
     return {"conversation": episodes.conversations[b], "tools": calls, **{k: v for k, v in told.items() if v}}

@@ -8,6 +8,7 @@ from megappo.checkpoint.files import checkpoints_directory, finished
 from megappo.checkpoint.randomness import seed_generators
 from megappo.config import Config
 from megappo.config.chat_template import thinking_notes
+from megappo.config.end_of_turn import end_of_turn_notes
 from megappo.config.schema import PHASES
 from megappo.data import PromptDataset, TrainingPrompts
 from megappo.data.mixture import MixedPrompts
@@ -165,6 +166,7 @@ def data_lines(parts: RunComponents, *, training: bool = True) -> list[str]:
     train, validation = parts.train_prompts, parts.validation_prompts
     lines = [_count_words(train, "training prompts")] if training else []
     lines += thinking_notes(parts.config, str(parts.tokenizer.chat_template or "")) if training else []
+    lines += end_of_turn_notes(parts.config, parts.tokenizer, parts.stop_token_ids)
     lines += [_count_words(data, f"validation prompts{name and f' of {name}'}") for name, data in validation.items()]
     sources = (train.sources if isinstance(train, MixedPrompts) else (train,)) if training else ()
     return lines + [w for data in (*sources, *validation.values()) if (w := unknown_words(data, parts.tokenizer))]

@@ -9,11 +9,12 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
-from megappo.config.tokens import decoded
+from megappo.config.context import continuation_text
 from megappo.data import PromptDataset, TrainingPrompts
 from megappo.engines.protocol import Completion, GenerateRequest
 from megappo.engines.rows import check_answers
 from megappo.errors import RunError
+from megappo.observe.ends import End
 from megappo.ppo.episodes import episodes_of, own_tokens, prompt_ids, turns_mask
 from megappo.runtime.process import Runtime
 from megappo.runtime.seeds import derived_seed
@@ -46,6 +47,8 @@ class SampleRequests:
     sample_ids: tuple[int, ...]
     samples_per_prompt: int
     requests: tuple[GenerateRequest, ...]
+    max_total_tokens: int | None = None
+    """See `RolloutSettings.max_total_tokens`."""
 
 
 def room_behind(prompt: Prompt, max_total_tokens: int | None) -> int | None:
@@ -67,7 +70,7 @@ def request_samples(
         GenerateRequest(p.token_ids, seed_of(i), i // samples_per_prompt, room_behind(p, max_total_tokens))
         for p, i in zip(repeated, sample_ids, strict=True)
     )
-    return SampleRequests(repeated, sample_ids, samples_per_prompt, requests)
+    return SampleRequests(repeated, sample_ids, samples_per_prompt, requests, max_total_tokens)
 
 
 def finish_rollout(
@@ -105,14 +108,24 @@ def finish_rollout(
         response_lengths_B=lengths,
         engine_logprob_BR=logprob_BR,
         response_mask_BR=turns_mask(completions, mask_BR),
-        truncated_B=torch.tensor([c.truncated for c in completions], dtype=torch.bool),
+        ends=tuple(end_of(p, c, wanted.max_total_tokens) for p, c in zip(wanted.prompts, completions, strict=True)),
         weight_versions_B=torch.tensor([c.weight_version for c in completions], dtype=torch.int64),
-        responses=tuple(decoded(tokenizer, ids, skip_special_tokens=True) for ids in token_ids),
-        raw_responses=tuple(decoded(tokenizer, ids) for ids in token_ids),
+        responses=tuple(continuation_text(tokenizer, ids, skip_special_tokens=True) for ids in token_ids),
+        raw_responses=tuple(continuation_text(tokenizer, ids) for ids in token_ids),
         routing=None if completions and completions[0].routing is None else tuple(map(routing_of, completions)),
         special_tokens_B=torch.tensor([sum(i in special for i in ids) for ids in inside], dtype=torch.int64),
         episodes=episodes,
     )
+
+
+def end_of(prompt: Prompt, completion: Completion, max_total_tokens: int | None) -> End:
+    """Why a response, or its episode, ended."""
+    if completion.episode is not None:
+        return completion.episode.end
+    if not completion.truncated:
+        return End.COMPLETE
+    room = room_behind(prompt, max_total_tokens)
+    return End.RESPONSE_LIMIT if room is None or len(completion.token_ids) < room else End.POSITION_LIMIT
 
 
 def routing_of(completion: Completion) -> Tensor:

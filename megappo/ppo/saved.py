@@ -17,8 +17,8 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from megappo.config.context import token_text
 from megappo.config.rules.experience import MARKER, SavedStep, folder_of_step, saved_steps
-from megappo.config.tokens import token_text
 from megappo.config.vocabulary import vocabulary_digest
 from megappo.ppo.components import RunComponents
 from megappo.ppo.experience_files import SavedSamples, read_samples, require_parquet, sample_ids_of, write_samples

@@ -34,10 +34,10 @@ class RewardShaper:
     def shape(self, scores_B: Tensor, rollouts: Rollouts) -> tuple[Tensor, dict[str, float]]:
         """This rank's scores (B,) float32 as its samples are trained on, and metrics of the shaping over all ranks.
 
-        Applies in this order, where the settings say so: `reward.truncated_score` for a response that the length limit
-        ended (ORZ), `reward.truncated_penalty` subtracted from it (TRL's penalty for a missing end), `reward.overlong`
-        (DAPO), `reward.normalize` by all scores so far, this step's included, and clip(scale * score + shift). A
-        collective of the whole world.
+        Applies in this order, where the settings say so: `reward.truncated_score` for a response that a limit of the
+        whole response ended (ORZ), `reward.truncated_penalty` subtracted from it (TRL's penalty for a missing end),
+        `reward.overlong` (DAPO), `reward.normalize` by all scores so far, this step's included, and
+        clip(scale * score + shift). A collective of the whole world.
         """
         reward, given_B, tally = self._config.reward, scores_B, Tally()
         if not reward.is_shaped:

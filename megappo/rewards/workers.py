@@ -63,7 +63,7 @@ class RewardRequest:
     token_ids: Sequence[int] = ()
     """Token ids after the prompt, the stop token included."""
     truncated: bool = False
-    """Whether the length limit ended the response."""
+    """Whether a limit of the whole response ended it, see `End.is_truncated`."""
     conversation: Sequence[Message] = ()
     """Messages of the prompt and those after it, each with `role` and `content`; the role is `assistant` for the
     model's turns, `environment` for what an environment said."""

@@ -45,7 +45,7 @@ def test_a_sample_token_by_token(run: Path, capsys: pytest.CaptureFixture[str]) 
     assert lines[1].startswith("settings: estimator gae, gamma 1, lambda 0.5, ")
     assert lines[2:6] == [
         "prompt 0: 0+4=",
-        r"response, 3 tokens: 4\x1b[2J!<eos>",
+        r"response, 3 tokens, ended by itself: 4\x1b[2J!<eos>",
         "right answer: 4",
         "reward: 1, which the reward gave as 2",
     ]
@@ -72,7 +72,7 @@ def test_a_cut_sample_shows_which_tokens_the_losses_count(run: Path, capsys: pyt
     lines = told(capsys, run, "--step", 3, "--sample", 1)
     assert lines[2:5] == [
         "prompt -1 (its episode failed): 1+4=",
-        "response, 1 tokens, cut at the length limit: 9<eos>",
+        "response, 1 tokens, cut at the response limit: 9<eos>",
         "reward: -0.5",
     ]
     assert [line.split() for line in lines[6:8]] == [
@@ -104,9 +104,9 @@ def test_samples_are_listed_and_found(run: Path, capsys: pytest.CaptureFixture[s
     lines = told(capsys, run)
     assert lines[0] == f"step 10 of {run}: 4 of its 16 samples are saved"
     assert lines[3:6] == [
-        "sample  reward  tokens  cut  prompt  response        right answer",
-        r"     0       1       3       0+4=    4\x1b[2J!<eos>  4",
-        "     1    -0.5       1  yes  1+4=    9<eos>",
+        "sample  reward  tokens  end             prompt  response        right answer",
+        r"     0       1       3  complete        0+4=    4\x1b[2J!<eos>  4",
+        "     1    -0.5       1  response_limit  1+4=    9<eos>",
     ]
     assert lines[10] == "tokens: 8, the model's own 6, in the losses 4"
     assert (

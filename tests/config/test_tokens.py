@@ -17,10 +17,11 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors
 from transformers import AddedToken, PreTrainedTokenizerFast
 
 from megappo.config import check_run, load_config
+from megappo.config.context import token_text
 from megappo.config.data import DataSettings, DataSourceSettings
 from megappo.config.environment import EnvironmentSettings
 from megappo.config.model_files import load_tokenizer, read_architecture, resolve_stop_token_ids, token_rows
-from megappo.config.tokens import TokenRows, decoded, response_length_rules, token_text, whole_ids
+from megappo.config.tokens import TokenRows, decoded, response_length_rules, whole_ids
 from megappo.config.vocabulary import vocabulary_digest
 from megappo.data import PromptDataset, read_prompts
 from megappo.doctor.inputs import origin_findings
@@ -410,7 +411,7 @@ def with_ends(single: str, *, template: str | None = None) -> PreTrainedTokenize
         ("<b> $A </e>", "<b>a</e>b=", "<b>a</e>b="),
         ("<b> $A </e>", "</e>a", "<b></e>a"),
         ("$A", "<b>a", "<b>a"),
-        ("<b> $A </e>", "a" * 30, "a" * 20),
+        ("<b> $A </e>", "a" * 30, "<b>" + "a" * 19),
     ],
 )
 def test_prompts_begin_once_and_do_not_end(tmp_path: Path, single: str, prompt: str, seen: str) -> None:

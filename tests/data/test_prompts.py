@@ -15,6 +15,7 @@ from transformers import PreTrainedTokenizerFast
 from megappo.config.data import DataSettings, DataSourceSettings
 from megappo.data import PromptDataset, prompts
 from megappo.data.unknown import unknown_words
+from megappo.environments.agent import task_of
 from megappo.types import CHAT_MESSAGES
 from tests.support import data as helpers_data
 from tests.support.data import ALPHABET, character_tokenizer
@@ -45,6 +46,25 @@ def test_a_text_becomes_a_user_message(tmp_path: Path) -> None:
     assert prompt.metadata == {"level": 1, CHAT_MESSAGES: [{"role": "user", "content": "1+1"}]}
 
 
+CALLS = (  # as Qwen2.5's
+    "{% for m in messages %}<{{ m.role[0] }}>{{ m.content }}{% for call in m.tool_calls %}"
+    "{% if call.function is defined %}{% set call = call.function %}{% endif %}"
+    "{{ call.name }} {{ call.arguments | tojson }}{% endfor %}{% endfor %}{% if add_generation_prompt %}<a>{% endif %}"
+)
+
+
+@pytest.mark.parametrize("arguments", [{"city": "Rome"}, '{"city": "Rome"}', '{ "city" : "Rome" }'])
+def test_arguments_of_an_earlier_call_are_quoted_once(tmp_path: Path, arguments: Any) -> None:
+    call = {"type": "function", "function": {"name": "look", "arguments": arguments}}
+    chat = [
+        {"role": "user", "content": "where"},
+        {"role": "assistant", "content": None, "tool_calls": [call]},
+        {"role": "tool", "content": "12"},
+    ]
+    found = dataset(tmp_path, [{"prompt": chat}], template=CALLS, max_prompt_tokens=200)
+    assert found[0].text == '<u>where<a>look {"city": "Rome"}<t>12<a>'
+
+
 def test_system_prompt_goes_where_there_is_none(tmp_path: Path) -> None:
     own = [{"role": "system", "content": "own"}, {"role": "user", "content": "x"}]
     found = dataset(tmp_path, [{"prompt": "x"}, {"prompt": own}], system_prompt="new")
@@ -66,6 +86,75 @@ def test_overlong_prompts(tmp_path: Path) -> None:
     assert "".join(ALPHABET[i] for i in cut[0].token_ids) == "def"
     with pytest.raises(ValueError, match=r"prompt 0 of .* has 6 tokens, more than data\.max_prompt_tokens 3"):
         dataset(tmp_path, records, overlong_prompts="error", **plain)
+
+
+@pytest.mark.parametrize("limit", [8, 9, 10, 12, 19])
+@pytest.mark.parametrize(
+    "chat",
+    [
+        [{"role": "user", "content": "0123456789abcdefgh"}],
+        [{"role": "system", "content": "x"}, {"role": "user", "content": "0123456789abcdefgh"}],
+        [
+            {"role": "user", "content": "x"},
+            {"role": "assistant", "content": ""},
+            {"role": "user", "content": "0123456789"},
+            {"role": "assistant", "content": "y"},
+        ],
+    ],
+)
+def test_a_chat_that_is_cut_is_still_a_chat(tmp_path: Path, chat: list[dict[str, str]], limit: int) -> None:
+    """The last user message loses its beginning, no more than necessary, and everything else stays as it was."""
+    template = TEMPLATE.replace("{% if m['role'] == 'tool' %}{{ raise_exception('no tools here') }}{% endif %}", "")
+    if chat[-1]["role"] == "assistant":
+        chat = [*chat, {"role": "tool", "content": ""}]
+    words = character_tokenizer(template)
+
+    def made(messages: list[dict[str, str]]) -> str:
+        return str(words.apply_chat_template(messages, tokenize=False, add_generation_prompt=True))
+
+    place = max(i for i, message in enumerate(chat) if message["role"] == "user")
+    bare = len(made([*chat[:place], {"role": "user", "content": ""}, *chat[place + 1 :]]))
+    settings: dict[str, Any] = {"overlong_prompts": "truncate", "max_prompt_tokens": limit, "template": template}
+    if bare >= limit:
+        sentence = rf"prompt 0 .* tokens, more than data.max_prompt_tokens {limit}, and the last character"
+        with pytest.raises(ValueError, match=sentence):
+            dataset(tmp_path, [{"prompt": chat, "level": 3}], **settings)
+        return
+    prompt = dataset(tmp_path, [{"prompt": chat, "level": 3}], **settings)[0]
+    shorter = chat[place]["content"][-(limit - bare) :]
+    expected = [*chat[:place], {"role": "user", "content": shorter}, *chat[place + 1 :]]
+    assert prompt.metadata == {"level": 3, CHAT_MESSAGES: expected}
+    assert prompt.text == made(expected) == "".join(ALPHABET[i] for i in prompt.token_ids)
+    assert len(prompt.token_ids) == limit
+
+
+def test_reward_models_and_agents_get_messages_of_cut_prompts_too(tmp_path: Path) -> None:
+    """As they do of the other prompts of a batch, without the role tags of the policy's template."""
+    records = [{"prompt": "0123456789abcdefghij"}, {"prompt": "ab"}]
+    found = dataset(tmp_path, records, overlong_prompts="truncate", max_prompt_tokens=12)
+    assert found.truncated == 1
+    assert [task_of(found[i]) for i in range(2)] == ["efghij", "ab"]
+    chats = [found[i].metadata[CHAT_MESSAGES] for i in range(2)]
+    assert chats == [[{"role": "user", "content": "efghij"}], [{"role": "user", "content": "ab"}]]
+
+
+def test_a_plain_text_that_is_cut_begins_as_others_do(tmp_path: Path) -> None:
+    path = tmp_path / "data.jsonl"
+    path.write_text(json.dumps({"prompt": "the sum of twelve and thirty"}) + '\n{"prompt": "seven"}')
+    source, tokenizer = DataSourceSettings(source=str(path)), byte_tokenizer()
+
+    def made(limit: int) -> PromptDataset:
+        data = DataSettings(
+            train=source, max_prompt_tokens=limit, apply_chat_template=False, overlong_prompts="truncate"
+        )
+        return PromptDataset(source, data, tokenizer)
+
+    cut, other = made(4)[0], made(4)[1]
+    whole = tokenizer("the sum of twelve and thirty", add_special_tokens=False)["input_ids"]
+    assert cut.token_ids == (other.token_ids[0], *whole[-3:]) and tokenizer.decode(other.token_ids[:1]) == "<b>"
+    assert cut.text == tokenizer.decode(whole[-3:])
+    with pytest.raises(ValueError, match=r"max_prompt_tokens 1, and the last character of the text alone"):
+        made(1)
 
 
 def byte_tokenizer() -> PreTrainedTokenizerFast:

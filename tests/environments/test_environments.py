@@ -31,6 +31,7 @@ from megappo.environments.session import Session
 from megappo.environments.tool_calling import ToolCalling
 from megappo.environments.tool_calls import FORMATS, llama3_calls, qwen_calls
 from megappo.environments.tool_pool import ToolPool, ToolResult
+from megappo.observe.ends import End
 from megappo.ppo.episodes import keep_episodes, kept_episodes
 from megappo.ppo.experience import ExperienceMaker
 from megappo.ppo.sampling import SampleRequests, finish_rollout
@@ -288,21 +289,24 @@ def played(environment: Any, say: str = "ok", **limits: Any) -> Any:
 
 
 @pytest.mark.parametrize(
-    ("limits", "limit", "turns"),
+    ("limits", "end", "turns"),
     [
-        ({"max_turns": 2}, "turns", 2),
-        ({"max_new_tokens": 15}, "tokens", 1),
-        ({"max_new_tokens": 2, "max_turns": 1}, "turns", 1),
-        ({"max_turns": 3}, "", 3),
+        ({"max_turns": 2}, End.OUT_OF_TURNS, 2),
+        ({"max_new_tokens": 15}, End.RESPONSE_LIMIT, 1),
+        ({"max_new_tokens": 2, "max_turns": 1}, End.RESPONSE_LIMIT, 1),
+        ({"max_turns": 3}, End.COMPLETE, 3),
+        ({"max_turns": 3, "max_turn_tokens": 2}, End.TURN_CUT, 3),
+        ({"max_turns": 2, "max_turn_tokens": 2}, End.OUT_OF_TURNS, 2),
+        ({"max_turns": 3, "max_new_tokens": 2, "max_turn_tokens": 2}, End.RESPONSE_LIMIT, 1),
     ],
 )
-def test_a_limit_ends_an_episode_and_its_rewards_count(limits: dict[str, Any], limit: str, turns: int) -> None:
+def test_a_limit_ends_an_episode_and_its_rewards_count(limits: dict[str, Any], end: End, turns: int) -> None:
     episode, text, completion = played(Echo(3), **limits)
-    assert (episode.limit, len(episode.turns), episode.failure) == (limit, turns, "")
+    assert (episode.end, len(episode.turns), episode.failure) == (end, turns, "")
     assert [turn.reward for turn in episode.turns][:2] == [1.0, 2.0][:turns]
-    assert completion.truncated == bool(limit)
+    assert completion.truncated == (2 in (limits.get("max_new_tokens"), limits.get("max_turn_tokens")))
     assert len(completion.token_ids) <= limits.get("max_new_tokens", 200)
-    assert text.endswith("<|im_end|>") or limits["max_new_tokens"] == 2  # nothing that is said last is kept
+    assert text.endswith("ok" if completion.truncated else "<|im_end|>")  # nothing that is said last is kept
 
 
 @pytest.mark.parametrize(
@@ -383,7 +387,7 @@ def test_calls_have_a_limit_and_are_counted() -> None:
             return 1.0
 
     episode, _, _ = played(Calls(), max_calls=3)
-    assert episode.limit == "calls" and not episode.failure
+    assert episode.end is End.OUT_OF_CALLS and not episode.failure
     assert (episode.tools["own"].calls, episode.tools["own"].failures) == (3, 1)
     metrics = episode_metrics([episode], [3])
     assert metrics["tool/own/calls"] == 3 and metrics["tool/own/failures"] == pytest.approx(1 / 3)
@@ -449,8 +453,8 @@ def test_episodes_survive_a_checkpoint() -> None:
     _, _, first = played(Echo())
     _, _, failed = played(Mixed(), max_failure_fraction=1.0)
     kept = keep_episodes([first, failed])
-    assert kept_episodes(kept, 2) == [first.episode, failed.episode]
-    assert keep_episodes([replace(first, episode=None)]) == {} and kept_episodes({}, 2) == [None, None]
+    assert kept_episodes(kept, [False] * 2) == [first.episode, failed.episode]
+    assert keep_episodes([replace(first, episode=None)]) == {} and kept_episodes({}, [False] * 2) == [None, None]
 
 
 # Chat templates
@@ -500,10 +504,10 @@ def test_prompt_and_episode_together_have_a_limit() -> None:
     made = runner(Echo(5), SayingEngine(lambda request: "okay"))
     [completion] = made.generate(prompts, [replace(requests[0], max_new_tokens=33)], PARAMS)
     made.close()
-    assert completion.episode is not None and completion.episode.limit == "tokens"
+    assert completion.episode is not None and completion.episode.end is End.POSITION_LIMIT
     # A turn has 5 tokens, and what is said behind it 14; of the second nothing is left for a third.
     assert [turn.stop for turn in completion.episode.turns] == [5, 24]
-    assert completion.truncated
+    assert not completion.truncated and rollouts_of([completion], prompts).truncated_B.tolist() == [True]
 
 
 @pytest.mark.parametrize(

@@ -28,6 +28,7 @@ from megappo.environments.registry import make_environment
 from megappo.environments.runner import TooManyFailuresError
 from megappo.environments.session import Session
 from megappo.environments.trajectory import Trajectory
+from megappo.observe.ends import End
 from megappo.ppo.episodes import keep_episodes, kept_episodes
 from megappo.ppo.sampling import SampleRequests, finish_rollout
 from megappo.runtime.waiting import wait_until
@@ -187,7 +188,7 @@ def test_the_trainer_sees_the_prompt_that_the_agent_wrote() -> None:
     assert rollouts.sequences[0].tolist() == list(whole) and rollouts.response_lengths_B.tolist() == [3, 3]
     assert rollouts.episodes is not None and rollouts.responses == ("on", "on")
     assert [said["by"] for said in rollouts.episodes.conversations[0]] == ["agent", "model"]
-    kept = kept_episodes(keep_episodes(completions), 2)
+    kept = kept_episodes(keep_episodes(completions), [False] * 2)
     assert kept == [completion.episode for completion in completions]
 
 
@@ -330,16 +331,16 @@ def test_what_an_agent_gave_up_is_recorded_nowhere() -> None:
 
 
 @pytest.mark.parametrize(
-    ("limits", "limit", "told"),
+    ("limits", "end", "told"),
     [
-        ({"max_turns": 2}, "turns", "reached its limit of turns"),
-        ({"max_calls": 1}, "calls", "reached its limit of calls"),
-        ({"max_new_tokens": 90}, "tokens", "reached its limit of tokens"),
+        ({"max_turns": 2}, End.OUT_OF_TURNS, "reached its limit of turns"),
+        ({"max_calls": 1}, End.OUT_OF_CALLS, "reached its limit of calls"),
+        ({"max_new_tokens": 90}, End.RESPONSE_LIMIT, "reached its limit of tokens"),
     ],
 )
 @pytest.mark.parametrize("catches", [True, False])
 def test_a_limit_ends_the_episode_whatever_the_agent_makes_of_it(
-    limits: dict[str, Any], limit: str, told: str, catches: bool
+    limits: dict[str, Any], end: End, told: str, catches: bool
 ) -> None:
     """It is told once, and the rewards until then count, with the agent's own where it goes on to give one."""
     refusals: list[str] = []
@@ -355,9 +356,9 @@ def test_a_limit_ends_the_episode_whatever_the_agent_makes_of_it(
 
     [completion], _ = played(meets_it, CALL, CALL, CALL, CALL, **limits)
     assert len(refusals) == 1 and told in refusals[0]
-    assert ("context_length_exceeded" in refusals[0]) == (limit == "tokens")
+    assert ("context_length_exceeded" in refusals[0]) == (end is End.RESPONSE_LIMIT)
     episode = completion.episode
-    assert (episode.limit, episode.failure, completion.truncated) == (limit, "", True)
+    assert (episode.end, episode.failure) == (end, "")
     assert sum(turn.reward for turn in episode.turns) == (0.5 if catches else 0.0)
 
 
@@ -472,9 +473,9 @@ def test_a_trajectory_keeps_the_routing_of_each_turn() -> None:
         computed = len(trajectory.seen) + tokens - 1
         return Completion((7,) * tokens, (-1.0,) * tokens, False, 1, torch.full((computed, 1, 1), expert))
 
-    trajectory.say(turn(2, 0))
+    trajectory.say(turn(2, 0), End.RESPONSE_LIMIT)
     trajectory.hear((8, 8))
-    trajectory.say(turn(1, 1))
+    trajectory.say(turn(1, 1), End.RESPONSE_LIMIT)
     trajectory.hear((9,))
     routing = trajectory.routing(shape)
     assert routing is not None and routing[:, 0, 0].tolist() == [0, 0, 0, 0, 1, 1, 1, 255]

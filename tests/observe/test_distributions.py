@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from megappo.observe.distributions import EDGES, Distribution, counts_of, middles, of_all_ranks
+from megappo.observe.ends import End
 from megappo.observe.metrics import MetricsLog
 from megappo.ppo.measures import distributed_numbers
 from megappo.types import Experience, Prompt, Rollouts, Scored
@@ -55,7 +56,7 @@ def test_only_what_the_model_made_counts(monkeypatch: pytest.MonkeyPatch) -> Non
         response_lengths_B=torch.tensor([2, 1]),
         engine_logprob_BR=torch.where(mask_BR, torch.tensor(-1.0), torch.tensor(NAN)),
         response_mask_BR=mask_BR,
-        truncated_B=torch.zeros(2, dtype=torch.bool),
+        ends=(End.COMPLETE,) * 2,
         weight_versions_B=torch.ones(2, dtype=torch.int64),
         responses=("",) * 2,
         raw_responses=("",) * 2,

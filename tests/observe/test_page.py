@@ -113,7 +113,8 @@ def test_samples_have_the_numbers_of_their_tokens(tmp_path: Path) -> None:
     assert [sample["id"] for sample in found[:4]] == [0, 1, 2, 3]
     first, second = found[:2]
     assert (first["prompt"], first["response"], first["answer"], first["reward"]) == ("0+4=", "4\x1b[2J!<eos>", "4", 1)
-    assert (first["length"], first["cut"], second["cut"], second["answer"]) == (3, False, True, None)
+    assert (first["length"], first["end"], second["answer"]) == (3, None, None)
+    assert second["end"] == "cut at the response limit"
     assert first["tokens"] == ["\x1b[2J", "é\n", "ok"] and first["own"] == [1, 0, 1]
     columns: Any = first["columns"]
     assert dict(columns) == {

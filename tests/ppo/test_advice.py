@@ -29,6 +29,9 @@ def said(algorithm: AlgorithmSettings, steps: list[dict[str, float]]) -> list[tu
     [
         ({"actor/clipfrac": 0.51}, "clipfrac"),
         ({"response/truncated": 0.6}, "truncated"),
+        ({"response/truncated": 0.6, "response/position_limit": 0.1}, "truncated"),
+        ({"response/truncated": 0.6, "response/position_limit": 0.6}, "total_limit"),
+        ({"response/truncated": 0.0, "episode/limit_turn_tokens": 0.6}, "turn_cut"),
         ({"mismatch/mean": 0.051, "rollout/lag": 0.0}, "mismatch"),
         ({"mismatch/own_weights": 0.051, "rollout/lag": 0.5}, "mismatch"),
         ({"actor/skipped_updates": 1.0}, "actor_nonfinite"),

@@ -22,6 +22,7 @@ from megappo.config.algorithm import AlgorithmSettings, KLInRewardSettings
 from megappo.config.derive import describe
 from megappo.config.rules.algorithm import algorithm_rules
 from megappo.megatron.roles import Update
+from megappo.observe.ends import End
 from megappo.ppo import start
 from megappo.ppo.advice import Advisor
 from megappo.ppo.experience import ExperienceMaker, groups_differ_G
@@ -55,7 +56,7 @@ def rollouts(engine_logprob_BR: Tensor, mask_BR: Tensor) -> Rollouts:
         response_lengths_B=lengths,
         engine_logprob_BR=engine_logprob_BR,
         response_mask_BR=mask_BR,
-        truncated_B=torch.zeros(B, dtype=torch.bool),
+        ends=(End.COMPLETE,) * B,
         weight_versions_B=torch.zeros(B, dtype=torch.int64),
         responses=("",) * B,
         raw_responses=("",) * B,

@@ -12,6 +12,7 @@ import torch
 from megappo.algo.overlong import overlong_penalty
 from megappo.config import load_config
 from megappo.config.algorithm import AlgorithmSettings
+from megappo.observe.ends import End
 from megappo.ppo.experience import ExperienceMaker
 from megappo.ppo.selection import Selection, joined
 from megappo.ppo.updates import critic_updates
@@ -38,7 +39,7 @@ def rollouts(names: str, lengths: list[int]) -> Rollouts:
         response_lengths_B=lengths_B,
         engine_logprob_BR=torch.where(mask_BR, -first_B[:, None] - torch.arange(R).float(), float("nan")),
         response_mask_BR=mask_BR,
-        truncated_B=lengths_B == R,
+        ends=tuple(End.RESPONSE_LIMIT if length == R else End.COMPLETE for length in lengths),
         weight_versions_B=first_B,
         responses=tuple(names),
         raw_responses=tuple(names.upper()),

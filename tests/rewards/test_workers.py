@@ -17,6 +17,7 @@ import pytest
 import torch
 
 from megappo.config.schema import RewardSettings
+from megappo.observe.ends import End
 from megappo.rewards.channel import PoolEnd
 from megappo.rewards.scorer import RewardScorer
 from megappo.rewards.workers import RewardError, RewardPool, RewardRequest
@@ -439,7 +440,7 @@ def test_workers_die_with_their_parent(tmp_path: Path) -> None:
 
 def rollouts(*responses: str) -> Rollouts:
     B = len(responses)
-    ones, flags = torch.ones(B, dtype=torch.int64), torch.zeros(B, dtype=torch.bool)
+    ones = torch.ones(B, dtype=torch.int64)
     prompts = tuple(Prompt(i, (0,), "1+1=", "2", {}) for i in range(B))
     return Rollouts(
         prompts=prompts,
@@ -449,7 +450,7 @@ def rollouts(*responses: str) -> Rollouts:
         response_lengths_B=ones,
         engine_logprob_BR=torch.zeros(B, 1),
         response_mask_BR=torch.ones(B, 1, dtype=torch.bool),
-        truncated_B=flags,
+        ends=(End.COMPLETE,) * B,
         weight_versions_B=torch.zeros(B, dtype=torch.int64),
         responses=responses,
         raw_responses=responses,

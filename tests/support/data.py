@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Any
 
 from tokenizers import Tokenizer, models
 from transformers import PreTrainedTokenizerFast
@@ -22,3 +23,11 @@ TEXTS: list[str] = []
 def texts() -> Iterator[dict[str, str]]:
     """A data source of `TEXTS`."""
     yield from ({"prompt": text} for text in TEXTS)
+
+
+CHATS: list[dict[str, Any]] = []
+
+
+def chats() -> Iterator[dict[str, Any]]:
+    """A data source of `CHATS`."""
+    yield from CHATS

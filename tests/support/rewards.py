@@ -13,6 +13,7 @@ from unittest.mock import patch
 
 import torch
 
+from megappo.observe.ends import End
 from megappo.rewards import scorer
 from megappo.types import CHAT_MESSAGES, Prompt, Rollouts
 from tests.support.data import ALPHABET, character_tokenizer
@@ -48,7 +49,7 @@ def rollouts(*responses: str) -> Rollouts:
         response_lengths_B=lengths,
         engine_logprob_BR=torch.zeros(B, B),
         response_mask_BR=torch.arange(B) < lengths[:, None],
-        truncated_B=torch.arange(B) == B - 1,
+        ends=tuple(End.RESPONSE_LIMIT if b == B - 1 else End.COMPLETE for b in range(B)),
         weight_versions_B=torch.zeros(B, dtype=torch.int64),
         responses=responses,
         raw_responses=responses,

@@ -10,11 +10,14 @@ import torch
 from torch import Tensor
 
 from megappo.config.rules.experience import MARKER
+from megappo.observe.ends import End
 from megappo.ppo.experience_files import SavedSamples, write_samples
 from megappo.types import Episode, Episodes, Experience, Prompt, Rollouts, Scored, ToolUse, Turn
 
 EPISODES = (
-    Episode((Turn(0, 2, 0.1), Turn(3, 4, 1 / 3)), tools={"find": ToolUse(2, 1, 0.25)}, prompt_ids=(5, 6)),
+    Episode(
+        (Turn(0, 2, 0.1), Turn(3, 4, 1 / 3)), tools={"find": ToolUse(2, 1, 0.25)}, prompt_ids=(5, 6), end=End.TURN_CUT
+    ),
     Episode((), failure="raised", reason="no \ud83d"),
 )
 
@@ -46,7 +49,7 @@ def samples(lengths: Sequence[int], first: int = 0, *, whole: bool = True) -> Sa
         response_lengths_B=lengths_B,
         engine_logprob_BR=numbers("engine"),
         response_mask_BR=mask_BR,
-        truncated_B=ids_B % 3 == 0,
+        ends=tuple([*End][i % 6] for i in range(B)),
         weight_versions_B=ids_B + 7,
         responses=tuple(f"r{i}" for i in range(B)),
         raw_responses=tuple(f"r{i}<eos>" for i in range(B)),
@@ -91,7 +94,7 @@ def two_samples(first: int) -> SavedSamples:
         response_lengths_B=torch.tensor([3, 1]),
         engine_logprob_BR=rows([-1.0, 0.0, -2.0], [-1.0]),
         response_mask_BR=mask_BR,
-        truncated_B=torch.tensor([False, True]),
+        ends=(End.COMPLETE, End.RESPONSE_LIMIT),
         weight_versions_B=torch.tensor([7, 8]),
         responses=texts,
         raw_responses=tuple(f"{text}<eos>" for text in texts),

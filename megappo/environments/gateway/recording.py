@@ -71,7 +71,6 @@ class Recorder:
                 return await self._next(asked)
             except LimitReached as reached:
                 self.limit = reached.limit
-                self._session.note_limit(reached.limit)
                 raise
             except RunError as error:
                 self.error = error

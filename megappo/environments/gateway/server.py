@@ -135,7 +135,7 @@ def _route(served: dict[str, _Serving], api: ModuleType) -> Callable[[web.Reques
         except RefusedError as refused:
             return failed(400, str(refused), "request", "invalid_value")
         except LimitReached as reached:
-            code = "context_length_exceeded" if reached.limit == "tokens" else "limit_reached"
+            code = "context_length_exceeded" if reached.limit in ("tokens", "positions") else "limit_reached"
             return failed(400, f"{reached}, so that it is over", "request", code)
         except RunError as error:
             return failed(500, str(error), "server", "server_error")

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TypeVar
 
-from megappo.config.tokens import Message
+from megappo.config.tokens import Message, call_arguments
 from megappo.environments.tool_calls import WantedCall
 from megappo.errors import show
 from megappo.observe.json_values import JSONValue
@@ -116,12 +116,9 @@ def text_of(content: JSONValue, where: str) -> str:
 def arguments_of(text: JSONValue, where: str) -> Json:
     """The arguments of a call, parsed from JSON. Raises RefusedError."""
     try:
-        found = json.loads(str(text) or "{}")
-    except (ValueError, RecursionError) as error:
-        raise RefusedError(f"{where} calls a tool with arguments that are no JSON ({error})") from error
-    if not isinstance(found, dict):
-        raise RefusedError(f"{where} calls a tool with {show(found)}, must be an object")
-    return found
+        return call_arguments(text)
+    except ValueError as error:
+        raise RefusedError(f"{where} calls a tool with {error}") from error
 
 
 def refuse_unknown(body: Mapping[str, JSONValue], refused: Mapping[str, Sequence[JSONValue]]) -> None:

@@ -6,6 +6,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from megappo.observe.ends import End
 from megappo.observe.json_values import JSONValue
 from megappo.observe.page.curves import rounded
 from megappo.observe.page.records import text_of
@@ -137,7 +138,7 @@ def _about(step: int, line: SampleLine) -> dict[str, JSONValue]:
         "id": line.sample_id,
         "reward": rounded(line.reward, _DIGITS),
         "length": line.length,
-        "cut": line.truncated,
+        "end": None if line.end is End.COMPLETE else line.end.description,
         "prompt": text_of(line.prompt),
         "response": text_of(line.raw_response, _RESPONSE_CHARACTERS),
         "answer": None if line.answer is None else text_of(line.answer),

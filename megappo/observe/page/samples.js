@@ -183,7 +183,7 @@ class SampleList {
 
   texts(sample) {
     const named = [["Prompt", sample.prompt], ["Response", sample.tokens ? null : sample.response], ["Right answer", sample.answer], ["The reward failed", sample.failure]];
-    const told_ = `reward ${told(sample.reward)}, ${told(sample.length)} tokens${sample.cut ? ", cut at the length limit" : ""}`;
+    const told_ = `reward ${told(sample.reward)}, ${told(sample.length)} tokens${sample.end ? `, ${sample.end}` : ""}`;
     const texts = named.filter(([, text]) => text !== null && text !== undefined);
     return [make("p", { class: "quiet" }, told_), ...texts.flatMap(([name, text]) => [make("p", { class: "quiet" }, name), make("div", { class: "texts" }, text)])];
   }

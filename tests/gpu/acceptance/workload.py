@@ -20,6 +20,7 @@ from safetensors.torch import save_file
 from megappo.config import Config, derive_run, load_config
 from megappo.config.model_files import read_architecture
 from megappo.engines.protocol import Completion, GenerateRequest, SamplingParams
+from megappo.observe.ends import End
 from megappo.ppo.components import RunComponents, assemble
 from megappo.ppo.reporting import Reporter
 from megappo.ppo.trainer import Trainer
@@ -200,7 +201,7 @@ def rollouts(given: Sequence[dict[str, Any]]) -> tuple[Rollouts, torch.Tensor]:
         response_lengths_B=lengths,
         engine_logprob_BR=logprob,
         response_mask_BR=mask,
-        truncated_B=torch.zeros(count, dtype=torch.bool),
+        ends=(End.COMPLETE,) * count,
         weight_versions_B=torch.ones(count, dtype=torch.int64),
         responses=("",) * count,
         raw_responses=("",) * count,

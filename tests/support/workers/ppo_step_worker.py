@@ -21,6 +21,7 @@ from megappo.config.schema import RuntimeSettings
 from megappo.families.parameters import pieces
 from megappo.families.weights import scatter_shard
 from megappo.megatron.roles import LocalRole, Role, TrainedRole
+from megappo.observe.ends import End
 from megappo.ppo.components import assemble
 from megappo.ppo.reporting import Reporter
 from megappo.ppo.trainer import Trainer
@@ -52,7 +53,7 @@ def rollouts_of_rank(samples: list[dict[str, Any]], rank: int, world: int) -> Ro
         response_lengths_B=lengths,
         engine_logprob_BR=logprob,
         response_mask_BR=mask,
-        truncated_B=torch.zeros(len(mine), dtype=torch.bool),
+        ends=(End.COMPLETE,) * len(mine),
         weight_versions_B=torch.ones(len(mine), dtype=torch.int64),
         responses=("",) * len(mine),
         raw_responses=("",) * len(mine),

@@ -1,0 +1,87 @@
+"""Decodes and encodes texts that follow other text.
+
+SentencePiece-like tokenizers (Llama 2, Mistral, Mixtral) put a space in front of every text that they encode, and
+remove one from every text that they decode. A response or an observation follows other text. Its tokens are therefore
+decoded, and its text is encoded, behind a short text, an anchor, which is removed again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import lru_cache
+from typing import TYPE_CHECKING, NamedTuple
+
+from megappo.config.tokens import decoded
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+_CANDIDATES = ".=0a:,+-1b"
+_MOST_ANCHORS = 8
+_TOKENIZERS = 64
+_SPACE = "▁"
+"""The space in the pieces of SentencePiece."""
+
+
+class _Anchor(NamedTuple):
+    """A text to put in front of another text."""
+
+    text: str
+    token_ids: list[int]
+
+
+def continuation_text(
+    tokenizer: PreTrainedTokenizerBase, token_ids: Sequence[int], *, skip_special_tokens: bool = False
+) -> str:
+    """The exact text of tokens that follow other tokens, with the space of their first one."""
+    anchors = _anchors(tokenizer)
+    if anchors:
+        ids = [*anchors[0].token_ids, *token_ids]
+        text = decoded(tokenizer, ids, skip_special_tokens=skip_special_tokens)
+        if text.startswith(anchors[0].text):
+            return text.removeprefix(anchors[0].text)
+    return decoded(tokenizer, token_ids, skip_special_tokens=skip_special_tokens)
+
+
+def continuation_ids(tokenizer: PreTrainedTokenizerBase, text: str) -> list[int]:
+    """The tokens of a text that follows other text, without a space that the tokenizer puts in front of a whole text.
+    Halves of surrogate pairs, which JSON can hold and tokenizers refuse, become `?`."""
+    text = text.encode("utf-8", "replace").decode()
+    whole = _ids(tokenizer, text)
+    if not text or continuation_text(tokenizer, whole) == text:
+        return whole
+    for anchor in _anchors(tokenizer):
+        ids, start = _ids(tokenizer, anchor.text + text), len(anchor.token_ids)
+        if ids[:start] == anchor.token_ids:  # no token spans the border of anchor and text
+            return ids[start:]
+    return whole
+
+
+def token_text(tokenizer: PreTrainedTokenizerBase, token_id: int) -> str:
+    """The text of a token that follows others. A token that is part of a character has its name in the vocabulary."""
+    text = continuation_text(tokenizer, [token_id])
+    return str(tokenizer.convert_ids_to_tokens(token_id)) if "\ufffd" in text else text
+
+
+@lru_cache(maxsize=_TOKENIZERS)
+def _anchors(tokenizer: PreTrainedTokenizerBase) -> tuple[_Anchor, ...]:
+    """Anchors of a tokenizer; none for a tokenizer that puts spaces between all tokens."""
+    pieces = {piece.removeprefix(_SPACE) for piece in tokenizer.get_vocab()}
+    characters = [piece for piece in sorted(pieces) if len(piece) == 1 and piece.isascii() and piece.isalnum()]
+    known = [text for text in _CANDIDATES if text in pieces] or characters  # others may have no token
+    found = (_anchor(tokenizer, text) for text in known[:_MOST_ANCHORS])
+    return tuple(anchor for anchor in found if anchor is not None)
+
+
+def _anchor(tokenizer: PreTrainedTokenizerBase, text: str) -> _Anchor | None:
+    """The text as an anchor; None if its tokens do not decode to it, or if the decoder joins tokens by spaces."""
+    ids = _ids(tokenizer, text)
+    pieces = "".join(map(str, tokenizer.convert_ids_to_tokens(ids * 2))).replace(_SPACE, " ")
+    if decoded(tokenizer, ids) != text or decoded(tokenizer, ids * 2) != pieces.removeprefix(" "):
+        return None
+    return _Anchor(text, ids)
+
+
+def _ids(tokenizer: PreTrainedTokenizerBase, text: str) -> list[int]:
+    ids: list[int] = tokenizer(text, add_special_tokens=False)["input_ids"]
+    return ids

@@ -1,0 +1,70 @@
+"""How a chat template ends a turn of the model, compared with the tokens and texts that end a response."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from itertools import takewhile
+from typing import TYPE_CHECKING
+
+from megappo.config.tokens import Message, rendered
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+    from megappo.config.schema import Config
+
+_QUESTION, _REPLY = "Begin.", "Done."
+
+
+def end_of_turn_notes(
+    config: Config, tokenizer: PreTrainedTokenizerBase, stop_token_ids: Sequence[int]
+) -> Iterator[str]:
+    """A note if the chat template ends a turn of the model with a token that does not end a response. This is common
+    with base models, whose only stop token ends a document. `ChatTokens.between` refuses episodes in this case."""
+    data, rollout = config.data, config.rollout
+    if not data.apply_chat_template or not tokenizer.chat_template or rollout.episodes is not None:
+        return
+    last, inner = _behind_a_turn(tokenizer, data.template_time)
+    if not {*_ids(tokenizer, last)}.isdisjoint(stop_token_ids):
+        return
+    token, text = _end_of_turn(tokenizer, last, inner)
+    if not text or token in stop_token_ids or any(stop in last or stop in text for stop in rollout.stop):
+        return
+    end = repr(text) if token is None else f"token {token} {text!r}"
+    remedy = f"add {text!r} to rollout.stop" if token is None else f"add {token} to rollout.stop_token_ids"
+    yield (
+        f"the chat template ends a turn of the model with {end}, which is no stop token and no text of rollout.stop, "
+        f"so that responses continue behind the end of the turn; {remedy}"
+    )
+
+
+def _behind_a_turn(tokenizer: PreTrainedTokenizerBase, time: str | None) -> tuple[str, str]:
+    """The text that a template puts after the last turn of the model, and after a turn that a user's message follows.
+    Both are empty for a template that renders no turns of the model."""
+    turn: list[Message] = [{"role": "user", "content": _QUESTION}, {"role": "assistant", "content": _REPLY}]
+    try:
+        last = rendered(tokenizer, turn, goes_on=False, time=time)
+        inner = rendered(tokenizer, [*turn, {"role": "user", "content": _QUESTION}], goes_on=False, time=time)
+    except Exception:  # noqa: BLE001 - a template may refuse this conversation, and none of the run's
+        return "", ""
+    if not 0 <= last.find(_QUESTION) < last.rfind(_REPLY) or _REPLY not in inner:  # it renders the last message only
+        return "", ""
+    return last[last.rindex(_REPLY) + len(_REPLY) :], inner[inner.rindex(_REPLY) + len(_REPLY) :]
+
+
+def _end_of_turn(tokenizer: PreTrainedTokenizerBase, last: str, inner: str) -> tuple[int | None, str]:
+    """The token that ends a turn, and its text. A template without such a token may end turns with the tag of the next
+    role (GLM), or with several tokens; for these the token is None. The text is empty if nothing ends a turn."""
+    unknown = tokenizer.unk_token_id
+    added = {token: str(piece) for token, piece in tokenizer.added_tokens_decoder.items() if token != unknown}
+    common = "".join(a for a, _ in takewhile(lambda pair: pair[0] == pair[1], zip(last, inner, strict=False))).strip()
+    for text in (common, inner.lstrip()):
+        first = next(iter(_ids(tokenizer, text)), None)
+        if first in added and text.startswith(added[first]):
+            return first, added[first]
+    return None, common
+
+
+def _ids(tokenizer: PreTrainedTokenizerBase, text: str) -> list[int]:
+    ids: list[int] = tokenizer(text, add_special_tokens=False)["input_ids"] if text else []
+    return ids
