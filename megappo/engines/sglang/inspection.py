@@ -7,6 +7,8 @@ from typing import TypedDict, cast
 
 from megappo.engines.sglang.client import Endpoint, call
 from megappo.engines.sglang.server import EngineError
+from megappo.errors import show
+from megappo.observe.json_values import JSONValue
 from megappo.observe.messages import tell
 from megappo.plan.cache import PlannedCache
 from megappo.runtime.nccl import group_problem, own_stack, read_labels
@@ -22,6 +24,11 @@ class ServerInfo(TypedDict, total=False):
     max_total_num_tokens: int | None
     extra_metric_labels: dict[str, str] | None
     enable_return_routed_experts: bool
+    preferred_sampling_params: dict[str, JSONValue] | None
+    speculative_algorithm: str | None
+    speculative_accept_threshold_single: float
+    speculative_accept_threshold_acc: float
+    allow_auto_truncate: bool
 
 
 def what_it_says(endpoint: Endpoint, timeout_seconds: float) -> ServerInfo:
@@ -72,4 +79,24 @@ def check_routing(name: str, said: ServerInfo, *, wanted: bool) -> None:
         raise EngineError(
             f"{name} does not say which experts computed a token; start it by `megappo serve` with this configuration "
             "(SGLang's --enable-return-routed-experts), or set algorithm.router_replay to false"
+        )
+
+
+def check_sampling(name: str, said: ServerInfo) -> None:
+    """Raise EngineError for a server that samples from another distribution than the model's, or shortens requests;
+    report sampling parameters of the server, which no request of a run uses."""
+    thresholds = (said.get(f"speculative_accept_threshold_{kind}", 1.0) for kind in ("single", "acc"))
+    if said.get("speculative_algorithm") and any(threshold != 1.0 for threshold in thresholds):
+        raise EngineError(
+            f"{name} accepts drafts that the model would not have sampled; start it without "
+            "--speculative-accept-threshold-single and --speculative-accept-threshold-acc"
+        )
+    if said.get("allow_auto_truncate"):
+        raise EngineError(
+            f"{name} shortens long prompts and responses without an error; start it without --allow-auto-truncate"
+        )
+    if preferred := said.get("preferred_sampling_params"):
+        tell(
+            f"{name} has --preferred-sampling-params {show(preferred)}, which have no effect: every request of the run "
+            "sets all sampling parameters"
         )
