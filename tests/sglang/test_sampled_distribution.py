@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import subprocess
+import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -14,8 +17,12 @@ from megappo.engines.protocol import GenerateRequest, SamplingParams
 if importlib.util.find_spec("sglang") is None:
     pytest.skip("needs the full environment", allow_module_level=True)
 
+from megappo.config import load_config
+from megappo.engines.sglang.spec import ServerSpec
+from megappo.runtime.sglang_hooks import SAMPLES_FOR_A_RUN
 from tests.support.lone_server import ask, largest_gap, lone_server, reference, token_logprobs
 from tests.support.models import VOCAB, write_model
+from tests.support.places import ROOT
 
 pytestmark = [pytest.mark.slow, pytest.mark.waits]
 STOP = 1
@@ -49,3 +56,36 @@ def test_a_servers_own_sampling_parameters_change_no_sample(tmp_path: Path) -> N
     probabilities = torch.stack([token_logprobs(model, PROMPT, (token,))[0] for token in range(VOCAB)]).exp()
     assert chi_square(first, probabilities) < 45  # of 15 degrees of freedom: 1 in 10,000; seeds are fixed
     assert largest_gap(model, requests[:200], answers[:200]) < 1e-5
+
+
+def test_stop_tokens_lack_at_the_first_positions_alone_after_retractions(tmp_path: Path) -> None:
+    """SGLang takes requests back every second pass, and half of the vocabulary ends a response."""
+    write_model(tmp_path / "model", "qwen3", 3)
+    stops, least = tuple(range(1, 66)), 6
+    params = SamplingParams(0.8, 24, stops, min_new_tokens=least)
+    requests = [GenerateRequest((70, 71 + i), seed=i, prompt_id=i) for i in range(48)]
+    retracting = "rollout.sglang.environment={SGLANG_TEST_RETRACT: 1, SGLANG_TEST_RETRACT_INTERVAL: 2}"
+    settings = ("rollout.min_response_tokens=6", "rollout.max_response_tokens=24", retracting)
+    with lone_server(tmp_path, *settings, stop_token_ids=stops, weight_version="1") as server:
+        outcome = ask(server, requests, params)
+    assert len(outcome.completions) == len(requests), outcome
+    answers = [outcome.completions[i] for i in range(len(requests))]
+    assert all(len(a.token_ids) > least for a in answers) and max(len(a.token_ids) for a in answers) > least + 2
+    assert largest_gap(reference(tmp_path), requests, answers, temperature=0.8, masked=stops, least_tokens=least) < 1e-5
+
+
+def test_servers_of_a_run_have_the_hooks_on_gpus_too(tmp_path: Path) -> None:
+    """The processes of a server load the same plugins there. A judge's server stays as SGLang has it."""
+    config = load_config(ROOT / "configs/sglang_quickstart.yaml")
+    spec = ServerSpec.of(config, ROOT / "configs/models/tiny_arithmetic", (1,), on_cuda=False)
+    assert SAMPLES_FOR_A_RUN in spec.environment(tmp_path)
+    assert SAMPLES_FOR_A_RUN not in replace(spec, called="judge").environment(tmp_path)
+    environment = replace(spec, devices=(0,)).environment(tmp_path)
+    program = (
+        "from sglang.srt.plugins import load_plugins; load_plugins();"
+        "from sglang.srt.sampling.penaltylib.min_new_tokens import BatchedMinNewTokensPenalizer as P;"
+        "from sglang.srt.utils.hf_transformers.tokenizer import attach_additional_stop_token_ids as attach;"
+        "print(*(hasattr(function, '__wrapped__') for function in (P._prepare, attach)))"
+    )
+    done = subprocess.run([sys.executable, "-c", program], env=environment, capture_output=True, text=True, check=True)
+    assert done.stdout.split() == ["True", "True"], done.stderr

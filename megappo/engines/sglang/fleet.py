@@ -14,7 +14,14 @@ from typing import TypeVar
 
 from megappo.engines.sglang.client import Endpoint, ServerFailure, is_alive, takes, takes_any_key
 from megappo.engines.sglang.gpus import server_gpus
-from megappo.engines.sglang.inspection import check_room, check_routing, check_sampling, check_stack, what_it_says
+from megappo.engines.sglang.inspection import (
+    check_hooks,
+    check_room,
+    check_routing,
+    check_sampling,
+    check_stack,
+    what_it_says,
+)
 from megappo.engines.sglang.rendezvous import MultiNodeRendezvous, ServerPart
 from megappo.engines.sglang.server import EngineError, Server, start_server
 from megappo.engines.sglang.spec import ServerSpec, unheard_variables
@@ -290,6 +297,7 @@ class Fleet:
         said = what_it_says(endpoint, self._settings.health_timeout_seconds)
         check_room(endpoint.name, said, self.spec.cache)
         check_sampling(endpoint.name, said)
+        check_hooks(endpoint.name, said, has_least_tokens=self.spec.has_least_tokens)
         if self._external:
             check_stack(endpoint.name, said, by_nccl=self._runtime.on_cuda)
             check_routing(endpoint.name, said, wanted=self.spec.returns_routing)

@@ -12,6 +12,7 @@ from megappo.observe.json_values import JSONValue
 from megappo.observe.messages import tell
 from megappo.plan.cache import PlannedCache
 from megappo.runtime.nccl import group_problem, own_stack, read_labels
+from megappo.runtime.sglang_hooks import HOOKS_LABEL, TRIED_VERSION
 
 _LARGEST_PAGE_TOKENS = 256
 """Largest page of keys and values, in tokens. SGLang holds whole pages only, so that it may report up to a page less
@@ -79,6 +80,17 @@ def check_routing(name: str, said: ServerInfo, *, wanted: bool) -> None:
         raise EngineError(
             f"{name} does not say which experts computed a token; start it by `megappo serve` with this configuration "
             "(SGLang's --enable-return-routed-experts), or set algorithm.router_replay to false"
+        )
+
+
+def check_hooks(name: str, said: ServerInfo, *, has_least_tokens: bool) -> None:
+    """Raise EngineError for a server without the hooks of `sglang_hooks` where responses have a least number of
+    tokens."""
+    labels = said.get("extra_metric_labels") or {}
+    if has_least_tokens and not HOOKS_LABEL.items() <= labels.items():
+        raise EngineError(
+            f"{name} counts rollout.min_response_tokens from 0 again when it takes a request back; start it by "
+            f"`megappo serve` with this configuration and SGLang {TRIED_VERSION}, or set min_response_tokens to 0"
         )
 
 

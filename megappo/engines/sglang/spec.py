@@ -7,7 +7,7 @@ import importlib.metadata
 import importlib.util
 import json
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, ClassVar
@@ -23,7 +23,8 @@ from megappo.observe.json_values import JSONValue
 from megappo.plan.cache import PlannedCache, server_cache
 from megappo.runtime.device import ALLOCATOR_VARIABLES, allocator_options
 from megappo.runtime.nccl import own_stack, share_settings
-from megappo.runtime.sglang_cpu import ENTRY_POINTS, PLATFORM_NAME
+from megappo.runtime.sglang_cpu import ENTRY_POINTS, PLATFORM_NAME, PLUGINS
+from megappo.runtime.sglang_hooks import HOOKS_LABEL, SAMPLES_FOR_A_RUN, has_hooks
 from megappo.runtime.sglang_slices import LOADER, has_loader
 from megappo.runtime.store import is_loopback
 
@@ -71,6 +72,8 @@ class ServerSpec:
     """Whether the model has experts whose weights in a server are compared with the actor's."""
     returns_routing: bool = False
     """Whether the server returns the experts of each token, where a request asks for them."""
+    has_least_tokens: bool = False
+    """Whether responses have a least number of tokens, for which a server needs the hooks of `sglang_hooks`."""
     tokenizer: Path | None = None
     """Folder of the tokenizer, where the server has to know the texts of tokens or which of them end a response."""
     seed: int = 0
@@ -110,6 +113,7 @@ class ServerSpec:
             deterministic=config.rollout.servers_are_deterministic(on_cuda=on_cuda),
             has_experts=bool(arch.experts) and arch.declaration.fingerprinted,
             returns_routing=config.algorithm.replays_routing(arch.experts),
+            has_least_tokens=config.rollout.min_response_tokens > 0,
         )
 
     def arguments(self, port: int, key: str) -> dict[str, Any]:
@@ -160,7 +164,9 @@ class ServerSpec:
             "disable-shared-experts-fusion": True,  # or shared experts lie where neither sync nor fingerprints look
             # Tokens in, tokens out: a tokenizer is needed only where the server looks for texts that end a response.
             **({"skip-tokenizer-init": True} if self.tokenizer is None else {"tokenizer-path": str(self.tokenizer)}),
-            "extra-metric-labels": json.dumps(own_stack(os.environ).labels()),  # whom it can form a group with
+            "extra-metric-labels": json.dumps(
+                own_stack(os.environ).labels() | (HOOKS_LABEL if has_hooks() else {})  # see `check_hooks`
+            ),
             # The actor's weights are plain, however those of its folder are stored.
             "json-model-override-args": json.dumps(
                 {**self.extra_config, "eos_token_id": list(self.stop_token_ids) or None, "quantization_config": None}
@@ -177,7 +183,10 @@ class ServerSpec:
         if self.memory_saver:
             kept |= {name: _without_expandable_segments(kept[name]) for name in ALLOCATOR_VARIABLES if name in kept}
         share_settings(kept)
-        path = [str(_without_megatron(scratch)), str(Path(megappo.__file__).parents[1])]
+        if not self.called:
+            kept[SAMPLES_FOR_A_RUN] = "1"
+        site = _advertise_plugins(scratch, [PLUGINS] if self.devices else list(ENTRY_POINTS))
+        path = [str(site), str(_without_megatron(scratch)), str(Path(megappo.__file__).parents[1])]
         path.append(os.environ.get("PYTHONPATH", ""))
         kept["TMPDIR"] = str(scratch)  # SGLang leaves its sockets there
         if part is not None:
@@ -205,7 +214,6 @@ class ServerSpec:
                 kept["CUDA_HOME"] = compilers
             kept["CUDA_VISIBLE_DEVICES"] = visible_devices(self.devices, os.environ.get("CUDA_VISIBLE_DEVICES", ""))
         else:
-            path.insert(0, str(_advertise_platform(scratch)))
             ranks = self.settings.node_ranks
             share = max(1, len(self.cores) // ranks)
             threads = self.settings.threads or share
@@ -278,13 +286,14 @@ def _module_with(architecture: str) -> str | None:
     return next((file.stem for file in files if f"\nclass {architecture}(" in file.read_text()), None)
 
 
-def _advertise_platform(scratch: Path) -> Path:
-    """Path of a folder in which SGLang finds its CPU plugins, also where megappo is not installed."""
+def _advertise_plugins(scratch: Path, groups: Sequence[str]) -> Path:
+    """Path of a folder in which SGLang finds megappo's entry points of these groups, also where megappo is not
+    installed."""
     site = scratch / "site"
-    if any(PLATFORM_NAME not in importlib.metadata.entry_points(group=group).names for group in ENTRY_POINTS):
+    if any(PLATFORM_NAME not in importlib.metadata.entry_points(group=group).names for group in groups):
         info = site / f"megappo-{megappo.__version__}.dist-info"
         info.mkdir(parents=True, exist_ok=True)
         (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: megappo\nVersion: {megappo.__version__}\n")
-        lines = "\n".join(f"[{group}]\n{point}" for group, point in ENTRY_POINTS.items())
+        lines = "\n".join(f"[{group}]\n{ENTRY_POINTS[group]}" for group in groups)
         (info / "entry_points.txt").write_text(lines)
     return site
