@@ -42,6 +42,7 @@ REFUSED: dict[tuple[str, ...], str] = {
         "and a threshold accepts drafts that the model would not have sampled",
     ("dllm-algorithm", "dllm-algorithm-config"): "and a diffusion model has no log-probability of each token",
     ("allow-auto-truncate",): "which shortens prompts and responses without an error",
+    ("context-length",): "which follows from the model, and a shorter one cuts responses without an error",
     ("json-model-override-args", "skip-tokenizer-init", "skip-server-warmup", "extra-metric-labels", "port", "api-key",
      "admin-api-key", "config", "disaggregation-mode"): "which a run decides for its own servers",
 }  # fmt: skip
@@ -60,7 +61,8 @@ _REFUSED_VARIABLES = {
     "SGLANG_SIMULATE_ACC_LEN": "drafts would be accepted that the model would not have sampled",
     "TRITON_INTERPRET": "kernels would be interpreted",
 } | dict.fromkeys(
-    ("PYTHONPATH", "TMPDIR", "SGLANG_PLATFORM", "SGLANG_PLUGINS", "SGLANG_DISTRIBUTED_INIT_METHOD_OVERRIDE",
+    ("PYTHONPATH", "TMPDIR", "SGLANG_PLATFORM", "SGLANG_PLUGINS", "SGLANG_ALLOW_OVERWRITE_LONGER_CONTEXT_LEN",
+     "SGLANG_DISTRIBUTED_INIT_METHOD_OVERRIDE",
      "SGLANG_CPU_OMP_THREADS_BIND", "SGLANG_ENABLE_TP_MEMORY_INBALANCE_CHECK", "SYNC_TOKEN_IDS_ACROSS_TP", "RANK",
      "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"),
     "a run decides it for its own servers",

@@ -39,7 +39,7 @@ from megappo.engines.registry import find_engine
 from megappo.engines.sglang import fleet
 from megappo.engines.sglang.client import Endpoint
 from megappo.engines.sglang.fingerprint import Fingerprints, differing
-from megappo.engines.sglang.inspection import ServerInfo, check_hooks, check_routing, check_sampling
+from megappo.engines.sglang.inspection import ServerInfo, check_hooks, check_lengths, check_routing, check_sampling
 from megappo.engines.sglang.rendezvous import MultiNodeRendezvous, ServerPart
 from megappo.engines.sglang.server import EngineError
 from megappo.engines.sglang.spec import ServerSpec, unheard_variables
@@ -721,6 +721,23 @@ def test_a_server_without_the_hooks_is_refused_where_responses_have_a_least_numb
     for labels in (None, {"megappo_torch": "2.14.1"}):
         with pytest.raises(EngineError, match="server 0 counts rollout.min_response_tokens from 0 .* set .* to 0"):
             check_hooks("server 0", {"extra_metric_labels": labels}, has_least_tokens=True)
+
+
+def test_servers_have_room_for_the_last_position_of_a_model(tmp_path: Path) -> None:
+    """SGLang leaves 6 positions free; a judge's server has the context length of its model."""
+    sizes = "{max_total_tokens: 32, threads: 1}"
+    words = ["data.max_prompt_tokens=29", f"rollout.sglang={sizes}"]
+    spec = ServerSpec.of(load_config(ROOT / "configs/sglang_quickstart.yaml", words), TINY, (1,), on_cuda=False)
+    arguments, environment = spec.arguments(1, "key"), spec.environment(tmp_path)
+    assert arguments["context-length"] == arguments["max-total-tokens"] == 40
+    assert environment["SGLANG_ALLOW_OVERWRITE_LONGER_CONTEXT_LEN"] == "1"
+    assert replace(spec, cache=PlannedCache(500, 32)).arguments(1, "key")["max-total-tokens"] == 500
+    judge = replace(spec, called="judge", positions=None)
+    assert "context-length" not in judge.arguments(1, "key") and judge.arguments(1, "key")["max-total-tokens"] == 32
+    check_lengths("server 0", {}, 32)
+    check_lengths("server 0", {"max_req_input_len": 34}, 32)
+    with pytest.raises(EngineError, match="server 0 refuses inputs of 26 tokens and more, .* are 32; .* by 6$"):
+        check_lengths("server 0", {"max_req_input_len": 26}, 32)
 
 
 def test_where_experts_stand_is_no_argument_of_ones_own() -> None:

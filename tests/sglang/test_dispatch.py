@@ -738,6 +738,45 @@ def test_a_server_that_gives_nothing_back_is_named(world_of_one: None) -> None:
     assert rest.keys() == {0, 1, 2} and not any(answer.token_ids for answer in rest.values())
 
 
+def test_an_abort_ends_at_once_after_a_refusal(world_of_one: None) -> None:
+    """Neither the refused request nor those of other servers have an answer. The refusal itself ends the run when it is
+    read."""
+    refusing, slow = StandIn(0, 0.01), StandIn(1, 30.0)
+    refusing.status = 400
+    line = in_flight([refusing, slow], 6, sync_timeout_seconds=60.0)
+    assert wait_until(lambda: line.is_over, 10.0, every_seconds=0.01)
+    assert "refused to generate: because" in str(line.refusal)
+    line.break_off()
+    begun = time.monotonic()
+    assert abort_servers(line, [refusing.endpoint, slow.endpoint], settings(sync_timeout_seconds=9.0)) == {}
+    assert time.monotonic() - begun < 5
+    rest, outcome = line.end()
+    assert rest.keys() == {*range(6)} and all(answer.broken_off and not answer.token_ids for answer in rest.values())
+    assert outcome.refusal and not outcome.failures
+
+
+def test_a_probe_that_is_refused_says_why(world_of_one: None) -> None:
+    server = StandIn(0)
+    server.status = 400
+    engine = engine_without_weights()
+    engine._endpoints = [server.endpoint]
+    with pytest.raises(EngineError, match="server 0 .* refused to generate: because"):
+        engine.probe(GenerateRequest((2, 100), seed=0, prompt_id=0), PARAMS)
+
+
+def test_a_response_that_ends_before_its_limit_is_refused() -> None:
+    """SGLang ends a response early where its context or its pool is full, and names the limit as the reason."""
+    server, text = StandIn(0), StandIn._text
+
+    def cut(ids: list[int]) -> dict[str, Any]:
+        answer = text(server, ids)
+        return answer | {"meta_info": answer["meta_info"] | {"finish_reason": {"type": "length", "length": 2}}}
+
+    server._text = cut  # type: ignore[method-assign]
+    assert "ended a response after 2 of 4 tokens for lack of room" in str(spread([server], 3).refusal)
+    assert complete(spread([server], 3, replace(PARAMS, max_new_tokens=2)), 3)
+
+
 def test_servers_that_hold_their_requests_are_not_missed(world_of_one: None) -> None:
     """They give nothing, and are not well, for longer than others may. Their answers say which weights made a token."""
     server = StandIn(0, 2.5)
@@ -786,10 +825,7 @@ def test_an_abort_that_nobody_asked_for_is_a_failure(world_of_one: None) -> None
 
 def test_an_engine_that_holds_no_weights_says_why(world_of_one: None) -> None:
     """And gives back nothing where nothing is under way."""
-    spec = SimpleNamespace(returns_routing=False, memory_saver=True)
-    fleet: Any = SimpleNamespace(spec=spec, each_own=lambda endpoints, act: {})
-    runtime: Any = SimpleNamespace(deadlines=Deadlines.of(RuntimeSettings()), rank=0, is_main=True)
-    engine = SGLangEngine(fleet, settings(), runtime)
+    engine = engine_without_weights()
     request = GenerateRequest((2, 100), seed=0, prompt_id=0)
     with pytest.raises(RuntimeError, match="the engine is without a whole set of weights; update its weights first"):
         engine.submit([request], PARAMS)
@@ -797,3 +833,10 @@ def test_an_engine_that_holds_no_weights_says_why(world_of_one: None) -> None:
     engine.sleep()
     with pytest.raises(RuntimeError, match="the engine is asleep; update its weights first"):
         engine.submit([request], PARAMS)
+
+
+def engine_without_weights() -> SGLangEngine:
+    spec = SimpleNamespace(returns_routing=False, memory_saver=True)
+    fleet: Any = SimpleNamespace(spec=spec, each_own=lambda endpoints, act: {})
+    runtime: Any = SimpleNamespace(deadlines=Deadlines.of(RuntimeSettings()), rank=0, is_main=True)
+    return SGLangEngine(fleet, settings(), runtime)

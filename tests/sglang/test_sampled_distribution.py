@@ -8,6 +8,7 @@ import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -89,3 +90,46 @@ def test_servers_of_a_run_have_the_hooks_on_gpus_too(tmp_path: Path) -> None:
     )
     done = subprocess.run([sys.executable, "-c", program], env=environment, capture_output=True, text=True, check=True)
     assert done.stdout.split() == ["True", "True"], done.stderr
+
+
+@pytest.mark.parametrize(
+    ("family", "changes"),
+    [
+        ("llama", {}),
+        pytest.param("qwen3_moe", {}, marks=pytest.mark.exhaustive),
+        pytest.param("glm4_moe", {}, marks=pytest.mark.exhaustive),
+        pytest.param(
+            "llama",
+            {"rope_parameters": {"rope_type": "yarn", "rope_theta": 1e4, "factor": 2.0,
+                                 "original_max_position_embeddings": 32}},
+            marks=pytest.mark.exhaustive,
+        ),
+        pytest.param(
+            "llama",
+            {"rope_parameters": {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}},
+            marks=pytest.mark.exhaustive,
+        ),
+    ],
+    ids=["llama", "qwen3_moe", "glm4_moe", "yarn", "dynamic"],
+)  # fmt: skip
+def test_responses_reach_the_last_position_of_a_model_and_of_a_pool(
+    tmp_path: Path, family: str, changes: dict[str, Any]
+) -> None:
+    """Inputs of every length, in a pool with room for one of them at a time."""
+    write_model(tmp_path / "model", family, 3, max_position_embeddings=64, **changes)
+    inputs = (33, *range(54, 64))
+    requests = [
+        GenerateRequest(tuple(2 + (7 * i + j) % 100 for j in range(n)), seed=i, prompt_id=i, max_new_tokens=64 - n)
+        for i, n in enumerate(inputs)
+    ]
+    settings = (
+        "data.max_prompt_tokens=63", "rollout.max_response_tokens=31", "rollout.max_total_tokens=64",
+        "rollout.sglang={threads: 1, max_total_tokens: 94}",
+    )  # fmt: skip
+    params = SamplingParams(1.0, 31, ())
+    with lone_server(tmp_path, *settings, stop_token_ids=(), weight_version="1", max_total_tokens=72) as server:
+        outcome = ask(server, requests, params)
+    assert outcome.refusal is None and len(outcome.completions) == len(requests), outcome
+    answers = [outcome.completions[i] for i in range(len(requests))]
+    assert [len(a.token_ids) for a in answers] == [64 - n for n in inputs] and all(a.truncated for a in answers)
+    assert largest_gap(reference(tmp_path), requests, answers) < 1e-5

@@ -353,6 +353,13 @@ class Round:
                 replace(answer, routing=routing_of(text, self._requests[i], self._params.routing, endpoint))
                 for i, answer, text in zip(group, answers, texts, strict=True)
             ]
+        for i, answer in zip(group, answers, strict=True):
+            most = self._requests[i].most_tokens(self._params)
+            if answer.truncated and len(answer.token_ids) < most:
+                raise EngineError(
+                    f"{endpoint.name} ended a response after {len(answer.token_ids)} of {most} tokens for lack of "
+                    "room; start it with a context length and a pool of at least 8 tokens more"
+                )
         return [stopped(answer, self._params) for answer in answers]
 
 

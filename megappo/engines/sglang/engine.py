@@ -196,7 +196,8 @@ class SGLangEngine:
         return found
 
     def abort(self) -> dict[int, Completion]:
-        """See `InFlightEngine.abort`: afterwards servers have no request under way."""
+        """See `InFlightEngine.abort`: afterwards servers have no request under way. A request that a server has
+        refused has no answer; it is refused again, and ends the run, when it is sent again."""
         stream = self._departures.take_stream()
         if stream is not None:
             stream.break_off()
@@ -378,11 +379,15 @@ class SGLangEngine:
         return asdict(self._sync_seconds)
 
     def probe(self, request: GenerateRequest, params: SamplingParams) -> dict[int, Completion]:
-        """See `ServedEngine.probe`. A server that fails meanwhile is brought back first."""
+        """See `ServedEngine.probe`. A server that fails meanwhile is brought back first. Raises EngineError where one
+        refuses the request."""
         for _ in range(self.settings.sync_attempts):
             mine = [e for e in self._endpoints if e.sender == self._runtime.rank]
             rounds = [Round([e], {e.index: request}, params, self.version, self._limits) for e in mine]
             outcomes = [round_.result() for round_ in rounds]
+            refusals = by_server({e.index: o.refusal for e, o in zip(mine, outcomes, strict=True) if o.refusal})
+            if refusals:
+                raise EngineError(next(iter(refusals.values())))
             failures = by_server({index: reason for o in outcomes for index, reason in o.failures.items()})
             if not failures:
                 return {index: answer for o in outcomes for index, answer in o.completions.items()}

@@ -16,6 +16,7 @@ from megappo.engines.sglang.client import Endpoint, ServerFailure, is_alive, tak
 from megappo.engines.sglang.gpus import server_gpus
 from megappo.engines.sglang.inspection import (
     check_hooks,
+    check_lengths,
     check_room,
     check_routing,
     check_sampling,
@@ -296,6 +297,7 @@ class Fleet:
         """Check a server that has just come up."""
         said = what_it_says(endpoint, self._settings.health_timeout_seconds)
         check_room(endpoint.name, said, self.spec.cache)
+        check_lengths(endpoint.name, said, self.spec.longest_tokens)
         check_sampling(endpoint.name, said)
         check_hooks(endpoint.name, said, has_least_tokens=self.spec.has_least_tokens)
         if self._external:

@@ -23,6 +23,7 @@ class ServerInfo(TypedDict, total=False):
     """The part of a server's arguments and figures that is compared."""
 
     max_total_num_tokens: int | None
+    max_req_input_len: int | None
     extra_metric_labels: dict[str, str] | None
     enable_return_routed_experts: bool
     preferred_sampling_params: dict[str, JSONValue] | None
@@ -38,7 +39,8 @@ def what_it_says(endpoint: Endpoint, timeout_seconds: float) -> ServerInfo:
 
 
 def check_room(name: str, said: ServerInfo, cache: PlannedCache) -> None:
-    """Raise EngineError for a server without room for the longest sequence; warn where it has less than planned."""
+    """Raise EngineError for a server whose cache has no room for the longest sequence; warn where it has less than
+    planned."""
     held = said.get("max_total_num_tokens")
     if held is None:
         return
@@ -51,6 +53,18 @@ def check_room(name: str, said: ServerInfo, cache: PlannedCache) -> None:
         tell(
             f"{name} has room for the keys and values of {held} tokens, planned were {cache.tokens}; less was free "
             "when it started"
+        )
+
+
+def check_lengths(name: str, said: ServerInfo, longest_tokens: int) -> None:
+    """Raise EngineError for a server that would cut the longest prompt and response, or refuse to continue it. SGLang
+    leaves positions of its context length and of its pool free (`spec.FREE_POSITIONS`)."""
+    refused = said.get("max_req_input_len")
+    if refused is not None and refused < longest_tokens:
+        raise EngineError(
+            f"{name} refuses inputs of {refused} tokens and more, and the longest prompt and response of the run are "
+            f"{longest_tokens}; start it by `megappo serve` with this configuration, or lower "
+            f"rollout.max_response_tokens by {longest_tokens - refused}"
         )
 
 

@@ -31,6 +31,10 @@ from megappo.runtime.store import is_loopback
 _SHARE_OF_FREE_MEMORY = 0.99
 """SGLang's mem_fraction_static, a share of the memory that is free when a server starts. It is a second limit on keys
 and values beside their number of tokens, which we choose, and must not be the lower one."""
+FREE_POSITIONS = 8
+"""Positions that SGLang leaves free at the end of its context, and of the pool of keys and values: it generates at most
+size - 2 - input tokens, and refuses inputs of size - 6 tokens and more (0.5.23, managers/tp_worker.py:568 and
+scheduler.py:2714). Servers get so many more, and responses reach the model's last position."""
 _PREFILL_GRAPHS = "cuda-graph-backend-prefill"
 # SGLang 0.5.23 as it runs on a CPU from the stock wheel (see megappo/runtime/sglang_cpu.py).
 _ON_A_CPU: dict[str, JSONValue] = {
@@ -74,6 +78,8 @@ class ServerSpec:
     """Whether the server returns the experts of each token, where a request asks for them."""
     has_least_tokens: bool = False
     """Whether responses have a least number of tokens, for which a server needs the hooks of `sglang_hooks`."""
+    positions: int | None = None
+    """Positions of the model, all of which a prompt and its response may use; None: the server's own context length."""
     tokenizer: Path | None = None
     """Folder of the tokenizer, where the server has to know the texts of tokens or which of them end a response."""
     seed: int = 0
@@ -114,6 +120,7 @@ class ServerSpec:
             has_experts=bool(arch.experts) and arch.declaration.fingerprinted,
             returns_routing=config.algorithm.replays_routing(arch.experts),
             has_least_tokens=config.rollout.min_response_tokens > 0,
+            positions=arch.max_position_embeddings,
         )
 
     def arguments(self, port: int, key: str) -> dict[str, Any]:
@@ -135,7 +142,8 @@ class ServerSpec:
             "trust-remote-code": self.trust_remote_code or None,
             "enable-return-routed-experts": self.returns_routing or None,
             "custom-weight-loader": [LOADER] if given.takes_slices and has_loader() else None,
-            "max-total-tokens": self.cache.tokens,
+            "context-length": None if self.positions is None else self.positions + FREE_POSITIONS,
+            "max-total-tokens": self._pool_tokens,
         }
         if not self.called:
             found |= self._of_engine()
@@ -143,6 +151,20 @@ class ServerSpec:
             found |= {"enable-deterministic-inference": True, "sampling-backend": "pytorch"}  # others ignore seeds
         found |= self._on_gpus() if self.devices else _ON_A_CPU
         return {name: value for name, value in found.items() if value is not None} | given.arguments
+
+    @property
+    def longest_tokens(self) -> int:
+        """Tokens of the longest prompt and response that the server is asked for."""
+        longest = self.cache.longest_tokens
+        return longest if self.positions is None else min(longest, self.positions)
+
+    @property
+    def _pool_tokens(self) -> int | None:
+        """Size of the pool of keys and values: that of the plan, or what the longest sequence needs."""
+        planned = self.cache.tokens
+        if planned is None or self.called:
+            return planned
+        return max(planned, self.longest_tokens + FREE_POSITIONS)
 
     def _on_gpus(self) -> dict[str, JSONValue]:
         """Arguments of servers on GPUs."""
@@ -183,6 +205,8 @@ class ServerSpec:
         if self.memory_saver:
             kept |= {name: _without_expandable_segments(kept[name]) for name in ALLOCATOR_VARIABLES if name in kept}
         share_settings(kept)
+        if self.positions is not None:
+            kept["SGLANG_ALLOW_OVERWRITE_LONGER_CONTEXT_LEN"] = "1"  # for `FREE_POSITIONS`
         if not self.called:
             kept[SAMPLES_FOR_A_RUN] = "1"
         site = _advertise_plugins(scratch, [PLUGINS] if self.devices else list(ENTRY_POINTS))
