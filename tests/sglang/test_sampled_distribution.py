@@ -19,6 +19,7 @@ if importlib.util.find_spec("sglang") is None:
     pytest.skip("needs the full environment", allow_module_level=True)
 
 from megappo.config import load_config
+from megappo.engines.sglang.client import call
 from megappo.engines.sglang.spec import ServerSpec
 from megappo.runtime.sglang_hooks import SAMPLES_FOR_A_RUN
 from tests.support.lone_server import ask, largest_gap, lone_server, reference, token_logprobs
@@ -45,9 +46,9 @@ def chi_square(counts: torch.Tensor, probabilities: torch.Tensor) -> float:
 
 def test_a_servers_own_sampling_parameters_change_no_sample(tmp_path: Path) -> None:
     write_model(tmp_path / "model", "qwen3", 3, initializer_range=0.3)
-    model, params = reference(tmp_path), SamplingParams(1.0, 3, (STOP,))
+    model, params = reference(tmp_path / "model"), SamplingParams(1.0, 3, (STOP,))
     requests = [GenerateRequest(PROMPT, seed=i, prompt_id=0) for i in range(2000)]
-    preferred = {"weight_version": "1", "preferred_sampling_params": json.dumps(PREFERRED)}
+    preferred = {"preferred_sampling_params": json.dumps(PREFERRED)}
     with lone_server(tmp_path, stop_token_ids=(STOP,), **preferred) as server:
         outcome = ask(server, requests, params)
     assert outcome.refusal is None and len(outcome.completions) == len(requests)
@@ -67,12 +68,15 @@ def test_stop_tokens_lack_at_the_first_positions_alone_after_retractions(tmp_pat
     requests = [GenerateRequest((70, 71 + i), seed=i, prompt_id=i) for i in range(48)]
     retracting = "rollout.sglang.environment={SGLANG_TEST_RETRACT: 1, SGLANG_TEST_RETRACT_INTERVAL: 2}"
     settings = ("rollout.min_response_tokens=6", "rollout.max_response_tokens=24", retracting)
-    with lone_server(tmp_path, *settings, stop_token_ids=stops, weight_version="1") as server:
+    with lone_server(tmp_path, *settings, stop_token_ids=stops) as server:
         outcome = ask(server, requests, params)
     assert len(outcome.completions) == len(requests), outcome
     answers = [outcome.completions[i] for i in range(len(requests))]
     assert all(len(a.token_ids) > least for a in answers) and max(len(a.token_ids) for a in answers) > least + 2
-    assert largest_gap(reference(tmp_path), requests, answers, temperature=0.8, masked=stops, least_tokens=least) < 1e-5
+    assert (
+        largest_gap(reference(tmp_path / "model"), requests, answers, temperature=0.8, masked=stops, least_tokens=least)
+        < 1e-5
+    )
 
 
 def test_servers_of_a_run_have_the_hooks_on_gpus_too(tmp_path: Path) -> None:
@@ -127,9 +131,28 @@ def test_responses_reach_the_last_position_of_a_model_and_of_a_pool(
         "rollout.sglang={threads: 1, max_total_tokens: 94}",
     )  # fmt: skip
     params = SamplingParams(1.0, 31, ())
-    with lone_server(tmp_path, *settings, stop_token_ids=(), weight_version="1", max_total_tokens=72) as server:
+    with lone_server(tmp_path, *settings, stop_token_ids=(), max_total_tokens=72) as server:
         outcome = ask(server, requests, params)
     assert outcome.refusal is None and len(outcome.completions) == len(requests), outcome
     answers = [outcome.completions[i] for i in range(len(requests))]
     assert [len(a.token_ids) for a in answers] == [64 - n for n in inputs] and all(a.truncated for a in answers)
-    assert largest_gap(reference(tmp_path), requests, answers) < 1e-5
+    assert largest_gap(reference(tmp_path / "model"), requests, answers) < 1e-5
+
+
+def test_a_prompt_is_computed_again_under_new_weights_where_servers_keep_their_caches(tmp_path: Path) -> None:
+    """With `pause: in_place` a sync drops no cache. Within a version the cache is used."""
+    for name, seed in (("model", 3), ("newer", 4)):
+        write_model(tmp_path / name, "qwen3", seed)
+    params, prompt = SamplingParams(1.0, 8, ()), tuple(range(2, 50))
+    requests = [GenerateRequest(prompt, seed=i, prompt_id=0) for i in range(4)]
+    caching = "rollout.sglang={threads: 1, max_total_tokens: 4096, deterministic: false}"
+    with lone_server(tmp_path, "data.max_prompt_tokens=64", caching, stop_token_ids=()) as server:
+        for version, name in ((1, "model"), (2, "newer"), (3, "model")):
+            if version > 1:
+                body = {"model_path": str(tmp_path / name), "flush_cache": False, "weight_version": str(version)}
+                call(server, "/update_weights_from_disk", body, timeout_seconds=60)
+            for use in ("first", "again"):
+                outcome = ask(server, requests, params, version)
+                answers = [outcome.completions[i] for i in range(len(requests))]
+                assert largest_gap(reference(tmp_path / name), requests, answers) < 1e-5, (version, use)
+                assert outcome.cache[0].cached_tokens >= (0 if use == "first" else 4 * 40)

@@ -31,7 +31,7 @@ def lone_server(folder: Path, *overrides: str, stop_token_ids: tuple[int, ...], 
     config = load_config(ROOT / "configs/sglang_quickstart.yaml", settings)
     spec = ServerSpec.of(config, folder / "model", stop_token_ids, on_cuda=False)
     chosen = {name.replace("_", "-"): value for name, value in arguments.items()}
-    given = {"load-format": "auto", **spec.settings.arguments, **chosen}
+    given = {"load-format": "auto", "weight-version": "1", **spec.settings.arguments, **chosen}
     object.__setattr__(spec, "settings", spec.settings.model_copy(update={"arguments": given}))
     server = start_server(spec, 0, 0, 1)
     try:
@@ -41,15 +41,15 @@ def lone_server(folder: Path, *overrides: str, stop_token_ids: tuple[int, ...], 
         server.stop()
 
 
-def ask(endpoint: Endpoint, requests: Sequence[GenerateRequest], params: SamplingParams) -> Outcome:
-    """The server's answers to requests, whose weights have the name that SGLang gives those of a folder."""
+def ask(endpoint: Endpoint, requests: Sequence[GenerateRequest], params: SamplingParams, version: int = 1) -> Outcome:
+    """The server's answers to requests."""
     limits = RoundLimits(512, 60.0, 60.0, 60.0)
-    return Round([endpoint], dict(enumerate(requests)), params, 1, limits).result()
+    return Round([endpoint], dict(enumerate(requests)), params, version, limits).result()
 
 
 def reference(folder: Path) -> PreTrainedModel:
-    """The model of `lone_server` in transformers, in float32."""
-    model: PreTrainedModel = AutoModelForCausalLM.from_pretrained(folder / "model", dtype=torch.float32)
+    """The model of a folder in transformers, in float32."""
+    model: PreTrainedModel = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
     return model.eval()
 
 

@@ -318,6 +318,8 @@ class Round:
             "input_ids": [list(self._requests[i].token_ids) for i in group],
             "sampling_params": [sampling_fields(self._requests[i], self._params) for i in group],
             "return_logprob": True,
+            # Prefixes are shared among requests of one version alone, also where a sync keeps caches (`pause`).
+            "extra_key": [str(self._version)] * len(group),
             "return_routed_experts": self._params.routing is not None,
         }
         try:
