@@ -149,7 +149,11 @@ def test_a_prompt_is_computed_again_under_new_weights_where_servers_keep_their_c
     with lone_server(tmp_path, "data.max_prompt_tokens=64", caching, stop_token_ids=()) as server:
         for version, name in ((1, "model"), (2, "newer"), (3, "model")):
             if version > 1:
-                body: dict[str, Any] = {"model_path": str(tmp_path / name), "flush_cache": False, "weight_version": str(version)}
+                body: dict[str, Any] = {
+                    "model_path": str(tmp_path / name),
+                    "flush_cache": False,
+                    "weight_version": str(version),
+                }
                 call(server, "/update_weights_from_disk", body, timeout_seconds=60)
             for use in ("first", "again"):
                 outcome = ask(server, requests, params, version)
