@@ -41,6 +41,7 @@ from aiohttp import web
 from megappo.engines.sglang import dispatch
 from megappo.engines.sglang.dispatch import Outcome, Round, RoundLimits
 from megappo.engines.sglang.engine import SGLangEngine
+from megappo.engines.sglang.fleet import Started
 from megappo.engines.sglang.homes import Homes
 from megappo.engines.sglang.in_flight import Departures, InFlightRound, abort_servers
 from megappo.engines.sglang.rounds import Rounds
@@ -83,6 +84,8 @@ class StandIn:
         """Of the requests under way."""
         self.spans: list[dict[str, Any]] | None = None
         """Which tokens are of which weights."""
+        self.finish = "stop"
+        """Reason for which each answer ends."""
         self.begins = True
         """Whether a request that is aborted has a token by then."""
         self.may_answer: Callable[[], bool] = lambda: True
@@ -157,7 +160,7 @@ class StandIn:
         return {
             "output_ids": [ids[-1], 1],
             "meta_info": {
-                "finish_reason": {"type": "stop", "matched": 1},
+                "finish_reason": {"type": self.finish, "matched": 1},
                 "weight_version": self.version,
                 "prompt_tokens": len(ids),
                 "cached_tokens": self.cached_tokens(ids),
@@ -758,21 +761,17 @@ def test_an_abort_ends_at_once_after_a_refusal(world_of_one: None) -> None:
 def test_a_probe_that_is_refused_says_why(world_of_one: None) -> None:
     server = StandIn(0)
     server.status = 400
-    engine = engine_without_weights()
-    engine._endpoints = [server.endpoint]
+    engine = engine_without_weights(server)
+    with mock.patch.object(SGLangEngine, "_sync", lambda *_: {}):
+        engine.update_weights(mock.Mock(), 7)
     with pytest.raises(EngineError, match="server 0 .* refused to generate: because"):
         engine.probe(GenerateRequest((2, 100), seed=0, prompt_id=0), PARAMS)
 
 
 def test_a_response_that_ends_before_its_limit_is_refused() -> None:
     """SGLang ends a response early where its context or its pool is full, and names the limit as the reason."""
-    server, text = StandIn(0), StandIn._text
-
-    def cut(ids: list[int]) -> dict[str, Any]:
-        answer = text(server, ids)
-        return answer | {"meta_info": answer["meta_info"] | {"finish_reason": {"type": "length", "length": 2}}}
-
-    server._text = cut  # type: ignore[method-assign]
+    server = StandIn(0)
+    server.finish = "length"
     assert "ended a response after 2 of 4 tokens for lack of room" in str(spread([server], 3).refusal)
     assert complete(spread([server], 3, replace(PARAMS, max_new_tokens=2)), 3)
 
@@ -835,8 +834,9 @@ def test_an_engine_that_holds_no_weights_says_why(world_of_one: None) -> None:
         engine.submit([request], PARAMS)
 
 
-def engine_without_weights() -> SGLangEngine:
-    spec = SimpleNamespace(returns_routing=False, memory_saver=True)
-    fleet: Any = SimpleNamespace(spec=spec, each_own=lambda endpoints, act: {})
+def engine_without_weights(*servers: StandIn) -> SGLangEngine:
+    spec = SimpleNamespace(returns_routing=False, memory_saver=not servers)
+    started = Started(tuple(server.endpoint for server in servers))
+    fleet: Any = SimpleNamespace(spec=spec, each_own=lambda endpoints, act: {}, start_all=lambda: started)
     runtime: Any = SimpleNamespace(deadlines=Deadlines.of(RuntimeSettings()), rank=0, is_main=True)
     return SGLangEngine(fleet, settings(), runtime)
