@@ -35,6 +35,8 @@ def strike(seconds: float) -> None:
     server = servers[-1]
 
     def kill() -> None:
+        if server.running:
+            print(f"killed start {server.endpoint.starts}", flush=True)
         for pid in session_pids(server.session):
             with suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
@@ -53,7 +55,6 @@ def arm(strikes: list[tuple[str, int, float]]) -> None:
         times[place] += 1
         seconds = due.pop((place, times[place]), None)
         if seconds is not None:
-            print(f"strike at {place} {times[place]} after {seconds:.2f} s", flush=True)
             strike(seconds)
 
     start, wait, load, post = fleet.start_server, Server.wait_ready, SyncRun.load, ClientSession.post
