@@ -104,6 +104,7 @@ def _arguments(case: ServedCase, folder: Path) -> list[str]:
         f"rollout.max_response_tokens={case.response_tokens}", f"rollout.min_response_tokens={case.least_tokens}",
         f"rollout.temperature={case.temperature}", f"rollout.stop_token_ids={list(case.stop_token_ids)}",
         "rollout.sglang=" + json.dumps(sglang), "rollout.sync_bucket_bytes=16000", "algorithm.old_logprob=corrected",
+        *(["algorithm.router_replay=false"] if case.ahead == 2 else []),
         "algorithm.mismatch_stop_nats=100", "algorithm.mismatch_warn_nats=100", "algorithm.entropy_coef=0.0",
         "logging={console: quiet, tensorboard: false, save_experience: {}}",
         "checkpoint={every_steps: 100, huggingface_every_steps: 1}",
