@@ -738,6 +738,9 @@ def test_servers_have_room_for_the_last_position_of_a_model(tmp_path: Path) -> N
     check_lengths("server 0", {"max_req_input_len": 34}, 32)
     with pytest.raises(EngineError, match="server 0 refuses inputs of 26 tokens and more, .* are 32; .* by 6$"):
         check_lengths("server 0", {"max_req_input_len": 26}, 32)
+    check_lengths("server 0", {"max_total_num_tokens": 160, "page_size": 64}, 32)
+    with pytest.raises(EngineError, match="server 0 has room for .* 128 tokens in pages of 64, and needs 160 for"):
+        check_lengths("server 0", {"max_total_num_tokens": 128, "page_size": 64}, 32)
 
 
 def test_where_experts_stand_is_no_argument_of_ones_own() -> None:

@@ -24,6 +24,7 @@ class ServerInfo(TypedDict, total=False):
 
     max_total_num_tokens: int | None
     max_req_input_len: int | None
+    page_size: int | None
     extra_metric_labels: dict[str, str] | None
     enable_return_routed_experts: bool
     preferred_sampling_params: dict[str, JSONValue] | None
@@ -65,6 +66,13 @@ def check_lengths(name: str, said: ServerInfo, longest_tokens: int) -> None:
             f"{name} refuses inputs of {refused} tokens and more, and the longest prompt and response of the run are "
             f"{longest_tokens}; start it by `megappo serve` with this configuration, or lower "
             f"rollout.max_response_tokens by {longest_tokens - refused}"
+        )
+    held, page = said.get("max_total_num_tokens"), said.get("page_size") or 1
+    needed = longest_tokens + 2 * page  # a started page of the input, and one that SGLang keeps free
+    if held is not None and held < needed:
+        raise EngineError(
+            f"{name} has room for the keys and values of {held} tokens in pages of {page}, and needs {needed} for the "
+            f"longest prompt and response of {longest_tokens}; raise rollout.sglang.max_total_tokens or memory_fraction"
         )
 
 
