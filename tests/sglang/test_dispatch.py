@@ -41,10 +41,9 @@ from aiohttp import web
 from megappo.engines.sglang import dispatch
 from megappo.engines.sglang.dispatch import Outcome, Round, RoundLimits
 from megappo.engines.sglang.engine import SGLangEngine
-from megappo.engines.sglang.fleet import Started
 from megappo.engines.sglang.homes import Homes
 from megappo.engines.sglang.in_flight import Departures, InFlightRound, abort_servers
-from megappo.engines.sglang.rounds import Rounds
+from megappo.engines.sglang.rounds import Rounds, answers_of_each
 from megappo.engines.sglang.server import EngineError
 from megappo.engines.sglang.streaming import OpenRound
 from megappo.observe.progress import PROGRESS
@@ -759,13 +758,18 @@ def test_an_abort_ends_at_once_after_a_refusal(world_of_one: None) -> None:
 
 
 def test_a_probe_that_is_refused_says_why(world_of_one: None) -> None:
-    server = StandIn(0)
-    server.status = 400
-    engine = engine_without_weights(server)
-    with mock.patch.object(SGLangEngine, "_sync", lambda *_: {}):
-        engine.update_weights(mock.Mock(), 7)
-    with pytest.raises(EngineError, match="server 0 .* refused to generate: because"):
-        engine.probe(GenerateRequest((2, 100), seed=0, prompt_id=0), PARAMS)
+    well, refusing = StandIn(0), StandIn(1)
+    refusing.status = 400
+    request = GenerateRequest((2, 100), seed=0, prompt_id=0)
+
+    def probes(*servers: StandIn) -> list[Round]:
+        return [Round([server.endpoint], {server.index: request}, PARAMS, 7, limits()) for server in servers]
+
+    with pytest.raises(EngineError, match="server 1 .* refused to generate: because"):
+        answers_of_each(probes(well, refusing))
+    refusing.status = 500
+    answers, failures = answers_of_each(probes(well, refusing))
+    assert answers.keys() == {0} and failures.keys() == {1} and "failed to generate" in failures[1]
 
 
 def test_a_response_that_ends_before_its_limit_is_refused() -> None:
@@ -824,7 +828,10 @@ def test_an_abort_that_nobody_asked_for_is_a_failure(world_of_one: None) -> None
 
 def test_an_engine_that_holds_no_weights_says_why(world_of_one: None) -> None:
     """And gives back nothing where nothing is under way."""
-    engine = engine_without_weights()
+    spec = SimpleNamespace(returns_routing=False, memory_saver=True)
+    fleet: Any = SimpleNamespace(spec=spec, each_own=lambda endpoints, act: {})
+    runtime: Any = SimpleNamespace(deadlines=Deadlines.of(RuntimeSettings()), rank=0, is_main=True)
+    engine = SGLangEngine(fleet, settings(), runtime)
     request = GenerateRequest((2, 100), seed=0, prompt_id=0)
     with pytest.raises(RuntimeError, match="the engine is without a whole set of weights; update its weights first"):
         engine.submit([request], PARAMS)
@@ -832,11 +839,3 @@ def test_an_engine_that_holds_no_weights_says_why(world_of_one: None) -> None:
     engine.sleep()
     with pytest.raises(RuntimeError, match="the engine is asleep; update its weights first"):
         engine.submit([request], PARAMS)
-
-
-def engine_without_weights(*servers: StandIn) -> SGLangEngine:
-    spec = SimpleNamespace(returns_routing=False, memory_saver=not servers)
-    started = Started(tuple(server.endpoint for server in servers))
-    fleet: Any = SimpleNamespace(spec=spec, each_own=lambda endpoints, act: {}, start_all=lambda: started)
-    runtime: Any = SimpleNamespace(deadlines=Deadlines.of(RuntimeSettings()), rank=0, is_main=True)
-    return SGLangEngine(fleet, settings(), runtime)

@@ -30,7 +30,7 @@ from megappo.engines.sglang.dispatch import Outcome, Round, RoundLimits
 from megappo.engines.sglang.fleet import Fleet, Started, by_server
 from megappo.engines.sglang.homes import Homes
 from megappo.engines.sglang.in_flight import Departures, InFlightRound, abort_servers
-from megappo.engines.sglang.rounds import Rounds
+from megappo.engines.sglang.rounds import Rounds, answers_of_each
 from megappo.engines.sglang.server import CACHES, WEIGHTS, EngineError, Server
 from megappo.engines.sglang.spec import ServerSpec
 from megappo.engines.sglang.streaming import OpenRound
@@ -384,13 +384,9 @@ class SGLangEngine:
         for _ in range(self.settings.sync_attempts):
             mine = [e for e in self._endpoints if e.sender == self._runtime.rank]
             rounds = [Round([e], {e.index: request}, params, self.version, self._limits) for e in mine]
-            outcomes = [round_.result() for round_ in rounds]
-            refusals = by_server({e.index: o.refusal for e, o in zip(mine, outcomes, strict=True) if o.refusal})
-            if refusals:
-                raise EngineError(next(iter(refusals.values())))
-            failures = by_server({index: reason for o in outcomes for index, reason in o.failures.items()})
+            answers, failures = answers_of_each(rounds)
             if not failures:
-                return {index: answer for o in outcomes for index, answer in o.completions.items()}
+                return answers
             self._note_failures(failures)
             self._bring_up_to_date()
         raise SyncError(f"servers fail after every weight sync: {'; '.join(failures.values())}")
