@@ -113,7 +113,7 @@ def test_responses_reach_the_last_position_of_a_model_and_of_a_pool(
     tmp_path: Path, family: str, changes: dict[str, Any]
 ) -> None:
     """Inputs of every length, in a pool with room for one of them at a time."""
-    write_model(tmp_path / "model", family, 3, max_position_embeddings=64, **changes)
+    write_model(tmp_path / "model", family, 3, max_position_embeddings=64, eos_token_id=None, **changes)
     inputs = (33, *range(54, 64))
     requests = [
         GenerateRequest(tuple(2 + (7 * i + j) % 100 for j in range(n)), seed=i, prompt_id=i, max_new_tokens=64 - n)
