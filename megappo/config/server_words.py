@@ -37,6 +37,12 @@ REFUSED: dict[tuple[str, ...], str] = {
     ("enable-lora", "lora-paths"): "but a run sends its servers merged weights",
     ("moe-a2a-backend", "enable-eplb", "init-expert-location", "ep-num-redundant-experts"):
         "but where experts stand must be known to compare the weights there",
+    ("enable-watermark", "watermark-config"): "and a watermark changes the distribution that tokens are sampled from",
+    ("speculative-accept-threshold-single", "speculative-accept-threshold-acc"):
+        "and a threshold accepts drafts that the model would not have sampled",
+    ("dllm-algorithm", "dllm-algorithm-config"): "and a diffusion model has no log-probability of each token",
+    ("allow-auto-truncate",): "which shortens prompts and responses without an error",
+    ("context-length",): "which follows from the model, and a shorter one cuts responses without an error",
     ("json-model-override-args", "skip-tokenizer-init", "skip-server-warmup", "extra-metric-labels", "port", "api-key",
      "admin-api-key", "config", "disaggregation-mode"): "which a run decides for its own servers",
 }  # fmt: skip
@@ -51,9 +57,12 @@ OWNED_VARIABLES = {
 """Variables that follow from settings."""
 _REFUSED_VARIABLES = {
     "SGLANG_RETURN_ORIGINAL_LOGPROB": "log-probabilities would not be those of the distribution that was sampled from",
+    "SGLANG_MAX_NEW_TOKENS_LIMIT": "responses would be shorter than rollout.max_response_tokens without a warning",
+    "SGLANG_SIMULATE_ACC_LEN": "drafts would be accepted that the model would not have sampled",
     "TRITON_INTERPRET": "kernels would be interpreted",
 } | dict.fromkeys(
-    ("PYTHONPATH", "TMPDIR", "SGLANG_PLATFORM", "SGLANG_DISTRIBUTED_INIT_METHOD_OVERRIDE",
+    ("PYTHONPATH", "TMPDIR", "SGLANG_PLATFORM", "SGLANG_PLUGINS", "SGLANG_ALLOW_OVERWRITE_LONGER_CONTEXT_LEN",
+     "SGLANG_DISTRIBUTED_INIT_METHOD_OVERRIDE",
      "SGLANG_CPU_OMP_THREADS_BIND", "SGLANG_ENABLE_TP_MEMORY_INBALANCE_CHECK", "SYNC_TOKEN_IDS_ACROSS_TP", "RANK",
      "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"),
     "a run decides it for its own servers",

@@ -18,7 +18,13 @@ from megappo.engines.sglang import compilers
 from megappo.engines.sglang.client import Endpoint, ServerFailure, call
 from megappo.engines.sglang.fleet import KEY_VARIABLE, key_problem
 from megappo.engines.sglang.gpus import check_visible
-from megappo.engines.sglang.inspection import stack_problem, what_it_says
+from megappo.engines.sglang.inspection import (
+    check_hooks,
+    check_lengths,
+    check_sampling,
+    stack_problem,
+    what_it_says,
+)
 from megappo.errors import RunError
 from megappo.plan.inputs import Models, make_setup
 from megappo.plan.memory import bucket_bytes
@@ -50,8 +56,10 @@ def engine_findings(config: Config, models: Models, ranks: Ranks, world_size: in
         local = 1 if (ranks.local_world_size or ranks.world_size) == ranks.world_size else ranks.local_world_size or 1
         yield bucket_room(2 * bucket_bytes(setup) * local)
     if settings.urls:
+        work = make_setup(config, models, world_size, on_cuda=torch.cuda.is_available()).work
+        longest_tokens = min(work.cache_tokens, models.actor.max_position_embeddings)
         for url in settings.urls:
-            yield server_finding(url, key_of(KEY_VARIABLE))
+            yield server_finding(url, key_of(KEY_VARIABLE), longest_tokens, config.rollout.min_response_tokens)
     elif settings.host is not None:
         yield from _address("rollout.sglang.host", settings.host)
     if ranks.rank == 0 and settings.sync_address is not None:
@@ -81,8 +89,9 @@ def bucket_room(needed: float) -> Finding:
     return fine("buckets", words)
 
 
-def server_finding(url: str, key: str) -> Finding:
-    """Whether a server of `rollout.sglang.urls` answers, and to this key."""
+def server_finding(url: str, key: str, longest_tokens: int, least_tokens: int) -> Finding:
+    """Whether a server of `rollout.sglang.urls` answers, and to this key, and can serve the run. `longest_tokens`: of
+    prompt and response together; `least_tokens`: of a response."""
     parts = urlsplit(url)
     try:
         socket.create_connection((parts.hostname or "", parts.port or 80), timeout=_REACH_SECONDS).close()
@@ -99,7 +108,9 @@ def server_finding(url: str, key: str) -> Finding:
     if "model_path" not in answer:
         words = f"{url} of rollout.sglang.urls is a port of another program, which does not answer as SGLang does"
         return broken("engines", words, "end that program, or start the server on another port (megappo serve --port)")
-    return _stack_finding(endpoint, url) or fine("engines", f"{url} serves {answer['model_path']}")
+    return _fit_finding(endpoint, url, longest_tokens, least_tokens) or fine(
+        "engines", f"{url} serves {answer['model_path']}"
+    )
 
 
 def by_nccl() -> bool:
@@ -107,14 +118,23 @@ def by_nccl() -> bool:
     return torch.cuda.is_available()
 
 
-def _stack_finding(endpoint: Endpoint, url: str) -> Finding | None:
-    """A finding where a server has other versions or settings than trainers here would have."""
+def _fit_finding(endpoint: Endpoint, url: str, longest_tokens: int, least_tokens: int) -> Finding | None:
+    """A finding where a server has other versions or settings than trainers here would have, or cannot generate what
+    the run needs."""
     try:
         said = what_it_says(endpoint, _ANSWER_SECONDS)
     except ServerFailure:
         return None  # it is busy, or older
     problem, _ = stack_problem(url, said, by_nccl=by_nccl())
-    return None if problem is None else from_sentence("engines", "broken", problem)
+    if problem is not None:
+        return from_sentence("engines", "broken", problem)
+    try:
+        check_lengths(url, said, longest_tokens)
+        check_sampling(url, said)
+        check_hooks(url, said, has_least_tokens=least_tokens > 0)
+    except RunError as error:
+        return from_sentence("engines", "broken", error)
+    return None
 
 
 def nccl_finding() -> Finding:

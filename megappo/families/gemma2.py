@@ -12,7 +12,7 @@ from megappo.families.blocks import Attention, GatedMlp, norm
 from megappo.families.declaration import Family, PerToken, Weight
 from megappo.families.fields import Activation, Fields, HFConfig, MegatronSettings
 from megappo.families.reading import decoder, no_attention_bias, window_by_layer_types
-from megappo.families.served import NEEDS_GPU, Served, unread_rope
+from megappo.families.served import NEEDS_GPU, Served, unread_rope, unread_ties
 
 _GELU = "gelu_pytorch_tanh"
 
@@ -84,7 +84,7 @@ def unserved(arch: ArchitectureConfig, asked: Served) -> str:
     """A server does not start without Triton's driver, and reads no parameters of a rope."""
     if not asked.on_cuda:
         return NEEDS_GPU
-    return unread_rope(arch, ("default",))
+    return unread_ties(arch) or unread_rope(arch, ("default",))
 
 
 def activation(c: HFConfig) -> Fields:

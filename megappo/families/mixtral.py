@@ -8,7 +8,7 @@ from megappo.families.blocks import Attention, Experts
 from megappo.families.declaration import Family
 from megappo.families.fields import Fields, HFConfig
 from megappo.families.reading import decoder, expert_counts, no_attention_bias, silu_mlp, window_of_every_layer
-from megappo.families.served import Served, unread_rope, unread_window
+from megappo.families.served import Served, unread_rope, unread_ties, unread_window
 
 
 def top_experts(c: HFConfig) -> Fields:
@@ -28,7 +28,7 @@ def unserved(arch: ArchitectureConfig, asked: Served) -> str:
     theta = arch.hf_config.rope_parameters["rope_theta"]
     if theta != int(theta):
         return f"takes rope_theta {theta} of config.json for {int(theta)}"
-    return unread_window(arch, asked) or unread_rope(arch, ("default",))
+    return unread_ties(arch) or unread_window(arch, asked) or unread_rope(arch, ("default",))
 
 
 FAMILY = Family(

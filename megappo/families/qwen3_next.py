@@ -10,7 +10,7 @@ from megappo.families.blocks import Attention, Experts, QueryKeyNorms, SharedExp
 from megappo.families.declaration import Block, Family, PerToken, Weight
 from megappo.families.fields import Fields, HFConfig, MegatronSettings
 from megappo.families.reading import experts, no_attention_bias, partly_rotated_decoder, silu_mlp, two_kinds
-from megappo.families.served import NEEDS_GPU, Served, unread_rope
+from megappo.families.served import NEEDS_GPU, Served, unread_rope, unread_ties
 
 _KINDS = ("linear_attention", "full_attention")
 
@@ -144,7 +144,7 @@ def unserved(arch: ArchitectureConfig, asked: Served) -> str:
         return NEEDS_GPU
     if interval(arch.hf_config) is None:
         return "has attention in every n-th layer, and layer_types in config.json says otherwise"
-    return unread_rope(arch)
+    return unread_ties(arch) or unread_rope(arch)
 
 
 def interval(c: HFConfig) -> int | None:

@@ -20,6 +20,13 @@ NEEDS_GPU = "needs a GPU, and the run is on a CPU"
 """What several families say in `unserved`."""
 
 
+_OWN_OUTPUT_LAYER = ("glm4_moe", "mixtral", "qwen3_moe", "qwen3_next")
+"""Families whose models in SGLang have an output layer of their own, whatever tie_word_embeddings says: the layer would
+keep the weights with which the server started."""
+_TIED_OUTPUT_LAYER = ("gemma2",)
+"""Families whose models in SGLang have no output layer but the embedding."""
+
+
 class Served(NamedTuple):
     """Conditions under which SGLang is to generate with a model."""
 
@@ -31,7 +38,16 @@ class Served(NamedTuple):
 
 def unread_settings(arch: ArchitectureConfig, asked: Served) -> str:
     """What is said of most families; see `Family.unserved`."""
-    return unread_window(arch, asked) or unread_rope(arch)
+    return unread_ties(arch) or unread_window(arch, asked) or unread_rope(arch)
+
+
+def unread_ties(arch: ArchitectureConfig) -> str:
+    """What is said of an output layer that SGLang ties, or does not tie, to the embedding; "" of others."""
+    if arch.tied_embeddings and arch.family in _OWN_OUTPUT_LAYER:
+        return "has an output layer of its own, where tie_word_embeddings of config.json makes it the embedding"
+    if not arch.tied_embeddings and arch.family in _TIED_OUTPUT_LAYER:
+        return "takes the embedding for the output layer, where tie_word_embeddings of config.json is false"
+    return ""
 
 
 def unread_window(arch: ArchitectureConfig, asked: Served) -> str:

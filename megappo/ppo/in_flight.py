@@ -240,7 +240,7 @@ class InFlight(StepSamples):
                 room_behind(self._prompt(group), self._settings.max_total_tokens),
             )
             answer, most = answers.get(number), request.most_tokens(self._params)
-            if answer is not None and answer.episode is None and len(answer.token_ids) > most:
+            if answer is not None and answer.episode is None and len(answer.token_ids) + answer.broken_off > most:
                 answer = cut(answer, most, truncated=True)
             self._samples[number] = _Sample(request, answer)
 

@@ -169,13 +169,18 @@ def sync_metrics(seconds: float, total_bytes: int, version: int) -> dict[str, fl
     }
 
 
-def engine_metrics(parts: RunComponents) -> dict[str, float]:
-    """`engine/*` and the phases of the last sync; empty with the embedded engine, which has neither."""
+def sync_phases(parts: RunComponents) -> dict[str, float]:
+    """Seconds of the last weight sync by phase; empty with the embedded engine."""
     engine = parts.engine
     if not isinstance(engine, ServedEngine):
         return {}
-    phases = {f"sync/{name}_seconds": seconds for name, seconds in engine.sync_phases().items()}
-    return {"engine/restarts": float(engine.restarts), **phases}
+    return {f"sync/{name}_seconds": seconds for name, seconds in engine.sync_phases().items()}
+
+
+def restart_metrics(parts: RunComponents) -> dict[str, float]:
+    """`engine/restarts` up to now; empty with the embedded engine. A rollout restarts servers too, not only a sync."""
+    engine = parts.engine
+    return {"engine/restarts": float(engine.restarts)} if isinstance(engine, ServedEngine) else {}
 
 
 def actor_mfu(parts: RunComponents, metrics: Mapping[str, float]) -> dict[str, float]:

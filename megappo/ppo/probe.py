@@ -52,12 +52,13 @@ def probe_engines(parts: RunComponents) -> dict[str, float]:
 
 def _requests(parts: RunComponents) -> list[GenerateRequest]:
     """A short request, and a long one where the run's prompts may be longer: the concatenated training prompts, cut."""
-    longest = parts.config.data.max_prompt_tokens
+    longest, total = parts.config.data.max_prompt_tokens, parts.config.rollout.max_total_tokens
     prompts = (parts.train_prompts[position] for position in range(len(parts.train_prompts)))
     tokens = itertools.chain.from_iterable(prompt.token_ids for prompt in prompts)
     found = tuple(itertools.islice(tokens, min(longest, max(_PROMPT_TOKENS))))
     wanted = dict.fromkeys(found[:count] for count in _PROMPT_TOKENS)
-    return [GenerateRequest(token_ids, seed=0, prompt_id=0) for token_ids in wanted]
+    rooms = ((token_ids, None if total is None else total - len(token_ids)) for token_ids in wanted)
+    return [GenerateRequest(token_ids, seed=0, prompt_id=0, max_new_tokens=room) for token_ids, room in rooms]
 
 
 def default_tolerance_nats(dtype: str) -> float:

@@ -27,13 +27,14 @@ from megappo.ppo.measures import (
     actor_mfu,
     balance_metrics,
     check_mismatch,
-    engine_metrics,
     environment_metrics,
     policy_kl,
+    restart_metrics,
     rollout_metrics,
     routing_metrics,
     source_metrics,
     sync_metrics,
+    sync_phases,
 )
 from megappo.ppo.probe import probe_engines, probe_rollout
 from megappo.ppo.reporting import Reporter
@@ -146,6 +147,7 @@ class Trainer:
         try:
             if self.is_open:
                 self.evaluate_if_due()
+                self.metrics |= restart_metrics(self.parts)
                 if self.step:
                     self.reporter.log(self.step, self.metrics)
                 self.is_open = False
@@ -429,7 +431,7 @@ class Trainer:
         if self.config.rollout.ahead == 1 and self.checkpoints is not None and self.checkpoints.keeps_engine_weights:
             self.engine_weights = self.parts.actor.copy_weights()
         self.metrics |= sync_metrics(elapsed.seconds, self.parts.weights.total_bytes, self.weight_version)
-        self.metrics |= engine_metrics(self.parts)
+        self.metrics |= sync_phases(self.parts)
 
     def _sync_if_behind(self) -> None:
         if self.actor_changed:

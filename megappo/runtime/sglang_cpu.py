@@ -1,8 +1,9 @@
 """Lets the stock SGLang wheel generate on a machine without CUDA.
 
 SGLang finds this module through its entry points: `activate` in group `sglang.srt.platforms`, `register_hooks` in group
-`sglang.srt.plugins` (pyproject.toml). On a machine with CUDA both leave SGLang as it is. Of megappo only this file and
-`sglang_slices` run inside an engine.
+`sglang.srt.plugins` (pyproject.toml). On a machine with CUDA `activate` leaves SGLang as it is, and `register_hooks`
+changes only the servers of a run (`sglang_hooks`). Of megappo only this file, `sglang_hooks` and `sglang_slices` run
+inside an engine.
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ from megappo.errors import RunError, how_to_install
 from megappo.runtime.attributes import replace_attributes
 from megappo.runtime.heap import collect_as_usual, put_off_collections
 from megappo.runtime.packages import installed_version, quicken_transformers
+from megappo.runtime.sglang_hooks import TRIED_VERSION, register_sampling_hooks
 
 if TYPE_CHECKING:
     from sglang.srt.layers.moe.fused_moe_triton import FusedMoE
@@ -31,13 +33,11 @@ if TYPE_CHECKING:
     from sglang.srt.layers.moe.topk import StandardTopKOutput
 
 PLATFORM_NAME = "megappo_cpu"
+PLUGINS = "sglang.srt.plugins"
 ENTRY_POINTS = {
     "sglang.srt.platforms": f"{PLATFORM_NAME} = megappo.runtime.sglang_cpu:activate",
-    "sglang.srt.plugins": f"{PLATFORM_NAME} = megappo.runtime.sglang_cpu:register_hooks",
+    PLUGINS: f"{PLATFORM_NAME} = megappo.runtime.sglang_cpu:register_hooks",
 }
-TRIED_VERSION = "0.5.23"
-"""The version of SGLang that the replacements below were written for; others are left alone and refused."""
-
 _MASK = 0xFFFFFFFF
 
 
@@ -67,12 +67,14 @@ def activate() -> str | None:
 
 
 def register_hooks() -> None:
-    """Fork the processes of a server that megappo starts, so that it answers sooner.
+    """Register the hooks of a server that samples for a run, and fork the processes of a server that megappo starts on
+    a CPU, so that it answers sooner.
 
     SGLang spawns a scheduler for each rank and a detokenizer, and each of them spends ten seconds importing what the
     server has imported already. It has to, because CUDA does not survive a fork. Here there is no CUDA, and nothing is
     computed in the server before the fork.
     """
+    register_sampling_hooks()
     if os.environ.get("SGLANG_PLATFORM") != PLATFORM_NAME or activate() is None:
         return
     from sglang.srt.plugins.hook_registry import HookRegistry, HookType

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from megappo.runtime.packages import installed_version
-from megappo.runtime.sglang_cpu import TRIED_VERSION
+from megappo.runtime.sglang_hooks import TRIED_VERSION
 
 LOADER = "megappo.runtime.sglang_slices.load_slices"
 """Value of SGLang's option, and `load_format` of requests."""

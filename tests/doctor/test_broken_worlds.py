@@ -220,6 +220,31 @@ def test_a_server_with_which_no_group_can_be_formed(
     expect(found["engines"], "broken" if remedy else "fine", words, remedy)
 
 
+@pytest.mark.waits
+@pytest.mark.usefixtures("sglang")
+@pytest.mark.parametrize(
+    ("said", "overrides", "words", "remedy"),
+    [
+        ({"max_req_input_len": 10}, (), "refuses inputs of 10 tokens and more", "by 1"),
+        ({"max_req_input_len": 11}, (), "", ""),
+        ({"allow_auto_truncate": True}, (), "shortens long prompts", "start it without --allow-auto-truncate"),
+        ({}, ("rollout.min_response_tokens=2",), "counts rollout.min_response_tokens from 0", "start it by"),
+        (
+            {"speculative_algorithm": "NGRAM", "speculative_accept_threshold_acc": 0.5}, (), "accepts drafts",
+            "without --speculative-accept-threshold-single",
+        ),
+    ],
+)  # fmt: skip
+def test_a_server_elsewhere_that_cannot_generate_what_a_run_needs(
+    capsys: pytest.CaptureFixture[str], said: dict[str, Any], overrides: tuple[str, ...], words: str, remedy: str
+) -> None:
+    """Prompts have 8 tokens and responses 3."""
+    with worlds.answering(200, {"model_path": "/models/a", **said}) as port:
+        code, found = findings(capsys, *elsewhere(port), *overrides)
+    assert code == bool(remedy)
+    expect(found["engines"], "broken" if remedy else "fine", words or "serves /models/a", remedy)
+
+
 def test_machines_with_other_settings_of_nccl(monkeypatch: pytest.MonkeyPatch) -> None:
     ours = nccl_finding()
     monkeypatch.setenv("NCCL_NVLS_ENABLE", "1")

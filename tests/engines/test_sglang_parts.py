@@ -39,7 +39,7 @@ from megappo.engines.registry import find_engine
 from megappo.engines.sglang import fleet
 from megappo.engines.sglang.client import Endpoint
 from megappo.engines.sglang.fingerprint import Fingerprints, differing
-from megappo.engines.sglang.inspection import ServerInfo, check_routing
+from megappo.engines.sglang.inspection import ServerInfo, check_hooks, check_lengths, check_routing, check_sampling
 from megappo.engines.sglang.rendezvous import MultiNodeRendezvous, ServerPart
 from megappo.engines.sglang.server import EngineError
 from megappo.engines.sglang.spec import ServerSpec, unheard_variables
@@ -699,6 +699,48 @@ def test_a_server_elsewhere_has_to_say_which_experts_computed_a_token() -> None:
     for said in others:
         with pytest.raises(EngineError, match="server 0 does not say .* or set algorithm.router_replay to false"):
             check_routing("server 0", said, wanted=True)
+
+
+def test_a_server_that_samples_from_another_distribution_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    cases: list[tuple[ServerInfo, str]] = [
+        ({"speculative_algorithm": "NGRAM", "speculative_accept_threshold_single": 0.5}, "accepts drafts"),
+        ({"speculative_algorithm": "NGRAM", "speculative_accept_threshold_acc": 0.9}, "accepts drafts"),
+        ({"allow_auto_truncate": True}, "start it without --allow-auto-truncate"),
+    ]
+    for said, words in cases:
+        with pytest.raises(EngineError, match=f"server 0 .*{words}"):
+            check_sampling("server 0", said)
+    check_sampling("server 0", {"speculative_accept_threshold_single": 0.5})
+    check_sampling("server 0", {"preferred_sampling_params": {"top_k": 2}})
+    assert "has --preferred-sampling-params {'top_k': 2}, which have no effect" in capsys.readouterr().err
+
+
+def test_a_server_without_the_hooks_is_refused_where_responses_have_a_least_number_of_tokens() -> None:
+    check_hooks("server 0", {"extra_metric_labels": None}, has_least_tokens=False)
+    check_hooks("server 0", {"extra_metric_labels": {"megappo_hooks": "1"}}, has_least_tokens=True)
+    for labels in (None, {"megappo_torch": "2.14.1"}):
+        with pytest.raises(EngineError, match="server 0 counts rollout.min_response_tokens from 0 .* set .* to 0"):
+            check_hooks("server 0", {"extra_metric_labels": labels}, has_least_tokens=True)
+
+
+def test_servers_have_room_for_the_last_position_of_a_model(tmp_path: Path) -> None:
+    """SGLang leaves 6 positions free; a judge's server has the context length of its model."""
+    sizes = "{max_total_tokens: 32, threads: 1}"
+    words = ["data.max_prompt_tokens=29", f"rollout.sglang={sizes}"]
+    spec = ServerSpec.of(load_config(ROOT / "configs/sglang_quickstart.yaml", words), TINY, (1,), on_cuda=False)
+    arguments, environment = spec.arguments(1, "key"), spec.environment(tmp_path)
+    assert arguments["context-length"] == arguments["max-total-tokens"] == 40
+    assert environment["SGLANG_ALLOW_OVERWRITE_LONGER_CONTEXT_LEN"] == "1"
+    assert replace(spec, cache=PlannedCache(500, 32)).arguments(1, "key")["max-total-tokens"] == 500
+    judge = replace(spec, called="judge", positions=None)
+    assert "context-length" not in judge.arguments(1, "key") and judge.arguments(1, "key")["max-total-tokens"] == 32
+    check_lengths("server 0", {}, 32)
+    check_lengths("server 0", {"max_req_input_len": 34}, 32)
+    with pytest.raises(EngineError, match="server 0 refuses inputs of 26 tokens and more, .* are 32; .* by 6$"):
+        check_lengths("server 0", {"max_req_input_len": 26}, 32)
+    check_lengths("server 0", {"max_total_num_tokens": 160, "page_size": 64}, 32)
+    with pytest.raises(EngineError, match="server 0 has room for .* 128 tokens in pages of 64, and needs 160 for"):
+        check_lengths("server 0", {"max_total_num_tokens": 128, "page_size": 64}, 32)
 
 
 def test_where_experts_stand_is_no_argument_of_ones_own() -> None:

@@ -435,6 +435,30 @@ def test_ropes_that_sglang_reads_otherwise_on_gpus(
     assert words in found and bool(words) == bool(found)
 
 
+@pytest.mark.parametrize(
+    ("family", "tied", "words"),
+    [
+        ("qwen3_moe", True, "has an output layer of its own, where tie_word_embeddings"),
+        ("mixtral", True, "has an output layer of its own, where tie_word_embeddings"),
+        ("glm4_moe", True, "has an output layer of its own, where tie_word_embeddings"),
+        ("qwen3_next", True, "has an output layer of its own, where tie_word_embeddings"),
+        ("gemma2", False, "takes the embedding for the output layer, where tie_word_embeddings"),
+        ("qwen3_moe", False, ""),
+        ("llama", True, ""),
+        ("mistral", True, ""),
+        ("qwen2", True, ""),
+        ("qwen3", True, ""),
+        ("deepseek_v3", True, ""),
+        ("gemma2", True, ""),
+        ("gemma3_text", False, ""),
+    ],
+)
+def test_output_layers_that_sglang_ties_otherwise(tmp_path: Path, family: str, tied: bool, words: str) -> None:
+    arch = read_architecture(written(tmp_path / "m", family, tie_word_embeddings=tied))
+    found = arch.declaration.unserved(arch, Served(on_cuda=True, tokens=5))
+    assert words in found and bool(words) == bool(found)
+
+
 def test_a_family_without_one_rope_is_not_asked_about_it(tmp_path: Path) -> None:
     arch = read_architecture(written(tmp_path / "m", "llama"))
     for ropes in (None, {"full_attention": LINEAR_ROPE}):

@@ -43,7 +43,7 @@ from megappo.engines.sglang.dispatch import Outcome, Round, RoundLimits
 from megappo.engines.sglang.engine import SGLangEngine
 from megappo.engines.sglang.homes import Homes
 from megappo.engines.sglang.in_flight import Departures, InFlightRound, abort_servers
-from megappo.engines.sglang.rounds import Rounds
+from megappo.engines.sglang.rounds import Rounds, answers_of_each
 from megappo.engines.sglang.server import EngineError
 from megappo.engines.sglang.streaming import OpenRound
 from megappo.observe.progress import PROGRESS
@@ -83,6 +83,8 @@ class StandIn:
         """Of the requests under way."""
         self.spans: list[dict[str, Any]] | None = None
         """Which tokens are of which weights."""
+        self.finish = "stop"
+        """Reason for which each answer ends."""
         self.begins = True
         """Whether a request that is aborted has a token by then."""
         self.may_answer: Callable[[], bool] = lambda: True
@@ -157,7 +159,7 @@ class StandIn:
         return {
             "output_ids": [ids[-1], 1],
             "meta_info": {
-                "finish_reason": {"type": "stop", "matched": 1},
+                "finish_reason": {"type": self.finish, "matched": 1},
                 "weight_version": self.version,
                 "prompt_tokens": len(ids),
                 "cached_tokens": self.cached_tokens(ids),
@@ -209,13 +211,13 @@ def test_work_follows_speed() -> None:
     assert sampling["temperature"] == 0.5 and sampling["stop_token_ids"] == [1] and "sampling_seed" in sampling
 
 
-@pytest.mark.parametrize(("temperature", "expected"), [(1.0, {"top_k": 1}), (0.5, {"top_p": 1e-9})])
-def test_greedy_requests_keep_the_scale_of_log_probabilities(temperature: float, expected: dict[str, float]) -> None:
+@pytest.mark.parametrize(("temperature", "expected"), [(1.0, (1, 1.0)), (0.5, (-1, 1e-9))])
+def test_greedy_requests_keep_the_scale_of_log_probabilities(temperature: float, expected: tuple[int, float]) -> None:
     """SGLang gives those of the unscaled distribution where it takes the largest, which at 1 are the same."""
     server = StandIn(0)
     spread([server], 1, replace(PARAMS, temperature=temperature, greedy=True))
     (asked,) = server.bodies[0]["sampling_params"]
-    assert {name: asked[name] for name in ("top_k", "top_p") if name in asked} == expected
+    assert (asked["top_k"], asked["top_p"]) == expected
     assert asked["temperature"] == temperature
 
 
@@ -736,6 +738,46 @@ def test_a_server_that_gives_nothing_back_is_named(world_of_one: None) -> None:
     assert failed.keys() == {0} and "gave nothing back when it was told to give up" in failed[0]
     rest, _ = line.end()
     assert rest.keys() == {0, 1, 2} and not any(answer.token_ids for answer in rest.values())
+
+
+def test_an_abort_ends_at_once_after_a_refusal(world_of_one: None) -> None:
+    """Neither the refused request nor those of other servers have an answer. The refusal itself ends the run when it is
+    read."""
+    refusing, slow = StandIn(0, 0.01), StandIn(1, 30.0)
+    refusing.status = 400
+    line = in_flight([refusing, slow], 6, sync_timeout_seconds=60.0)
+    assert wait_until(lambda: line.is_over, 10.0, every_seconds=0.01)
+    assert "refused to generate: because" in str(line.refusal)
+    line.break_off()
+    begun = time.monotonic()
+    assert abort_servers(line, [refusing.endpoint, slow.endpoint], settings(sync_timeout_seconds=9.0)) == {}
+    assert time.monotonic() - begun < 5
+    rest, outcome = line.end()
+    assert rest.keys() == {*range(6)} and all(answer.broken_off and not answer.token_ids for answer in rest.values())
+    assert outcome.refusal and not outcome.failures
+
+
+def test_a_probe_that_is_refused_says_why(world_of_one: None) -> None:
+    well, refusing = StandIn(0), StandIn(1)
+    refusing.status = 400
+    request = GenerateRequest((2, 100), seed=0, prompt_id=0)
+
+    def probes(*servers: StandIn) -> list[Round]:
+        return [Round([server.endpoint], {server.index: request}, PARAMS, 7, limits()) for server in servers]
+
+    with pytest.raises(EngineError, match="server 1 .* refused to generate: because"):
+        answers_of_each(probes(well, refusing))
+    refusing.status = 500
+    answers, failures = answers_of_each(probes(well, refusing))
+    assert answers.keys() == {0} and failures.keys() == {1} and "failed to generate" in failures[1]
+
+
+def test_a_response_that_ends_before_its_limit_is_refused() -> None:
+    """SGLang ends a response early where its context or its pool is full, and names the limit as the reason."""
+    server = StandIn(0)
+    server.finish = "length"
+    assert "ended a response after 2 of 4 tokens for lack of room" in str(spread([server], 3).refusal)
+    assert complete(spread([server], 3, replace(PARAMS, max_new_tokens=2)), 3)
 
 
 def test_servers_that_hold_their_requests_are_not_missed(world_of_one: None) -> None:

@@ -24,9 +24,9 @@ from megappo.engines.sglang.answers import Answer, cache_use, completion_of, rou
 from megappo.engines.sglang.assignment import RequestAssignment
 from megappo.engines.sglang.client import HEALTH, Endpoint, ServerFailure
 from megappo.engines.sglang.homes import Homes
+from megappo.engines.sglang.sampling import sampling_fields
 from megappo.engines.sglang.server import EngineError
 from megappo.engines.stopping import stopped
-from megappo.observe.json_values import JSONValue
 from megappo.observe.progress import PROGRESS, SAMPLES
 from megappo.runtime.deadlines import Deadlines
 from megappo.runtime.interrupts import Stop
@@ -34,10 +34,6 @@ from megappo.runtime.interrupts import Stop
 _LARGEST_GROUP = 32
 """Most requests in one call. With routing each answer is a call of its own: it is 2 KB a token for 48 layers with 8
 experts each."""
-_GREEDY_TOP_P = 1e-9
-"""top_p of greedy sampling: only the most likely token is left, and log-probabilities stay those of the scaled
-distribution, which they do not with SGLang's temperature 0. At temperature 1 nothing is scaled, and `top_k: 1` takes
-the largest without sorting."""
 _WATCH_SECONDS = 1.0
 
 
@@ -320,8 +316,10 @@ class Round:
         request."""
         body = {
             "input_ids": [list(self._requests[i].token_ids) for i in group],
-            "sampling_params": [_sampling(self._requests[i], self._params) for i in group],
+            "sampling_params": [sampling_fields(self._requests[i], self._params) for i in group],
             "return_logprob": True,
+            # Prefixes are shared among requests of one version alone, also where a sync keeps caches (`pause`).
+            "extra_key": [str(self._version)] * len(group),
             "return_routed_experts": self._params.routing is not None,
         }
         try:
@@ -357,6 +355,13 @@ class Round:
                 replace(answer, routing=routing_of(text, self._requests[i], self._params.routing, endpoint))
                 for i, answer, text in zip(group, answers, texts, strict=True)
             ]
+        for i, answer in zip(group, answers, strict=True):
+            most = self._requests[i].most_tokens(self._params)
+            if answer.truncated and len(answer.token_ids) < most:
+                raise EngineError(
+                    f"{endpoint.name} ended a response after {len(answer.token_ids)} of {most} tokens for lack of "
+                    "room; start it with a context length and a pool of at least 8 tokens more"
+                )
         return [stopped(answer, self._params) for answer in answers]
 
 
@@ -373,22 +378,3 @@ def _no_collections() -> Iterator[None]:
         yield
     finally:
         gc.enable()
-
-
-def _sampling(request: GenerateRequest, params: SamplingParams) -> dict[str, JSONValue]:
-    """SGLang's sampling parameters of a request. The seed counts only with deterministic inference, together with each
-    token's position. Without that SGLang makes no tensor of seeds and draws from a generator of the server's."""
-    chosen: dict[str, JSONValue] = {
-        "temperature": params.temperature,
-        "max_new_tokens": request.most_tokens(params),
-        "stop_token_ids": list(params.stop_token_ids),
-        "sampling_seed": request.seed,
-        "skip_special_tokens": False,
-    }
-    if params.stop_texts is not None:  # SGLang looks at a text's usual number of tokens, and may so stop late
-        chosen |= {"stop": list(params.stop_texts.texts), "no_stop_trim": True}
-    if least := request.least_tokens(params):
-        chosen["min_new_tokens"] = least
-    if params.greedy:
-        chosen |= {"top_k": 1} if params.temperature == 1.0 else {"top_p": _GREEDY_TOP_P}
-    return chosen

@@ -30,7 +30,7 @@ from megappo.engines.sglang.dispatch import Outcome, Round, RoundLimits
 from megappo.engines.sglang.fleet import Fleet, Started, by_server
 from megappo.engines.sglang.homes import Homes
 from megappo.engines.sglang.in_flight import Departures, InFlightRound, abort_servers
-from megappo.engines.sglang.rounds import Rounds
+from megappo.engines.sglang.rounds import Rounds, answers_of_each
 from megappo.engines.sglang.server import CACHES, WEIGHTS, EngineError, Server
 from megappo.engines.sglang.spec import ServerSpec
 from megappo.engines.sglang.streaming import OpenRound
@@ -196,7 +196,8 @@ class SGLangEngine:
         return found
 
     def abort(self) -> dict[int, Completion]:
-        """See `InFlightEngine.abort`: afterwards servers have no request under way."""
+        """See `InFlightEngine.abort`: afterwards servers have no request under way. A request that a server has
+        refused has no answer; it is refused again, and ends the run, when it is sent again."""
         stream = self._departures.take_stream()
         if stream is not None:
             stream.break_off()
@@ -378,14 +379,14 @@ class SGLangEngine:
         return asdict(self._sync_seconds)
 
     def probe(self, request: GenerateRequest, params: SamplingParams) -> dict[int, Completion]:
-        """See `ServedEngine.probe`. A server that fails meanwhile is brought back first."""
+        """See `ServedEngine.probe`. A server that fails meanwhile is brought back first. Raises EngineError where one
+        refuses the request."""
         for _ in range(self.settings.sync_attempts):
             mine = [e for e in self._endpoints if e.sender == self._runtime.rank]
             rounds = [Round([e], {e.index: request}, params, self.version, self._limits) for e in mine]
-            outcomes = [round_.result() for round_ in rounds]
-            failures = by_server({index: reason for o in outcomes for index, reason in o.failures.items()})
+            answers, failures = answers_of_each(rounds)
             if not failures:
-                return {index: answer for o in outcomes for index, answer in o.completions.items()}
+                return answers
             self._note_failures(failures)
             self._bring_up_to_date()
         raise SyncError(f"servers fail after every weight sync: {'; '.join(failures.values())}")

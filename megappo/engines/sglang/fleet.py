@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import socket
 import time
@@ -9,12 +10,21 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import TypeVar
 
 from megappo.engines.sglang.client import Endpoint, ServerFailure, is_alive, takes, takes_any_key
 from megappo.engines.sglang.gpus import server_gpus
-from megappo.engines.sglang.inspection import check_room, check_routing, check_stack, what_it_says
+from megappo.engines.sglang.inspection import (
+    check_hooks,
+    check_lengths,
+    check_room,
+    check_routing,
+    check_sampling,
+    check_stack,
+    what_it_says,
+)
 from megappo.engines.sglang.rendezvous import MultiNodeRendezvous, ServerPart
 from megappo.engines.sglang.server import EngineError, Server, start_server
 from megappo.engines.sglang.spec import ServerSpec, unheard_variables
@@ -204,53 +214,91 @@ class Fleet:
     # What a rank does for its servers; every method returns what all ranks must know
 
     def start_all(self) -> Started:
-        """Wait until this rank's servers answer; a collective where they stand on several machines. A server that does
+        """Wait until this rank's servers answer; a collective where they are on several machines. A server that does
         not come up is started once more: another program may have taken its port meanwhile, and a real fault shows
         again."""
         if self._external:
-            return self._each(self._mine, lambda index: self._taken_in(self._await_external(index)))
-        return self._renewed(self._agreed(self._of_mine(self._mine, self._came_up)), self._mine)
+            return self._each(self._mine, self._await_external)
+        mine = set(self._mine)
+        return self._bring_up(set(), mine, starting=mine, most_starts=1)
 
     def restart_dead(self, suspects: Iterable[int]) -> Started:
-        """Restart servers that do not answer and wait for them. `suspects`: servers that failed in some way. A
-        collective as `start_all`."""
+        """Restart servers that do not answer and wait for them. `suspects`: servers that failed in some way. A server
+        that dies while it starts is started again, up to `max_restarts`. A collective as `start_all`."""
         known = set(suspects)
         if self._external:
-            suspected = [index for index in self._mine if index in known]
-            return self._each(suspected, lambda index: self._taken_in(self._await_external(index)))
+            return self._each([index for index in self._mine if index in known], self._await_external)
         gone = {index for index, server in (self.servers | self.parts).items() if not server.running}
-        lost = self._agreed(gone | self._of_mine([i for i in self._mine if i in known - gone], self._answers))
-        mine = [index for index in self._mine if index in known | lost]
-        for index in mine:
-            if index not in lost:  # counts as a new start: its broadcast group may be broken and is never used again
-                self._starts[index] += 1
-                server = self.servers[index]
-                server.endpoint = replace(server.endpoint, starts=self._starts[index])
-        return self._renewed(lost, mine)
+        silent = self._failures([i for i in self._mine if i in known - gone], self._check_health)
+        lost, _ = self._agreed(gone | silent.keys())
+        mine = {index for index in self._mine if index in known | lost}
+        for index in mine - lost:  # counts as a new start: its broadcast group may be broken and is never used again
+            self._starts[index] += 1
+            server = self.servers[index]
+            server.endpoint = replace(server.endpoint, starts=self._starts[index])
+        return self._bring_up(lost, mine, starting=lost, most_starts=None)
 
-    def _of_mine(self, indices: list[int], is_well: Callable[[int], bool]) -> set[int]:
-        """Which of these servers fail the check `is_well`."""
-        with ThreadPoolExecutor(max(1, len(indices))) as pool:
-            return {i for i, well in zip(indices, pool.map(is_well, indices), strict=True) if not well}
+    def _failures(self, indices: Iterable[int], action: Callable[[int], None]) -> dict[int, str]:
+        """Apply an action to these servers at the same time; returns the reasons of those that failed."""
 
-    def _agreed(self, lost: set[int]) -> set[int]:
-        """Servers of which any rank has lost a part; a server on one machine concerns its own rank alone."""
-        return {i for of_rank in all_gather_objects(lost) for i in of_rank} if self._settings.nodes > 1 else lost
+        def failure(index: int) -> str | None:
+            try:
+                action(index)
+            except ServerFailure as problem:
+                return str(problem)
+            return None
 
-    def _came_up(self, index: int) -> bool:
-        with suppress(ServerFailure):
-            self.servers[index].wait_ready()
-            return True
-        return False
+        chosen = list(indices)
+        with ThreadPoolExecutor(max(1, len(chosen))) as pool:
+            return {i: reason for i, reason in zip(chosen, pool.map(failure, chosen), strict=True) if reason}
 
-    def _answers(self, index: int) -> bool:
-        """Whether a server answers. One that has released memory counts as failed, as it must not be asked anything."""
+    def _agreed(self, lost: set[int], error: str | None = None) -> tuple[set[int], str | None]:
+        """Servers of which any rank has lost a part, and an error of any rank; a server on one machine concerns its own
+        rank alone."""
+        facts = all_gather_objects((lost, error)) if self._settings.nodes > 1 else [(lost, error)]
+        return {i for of_rank, _ in facts for i in of_rank}, next((e for _, e in facts if e), None)
+
+    def _check_health(self, index: int) -> None:
+        """Raise ServerFailure for a server that does not answer. One that has released memory counts as failed, as it
+        must not be asked anything."""
         server = self.servers[index]
-        return not server.released and is_alive(server.endpoint, self._settings.health_timeout_seconds)
+        if server.released or not is_alive(server.endpoint, self._settings.health_timeout_seconds):
+            raise ServerFailure(f"{server.endpoint.name} does not answer")
 
-    def _renewed(self, lost: set[int], mine: list[int]) -> Started:
-        """Restart this rank's parts of the lost servers, and check its own servers: those that still answer are given
-        weights again."""
+    def _bring_up(self, lost: set[int], mine: set[int], *, starting: set[int], most_starts: int | None) -> Started:
+        """Restart this rank's parts of the lost servers, wait for those of its own that start, and check those in
+        `mine`: servers that still answer are given weights again.
+
+        A server that fails meanwhile is restarted too. `most_starts`: after so many restarts here the failure is an
+        error; None: only `max_restarts` counts.
+        """
+        endpoints, restarts, waiting = dict[int, Endpoint](), 0, mine
+        for starts in itertools.count():
+            failures, error = dict[int, str](), self._restart(lost)
+            restarts += len(lost & mine)
+            if error is None:
+                try:
+                    failures = self._failures(waiting, partial(self._take_in, starting=starting, endpoints=endpoints))
+                except (EngineError, OSError) as problem:
+                    error = str(problem)
+            if failures and starts == most_starts:
+                error = next(iter(failures.values()))
+            lost, error = self._agreed(set(failures), error)
+            if error is not None:
+                return Started(error=error)
+            if not lost:
+                break
+            waiting, starting = mine & lost, lost
+        return Started(tuple(endpoints[index] for index in sorted(endpoints)), restarts)
+
+    def _take_in(self, index: int, *, starting: set[int], endpoints: dict[int, Endpoint]) -> None:
+        """Check a server, and wait for it before where it is `starting`. Raises as `_taken_in`."""
+        if index in starting:
+            self.servers[index].wait_ready()
+        endpoints[index] = self._taken_in(self.servers[index].endpoint)
+
+    def _restart(self, lost: set[int]) -> str | None:
+        """Start this rank's parts of these servers again; returns why that fails."""
         again = sorted(lost & self._nodes.keys())
         try:
             for index in again:
@@ -258,8 +306,8 @@ class Fleet:
             self._stop([s for index in again for s in (self.servers.get(index), self.parts.get(index)) if s])
             self._start(again)
         except (ServerFailure, EngineError, OSError) as error:
-            return Started(error=str(error))
-        return self._each(mine, lambda index: self._awaited(index, restarts=int(index in lost)))
+            return str(error)
+        return None
 
     def _count_restart(self, index: int) -> None:
         server = self.servers.get(index) or self.parts[index]
@@ -270,31 +318,37 @@ class Fleet:
             )
         self._restarts[index] += 1
 
-    def _awaited(self, index: int, restarts: int) -> Started:
-        if restarts:
-            self.servers[index].wait_ready()
-        return self._taken_in(self.servers[index].endpoint, restarts)
-
-    def _each(self, indices: list[int], action: Callable[[int], Started]) -> Started:
+    def _each(self, indices: list[int], action: Callable[[int], Endpoint]) -> Started:
         if not indices:
             return Started()
         try:
             with ThreadPoolExecutor(len(indices)) as pool:
-                done = list(pool.map(action, indices))
+                return Started(tuple(pool.map(action, indices)))
         except (ServerFailure, EngineError, OSError) as error:
             return Started(error=str(error))
-        return Started(tuple(e for d in done for e in d.endpoints), sum(d.restarts for d in done))
 
-    def _taken_in(self, endpoint: Endpoint, restarts: int = 0) -> Started:
-        """Check a server that has just come up."""
+    def _taken_in(self, endpoint: Endpoint) -> Endpoint:
+        """Check a server that has just come up. Raises EngineError for one that cannot be used."""
         said = what_it_says(endpoint, self._settings.health_timeout_seconds)
         check_room(endpoint.name, said, self.spec.cache)
+        check_lengths(endpoint.name, said, self.spec.longest_tokens)
+        check_sampling(endpoint.name, said)
+        check_hooks(endpoint.name, said, has_least_tokens=self.spec.has_least_tokens)
         if self._external:
             check_stack(endpoint.name, said, by_nccl=self._runtime.on_cuda)
             check_routing(endpoint.name, said, wanted=self.spec.returns_routing)
-        return Started((endpoint,), restarts)
+        return endpoint
 
     def _await_external(self, index: int) -> Endpoint:
+        """Wait until a server that was started elsewhere answers, and check it. One that ends meanwhile is waited for
+        again."""
+        for _ in range(self._settings.max_restarts):
+            endpoint = self._reach_external(index)
+            with suppress(ServerFailure):
+                return self._taken_in(endpoint)
+        return self._taken_in(self._reach_external(index))
+
+    def _reach_external(self, index: int) -> Endpoint:
         """Wait until a server that was started elsewhere answers."""
         self._starts[index] += 1
         key = key_of(KEY_VARIABLE)

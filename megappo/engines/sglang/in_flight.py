@@ -116,8 +116,8 @@ class InFlightRound(OpenRound):
 
     @property
     def busy(self) -> list[Endpoint]:
-        """Servers with unanswered requests."""
-        return [lane.endpoint for lane in list(self._lanes) if lane.calls]
+        """Servers with unanswered requests; none once the round is over, as after a refusal."""
+        return [] if self.is_over else [lane.endpoint for lane in list(self._lanes) if lane.calls]
 
     def end(self) -> tuple[dict[int, Completion], Outcome]:
         """End the round. Returns the answers that were not taken yet, with unanswered requests as broken off without

@@ -7,9 +7,12 @@ from typing import TypedDict, cast
 
 from megappo.engines.sglang.client import Endpoint, call
 from megappo.engines.sglang.server import EngineError
+from megappo.errors import show
+from megappo.observe.json_values import JSONValue
 from megappo.observe.messages import tell
 from megappo.plan.cache import PlannedCache
 from megappo.runtime.nccl import group_problem, own_stack, read_labels
+from megappo.runtime.sglang_hooks import HOOKS_LABEL, TRIED_VERSION
 
 _LARGEST_PAGE_TOKENS = 256
 """Largest page of keys and values, in tokens. SGLang holds whole pages only, so that it may report up to a page less
@@ -20,8 +23,15 @@ class ServerInfo(TypedDict, total=False):
     """The part of a server's arguments and figures that is compared."""
 
     max_total_num_tokens: int | None
+    max_req_input_len: int | None
+    page_size: int | None
     extra_metric_labels: dict[str, str] | None
     enable_return_routed_experts: bool
+    preferred_sampling_params: dict[str, JSONValue] | None
+    speculative_algorithm: str | None
+    speculative_accept_threshold_single: float
+    speculative_accept_threshold_acc: float
+    allow_auto_truncate: bool
 
 
 def what_it_says(endpoint: Endpoint, timeout_seconds: float) -> ServerInfo:
@@ -30,7 +40,8 @@ def what_it_says(endpoint: Endpoint, timeout_seconds: float) -> ServerInfo:
 
 
 def check_room(name: str, said: ServerInfo, cache: PlannedCache) -> None:
-    """Raise EngineError for a server without room for the longest sequence; warn where it has less than planned."""
+    """Raise EngineError for a server whose cache has no room for the longest sequence; warn where it has less than
+    planned."""
     held = said.get("max_total_num_tokens")
     if held is None:
         return
@@ -43,6 +54,25 @@ def check_room(name: str, said: ServerInfo, cache: PlannedCache) -> None:
         tell(
             f"{name} has room for the keys and values of {held} tokens, planned were {cache.tokens}; less was free "
             "when it started"
+        )
+
+
+def check_lengths(name: str, said: ServerInfo, longest_tokens: int) -> None:
+    """Raise EngineError for a server that would cut the longest prompt and response, or refuse to continue it. SGLang
+    leaves positions of its context length and of its pool free (`spec.FREE_POSITIONS`)."""
+    refused = said.get("max_req_input_len")
+    if refused is not None and refused < longest_tokens:
+        raise EngineError(
+            f"{name} refuses inputs of {refused} tokens and more, and the longest prompt and response of the run are "
+            f"{longest_tokens}; start it by `megappo serve` with this configuration, or lower "
+            f"rollout.max_response_tokens by {longest_tokens - refused}"
+        )
+    held, page = said.get("max_total_num_tokens"), said.get("page_size") or 1
+    needed = longest_tokens + 2 * page  # a started page of the input, and one that SGLang keeps free
+    if held is not None and held < needed:
+        raise EngineError(
+            f"{name} has room for the keys and values of {held} tokens in pages of {page}, and needs {needed} for the "
+            f"longest prompt and response of {longest_tokens}; raise rollout.sglang.max_total_tokens or memory_fraction"
         )
 
 
@@ -72,4 +102,35 @@ def check_routing(name: str, said: ServerInfo, *, wanted: bool) -> None:
         raise EngineError(
             f"{name} does not say which experts computed a token; start it by `megappo serve` with this configuration "
             "(SGLang's --enable-return-routed-experts), or set algorithm.router_replay to false"
+        )
+
+
+def check_hooks(name: str, said: ServerInfo, *, has_least_tokens: bool) -> None:
+    """Raise EngineError for a server without the hooks of `sglang_hooks` where responses have a least number of
+    tokens."""
+    labels = said.get("extra_metric_labels") or {}
+    if has_least_tokens and not HOOKS_LABEL.items() <= labels.items():
+        raise EngineError(
+            f"{name} counts rollout.min_response_tokens from 0 again when it takes a request back; start it by "
+            f"`megappo serve` with this configuration and SGLang {TRIED_VERSION}, or set min_response_tokens to 0"
+        )
+
+
+def check_sampling(name: str, said: ServerInfo) -> None:
+    """Raise EngineError for a server that samples from another distribution than the model's, or shortens requests;
+    report sampling parameters of the server, which no request of a run uses."""
+    thresholds = (said.get(f"speculative_accept_threshold_{kind}", 1.0) for kind in ("single", "acc"))
+    if said.get("speculative_algorithm") and any(threshold != 1.0 for threshold in thresholds):
+        raise EngineError(
+            f"{name} accepts drafts that the model would not have sampled; start it without "
+            "--speculative-accept-threshold-single and --speculative-accept-threshold-acc"
+        )
+    if said.get("allow_auto_truncate"):
+        raise EngineError(
+            f"{name} shortens long prompts and responses without an error; start it without --allow-auto-truncate"
+        )
+    if preferred := said.get("preferred_sampling_params"):
+        tell(
+            f"{name} has --preferred-sampling-params {show(preferred)}, which have no effect: every request of the run "
+            "sets all sampling parameters"
         )

@@ -4,14 +4,26 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from megappo.engines.protocol import GenerateRequest
-from megappo.engines.sglang.dispatch import Outcome
+from megappo.engines.protocol import Completion, GenerateRequest
+from megappo.engines.sglang.dispatch import Outcome, Round
 from megappo.engines.sglang.server import EngineError
 from megappo.runtime.objects import all_gather_objects
 
 ROUNDS_IN_VAIN = 3
 """Rounds in a row in which servers fail and no request of any rank is answered, after which the run ends: the remaining
 requests must be what makes the servers fail."""
+
+
+def answers_of_each(rounds: Sequence[Round]) -> tuple[dict[int, Completion], dict[int, str]]:
+    """Wait for rounds with one server and one request each. Returns this rank's answers, and why which servers of any
+    rank failed. A collective of the world; raises EngineError where a server refuses its request."""
+    outcomes = [round_.result() for round_ in rounds]
+    mine = {server: reason for outcome in outcomes for server, reason in outcome.failures.items()}
+    facts = all_gather_objects((mine, [outcome.refusal for outcome in outcomes if outcome.refusal]))
+    if refusals := [refusal for _, of_rank in facts for refusal in of_rank]:
+        raise EngineError(refusals[0])
+    failures = {server: reason for of_rank, _ in facts for server, reason in of_rank.items()}
+    return {number: answer for outcome in outcomes for number, answer in outcome.completions.items()}, failures
 
 
 class Rounds:

@@ -7,7 +7,7 @@ import importlib.metadata
 import importlib.util
 import json
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, ClassVar
@@ -23,13 +23,18 @@ from megappo.observe.json_values import JSONValue
 from megappo.plan.cache import PlannedCache, server_cache
 from megappo.runtime.device import ALLOCATOR_VARIABLES, allocator_options
 from megappo.runtime.nccl import own_stack, share_settings
-from megappo.runtime.sglang_cpu import ENTRY_POINTS, PLATFORM_NAME
+from megappo.runtime.sglang_cpu import ENTRY_POINTS, PLATFORM_NAME, PLUGINS
+from megappo.runtime.sglang_hooks import HOOKS_LABEL, SAMPLES_FOR_A_RUN, has_hooks
 from megappo.runtime.sglang_slices import LOADER, has_loader
 from megappo.runtime.store import is_loopback
 
 _SHARE_OF_FREE_MEMORY = 0.99
 """SGLang's mem_fraction_static, a share of the memory that is free when a server starts. It is a second limit on keys
 and values beside their number of tokens, which we choose, and must not be the lower one."""
+FREE_POSITIONS = 8
+"""Positions that SGLang leaves free at the end of its context, and of the pool of keys and values: it generates at most
+size - 2 - input tokens, and refuses inputs of size - 6 tokens and more (0.5.23, managers/tp_worker.py:568 and
+scheduler.py:2714). Servers get so many more, and responses reach the model's last position."""
 _PREFILL_GRAPHS = "cuda-graph-backend-prefill"
 # SGLang 0.5.23 as it runs on a CPU from the stock wheel (see megappo/runtime/sglang_cpu.py).
 _ON_A_CPU: dict[str, JSONValue] = {
@@ -71,6 +76,10 @@ class ServerSpec:
     """Whether the model has experts whose weights in a server are compared with the actor's."""
     returns_routing: bool = False
     """Whether the server returns the experts of each token, where a request asks for them."""
+    has_least_tokens: bool = False
+    """Whether responses have a least number of tokens, for which a server needs the hooks of `sglang_hooks`."""
+    positions: int | None = None
+    """Positions of the model, all of which a prompt and its response may use; None: the server's own context length."""
     tokenizer: Path | None = None
     """Folder of the tokenizer, where the server has to know the texts of tokens or which of them end a response."""
     seed: int = 0
@@ -110,6 +119,8 @@ class ServerSpec:
             deterministic=config.rollout.servers_are_deterministic(on_cuda=on_cuda),
             has_experts=bool(arch.experts) and arch.declaration.fingerprinted,
             returns_routing=config.algorithm.replays_routing(arch.experts),
+            has_least_tokens=config.rollout.min_response_tokens > 0,
+            positions=arch.max_position_embeddings,
         )
 
     def arguments(self, port: int, key: str) -> dict[str, Any]:
@@ -131,7 +142,8 @@ class ServerSpec:
             "trust-remote-code": self.trust_remote_code or None,
             "enable-return-routed-experts": self.returns_routing or None,
             "custom-weight-loader": [LOADER] if given.takes_slices and has_loader() else None,
-            "max-total-tokens": self.cache.tokens,
+            "context-length": None if self.positions is None else self.positions + FREE_POSITIONS,
+            "max-total-tokens": self._pool_tokens,
         }
         if not self.called:
             found |= self._of_engine()
@@ -139,6 +151,20 @@ class ServerSpec:
             found |= {"enable-deterministic-inference": True, "sampling-backend": "pytorch"}  # others ignore seeds
         found |= self._on_gpus() if self.devices else _ON_A_CPU
         return {name: value for name, value in found.items() if value is not None} | given.arguments
+
+    @property
+    def longest_tokens(self) -> int:
+        """Tokens of the longest prompt and response that the server is asked for."""
+        longest = self.cache.longest_tokens
+        return longest if self.positions is None else min(longest, self.positions)
+
+    @property
+    def _pool_tokens(self) -> int | None:
+        """Size of the pool of keys and values: that of the plan, or what the longest sequence needs."""
+        planned = self.cache.tokens
+        if planned is None or self.called:
+            return planned
+        return max(planned, self.longest_tokens + FREE_POSITIONS)
 
     def _on_gpus(self) -> dict[str, JSONValue]:
         """Arguments of servers on GPUs."""
@@ -160,7 +186,9 @@ class ServerSpec:
             "disable-shared-experts-fusion": True,  # or shared experts lie where neither sync nor fingerprints look
             # Tokens in, tokens out: a tokenizer is needed only where the server looks for texts that end a response.
             **({"skip-tokenizer-init": True} if self.tokenizer is None else {"tokenizer-path": str(self.tokenizer)}),
-            "extra-metric-labels": json.dumps(own_stack(os.environ).labels()),  # whom it can form a group with
+            "extra-metric-labels": json.dumps(
+                own_stack(os.environ).labels() | (HOOKS_LABEL if has_hooks() else {})  # see `check_hooks`
+            ),
             # The actor's weights are plain, however those of its folder are stored.
             "json-model-override-args": json.dumps(
                 {**self.extra_config, "eos_token_id": list(self.stop_token_ids) or None, "quantization_config": None}
@@ -177,7 +205,12 @@ class ServerSpec:
         if self.memory_saver:
             kept |= {name: _without_expandable_segments(kept[name]) for name in ALLOCATOR_VARIABLES if name in kept}
         share_settings(kept)
-        path = [str(_without_megatron(scratch)), str(Path(megappo.__file__).parents[1])]
+        if self.positions is not None:
+            kept["SGLANG_ALLOW_OVERWRITE_LONGER_CONTEXT_LEN"] = "1"  # for `FREE_POSITIONS`
+        if not self.called:
+            kept[SAMPLES_FOR_A_RUN] = "1"
+        site = _advertise_plugins(scratch, [PLUGINS] if self.devices else list(ENTRY_POINTS))
+        path = [str(site), str(_without_megatron(scratch)), str(Path(megappo.__file__).parents[1])]
         path.append(os.environ.get("PYTHONPATH", ""))
         kept["TMPDIR"] = str(scratch)  # SGLang leaves its sockets there
         if part is not None:
@@ -205,7 +238,6 @@ class ServerSpec:
                 kept["CUDA_HOME"] = compilers
             kept["CUDA_VISIBLE_DEVICES"] = visible_devices(self.devices, os.environ.get("CUDA_VISIBLE_DEVICES", ""))
         else:
-            path.insert(0, str(_advertise_platform(scratch)))
             ranks = self.settings.node_ranks
             share = max(1, len(self.cores) // ranks)
             threads = self.settings.threads or share
@@ -278,13 +310,14 @@ def _module_with(architecture: str) -> str | None:
     return next((file.stem for file in files if f"\nclass {architecture}(" in file.read_text()), None)
 
 
-def _advertise_platform(scratch: Path) -> Path:
-    """Path of a folder in which SGLang finds its CPU plugins, also where megappo is not installed."""
+def _advertise_plugins(scratch: Path, groups: Sequence[str]) -> Path:
+    """Path of a folder in which SGLang finds megappo's entry points of these groups, also where megappo is not
+    installed."""
     site = scratch / "site"
-    if any(PLATFORM_NAME not in importlib.metadata.entry_points(group=group).names for group in ENTRY_POINTS):
+    if any(PLATFORM_NAME not in importlib.metadata.entry_points(group=group).names for group in groups):
         info = site / f"megappo-{megappo.__version__}.dist-info"
         info.mkdir(parents=True, exist_ok=True)
         (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: megappo\nVersion: {megappo.__version__}\n")
-        lines = "\n".join(f"[{group}]\n{point}" for group, point in ENTRY_POINTS.items())
+        lines = "\n".join(f"[{group}]\n{ENTRY_POINTS[group]}" for group in groups)
         (info / "entry_points.txt").write_text(lines)
     return site

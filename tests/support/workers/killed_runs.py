@@ -139,7 +139,8 @@ def _stall_servers(step: int, state: dict[str, Any], answered: Event) -> None:
     @asynccontextmanager
     async def post_in_vain(self: ClientSession, url: str, **given: Any) -> AsyncIterator[Any]:
         body = given["json"]
-        greedy = {"top_k", "top_p"} & body["sampling_params"][0].keys() if "sampling_params" in body else True
+        asked = body.get("sampling_params", [{"top_k": 1}])[0]
+        greedy = asked["top_k"] == 1 or asked["top_p"] < 1
         samples = state["step"] == step and not greedy
         if samples:
             state["asked"] += 1

@@ -1,0 +1,58 @@
+"""Changes to SGLang in the servers that sample for a run, on any device; runs in the servers' processes.
+
+SGLang calls `register_sampling_hooks` in every process, through the entry point of `sglang_cpu`.
+"""
+
+from __future__ import annotations
+
+import os
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from megappo.runtime.packages import installed_version
+
+if TYPE_CHECKING:
+    from sglang.srt.sampling.penaltylib import BatchedMinNewTokensPenalizer
+
+TRIED_VERSION = "0.5.23"
+"""The version of SGLang that these hooks, and the replacements of `sglang_cpu`, were written for."""
+SAMPLES_FOR_A_RUN = "MEGAPPO_SAMPLES_FOR_A_RUN"
+"""Environment variable of the servers that sample for a run. Other servers, such as a judge's, stay as SGLang has
+them."""
+HOOKS_LABEL = {"megappo_hooks": "1"}
+"""Label with which a server reports that it has these hooks; see SGLang's `--extra-metric-labels`."""
+
+
+def has_hooks() -> bool:
+    """Whether the installed SGLang is the version that the hooks were written for."""
+    return installed_version("sglang") == TRIED_VERSION
+
+
+def register_sampling_hooks() -> None:
+    """Register the hooks in this process, where it belongs to a server that samples for a run.
+
+    - A request that comes back after a retraction has tokens, but SGLang counts `min_new_tokens` from 0 again
+      (sampling/penaltylib/min_new_tokens.py:76), so that more positions lack the stop tokens.
+    - Some texts end a response, and lack at its first positions, although no request names their tokens
+      (utils/hf_transformers/common.py:778).
+    """
+    if SAMPLES_FOR_A_RUN not in os.environ or not has_hooks():
+        return
+    from sglang.srt.plugins.hook_registry import HookRegistry, HookType
+
+    penalizer = "sglang.srt.sampling.penaltylib.min_new_tokens.BatchedMinNewTokensPenalizer"
+    HookRegistry.register(f"{penalizer}._prepare", _count_existing_tokens, HookType.AFTER)
+    attach = "sglang.srt.utils.hf_transformers.common.attach_additional_stop_token_ids"
+    HookRegistry.register(attach, _attach_no_stop_tokens, HookType.REPLACE)
+
+
+def _count_existing_tokens(_result: None, penalizer: BatchedMinNewTokensPenalizer) -> None:
+    """Begin at the number of tokens that each request has."""
+    lengths = [[len(request.output_ids)] for request in penalizer.orchestrator.reqs()]
+    counts = penalizer.len_output_tokens
+    penalizer.len_output_tokens = torch.tensor(lengths, dtype=counts.dtype, device=counts.device).view(counts.shape)
+
+
+def _attach_no_stop_tokens(tokenizer: Any) -> None:
+    tokenizer.additional_stop_token_ids = None

@@ -1,0 +1,91 @@
+"""A run from the command line whose SGLang servers are killed on the way.
+
+Usage (under torchrun, one process): struck_run.py PLAN.json, which has
+- `arguments` of the command line,
+- `strikes`, a list of [place, number, seconds]: at the `number`th time of `sync` (a bucket that is loaded), of
+  `restart` (a wait for a server that starts again) or of `rollout` (a request to generate) the newest server gets
+  SIGKILL after so many seconds.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import sys
+import threading
+from collections import Counter
+from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+from aiohttp import ClientSession
+
+from megappo.cli import main
+from megappo.engines.sglang import fleet
+from megappo.engines.sglang.guard import session_pids
+from megappo.engines.sglang.server import Server
+from megappo.engines.sglang.sync import SyncRun
+
+servers: list[Server] = []
+
+
+def strike(seconds: float) -> None:
+    server = servers[-1]
+
+    def kill() -> None:
+        if server.running:
+            print(f"killed start {server.endpoint.starts}", flush=True)
+        for pid in session_pids(server.session):
+            with suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+
+    if seconds:
+        threading.Timer(seconds, kill).start()
+    else:
+        kill()
+
+
+def arm(strikes: list[tuple[str, int, float]]) -> None:
+    due = {(place, number): seconds for place, number, seconds in strikes}
+    times: Counter[str] = Counter()
+
+    def note(place: str) -> None:
+        times[place] += 1
+        seconds = due.pop((place, times[place]), None)
+        if seconds is not None:
+            strike(seconds)
+
+    start, wait, load, post = fleet.start_server, Server.wait_ready, SyncRun.load, ClientSession.post
+
+    def start_server(*given: Any, **named: Any) -> Server:
+        servers.append(start(*given, **named))
+        return servers[-1]
+
+    def wait_ready(self: Server) -> None:
+        if self.endpoint.starts > 1:
+            note("restart")
+        wait(self)
+
+    def load_bucket(self: SyncRun, payloads: Any) -> None:
+        note("sync")
+        load(self, payloads)
+
+    def send(self: ClientSession, url: str, **given: Any) -> Any:
+        if url.endswith("/generate"):
+            note("rollout")
+        return post(self, url, **given)
+
+    changes: list[tuple[Any, str, Callable[..., Any]]] = [
+        (fleet, "start_server", start_server), (Server, "wait_ready", wait_ready), (SyncRun, "load", load_bucket),
+        (ClientSession, "post", send),
+    ]  # fmt: skip
+    for place, name, change in changes:
+        setattr(place, name, change)
+
+
+if __name__ == "__main__":
+    plan = json.loads(Path(sys.argv[1]).read_text())
+    arm([(place, number, seconds) for place, number, seconds in plan["strikes"]])
+    sys.exit(main(plan["arguments"]))
