@@ -122,24 +122,21 @@ class Trainer:
             self.checkpoint_if_due()  # the checkpoint has no evaluation of this step yet
 
     def _give_weights_again(self, resumed: Resumed) -> None:
-        """Restore the weights that the engine was sampling with. With `rollout.ahead: 1` they may be older than the
-        actor's: unfinished responses and further rounds of the step sample with them. Where the actor's layout has
-        changed, the older weights cannot be restored, and the step continues on the actor's under the next version.
-        Otherwise the pending sync is repeated under its version."""
+        """Repeat the last sync under its version. With `rollout.ahead: 1` the engine may need weights older than the
+        actor's, for unfinished responses and further rounds. They are lost where the actor's layout has changed; then
+        the engine gets the actor's weights under the next version."""
         was_changed, actor = self.actor_changed, self.parts.actor
         older = resumed.engine_weights()
         newest = actor.exchange_weights(older) if older is not None else None
-        if older is None and resumed.has_engine_weights:
-            was_changed = False
-        else:
-            self.weight_version -= 1
+        are_lost = older is None and resumed.has_engine_weights
+        self.weight_version -= not are_lost
         self.sync_weights()
         probe_rollout(self.parts)
         self.responses.load_state_dict(resumed.kept_responses())
         if newest is not None:
             self.responses.begin(self.step + 1)
             actor.exchange_weights(newest)
-        self.actor_changed = was_changed
+        self.actor_changed = was_changed and not are_lost
 
     def log_step(self) -> None:
         """Evaluate and log a step, and note the state of the run. A run that is asked to stop meanwhile does the rest
@@ -177,10 +174,8 @@ class Trainer:
     def _note_boundary(self) -> None:
         self.responses.forget(self.step)
         is_behind = self.actor_changed and self.responses.needs_old_weights(self.step + 1)
-        weights = self.engine_weights if is_behind else []
-        self.boundary = Boundary(
-            self.state_dict(), dict(self.metrics), self.responses.state_dict(self.step + 1), weights
-        )
+        kept, weights = self.responses.state_dict(self.step + 1), self.engine_weights if is_behind else []
+        self.boundary = Boundary(self.state_dict(), dict(self.metrics), kept, weights)
 
     def boundary_when_stopped(self) -> Boundary:
         """The boundary from which the run will resume, with the responses that it keeps."""
@@ -315,8 +310,7 @@ class Trainer:
         response token. The reference is on the actor's ranks."""
         parts = self.parts
         with self.reporter.stage("forward"):
-            marked = rollouts.with_minimum(parts.config.rollout.min_response_tokens)
-            announced = announce(marked, parts.runtime.device)
+            announced = announce(rollouts.with_minimum(self.config.rollout.min_response_tokens), parts.runtime.device)
             actor = place(parts.actor, announced, () if self._actor_waits else self.minibatches("actor"))
             critic = place(parts.critic, announced, self.minibatches("critic")) if parts.critic else None
             compares = self.algorithm.compares_in(self.step)

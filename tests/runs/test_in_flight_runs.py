@@ -65,14 +65,15 @@ def test_a_run_repeats_and_goes_on_where_it_was_killed(tmp_path: Path) -> None:
     assert any(line["curriculum/resting"] > 0 for line in lines)
 
 
+ROUNDS = (*ENGINE, "run.steps=4", "checkpoint.every_steps=1", "rollout.dynamic_sampling={}", "reward.function=exact",
+          "evaluation=null", "data.validation=null")  # fmt: skip
+
+
 @pytest.mark.parametrize("ahead", [0, 1])
 def test_further_rounds_sample_with_the_weights_of_the_first(tmp_path: Path, ahead: int) -> None:
     """Rewards make further rounds of most steps necessary. A run that is killed after the first round of a step was
     sampled with the actor's older weights is the run that was not killed: round two has the same weights."""
-    settings = (
-        *ENGINE, f"rollout.ahead={ahead}", "run.steps=4", "checkpoint.every_steps=1", "rollout.dynamic_sampling={}",
-        "reward.function=exact", "evaluation=null", "data.validation=null",
-    )  # fmt: skip
+    settings = (*ROUNDS, f"rollout.ahead={ahead}")
     killed = tmp_path / "killed"
     attempts(
         tmp_path,
@@ -85,6 +86,19 @@ def test_further_rounds_sample_with_the_weights_of_the_first(tmp_path: Path, ahe
     lines = read_metrics(killed / "metrics.jsonl")[-4:]
     assert [line["rollout/lag"] for line in lines] == [0, *[ahead] * 3]
     assert all(line["group/rounds"] > 1 for line in lines[2:])
+
+
+def test_further_rounds_on_another_layout_record_the_version_that_they_have(tmp_path: Path) -> None:
+    """The older weights cannot be restored there, so that further rounds sample with the actor's own weights."""
+    settings, run = (*ROUNDS, "rollout.ahead=1"), tmp_path / "run"
+    attempts(
+        tmp_path,
+        killed_at(run, 3, "update_actor", 1, *settings, after_checkpoint=2),
+        train(run, *settings, "actor.layout={pipeline_parallel: 2}"),
+    )
+    line = next(line for line in read_metrics(run / "metrics.jsonl") if line["step"] == 3)
+    assert line["group/rounds"] > 1 and 0 < line["rollout/lag"] < 1
+    assert line["mismatch/own_weights"] < 1e-4 < line["mismatch/mean"]
 
 
 def test_a_run_that_is_stopped_keeps_what_is_finished(tmp_path: Path) -> None:
