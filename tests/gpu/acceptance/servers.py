@@ -21,6 +21,7 @@ from megappo.engines.sglang.guard import session_pids
 from megappo.observe.stopwatch import Lap
 from megappo.plan.here import this_machine
 from megappo.plan.planner import make_plan, read_models
+from megappo.ppo.measures import restart_metrics
 from megappo.ppo.probe import default_tolerance_nats
 from megappo.ppo.reporting import Reporter
 from megappo.runtime.packages import installed_version
@@ -130,7 +131,7 @@ def _three_steps(place: Place, config: Config) -> Generator[Row, None, tuple[dic
         for step in range(1, STEPS + 1):
             t.step = step
             t.ppo_step()
-            yield from _step(t.metrics, step, t.parts.weights.total_bytes, dtype)
+            yield from _step(t.metrics | restart_metrics(t.parts), step, t.parts.weights.total_bytes, dtype)
         version, last, weights_bytes = t.parts.engine.version, dict(t.metrics), t.parts.weights.total_bytes
     yield judged("versions", version == STEPS + 1, f"{version} after {STEPS} updates", version=version)
     if FreeMemoryReporter.free:
@@ -168,8 +169,8 @@ def killed(place: Place) -> Iterator[Row]:
         t.step = 1
         t.ppo_step()
         timer.join()
-        found = dict(t.metrics)
-    yield judged("restarts", found["engine/restarts"] == 1, f"{found['engine/restarts']:g} servers, 1 was killed")
+        found, restarts = dict(t.metrics), engine.restarts
+    yield judged("restarts", restarts == 1, f"{restarts} servers, 1 was killed")
     yield from _gaps("engine beside trainer after the restart, nats", found, dtype)
 
 
