@@ -43,6 +43,12 @@ class SamplingParams:
     """No stop token is sampled before a response has this many tokens; log-probabilities are of the distribution
     without the stop tokens until then."""
 
+    @property
+    def distribution(self) -> tuple[float, ...]:
+        """The temperature, the minimum length, and with a minimum the stop tokens: log-probabilities of responses with
+        other values are of another distribution."""
+        return (self.temperature, self.min_new_tokens, *(self.stop_token_ids if self.min_new_tokens else ()))
+
 
 @dataclass(frozen=True)
 class GenerateRequest:

@@ -12,7 +12,7 @@ from megappo.engines.protocol import Completion, GenerateRequest, PendingComplet
 from megappo.observe.json_values import JSONValue
 from megappo.ppo.components import RunComponents
 from megappo.ppo.episodes import keep_episodes, kept_episodes
-from megappo.ppo.in_flight_state import KEY, State, read_state, written_state
+from megappo.ppo.in_flight_state import KEY, State, is_of, read_distribution, read_state, written_state
 from megappo.ppo.sampling import SampleRequests, finish_rollout, prompts_of_rank, request_samples, sample_seed
 from megappo.types import Prompt, Rollouts
 
@@ -195,16 +195,16 @@ class Responses(StepSamples):
             kept[KEY] = written_state(State([], again, self._next_ticket, 0, {}), self._parts.config.rollout.sizes)
         drawn = self._drawn.get(step)
         if drawn is not None and drawn.answers and (drawn.is_whole or self._keeps):
-            temperature = torch.tensor(self._params.temperature, dtype=torch.float64)
-            kept[step] = {"batch_2": self._batch_2(), "temperature": temperature, **_keep(drawn)}
+            distribution = torch.tensor(self._params.distribution, dtype=torch.float64)
+            kept[step] = {"batch_2": self._batch_2(), "distribution": distribution, **_keep(drawn)}
         return kept
 
     def load_state_dict(self, kept: Sequence[Kept]) -> None:
         """Restore what `state_dict` returned on every rank of a run, which may have had other ranks.
 
         The prompts are drawn again. Where settings have changed so that the step has other samples, shorter ones, or
-        ones of another temperature, it is generated anew. Prompts that were in flight with a `rollout.ahead` of 2 or
-        more are drawn before all others.
+        ones of another temperature or minimum length, it is generated again. Prompts that were in flight with a
+        `rollout.ahead` of 2 or more are drawn before all others.
         """
         if in_flight := [read_state(of_rank[KEY])[0] for of_rank in kept if KEY in of_rank]:
             state = in_flight[0]
@@ -217,9 +217,7 @@ class Responses(StepSamples):
             batches_2 = [part.get("batch_2", self._batch_2()) for part in parts]
             if not all(torch.equal(batch_2, self._batch_2()) for batch_2 in batches_2) or max(found) not in everything:
                 continue
-            if any(
-                float(part.get("temperature", self._params.temperature)) != self._params.temperature for part in parts
-            ):
+            if not all(is_of(read_distribution(part), self._params) for part in parts):
                 continue
             if any(len(c.token_ids) > self._params.max_new_tokens for c in found.values()):
                 continue

@@ -167,18 +167,18 @@ class InFlight(StepSamples):
         }
         answered = {n: sample.answer for n, sample in self._samples.items() if sample.answer is not None}
         groups = [(group, *taken_by.get(ticket, (0, 0))) for ticket, group in self._groups.items()]
-        temperature = self._params.temperature
-        state = State(groups, self._returned, self._next_ticket, self._dropped, answered, temperature)
+        distribution = self._params.distribution
+        state = State(groups, self._returned, self._next_ticket, self._dropped, answered, distribution)
         return {KEY: written_state(state, self._settings.sizes)}
 
     def load_state_dict(self, kept: Sequence[Kept]) -> None:
         """Restore what `state_dict` returned on every rank of a run, which may have had other ranks, and continue with
         it.
 
-        With another number of samples per prompt, or another temperature, all prompts are sent anew; with another
-        number of prompts a step that was begun chooses again. Unfinished episodes begin anew, as the states of their
-        environments are not saved. Where responses may be shorter than they were, those that are longer are cut; with
-        an episode among them all prompts are sent anew.
+        With another number of samples per prompt, another temperature or minimum length, all prompts are sent again;
+        with another number of prompts a step that was begun chooses again. Unfinished episodes begin anew, as the
+        states of their environments are not saved. Where responses may be shorter than they were, those that are longer
+        are cut; with an episode among them all prompts are sent again.
         """
         states = [read_state(of_rank[KEY]) for of_rank in kept if KEY in of_rank]
         if not states:
@@ -187,14 +187,13 @@ class InFlight(StepSamples):
         prompts_before, samples_before = batches_2
         self._next_ticket, self._returned, self._dropped = state.next_ticket, list(state.returned), state.dropped
         answers = {n: answer for of_rank, _ in states for n, answer in of_rank.answers.items()}
-        now = self._params.temperature
-        warmer = state.temperature not in (None, now)  # what is trained on are log-probabilities at this temperature
+        differs = not state.is_of(self._params)  # the log-probabilities are not those that are trained on
         others = any((answer.episode is None) != (self._episodes is None) for answer in answers.values())
         too_long = any(
             answer.episode is not None and len(answer.token_ids) > self._params.max_new_tokens
             for answer in answers.values()
         )
-        if samples_before != self._settings.samples_per_prompt or others or too_long or warmer:
+        if samples_before != self._settings.samples_per_prompt or others or too_long or differs:
             self._returned = [*(group.prompt for group, *_ in state.groups), *self._returned]
             return
         for group, step, number in state.groups:

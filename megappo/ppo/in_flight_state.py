@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from megappo.engines.protocol import Completion
+from megappo.engines.protocol import Completion, SamplingParams
 from megappo.ppo.episodes import keep_episodes, kept_episodes
 from megappo.ppo.tickets import Group
 
@@ -31,14 +31,30 @@ class State:
     answers: Mapping[int, Completion]
     """Responses of this rank's samples by number, finished or not; each has at least one token. Episodes are
     complete."""
-    temperature: float | None = None
-    """Temperature of all responses; None in checkpoints of versions that did not tell."""
+    distribution: tuple[float, ...] | None = None
+    """`SamplingParams.distribution` of all responses; the temperature alone, or None, in checkpoints of earlier
+    versions."""
+
+    def is_of(self, params: SamplingParams) -> bool:
+        """Whether the responses were sampled from the distribution of these parameters, as far as is recorded."""
+        return is_of(self.distribution, params)
+
+
+def is_of(distribution: tuple[float, ...] | None, params: SamplingParams) -> bool:
+    """Whether recorded responses were sampled from the distribution of these parameters."""
+    return distribution in (None, params.distribution, params.distribution[:1])
+
+
+def read_distribution(kept: Mapping[str, Tensor]) -> tuple[float, ...] | None:
+    """The distribution in the tensors of a checkpoint; earlier versions have `temperature`, or nothing."""
+    recorded = kept.get("distribution", kept.get("temperature"))
+    return None if recorded is None else tuple(recorded.reshape(-1).tolist())
 
 
 def written_state(state: State, batch_2: tuple[int, int]) -> dict[str, Tensor]:
     """The state as tensors; G groups, B responses, S stretches of tokens from one weight version. `batch_2`: prompts
     per step and samples per prompt."""
-    answers = list(state.answers.values())
+    answers, distribution = list(state.answers.values()), state.distribution
     stretches = [a.stretches or ((a.weight_version, len(a.token_ids)),) for a in answers]
     return {
         "batch_2": torch.tensor(batch_2),
@@ -57,7 +73,7 @@ def written_state(state: State, batch_2: tuple[int, int]) -> dict[str, Tensor]:
         "stretches_B": torch.tensor([len(of_one) for of_one in stretches], dtype=torch.int64),
         "stretches_S2": torch.tensor([s for of_one in stretches for s in of_one], dtype=torch.int64).view(-1, 2),
         **keep_episodes(answers),
-        **({} if state.temperature is None else {"temperature": torch.tensor(state.temperature, dtype=torch.float64)}),
+        **({} if distribution is None else {"distribution": torch.tensor(distribution, dtype=torch.float64)}),
     }
 
 
@@ -92,6 +108,5 @@ def read_state(kept: Mapping[str, Tensor]) -> tuple[State, tuple[int, int]]:
         )
     prompts, samples = kept["batch_2"].tolist()
     next_ticket, dropped = kept["counts_2"].tolist()
-    temperature = float(kept["temperature"]) if "temperature" in kept else None
-    state = State(groups, kept["returned"].tolist(), next_ticket, dropped, answers, temperature)
+    state = State(groups, kept["returned"].tolist(), next_ticket, dropped, answers, read_distribution(kept))
     return state, (prompts, samples)

@@ -300,7 +300,9 @@ def parts(engine: Any, *overrides: str, steps: int = 8) -> Any:
         vocabulary=16,
         answerer="the engine",
         derived=SimpleNamespace(steps=steps),
-        sampling=lambda most, trained_on: SamplingParams(config.rollout.temperature, most, (STOP,)),
+        sampling=lambda most, trained_on: SamplingParams(
+            config.rollout.temperature, most, (STOP,), min_new_tokens=config.rollout.min_response_tokens
+        ),
     )
 
 
@@ -484,9 +486,12 @@ def test_a_run_goes_on_with_shorter_responses() -> None:
     assert then.under_way.keys() == engine.stuck
 
 
-@pytest.mark.parametrize(("now", "expected"), [("1.0", True), ("0.5", False)])
-def test_responses_of_another_temperature_are_generated_anew(now: str, expected: bool) -> None:
-    """Their log-probabilities are none of what is trained on now."""
+@pytest.mark.parametrize(
+    ("now", "expected"),
+    [("temperature=1.0", True), ("temperature=0.5", False), ("min_response_tokens=1", False)],
+)
+def test_responses_of_another_distribution_are_generated_again(now: str, expected: bool) -> None:
+    """Their log-probabilities are not those that are trained on."""
     engine = StandIn()
     first = in_flight(engine)
     first.of_step(1, weights_changed=False)
@@ -494,7 +499,7 @@ def test_responses_of_another_temperature_are_generated_anew(now: str, expected:
     engine.tick()
     first.pause()
     kept = first.state_dict(2)
-    second = in_flight(StandIn(version=2), f"rollout.temperature={now}")
+    second = in_flight(StandIn(version=2), f"rollout.{now}")
     second.load_state_dict([kept])
     there = read_state(second.state_dict(2)[KEY])[0]
     assert bool(there.answers) == bool(there.groups) == expected
@@ -504,7 +509,7 @@ def test_responses_of_another_temperature_are_generated_anew(now: str, expected:
     waiting.answer = lambda _prompts, requests, *_: answers
     before = responses_of(waiting)
     before.of_step(1, weights_changed=False)
-    after = parts(None, "rollout.ahead=0", "rollout.max_lag=null", f"rollout.temperature={now}")
+    after = parts(None, "rollout.ahead=0", "rollout.max_lag=null", f"rollout.{now}")
     new = Completion((4, STOP), (-1.0, -1.0), False, 5)
     after.answer = lambda _prompts, requests, *_: [new for _ in requests]
     again = responses_of(after)
