@@ -261,7 +261,7 @@ def _request(rollouts: Rollouts, b: int) -> RewardRequest:
         prompt.metadata,
         prompt_token_ids=ids[: len(ids) - length],
         token_ids=ids[len(ids) - length :],
-        truncated=bool(rollouts.truncated_B[b]),
+        truncated=rollouts.ends[b].is_truncated,
         conversation=_conversation(rollouts, b),
     )
 
