@@ -6,7 +6,9 @@ import dataclasses
 import functools
 import hashlib
 import json
+import math
 from collections.abc import Iterable, Mapping
+from itertools import zip_longest
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -24,7 +26,7 @@ from megappo.observe.json_values import JSONValue
 from megappo.runtime.objects import all_gather_objects
 
 _WITHOUT_MEANING = ("_name_or_path", "transformers_version", "torch_dtype", "dtype", "architectures")
-_ROPES = "ropes"
+_ROPES, _ROUNDING = "ropes", 1e-5
 BASE = "'s base"
 """Suffix of a role's name for the digest of the weights under its adapters, which are in no checkpoint."""
 MTP = "'s further layers"
@@ -46,7 +48,7 @@ def architecture_fields(arch: ArchitectureConfig) -> dict[str, JSONValue]:
     fields = {f.name: getattr(arch, f.name) for f in dataclasses.fields(arch) if f.compare}
     layers = arch.declaration.megatron(arch)
     assert not fields.keys() & (layers.keys() | {_ROPES}), "one meaning for each name"
-    return _of_json({**fields, **layers, _ROPES: [_rounded(rope) for rope in rotary(arch)]})
+    return _of_json({**fields, **layers, _ROPES: [_numbers(rope) for rope in rotary(arch)]})
 
 
 def recorded_fields(record: Mapping[str, JSONValue], arch: ArchitectureConfig) -> dict[str, JSONValue]:
@@ -68,10 +70,22 @@ def recorded_fields(record: Mapping[str, JSONValue], arch: ArchitectureConfig) -
     return complete
 
 
-def _rounded(rope: Rope) -> dict[str, object]:
-    """A rope to six digits, which versions of torch agree on."""
-    frequencies = [f"{frequency:.6g}" for frequency in rope.inverse_frequencies.tolist()]
-    return {"scale": f"{rope.scale:.6g}", "inverse_frequencies": frequencies}
+def differing_fields(fields: Mapping[str, JSONValue], own: Mapping[str, JSONValue]) -> list[str]:
+    """Names of the fields of `own` that differ in `fields`. Ropes may differ by the rounding of another machine."""
+
+    def is_same(name: str) -> bool:
+        other, mine = fields.get(name), own[name]
+        if name != _ROPES or not isinstance(other, list) or not isinstance(mine, list):
+            return other == mine
+        pairs = list(zip_longest(*([x for rope in ropes for x in rope] for ropes in (other, mine)), fillvalue=math.nan))
+        return len(other) == len(mine) and all(math.isclose(a, b, rel_tol=_ROUNDING) for a, b in pairs)
+
+    return [name for name in own if not is_same(name)]
+
+
+def _numbers(rope: Rope) -> list[float]:
+    """The factor on cosine and sine, then the inverse frequencies."""
+    return [rope.scale, *rope.inverse_frequencies.tolist()]
 
 
 def _of_json(fields: Mapping[str, Any]) -> dict[str, JSONValue]:

@@ -14,7 +14,10 @@ from megappo.errors import ConfigError, reason
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-_VOCABULARIES = ("tokenizer.json", "tokenizer.model", "spiece.model", "tekken.json", "vocab.json", "vocab.txt")
+_VOCABULARIES = (
+    "tokenizer.json", "tokenizer.model", "spiece.model", "spm.model", "sentencepiece.bpe.model", "tiktoken.model",
+    "tekken.json", "vocab.json", "vocab.txt",
+)  # fmt: skip
 """Files of which each is a vocabulary; a folder with one of them has a tokenizer."""
 _NUMBERED_BY = (*_VOCABULARIES, "added_tokens.json", "tokenizer_config.json")
 """Files that determine which id a token has."""

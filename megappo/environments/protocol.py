@@ -71,6 +71,9 @@ class LimitReached(Exception):
     """The episode has used up its turns, tool calls or tokens."""
 
     def __init__(self, limit: Limit) -> None:
+        """Raises ValueError for a limit that episodes do not have."""
+        if limit not in LIMIT_ENDS:
+            raise ValueError(f"the limit is {limit!r}, must be one of {', '.join(LIMIT_ENDS)}")
         self.limit: Limit = limit
         super().__init__(f"the episode has reached its limit of {self.unit}")
 

@@ -335,7 +335,7 @@ def workload(config: Config, world_size: int, *, on_cuda: bool, device_bytes: fl
         on_cuda=on_cuda,
         # How many prompts an evaluation has is not known before its data are read.
         cache_sequences=batch if evaluation else min(batch, sequences_per_rank),
-        cache_tokens=config.data.max_prompt_tokens + longest,
+        cache_tokens=rollout.total_tokens(config.data.max_prompt_tokens, longest),
         reward_bytes=reward_bytes(config.reward, world_size, on_cuda=on_cuda),
         servers=find_servers(config, world_size, on_cuda=on_cuda, device_bytes=device_bytes),
         engine_sleeps=config.offloads,

@@ -108,6 +108,7 @@ class ReplayedArrivals(StepSamples):
     def __init__(self, parts: RunComponents, folder: Path) -> None:
         super().__init__(parts)
         self._folder, self._index = folder, read_index(folder)
+        self._params = parts.sampling(parts.config.rollout.max_response_tokens, trained_on=True)
         self._step = 0
         self._state = State([], [], 0, 0, {})
         """State of the step that was asked for last."""
@@ -147,6 +148,11 @@ class ReplayedArrivals(StepSamples):
                 whole, _ = read_state(load_file(path))
             except (OSError, SafetensorError, KeyError) as error:
                 raise ValueError(f"{path} is not whole ({error}); bring the folder as it was recorded") from error
+            if not whole.is_of(self._params):
+                raise ValueError(
+                    f"{path} was recorded with another rollout.temperature, min_response_tokens or stop tokens; replay "
+                    "with its settings"
+                )
             if sorted(group.ticket for group, _, _ in whole.groups) != sorted(tickets):
                 raise ValueError(f"{path} is not of the step that {INDEX} says; bring the folder as it was recorded")
             answers |= whole.answers

@@ -144,7 +144,8 @@ class InFlight(StepSamples):
                 (self._groups[ticket], step, n) for n, tickets in enumerate(self._taken[step]) for ticket in tickets
             ]
             left = [*(group.prompt for group in waiting), *self._returned]
-            state = State(groups, left, self._next_ticket, 0, self._answers([group for group, *_ in groups]))
+            answers = self._answers([group for group, *_ in groups])
+            state = State(groups, left, self._next_ticket, 0, answers, self._params.distribution)
             self._record.write(step, state, self.cursor_state(), metrics)
         return metrics
 

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from megappo.checkpoint.files import Marker, checkpoints_directory
-from megappo.checkpoint.identity import architecture_fields, model_of, recorded_fields, settings_of
+from megappo.checkpoint.identity import architecture_fields, differing_fields, model_of, recorded_fields, settings_of
 from megappo.checkpoint.select import find_checkpoint
 from megappo.checkpoint.source import CheckpointSource
 from megappo.checkpoint.torch_dist.folder import find_iteration, is_megatron
@@ -208,8 +208,8 @@ def _require_same(other: Mapping[str, JSONValue], wanted: Wanted) -> None:
     """Raises ValueError where weights of the other architecture would compute something else in the wanted one."""
     # A critic has no output layer to tie.
     without_meaning = (*_WITHOUT_MEANING, "tied_embeddings") if wanted.role == "critic" else _WITHOUT_MEANING
-    own = architecture_fields(wanted.arch)
-    different = [name for name in own if name not in without_meaning and other.get(name) != own[name]]
+    own = {name: v for name, v in architecture_fields(wanted.arch).items() if name not in without_meaning}
+    different = differing_fields(other, own)
     if different:
         raise ValueError(
             f"it differs in {', '.join(different)} from the {wanted.role}'s config.json; give a model of the same "

@@ -83,6 +83,7 @@ class ExperienceRecord:
             samples_per_prompt=rollouts.samples_per_prompt,
             temperature=rollouts.temperature,
             vocabulary=self._vocabulary,
+            min_response_tokens=rollouts.min_response_tokens,
         )
         path, samples = saved.file(self._runtime.rank), SavedSamples(experience, self._given_B)
         problem = (

@@ -123,12 +123,12 @@ class Trainer:
 
     def _give_weights_again(self, resumed: Resumed) -> None:
         """Repeat the last sync under its version. With `rollout.ahead: 1` the engine may need weights older than the
-        actor's, for unfinished responses and further rounds. They are lost where the actor's layout has changed; then
-        the engine gets the actor's weights under the next version."""
+        actor's. Where a checkpoint lacks them, the engine gets the actor's weights under the next version."""
         was_changed, actor = self.actor_changed, self.parts.actor
         older = resumed.engine_weights()
         newest = actor.exchange_weights(older) if older is not None else None
-        are_lost = older is None and resumed.has_engine_weights
+        may_sample = resumed.has_engine_weights or self.config.rollout.dynamic_sampling is not None
+        are_lost = older is None and was_changed and may_sample
         self.weight_version -= not are_lost
         self.sync_weights()
         probe_rollout(self.parts)

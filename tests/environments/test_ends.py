@@ -17,6 +17,7 @@ from megappo.config.algorithm import AlgorithmSettings
 from megappo.engines.protocol import Completion
 from megappo.environments.metrics import episode_metrics
 from megappo.environments.protocol import LimitReached
+from megappo.environments.runner import TooManyFailuresError
 from megappo.environments.session import Session
 from megappo.observe.ends import End
 from megappo.observe.saved_samples import read_lines
@@ -45,6 +46,15 @@ class Echo:
             reply = await session.generate()
             session.observe(f"you said {reply.text}.")
         return 10.0
+
+
+class RaisesItsOwnLimit:
+    """Raises a limit that episodes do not have."""
+
+    async def run(self, session: Session) -> float:
+        await session.generate()
+        limit: Any = "budget"
+        raise LimitReached(limit)
 
 
 def played(environment: Any, **limits: Any) -> Completion:
@@ -197,3 +207,10 @@ def test_a_word_that_is_no_end_is_refused(tmp_path: Path) -> None:
     parquet.write_table(table.set_column(table.column_names.index("end"), "end", [["stop", "stop"]]), path)
     with pytest.raises(ValueError, match="holds no saved samples .*'stop' is not a valid End"):
         read_lines(path)
+
+
+def test_an_unknown_limit_fails_the_episode() -> None:
+    with pytest.raises(
+        TooManyFailuresError, match="raised: ValueError: the limit is 'budget', must be one of turns, c"
+    ):
+        played(RaisesItsOwnLimit())

@@ -39,6 +39,7 @@ def test_the_work_of_a_step() -> None:
         ("evaluation=null", 7, {"cache_sequences": 24}),  # no more than there are
         ("evaluation.max_response_tokens=299", 7, {}),
         ("evaluation.max_response_tokens=301", 7, {"cache_tokens": 1325}),
+        ("rollout.max_total_tokens=1100", 7, {"cache_tokens": 1100}),
         ("rollout.dtype=float32", 7, {"engine_dtype_bytes": 4}),
         ("model.dtype=float32", 7, {"engine_dtype_bytes": 4}),
         ("run.steps=7", 10, {"world_size": 10, "sequences_per_rank": 15}),

@@ -638,6 +638,10 @@ def test_a_record_gives_each_step_what_it_had(tmp_path: Path) -> None:
         again.more(3, 2, 1)
     with pytest.raises(ValueError, match="has no step 6; end the replay before it, by run.steps"):
         again.of_step(6, weights_changed=False)
+    for setting in ("temperature=0.5", "min_response_tokens=1"):
+        other = parts(None, f"rollout.replay_arrivals={folder}", f"rollout.{setting}")
+        with pytest.raises(ValueError, match=r"was recorded with another rollout\.temperature, min_response_tokens or"):
+            ReplayedArrivals(other, folder).of_step(1, weights_changed=False)
     its = parts(StandIn(version=4))
     its.cursor.load_state_dict(again.cursor_state())
     live, kept = InFlight(its), again.state_dict(4)

@@ -168,6 +168,14 @@ def test_what_cannot_be_loaded_is_refused(tmp_path: Path) -> None:
         "rollout.temperature is 0.5, and log-probabilities in rollout.load_from are of 1; set it to that"
         in problems(load, "rollout.temperature=0.5")
     )
+    marker = tmp_path / "step-000001" / MARKER
+    recorded = marker.read_text()
+    marker.write_text(json.dumps({**json.loads(recorded), "min_response_tokens": 3}))
+    assert (
+        "rollout.min_response_tokens is 0, and log-probabilities in rollout.load_from are of 3; set it to that"
+        in problems(load)
+    )
+    marker.write_text(recorded)
     assert "starts no engine, which evaluation would ask" in problems(load, "evaluation={every_steps: 1}")
     assert "draws no prompts, among which data.curriculum chooses" in problems(
         load, "data.curriculum={right_above: 0.9}"

@@ -88,13 +88,21 @@ def test_further_rounds_sample_with_the_weights_of_the_first(tmp_path: Path, ahe
     assert all(line["group/rounds"] > 1 for line in lines[2:])
 
 
-def test_further_rounds_on_another_layout_record_the_version_that_they_have(tmp_path: Path) -> None:
-    """The older weights cannot be restored there, so that further rounds sample with the actor's own weights."""
+@pytest.mark.parametrize(
+    ("before", "after"),
+    [((), ("actor.layout={pipeline_parallel: 2}",)), (("rollout.dynamic_sampling=null",), ())],
+    ids=["layout", "rounds"],
+)
+def test_further_rounds_without_older_weights_record_the_version_that_they_have(
+    tmp_path: Path, before: tuple[str, ...], after: tuple[str, ...]
+) -> None:
+    """The older weights cannot be restored on another layout, and a checkpoint of a run without further rounds lacks
+    them. Further rounds sample with the actor's own weights."""
     settings, run = (*ROUNDS, "rollout.ahead=1"), tmp_path / "run"
     attempts(
         tmp_path,
-        killed_at(run, 3, "update_actor", 1, *settings, after_checkpoint=2),
-        train(run, *settings, "actor.layout={pipeline_parallel: 2}"),
+        killed_at(run, 3, "update_actor", 1, *settings, *before, after_checkpoint=2),
+        train(run, *settings, *after),
     )
     line = next(line for line in read_metrics(run / "metrics.jsonl") if line["step"] == 3)
     assert line["group/rounds"] > 1 and 0 < line["rollout/lag"] < 1

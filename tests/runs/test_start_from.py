@@ -100,7 +100,7 @@ def test_checkpoints_say_what_their_weights_mean(world: Path) -> None:
     for role, folder in (("actor", "model"), ("critic", "critic")):
         fields: dict[str, Any] = architecture_fields(read_architecture(world / folder))
         assert marker["body"]["content"]["architectures"][role] == fields
-        assert fields["ropes"][0]["scale"] == "1"
+        assert fields["ropes"][0][:2] == [1, 1]  # the factor, and the first channel pair's radian per position
 
 
 def test_any_checkpoint_is_exported(world: Path, tmp_path: Path) -> None:

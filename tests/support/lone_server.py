@@ -77,4 +77,4 @@ def largest_gap(
         (token_logprobs(model, r.token_ids, a.token_ids, **given) - torch.tensor(a.logprobs)).abs().max()
         for r, a in zip(requests, answers, strict=True)
     ]
-    return float(max(gaps))
+    return float(torch.stack(gaps).max())  # NaN where one is NaN

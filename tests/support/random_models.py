@@ -46,7 +46,8 @@ def random_model(seed: int) -> RandomModel:
     """The model of a seed."""
     draw = random.Random(seed)
     family = draw.choice(sorted(FAMILIES))
-    fields = {**_sizes(draw, family), **_of_family(draw, family)}
+    sizes = _sizes(draw, family)
+    fields = {**sizes, **_of_family(draw, family, sizes["num_hidden_layers"])}
     if family not in ("gemma3_text", "gemma4_text"):
         fields["rope_parameters"] = _rope(draw, partly=family in PARTLY_ROTATED)
     elif family == "gemma3_text":
@@ -110,7 +111,7 @@ def _rope(draw: random.Random, *, partly: bool, kinds: tuple[str, ...] = ()) -> 
     return rope
 
 
-def _of_family(draw: random.Random, family: str) -> dict[str, Any]:
+def _of_family(draw: random.Random, family: str, layers: int) -> dict[str, Any]:
     fields: dict[str, Any] = {}
     if family in BY_LAYER_TYPES and draw.random() < 0.5:
         fields["sliding_window"] = draw.choice((3, 7, 40))
@@ -119,6 +120,9 @@ def _of_family(draw: random.Random, family: str) -> dict[str, Any]:
                 "use_sliding_window": draw.choice((True, True, False)),
                 "max_window_layers": draw.choice((0, 1, 2)),
             }
+        if draw.random() < 0.4:
+            kinds = ("full_attention", "sliding_attention")
+            fields["layer_types"] = [draw.choice(kinds) for _ in range(layers)]
     if family in ("mistral", "mixtral", "qwen3_moe"):
         fields["sliding_window"] = draw.choice((None, 7))
         fields["use_sliding_window"] = fields["sliding_window"] is not None

@@ -161,7 +161,9 @@ def recompute(case: ServedCase, folder: Path) -> Recomputed:
                 masked=masked, least_tokens=case.least_tokens,
             )  # fmt: skip
             here = torch.tensor([v == version for v in made])
-            gap = max(gap, float((found - engine)[here].abs().max()))
+            apart = (found - engine)[here].abs()
+            assert apart.isfinite().all()
+            gap = max(gap, float(apart.max()))
         versions |= set(made)
         split += len(set(made)) > 1
     longest = max(len(row["prompt_tokens"]) + len(row["response_tokens"]) for row in rows)

@@ -40,6 +40,8 @@ class SavedStep:
     temperature: float
     vocabulary: str | None = None
     """`vocabulary_digest` of that run's tokenizer; None in folders of earlier versions."""
+    min_response_tokens: int | None = None
+    """`rollout.min_response_tokens` of that run; None in folders of earlier versions."""
 
     @property
     def is_whole(self) -> bool:
@@ -109,6 +111,12 @@ def experience_rules(config: Config, steps: int | None) -> Iterator[str]:
         yield (
             f"rollout.temperature is {config.rollout.temperature:g}, and log-probabilities in rollout.load_from are of "
             f"{other:g}; set it to that"
+        )
+    least = {step.min_response_tokens for step in there.values()} - {None, config.rollout.min_response_tokens}
+    if least:
+        yield (
+            f"rollout.min_response_tokens is {config.rollout.min_response_tokens}, and log-probabilities in "
+            f"rollout.load_from are of {min(map(str, least))}; set it to that"
         )
     yield from _pool_rules(config, there) if config.pretrains_critic else _step_rules(config, there, steps)
 

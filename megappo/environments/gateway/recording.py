@@ -68,7 +68,9 @@ class Recorder:
         for errors that end the run."""
         async with self._turn:
             try:
-                return await self._next(asked)
+                said = await self._next(asked)
+                self.limit = None  # the agent has continued within its limits
+                return said
             except LimitReached as reached:
                 self.limit = reached.limit
                 raise

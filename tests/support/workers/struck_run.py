@@ -42,7 +42,9 @@ def strike(seconds: float) -> None:
                 os.kill(pid, signal.SIGKILL)
 
     if seconds:
-        threading.Timer(seconds, kill).start()
+        timer = threading.Timer(seconds, kill)
+        timer.daemon = True  # no strike after the run
+        timer.start()
     else:
         kill()
 
