@@ -1,8 +1,9 @@
 """Decodes and encodes texts that follow other text.
 
 SentencePiece-like tokenizers (Llama 2, Mistral, Mixtral) put a space in front of every text that they encode, and
-remove one from every text that they decode. A response or an observation follows other text. Its tokens are therefore
-decoded, and its text is encoded, behind a short text, an anchor, which is removed again.
+remove one from every text that they decode. Byte-level tokenizers with `add_prefix_space` put one there too. A response
+or an observation follows other text. Its tokens are therefore decoded, and its text is encoded, behind a short text, an
+anchor, which is removed again.
 """
 
 from __future__ import annotations
@@ -19,8 +20,8 @@ if TYPE_CHECKING:
 _CANDIDATES = ".=0a:,+-1b"
 _MOST_ANCHORS = 8
 _TOKENIZERS = 64
-_SPACE = "▁"
-"""The space in the pieces of SentencePiece."""
+_SPACE, _BYTE_SPACE = "▁", "Ġ"
+"""The space in the pieces of SentencePiece, and of byte-level tokenizers."""
 
 
 class _Anchor(NamedTuple):
@@ -76,10 +77,12 @@ def _anchors(tokenizer: PreTrainedTokenizerBase) -> tuple[_Anchor, ...]:
 def _anchor(tokenizer: PreTrainedTokenizerBase, text: str) -> _Anchor | None:
     """The text as an anchor; None if its tokens do not decode to it, or if the decoder joins tokens by spaces."""
     ids = _ids(tokenizer, text)
-    pieces = "".join(map(str, tokenizer.convert_ids_to_tokens(ids * 2))).replace(_SPACE, " ")
-    if decoded(tokenizer, ids) != text or decoded(tokenizer, ids * 2) != pieces.removeprefix(" "):
+    pieces = "".join(map(str, tokenizer.convert_ids_to_tokens(ids * 2)))
+    pieces = pieces.replace(_SPACE, " ").replace(_BYTE_SPACE, " ")
+    once, twice = decoded(tokenizer, ids), decoded(tokenizer, ids * 2)
+    if once.removeprefix(" ") != text or twice.removeprefix(" ") != pieces.removeprefix(" "):
         return None
-    return _Anchor(text, ids)
+    return _Anchor(once, ids)
 
 
 def _ids(tokenizer: PreTrainedTokenizerBase, text: str) -> list[int]:

@@ -26,10 +26,10 @@ PROMPT = "[INST] hi [/INST]"
 CONTINUATIONS = (" Hello! yes", "Hello", "  said you", "\nnext", ": 1 + 2 = 3", " ", " 3 ", "no </s>", "yes.</s>")
 
 
-def byte_level() -> PreTrainedTokenizerBase:
-    """As GPT 2's."""
+def byte_level(*, prefix_space: bool) -> PreTrainedTokenizerBase:
+    """As GPT 2's, or RoBERTa's with a space in front of a text."""
     made = Tokenizer(models.BPE())
-    made.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    made.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=prefix_space)
     made.decoder = decoders.ByteLevel()
     alphabet = pre_tokenizers.ByteLevel.alphabet()
     made.train_from_iterator(TEXTS, trainers.BpeTrainer(vocab_size=300, initial_alphabet=alphabet, show_progress=False))
@@ -37,7 +37,9 @@ def byte_level() -> PreTrainedTokenizerBase:
 
 
 def tokenizer(kind: str) -> PreTrainedTokenizerBase:
-    return byte_level() if kind == "bytes" else sentencepiece(kind)
+    if kind in ("bytes", "bytes-prefixed"):
+        return byte_level(prefix_space=kind != "bytes")
+    return sentencepiece(kind)
 
 
 def plain_ids(words: PreTrainedTokenizerBase, text: str) -> list[int]:
@@ -133,3 +135,12 @@ def test_a_stop_text_may_be_the_first_space(kind: str) -> None:
     end = StopTexts((" yes",), words).end(ids)
     assert end is not None and continuation_text(words, ids[:end]) == " yes"
     assert token_text(words, ids[0])[0] == " "
+
+
+def test_a_byte_level_tokenizer_with_a_prefix_space_adds_none_to_a_continuation() -> None:
+    words = tokenizer("bytes-prefixed")
+    whole = decoded(words, plain_ids(words, PROMPT))
+    for behind in CONTINUATIONS:
+        ids = continuation_ids(words, behind)
+        assert continuation_text(words, ids) == behind
+        assert decoded(words, [*plain_ids(words, PROMPT), *ids]) == whole + behind
