@@ -33,7 +33,8 @@ class Exclusion:
     """The tokens, of the whole vocabulary."""
 
     def of_labels(self, labels_T: Tensor) -> Exclusion:
-        """Without the rows whose label is one of the tokens: their distribution had it."""
+        """The exclusion without the rows whose label is an excluded token, which was sampled from the whole
+        vocabulary."""
         rows_T = self.rows_T
         for token_id in self.token_ids:
             rows_T = rows_T & (labels_T != token_id)

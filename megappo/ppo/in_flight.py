@@ -177,9 +177,9 @@ class InFlight(StepSamples):
         it.
 
         With another number of samples per prompt, another temperature or minimum length, all prompts are sent again;
-        with another number of prompts a step that was begun chooses again. Unfinished episodes begin anew, as the
-        states of their environments are not saved. Where responses may be shorter than they were, those that are longer
-        are cut; with an episode among them all prompts are sent again.
+        with another number of prompts a step that was begun chooses again. Unfinished episodes
+        restart, because the states of their environments are not saved. If the response limit is lower than before,
+        longer responses are cut; if a longer one is an episode, all prompts are sent again.
         """
         states = [read_state(of_rank[KEY]) for of_rank in kept if KEY in of_rank]
         if not states:

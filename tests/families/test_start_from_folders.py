@@ -63,7 +63,7 @@ def changed_fields(content: dict[str, Any]) -> Iterator[tuple[str, dict[str, Any
 
 
 def logprobs(folder: Path, weights: dict[str, torch.Tensor]) -> torch.Tensor | None:
-    """Log-probabilities of a model with this folder's config.json and these weights; None where they do not fit."""
+    """Log-probabilities of a model with this folder's config.json and these weights; None if the shapes differ."""
     try:
         model: Any = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(folder), dtype=torch.float32).eval()
         model.load_state_dict(weights)

@@ -269,8 +269,8 @@ class Fleet:
         """Restart this rank's parts of the lost servers, wait for those of its own that start, and check those in
         `mine`: servers that still answer are given weights again.
 
-        A server that fails meanwhile is restarted too. `most_starts`: after so many restarts here the failure is an
-        error; None: only `max_restarts` counts.
+        A server that fails during the restart is restarted again. `most_starts`: maximum number of restarts in this
+        call, after which a failure raises an error; None: the limit is `max_restarts`.
         """
         endpoints, restarts, waiting = dict[int, Endpoint](), 0, mine
         for starts in itertools.count():

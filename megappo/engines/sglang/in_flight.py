@@ -116,7 +116,7 @@ class InFlightRound(OpenRound):
 
     @property
     def busy(self) -> list[Endpoint]:
-        """Servers with unanswered requests; none once the round is over, as after a refusal."""
+        """Servers with unanswered requests; empty after the end of the round, which a refusal can cause."""
         return [] if self.is_over else [lane.endpoint for lane in list(self._lanes) if lane.calls]
 
     def end(self) -> tuple[dict[int, Completion], Outcome]:
