@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Iterator
 from pathlib import Path
@@ -29,6 +30,14 @@ from megappo.errors import shortened, show
 FIELDS = ("question", "answer", "reference")
 """Names of the fields that a prompt may have in braces."""
 _BRACES = re.compile(r"\{\{(\w+)\}\}|\{([A-Za-z_]\w*)\}")
+_OWN_FIELDS = dict.fromkeys(
+    ("model", "prompt", "temperature", "max_tokens"), "use the judge's setting of this name"
+) | {
+    "messages": "use the setting prompt",
+    "n": "one text of a judge is read; remove it",
+    "stream": "a judge's text is read as a whole; remove it",
+}
+"""Fields of a request that `extra_body` cannot set, with the remedy."""
 Template = tuple[tuple[str, str], ...]
 """Texts of a prompt, each with the name of the field that follows it, "" at the end."""
 _Score = Annotated[float, Field(ge=-1e9, le=1e9)]
@@ -74,24 +83,34 @@ class JudgeSettings(Settings):
     prompt_file: PathText | None = None
     """A file with the text, in place of `prompt`."""
     pattern: Text | None = None
-    """A regular expression with one group, which matches a number; the last match in the judge's text counts."""
+    """A regular expression with one group, which matches a number; the last match after the judge's thoughts counts."""
     scale: _Scale | None = None
     """Lowest and highest number that `pattern` may find, which become the scores 0 and 1. Default: any number, as it
     is."""
     choices: dict[str, _Score] = Field(default_factory=dict)
-    """In place of `pattern`: words and the score of each; the last of them in the judge's text counts."""
+    """In place of `pattern`: words and the score of each; the last of them after the judge's thoughts counts."""
     unreadable: _Score = 0.0
-    """Score of a sample where the judge's text holds no number or choice."""
-    temperature: NonNegativeFloat = 0.0
-    """Sampling temperature of the judge; 0: greedy, so that an answer always has the same score."""
-    max_tokens: PositiveInt = 512
-    """Longest text of the judge, in tokens."""
+    """Score of a sample where the judge's text holds no number or choice, or was cut."""
+    temperature: NonNegativeFloat | None = 0.0
+    """Sampling temperature of the judge; 0: greedy, so that an answer always has the same score; null: requests leave
+    the field out, and the server's default applies."""
+    max_tokens: PositiveInt | None = 512
+    """Longest text of the judge, thoughts included, in tokens; null: requests leave the field out."""
+    extra_body: dict[str, Any] = Field(default_factory=dict)
+    """Further fields of each request, such as `{max_completion_tokens: 2048}` or `{chat_template_kwargs:
+    {enable_thinking: false}}`."""
     concurrency: Annotated[int, Field(gt=0, le=4096)] = 256
     """Most requests of a rank at the same time."""
     timeout_seconds: Seconds = 120.0
     """Longest time of a request, tries included, after which its sample has failed."""
     retries: NonNegativeInt = 10
     """How often a request is sent again in that time, after growing pauses, where the server fails."""
+
+    @property
+    def sampling(self) -> dict[str, Any]:
+        """Fields of a request besides the model and the prompt."""
+        given = {"temperature": self.temperature, "max_tokens": self.max_tokens}
+        return {name: value for name, value in given.items() if value is not None} | self.extra_body
 
     @property
     def template(self) -> Template:
@@ -148,6 +167,13 @@ class JudgeSettings(Settings):
             yield f"choices are {show(self.choices)}, must be two or more words; write them as WORD: SCORE"
         if self.pattern is not None:
             _check_pattern(self.pattern)
+        try:
+            json.dumps(self.extra_body, allow_nan=False)
+        except (TypeError, ValueError) as error:
+            yield f"extra_body is no JSON ({error}); give plain numbers, texts, lists and mappings"
+        for name in self.extra_body:
+            if remedy := _OWN_FIELDS.get(name):
+                yield f"extra_body has {name}; {remedy}"
 
 
 def address_rules(url: str, key: str | None, like: str) -> Iterator[str]:

@@ -21,7 +21,7 @@ from megappo.doctor.findings import Finding, any_broken, fine, from_sentence, sl
 from megappo.doctor.settings import reward_model_findings
 from megappo.doctor.software import reward_findings
 from megappo.environments.registry import make_environment_context
-from megappo.errors import shortened
+from megappo.errors import one_line, shortened
 from megappo.observe.loggers import find_logger
 from megappo.plan.inputs import Models
 from megappo.plugins import is_import_path
@@ -111,17 +111,21 @@ def scored_findings(config: Config) -> Iterator[Finding]:
     stop = load_tokenizer(config).eos_token or ""
     for name, source in config.data.sources.items():
         limited = source.model_copy(update={"limit": _SCORED_SAMPLES})
-        best, empty = _scores(config, read_records(limited), stop)
+        best, empty, notes = _scores(config, read_records(limited), stop)
         of = f" of {name}" if name else ""
         words = f"{config.reward.summary} gives the answers{of} {best:.3g} and empty responses {empty:.3g}, in the mean"
         yield fine("reward", words)
         if best <= empty:
             words = f"no written form of the answers{of} scores above an empty response"
             yield slow("reward", words, "look at one by hand")
+        if notes:
+            words = f"{len(notes)} texts of a judge on the answers{of} hold no verdict; the first: {one_line(notes[0])}"
+            yield slow("reward", words, "change the judge's prompt, pattern or max_tokens")
 
 
-def _scores(config: Config, records: Sequence[Record], stop: str) -> tuple[float, float]:
-    """Mean score of the answers, in the form that scores best, and of empty responses; `stop` ends all."""
+def _scores(config: Config, records: Sequence[Record], stop: str) -> tuple[float, float, list[str]]:
+    """Mean score of the answers, in the form that scores best, and of empty responses, and why texts of judges on the
+    answers hold no verdict; `stop` ends all responses."""
     with ExitStack() as open_pools:
         pools = [
             (name, weight, open_pools.enter_context(RewardPool(term.model_copy(update={"workers": 1}))))
@@ -129,19 +133,22 @@ def _scores(config: Config, records: Sequence[Record], stop: str) -> tuple[float
             if term.function != MODEL
         ]
 
-        def mean(form: str) -> float:
+        def mean(form: str) -> tuple[float, list[str]]:
             answers = [form.format(record.answer) for record in records]
             requests = [
                 RewardRequest(_prompt_text(record), answer, answer + stop, record.answer, record.metadata)
                 for record, answer in zip(records, answers, strict=True)
             ]
-            total = 0.0
+            total, notes = 0.0, list[str]()
             for name, weight, pool in pools:
                 own = [request for request in requests if config.reward.is_for(name, request.metadata)]
-                total += weight * float(pool.score(own).scores.sum())
-            return total / len(requests)
+                result = pool.score(own)
+                total += weight * float(result.scores.sum())
+                notes += [note for _, note in result.notes]
+            return total / len(requests), notes
 
-        return max(mean(form) for form in _ANSWER_FORMS), mean("")
+        best, notes = max((mean(form) for form in _ANSWER_FORMS), key=lambda scored: scored[0])
+        return best, mean("")[0], notes
 
 
 def _prompt_text(record: Record) -> str:

@@ -12,6 +12,7 @@ from megappo.config import Config
 from megappo.config.judge import JudgeSettings
 from megappo.doctor.findings import Finding, broken, fine, from_sentence
 from megappo.errors import either
+from megappo.rewards.http import body_of
 from megappo.rewards.judge import judge_key
 from megappo.runtime.direct import fetch, proxy_of
 
@@ -36,10 +37,12 @@ def _judge_finding(judge: JudgeSettings, address: str, key: str) -> Finding:
         answer = fetch(urllib.request.Request(url, headers=headers), timeout_seconds=_ANSWER_SECONDS)
         names = [str(model["id"]) for model in json.loads(answer)["data"]]
     except urllib.error.HTTPError as error:
-        error.close()
+        body = body_of(error)
+        shown = body and f": {body}"
         if error.code in (401, 403):
-            return broken("judge", f"{address} of {key} refuses its key", f"set {key}.key to a variable that holds it")
-        return broken("judge", f"{url} answers HTTP {error.code} {error.reason}", f"fix {key}.url")
+            words = f"{address} of {key} refuses its key{shown}"
+            return broken("judge", words, f"set {key}.key to a variable that holds it")
+        return broken("judge", f"{url} answers HTTP {error.code} {error.reason}{shown}", f"fix {key}.url")
     except (OSError, http.client.HTTPException) as error:
         proxy = proxy_of(url)
         way = f" through the environment's proxy {proxy}" if proxy else ""

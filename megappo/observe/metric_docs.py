@@ -130,7 +130,9 @@ METRICS: dict[str, MetricDoc] = {
         "score", "Mean score of one of several functions (`reward.functions`), without its weight.", "rises"
     ),
     "reward/NAME/unreadable": MetricDoc(
-        "fraction", "Answers of which no verdict was found in what this judge said.", "near 0, or its prompt is unclear"
+        "fraction",
+        "Answers for which the text of this judge holds no verdict or was cut.",
+        "near 0, or the prompt is unclear or `max_tokens` too small",
     ),
     "reward/NAME/seconds": MetricDoc(
         "seconds", "Time that this judge took, on the slowest rank; NAME is `judge` where it stands alone.", "steady"

@@ -14,7 +14,7 @@ import threading
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import TypeVar
@@ -26,10 +26,12 @@ from megappo.runtime.direct import fetch, proxy_of
 from megappo.runtime.keys import key_of
 from megappo.runtime.retrying import LONGEST_PAUSE_SECONDS, TRANSIENT, Tries, asked_pause
 
-_SHOWN_CHARACTERS, _END_BYTES = 200, 40
+_REASON_CHARACTERS, _END_BYTES = 500, 40
+_BODY_CHARACTERS, _BODY_BYTES = 200, 4096
 _SERVERS = "the reward server's"
 
 T = TypeVar("T")
+A = TypeVar("A")
 
 
 class Unscored(str):
@@ -77,13 +79,35 @@ def scores(
     samples = [dict(zip(columns, row, strict=True)) for row in zip(*columns.values(), strict=True)]
 
     def score(sample: dict[str, JSONValue]) -> float | str:
-        answer = post(url, sample, headers=all_headers, deadline_seconds=deadline_seconds)
-        found = answer.get("score") if isinstance(answer, dict) else None
-        if isinstance(found, bool) or not isinstance(found, int | float):
-            raise ValueError(f"{url} answered {shortened(redacted(json.dumps(answer)))}, must have a number as score")
-        return found
+        return post(url, sample, _score_of, headers=all_headers, deadline_seconds=deadline_seconds)
 
     return each(score, samples, concurrent)
+
+
+def _score_of(answer: JSONValue) -> float:
+    """The score in an answer of a reward server. Raises as the `read` of `post`."""
+    score = answer.get("score") if isinstance(answer, dict) else None
+    if isinstance(score, bool) or not isinstance(score, int | float):
+        raise_reported_error(answer)
+        raise ValueError(f"answered {shortened(redacted(json.dumps(answer)))}, must have a number as score")
+    return score
+
+
+def raise_reported_error(answer: JSONValue) -> None:
+    """Raise for an answer of status 200 that reports an error: ConnectionError, after which `post` retries the request,
+    or ValueError where the error has a status code after which another try cannot succeed."""
+    if not isinstance(answer, dict):
+        return
+    error = answer if answer.get("object") == "error" else answer.get("error")
+    if not error:
+        return
+    code = error.get("code") if isinstance(error, dict) else answer.get("code")
+    status = int(code) if isinstance(code, int | str) and str(code).isdecimal() else 0
+    message = error.get("message") if isinstance(error, dict) else error
+    shown = shortened(one_line(message if isinstance(message, str) else json.dumps(error)), _BODY_CHARACTERS)
+    if 400 <= status < 600 and status not in TRANSIENT:
+        raise ValueError(f"answered with error {status}: {shown}")
+    raise ConnectionError(f"an answer with an error: {shown}")
 
 
 def each(work: Callable[[T], float | str], items: Iterable[T], concurrent: int) -> list[float | str]:
@@ -93,9 +117,9 @@ def each(work: Callable[[T], float | str], items: Iterable[T], concurrent: int) 
         try:
             return work(item)
         except (ValueError, OSError) as error:
-            return Unscored(reason(error, _SHOWN_CHARACTERS))
+            return Unscored(reason(error, _REASON_CHARACTERS))
         except Exception as error:  # noqa: BLE001 - whatever a server says or a sample holds costs that sample alone
-            return Unscored(failure_words(error, _SHOWN_CHARACTERS))
+            return Unscored(failure_words(error, _REASON_CHARACTERS))
 
     with ThreadPoolExecutor(concurrent) as pool:
         return list(pool.map(attempt, items))
@@ -125,20 +149,26 @@ def secret_headers(
 def post(
     url: str,
     content: JSONValue,
+    read: Callable[[JSONValue], A],
     *,
     headers: Mapping[str, str],
     deadline_seconds: float,
     most_tries: float = math.inf,
     absent_seconds: float = 0.0,
-) -> JSONValue:
-    """The JSON that a server answers. The request is tried again as `Tries` says, until the deadline or `most_tries`.
+) -> A:
+    """What `read` returns for the JSON that a server answers. The request is retried as `Tries` says, until the
+    deadline or `most_tries`.
 
-    `absent_seconds`: for a server that the run starts, which is asked without a proxy; while it refuses connections,
-    this time passes before the deadline and the tries count, as it is being started. Raises OSError where there is no
-    answer by then or the server refuses, ValueError for an answer that is not JSON; JSON that is cut off is asked for
-    again.
+    `read` raises ConnectionError for an answer after which the request is retried, and ValueError for any other answer
+    that it cannot use; `raise_reported_error` does so for errors. `absent_seconds`: for a server that the run starts,
+    which is reached without a proxy; while the server refuses connections, this time passes before the deadline and the
+    tries count, because the server is starting.
+
+    Raises OSError where the server does not answer before the deadline, or refuses; the message has the first 200
+    characters of its body. Raises ValueError for content that is not JSON, with the name of the field, and for an
+    answer that is not JSON. An incomplete answer is retried.
     """
-    tries, body = Tries(deadline_seconds, most_tries), json.dumps(content).encode()
+    tries, body = Tries(deadline_seconds, most_tries), _encoded(content)
     back_by: float | None = None
     answered = ""
     while True:
@@ -146,10 +176,12 @@ def post(
         request = urllib.request.Request(url, body, {"Content-Type": "application/json", **headers})
         try:
             answer = fetch(request, timeout_seconds=tries.seconds_left, own=absent_seconds > 0)
-            return _parsed(answer)
+            return read(_parsed(answer))
+        except ValueError as error:
+            raise ValueError(f"{_place(url)}: {error}") from error
         except urllib.error.HTTPError as error:
-            error.close()
-            problem = f"HTTP {error.code} {error.reason}"
+            body_shown = body_of(error)
+            problem = f"HTTP {error.code} {error.reason}{body_shown and f': {body_shown}'}"
             if error.code not in TRANSIENT:
                 raise OSError(f"{_place(url)}: {problem}{_elsewhere(error)}") from error
             asked_seconds, answered = asked_pause(error.headers), problem
@@ -170,6 +202,43 @@ def post(
         if pause_seconds is None:
             raise OSError(f"{_place(url)}: {problem}, after {tries.count} {'try' if tries.count == 1 else 'tries'}")
         threading.Event().wait(pause_seconds)
+
+
+def body_of(error: urllib.error.HTTPError) -> str:
+    """The first 200 characters of the body of a refused request, on one line and without secrets; "" where there is
+    none. Closes the response."""
+    try:
+        with error:
+            body = error.read(_BODY_BYTES)
+    except (OSError, http.client.HTTPException):
+        return ""
+    return shortened(one_line(body.decode(errors="replace")), _BODY_CHARACTERS)
+
+
+def _encoded(content: JSONValue) -> bytes:
+    """JSON of the content. Raises ValueError with the name of a field whose value JSON does not have."""
+    try:
+        return json.dumps(content, allow_nan=False).encode()
+    except (TypeError, ValueError):
+        name, value = next(_without_json(content, ""), ("the content", content))
+        raise ValueError(
+            f"{name} is {shortened(one_line(repr(value)))} ({type(value).__name__}), which JSON does not have; convert "
+            "it to a number or a text in the data"
+        ) from None
+
+
+def _without_json(value: object, name: str) -> Iterator[tuple[str, object]]:
+    """Names and values of the parts of `value` that JSON does not have."""
+    if isinstance(value, dict):
+        for key, part in value.items():
+            if not isinstance(key, str | int | float | None):
+                yield f"a key of {name}", key
+            yield from _without_json(part, f"{name}.{key}" if name else str(key))
+    elif isinstance(value, list | tuple):
+        for index, part in enumerate(value):
+            yield from _without_json(part, f"{name}[{index}]")
+    elif not (value is None or isinstance(value, str | int) or (isinstance(value, float) and math.isfinite(value))):
+        yield name, value
 
 
 def _parsed(answer: bytes) -> JSONValue:

@@ -11,9 +11,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from megappo.errors import remember
+from megappo.errors import one_line, remember
 from megappo.observe.json_values import JSONValue
-from megappo.rewards.http import ServerPlace, each, key_in, post
+from megappo.rewards.http import ServerPlace, each, key_in, post, raise_reported_error
 
 if TYPE_CHECKING:
     from megappo.config.judge import JudgeSettings, Template
@@ -21,6 +21,26 @@ if TYPE_CHECKING:
 _SHOWN_CHARACTERS = 120
 _MATCH_SECONDS = 1.0
 """Time limit of the pattern on one answer of the judge: a pattern with nested repetitions may take for ever."""
+
+
+_FINISHED = frozenset(("stop", "eos", "eos_token", "stop_sequence", "end_turn"))
+"""Values of `finish_reason` of a text that the model ended. All others are of texts that something else ended."""
+_CUT = frozenset(("length", "max_tokens", "max_length", "max_output_tokens", "model_length"))
+_FAILED = ("abort", "error")
+"""Values of `finish_reason` of a request that the server gave up, after which another try may succeed."""
+_TEXT_PARTS = ("text", "output_text")
+_THOUGHTS_BEGIN = re.compile(
+    r"\s*(?:<(?:seed:)?(?:think|thinking|thought|thoughts|reasoning)>|\[THINK\]|\u25c1think\u25b7|<\|START_THINKING\|>|"
+    r"(?:<\|start\|>assistant)?<\|channel\|>(?:analysis|commentary))",
+    re.IGNORECASE,
+)
+_THOUGHTS_END = re.compile(
+    r"</(?:seed:)?(?:think|thinking|thought|thoughts|reasoning)>|\[/THINK\]|\u25c1/think\u25b7|<\|END_THINKING\|>|"
+    r"<\|channel\|>final<\|message\|>",
+    re.IGNORECASE,
+)
+"""Tags around the thoughts of a model: Qwen3, DeepSeek-R1, GLM and others, Seed-OSS, Magistral, Kimi, Command A, and
+gpt-oss without a reasoning parser."""
 
 
 class Noted(float):
@@ -35,37 +55,76 @@ class Noted(float):
 
 
 @dataclass(frozen=True)
+class JudgeText:
+    """The text of a judge."""
+
+    text: str
+    problem: str = ""
+    """Why the text holds no verdict: the judge did not finish it. "" for a finished text."""
+
+
+@dataclass(frozen=True)
 class Asking:
-    """How a judge's server is asked."""
+    """The requests to a judge's server."""
 
     place: ServerPlace
     chat: bool
-    temperature: float
-    max_tokens: int
+    sampling: Mapping[str, JSONValue]
+    """Fields of a request besides the model and the prompt."""
     timeout_seconds: float
     most_tries: int
 
-    def say(self, prompt: str) -> str:
+    def ask(self, prompt: str) -> JudgeText:
         """The judge's text. Raises as `post`, and ValueError for an answer that is not one of OpenAI's protocol."""
         content: dict[str, JSONValue] = (
             {"messages": [{"role": "user", "content": prompt}]} if self.chat else {"prompt": prompt}
         )
-        content |= {"model": self.place.model, "temperature": self.temperature, "max_tokens": self.max_tokens}
-        url = f"{self.place.url.rstrip('/')}/{'chat/completions' if self.chat else 'completions'}"
-        answer: Any = post(
-            url,
-            content,
+        return post(
+            f"{self.place.url.rstrip('/')}/{'chat/completions' if self.chat else 'completions'}",
+            {"model": self.place.model, **self.sampling, **content},
+            self._read,
             headers={"Authorization": f"Bearer {self.place.key}"} if self.place.key else {},
             deadline_seconds=self.timeout_seconds,
             most_tries=self.most_tries,
             absent_seconds=self.place.starting_seconds or 0.0,
         )
+
+    def _read(self, answer: Any) -> JudgeText:
+        """The text in an answer of the server. Raises as the `read` of `post`."""
+        raise_reported_error(answer)
         try:
             choice = answer["choices"][0]
-            text = choice["message"]["content"] if self.chat else choice["text"]
-        except (KeyError, IndexError, TypeError):
-            raise ValueError(f"{url} answered {str(answer)[:_SHOWN_CHARACTERS]}, which is no completion") from None
-        return "" if text is None else str(text)  # a model that thought until its tokens were used up has said nothing
+            content = choice["message"]["content"] if self.chat else choice["text"]
+            finish = choice.get("finish_reason")
+            text = _plain_text(content)
+        except (KeyError, IndexError, TypeError, AttributeError):
+            shown = one_line(str(answer))[:_SHOWN_CHARACTERS]
+            raise ValueError(f"answered {shown}, which is no completion") from None
+        raise_reported_error(choice)
+        if finish in _FAILED:
+            raise ConnectionError(f"an answer with finish_reason '{finish}'")
+        if finish is None or str(finish).lower() in _FINISHED:
+            return JudgeText(text)
+        remedy = "; raise max_tokens" if str(finish).lower() in _CUT else ""
+        return JudgeText(text, f"the judge did not finish its text (finish_reason '{finish}'){remedy}")
+
+
+def _plain_text(content: Any) -> str:
+    """The text of a message's content, which is a text, a list of parts, or null where a model spent all tokens on its
+    thoughts. Parts without a text, such as thoughts, are left out. Raises TypeError for anything else."""
+    if content is None or isinstance(content, str):
+        return content or ""
+    if not isinstance(content, list):
+        raise TypeError("content")
+    parts = [part if isinstance(part, str) else _part_text(part) for part in content]
+    return "".join(parts)
+
+
+def _part_text(part: Any) -> str:
+    text = part.get("text") if part.get("type") in _TEXT_PARTS else ""
+    if not isinstance(text, str):
+        raise TypeError("a part of the content")
+    return text
 
 
 @dataclass(frozen=True)
@@ -77,12 +136,17 @@ class Reading:
     choices: Mapping[str, float]
     unreadable: float
 
-    def score(self, said: str) -> float:
-        """The score of the last number or choice in the judge's text; `unreadable`, with a note, where there is
-        none."""
-        found = self._last(said)
+    def score(self, answer: JudgeText) -> float:
+        """The score of the last number or choice after the judge's thoughts; `unreadable`, with a note, where there is
+        none, and where the judge did not finish its text."""
+        problem, verdict = answer.problem, _after_thoughts(answer.text)
+        if not problem and verdict is None:
+            problem = "the judge did not end its thoughts; raise max_tokens"
+        if problem or verdict is None:
+            return Noted(self.unreadable, f"{problem}: ...{answer.text[-_SHOWN_CHARACTERS:]}")
+        found = self._last(verdict)
         if found is None:
-            return Noted(self.unreadable, f"no verdict in ...{said[-_SHOWN_CHARACTERS:]}")
+            return Noted(self.unreadable, f"no verdict in ...{verdict[-_SHOWN_CHARACTERS:]}")
         if self.pattern is None:
             return self.choices[found]
         low, high = self.scale or (-math.inf, math.inf)
@@ -94,7 +158,7 @@ class Reading:
             return Noted(self.unreadable, f"{number} is not from {low} to {high}")
         return number if self.scale is None else (number - low) / (high - low)
 
-    def _last(self, said: str) -> str | None:
+    def _last(self, text: str) -> str | None:
         """The last number or choice, as it is written. Raises ValueError where the pattern is not done in time."""
         import regex  # reward workers that judge nothing start without it
 
@@ -103,14 +167,21 @@ class Reading:
             words = "|".join(map(re.escape, sorted(self.choices, key=len, reverse=True)))
             pattern = rf"(?<!\w)({words})(?!\w)"
         try:  # `concurrent` releases the GIL, so that other verdicts of the batch go on
-            matches = regex.finditer(pattern, said, timeout=_MATCH_SECONDS, concurrent=True)
+            matches = regex.finditer(pattern, text, timeout=_MATCH_SECONDS, concurrent=True)
             found = [match[1] for match in matches if match[1] is not None]
         except TimeoutError:
             raise ValueError(
-                f"the judge's pattern is not done within {_MATCH_SECONDS:g} s with what it said; write one without "
+                f"the judge's pattern is not done within {_MATCH_SECONDS:g} s on the judge's text; write one without "
                 "repetitions in repetitions"
             ) from None
         return found[-1] if found else None
+
+
+def _after_thoughts(text: str) -> str | None:
+    """The text after the last tag that ends thoughts; None where the text, or the rest of it, is thoughts without an
+    end."""
+    rest = _THOUGHTS_END.split(text)[-1]
+    return None if _THOUGHTS_BEGIN.match(rest) else rest
 
 
 def judge_key(settings: JudgeSettings) -> str:
@@ -129,8 +200,7 @@ def judge_options(settings: JudgeSettings, place: ServerPlace, messages_key: str
     asking = Asking(
         place=place,
         chat=settings.chat,
-        temperature=settings.temperature,
-        max_tokens=settings.max_tokens,
+        sampling=settings.sampling,
         timeout_seconds=settings.timeout_seconds,
         most_tries=settings.retries + 1,
     )
@@ -165,7 +235,7 @@ def scores(
         if wants_reference and reference is None:
             raise ValueError("the judge's prompt has a {reference}, and this prompt of the data has no answer")
         fields = {"question": question, "answer": response, "reference": reference or "", "": ""}
-        return reading.score(asking.say("".join(text + fields[field] for text, field in template)))
+        return reading.score(asking.ask("".join(text + fields[field] for text, field in template)))
 
     questions = [_question(prompt, known.get(messages_key)) for prompt, known in zip(prompts, metadata, strict=True)]
     return each(score, zip(questions, responses, answers, strict=True), concurrent)

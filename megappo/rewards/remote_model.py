@@ -11,7 +11,9 @@ from functools import partial
 
 from megappo.config.reward import RemoteModelSettings
 from megappo.config.tokens import Message
-from megappo.rewards.http import each, key_in, post
+from megappo.errors import one_line
+from megappo.observe.json_values import JSONValue
+from megappo.rewards.http import each, key_in, post, raise_reported_error
 from megappo.rewards.model import RewardTexts
 from megappo.rewards.numbers import as_float, score_problem
 from megappo.runtime.objects import attempt
@@ -55,18 +57,24 @@ class RemoteRewardModel:
         ids, problem = read
         if ids is None:
             raise ValueError(problem)
-        answer = post(
+        return post(
             self._url,
             {"input_ids": ids},
+            _score_of,
             headers=self._headers,
             deadline_seconds=self._settings.timeout_seconds,
             most_tries=self._settings.retries + 1,
         )
-        found = answer.get("embedding") if isinstance(answer, dict) else None
-        score = found[0] if isinstance(found, list) and len(found) == 1 else None
-        if isinstance(score, bool) or not isinstance(score, int | float) or score_problem(as_float(score)):
-            raise ValueError(
-                f"{self._url} answered {str(answer)[:_SHOWN_CHARACTERS]}, must have one number as embedding, finite "
-                "and within float32"
-            )
-        return float(score)
+
+
+def _score_of(answer: JSONValue) -> float:
+    """The score in an answer of the server. Raises as the `read` of `post`."""
+    raise_reported_error(answer)
+    embedding = answer.get("embedding") if isinstance(answer, dict) else None
+    score = embedding[0] if isinstance(embedding, list) and len(embedding) == 1 else None
+    if isinstance(score, bool) or not isinstance(score, int | float) or score_problem(as_float(score)):
+        raise ValueError(
+            f"answered {one_line(str(answer))[:_SHOWN_CHARACTERS]}, must have one number as embedding, finite and "
+            "within float32"
+        )
+    return float(score)

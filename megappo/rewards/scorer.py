@@ -14,9 +14,12 @@ from megappo.config.model_files import model_folder
 from megappo.config.reward import MODEL
 from megappo.config.schema import RewardSettings
 from megappo.config.tokens import Message
+from megappo.errors import one_line
+from megappo.observe.messages import tell
 from megappo.rewards.numbers import score_problem
 from megappo.rewards.registry import OF_ENVIRONMENT, check_reward
 from megappo.rewards.workers import RewardPool, RewardRequest, RewardResult, too_many_failures
+from megappo.runtime.objects import all_gather_objects
 from megappo.types import CHAT_MESSAGES, Rollouts
 
 if TYPE_CHECKING:
@@ -31,7 +34,8 @@ class _Verdicts:
     """Statistics of a judge on one step's samples of this rank."""
 
     samples: int
-    unreadable: int
+    notes: tuple[str, ...]
+    """Why the judge's text of a sample holds no verdict; one for each such sample."""
     seconds: float
 
 
@@ -67,6 +71,7 @@ class RewardScorer:
         for _, term in settings.terms.values():
             check_reward(term)
         self._settings, self._device = settings, device
+        self._judges_with_note = set[str]()
         self._pools: dict[str, RewardPool] = {}
         """Worker pools, by the names of `RewardSettings.terms`."""
         self._model: RewardModel | SharedRewardModel | None = None
@@ -117,7 +122,6 @@ class RewardScorer:
         the whole world. Raises RewardError on every rank where too many failed over all of them, so that none waits for
         one that has stopped.
         """
-        from megappo.runtime.objects import all_gather_objects
         from megappo.runtime.tally import Tally
 
         scored, tally = self._result(rollouts), Tally()
@@ -128,11 +132,12 @@ class RewardScorer:
             own_B = torch.tensor([self._settings.is_for(name, p.metadata) for p in rollouts.prompts], dtype=torch.bool)
             tally.mean(f"reward/{name}", scores_B, own_B & rollouts.scored_B)
         for name, verdicts in scored.verdicts.items():
-            tally.mean(f"reward/{name}/unreadable", torch.arange(verdicts.samples) < verdicts.unreadable)
+            tally.mean(f"reward/{name}/unreadable", torch.arange(verdicts.samples) < len(verdicts.notes))
             tally.maximum(f"reward/{name}/seconds", torch.tensor([verdicts.seconds]))
         tally.total("failed", len(result.failures))
         tally.total("samples", B)
         metrics = tally.reduce(self._device)
+        self._show_notes(scored.verdicts, metrics)
         failed, samples = int(metrics.pop("failed")), int(metrics.pop("samples"))
         # Both numbers are sums over all ranks, so all ranks take this branch, and its collective, together.
         if failed > self._settings.max_failure_fraction * samples:
@@ -141,6 +146,19 @@ class RewardScorer:
         if failures is not None:
             failures.update(result.failures)
         return result.scores, metrics
+
+    def _show_notes(self, verdicts: Mapping[str, _Verdicts], metrics: Mapping[str, float]) -> None:
+        """Print the first text of each judge that holds no verdict; a collective where a judge has its first one."""
+        for name in sorted(verdicts.keys() - self._judges_with_note):
+            if metrics[f"reward/{name}/unreadable"] > 0:
+                self._judges_with_note.add(name)
+                notes = [note for of_rank in all_gather_objects(verdicts[name].notes[:1]) for note in of_rank]
+                if torch.distributed.get_rank() == 0:
+                    share = f"each such sample has the score `unreadable` and counts in reward/{name}/unreadable"
+                    tell(
+                        f"the first text of the judge '{name}' without a verdict: {one_line(notes[0])}; {share}",
+                        warns=True,
+                    )
 
     def score_local(self, rollouts: Rollouts, failures: MutableMapping[int, str] | None = None) -> Tensor:
         """Scores (B,) float32 of this rank, without any collective. Raises RewardError where too many failed, unless
@@ -190,7 +208,8 @@ class RewardScorer:
             result = self._pools[name].run([requests[i] for i in own])
             found[name] = _spread(result, own, len(chosen))
             if (metric := name or "judge") in judges:
-                verdicts[metric] = _Verdicts(len(own), len(result.notes), time.monotonic() - started)
+                notes = tuple(note for _, note in result.notes)
+                verdicts[metric] = _Verdicts(len(own), notes, time.monotonic() - started)
         of_terms = {name: result.scores for name, result in found.items() if name}
         return _Worth(self._sum(found), of_terms, verdicts)
 

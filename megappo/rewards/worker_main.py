@@ -29,7 +29,7 @@ from megappo.rewards.judge import Noted
 from megappo.rewards.numbers import as_float, score_problem
 from megappo.rewards.registry import OF_EACH, RewardCallable, RewardChoice, argument_names, resolve
 
-_REASON_CHARACTERS = 300
+_REASON_CHARACTERS = 500
 _BROKEN_CHARACTERS = 4000
 
 Answer = tuple[float | None, str | None]

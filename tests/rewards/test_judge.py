@@ -21,7 +21,7 @@ from megappo.config import ConfigError, load_config
 from megappo.config.judge import JudgeSettings
 from megappo.config.schema import RewardSettings
 from megappo.doctor.judges import judge_findings
-from megappo.rewards.judge import Noted, Reading
+from megappo.rewards.judge import JudgeText, Noted, Reading
 from megappo.rewards.scorer import RewardScorer
 from tests.support.places import BASE, ROOT
 from tests.support.rewards import rollouts, serving
@@ -194,13 +194,156 @@ def test_a_judge_among_other_functions(server: str) -> None:
     ],
 )
 def test_the_last_verdict_counts(reading: Reading, said: str, score: float) -> None:
-    assert reading.score(said) == score and not isinstance(reading.score(said), Noted)
+    result = reading.score(JudgeText(said))
+    assert result == score and not isinstance(result, Noted)
 
 
 @pytest.mark.parametrize("said", ["", "yesterday", "Yes"])
 def test_what_says_nothing_is_unreadable(said: str) -> None:
-    score = Reading(None, None, {"yes": 1.0, "no": 0.0}, 0.5).score(said)
+    score = Reading(None, None, {"yes": 1.0, "no": 0.0}, 0.5).score(JudgeText(said))
     assert score == 0.5 and isinstance(score, Noted) and score.note
+
+
+GRADE = Reading(r"Score: (\d+)", (1, 10), {}, -1.0)
+RIGHT = Reading(None, None, {"Right": 1.0, "Wrong": 0.0}, -1.0)
+
+
+@pytest.mark.parametrize(
+    ("reading", "text", "score"),
+    [
+        (GRADE, "<think>I would say Score: 9, but</think>Score: 4", 1 / 3),
+        (GRADE, "I would say Score: 9, but</think>\n\nScore: 4", 1 / 3),
+        (GRADE, "<think>a</think> Score: 9 <think> of the student </think> Score: 1", 0.0),
+        (GRADE, "The answer has a <think> block. Score: 10", 1.0),
+        (RIGHT, "[THINK]Right?[/THINK]Wrong", 0.0),
+        (RIGHT, "<seed:think>Right?</seed:think>Wrong", 0.0),
+        (RIGHT, "<|channel|>analysis<|message|>Right?<|end|><|start|>assistant<|channel|>final<|message|>Wrong", 0.0),
+        (RIGHT, "\u25c1think\u25b7Right?\u25c1/think\u25b7Wrong", 0.0),
+        (RIGHT, "<|START_THINKING|>Right?<|END_THINKING|>Wrong", 0.0),
+    ],
+)
+def test_the_verdict_stands_after_the_thoughts(reading: Reading, text: str, score: float) -> None:
+    result = reading.score(JudgeText(text))
+    assert result == pytest.approx(score) and not isinstance(result, Noted)
+
+
+@pytest.mark.parametrize(
+    ("reading", "text", "words"),
+    [
+        (GRADE, "<think>I would say Score: 9, but", "did not end its thoughts"),
+        (GRADE, "\n<thinking>Score: 9", "did not end its thoughts"),
+        (GRADE, "<think>Score: 9</think>", "no verdict"),
+        (GRADE, "<think>a</think><think>Score: 9", "did not end its thoughts"),
+        (RIGHT, "[THINK]Is that Right? Let me", "did not end its thoughts"),
+        (RIGHT, "<|channel|>analysis<|message|>Is that Right?", "did not end its thoughts"),
+    ],
+)
+def test_a_verdict_within_thoughts_does_not_count(reading: Reading, text: str, words: str) -> None:
+    result = reading.score(JudgeText(text))
+    assert result == -1.0 and isinstance(result, Noted) and words in result.note
+
+
+class Protocol(BaseHTTPRequestHandler):
+    """Answers with the JSON that the judged answer holds: a list has an answer for each try."""
+
+    bodies: ClassVar[list[dict[str, Any]]] = []
+
+    def do_POST(self) -> None:
+        body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+        tries = sum(body == other for other in self.bodies)
+        self.bodies.append(body)
+        answers = json.loads(body["messages"][0]["content"] if "messages" in body else body["prompt"])
+        content = json.dumps(answers[min(tries, len(answers) - 1)]).encode()
+        self.send_response(200)
+        self.send_header("Content-Length", str(len(content)))
+        self.end_headers()
+        self.wfile.write(content)
+
+    def log_message(self, *_: Any) -> None:
+        pass
+
+
+@pytest.fixture
+def protocol() -> Iterator[str]:
+    Protocol.bodies = []
+    with serving(Protocol) as url:
+        yield f"{url}/v1"
+
+
+def choice(content: Any, finish_reason: str | None = "stop", **fields: Any) -> dict[str, Any]:
+    return {"choices": [{"message": {"content": content}, "finish_reason": finish_reason, **fields}]}
+
+
+def part(text: str, kind: str = "text") -> dict[str, str]:
+    return {"type": kind, "text": text}
+
+
+@pytest.mark.parametrize(
+    ("answers", "score", "tries"),
+    [
+        ([choice("Score: 4")], 0.8, 1),
+        ([choice("Score: 4", None)], 0.8, 1),
+        ([choice("Score: 4", "STOP")], 0.8, 1),
+        ([choice("I would say Score: 4, but", "length")], -0.5, 1),
+        ([choice("I would say Score: 4, but", "max_tokens")], -0.5, 1),
+        ([choice("Score: 4", "content_filter")], -0.5, 1),
+        ([choice("Score: 4", "tool_calls")], -0.5, 1),
+        ([choice(None, "length", reasoning_content="Score: 4")], -0.5, 1),
+        ([choice([part("Sco"), part("re: 4")])], 0.8, 1),
+        ([choice([{"type": "thinking", "thinking": [part("Score: 1")]}, part("Score: 4")])], 0.8, 1),
+        ([choice([part("Score: 4", "reasoning")])], -0.5, 1),
+        ([choice([])], -0.5, 1),
+        ([choice({"text": "Score: 4"})], -9.0, 1),
+        ([choice("Score: 1", "abort"), choice("Score: 4")], 0.8, 2),
+        ([choice("Score: 1", "error", error={"message": "upstream", "code": 502}), choice("Score: 4")], 0.8, 2),
+        ([{"error": {"message": "overloaded"}}, choice("Score: 4")], 0.8, 2),
+        ([{"error": "overloaded", "choices": []}, choice("Score: 4")], 0.8, 2),
+        ([{"error": {"message": "no such model", "code": 404}}, choice("Score: 4")], -9.0, 1),
+        ([choice("Score: 4") | {"error": None}], 0.8, 1),
+    ],
+)
+def test_answers_of_the_protocol(protocol: str, answers: list[Any], score: float, tries: int) -> None:
+    """Only a finished text holds a verdict; an error in an answer of status 200 is retried."""
+    settings = {"judge": judge(protocol, prompt="{answer}"), "max_failure_fraction": 1.0}
+    assert scored(settings, json.dumps(answers))[0] == pytest.approx([score])
+    assert len(Protocol.bodies) == tries
+
+
+def test_a_continued_text_that_was_cut_is_unreadable(protocol: str) -> None:
+    settings = {"judge": judge(protocol, prompt="{answer}", chat=False)}
+    texts = [json.dumps([{"choices": [{"text": "Score: 5", "finish_reason": end}]}]) for end in ("stop", "length")]
+    assert scored(settings, *texts)[0] == [1.0, -0.5]
+
+
+def test_the_first_text_without_a_verdict_is_printed(protocol: str, capsys: pytest.CaptureFixture[str]) -> None:
+    scorer = RewardScorer(RewardSettings.model_validate({"judge": judge(protocol, prompt="{answer}")}), CPU)
+    try:
+        for text in ("Score: 4", "Score: 4, but", "Score: 3, but"):
+            end = "length" if "but" in text else "stop"
+            scorer.score(rollouts(json.dumps([choice(text, end)])))
+    finally:
+        scorer.close()
+    assert capsys.readouterr().err == (
+        "megappo: the first text of the judge 'judge' without a verdict: the judge did not finish its text "
+        "(finish_reason 'length'); raise max_tokens: ...Score: 4, but; each such sample has the score `unreadable` "
+        "and counts in reward/judge/unreadable\n"
+    )
+
+
+def test_sampling_fields_can_be_left_out(protocol: str) -> None:
+    """Newer models of OpenAI refuse `max_tokens` and a `temperature`."""
+    answers = json.dumps([choice("Score: 5")])
+    left_out: dict[str, Any] = {"temperature": None, "max_tokens": None}
+    extra: dict[str, Any] = {"max_completion_tokens": 2048, "reasoning_effort": "low"}
+    cases: list[tuple[dict[str, Any], dict[str, Any]]] = [
+        ({}, {"temperature": 0.0, "max_tokens": 512}),
+        (left_out, {}),
+        (left_out | {"extra_body": extra}, extra),
+    ]
+    for changes, fields in cases:
+        Protocol.bodies.clear()
+        assert scored({"judge": judge(protocol, prompt="{answer}", **changes)}, answers)[0] == [1.0]
+        assert Protocol.bodies == [{"model": "m", "messages": [{"role": "user", "content": answers}], **fields}]
 
 
 def test_a_pattern_that_takes_for_ever_costs_its_own_sample(server: str) -> None:
@@ -242,6 +385,9 @@ GOOD = {"url": "http://judge:1/v1", "model": "m", "prompt": "{answer}", "pattern
         ({"scale": [5, 1]}, r"scale is \[5.0, 1.0\], must rise"),
         ({"temperature": -1}, "temperature"),
         ({"concurrency": 0}, "concurrency"),
+        ({"extra_body": {"max_tokens": 9}}, "extra_body has max_tokens; use the judge's setting of this name"),
+        ({"extra_body": {"n": 2}}, "extra_body has n; one text of a judge is read; remove it"),
+        ({"extra_body": {"top_p": float("nan")}}, "extra_body is no JSON"),
     ],
 )
 def test_judges_that_cannot_be_meant(changes: dict[str, Any], sentence: str) -> None:
@@ -314,3 +460,15 @@ def test_a_dry_run_asks_the_judge(
     said = capsys.readouterr().out
     found = re.search(r"a judge gives the answers (\S+) and empty responses (\S+), in the mean", said)
     assert found and float(found[1]) > 0 and float(found[2]) == -0.5
+
+
+def test_a_dry_run_shows_why_texts_hold_no_verdict(
+    protocol: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    """A judge whose thoughts are cut at max_tokens."""
+    monkeypatch.chdir(ROOT)
+    prompt = json.dumps([choice("{answer} Score: 4 or", "length")])
+    reward = {"judge": judge(protocol, prompt=prompt)}
+    assert main(["train", "configs/quickstart.yaml", "--dry-run", f"reward={json.dumps(reward)}"]) == 0
+    output = capsys.readouterr().out
+    assert "8 texts of a judge on the answers hold no verdict; the first: the judge did not finish its text" in output

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import datetime
 import json
 import os
+import re
 import socket
 import subprocess
 import sys
@@ -12,9 +14,11 @@ import time
 import urllib.request
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from decimal import Decimal
 from http.server import BaseHTTPRequestHandler
 from typing import Any, ClassVar
 
+import numpy as np
 import pytest
 
 from megappo.config import load_config
@@ -65,7 +69,7 @@ REFUSED = {
 
 
 @contextmanager
-def saying(answer: Callable[[str], bytes]) -> Iterator[str]:
+def server_answering(answer: Callable[[str], bytes]) -> Iterator[str]:
     """A server that answers a sample by its response, byte for byte; where that begins with `dripping` it says a letter
     now and then for ever."""
     listening, ended = socket.create_server(("127.0.0.1", 0)), threading.Event()
@@ -112,7 +116,7 @@ def test_an_answer_that_breaks_off_is_asked_for_again() -> None:
         asked.append(response)
         return whole(b'{"score": 1}') if asked.count(response) > 2 else CUT[response]
 
-    with saying(answer) as url:
+    with server_answering(answer) as url:
         assert score(url, *CUT) == [1.0] * len(CUT)
     assert {response: asked.count(response) for response in CUT} == dict.fromkeys(CUT, 3)
 
@@ -127,7 +131,7 @@ def test_a_server_says_when_it_may_be_asked_again() -> None:
             return whole(b'{"score": 1}')
         return f"HTTP/1.1 503 Busy\r\nRetry-After: {response}\r\nContent-Length: 0\r\n\r\n".encode()
 
-    with saying(busy) as url:
+    with server_answering(busy) as url:
         assert score(url, "1") == [1.0] and asked[1] - asked[0] >= 1.0
         (found,) = score(url, "60")
         assert "HTTP 503 Busy, after 1 try" in str(found)
@@ -135,7 +139,7 @@ def test_a_server_says_when_it_may_be_asked_again() -> None:
 
 def test_what_a_server_said_is_told_where_the_last_try_has_no_answer() -> None:
     said = [b"HTTP/1.1 503 Busy\r\nContent-Length: 0\r\n\r\n", b"HTTP/1.1 200 OK\r\nContent-Length: 100000\r\n\r\n"]
-    with saying(lambda _: said.pop(0)) as url:
+    with server_answering(lambda _: said.pop(0)) as url:
         (found,) = score(url, "dripping", deadline_seconds=1.0)
     assert "HTTP 503 Busy, then timed out, after 2 tries" in str(found)
 
@@ -148,7 +152,7 @@ def test_whatever_a_server_says_costs_its_own_sample() -> None:
         return said.get(response, whole(b'{"score": 0.5}'))
 
     everything = ["fine", *said, "fine"]
-    with saying(answer) as url:
+    with server_answering(answer) as url:
         start = time.monotonic()
         found = score(url, *everything, deadline_seconds=1.5)
         assert time.monotonic() - start < 8
@@ -165,13 +169,93 @@ def test_whatever_a_server_says_costs_its_own_sample() -> None:
         assert result.scores.tolist() == [0.5, *[-1.0] * len(said), 0.5]
 
 
-def test_what_cannot_be_sent_costs_its_own_sample() -> None:
+@pytest.mark.parametrize(
+    ("value", "words"),
+    [
+        (datetime.date(2026, 1, 2), "metadata.x is datetime.date(2026, 1, 2) (date), which JSON does not have"),
+        (Decimal("0.5"), "metadata.x is Decimal('0.5') (Decimal)"),
+        ({"y": [1.0, float("nan")]}, "metadata.x.y[1] is nan (float)"),
+        (float("-inf"), "metadata.x is -inf (float)"),
+        (np.int64(3), "metadata.x is np.int64(3) (int64)"),
+        ({(1, 2): 3}, "a key of metadata.x is (1, 2) (tuple)"),
+        (b"a", "metadata.x is b'a' (bytes)"),
+    ],
+    ids=lambda value: type(value).__name__,
+)
+def test_a_value_without_json_names_its_field(value: Any, words: str) -> None:
+    """Only the sample with the value fails."""
+    with server_answering(lambda _: whole(b'{"score": 1}')) as url:
+        good, failed = score(url, "a", "b", metadata=[{}, {"x": value}])
+    assert good == 1.0 and isinstance(failed, Unscored) and words in failed
+
+
+def test_metadata_that_is_nested_too_deeply_costs_its_own_sample() -> None:
     deep: list[Any] = []
     for _ in range(100_000):
         deep = [deep]
-    with saying(lambda _: whole(b'{"score": 1}')) as url:
-        found = score(url, "a", "b", "c", metadata=[{}, {"x": deep}, {"x": object()}])
-    assert found[0] == 1.0 and "RecursionError" in str(found[1]) and "TypeError" in str(found[2])
+    with server_answering(lambda _: whole(b'{"score": 1}')) as url:
+        good, failed = score(url, "a", "b", metadata=[{}, {"x": deep}])
+    assert good == 1.0 and "RecursionError" in str(failed)
+
+
+@pytest.mark.parametrize("status", ["400 Bad Request", "401 Unauthorized", "404 Not Found", "422 Unprocessable"])
+def test_the_reason_of_a_refusal_is_reported(status: str) -> None:
+    """The first 200 characters of the body, on one line, without keys; without the body where there is none."""
+    bodies = {
+        "json": json.dumps({"detail": "field 'answer' is required"}),
+        "long": "x" * 199 + "yz" * 5000,
+        "lines": "model 'm'\n\n  is not served\x1b[31m",
+        "key": "the key sk-abcdefghijklmnop1234567890 is wrong",
+        "none": "",
+    }
+
+    def answer(response: str) -> bytes:
+        head = f"HTTP/1.1 {status}\r\nContent-Length: {len(bodies[response])}\r\n\r\n"
+        return (head + bodies[response]).encode()
+
+    with server_answering(answer) as url:
+        reasons = dict(zip(bodies, map(str, score(url, *bodies)), strict=True))
+    start = f"{url}: HTTP {status}"
+    assert reasons == {
+        "json": f"{start}: {bodies['json']}",
+        "long": f"{start}: {'x' * 197}...",
+        "lines": f"{start}: model 'm' is not served\\x1b[31m",
+        "key": f"{start}: the key (hidden) is wrong",
+        "none": start,
+    }
+
+
+def test_the_last_refusal_before_the_deadline_is_reported() -> None:
+    body = b'{"error": "quota of team a is used up"}'
+    with server_answering(lambda _: b"HTTP/1.1 429 Busy\r\nContent-Length: %d\r\n\r\n" % len(body) + body) as url:
+        (reason,) = score(url, "r", deadline_seconds=0.5)
+    assert re.search(r"HTTP 429 Busy: \{\"error\": \"quota of team a is used up\"\}, after \d tries", str(reason))
+
+
+@pytest.mark.parametrize(
+    ("answer", "requests", "words"),
+    [
+        ({"error": {"message": "overloaded"}}, 2, ""),
+        ({"error": "busy"}, 2, ""),
+        ({"error": {"message": "later", "code": 503}}, 2, ""),
+        ({"object": "error", "message": "later", "code": "server_error"}, 2, ""),
+        ({"error": {"message": "no such model", "code": 404}}, 1, "answered with error 404: no such model"),
+        ({"object": "error", "message": "bad field", "code": 400}, 1, "answered with error 400: bad field"),
+        ({"error": None}, 1, 'answered {"error": null}, must have a number as score'),
+    ],
+)
+def test_an_error_in_an_answer_of_status_200_is_retried(answer: Any, requests: int, words: str) -> None:
+    """Unless the error has a code after which another try cannot succeed."""
+    answers = [json.dumps(answer).encode(), b'{"score": 0.5}']
+    with server_answering(lambda _: whole(answers.pop(0))) as url:
+        (result,) = score(url, "r")
+    assert 2 - len(answers) == requests
+    assert words in str(result) if words else result == 0.5
+
+
+def test_a_score_beside_an_error_counts() -> None:
+    with server_answering(lambda _: whole(b'{"score": 0.0, "error": "does not compile"}')) as url:
+        assert score(url, "r") == [0.0]
 
 
 # Proxies of the environment
@@ -237,7 +321,7 @@ def test_a_server_outside_is_asked_through_the_proxy(monkeypatch: pytest.MonkeyP
         outside = "http://judge.example.invalid/score"
         assert score(outside, "r") == [0.25] and Proxy.asked == [outside]
         with pytest.raises(OSError, match=r"busy through the environment's proxy 127.0.0.1:\d+: HTTP 503"):
-            post("http://judge.example.invalid/busy", {}, headers={}, deadline_seconds=60.0, most_tries=1)
+            post("http://judge.example.invalid/busy", {}, str, headers={}, deadline_seconds=60.0, most_tries=1)
         with pytest.raises(OSError, match="not known"):  # no proxy was asked, which would have answered
             direct.fetch(urllib.request.Request(outside), timeout_seconds=2.0, own=True)
 

@@ -280,6 +280,12 @@ def test_a_reward_server(server: str) -> None:
 def test_what_a_server_says_is_told(server: str) -> None:
     for response, words in (("refuse", "HTTP 403 Forbidden"), ("hang", "timed out")):
         with pytest.raises(OSError, match=words):
-            post(server, {"response": response, "conversation": []}, headers={}, deadline_seconds=0.5)
+            post(
+                server,
+                {"response": response, "conversation": []},
+                lambda answer: answer,
+                headers={},
+                deadline_seconds=0.5,
+            )
     with pytest.raises(OSError, match=r"Connection refused, after [2-5] tries"):
-        post("http://127.0.0.1:9/", {}, headers={}, deadline_seconds=0.8)
+        post("http://127.0.0.1:9/", {}, str, headers={}, deadline_seconds=0.8)
