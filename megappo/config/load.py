@@ -19,7 +19,7 @@ from megappo.config.base import Given
 from megappo.config.chat_template import read_template
 from megappo.config.explain import Key, dotted, explain, find_field, names_in, section_of, unknown_keys
 from megappo.config.schema import Config
-from megappo.config.yaml_core import DEEPEST_NESTING, LONGEST_TEXT_CHARACTERS, dump_yaml, parse_yaml
+from megappo.config.yaml_core import DEEPEST_NESTING, LONGEST_TEXT_CHARACTERS, dump_yaml, parse_value, parse_yaml
 from megappo.errors import ConfigError, secret_settings, shortened, show, writing
 from megappo.observe.json_values import JSONValue
 from megappo.plugins import own_file
@@ -166,7 +166,7 @@ def _parse_override(override: str) -> tuple[Key, JSONValue]:
     for depth in range(1, len(key) + 1):
         field = find_field(key[:depth])
         if field is None:
-            value = parse_yaml(text, shown)
+            value = parse_value(text, shown)
             for part in reversed(key[depth:]):
                 value = {part: value}
             raise ConfigError([f"{shown}: {sentence}" for sentence in unknown_keys(key[:depth], value)])
@@ -174,7 +174,7 @@ def _parse_override(override: str) -> tuple[Key, JSONValue]:
             if depth < len(key) and "dict" not in str(field.annotation):
                 raise ConfigError(f"{shown}: {dotted(key[:depth])} is a value; set it without more keys")
             break
-    return key, parse_yaml(text, shown)
+    return key, parse_value(text, shown)
 
 
 def _with_own_files(value: JSONValue, folder: Path) -> JSONValue:

@@ -132,6 +132,12 @@ class _CoreDumper(yaml.SafeDumper):
         return True
 
 
+_TOKENS_OF_VALUES = (
+    yaml.ScalarToken, yaml.TagToken, yaml.AliasToken, yaml.KeyToken, yaml.ValueToken, yaml.BlockEntryToken,
+    yaml.FlowEntryToken, yaml.FlowSequenceStartToken, yaml.FlowSequenceEndToken, yaml.FlowMappingStartToken,
+    yaml.FlowMappingEndToken,
+)  # fmt: skip
+"""Tokens of YAML that are part of a value; the others are marks of the document, anchors and ends of blocks."""
 _FORMS = {name: re.compile(f"^(?:{pattern})$") for name, pattern, _ in _CORE_SCALARS}
 for _kind in ("null", "bool", "int", "float", "str"):
     _CoreLoader.add_constructor(_TAG + _kind, _CoreLoader.construct_core_scalar)
@@ -166,6 +172,30 @@ def parse_yaml(text: str, where: str) -> Any:
     except (ValueError, OverflowError) as error:  # of an escape or a directive, whose number PyYAML does not check
         place = f"{where}{_place(loader.get_mark() if loader is not None else None)}"
         raise ConfigError(f"{place}: this is not valid YAML: a number that is too large ({error})") from error
+
+
+def parse_value(text: str, where: str) -> Any:
+    """The value of a setting on the command line, by the rules of YAML, in which no part of a line is a comment.
+
+    A line of plain text is one value, whatever it contains: `exp #2`, `&a b`. Raises as `parse_yaml`, and for a comment
+    after a list, a mapping or a quoted text.
+    """
+    line = text.strip()
+    if len(line) > LONGEST_TEXT_CHARACTERS or len(line.splitlines()) != 1:
+        return parse_yaml(text, where)
+    try:
+        tokens = [token for token in yaml.scan(line, Loader=yaml.SafeLoader) if isinstance(token, _TOKENS_OF_VALUES)]
+    except (yaml.YAMLError, ValueError, OverflowError):
+        return parse_yaml(text, where)  # which raises, with the place
+    if all(isinstance(token, yaml.ScalarToken) and token.plain for token in tokens) and len(tokens) < 2:
+        return parse_yaml(text, where) if tokens and tokens[0].value == line else line
+    comment = line[tokens[-1].end_mark.index :].strip()
+    if comment.startswith("#"):
+        raise ConfigError(
+            f"{where}: '{shortened(comment)}' would be a comment of YAML and be lost; remove it, or put quotes around "
+            "the text that it belongs to"
+        )
+    return parse_yaml(text, where)
 
 
 def _place(mark: yaml.Mark | None) -> str:

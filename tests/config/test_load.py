@@ -15,6 +15,7 @@ from megappo.config import Config, ConfigError, load_config, save_config
 from megappo.config.base import Settings
 from megappo.config.explain import all_keys, find_field, likely_keys, names_in, section_of
 from megappo.config.hub import hub_folder
+from megappo.config.load import flat_settings
 from megappo.config.yaml_core import dump_yaml, parse_yaml
 from megappo.errors import divisors
 from megappo.observe.json_values import JSONValue
@@ -255,6 +256,32 @@ def test_overrides(tmp_path: Path) -> None:
     assert without.reference is not None
 
 
+@pytest.mark.parametrize(
+    ("key", "text"),
+    [
+        ("run.name", "exp #2"),
+        ("run.directory", "/data/run #2"),
+        ("model.path", "/models/v1 #final"),
+        ("run.name", "#2"),
+        ("run.name", "5 #2"),
+        ("run.name", "null #a # b"),
+        ("run.name", "a  #"),
+        ("run.name", "&exp 2"),
+        ("run.name", "--- exp"),
+        ("data.system_prompt", "Answer with a number.\u00a0#"),
+    ],
+)
+def test_plain_text_of_an_override_is_kept_as_a_whole(tmp_path: Path, key: str, text: str) -> None:
+    config = load_config(written(tmp_path, {}), [f"{key}={text}"])
+    assert dict(flat_settings(config.model_dump(mode="json")))[key] == text
+
+
+def test_an_override_of_several_lines_may_have_comments(tmp_path: Path) -> None:
+    text = "# of a file\nfunction: exact # the rule\nworkers: 3\n"
+    reward = load_config(written(tmp_path, {}), [f"reward={text}"]).reward
+    assert (reward.function, reward.workers) == ("exact", 3)
+
+
 def test_an_override_of_the_length_replaces_the_other_kind(tmp_path: Path) -> None:
     run = load_config(written(tmp_path, {}), ["run.epochs=2"]).run
     assert (run.steps, run.epochs) == (None, 2)
@@ -276,6 +303,15 @@ def test_an_override_of_the_length_replaces_the_other_kind(tmp_path: Path) -> No
         ("actor.lr=1", ["did you mean actor.optimizer.learning_rate?"]),
         ("run.steps.x=1", ["run.steps is a value"]),
         ("run.steps=[1", ["override 'run.steps=[1'", "not valid YAML"]),
+        ("run.steps=5 # five", ["run.steps is '5 # five', must be a whole number"]),
+        (
+            "rollout.stop_token_ids=[1, 2] # ends",
+            ["'# ends' would be a comment of YAML and be lost; remove it"],
+        ),
+        ("run.name='exp' #2", ["'#2' would be a comment of YAML"]),
+        ("run.name=!!str 5 #2", ["'#2' would be a comment of YAML"]),
+        ("run=name: exp #2", ["'#2' would be a comment of YAML"]),
+        ("run={name: exp #2}", ["'#2}' would be a comment of YAML"]),
         ("run.steps=many", ["run.steps is 'many', must be a whole number"]),
         ("critic.optimizer=3", ["critic.optimizer is 3, must be a section"]),
     ],
