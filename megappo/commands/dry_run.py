@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import shlex
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from dataclasses import replace
+from itertools import chain
 
 from megappo.commands import ranks_option
-from megappo.config import Config, ConfigError, Derived, describe, print_rows
+from megappo.config import Config, ConfigError, derive, describe, print_rows
 from megappo.doctor.findings import Finding, fine, until_refused
 from megappo.doctor.inputs import method_findings, origin_findings, prompt_findings, scored_findings
 from megappo.doctor.machine import disk
@@ -19,6 +21,7 @@ from megappo.plan.inputs import Models
 from megappo.plan.machine_file import find_machine
 from megappo.plan.machines import Machine
 from megappo.plan.planner import default_machine, make_plan
+from megappo.preflight.inputs import RunInputs, read_inputs
 from megappo.preflight.resolved import outline_run
 
 
@@ -40,11 +43,20 @@ def dry_run(
     outline = outline_run(config, config_path, world_size=gpus, on_cuda=on_cuda)
     config, models, derived = outline.config, outline.models, outline.derived
     ranks = derived.world_size
+    inputs, refusals = _read_inputs(config)
+    if inputs is not None:
+        with suppress(ConfigError):  # `prompt_findings` reports the error
+            derived = derive(config, ranks, models.actor, models.critic, models.reference, prompts=len(inputs.training))
     print_rows(describe(config, derived))
-    plan = _plan(config, models, ranks, machine) if machine_name else _plan_unnamed(given, models, ranks, machine)
+    if machine_name is None:
+        machine, fits = _fits_unnamed(given, models, ranks, machine)
+        plan = chain(fits, _spent(given, models, ranks, machine))
+    else:
+        fits = [fit_finding(config, models, machine, ranks, f"{ranks} x {machine.summary}")]
+        plan = chain(fits, _spent(config, models, ranks, machine) if fits[0].state == "fine" else ())
     broken: list[str] = []
     for check, findings in {
-        "data": prompt_findings(config, models, ranks),
+        "data": refusals if inputs is None else prompt_findings(config, models, ranks, inputs),
         "reward": scored_findings(config),
         "algorithm": method_findings(config),
         "weights": weight_findings(config),
@@ -59,8 +71,20 @@ def dry_run(
                 print(finding.line(), flush=True)
     if broken:
         raise ConfigError(dict.fromkeys(broken))
-    print(f"would run: {_command(config_path, overrides, derived)}")
+    print(f"would run: {_command(config_path, overrides, ranks, machine)}")
     print("dry run: nothing was trained and nothing is left on the disk")
+
+
+def _read_inputs(config: Config) -> tuple[RunInputs | None, list[Finding]]:
+    """The data of a run, or None and findings on why they cannot be read."""
+    inputs: list[RunInputs] = []
+
+    def reading() -> Iterator[Finding]:
+        inputs.append(read_inputs(config, validation=True))
+        yield from ()
+
+    refusals = list(until_refused("data", reading()))
+    return (inputs[0] if inputs else None), refusals
 
 
 def _of_machine(config: Config) -> Iterator[Finding]:
@@ -69,33 +93,22 @@ def _of_machine(config: Config) -> Iterator[Finding]:
     yield from disk(config.run.path)
 
 
-def _plan(config: Config, models: Models, ranks: int, machine: Machine) -> Iterator[Finding]:
-    """Memory and time on a machine that was named, on which the run must fit."""
-    fit = fit_finding(config, models, machine, ranks, f"{ranks} x {machine.summary}")
-    yield fit
-    if fit.state == "fine":
-        yield from _spent(config, models, ranks, machine)
-
-
-def _plan_unnamed(config: Config, models: Models, ranks: int, here: Machine) -> Iterator[Finding]:
-    """Memory and time on this machine; a run that does not fit here is planned for GPUs of the table too, and not
-    refused."""
-    machine, instead = here, ""
+def _fits_unnamed(config: Config, models: Models, ranks: int, here: Machine) -> tuple[Machine, list[Finding]]:
+    """The machine on which the run is planned, and whether the run fits there: this machine, or where the run does not
+    fit here, which is no error, one of the table."""
+    findings, instead = list[Finding](), ""
     if here.is_cuda or config.runtime.device != "cuda":
         of_ranks = "1 rank" if ranks == 1 else f"{ranks} ranks"
         where = f"{ranks} x {here.summary}" if here.is_cuda else f"{of_ranks} on {here.summary}"
         fit = fit_finding(config, models, here, ranks, where)
         if fit.state == "fine":
-            yield fit
-            yield from _spent(config, models, ranks, here)
-            return
-        yield replace(fit, state="slow")
+            return here, [fit]
+        findings.append(replace(fit, state="slow"))
         instead = " instead"
     machine = default_machine(config)
     fit = fit_finding(config, models, machine, ranks, f"{ranks} x {machine.summary}{instead}")
-    yield fit if fit.state == "fine" else replace(fit, state="slow")
-    yield from _spent(config, models, ranks, machine)
-    yield fine("plan", "another machine is named with --machine")
+    findings.append(fit if fit.state == "fine" else replace(fit, state="slow"))
+    return machine, [*findings, fine("plan", "another machine is named with --machine")]
 
 
 def _spent(config: Config, models: Models, ranks: int, machine: Machine) -> Iterator[Finding]:
@@ -104,6 +117,7 @@ def _spent(config: Config, models: Models, ranks: int, machine: Machine) -> Iter
     yield fine("plan", other_engine(config, models, machine, ranks).sentence)
 
 
-def _command(config_path: str, overrides: Sequence[str], derived: Derived) -> str:
-    words = shlex.join(["-m", "megappo", "train", config_path, *overrides])
-    return f"torchrun --nproc-per-node {derived.world_size} {words}, or as many ranks over several machines"
+def _command(config_path: str, overrides: Sequence[str], ranks: int, machine: Machine) -> str:
+    words, options = shlex.join(["-m", "megappo", "train", config_path, *overrides]), machine.torchrun_options(ranks)
+    each = ", on each machine; HOST is the first" if "HOST" in options else ""
+    return f"torchrun {options} {words}{each}"

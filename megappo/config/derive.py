@@ -223,7 +223,7 @@ def _notes(config: Config, roles: list[RoleSpec], world_size: int) -> Iterator[s
 
 def describe(config: Config, derived: Derived) -> list[tuple[str, str]]:
     """The run in a few rows of (name, what it is), for the start of the log."""
-    rollout, run = config.rollout, config.run
+    rollout, run, has_steps = config.rollout, config.run, derived.known_steps is not None
     rows = [
         ("run", f"{run.name}: {_length_words(config, derived)}, seed {run.seed}, in {run.path}"),
         *([("settings", ", then ".join(run.files))] if len(run.files) > 1 else []),
@@ -236,10 +236,10 @@ def describe(config: Config, derived: Derived) -> list[tuple[str, str]]:
         ),
         ("rollout", f"{_engine_words(config)}, temperature {rollout.temperature:g}"),
         *_episode_rows(config),
-        *_role_rows("actor", config, derived.actor),
+        *_role_rows("actor", config, derived.actor, has_steps=has_steps),
     ]
     if derived.critic is not None:
-        rows += _role_rows("critic", config, derived.critic)
+        rows += _role_rows("critic", config, derived.critic, has_steps=has_steps)
     rows.append(("algorithm", _algorithm_words(config)))
     if config.evaluation is not None:
         evaluated = "; ".join(words for _, words in _evaluated_rows(config))
@@ -333,8 +333,8 @@ def print_rows(rows: Iterable[tuple[str, str]], console: Console | None = None) 
     (console or Console()).print(table)
 
 
-def _role_rows(name: str, config: Config, numbers: RoleNumbers) -> list[tuple[str, str]]:
-    """A role's layout and its updates."""
+def _role_rows(name: str, config: Config, numbers: RoleNumbers, *, has_steps: bool) -> list[tuple[str, str]]:
+    """A role's layout and its updates. `has_steps`: whether the run's number of steps is known."""
     settings, grid = config.trained[name], numbers.grid
     layout = f"ranks {format_ranks(grid.ranks)}: TP {grid.tp} x PP {grid.pp} x DP {grid.dp}"
     further = {"CP": grid.cp, "EP": grid.ep, "VPP": numbers.vpp}
@@ -349,9 +349,13 @@ def _role_rows(name: str, config: Config, numbers: RoleNumbers) -> list[tuple[st
     sizes = " or ".join(map(str, sorted(set(settings.minibatch_sizes(config.rollout.batch_sequences)))))
     updates = (
         f"{settings.epochs} epochs x {numbers.minibatches_per_step} minibatches of {sizes} = "
-        f"{numbers.updates_per_step} per step, {numbers.total_updates} in all; learning rate "
-        f"{optimizer.learning_rate:g} {optimizer.schedule}, warm-up {optimizer.warmup(numbers.total_updates)}"
+        f"{numbers.updates_per_step} per step{f', {numbers.total_updates} in all' if has_steps else ''}; learning rate "
+        f"{optimizer.learning_rate:g} {optimizer.schedule}, warm-up "
     )
+    if has_steps or optimizer.warmup_updates:
+        updates += str(optimizer.warmup(numbers.total_updates))
+    else:
+        updates += f"{optimizer.warmup_ratio:g} of all updates"
     return [
         (name, f"{layout}, vocabulary padded to {numbers.padded_vocab_size}"),
         (f"{name} updates", updates),

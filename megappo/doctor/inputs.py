@@ -28,7 +28,7 @@ from megappo.plugins import is_import_path
 from megappo.ppo.components import check_answers
 from megappo.ppo.methods import check_methods
 from megappo.ppo.origins import open_start
-from megappo.preflight.inputs import read_inputs
+from megappo.preflight.inputs import RunInputs
 from megappo.rewards.registry import OF_ENVIRONMENT, check_reward
 from megappo.rewards.workers import RewardPool, RewardRequest
 
@@ -38,9 +38,8 @@ _ANSWER_FORMS = ("{}", "#### {}", "\\boxed{{{}}}", "<answer>{}</answer>")
 _SHOWN_CHARACTERS = 200
 
 
-def prompt_findings(config: Config, models: Models, ranks: int) -> Iterator[Finding]:
+def prompt_findings(config: Config, models: Models, ranks: int, inputs: RunInputs) -> Iterator[Finding]:
     """Tokenizer, stop tokens, environment, and prompts of training and validation."""
-    inputs = read_inputs(config, validation=True)
     tokenizer, rows, stops = inputs.tokens.tokenizer, inputs.tokens.rows, inputs.tokens.stop_token_ids
     yield fine("tokenizer", f"{type(tokenizer).__name__}, {len(tokenizer)} tokens")
     for note in thinking_notes(config, str(tokenizer.chat_template or "")):

@@ -85,6 +85,15 @@ class Machine:
         """Whether all ranks from the first to the last are in one node."""
         return self.shared_by_ranks or first_rank // self.devices_per_node == last_rank // self.devices_per_node
 
+    def torchrun_options(self, ranks: int) -> str:
+        """Options with which torchrun starts so many ranks: on one machine, or evenly on several, none of which has
+        more ranks than devices. `HOST` stands for the first of several machines."""
+        fewest = 1 if self.shared_by_ranks else -(-ranks // self.devices_per_node)
+        nodes = next(count for count in range(fewest, ranks + 1) if ranks % count == 0)
+        if nodes == 1:
+            return f"--nproc-per-node {ranks}"
+        return f"--nnodes {nodes} --nproc-per-node {ranks // nodes} --rdzv-backend c10d --rdzv-endpoint HOST:29500"
+
     @property
     def usable_bytes(self) -> float:
         """Memory that a plan may fill."""

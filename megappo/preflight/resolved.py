@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Literal
 
 from megappo.config import Config, ConfigError, Derived, check_run, derive, derive_run, resolve
 from megappo.config.roles import LayoutSettings
-from megappo.plan.planner import fewest_ranks, models_beside, read_models
+from megappo.plan.planner import default_machine, fewest_ranks, models_beside, read_models
 from megappo.runtime.launchers import read_world_size
 
 if TYPE_CHECKING:
@@ -122,8 +122,8 @@ def _derived(command: str, config: Config, world_size: int) -> Derived:
         raise ConfigError(
             [
                 *error.problems,
-                f"this is 1 process, and the layouts stand on {fewest}; start under torchrun with {fewest}: "
-                f"torchrun --nproc-per-node {fewest} -m megappo {command} ...",
+                f"this is 1 process, and the layouts stand on {fewest}; start under torchrun with {fewest}: torchrun "
+                f"{default_machine(config).torchrun_options(fewest)} -m megappo {command} ...",
             ]
         ) from None
 

@@ -1,0 +1,63 @@
+"""The table and the command that `megappo train --dry-run` prints."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+
+from megappo.cli import main
+from megappo.plan.machines import MACHINES
+from tests.support.places import ROOT
+
+pytestmark = pytest.mark.waits
+
+
+@pytest.fixture(autouse=True)
+def repository(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(ROOT)
+
+
+def dry_run(capsys: pytest.CaptureFixture[str], *words: str) -> str:
+    assert main(["train", "configs/quickstart.yaml", "--dry-run", *words]) == 0
+    return " ".join(re.sub("[│┃]", " ", capsys.readouterr().out).split())
+
+
+@pytest.mark.parametrize(("epochs", "steps"), [(2, 1), (8, 4), (0.5, 1)])
+def test_updates_of_epochs_are_counted(capsys: pytest.CaptureFixture[str], epochs: float, steps: int) -> None:
+    """25 prompts, 50 of which are in a step; 4 updates of each role in a step."""
+    overrides = ["run.steps=null", f"run.epochs={epochs}", "actor.optimizer.warmup_ratio=0.5"]
+    output = dry_run(capsys, *overrides, "actor.optimizer.warmup_updates=0")
+    assert f"{epochs:g} epochs of 25 prompts = {steps} steps" in output.replace("epoch of", "epochs of")
+    assert output.count(f"= 4 per step, {4 * steps} in all") == 2
+    assert f"0.001 linear, warm-up {2 * steps}" in output
+
+
+@pytest.mark.parametrize(
+    ("options", "launch"),
+    [
+        (["--machine", "h100", "--gpus", "2"], "--nproc-per-node 2 -m"),
+        (["--machine", "h100", "--gpus", "8"], "--nproc-per-node 8 -m"),
+        (
+            ["--machine", "h100", "--gpus", "16"],
+            "--nnodes 2 --nproc-per-node 8 --rdzv-backend c10d --rdzv-endpoint HOST:29500 -m",
+        ),
+        (["--machine", "cpu", "--gpus", "16"], "--nproc-per-node 16 -m"),
+    ],
+)
+def test_the_command_has_no_more_processes_than_devices(
+    capsys: pytest.CaptureFixture[str], options: list[str], launch: str
+) -> None:
+    output = dry_run(capsys, *options, "model.accelerations=torch")
+    assert f"would run: torchrun {launch} megappo train configs/quickstart.yaml" in output
+    assert ("on each machine; HOST is the first" in output) == ("--nnodes" in launch)
+
+
+@pytest.mark.parametrize(
+    ("ranks", "nodes"), [(1, 1), (7, 1), (8, 1), (9, 3), (12, 2), (16, 2), (20, 4), (24, 3), (13, 13), (4096, 512)]
+)
+def test_ranks_are_spread_evenly_over_machines(ranks: int, nodes: int) -> None:
+    options = MACHINES["h100"].torchrun_options(ranks)
+    per_node = ranks // nodes
+    assert f"--nproc-per-node {per_node}" in options and per_node <= 8
+    assert ("--nnodes" in options) == (nodes > 1) and (nodes == 1 or f"--nnodes {nodes} " in options)
