@@ -1,4 +1,5 @@
-"""Matrix products around the output layer, with float32 sums wherever torch provides them.
+"""Matrix products around the output layer, with float32 sums wherever torch provides them, and the widths that torch's
+grouped product of experts takes.
 
 Shape legend: C rows of a block, H hidden size, W columns (vocabulary rows) of a slice.
 """
@@ -18,6 +19,16 @@ of a larger batch."""
 _WIDENED = 4096
 _ROUNDED = 1024
 """Rows of a product that stay in a CPU's caches until they are added."""
+
+
+# What torch's `grouped_mm` accepts in forward and backward: these types, and rows of whole 16 bytes.
+_GROUPED_TYPES = (torch.bfloat16, torch.float32)
+_GROUPED_ROW_BYTES = 16
+
+
+def takes_grouped(dtype: torch.dtype, *widths: int) -> bool:
+    """Whether torch's grouped product, forward and backward, takes matrices whose rows have these widths."""
+    return dtype in _GROUPED_TYPES and all(width * dtype.itemsize % _GROUPED_ROW_BYTES == 0 for width in widths)
 
 
 class LogitsGemm:

@@ -18,6 +18,7 @@ from megappo.errors import ConfigError, either, reason, show
 from megappo.families import FAMILIES, architecture
 from megappo.families.architecture import ArchitectureConfig
 from megappo.families.declaration import Family
+from megappo.families.rope import check_rope_numbers
 from megappo.observe.json_values import JSONValue
 from megappo.observe.plain_files import check_folder
 from megappo.plugins import load
@@ -51,7 +52,8 @@ def read_architecture(
     if not folder.is_dir():
         _refuse_no_model(str(path), key)
         folder = hub_folder(str(path), key=key)
-    model_type = read_config_json(folder, key=key).get("model_type")
+    content = read_config_json(folder, key=key)
+    model_type = content.get("model_type")
     if not isinstance(model_type, str | None):
         raise ConfigError(f"{key}: model_type in {folder / 'config.json'} is {show(model_type)}, must be text; fix it")
     is_inner = bool(model_type) and any(family.within == model_type for family in families.values())
@@ -61,7 +63,7 @@ def read_architecture(
         if text in families:
             remedy = f"save its language model, a {text}, with transformers' AutoModelForCausalLM, and use that"
         raise ConfigError(f"{key} '{folder}': {wrong}; {remedy}")
-    hf_config = _hf_config(folder, trust_remote_code, key)
+    hf_config = _hf_config(folder, content, trust_remote_code, key)
     try:
         return architecture(hf_config.text_config if is_inner else hf_config, families)
     except ValueError as error:
@@ -91,10 +93,11 @@ def read_config_json(folder: Path, *, key: str = "model.path") -> dict[str, Any]
         raise ConfigError(f"{key}: {error}") from None
 
 
-def _hf_config(folder: Path, trust_remote_code: bool, key: str) -> PretrainedConfig:
+def _hf_config(folder: Path, content: Mapping[str, Any], trust_remote_code: bool, key: str) -> PretrainedConfig:
     from transformers import AutoConfig
 
     try:
+        check_rope_numbers(content)
         if trust_remote_code:  # code in other files of the folder takes part, so the result is not cached
             hf_config: PretrainedConfig = AutoConfig.from_pretrained(folder, trust_remote_code=True)
             return hf_config

@@ -37,6 +37,7 @@ from megappo.runtime.interrupts import NeverStop, Stop
 from megappo.runtime.process import Runtime
 from megappo.runtime.resting import Movable
 from megappo.types import RoutingShape
+from megappo_kernels.gemm import takes_grouped
 
 
 class _AskedToStop(Exception):
@@ -182,8 +183,10 @@ class TransformersEngine:
         self._arch, self._weights = arch, Movable() if sleeps else None
         # torch's attention has neither sinks nor caps of scores, and transformers would silently leave a cap out.
         attention = "eager" if arch.extensions.attends_by_products else "sdpa"
+        grouped = not arch.experts or takes_grouped(dtype, arch.hidden_size, arch.ffn_hidden_size)
+        experts = {} if grouped else {"experts_implementation": "eager"}  # transformers does not check the widths
         self._model: PreTrainedModel = AutoModelForCausalLM.from_config(
-            arch.hf_config, dtype=dtype, attn_implementation=attention, trust_remote_code=trust_remote_code
+            arch.hf_config, dtype=dtype, attn_implementation=attention, trust_remote_code=trust_remote_code, **experts
         )
         self._model.to(device).eval().requires_grad_(False)
         # Every call gives all its settings; the folder's defaults (top_k, penalties) must not interfere.

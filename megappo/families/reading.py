@@ -6,6 +6,7 @@ ValueError: otherwise another model would silently be trained.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
@@ -13,6 +14,10 @@ from megappo.families.fields import Fields, HFConfig
 
 _SILU = ("silu", "swish")
 _ROPE_TYPES = ("default", "linear", "llama3", "yarn")
+_POSITIVE = (
+    "hidden_size", "num_hidden_layers", "num_attention_heads", "head_dim", "intermediate_size", "moe_intermediate_size",
+    "vocab_size", "max_position_embeddings", "rms_norm_eps", "initializer_range",
+)  # fmt: skip
 _LAYER_TYPES = ("full_attention", "sliding_attention")
 
 
@@ -53,6 +58,7 @@ def sizes(c: HFConfig) -> Fields:
         raise ValueError("per_layer_config is not supported; use a model whose layers are alike")
     if not getattr(c, "is_causal", True):
         raise ValueError("is_causal: false lets tokens see those after them; use a model that generates from the left")
+    _check_positive(c)
     heads, kv_heads = c.num_attention_heads, c.num_key_value_heads
     if kv_heads < 1 or heads % kv_heads:
         raise ValueError(
@@ -73,6 +79,14 @@ def sizes(c: HFConfig) -> Fields:
         "initializer_range": c.initializer_range,
         "stored_blocks": _stored_blocks(c),
     }
+
+
+def _check_positive(c: HFConfig) -> None:
+    """Raise ValueError for sizes and scales that are not above 0, which transformers accepts; it checks their types."""
+    for name in _POSITIVE:
+        value = getattr(c, name, None)
+        if value is not None and not 0 < value < math.inf:
+            raise ValueError(f"{name} is {value}, must be above 0; fix config.json")
 
 
 def silu_mlp(c: HFConfig) -> Fields:

@@ -1,16 +1,44 @@
-"""Rotary positions (rope): which variants of config.json are built, and which are refused."""
+"""Rotary positions (rope): the frequencies of each type, and checks of the numbers in config.json."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from megappo.errors import show
 from megappo.families.served import yarn_scale
 
 if TYPE_CHECKING:  # plans read factors without importing torch
     from torch import Tensor
 
     from megappo.families.architecture import ArchitectureConfig
+
+
+_YARN_OPTIONAL = ("attention_factor", "beta_fast", "beta_slow", "mscale", "mscale_all_dim")
+_PLAIN = ("rope_theta", "partial_rotary_factor")
+_NUMBERS = {
+    "default": _PLAIN,
+    "proportional": (*_PLAIN, "factor"),
+    "linear": (*_PLAIN, "factor"),
+    "llama3": (*_PLAIN, "factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"),
+    "yarn": (*_PLAIN, "factor", "original_max_position_embeddings", *_YARN_OPTIONAL),
+}
+"""Numbers that transformers reads for each rope type (`modeling_rope_utils`); it refuses ropes without the necessary
+ones."""
+_TOP_LEVEL = (*_PLAIN, "rope_local_base_freq", "original_max_position_embeddings")
+"""Numbers of ropes that stand outside of them, in files of earlier versions of transformers."""
+_NULLABLE = {"yarn": ("factor", *_YARN_OPTIONAL)}
+"""Numbers in whose place null stands for a default."""
+_LEAST = {
+    "rope_theta": (1.0, "a number above 1"),
+    "rope_local_base_freq": (1.0, "a number above 1"),
+    "mscale": (0.0, "a number from 0"),
+    "mscale_all_dim": (0.0, "a number from 0"),
+}
+"""Lower limits, 0 for the other numbers, and their words."""
+_ZEROS = ("mscale", "mscale_all_dim", "beta_fast", "beta_slow")
+"""Numbers in whose place 0, too, stands for a default."""
 
 
 class Rope(NamedTuple):
@@ -20,6 +48,44 @@ class Rope(NamedTuple):
     """(rotated channels/2,), float32, in radians per position."""
     scale: float
     """Factor on cosine and sine (YaRN's temperature). It scales the rotated channels only."""
+
+
+def check_rope_numbers(content: Mapping[str, Any]) -> None:
+    """Check the ropes of a config.json, those of a model inside another one (`text_config`) included.
+
+    Raises ValueError for numbers that are not numbers, or are out of range, which would end in NaN. Entries that the
+    rope's type does not read are not checked.
+    """
+    inner = content.get("text_config")
+    if isinstance(inner, Mapping):
+        check_rope_numbers(inner)
+    for name in _TOP_LEVEL:
+        if content.get(name) is not None:  # with null, transformers has a default
+            _check_number(name, content[name], "of config.json", "in any rope")
+    for field in ("rope_parameters", "rope_scaling"):
+        ropes = content.get(field)
+        if isinstance(ropes, Mapping):
+            for rope in (ropes, *ropes.values()):
+                if isinstance(rope, Mapping):
+                    _check_rope(rope, field)
+
+
+def _check_rope(rope: Mapping[str, Any], field: str) -> None:
+    kind = rope.get("rope_type", rope.get("type"))
+    names = _NUMBERS.get(kind, ()) if isinstance(kind, str) else ()
+    for name in names:
+        if name in rope and not (rope[name] is None and name in _NULLABLE.get(kind, ())):
+            _check_number(name, rope[name], f"of {field}", f"for rope type '{kind}'")
+    low, high = rope.get("low_freq_factor"), rope.get("high_freq_factor")
+    if "low_freq_factor" in names and low is not None and high is not None and high <= low:
+        raise ValueError(f"high_freq_factor {high} of {field} must be above low_freq_factor {low}; fix config.json")
+
+
+def _check_number(name: str, value: Any, place: str, reader: str) -> None:
+    is_number = isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+    least, words = _LEAST.get(name, (0.0, "a number above 0"))
+    if not is_number or value < least or (value == least and name not in _ZEROS):
+        raise ValueError(f"{name} {place} is {show(value)}, must be {words} {reader}; fix config.json")
 
 
 def rotary(arch: ArchitectureConfig) -> tuple[Rope, ...]:

@@ -22,19 +22,11 @@ from megappo.megatron.parallel import new_weight
 from megappo.megatron.swiglu import SwiGLU, is_swiglu, mlp_submodules, submodules
 from megappo_kernels.autograd import Context
 from megappo_kernels.clamped import ClampedSwiGLU
+from megappo_kernels.gemm import takes_grouped
 from megappo_kernels.layers import swiglu
 
 if TYPE_CHECKING:
     from megappo.megatron.lora import ExpertAdapter
-
-# What torch's `grouped_mm` accepts in forward and backward: these types, and rows of whole 16 bytes.
-_GROUPED_TYPES = (torch.bfloat16, torch.float32)
-_GROUPED_ROW_BYTES = 16
-
-
-def takes_grouped(dtype: torch.dtype, *widths: int) -> bool:
-    """Whether torch's grouped product, forward and backward, takes matrices whose rows have these widths."""
-    return dtype in _GROUPED_TYPES and all(width * dtype.itemsize % _GROUPED_ROW_BYTES == 0 for width in widths)
 
 
 def expert_products(rows_RI: Tensor, weight_LOI: Tensor, counts_L: Tensor) -> Tensor:

@@ -43,10 +43,17 @@ def model(folder: Path):  # type: ignore[no-untyped-def]
     return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
 
 
-def make_engine(folder: Path, batch: int = 8, stop: Stop | None = None, *, sleeps: bool = False) -> TransformersEngine:
+def make_engine(
+    folder: Path,
+    batch: int = 8,
+    stop: Stop | None = None,
+    *,
+    sleeps: bool = False,
+    dtype: torch.dtype = torch.float32,
+) -> TransformersEngine:
     return TransformersEngine(
         read_architecture(folder),
-        dtype=torch.float32,
+        dtype=dtype,
         device=torch.device("cpu"),
         generate_batch_sequences=batch,
         sleeps=sleeps,
@@ -277,6 +284,25 @@ def test_the_engine_says_which_experts_computed_each_token(tmp_path: Path, famil
         chosen = torch.stack([of_layer.topk(2).indices[:-1] for of_layer in scores], dim=1)
         assert answer.routing is not None and answer.routing.dtype == torch.uint8
         assert torch.equal(answer.routing.long().sort(-1).values, chosen.sort(-1).values)
+
+
+@pytest.mark.parametrize("family", ["gpt_oss", "mixtral", "qwen3_moe", "glm4_moe", "qwen3_next"])
+def test_experts_of_any_width_are_computed_in_bfloat16(tmp_path: Path, family: str) -> None:
+    """Rows of 20 numbers are 40 bytes, which torch's grouped product does not take. The log-probabilities are those of
+    transformers, which computes the experts one by one."""
+    width = "intermediate_size" if family in ("gpt_oss", "mixtral") else "moe_intermediate_size"
+    folder = write_model(tmp_path / "model", family, 5, **{width: 20})
+    settings: Any = {"dtype": torch.bfloat16, "experts_implementation": "eager", "attn_implementation": "eager"}
+    model = AutoModelForCausalLM.from_pretrained(folder, **settings)
+    engine = make_engine(folder, batch=1, dtype=torch.bfloat16)
+    with torch.no_grad():
+        engine.update_weights(stored_parameters(model), 1)
+    (answer,) = engine.generate(requests()[:1], PARAMS)
+    tokens = torch.tensor([requests()[0].token_ids + answer.token_ids])
+    with torch.no_grad():
+        logits = model(tokens).logits[0, len(requests()[0].token_ids) - 1 : -1].float() / PARAMS.temperature
+    expected = logits.log_softmax(-1).gather(1, torch.tensor(answer.token_ids)[:, None])[:, 0]
+    torch.testing.assert_close(torch.tensor(answer.logprobs), expected, rtol=0, atol=0.05)
 
 
 def test_an_engine_that_does_not_say_is_refused_where_it_must(tmp_path: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import json
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +11,7 @@ import pytest
 import torch
 from transformers import AutoConfig, AutoModel
 
+from megappo.config.model_files import read_architecture
 from megappo.families import FAMILIES, architecture
 from megappo.families.rope import rope_kinds, rotary, rotary_scales
 from megappo.megatron.rotary import PackedRotary
@@ -82,3 +84,94 @@ def test_ropes_are_those_of_transformers_or_refused(tmp_path: Path, family: str)
     assert "default" in compared
     assert {"dynamic", "longrope"} <= refused
     assert family in OWN_ROPES or compared == set(TYPES) - {"dynamic", "longrope"}
+
+
+NUMBERS = {
+    "default": ("rope_theta", "partial_rotary_factor"),
+    "linear": ("rope_theta", "factor"),
+    "llama3": tuple(TYPES["llama3"]),
+    "yarn": ("rope_theta", *TYPES["yarn"], "attention_factor", "beta_fast", "beta_slow", "mscale", "mscale_all_dim"),
+}
+"""Numbers that transformers reads for each rope type."""
+BAD_VALUES: tuple[Any, ...] = ("4", None, 0, -4.0, True, [4.0], float("nan"), float("inf"))
+DEFAULTS = {("yarn", name): (None,) for name in ("factor", "attention_factor")} | {
+    ("yarn", name): (None, 0) for name in ("beta_fast", "beta_slow", "mscale", "mscale_all_dim")
+}
+"""Values of these numbers for which transformers has a default."""
+
+
+def read_rope(folder: Path, rope: dict[str, Any]) -> Any:
+    """The architecture of a folder with another rope in its config.json."""
+    path = folder / "config.json"
+    stored = json.loads(path.read_text())
+    path.write_text(json.dumps(stored | {"rope_parameters": rope}))
+    return read_architecture(folder)
+
+
+@pytest.mark.parametrize("rope_type", NUMBERS)
+def test_a_number_of_a_rope_is_a_number_in_its_range(tmp_path: Path, rope_type: str) -> None:
+    """Text, null, zero, negative and infinite numbers name their field; values with a default are finite."""
+    folder = write_model(tmp_path / "model", "qwen3", 1)
+    good = {"rope_type": rope_type, "rope_theta": 500.0, **TYPES[rope_type]}
+    read_rope(folder, good)
+    for name, value in itertools.product(NUMBERS[rope_type], BAD_VALUES):
+        rope = {**good, name: value}
+        if value in DEFAULTS.get((rope_type, name), ()) and not isinstance(value, bool):
+            (of_all,) = rotary(read_rope(folder, rope))
+            assert of_all.inverse_frequencies.isfinite().all() and of_all.scale > 0, (name, value)
+        else:
+            with pytest.raises(ValueError, match=f"{name} of rope_parameters is .*, must be a number .*; fix config"):
+                read_rope(folder, rope)
+
+
+@pytest.mark.parametrize("value", ["10000", 0, -1.0, True])
+def test_a_base_outside_of_the_rope_is_checked(tmp_path: Path, value: Any) -> None:
+    """Files of earlier versions of transformers have `rope_theta` beside `rope_scaling`."""
+    path = write_model(tmp_path / "model", "qwen3", 1) / "config.json"
+    stored = json.loads(path.read_text())
+    del stored["rope_parameters"]
+    path.write_text(json.dumps(stored | {"rope_theta": 5e5}))
+    assert read_architecture(path.parent).hf_config.rope_parameters["rope_theta"] == 5e5
+    path.write_text(json.dumps(stored | {"rope_theta": value}))
+    with pytest.raises(ValueError, match=r"rope_theta of config.json is .*, must be a number above 1 in any rope"):
+        read_architecture(path.parent)
+    path.write_text(json.dumps(stored | {"rope_scaling": {"type": "linear", "factor": value}}))
+    with pytest.raises(ValueError, match=r"factor of rope_scaling is .*, must be a number above 0 for rope type 'lin"):
+        read_architecture(path.parent)
+
+
+def test_the_frequencies_of_llama3_must_rise(tmp_path: Path) -> None:
+    rope = {"rope_type": "llama3", "rope_theta": 500.0, **TYPES["llama3"], "high_freq_factor": 1.0}
+    with pytest.raises(ValueError, match=r"high_freq_factor 1.0 of rope_parameters must be above low_freq_factor 1.0"):
+        read_rope(write_model(tmp_path / "model", "qwen3", 1), rope)
+
+
+@pytest.mark.parametrize("family", ["gemma3_text", "gemma4_text"])
+def test_the_rope_of_each_kind_of_layer_is_checked(tmp_path: Path, family: str) -> None:
+    folder = write_model(tmp_path / "model", family, 1)
+    ropes = json.loads((folder / "config.json").read_text())["rope_parameters"]
+    for kind in ropes:
+        changed = {**ropes, kind: {**ropes[kind], "rope_theta": -1.0}}
+        with pytest.raises(ValueError, match=r"rope_theta of rope_parameters is -1.0, must be a number above 1"):
+            read_rope(folder, changed)
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("hidden_size", 0),
+        ("num_attention_heads", -4),
+        ("head_dim", 0),
+        ("intermediate_size", -1),
+        ("vocab_size", 0),
+        ("max_position_embeddings", 0),
+        ("rms_norm_eps", -1e-6),
+        ("initializer_range", -0.02),
+    ],
+)
+def test_sizes_are_above_zero(tmp_path: Path, name: str, value: float) -> None:
+    folder = write_model(tmp_path / "model", "qwen3", 1)
+    path = folder / "config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {name: value}))
+    with pytest.raises(ValueError, match=f"{name} is {value}, must be above 0; fix config.json"):
+        read_architecture(folder)

@@ -16,9 +16,10 @@ from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTens
 from torch.nn.functional import grouped_mm, silu
 
 from megappo.megatron import experts
-from megappo.megatron.experts import GroupedExperts, expert_products, takes_grouped
+from megappo.megatron.experts import GroupedExperts, expert_products
 from megappo.megatron.routing import TokenDispatcher, by_own_expert
 from megappo_kernels.clamped import ClampedSwiGLU
+from megappo_kernels.gemm import takes_grouped
 
 RAGGED = [3, 0, 7, 1, 0, 12]
 BOUNDS = {torch.float32: 1e-6, torch.bfloat16: 1e-2, torch.float64: 1e-12}
