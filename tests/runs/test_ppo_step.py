@@ -201,6 +201,18 @@ GEMMA = {
     "pp2-gemma3_text": TWO_PROCESSES["pp2"],
     "tp2-gemma4_text": TWO_PROCESSES["tp2"],
 }
+# Estimators without a critic, which compare the samples of a prompt, or take their returns as they are.
+GROUP = 4
+WITHOUT_CRITIC = {
+    f"{estimator}-{layout}": [
+        f"algorithm.estimator={estimator}",
+        "critic=null",
+        f"rollout.samples_per_prompt={GROUP}",
+        f"rollout.prompts_per_step={SAMPLES // GROUP}",
+        *(words for words in TWO_PROCESSES[layout] if words.startswith("actor")),
+    ]
+    for estimator, layout in (("grpo", "tp2"), ("rloo", "pp2"), ("reinforce_plus_plus", "dp2"))
+}
 OF_USERS = {f"{name}-tp2": [*loss, *TWO_PROCESSES["tp2"]] for name, loss in (("cispo", CISPO), ("gspo", GSPO))}
 ONE_PROCESS: dict[str, list[str]] = {"one": [], "one-tied": [], "one-experts": []}
 # The first update of a step: one epoch, and no learning where there are several updates.
@@ -232,6 +244,7 @@ WITH_ORACLE = {
         **GEMMA,
         **OF_USERS,
         **OF_BANDS,
+        **WITHOUT_CRITIC,
         **{name: overrides for name, (_, overrides) in FROZEN.items()},
     },
     3: THREE_PROCESSES,
@@ -361,7 +374,11 @@ class World:
         """Metrics, numbers of samples and minibatches, of the step that `out(scenario)` has the weights of."""
         if scenario not in self._results:
             processes, overrides = next((n, found[scenario]) for n, found in SCENARIOS.items() if scenario in found)
-            epochs = () if scenario in TWICE else ONCE
+            epochs = (
+                ()
+                if scenario in TWICE
+                else [words for words in ONCE if "critic=null" not in overrides or "act" in words]
+            )
             spoiled = [{**self.samples[0], "score": math.inf}, *self.samples[1:]]
             case = {
                 "config": str(self.folder(scenario).with_suffix(".yaml")),
@@ -376,6 +393,8 @@ class World:
         """What the step is made of."""
         if scenario == "dis-tp2":
             return [{**sample, "engine": ENGINES_OWN} for sample in self.samples]
+        if scenario in WITHOUT_CRITIC:
+            return [{**sample, "group": i // GROUP} for i, sample in enumerate(self.samples)]
         return with_routing(self.samples) if "replay" in scenario else self.samples
 
     def ran(self, scenario: str) -> str:
@@ -397,7 +416,7 @@ def world(tmp_path_factory: pytest.TempPathFactory) -> World:
     return World(tmp_path_factory.mktemp("ppo"))
 
 
-def oracle(world: World, name: str) -> tuple[dict[str, Any], Any, ValueModel]:
+def oracle(world: World, name: str) -> tuple[dict[str, Any], Any, ValueModel | None]:
     """The same step in one process, with the minibatches the run drew."""
     settings = copy.copy(ORACLE)
     if "seq-mean" in name or "gspo" in name:
@@ -409,6 +428,8 @@ def oracle(world: World, name: str) -> tuple[dict[str, Any], Any, ValueModel]:
     if name in BUILT_IN:
         settings.policy_loss, settings.band = name.split("-")[0], BUILT_IN[name][0]
         settings.is_bypassed, settings.aggregation = name.startswith("dis"), "token-mean"
+    if name in WITHOUT_CRITIC:
+        settings.estimator = name.rpartition("-")[0]
     if "balanced" in name:
         settings.actor_balance, settings.critic_balance = BALANCE["actor"], BALANCE["critic"]
     frozen = FROZEN[name][0] if name in FROZEN else None
@@ -424,9 +445,11 @@ def oracle_step(
     adapters: Path | None = None,
     *,
     frozen: str | None = None,
-) -> tuple[dict[str, Any], Any, ValueModel]:
-    """What was measured in the step, and the models behind it. `adapters`: what actor and critic train. `frozen`: which
-    parameters of the critic are not."""
+) -> tuple[dict[str, Any], Any, ValueModel | None]:
+    """What was measured in the step, and the models behind it; no critic where the estimator has none.
+
+    `adapters`: what actor and critic train. `frozen`: which parameters of the critic are not.
+    """
     actor, reference, trunk = (
         AutoModelForCausalLM.from_pretrained(
             p, dtype=torch.float32, experts_implementation="eager", attn_implementation="eager"
@@ -451,13 +474,16 @@ def oracle_step(
             s["score"],
             s.get("engine", ENGINE),
             told(s),
+            s.get("group", 0),
             s.get("turn_rewards"),
         )
         for s in given
     ]
     changed = changed_routing(actor, samples) if any(sample.routing is not None for sample in samples) else None
-    measured = ppo_step(actor, reference, critic, samples, settings, minibatches["actor"], minibatches["critic"])
-    return {**measured, "changed": changed}, actor, critic
+    of_critic = critic if settings.estimator == "gae" else None
+    drawn_for = minibatches["actor"], minibatches.get("critic", [])
+    measured = ppo_step(actor, reference, of_critic, samples, settings, *drawn_for)
+    return {**measured, "changed": changed}, actor, of_critic
 
 
 def close(mine: torch.Tensor, truth: torch.Tensor, what: str, path: float = 0.0) -> None:
@@ -491,15 +517,16 @@ def check_step(
     given: list[dict[str, Any]],
     measured: dict[str, Any],
     actor: Any,
-    critic: ValueModel,
+    critic: ValueModel | None,
     *,
     base: Path | None = None,
 ) -> None:
     """Every number and every updated weight of a run's step is the oracle's. `base`: the model under adapters."""
-    for key in ("old_logprob", "values", "advantages", "returns"):
+    models = {"actor": actor} | ({} if critic is None else {"critic": critic})
+    for key in ("old_logprob", "advantages", *(() if critic is None else ("values", "returns"))):
         mine = torch.cat([torch.tensor(result["samples"][str(i)][key]) for i in range(len(given))])
         close(mine, torch.cat(measured[key]), key)
-    for role in ("actor", "critic"):
+    for role in models:
         updates = measured[role]
         assert result["metrics"][f"{role}/updates"] == len(updates) > 0
         counts = [u.pop("count") for u in updates]
@@ -514,7 +541,7 @@ def check_step(
     if measured["changed"] is not None:
         assert measured["changed"] > 0.5
         assert result["metrics"]["mismatch/router_changed"] == pytest.approx(measured["changed"], rel=1e-9)
-    for role, model in (("actor", actor), ("critic", critic)):
+    for role, model in models.items():
         trained = load_file(out / f"{role}.safetensors")
         weights = stored_weights(model) if base is None else merged_weights(base, model)
         paths = {name: getattr(p, "path", 0.0) for name, p in model.named_parameters()}

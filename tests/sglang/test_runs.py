@@ -33,14 +33,15 @@ SMALL = ("rollout.prompts_per_step=10", "actor.minibatch_sequences=40", "critic.
 @pytest.mark.parametrize(
     ("config", "steps", "reward"),
     [
-        ("sglang_quickstart", 5, 0.0),
-        ("sglang_disaggregated", 5, 0.0),
+        ("sglang_quickstart", 8, 0.08),
+        ("sglang_disaggregated", 10, 0.06),
         pytest.param("sglang_disaggregated", 20, 0.3, marks=exhaustive),
         pytest.param("sglang_quickstart", 45, 0.8, marks=exhaustive),
     ],
 )
 def test_a_run_learns(tmp_path: Path, config: str, steps: int, reward: float) -> None:
-    """As far as with the embedded engine, in fewer steps than the configurations have; five are too few to tell."""
+    """As far as with the embedded engine, in fewer steps than the configurations have. A model that does not learn
+    stays at 0.02 with a standard deviation of 0.003 over the 2,000 samples of the last five steps."""
     changes = (f"run.steps={steps}", "actor.optimizer.schedule=constant", "evaluation.every_steps=20")
     words = ("train", f"configs/{config}.yaml", f"run.directory={tmp_path / 'run'}", *changes)
     done = start("megappo", *words, processes=2, timeout_seconds=560)
@@ -58,7 +59,7 @@ def test_a_run_learns(tmp_path: Path, config: str, steps: int, reward: float) ->
         else:  # an update lies between what sampled and what is trained
             assert 1e-4 < line["mismatch/mean"] < 0.5
         assert line.get("sync/probe_gap", 0) < 1e-5
-    assert sum(line["reward/mean"] for line in lines[-5:]) / 5 > reward or steps == 5
+    assert sum(line["reward/mean"] for line in lines[-5:]) / 5 > reward
     assert (tmp_path / "run" / "engines" / "engine-0.log").exists()
     assert len(list((tmp_path / "run" / "engines").glob("*.log"))) == (2 if ahead else 1)
 

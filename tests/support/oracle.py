@@ -30,6 +30,8 @@ class Sample:
     """Log-probability of every token of the response as the engine gave it."""
     routing: Tensor | None = None
     """(tokens - 1, layers, chosen) the experts that the actor is to take; negative where it takes its own."""
+    group: int = 0
+    """The prompt of the sample, for estimators that compare the samples of a prompt."""
     turn_rewards: list[float | None] | None = None
     """Of an episode: for each response token its reward, None for one that an environment put there."""
 
@@ -182,6 +184,8 @@ class Settings:
     critic_lr: float
     weight_decay: float
     adam_eps: float
+    estimator: str = "gae"
+    """Without a critic: `grpo`, `rloo` or `reinforce_plus_plus`."""
     policy_loss: str = "clip"
     band: dict[str, float] | None = None
     """Not None: a loss of `policy_losses`, with these settings."""
@@ -244,16 +248,43 @@ def _weights(samples: list[Sample], aggregation: str) -> list[float]:
     return [1 / len(samples)] * len(samples)
 
 
+def advantages_without_critic(rewards: list[Tensor], groups: list[int], settings: Settings) -> list[Tensor]:
+    """Advantages of each sample's tokens, before whitening.
+
+    GRPO: Shao et al. 2024, "DeepSeekMath", section 4.1, with the unbiased standard deviation. RLOO: Ahmadian et al.
+    2024, "Back to Basics", eq. 3. REINFORCE++: Hu 2025, the discounted sum of the rewards that follow.
+    """
+    if settings.estimator == "reinforce_plus_plus":
+        return [
+            torch.stack(
+                [sum(settings.gamma**k * r for k, r in enumerate(of_sample[t:])) for t in range(len(of_sample))]
+            )
+            for of_sample in rewards
+        ]
+    scores = torch.stack([of_sample.sum() for of_sample in rewards])
+    advantages = []
+    for i, of_sample in enumerate(rewards):
+        own = [j for j, group in enumerate(groups) if group == groups[i]]
+        others = [j for j in own if j != i]
+        if settings.estimator == "grpo":
+            advantage = (scores[i] - scores[own].mean()) / (scores[own].std() + 1e-6)
+        else:
+            assert settings.estimator == "rloo"
+            advantage = scores[i] - scores[others].mean()
+        advantages.append(advantage.expand(len(of_sample)))
+    return advantages
+
+
 def ppo_step(
     actor: Any,
     reference: Any,
-    critic: ValueModel,
+    critic: ValueModel | None,
     samples: list[Sample],
     settings: Settings,
     actor_minibatches: list[list[int]],
     critic_minibatches: list[list[int]],
 ) -> dict[str, Any]:
-    """Run the step in place; returns what was measured, per update."""
+    """Run the step in place; returns what was measured, per update. `critic`: None for an estimator without one."""
     with torch.no_grad():
         old = []
         for s in samples:
@@ -261,29 +292,27 @@ def ppo_step(
                 scored = policy_outputs(actor, s, settings)[0]
                 old.append(torch.full_like(scored, s.engine) if settings.is_bypassed else scored)
         ref = [policy_outputs(reference, s, settings)[0] for s in samples]
-        values = [critic(s) for s in samples]
+        values = [] if critic is None else [critic(s) for s in samples]
+    rewards = [s.rewards() - settings.kl_reward_coef * (o - r) for s, o, r in zip(samples, old, ref, strict=True)]
     advantages, returns = [], []
-    for s, o, r, v in zip(samples, old, ref, values, strict=True):
-        rewards = s.rewards() - settings.kl_reward_coef * (o - r)
+    if critic is None:
+        advantages = returns = advantages_without_critic(rewards, [s.group for s in samples], settings)
+    for s, r, v in zip(samples, rewards, values, strict=False):  # without a critic there are no values
         lam = settings.lam
         if settings.adaptive_lam is not None:  # Yue et al. 2025, "VAPO"
             lam = max(0.0, 1 - 1 / (settings.adaptive_lam * s.counted))
-        advantages.append(gae(rewards, v, settings.gamma, lam))
-        returns.append(gae(rewards, v, settings.gamma, lam if settings.critic_lam is None else settings.critic_lam) + v)
-    every = torch.cat(advantages)
-    advantages = [(a - every.mean()) / torch.sqrt(every.var(unbiased=False) + 1e-8) for a in advantages]
+        advantages.append(gae(r, v, settings.gamma, lam))
+        returns.append(gae(r, v, settings.gamma, lam if settings.critic_lam is None else settings.critic_lam) + v)
+    if settings.estimator in ("gae", "reinforce_plus_plus"):
+        every = torch.cat(advantages)
+        advantages = [(a - every.mean()) / torch.sqrt(every.var(unbiased=False) + 1e-8) for a in advantages]
 
-    measured: dict[str, Any] = {
-        "old_logprob": old,
-        "values": values,
-        "advantages": advantages,
-        "returns": returns,
-        "actor": [],
-        "critic": [],
-    }
-    optimizer = _optimizer(critic, settings.critic_lr, settings)
-    for minibatch in critic_minibatches:
-        measured["critic"].append(_critic_update(critic, optimizer, samples, minibatch, values, returns, settings))
+    measured: dict[str, Any] = {"old_logprob": old, "advantages": advantages, "actor": []}
+    if critic is not None:
+        measured |= {"values": values, "returns": returns, "critic": []}
+        optimizer = _optimizer(critic, settings.critic_lr, settings)
+        for minibatch in critic_minibatches:
+            measured["critic"].append(_critic_update(critic, optimizer, samples, minibatch, values, returns, settings))
     optimizer = _optimizer(actor, settings.actor_lr, settings)
     importance = _importance(samples, old, settings)
     for minibatch in actor_minibatches:

@@ -101,6 +101,9 @@ def on_and_off(place: Place) -> Iterator[Row]:
         except ConfigError as error:
             yield skipped(switch.name, "; ".join(error.problems))
             continue
+        if switch.own_process and on.layers == off.layers:
+            yield skipped(switch.name, f"both sides run the same code: {on.layers}")
+            continue
         if switch.own_process:
             yield measured(f"{switch.name}: what does what", f"on: {on.layers}; off: {off.layers}")
         gap = float((on.logprob - off.logprob).abs().mean())

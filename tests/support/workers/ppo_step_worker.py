@@ -34,8 +34,8 @@ from tests.support.rewards import given_scores
 
 
 def rollouts_of_rank(samples: list[dict[str, Any]], rank: int, world: int) -> Rollouts:
-    """Every world-th sample, with NaN wherever there is no token."""
-    mine = [(i, s) for i, s in enumerate(samples) if i % world == rank]
+    """Every world-th sample, or every world-th group of samples, with NaN wherever there is no token."""
+    mine = [(i, s) for i, s in enumerate(samples) if s.get("group", i) % world == rank]
     lengths = torch.tensor([s["response"] for _, s in mine])
     R = int(lengths.max())
     mask = torch.arange(R)[None] < lengths[:, None]
@@ -48,7 +48,7 @@ def rollouts_of_rank(samples: list[dict[str, Any]], rank: int, world: int) -> Ro
     return Rollouts(
         prompts=tuple(Prompt(i, tuple(s["tokens"][: -s["response"]]), "", None, {}) for i, s in mine),
         sample_ids_B=torch.tensor([i for i, _ in mine]),
-        group_ids_B=torch.tensor([i for i, _ in mine]),
+        group_ids_B=torch.tensor([s.get("group", i) for i, s in mine]),
         sequences=tuple(torch.tensor(s["tokens"]) for _, s in mine),
         response_lengths_B=lengths,
         engine_logprob_BR=logprob,
@@ -96,35 +96,39 @@ def run(scenario: dict[str, Any], runtime: Any, found: Path) -> None:
     experience = trainer.estimate_advantages(scored)
     stopped = ""
     try:
-        trainer.update_critic(placed, experience)
+        if parts.critic is not None:
+            trainer.update_critic(placed, experience)
         trainer.update_actor(placed, experience)
     except NonFiniteUpdateError as error:
         stopped = str(error)
-    assert scored.old_logprob_BR is not None and scored.values_BR is not None
+    columns = {
+        "old_logprob": scored.old_logprob_BR,
+        "values": scored.values_BR,
+        "advantages": experience.advantages_BR,
+        "returns": experience.returns_BR,
+    }
     per_sample = {
-        i: {
-            "old_logprob": scored.old_logprob_BR[b, own].tolist(),
-            "values": scored.values_BR[b, own].tolist(),
-            "advantages": experience.advantages_BR[b, own].tolist(),
-            "returns": experience.returns_BR[b, own].tolist(),
-        }
+        i: {name: column[b, own].tolist() for name, column in columns.items() if column is not None}
         for b, (i, own) in enumerate(zip(ids, rollouts.response_mask_BR, strict=True))
     }
     gathered: list[Any] = [None] * runtime.world_size
     dist.all_gather_object(gathered, per_sample)
     actor, stop_token_ids = {name: tensor.clone() for name, tensor in parts.weights}, parts.stop_token_ids
-    critic = critic_weights(trainer, runtime)
+    critic = {} if parts.critic is None else critic_weights(trainer, runtime)
     adapters = {role.placement.name: adapter_weights(role) for role in parts.trained}
     parts.close()
     if runtime.is_main:
         out = Path(scenario["out"])
         out.mkdir(parents=True)
         save_file(actor, out / "actor.safetensors")
-        save_file(critic, out / "critic.safetensors")
+        if critic:
+            save_file(critic, out / "critic.safetensors")
         for role, tensors in adapters.items():
             if tensors:
                 save_file(tensors, out / f"{role}-adapters.safetensors")
-        plans = {role: [sorted(m) for m in trainer.minibatches(role)] for role in ("actor", "critic")}
+        plans = {
+            role: [sorted(m) for m in trainer.minibatches(role)] for role in ("actor", *(["critic"] if critic else []))
+        }
         merged = {str(k): v for part in gathered for k, v in part.items()}
         found.write_text(
             json.dumps(
