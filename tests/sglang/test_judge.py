@@ -11,7 +11,7 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from megappo.observe.metrics import read_metrics
-from megappo.rewards.judge import Reading
+from megappo.rewards.judge import JudgeText, Reading
 from tests.support import worlds
 from tests.support.harness import start
 
@@ -53,4 +53,6 @@ def expected(folder: Path, prompt: str) -> float:
     tokenizer, model = AutoTokenizer.from_pretrained(folder), AutoModelForCausalLM.from_pretrained(folder)
     ids = torch.tensor([tokenizer(prompt).input_ids])
     said = model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=TOKENS, do_sample=False)
-    return READING.score(tokenizer.decode(said[0, ids.shape[1] :], skip_special_tokens=True))
+    text = tokenizer.decode(said[0, ids.shape[1] :], skip_special_tokens=True)
+    is_finished = said[0, -1] == model.generation_config.eos_token_id
+    return READING.score(JudgeText(text, "" if is_finished else "cut"))
