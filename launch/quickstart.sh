@@ -15,4 +15,4 @@ if [ "$(gpus_here)" = 1 ]; then
 fi
 "$ROOT/launch/torchrun.sh" "$processes" train "$ROOT/configs/quickstart.yaml" "run.directory=$run" \
     "model.path=$ROOT/configs/models/tiny_arithmetic" "${layouts[@]}" "$@"
-python -m megappo report "$run"
+"${MEGAPPO_PYTHON:-python}" -m megappo report "$run"

@@ -20,6 +20,13 @@ done
     usage "--head is '$head', must be HOST:PORT of one of the machines, or [ADDRESS]:PORT for IPv6"
 processes=$1
 shift
+# torchrun reads its options from these variables, which schedulers such as Kubeflow's set, where a line has none.
+if [ "${PET_NNODES:-1}" != 1 ] && [ "${PET_NNODES:-1}" != 1:1 ] && [ "${PET_NNODES:-1}" != "$nodes" ]; then
+    usage "PET_NNODES is '$PET_NNODES', and --nodes is $nodes; give --nodes and --head, or unset PET_NNODES"
+fi
+for variable in $(compgen -A export PET_ || true); do
+    unset "$variable"
+done
 source "$(dirname "${BASH_SOURCE[0]}")/environment.sh"
 ensure_environment "$(environment_for "$@")"
 export OMP_NUM_THREADS=${OMP_NUM_THREADS:-1}
@@ -33,4 +40,4 @@ else
     id=megappo-$(id -un)-$(printf '%s\n' "$nodes" "$head" "$processes" "$@" | sha256sum | cut -c1-16)
     rendezvous=(--nnodes "$nodes" --rdzv-backend c10d --rdzv-endpoint "$head" --rdzv-id "$id")
 fi
-exec python -m megappo.runtime.torchrun "${rendezvous[@]}" --nproc-per-node "$processes" -m megappo "$@"
+exec "${MEGAPPO_PYTHON:-python}" -m megappo.runtime.torchrun "${rendezvous[@]}" --nproc-per-node "$processes" -m megappo "$@"

@@ -22,7 +22,7 @@ from typing import NamedTuple
 RUN_ERROR = 1
 USER_ERROR = 2
 REQUEUE = 85
-"""Stopped by SIGTERM or SIGUSR1 with a checkpoint: start the same command again (EX_TEMPFAIL of sysexits.h)."""
+"""Stopped by SIGTERM, SIGUSR1 or SIGHUP with a checkpoint: start the same command again (EX_TEMPFAIL of sysexits.h)."""
 HANG = 79
 """The watchdog ended a run in which nothing went on; starting it again is worth a try."""
 STOPPED_BY_USER = 130

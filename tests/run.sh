@@ -17,7 +17,7 @@ if [ "${1:-}" = --light ]; then
         echo "not tested: Megatron-Core 0.16, which needs a Python 3.11 that environments can be made with"
         exit 0
     fi
-    MEGAPPO_OTHER_PYTHON=$(command -v python) # of the full environment
+    MEGAPPO_OTHER_PYTHON=$(command -v "${MEGAPPO_PYTHON:-python}") # of the full environment
     export MEGAPPO_OTHER_PYTHON
     ensure_environment light-alone
 fi
@@ -36,10 +36,10 @@ install_for_tests() {
 # wandb for tests/observe, in a folder beside the environment: runs ask for it, and few users have it.
 install_wandb() {
     local folder
-    folder=$(environment_cache)/test-wandb-0.31.0-$(python -c 'import sys; print("%d.%d" % sys.version_info[:2])')
+    folder=$(environment_cache)/test-wandb-0.31.0-$("${MEGAPPO_PYTHON:-python}" -c 'import sys; print("%d.%d" % sys.version_info[:2])')
     if [ ! -e "$folder/complete" ]; then
         echo "installing wandb for tests"
-        timeout 300 python -m pip install -q --target "$folder" wandb==0.31.0 >/dev/null 2>&1 &&
+        timeout 300 "${MEGAPPO_PYTHON:-python}" -m pip install -q --target "$folder" wandb==0.31.0 >/dev/null 2>&1 &&
             touch "$folder/complete" || echo "wandb could not be installed"
     fi
     [ ! -e "$folder/complete" ] || export MEGAPPO_TEST_WANDB=$folder
@@ -55,19 +55,19 @@ case "${1:-}" in
     type slurmctld slurmd munged >/dev/null 2>&1 || install_for_tests slurm-wlm munge
     type chromium >/dev/null 2>&1 || install_for_tests chromium
     install_wandb
-    exec python -m tests.house.suite "$@"
+    exec "${MEGAPPO_PYTHON:-python}" -m tests.house.suite "$@"
     ;;
---quick) exec python -m tests.house.suite --quick ;;
---light) exec python -m tests.house.suite --light ;;
+--quick) exec "${MEGAPPO_PYTHON:-python}" -m tests.house.suite --quick ;;
+--light) exec "${MEGAPPO_PYTHON:-python}" -m tests.house.suite --light ;;
 --affected)
     shift
-    nearest=$(python -m tests.house.affected "$@")
+    nearest=$("${MEGAPPO_PYTHON:-python}" -m tests.house.affected "$@")
     mapfile -t files <<<"$nearest"
     [ -n "$nearest" ] || exit 0
-    exec python -m tests.house.suite --quick "${files[@]}"
+    exec "${MEGAPPO_PYTHON:-python}" -m tests.house.suite --quick "${files[@]}"
     ;;
 *)
     mypy
-    exec python -m pytest "$@"
+    exec "${MEGAPPO_PYTHON:-python}" -m pytest "$@"
     ;;
 esac

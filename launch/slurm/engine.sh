@@ -6,10 +6,13 @@ set -euo pipefail
 action=$1
 shift
 if [ -n "${MEGAPPO_SITE:-}" ]; then
+    set +eu # a site's file may read variables that are not set, and end with a test
+    # shellcheck source=/dev/null
     source "$MEGAPPO_SITE"
+    set -eu
 fi
 if [ "$action" = describe ]; then
-    ranks=$(python -m megappo serve "$@" --ranks)
+    ranks=$("${MEGAPPO_PYTHON:-python}" -m megappo serve "$@" --ranks)
     echo "$ranks ${SLURM_GPUS_ON_NODE:-0} ${SLURM_CPUS_ON_NODE:-0}"
     exit
 fi
@@ -25,6 +28,6 @@ fi
 if [ "$part" != 0 ]; then
     port=0 log=engine-$index-part-$part # nobody asks this one
 fi
-exec python -m megappo serve "$@" "rollout.sglang.first_device=$((SLURM_LOCALID * MEGAPPO_ENGINE_RANKS))" \
+exec "${MEGAPPO_PYTHON:-python}" -m megappo serve "$@" "rollout.sglang.first_device=$((SLURM_LOCALID * MEGAPPO_ENGINE_RANKS))" \
     --host "${MEGAPPO_ENGINE_HOST:-${addresses[SLURM_NODEID]}}" --port "$port" --index "$index" --linger "$MEGAPPO_ENGINE_LINGER" "${options[@]}" \
     >>"$MEGAPPO_RANK_LOGS/$log.log" 2>&1

@@ -16,9 +16,8 @@ prepare_job() {
     PLACE=()
     [[ $MEGAPPO_LAUNCHER =~ ^(srun|torchrun)$ ]] || fail "MEGAPPO_LAUNCHER is '$MEGAPPO_LAUNCHER', must be srun or torchrun"
     NODES=$SLURM_JOB_NUM_NODES
-    RANKS_PER_NODE=${SLURM_NTASKS_PER_NODE:-${SLURM_NTASKS_PER_NODE_HET_GROUP_0:-${SLURM_GPUS_ON_NODE:-1}}}
-    RANKS_PER_NODE=${MEGAPPO_RANKS_PER_NODE:-$RANKS_PER_NODE}
-    [[ $RANKS_PER_NODE =~ ^[1-9][0-9]*$ ]] || fail "MEGAPPO_RANKS_PER_NODE is '$RANKS_PER_NODE', must be a whole number"
+    [ -z "$MEGAPPO_SITE" ] || [ -r "$MEGAPPO_SITE" ] || fail "MEGAPPO_SITE '$MEGAPPO_SITE' is no file that can be read; name one, or unset it"
+    choose_ranks_per_node
     LOGS=$(realpath -m "$MEGAPPO_LOGS")/$SLURM_JOB_ID/attempt-${SLURM_RESTART_COUNT:-0}
     mkdir -p "$LOGS"
     enter_environment "$@"
@@ -29,8 +28,26 @@ prepare_job() {
     (umask 077 && record_environment >"$LOGS/job.txt")
 }
 
+# RANKS_PER_NODE: what the settings say, or sbatch's --ntasks-per-node, or one rank per GPU. With torchrun sbatch has one
+# task for a node, whatever its GPUs.
+choose_ranks_per_node() {
+    local tasks=${SLURM_NTASKS_PER_NODE:-${SLURM_NTASKS_PER_NODE_HET_GROUP_0:-}} gpus=${SLURM_GPUS_ON_NODE:-}
+    if [ "$MEGAPPO_LAUNCHER" = torchrun ] && [ "$tasks" = 1 ]; then
+        tasks=""
+    fi
+    RANKS_PER_NODE=${MEGAPPO_RANKS_PER_NODE:-${tasks:-${gpus:-1}}}
+    [[ $RANKS_PER_NODE =~ ^[1-9][0-9]*$ ]] || fail "MEGAPPO_RANKS_PER_NODE is '$RANKS_PER_NODE', must be a whole number"
+    if [[ $gpus =~ ^[0-9]+$ ]] && [ "$gpus" -gt "$RANKS_PER_NODE" ]; then
+        echo "megappo: warning: a node has $gpus GPUs and $RANKS_PER_NODE ranks, so no rank uses $((gpus - RANKS_PER_NODE))" \
+            "of the GPUs; unless servers use them, submit with --ntasks-per-node $gpus, or set MEGAPPO_RANKS_PER_NODE=$gpus" >&2
+    fi
+}
+
 enter_environment() {
     source "$ROOT/launch/environment.sh" # import path; installs nothing yet
+    if [ -n "$MEGAPPO_CONTAINER$MEGAPPO_VENV$MEGAPPO_CONDA$MEGAPPO_MODULES" ]; then
+        unset MEGAPPO_PYTHON # which would be called in place of theirs
+    fi
     if [ -n "$MEGAPPO_CONTAINER" ]; then
         return
     fi
@@ -123,7 +140,7 @@ record_environment() {
     local variable name value
     echo "date: $(date --iso-8601=seconds)"
     echo "commit: $(git -C "$ROOT" describe --always --dirty 2>/dev/null || echo unknown)"
-    echo "python: $([ -n "$MEGAPPO_CONTAINER" ] && echo "in $MEGAPPO_CONTAINER" || command -v python)"
+    echo "python: $([ -n "$MEGAPPO_CONTAINER" ] && echo "in $MEGAPPO_CONTAINER" || command -v "${MEGAPPO_PYTHON:-python}")"
     scontrol --oneliner show job "$(job_name)" | mask_credentials
     while IFS= read -r -d '' variable; do
         name=${variable%%=*} value=${variable#*=}

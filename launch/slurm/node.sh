@@ -19,13 +19,16 @@ forward() {
     done
 }
 
+for variable in $(compgen -A export PET_ || true); do
+    unset "$variable" # options of torchrun that a scheduler left
+done
 trap forward USR1
 trap : HUP INT TERM # torchrun gets them too, and tells its ranks
 (
     trap '' USR1
-    MEGAPPO_STOP_FILE=$stop exec python -m megappo.runtime.torchrun --nnodes "$nodes" --node-rank "$SLURM_NODEID" \
+    MEGAPPO_STOP_FILE=$stop exec "${MEGAPPO_PYTHON:-python}" -m megappo.runtime.torchrun --nnodes "$nodes" --node-rank "$SLURM_NODEID" \
         --nproc-per-node "$ranks" --master-addr "$MASTER_ADDR" --master-port "$MASTER_PORT" --max-restarts 0 \
-        --no-python python -c "$restore" bash "$(dirname "${BASH_SOURCE[0]}")/rank.sh" "$@"
+        --no-python "${MEGAPPO_PYTHON:-python}" -c "$restore" bash "$(dirname "${BASH_SOURCE[0]}")/rank.sh" "$@"
 ) &
 agent=$!
 code=0

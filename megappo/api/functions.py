@@ -42,7 +42,7 @@ def train(config: Config) -> Path:
     writes nothing but what stands in that directory, and to stdout and stderr of rank 0.
 
     Raises ConfigError for settings, models and data that do not fit each other or this world; Interrupted where the
-    run was asked to stop (SIGTERM, SIGINT, SIGUSR1), after a checkpoint; RunError where it cannot go on.
+    run was asked to stop (SIGTERM, SIGINT, SIGUSR1, SIGHUP), after a checkpoint; RunError where it cannot go on.
     """
     from megappo.preflight.resolved import resolve_run
 

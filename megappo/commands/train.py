@@ -12,7 +12,7 @@ from megappo.api.functions import train
 from megappo.commands import add_config_arguments, add_machine_arguments, whole_option
 from megappo.config import Config, ConfigError, load_config
 from megappo.errors import REQUEUE, shortened
-from megappo.runtime.launchers import is_main, read_world_size
+from megappo.runtime.launchers import may_print, read_world_size
 
 _MOST_TRACED = 100
 
@@ -56,7 +56,7 @@ def run(arguments: argparse.Namespace) -> None:
         config = load_config(arguments.config, [*overrides, *_critic_only(config)])
     if not arguments.dry_run:
         train(config)
-    elif is_main(os.environ):
+    elif may_print(os.environ):
         from megappo.commands.dry_run import dry_run
 
         _refuse_lost_run(config)

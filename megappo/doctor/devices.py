@@ -12,8 +12,8 @@ import torch
 from megappo.config import Config
 from megappo.doctor.findings import Finding, broken, fine, from_sentence, slow
 from megappo.errors import RunError
-from megappo.runtime.device import device_index
-from megappo.runtime.launchers import Ranks
+from megappo.runtime.device import device_index, sees_one_device
+from megappo.runtime.launchers import Ranks, launcher_of, left_variables
 
 _INFINIBAND = Path("/sys/class/infiniband")
 _DRIVER = Path("/proc/driver/nvidia/version")
@@ -37,8 +37,10 @@ def device_findings(config: Config | None, ranks: Ranks) -> Iterator[Finding]:
         yield _without_cuda(wanted)
     else:
         yield from _gpus(wanted, ranks)
+        yield from _idle_gpus(config, ranks)
         yield from _links(ranks)
     yield from variables()
+    yield from (from_sentence("variables", "slow", sentence) for sentence in left_variables(os.environ))
 
 
 def _without_cuda(wanted: str) -> Finding:
@@ -77,6 +79,25 @@ def _gpus(wanted: str, ranks: Ranks) -> Iterator[Finding]:
         yield slow("gpu", words, "use GPUs of one kind; the fast ones wait for the slow ones")
     else:
         yield fine("gpu", words)
+
+
+def _idle_gpus(config: Config | None, ranks: Ranks) -> Iterator[Finding]:
+    """A finding where a launcher has started fewer ranks than this machine has GPUs, and no server of the run may use
+    the others."""
+    count, here = torch.cuda.device_count(), ranks.local_world_size or ranks.world_size
+    is_started = launcher_of(os.environ) != "none"
+    if is_started and count > here and not sees_one_device(count) and not _has_servers_beside_ranks(config):
+        words = f"{here} ranks stand on this machine, so no rank uses {count - here} of its {count} GPUs"
+        yield slow("gpu", words, f"start {count} ranks on each machine")
+
+
+def _has_servers_beside_ranks(config: Config | None) -> bool:
+    """Whether a run starts servers that may stand on GPUs without a rank."""
+    if config is None:
+        return False
+    reward, servers = config.reward, config.rollout.servers
+    of_rewards = reward.model_server is not None or any(judge.server for judge in reward.judges.values())
+    return of_rewards or (config.rollout.has_servers and servers.placement != "colocated" and not servers.urls)
 
 
 def _links(ranks: Ranks) -> Iterator[Finding]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from contextlib import closing
 
 from megappo.checkpoint.files import checkpoints_directory, finished
@@ -28,6 +29,7 @@ from megappo.preflight.resolved import ResolvedRun
 from megappo.preflight.template_time import at_one_time
 from megappo.runtime.failures import Failure
 from megappo.runtime.interrupts import interruptible
+from megappo.runtime.launchers import left_variables
 from megappo.runtime.lock import HeldDirectory, locked_directory
 from megappo.runtime.process import Runtime, start_runtime
 from megappo.runtime.watchdog import GENERATING, Limits, Watchdog, watched
@@ -165,6 +167,7 @@ def data_lines(parts: RunComponents, *, training: bool = True) -> list[str]:
     """Lines on the number of prompts, what was dropped or cut, and unknown tokens."""
     train, validation = parts.train_prompts, parts.validation_prompts
     lines = [_count_words(train, "training prompts")] if training else []
+    lines += list(left_variables(os.environ)) if training else []
     lines += thinking_notes(parts.config, str(parts.tokenizer.chat_template or "")) if training else []
     lines += end_of_turn_notes(parts.config, parts.tokenizer, parts.stop_token_ids)
     lines += [_count_words(data, f"validation prompts{name and f' of {name}'}") for name, data in validation.items()]

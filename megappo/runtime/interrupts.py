@@ -23,8 +23,9 @@ from megappo.errors import STOPPED_BY_USER, Interrupted
 from megappo.observe.messages import MESSAGES, tell
 from megappo.runtime.process import Runtime
 
-# SIGUSR1 comes some time before SLURM's time limit (launch/slurm/*.sbatch), SIGTERM from schedulers.
-_SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)
+# SIGUSR1 comes some time before SLURM's time limit (launch/slurm/*.sbatch), SIGTERM from schedulers, SIGHUP from a
+# terminal that closes.
+_SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT, signal.SIGHUP)
 # A terminal sends Ctrl-C to every process, and torchrun sends it to its workers once more.
 _ONE_PRESS_SECONDS = 1.0
 _TOLD = "megappo/asked-to-stop"
@@ -77,7 +78,9 @@ class Interrupts:
         self._read, self._write = os.pipe()
         os.set_blocking(self._write, False)
         self._old_descriptor = signal.set_wakeup_fd(self._write, warn_on_full_buffer=False)
-        self._old_handlers = {number: signal.signal(number, _nothing) for number in _SIGNALS}
+        is_kept = signal.getsignal(signal.SIGHUP) == signal.SIG_IGN  # by nohup, which lets a run outlive its terminal
+        numbers = [number for number in _SIGNALS if number != signal.SIGHUP or not is_kept]
+        self._old_handlers = {number: signal.signal(number, _nothing) for number in numbers}
         threading.Thread(target=self._listen, args=(self._read,), name="signals", daemon=True).start()
         self._notices.listen(_TOLD, self._hear)
 

@@ -16,7 +16,7 @@ import subprocess
 import sys
 import time
 import zlib
-from collections.abc import Mapping, MutableMapping, Sequence
+from collections.abc import Iterator, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -31,9 +31,12 @@ _MPI = (
     ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_RANK", "OMPI_COMM_WORLD_LOCAL_SIZE"),
     ("PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS"),  # MPICH, Intel MPI
 )
+"""Rank, world size, local rank and local world size by launcher. `srun --mpi=pmi2` sets the PMI variables of the last
+row, but not its MPI_LOCAL variables."""
 _MPI_JOB = ("PMIX_NAMESPACE", "OMPI_MCA_ess_base_jobid", "PMI_KVS", "PMI_PORT")
 _SCONTROL_SECONDS = 20
 _JOB = "MEGAPPO_JOB"
+_JOB_END = "SLURM_JOB_END_TIME"
 
 
 @dataclass(frozen=True)
@@ -61,6 +64,9 @@ def launcher_of(environment: Mapping[str, str]) -> str:
     """Launcher of this process: `torchrun` (or any other that sets its variables), `slurm`, `mpi` or `none`."""
     if "RANK" in environment or "WORLD_SIZE" in environment:
         return "torchrun"
+    # mpirun starts daemons with srun, so its ranks have the variables of the daemons' step too.
+    if any(environment.keys() >= set(names) for names in _MPI):
+        return "mpi"
     # A batch script has SLURM's job variables too, but is no task: only `srun` sets those of a step.
     if "SLURM_STEP_NUM_TASKS" in environment and "SLURM_PROCID" in environment:
         return "slurm"
@@ -149,9 +155,29 @@ def tell_torchrun(environment: Mapping[str, str], sentences: Sequence[str], code
 
 def seconds_to_end(environment: Mapping[str, str]) -> float | None:
     """Seconds until SLURM ends the job (`SLURM_JOB_END_TIME`, which launch/slurm/job.sh queries where SLURM does not
-    set it); None where it is unknown. The time of day is read here only, because SLURM gives no other clock."""
-    end = environment.get("SLURM_JOB_END_TIME", "")
-    return max(0.0, float(end) - time.time()) if end.isascii() and end.isdecimal() and len(end) < 12 else None
+    set it); None where the end is unknown, or was before this process started: another job has left the variable then.
+    The time of day is read here only, because SLURM gives no other clock."""
+    end = environment.get(_JOB_END, "")
+    if not (end.isascii() and end.isdecimal() and len(end) < 12):
+        return None
+    seconds = float(end) - time.time()
+    return None if seconds < -seconds_since_start() else max(0.0, seconds)
+
+
+def left_variables(environment: Mapping[str, str]) -> Iterator[str]:
+    """A sentence for each variable that another job has left and that this run ignores."""
+    end = environment.get(_JOB_END, "")
+    if end.isdecimal() and seconds_to_end(environment) is None:
+        yield (
+            f"{_JOB_END} is {shortened(end)}, a time before this run started, and is ignored: another job has left it; "
+            "unset it"
+        )
+
+
+def may_print(environment: Mapping[str, str]) -> bool:
+    """Whether this process prints the result of a command that takes no ranks: every process except those of a launcher
+    after its first. A pod may have a RANK of its own, without the LOCAL_RANK of a launcher."""
+    return is_main(environment) or "LOCAL_RANK" not in environment
 
 
 def seconds_since_start() -> float:
@@ -170,6 +196,11 @@ def binds_one_device(environment: Mapping[str, str]) -> bool:
 def _slurm_place(environment: Mapping[str, str]) -> Place:
     node = _number(environment, "SLURM_NODEID", 0)
     per_node = tasks_per_node(environment.get("SLURM_STEP_TASKS_PER_NODE", "1"))
+    if node >= len(per_node) and whole_number(environment.get("SLURM_HET_SIZE", "1")) != 1:
+        raise ConfigError(
+            "this process is in a later component of a heterogeneous step, and SLURM's variables describe this "
+            "component alone; start all ranks in one component (srun --het-group=0)"
+        )
     if node >= len(per_node):
         raise ConfigError(
             f"SLURM_NODEID is {node}, but SLURM_STEP_TASKS_PER_NODE names {len(per_node)} nodes; start with srun"

@@ -367,6 +367,40 @@ def test_more_ranks_than_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
     assert found["gpu"].remedy == "start at most 4 per machine"
 
 
+@pytest.mark.parametrize(
+    ("ranks", "launched", "idle"),
+    [
+        ((0, 2, 0, 1), True, 3),  # one rank on each of two machines
+        ((0, 1, 0, 1), True, 3),
+        ((0, 4, 0, 4), True, 0),
+        ((0, 1, 0, None), False, 0),  # the command alone, before a run
+    ],
+)
+def test_gpus_without_a_rank_are_reported(
+    monkeypatch: pytest.MonkeyPatch, ranks: tuple[int, int, int, int | None], launched: bool, idle: int
+) -> None:
+    from megappo.doctor.devices import device_findings
+    from megappo.runtime.launchers import Ranks
+
+    for name in ("RANK", "WORLD_SIZE", "SLURM_STEP_NUM_TASKS"):
+        monkeypatch.delenv(name, raising=False)
+    if launched:
+        monkeypatch.setenv("RANK", "0")
+    with gpus(monkeypatch, [1.0] * 4):
+        words = [f.words for f in device_findings(None, Ranks(*ranks)) if f.state == "slow" and "no rank" in f.words]
+    here = ranks[3]
+    assert words == ([f"{here} ranks stand on this machine, so no rank uses {idle} of its 4 GPUs"] if idle else [])
+
+
+def test_an_end_of_another_job_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
+    from megappo.doctor.devices import device_findings
+    from megappo.runtime.launchers import Ranks
+
+    monkeypatch.setenv("SLURM_JOB_END_TIME", "1700000000")
+    (finding,) = [f for f in device_findings(None, Ranks(0, 1, 0, None)) if "SLURM_JOB_END_TIME" in f.words]
+    assert finding.state == "slow" and finding.remedy == "unset it"
+
+
 def test_a_gpu_that_others_use(monkeypatch: pytest.MonkeyPatch) -> None:
     from megappo.doctor.devices import device_findings
     from megappo.runtime.launchers import Ranks

@@ -139,6 +139,41 @@ def test_the_full_set_has_python_3_12_where_it_is(machine: Machine) -> None:
     assert built("full", "3.11") == f"Python 3.11.4 from {folder}/python3.11"
 
 
+@pytest.mark.parametrize("name", ["python3.12", "./python3.12", "python-of-mine", "ABSOLUTE"])
+def test_exactly_the_named_interpreter_is_used(tmp_path: Path, name: str) -> None:
+    """Not another `python` beside it; a name without a folder is looked for on PATH."""
+    for program in ("python3.12", "python-of-mine", "python"):
+        (tmp_path / program).write_text(f'#!/usr/bin/env bash\necho "{program} $*"\n')
+        (tmp_path / program).chmod(0o755)
+    given = str(tmp_path / "python3.12") if name == "ABSOLUTE" else name
+    environment = os.environ | {"MEGAPPO_PYTHON": given, "PATH": f"{tmp_path}:{os.environ['PATH']}"}
+    for command, words in (("megappo", "-m megappo plan"), ("python", "plan")):
+        done = subprocess.run(
+            [str(ROOT / "launch" / command), "plan"], cwd=tmp_path, env=environment, capture_output=True, text=True,
+            check=False,
+        )  # fmt: skip
+        expected = "python-of-mine" if name == "python-of-mine" else "python3.12"
+        assert done.stdout == f"{expected} {words}\n", done.stderr
+
+
+@pytest.mark.parametrize("given", ["/nowhere/python", "no-such-python", "FOLDER", "TEXT"])
+def test_an_interpreter_that_is_none_is_refused(tmp_path: Path, given: str) -> None:
+    (tmp_path / "text").write_text("not a program")
+    named = {"FOLDER": str(tmp_path), "TEXT": str(tmp_path / "text")}.get(given, given)
+    done = subprocess.run(
+        [str(ROOT / "launch/megappo"), "plan"], env=os.environ | {"MEGAPPO_PYTHON": named}, capture_output=True,
+        text=True, check=False,
+    )  # fmt: skip
+    assert done.returncode == 2
+    assert f"MEGAPPO_PYTHON is '{named}', which is no file that can be executed; set it to the" in done.stderr
+
+
+def test_a_colon_in_the_path_of_the_repository_is_refused(machine: Machine) -> None:
+    clone = machine.clone("one:two")
+    output, _ = machine.start(clone).communicate(timeout=60)
+    assert "has a ':', at which Python would cut it; move the repository" in output
+
+
 def test_an_exported_cdpath_changes_nothing() -> None:
     """With it `cd` prints the folder that it goes to."""
     command = ["bash", "-c", 'source launch/environment.sh; echo "$ROOT"']

@@ -128,6 +128,12 @@ def test_conda(site: Site) -> None:
         ({"MEGAPPO_VENV": "/nowhere"}, "MEGAPPO_VENV '/nowhere' has no bin/activate; name its folder"),
         ({"MEGAPPO_MODULES": "cuda"}, "there is no command 'module'"),
         ({"MEGAPPO_CONTAINER": "x", "MEGAPPO_CONTAINER_RUNTIME": "docker"}, "is 'docker', must be pyxis or apptainer"),
+        ({"MEGAPPO_SITE": "/nowhere.sh"}, "MEGAPPO_SITE '/nowhere.sh' is no file that can be read; name one, or unset"),
+        (
+            {"MEGAPPO_PYTHON": "/nowhere/python"},
+            "MEGAPPO_PYTHON is '/nowhere/python', which is no file that can be exec",
+        ),
+        ({"MEGAPPO_PYTHON": "no-such-python"}, "MEGAPPO_PYTHON is 'no-such-python', which is no file that can be"),
         ({"SLURM_SUBMIT_DIR": "/tmp"}, "/tmp is not the repository; submit from there, or set MEGAPPO_ROOT to it"),
     ],
 )
@@ -137,6 +143,58 @@ def test_wrong_settings(site: Site, settings: dict[str, str], words: str) -> Non
     assert done.returncode == 2
     assert words in done.stderr
     assert not site.words.exists()
+
+
+@pytest.mark.parametrize(
+    ("settings", "ranks", "warning"),
+    [
+        ({"SLURM_GPUS_ON_NODE": "8"}, 8, ""),
+        ({"SLURM_GPUS_ON_NODE": "8", "SLURM_NTASKS_PER_NODE": "8"}, 8, ""),
+        ({"SLURM_NTASKS_PER_NODE": "2"}, 2, ""),
+        (
+            {"SLURM_GPUS_ON_NODE": "8", "SLURM_NTASKS_PER_NODE": "1"},
+            1,
+            "a node has 8 GPUs and 1 ranks, so no rank uses 7 of the GPUs",
+        ),
+        ({"SLURM_GPUS_ON_NODE": "8", "MEGAPPO_RANKS_PER_NODE": "4"}, 4, "no rank uses 4 of the GPUs"),
+        ({"SLURM_GPUS_ON_NODE": "8", "SLURM_NTASKS_PER_NODE": "1", "MEGAPPO_LAUNCHER": "torchrun"}, 8, ""),
+        ({"SLURM_NTASKS_PER_NODE": "1", "MEGAPPO_LAUNCHER": "torchrun"}, 1, ""),
+        ({"SLURM_GPUS_ON_NODE": "8", "SLURM_NTASKS_PER_NODE": "4", "MEGAPPO_LAUNCHER": "torchrun"}, 4, "4 of the"),
+    ],
+)
+def test_ranks_per_node(site: Site, settings: dict[str, str], ranks: int, warning: str) -> None:
+    """With torchrun, one task per node says nothing about ranks. GPUs without a rank are reported."""
+    site.program("srun", f"{WRITE_WORDS}; {ALL_WELL}")
+    done = site.sbatch("a.yaml", MEGAPPO_PYTHON=sys.executable, **settings)
+    words = site.words.read_text().splitlines()
+    of_node = words[words.index("--ntasks-per-node") + 1]
+    if settings.get("MEGAPPO_LAUNCHER") == "torchrun":
+        assert of_node == "1" and words[words.index(str(ROOT / "launch/slurm/node.sh")) + 1 :][:2] == ["2", str(ranks)]
+    else:
+        assert of_node == str(ranks)
+    assert warning in done.stderr and ("megappo: warning" in done.stderr) == bool(warning)
+
+
+def test_a_site_may_read_variables_that_are_not_set(site: Site) -> None:
+    """The usual line of a site's file."""
+    exports = site.folder / "site.sh"
+    exports.write_text("export SITE_PATH=/x:$NOT_SET_ANYWHERE\n[ -d /nowhere ] && echo never\n")
+    python = site.folder / "bin" / "python-of-mine"
+    site.program(python.name, 'echo "path $SITE_PATH"')
+    site.program("srun", 'SLURM_PROCID=0 bash "${@: -3}"; echo 0 >"$MEGAPPO_RANK_LOGS/exit-1"')
+    done = site.sbatch(
+        "a.yaml", MEGAPPO_PYTHON=str(python), MEGAPPO_SITE=str(exports), MEGAPPO_RANKS_PER_NODE="1"
+    )  # fmt: skip
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert site.log("train/rank-0.log") == "path /x:\n"
+
+
+def test_a_rank_without_the_sites_file_says_so(site: Site, tmp_path: Path) -> None:
+    """The file may be on the first node alone."""
+    environment = os.environ | {"MEGAPPO_SITE": "/nowhere.sh", "MEGAPPO_RANK_LOGS": str(tmp_path), "RANK": "3"}
+    done = subprocess.run(["bash", str(ROOT / "launch/slurm/rank.sh"), "train"], env=environment, check=False)
+    assert done.returncode == 2 and (tmp_path / "exit-3").read_text() == "2\n"
+    assert "MEGAPPO_SITE '/nowhere.sh' is no file that can be read on" in (tmp_path / "rank-3.log").read_text()
 
 
 def test_a_broken_machine_ends_the_job_before_training(site: Site) -> None:
@@ -347,6 +405,19 @@ def test_runs_of_two_users_do_not_meet(site: Site) -> None:
     mine = name("me", "a.yaml", "run.seed=1")
     assert mine.startswith("megappo-me-") and mine == name("me", "a.yaml", "run.seed=1")
     assert len({mine, name("other", "a.yaml", "run.seed=1"), name("me", "a.yaml", "run.seed=2")}) == 3
+
+
+def test_torchrun_ignores_its_own_variables(tmp_path: Path) -> None:
+    """Kubeflow sets PET_*. A line of one machine would wait for another for ever, and leave files behind."""
+    python = tmp_path / "python-of-mine"
+    python.write_text("#!/usr/bin/env bash\nenv | grep ^PET_ || echo none\n")
+    python.chmod(0o755)
+    given = {"PET_RDZV_ENDPOINT": "x:1", "PET_STANDALONE": "1", "PET_NNODES": "1:1", "PET_NPROC_PER_NODE": "4"}
+    process = torchrun("2", "train", "a.yaml", MEGAPPO_PYTHON=str(python), **given)
+    assert process.communicate(timeout=60)[0] == "none\n"
+    process = torchrun("2", "train", "a.yaml", PET_NNODES="2")
+    assert "PET_NNODES is '2', and --nodes is 1; give --nodes" in process.communicate(timeout=60)[1]
+    assert process.returncode == 2
 
 
 @pytest.mark.parametrize(

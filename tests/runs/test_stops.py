@@ -45,7 +45,7 @@ def test_signals_stop_with_a_checkpoint_and_nothing_is_lost(tmp_path: Path) -> N
         asked_to_stop(run, 1, "rollout", "SIGUSR1", "85", *settings),
         asked_to_stop(run, 2, "forward", "SIGTERM", "85", *settings),
         asked_to_stop(run, 2, "update_critic", "SIGINT", "130", *settings),
-        asked_to_stop(run, 3, "sync", "SIGTERM", "85", *settings),
+        asked_to_stop(run, 3, "sync", "SIGHUP", "85", *settings),
         train(run, *settings),
     )
     assert [f"stopped after step {n} with a checkpoint" in output for n in range(5)] == [True, True, True, True, False]

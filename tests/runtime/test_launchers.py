@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import datetime
 import os
+import re
 import shutil
 import socket
 import subprocess
@@ -27,6 +28,8 @@ from megappo.runtime.launchers import (
     first_host,
     job_of,
     launcher_of,
+    left_variables,
+    may_print,
     read_ranks,
     seconds_since_start,
     seconds_to_end,
@@ -333,7 +336,56 @@ def test_where_a_store_listens(
 def test_slurm_says_when_the_job_ends() -> None:
     now = time.time()
     assert seconds_to_end({"SLURM_JOB_END_TIME": f"{now + 3600:.0f}"}) == pytest.approx(3600, abs=5)
-    assert seconds_to_end({"SLURM_JOB_END_TIME": f"{now - 60:.0f}"}) == 0
+    assert seconds_to_end({"SLURM_JOB_END_TIME": f"{now - 1:.0f}"}) == 0  # this process is older
     for text in ("", "NONE", "-1", "9" * 12):
         assert seconds_to_end({"SLURM_JOB_END_TIME": text}) is None
     assert seconds_to_end({}) is None
+
+
+def test_an_end_before_the_start_is_of_another_job() -> None:
+    """The run ignores the variable, and names it."""
+    environment = {"SLURM_JOB_END_TIME": f"{time.time() - seconds_since_start() - 60:.0f}"}
+    assert seconds_to_end(environment) is None
+    (sentence,) = left_variables(environment)
+    assert re.match(r"SLURM_JOB_END_TIME is \d+, a time before this run started, .*; unset it", sentence)
+    for end in (f"{time.time() + 60:.0f}", "NONE", ""):
+        assert not list(left_variables({"SLURM_JOB_END_TIME": end}))
+
+
+OF_DAEMON = {
+    "SLURM_STEP_NUM_TASKS": "2", "SLURM_PROCID": "1", "SLURM_LOCALID": "0", "SLURM_NODEID": "1",
+    "SLURM_STEP_TASKS_PER_NODE": "1(x2)", "SLURM_STEP_NODELIST": "n[1-2]", "SLURM_JOB_ID": "7", "SLURM_STEP_ID": "0",
+}  # fmt: skip
+"""Variables of a step whose tasks are daemons of an MPI launcher, one on each node."""
+
+
+@pytest.mark.parametrize("mpi", [OPEN_MPI, HYDRA], ids=["open-mpi", "intel-mpi"])
+@pytest.mark.parametrize("step", [OF_DAEMON, SLURM], ids=["daemons", "one-step"])
+def test_mpirun_inside_a_step_wins(mpi: dict[str, str], step: dict[str, str]) -> None:
+    """Its ranks inherit SLURM's variables from the daemons, or from the step of the shell."""
+    environment = step | mpi
+    assert launcher_of(environment) == "mpi"
+    given = {"MASTER_ADDR": "node1"}
+    assert read_ranks(adopted(environment | given)) == read_ranks(adopted(mpi | given))
+
+
+def test_srun_with_pmi_is_slurm() -> None:
+    """`srun --mpi=pmi2` sets the rank and size of PMI, and nothing of a local rank."""
+    environment = SLURM | {"PMI_RANK": "9", "PMI_SIZE": "12", "PMI_FD": "5"}
+    assert launcher_of(environment) == "slurm" and read_ranks(adopted(environment)) == Ranks(9, 12, 1, 4)
+
+
+def test_a_heterogeneous_step() -> None:
+    """SLURM describes the whole step to each component, or a later component alone, whose ranks are then unknown."""
+    whole = OF_DAEMON | {"SLURM_HET_SIZE": "2", "SLURM_STEP_NUM_TASKS": "3", "SLURM_PROCID": "2"}
+    whole |= {"SLURM_STEP_TASKS_PER_NODE": "2,1", "MASTER_ADDR": "n1"}
+    assert read_ranks(adopted(whole)) == Ranks(2, 3, 0, 1)
+    alone = whole | {"SLURM_STEP_TASKS_PER_NODE": "1"}
+    with pytest.raises(ConfigError, match=r"a later component of a heterogeneous step.*\(srun --het-group=0\)"):
+        adopted(alone)
+
+
+def test_a_rank_of_a_pod_prints() -> None:
+    """Its RANK is the pod's. Of a launcher's ranks, which have a LOCAL_RANK, the first prints alone."""
+    assert may_print({}) and may_print({"RANK": "0", "LOCAL_RANK": "0"}) and may_print({"RANK": "1", "WORLD_SIZE": "2"})
+    assert not may_print({"RANK": "1", "LOCAL_RANK": "1", "WORLD_SIZE": "2"})
