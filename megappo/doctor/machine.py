@@ -12,7 +12,9 @@ from pathlib import Path
 
 from megappo.config import Config
 from megappo.doctor.findings import Finding, broken, fine, slow
+from megappo.runtime.holder import NAME
 from megappo.runtime.launchers import Ranks
+from megappo.runtime.lock import has_locks
 
 SHARED_MEMORY = Path("/dev/shm")
 # Docker gives a container 64 MB of it without --shm-size, too little for buffers of NCCL and engines.
@@ -118,7 +120,7 @@ def disk(run_directory: Path) -> Iterator[Finding]:
         yield broken("disk", f"{folder} is a file where run.directory {run_directory} needs a folder", remedy)
         return
     try:
-        speed, skew = _write(folder)
+        speed, skew, locks = _write(folder)
     except OSError as error:
         full = error.errno in (28, 122)  # no space left, quota exceeded
         yield broken("disk", f"{folder} cannot be written: {error.strerror}", "free some space" if full else remedy)
@@ -132,12 +134,15 @@ def disk(run_directory: Path) -> Iterator[Finding]:
         yield slow("disk", words, faster)
     else:
         yield fine("disk", words)
+    if not locks:
+        words = f"the file system of {folder} has no locks; the file {NAME} holds a run directory in place of a lock"
+        yield slow("disk", words, f"remove {NAME} where a run was killed on another machine, or use another disk")
     if abs(skew) > _FILE_CLOCK_SECONDS:
         yield slow("file clock", f"files in {folder} are dated {skew:+.1f} seconds off", "set the clocks by NTP")
 
 
-def _write(folder: Path) -> tuple[float, float]:
-    """(bytes per second written to disk, seconds that the file server's clock is ahead)."""
+def _write(folder: Path) -> tuple[float, float, bool]:
+    """(bytes per second written to disk, seconds that the file server's clock is ahead, whether there are locks)."""
     block = os.urandom(1 << 20)
     with tempfile.NamedTemporaryFile(dir=folder, prefix=".megappo-doctor-") as file:
         start = time.perf_counter()
@@ -147,4 +152,4 @@ def _write(folder: Path) -> tuple[float, float]:
         os.fsync(file.fileno())
         seconds = time.perf_counter() - start
         os.utime(file.name)
-        return _WRITTEN_BYTES / seconds, os.stat(file.name).st_mtime - time.time()
+        return _WRITTEN_BYTES / seconds, os.stat(file.name).st_mtime - time.time(), has_locks(file.fileno())

@@ -12,7 +12,9 @@ from pathlib import Path
 from typing import TextIO
 
 from megappo.errors import RunError
+from megappo.observe.messages import tell
 from megappo.observe.plain_files import check_own
+from megappo.runtime.holder import NAME, Holder, release, take, this_process
 from megappo.runtime.objects import attempt, broadcast_object
 from megappo.runtime.process import Runtime
 from megappo.runtime.waiting import wait_until
@@ -26,9 +28,17 @@ _NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP)
 class HeldDirectory:
     """A run directory that this job alone writes to, as long as it is the one that was locked."""
 
-    def __init__(self, directory: Path, file: TextIO | None) -> None:
-        """`file`: the open lock file on the main rank; None on the others."""
-        self._directory, self._file = directory, file
+    def __init__(self, directory: Path, file: TextIO | None, holder: Holder | None = None) -> None:
+        """`file`: the open lock file on the main rank; None on the others. `holder`: this process, where a file holds
+        the directory in place of a lock."""
+        self._directory, self._file, self._holder = directory, file, holder
+
+    def release(self) -> None:
+        """Give the directory up."""
+        if self._holder is not None:
+            release(self._directory / NAME, self._holder)
+        if self._file is not None:
+            self._file.close()
 
     def check(self) -> None:
         """Raise RunError on every rank where the directory is gone or replaced by another; a collective.
@@ -65,22 +75,35 @@ def locked_directory(directory: Path, runtime: Runtime, *, private: bool = False
     """Hold `<directory>/lock`; a collective. The kernel releases the lock however the job ends. A `private` directory
     is closed to other users first.
 
-    On a file system without locks there is no lock. Raises ValueError on every rank where another job holds it for
+    On a file system without locks the file `lock.holder` holds the directory (see `megappo.runtime.holder`). Raises
+    ValueError on every rank where another job holds it for
     longer than a job that is ending would, where the directory cannot be written, or as `check_own` does.
     """
-    file, problem = attempt(lambda: _take(directory, private=private)) if runtime.is_main else (None, "")
+    held, problem = attempt(lambda: _take(directory, private=private)) if runtime.is_main else (None, "")
     problem = broadcast_object(problem)
     if problem:
         raise ValueError(problem)
+    held = held or HeldDirectory(directory, None)
     try:
-        yield HeldDirectory(directory, file)
+        yield held
     finally:
-        if file is not None:
-            file.close()
+        held.release()
 
 
-def _take(directory: Path, *, private: bool) -> TextIO:
-    """Open the lock file and lock it. Raises ValueError where that fails."""
+def has_locks(descriptor: int) -> bool:
+    """Whether the file system of an open file has locks. Raises OSError where it does not say so."""
+    try:
+        _lock(descriptor)
+    except OSError as error:
+        if error.errno not in _NO_LOCKS:
+            raise
+        return False
+    return True
+
+
+def _take(directory: Path, *, private: bool) -> HeldDirectory:
+    """Open the lock file and lock it, or create the holder's file. Raises ValueError where that fails."""
+    holder = None
     with contextlib.ExitStack() as undo:
         try:
             directory.mkdir(parents=True, exist_ok=True)
@@ -88,11 +111,13 @@ def _take(directory: Path, *, private: bool) -> TextIO:
             if private:
                 directory.chmod(0o700)
             file = undo.enter_context((directory / "lock").open("a+", encoding="utf-8"))
-            if not wait_until(lambda: _lock(file), PATIENCE_SECONDS, every_seconds=_POLL_SECONDS):
+            if not has_locks(file.fileno()):
+                holder = _take_without_locks(directory)
+            elif not wait_until(lambda: _lock(file.fileno()), PATIENCE_SECONDS, every_seconds=_POLL_SECONDS):
                 file.seek(0)
-                holder = file.read().strip() or "another job"
+                other = file.read().strip() or "another job"
                 raise ValueError(
-                    f"run.directory '{directory}' is in use by {holder}; wait for its end, stop it, or choose another "
+                    f"run.directory '{directory}' is in use by {other}; wait for its end, stop it, or choose another "
                     "run.directory"
                 )
             file.truncate(0)
@@ -104,16 +129,33 @@ def _take(directory: Path, *, private: bool) -> TextIO:
                 "another, or fix it"
             ) from error
         undo.pop_all()
-    return file
+    return HeldDirectory(directory, file, holder)
 
 
-def _lock(file: TextIO) -> bool:
-    """Whether the file is locked now; True also where the file system has no locks."""
+def _take_without_locks(directory: Path) -> Holder:
+    """Hold the directory by a file. Raises ValueError where another process may hold it."""
+    path, own = directory / NAME, this_process(os.environ)
+    other: Holder | None = None
+
+    def is_taken() -> bool:
+        nonlocal other
+        other = take(path, own)
+        return other is None
+
+    if not wait_until(is_taken, PATIENCE_SECONDS, every_seconds=_POLL_SECONDS):  # a job that ends has it for a moment
+        assert other is not None
+        raise ValueError(
+            f"run.directory '{directory}' is in use by {other.summary}, as {path} says (the file system has no locks); "
+            "wait for its end or stop it, and remove this file where that process is gone"
+        )
+    tell(f"the file system of {directory} has no locks, so the file {NAME} in it holds the directory for this run")
+    return own
+
+
+def _lock(descriptor: int) -> bool:
+    """Whether the file is locked now. Raises OSError where the file system has no locks."""
     try:
-        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
         return False
-    except OSError as error:
-        if error.errno not in _NO_LOCKS:
-            raise
     return True

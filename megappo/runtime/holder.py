@@ -1,0 +1,123 @@
+"""A file that holds a run directory where the file system has no locks.
+
+The file is created with O_EXCL, which is atomic on network file systems too (open(2)), and names the process. A process
+that is killed leaves the file. A later start removes the file where it can tell that the process is gone: on the same
+machine there is no such process, or the same SLURM job was restarted since.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+from collections.abc import Mapping
+from contextlib import suppress
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+NAME = "lock.holder"
+
+
+@dataclass(frozen=True)
+class Holder:
+    """A process as other processes can recognise it."""
+
+    host: str
+    place: str
+    """Boot and process namespace, in which the process number is unique; "" where they are not known."""
+    process: int
+    start_ticks: int
+    """When the process was started, since boot: numbers of processes are used again."""
+    job: str = ""
+    """Number of the SLURM job; "" outside of SLURM."""
+    restarts: int = 0
+    """How often SLURM had restarted the job."""
+
+    @property
+    def summary(self) -> str:
+        """The process as an error names it."""
+        return f"process {self.process} on {self.host}" + (f", job {self.job}" if self.job else "")
+
+    def is_gone(self, reader: Holder) -> bool:
+        """Whether `reader`, a process that runs now, can tell that this process has ended."""
+        if self.job and self.job == reader.job and self.restarts < reader.restarts:
+            return True
+        if (self.host, self.place) != (reader.host, reader.place) or not self.place:
+            return False
+        return start_ticks(self.process) != self.start_ticks
+
+
+def this_process(environment: Mapping[str, str]) -> Holder:
+    """This process."""
+    restarts = environment.get("SLURM_RESTART_COUNT", "")
+    place = ""
+    with suppress(OSError):
+        boot = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="utf-8").strip()
+        place = f"{boot} {os.readlink('/proc/self/ns/pid')}"
+    return Holder(
+        socket.gethostname(),
+        place,
+        os.getpid(),
+        start_ticks(os.getpid()) or 0,
+        environment.get("SLURM_JOB_ID", ""),
+        int(restarts) if restarts.isdecimal() else 0,
+    )
+
+
+def start_ticks(process: int) -> int | None:
+    """Clock ticks between boot and the start of a process of this machine; None where there is no such process
+    (proc_pid_stat(5), field 22)."""
+    try:
+        text = Path(f"/proc/{process}/stat").read_text(encoding="utf-8", errors="replace")
+    except OSError:
+        return None
+    return int(text.rpartition(")")[2].split()[19])
+
+
+def take(path: Path, own: Holder) -> Holder | None:
+    """Create the file for `own`, after removing the file of a process that is gone. Returns None, or the holder that
+    may still run. Raises OSError where the file cannot be written."""
+    while True:
+        try:
+            descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o644)
+        except FileExistsError:
+            holder = read(path)
+            if holder is None:
+                if not path.exists():
+                    continue  # removed in the meantime
+                return Holder("a machine that is not known", "", 0, 0)
+            if not holder.is_gone(own):
+                return holder
+            _remove(path, holder)
+            continue
+        with os.fdopen(descriptor, "w", encoding="utf-8") as file:
+            json.dump(asdict(own), file)
+            file.flush()
+            os.fsync(file.fileno())
+        return None
+
+
+def release(path: Path, own: Holder) -> None:
+    """Remove the file where it is that of `own`."""
+    if read(path) == own:
+        path.unlink(missing_ok=True)
+
+
+def read(path: Path) -> Holder | None:
+    """The holder that a file names; None where there is no file, or no holder in it."""
+    try:
+        return Holder(**json.loads(path.read_text(encoding="utf-8")))
+    except (OSError, ValueError, TypeError):
+        return None
+
+
+def _remove(path: Path, gone: Holder) -> None:
+    """Remove the file of a process that is gone. The file is renamed first: of several processes that remove it at the
+    same time, one does, and none removes the new file of another."""
+    aside = path.with_name(f"{path.name}.{socket.gethostname()}.{os.getpid()}")
+    with suppress(FileNotFoundError):
+        os.rename(path, aside)
+        if read(aside) != gone:  # another process has taken the directory since
+            with suppress(FileExistsError):
+                os.link(aside, path)
+        aside.unlink(missing_ok=True)

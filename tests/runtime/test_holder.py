@@ -1,0 +1,172 @@
+"""A file holds a run directory where the file system has no locks."""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import json
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from megappo.doctor.machine import disk
+from megappo.runtime import lock as room
+from megappo.runtime.holder import NAME, Holder, read, release, take, this_process
+from megappo.runtime.lock import locked_directory
+from megappo.runtime.process import Runtime
+
+pytestmark = pytest.mark.waits
+
+JOB = {"SLURM_JOB_ID": "7"}
+# A run of one process on a file system without locks. It prints a line when it has the directory, and waits.
+RUN = """
+import errno, fcntl, os, sys, time
+from pathlib import Path
+import torch, torch.distributed as dist
+def flock(*_): raise OSError(errno.ENOLCK, "No locks available")
+fcntl.flock = flock
+from megappo.runtime import lock
+from megappo.runtime.process import Runtime
+lock.PATIENCE_SECONDS = 0.5
+dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+try:
+    with lock.locked_directory(Path(sys.argv[1]), Runtime(0, 1, 0, torch.device("cpu"))):
+        print("has it", flush=True)
+        sys.stdin.readline()
+except ValueError as error:
+    print(error, flush=True)
+"""
+
+
+@pytest.fixture(scope="module")
+def runtime() -> Iterator[Runtime]:
+    """A world of one process."""
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield Runtime(0, 1, 0, torch.device("cpu"))
+    dist.destroy_process_group()
+
+
+@pytest.fixture
+def no_locks(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: object) -> None:
+        raise OSError(errno.EOPNOTSUPP, "Operation not supported")
+
+    monkeypatch.setattr(fcntl, "flock", refuse)
+    monkeypatch.setattr(room, "PATIENCE_SECONDS", 0.3)
+
+
+def start(directory: Path, **variables: str) -> subprocess.Popen[str]:
+    kept = {name: value for name, value in os.environ.items() if not name.startswith("SLURM_")}
+    return subprocess.Popen(
+        [sys.executable, "-c", RUN, str(directory)], env=kept | variables, text=True,
+        stdin=subprocess.PIPE, stdout=subprocess.PIPE,
+    )  # fmt: skip
+
+
+def line(process: subprocess.Popen[str]) -> str:
+    assert process.stdout is not None
+    return process.stdout.readline()
+
+
+def end(process: subprocess.Popen[str]) -> None:
+    process.communicate("\n", timeout=60)
+
+
+def test_a_job_that_is_submitted_twice_trains_once(tmp_path: Path) -> None:
+    """The second is refused while the first runs, and starts after it."""
+    first, holder = start(tmp_path), tmp_path / NAME
+    assert line(first) == "has it\n" and holder.exists()
+    second = start(tmp_path)
+    words = line(second)
+    end(second)
+    assert f"is in use by process {first.pid} on " in words and f"as {holder} says" in words
+    end(first)
+    assert not holder.exists()
+    third = start(tmp_path)
+    assert line(third) == "has it\n"
+    end(third)
+
+
+def test_a_killed_run_gives_the_directory_up(tmp_path: Path) -> None:
+    """On the same machine the process is gone; another one with its number was started at another time."""
+    first = start(tmp_path)
+    assert line(first) == "has it\n"
+    first.send_signal(signal.SIGKILL)
+    first.wait()
+    second = start(tmp_path)
+    assert line(second) == "has it\n"
+    path = tmp_path / NAME
+    holder = read(path)
+    assert holder is not None and holder.process == second.pid
+    assert not holder.is_gone(this_process({})) and replace(holder, start_ticks=1).is_gone(this_process({}))
+    end(second)
+
+
+@pytest.mark.parametrize(
+    ("variables", "words"),
+    [
+        ({**JOB, "SLURM_RESTART_COUNT": "1"}, "has it"),
+        (JOB, "is in use by process 1 on n1, job 7"),
+        ({"SLURM_JOB_ID": "8", "SLURM_RESTART_COUNT": "1"}, "is in use by process 1 on n1, job 7"),
+        ({}, "is in use by process 1 on n1, job 7"),
+    ],
+    ids=["requeued", "the same attempt", "another job", "no job"],
+)
+def test_a_run_that_was_killed_on_another_machine(tmp_path: Path, variables: dict[str, str], words: str) -> None:
+    """Only a later attempt of the same SLURM job knows that the process is gone."""
+    holder = Holder("n1", "another boot", 1, 5, "7", 0)
+    (tmp_path / NAME).write_text(json.dumps(vars(holder)))
+    run = start(tmp_path, **variables)
+    assert words in line(run)
+    end(run)
+    assert read(tmp_path / NAME) == (None if words == "has it" else holder)
+
+
+@pytest.mark.parametrize("content", ["", "{}", "no JSON", '{"host": "n1"}'])
+def test_a_file_that_names_no_process_is_kept(tmp_path: Path, content: str) -> None:
+    """Another process may be about to write it."""
+    (tmp_path / NAME).write_text(content)
+    other = take(tmp_path / NAME, this_process({}))
+    assert other is not None and (tmp_path / NAME).read_text() == content
+
+
+def test_one_of_many_starts_takes_the_file_of_a_process_that_is_gone(tmp_path: Path) -> None:
+    (tmp_path / NAME).write_text(json.dumps(vars(replace(this_process({}), start_ticks=1))))
+    runs = [start(tmp_path) for _ in range(4)]
+    words = [line(run) for run in runs]
+    assert words.count("has it\n") == 1 and sum("is in use by" in w for w in words) == 3
+    for run in runs:
+        end(run)
+
+
+def test_the_file_of_another_process_is_not_removed(tmp_path: Path) -> None:
+    other = Holder("n1", "", 1, 5)
+    (tmp_path / NAME).write_text(json.dumps(vars(other)))
+    release(tmp_path / NAME, this_process({}))
+    assert read(tmp_path / NAME) == other
+
+
+@pytest.mark.usefixtures("no_locks")
+def test_the_start_and_the_doctor_say_so(tmp_path: Path, runtime: Runtime, capsys: pytest.CaptureFixture[str]) -> None:
+    with locked_directory(tmp_path / "run", runtime) as held:
+        held.check()
+        assert (tmp_path / "run" / NAME).exists()
+        with pytest.raises(ValueError, match="is in use by process"), locked_directory(tmp_path / "run", runtime):
+            raise AssertionError("a second job is let in")
+    assert "has no locks, so the file lock.holder in it holds the directory for this run" in capsys.readouterr().err
+    assert not (tmp_path / "run" / NAME).exists()
+    assert any("has no locks; the file lock.holder holds" in f.words for f in disk(tmp_path) if f.state == "slow")
+
+
+def test_a_file_system_with_locks_has_no_such_file(tmp_path: Path, runtime: Runtime) -> None:
+    with locked_directory(tmp_path / "run", runtime):
+        assert not (tmp_path / "run" / NAME).exists()
+    assert not any("no locks" in f.words for f in disk(tmp_path))
