@@ -4,6 +4,7 @@ which says why; metrics.jsonl alone must be there."""
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
@@ -112,7 +113,7 @@ def _result(lines: Mapping[int, Line]) -> str:
     """What came of the reward."""
     parts = []
     for name, window in (("reward/mean", _WINDOW_STEPS), ("eval/reward_mean", 1)):
-        values = [lines[step][name] for step in sorted(lines) if name in lines[step]]
+        values = [x for step in sorted(lines) if math.isfinite(x := lines[step].get(name, math.nan))]
         if values:
             last = values[-window:]
             where = f"in the last {len(last)} steps" if window > 1 else "in the last evaluation"

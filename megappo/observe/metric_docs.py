@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import math
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
+from megappo.observe.charts import mean
 from megappo_kernels.objectives import POLICY_METRICS, VALUE_METRICS, Metric
 
 
@@ -127,13 +129,19 @@ METRICS: dict[str, MetricDoc] = {
     ),
     "reward/timeouts": MetricDoc("fraction", "Rewards that passed `reward.timeout_seconds`.", "0"),
     "reward/NAME": MetricDoc(
-        "score", "Mean score of one of several functions (`reward.functions`), without its weight.", "rises"
+        "score",
+        "Mean score of one of several functions (`reward.functions`) over the samples that it graded, without its "
+        "weight.",
+        "rises",
     ),
     "reward/NAME/unreadable": MetricDoc(
         "fraction", "Answers of which no verdict was found in what this judge said.", "near 0, or its prompt is unclear"
     ),
     "reward/NAME/seconds": MetricDoc(
-        "seconds", "Time that this judge took, on the slowest rank; NAME is `judge` where it stands alone.", "steady"
+        "seconds",
+        "Time that this judge took on the slowest rank, in the longest round of the step; NAME is `judge` for a single "
+        "judge.",
+        "steady",
     ),
     "reward/overlong": MetricDoc(
         "score", "What answers near the length limit lose in the mean (`reward.overlong`).", "rises to 0"
@@ -376,3 +384,20 @@ def documented(name: str) -> str | None:
     if name in METRICS:
         return name
     return next((of for pattern, of in _PATTERNS if pattern.fullmatch(name)), None)
+
+
+_MAXIMA = re.compile(r".*(/max|_max|_max_load|peak_gigabytes)|sync/(probe_gap|version)|engine/restarts")
+_MINIMA = re.compile(r".*[/_]min")
+
+
+def over_steps(name: str, values: Sequence[float]) -> float:
+    """One value of a metric for several steps: the largest of maxima and counters, the smallest of minima, the mean of
+    others. Values that are not finite are left out; NaN if none is left."""
+    finite = [value for value in values if math.isfinite(value)]
+    if not finite:
+        return math.nan
+    if _MAXIMA.fullmatch(name):
+        return max(finite)
+    if _MINIMA.fullmatch(name):
+        return min(finite)
+    return mean(finite)

@@ -119,7 +119,7 @@ def check_mismatch(
     mean = numbers["mismatch/mean"]
     if math.isfinite(mean):  # NaN and infinity stop the run whichever weights they are from
         mean = numbers["mismatch/own_weights"] if own else 0.0
-    if not (own and others):
+    if not others:
         del numbers["mismatch/own_weights"]
     if not mean <= algorithm.mismatch_stop_nats:
         raise MismatchError(
@@ -150,6 +150,8 @@ def routing_metrics(role: Role, runtime: Runtime) -> dict[str, float]:
     of_layers = report[list(role.arch.expert_layers)]
     loads_LE, further_L2 = of_layers.double().cpu().split([experts, FURTHER], dim=1)
     known, changed = further_L2.sum(0).tolist()
+    if not loads_LE.any():
+        return {}
     numbers = {
         f"{name}/experts_max_load": float((loads_LE.amax(1) / loads_LE.mean(1)).max()),
         f"{name}/experts_unused": float((loads_LE == 0).double().mean()),

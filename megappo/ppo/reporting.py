@@ -171,11 +171,8 @@ class Reporter:
 
     def note_evaluation(self, step: int, metrics: Mapping[str, float]) -> None:
         """Show an evaluation. Before the first step it is logged by itself, as there is no line of a step."""
-        rewards = {name: value for name, value in metrics.items() if name.endswith("/reward_mean")}
-        sets = {name: name.removeprefix("eval").removesuffix("reward_mean").strip("/") for name in rewards}
-        graded = {name: 1 - metrics.get(name.replace("/reward_mean", "/failures"), 0.0) for name in rewards}
-        shares = {name: "" if share == 1 else f" of the {share:.1%} with a grade" for name, share in graded.items()}
-        words = ", ".join(f"{sets[name]} {value:.3f}{shares[name]}".strip() for name, value in rewards.items())
+        sets = [name.removesuffix("/failures") for name in metrics if name.endswith("/failures")]
+        words = ", ".join(f"{of.removeprefix('eval').strip('/')} {_result_of(of, metrics)}".strip() for of in sets)
         self.message(f"step {step}: validation reward {words}")
         if step == 0 and self._log is not None:
             self._log.log(step, metrics)
@@ -246,6 +243,15 @@ class Reporter:
         self._view.close()
         if self._log is not None:
             self._log.close()
+
+
+def _result_of(evaluated: str, metrics: Mapping[str, float]) -> str:
+    """The mean reward of a validation set, and the share of answers with a grade where not all have one."""
+    graded = 1 - metrics[f"{evaluated}/failures"]
+    if not graded:
+        return "unknown, as no answer has a grade"
+    mean = f"{metrics[f'{evaluated}/reward_mean']:.3f}"
+    return mean if graded == 1 else f"{mean} of the {graded:.1%} with a grade"
 
 
 def _told_of(episodes: Episodes, b: int) -> dict[str, JSONValue]:

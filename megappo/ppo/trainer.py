@@ -52,6 +52,7 @@ from megappo.ppo.updates import (
     draw_minibatches,
     step_metrics,
 )
+from megappo.runtime.tally import Totals
 from megappo.types import Experience, Rollouts, Scored
 
 
@@ -243,7 +244,8 @@ class Trainer:
         if dynamic is None:
             self.release_engine(rollouts)
             self.parts.stop.check()
-            rollouts, scores_B, metrics = self.reward(rollouts)
+            rollouts, scores_B, rewards = self.reward(rollouts)
+            self.metrics |= rewards
         else:
             settings = self.config.rollout
             selection = Selection(settings.prompts_per_step, settings.samples_per_prompt, dynamic.max_rounds)
@@ -254,8 +256,8 @@ class Trainer:
                 self.parts.stop.check()
                 selection.add(*self.reward(more))
             rollouts, scores_B, metrics = selection.finish()
+            self.metrics |= metrics
             self.release_engine(rollouts)
-        self.metrics |= metrics
         return self.shape(rollouts, scores_B)
 
     def shape(self, rollouts: Rollouts, scores_B: Tensor) -> tuple[Rollouts, Tensor]:
@@ -281,10 +283,8 @@ class Trainer:
         before this step is trained on."""
         newest = self.weight_version + self.actor_changed
         self.metrics |= rollout_metrics(rollouts, self.parts.runtime, newest)
-        self.metrics |= environment_metrics(rollouts, self.parts)
-        self.metrics |= self.cache_gauge.metrics()
-        self.metrics["prompt/dropped"] = float(self.parts.train_prompts.dropped)
-        self.metrics |= self.responses.metrics()
+        self.metrics |= environment_metrics(rollouts, self.parts) | self.cache_gauge.metrics()
+        self.metrics |= {"prompt/dropped": float(self.parts.train_prompts.dropped)} | self.responses.metrics()
         if not self.config.rollout.ahead:
             if isinstance(self.parts.engine, SleepingEngine):
                 self.parts.engine.sleep()
@@ -292,7 +292,7 @@ class Trainer:
             self._sync_if_behind()
             self.responses.begin(self.step + 1)
 
-    def reward(self, rollouts: Rollouts) -> tuple[Rollouts, Tensor, dict[str, float]]:
+    def reward(self, rollouts: Rollouts) -> tuple[Rollouts, Tensor, Totals]:
         """Score this rank's responses. Returns the rollouts with failed rewards noted, a score for each, and the
         metrics of all ranks' rewards."""
         failures = dict[int, str]()

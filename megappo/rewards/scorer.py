@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from megappo.rewards.own_servers import OwnServers
     from megappo.rewards.remote_model import RemoteRewardModel
     from megappo.rewards.shared_model import SharedRewardModel
+    from megappo.runtime.tally import Totals
 
 
 @dataclass(frozen=True)
@@ -107,9 +108,7 @@ class RewardScorer:
             return RewardPool(term)
         return RewardPool(term, self._servers.places[name or "judge"], self._servers.check)
 
-    def score(
-        self, rollouts: Rollouts, failures: MutableMapping[int, str] | None = None
-    ) -> tuple[Tensor, dict[str, float]]:
+    def score(self, rollouts: Rollouts, failures: MutableMapping[int, str] | None = None) -> tuple[Tensor, Totals]:
         """Scores (B,) float32 of this rank, and `reward/failures`, `reward/timeouts`, the mean of each of several
         functions and how judges did, over all ranks.
 
@@ -130,10 +129,8 @@ class RewardScorer:
         for name, verdicts in scored.verdicts.items():
             tally.mean(f"reward/{name}/unreadable", torch.arange(verdicts.samples) < verdicts.unreadable)
             tally.maximum(f"reward/{name}/seconds", torch.tensor([verdicts.seconds]))
-        tally.total("failed", len(result.failures))
-        tally.total("samples", B)
-        metrics = tally.reduce(self._device)
-        failed, samples = int(metrics.pop("failed")), int(metrics.pop("samples"))
+        metrics = tally.totals(self._device)
+        failed, samples = map(int, metrics.means["reward/failures"])
         # Both numbers are sums over all ranks, so all ranks take this branch, and its collective, together.
         if failed > self._settings.max_failure_fraction * samples:
             everywhere = [failure for of_rank in all_gather_objects(result.failures[:1]) for failure in of_rank]
