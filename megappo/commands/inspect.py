@@ -217,6 +217,8 @@ def _told_line(line: SampleLine) -> Iterator[str]:
     yield f"reward: {_number(line.reward)}{scored}"
     if line.reward_failure:
         yield f"the reward failed: {_whole(line.reward_failure)}"
+    if line.episode_failure:
+        yield f"the episode failed: {_whole(line.episode_failure)}"
 
 
 def _told_tokens(tokens: SampleTokens) -> Iterator[str]:
