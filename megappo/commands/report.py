@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from megappo.errors import ConfigError, nearest_word, one_line, reason, writing
+from megappo.observe.changes import change_notes
 from megappo.observe.charts import curve
 from megappo.observe.metric_docs import over_steps
 from megappo.observe.metrics import metric_value, read_metrics
@@ -150,6 +151,7 @@ def _paths(directory: Path) -> list[str]:
         f"metrics: {directory / 'metrics.jsonl'}",
         f"samples: {directory / 'samples.jsonl'}",
         f"configuration: {directory / 'config.yaml'}",
+        *(f"settings changed {one_line(note)}" for note in change_notes(directory)),
         *([f"trained actor: {directory / 'final'}"] if (directory / "final").is_dir() else []),
         *(["", *_page(traced)] if traced is not None else []),
     ]

@@ -101,6 +101,11 @@ class MetricsLog:
     def _write(self, name: str, record: Mapping[str, JSONValue]) -> None:
         self._contained[name](partial(self._files[name].write, record))
 
+    def check(self) -> None:
+        """Raises ValueError for a damaged file, before `truncate_after` would."""
+        for file in self._files.values():
+            file.check()
+
     def truncate_after(self, step: int, *, is_open: bool = False) -> None:
         """Drop what was logged of later steps than `step`, because a resumed run logs them again; where the step itself
         `is_open`, its metrics too, as they wait for its evaluation.
@@ -203,13 +208,20 @@ class _LinesFile:
         if self._path.exists():
             if not self._path.is_file():
                 raise ValueError(f"{self._path} is no file, where the run would write; remove it")
-            os.truncate(self._path, self._path.read_bytes().rfind(b"\n") + 1)
+            content = self._path.read_bytes()
+            if content and not content.endswith(b"\n"):
+                os.truncate(self._path, content.rfind(b"\n") + 1)
         self._file = AppendedFile(self._path)
 
     def write(self, record: Mapping[str, JSONValue]) -> None:
         """Append a line. Raises OSError."""
         text = json.dumps(_valid(record), ensure_ascii=False, allow_nan=False) + "\n"
         self._file.append(text.encode(errors="backslashreplace"))  # lone surrogates become JSON's own escapes
+
+    def check(self) -> None:
+        """Raises ValueError for a line that is no record."""
+        for _ in _lines(self._path):
+            pass
 
     def keep_until(self, step: int) -> None:
         """Drop the lines of later steps."""

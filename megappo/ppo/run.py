@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from contextlib import closing
+from pathlib import Path
 
 from megappo.checkpoint.files import checkpoints_directory, finished
 from megappo.checkpoint.randomness import seed_generators
@@ -14,6 +15,7 @@ from megappo.data import PromptDataset, TrainingPrompts
 from megappo.data.mixture import MixedPrompts
 from megappo.data.unknown import unknown_words
 from megappo.errors import Interrupted
+from megappo.observe.messages import tell
 from megappo.observe.progress import PROGRESS
 from megappo.ppo.checkpoints import Checkpoints
 from megappo.ppo.components import RunComponents, RunMode, assemble
@@ -22,7 +24,7 @@ from megappo.ppo.exports import export_actor
 from megappo.ppo.likeness import check_ranks
 from megappo.ppo.loaded import trainer_of
 from megappo.ppo.reporting import Reporter
-from megappo.ppo.start import Start, choose_start
+from megappo.ppo.start import Start, choose_start, final_folder, is_complete
 from megappo.preflight.inputs import RunInputs
 from megappo.preflight.resolved import ResolvedRun
 from megappo.preflight.template_time import at_one_time
@@ -48,11 +50,14 @@ def train(run: ResolvedRun) -> None:
         check_ranks(config, runtime)
         seed_generators(config.run.seed, runtime.rank)
         start = choose_start(config, run.derived, runtime)
+        if is_complete(start, runtime):
+            _tell_complete(start, runtime)
+            return
         config = start.config
         on_stage = watchdog.enter if watchdog is not None else None
         with (
             interruptible(runtime) as interrupts,
-            closing(Reporter(config, run.derived, runtime, on_stage, held.check)) as reporter,
+            closing(Reporter(config, run.derived, runtime, on_stage, held.check, writes=start.has_work)) as reporter,
             runtime.failures.told(),
         ):
             resumed, inputs = start.checkpoint is not None, inputs_at(run, config)
@@ -61,6 +66,18 @@ def train(run: ResolvedRun) -> None:
             if watchdog is not None:
                 parts.engine.on_tokens = watchdog.made_tokens
             _train(parts, start, reporter, held)
+
+
+def _tell_complete(start: Start, runtime: Runtime) -> None:
+    if runtime.is_main:
+        for sentence in start.sentences:
+            tell(sentence)
+        if start.config.run.export_final_model:
+            tell(_exported_words(final_folder(start.config)))
+
+
+def _exported_words(out: Path) -> str:
+    return f"the trained actor is in {out}"
 
 
 def inputs_at(run: ResolvedRun, started: Config) -> RunInputs | None:
@@ -91,8 +108,7 @@ def _train_and_export(
 ) -> None:
     for sentence in (*data_lines(parts), *parts.origins, *start.sentences):
         reporter.message(sentence)
-    if start.sentences:  # the run resumes
-        reporter.continue_after(start.step, is_open=start.is_open)
+    reporter.continue_after(start)
     trainer = trainer_of(parts, reporter, checkpoints)
     try:
         trainer.train()
@@ -112,9 +128,9 @@ def _train_and_export(
     checkpoints.finish()
     with reporter.stage("export"):
         if parts.config.run.export_final_model:
-            out = parts.config.run.path / "final"
-            export_actor(parts, out, parts.derived.steps)
-            reporter.message(f"the trained actor is in {out}")
+            out = final_folder(parts.config)
+            export_actor(parts, out, parts.derived.steps, start.trained)
+            reporter.message(_exported_words(out))
 
 
 def _watchdog(config: Config, runtime: Runtime) -> Watchdog | None:
