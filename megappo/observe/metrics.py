@@ -7,6 +7,7 @@ import math
 import os
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from typing import Any, TextIO
@@ -22,6 +23,7 @@ from megappo.observe.wandb_log import WandbLogger
 _METRICS_FILE = "metrics.jsonl"
 _SAMPLES_FILE = "samples.jsonl"
 _JUMPS_FILE = "jumps.jsonl"
+_TENSORBOARD = "tensorboard"
 _LONGEST_LINE = 2**26
 _NONFINITE = {"nan": math.nan, "inf": math.inf, "-inf": -math.inf}
 
@@ -67,7 +69,9 @@ class MetricsLog:
         if tensorboard:
             from megappo.observe.tensorboard_log import TensorBoardLogger  # whose libraries take a second to import
 
-            made["TensorBoard's file"] = TensorBoardLogger(directory / "tensorboard", config)
+            made["TensorBoard's file"] = TensorBoardLogger(directory / _TENSORBOARD, config)
+        self._old_events = None if tensorboard else directory / _TENSORBOARD
+        """Where earlier attempts may have written events, of a run without TensorBoard."""
         self._loggers = [(Contained(name), logger) for name, logger in made.items()]
         self._files = {name: _LinesFile(directory / name) for name in (_METRICS_FILE, _SAMPLES_FILE, _JUMPS_FILE)}
         self._contained = {name: Contained(str(directory / name)) for name in self._files}
@@ -116,6 +120,8 @@ class MetricsLog:
         for name, file in self._files.items():
             file.keep_until(step - (is_open and name == _METRICS_FILE))
         self._tell("forget_after", step - is_open)
+        if self._old_events is not None and any(self._old_events.glob("events.*")):
+            Contained("TensorBoard's file")(partial(_forget_events, self._old_events, step - is_open))
 
     def close(self) -> None:
         """Close all files; may be called twice."""
@@ -124,6 +130,17 @@ class MetricsLog:
         for contained, logger in self._loggers:
             contained.finish(logger.close)
         self._loggers = []
+
+
+def _forget_events(directory: Path, step: int) -> None:
+    """Make TensorBoard ignore events of later steps. Without TensorBoard installed nobody reads them here."""
+    with suppress(ImportError):
+        from megappo.observe.tensorboard_log import TensorBoardLogger
+
+        logger = TensorBoardLogger(directory, {})
+        logger.forget_after(step)
+        logger.write_due()
+        logger.close()
 
 
 def read_metrics(path: Path) -> list[dict[str, Any]]:

@@ -92,6 +92,11 @@ class TensorBoardLogger:
         """Make TensorBoard ignore earlier files' events of later steps, from the next step on."""
         self._due += _event(step=step + 1, session_log=SessionLog(status=SessionLog.START))
 
+    def write_due(self) -> None:
+        """Write what waits for the next step's event. Raises OSError."""
+        self._file.append(self._due)
+        self._due, self._is_new = b"", False
+
     def close(self) -> None:
         """Close the file, and remove it if it has no event; may be called twice. Raises OSError."""
         self._file.close()

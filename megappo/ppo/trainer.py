@@ -23,6 +23,7 @@ from megappo.ppo.experience import ExperienceMaker
 from megappo.ppo.exports import export_actor
 from megappo.ppo.in_flight import responses_of
 from megappo.ppo.jumps import Jump, JumpWatch, describe_samples
+from megappo.ppo.later_steps import forget_after
 from megappo.ppo.measures import (
     actor_mfu,
     balance_metrics,
@@ -77,8 +78,7 @@ class Trainer:
         self.responses = responses_of(parts)
         self.record = ExperienceRecord(parts)
         self.cache_gauge = CacheGauge(parts.engine, parts.runtime)
-        self.step = 0
-        self.weight_version = 0
+        self.step, self.weight_version = 0, 0
         self.actor_changed = True
         """Whether the actor is newer than the engine's weights."""
         self.is_open = True
@@ -116,7 +116,7 @@ class Trainer:
             self.metrics = resumed.metrics()
         else:
             self.sync_weights()
-        self.record.begin(self.step)
+        forget_after(self.step, self.parts)
         self.log_step()
         self.is_resuming = False
         if was_open and self.step:
