@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from contextlib import closing
-from pathlib import Path
 
 from megappo.checkpoint.files import checkpoints_directory, finished
 from megappo.checkpoint.randomness import seed_generators
@@ -15,7 +14,6 @@ from megappo.data import PromptDataset, TrainingPrompts
 from megappo.data.mixture import MixedPrompts
 from megappo.data.unknown import unknown_words
 from megappo.errors import Interrupted
-from megappo.observe.messages import tell
 from megappo.observe.progress import PROGRESS
 from megappo.ppo.checkpoints import Checkpoints
 from megappo.ppo.components import RunComponents, RunMode, assemble
@@ -24,7 +22,7 @@ from megappo.ppo.exports import export_actor
 from megappo.ppo.likeness import check_ranks
 from megappo.ppo.loaded import trainer_of
 from megappo.ppo.reporting import Reporter
-from megappo.ppo.start import Start, choose_start, final_folder, is_complete
+from megappo.ppo.start import Start, choose_start, final_folder, is_exported
 from megappo.preflight.inputs import RunInputs
 from megappo.preflight.resolved import ResolvedRun
 from megappo.preflight.template_time import at_one_time
@@ -50,9 +48,6 @@ def train(run: ResolvedRun) -> None:
         check_ranks(config, runtime)
         seed_generators(config.run.seed, runtime.rank)
         start = choose_start(config, run.derived, runtime)
-        if is_complete(start, runtime):
-            _tell_complete(start, runtime)
-            return
         config = start.config
         on_stage = watchdog.enter if watchdog is not None else None
         with (
@@ -66,18 +61,6 @@ def train(run: ResolvedRun) -> None:
             if watchdog is not None:
                 parts.engine.on_tokens = watchdog.made_tokens
             _train(parts, start, reporter, held)
-
-
-def _tell_complete(start: Start, runtime: Runtime) -> None:
-    if runtime.is_main:
-        for sentence in start.sentences:
-            tell(sentence)
-        if start.config.run.export_final_model:
-            tell(_exported_words(final_folder(start.config)))
-
-
-def _exported_words(out: Path) -> str:
-    return f"the trained actor is in {out}"
 
 
 def inputs_at(run: ResolvedRun, started: Config) -> RunInputs | None:
@@ -129,8 +112,9 @@ def _train_and_export(
     with reporter.stage("export"):
         if parts.config.run.export_final_model:
             out = final_folder(parts.config)
-            export_actor(parts, out, parts.derived.steps, start.trained)
-            reporter.message(_exported_words(out))
+            if not is_exported(start, parts.runtime):
+                export_actor(parts, out, parts.derived.steps, start.trained)
+            reporter.message(f"the trained actor is in {out}")
 
 
 def _watchdog(config: Config, runtime: Runtime) -> Watchdog | None:

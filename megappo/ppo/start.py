@@ -111,12 +111,10 @@ def _changes_of_code(marker: Marker, config: Config) -> Iterator[str]:
             yield f"what stands in {file}"
 
 
-def is_complete(start: Start, runtime: Runtime) -> bool:
-    """Whether the run directory already has everything that the run writes; a collective of the world."""
-    config = start.config
-    if start.has_work or not config.run.export_final_model:
-        return not start.has_work
-    return broadcast_object(runtime.is_main and exported_step(final_folder(config)) == start.step)
+def is_exported(start: Start, runtime: Runtime) -> bool:
+    """Whether an earlier attempt has exported the actor after the run's last step; a collective of the world."""
+    is_last = start.trained is not None and runtime.is_main
+    return broadcast_object(is_last and exported_step(final_folder(start.config)) == start.step)
 
 
 def final_folder(config: Config) -> Path:

@@ -129,7 +129,7 @@ class RewardScorer:
         for name, verdicts in scored.verdicts.items():
             tally.mean(f"reward/{name}/unreadable", torch.arange(verdicts.samples) < verdicts.unreadable)
             tally.maximum(f"reward/{name}/seconds", torch.tensor([verdicts.seconds]))
-        metrics = tally.totals(self._device)
+        metrics = tally.reduce_totals(self._device)
         failed, samples = map(int, metrics.means["reward/failures"])
         # Both numbers are sums over all ranks, so all ranks take this branch, and its collective, together.
         if failed > self._settings.max_failure_fraction * samples:

@@ -88,12 +88,9 @@ class Tally:
         squares = ((values if mask is None else values[mask]).double() - mean).square().sum()
         self._spreads[name] = (count, mean, float(squares))
 
-    def totals(self, device: torch.device) -> Totals:
-        """The global sums and counts, the same on every rank; a collective of all ranks."""
-        assert not self._spreads, "deviations of several parts are not combined"
-        return self._totals(device)
-
-    def _totals(self, device: torch.device) -> Totals:
+    def reduce_totals(self, device: torch.device) -> Totals:
+        """The global sums, counts and extremes, the same on every rank, without deviations; a collective of all
+        ranks."""
         both_2N = torch.tensor([*zip(*self._sums.values(), strict=True)], dtype=torch.float64, device=device)
         maxima = torch.tensor(list(self._maxima.values()), dtype=torch.float64, device=device)
         dist.all_reduce(both_2N)
@@ -109,7 +106,7 @@ class Tally:
     def reduce(self, device: torch.device) -> dict[str, float]:
         """The global numbers, the same on every rank; a collective of all ranks. A mean, deviation or extreme without a
         value is absent."""
-        totals = self._totals(device)
+        totals = self.reduce_totals(device)
         return {**totals, **self._deviations(totals, device)}
 
     def _deviations(self, means: Mapping[str, float], device: torch.device) -> dict[str, float]:

@@ -21,7 +21,7 @@ def totals(values: list[float]) -> Totals:
     tally.maximum("max", numbers)
     tally.minimum("min", numbers)
     tally.total("sum", sum(values))
-    return tally.totals(CPU)
+    return tally.reduce_totals(CPU)
 
 
 @pytest.mark.parametrize(
@@ -44,7 +44,7 @@ def test_rounds_are_combined_by_the_kind_of_the_metric(rounds: list[list[float]]
 def test_a_round_that_lacks_a_metric_does_not_count_in_it() -> None:
     tally = Tally()
     tally.mean("own", torch.tensor([4.0, 6.0]))
-    combined = Totals.combined([totals([1.0]), tally.totals(CPU)])
+    combined = Totals.combined([totals([1.0]), tally.reduce_totals(CPU)])
     assert combined["own"] == 5.0 and combined["mean"] == 1.0
 
 
