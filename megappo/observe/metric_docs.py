@@ -285,25 +285,39 @@ METRICS: dict[str, MetricDoc] = {
         "fraction", "Tokens left out by `algorithm.correction.reject_above`.", "below 0.01"
     ),
     "sync/seconds": MetricDoc(
-        "seconds", "Time to stream the actor's weights into the engine.", "small beside time/step"
+        "seconds",
+        "Whole weight sync of the step, the last one where a step has several; like its parts, of the slowest rank and "
+        "of all attempts.",
+        "small compared with time/step",
     ),
-    "sync/gigabytes_per_second": MetricDoc("GB/s (1e9 bytes)", "Speed of that stream.", "steady"),
+    "sync/transfer_seconds": MetricDoc(
+        "seconds", "Part of it: moving all weights once, in the last attempt.", "most of it"
+    ),
+    "sync/gigabytes_per_second": MetricDoc(
+        "GB/s (1e9 bytes)", "The actor's weights, divided by `sync/transfer_seconds`.", "steady"
+    ),
     "sync/version": MetricDoc("count", "Version of the weights in the engine.", "step + 1"),
     "sync/gather_seconds": MetricDoc(
-        "seconds", "Of it: gathering and converting shards, the wait for other ranks included (SGLang).", "most of it"
+        "seconds",
+        "Part of it: gathering and converting shards; includes the wait for other ranks (SGLang).",
+        "most of it",
     ),
-    "sync/load_seconds": MetricDoc("seconds", "Of it: waiting for engines to take buckets over (SGLang).", "small"),
-    "sync/verify_seconds": MetricDoc("seconds", "Of it: fingerprints, where they do not hide (SGLang).", "small"),
-    "sync/session_seconds": MetricDoc("seconds", "Of it: opening and closing, flushing caches (SGLang).", "below 0.1"),
+    "sync/load_seconds": MetricDoc("seconds", "Part of it: waiting for servers to load buckets (SGLang).", "small"),
+    "sync/verify_seconds": MetricDoc(
+        "seconds", "Part of it: checksums that do not overlap with the transfer (SGLang).", "small"
+    ),
+    "sync/session_seconds": MetricDoc(
+        "seconds", "Part of it: opening and closing sessions, flushing caches (SGLang).", "below 0.1"
+    ),
     "sync/wake_seconds": MetricDoc(
         "seconds",
-        "Of it: the trainer gives memory back, servers start where they must and take theirs (SGLang).",
+        "Part of it: trainers release memory, dead servers restart, and servers allocate memory (SGLang).",
         "steady; most of it on the trainers' GPUs",
     ),
     "sync/probe_gap": MetricDoc(
         "nats", "Largest gap of a probe's log-probabilities after the sync (SGLang).", "as mismatch/max"
     ),
-    "sync/probe_seconds": MetricDoc("seconds", "Of it: that probe (SGLang).", "a few tokens' generation"),
+    "sync/probe_seconds": MetricDoc("seconds", "Part of it: that probe (SGLang).", "a few tokens' generation"),
     "engine/restarts": MetricDoc("count", "Servers started again since the run began (SGLang).", "0"),
     "balance/imbalance": MetricDoc(
         "fraction",

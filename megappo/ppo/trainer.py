@@ -35,7 +35,7 @@ from megappo.ppo.measures import (
     routing_metrics,
     source_metrics,
     sync_metrics,
-    sync_phases,
+    update_engine,
 )
 from megappo.ppo.probe import probe_engines, probe_rollout
 from megappo.ppo.reporting import Reporter
@@ -161,12 +161,13 @@ class Trainer:
         """Export the actor and write a checkpoint where they are due; stop if asked to, or where time is up."""
         every = None if self.config.checkpoint is None else self.config.checkpoint.huggingface_every_steps
         if every is not None and self.step % every == 0:
-            with self.reporter.stage("export"):
+            with self.reporter.stage("export") as elapsed:
                 export_actor(self.parts, self.config.run.path / "huggingface" / f"step-{self.step:06d}", self.step)
+            self.next_metrics["time/export"] = elapsed.seconds
         if self.checkpoints is not None and self.checkpoints.is_due(self.step):
             with self.reporter.stage("checkpoint") as elapsed:
                 self.checkpoints.save(self.boundary, wait=self.step == self.parts.derived.steps)
-            self.next_metrics = {"time/checkpoint": elapsed.seconds}
+            self.next_metrics["time/checkpoint"] = elapsed.seconds
         if self.step < self.parts.derived.steps:
             self.parts.stop.check()
             if self.checkpoints is not None:
@@ -418,14 +419,13 @@ class Trainer:
             # In this order: nothing is generated while weights change, and in-flight samples continue only on weights
             # that the probe has checked.
             self.responses.pause()
-            self.parts.engine.update_weights(self.parts.weights, self.weight_version)
+            moving = update_engine(self.parts, self.weight_version)
             self.metrics |= probe_engines(self.parts)
             self.responses.go_on()
         self.actor_changed = False
         if self.config.rollout.ahead == 1 and self.checkpoints is not None and self.checkpoints.keeps_engine_weights:
             self.engine_weights = self.parts.actor.copy_weights()
-        self.metrics |= sync_metrics(elapsed.seconds, self.parts.weights.total_bytes, self.weight_version)
-        self.metrics |= sync_phases(self.parts)
+        self.metrics |= sync_metrics(self.parts, elapsed.seconds, moving, self.weight_version)
 
     def _sync_if_behind(self) -> None:
         if self.actor_changed:
