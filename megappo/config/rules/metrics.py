@@ -94,6 +94,13 @@ _EPISODES = _has("rollout.environment", lambda c: c.rollout.episodes is not None
 _MIXED = _has("data.mixture", lambda c: c.data.mixture and not c.pretrains_critic)
 _CURRICULUM = _has("data.curriculum", lambda c: c.data.curriculum is not None)
 _CRITIC = _has("a critic", lambda c: c.critic is not None)
+_NORMALIZED = _has("reward.normalize", lambda c: c.reward.normalize and not c.pretrains_critic)
+_ROUTED = _Condition("an actor with experts and algorithm.router_replay", _replays_routing, _is_compared)
+_PROBED = _has(
+    "servers that are probed (rollout.sglang.probe)",
+    lambda c: c.rollout.engine in (None, "sglang") and _samples(c) and c.rollout.servers.probes,
+)
+_ACTOR_EXPERTS = _experts_of("actor")._replace(in_step=_is_compared)
 _PENALTY = _has("algorithm.policy_loss: penalty", lambda c: c.algorithm.policy_loss == "penalty")
 _EVALUATION = _has("evaluation and the data of that set", lambda c: c.evaluation)._replace(in_step=_is_evaluated)
 _CONDITIONS: Mapping[str, _Condition] = {
@@ -103,7 +110,8 @@ _CONDITIONS: Mapping[str, _Condition] = {
     "reward/group_spread": _has("an estimator that compares samples, such as grpo", _compares_samples),
     "reward/overlong": _has("reward.overlong", lambda c: c.reward.overlong and not c.pretrains_critic),
     "reward/given": _SHAPED,
-    "reward/running_": _has("reward.normalize", lambda c: c.reward.normalize and not c.pretrains_critic),
+    "reward/running_mean": _NORMALIZED,
+    "reward/running_std": _NORMALIZED,
     "reward/clipped": _has("reward.clip", lambda c: c.reward.clip and not c.pretrains_critic),
     "source/": _MIXED,
     "source/NAME/right": _CURRICULUM,
@@ -111,10 +119,12 @@ _CONDITIONS: Mapping[str, _Condition] = {
     "group/": _has("rollout.dynamic_sampling", lambda c: c.rollout.dynamic_sampling and _samples(c)),
     "critic/": _CRITIC,
     "critic/held_out_explained_variance": _has("critic.pretraining", lambda c: c.pretrains_critic),
-    "critic/experts_": _experts_of("critic"),
+    "critic/experts_max_load": _experts_of("critic"),
+    "critic/experts_unused": _experts_of("critic"),
     "critic/router_aux_loss": _uneven_experts_of("critic"),
     "actor/": _ACTOR._replace(in_step=_is_after_warmup),
-    "actor/experts_": _experts_of("actor")._replace(in_step=_is_compared),
+    "actor/experts_max_load": _ACTOR_EXPERTS,
+    "actor/experts_unused": _ACTOR_EXPERTS,
     "actor/router_aux_loss": _uneven_experts_of("actor")._replace(in_step=_is_after_warmup),
     "actor/penalty_coef": _PENALTY._replace(in_step=_is_after_warmup),
     "actor/final_kl": _PENALTY._replace(in_step=_is_after_warmup),
@@ -136,11 +146,12 @@ _CONDITIONS: Mapping[str, _Condition] = {
     "tool/": _EPISODES,
     "mismatch/": _ACTOR._replace(in_step=_is_compared),
     "mismatch/own_weights": _IN_FLIGHT._replace(in_step=_is_compared),
-    "mismatch/router_": _Condition("an actor with experts and algorithm.router_replay", _replays_routing, _is_compared),
+    "mismatch/router_changed": _ROUTED,
+    "mismatch/router_replayed": _ROUTED,
     "correction/": _has("algorithm.old_logprob: corrected", lambda c: c.algorithm.old_logprob == "corrected"),
     "sync/": _SERVERS,
-    "sync/probe_": _has("servers that are probed (rollout.sglang.probe)",
-                        lambda c: c.rollout.engine in (None, "sglang") and _samples(c) and c.rollout.servers.probes),
+    "sync/probe_gap": _PROBED,
+    "sync/probe_seconds": _PROBED,
     **dict.fromkeys(("sync/seconds", "sync/version"), _has("a sync", lambda _: True)),
     **dict.fromkeys(("sync/transfer_seconds", "sync/gigabytes_per_second"), _has("an engine", _samples)),
     "engine/": _SERVERS,
