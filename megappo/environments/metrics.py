@@ -27,8 +27,8 @@ _MEANS = {
     "turn/tokens": ("own_tokens", "turns"),
     "turn/reward": ("rewards", "turns"),
 }
-"""Metrics that are means, with the names of their sum and their count in `_count`. An episode that failed has no turns
-and is not in `played`."""
+"""Metrics that are means, with the names of their sum and their count in `_count`. `played` counts episodes that did
+not fail; a failed episode has no turns."""
 
 
 def episode_metrics(episodes: Iterable[Episode], response_tokens: Iterable[int]) -> dict[str, float]:
@@ -76,7 +76,7 @@ def _count(episode: Episode, tokens: int, sums: defaultdict[str, float]) -> None
 
 
 def _means(sums: Mapping[str, float]) -> dict[str, float]:
-    """Metrics from the sums of all ranks. A mean over no episode, turn or call is absent."""
+    """Metrics from the sums of all ranks. A mean without an episode, turn or call is absent."""
     sums = defaultdict(float, sums)
     pairs = dict(_MEANS)
     for name, ends in LIMITS.items():

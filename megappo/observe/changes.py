@@ -14,8 +14,8 @@ _FILE = "changes.jsonl"
 
 
 def record_changes(directory: Path, step: int, changes: Sequence[str]) -> None:
-    """Record changes after a step: those of an earlier attempt after this step or a later one are replaced. Without
-    any, no file is created. Raises OSError where the file cannot be written."""
+    """Record changes after a step. Records of an earlier attempt for this step or later steps are removed. The file is
+    created with the first change. Raises OSError."""
     path = directory / _FILE
     before = read_changes(directory)
     kept = [(after, sentences) for after, sentences in before if after < step]

@@ -1,5 +1,8 @@
-"""Removes what an earlier attempt recorded of steps that a resumed run repeats, whether the run still records them or
-not: a reader could not tell these samples from those that were trained on."""
+"""Removes records of an earlier attempt for steps that a resumed run repeats.
+
+Readers could not distinguish these samples from the samples that the run trains on. Records are also removed if the
+resumed run does not write such records.
+"""
 
 from __future__ import annotations
 
@@ -40,7 +43,7 @@ def _is_same(folder: Path, other: str | None) -> bool:
 
 
 def forget_experience(step: int, config: Config) -> None:
-    """Remove saved experience of later steps. A run that saves none has only its own folder."""
+    """Remove saved experience of later steps. Without `save_experience` the folder is that of the run directory."""
     folder, run = config.experience_folder, str(config.run.path.resolve())
     for saved in saved_steps(folder).values():
         if saved.run != run and config.saves_experience is not None:

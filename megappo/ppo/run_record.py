@@ -12,7 +12,7 @@ class RunRecord:
     """The files that the main rank writes.
 
     The record describes steps that were trained. A run therefore changes an existing record only when its first step
-    begins or is logged: a run that fails before that leaves the files as they are.
+    begins or is logged. A run that fails earlier does not change the files.
     """
 
     def __init__(self, config: Config) -> None:
@@ -36,7 +36,7 @@ class RunRecord:
         self._write_settings()
 
     def log(self) -> MetricsLog:
-        """The logs, without entries of steps that the run repeats. Raises OSError where they cannot be written."""
+        """Return the logs; entries of steps that the run repeats are dropped first. Raises OSError."""
         if not self._is_continued:
             self._log.truncate_after(self._start.step, is_open=self._start.is_open)
             record_changes(self._config.run.path, self._start.step, self._start.changes)

@@ -1,4 +1,4 @@
-"""Phases of a weight sync: of all attempts, and again from 0 in the next sync."""
+"""The phases of a weight sync add up over its attempts. The next sync starts at 0."""
 
 from __future__ import annotations
 
@@ -27,7 +27,8 @@ class Clock:
 
 
 class Failing(SGLangEngine):
-    """Its one server fails in the first attempts of a sync. An attempt has 2 seconds of gather and 1 of load."""
+    """An engine whose only server fails in the first attempts of a sync. Each attempt gathers for 2 s and loads for
+    1 s."""
 
     failures, clock = 0, Clock()
 
@@ -54,7 +55,7 @@ def engine(monkeypatch: pytest.MonkeyPatch) -> Failing:
 @pytest.mark.parametrize("failures", [0, 1, 2])
 def test_phases_are_those_of_all_attempts(engine: Failing, failures: int) -> None:
     weights: Any = None
-    for version in (1, 2):  # the second sync begins at 0 again
+    for version in (1, 2):  # the second sync starts at 0
         engine.failures = failures
         engine.update_weights(weights, version)
         attempts = failures + 1

@@ -1,4 +1,4 @@
-"""Records of steps that a resumed run repeats are gone, whether the run still writes such records or not."""
+"""A resumed run removes records of the steps that it repeats, with recording on or off."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def test_later_steps_are_dropped_with_recording_off(run: Path, overrides: tuple[
     assert recorded(run) == ([], [], [])
 
 
-def test_what_the_run_reads_and_what_no_step_replaces_stays(run: Path, tmp_path: Path) -> None:
+def test_records_that_the_run_reads_are_kept(run: Path, tmp_path: Path) -> None:
     before = recorded(run)
     forget_after(2, parts(run, steps=2))
     assert recorded(run) == before == ([1, 2, 3, 4], [f"step-{n:06d}" for n in range(1, 5)], [1, 2, 3, 4])

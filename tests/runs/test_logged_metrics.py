@@ -1,4 +1,4 @@
-"""The metrics that the settings promise are those that runs log, and no others."""
+"""Runs log exactly the metrics that `logged_metrics` lists for their settings."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ EPISODES = (
 
 
 @pytest.mark.parametrize("overrides", [(), GRPO, EPISODES], ids=["gae", "grpo", "episodes"])
-def test_runs_log_what_their_settings_promise(tmp_path: Path, overrides: tuple[str, ...]) -> None:
+def test_runs_log_the_metrics_of_their_settings(tmp_path: Path, overrides: tuple[str, ...]) -> None:
     words = [*SMALL, *overrides, f"run.directory={tmp_path / 'run'}"]
     done = start("megappo", "train", "configs/quickstart.yaml", *words, processes=1, timeout_seconds=120)
     assert done.returncode == 0, (done.stdout + done.stderr)[-4000:]

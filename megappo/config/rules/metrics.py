@@ -26,7 +26,7 @@ class _Condition(NamedTuple):
     """For people: a setting, or a part of a run."""
     holds: Callable[[Config, Experts], bool]
     in_step: Callable[[Config, int, int], bool] = lambda _config, _step, _steps: True
-    """Whether a step (of so many) has the metric, if the run has it."""
+    """(config, step, steps of the run): whether the step logs the metric."""
 
 
 def _has(needs: str, holds: Callable[[Config], object]) -> _Condition:
@@ -171,8 +171,8 @@ _CONDITIONS: Mapping[str, _Condition] = {
     "memory/update_actor/": _ACTOR._replace(in_step=_is_after_warmup),
     "eval/": _EVALUATION,
 }  # fmt: skip
-"""Conditions of metrics by the beginnings of their names in `METRICS`; the longest one that fits counts. Other metrics
-are those of every run."""
+"""Conditions of metrics, by a prefix of the name in `METRICS`; the longest matching prefix counts. Every run logs
+metrics without a condition."""
 
 
 def logged_metrics(config: Config, experts: Experts) -> list[str]:
@@ -185,8 +185,8 @@ def keep_best_rules(config: Config, steps: int | None, experts: Experts | None =
 
     Args:
         config: settings of the run.
-        steps: steps of the run; None where not known.
-        experts: experts of its models; a model that is not named may have some.
+        steps: number of steps of the run; None: unknown.
+        experts: number of experts in the models of roles; the rule assumes experts for a role that is missing.
     """
     checkpoint, experts = config.checkpoint, experts or {}
     if checkpoint is None or (wanted := checkpoint.keep_best) is None:
@@ -244,7 +244,7 @@ def _condition(documented: str) -> _Condition:
 
 
 def _documented(name: str, config: Config) -> str | None:
-    """The metric in `METRICS` that a name stands for; None where no such run has it."""
+    """The entry of `METRICS` for a metric; None for an unknown metric."""
     if re.fullmatch(r"tool/[^/]+/(calls|failures|seconds)", name):
         return "tool/"
     return dict(_names(config)).get(name)
