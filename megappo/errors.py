@@ -229,9 +229,14 @@ ALIKE = 0.5
 
 def nearest_word(word: str, choices: Iterable[str], cutoff: float = 0.0) -> str | None:
     """The choice most like `word`; None if all are less alike than `cutoff` (0 to 1)."""
+    return next(iter(nearest_words(word, choices, 1, cutoff)), None)
+
+
+def nearest_words(word: str, choices: Iterable[str], most: int, cutoff: float = 0.0) -> list[str]:
+    """At most so many choices that are most like `word`, the nearest first, as `nearest_word` does."""
     by_lower = {choice.lower(): choice for choice in choices}
-    found = difflib.get_close_matches(word[:_SHOWN_CHARACTERS].lower(), by_lower, n=1, cutoff=cutoff)
-    return by_lower[found[0]] if found else None
+    found = difflib.get_close_matches(word[:_SHOWN_CHARACTERS].lower(), by_lower, n=most, cutoff=cutoff)
+    return [by_lower[choice] for choice in found]
 
 
 def nearest_numbers(value: int, choices: Iterable[int]) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
@@ -13,8 +14,10 @@ from megappo.config import Config
 from megappo.config.hub import HubName, may_be_hub_name
 from megappo.config.model_files import model_paths
 from megappo.errors import one_line, reason, redacted, shortened, writing
+from megappo.observe.changes import change_notes
 from megappo.observe.json_values import JSONValue
 from megappo.observe.metrics import read_metrics
+from megappo.observe.plain_files import plain_text
 from megappo.runtime.packages import installed_version
 
 CARD = "README.md"
@@ -44,24 +47,45 @@ def write_card(out: Path, config: Config, run_dir: Path, *, role: str, step: int
         step: the last step of the model's training.
         adapters: whether the folder holds adapters alone.
     """
-    path, lines, told = run_dir / "metrics.jsonl", list[dict[str, JSONValue]](), list[str]()
-    if path.exists():
-        try:
-            lines = [line for line in read_metrics(path) if line["step"] <= step]
-        except (OSError, ValueError) as error:
-            told = [f"the model card has no figures, as {reason(error)}"]
-    card = model_card(config, lines, role=role, step=step, adapters=adapters)
+    path, lines, changes, told = run_dir / "metrics.jsonl", list[dict[str, JSONValue]](), list[str](), list[str]()
+    try:
+        changes = change_notes(run_dir, before_step=step)
+        lines = [line for line in read_metrics(path) if line["step"] <= step] if path.exists() else []
+    except (OSError, ValueError) as error:
+        told = [f"the model card has no figures, as {reason(error)}"]
+    card = model_card(config, lines, role=role, step=step, adapters=adapters, changes=changes)
     with writing(out):
         (out / CARD).write_text(card, encoding="utf-8")
     return told
 
 
+def exported_step(folder: Path) -> int | None:
+    """The step after which the actor in an exported folder was exported; None without such a card."""
+    try:
+        found = re.search(r"^# .*: actor after step (\d+)$", plain_text(folder / CARD), re.MULTILINE)
+    except (OSError, UnicodeDecodeError):
+        return None
+    return int(found[1]) if found is not None else None
+
+
 def model_card(
-    config: Config, lines: Sequence[Mapping[str, JSONValue]], *, role: str, step: int, adapters: bool = False
+    config: Config,
+    lines: Sequence[Mapping[str, JSONValue]],
+    *,
+    role: str,
+    step: int,
+    adapters: bool = False,
+    changes: Sequence[str] = (),
 ) -> str:
     """The text of a card: YAML for the hub between dashes, then Markdown.
 
-    `lines`: the metrics of each step, those of `metrics.jsonl`, until `step`.
+    Args:
+        config: settings of the last step.
+        lines: the metrics of each step, those of `metrics.jsonl`, until `step`.
+        role: as `write_card`.
+        step: as `write_card`.
+        adapters: as `write_card`.
+        changes: a sentence for each time that the settings changed (`changes.jsonl`).
     """
     base = model_paths(config).get(role, config.model.path)
     head: dict[str, str | list[str]] = {
@@ -74,7 +98,8 @@ def model_card(
         head["pipeline_tag"] = "text-generation"
     front = yaml.safe_dump(head, sort_keys=False, allow_unicode=True)
     title = f"{config.run.name}: {role} after step {step}"
-    parts = [f"---\n{front}---", f"# {_text(title)}", _origin_words(config, base, role), *_tables(config, lines)]
+    tables = _tables(config, lines, changes)
+    parts = [f"---\n{front}---", f"# {_text(title)}", _origin_words(config, base, role), *tables]
     library, model_class = head["library_name"], _CLASS_OF_ADAPTERS if adapters else _CLASSES[role]
     load = f"from {library} import {model_class}\n\nmodel = {model_class}.from_pretrained(FOLDER)"
     parts += [f"## Load it\n\n```python\n{load}\n```", *([_CRITIC] if role == "critic" else [])]
@@ -87,8 +112,9 @@ def _origin_words(config: Config, base: str, role: str) -> str:
     return f"The {role} of a run of megappo {megappo.__version__} ({versions}), which began with {began} {_code(base)}."
 
 
-def _tables(config: Config, lines: Sequence[Mapping[str, JSONValue]]) -> Iterator[str]:
-    yield "## How it was trained\n\n" + _table(("setting", "value"), _settings(config))
+def _tables(config: Config, lines: Sequence[Mapping[str, JSONValue]], changes: Sequence[str]) -> Iterator[str]:
+    rows = [*_settings(config), *(("changed", _text(change)) for change in changes)]
+    yield "## How it was trained\n\n" + _table(("setting", "value"), rows)
     if figures := [*_figures(lines)]:
         said = f"The mean of the last {min(_WINDOW_STEPS, len(lines))} steps; of evaluations, the last one."
         yield f"## What came of it\n\n{said}\n\n" + _table(("metric", "value"), figures)

@@ -15,6 +15,7 @@ from megappo.config.load import load_config
 from megappo.config.rules.experience import SavedStep, folder_of_run, saved_steps
 from megappo.config.schema import Config
 from megappo.errors import ConfigError, first_of, nearest_numbers, one_line, reason, shortened
+from megappo.observe.changes import read_changes
 from megappo.observe.saved_samples import (
     SampleLine,
     SampleTokens,
@@ -151,7 +152,7 @@ class SavedRun:
         shown = found[: search.rows]
         of_all = step.prompts_per_step * step.samples_per_prompt
         yield f"step {step.step} of {self._directory}: {len(lines)} of its {of_all} samples are saved"
-        yield from self._settings()
+        yield from self._settings(step.step)
         if search.chooses:
             yield f"{len(found)} are as asked for"
         yield ""
@@ -170,16 +171,20 @@ class SavedRun:
             if wanted in ids:
                 line, tokens, sums = read_sample(path, ids.index(wanted))
                 yield f"sample {wanted} of step {step.step} of {self._directory}"
-                yield from self._settings()
+                yield from self._settings(step.step)
                 yield from (*_told_line(line), "", *_told_tokens(tokens), "", *_told_sums(sums))
                 return
             known += ids
         near = f"saved are {first_of(sorted(known), 8)}" if known else "none is saved"
         raise ConfigError(f"step {step.step} has no sample {wanted}; {near}")
 
-    def _settings(self) -> Iterator[str]:
+    def _settings(self, step: int) -> Iterator[str]:
+        """The settings of the run's last step, and what changed after the step that is shown."""
         config, problem = self._config
         yield f"settings: {_told_algorithm(config.algorithm) if config else f'not known ({one_line(problem)})'}"
+        for after, changes in read_changes(self._directory):
+            if after >= step:
+                yield one_line(f"changed after step {after}: {'; '.join(changes)}")
 
 
 def _told_algorithm(algorithm: AlgorithmSettings) -> str:
@@ -217,6 +222,8 @@ def _told_line(line: SampleLine) -> Iterator[str]:
     yield f"reward: {_number(line.reward)}{scored}"
     if line.reward_failure:
         yield f"the reward failed: {_whole(line.reward_failure)}"
+    if line.episode_failure:
+        yield f"the episode failed: {_whole(line.episode_failure)}"
 
 
 def _told_tokens(tokens: SampleTokens) -> Iterator[str]:

@@ -6,11 +6,14 @@ import argparse
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from megappo.errors import ConfigError, nearest_word, one_line, reason, writing
+from megappo.observe.changes import change_notes
 from megappo.observe.charts import curve
+from megappo.observe.metric_docs import over_steps
 from megappo.observe.metrics import metric_value, read_metrics
 from megappo.observe.plain_files import plain_text
 from megappo.observe.step_profile import newest_page
@@ -62,8 +65,9 @@ def report(*run_dirs: str, metric: str = _METRIC) -> str:
     """A chart of `metric` over its steps, its first value and its last, and the paths to look at. Of several runs the
     charts, and the metric at the last step that all have.
 
-    The last value is the mean of the last five of a metric that every step has, and the last one of others, such as
-    those of evaluations. Raises ValueError where a directory is not a run's or the metric was never logged.
+    The last value is that of the last five steps together of a metric that every step has (their mean, of maxima the
+    largest), and the last one of others, such as those of evaluations. Raises ValueError where a directory is not a
+    run's or the metric was never logged.
     """
     histories = [_read(Path(run_dir), metric) for run_dir in run_dirs]
     if len(histories) == 1:
@@ -125,17 +129,20 @@ def _chart(history: _History, metric: str) -> list[str]:
     first = f"{values[0]:.3f} in the first step" if steps[0] == 1 else f"{values[0]:.3f} at step {steps[0]}"
     if history.of_every_step:
         over = f"over {len(values)} steps"
-        told = f"{first}, {_result(history):.3f} in the last {min(_WINDOW_STEPS, len(values))}"
+        told = f"{first}, {_result(history, metric):.3f} in the last {min(_WINDOW_STEPS, len(values))}"
     else:
         over = f"at {len(values)} steps from {steps[0]} to {steps[-1]}"
         told = f"{first}, {values[-1]:.3f} at step {steps[-1]}"
-    verdict = "rose" if _result(history) > values[0] else "did not rise"
-    return [f"{metric} {over}", curve(values, ends=(steps[0], steps[-1])), f"{metric} {verdict}: {told}"]
+    verdict = "rose" if _result(history, metric) > values[0] else "did not rise"
+    return [
+        f"{metric} {over}",
+        curve(values, ends=(steps[0], steps[-1]), combine=partial(over_steps, metric)),
+        f"{metric} {verdict}: {told}",
+    ]
 
 
-def _result(history: _History) -> float:
-    last = history.values[-_WINDOW_STEPS:] if history.of_every_step else history.values[-1:]
-    return sum(last) / len(last)
+def _result(history: _History, metric: str) -> float:
+    return over_steps(metric, history.values[-_WINDOW_STEPS:] if history.of_every_step else history.values[-1:])
 
 
 def _paths(directory: Path) -> list[str]:
@@ -144,6 +151,7 @@ def _paths(directory: Path) -> list[str]:
         f"metrics: {directory / 'metrics.jsonl'}",
         f"samples: {directory / 'samples.jsonl'}",
         f"configuration: {directory / 'config.yaml'}",
+        *(f"settings changed {one_line(note)}" for note in change_notes(directory)),
         *([f"trained actor: {directory / 'final'}"] if (directory / "final").is_dir() else []),
         *(["", *_page(traced)] if traced is not None else []),
     ]

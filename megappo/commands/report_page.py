@@ -4,6 +4,7 @@ which says why; metrics.jsonl alone must be there."""
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
@@ -14,6 +15,7 @@ from megappo.config.load import flat_settings, load_config
 from megappo.config.rules.experience import folder_of_run, saved_steps
 from megappo.config.schema import Config
 from megappo.errors import one_line, reason, shortened
+from megappo.observe.changes import change_notes
 from megappo.observe.page.curves import Line, curves, descriptions, first_shown, ordered, points_of
 from megappo.observe.page.document import document
 from megappo.observe.page.records import jumps, profile, written_samples
@@ -24,7 +26,7 @@ from megappo.ppo.advice import ADVICE, Advisor, told
 _Part = TypeVar("_Part")
 _WINDOW_STEPS = 5
 _MOST_ADVICE = 500
-_SETTING_CHARACTERS = 300
+_SETTING_CHARACTERS, _CHANGE_CHARACTERS = 300, 2_000
 
 
 def page_of(runs: Sequence[RunMetrics]) -> bytes:
@@ -35,6 +37,8 @@ def page_of(runs: Sequence[RunMetrics]) -> bytes:
         notes: list[str] = []
         config = _part(notes, "settings", partial(_config, run.directory))
         settings.append({} if config is None else _settings(config))
+        changes = _part(notes, "changes of settings", partial(change_notes, run.directory)) or []
+        notes += [shortened(f"Settings changed {one_line(change)}.", _CHANGE_CHARACTERS) for change in changes]
         about = {"name": run.label, "directory": str(run.directory), "notes": notes}
         pages.append(about | _of_run(run, config, notes) | curves(run.lines, points).plain())
         pages[-1] |= _experience(run.directory, config, notes, 1 / len(runs))
@@ -112,7 +116,7 @@ def _result(lines: Mapping[int, Line]) -> str:
     """What came of the reward."""
     parts = []
     for name, window in (("reward/mean", _WINDOW_STEPS), ("eval/reward_mean", 1)):
-        values = [lines[step][name] for step in sorted(lines) if name in lines[step]]
+        values = [x for step in sorted(lines) if math.isfinite(x := lines[step].get(name, math.nan))]
         if values:
             last = values[-window:]
             where = f"in the last {len(last)} steps" if window > 1 else "in the last evaluation"

@@ -22,6 +22,7 @@ from megappo.config.rules.batches import batch_rules, warmup_rules
 from megappo.config.rules.experience import experience_rules
 from megappo.config.rules.in_flight import in_flight_rules
 from megappo.config.rules.layouts import coverage_rules, parallel_rules, placement_rules, vocabulary_rules
+from megappo.config.rules.metrics import keep_best_rules
 from megappo.config.rules.role_spec import RoleSpec
 from megappo.config.rules.rollout import engine_rules, kept_rules, length_rules
 from megappo.config.rules.sections import section_rules
@@ -140,6 +141,7 @@ def _problems(
     """All broken rules; those that need a role's replicas are checked only where its ranks are right."""
     yield from algorithm_rules(config)
     yield from section_rules(config, steps)
+    yield from keep_best_rules(config, steps, {role.name: role.shape.experts for role in roles})
     yield from template_rules(config)
     yield from response_length_rules(config)
     yield from reward_rules(config.reward)

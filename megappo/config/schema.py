@@ -339,7 +339,7 @@ class CheckpointSettings(Settings):
     """Number of newest checkpoints to keep; with 1 no other is left where the newest is damaged."""
     keep_best: Text | None = None
     """Also keep the checkpoint with the highest value of this metric, such as reward/mean (`-` in front: the
-    lowest)."""
+    lowest); a metric that the run logs in a step with a checkpoint."""
     keep_every_steps: PositiveInt | None = None
     """Also write a checkpoint after every so many steps, and keep these for good; null: none."""
     huggingface_every_steps: PositiveInt | None = None

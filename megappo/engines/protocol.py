@@ -308,6 +308,14 @@ class CachingEngine(Protocol):
 
 
 @runtime_checkable
+class TimedEngine(Protocol):
+    """An engine whose weight update does more than to move weights."""
+
+    transfer_seconds: float
+    """Seconds in which this rank last moved all weights once."""
+
+
+@runtime_checkable
 class SleepingEngine(Protocol):
     """An engine that can release its memory between rollouts."""
 
@@ -324,7 +332,7 @@ class ServedEngine(SleepingEngine, Protocol):
     """Number of restarts of servers over the run."""
 
     def sync_phases(self) -> dict[str, float]:
-        """Seconds of the last weight update on this rank, by phase."""
+        """Seconds of the last weight update on this rank by phase, of all its attempts."""
 
     def probe(self, request: GenerateRequest, params: SamplingParams) -> dict[int, Completion]:
         """Answers of the servers that this rank looks after, by the servers' numbers; every rank calls it."""

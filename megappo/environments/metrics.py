@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 
 from megappo.observe.ends import End
 from megappo.runtime.objects import all_gather_objects
@@ -17,7 +17,18 @@ LIMITS = {
     "limit_tokens": (End.RESPONSE_LIMIT, End.POSITION_LIMIT),
 }
 """Metrics of the limits that ended episodes, with the ends that each counts."""
-_LONGEST = ("episode/turns_max", "episode/seconds_max")
+_MEANS = {
+    "episode/turns": ("turns", "played"),
+    "episode/trajectories": ("trajectories", "played"),
+    "episode/left_out_tokens": ("left_out_tokens", "played"),
+    "episode/observed_tokens": ("heard_tokens", "played"),
+    "episode/seconds": ("seconds", "episodes"),
+    "episode/failures": ("failures", "episodes"),
+    "turn/tokens": ("own_tokens", "turns"),
+    "turn/reward": ("rewards", "turns"),
+}
+"""Metrics that are means, with the names of their sum and their count in `_count`. `played` counts episodes that did
+not fail; a failed episode has no turns."""
 
 
 def episode_metrics(episodes: Iterable[Episode], response_tokens: Iterable[int]) -> dict[str, float]:
@@ -25,17 +36,23 @@ def episode_metrics(episodes: Iterable[Episode], response_tokens: Iterable[int])
 
     `response_tokens`: all that follows the prompt of each sample.
     """
-    sums, longest = defaultdict[str, float](float), dict.fromkeys(_LONGEST, 0.0)
+    sums, maxima = defaultdict[str, float](float), dict[str, float]()
     for episode, tokens in zip(episodes, response_tokens, strict=True):
         _count(episode, tokens, sums)
-        longest["episode/turns_max"] = max(longest["episode/turns_max"], float(len(episode.turns)))
-        longest["episode/seconds_max"] = max(longest["episode/seconds_max"], episode.seconds)
-    whole, most = defaultdict[str, float](float), dict.fromkeys(_LONGEST, 0.0)
-    for of_rank, longest_of_rank in all_gather_objects((dict(sums), longest)):
-        for name, value in of_rank.items():
-            whole[name] += value
-        most = {name: max(value, longest_of_rank[name]) for name, value in most.items()}
-    return {**_means(whole), **most}
+        _raise_to(maxima, "episode/seconds_max", episode.seconds)
+        if not episode.failure:
+            _raise_to(maxima, "episode/turns_max", float(len(episode.turns)))
+    total, largest = defaultdict[str, float](float), dict[str, float]()
+    for sums_of_rank, maxima_of_rank in all_gather_objects((dict(sums), maxima)):
+        for name, value in sums_of_rank.items():
+            total[name] += value
+        for name, value in maxima_of_rank.items():
+            _raise_to(largest, name, value)
+    return _means(total) | largest
+
+
+def _raise_to(maxima: dict[str, float], name: str, value: float) -> None:
+    maxima[name] = max(maxima.get(name, value), value)
 
 
 def _count(episode: Episode, tokens: int, sums: defaultdict[str, float]) -> None:
@@ -58,23 +75,17 @@ def _count(episode: Episode, tokens: int, sums: defaultdict[str, float]) -> None
             sums[f"tool {tool} {what}"] += getattr(use, what)
 
 
-def _means(sums: defaultdict[str, float]) -> dict[str, float]:
-    episodes, played, turns = (max(sums[name], 1) for name in ("episodes", "played", "turns"))
-    numbers = {
-        "episode/turns": sums["turns"] / played,
-        "episode/trajectories": sums["trajectories"] / played,
-        "episode/left_out_tokens": sums["left_out_tokens"] / played,
-        "episode/observed_tokens": sums["heard_tokens"] / played,
-        "episode/seconds": sums["seconds"] / episodes,
-        "episode/failures": sum(sums[f"failure {kind}"] for kind in FAILURES) / episodes,
-        **{f"episode/{kind}": sums[f"failure {kind}"] / episodes for kind in FAILURES},
-        **{f"episode/{name}": sum(sums[f"end {end}"] for end in ends) / episodes for name, ends in LIMITS.items()},
-        "turn/tokens": sums["own_tokens"] / turns,
-        "turn/reward": sums["rewards"] / turns,
-    }
-    for tool in sorted({name.split(" ", 1)[1].rsplit(" ", 1)[0] for name in sums if name.startswith("tool ")}):
-        calls = sums[f"tool {tool} calls"]
-        numbers[f"tool/{tool}/calls"] = calls / episodes
-        numbers[f"tool/{tool}/failures"] = sums[f"tool {tool} failures"] / max(calls, 1)
-        numbers[f"tool/{tool}/seconds"] = sums[f"tool {tool} seconds"] / max(calls, 1)
-    return numbers
+def _means(sums: Mapping[str, float]) -> dict[str, float]:
+    """Metrics from the sums of all ranks. A mean without an episode, turn or call is absent."""
+    sums = defaultdict(float, sums)
+    pairs = dict(_MEANS)
+    for name, ends in LIMITS.items():
+        sums[name] = sum(sums[f"end {end}"] for end in ends)
+        pairs[f"episode/{name}"] = name, "episodes"
+    sums["failures"] = sum(sums[f"failure {kind}"] for kind in FAILURES)
+    pairs |= {f"episode/{kind}": (f"failure {kind}", "episodes") for kind in FAILURES}
+    for tool in {name.split(" ", 1)[1].rsplit(" ", 1)[0] for name in sums if name.startswith("tool ")}:
+        pairs[f"tool/{tool}/calls"] = f"tool {tool} calls", "episodes"
+        for what in ("failures", "seconds"):
+            pairs[f"tool/{tool}/{what}"] = f"tool {tool} {what}", f"tool {tool} calls"
+    return {name: sums[total] / sums[count] for name, (total, count) in pairs.items() if sums[count]}

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 BLOCKS = "▁▂▃▄▅▆▇█"
 """Characters of rising height."""
@@ -21,19 +21,33 @@ def sparkline(values: Iterable[float], width: int, *, blocks: str = BLOCKS) -> s
     return "".join(blocks[_level(value, low, high, len(blocks))] for value in shown)
 
 
-def curve(values: Sequence[float], width: int = 60, height: int = 10, *, ends: tuple[int, int] | None = None) -> str:
+def mean(values: Sequence[float]) -> float:
+    """The mean, which is finite even where the sum of finite values is not."""
+    found = sum(value / len(values) for value in values)
+    return min(max(found, min(values)), max(values))
+
+
+def curve(
+    values: Sequence[float],
+    width: int = 60,
+    height: int = 10,
+    *,
+    ends: tuple[int, int] | None = None,
+    combine: Callable[[Sequence[float]], float] = mean,
+) -> str:
     """A chart of several lines: values upwards, their positions to the right.
 
-    With more than `width` values each column shows the mean of its share. Values that are not finite leave a gap.
+    With more than `width` values each column shows one number for its share. Values that are not finite leave a gap.
 
     Args:
         values: in order, for instance one per step.
         width: most columns of the chart, labels not counted; at least 1.
         height: rows of the chart, axis not counted; at least 1.
+        combine: makes one number of the finite values of a column.
         ends: labels under the first and the last value, such as their steps; default: positions, from 1.
     """
     assert width >= 1 and height >= 1, f"a chart of {width} x {height} characters"
-    columns = _column_means(values, min(width, len(values)))
+    columns = _columns(values, min(width, len(values)), combine)
     finite = [value for value in columns if value is not None]
     if not finite:
         return "(nothing to show)"
@@ -64,16 +78,10 @@ def _level(value: float, low: float, high: float, levels: int) -> int:
     return round((value / 2 - low / 2) / span * (levels - 1)) if span > 0 else 0
 
 
-def _column_means(values: Sequence[float], columns: int) -> list[float | None]:
-    means: list[float | None] = []
+def _columns(values: Sequence[float], columns: int, combine: Callable[[Sequence[float]], float]) -> list[float | None]:
+    found: list[float | None] = []
     for column in range(columns):
         share = values[column * len(values) // columns : (column + 1) * len(values) // columns]
         finite = [value for value in share if math.isfinite(value)]
-        means.append(_mean(finite) if finite else None)
-    return means
-
-
-def _mean(values: Sequence[float]) -> float:
-    """The mean, which is finite even where the sum of finite values is not."""
-    mean = sum(value / len(values) for value in values)
-    return min(max(mean, min(values)), max(values))
+        found.append(combine(finite) if finite else None)
+    return found

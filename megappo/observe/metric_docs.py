@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import math
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
+from megappo.observe.charts import mean
 from megappo_kernels.objectives import POLICY_METRICS, VALUE_METRICS, Metric
 
 
@@ -127,7 +129,10 @@ METRICS: dict[str, MetricDoc] = {
     ),
     "reward/timeouts": MetricDoc("fraction", "Rewards that passed `reward.timeout_seconds`.", "0"),
     "reward/NAME": MetricDoc(
-        "score", "Mean score of one of several functions (`reward.functions`), without its weight.", "rises"
+        "score",
+        "Mean score of one of several functions (`reward.functions`) over the samples that it graded, without its "
+        "weight.",
+        "rises",
     ),
     "reward/NAME/unreadable": MetricDoc(
         "fraction",
@@ -135,7 +140,10 @@ METRICS: dict[str, MetricDoc] = {
         "near 0, or the prompt is unclear or `max_tokens` too small",
     ),
     "reward/NAME/seconds": MetricDoc(
-        "seconds", "Time that this judge took, on the slowest rank; NAME is `judge` where it stands alone.", "steady"
+        "seconds",
+        "Time that this judge took on the slowest rank, in the longest round of the step; NAME is `judge` for a single "
+        "judge.",
+        "steady",
     ),
     "reward/overlong": MetricDoc(
         "score", "What answers near the length limit lose in the mean (`reward.overlong`).", "rises to 0"
@@ -279,25 +287,39 @@ METRICS: dict[str, MetricDoc] = {
         "fraction", "Tokens left out by `algorithm.correction.reject_above`.", "below 0.01"
     ),
     "sync/seconds": MetricDoc(
-        "seconds", "Time to stream the actor's weights into the engine.", "small beside time/step"
+        "seconds",
+        "Whole weight sync of the step, the last one where a step has several; like its parts, of the slowest rank and "
+        "of all attempts.",
+        "small compared with time/step",
     ),
-    "sync/gigabytes_per_second": MetricDoc("GB/s (1e9 bytes)", "Speed of that stream.", "steady"),
+    "sync/transfer_seconds": MetricDoc(
+        "seconds", "Part of it: moving all weights once, in the last attempt.", "most of it"
+    ),
+    "sync/gigabytes_per_second": MetricDoc(
+        "GB/s (1e9 bytes)", "The actor's weights, divided by `sync/transfer_seconds`.", "steady"
+    ),
     "sync/version": MetricDoc("count", "Version of the weights in the engine.", "step + 1"),
     "sync/gather_seconds": MetricDoc(
-        "seconds", "Of it: gathering and converting shards, the wait for other ranks included (SGLang).", "most of it"
+        "seconds",
+        "Part of it: gathering and converting shards; includes the wait for other ranks (SGLang).",
+        "most of it",
     ),
-    "sync/load_seconds": MetricDoc("seconds", "Of it: waiting for engines to take buckets over (SGLang).", "small"),
-    "sync/verify_seconds": MetricDoc("seconds", "Of it: fingerprints, where they do not hide (SGLang).", "small"),
-    "sync/session_seconds": MetricDoc("seconds", "Of it: opening and closing, flushing caches (SGLang).", "below 0.1"),
+    "sync/load_seconds": MetricDoc("seconds", "Part of it: waiting for servers to load buckets (SGLang).", "small"),
+    "sync/verify_seconds": MetricDoc(
+        "seconds", "Part of it: checksums that do not overlap with the transfer (SGLang).", "small"
+    ),
+    "sync/session_seconds": MetricDoc(
+        "seconds", "Part of it: opening and closing sessions, flushing caches (SGLang).", "below 0.1"
+    ),
     "sync/wake_seconds": MetricDoc(
         "seconds",
-        "Of it: the trainer gives memory back, servers start where they must and take theirs (SGLang).",
+        "Part of it: trainers release memory, dead servers restart, and servers allocate memory (SGLang).",
         "steady; most of it on the trainers' GPUs",
     ),
     "sync/probe_gap": MetricDoc(
         "nats", "Largest gap of a probe's log-probabilities after the sync (SGLang).", "as mismatch/max"
     ),
-    "sync/probe_seconds": MetricDoc("seconds", "Of it: that probe (SGLang).", "a few tokens' generation"),
+    "sync/probe_seconds": MetricDoc("seconds", "Part of it: that probe (SGLang).", "a few tokens' generation"),
     "engine/restarts": MetricDoc("count", "Servers started again since the run began (SGLang).", "0"),
     "balance/imbalance": MetricDoc(
         "fraction",
@@ -378,3 +400,20 @@ def documented(name: str) -> str | None:
     if name in METRICS:
         return name
     return next((of for pattern, of in _PATTERNS if pattern.fullmatch(name)), None)
+
+
+_MAXIMA = re.compile(r".*(/max|_max|_max_load|peak_gigabytes)|sync/(probe_gap|version)|engine/restarts")
+_MINIMA = re.compile(r".*[/_]min")
+
+
+def over_steps(name: str, values: Sequence[float]) -> float:
+    """One value of a metric for several steps: the largest of maxima and counters, the smallest of minima, the mean of
+    others. Values that are not finite are left out; NaN if none is left."""
+    finite = [value for value in values if math.isfinite(value)]
+    if not finite:
+        return math.nan
+    if _MAXIMA.fullmatch(name):
+        return max(finite)
+    if _MINIMA.fullmatch(name):
+        return min(finite)
+    return mean(finite)

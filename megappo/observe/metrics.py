@@ -7,6 +7,7 @@ import math
 import os
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from typing import Any, TextIO
@@ -22,6 +23,7 @@ from megappo.observe.wandb_log import WandbLogger
 _METRICS_FILE = "metrics.jsonl"
 _SAMPLES_FILE = "samples.jsonl"
 _JUMPS_FILE = "jumps.jsonl"
+_TENSORBOARD = "tensorboard"
 _LONGEST_LINE = 2**26
 _NONFINITE = {"nan": math.nan, "inf": math.inf, "-inf": -math.inf}
 
@@ -67,7 +69,9 @@ class MetricsLog:
         if tensorboard:
             from megappo.observe.tensorboard_log import TensorBoardLogger  # whose libraries take a second to import
 
-            made["TensorBoard's file"] = TensorBoardLogger(directory / "tensorboard", config)
+            made["TensorBoard's file"] = TensorBoardLogger(directory / _TENSORBOARD, config)
+        self._old_events = None if tensorboard else directory / _TENSORBOARD
+        """Where earlier attempts may have written events, of a run without TensorBoard."""
         self._loggers = [(Contained(name), logger) for name, logger in made.items()]
         self._files = {name: _LinesFile(directory / name) for name in (_METRICS_FILE, _SAMPLES_FILE, _JUMPS_FILE)}
         self._contained = {name: Contained(str(directory / name)) for name in self._files}
@@ -101,6 +105,11 @@ class MetricsLog:
     def _write(self, name: str, record: Mapping[str, JSONValue]) -> None:
         self._contained[name](partial(self._files[name].write, record))
 
+    def check(self) -> None:
+        """Raises ValueError for a damaged file, before `truncate_after` would."""
+        for file in self._files.values():
+            file.check()
+
     def truncate_after(self, step: int, *, is_open: bool = False) -> None:
         """Drop what was logged of later steps than `step`, because a resumed run logs them again; where the step itself
         `is_open`, its metrics too, as they wait for its evaluation.
@@ -111,6 +120,8 @@ class MetricsLog:
         for name, file in self._files.items():
             file.keep_until(step - (is_open and name == _METRICS_FILE))
         self._tell("forget_after", step - is_open)
+        if self._old_events is not None and any(self._old_events.glob("events.*")):
+            Contained("TensorBoard's file")(partial(_forget_events, self._old_events, step - is_open))
 
     def close(self) -> None:
         """Close all files; may be called twice."""
@@ -119,6 +130,17 @@ class MetricsLog:
         for contained, logger in self._loggers:
             contained.finish(logger.close)
         self._loggers = []
+
+
+def _forget_events(directory: Path, step: int) -> None:
+    """Make TensorBoard ignore events of later steps. Without TensorBoard installed nobody reads them here."""
+    with suppress(ImportError):
+        from megappo.observe.tensorboard_log import TensorBoardLogger
+
+        logger = TensorBoardLogger(directory, {})
+        logger.forget_after(step)
+        logger.write_due()
+        logger.close()
 
 
 def read_metrics(path: Path) -> list[dict[str, Any]]:
@@ -203,13 +225,20 @@ class _LinesFile:
         if self._path.exists():
             if not self._path.is_file():
                 raise ValueError(f"{self._path} is no file, where the run would write; remove it")
-            os.truncate(self._path, self._path.read_bytes().rfind(b"\n") + 1)
+            content = self._path.read_bytes()
+            if content and not content.endswith(b"\n"):
+                os.truncate(self._path, content.rfind(b"\n") + 1)
         self._file = AppendedFile(self._path)
 
     def write(self, record: Mapping[str, JSONValue]) -> None:
         """Append a line. Raises OSError."""
         text = json.dumps(_valid(record), ensure_ascii=False, allow_nan=False) + "\n"
         self._file.append(text.encode(errors="backslashreplace"))  # lone surrogates become JSON's own escapes
+
+    def check(self) -> None:
+        """Raises ValueError for a line that is no record."""
+        for _ in _lines(self._path):
+            pass
 
     def keep_until(self, step: int) -> None:
         """Drop the lines of later steps."""

@@ -23,6 +23,10 @@ TOKEN_TEXTS = "response_token_texts"
 END, EPISODE = "end", "episode"
 """Columns with why a sample ended, and with its episode as JSON."""
 _ENDS = (END, EPISODE)
+TURN_REWARDS = "turn_rewards"
+"""Column with the environment's reward at the end of each turn."""
+ALONE = {"reward": "reward_without_turns", "score": "score_without_turns"}
+"""Columns of an episode's reward and score without the rewards of its turns, by the names of those with them."""
 _TOKENS, _MASK, _LOSS_MASK = "response_tokens", "response_mask", "loss_mask"
 _TOKEN_COLUMNS = {
     "mask": _MASK, "loss": _LOSS_MASK, "reward": "token_rewards", "kl": "kl", "value": "values", "return": "returns",
@@ -33,6 +37,7 @@ SPREAD_OVER_TOKENS = ("ratio", "value", "advantage")
 """Values of tokens whose distributions are of interest."""
 _OLD_LOGPROBS = "old_logprobs"
 _NUMBERS = ("sample_id", "group_id", "reward", "score", "truncated", "weight_version")
+_OF_TURNS = (TURN_REWARDS, *ALONE.values())
 _TEXTS = ("prompt", "response", "raw_response", "answer", DATA_SOURCE, "reward_failure")
 
 
@@ -45,9 +50,10 @@ class SampleLine:
     group_id: int
     """Position of the prompt in the step; negative where the episode failed."""
     reward: float
-    """Reward that was trained on, without rewards of turns."""
+    """Reward that was trained on, with the rewards of all turns."""
     score: float
-    """Score that the reward function returned."""
+    """The same before `reward.scale` and similar settings: the score of the reward function, and the rewards of turns.
+    `samples.jsonl` has this one."""
     length: int
     """Number of response tokens, including those of an environment."""
     end: End
@@ -63,6 +69,8 @@ class SampleLine:
     data_source: str | None
     reward_failure: str
     """Why there is no score; "" where there is one."""
+    episode_failure: str
+    """Why the episode failed; "" for an episode that did not fail, and without an environment."""
 
 
 @dataclass(frozen=True)
@@ -138,7 +146,7 @@ def _samples_of(path: Path) -> Iterator[None]:
 def read_lines(path: Path) -> list[SampleLine]:
     """A line for each sample of a file. Raises ValueError for a damaged file or one of another kind."""
     with _samples_of(path):
-        return _lines(ColumnFile(path, (*_NUMBERS, *_TEXTS, *_ENDS, _MASK)))
+        return _lines(ColumnFile(path, (*_NUMBERS, *_TEXTS, *_ENDS, *_OF_TURNS, _MASK)))
 
 
 def ends_of(file: ColumnFile) -> list[End]:
@@ -150,10 +158,34 @@ def ends_of(file: ColumnFile) -> list[End]:
     return [end_of_older_version(limit, truncated=was) for limit, was in zip(limits, truncated, strict=True)]
 
 
+def _with_turns(file: ColumnFile, name: str) -> Numbers:
+    """(B,): the column `reward` or `score`. Files of older versions have both without the rewards of turns, which are
+    added."""
+    numbers = file.numbers(name)
+    if TURN_REWARDS not in file or ALONE[name] in file:
+        return numbers
+    import numpy as np
+
+    (lengths, rewards_N), (own_lengths, own_N) = file.lists(TURN_REWARDS), file.lists(_MASK)
+    if lengths != own_lengths:
+        raise ValueError(f"column {TURN_REWARDS} has other lengths than {_MASK}")
+    own_N = own_N.astype(bool)
+    sample_N = np.repeat(np.arange(len(lengths)), lengths)
+    return numbers + np.bincount(sample_N[own_N], rewards_N[own_N], minlength=len(lengths))
+
+
+def _episode_failures(file: ColumnFile) -> list[str]:
+    if EPISODE not in file:
+        return [""] * len(file)
+    episodes = [json.loads(text) for text in file.plain(EPISODE)]
+    return [f"{x['failure']}: {x['reason']}" if x["failure"] else "" for x in episodes]
+
+
 def _lines(file: ColumnFile) -> list[SampleLine]:
     numbers = {name: file.numbers(name).tolist() for name in _NUMBERS}
+    numbers |= {name: _with_turns(file, name).tolist() for name in ALONE}
     texts = {name: file.texts(name) for name in _TEXTS}
-    lengths, ends = file.lists(_MASK)[0], ends_of(file)
+    lengths, ends, failures = file.lists(_MASK)[0], ends_of(file), _episode_failures(file)
     return [
         SampleLine(
             sample_id=int(numbers["sample_id"][b]),
@@ -169,6 +201,7 @@ def _lines(file: ColumnFile) -> list[SampleLine]:
             answer=texts["answer"][b],
             data_source=texts[DATA_SOURCE][b],
             reward_failure=texts["reward_failure"][b] or "",
+            episode_failure=failures[b],
         )
         for b in range(len(file))
     ]
@@ -177,7 +210,7 @@ def _lines(file: ColumnFile) -> list[SampleLine]:
 def read_sample(path: Path, place: int) -> tuple[SampleLine, SampleTokens, StepSums]:
     """The sample at a position of a file. Raises ValueError as `read_lines`."""
     with _samples_of(path):
-        columns = (*_NUMBERS, *_TEXTS, *_ENDS, _TOKENS, TOKEN_TEXTS, *_TOKEN_COLUMNS.values())
+        columns = (*_NUMBERS, *_TEXTS, *_ENDS, *_OF_TURNS, _TOKENS, TOKEN_TEXTS, *_TOKEN_COLUMNS.values())
         file = ColumnFile(path, columns).row(place)
         line = _lines(file)[0]
         return line, _tokens_of(file), _sums([file])
@@ -211,7 +244,7 @@ class StepNumbers:
     """Numbers of the samples of a step, for their distributions."""
 
     rewards_B: Numbers
-    """Rewards that were trained on, without those of turns."""
+    """Rewards that were trained on, with those of turns."""
     lengths_B: Numbers
     """Response tokens of each sample."""
     tokens: Mapping[str, Numbers]
@@ -225,16 +258,17 @@ def read_numbers(paths: Sequence[Path]) -> StepNumbers:
     rewards, lengths, tokens = list[Numbers](), list[int](), dict[str, list[Numbers]]()
     for path in paths:
         with _samples_of(path):
-            file = ColumnFile(path, ("reward", _TOKENS, _MASK, *(_TOKEN_COLUMNS[name] for name in SPREAD_OVER_TOKENS)))
+            of_tokens = (_TOKEN_COLUMNS[name] for name in SPREAD_OVER_TOKENS)
+            file = ColumnFile(path, ("reward", *_OF_TURNS, _TOKENS, _MASK, *of_tokens))
             columns = _token_columns(file)
             own_N = file.lists(_MASK)[1].astype(bool)
-            rewards.append(file.numbers("reward"))
+            rewards.append(_with_turns(file, "reward"))
             lengths += file.lists(_MASK)[0]
             for name in SPREAD_OVER_TOKENS:
                 if name in columns:
                     tokens.setdefault(name, []).append(file.lists(columns[name])[1][own_N])
-    of_tokens = {name: np.concatenate(parts) for name, parts in tokens.items()}
-    return StepNumbers(np.concatenate(rewards), np.asarray(lengths), of_tokens)
+    joined = {name: np.concatenate(parts) for name, parts in tokens.items()}
+    return StepNumbers(np.concatenate(rewards), np.asarray(lengths), joined)
 
 
 def read_tokens(path: Path, places: Sequence[int]) -> list[tuple[SampleTokens, Sequence[float]]]:

@@ -58,7 +58,8 @@ class TensorBoardLogger:
         """Create a file in `directory`, of a run with these settings. Raises OSError where it cannot be written."""
         directory.mkdir(parents=True, exist_ok=True)
         name = f"events.out.tfevents.{time.time():.6f}.{socket.gethostname()}.{os.getpid()}"
-        self._file = AppendedFile(directory / name)
+        self._path = directory / name
+        self._file = AppendedFile(self._path)
         self._config = config
         self._due = _event(file_version="brain.Event:2")
         """Events that must be written before the next step's event."""
@@ -91,9 +92,16 @@ class TensorBoardLogger:
         """Make TensorBoard ignore earlier files' events of later steps, from the next step on."""
         self._due += _event(step=step + 1, session_log=SessionLog(status=SessionLog.START))
 
+    def write_due(self) -> None:
+        """Write what waits for the next step's event. Raises OSError."""
+        self._file.append(self._due)
+        self._due, self._is_new = b"", False
+
     def close(self) -> None:
-        """Close the file; may be called twice. Raises OSError."""
+        """Close the file, and remove it if it has no event; may be called twice. Raises OSError."""
         self._file.close()
+        if self._is_new:
+            self._path.unlink(missing_ok=True)
 
 
 def _event(**content: Any) -> bytes:

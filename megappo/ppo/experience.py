@@ -107,11 +107,8 @@ class ExperienceMaker:
             tally.mean("reward/group_spread", groups_differ_G(total_rewards_B, scored.rollouts.group_ids_B))
         tally.maximum("reward/max", total_rewards_B, scored_B)
         tally.minimum("reward/min", total_rewards_B, scored_B)
-        tally.total("tokens", float(mask_BR.sum()))
         numbers = tally.reduce(self._device)
-        if not numbers.pop("tokens"):  # all episodes have failed: means over tokens are NaN
-            numbers = {name: value for name, value in numbers.items() if math.isfinite(value)}
-        elif "kl/per_response" in numbers:
+        if "kl/mean" in numbers:
             numbers["kl/coef"] = self.kl_controller.value
             settings = self._algorithm.kl_in_reward
             per_response = settings is not None and settings.per == "response"

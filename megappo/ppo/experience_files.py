@@ -17,7 +17,16 @@ from torch import Tensor
 
 from megappo.errors import ConfigError, reason
 from megappo.observe.parquet_files import ColumnFile
-from megappo.observe.saved_samples import DATA_SOURCE, END, EPISODE, TOKEN_TEXTS, ends_of, no_samples
+from megappo.observe.saved_samples import (
+    ALONE,
+    DATA_SOURCE,
+    END,
+    EPISODE,
+    TOKEN_TEXTS,
+    TURN_REWARDS,
+    ends_of,
+    no_samples,
+)
 from megappo.types import Episode, Episodes, Experience, Prompt, Rollouts, Scored
 
 if TYPE_CHECKING:
@@ -99,8 +108,10 @@ def _columns(
         yield name.removesuffix("s"), _texts([getattr(rollouts, name)[b] for b in rows])
     failures = rollouts.reward_failures or ("",) * len(rollouts.prompts)
     yield "reward_failure", _texts([failures[b] for b in rows])
-    yield "score", pyarrow.array(samples.given_B[rows].numpy())
-    yield "reward", pyarrow.array(scored.scores_B[rows].numpy())
+    for name, scores_B in (("score", samples.given_B), ("reward", scored.scores_B)):
+        yield name, pyarrow.array(rollouts.total_rewards_B(scores_B)[rows].numpy())
+        if rollouts.episodes is not None:
+            yield ALONE[name], pyarrow.array(scores_B[rows].numpy())
     ids = [rollouts.sequences[b] for b in rows]
     asked = [sequence[: len(sequence) - length] for sequence, length in zip(ids, lengths, strict=True)]
     said = [sequence[len(sequence) - length :] for sequence, length in zip(ids, lengths, strict=True)]
@@ -113,7 +124,7 @@ def _columns(
             yield name, of_tokens(values_BR)
     yield "ratios", of_tokens((scored.old_logprob_BR - rollouts.engine_logprob_BR).exp())
     if rollouts.episodes is not None:
-        yield "turn_rewards", of_tokens(rollouts.episodes.turn_rewards_BR)
+        yield TURN_REWARDS, of_tokens(rollouts.episodes.turn_rewards_BR)
         yield EPISODE, _texts([json.dumps(asdict(rollouts.episodes.of_samples[b])) for b in rows])
         yield "conversation", _texts([json.dumps(rollouts.episodes.conversations[b]) for b in rows])
     if rollouts.routing is not None:
@@ -172,7 +183,7 @@ def read_samples(path: Path) -> SavedSamples:
         rollouts = _rollouts(file)
         scored = Scored(
             rollouts=rollouts,
-            scores_B=file.tensor("reward"),
+            scores_B=file.alone("reward"),
             old_logprob_BR=file.tokens("old_logprobs"),
             ref_logprob_BR=file.tokens_or_none("ref_logprobs"),
             values_BR=file.tokens_or_none("values"),
@@ -186,7 +197,7 @@ def read_samples(path: Path) -> SavedSamples:
             rewards_BR=file.tokens("token_rewards"),
             kl_BR=file.tokens_or_none("kl"),
         )
-        return SavedSamples(experience, file.tensor("score"))
+        return SavedSamples(experience, file.alone("score"))
     except (TypeError, ValueError, RuntimeError, KeyError) as error:
         raise no_samples(path, error) from error
 
@@ -227,7 +238,7 @@ def _episodes(file: _File) -> Episodes | None:
     told = zip(file.plain(EPISODE), file.tensor("truncated").tolist(), strict=True)
     return Episodes(
         tuple(Episode.read(json.loads(text), truncated=truncated) for text, truncated in told),
-        file.tokens("turn_rewards"),
+        file.tokens(TURN_REWARDS),
         tuple(tuple(json.loads(told)) for told in file.plain("conversation")),
     )
 
@@ -248,6 +259,10 @@ class _File(ColumnFile):
     def tensor(self, name: str) -> Tensor:
         """(B,): a column with one number per row."""
         return torch.from_numpy(self.numbers(name).copy())
+
+    def alone(self, name: str) -> Tensor:
+        """(B,): `reward` or `score` without the rewards of turns."""
+        return self.tensor(ALONE[name] if ALONE[name] in self else name)
 
     def split(self, name: str) -> tuple[Tensor, ...]:
         """A column of lists, as a tensor for each row."""

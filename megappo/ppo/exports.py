@@ -7,15 +7,19 @@ from itertools import chain
 from pathlib import Path
 
 from megappo.checkpoint.card import write_card
+from megappo.config import Config
 from megappo.config.model_files import model_folder
 from megappo.ppo.components import RunComponents
 from megappo.reshard.slices import Receiver
 from megappo.reshard.writer import write_policy
 
 
-def export_actor(parts: RunComponents, out: Path, step: int) -> None:
+def export_actor(parts: RunComponents, out: Path, step: int, trained: Config | None = None) -> None:
     """Write the actor after a step to a folder, with its model card, replacing an existing one; a collective of the
-    world. The folder gets its name once it is complete. Raises OSError on the main rank where it cannot be written."""
+    world. The folder gets its name once it is complete. Raises OSError on the main rank where it cannot be written.
+
+    `trained`: settings that the actor was trained with, for the card, where they are not those of this run.
+    """
     config = parts.config
     whole = parts.weights.to([Receiver(0)])
     if not parts.runtime.is_main:
@@ -32,7 +36,7 @@ def export_actor(parts: RunComponents, out: Path, step: int) -> None:
         started_from=model_folder(config.model.path, weights=False),
         stop_token_ids=parts.stop_token_ids,
     )
-    write_card(unfinished, config, config.run.path, role="actor", step=step)
+    write_card(unfinished, trained or config, config.run.path, role="actor", step=step)
     if out.exists():
         shutil.rmtree(out)
     unfinished.rename(out)

@@ -101,7 +101,7 @@ class CriticTrainer(LoadedTrainer):
         """Epochs of value updates, then the explained variance on held-out samples."""
         super().update_critic(placed, experience)
         with self.reporter.stage("forward"):
-            self.metrics[EXPLAINED] = self._explained_variance()
+            self.metrics |= self._explained_variance()
 
     def update_actor(self, placed: PlacedStep, experience: Experience) -> None:
         """Does nothing: the actor is not trained."""
@@ -109,9 +109,9 @@ class CriticTrainer(LoadedTrainer):
     def refresh_reference(self) -> None:
         """Does nothing: there is no reference."""
 
-    def _explained_variance(self) -> float:
+    def _explained_variance(self) -> dict[str, float]:
         """1 - Var(return - value) / Var(return) over the tokens of all ranks' held-out samples. Returns are sums of
-        rewards (lambda 1); NaN where all are equal."""
+        rewards (lambda 1); empty where all are equal."""
         experience, runtime = self._held_out.experience, self.parts.runtime
         rollouts, rewards_BR = experience.scored.rollouts, experience.rewards_BR
         assert rewards_BR is not None, "files have them"
@@ -122,7 +122,8 @@ class CriticTrainer(LoadedTrainer):
         tally.mean_and_std("error", returns_BR - values_BR, mask_BR)
         tally.mean_and_std("given", returns_BR, mask_BR)
         found = tally.reduce(runtime.device)
-        return 1 - (found["error/std"] / found["given/std"]) ** 2 if found["given/std"] else torch.nan
+        spread = found.get("given/std", 0.0)
+        return {EXPLAINED: 1 - (found["error/std"] / spread) ** 2} if spread else {}
 
 
 class SavedPool:

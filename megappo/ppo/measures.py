@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import time
 from collections.abc import Iterable, Iterator, Mapping
 
 import torch
@@ -11,7 +12,8 @@ from torch import Tensor
 
 from megappo.config.algorithm import AlgorithmSettings
 from megappo.data.mixture import MixedPrompts
-from megappo.engines.protocol import ServedEngine
+from megappo.engines.absent import AbsentEngine
+from megappo.engines.protocol import ServedEngine, TimedEngine
 from megappo.environments.metrics import episode_metrics
 from megappo.errors import RunError
 from megappo.families.adapters import multiplied_adapters
@@ -23,6 +25,7 @@ from megappo.megatron.router import FURTHER
 from megappo.observe.ends import End
 from megappo.observe.throughput import mfu, training_flops_per_token
 from megappo.ppo.components import RunComponents
+from megappo.runtime.objects import all_gather_objects
 from megappo.runtime.process import Runtime
 from megappo.runtime.tally import Tally
 from megappo.types import Experience, Rollouts
@@ -119,7 +122,7 @@ def check_mismatch(
     mean = numbers["mismatch/mean"]
     if math.isfinite(mean):  # NaN and infinity stop the run whichever weights they are from
         mean = numbers["mismatch/own_weights"] if own else 0.0
-    if not (own and others):
+    if not others:
         del numbers["mismatch/own_weights"]
     if not mean <= algorithm.mismatch_stop_nats:
         raise MismatchError(
@@ -150,6 +153,8 @@ def routing_metrics(role: Role, runtime: Runtime) -> dict[str, float]:
     of_layers = report[list(role.arch.expert_layers)]
     loads_LE, further_L2 = of_layers.double().cpu().split([experts, FURTHER], dim=1)
     known, changed = further_L2.sum(0).tolist()
+    if not loads_LE.any():
+        return {}
     numbers = {
         f"{name}/experts_max_load": float((loads_LE.amax(1) / loads_LE.mean(1)).max()),
         f"{name}/experts_unused": float((loads_LE == 0).double().mean()),
@@ -160,21 +165,34 @@ def routing_metrics(role: Role, runtime: Runtime) -> dict[str, float]:
     return numbers
 
 
-def sync_metrics(seconds: float, total_bytes: int, version: int) -> dict[str, float]:
-    """`sync/*` of a weight sync that took `seconds`."""
-    return {
-        "sync/seconds": seconds,
-        "sync/gigabytes_per_second": total_bytes / 1e9 / max(seconds, 1e-9),
-        "sync/version": float(version),
-    }
+def update_engine(parts: RunComponents, version: int) -> float:
+    """Stream the actor's weights into the engine; returns the seconds in which this rank moved them, 0 where nothing is
+    moved."""
+    engine, started = parts.engine, time.monotonic()
+    engine.update_weights(parts.weights, version)
+    if isinstance(engine, AbsentEngine):
+        return 0.0
+    if isinstance(engine, TimedEngine):
+        return engine.transfer_seconds
+    parts.runtime.synchronize()
+    return time.monotonic() - started
 
 
-def sync_phases(parts: RunComponents) -> dict[str, float]:
-    """Seconds of the last weight sync by phase; empty with the embedded engine."""
-    engine = parts.engine
-    if not isinstance(engine, ServedEngine):
-        return {}
-    return {f"sync/{name}_seconds": seconds for name, seconds in engine.sync_phases().items()}
+def sync_metrics(parts: RunComponents, seconds: float, transfer_seconds: float, version: int) -> dict[str, float]:
+    """`sync/*` of a weight sync; a collective of the world. Every number of seconds is that of the slowest rank.
+
+    `seconds` and `transfer_seconds` are this rank's: of the whole sync, and of moving the weights alone.
+    """
+    engine, local = parts.engine, {"sync/seconds": seconds, "sync/transfer_seconds": transfer_seconds}
+    if isinstance(engine, ServedEngine):
+        local |= {f"sync/{name}_seconds": of_phase for name, of_phase in engine.sync_phases().items()}
+    ranks = all_gather_objects(local)
+    slowest = {name: max(of_rank.get(name, 0.0) for of_rank in ranks) for of_rank in ranks for name in of_rank}
+    moving = slowest["sync/transfer_seconds"]
+    speed = {"sync/gigabytes_per_second": parts.weights.total_bytes / 1e9 / moving} if moving else {}
+    if not moving:
+        del slowest["sync/transfer_seconds"]
+    return {**slowest, **speed, "sync/version": float(version)}
 
 
 def restart_metrics(parts: RunComponents) -> dict[str, float]:

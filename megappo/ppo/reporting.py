@@ -8,13 +8,12 @@ from dataclasses import asdict
 
 from torch import Tensor
 
-from megappo.config import Config, Derived, save_config
+from megappo.config import Config, Derived
 from megappo.errors import one_line
 from megappo.observe.console import make_view
 from megappo.observe.distributions import Distribution, of_all_ranks
 from megappo.observe.json_values import JSONValue
 from megappo.observe.messages import MESSAGES, SteadyView, tell
-from megappo.observe.metrics import MetricsLog
 from megappo.observe.profiler import StepProfiler
 from megappo.observe.progress import PROGRESS
 from megappo.observe.stopwatch import Lap, StageTimer
@@ -22,6 +21,8 @@ from megappo.observe.stragglers import Stragglers
 from megappo.ppo.advice import Advisor
 from megappo.ppo.jumps import Jump
 from megappo.ppo.measures import distributed_numbers
+from megappo.ppo.run_record import RunRecord
+from megappo.ppo.start import Start
 from megappo.runtime.objects import all_gather_objects, attempt
 from megappo.runtime.process import Runtime
 from megappo.types import Episodes, Experience, Rollouts
@@ -56,10 +57,13 @@ class Reporter:
         runtime: Runtime,
         on_stage: Callable[[str, str], None] | None = None,
         check_directory: Callable[[], None] = lambda: None,
+        *,
+        writes: bool = True,
     ) -> None:
         """`on_stage` gets the name of each stage that begins, and what it waits for.
 
-        `check_directory` raises on every rank where log files would be lost.
+        `check_directory` raises on every rank where log files would be lost. `writes`: whether the run has anything to
+        record.
         """
         self._check_directory = check_directory
         self._config, self._runtime, self._on_stage = config, runtime, on_stage
@@ -75,19 +79,12 @@ class Reporter:
         on_cuda, steps = runtime.device.type == "cuda", config.logging.profile_steps
         self._profiler = StepProfiler(config.run.path, steps, rank=runtime.rank, on_cuda=on_cuda)
         self._slow: dict[str, list[float]] = {}
-        self._log: MetricsLog | None = None
-        if runtime.is_main:
-            directory = config.run.path
-            directory.mkdir(parents=True, exist_ok=True)
-            save_config(config, directory / "config.yaml")
-            logs = config.logging.model_dump(include={"tensorboard", "wandb_project", "wandb_run", "loggers"})
-            self._log = MetricsLog(directory, config.run.name, config.model_dump(mode="json"), **logs)
+        self._record = RunRecord(config) if runtime.is_main and writes else None
 
-    def continue_after(self, step: int, *, is_open: bool) -> None:
-        """Drop log entries of later steps, because they are run again; -1: everything. See
-        `MetricsLog.truncate_after`."""
-        if self._log is not None:
-            self._log.truncate_after(step, is_open=is_open)
+    def continue_after(self, start: Start) -> None:
+        """Drop log entries of later steps when the first step begins, because they are run again."""
+        if self._record is not None:
+            self._record.continue_after(start)
 
     def stage(self, name: str, waits_for: str = "") -> AbstractContextManager[Lap]:
         """Time a stage of the step. `waits_for` says what is outstanding, in case it never ends."""
@@ -116,7 +113,8 @@ class Reporter:
         """Start the clock of a step."""
         self._profiler.begin(step)
         self._timer.reset()
-        if self._runtime.is_main:
+        if self._record is not None:
+            self._record.begin_step()
             self._view.begin_step(step)
 
     def end_step(self, metrics: Mapping[str, float], experience: Experience) -> dict[str, float]:
@@ -158,11 +156,12 @@ class Reporter:
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
         """Write and show a finished step, with advice where the numbers ask for it; a collective of the world."""
         self._check_directory()
-        if self._log is None:
+        if self._record is None:
             return
         shown = {name: value for name, value in metrics.items() if name not in _INTERNAL}
-        self._log.log(step, shown)
-        self._log.log_distributions(step, self._distributions)
+        log = self._record.log()
+        log.log(step, shown)
+        log.log_distributions(step, self._distributions)
         self._distributions = {}  # a step that was open when the run was stopped has none
         PROGRESS.leave()
         self._view.step(step, shown)
@@ -171,14 +170,11 @@ class Reporter:
 
     def note_evaluation(self, step: int, metrics: Mapping[str, float]) -> None:
         """Show an evaluation. Before the first step it is logged by itself, as there is no line of a step."""
-        rewards = {name: value for name, value in metrics.items() if name.endswith("/reward_mean")}
-        sets = {name: name.removeprefix("eval").removesuffix("reward_mean").strip("/") for name in rewards}
-        graded = {name: 1 - metrics.get(name.replace("/reward_mean", "/failures"), 0.0) for name in rewards}
-        shares = {name: "" if share == 1 else f" of the {share:.1%} with a grade" for name, share in graded.items()}
-        words = ", ".join(f"{sets[name]} {value:.3f}{shares[name]}".strip() for name, value in rewards.items())
+        sets = [name.removesuffix("/failures") for name in metrics if name.endswith("/failures")]
+        words = ", ".join(f"{of.removeprefix('eval').strip('/')} {_result_of(of, metrics)}".strip() for of in sets)
         self.message(f"step {step}: validation reward {words}")
-        if step == 0 and self._log is not None:
-            self._log.log(step, metrics)
+        if step == 0 and self._record is not None:
+            self._record.log().log(step, metrics)
 
     def note_failures(self, step: int, rollouts: Rollouts) -> None:
         """Show the first failed reward and the first failed episode of the run; a collective of the world until
@@ -197,12 +193,12 @@ class Reporter:
 
     def samples(self, step: int, rollouts: Rollouts, scores_B: Tensor) -> None:
         """Write a few of this rank's texts."""
-        if self._log is None:
+        if self._record is None:
             return
         chosen = range(min(self._config.logging.sample_texts, len(rollouts.responses)))
         total_rewards_B, episodes = rollouts.total_rewards_B(scores_B), rollouts.episodes
         failures = rollouts.reward_failures or ("",) * len(rollouts.responses)
-        self._log.log_samples(
+        self._record.log().log_samples(
             step,
             [
                 {
@@ -223,11 +219,11 @@ class Reporter:
     def jump(self, step: int, jump: Jump) -> None:
         """Write an update that stands out, with the samples that have most effect on it; a collective of the world."""
         of_ranks = all_gather_objects(jump.samples)
-        if self._log is None:
+        if self._record is None:
             return
         samples = sorted((s for part in of_ranks for s in part), key=lambda s: -s["sum_abs_advantage"])
         record: dict[str, JSONValue] = {"role": jump.role, "minibatch": jump.minibatch + 1, "reasons": jump.reasons}
-        self._log.log_jump(step, {**record, "of_samples": len(samples), "samples": samples[:_JUMP_SAMPLES]})
+        self._record.log().log_jump(step, {**record, "of_samples": len(samples), "samples": samples[:_JUMP_SAMPLES]})
         self.message(
             f"step {step}: {jump.role} update {jump.minibatch + 1} stands out: {', '.join(jump.reasons)}; "
             "its samples are in jumps.jsonl"
@@ -244,8 +240,17 @@ class Reporter:
         self._profiler.cancel()
         MESSAGES.show_in(None)
         self._view.close()
-        if self._log is not None:
-            self._log.close()
+        if self._record is not None:
+            self._record.close()
+
+
+def _result_of(evaluated: str, metrics: Mapping[str, float]) -> str:
+    """The mean reward of a validation set, and the share of answers with a grade where not all have one."""
+    graded = 1 - metrics[f"{evaluated}/failures"]
+    if not graded:
+        return "unknown, as no answer has a grade"
+    mean = f"{metrics[f'{evaluated}/reward_mean']:.3f}"
+    return mean if graded == 1 else f"{mean} of the {graded:.1%} with a grade"
 
 
 def _told_of(episodes: Episodes, b: int) -> dict[str, JSONValue]:

@@ -23,7 +23,7 @@ from megappo.ppo.exports import export_actor
 from megappo.ppo.likeness import check_ranks
 from megappo.ppo.loaded import trainer_of
 from megappo.ppo.reporting import Reporter
-from megappo.ppo.start import Start, choose_start
+from megappo.ppo.start import Start, choose_start, final_folder, is_exported
 from megappo.preflight.inputs import RunInputs
 from megappo.preflight.resolved import ResolvedRun
 from megappo.preflight.template_time import at_one_time
@@ -54,7 +54,7 @@ def train(run: ResolvedRun) -> None:
         on_stage = watchdog.enter if watchdog is not None else None
         with (
             interruptible(runtime) as interrupts,
-            closing(Reporter(config, run.derived, runtime, on_stage, held.check)) as reporter,
+            closing(Reporter(config, run.derived, runtime, on_stage, held.check, writes=start.has_work)) as reporter,
             runtime.failures.told(),
         ):
             resumed, inputs = start.checkpoint is not None, inputs_at(run, config)
@@ -93,8 +93,7 @@ def _train_and_export(
 ) -> None:
     for sentence in (*data_lines(parts), *parts.origins, *start.sentences):
         reporter.message(sentence)
-    if start.sentences:  # the run resumes
-        reporter.continue_after(start.step, is_open=start.is_open)
+    reporter.continue_after(start)
     trainer = trainer_of(parts, reporter, checkpoints)
     try:
         trainer.train()
@@ -114,8 +113,9 @@ def _train_and_export(
     checkpoints.finish()
     with reporter.stage("export"):
         if parts.config.run.export_final_model:
-            out = parts.config.run.path / "final"
-            export_actor(parts, out, parts.derived.steps)
+            out = final_folder(parts.config)
+            if not is_exported(start, parts.runtime):
+                export_actor(parts, out, parts.derived.steps, start.trained)
             reporter.message(f"the trained actor is in {out}")
 
 

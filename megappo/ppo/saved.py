@@ -43,23 +43,6 @@ class ExperienceRecord:
             require_parquet()
             self._vocabulary = vocabulary_digest(parts.tokenizer)
 
-    def begin(self, step: int) -> None:
-        """Drop saved steps after this one, which the run will repeat. Raises ValueError on every rank where the folder
-        has steps of another run."""
-        if self._settings is not None:
-            agreed(lambda: self._forget_after(step) if self._runtime.is_main else None)
-
-    def _forget_after(self, step: int) -> None:
-        for saved in saved_steps(self._folder).values():
-            if saved.run != self._run:
-                raise ValueError(f"{self._folder} has experience of {saved.run}; name another folder, or remove it")
-            if saved.step > step:
-                shutil.rmtree(saved.folder)
-
-    @property
-    def _run(self) -> str:
-        return str(self._config.run.path.resolve())
-
     def note(self, scores_B: Tensor) -> None:
         """Note the scores of the step's samples as the reward returned them."""
         self._given_B = scores_B
@@ -76,7 +59,7 @@ class ExperienceRecord:
         saved = SavedStep(
             folder=self._folder / f".{folder_of_step(self._folder, step).name}",
             step=step,
-            run=self._run,
+            run=str(self._config.run.path.resolve()),
             ranks=self._runtime.world_size,
             saved=min(most, settings.samples or most),
             prompts_per_step=rollouts.prompts_per_step,

@@ -7,7 +7,7 @@ replace it (Yu et al. 2025, "DAPO", section 3.2).
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field, fields, replace
 from typing import Any, TypeVar
 
@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from megappo.runtime.objects import all_gather_objects
+from megappo.runtime.tally import Totals
 from megappo.types import Episodes, Experience, Rollouts, Scored
 
 Whole = TypeVar("Whole", Experience, Rollouts)
@@ -27,7 +28,7 @@ class _RewardedRound:
 
     rollouts: Rollouts
     scores_B: Tensor
-    metrics: Mapping[str, float]
+    metrics: Totals
     spread: tuple[bool, ...]
 
 
@@ -41,7 +42,7 @@ class Selection:
     max_rounds: int
     rounds: list[_RewardedRound] = field(default_factory=list)
 
-    def add(self, rollouts: Rollouts, scores_B: Tensor, metrics: Mapping[str, float]) -> None:
+    def add(self, rollouts: Rollouts, scores_B: Tensor, metrics: Totals) -> None:
         """Add this rank's samples of a round, and the metrics of all ranks' rewards; a collective of the world."""
         rewards = rewards_of_groups(rollouts, scores_B, self.samples_per_prompt)
         here = {group: len(set(of_group)) > 1 for group, of_group in rewards.items()}
@@ -68,7 +69,7 @@ class Selection:
 
     def finish(self) -> tuple[Rollouts, Tensor, dict[str, float]]:
         """This rank's part of the step's samples and their scores, renumbered; and metrics: `group/*`, and those of
-        rewards averaged over all prompts.
+        the rewards of all rounds.
 
         The step takes the first groups with differing rewards, in the order of their prompts. Where they are too few,
         the first groups with equal rewards fill it up.
@@ -90,8 +91,7 @@ class Selection:
             "group/rounds": float(len(self.rounds)),
             "group/filled": sum(not differs for differs, _, _ in chosen) / self.prompts,
         }
-        for name in self.rounds[0].metrics:
-            metrics[name] = sum(len(r.spread) * r.metrics[name] for r in self.rounds) / self.drawn
+        metrics |= Totals.combined([of_round.metrics for of_round in self.rounds])
         return renumbered(rollouts, sample_ids_B, self.samples_per_prompt), torch.cat(scores), metrics
 
 

@@ -44,13 +44,13 @@ class RewardShaper:
             return scores_B, {}
         scores_B = self._punished(scores_B, rollouts, tally)
         if reward.normalize is not None:
-            scores_B = self._normalized(scores_B)
+            scores_B = self._normalized(scores_B, rollouts.scored_B)
         scores_B = reward.scale * scores_B + reward.shift
         if reward.clip is not None:
             low, high = reward.clip
-            tally.mean("reward/clipped", (scores_B < low) | (scores_B > high))
+            tally.mean("reward/clipped", (scores_B < low) | (scores_B > high), rollouts.scored_B)
             scores_B = scores_B.clamp(low, high)
-        tally.mean("reward/given", given_B)
+        tally.mean("reward/given", given_B, rollouts.scored_B)
         return scores_B, tally.reduce(self._device) | self._running()
 
     def _punished(self, scores_B: Tensor, rollouts: Rollouts, tally: Tally) -> Tensor:
@@ -62,26 +62,25 @@ class RewardShaper:
             most, buffer = self._config.rollout.max_response_tokens, reward.overlong.buffer_tokens
             penalty_B = overlong_penalty(rollouts.response_lengths_B, most_tokens=most, buffer_tokens=buffer)
             penalty_B = reward.overlong.penalty * penalty_B
-            tally.mean("reward/overlong", penalty_B)
+            tally.mean("reward/overlong", penalty_B, rollouts.scored_B)
             scores_B = scores_B + penalty_B
         return scores_B
 
-    def _normalized(self, scores_B: Tensor) -> Tensor:
+    def _normalized(self, scores_B: Tensor, scored_B: Tensor) -> Tensor:
         """Scores divided by the unbiased running deviation, with `mean_std` after subtracting the running mean, as in
-        TRL and in PPO for games. Equal scores have no deviation and are not divided."""
+        TRL and in PPO for games. Equal scores have no deviation and are not divided. Failed episodes do not count."""
         batch = Tally()
-        batch.total("count", len(scores_B))
-        batch.mean_and_std("scores", scores_B)
+        batch.total("count", float(scored_B.sum()))
+        batch.mean_and_std("scores", scores_B, scored_B)
         found = batch.reduce(self._device)
-        self._add(found["count"], found["scores/mean"], found["scores/std"])
+        if found["count"]:
+            self._add(found["count"], found["scores/mean"], found["scores/std"])
         mean = self._mean if self._config.reward.normalize == "mean_std" else 0.0
         # In float64: scores that are large beside their spread would lose it to the rounding of the mean.
         return ((scores_B.double() - mean) / (self._std or 1.0)).to(scores_B.dtype)
 
     def _add(self, count: float, mean: float, std: float) -> None:
         """Merge a step's statistics into the running ones (Chan et al. 1979)."""
-        if not count:
-            return
         total, apart = self._count + count, mean - self._mean
         self._squares += count * std**2 + apart**2 * self._count * count / total
         self._mean += apart * count / total

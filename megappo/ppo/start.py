@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
+from pydantic import ValidationError
+
+from megappo.checkpoint.card import exported_step
 from megappo.checkpoint.changes import compare_settings, keep_kl_unit, tensor_changes
 from megappo.checkpoint.files import Marker, checkpoints_directory, put_all_in_place
+from megappo.checkpoint.identity import settings_of
 from megappo.checkpoint.select import select_checkpoint
 from megappo.checkpoint.versions import PACKAGES, recorded_versions
 from megappo.config import Config, ConfigError, Derived, load_config
+from megappo.config.explain import explain
 from megappo.errors import show
 from megappo.observe.metrics import read_metrics
 from megappo.plugins import own_files
@@ -28,6 +34,15 @@ class Start:
     """Messages for the user on where the run begins."""
     checkpoint: tuple[Path, Marker] | None = None
     """Folder and marker of the checkpoint that the run continues from; None: it starts from nothing."""
+    changes: tuple[str, ...] = ()
+    """What differs from the run until then: settings, versions and files of code."""
+    trained: Config | None = None
+    """Settings of the run's last step, of a run that has no step left to train."""
+
+    @property
+    def has_work(self) -> bool:
+        """Whether a step is left to train, or to evaluate and log."""
+        return self.trained is None or self.is_open
 
     @property
     def step(self) -> int:
@@ -69,17 +84,42 @@ def choose_start(config: Config, derived: Derived, runtime: Runtime) -> Start:
             "them back, choose another run.directory, or set run.force_resume: true to go on with them"
         )
     sentences.append(f"continuing after step {marker.step} from {folder}")
-    sentences += [f"changed since then: {change}" for change in (*changes.dangerous, *changes.harmless)]
+    changed = (*changes.dangerous, *changes.harmless, *_changes_of_code(marker, config))
+    sentences += [f"changed since then: {change}" for change in changed]
     sentences += _kl_sentences(given, config) + said
+    trained = _recorded_settings(marker, config) if marker.step == derived.steps else None
+    return Start(config, tuple(sentences), (folder, marker), changed, trained)
+
+
+def _recorded_settings(marker: Marker, config: Config) -> Config:
+    """The checkpoint's settings. Raises ConfigError where they are none of this version."""
+    try:
+        return Config.model_validate({**settings_of(marker), "model": config.model.model_dump()})
+    except ValidationError as error:
+        raise ConfigError(f"the settings in the checkpoint are none of this version: {explain(error)[0]}") from error
+
+
+def _changes_of_code(marker: Marker, config: Config) -> Iterator[str]:
+    """Versions, and the user's files of code, that are others than the checkpoint's."""
     before = marker.content["versions"]
     for name, version in recorded_versions().items():
         if before.get(name) != version and (name in before or name != PACKAGES):
-            sentences.append(f"changed since then: {name} {before.get(name)} -> {version}")
+            yield f"{name} {before.get(name)} -> {version}"
     files = marker.content.get("own_files", {})  # checkpoints of older versions have none
     for file, digest in own_files(config.model_dump(mode="json")).items():
         if files.get(file, digest) != digest:
-            sentences.append(f"changed since then: what stands in {file}")
-    return Start(config, tuple(sentences), (folder, marker))
+            yield f"what stands in {file}"
+
+
+def is_exported(start: Start, runtime: Runtime) -> bool:
+    """Whether an earlier attempt has exported the actor after the run's last step; a collective of the world."""
+    is_last = start.trained is not None and runtime.is_main
+    return broadcast_object(is_last and exported_step(final_folder(start.config)) == start.step)
+
+
+def final_folder(config: Config) -> Path:
+    """Where the trained actor is exported."""
+    return config.run.path / "final"
 
 
 def _steps_left(config: Config, done: int, steps: int) -> tuple[str, list[str]]:

@@ -23,6 +23,7 @@ from megappo.ppo.experience import ExperienceMaker
 from megappo.ppo.exports import export_actor
 from megappo.ppo.in_flight import responses_of
 from megappo.ppo.jumps import Jump, JumpWatch, describe_samples
+from megappo.ppo.later_steps import forget_after
 from megappo.ppo.measures import (
     actor_mfu,
     balance_metrics,
@@ -34,7 +35,7 @@ from megappo.ppo.measures import (
     routing_metrics,
     source_metrics,
     sync_metrics,
-    sync_phases,
+    update_engine,
 )
 from megappo.ppo.probe import probe_engines, probe_rollout
 from megappo.ppo.reporting import Reporter
@@ -52,6 +53,7 @@ from megappo.ppo.updates import (
     draw_minibatches,
     step_metrics,
 )
+from megappo.runtime.tally import Totals
 from megappo.types import Experience, Rollouts, Scored
 
 
@@ -76,8 +78,7 @@ class Trainer:
         self.responses = responses_of(parts)
         self.record = ExperienceRecord(parts)
         self.cache_gauge = CacheGauge(parts.engine, parts.runtime)
-        self.step = 0
-        self.weight_version = 0
+        self.step, self.weight_version = 0, 0
         self.actor_changed = True
         """Whether the actor is newer than the engine's weights."""
         self.is_open = True
@@ -115,7 +116,7 @@ class Trainer:
             self.metrics = resumed.metrics()
         else:
             self.sync_weights()
-        self.record.begin(self.step)
+        forget_after(self.step, self.parts)
         self.log_step()
         self.is_resuming = False
         if was_open and self.step:
@@ -160,12 +161,13 @@ class Trainer:
         """Export the actor and write a checkpoint where they are due; stop if asked to, or where time is up."""
         every = None if self.config.checkpoint is None else self.config.checkpoint.huggingface_every_steps
         if every is not None and self.step % every == 0:
-            with self.reporter.stage("export"):
+            with self.reporter.stage("export") as elapsed:
                 export_actor(self.parts, self.config.run.path / "huggingface" / f"step-{self.step:06d}", self.step)
+            self.next_metrics["time/export"] = elapsed.seconds
         if self.checkpoints is not None and self.checkpoints.is_due(self.step):
             with self.reporter.stage("checkpoint") as elapsed:
                 self.checkpoints.save(self.boundary, wait=self.step == self.parts.derived.steps)
-            self.next_metrics = {"time/checkpoint": elapsed.seconds}
+            self.next_metrics["time/checkpoint"] = elapsed.seconds
         if self.step < self.parts.derived.steps:
             self.parts.stop.check()
             if self.checkpoints is not None:
@@ -243,7 +245,8 @@ class Trainer:
         if dynamic is None:
             self.release_engine(rollouts)
             self.parts.stop.check()
-            rollouts, scores_B, metrics = self.reward(rollouts)
+            rollouts, scores_B, rewards = self.reward(rollouts)
+            self.metrics |= rewards
         else:
             settings = self.config.rollout
             selection = Selection(settings.prompts_per_step, settings.samples_per_prompt, dynamic.max_rounds)
@@ -254,8 +257,8 @@ class Trainer:
                 self.parts.stop.check()
                 selection.add(*self.reward(more))
             rollouts, scores_B, metrics = selection.finish()
+            self.metrics |= metrics
             self.release_engine(rollouts)
-        self.metrics |= metrics
         return self.shape(rollouts, scores_B)
 
     def shape(self, rollouts: Rollouts, scores_B: Tensor) -> tuple[Rollouts, Tensor]:
@@ -281,10 +284,8 @@ class Trainer:
         before this step is trained on."""
         newest = self.weight_version + self.actor_changed
         self.metrics |= rollout_metrics(rollouts, self.parts.runtime, newest)
-        self.metrics |= environment_metrics(rollouts, self.parts)
-        self.metrics |= self.cache_gauge.metrics()
-        self.metrics["prompt/dropped"] = float(self.parts.train_prompts.dropped)
-        self.metrics |= self.responses.metrics()
+        self.metrics |= environment_metrics(rollouts, self.parts) | self.cache_gauge.metrics()
+        self.metrics |= {"prompt/dropped": float(self.parts.train_prompts.dropped)} | self.responses.metrics()
         if not self.config.rollout.ahead:
             if isinstance(self.parts.engine, SleepingEngine):
                 self.parts.engine.sleep()
@@ -292,7 +293,7 @@ class Trainer:
             self._sync_if_behind()
             self.responses.begin(self.step + 1)
 
-    def reward(self, rollouts: Rollouts) -> tuple[Rollouts, Tensor, dict[str, float]]:
+    def reward(self, rollouts: Rollouts) -> tuple[Rollouts, Tensor, Totals]:
         """Score this rank's responses. Returns the rollouts with failed rewards noted, a score for each, and the
         metrics of all ranks' rewards."""
         failures = dict[int, str]()
@@ -418,14 +419,13 @@ class Trainer:
             # In this order: nothing is generated while weights change, and in-flight samples continue only on weights
             # that the probe has checked.
             self.responses.pause()
-            self.parts.engine.update_weights(self.parts.weights, self.weight_version)
+            moving = update_engine(self.parts, self.weight_version)
             self.metrics |= probe_engines(self.parts)
             self.responses.go_on()
         self.actor_changed = False
         if self.config.rollout.ahead == 1 and self.checkpoints is not None and self.checkpoints.keeps_engine_weights:
             self.engine_weights = self.parts.actor.copy_weights()
-        self.metrics |= sync_metrics(elapsed.seconds, self.parts.weights.total_bytes, self.weight_version)
-        self.metrics |= sync_phases(self.parts)
+        self.metrics |= sync_metrics(self.parts, elapsed.seconds, moving, self.weight_version)
 
     def _sync_if_behind(self) -> None:
         if self.actor_changed:

@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from megappo.rewards.own_servers import OwnServers
     from megappo.rewards.remote_model import RemoteRewardModel
     from megappo.rewards.shared_model import SharedRewardModel
+    from megappo.runtime.tally import Totals
 
 
 @dataclass(frozen=True)
@@ -112,9 +113,7 @@ class RewardScorer:
             return RewardPool(term)
         return RewardPool(term, self._servers.places[name or "judge"], self._servers.check)
 
-    def score(
-        self, rollouts: Rollouts, failures: MutableMapping[int, str] | None = None
-    ) -> tuple[Tensor, dict[str, float]]:
+    def score(self, rollouts: Rollouts, failures: MutableMapping[int, str] | None = None) -> tuple[Tensor, Totals]:
         """Scores (B,) float32 of this rank, and `reward/failures`, `reward/timeouts`, the mean of each of several
         functions and how judges did, over all ranks.
 
@@ -134,11 +133,9 @@ class RewardScorer:
         for name, verdicts in scored.verdicts.items():
             tally.mean(f"reward/{name}/unreadable", torch.arange(verdicts.samples) < len(verdicts.notes))
             tally.maximum(f"reward/{name}/seconds", torch.tensor([verdicts.seconds]))
-        tally.total("failed", len(result.failures))
-        tally.total("samples", B)
-        metrics = tally.reduce(self._device)
+        metrics = tally.reduce_totals(self._device)
         self._show_notes(scored.verdicts, metrics)
-        failed, samples = int(metrics.pop("failed")), int(metrics.pop("samples"))
+        failed, samples = map(int, metrics.means["reward/failures"])
         # Both numbers are sums over all ranks, so all ranks take this branch, and its collective, together.
         if failed > self._settings.max_failure_fraction * samples:
             everywhere = [failure for of_rank in all_gather_objects(result.failures[:1]) for failure in of_rank]
@@ -147,10 +144,10 @@ class RewardScorer:
             failures.update(result.failures)
         return result.scores, metrics
 
-    def _show_notes(self, verdicts: Mapping[str, _Verdicts], metrics: Mapping[str, float]) -> None:
+    def _show_notes(self, verdicts: Mapping[str, _Verdicts], metrics: Totals) -> None:
         """Print the first text of each judge that holds no verdict; a collective where a judge has its first one."""
         for name in sorted(verdicts.keys() - self._judges_with_note):
-            if metrics[f"reward/{name}/unreadable"] > 0:
+            if metrics.means[f"reward/{name}/unreadable"][0] > 0:
                 self._judges_with_note.add(name)
                 notes = [note for of_rank in all_gather_objects(verdicts[name].notes[:1]) for note in of_rank]
                 if torch.distributed.get_rank() == 0:

@@ -3,10 +3,54 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+
+
+@dataclass(frozen=True, eq=False)
+class Totals(Mapping[str, float]):
+    """Metrics of all ranks by name, with the sums and counts from which they are computed.
+
+    A mean or an extreme without a value is absent.
+    """
+
+    means: Mapping[str, tuple[float, float]]
+    """Sum and count of each mean."""
+    sums: Mapping[str, float]
+    maxima: Mapping[str, float]
+    """-inf without a value. A minimum is the maximum of the negated values; its name begins with `-`."""
+
+    @classmethod
+    def combined(cls, parts: Sequence[Totals]) -> Totals:
+        """The metrics of all values of several parts: each mean is weighted by its own counts."""
+        means, sums, maxima = dict[str, tuple[float, float]](), dict[str, float](), dict[str, float]()
+        for part in parts:
+            for name, (total, count) in part.means.items():
+                before, counted = means.get(name, (0.0, 0.0))
+                means[name] = before + total, counted + count
+            for name, value in part.sums.items():
+                sums[name] = sums.get(name, 0.0) + value
+            for name, value in part.maxima.items():
+                maxima[name] = max(maxima.get(name, -math.inf), value)
+        return cls(means, sums, maxima)
+
+    def _numbers(self) -> dict[str, float]:
+        numbers = {name: total / count for name, (total, count) in self.means.items() if count} | dict(self.sums)
+        extremes = {name: value for name, value in self.maxima.items() if value != -math.inf}
+        return numbers | {n.removeprefix("-"): -value if n.startswith("-") else value for n, value in extremes.items()}
+
+    def __getitem__(self, name: str) -> float:
+        return self._numbers()[name]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._numbers())
+
+    def __len__(self) -> int:
+        return len(self._numbers())
 
 
 class Tally:
@@ -28,12 +72,12 @@ class Tally:
         self._sums[name] = (value, -1.0)
 
     def maximum(self, name: str, values: Tensor, mask: Tensor | None = None) -> None:
-        """The maximum of `values` where `mask` is True; -inf where there is none."""
+        """The maximum of `values` where `mask` is True."""
         chosen = values if mask is None else values[mask]
         self._maxima[name] = float(chosen.max()) if chosen.numel() else float("-inf")
 
     def minimum(self, name: str, values: Tensor, mask: Tensor | None = None) -> None:
-        """The minimum of `values` where `mask` is True; inf where there is none."""
+        """The minimum of `values` where `mask` is True."""
         self.maximum(f"-{name}", -values, mask)
 
     def mean_and_std(self, name: str, values: Tensor, mask: Tensor | None = None) -> None:
@@ -44,23 +88,28 @@ class Tally:
         squares = ((values if mask is None else values[mask]).double() - mean).square().sum()
         self._spreads[name] = (count, mean, float(squares))
 
-    def reduce(self, device: torch.device) -> dict[str, float]:
-        """The global numbers, the same on every rank; a collective of all ranks."""
+    def reduce_totals(self, device: torch.device) -> Totals:
+        """The global sums, counts and extremes, the same on every rank, without deviations; a collective of all
+        ranks."""
         both_2N = torch.tensor([*zip(*self._sums.values(), strict=True)], dtype=torch.float64, device=device)
         maxima = torch.tensor(list(self._maxima.values()), dtype=torch.float64, device=device)
         dist.all_reduce(both_2N)
         if self._maxima:
             dist.all_reduce(maxima, op=dist.ReduceOp.MAX)
-        numbers = {
-            name: total if count < 0 else total / count if count else math.nan
-            for name, total, count in zip(self._sums, *both_2N.tolist(), strict=True)
-        }
-        numbers |= self._deviations(numbers, device)
-        for name, value in zip(self._maxima, maxima.cpu().tolist(), strict=True):
-            numbers[name.removeprefix("-")] = -value if name.startswith("-") else value
-        return numbers
+        found = [*zip(self._sums, *both_2N.tolist(), strict=True)]
+        return Totals(
+            means={name: (total, count) for name, total, count in found if count >= 0},
+            sums={name: total for name, total, count in found if count < 0},
+            maxima=dict(zip(self._maxima, maxima.cpu().tolist(), strict=True)),
+        )
 
-    def _deviations(self, means: dict[str, float], device: torch.device) -> dict[str, float]:
+    def reduce(self, device: torch.device) -> dict[str, float]:
+        """The global numbers, the same on every rank; a collective of all ranks. A mean, deviation or extreme without a
+        value is absent."""
+        totals = self.reduce_totals(device)
+        return {**totals, **self._deviations(totals, device)}
+
+    def _deviations(self, means: Mapping[str, float], device: torch.device) -> dict[str, float]:
         """Standard deviations from the means of all ranks (Chan et al. 1979). A mean of squares less the square of the
         mean would lose its digits where the mean is large."""
         if not self._spreads:
@@ -72,6 +121,7 @@ class Tally:
         both_N2 = torch.tensor(rows, dtype=torch.float64, device=device)
         dist.all_reduce(both_N2)
         return {
-            f"{name}/std": (squares / count) ** 0.5 if count else math.nan
+            f"{name}/std": (squares / count) ** 0.5
             for name, (count, squares) in zip(self._spreads, both_N2.tolist(), strict=True)
+            if count
         }

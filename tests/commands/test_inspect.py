@@ -16,8 +16,11 @@ from pyarrow import parquet
 from megappo.cli import main
 from megappo.config import load_config, save_config
 from megappo.config.rules.experience import MARKER
+from megappo.observe.page.experience import saved_samples
+from megappo.observe.saved_samples import ALONE, read_numbers
+from megappo.ppo.experience_files import read_samples
 from tests.support.places import BASE
-from tests.support.saved import rows, samples, save_step, two_samples
+from tests.support.saved import SPOKEN, rows, samples, save_step, two_episodes, two_samples
 
 
 @pytest.fixture
@@ -126,6 +129,30 @@ def test_samples_are_listed_and_found(run: Path, capsys: pytest.CaptureFixture[s
     assert "0 are as asked for" in told(capsys, run, "--text", "nowhere")
 
 
+@pytest.mark.parametrize("is_older", [False, True])
+def test_rewards_of_turns_count(tmp_path: Path, is_older: bool, capsys: pytest.CaptureFixture[str]) -> None:
+    """In the list, in its filter and order, and in the file; also in files that have them apart."""
+    save_step(tmp_path / "experience", 1, two_episodes(0))
+    path = tmp_path / "experience" / "step-000001" / "rank-00000.parquet"
+    table = parquet.read_table(path)
+    assert table["score"].to_pylist() == [0.875, -0.5] and table["reward"].to_pylist() == [1.0, -0.5]
+    if is_older:
+        for name, alone in ALONE.items():
+            table = table.set_column(table.column_names.index(name), name, table[alone])
+        parquet.write_table(table.drop_columns([*ALONE.values()]), path)
+    read = read_samples(path)
+    assert read.given_B.tolist() == [0.125, -0.5] and read.experience.scored.scores_B.tolist() == [0.25, -0.5]
+    assert [line.split()[1] for line in told(capsys, tmp_path)[4:6]] == ["1", "-0.5"]
+    assert listed(told(capsys, tmp_path, "--reward", "0.9:1")) == ["0"]
+    assert listed(told(capsys, tmp_path, "--reward", "0.2:0.3")) == []
+    assert "reward: 1, which the reward gave as 0.875" in told(capsys, tmp_path, "--sample", 0)
+    assert r"the episode failed: raised: no \x1b[2J" in told(capsys, tmp_path, "--sample", 1)
+    assert read_numbers([path]).rewards_B.tolist() == [1.0, -0.5]
+    shown = saved_samples({1: [path]}, 1.0)
+    assert [sample["reward"] for sample in shown] == [1, -0.5]
+    assert [sample["failure"] for sample in shown] == [None, f"raised: no {SPOKEN}"]
+
+
 def test_a_run_of_everything_and_of_little(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Columns are those that there are; KL and versions of tokens among them."""
     for whole in (True, False):
@@ -209,6 +236,15 @@ def test_files_that_somebody_wrote_are_read_with_care(
     parquet.write_table(table, path)
     said = told(capsys, run, "--step", 3, "--sample", 0, code=2)
     assert f"{path} holds no saved samples ({problem}); name what a run saved" in said[0]
+
+
+def test_turn_rewards_of_other_lengths_are_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    save_step(tmp_path / "experience", 1, two_episodes(0))
+    path = tmp_path / "experience" / "step-000001" / "rank-00000.parquet"
+    table = parquet.read_table(path).drop_columns([*ALONE.values()])
+    place = table.column_names.index("turn_rewards")
+    parquet.write_table(table.set_column(place, "turn_rewards", pyarrow.array([[0.5], [0.5]])), path)
+    assert "column turn_rewards has other lengths than response_mask" in told(capsys, tmp_path, code=2)[0]
 
 
 def test_files_that_lack_something(run: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -37,6 +37,15 @@ def test_a_metric_of_every_step_is_told_over_the_steps(tmp_path: Path) -> None:
     assert "did not rise: 1.000 at step 6, 1.000 in the last 3" in report(late)
 
 
+def test_a_maximum_stays_a_maximum(tmp_path: Path) -> None:
+    """Over the last steps, and over the steps of a column of the chart."""
+    run = run_of(tmp_path / "run", "response/length_max", {step: 9.0 if step == 97 else 1.0 for step in range(1, 101)})
+    told = report(run, metric="response/length_max")
+    assert "rose: 1.000 in the first step, 9.000 in the last 5" in told and "\n    9 |" in told
+    rest = run_of(tmp_path / "rest", "reward/min", {step: -2.0 if step == 50 else 0.0 for step in range(1, 101)})
+    assert "    -2 |" in report(rest, metric="reward/min")
+
+
 def test_one_value_is_no_curve(tmp_path: Path) -> None:
     run = run_of(tmp_path / "run", "eval/reward_mean", {0: 0.25})
     told = report(run, metric="eval/reward_mean").splitlines()

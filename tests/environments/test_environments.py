@@ -37,7 +37,7 @@ from megappo.ppo.experience import ExperienceMaker
 from megappo.ppo.sampling import SampleRequests, finish_rollout
 from megappo.rewards.scorer import RewardScorer
 from megappo.runtime.waiting import wait_until
-from megappo.types import Episode, Rollouts, Scored, Turn
+from megappo.types import Episode, Rollouts, Scored, ToolUse, Turn
 from tests.house.commands import blocks
 from tests.support.config import SHAPE
 from tests.support.episodes import (
@@ -392,6 +392,18 @@ def test_calls_have_a_limit_and_are_counted() -> None:
     metrics = episode_metrics([episode], [3])
     assert metrics["tool/own/calls"] == 3 and metrics["tool/own/failures"] == pytest.approx(1 / 3)
     assert metrics["episode/limit_calls"] == 1
+
+
+def test_means_over_no_turn_and_no_call_are_absent() -> None:
+    failed = Episode((), failure="hung", seconds=3.0, tools={"own": ToolUse(0, 0, 0.0)})
+    played = Episode((Turn(0, 2, 0.5),), seconds=1.0)
+    metrics = episode_metrics([failed], [4])
+    assert metrics["episode/failures"] == 1.0 and metrics["episode/seconds_max"] == 3.0
+    assert metrics["tool/own/calls"] == 0.0
+    unknown = {"turns", "turns_max", "trajectories", "left_out_tokens", "observed_tokens"}
+    names = {*(f"episode/{name}" for name in unknown), "turn/tokens", "turn/reward", "tool/own/failures"}
+    assert not names & metrics.keys()
+    assert names - {"tool/own/failures"} <= episode_metrics([failed, played], [4, 2]).keys()
 
 
 @pytest.mark.parametrize(

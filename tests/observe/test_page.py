@@ -52,6 +52,11 @@ def test_long_curves_are_means_of_some_steps() -> None:
     found = curves(lines, 3)
     assert (found.steps, found.steps_per_point) == ([3, 6, 7], 3)
     assert found.series == {"reward/mean": [2, 5.5, 7]} and found.hours == [None, None, None]
+    maxima = {step: {"response/length_max": float(-step), "reward/min": float(step)} for step in range(1, 8)}
+    maxima[4]["memory/peak_gigabytes"] = 2.0
+    assert curves(maxima, 3).series == {
+        "reward/min": [1, 4, 7], "response/length_max": [-1, -4, -7], "memory/peak_gigabytes": [[1], [2]],
+    }  # fmt: skip
     assert points_of(100) == 2_000 and points_of(1_000) == 250 and points_of(10**6) == 100
 
 

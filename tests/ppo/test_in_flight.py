@@ -18,6 +18,7 @@ from transformers import AutoTokenizer
 
 from megappo.config import load_config
 from megappo.config.model_files import load_architecture
+from megappo.config.rules.arrivals import arrivals_rules
 from megappo.config.rules.in_flight import in_flight_rules, longest_lag
 from megappo.data.curriculum import Curriculum
 from megappo.data.cursor import Cursor
@@ -156,6 +157,20 @@ def test_a_checkpoint_holds_it_to_the_last_bit() -> None:
     assert read_state(written_state(state, (4, 2))) == (state, (4, 2))
     nothing = State([], [], 0, 0, {})
     assert read_state(written_state(nothing, (4, 2))) == (nothing, (4, 2))
+
+
+def test_a_record_with_a_gap_is_refused(tmp_path: Path) -> None:
+    """As of a run that continued for a step without recording."""
+    for step in (2, 3, 5):
+        (tmp_path / f"step-{step:06d}").mkdir()
+    lines = [json.dumps({"step": step, "sizes": [8, 2]}) + "\n" for step in (2, 3, 5)]
+    (tmp_path / "steps.jsonl").write_text("".join(lines))
+    problems = {}
+    for steps in (5, 3):
+        words = [f"model.path={TINY}", *TWO, f"rollout.replay_arrivals={tmp_path}", f"run.steps={steps}"]
+        problems[steps] = list(arrivals_rules(load_config(str(BASE), words)))
+    assert problems[3] == [] and len(problems[5]) == 1
+    assert "lacks step 4, which was trained without rollout.record_arrivals; set run.steps to 3" in problems[5][0]
 
 
 @pytest.mark.parametrize(

@@ -18,6 +18,7 @@ from megappo.config import ConfigError, derive, load_config
 from megappo.config.rules.experience import MARKER, held_out, saved_steps
 from megappo.ppo.components import RunComponents
 from megappo.ppo.experience_files import SavedSamples, read_samples, sample_ids_of, write_samples
+from megappo.ppo.later_steps import forget_experience
 from megappo.ppo.saved import ExperienceRecord, check_tokens, read_some
 from tests.support.config import SHAPE
 from tests.support.data import character_tokenizer
@@ -107,7 +108,8 @@ def record(tmp_path: Path, world_of_one: None) -> ExperienceRecord:
 def test_a_record_has_the_steps_that_were_done(record: ExperienceRecord, tmp_path: Path) -> None:
     """Not those that a run repeats, nor those of another run; nothing stays of what was not finished."""
     folder, given = tmp_path / "run" / "experience", samples((2, 3, 1, 2))
-    record.begin(0)
+    config = load_config(BASE, [f"run.directory={tmp_path / 'run'}", "logging.save_experience={}"])
+    forget_experience(0, config)
     record.note(given.given_B)
     (folder / ".step-000002").mkdir(parents=True)
     (folder / ".step-000002" / "rank-00007.parquet").write_text("of a run with more ranks")
@@ -115,12 +117,12 @@ def test_a_record_has_the_steps_that_were_done(record: ExperienceRecord, tmp_pat
     assert [(step, saved.saved) for step, saved in saved_steps(folder).items()] == [(1, 3), (2, 3)]
     assert sorted(path.name for path in (folder / "step-000002").iterdir()) == ["rank-00000.parquet", MARKER]
     assert read_samples(folder / "step-000002" / "rank-00000.parquet").sample_ids == [0, 1, 2]
-    record.begin(1)
+    forget_experience(1, config)
     assert list(saved_steps(folder)) == [1]
     told = json.loads((folder / "step-000001" / MARKER).read_text())
     (folder / "step-000001" / MARKER).write_text(json.dumps(told | {"run": "/runs/other"}))
     with pytest.raises(ValueError, match=r"experience has experience of /runs/other; name another folder"):
-        record.begin(1)
+        forget_experience(1, config)
 
 
 def test_a_record_that_cannot_be_written_is_a_sentence(record: ExperienceRecord, tmp_path: Path) -> None:

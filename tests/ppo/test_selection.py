@@ -16,6 +16,7 @@ from megappo.observe.ends import End
 from megappo.ppo.experience import ExperienceMaker
 from megappo.ppo.selection import Selection, joined
 from megappo.ppo.updates import critic_updates
+from megappo.runtime.tally import Totals
 from megappo.types import Episode, Episodes, Prompt, Rollouts, Scored
 from tests.support.places import BASE
 
@@ -51,6 +52,11 @@ def selection(max_rounds: int = 3) -> Selection:
     return Selection(prompts=2, samples_per_prompt=2, max_rounds=max_rounds)
 
 
+def of_rewards(**means: tuple[float, float]) -> Totals:
+    """Metrics of a round: sum and count of each."""
+    return Totals({f"reward/{name}": both for name, both in means.items()}, {}, {})
+
+
 def check_names(found: Rollouts, names: str) -> None:
     """Whatever is said of a sample is said of the one that it was said of."""
     B, R = len(names), int(found.response_lengths_B.max())
@@ -67,9 +73,9 @@ def check_names(found: Rollouts, names: str) -> None:
 
 def test_groups_without_a_spread_are_replaced() -> None:
     chosen = selection()
-    chosen.add(rollouts("abcd", [1, 2, 3, 1]), torch.tensor([1.0, 1.0, 0.0, 1.0]), {"reward/failures": 0.0})
+    chosen.add(rollouts("abcd", [1, 2, 3, 1]), torch.tensor([1.0, 1.0, 0.0, 1.0]), of_rewards(failures=(0, 4)))
     assert (chosen.kept, chosen.wanted) == (1, 2)  # one is missing, and every other one is good
-    chosen.add(rollouts("efgh", [5, 1, 1, 1]), torch.tensor([0.5, 0.5, 0.25, 0.0]), {"reward/failures": 0.5})
+    chosen.add(rollouts("efgh", [5, 1, 1, 1]), torch.tensor([0.5, 0.5, 0.25, 0.0]), of_rewards(failures=(2, 4)))
     assert chosen.wanted == 0
     found, scores_B, metrics = chosen.finish()
     check_names(found, "cdgh")
@@ -80,18 +86,31 @@ def test_groups_without_a_spread_are_replaced() -> None:
 def test_the_rounds_are_bounded_and_the_step_is_full() -> None:
     """The first of those without a spread stand in for what did not come, in the order of the prompts."""
     chosen, scores_B = selection(max_rounds=2), torch.zeros(4)
-    chosen.add(rollouts("abcd", [1, 1, 1, 1]), scores_B, {})
+    chosen.add(rollouts("abcd", [1, 1, 1, 1]), scores_B, of_rewards())
     assert chosen.wanted == 2
-    chosen.add(rollouts("efgh", [2, 2, 2, 2]), torch.tensor([0.0, 0.0, 0.0, 1.0]), {})
+    chosen.add(rollouts("efgh", [2, 2, 2, 2]), torch.tensor([0.0, 0.0, 0.0, 1.0]), of_rewards())
     assert chosen.wanted == 0
     found, _, metrics = chosen.finish()
     check_names(found, "abgh")
     assert metrics == {"group/spread": 0.25, "group/rounds": 2, "group/filled": 0.5}
 
 
+def test_metrics_of_rounds_are_weighted_by_their_own_samples() -> None:
+    """A function graded 1 of the first 4 samples with 1, 9 of the next ones with 0; another graded none of the first
+    round."""
+    chosen = selection()
+    first = of_rewards(rare=(1.0, 1), other=(0.0, 0), unreadable=(1.0, 2), never=(0.0, 0))
+    chosen.add(rollouts("abcd", [1] * 4), torch.tensor([1.0, 1.0, 0.0, 1.0]), replace(first, maxima={"reward/s": 3.0}))
+    second = of_rewards(rare=(0.0, 9), other=(4.5, 9), unreadable=(0.0, 18), never=(0.0, 0))
+    chosen.add(rollouts("efgh", [1] * 4), torch.tensor([0.0, 1.0, 0.0, 1.0]), replace(second, maxima={"reward/s": 1.0}))
+    metrics = chosen.finish()[2]
+    rewards = {name: value for name, value in metrics.items() if name.startswith("reward/")}
+    assert rewards == {"reward/rare": 0.1, "reward/other": 0.5, "reward/unreadable": 0.05, "reward/s": 3.0}
+
+
 def test_what_needs_no_choice_is_as_it_was() -> None:
     chosen, given = selection(), rollouts("abcd", [3, 1, 2, 2])
-    chosen.add(given, torch.tensor([0.0, 1.0, 1.0, 0.0]), {})
+    chosen.add(given, torch.tensor([0.0, 1.0, 1.0, 0.0]), of_rewards())
     found, _, metrics = chosen.finish()
     assert metrics == {"group/spread": 1.0, "group/rounds": 1.0, "group/filled": 0.0}
     for each in fields(given):
@@ -109,7 +128,7 @@ def test_episodes_and_those_that_failed() -> None:
     episodes = Episodes((fine, failed, fine, fine), rewards_BR, tuple(({"by": name},) for name in "abcd"))
     given = replace(rollouts("abcd", [2, 2, 1, 1]), group_ids_B=torch.tensor([0, -2, 1, 1]), episodes=episodes)
     chosen = Selection(prompts=1, samples_per_prompt=2, max_rounds=2)
-    chosen.add(given, torch.zeros(4), {})
+    chosen.add(given, torch.zeros(4), of_rewards())
     found, _, metrics = chosen.finish()
     check_names(found, "cd")
     assert metrics["group/spread"] == 0.5 and found.episodes is not None

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ from megappo.checkpoint.changes import compare_settings
 from megappo.config import ConfigError, load_config
 from megappo.config.rules.rollout import kept_rules
 from megappo.ppo.shaping import RewardShaper
+from megappo.types import Episode, Episodes, Turn
 from tests.support.places import BASE
 from tests.support.rewards import rollouts
 
@@ -83,6 +85,18 @@ def test_normalized_by_all_scores_so_far(kind: str) -> None:
         state = json.loads(json.dumps(made.state_dict()))
         made = shaper(normalize=kind, scale=2.0, clip=[-3, 3])
         made.load_state_dict(state)
+
+
+@pytest.mark.usefixtures("world")
+def test_failed_episodes_are_in_no_mean() -> None:
+    """Metrics and the running deviation are those of the other samples; only these are trained on."""
+    fine, failed = Episode((Turn(0, 1),)), Episode((), failure="hung")
+    episodes = Episodes((fine, failed, fine, failed), torch.zeros(4, 4), ((),) * 4)
+    given = replace(rollouts("a", "b", "c", "d"), episodes=episodes)
+    made, scores = shaper(normalize="std", clip=[-9, 2]), torch.tensor([1.0, -50.0, 3.0, 50.0])
+    metrics = made.shape(scores, given)[1]
+    expected = {"given": 2.0, "clipped": 0.5, "running_mean": 2.0, "running_std": 2**0.5}
+    assert metrics == {f"reward/{name}": pytest.approx(value) for name, value in expected.items()}
 
 
 @pytest.mark.usefixtures("world")

@@ -130,7 +130,7 @@ def scored(settings: dict[str, Any], *responses: str) -> tuple[list[float], dict
         scores_B, metrics = scorer.score(rollouts(*responses))
     finally:
         scorer.close()
-    return scores_B.tolist(), metrics
+    return scores_B.tolist(), dict(metrics)
 
 
 def test_what_a_judge_is_asked(server: str, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -8,7 +8,6 @@ import threading
 from collections.abc import Iterator
 from dataclasses import replace
 from http.server import BaseHTTPRequestHandler
-from math import isnan
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -23,6 +22,7 @@ from megappo.rewards.http import post
 from megappo.rewards.registry import check_prompts
 from megappo.rewards.scorer import RewardScorer
 from megappo.rewards.workers import RewardError
+from megappo.runtime.tally import Totals
 from megappo.types import Episode, Episodes, Rollouts
 from tests.support.places import BASE
 from tests.support.rewards import LLAMA, rollouts, save, serving
@@ -59,7 +59,7 @@ def module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     torch.distributed.destroy_process_group()
 
 
-def scored(settings: dict[str, Any], given: Rollouts) -> tuple[list[float], dict[str, float]]:
+def scored(settings: dict[str, Any], given: Rollouts) -> tuple[list[float], Totals]:
     scorer = RewardScorer(RewardSettings.model_validate(settings), CPU)
     try:
         scores_B, metrics = scorer.score(given)
@@ -109,7 +109,19 @@ def test_the_data_source_chooses_among_functions() -> None:
 def test_a_function_for_no_sample_of_the_step_is_not_asked() -> None:
     functions = {"a": {"function": "exact", "data_sources": ["a"]}, "b": {"function": "exact", "data_sources": ["b"]}}
     scores, metrics = scored({"functions": functions}, of_sources(rollouts("2", "3"), "a", "a"))
-    assert scores == [1.0, 0.0] and metrics["reward/a"] == 0.5 and isnan(metrics["reward/b"])
+    assert scores == [1.0, 0.0] and metrics["reward/a"] == 0.5 and "reward/b" not in metrics
+
+
+def test_metrics_of_two_rounds_are_those_of_all_their_samples() -> None:
+    """The mean of a function is over the samples that it graded, whichever round they are of."""
+    functions = {"a": {"function": "exact", "data_sources": ["a"]}, "b": {"function": "exact", "data_sources": ["b"]}}
+    first, second = rollouts("2", "3", "3", "3"), rollouts("3", "3", "3", "2")
+    parts = [
+        scored({"functions": functions}, of_sources(given, *sources))[1]
+        for given, sources in ((first, "abbb"), (second, "aaaa"), (second, "bbbb"))
+    ]
+    expected = {"a": 2 / 5, "b": 1 / 7, "failures": 0.0, "timeouts": 0.0}
+    assert Totals.combined(parts) == {f"reward/{name}": pytest.approx(mean) for name, mean in expected.items()}
 
 
 def test_prompts_that_no_function_is_for_are_told_before_a_run() -> None:

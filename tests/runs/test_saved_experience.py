@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
@@ -10,6 +11,7 @@ from safetensors.torch import load_file
 
 from megappo.config.rules.experience import saved_steps
 from megappo.observe.metrics import read_metrics
+from megappo.observe.saved_samples import read_lines
 from megappo.ppo.experience_files import SavedSamples, read_samples
 from tests.support.attempts import attempts, killed_at, timeless, train
 from tests.support.harness import start
@@ -33,6 +35,15 @@ def saved(run: Path) -> list[dict[str, torch.Tensor]]:
     """The numbers of each saved step, all ranks together in the order of samples."""
     steps = saved_steps(run / "experience").values()
     return [by_name([read_samples(step.file(rank)) for rank in range(step.ranks)]) for step in steps]
+
+
+def assert_scores_are_those_of_the_samples_file(run: Path) -> None:
+    """Rewards of turns included."""
+    for step, saved_step in saved_steps(run / "experience").items():
+        written = [line for line in map(json.loads, (run / "samples.jsonl").open()) if line["step"] == step]
+        of_file = read_lines(saved_step.file(0))
+        assert written and [line["score"] for line in written] == [x.score for x in of_file[: len(written)]]
+        assert [line["raw_response"] for line in written] == [x.raw_response for x in of_file[: len(written)]]
 
 
 def by_name(of_ranks: list[SavedSamples]) -> dict[str, torch.Tensor]:
@@ -81,6 +92,7 @@ def test_loaded_steps_train_as_they_did(tmp_path: Path, task: tuple[str, ...]) -
     for step, of_killed in zip(of_whole, saved(killed), strict=True):
         assert all(torch.equal(step[name], of_killed[name]) for name in step)
         assert step["ids"].tolist() == list(range(80))
+    assert_scores_are_those_of_the_samples_file(whole)
     lines = [{n: x for n, x in line.items() if n not in OF_REWARDS} for line in timeless(whole / "metrics.jsonl")]
     assert lines == timeless(again / "metrics.jsonl")
     final = "final/model.safetensors"
@@ -111,7 +123,9 @@ def test_a_critic_is_pretrained(tmp_path: Path) -> None:
     """On the first samples of two steps. Those that are held out are not trained on, a run that goes on is the run that
     did not stop, the actor is not moved, and a run begins with the critic."""
     run, some = tmp_path / "run", "logging.save_experience={steps: [2, 4], samples: 60}"
-    attempts(tmp_path, train(run, "run.steps=4", "evaluation=null", some, f"rollout.save_to={tmp_path / 'saved'}"))
+    spread = "reward.truncated_penalty=0.5"  # else all samples may have the same return, which no critic explains
+    save = (some, f"rollout.save_to={tmp_path / 'saved'}", spread)
+    attempts(tmp_path, train(run, "run.steps=4", "evaluation=null", *save))
     assert [(s.step, s.saved) for s in saved_steps(tmp_path / "saved").values()] == [(2, 60), (4, 60)]
     alone = ("rollout.prompts_per_step=8", "critic.minibatch_sequences=64", "actor.minibatch_sequences=64",
              "checkpoint.every_steps=2", "run.steps=5", "actor.optimizer.schedule=constant")  # fmt: skip

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -108,6 +109,21 @@ def two_samples(first: int) -> SavedSamples:
     experience = Experience(scored, advantages_BR, returns_BR, None, mask_BR & ~rollouts.truncated_B[:, None],
                             rewards_BR, None)  # fmt: skip
     return SavedSamples(experience, torch.tensor([2.0, -0.5]))
+
+
+def two_episodes(first: int) -> SavedSamples:
+    """`two_samples` as episodes. The first has turns worth 0.25 and 0.5, and a score of 0.125, of which training makes
+    0.25; the second failed."""
+    given = two_samples(first)
+    episodes = Episodes(
+        (Episode((Turn(0, 1, 0.25), Turn(2, 3, 0.5))), Episode((), failure="raised", reason=f"no {SPOKEN}")),
+        rows([0.25, torch.nan, 0.5], [0.0]),
+        ((), ()),
+    )
+    scored = given.experience.scored
+    rollouts = replace(scored.rollouts, episodes=episodes)
+    scored = replace(scored, rollouts=rollouts, scores_B=torch.tensor([0.25, -0.5]))
+    return SavedSamples(replace(given.experience, scored=scored), torch.tensor([0.125, -0.5]))
 
 
 def text_of(token: int) -> str:

@@ -91,6 +91,12 @@ def arrivals_rules(config: Config) -> Iterator[str]:
             f"rollout.replay_arrivals '{folder}' ends with step {last}, before run.steps {steps}; set run.steps to at "
             "most that"
         )
+    gaps = sorted({*range(min(index), min(steps or last, last) + 1)} - index.keys())
+    if gaps:
+        yield (
+            f"rollout.replay_arrivals '{folder}' lacks step {gaps[0]}, which was trained without "
+            f"rollout.record_arrivals; set run.steps to {gaps[0] - 1}, or name another record"
+        )
     missing = [step for step in index if not folder_of_step(folder, step).is_dir()]
     if missing:
         yield f"rollout.replay_arrivals '{folder}' has no files of step {missing[0]}; bring the whole folder"

@@ -1,35 +1,221 @@
-"""Rules for settings that name a metric."""
+"""Rules for settings that name a metric, and which metrics a configuration logs."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+import re
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import NamedTuple
 
+from megappo.algo.estimators import NAMES, builtin
 from megappo.config.schema import Config
-from megappo.errors import nearest_word
+from megappo.errors import nearest_words
 from megappo.observe.metric_docs import METRICS
 
+Experts = Mapping[str, int]
+"""Number of experts in the models of roles, as far as known."""
+_STAGES = ("rollout", "reward", "forward", "advantages", "update_critic", "update_actor", "sync")
+"""Stages of a step, which have `time/STAGE` and `memory/STAGE/peak_gigabytes`."""
+_NEAREST = 3
 
-def keep_best_rules(config: Config, steps: int | None) -> Iterator[str]:
-    """Rules on `checkpoint.keep_best`: the metric exists in steps that write a checkpoint; `steps` of the run, None
-    where not known."""
-    checkpoint, evaluation = config.checkpoint, config.evaluation
+
+class _Condition(NamedTuple):
+    """What a metric needs."""
+
+    needs: str
+    """For people: a setting, or a part of a run."""
+    holds: Callable[[Config, Experts], bool]
+    in_step: Callable[[Config, int, int], bool] = lambda _config, _step, _steps: True
+    """(config, step, steps of the run): whether the step logs the metric."""
+
+
+def _has(needs: str, holds: Callable[[Config], object]) -> _Condition:
+    return _Condition(needs, lambda config, _experts: bool(holds(config)))
+
+
+def _experts_of(role: str) -> _Condition:
+    def holds(config: Config, experts: Experts) -> bool:
+        return role in config.trained and experts.get(role, 1) > 0
+
+    return _Condition(f"a model of the {role} with experts", holds)
+
+
+def _uneven_experts_of(role: str) -> _Condition:
+    def holds(config: Config, experts: Experts) -> bool:
+        settings = config.trained.get(role)
+        return settings is not None and settings.router_aux_loss_coef > 0 and experts.get(role, 1) > 0
+
+    return _Condition(f"{role}.router_aux_loss_coef", holds)
+
+
+def _is_after_warmup(config: Config, step: int, _steps: int) -> bool:
+    return config.critic is None or step > config.critic.warmup_steps
+
+
+def _is_evaluated(config: Config, step: int, steps: int) -> bool:
+    return config.evaluation is not None and config.evaluation.is_due(step, steps)
+
+
+def _is_compared(config: Config, step: int, _steps: int) -> bool:
+    return config.algorithm.compares_in(step)
+
+
+def _follows_checkpoint(config: Config, step: int, steps: int) -> bool:
+    return step - 1 in _checkpoint_steps(config, steps)
+
+
+def _follows_export(config: Config, step: int, _steps: int) -> bool:
+    every = None if config.checkpoint is None else config.checkpoint.huggingface_every_steps
+    return every is not None and step > 1 and (step - 1) % every == 0
+
+
+def _samples(config: Config) -> bool:
+    """Whether the run's own responses are scored, instead of loaded ones."""
+    return config.rollout.load_from is None
+
+
+def _compares_samples(config: Config) -> bool:
+    name = config.algorithm.estimator
+    return name not in NAMES or builtin(name).compares_samples
+
+
+def _replays_routing(config: Config, experts: Experts) -> bool:
+    return config.algorithm.replays_routing(experts.get("actor", 1))
+
+
+_COMPUTED = _has("rewards that this run computes (rollout.load_from: null)", _samples)
+_ACTOR = _has("a trained actor (critic.pretraining: null)", lambda c: not c.pretrains_critic)
+_SHAPED = _has(
+    "reward.scale, reward.clip or a similar setting", lambda c: c.reward.is_shaped and not c.pretrains_critic
+)
+_IN_FLIGHT = _has("rollout.ahead of 2 and more", lambda c: c.rollout.in_flight and _samples(c))
+_SERVERS = _has("rollout.engine: sglang", lambda c: c.rollout.engine in (None, "sglang") and _samples(c))
+_EPISODES = _has("rollout.environment", lambda c: c.rollout.episodes is not None)
+_MIXED = _has("data.mixture", lambda c: c.data.mixture and not c.pretrains_critic)
+_CURRICULUM = _has("data.curriculum", lambda c: c.data.curriculum is not None)
+_CRITIC = _has("a critic", lambda c: c.critic is not None)
+_NORMALIZED = _has("reward.normalize", lambda c: c.reward.normalize and not c.pretrains_critic)
+_ROUTED = _Condition("an actor with experts and algorithm.router_replay", _replays_routing, _is_compared)
+_PROBED = _has(
+    "servers that are probed (rollout.sglang.probe)",
+    lambda c: c.rollout.engine in (None, "sglang") and _samples(c) and c.rollout.servers.probes,
+)
+_ACTOR_EXPERTS = _experts_of("actor")._replace(in_step=_is_compared)
+_PENALTY = _has("algorithm.policy_loss: penalty", lambda c: c.algorithm.policy_loss == "penalty")
+_EVALUATION = _has("evaluation and the data of that set", lambda c: c.evaluation)._replace(in_step=_is_evaluated)
+_CONDITIONS: Mapping[str, _Condition] = {
+    "reward/failures": _COMPUTED,
+    "reward/timeouts": _COMPUTED,
+    "reward/NAME": _COMPUTED,
+    "reward/group_spread": _has("an estimator that compares samples, such as grpo", _compares_samples),
+    "reward/overlong": _has("reward.overlong", lambda c: c.reward.overlong and not c.pretrains_critic),
+    "reward/given": _SHAPED,
+    "reward/running_mean": _NORMALIZED,
+    "reward/running_std": _NORMALIZED,
+    "reward/clipped": _has("reward.clip", lambda c: c.reward.clip and not c.pretrains_critic),
+    "source/": _MIXED,
+    "source/NAME/right": _CURRICULUM,
+    "curriculum/": _CURRICULUM,
+    "group/": _has("rollout.dynamic_sampling", lambda c: c.rollout.dynamic_sampling and _samples(c)),
+    "critic/": _CRITIC,
+    "critic/held_out_explained_variance": _has("critic.pretraining", lambda c: c.pretrains_critic),
+    "critic/experts_max_load": _experts_of("critic"),
+    "critic/experts_unused": _experts_of("critic"),
+    "critic/router_aux_loss": _uneven_experts_of("critic"),
+    "actor/": _ACTOR._replace(in_step=_is_after_warmup),
+    "actor/experts_max_load": _ACTOR_EXPERTS,
+    "actor/experts_unused": _ACTOR_EXPERTS,
+    "actor/router_aux_loss": _uneven_experts_of("actor")._replace(in_step=_is_after_warmup),
+    "actor/penalty_coef": _PENALTY._replace(in_step=_is_after_warmup),
+    "actor/final_kl": _PENALTY._replace(in_step=_is_after_warmup),
+    "kl/": _has("a reference", lambda c: c.reference is not None and not c.pretrains_critic),
+    "rollout/lag_max": _IN_FLIGHT,
+    "rollout/several_versions": _IN_FLIGHT,
+    "rollout/in_flight": _IN_FLIGHT,
+    "rollout/waiting": _IN_FLIGHT,
+    "rollout/dropped": _IN_FLIGHT,
+    "rollout/partial": _IN_FLIGHT,
+    "rollout/cache_hit_rate": _has(
+        "an engine with a prefix cache that generates (rollout.engine: sglang)",
+        lambda c: c.rollout.engine != "transformers" and _samples(c) and not c.rollout.replays_arrivals,
+    ),
+    "episode/": _EPISODES,
+    "episode/begun_anew": _has("rollout.environment and rollout.ahead of 2 and more",
+                               lambda c: c.rollout.episodes and c.rollout.in_flight and _samples(c)),
+    "turn/": _EPISODES,
+    "tool/": _EPISODES,
+    "mismatch/": _ACTOR._replace(in_step=_is_compared),
+    "mismatch/own_weights": _IN_FLIGHT._replace(in_step=_is_compared),
+    "mismatch/router_changed": _ROUTED,
+    "mismatch/router_replayed": _ROUTED,
+    "correction/": _has("algorithm.old_logprob: corrected", lambda c: c.algorithm.old_logprob == "corrected"),
+    "sync/": _SERVERS,
+    "sync/probe_gap": _PROBED,
+    "sync/probe_seconds": _PROBED,
+    **dict.fromkeys(("sync/seconds", "sync/version"), _has("a sync", lambda _: True)),
+    **dict.fromkeys(("sync/transfer_seconds", "sync/gigabytes_per_second"), _has("an engine", _samples)),
+    "engine/": _SERVERS,
+    "time/reward": _COMPUTED,
+    "time/update_critic": _CRITIC,
+    "time/update_actor": _ACTOR._replace(in_step=_is_after_warmup),
+    "time/evaluate": _has("evaluation", lambda c: c.evaluation)._replace(in_step=_is_evaluated),
+    "time/checkpoint": _has("checkpoint", lambda c: c.checkpoint)._replace(in_step=_follows_checkpoint),
+    "time/export": _has(
+        "checkpoint.huggingface_every_steps", lambda c: c.checkpoint and c.checkpoint.huggingface_every_steps
+    )._replace(in_step=_follows_export),
+    "mfu": _has("a GPU", lambda c: c.runtime.device != "cpu" and not c.pretrains_critic)._replace(
+        in_step=_is_after_warmup
+    ),
+    "memory/reward/": _COMPUTED,
+    "memory/update_critic/": _CRITIC,
+    "memory/update_actor/": _ACTOR._replace(in_step=_is_after_warmup),
+    "eval/": _EVALUATION,
+}  # fmt: skip
+"""Conditions of metrics, by a prefix of the name in `METRICS`; the longest matching prefix counts. Every run logs
+metrics without a condition."""
+
+
+def logged_metrics(config: Config, experts: Experts) -> list[str]:
+    """Names of the metrics that runs of these settings log, those of tools aside."""
+    return [name for name, of in _names(config) if _condition(of).holds(config, experts)]
+
+
+def keep_best_rules(config: Config, steps: int | None, experts: Experts | None = None) -> Iterator[str]:
+    """Rules on `checkpoint.keep_best`: the run logs the metric in steps that write a checkpoint.
+
+    Args:
+        config: settings of the run.
+        steps: number of steps of the run; None: unknown.
+        experts: number of experts in the models of roles; the rule assumes experts for a role that is missing.
+    """
+    checkpoint, experts = config.checkpoint, experts or {}
     if checkpoint is None or (wanted := checkpoint.keep_best) is None:
         return
-    name, known = wanted.removeprefix("-"), _metrics_of(config)
-    if name not in known:
+    name = wanted.removeprefix("-")
+    of = _documented(name, config)
+    logged = logged_metrics(config, experts)
+    near = ", ".join(f"'{known}'" for known in nearest_words(name, logged, _NEAREST))
+    if of is None:
         yield (
             f"checkpoint.keep_best is '{wanted}', must be a metric of the run (a `-` in front: lowest is best); "
-            f"the nearest is '{nearest_word(name, known)}'"
+            f"the nearest are {near}"
         )
         return
-    if name.startswith("critic/") and config.critic is None:
-        yield f"checkpoint.keep_best is '{wanted}', and there is no critic; name another metric"
-    if not name.startswith("eval/"):
-        return
-    if evaluation is None:
-        yield f"checkpoint.keep_best is '{wanted}', and nothing is evaluated; add evaluation, or name another metric"
-    elif steps is not None:  # a checkpoint holds the metrics of its own step only
+    condition = _condition(of)
+    if not condition.holds(config, experts):
+        needs = f"which this configuration does not log, as it needs {condition.needs}; add that"
+        if of.startswith("eval/"):
+            needs = "and nothing is evaluated; add evaluation"
+        yield f"checkpoint.keep_best is '{wanted}', {needs}, or name another metric; the nearest are {near}"
+    elif steps is not None:
+        yield from _step_rules(config, wanted, condition, steps)
+
+
+def _step_rules(config: Config, wanted: str, condition: _Condition, steps: int) -> Iterator[str]:
+    """A checkpoint holds the metrics of its own step only."""
+    checkpoint, evaluation = config.checkpoint, config.evaluation
+    assert checkpoint is not None
+    if condition is _EVALUATION and evaluation is not None:
         periods = [every for every in (checkpoint.every_steps, checkpoint.keep_every_steps) if every is not None]
         if all(math.lcm(every, evaluation.every_steps) >= steps for every in periods):
             yield (
@@ -37,20 +223,54 @@ def keep_best_rules(config: Config, steps: int | None) -> Iterator[str]:
                 f"(evaluation.every_steps {evaluation.every_steps}) and a checkpoint (checkpoint.every_steps "
                 f"{checkpoint.every_steps}); set checkpoint.every_steps to {evaluation.every_steps}"
             )
+    elif not any(condition.in_step(config, step, steps) for step in _checkpoint_steps(config, steps)):
+        yield (
+            f"checkpoint.keep_best is '{wanted}', which no step with a checkpoint logs (run.steps {steps}, "
+            f"checkpoint.every_steps {checkpoint.every_steps}); set checkpoint.every_steps to 1, or name another metric"
+        )
 
 
-def _metrics_of(config: Config) -> list[str]:
-    """Names of all metrics of the run, with the names of its sources and validation sets filled in."""
-    sources = config.data.mixture or {}
+def _checkpoint_steps(config: Config, steps: int) -> set[int]:
+    """Steps that write a checkpoint, whatever time they take."""
+    if config.checkpoint is None:
+        return set()
+    periods = (config.checkpoint.every_steps, config.checkpoint.keep_every_steps)
+    return {steps}.union(*(range(every, steps + 1, every) for every in periods if every is not None))
+
+
+def _condition(documented: str) -> _Condition:
+    fitting = [start for start in _CONDITIONS if documented.startswith(start)]
+    return _CONDITIONS[max(fitting, key=len)] if fitting else _has("", lambda _: True)
+
+
+def _documented(name: str, config: Config) -> str | None:
+    """The entry of `METRICS` for a metric; None for an unknown metric."""
+    if re.fullmatch(r"tool/[^/]+/(calls|failures|seconds)", name):
+        return "tool/"
+    return dict(_names(config)).get(name)
+
+
+def _names(config: Config) -> Iterator[tuple[str, str]]:
+    """(name, its entry in `METRICS`) of all metrics, with the names of the run's functions, judges, sources, validation
+    sets and stages filled in."""
     sets = config.data.validation_sets or {}
-    found = list[str]()
+    filled: dict[str, Iterable[str]] = {
+        "reward/NAME": config.reward.functions,
+        "reward/NAME/unreadable": config.reward.judges,
+        "reward/NAME/seconds": config.reward.judges,
+        **{f"source/NAME/{of}": config.data.mixture or {} for of in _endings("source/NAME/")},
+        **{f"eval/NAME/{of}": sets for of in _endings("eval/NAME/")},
+    }
     for name in METRICS:
-        if name.startswith("source/NAME/"):
-            found += [name.replace("NAME", source) for source in sources]
-        elif name == "eval/NAME/pass@K":
-            found += [f"eval/{of}/pass@{k}" for of, settings in sets.items() for k in settings.pass_at]
-        elif name.startswith("eval/NAME/"):
-            found += [name.replace("NAME", of) for of in sets]
-        else:
-            found.append(name)
-    return found
+        if name == "eval/NAME/pass@K":
+            yield from ((f"eval/{of}/pass@{k}", name) for of, settings in sets.items() for k in settings.pass_at)
+        elif name == "memory/NAME/peak_gigabytes":
+            yield from ((key := name.replace("NAME", stage), key) for stage in _STAGES)
+        elif name in filled:
+            yield from ((name.replace("NAME", of), name) for of in filled[name])
+        elif "NAME" not in name and (not name.startswith("eval/") or config.data.validation is not None):
+            yield name, name
+
+
+def _endings(start: str) -> list[str]:
+    return [name.removeprefix(start) for name in METRICS if name.startswith(start)]

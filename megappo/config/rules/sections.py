@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterator
 from pathlib import Path
 
-from megappo.config.rules import metrics
 from megappo.config.schema import Config
 
 
@@ -33,7 +32,6 @@ def section_rules(config: Config, steps: int | None) -> Iterator[str]:
             "reference would be drawn at random by model.init, while the actor begins with actor.start_from; "
             "set model.path to a folder with weights and model.init to pretrained, or reference to null"
         )
-    yield from metrics.keep_best_rules(config, steps)
     if config.checkpoint is None and config.run.max_hours is not None:
         yield (
             f"run.max_hours {config.run.max_hours:g} stops the run with a checkpoint, and checkpoint is null; remove "

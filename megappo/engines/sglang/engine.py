@@ -93,6 +93,8 @@ class SGLangEngine:
         self.cache_use: dict[int, CacheUse] = {}
         """See `CachingEngine.cache_use`."""
         self._sync_seconds = SyncSeconds()
+        self.transfer_seconds = 0.0
+        """See `TimedEngine.transfer_seconds`."""
 
     @property
     def endpoints(self) -> Sequence[Endpoint]:
@@ -261,10 +263,10 @@ class SGLangEngine:
         version, or a newer one."""
         if newer_version is not None:
             self.version, self.current = newer_version, set()
+            self._sync_seconds = SyncSeconds()
             self._homes.forget()
         problems: dict[int, str] = {}
         for _ in range(self.settings.sync_attempts):
-            self._sync_seconds = SyncSeconds()
             with self._sync_seconds.timed("wake"):
                 self._give_back()
                 self._revive()
@@ -330,8 +332,10 @@ class SGLangEngine:
         run = SyncRun(mine, shape, given.sync_timeout_seconds, given.verify, self._sync_seconds, given.pause)
         run.begin()
         run.give_up(by_server(run.problems))  # nothing is sent before all sessions are open
+        before = self._sync_seconds.transfer
         self._send(run, weights, [receiver for e in stale for receiver in feeders[e.index]])
         run.finish(self.version)
+        self.transfer_seconds = self._sync_seconds.transfer - before
         return by_server(run.problems)
 
     def _send(self, run: SyncRun, weights: WeightStream, receivers: Sequence[Receiver]) -> None:
@@ -349,13 +353,14 @@ class SGLangEngine:
             with self._sync_seconds.timed("gather"):
                 weights.deliver(delivery, bucket, flats)
             run.settle()
-            if shared:
-                # After the barrier every rank has written its part of this bucket, and servers have read the one
-                # before, whose buffer the next bucket overwrites on every rank.
-                with self._sync_seconds.timed("gather"):
+            with self._sync_seconds.timed("gather"):
+                if shared:
+                    # After the barrier every rank has written its part of this bucket, and servers have read the one
+                    # before, whose buffer the next bucket overwrites on every rank.
                     dist.barrier()
-            self._runtime.synchronize()  # another process cannot wait for our CUDA stream: the bytes must be there
-            run.load([(payload, flats[payload.receiver]) for payload in bucket.payloads])
+                self._runtime.synchronize()  # another process cannot wait for our CUDA stream: the bytes must be there
+            with self._sync_seconds.timed("load"):
+                run.load([(payload, flats[payload.receiver]) for payload in bucket.payloads])
 
     def _transport(self, endpoint: Endpoint, shape: EngineShape) -> Transport:
         key = (endpoint.index, endpoint.starts)

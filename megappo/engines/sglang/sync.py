@@ -25,7 +25,8 @@ from megappo.runtime.objects import receive_object, send_object
 
 @dataclass
 class SyncSeconds:
-    """Seconds of a sync on this rank by phase; `gather` includes the conversion and the wait for other ranks."""
+    """Seconds of a sync on this rank by phase, of all its attempts. `gather` includes the conversion and the wait for
+    other ranks and for the device."""
 
     gather: float = 0.0
     load: float = 0.0
@@ -34,6 +35,11 @@ class SyncSeconds:
     session: float = 0.0
     wake: float = 0.0
     """Before and after the transfer: trainers release memory, and servers start where they must and allocate theirs."""
+
+    @property
+    def transfer(self) -> float:
+        """The phases that move weights."""
+        return self.gather + self.load
 
     @contextmanager
     def timed(self, phase: str) -> Iterator[None]:

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from megappo.observe.json_values import JSONValue
-from megappo.observe.metric_docs import METRICS, documented
+from megappo.observe.metric_docs import METRICS, documented, over_steps
 
 _MOST_NUMBERS = 250_000
 """Most numbers of all metrics of all runs on a page, about 2 MB."""
@@ -32,7 +32,7 @@ class Curves:
     """The metrics of a run."""
 
     steps: list[int]
-    """Steps of the points, rising; of a thinned curve the last one of each mean."""
+    """Steps of the points, rising; of a thinned curve the last step of each point."""
     hours: list[float | None]
     """Time in steps until then; None where no step has one."""
     series: dict[str, Sequence[JSONValue]]
@@ -57,8 +57,8 @@ def points_of(metrics: int) -> int:
 
 
 def curves(lines: Mapping[int, Line], points: int) -> Curves:
-    """The metrics of steps, with at most so many points each: beyond that each is the mean of some steps. Raises
-    ValueError for a step that is out of bounds."""
+    """The metrics of steps, with at most so many points each: beyond that a point is for several steps (`over_steps`).
+    Raises ValueError for a step that is out of bounds."""
     steps = sorted(lines)
     if steps and not -_LARGEST_STEP <= steps[0] <= steps[-1] <= _LARGEST_STEP:
         raise ValueError(f"a step is beyond {_LARGEST_STEP}; remove its line from metrics.jsonl")
@@ -80,16 +80,9 @@ def _hours(seconds: Iterable[float | None]) -> list[float | None]:
 
 def _series(lines: Mapping[int, Line], name: str, shares: Sequence[Sequence[int]]) -> Sequence[JSONValue]:
     there = [[lines[step][name] for step in share if name in lines[step]] for share in shares]
-    values = [rounded(_mean(share)) if share else None for share in there]
+    values = [rounded(over_steps(name, share)) for share in there]
     present = [at for at, share in enumerate(there) if share]
     return values if 2 * len(present) > len(shares) else [present, [values[at] for at in present]]
-
-
-def _mean(values: Sequence[float]) -> float:
-    if len(values) == 1:
-        return values[0]
-    finite = [value for value in values if math.isfinite(value)]
-    return sum(finite) / len(finite) if finite else math.nan
 
 
 def rounded(value: float, digits: int = _DIGITS) -> float | None:

@@ -142,7 +142,7 @@ def _about(step: int, line: SampleLine) -> dict[str, JSONValue]:
         "prompt": text_of(line.prompt),
         "response": text_of(line.raw_response, _RESPONSE_CHARACTERS),
         "answer": None if line.answer is None else text_of(line.answer),
-        "failure": text_of(line.reward_failure) or None,
+        "failure": text_of(line.reward_failure or line.episode_failure) or None,
     }
 
 

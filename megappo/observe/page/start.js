@@ -12,7 +12,7 @@ function startRuns() {
     box.addEventListener("change", () => showRun(run, box.checked));
     const head = make("label", {}, box, make("span", { class: "swatch", style: `background:${run.colour}` }), run.name);
     const lines = [run.result, run.status, run.directory].filter((text) => text);
-    const notes = [...run.notes, ...(run.stepsPerPoint > 1 ? [`A point of a curve is the mean of ${run.stepsPerPoint} steps.`] : [])];
+    const notes = [...run.notes, ...(run.stepsPerPoint > 1 ? [`A point of a curve is the mean of ${run.stepsPerPoint} steps (the largest of maxima).`] : [])];
     control("runs").append(
       make("li", {}, head, ...lines.map((text, at) => make("p", { class: at ? "quiet" : "" }, text)), ...notes.map((text) => make("p", { class: "note" }, text))),
     );

@@ -337,6 +337,9 @@ def cut_sync(bench: Bench, trainer: Trainer, victim: int = 0) -> dict[str, Any]:
     return {
         "restarts": engine.restarts - restarts,
         "probe": trainer.metrics["sync/probe_gap"],
+        "moving": (trainer.metrics["sync/gather_seconds"], trainer.metrics["sync/transfer_seconds"]),
+        "speed": trainer.metrics["sync/gigabytes_per_second"] * trainer.metrics["sync/transfer_seconds"],
+        "model": trainer.parts.weights.total_bytes / 1e9,
         "current": sorted(engine.current),
         "mismatch": mismatch(trainer.parts, trainer, 9),
     }

@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+from typing import Any
+
 import torch
 import torch.distributed as dist
 
+from megappo.engines.absent import AbsentEngine
+from megappo.ppo.measures import sync_metrics, update_engine
 from megappo.runtime.exchange import all_gather_varying, exchange, make_routes
 from megappo.runtime.objects import agreed, all_gather_objects, broadcast_object
 from megappo.runtime.tally import Tally
@@ -27,6 +32,42 @@ def agreed_problem(fails_on: set[int]) -> str:
     except ValueError as error:
         return str(error)
     return ""
+
+
+class Served(AbsentEngine):
+    """Each phase is the longest on another rank."""
+
+    restarts, rank, transfer_seconds = 0, 0, 0.0
+
+    def sync_phases(self) -> dict[str, float]:
+        """Seconds of this rank."""
+        return {"gather": 1.0 + self.rank, "load": 9.0 - self.rank}
+
+    def probe(self, *_given: Any) -> dict[int, Any]:
+        """None."""
+        return {}
+
+    def judge(self, *_given: Any) -> float:
+        """No gap."""
+        return 0.0
+
+    def sleep(self) -> None:
+        """Nothing."""
+
+
+def check_sync(rank: int, world: int) -> None:
+    """Phases and speed of a sync are those of the slowest rank; a run without an engine moves nothing."""
+    engine = Served()
+    engine.rank = rank
+    parts: Any = SimpleNamespace(engine=engine, weights=SimpleNamespace(total_bytes=6e9))
+    metrics = sync_metrics(parts, 20.0 + rank, 1.0 + rank, 7)
+    assert metrics == {
+        "sync/seconds": 19.0 + world, "sync/transfer_seconds": float(world), "sync/version": 7.0,
+        "sync/gather_seconds": float(world), "sync/load_seconds": 9.0, "sync/gigabytes_per_second": 6.0 / world,
+    }, metrics  # fmt: skip
+    parts.engine = AbsentEngine()
+    moved = update_engine(parts, 8)
+    assert sync_metrics(parts, 0.5, moved, 8) == {"sync/seconds": 0.5, "sync/version": 8.0}
 
 
 def main() -> None:
@@ -63,7 +104,8 @@ def main() -> None:
     assert abs(numbers["x/mean"] - values.mean()) < 1e-6
     assert abs(numbers["x/std"] - values.std(unbiased=False)) < 1e-6
     assert (numbers["top"], numbers["low"], numbers["count"]) == (world - 1, 0, 2 * world)
-    assert numbers["empty"] != numbers["empty"]
+    assert "empty" not in numbers
+    check_sync(rank, world)
     dist.destroy_process_group()
 
 

@@ -1,0 +1,41 @@
+"""`changes.jsonl` of a run: which settings, versions and files of code differ from a step on."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Sequence
+from pathlib import Path
+
+from megappo.observe.metrics import read_metrics
+from megappo.observe.plain_files import synced
+
+_FILE = "changes.jsonl"
+
+
+def record_changes(directory: Path, step: int, changes: Sequence[str]) -> None:
+    """Record changes after a step. Records of an earlier attempt for this step or later steps are removed. The file is
+    created with the first change. Raises OSError."""
+    path = directory / _FILE
+    before = read_changes(directory)
+    kept = [(after, sentences) for after, sentences in before if after < step]
+    now = [*kept, (step, list(changes))] if changes else kept
+    if now == before:
+        return
+    partial = path.with_name(f"{_FILE}.partial")
+    with synced(partial) as file:
+        file.writelines(json.dumps({"step": after, "changes": found}).encode() + b"\n" for after, found in now)
+    partial.replace(path)
+
+
+def read_changes(directory: Path) -> list[tuple[int, list[str]]]:
+    """(last step before the changes, a sentence for each of them), in the order of steps. Raises ValueError for a
+    damaged file."""
+    path = directory / _FILE
+    lines = read_metrics(path) if path.exists() else []
+    return [(line["step"], [*map(str, line.get("changes", []))]) for line in lines]
+
+
+def change_notes(directory: Path, *, before_step: float = math.inf) -> list[str]:
+    """A sentence for each record of changes before a step. Raises ValueError for a damaged file."""
+    return [f"after step {n}: {'; '.join(changes)}" for n, changes in read_changes(directory) if n < before_step]

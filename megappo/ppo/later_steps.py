@@ -1,0 +1,70 @@
+"""Removes records of an earlier attempt for steps that a resumed run repeats.
+
+Readers could not distinguish these samples from the samples that the run trains on. Records are also removed if the
+resumed run does not write such records.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+
+from megappo.config import Config
+from megappo.config.rules.arrivals import INDEX, read_index
+from megappo.config.rules.experience import folder_of_step, saved_steps
+from megappo.observe.plain_files import synced
+from megappo.ppo.arrivals import FOLDER
+from megappo.ppo.components import RunComponents
+from megappo.runtime.objects import agreed
+
+
+def forget_after(step: int, parts: RunComponents) -> None:
+    """Remove saved experience and recorded arrivals of later steps than `step`; a collective of the world.
+
+    Folders that the run reads its samples from are left alone. Without a step left to train nothing is removed. Raises
+    ValueError on every rank where a record cannot be read, and where experience is to be saved to a folder with steps
+    of another run.
+    """
+    config = parts.config
+
+    def forget() -> None:
+        if not _is_same(config.experience_folder, config.rollout.load_from):
+            forget_experience(step, config)
+        if not _is_same(config.run.path / FOLDER, config.rollout.replay_arrivals):
+            forget_arrivals(config.run.path / FOLDER, step)
+
+    if step < parts.derived.steps:
+        agreed(lambda: forget() if parts.runtime.is_main else None)
+
+
+def _is_same(folder: Path, other: str | None) -> bool:
+    return other is not None and folder.resolve() == Path(other).resolve()
+
+
+def forget_experience(step: int, config: Config) -> None:
+    """Remove saved experience of later steps. Without `save_experience` the folder is that of the run directory."""
+    folder, run = config.experience_folder, str(config.run.path.resolve())
+    for saved in saved_steps(folder).values():
+        if saved.run != run and config.saves_experience is not None:
+            raise ValueError(f"{folder} has experience of {saved.run}; name another folder, or remove it")
+        if saved.step > step:
+            shutil.rmtree(saved.folder)
+
+
+def forget_arrivals(folder: Path, step: int) -> None:
+    """Remove recorded arrivals of later steps. The lines go before the files that they name."""
+    index = folder / INDEX
+    if not index.exists():
+        return
+    found = read_index(folder)
+    kept = [line for number, line in found.items() if number <= step]
+    if len(kept) == len(found):
+        return
+    partial = index.with_name(f"{INDEX}.partial")
+    with synced(partial) as file:
+        file.writelines(json.dumps(line).encode() + b"\n" for line in kept)
+    partial.replace(index)
+    for number in found:
+        if number > step and folder_of_step(folder, number).exists():
+            shutil.rmtree(folder_of_step(folder, number))

@@ -1,0 +1,71 @@
+"""The phases of a weight sync add up over its attempts. The next sync starts at 0."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from megappo.config.engine import SGLangSettings
+from megappo.engines.sglang import sync
+from megappo.engines.sglang.client import Endpoint
+from megappo.engines.sglang.engine import SGLangEngine, SyncError
+from megappo.runtime.deadlines import Deadlines
+
+pytestmark = pytest.mark.usefixtures("world_of_one")
+
+
+class Clock:
+    """Time that passes when a phase says so."""
+
+    now = 0.0
+
+    def monotonic(self) -> float:
+        return self.now
+
+
+class Failing(SGLangEngine):
+    """An engine whose only server fails in the first attempts of a sync. Each attempt gathers for 2 s and loads for
+    1 s."""
+
+    failures, clock = 0, Clock()
+
+    def _revive(self) -> None:
+        self.clock.now += 0.25
+        self._endpoints = [Endpoint(0, "", "", 0)]
+
+    def _renew(self, stale: Sequence[Endpoint]) -> dict[int, str]:
+        for phase, seconds in (("gather", 2.0), ("load", 1.0)):
+            with self._sync_seconds.timed(phase):
+                self.clock.now += seconds
+        self.failures -= 1
+        return {0: "it died"} if self.failures >= 0 else {}
+
+
+@pytest.fixture
+def engine(monkeypatch: pytest.MonkeyPatch) -> Failing:
+    monkeypatch.setattr(sync, "time", Failing.clock)
+    fleet: Any = SimpleNamespace(spec=SimpleNamespace(returns_routing=False, memory_saver=False))
+    runtime: Any = SimpleNamespace(rank=0, is_main=False, deadlines=Deadlines(600.0, 600.0, {}))
+    return Failing(fleet, SGLangSettings(sync_attempts=3), runtime)
+
+
+@pytest.mark.parametrize("failures", [0, 1, 2])
+def test_phases_are_those_of_all_attempts(engine: Failing, failures: int) -> None:
+    weights: Any = None
+    for version in (1, 2):  # the second sync starts at 0
+        engine.failures = failures
+        engine.update_weights(weights, version)
+        attempts = failures + 1
+        expected = {"gather": 2.0 * attempts, "load": 1.0 * attempts, "wake": 0.25 * attempts}
+        assert engine.sync_phases() == {"verify": 0.0, "session": 0.0, **expected}
+
+
+def test_phases_of_a_sync_that_fails(engine: Failing) -> None:
+    engine.failures = 9
+    weights: Any = None
+    with pytest.raises(SyncError, match="weight sync 1 failed 3 times: it died"):
+        engine.update_weights(weights, 1)
+    assert engine.sync_phases()["gather"] == 6.0
