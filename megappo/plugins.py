@@ -18,6 +18,7 @@ from types import MappingProxyType, ModuleType
 from typing import Any
 
 from megappo.errors import ALIKE, either, first_of, nearest_word, reason, shortened
+from megappo.paths import expanded
 
 _MEGAPPO = os.path.dirname(os.path.abspath(__file__)) + os.sep
 _STANDARD_LIBRARY = sysconfig.get_path("stdlib") + os.sep
@@ -78,9 +79,9 @@ def check_choice(
 
 
 def own_file(path: str) -> Path | None:
-    """The file of `path/to/file.py:name`; None for anything else that a setting may name."""
+    """The file of `path/to/file.py:name`, `~` expanded; None for anything else that a setting may name."""
     place, _, name = path.rpartition(":")
-    return Path(place) if place.endswith(".py") and name.isidentifier() else None
+    return Path(os.path.expanduser(place)) if place.endswith(".py") and name.isidentifier() else None
 
 
 def own_files(settings: object) -> dict[str, str]:
@@ -106,6 +107,8 @@ def load(path: str, setting: str, is_one: Callable[[Any], bool], word: str) -> A
     """
     module_name, _, name = path.rpartition(":")
     file = own_file(path)
+    if file is not None and not file.is_file():
+        expanded(path, setting)
     if file is None and (not name or not all(part.isidentifier() for part in module_name.split("."))):
         raise ValueError(
             f"{setting} '{path}' is no path of a {word}; write package.module:{word} or path/to/file.py:{word}"

@@ -16,6 +16,7 @@ from megappo.config.folder_texts import read_object
 from megappo.config.tokens import rendered
 from megappo.errors import ConfigError, reason
 from megappo.observe.json_values import JSONValue
+from megappo.paths import expanded
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -37,6 +38,7 @@ def read_template(settings: dict[str, JSONValue], folder: Path) -> None:
     data = settings.get("data")
     if not isinstance(data, dict) or not isinstance(given := data.get("chat_template"), str) or is_template(given):
         return
+    given = expanded(given, "data.chat_template")
     found = next((place for place in (folder / given, Path(given)) if place.is_file()), None)
     if found is None:
         return

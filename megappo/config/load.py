@@ -22,6 +22,7 @@ from megappo.config.schema import Config
 from megappo.config.yaml_core import DEEPEST_NESTING, LONGEST_TEXT_CHARACTERS, dump_yaml, parse_value, parse_yaml
 from megappo.errors import ConfigError, secret_settings, shortened, show, writing
 from megappo.observe.json_values import JSONValue
+from megappo.paths import expanded
 from megappo.plugins import own_file
 
 _ALTERNATIVES: tuple[tuple[Key, Key], ...] = (
@@ -46,11 +47,13 @@ def load_config(path: str | os.PathLike[str], overrides: Sequence[str] = ()) -> 
     is another file, whose settings are laid over those before it one by one. Raises ConfigError with a sentence per
     problem, for secrets before all else, as other sentences may show values.
     """
+    path = expanded(path, "the configuration")
     data = _read_sections(path)
     given: list[tuple[Key, JSONValue]] = []
     files = _files_of(data, path)
     for override in overrides:
         if "=" not in override and override.endswith((".yaml", ".yml")):
+            override = expanded(override, "the configuration")
             layer = _read_sections(override)
             files += _files_of(layer, override)
             given += _laid_over(data, layer)
