@@ -8,6 +8,7 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 from megappo.errors import ConfigError, show
@@ -55,6 +56,14 @@ def expanded_values(value: Any) -> Any:
 def home_expanded(word: str) -> str:
     """A word of another program's command line, with the home folder in place of a leading `~/`."""
     return os.path.expanduser(word) if word.startswith("~/") else word
+
+
+def link_to_nothing(path: Path) -> str:
+    """Words on a link that leads to nothing, which is the path or a folder on the way to it; "" where there is none."""
+    for place in (path, *path.parents):
+        if place.is_symlink() and not place.exists():
+            return f"{place} is a link to {os.readlink(place)}, which does not exist; bring it back, or renew the link"
+    return ""
 
 
 def _variable_refused(text: str, variable: str) -> str:

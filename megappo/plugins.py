@@ -18,7 +18,7 @@ from types import MappingProxyType, ModuleType
 from typing import Any
 
 from megappo.errors import ALIKE, either, first_of, nearest_word, reason, shortened
-from megappo.paths import expanded
+from megappo.paths import expanded, link_to_nothing
 
 _MEGAPPO = os.path.dirname(os.path.abspath(__file__)) + os.sep
 _STANDARD_LIBRARY = sysconfig.get_path("stdlib") + os.sep
@@ -94,6 +94,16 @@ def own_files(settings: object) -> dict[str, str]:
     return {str(file): hashlib.sha256(file.read_bytes()).hexdigest()} if file is not None and file.is_file() else {}
 
 
+def check_own_file(path: str, file: Path, setting: str) -> None:
+    """Raise ValueError where `path/to/file.py:name` names a file that is not there."""
+    if file.is_file():
+        return
+    expanded(path, setting)
+    link = link_to_nothing(file)
+    problem = link or f"there is no file {file.resolve()}; create it, or correct the path"
+    raise ValueError(f"{setting} '{path}': {problem}")
+
+
 def load_function(path: str, setting: str) -> Callable[..., Any]:
     """Import `package.module:function` or `path/to/file.py:function`; `setting` names the place in errors."""
     return load(path, setting, callable, "function")
@@ -107,14 +117,12 @@ def load(path: str, setting: str, is_one: Callable[[Any], bool], word: str) -> A
     """
     module_name, _, name = path.rpartition(":")
     file = own_file(path)
-    if file is not None and not file.is_file():
-        expanded(path, setting)
     if file is None and (not name or not all(part.isidentifier() for part in module_name.split("."))):
         raise ValueError(
             f"{setting} '{path}' is no path of a {word}; write package.module:{word} or path/to/file.py:{word}"
         )
-    if file is not None and not file.is_file():
-        raise ValueError(f"{setting} '{path}': there is no file {file.resolve()}; create it, or correct the path")
+    if file is not None:
+        check_own_file(path, file, setting)
     try:
         with users_code(f"{setting} '{path}': module '{module_name}' failed", "fix it", but=(ImportError,)):
             module = importlib.import_module(module_name) if file is None else _module_of(file)

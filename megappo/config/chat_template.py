@@ -16,7 +16,7 @@ from megappo.config.folder_texts import read_object
 from megappo.config.tokens import rendered
 from megappo.errors import ConfigError, reason
 from megappo.observe.json_values import JSONValue
-from megappo.paths import expanded
+from megappo.paths import expanded, link_to_nothing
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -41,6 +41,8 @@ def read_template(settings: dict[str, JSONValue], folder: Path) -> None:
     given = expanded(given, "data.chat_template")
     found = next((place for place in (folder / given, Path(given)) if place.is_file()), None)
     if found is None:
+        if link := link_to_nothing(folder / given) or link_to_nothing(Path(given)):
+            raise ConfigError(f"data.chat_template: {link}")
         return
     try:
         text = found.read_text(encoding="utf-8")

@@ -10,6 +10,7 @@ from typing import Any
 
 from megappo.errors import show
 from megappo.observe.plain_files import check_folder, plain_text
+from megappo.paths import link_to_nothing
 
 OF_TOKENIZERS = (
     "tokenizer_config.json", "tokenizer.json", "special_tokens_map.json", "added_tokens.json", "vocab.json",
@@ -55,6 +56,8 @@ def _text(path: Path) -> str:
     try:
         return plain_text(path)
     except OSError as error:
+        if link := link_to_nothing(path):
+            raise ValueError(link) from None
         raise ValueError(f"{path} cannot be read: {error.strerror}; {_AGAIN}") from None
     except UnicodeDecodeError as error:
         raise ValueError(f"{path} is not UTF-8 text (byte {error.start}); {_AGAIN}") from None

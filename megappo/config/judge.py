@@ -27,7 +27,7 @@ from megappo.config.engine import ServerArguments, SGLangSettings
 from megappo.config.folder_texts import OF_TOKENIZERS, check_texts, read_object
 from megappo.config.own_server import OwnServerSettings
 from megappo.errors import shortened, show
-from megappo.paths import expanded
+from megappo.paths import expanded, link_to_nothing
 
 FIELDS = ("question", "answer", "reference")
 """Names of the fields that a prompt may have in braces."""
@@ -152,6 +152,8 @@ class JudgeSettings(Settings):
         try:
             return Path(self.prompt_file).read_text(encoding="utf-8")
         except (OSError, UnicodeDecodeError) as error:
+            if link := link_to_nothing(Path(self.prompt_file)):
+                raise ValueError(f"prompt_file: {link}") from None
             words = error.strerror if isinstance(error, OSError) else "it is not UTF-8 text"
             raise ValueError(
                 f"prompt_file '{self.prompt_file}' cannot be read ({words}, from {Path.cwd()}); give a file of text"

@@ -22,7 +22,7 @@ from megappo.config.schema import Config
 from megappo.config.yaml_core import DEEPEST_NESTING, LONGEST_TEXT_CHARACTERS, dump_yaml, parse_value, parse_yaml
 from megappo.errors import ConfigError, secret_settings, shortened, show, writing
 from megappo.observe.json_values import JSONValue
-from megappo.paths import expanded
+from megappo.paths import expanded, link_to_nothing
 from megappo.plugins import own_file
 
 _ALTERNATIVES: tuple[tuple[Key, Key], ...] = (
@@ -178,6 +178,8 @@ def read_text(path: Path) -> str:
         with path.open(encoding="utf-8") as file:
             return file.read(LONGEST_TEXT_CHARACTERS + 1)  # one more than the parser accepts
     except FileNotFoundError:
+        if link := link_to_nothing(path):
+            raise ConfigError(link) from None
         raise ConfigError(f"there is no file {path} (from {Path.cwd()}); give the path of a YAML file") from None
     except UnicodeDecodeError as error:
         raise ConfigError(f"{path} is not UTF-8 text (byte {error.start}); save it as UTF-8") from None

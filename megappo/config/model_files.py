@@ -21,6 +21,7 @@ from megappo.families.declaration import Family
 from megappo.families.rope import check_rope_numbers
 from megappo.observe.json_values import JSONValue
 from megappo.observe.plain_files import check_folder
+from megappo.paths import link_to_nothing
 from megappo.plugins import load
 
 if TYPE_CHECKING:
@@ -72,6 +73,8 @@ def read_architecture(
 
 def _refuse_no_model(path: str, key: str) -> None:
     """Raise ConfigError for a path that is neither a folder nor a name of the hub, so that the hub is not asked."""
+    if link := link_to_nothing(Path(path)):
+        raise ConfigError(f"{key}: {link}")
     if Path(path).exists():
         raise ConfigError(f"{key} '{path}' is a file; give the folder that holds config.json")
     if not may_be_hub_name(path):
@@ -84,6 +87,8 @@ def _refuse_no_model(path: str, key: str) -> None:
 def read_config_json(folder: Path, *, key: str = "model.path") -> dict[str, Any]:
     """The content of a model's config.json. Raises ConfigError where there is none that can be read."""
     path = folder / "config.json"
+    if link := link_to_nothing(path):
+        raise ConfigError(f"{key}: {link}")
     if not path.exists():
         raise ConfigError(f"{key} '{folder}' has no config.json; give a Hugging Face model folder")
     try:
@@ -151,6 +156,8 @@ def load_tokenizer(config: Config) -> PreTrainedTokenizerBase:
     try:
         tokenizer = AutoTokenizer.from_pretrained(place, trust_remote_code=model.trust_remote_code)
     except Exception as error:  # transformers, and the folder's own code, over any content
+        if link := next(filter(None, (link_to_nothing(place / name) for name in OF_TOKENIZERS)), ""):
+            raise ConfigError(f"{key}: {link}") from error
         raise ConfigError(
             f"{key} '{place}' holds no tokenizer that can be loaded ({reason(error)}); set "
             "model.tokenizer to the folder or hub name of one"

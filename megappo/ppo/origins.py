@@ -23,6 +23,7 @@ from megappo.families.adapters import LoraShape
 from megappo.families.architecture import ArchitectureConfig
 from megappo.families.weights import WeightSource
 from megappo.observe.json_values import JSONValue
+from megappo.paths import link_to_nothing
 from megappo.reshard.peft import CONFIG, PeftSource
 from megappo.reshard.sources import SafetensorsSource
 from megappo.runtime.objects import agreed
@@ -109,10 +110,17 @@ def open_start(
     return origin
 
 
+def check_origin(text: str) -> None:
+    """Raise ValueError where there is nothing that a role could start from."""
+    _kind(_split(text)[0])
+
+
 def _kind(path: Path) -> OriginKind:
     for kind in _KINDS.values():
         if path.exists() and kind.recognises(path):
             return kind
+    if link := link_to_nothing(path):
+        raise ValueError(link)
     state = "is of no known kind" if path.exists() else f"does not exist (from {Path.cwd()})"
     raise ValueError(f"{path} {state}; give {', or '.join(k.summary for k in _KINDS.values())}")
 
