@@ -17,8 +17,7 @@ from pathlib import Path
 from types import MappingProxyType, ModuleType
 from typing import Any
 
-from megappo.errors import ALIKE, either, first_of, nearest_word, reason, shortened
-from megappo.paths import expanded, link_to_nothing
+from megappo.errors import ALIKE, either, expanded, first_of, link_to_nothing, nearest_word, reason, shortened
 
 _MEGAPPO = os.path.dirname(os.path.abspath(__file__)) + os.sep
 _STANDARD_LIBRARY = sysconfig.get_path("stdlib") + os.sep

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
 from megappo.config import Config, ConfigError, describe, describe_evaluation, print_rows
-from megappo.paths import expanded
+from megappo.errors import expanded
 from megappo.runtime.launchers import adopt_launcher, is_main
 
 if TYPE_CHECKING:

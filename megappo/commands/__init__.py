@@ -10,8 +10,7 @@ from dataclasses import dataclass
 from importlib import import_module
 from typing import Protocol, cast
 
-from megappo.errors import ConfigError, shortened, whole_number
-from megappo.paths import expanded
+from megappo.errors import ConfigError, expanded, shortened, whole_number
 
 
 class CommandModule(Protocol):

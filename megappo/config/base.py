@@ -8,7 +8,7 @@ from typing import Annotated, ClassVar, Self, TypeVar
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, model_validator
 
-from megappo.paths import expanded
+from megappo.errors import expanded
 
 LARGEST_WORLD = 1 << 14
 """Most ranks of a run."""

@@ -14,9 +14,8 @@ from typing import TYPE_CHECKING
 from megappo.config.data import is_template
 from megappo.config.folder_texts import read_object
 from megappo.config.tokens import rendered
-from megappo.errors import ConfigError, reason
+from megappo.errors import ConfigError, expanded, link_to_nothing, reason
 from megappo.observe.json_values import JSONValue
-from megappo.paths import expanded, link_to_nothing
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

@@ -12,8 +12,7 @@ from typing import Annotated, Any, Literal
 from pydantic import Field, field_validator
 
 from megappo.config.base import PathText, PositiveInt, Settings, Text, rule_of_one
-from megappo.errors import show
-from megappo.paths import expanded
+from megappo.errors import expanded, show
 
 OLD_PYTHON_PREFIX = "python:"
 """Prefix of import paths in older settings, before all plug-ins were named in the same way; still accepted."""

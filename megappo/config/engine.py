@@ -18,7 +18,7 @@ from megappo.config.base import (
     Settings,
     Text,
 )
-from megappo.paths import expanded_values
+from megappo.errors import expanded_values
 
 ENGINES = {
     "transformers": "megappo.engines.transformers_engine:embedded_engine",

@@ -8,9 +8,8 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
-from megappo.errors import show
+from megappo.errors import link_to_nothing, show
 from megappo.observe.plain_files import check_folder, plain_text
-from megappo.paths import link_to_nothing
 
 OF_TOKENIZERS = (
     "tokenizer_config.json", "tokenizer.json", "special_tokens_map.json", "added_tokens.json", "vocab.json",

@@ -18,8 +18,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import NamedTuple
 
-from megappo.errors import ConfigError, reason
-from megappo.paths import link_to_nothing
+from megappo.errors import ConfigError, link_to_nothing, reason
 
 _TEXTS = ("*.json", "*.model", "*.jinja", "*.txt", "*.py")
 _WEIGHTS = ("*.safetensors",)

@@ -26,8 +26,7 @@ from megappo.config.base import (
 from megappo.config.engine import ServerArguments, SGLangSettings
 from megappo.config.folder_texts import OF_TOKENIZERS, check_texts, read_object
 from megappo.config.own_server import OwnServerSettings
-from megappo.errors import shortened, show
-from megappo.paths import expanded, link_to_nothing
+from megappo.errors import expanded, link_to_nothing, shortened, show
 
 FIELDS = ("question", "answer", "reference")
 """Names of the fields that a prompt may have in braces."""

@@ -20,9 +20,8 @@ from megappo.config.chat_template import read_template
 from megappo.config.explain import Key, dotted, explain, find_field, likely_keys, names_in, section_of, unknown_keys
 from megappo.config.schema import Config
 from megappo.config.yaml_core import DEEPEST_NESTING, LONGEST_TEXT_CHARACTERS, dump_yaml, parse_value, parse_yaml
-from megappo.errors import ConfigError, secret_settings, shortened, show, writing
+from megappo.errors import ConfigError, expanded, link_to_nothing, secret_settings, shortened, show, writing
 from megappo.observe.json_values import JSONValue
-from megappo.paths import expanded, link_to_nothing
 from megappo.plugins import own_file
 
 _ALTERNATIVES: tuple[tuple[Key, Key], ...] = (

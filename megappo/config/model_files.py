@@ -14,14 +14,13 @@ from megappo.config.hub import hub_folder, may_be_hub_name
 from megappo.config.schema import Config, ModelSettings
 from megappo.config.tokens import TokenRows
 from megappo.config.vocabulary import check_same_tokens
-from megappo.errors import ConfigError, either, reason, show
+from megappo.errors import ConfigError, either, link_to_nothing, reason, show
 from megappo.families import FAMILIES, architecture
 from megappo.families.architecture import ArchitectureConfig
 from megappo.families.declaration import Family
 from megappo.families.rope import check_rope_numbers
 from megappo.observe.json_values import JSONValue
 from megappo.observe.plain_files import check_folder
-from megappo.paths import link_to_nothing
 from megappo.plugins import load
 
 if TYPE_CHECKING:

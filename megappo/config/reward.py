@@ -24,8 +24,8 @@ from megappo.config.hub import may_be_hub_name
 from megappo.config.judge import JudgeSettings, address_rules
 from megappo.config.own_server import RewardModelServerSettings
 from megappo.config.server_words import own_word_rules
+from megappo.errors import link_to_nothing
 from megappo.observe.json_values import JSONValue
-from megappo.paths import link_to_nothing
 
 _TAKEN_NAMES = (
     "mean", "std", "min", "max", "failures", "timeouts", "overlong", "given", "clipped", "running_mean",

@@ -18,10 +18,9 @@ from megappo.config.tokens import Message, call_arguments
 from megappo.data.hub_sets import read_table
 from megappo.data.prepare import SETS
 from megappo.data.tables import json_lines, shown, table_rows
-from megappo.errors import how_to_install, nearest_word
+from megappo.errors import how_to_install, link_to_nothing, nearest_word
 from megappo.observe.json_values import JSONValue
 from megappo.observe.parquet_files import read_parquet
-from megappo.paths import link_to_nothing
 from megappo.plugins import check_call, is_import_path, load_function, users_code
 
 if TYPE_CHECKING:

@@ -14,9 +14,8 @@ from megappo.environments.gateway.server import AgentEndpoint
 from megappo.environments.session import Session
 from megappo.environments.tool_calls import call_format
 from megappo.environments.tool_pool import receive
-from megappo.errors import show
+from megappo.errors import home_expanded, show
 from megappo.observe.json_values import JSONValue
-from megappo.paths import home_expanded
 from megappo.plugins import load
 from megappo.rewards.channel import ForeignMessageError
 from megappo.rewards.variables import without_secrets

@@ -9,8 +9,7 @@ from typing import Any
 
 from megappo.config.load import read_text
 from megappo.config.yaml_core import parse_yaml
-from megappo.errors import ALIKE, ConfigError, either, nearest_word, show
-from megappo.paths import expanded
+from megappo.errors import ALIKE, ConfigError, either, expanded, nearest_word, show
 from megappo.plan.machines import MACHINES, Machine
 from megappo.plan.measured import HERE, measure_here
 

@@ -17,13 +17,12 @@ from megappo.checkpoint.torch_dist.folder import find_iteration, is_megatron
 from megappo.checkpoint.torch_dist.source import TorchDistSource
 from megappo.config import Config
 from megappo.config.model_files import load_tokenizer, read_architecture, require_same_tokens
-from megappo.errors import show
+from megappo.errors import link_to_nothing, show
 from megappo.families import FAMILIES
 from megappo.families.adapters import LoraShape
 from megappo.families.architecture import ArchitectureConfig
 from megappo.families.weights import WeightSource
 from megappo.observe.json_values import JSONValue
-from megappo.paths import link_to_nothing
 from megappo.reshard.peft import CONFIG, PeftSource
 from megappo.reshard.sources import SafetensorsSource
 from megappo.runtime.objects import agreed

@@ -8,8 +8,7 @@ from pathlib import Path, PurePosixPath
 from typing import TYPE_CHECKING
 
 from megappo.config.folder_texts import read_object
-from megappo.errors import shortened, show
-from megappo.paths import link_to_nothing
+from megappo.errors import link_to_nothing, shortened, show
 
 if TYPE_CHECKING:
     from torch import Tensor

@@ -18,7 +18,7 @@ from megappo.config.judge import JudgeSettings
 from megappo.config.model_files import load_tokenizer, read_architecture
 from megappo.config.reward import RewardSettings, reward_rules
 from megappo.data.sources import read_records
-from megappo.paths import link_to_nothing
+from megappo.errors import link_to_nothing
 from megappo.plugins import load_function
 from megappo.ppo.origins import open_origin
 from megappo.reshard.files import counted_files, tensor_files
