@@ -91,7 +91,7 @@ def _heading(name: str, other: Counterpart) -> str:
 def _similar(name: str, settings: Mapping[str, SettingFacts]) -> str:
     """The text on a part of a name, on a value, or on the last part of an unknown name.
 
-    Raises ConfigError for a name that is nothing of this.
+    Raises ConfigError for an unknown name.
     """
     last = name.rpartition(".")[2]
     begins = re.compile(rf"(^|[._]){re.escape(name)}")

@@ -9,15 +9,15 @@ from megappo.errors import nearest_word, nearest_words
 _WHOLE, _PART, _WORD = 0.85, 0.6, 0.75
 """Similarities (difflib's ratio): of names that differ by a slip, of names that are worth a look, of their words."""
 SHORTEST = 5
-"""Letters of a name that is searched for in all sections: in shorter ones, one letter makes another word, as in `type`
-and `dtype`, `mode` and `model`."""
+"""Smallest length of a name for a search in all sections. One letter changes a shorter word: `type` and `dtype`."""
 
 
 def misspelt_word(name: str, known: Iterable[str], shortest: int = 0) -> str | None:
-    """The known name that `name` is a misspelling or another form of; None where they are only a little alike.
+    """The known name that `name` is a misspelling or another form of; None if no known name is similar enough.
 
-    Names that differ by more than a slip must share words: all of them, or at least two and all but one. `critic_lr` is
-    not `critic`, but `max_response_len` is `max_response_tokens`. Names of less than `shortest` letters have no answer.
+    Names that differ by more than a slip must share words: every word of `name`, or at least two with one exception.
+    `critic_lr` is not `critic`, but `max_response_len` is `max_response_tokens`. A name that is shorter than `shortest`
+    has no answer.
     """
     if len(name) < shortest:
         return None

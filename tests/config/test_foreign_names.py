@@ -67,7 +67,7 @@ def test_settings_explains_foreign_names() -> None:
         has_place = find_field(tuple(name.split("."))) is not None
         is_ours = any(key.endswith(f".{name}") for key in answer.split())
         if is_none and not text.startswith("there is no setting"):
-            # `optimizer` is also a section here, which is the better answer to the bare word.
+            # `optimizer` is also a section of megappo. The section is the better answer to the bare word.
             assert name == "optimizer" and "actor.optimizer" in text
         elif is_none:
             if reason not in text:

@@ -1,4 +1,4 @@
-"""The type of an answer for another trainer's setting, and remarks that several answers share."""
+"""Answers for settings of other trainers: their type, and the notes that several answers share."""
 
 from __future__ import annotations
 
@@ -15,8 +15,7 @@ class Counterpart(NamedTuple):
     """Dotted keys of megappo's settings: several where their setting is two of ours, or where its meaning is not clear
     from the name. Empty: megappo has no such setting."""
     note: str = ""
-    """How the two settings differ, such as in their unit. Without keys: why the setting is not needed, or what to do
-    instead."""
+    """A difference between the two settings, such as the unit. Without keys, the note gives the reason or the remedy."""
     trainers: tuple[str, ...] = ()
     """The trainers that have the name, such as `verl`; empty for a name that several trainers share."""
 
@@ -48,7 +47,7 @@ PROFILE = "a list of step numbers; all ranks are traced"
 
 
 def answer(keys: str, *names: str, note: str = "") -> dict[str, Counterpart]:
-    """The same answer for several names; `keys` are separated by blanks, and empty where there is no such setting."""
+    """The same answer for several names. Blanks separate the keys; without keys, megappo has no such setting."""
     return dict.fromkeys(names, Counterpart(tuple(keys.split()), note))
 
 

@@ -136,7 +136,7 @@ _ALGORITHM = {
              note="prompts whose samples have equal rewards"),
     **answer("rollout.dynamic_sampling.max_rounds", "dynamic_sampling_max_gen_batches"),
     **answer("", "skip_reference_policy_logprobs_calculation",
-             note="it is not needed because without a KL term there is no reference"),
+             note="it is not needed because a run without a KL term has no reference"),
     **answer("rollout.ahead", "async_ppo.enabled", "async_grpo.enabled", note="1 or more"),
     **answer("rollout.max_lag", "async_ppo.max_trajectory_age_steps", "async_grpo.max_trajectory_age_steps"),
     **answer("rollout.sglang.pause", "async_ppo.in_flight_weight_updates",
