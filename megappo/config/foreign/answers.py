@@ -15,7 +15,7 @@ class Counterpart(NamedTuple):
     """Dotted keys of megappo's settings: several where their setting is two of ours, or where its meaning is not clear
     from the name. Empty: megappo has no such setting."""
     note: str = ""
-    """A difference between the two settings, such as the unit. Without keys, the note gives the reason or the remedy."""
+    """A difference between the two settings, such as the unit. Without keys, the note is a reason or a remedy."""
     trainers: tuple[str, ...] = ()
     """The trainers that have the name, such as `verl`; empty for a name that several trainers share."""
 
