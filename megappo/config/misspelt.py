@@ -6,7 +6,7 @@ from collections.abc import Iterable
 
 from megappo.errors import nearest_word, nearest_words
 
-_WHOLE, _PART, _WORD = 0.85, 0.6, 0.75
+_WHOLE, _PART, _WORD = 0.85, 0.6, 0.7
 """Similarities (difflib's ratio): of names that differ by a slip, of names that are worth a look, of their words."""
 SHORTEST = 5
 """Smallest length of a name for a search in all sections. One letter changes a shorter word: `type` and `dtype`."""
