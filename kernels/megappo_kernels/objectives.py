@@ -223,15 +223,8 @@ OFFERED = ("logprob", "old_logprob", "log_ratio", "advantages", "entropy", "ref_
 VALUE_METRICS: Mapping[str, Metric] = {
     "loss": Metric("term", "score squared", "Value loss, a half included.", "falls, then follows the returns' spread"),
     "clipfrac": Metric("mean", "fraction", "Tokens whose clipped value error was the larger one.", "below 0.3"),
-    "value_mean": Metric("mean", "score", "Mean predicted value per token.", "near return/mean"),
-    "returns": Metric("spread"),
-    "errors": Metric("spread"),
-    "explained_variance": Metric(
-        "derived", "1", "1 - Var(return - value) / Var(return); NaN where all returns are equal.",
-        "rises from 0 towards 1",
-    ),
 }  # fmt: skip
-ValueMetrics = _tuple_type("ValueMetrics", tuple(name for name in VALUE_METRICS if name != "explained_variance"))
+ValueMetrics = _tuple_type("ValueMetrics", tuple(VALUE_METRICS))
 
 
 def value_loss(
@@ -249,10 +242,7 @@ def value_loss(
         # Within the clip the two squares differ by rounding only.
         is_clipped = (xp.abs(step) > s.value_clip) & (limited * limited > square)
         square, slope = xp.where(is_clipped, limited * limited, square), xp.where(is_clipped, 0.0, slope)
-    metrics = ValueMetrics(
-        loss=0.5 * weights * square, clipfrac=is_clipped, value_mean=values, returns=returns, errors=errors
-    )
-    return (weights * slope,), metrics
+    return (weights * slope,), ValueMetrics(loss=0.5 * weights * square, clipfrac=is_clipped)
 
 
 # -- Their settings --

@@ -159,10 +159,19 @@ METRICS: dict[str, MetricDoc] = {
     "return/mean": MetricDoc(
         "score", "Mean return per token: what the critic learns to predict.", "follows reward/mean"
     ),
+    "critic/value_mean": MetricDoc(
+        "score", "Mean value per token, before the step's first update.", "near return/mean"
+    ),
+    "critic/explained_variance": MetricDoc(
+        "1",
+        "1 - Var(return - value) / Var(return) over the step's tokens, with values from before the step's first update "
+        "and returns of lambda 1 (discounted sums of rewards). NaN if all returns are equal.",
+        "rises from 0 towards 1",
+    ),
     **_of_updates("critic", VALUE_METRICS),
     "critic/held_out_explained_variance": MetricDoc(
         "1",
-        "The same after the step's updates, of samples that value pretraining holds out, and of returns as they came.",
+        "Explained variance on the samples that value pretraining holds out, after the step's updates.",
         "rises towards 1; above 0.5 the critic is ready",
     ),
     "critic/grad_norm": MetricDoc("1", "Mean L2 norm of the critic's gradient before clipping.", "steady; no jumps"),

@@ -3,6 +3,7 @@ pretraining)."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from dataclasses import replace
 from itertools import count, pairwise
@@ -16,7 +17,8 @@ from megappo.config.rules.experience import SavedStep, held_out, saved_steps
 from megappo.megatron.placed import announce, place
 from megappo.megatron.roles import Role
 from megappo.ppo.components import RunComponents
-from megappo.ppo.experience import returns_to_go, trained_tokens
+from megappo.ppo.critic_gauges import critic_metrics, tally_values
+from megappo.ppo.experience import trained_tokens
 from megappo.ppo.experience_files import SavedSamples
 from megappo.ppo.measures import balance_metrics, routing_metrics
 from megappo.ppo.sampling import sample_seed, share_of_rank
@@ -110,19 +112,15 @@ class CriticTrainer(LoadedTrainer):
         """Does nothing: there is no reference."""
 
     def _explained_variance(self) -> float:
-        """1 - Var(return - value) / Var(return) over the tokens of all ranks' held-out samples. Returns are sums of
-        rewards (lambda 1); NaN where all are equal."""
+        """Explained variance over the tokens of all ranks' held-out samples; NaN where all returns are equal."""
         experience, runtime = self._held_out.experience, self.parts.runtime
         rollouts, rewards_BR = experience.scored.rollouts, experience.rewards_BR
         assert rewards_BR is not None, "files have them"
         values_BR = place(self._critic, announce(rollouts, runtime.device)).forward()
         self._critic.rest()
-        returns_BR = returns_to_go(rewards_BR, rollouts, self.config.algorithm)
-        mask_BR, tally = trained_tokens(rollouts, self.config.algorithm), Tally()
-        tally.mean_and_std("error", returns_BR - values_BR, mask_BR)
-        tally.mean_and_std("given", returns_BR, mask_BR)
-        found = tally.reduce(runtime.device)
-        return 1 - (found["error/std"] / found["given/std"]) ** 2 if found["given/std"] else torch.nan
+        tally, returns_BR = Tally(), self.experience_maker.returns_to_go(rewards_BR, rollouts)
+        tally_values(tally, values_BR, returns_BR, trained_tokens(rollouts, self.config.algorithm))
+        return critic_metrics(tally.reduce(runtime.device)).get("critic/explained_variance", math.nan)
 
 
 class SavedPool:

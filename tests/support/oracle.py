@@ -262,7 +262,7 @@ def ppo_step(
                 old.append(torch.full_like(scored, s.engine) if settings.is_bypassed else scored)
         ref = [policy_outputs(reference, s, settings)[0] for s in samples]
         values = [critic(s) for s in samples]
-    advantages, returns = [], []
+    advantages, returns, returns_to_go = [], [], []
     for s, o, r, v in zip(samples, old, ref, values, strict=True):
         rewards = s.rewards() - settings.kl_reward_coef * (o - r)
         lam = settings.lam
@@ -270,6 +270,7 @@ def ppo_step(
             lam = max(0.0, 1 - 1 / (settings.adaptive_lam * s.counted))
         advantages.append(gae(rewards, v, settings.gamma, lam))
         returns.append(gae(rewards, v, settings.gamma, lam if settings.critic_lam is None else settings.critic_lam) + v)
+        returns_to_go.append(gae(rewards, torch.zeros_like(v), settings.gamma, 1.0))
     every = torch.cat(advantages)
     advantages = [(a - every.mean()) / torch.sqrt(every.var(unbiased=False) + 1e-8) for a in advantages]
 
@@ -278,6 +279,7 @@ def ppo_step(
         "values": values,
         "advantages": advantages,
         "returns": returns,
+        "returns_to_go": returns_to_go,
         "actor": [],
         "critic": [],
     }
