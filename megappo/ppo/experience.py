@@ -14,6 +14,7 @@ from torch import Tensor
 
 from megappo.algo.controllers import AdaptiveKLController, FixedKLController
 from megappo.algo.correction import importance_weights
+from megappo.algo.groups import Groups
 from megappo.algo.kl import apply_kl_to_rewards, on_last_tokens
 from megappo.config.algorithm import AlgorithmSettings
 from megappo.ppo.critic_gauges import critic_metrics, tally_values
@@ -41,14 +42,16 @@ def turn_ends(rollouts: Rollouts) -> Tensor:
     return ends_BR
 
 
-def groups_differ_G(total_rewards_B: Tensor, group_ids_B: Tensor) -> Tensor:
-    """(G,) bool: whether the rewards of a group's samples differ. Failed episodes, which have negative group ids, are
-    in no group."""
+def groups_differ_G(rewards: Tensor, group_ids_B: Tensor) -> Tensor:
+    """(G,) bool: whether the rewards of a group's samples differ by more than rounding.
+
+    `rewards`: (B,), or (B, N) parts of a sample's reward. Failed episodes, which have negative group ids, are in no
+    group.
+    """
     whole_B = group_ids_B >= 0
+    differ_B = Groups.of(rewards[whole_B], group_ids_B[whole_B]).differ_B
     ids_G, group_B = group_ids_B[whole_B].unique(return_inverse=True)
-    lowest_G = torch.full(ids_G.shape, math.inf).scatter_reduce(0, group_B, total_rewards_B[whole_B], "amin")
-    highest_G = torch.full(ids_G.shape, -math.inf).scatter_reduce(0, group_B, total_rewards_B[whole_B], "amax")
-    return highest_G > lowest_G
+    return torch.zeros(len(ids_G), dtype=torch.bool).scatter(0, group_B, differ_B)
 
 
 class ExperienceMaker:
@@ -123,7 +126,8 @@ class ExperienceMaker:
         total_rewards_B, scored_B = scored.rollouts.total_rewards_B(scored.scores_B), scored.rollouts.scored_B
         tally.mean_and_std("reward", total_rewards_B, scored_B)
         if self._estimator.compares_samples:
-            tally.mean("reward/group_spread", groups_differ_G(total_rewards_B, scored.rollouts.group_ids_B))
+            parts_BN = scored.rollouts.reward_parts_BN(scored.scores_B)
+            tally.mean("reward/group_spread", groups_differ_G(parts_BN, scored.rollouts.group_ids_B))
         tally.maximum("reward/max", total_rewards_B, scored_B)
         tally.minimum("reward/min", total_rewards_B, scored_B)
 
