@@ -123,7 +123,10 @@ METRICS: dict[str, MetricDoc] = {
     "reward/min": MetricDoc("score", "Lowest score.", "within the range of the reward function"),
     "reward/max": MetricDoc("score", "Highest score.", "above the mean until the task is solved"),
     "reward/failures": MetricDoc(
-        "fraction", "Rewards that failed and got `reward.failure_score`, time-outs included.", "0"
+        "fraction",
+        "Rewards that failed and got `reward.failure_score`, time-outs included; with `rollout.load_from`, those of the "
+        "saved samples.",
+        "0",
     ),
     "reward/timeouts": MetricDoc("fraction", "Rewards that passed `reward.timeout_seconds`.", "0"),
     "reward/NAME": MetricDoc(
@@ -195,11 +198,13 @@ METRICS: dict[str, MetricDoc] = {
     ),
     "kl/mean": MetricDoc(
         "nats per token",
-        "KL to the reference before the updates.",
+        "KL to the reference before the updates, by `kl_in_reward.kind`, or k1 without `kl_in_reward`.",
         "rises slowly; near `algorithm.kl_in_reward.target` where adaptive",
     ),
     "kl/per_response": MetricDoc(
-        "nats per response", "The same summed over a response.", "near that target with `per: response`"
+        "nats per response",
+        "The same summed over a response, mean over responses that are scored.",
+        "near that target with `per: response`",
     ),
     "kl/coef": MetricDoc("1", "Weight of the KL in the reward.", "settles where adaptive"),
     "response/length": MetricDoc("tokens", "Mean length of a response.", "well below `rollout.max_response_tokens`"),
@@ -280,10 +285,16 @@ METRICS: dict[str, MetricDoc] = {
         "Tokens, in each layer, whose experts are the engine's (`algorithm.router_replay`).",
         "all but one token of each sample",
     ),
-    "correction/weight_mean": MetricDoc("1", "Mean importance weight for the engine's gap.", "near 1"),
-    "correction/truncated": MetricDoc("fraction", "Tokens with a weight at `algorithm.correction.cap`.", "below 0.01"),
+    "correction/weight_mean": MetricDoc(
+        "1", "Mean importance weight for the engine's gap, over all tokens, rejected ones included.", "near 1"
+    ),
+    "correction/truncated": MetricDoc(
+        "fraction", "Tokens with a weight at `algorithm.correction.cap`, rejected ones included.", "below 0.01"
+    ),
     "correction/rejected": MetricDoc(
-        "fraction", "Tokens left out by `algorithm.correction.reject_above`.", "below 0.01"
+        "fraction",
+        "Tokens left out by `algorithm.correction.reject_above` or `algorithm.correction.reject_below`.",
+        "below 0.01",
     ),
     "sync/seconds": MetricDoc(
         "seconds", "Time to stream the actor's weights into the engine.", "small beside time/step"

@@ -25,6 +25,7 @@ from megappo.ppo.sampling import sample_seed, share_of_rank
 from megappo.ppo.saved import LoadedSteps, check_tokens, joined_samples, read_some
 from megappo.ppo.selection import renumbered
 from megappo.ppo.trainer import PlacedStep, Trainer
+from megappo.rewards.workers import TIMED_OUT
 from megappo.runtime.objects import agreed
 from megappo.runtime.tally import Tally
 from megappo.types import Experience, Rollouts, Scored
@@ -41,6 +42,18 @@ def trainer_of(parts: RunComponents, *given: Any) -> Trainer:
     return (Trainer if parts.config.rollout.load_from is None else LoadedTrainer)(parts, *given)
 
 
+def failure_metrics(rollouts: Rollouts, device: torch.device) -> dict[str, float]:
+    """`reward/failures` and `reward/timeouts` of saved samples over all ranks, from the reasons that were saved.
+
+    The reason of one of several reward functions begins with its name and a colon.
+    """
+    reasons, tally = rollouts.reward_failures or ("",) * len(rollouts.sequences), Tally()
+    late = [reason == TIMED_OUT or reason.partition(": ")[2] == TIMED_OUT for reason in reasons]
+    tally.mean("reward/failures", torch.tensor([bool(reason) for reason in reasons], dtype=torch.bool))
+    tally.mean("reward/timeouts", torch.tensor(late, dtype=torch.bool))
+    return tally.reduce(device)
+
+
 class LoadedTrainer(Trainer):
     """Trains each step on the saved samples of the same step, with their saved scores. Everything else is computed, so
     that an update repeats the saved run's, or shows what other settings make of it."""
@@ -55,6 +68,7 @@ class LoadedTrainer(Trainer):
         """This rank's samples of the step and their scores."""
         assert isinstance(self.responses, LoadedSteps)
         rollouts = self.generate()
+        self.metrics |= failure_metrics(rollouts, self.parts.runtime.device)
         self.release_engine(rollouts)
         self.parts.stop.check()
         return self.shape(rollouts, self.responses.given_B)
@@ -79,6 +93,7 @@ class CriticTrainer(LoadedTrainer):
         with self.reporter.stage("rollout"):
             self._saved = agreed(lambda: self._pool.of_step(self.step))
         scored = self._saved.experience.scored
+        self.metrics |= failure_metrics(scored.rollouts, self.parts.runtime.device)
         self.release_engine(scored.rollouts)
         self.parts.stop.check()
         return scored.rollouts, scored.scores_B

@@ -201,7 +201,8 @@ def policy_loss(
         objective, below, above, is_bounded, place = found
         is_clipped, weight = below | above, slope_of(objective, logprob) / -advantages
     if importance_weights is not None:
-        objective = objective * clean(importance_weights, mask).detach()
+        importance_weights = clean(importance_weights, mask).detach()
+        objective, weight = objective * importance_weights, weight * importance_weights
     weights = clean(weights, mask)
     nothing = torch.zeros_like(logprob)
     entropy = clean(entropy, mask) if entropy is not None else nothing
