@@ -124,8 +124,8 @@ METRICS: dict[str, MetricDoc] = {
     "reward/max": MetricDoc("score", "Highest score.", "above the mean until the task is solved"),
     "reward/failures": MetricDoc(
         "fraction",
-        "Rewards that failed and got `reward.failure_score`, time-outs included; with `rollout.load_from`, those of the "
-        "saved samples.",
+        "Rewards that failed and got `reward.failure_score`, time-outs included; with `rollout.load_from`, those of "
+        "the saved samples.",
         "0",
     ),
     "reward/timeouts": MetricDoc("fraction", "Rewards that passed `reward.timeout_seconds`.", "0"),
@@ -159,6 +159,11 @@ METRICS: dict[str, MetricDoc] = {
     "group/filled": MetricDoc("fraction", "Of the step's prompts, those kept though their rewards are equal.", "0"),
     "advantage/mean": MetricDoc("score", "Mean advantage per token, after whitening.", "near 0"),
     "advantage/std": MetricDoc("score", "Spread of the advantages, after whitening.", "near 1 where whitened"),
+    "advantage/std_raw": MetricDoc(
+        "score",
+        "Spread of the advantages per token before whitening; equal to `advantage/std` without whitening.",
+        "steady; where it falls towards 0, whitening amplifies noise",
+    ),
     "return/mean": MetricDoc(
         "score", "Mean return per token: what the critic learns to predict.", "follows reward/mean"
     ),

@@ -89,6 +89,7 @@ class ExperienceMaker:
             **lambdas(self._algorithm, mask_BR),
             gae=partial(self._gae, borders=self._borders(scored.rollouts)),
         )
+        tally.mean_and_std("raw", advantages_BR, mask_BR)
         if self._algorithm.whiten_advantages and self._estimator.whitens:
             advantages_BR = masked_whiten(advantages_BR, mask_BR, self._global_stats(advantages_BR, mask_BR))
         weights_BR, loss_mask_BR = self._correction(scored, tally)
@@ -101,6 +102,8 @@ class ExperienceMaker:
         self._tally_rewards(scored, tally)
         tally.total("tokens", float(mask_BR.sum()))
         numbers = tally.reduce(self._device)
+        del numbers["raw/mean"]
+        numbers["advantage/std_raw"] = numbers.pop("raw/std")
         if scored.values_BR is not None:
             numbers |= critic_metrics(numbers)
         if not numbers.pop("tokens"):  # all episodes have failed: means over tokens are NaN

@@ -42,6 +42,39 @@ def test_correction_metrics(level: str, above: float | None, below: float | None
     assert experience.loss_mask_BR[MASK].tolist() == kept
 
 
+@pytest.mark.parametrize("size", [1e-3, 1.0, 1e4])
+@pytest.mark.parametrize("estimator", ["gae", "reinforce_plus_plus", "grpo", "rloo"])
+def test_the_spread_of_advantages_before_whitening(estimator: str, size: float) -> None:
+    """Samples of two and four tokens with scores 1 and 3 times `size`; values are 0.5 and 1 times `size`. What is
+    masked is garbage."""
+    nothing = torch.zeros(MASK.shape)
+    values = (torch.tensor([[0.5], [1.0]]).expand(MASK.shape) * size).masked_fill(~MASK, math.nan)
+    given = rollouts(nothing, MASK), torch.tensor([1.0, 3.0]) * size, nothing, None
+    scored = Scored(*given, values if estimator == "gae" else None)
+    standard = size / (2**0.5 * size + 1e-6)
+    first, second = {
+        "gae": (0.5 * size, 2.0 * size),
+        "reinforce_plus_plus": (size, 3.0 * size),
+        "rloo": (-2.0 * size, 2.0 * size),
+        "grpo": (-standard, standard),
+    }[estimator]
+    raw = np.std([first] * 2 + [second] * 4)
+    for whitens in (True, False):
+        made = ExperienceMaker(AlgorithmSettings(estimator=estimator, whiten_advantages=whitens), CPU)
+        numbers = made.make(scored, 2)[1]
+        assert numbers["advantage/std_raw"] == pytest.approx(raw, rel=1e-5)
+        is_white = whitens and estimator in ("gae", "reinforce_plus_plus")
+        white = raw / (raw**2 + 1e-8) ** 0.5
+        assert numbers["advantage/std"] == pytest.approx(white if is_white else raw, rel=1e-5)
+
+
+def test_a_step_without_tokens_has_no_spread() -> None:
+    nothing = torch.zeros(MASK.shape)
+    made = ExperienceMaker(AlgorithmSettings(estimator="grpo"), CPU)
+    numbers = made.make(Scored(rollouts(nothing, MASK & False), torch.ones(2), nothing, None, None), 2)[1]
+    assert "advantage/std_raw" not in numbers and "advantage/std" not in numbers
+
+
 def test_failures_of_saved_rewards() -> None:
     """A reason of one of several functions begins with its name."""
     reasons = ("", TIMED_OUT, "the function raised ValueError: no", f"length: {TIMED_OUT}", "", "", "", "")
@@ -78,5 +111,6 @@ def test_metrics_of_rewards_returns_and_kl() -> None:
         "return/mean": np.mean(returns),
         "advantage/mean": np.mean(returns),
         "advantage/std": np.std(returns),
+        "advantage/std_raw": np.std(returns),
     }
     assert numbers == {name: pytest.approx(value, rel=1e-6) for name, value in wanted.items()}

@@ -528,11 +528,14 @@ def check_step(
 
 
 def check_gauges(metrics: dict[str, float], measured: dict[str, Any]) -> None:
-    """The critic's gauges are of the values before the first update, against returns of lambda 1."""
+    """The critic's gauges are of the values before the first update, against returns of lambda 1. The spread of
+    advantages is that before whitening."""
     values, returns = (torch.cat(measured[name]).double() for name in ("values", "returns_to_go"))
     unexplained = float((returns - values).var() / returns.var())
     assert metrics["critic/explained_variance"] == pytest.approx(1 - unexplained, abs=TOLERANCE * max(1, unexplained))
     assert metrics["critic/value_mean"] == pytest.approx(float(values.mean()), abs=TOLERANCE)
+    raw = float(measured["raw_advantages"].double().std(unbiased=False))
+    assert metrics["advantage/std_raw"] == pytest.approx(raw, rel=TOLERANCE)
 
 
 def test_shared_out_samples_in_bfloat16_are_as_near_the_oracle_as_whole_ones(world: World) -> None:

@@ -278,6 +278,7 @@ def ppo_step(
         "old_logprob": old,
         "values": values,
         "advantages": advantages,
+        "raw_advantages": every,
         "returns": returns,
         "returns_to_go": returns_to_go,
         "actor": [],
