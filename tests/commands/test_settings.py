@@ -57,7 +57,7 @@ def test_every_setting_is_found_by_its_name(capsys: pytest.CaptureFixture[str]) 
         ("trainer", ["verl's section is four of ours", "run\n    Name, length, seed."]),
         ("vf_coef", ["there is no setting 'vf_coef': actor and critic have separate losses"]),
         ("clip_", ["actor.optimizer.clip_grad_norm", "algorithm.clip_low", "algorithm.clip_high"]),
-        ("actor/clipfrac", ["actor/clipfrac (metric; fraction)\n    Tokens whose ratio was clipped."]),
+        ("actor/clipfrac", ["actor/clipfrac (metric; fraction)\n    Tokens outside the band"]),
         ("eval/aime/pass@8", ["eval/aime/pass@8 (metric; fraction)"]),
         ("clipfrac", ["actor/clipfrac (metric;", "critic/clipfrac (metric;"]),
         ("", ["\nactor.optimizer\n", "\ncritic.optimizer\n", "run: Name, length, seed."]),
