@@ -201,11 +201,17 @@ class Rollouts(Samples):
     reward_failures: tuple[str, ...] | None = field(default=None, kw_only=True)
     """B reasons why the reward of a sample failed, "" where it did not; None: not scored yet."""
 
-    def total_rewards_B(self, scores_B: Tensor) -> Tensor:
-        """Scores of the reward function with the environment's rewards of all turns."""
+    def reward_parts_BN(self, scores_B: Tensor) -> Tensor:
+        """(B, N) float32: rewards whose sum over N is a sample's total. The scores of the reward function, and with an
+        environment the rewards of all turns."""
         if self.episodes is None:
-            return scores_B
-        return scores_B + self.episodes.turn_rewards_BR.masked_fill(~self.response_mask_BR, 0.0).sum(-1)
+            return scores_B[:, None]
+        turn_rewards_BR = self.episodes.turn_rewards_BR.masked_fill(~self.response_mask_BR, 0.0)
+        return torch.cat([scores_B[:, None], turn_rewards_BR], dim=1)
+
+    def total_rewards_B(self, scores_B: Tensor) -> Tensor:
+        """Scores of the reward function with the environment's rewards of all turns, summed in float64."""
+        return self.reward_parts_BN(scores_B).double().sum(-1).to(scores_B.dtype)
 
     def with_minimum(self, least_tokens: int) -> Rollouts:
         """These samples with the first tokens of each response, and of each turn of an episode, marked `below_minimum`;

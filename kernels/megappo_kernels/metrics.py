@@ -15,9 +15,6 @@ from torch import Tensor
 from megappo_kernels.objectives import metric_kind
 from megappo_kernels.whiten import masked_whiten_stats, merge_whiten_stats
 
-_EQUAL_RETURNS = 1e-6
-"""Returns whose deviation is below this share of their size differ by rounding only."""
-
 
 def measure(numbers: Mapping[str, Tensor], mask: Tensor) -> dict[str, Tensor]:
     """Report on the valid tokens of (any one shape) numbers; float64 scalars."""
@@ -62,18 +59,8 @@ def shown(updates: Sequence[Mapping[str, float]]) -> dict[str, float]:
             numbers[name] = float(total[name])
         elif "." not in name and name != "count" and count:
             numbers[name] = float(total[name]) / count
-    if "returns.m2" in total and count:
-        numbers["explained_variance"] = _explained_variance({n: float(x) for n, x in total.items()})
     if "token_weight.m2" in total and count:
         square = float(total["token_weight.mean"]) ** 2
         mean_square = square + float(total["token_weight.m2"]) / count
         numbers["effective_sample_size"] = square / mean_square if mean_square else 0.0
     return numbers
-
-
-def _explained_variance(total: Mapping[str, float]) -> float:
-    """Explained variance; NaN where all returns are equal, up to the last bits of float32."""
-    variance = total["returns.m2"] / total["count"]
-    if variance <= _EQUAL_RETURNS**2 * max(1.0, total["returns.mean"] ** 2):
-        return float("nan")
-    return 1 - total["errors.m2"] / total["returns.m2"]

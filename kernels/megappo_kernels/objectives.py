@@ -18,11 +18,16 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields
 from typing import Any, ClassVar, Literal, NamedTuple, Protocol, TypeAlias
 
-from megappo_kernels.surrogates import POLICY_LOSSES, BandSettings, Numbers, Surrogate, clamped, xp
+from megappo_kernels.surrogates import (
+    LOG_RATIO_LIMIT,
+    POLICY_LOSSES,
+    BandSettings,
+    Numbers,
+    Surrogate,
+    clamped,
+    xp,
+)
 
-LOG_RATIO_LIMIT = 20.0
-"""Log-ratios are clamped to +- this before exp, as in verl (verl/trainer/ppo/core_algos.py), so that no outlier token
-can overflow a batch; beyond it slopes are 0."""
 K3_LIMIT = 10.0
 """The k3 estimate of the KL is clamped to this, as verl clamps `low_var_kl` (verl/trainer/ppo/core_algos.py)."""
 
@@ -92,41 +97,64 @@ def kl_estimate(gap: Numbers, kind: str) -> Numbers:
 
 POLICY_METRICS: Mapping[str, Metric] = {
     "loss": Metric("term", "1", "Whole policy loss: the sum of the next four.", "no trend is needed"),
-    "pg_loss": Metric("term", "1", "Policy gradient part, clipped or with penalty.", "near 0, mostly below"),
+    "pg_loss": Metric(
+        "term", "1", "Policy gradient part, clipped or with penalty, times correction weights.", "near 0, mostly below"
+    ),
     "entropy_loss": Metric("term", "1", "Minus the entropy times `algorithm.entropy_coef`.", "small beside pg_loss"),
     "kl_loss": Metric("term", "1", "KL to the reference times `algorithm.kl_in_loss.coef`.", "small beside pg_loss"),
     "nll_loss": Metric(
         "term", "1", "Negative log-likelihood of good samples times `algorithm.positive_nll_coef`.", "falls slowly"
     ),
-    "clipfrac": Metric("mean", "fraction", "Tokens whose ratio was clipped.", "0.01 to 0.3; advice above 0.5"),
-    "clipfrac_lower": Metric("mean", "fraction", "Tokens at the bound of `algorithm.dual_clip`.", "near 0"),
+    "clipfrac": Metric(
+        "mean", "fraction", "Tokens outside the band: `masked_below` and `masked_above` together.",
+        "0.01 to 0.3; advice above 0.5",
+    ),
+    "clipfrac_lower": Metric(
+        "mean", "fraction", "Tokens at the bound of `algorithm.dual_clip`; 0 with losses other than `clip`.", "near 0"
+    ),
     "ppo_kl": Metric(
-        "mean", "nats per token", "KL(old || new), the plain estimate; may be below 0.", "below 0.05"
+        "mean", "nats per token", "KL(old || new), estimate k1 of log-ratios within +-20; may be below 0.",
+        "below 0.05",
     ),
     "ppo_kl_k3": Metric(
-        "mean", "nats per token", "KL(old || new), the k3 estimate; never below 0.", "below 0.05"
+        "mean", "nats per token",
+        "KL(old || new), estimate k3 of log-ratios within +-20; never below 0. Unlike other k3 estimates, no token is "
+        "limited to 10.",
+        "below 0.05",
     ),
-    "ratio": Metric("mean", "1", "Mean ratio new / old probability.", "0.95 to 1.05"),
-    "ratio_max": Metric("largest", "1", "Largest ratio.", "below 10"),
+    "ratio": Metric("mean", "1", "Mean ratio new / old probability, from log-ratios within +-20.", "0.95 to 1.05"),
+    "ratio_max": Metric("largest", "1", "Largest of these ratios.", "below 10"),
     "entropy": Metric(
         "mean", "nats per token", "Entropy of the policy at the sampling temperature.", "falls slowly, stays above 0"
     ),
     "masked_below": Metric(
-        "mean", "fraction", "Tokens below the loss's band: clipped, left out, or of `cispo` held at its edge.",
+        "mean", "fraction",
+        "Tokens below the loss's band: clipped, left out, or with `cispo` weighted as at the edge. `dis` and `cispo` "
+        "count every token there, the other losses those with a negative advantage.",
         "below 0.1; advice where more than 0.2 are left out",
     ),
-    "masked_above": Metric("mean", "fraction", "Tokens above the band.", "below 0.1, as below"),
+    "masked_above": Metric(
+        "mean", "fraction",
+        "Tokens above the band. `dis` and `cispo` count every token there, the other losses those with a positive "
+        "advantage.",
+        "below 0.1, as below",
+    ),
     "band_position": Metric(
-        "mean", "1", "Mean place in the band: 0 at its lower edge, 1 at its upper one (of `sapo` the gate).",
+        "mean", "1",
+        "Mean position in the band: 0 at its lower edge or below, 1 at its upper edge or above. With `sapo` the gate, "
+        "with `penalty` ratio / (1 + ratio).",
         "steady, near where a ratio of 1 lies",
     ),
     "token_weight": Metric("spread"),
     "effective_sample_size": Metric(
-        "derived", "fraction", "(sum of w)^2 / (tokens x sum of w^2) of what multiplies advantages in the slope.",
-        "above 0.5; 1 before the first update",
+        "derived", "fraction",
+        "(sum of w)^2 / (tokens x sum of w^2) over the tokens that the loss counts. w: the factor on the advantage in "
+        "the slope, correction weight included, `loss_aggregation` not; 0 for clipped tokens.",
+        "above 0.5; 1 before the first update, without correction",
     ),
     "ref_kl": Metric(
-        "mean", "nats per token", "KL to the reference by `kl_in_loss.kind`, or k3 without `kl_in_loss`.", "below 0.5"
+        "mean", "nats per token",
+        "KL to the reference by `kl_in_loss.kind`, or k3 without `kl_in_loss`; 0 without a reference.", "below 0.5",
     ),
 }  # fmt: skip
 Contribution: TypeAlias = tuple[tuple[Numbers, ...], NamedTuple]
@@ -180,11 +208,9 @@ def policy_loss(
     if sequence_log_ratio is not None:
         shared, shared_ratio = sequence_log_ratio, xp.exp(sequence_log_ratio)
     surrogate = s.policy_loss(s, logprob, old_logprob, shared, shared_ratio, advantages)
-    is_far = xp.abs(gap) > LOG_RATIO_LIMIT
-    loss, slope = surrogate.loss, xp.where(is_far, 0.0, surrogate.slope)
-    weight = xp.where(is_far, 0.0, surrogate.weight)
+    loss, slope, weight = surrogate.loss, surrogate.slope, surrogate.weight
     if importance_weights is not None:
-        loss, slope = loss * importance_weights, slope * importance_weights
+        loss, slope, weight = loss * importance_weights, slope * importance_weights, weight * importance_weights
     ref_kl = xp.zeros_like(logprob)
     if ref_logprob is not None:
         ref_kl, ref_slope = s.kl(logprob - ref_logprob)
@@ -222,16 +248,12 @@ OFFERED = ("logprob", "old_logprob", "log_ratio", "advantages", "entropy", "ref_
 
 VALUE_METRICS: Mapping[str, Metric] = {
     "loss": Metric("term", "score squared", "Value loss, a half included.", "falls, then follows the returns' spread"),
-    "clipfrac": Metric("mean", "fraction", "Tokens whose clipped value error was the larger one.", "below 0.3"),
-    "value_mean": Metric("mean", "score", "Mean predicted value per token.", "near return/mean"),
-    "returns": Metric("spread"),
-    "errors": Metric("spread"),
-    "explained_variance": Metric(
-        "derived", "1", "1 - Var(return - value) / Var(return); NaN where all returns are equal.",
-        "rises from 0 towards 1",
+    "clipfrac": Metric(
+        "mean", "fraction", "Tokens whose value moved beyond `critic.value_clip`, where the clipped error is larger.",
+        "below 0.3",
     ),
 }  # fmt: skip
-ValueMetrics = _tuple_type("ValueMetrics", tuple(name for name in VALUE_METRICS if name != "explained_variance"))
+ValueMetrics = _tuple_type("ValueMetrics", tuple(VALUE_METRICS))
 
 
 def value_loss(
@@ -249,10 +271,7 @@ def value_loss(
         # Within the clip the two squares differ by rounding only.
         is_clipped = (xp.abs(step) > s.value_clip) & (limited * limited > square)
         square, slope = xp.where(is_clipped, limited * limited, square), xp.where(is_clipped, 0.0, slope)
-    metrics = ValueMetrics(
-        loss=0.5 * weights * square, clipfrac=is_clipped, value_mean=values, returns=returns, errors=errors
-    )
-    return (weights * slope,), metrics
+    return (weights * slope,), ValueMetrics(loss=0.5 * weights * square, clipfrac=is_clipped)
 
 
 # -- Their settings --

@@ -25,6 +25,9 @@ xp: Any = _Torch()
 Numbers: TypeAlias = Any
 """A number for each token: a tensor, or a block of Triton's."""
 
+LOG_RATIO_LIMIT = 20.0
+"""Log-ratios are clamped to +- this before exp, as in verl (verl/trainer/ppo/core_algos.py), so that no outlier token
+can overflow a batch. Beyond the limit slopes are 0, except with `cispo` and `dppo_*`, whose weights are bounded."""
 ALMOST_NOTHING = 1e-8
 """Added to probabilities before taking their logarithm."""
 
@@ -32,6 +35,13 @@ ALMOST_NOTHING = 1e-8
 def clamped(x: Numbers, low: Numbers, high: Numbers) -> Numbers:
     """`x` within [low, high]; NaN stays NaN."""
     return xp.where(x > high, high, xp.where(x < low, low, x))
+
+
+def without_far(x: Surrogate, logprob: Numbers, old_logprob: Numbers) -> Surrogate:
+    """`x` without slopes of tokens beyond LOG_RATIO_LIMIT."""
+    is_far = xp.abs(logprob - old_logprob) > LOG_RATIO_LIMIT
+    slope, weight = xp.where(is_far, 0.0, x.slope), xp.where(is_far, 0.0, x.weight)
+    return Surrogate(x.loss, slope, x.clipfrac, x.clipfrac_lower, x.below, x.above, weight, x.position)
 
 
 class BandSettings(Protocol):
@@ -57,7 +67,7 @@ class Surrogate(NamedTuple):
     clipfrac_lower: Numbers
     below: Numbers
     above: Numbers
-    """Whether the token is outside the loss's band, where it is left out or held at the edge."""
+    """Whether the token is outside the loss's band and therefore clipped, left out, or weighted as at the edge."""
     weight: Numbers
     """Factor on the advantage in the slope."""
     position: Numbers
@@ -82,17 +92,11 @@ def limited(ratio: Numbers, advantages: Numbers, low: Numbers, high: Numbers) ->
 
 
 def weighted(
-    logprob: Numbers,
-    advantages: Numbers,
-    weight: Numbers,
-    below: Numbers,
-    above: Numbers,
-    is_capped: Numbers,
-    place: Numbers,
+    logprob: Numbers, advantages: Numbers, weight: Numbers, below: Numbers, above: Numbers, place: Numbers
 ) -> Surrogate:
     """-weight * A * logprob, with the weight constant in the gradient."""
-    slope = -advantages * weight
-    return Surrogate(slope * logprob, slope, below | above, is_capped, below, above, weight, place)
+    slope, never = -advantages * weight, xp.zeros_like(below)
+    return Surrogate(slope * logprob, slope, below | above, never, below, above, weight, place)
 
 
 def clip(
@@ -106,7 +110,7 @@ def clip(
         loss, slope = xp.where(is_bounded, bound, x.loss), xp.where(is_bounded, 0.0, x.slope)
         weight = xp.where(is_bounded, 0.0, x.weight)
         x = Surrogate(loss, slope, x.clipfrac, is_bounded, x.below, x.above, weight, x.position)
-    return x
+    return without_far(x, logprob, old_logprob)
 
 
 def penalty(
@@ -116,7 +120,8 @@ def penalty(
     is ratio / (1 + ratio)."""
     plain, never = -ratio * advantages, xp.zeros_like(ratio)
     loss, slope = plain + s.penalty_coef * (ratio - 1 - log_ratio), plain + s.penalty_coef * (ratio - 1)
-    return Surrogate(loss, slope, never, never, never, never, ratio, ratio / (1 + ratio))
+    x = Surrogate(loss, slope, never, never, never, never, ratio, ratio / (1 + ratio))
+    return without_far(x, logprob, old_logprob)
 
 
 def dis(
@@ -132,8 +137,8 @@ def dis(
     low, high = 1 - s.band_low, 1 + s.band_high
     below, above = ratio < low, ratio > high
     weight = xp.where(below | above, 0.0, ratio)
-    never = xp.zeros_like(below)
-    return weighted(logprob, advantages, weight, below, above, never, position(ratio, low, high))
+    x = weighted(logprob, advantages, weight, below, above, position(ratio, low, high))
+    return without_far(x, logprob, old_logprob)
 
 
 def cispo(
@@ -143,8 +148,7 @@ def cispo(
     keeps a slope (MiniMax 2025, "MiniMax-M1", eq. 4 and 5)."""
     low, high = 1 - s.band_low, 1 + s.band_high
     below, above = ratio < low, ratio > high
-    never, weight = xp.zeros_like(below), clamped(ratio, low, high)
-    return weighted(logprob, advantages, weight, below, above, never, position(ratio, low, high))
+    return weighted(logprob, advantages, clamped(ratio, low, high), below, above, position(ratio, low, high))
 
 
 def gspo(
@@ -155,7 +159,8 @@ def gspo(
     Zheng et al. 2025, "Group Sequence Policy Optimization", in the form for advantages of tokens (GSPO-token, eq. 13
     to 15), whose gradient is that of eq. 5 where a sequence's advantages are equal. `ratio` is the sequence's here.
     """
-    return limited(ratio, advantages, 1 - s.band_low, 1 + s.band_high)
+    x = limited(ratio, advantages, 1 - s.band_low, 1 + s.band_high)
+    return without_far(x, logprob, old_logprob)
 
 
 def sapo(
@@ -169,16 +174,16 @@ def sapo(
     gate = xp.where(x < 0, small, 1.0) / (1 + small)
     weight = 4 * ratio * small / ((1 + small) * (1 + small))
     never = xp.zeros_like(ratio)
-    return Surrogate(-advantages * gate * (4 / tau), -advantages * weight, never, never, never, never, weight, gate)
+    loss, slope = -advantages * gate * (4 / tau), -advantages * weight
+    return without_far(Surrogate(loss, slope, never, never, never, never, weight, gate), logprob, old_logprob)
 
 
 def dppo(s: BandSettings, logprob: Numbers, ratio: Numbers, advantages: Numbers, change: Numbers) -> Surrogate:
     """-min(ratio, weight_cap) * A * logprob, the weight constant in the gradient, 0 where a token's `change` is
     further than band_low down, with A < 0, or band_high up, with A > 0."""
     below, above = (advantages < 0) & (change < -s.band_low), (advantages > 0) & (change > s.band_high)
-    is_capped = ratio > s.weight_cap
-    weight = xp.where(below | above, 0.0, xp.where(is_capped, s.weight_cap, ratio))
-    return weighted(logprob, advantages, weight, below, above, is_capped, position(change, -s.band_low, s.band_high))
+    weight = xp.where(below | above, 0.0, xp.where(ratio > s.weight_cap, s.weight_cap, ratio))
+    return weighted(logprob, advantages, weight, below, above, position(change, -s.band_low, s.band_high))
 
 
 def dppo_tv(
@@ -196,7 +201,8 @@ def dppo_kl(
     (binary KL, arXiv 2602.04879, eq. 14)."""
     new, old = xp.exp(logprob), xp.exp(old_logprob)
     not_new, not_old = clamped(1 - new, 0.0, 1.0), clamped(1 - old, 0.0, 1.0)  # rounding leaves logprobs above 0
-    divergence = not_old * xp.log((not_old + ALMOST_NOTHING) / (not_new + ALMOST_NOTHING)) - old * log_ratio
+    gap = logprob - old_logprob
+    divergence = not_old * xp.log((not_old + ALMOST_NOTHING) / (not_new + ALMOST_NOTHING)) - old * gap
     return dppo(s, logprob, ratio, advantages, xp.where(new > old, divergence, -divergence))
 
 

@@ -38,7 +38,25 @@ def masked_whiten(values: Tensor, mask: Tensor, stats_3: Tensor, *, eps: float =
     """(values - mean) / sqrt(population variance + eps) where `mask` is True, 0 elsewhere; the type of `values`.
 
     The mean is subtracted in float64: rounded to float32, that of values around a million is off by up to 0.03.
+    Deviations of the size of rounding are 0.
     """
     count, mean, m2 = stats_3.unbind()
-    factor = torch.rsqrt(m2 / count.clamp(min=1) + eps)
-    return ((values.masked_fill(~mask, 0.0).double() - mean) * factor).masked_fill_(~mask, 0.0).to(values.dtype)
+    variance = m2 / count.clamp(min=1)
+    rounding = rounding_of((mean.square() + variance).sqrt(), values.dtype)
+    deviations = without_rounding(values.masked_fill(~mask, 0.0).double() - mean, variance.sqrt(), rounding)
+    return (deviations * torch.rsqrt(variance + eps)).masked_fill_(~mask, 0.0).to(values.dtype)
+
+
+def rounding_of(size: Tensor, dtype: torch.dtype) -> Tensor:
+    """How far rounding to `dtype` moves values of this size, and their mean, from one another."""
+    return 2 * torch.finfo(dtype).eps * size
+
+
+def without_rounding(deviations: Tensor, std: Tensor, rounding: Tensor) -> Tensor:
+    """Deviations from a mean, with exactly 0 where they are due to rounding.
+
+    A policy loss would otherwise count tokens of advantage 1e-8 as clipped. Deviations up to `rounding` are 0, unless
+    they are a large part of the standard deviation: then the spread itself is that small, and is kept.
+    """
+    bound = torch.minimum(rounding, torch.maximum(0.1 * std, 0.01 * rounding))
+    return deviations.masked_fill(deviations.abs() <= bound, 0.0)

@@ -7,33 +7,58 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from megappo_kernels.whiten import rounding_of, without_rounding
+
 
 @dataclass(frozen=True)
 class Groups:
-    """Statistics of the scores within each prompt's group: (B,) tensors with a value for each sample."""
+    """Statistics of the scores within each prompt's group: (B,) tensors with a value for each sample.
 
+    Computed in float64. Deviations of the size of rounding are exactly 0. The mean of 0.2, 0.45, 0.45 and 0.7 is 0.45,
+    but the mean of their float32 values is not. Scores that differ by rounding only, such as 1 and a float32 sum of ten
+    times 0.1, are equal.
+    """
+
+    scores_B: Tensor
     deviations_B: Tensor
     """Score minus the group's mean."""
     squares_B: Tensor
     """Sum of the group's squared deviations."""
     sizes_B: Tensor
+    """Number of samples of the group."""
 
     @staticmethod
-    def of(scores_B: Tensor, group_ids: Tensor) -> Groups:
-        """Compute the statistics from scores and the group of each sample.
+    def of(parts: Tensor, group_ids: Tensor) -> Groups:
+        """Statistics of the groups that `group_ids` (B,) names.
 
-        Means are taken relative to the group's lowest score, so that equal scores deviate by exactly 0. Otherwise the
-        rounding of a mean of 3.3 would be divided by a standard deviation that is rounding, too.
+        Args:
+            parts: (B,) scores, or (B, N) numbers whose sum over N is the score. Each is rounded to its dtype.
         """
-        groups, index_B = torch.unique(group_ids, return_inverse=True)
+        parts_BN = (parts if parts.dim() == 2 else parts[:, None]).double()
+        scores_B, groups_B = parts_BN.sum(-1), torch.unique(group_ids, return_inverse=True)[1]
+        groups = int(groups_B.max()) + 1 if len(groups_B) else 0
 
         def sums_B(numbers_B: Tensor) -> Tensor:
-            return numbers_B.new_zeros(len(groups)).index_add(0, index_B, numbers_B)[index_B]
+            return numbers_B.new_zeros(groups).index_add(0, groups_B, numbers_B)[groups_B]
 
-        lowest = scores_B.new_full((len(groups),), torch.inf).scatter_reduce(0, index_B, scores_B, "amin")
-        above_B, sizes_B = scores_B - lowest[index_B], sums_B(torch.ones_like(scores_B))
+        def largest_B(numbers_B: Tensor) -> Tensor:
+            least = numbers_B.new_full((groups,), -torch.inf)
+            return least.scatter_reduce(0, groups_B, numbers_B, "amax")[groups_B]
+
+        sizes_B, lowest_B = sums_B(torch.ones_like(scores_B)), -largest_B(-scores_B)
+        # Relative to the lowest score, so that the sum of equal scores is exact.
+        above_B = scores_B - lowest_B
         deviations_B = above_B - sums_B(above_B) / sizes_B
-        return Groups(deviations_B, sums_B(deviations_B.square()), sizes_B)
+        rounding_B = rounding_of(largest_B(parts_BN.abs().sum(-1)), parts.dtype)
+        std_B = (sums_B(deviations_B.square()) / sizes_B).sqrt()
+        deviations_B = without_rounding(deviations_B, std_B, rounding_B)
+        deviations_B = deviations_B.masked_fill(largest_B(above_B) < rounding_B, 0.0)
+        return Groups(scores_B, deviations_B, sums_B(deviations_B.square()), sizes_B)
+
+    @property
+    def differ_B(self) -> Tensor:
+        """bool: the scores of the sample's group differ by more than rounding."""
+        return self.squares_B != 0
 
 
 def spread(scores_B: Tensor, mask: Tensor) -> tuple[Tensor, Tensor]:

@@ -49,8 +49,9 @@ def dry_run(
             derived = derive(config, ranks, models.actor, models.critic, models.reference, prompts=len(inputs.training))
     print_rows(describe(config, derived))
     if machine_name is None:
-        machine, fits = _fits_unnamed(given, models, ranks, machine)
-        plan = chain(fits, _spent(given, models, ranks, machine))
+        here, (machine, fits) = machine, _fits_unnamed(given, models, ranks, machine)
+        advice = [fine("plan", "another machine is named with --machine")] if machine is not here else []
+        plan = chain(fits, _spent(given, models, ranks, machine), advice)
     else:
         fits = [fit_finding(config, models, machine, ranks, f"{ranks} x {machine.summary}")]
         plan = chain(fits, _spent(config, models, ranks, machine) if fits[0].state == "fine" else ())
@@ -108,7 +109,7 @@ def _fits_unnamed(config: Config, models: Models, ranks: int, here: Machine) -> 
     machine = default_machine(config)
     fit = fit_finding(config, models, machine, ranks, f"{ranks} x {machine.summary}{instead}")
     findings.append(fit if fit.state == "fine" else replace(fit, state="slow"))
-    return machine, [*findings, fine("plan", "another machine is named with --machine")]
+    return machine, findings
 
 
 def _spent(config: Config, models: Models, ranks: int, machine: Machine) -> Iterator[Finding]:

@@ -1,28 +1,45 @@
-"""`megappo settings`: what can be set, by name, by section, or by what another trainer calls it."""
+"""`megappo settings`: explain a setting by its name, its section or another trainer's name, or explain a metric."""
 
 from __future__ import annotations
 
 import argparse
 import json
+import re
 import textwrap
 from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING
 
 from megappo.config.explain import find_field
+from megappo.config.foreign.answers import Counterpart
+from megappo.config.misspelt import SHORTEST, misspelt_word
 from megappo.config.other_names import counterpart
 from megappo.config.reference import SettingFacts, sections
 from megappo.config.schema import Config
-from megappo.errors import ConfigError, first_of, nearest_word
+from megappo.errors import ConfigError, first_of, nearest_words
+
+if TYPE_CHECKING:
+    from megappo.observe.metric_docs import MetricDoc
 
 _WIDTH = 100
 _MOST_NAMED = 4
 """Settings that are named in a sentence."""
-_ALIKE = 0.6
-"""Similarity (difflib's ratio) from which a name is worth naming."""
+_ALIKE = 0.8
+"""Similarity (difflib's ratio) from which a metric is named in place of an unknown one."""
+_SHORTEST_PART = 3
+"""Letters of a part of a name that is looked for; fewer are in too many names."""
+_NAME_HELP = (
+    "a section, a setting, a part of a name, a metric such as actor/clipfrac, or the name of a setting in verl, slime, "
+    "miles, OpenRLHF, NeMo-RL or TRL"
+)
+_USAGE = (
+    "megappo settings SECTION lists the settings of a section, NAME those of such a name. NAME may also be another\n"
+    "trainer's name of a setting (verl, slime, miles, OpenRLHF, NeMo-RL, TRL) or a metric, such as actor/clipfrac."
+)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """What follows `megappo settings`."""
-    parser.add_argument("name", nargs="?", default="", metavar="NAME", help="a section, a setting, or a part of a name")
+    parser.add_argument("name", nargs="?", default="", metavar="NAME", help=_NAME_HELP)
     parser.add_argument("--schema", action="store_true", help="print the JSON schema that editors check YAML files by")
 
 
@@ -38,44 +55,94 @@ def json_schema() -> dict[str, object]:
 
 def explanation(name: str) -> str:
     """The text on a name: all sections without a name; otherwise the settings of a section, or those of a name, of
-    another trainer's name, or of a part of a name.
+    another trainer's name, or of a part of a name; or a metric.
 
-    Raises ConfigError where there are none.
+    Raises ConfigError for an unknown name.
     """
     known = sections()
-    name = name.removeprefix("--").replace("-", "_")
+    name = name.removeprefix("--")
     if not name:
         rows = [", ".join(section.places) + (f": {section.about}" if section.about else "") for section in known]
-        return "\n".join([*rows, "", "megappo settings SECTION lists those of a section, NAME those of such a name"])
+        return "\n".join([*rows, "", _USAGE])
+    if "/" in name:
+        return _metric(name)
+    name = name.lstrip("+").replace("-", "_").partition("=")[0]
     settings = {f"{place}.{setting.name}": setting for s in known for place in s.places for setting in s.settings}
-    found = [key for key in settings if key.rpartition(".")[0] == name] or [
+    own = [key for key in settings if key.rpartition(".")[0] == name] or [
         key for key in settings if key == name or key.endswith(f".{name}")
     ]
-    if found:
-        return _all_told(found, settings)
-    section, _, last = name.rpartition(".")
-    other = counterpart(tuple(section.split(".")), last)
+    *section, last = name.split(".")
+    other = counterpart(section, last) if name not in settings and find_field(tuple(name.split("."))) is None else None
+    if own and (other is None or {*other.keys} <= {*own}):
+        return _texts(own, settings)
+    if other is not None and other.keys:
+        keys = dict.fromkeys((*own, *other.keys)) if "." not in name else other.keys
+        return _texts([*keys], settings, _heading(name, other))
     if other is not None:
-        note = f": {other.note}" if other.note else ""
-        if not other.keys:
-            return f"there is no setting '{name}'{note}"
-        return _all_told(other.keys, settings, f"'{name}' is what others call it{note}")
-    if found := [key for key in settings if name in key]:
-        return _all_told(found, settings)
-    if found := [key for key, setting in settings.items() if f"`{last}`" in setting.value + setting.meaning]:
-        return _all_told(found, settings, f"'{last}' is a value of {first_of(found, _MOST_NAMED)}")
-    if found := [key for key in settings if key.rpartition(".")[2] == last]:
-        return _all_told(found, settings, f"there is no setting '{name}', but")
-    near = nearest_word(last, sorted({key.rpartition(".")[2] for key in settings}), cutoff=_ALIKE)
+        return f"there is no setting '{name}': {other.note}"
+    return _similar(name, settings)
+
+
+def _heading(name: str, other: Counterpart) -> str:
+    whose = " and ".join(other.trainers) or "other trainers"
+    return f"'{name}' is a setting of {whose}" + (f" ({other.note})" if other.note else "") + "; here:"
+
+
+def _similar(name: str, settings: Mapping[str, SettingFacts]) -> str:
+    """The text on a part of a name, on a value, or on the last part of an unknown name.
+
+    Raises ConfigError for an unknown name.
+    """
+    last = name.rpartition(".")[2]
+    begins = re.compile(rf"(^|[._]){re.escape(name)}")
+    if len(name) >= _SHORTEST_PART and (found := [key for key in settings if begins.search(key)]):
+        return _texts(found, settings)
+    if "." not in name:
+        if found := [key for key, setting in settings.items() if f"`{name}`" in setting.value + setting.meaning]:
+            return _texts(found, settings, f"'{name}' is a value of {first_of(found, _MOST_NAMED)}")
+        if metrics := [metric for metric in _metrics() if metric.rpartition("/")[2] == name]:
+            return "\n".join(_metric(metric) for metric in metrics)
+    found = [key for key in settings if key.rpartition(".")[2] == last]
+    shared = {key: len({*key.split(".")[:-1]} & {*name.split(".")[:-1]}) for key in found}
+    if found := [key for key in found if shared[key] == max(shared.values()) > 0]:
+        return _texts(found, settings, f"there is no setting '{name}', but")
+    near = misspelt_word(last, sorted({key.rpartition(".")[2] for key in settings}), SHORTEST)
     hint = f"the nearest is '{near}'" if near else "`megappo settings` lists all sections"
     raise ConfigError(f"no setting has '{name}' in its name; {hint}")
 
 
-def _all_told(keys: Sequence[str], settings: Mapping[str, SettingFacts], *before: str) -> str:
-    return "\n".join([*before, *(_told(key, settings.get(key)) for key in keys)])
+def _metrics() -> Mapping[str, MetricDoc]:
+    from megappo.observe.metric_docs import METRICS  # with all metrics, which other names do not need
+
+    return METRICS
 
 
-def _told(key: str, setting: SettingFacts | None) -> str:
+def _metric(name: str) -> str:
+    """The text on a metric: its unit, its meaning and its value in a run that goes well.
+
+    Raises ConfigError for an unknown metric.
+    """
+    from megappo.observe.metric_docs import documented
+
+    metrics = _metrics()
+    key = documented(name)
+    if key is None:
+        group = name.partition("/")[0]
+        near = nearest_words(name, metrics, _MOST_NAMED, cutoff=_ALIKE)
+        near = near or [metric for metric in metrics if metric.startswith(f"{group}/")]
+        hint = f"there are {', '.join(near)}" if near else "megappo/observe/README.md lists all metrics"
+        raise ConfigError(f"there is no metric '{name}'; {hint}")
+    about = metrics[key]
+    meaning = f"{about.meaning} Healthy: {about.healthy}."
+    wrapped = textwrap.fill(meaning, _WIDTH, initial_indent="    ", subsequent_indent="    ")
+    return f"{name} (metric; {about.unit})\n{wrapped}"
+
+
+def _texts(keys: Sequence[str], settings: Mapping[str, SettingFacts], *before: str) -> str:
+    return "\n".join([*before, *(_text(key, settings.get(key)) for key in keys)])
+
+
+def _text(key: str, setting: SettingFacts | None) -> str:
     """A setting with its meaning. None: a section of the top level, or a setting of an entry that the user names."""
     if setting is None:
         field = find_field(tuple(key.split(".")))

@@ -13,7 +13,9 @@ from pydantic.fields import FieldInfo
 from pydantic_core import ErrorDetails
 
 from megappo.config.base import Settings
-from megappo.config.other_names import Counterpart, counterpart
+from megappo.config.foreign.answers import Counterpart
+from megappo.config.misspelt import SHORTEST, misspelt_word
+from megappo.config.other_names import counterpart, is_dotted_name
 from megappo.config.schema import Config
 from megappo.config.section_examples import Example, as_overrides, in_yaml, is_nullable, section_example
 from megappo.errors import ALIKE, either, nearest_word, shortened, show
@@ -138,8 +140,10 @@ def likely_keys(section: Key, name: str, value: JSONValue) -> list[Key]:
     siblings = names_in(section)
     other = _counterpart(section, name)
     if other is not None:
-        return [key for key in map(_parted, other.keys) if _takes(key, value)]
-    close = nearest_word(name, siblings, cutoff=0.6)
+        keys = [_parted(key) for key in other.keys]
+        is_taken = any(_takes(key, value) for key in keys)
+        return [key for key in keys if is_taken and (_takes(key, value) or _is_section(key))]
+    close = misspelt_word(name, siblings)
     if close is not None and nearest_word(name, [close], cutoff=0.8):
         return [(*section, close)]
     akin = (*_AKIN.get(section, ()), _NAMES_AKIN.get(name, name))
@@ -148,20 +152,31 @@ def likely_keys(section: Key, name: str, value: JSONValue) -> list[Key]:
     same_name = [key for key in all_keys() if key[-1] == name and _takes(key, value)] or [
         key for key in _keys_of_entries() if key[-1] == name and _takes(key, value)
     ]
+    same_name = [key for key in same_name if not section or _is_plausible(key, section)]
     if same_name:
         nearness = {key: (_shared_prefix(key, section), -len(key)) for key in same_name}
         return [key for key in same_name if nearness[key] == max(nearness.values())][:3]
     if close is not None and _takes((*section, close), value):
         return [(*section, close)]
-    elsewhere = nearest_word(name, sorted({key[-1] for key in all_keys()}), cutoff=0.75)
+    elsewhere = misspelt_word(name, sorted({key[-1] for key in all_keys()}), SHORTEST)
     return [key for key in all_keys() if key[-1] == elsewhere and _takes(key, value)][:3]
+
+
+def _is_section(key: Key) -> bool:
+    """Whether a key is a section, or a mapping of the user's names to sections."""
+    field = find_field(key)
+    return field is not None and (section_of(field) is not None or entries_of(field) is not None)
+
+
+def _is_plausible(key: Key, section: Key) -> bool:
+    """Whether a setting of the same name may be meant in `section`: a single word deep in another section, such as
+    `reward.judge.prompt`, has nothing to do with it."""
+    return len(key) <= 2 or "_" in key[-1] or bool({*key[:-1]} & {*section})
 
 
 def _takes(key: Key, value: JSONValue) -> bool:
     """Whether a setting takes values of this kind; bounds are checked elsewhere."""
-    field = find_field(key)
-    assert field is not None
-    if section_of(field) is not None or entries_of(field) is not None:
+    if _is_section(key):
         return isinstance(value, Mapping)
     try:
         _adapter(key).validate_python(value)
@@ -199,8 +214,13 @@ def unknown_key(section: Key, name: str, value: JSONValue) -> str:
 def _counterpart(section: Key, name: str) -> Counterpart | None:
     """Our settings for another trainer's name, unless the name is more likely a misspelt one of this section."""
     other = counterpart(section, name)
-    is_here = other is not None and any(_parted(key)[:-1] == section for key in other.keys)
-    return other if is_here or not nearest_word(name, names_in(section), cutoff=_MISSPELT) else None
+    if other is None or is_dotted_name((*section, name)):
+        return other
+    here = tuple(key for key in other.keys if _parted(key)[:-1] == section)
+    if here:
+        return other if here == other.keys else Counterpart(here)
+    slip = nearest_word(name, names_in(section), cutoff=_MISSPELT)
+    return None if slip is not None and abs(len(slip) - len(name)) <= 1 else other
 
 
 def _parted(key: str) -> Key:
@@ -237,16 +257,15 @@ def unknown_keys(key: Key, value: JSONValue) -> list[str]:
 
 
 def _others_settings(key: Key, value: JSONValue) -> Iterator[tuple[Key, JSONValue]]:
-    """An unknown key; where it is a section that is none of ours and has a setting of another trainer's name, all
-    settings in it."""
+    """An unknown key; if it is a section of another trainer, all settings in it instead."""
+    leaves = list(itertools.islice(_leaves(key, value), _MOST_SENTENCES)) if isinstance(value, Mapping) else []
+    if any(is_dotted_name(leaf) for leaf, _ in leaves):
+        yield from leaves
+        return
     other = _counterpart(key[:-1], key[-1])
     is_one_of_ours = len(other.keys) == 1 if other is not None else bool(likely_keys(key[:-1], key[-1], value))
-    leaves = (
-        list(itertools.islice(_leaves(key, value), _MOST_SENTENCES))
-        if isinstance(value, Mapping) and not is_one_of_ours
-        else []
-    )
-    yield from leaves if any(counterpart(leaf[:-1], leaf[-1]) for leaf, _ in leaves) else [(key, value)]
+    has_answers = not is_one_of_ours and any(counterpart(leaf[:-1], leaf[-1]) for leaf, _ in leaves)
+    yield from leaves if has_answers else [(key, value)]
 
 
 def _leaves(key: Key, value: JSONValue) -> Iterator[tuple[Key, JSONValue]]:

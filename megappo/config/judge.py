@@ -97,7 +97,7 @@ class JudgeSettings(Settings):
     the field out, and the server's default applies."""
     max_tokens: PositiveInt | None = 512
     """Longest text of the judge, thoughts included, in tokens; null: requests leave the field out."""
-    extra_body: dict[str, Any] = Field(default_factory=dict)
+    extra_body: dict[str, Any] | None = None
     """Further fields of each request, such as `{max_completion_tokens: 2048}` or `{chat_template_kwargs:
     {enable_thinking: false}}`."""
     concurrency: Annotated[int, Field(gt=0, le=4096)] = 256
@@ -117,7 +117,7 @@ class JudgeSettings(Settings):
     def sampling(self) -> dict[str, Any]:
         """Fields of a request besides the model and the prompt."""
         given = {"temperature": self.temperature, "max_tokens": self.max_tokens}
-        return {name: value for name, value in given.items() if value is not None} | self.extra_body
+        return {name: value for name, value in given.items() if value is not None} | (self.extra_body or {})
 
     @property
     def template(self) -> Template:
@@ -180,7 +180,7 @@ class JudgeSettings(Settings):
             json.dumps(self.extra_body, allow_nan=False)
         except (TypeError, ValueError) as error:
             yield f"extra_body is no JSON ({error}); give plain numbers, texts, lists and mappings"
-        for name in self.extra_body:
+        for name in self.extra_body or ():
             if remedy := _OWN_FIELDS.get(name):
                 yield f"extra_body has {name}; {remedy}"
 

@@ -63,7 +63,11 @@ def read_architecture(
         if text in families:
             remedy = f"save its language model, a {text}, with transformers' AutoModelForCausalLM, and use that"
         raise ConfigError(f"{key} '{folder}': {wrong}; {remedy}")
-    hf_config = _hf_config(folder, content, trust_remote_code, key)
+    try:
+        check_rope_numbers(content)  # before transformers, whose errors name no field
+    except ValueError as error:
+        raise ConfigError(f"{key} '{path}': {error}") from error
+    hf_config = _hf_config(folder, trust_remote_code, key)
     try:
         return architecture(hf_config.text_config if is_inner else hf_config, families)
     except ValueError as error:
@@ -97,11 +101,10 @@ def read_config_json(folder: Path, *, key: str = "model.path") -> dict[str, Any]
         raise ConfigError(f"{key}: {error}") from None
 
 
-def _hf_config(folder: Path, content: Mapping[str, Any], trust_remote_code: bool, key: str) -> PretrainedConfig:
+def _hf_config(folder: Path, trust_remote_code: bool, key: str) -> PretrainedConfig:
     from transformers import AutoConfig
 
     try:
-        check_rope_numbers(content)
         if trust_remote_code:  # code in other files of the folder takes part, so the result is not cached
             hf_config: PretrainedConfig = AutoConfig.from_pretrained(folder, trust_remote_code=True)
             return hf_config

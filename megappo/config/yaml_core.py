@@ -181,13 +181,17 @@ def parse_value(text: str, where: str) -> Any:
     after a list, a mapping or a quoted text.
     """
     line = text.strip()
-    if len(line) > LONGEST_TEXT_CHARACTERS or len(line.splitlines()) != 1:
+    if not line or len(line) > LONGEST_TEXT_CHARACTERS:
         return parse_yaml(text, where)
     try:
         tokens = [token for token in yaml.scan(line, Loader=yaml.SafeLoader) if isinstance(token, _TOKENS_OF_VALUES)]
     except (yaml.YAMLError, ValueError, OverflowError):
         return parse_yaml(text, where)  # which raises, with the place
-    if all(isinstance(token, yaml.ScalarToken) and token.plain for token in tokens) and len(tokens) < 2:
+    is_text = all(isinstance(token, yaml.ScalarToken) and token.style in (None, "|", ">") for token in tokens)
+    if len(line.splitlines()) > 1:  # as from a file, but text that a comment would cut is one value
+        is_cut = is_text and len(tokens) == 1 and tokens[0].plain and line.count("#") > tokens[0].value.count("#")
+        return line if is_cut else parse_yaml(text, where)
+    if is_text and len(tokens) < 2:
         return parse_yaml(text, where) if tokens and tokens[0].value == line else line
     comment = line[tokens[-1].end_mark.index :].strip()
     if comment.startswith("#"):

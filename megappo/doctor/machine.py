@@ -15,6 +15,7 @@ from megappo.doctor.findings import Finding, broken, fine, slow
 from megappo.runtime.holder import NAME
 from megappo.runtime.launchers import Ranks
 from megappo.runtime.lock import has_locks
+from megappo.runtime.memory_limits import memory_limit
 
 SHARED_MEMORY = Path("/dev/shm")
 # Docker gives a container 64 MB of it without --shm-size, too little for buffers of NCCL and engines.
@@ -51,25 +52,17 @@ def processors(local_ranks: int, config: Config | None) -> Finding:
 
 
 def memory(local_ranks: int) -> Finding:
-    """Memory that is free, of the machine or of the container."""
+    """Memory that is free, of the machine or within the limits of control groups (SLURM, containers)."""
     import psutil
 
-    available = min(float(psutil.virtual_memory().available), _container_free_bytes())
+    limit = memory_limit()
+    available = min(float(psutil.virtual_memory().available), limit.free_bytes)
     words = f"{available / 1e9:.0f} GB free for {local_ranks} rank{'s' if local_ranks > 1 else ''}"
+    if limit.total_bytes < psutil.virtual_memory().total:
+        words += f", within a limit of {limit.total_bytes / 1e9:.3g} GB (SLURM's --mem, or a container's)"
     if available < _MEMORY_BYTES * local_ranks:
         return slow("memory", words, f"free some: a rank takes {_MEMORY_BYTES / 1e9:g} GB before it loads a model")
     return fine("memory", words)
-
-
-def _container_free_bytes() -> float:
-    """Bytes that the control group of this process leaves it; infinite without a limit."""
-    folder = Path("/sys/fs/cgroup")
-    try:
-        limit = (folder / "memory.max").read_text().strip()
-        used = float((folder / "memory.current").read_text())
-    except (OSError, ValueError):  # not in a control group of its own, or the older kind
-        return float("inf")
-    return float("inf") if limit == "max" else float(limit) - used
 
 
 def shared_memory(folder: Path) -> Finding:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -26,6 +25,7 @@ _NUMBERS = {
 }
 """Numbers that transformers reads for each rope type (`modeling_rope_utils`); it refuses ropes without the necessary
 ones."""
+_LARGEST = 1e300
 _TOP_LEVEL = (*_PLAIN, "rope_local_base_freq", "original_max_position_embeddings")
 """Numbers of ropes that stand outside of them, in files of earlier versions of transformers."""
 _NULLABLE = {"yarn": ("factor", *_YARN_OPTIONAL)}
@@ -60,7 +60,8 @@ def check_rope_numbers(content: Mapping[str, Any]) -> None:
     if isinstance(inner, Mapping):
         check_rope_numbers(inner)
     for name in _TOP_LEVEL:
-        if content.get(name) is not None:  # with null, transformers has a default
+        is_read = name == "rope_theta" and not isinstance(content.get("rope_parameters"), Mapping)
+        if content.get(name) is not None or (name in content and is_read):
             _check_number(name, content[name], "of config.json", "in any rope")
     for field in ("rope_parameters", "rope_scaling"):
         ropes = content.get(field)
@@ -71,7 +72,7 @@ def check_rope_numbers(content: Mapping[str, Any]) -> None:
 
 
 def _check_rope(rope: Mapping[str, Any], field: str) -> None:
-    kind = rope.get("rope_type", rope.get("type"))
+    kind = rope.get("rope_type", rope.get("type", "default"))
     names = _NUMBERS.get(kind, ()) if isinstance(kind, str) else ()
     for name in names:
         if name in rope and not (rope[name] is None and name in _NULLABLE.get(kind, ())):
@@ -82,7 +83,7 @@ def _check_rope(rope: Mapping[str, Any], field: str) -> None:
 
 
 def _check_number(name: str, value: Any, place: str, reader: str) -> None:
-    is_number = isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+    is_number = isinstance(value, int | float) and not isinstance(value, bool) and -_LARGEST < value < _LARGEST
     least, words = _LEAST.get(name, (0.0, "a number above 0"))
     if not is_number or value < least or (value == least and name not in _ZEROS):
         raise ValueError(f"{name} {place} is {show(value)}, must be {words} {reader}; fix config.json")

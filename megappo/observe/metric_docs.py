@@ -125,7 +125,10 @@ METRICS: dict[str, MetricDoc] = {
     "reward/min": MetricDoc("score", "Lowest score.", "within the range of the reward function"),
     "reward/max": MetricDoc("score", "Highest score.", "above the mean until the task is solved"),
     "reward/failures": MetricDoc(
-        "fraction", "Rewards that failed and got `reward.failure_score`, time-outs included.", "0"
+        "fraction",
+        "Rewards that failed and got `reward.failure_score`, time-outs included; with `rollout.load_from`, those of "
+        "the saved samples.",
+        "0",
     ),
     "reward/timeouts": MetricDoc("fraction", "Rewards that passed `reward.timeout_seconds`.", "0"),
     "reward/NAME": MetricDoc(
@@ -166,13 +169,27 @@ METRICS: dict[str, MetricDoc] = {
     "group/filled": MetricDoc("fraction", "Of the step's prompts, those kept though their rewards are equal.", "0"),
     "advantage/mean": MetricDoc("score", "Mean advantage per token, after whitening.", "near 0"),
     "advantage/std": MetricDoc("score", "Spread of the advantages, after whitening.", "near 1 where whitened"),
+    "advantage/std_raw": MetricDoc(
+        "score",
+        "Spread of the advantages per token before whitening; equal to `advantage/std` without whitening.",
+        "steady; where it falls towards 0, whitening amplifies noise",
+    ),
     "return/mean": MetricDoc(
         "score", "Mean return per token: what the critic learns to predict.", "follows reward/mean"
+    ),
+    "critic/value_mean": MetricDoc(
+        "score", "Mean value per token, before the step's first update.", "near return/mean"
+    ),
+    "critic/explained_variance": MetricDoc(
+        "1",
+        "1 - Var(return - value) / Var(return) over the step's tokens, with values from before the step's first update "
+        "and returns of lambda 1 (discounted sums of rewards). Absent if all returns are equal.",
+        "rises from 0 towards 1",
     ),
     **_of_updates("critic", VALUE_METRICS),
     "critic/held_out_explained_variance": MetricDoc(
         "1",
-        "The same after the step's updates, of samples that value pretraining holds out, and of returns as they came.",
+        "Explained variance on the samples that value pretraining holds out, after the step's updates.",
         "rises towards 1; above 0.5 the critic is ready",
     ),
     "critic/grad_norm": MetricDoc("1", "Mean L2 norm of the critic's gradient before clipping.", "steady; no jumps"),
@@ -196,11 +213,13 @@ METRICS: dict[str, MetricDoc] = {
     ),
     "kl/mean": MetricDoc(
         "nats per token",
-        "KL to the reference before the updates.",
+        "KL to the reference before the updates, by `kl_in_reward.kind`, or k1 without `kl_in_reward`.",
         "rises slowly; near `algorithm.kl_in_reward.target` where adaptive",
     ),
     "kl/per_response": MetricDoc(
-        "nats per response", "The same summed over a response.", "near that target with `per: response`"
+        "nats per response",
+        "The same summed over a response, mean over responses that are scored.",
+        "near that target with `per: response`",
     ),
     "kl/coef": MetricDoc("1", "Weight of the KL in the reward.", "settles where adaptive"),
     "response/length": MetricDoc("tokens", "Mean length of a response.", "well below `rollout.max_response_tokens`"),
@@ -281,10 +300,16 @@ METRICS: dict[str, MetricDoc] = {
         "Tokens, in each layer, whose experts are the engine's (`algorithm.router_replay`).",
         "all but one token of each sample",
     ),
-    "correction/weight_mean": MetricDoc("1", "Mean importance weight for the engine's gap.", "near 1"),
-    "correction/truncated": MetricDoc("fraction", "Tokens with a weight at `algorithm.correction.cap`.", "below 0.01"),
+    "correction/weight_mean": MetricDoc(
+        "1", "Mean importance weight for the engine's gap, over all tokens, rejected ones included.", "near 1"
+    ),
+    "correction/truncated": MetricDoc(
+        "fraction", "Tokens with a weight at `algorithm.correction.cap`, rejected ones included.", "below 0.01"
+    ),
     "correction/rejected": MetricDoc(
-        "fraction", "Tokens left out by `algorithm.correction.reject_above`.", "below 0.01"
+        "fraction",
+        "Tokens left out by `algorithm.correction.reject_above` or `algorithm.correction.reject_below`.",
+        "below 0.01",
     ),
     "sync/seconds": MetricDoc(
         "seconds",

@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable
 
 from megappo.plan.machines import Machine
+from megappo.runtime.memory_limits import memory_limit
 
 HERE = "here"
 """Name of the measured machine for `--machine`."""
@@ -21,7 +22,7 @@ def measure_here() -> Machine:
     import psutil
     import torch
 
-    cores, total = len(os.sched_getaffinity(0)), float(psutil.virtual_memory().total)
+    cores, total = len(os.sched_getaffinity(0)), min(float(psutil.virtual_memory().total), memory_limit().total_bytes)
     threads = torch.get_num_threads()
     torch.set_num_threads(cores)
     rates = {}

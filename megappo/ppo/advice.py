@@ -24,10 +24,12 @@ ADVICE = {
     "masked": "More than a fifth of the tokens lie outside the policy loss's band and are left out, as the policy is "
     "far from the one that sampled them: lower rollout.ahead, actor.epochs or actor.optimizer.learning_rate, or widen "
     "algorithm.band.",
-    "explained_variance": "The critic has long predicted returns worse than their mean would, so advantages are noise: "
+    "explained_variance": "For ten steps the critic has predicted the returns of new samples worse than their mean "
+    "would, so advantages are noise: "
     "raise critic.optimizer.learning_rate or critic.epochs, or give it a head start with critic.warmup_steps.",
-    "critic_overshoots": "The critic's values have long been spread wider than the returns that they are to predict, "
-    "as updates that are too large leave them: lower critic.optimizer.learning_rate, or scale returns by reward.scale.",
+    "critic_overshoots": "For ten steps the critic's values have varied more than the returns that they predict, "
+    "within steps or from step to step, so its updates are too large: lower critic.optimizer.learning_rate, or scale "
+    "returns by reward.scale.",
     "kl_target": "KL to the reference has been above its target for many steps, so the policy drifts: "
     "lower actor.optimizer.learning_rate, or algorithm.kl_in_reward.horizon to let the weight rise faster.",
     "entropy": "Entropy fell below a tenth of what it was, so the policy hardly explores any more: "
@@ -135,6 +137,8 @@ class Advisor:
         self._streaks: dict[str, int] = defaultdict(int)
         self._last_said: dict[str, int] = {}
         self._first_entropies: list[float] = []
+        self._value_bias = math.nan
+        """Mean value less mean return of the last step."""
 
     def observe(self, step: int, metrics: Mapping[str, float]) -> list[str]:
         """Sentences that this step's metrics call for."""
@@ -157,7 +161,8 @@ class Advisor:
 
         explained = value("critic/explained_variance")
         at_total = value("response/position_limit") > 0.5
-        overshoots = self._lasting("critic_overshoots", explained < _OVERSHOT)
+        swings = not is_equal and self._swing_of_values(metrics) > value("reward/std")
+        overshoots = self._lasting("critic_overshoots", explained < _OVERSHOT or swings)
 
         of_estimator = _own_estimator_fails(self._algorithm, metrics)
         of_loss = is_import_path(self._algorithm.policy_loss) and math.isfinite(value("actor/ppo_kl"))
@@ -184,6 +189,13 @@ class Advisor:
             "entropy": self._entropy_fell(value("actor/entropy")),
         }
         return [name for name, holds in found.items() if holds]
+
+    def _swing_of_values(self, metrics: Mapping[str, float]) -> float:
+        """Change of the critic's mean error since the last step. Updates that are too large move all values together,
+        which explained variance does not show."""
+        before = self._value_bias
+        self._value_bias = metrics.get("critic/value_mean", math.nan) - metrics.get("return/mean", math.nan)
+        return abs(self._value_bias - before)
 
     def _lasting(self, name: str, holds: bool) -> bool:
         self._streaks[name] = self._streaks[name] + 1 if holds else 0

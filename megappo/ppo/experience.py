@@ -5,7 +5,6 @@ Works on this rank's own samples; only statistics are exchanged. B samples of th
 
 from __future__ import annotations
 
-import math
 from functools import partial
 
 import torch
@@ -14,8 +13,10 @@ from torch import Tensor
 
 from megappo.algo.controllers import AdaptiveKLController, FixedKLController
 from megappo.algo.correction import importance_weights
+from megappo.algo.groups import Groups
 from megappo.algo.kl import apply_kl_to_rewards, on_last_tokens
 from megappo.config.algorithm import AlgorithmSettings
+from megappo.ppo.critic_gauges import critic_metrics, tally_values
 from megappo.ppo.methods import find_estimator, lambdas
 from megappo.runtime.tally import Tally
 from megappo.types import Experience, Rollouts, Scored
@@ -40,22 +41,16 @@ def turn_ends(rollouts: Rollouts) -> Tensor:
     return ends_BR
 
 
-def returns_to_go(rewards_BR: Tensor, rollouts: Rollouts, algorithm: AlgorithmSettings) -> Tensor:
-    """(B, R): the discounted sum of the rewards from each response token on (lambda 1, no values)."""
-    borders = turn_ends(rollouts) if algorithm.discount_at == "turn" else None
-    mask_BR = rollouts.response_mask_BR
-    values_BR = torch.zeros_like(rewards_BR)
-    return gae(rewards_BR, values_BR, mask_BR, gamma=algorithm.gamma, lam=1.0, borders=borders)[1]
+def groups_differ_G(rewards: Tensor, group_ids_B: Tensor) -> Tensor:
+    """(G,) bool: whether the rewards of a group's samples differ by more than rounding.
 
-
-def groups_differ_G(total_rewards_B: Tensor, group_ids_B: Tensor) -> Tensor:
-    """(G,) bool: whether the rewards of a group's samples differ. Failed episodes, which have negative group ids, are
-    in no group."""
+    `rewards`: (B,), or (B, N) parts of a sample's reward. Failed episodes, which have negative group ids, are in no
+    group.
+    """
     whole_B = group_ids_B >= 0
+    differ_B = Groups.of(rewards[whole_B], group_ids_B[whole_B]).differ_B
     ids_G, group_B = group_ids_B[whole_B].unique(return_inverse=True)
-    lowest_G = torch.full(ids_G.shape, math.inf).scatter_reduce(0, group_B, total_rewards_B[whole_B], "amin")
-    highest_G = torch.full(ids_G.shape, -math.inf).scatter_reduce(0, group_B, total_rewards_B[whole_B], "amax")
-    return highest_G > lowest_G
+    return torch.zeros(len(ids_G), dtype=torch.bool).scatter(0, group_B, differ_B)
 
 
 class ExperienceMaker:
@@ -84,7 +79,6 @@ class ExperienceMaker:
         tally, mask_BR, kl_BR = Tally(), scored.rollouts.response_mask_BR, None
         if rewards_BR is None:
             rewards_BR, kl_BR = self._rewards(scored, tally)
-        borders_BR = turn_ends(scored.rollouts) if self._algorithm.discount_at == "turn" else None
         advantages_BR, returns_BR = self._estimator(
             rewards=rewards_BR,
             values=scored.values_BR,
@@ -92,22 +86,23 @@ class ExperienceMaker:
             group_ids=scored.rollouts.group_ids_B,
             gamma=self._algorithm.gamma,
             **lambdas(self._algorithm, mask_BR),
-            gae=partial(self._gae, borders=borders_BR),
+            gae=partial(self._gae, borders=self._borders(scored.rollouts)),
         )
+        tally.mean_and_std("raw", advantages_BR, mask_BR)
         if self._algorithm.whiten_advantages and self._estimator.whitens:
             advantages_BR = masked_whiten(advantages_BR, mask_BR, self._global_stats(advantages_BR, mask_BR))
         weights_BR, loss_mask_BR = self._correction(scored, tally)
-        loss_mask_BR = loss_mask_BR & trained_tokens(scored.rollouts, self._algorithm)
+        trained_BR = trained_tokens(scored.rollouts, self._algorithm)
+        loss_mask_BR = loss_mask_BR & trained_BR
         tally.mean_and_std("advantage", advantages_BR, mask_BR)
         tally.mean("return/mean", returns_BR, mask_BR)
-        total_rewards_B = scored.rollouts.total_rewards_B(scored.scores_B)
-        scored_B = scored.rollouts.scored_B
-        tally.mean_and_std("reward", total_rewards_B, scored_B)
-        if self._estimator.compares_samples:
-            tally.mean("reward/group_spread", groups_differ_G(total_rewards_B, scored.rollouts.group_ids_B))
-        tally.maximum("reward/max", total_rewards_B, scored_B)
-        tally.minimum("reward/min", total_rewards_B, scored_B)
-        numbers = tally.reduce(self._device)
+        if scored.values_BR is not None:
+            tally_values(tally, scored.values_BR, self.returns_to_go(rewards_BR, scored.rollouts), trained_BR)
+        self._tally_rewards(scored, tally)
+        numbers = critic_metrics(tally.reduce(self._device))
+        if "raw/std" in numbers:
+            del numbers["raw/mean"]
+            numbers["advantage/std_raw"] = numbers.pop("raw/std")
         if "kl/mean" in numbers:
             numbers["kl/coef"] = self.kl_controller.value
             settings = self._algorithm.kl_in_reward
@@ -115,6 +110,24 @@ class ExperienceMaker:
             self.kl_controller.update(numbers["kl/per_response" if per_response else "kl/mean"], step_sequences)
         experience = Experience(scored, advantages_BR, returns_BR, weights_BR, loss_mask_BR, rewards_BR, kl_BR)
         return experience, numbers
+
+    def returns_to_go(self, rewards_BR: Tensor, rollouts: Rollouts) -> Tensor:
+        """(B, R): the discounted sum of the rewards from each response token on (lambda 1, no values)."""
+        nothing_BR, mask_BR = torch.zeros_like(rewards_BR), rollouts.response_mask_BR
+        borders_BR, gamma = self._borders(rollouts), self._algorithm.gamma
+        return self._gae(rewards_BR, nothing_BR, mask_BR, gamma=gamma, lam=1.0, borders=borders_BR)[1]
+
+    def _borders(self, rollouts: Rollouts) -> Tensor | None:
+        return turn_ends(rollouts) if self._algorithm.discount_at == "turn" else None
+
+    def _tally_rewards(self, scored: Scored, tally: Tally) -> None:
+        total_rewards_B, scored_B = scored.rollouts.total_rewards_B(scored.scores_B), scored.rollouts.scored_B
+        tally.mean_and_std("reward", total_rewards_B, scored_B)
+        if self._estimator.compares_samples:
+            parts_BN = scored.rollouts.reward_parts_BN(scored.scores_B)
+            tally.mean("reward/group_spread", groups_differ_G(parts_BN, scored.rollouts.group_ids_B))
+        tally.maximum("reward/max", total_rewards_B, scored_B)
+        tally.minimum("reward/min", total_rewards_B, scored_B)
 
     def _rewards(self, scored: Scored, tally: Tally) -> tuple[Tensor, Tensor | None]:
         """Token rewards (B, R), and the KL per token where there is a reference.
@@ -138,10 +151,10 @@ class ExperienceMaker:
 
     def _gae(
         self,
-        *,
         rewards: Tensor,
         values: Tensor,
         mask: Tensor,
+        *,
         gamma: float,
         lam: float | Tensor,
         borders: Tensor | None,

@@ -16,13 +16,15 @@ from megappo.config.rules.experience import SavedStep, held_out, saved_steps
 from megappo.megatron.placed import announce, place
 from megappo.megatron.roles import Role
 from megappo.ppo.components import RunComponents
-from megappo.ppo.experience import returns_to_go, trained_tokens
+from megappo.ppo.critic_gauges import critic_metrics, tally_values
+from megappo.ppo.experience import trained_tokens
 from megappo.ppo.experience_files import SavedSamples
 from megappo.ppo.measures import balance_metrics, routing_metrics
 from megappo.ppo.sampling import sample_seed, share_of_rank
 from megappo.ppo.saved import LoadedSteps, check_tokens, joined_samples, read_some
 from megappo.ppo.selection import renumbered
 from megappo.ppo.trainer import PlacedStep, Trainer
+from megappo.rewards.workers import TIMED_OUT
 from megappo.runtime.objects import agreed
 from megappo.runtime.tally import Tally
 from megappo.types import Experience, Rollouts, Scored
@@ -39,6 +41,18 @@ def trainer_of(parts: RunComponents, *given: Any) -> Trainer:
     return (Trainer if parts.config.rollout.load_from is None else LoadedTrainer)(parts, *given)
 
 
+def failure_metrics(rollouts: Rollouts, device: torch.device) -> dict[str, float]:
+    """`reward/failures` and `reward/timeouts` of saved samples over all ranks, from the reasons that were saved.
+
+    The reason of one of several reward functions begins with its name and a colon.
+    """
+    reasons, tally = rollouts.reward_failures or ("",) * len(rollouts.sequences), Tally()
+    late = [reason == TIMED_OUT or reason.partition(": ")[2] == TIMED_OUT for reason in reasons]
+    tally.mean("reward/failures", torch.tensor([bool(reason) for reason in reasons], dtype=torch.bool))
+    tally.mean("reward/timeouts", torch.tensor(late, dtype=torch.bool))
+    return tally.reduce(device)
+
+
 class LoadedTrainer(Trainer):
     """Trains each step on the saved samples of the same step, with their saved scores. Everything else is computed, so
     that an update repeats the saved run's, or shows what other settings make of it."""
@@ -53,6 +67,7 @@ class LoadedTrainer(Trainer):
         """This rank's samples of the step and their scores."""
         assert isinstance(self.responses, LoadedSteps)
         rollouts = self.generate()
+        self.metrics |= failure_metrics(rollouts, self.parts.runtime.device)
         self.release_engine(rollouts)
         self.parts.stop.check()
         return self.shape(rollouts, self.responses.given_B)
@@ -77,6 +92,7 @@ class CriticTrainer(LoadedTrainer):
         with self.reporter.stage("rollout"):
             self._saved = agreed(lambda: self._pool.of_step(self.step))
         scored = self._saved.experience.scored
+        self.metrics |= failure_metrics(scored.rollouts, self.parts.runtime.device)
         self.release_engine(scored.rollouts)
         self.parts.stop.check()
         return scored.rollouts, scored.scores_B
@@ -110,20 +126,17 @@ class CriticTrainer(LoadedTrainer):
         """Does nothing: there is no reference."""
 
     def _explained_variance(self) -> dict[str, float]:
-        """1 - Var(return - value) / Var(return) over the tokens of all ranks' held-out samples. Returns are sums of
-        rewards (lambda 1); empty where all are equal."""
+        """Explained variance over the tokens of all ranks' held-out samples; empty if all returns are equal."""
         experience, runtime = self._held_out.experience, self.parts.runtime
         rollouts, rewards_BR = experience.scored.rollouts, experience.rewards_BR
         assert rewards_BR is not None, "files have them"
         values_BR = place(self._critic, announce(rollouts, runtime.device)).forward()
         self._critic.rest()
-        returns_BR = returns_to_go(rewards_BR, rollouts, self.config.algorithm)
-        mask_BR, tally = trained_tokens(rollouts, self.config.algorithm), Tally()
-        tally.mean_and_std("error", returns_BR - values_BR, mask_BR)
-        tally.mean_and_std("given", returns_BR, mask_BR)
-        found = tally.reduce(runtime.device)
-        spread = found.get("given/std", 0.0)
-        return {EXPLAINED: 1 - (found["error/std"] / spread) ** 2} if spread else {}
+        tally, returns_BR = Tally(), self.experience_maker.returns_to_go(rewards_BR, rollouts)
+        tally_values(tally, values_BR, returns_BR, trained_tokens(rollouts, self.config.algorithm))
+        found = critic_metrics(tally.reduce(runtime.device))
+        name = "critic/explained_variance"
+        return {EXPLAINED: found[name]} if name in found else {}
 
 
 class SavedPool:

@@ -14,6 +14,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
+from megappo.algo.groups import Groups
 from megappo.runtime.objects import all_gather_objects
 from megappo.runtime.tally import Totals
 from megappo.types import Episodes, Experience, Rollouts, Scored
@@ -44,8 +45,10 @@ class Selection:
 
     def add(self, rollouts: Rollouts, scores_B: Tensor, metrics: Totals) -> None:
         """Add this rank's samples of a round, and the metrics of all ranks' rewards; a collective of the world."""
-        rewards = rewards_of_groups(rollouts, scores_B, self.samples_per_prompt)
-        here = {group: len(set(of_group)) > 1 for group, of_group in rewards.items()}
+        group_B, has_failed_B = rollouts.sample_ids_B // self.samples_per_prompt, rollouts.group_ids_B < 0
+        here = dict.fromkeys(group_B.tolist(), False)
+        parts_BN, whole_B = rollouts.reward_parts_BN(scores_B)[~has_failed_B], group_B[~has_failed_B]
+        here |= zip(whole_B.tolist(), Groups.of(parts_BN, whole_B).differ_B.tolist(), strict=True)
         found = {group: differs for part in all_gather_objects(here) for group, differs in part.items()}
         self.rounds.append(_RewardedRound(rollouts, scores_B, metrics, tuple(found[group] for group in sorted(found))))
 

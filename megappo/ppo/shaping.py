@@ -12,6 +12,7 @@ from megappo.algo.overlong import overlong_penalty
 from megappo.config import Config
 from megappo.runtime.tally import Tally
 from megappo.types import Rollouts
+from megappo_kernels.whiten import rounding_of, without_rounding
 
 
 class RewardShaper:
@@ -68,16 +69,20 @@ class RewardShaper:
 
     def _normalized(self, scores_B: Tensor, scored_B: Tensor) -> Tensor:
         """Scores divided by the unbiased running deviation, with `mean_std` after subtracting the running mean, as in
-        TRL and in PPO for games. Equal scores have no deviation and are not divided. Failed episodes do not count."""
+        TRL and in PPO for games. Scores that are equal up to rounding are not divided. Failed episodes do not count."""
         batch = Tally()
         batch.total("count", float(scored_B.sum()))
         batch.mean_and_std("scores", scores_B, scored_B)
         found = batch.reduce(self._device)
         if found["count"]:
             self._add(found["count"], found["scores/mean"], found["scores/std"])
-        mean = self._mean if self._config.reward.normalize == "mean_std" else 0.0
+        mean, std = torch.tensor([self._mean, self._std], dtype=torch.float64)
+        rounding = rounding_of(torch.hypot(mean, std), scores_B.dtype)
         # In float64: scores that are large beside their spread would lose it to the rounding of the mean.
-        return ((scores_B.double() - mean) / (self._std or 1.0)).to(scores_B.dtype)
+        wide_B = scores_B.double()
+        if self._config.reward.normalize == "mean_std":
+            wide_B = without_rounding(wide_B - mean, std, rounding)
+        return (wide_B / std.where(std > rounding, 1.0)).to(scores_B.dtype)
 
     def _add(self, count: float, mean: float, std: float) -> None:
         """Merge a step's statistics into the running ones (Chan et al. 1979)."""

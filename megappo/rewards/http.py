@@ -98,14 +98,14 @@ def raise_reported_error(answer: JSONValue) -> None:
     or ValueError where the error has a status code after which another try cannot succeed."""
     if not isinstance(answer, dict):
         return
-    error = answer if answer.get("object") == "error" else answer.get("error")
+    error = answer if answer.get("object") == "error" else answer.get("error") or answer.get("errors")
     if not error:
         return
     code = error.get("code") if isinstance(error, dict) else answer.get("code")
     status = int(code) if isinstance(code, int | str) and str(code).isdecimal() else 0
     message = error.get("message") if isinstance(error, dict) else error
     shown = shortened(one_line(message if isinstance(message, str) else json.dumps(error)), _BODY_CHARACTERS)
-    if 400 <= status < 600 and status not in TRANSIENT:
+    if 400 <= status < 500 and status not in TRANSIENT:
         raise ValueError(f"answered with error {status}: {shown}")
     raise ConnectionError(f"an answer with an error: {shown}")
 

@@ -30,12 +30,12 @@ _FAILED = ("abort", "error")
 """Values of `finish_reason` of a request that the server gave up, after which another try may succeed."""
 _TEXT_PARTS = ("text", "output_text")
 _THOUGHTS_BEGIN = re.compile(
-    r"\s*(?:<(?:seed:)?(?:think|thinking|thought|thoughts|reasoning)>|\[THINK\]|\u25c1think\u25b7|<\|START_THINKING\|>|"
+    r"(?:<(?:seed:)?(?:think|thinking|thought|thoughts|reasoning|scratchpad)\b[^>]*>|<\|begin_of_thought\|>|\[THINK\]|\u25c1think\u25b7|<\|START_THINKING\|>|"
     r"(?:<\|start\|>assistant)?<\|channel\|>(?:analysis|commentary))",
     re.IGNORECASE,
 )
 _THOUGHTS_END = re.compile(
-    r"</(?:seed:)?(?:think|thinking|thought|thoughts|reasoning)>|\[/THINK\]|\u25c1/think\u25b7|<\|END_THINKING\|>|"
+    r"</(?:seed:)?(?:think|thinking|thought|thoughts|reasoning|scratchpad)>|<\|end_of_thought\|>|\[/THINK\]|\u25c1/think\u25b7|<\|END_THINKING\|>|"
     r"<\|channel\|>final<\|message\|>",
     re.IGNORECASE,
 )
@@ -94,18 +94,18 @@ class Asking:
         raise_reported_error(answer)
         try:
             choice = answer["choices"][0]
-            content = choice["message"]["content"] if self.chat else choice["text"]
-            finish = choice.get("finish_reason")
-            text = _plain_text(content)
+            reason = choice.get("finish_reason")
+            finish = str((reason.get("type") if isinstance(reason, dict) else reason) or "").lower()
+            raise_reported_error(choice)
+            if finish in _FAILED:
+                raise ConnectionError(f"an answer with finish_reason '{finish}'")
+            text = _plain_text(choice["message"]["content"] if self.chat else choice["text"])
         except (KeyError, IndexError, TypeError, AttributeError):
             shown = one_line(str(answer))[:_SHOWN_CHARACTERS]
             raise ValueError(f"answered {shown}, which is no completion") from None
-        raise_reported_error(choice)
-        if finish in _FAILED:
-            raise ConnectionError(f"an answer with finish_reason '{finish}'")
-        if finish is None or str(finish).lower() in _FINISHED:
+        if not finish or finish in _FINISHED:
             return JudgeText(text)
-        remedy = "; raise max_tokens" if str(finish).lower() in _CUT else ""
+        remedy = "; raise max_tokens" if finish in _CUT else ""
         return JudgeText(text, f"the judge did not finish its text (finish_reason '{finish}'){remedy}")
 
 
@@ -114,6 +114,8 @@ def _plain_text(content: Any) -> str:
     thoughts. Parts without a text, such as thoughts, are left out. Raises TypeError for anything else."""
     if content is None or isinstance(content, str):
         return content or ""
+    if isinstance(content, dict):
+        content = [content]
     if not isinstance(content, list):
         raise TypeError("content")
     parts = [part if isinstance(part, str) else _part_text(part) for part in content]
@@ -121,7 +123,7 @@ def _plain_text(content: Any) -> str:
 
 
 def _part_text(part: Any) -> str:
-    text = part.get("text") if part.get("type") in _TEXT_PARTS else ""
+    text = part.get("text") if part.get("type", "text") in _TEXT_PARTS else ""
     if not isinstance(text, str):
         raise TypeError("a part of the content")
     return text
@@ -181,7 +183,7 @@ def _after_thoughts(text: str) -> str | None:
     """The text after the last tag that ends thoughts; None where the text, or the rest of it, is thoughts without an
     end."""
     rest = _THOUGHTS_END.split(text)[-1]
-    return None if _THOUGHTS_BEGIN.match(rest) else rest
+    return None if _THOUGHTS_BEGIN.search(rest) else rest
 
 
 def judge_key(settings: JudgeSettings) -> str:

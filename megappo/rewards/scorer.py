@@ -234,8 +234,13 @@ class RewardScorer:
         if not total.isfinite().all():  # terms beyond float32 may have a sum within it
             exact = sum(weights[name] * result.scores.double() for name, result in found.items())
             total = torch.where(total.isfinite(), total, torch.as_tensor(exact).float())
-        failures = {i: f"{name}: {reason}" for name, result in found.items() for i, reason in result.failures}
         late = {i for result in found.values() for i in result.late}
+        failures = {
+            i: f"{name}: {reason}"
+            for name, result in found.items()
+            for i, reason in result.failures
+            if i not in late or i in result.late  # of several failures, the time-out is the reason that is kept
+        }
         total[[*failures]] = self._settings.failure_score
         summed = self._finite(total, "the weighted sum of reward.functions is")
         return RewardResult(summed.scores, sorted([*failures.items(), *summed.failures]), frozenset(late))

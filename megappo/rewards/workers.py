@@ -39,7 +39,8 @@ _START_SECONDS = 120.0
 _END_SECONDS = 15.0
 _LOOK_SECONDS = 0.5
 _LARGEST_CHUNK, _MOST_WORKERS = 64, 8
-_TIMED_OUT = "ran out of time"
+TIMED_OUT = "ran out of time"
+"""Reason of a failure that passed `reward.timeout_seconds`."""
 _DIED = "ended its worker process"
 _WROTE = "wrote into file descriptors that are not its own"
 _HELD = "held more than twice reward.worker_memory_gigabytes"
@@ -266,7 +267,7 @@ class RewardPool(AbstractContextManager["RewardPool"]):
                 self._replace(worker)  # the call has ended, and nobody reads its answers
         every = [job.scores.get(index, self._settings.failure_score) for index in range(len(requests))]
         scores = torch.tensor(every, dtype=torch.float32)
-        late = frozenset(index for index, reason in job.failures.items() if reason == _TIMED_OUT)
+        late = frozenset(index for index, reason in job.failures.items() if reason == TIMED_OUT)
         return RewardResult(scores, sorted(job.failures.items()), late, tuple(sorted(job.notes.items())))
 
     def _hand_out(self, job: _Job) -> None:
@@ -298,7 +299,7 @@ class RewardPool(AbstractContextManager["RewardPool"]):
             if worker.channel.answers in ready:
                 self._receive(worker, job)
             elif time.monotonic() >= worker.deadline and not worker.speaks:
-                self._lose(worker, job, _TIMED_OUT)
+                self._lose(worker, job, TIMED_OUT)
         if time.monotonic() >= self._look:
             self._look = time.monotonic() + _LOOK_SECONDS
             self._end_the_large(job)

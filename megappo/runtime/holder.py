@@ -42,9 +42,12 @@ class Holder:
         """Whether `reader`, a process that runs now, can tell that this process has ended."""
         if self.job and self.job == reader.job and self.restarts < reader.restarts:
             return True
-        if (self.host, self.place) != (reader.host, reader.place) or not self.place:
+        if self.host != reader.host or not (self.place and reader.place):
             return False
-        return start_ticks(self.process) != self.start_ticks
+        (boot, _, names), (own_boot, _, own_names) = self.place.partition(" "), reader.place.partition(" ")
+        if boot != own_boot:  # the machine was started again since
+            return True
+        return names == own_names and start_ticks(self.process) != self.start_ticks
 
 
 def this_process(environment: Mapping[str, str]) -> Holder:
@@ -117,7 +120,7 @@ def _remove(path: Path, gone: Holder) -> None:
     aside = path.with_name(f"{path.name}.{socket.gethostname()}.{os.getpid()}")
     with suppress(FileNotFoundError):
         os.rename(path, aside)
-        if read(aside) != gone:  # another process has taken the directory since
-            with suppress(FileExistsError):
-                os.link(aside, path)
-        aside.unlink(missing_ok=True)
+        if read(aside) == gone:
+            aside.unlink()
+        elif not path.exists():  # another process has taken the directory since
+            os.rename(aside, path)

@@ -37,16 +37,29 @@ def test_every_setting_is_found_by_its_name(capsys: pytest.CaptureFixture[str]) 
         ("algorithm.gamma", ["algorithm.gamma (number >= 0, <= 1; default 1)"]),
         ("warmup_steps", ["critic.warmup_steps (integer >= 0; default 0)"]),
         ("reward.overlong", ["reward.overlong.buffer_tokens (integer > 0; required)", "default 1)"]),
-        ("lr", ["'lr' is what others call it", "actor.optimizer.learning_rate (", "critic.optimizer.learning_rate ("]),
+        (
+            "lr",
+            [
+                "'lr' is a setting of other trainers; here:",
+                "actor.optimizer.learning_rate (",
+                "critic.optimizer.learning_rate (",
+            ],
+        ),
         ("actor.ppo_mini_batch_size", ["verl counts prompts there", "actor.minibatch_sequences ("]),
-        ("rollout-batch-size", ["'rollout_batch_size' is what others call it", "rollout.prompts_per_step ("]),
-        ("actor_rollout_ref.model.lora_rank", ["is what others call it", "actor.lora.rank ("]),
+        (
+            "rollout-batch-size",
+            ["'rollout_batch_size' is a setting of other trainers; here:", "rollout.prompts_per_step ("],
+        ),
+        ("actor_rollout_ref.model.lora_rank", ["is a setting of verl; here:", "actor.lora.rank ("]),
         ("n_samples_per_eval_prompt", ["data.validation_sets.NAME.samples\n    "]),
         ("low_var_kl", ["'low_var_kl' is a value of algorithm.kl_in_reward.kind, algorithm.kl_in_loss.kind"]),
-        ("data.prompt_key", ["there is no setting 'data.prompt_key', but", "data.train.prompt_key ("]),
+        ("data.answer_key", ["there is no setting 'data.answer_key', but", "data.train.answer_key ("]),
         ("trainer", ["verl's section is four of ours", "run\n    Name, length, seed."]),
-        ("vf_coef", ["there is no setting 'vf_coef': actor and critic have losses"]),
+        ("vf_coef", ["there is no setting 'vf_coef': actor and critic have separate losses"]),
         ("clip_", ["actor.optimizer.clip_grad_norm", "algorithm.clip_low", "algorithm.clip_high"]),
+        ("actor/clipfrac", ["actor/clipfrac (metric; fraction)\n    Tokens outside the band"]),
+        ("eval/aime/pass@8", ["eval/aime/pass@8 (metric; fraction)"]),
+        ("clipfrac", ["actor/clipfrac (metric;", "critic/clipfrac (metric;"]),
         ("", ["\nactor.optimizer\n", "\ncritic.optimizer\n", "run: Name, length, seed."]),
     ],
 )
@@ -61,6 +74,8 @@ def test_a_name_of_nothing_gets_the_nearest(capsys: pytest.CaptureFixture[str]) 
     assert main(["settings", "actor.xyzzy"]) == 2
     said = "no setting has 'actor.xyzzy' in its name; `megappo settings` lists all sections"
     assert said in capsys.readouterr().err
+    assert main(["settings", "actor/clip_frac"]) == 2
+    assert "there is no metric 'actor/clip_frac'; there are actor/clipfrac" in capsys.readouterr().err
 
 
 def test_the_schema_knows_every_setting_that_ships(capsys: pytest.CaptureFixture[str]) -> None:

@@ -268,6 +268,8 @@ def test_overrides(tmp_path: Path) -> None:
         ("run.name", "a  #"),
         ("run.name", "&exp 2"),
         ("run.name", "--- exp"),
+        ("run.name", "| #2"),
+        ("data.system_prompt", "a\nb #2"),
         ("data.system_prompt", "Answer with a number.\u00a0#"),
     ],
 )

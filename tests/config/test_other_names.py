@@ -6,12 +6,14 @@ import pytest
 
 from megappo.config import ConfigError, load_config
 from megappo.config.explain import all_keys, find_field
-from megappo.config.other_names import COUNTERPARTS, ROLE, counterpart
+from megappo.config.foreign.answers import ROLE
+from megappo.config.foreign.common import NAMES
+from megappo.config.other_names import TRAINERS, counterpart
 from tests.support.places import BASE
 
 
 def test_every_counterpart_is_a_setting_or_says_why_there_is_none() -> None:
-    for name, found in COUNTERPARTS.items():
+    for name, found in [item for answers in (NAMES, *TRAINERS.values()) for item in answers.items()]:
         assert found.keys or found.note, name
         for key in found.keys:
             for role in ("actor", "critic"):
@@ -19,9 +21,11 @@ def test_every_counterpart_is_a_setting_or_says_why_there_is_none() -> None:
 
 
 def test_no_setting_of_ours_is_taken_for_another_one() -> None:
-    """A name that is ours in another section leads there by being the same, not by the table."""
+    """The table has a name of ours only if it means something else elsewhere: then the answer has both."""
     ours = {key[-1] for key in all_keys()}
-    assert not ours & COUNTERPARTS.keys()
+    both = ours & NAMES.keys()
+    assert both == {"target_kl", "warmup_steps"}
+    assert all(any(key.endswith(f".{name}") for key in NAMES[name].keys) for name in both)
 
 
 def test_the_role_is_that_of_the_section() -> None:
@@ -59,7 +63,8 @@ TYPED = {
     "critic.cliprange_value=0.2": "critic.value_clip?",
     "rollout_batch_size=128": "rollout.prompts_per_step?",
     "global_batch_size=256": "actor.minibatch_sequences or critic.minibatch_sequences? (samples of an update)",
-    "data.train_batch_size=128": "rollout.prompts_per_step, actor.minibatch_sequences or critic.minibatch_sequences? (",
+    "data.train_batch_size=128": "did you mean rollout.prompts_per_step?",
+    "train_batch_size=128": "rollout.prompts_per_step, actor.minibatch_sequences or critic.minibatch_sequences? (",
     "actor.ppo_mini_batch_size=256": "actor.minibatch_sequences? (verl counts prompts",
     "actor.ppo_micro_batch_size_per_gpu=4": "actor.microbatch_budget_tokens? (microbatches are packed by tokens",
     "actor.max_tokens_per_gpu=8192": "actor.microbatch_budget_tokens? (this counts the tokens of a context",
@@ -75,21 +80,21 @@ TYPED = {
     "actor.optimizer.warmup_steps=10": "actor.optimizer.warmup_updates? (it counts optimizer updates, not steps)",
     "actor.optimizer.lr_warmup_steps_ratio=0.1": "did you mean actor.optimizer.warmup_ratio?",
     "critic.num_mini_batches=12": "did you mean critic.minibatches?",
-    "algorithm.vf_coef=0.5": "is not a setting: actor and critic have losses and optimizers of their own",
-    "nnodes=2": "is not a setting: the launcher says how many ranks there are",
+    "algorithm.vf_coef=0.5": "is not a setting: actor and critic have separate losses and optimizers",
+    "nnodes=2": "is not a setting: the launcher decides the number of ranks",
     "actor.gradient_accumulation_steps=4": "is not a setting: it follows from minibatch_sequences",
     "algorithm.gae_lambda=0.95": "see algorithm.lam",
     "lambd=1.0": "see algorithm.lam",
     "rollout.max_completion_length=512": "rollout.max_response_tokens?",
     "actor.grad_clip=1.0": "actor.optimizer.clip_grad_norm?",
     "actor_rollout_ref.rollout.n=8": "actor_rollout_ref.rollout.n is not a setting; did you mean rollout.samples_per_",
-    "actor_rollout_ref.model.lora_rank=16": "did you mean actor.lora.rank or critic.lora.rank?",
+    "actor_rollout_ref.model.lora_rank=16": "did you mean actor.lora.rank?",
     "actor_rollout_ref.rollout.tensor_model_parallel_size=2": "did you mean rollout.sglang.tensor_parallel?",
     "actor.megatron.tensor_model_parallel_size=2": "did you mean actor.layout.tensor_parallel?",
     "trainer.total_epochs=15": "trainer.total_epochs is not a setting; did you mean run.epochs?",
     "trainer.unknown=15": "trainer is not a setting; did you mean run, checkpoint, evaluation or logging? (verl's",
     "partial_rollout=true": "see rollout.ahead (2 or more)",
-    "actor.strategy=fsdp": "is not a setting: Megatron-Core trains in any case",
+    "actor.strategy=fsdp": "is not a setting: Megatron-Core always trains",
 }
 
 

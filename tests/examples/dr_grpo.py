@@ -7,16 +7,15 @@ algorithm:
 
 from __future__ import annotations
 
-import torch
 from torch import Tensor
 
 from megappo.algo.estimators import unwhitened
+from megappo.algo.groups import Groups, spread
 
 
 @unwhitened
 def dr_grpo(*, rewards: Tensor, mask: Tensor, group_ids: Tensor, scale: float = 1.0) -> tuple[Tensor, Tensor]:
-    """Scores (B,) minus the mean of their prompt, not divided by its spread, at every token (B, T)."""
-    scores = rewards.masked_fill(~mask, 0.0).sum(-1)
-    same = (group_ids[:, None] == group_ids).to(scores.dtype)
-    advantages = torch.where(mask, scale * (scores - same @ scores / same.sum(1))[:, None], 0.0)
-    return advantages, advantages
+    """Scores (B,) minus the mean of their prompt, not divided by its spread, at every token (B, T). Deviations of the
+    size of rounding are 0."""
+    deviations_B = Groups.of(rewards.masked_fill(~mask, 0.0), group_ids).deviations_B
+    return spread((scale * deviations_B).to(rewards.dtype), mask)

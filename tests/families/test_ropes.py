@@ -124,7 +124,7 @@ def test_a_number_of_a_rope_is_a_number_in_its_range(tmp_path: Path, rope_type: 
                 read_rope(folder, rope)
 
 
-@pytest.mark.parametrize("value", ["10000", 0, -1.0, True])
+@pytest.mark.parametrize("value", ["10000", 0, -1.0, True, None, 10**400])
 def test_a_base_outside_of_the_rope_is_checked(tmp_path: Path, value: Any) -> None:
     """Files of earlier versions of transformers have `rope_theta` beside `rope_scaling`."""
     path = write_model(tmp_path / "model", "qwen3", 1) / "config.json"
@@ -138,6 +138,15 @@ def test_a_base_outside_of_the_rope_is_checked(tmp_path: Path, value: Any) -> No
     path.write_text(json.dumps(stored | {"rope_scaling": {"type": "linear", "factor": value}}))
     with pytest.raises(ValueError, match=r"factor of rope_scaling is .*, must be a number above 0 for rope type 'lin"):
         read_architecture(path.parent)
+
+
+@pytest.mark.parametrize("rope", [{"rope_theta": -1.0}, {"rope_theta": "10000"}, {"full_attention": {"rope_theta": 0}}])
+def test_a_rope_without_a_type_is_the_default_one(tmp_path: Path, rope: dict[str, Any]) -> None:
+    folder = write_model(tmp_path / "model", "qwen3", 1)
+    with pytest.raises(
+        ValueError, match=r"rope_theta of rope_parameters is .*, must be a number above 1 for rope type"
+    ):
+        read_rope(folder, rope)
 
 
 def test_the_frequencies_of_llama3_must_rise(tmp_path: Path) -> None:

@@ -440,7 +440,4 @@ def test_value_loss_and_slopes_by_hand() -> None:
     # The third stands at 1.5 when clipped, whose square 2.25 is above 1; the fourth too, below its 4.
     assert out.loss.item() == 0.5 * (0.5625 + 2 * 2.25 + 4 * 2.25 + 8 * 4)
     assert torch.autograd.grad(out.loss, values)[0].tolist() == [-0.75, -3.0, 0.0, 16.0, 0.0]
-    errors = torch.tensor([-0.75, -1.5, -1.0, 2.0], dtype=torch.float64)
-    wanted: dict[str, Any] = {"clipfrac": 1, "value_mean": 6.75, "count": 4, "returns.mean": 2, "returns.m2": 6}
-    wanted |= {"errors.mean": errors.mean(), "errors.m2": 3 * errors.var(), "loss": out.loss.item()}
-    assert {n: x.item() for n, x in out.metrics.items()} == {n: pytest.approx(float(x)) for n, x in wanted.items()}
+    assert {n: x.item() for n, x in out.metrics.items()} == {"clipfrac": 1, "count": 4, "loss": out.loss.item()}

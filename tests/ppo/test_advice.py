@@ -160,6 +160,17 @@ def test_a_policy_loss_that_is_not_finite_is_named(sums: dict[str, float], what:
     assert Advisor(OWN).observe(1, {**FINITE, "critic/skipped_updates": 1.0}) == [told("critic_nonfinite")]
 
 
+def test_values_that_swing_from_step_to_step_overshoot() -> None:
+    """Updates that are too large move all values together, which explained variance does not show."""
+    steady = {"critic/explained_variance": 0.0, "reward/std": 0.4, "return/mean": 0.7}
+    swings = [{**steady, "critic/value_mean": 0.7 + 0.3 * (-1) ** step} for step in range(11)]
+    assert said(ADAPTIVE, swings) == [(11, "critic_overshoots")]
+    small = [{**steady, "critic/value_mean": 0.7 + 0.15 * (-1) ** step} for step in range(30)]
+    assert said(ADAPTIVE, small) == []
+    together = [{**steady, "critic/value_mean": x, "return/mean": x} for x in range(30)]
+    assert said(ADAPTIVE, together) == []
+
+
 def test_a_critic_that_now_and_then_overshoots_is_too_slow() -> None:
     metrics = [{"critic/explained_variance": -2.0}] * 5 + [{"critic/explained_variance": -0.5}] * 5
     assert said(ADAPTIVE, metrics) == [(10, "explained_variance")]

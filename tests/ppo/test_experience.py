@@ -21,19 +21,14 @@ from megappo.config import Config, ConfigError, derive, load_config
 from megappo.config.algorithm import AlgorithmSettings, KLInRewardSettings
 from megappo.config.derive import describe
 from megappo.config.rules.algorithm import algorithm_rules
-from megappo.megatron.roles import Update
 from megappo.observe.ends import End
 from megappo.ppo import start
 from megappo.ppo.advice import Advisor
 from megappo.ppo.experience import ExperienceMaker, groups_differ_G
 from megappo.ppo.measures import MismatchError, check_mismatch, rollout_metrics
-from megappo.ppo.updates import step_metrics
 from megappo.preflight import template_time
 from megappo.runtime.tally import Tally
 from megappo.types import Rollouts, Scored
-from megappo_kernels.backend import use_backend
-from megappo_kernels.losses import ppo_value_loss
-from megappo_kernels.metrics import combine, stacked
 from megappo_kernels.objectives import kl_estimate
 from tests.support.config import SHAPE
 from tests.support.places import BASE
@@ -344,40 +339,55 @@ def test_a_step_without_a_token_moves_nothing(old_logprob: Any, controller: str)
     assert made.kl_controller.value == pytest.approx(0.1 * (1.02 if controller == "adaptive" else 1))
 
 
-def explained_variance(returns: Tensor, values: Tensor, backend: str) -> float:
-    """As a step reports it: three minibatches of two microbatches, some tokens of which do not count."""
-    pieces = []
-    for r, v in zip(returns.chunk(6), values.chunk(6), strict=True):
-        mask = torch.arange(len(r)) % 7 != 0
-        r, v = r.masked_fill(~mask, math.nan), v.masked_fill(~mask, math.inf)
-        with use_backend(backend):  # type: ignore[arg-type]
-            loss = ppo_value_loss(values=v, old_values=v, returns=r, weights=torch.ones_like(v), mask=mask)
-        pieces.append(loss.metrics)
-    updates = []
-    for first in range(0, 6, 2):
-        sums = combine(stacked(pieces[first : first + 2]))
-        updates.append(Update(True, True, {n: float(x) for n, x in sums.items()}, 1.0, 1e-5))
-    return step_metrics(updates)["explained_variance"]
+def with_values(returns: Tensor, values: Tensor, mask: Tensor, **algorithm: Any) -> dict[str, float]:
+    """Metrics of samples with these values, whose rewards (gamma 1) add up to these returns; (B, R) each."""
+    nothing = torch.zeros_like(returns)
+    later = torch.nn.functional.pad(returns, (0, 1))[:, 1:]
+    rewards = (returns - later).masked_fill(~mask, math.nan)
+    values = values.masked_fill(~mask, math.inf)
+    scored = Scored(rollouts(nothing, mask), torch.zeros(len(mask)), nothing, None, values)
+    return ExperienceMaker(AlgorithmSettings.model_validate(algorithm), CPU).make(scored, len(mask), rewards)[1]
 
 
-@pytest.mark.parametrize("backend", ["torch", "triton"])
-@pytest.mark.parametrize(("mean", "std"), [(0.0, 1.0), (1000.0, 0.5), (-3e4, 1.0)])
-def test_explained_variance_of_returns_far_from_zero(backend: str, mean: float, std: float) -> None:
+@pytest.mark.parametrize(("mean", "std"), [(0.0, 1.0), (1000.0, 0.5), (-3e4, 1.0), (0.0, 1e-9)])
+def test_explained_variance_of_returns_far_from_zero(mean: float, std: float) -> None:
     g = torch.Generator().manual_seed(0)
-    returns = mean + std * torch.randn(5400, generator=g)
-    values = returns + std * torch.randn(5400, generator=g) / 2
-    counted = torch.cat([torch.arange(900) % 7 != 0] * 6)
-    r, v = returns.double()[counted], values.double()[counted]
-    truth = float(1 - (r - v).var() / r.var())
+    returns = mean + std * torch.randn(5400, 1, generator=g)
+    values = returns + std * torch.randn(5400, 1, generator=g) / 2
+    mask = (torch.arange(5400) % 7 != 0)[:, None]
+    r, v = returns[mask].double().numpy(), values[mask].double().numpy()
+    truth = 1 - (r - v).var() / r.var()
     assert 0.7 < truth < 0.8
-    assert explained_variance(returns, values, backend) == pytest.approx(truth, abs=2e-3)
+    numbers = with_values(returns, values, mask)
+    assert numbers["critic/explained_variance"] == pytest.approx(truth, abs=1e-6)
+    assert numbers["critic/value_mean"] == pytest.approx(v.mean(), rel=1e-6, abs=1e-9)
 
 
-@pytest.mark.parametrize("backend", ["torch", "triton"])
-def test_explained_variance_of_equal_returns_is_unknown(backend: str) -> None:
-    values = torch.randn(540, generator=torch.Generator().manual_seed(0))
+def test_explained_variance_of_equal_returns_is_unknown() -> None:
+    values, mask = torch.randn(540, 1, generator=torch.Generator().manual_seed(0)), torch.ones(540, 1) > 0
     for value in (0.0, 3.3, 1000.1):
-        assert math.isnan(explained_variance(torch.full((540,), value), values, backend))
+        assert "critic/explained_variance" not in with_values(torch.full((540, 1), value), values, mask)
+
+
+@pytest.mark.parametrize("lam", [1.0, 0.5, 0.0])
+def test_explained_variance_does_not_depend_on_lambda(lam: float) -> None:
+    """Rewards 1, 2 and 4, 8 have returns 3, 2 and 12, 8, of variance 16.1875. With a smaller lambda the critic's target
+    contains the critic's values."""
+    returns = torch.tensor([[3.0, 2.0], [12.0, 8.0]])
+    values = torch.tensor([[4.0, 1.0], [8.0, 8.0]])
+    numbers = with_values(returns, values, torch.ones(2, 2) > 0, lam={"actor": 0.5, "critic": lam})
+    # The errors -1, 1, 4, 0 have variance 3.5.
+    assert numbers["critic/explained_variance"] == pytest.approx(1 - 3.5 / 16.1875, abs=1e-9)
+    assert numbers["critic/value_mean"] == 5.25
+
+
+def test_no_gauge_of_the_critic_without_a_trained_token() -> None:
+    """Every response was cut, and `mask_truncated` leaves such responses out of the losses."""
+    logprob = torch.zeros(MASK.shape)
+    cut = replace(rollouts(logprob, MASK), ends=(End.RESPONSE_LIMIT,) * 2)
+    scored = Scored(cut, torch.ones(2), logprob, None, torch.ones(MASK.shape))
+    numbers = ExperienceMaker(AlgorithmSettings(mask_truncated=True), CPU).make(scored, 2)[1]
+    assert not any(name.startswith("critic/") for name in numbers) and numbers["reward/mean"] == 1.0
 
 
 def timed(time: str | None) -> Config:

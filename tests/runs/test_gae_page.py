@@ -7,6 +7,7 @@ import shlex
 from collections.abc import Mapping
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from megappo.cli import main
@@ -15,6 +16,7 @@ from megappo.config.rules.experience import saved_steps
 from megappo.observe.metrics import read_metrics
 from megappo.observe.saved_samples import StepSums, read_sums
 from megappo.ppo.advice import Advisor, told
+from megappo.ppo.experience_files import read_samples
 from tests.support.attempts import attempts
 from tests.support.browser import browser, needs_browser
 from tests.support.places import ROOT
@@ -93,6 +95,25 @@ document.getElementById("found").click();
 document.querySelector(".tokens").dispatchEvent(new KeyboardEvent("keydown", {key: "ArrowRight"}));
 """
 """Other curves, smoothed, over time, and the next token."""
+
+
+def test_explained_variance_is_measured_before_the_updates(runs: Mapping[str, Path]) -> None:
+    """In numpy, from the saved values of the forward pass and the saved rewards (gamma 1), whatever lambda is."""
+    for name, run in runs.items():
+        (saved,) = saved_steps(run / "experience").values()
+        whole = read_samples(saved.file(0)).experience
+        rewards_BR, values_BR = whole.rewards_BR, whole.scored.values_BR
+        assert rewards_BR is not None and values_BR is not None
+        mask = whole.scored.rollouts.response_mask_BR.numpy()
+        if name == "mask":
+            mask &= ~whole.scored.rollouts.truncated_B.numpy()[:, None]
+        rewards = np.where(mask, rewards_BR.double().numpy(), 0)
+        returns = np.cumsum(rewards[:, ::-1], axis=1)[:, ::-1][mask]
+        values = values_BR.double().numpy()[mask]
+        last = read_metrics(run / "metrics.jsonl")[-1]
+        truth = 1 - (returns - values).var() / returns.var()
+        assert last["critic/explained_variance"] == pytest.approx(truth, abs=1e-5), name
+        assert last["critic/value_mean"] == pytest.approx(values.mean(), abs=1e-5), name
 
 
 def test_the_page_tells_five_breaks_apart(runs: Mapping[str, Path], capsys: pytest.CaptureFixture[str]) -> None:

@@ -526,6 +526,7 @@ def check_step(
     for key in ("old_logprob", "advantages", *(() if critic is None else ("values", "returns"))):
         mine = torch.cat([torch.tensor(result["samples"][str(i)][key]) for i in range(len(given))])
         close(mine, torch.cat(measured[key]), key)
+    check_gauges(result["metrics"], measured)
     for role in models:
         updates = measured[role]
         assert result["metrics"][f"{role}/updates"] == len(updates) > 0
@@ -551,6 +552,19 @@ def check_step(
             close(trained[mapped], tensor.detach(), f"{role} {mapped}", paths.get(name, 0.0))
         for name, tensor in adapters_of(model).items() if base is not None else ():
             close(load_file(out / f"{role}-adapters.safetensors")[name], tensor, f"{role} {name}")
+
+
+def check_gauges(metrics: dict[str, float], measured: dict[str, Any]) -> None:
+    """The critic's gauges are of the values before the first update, against returns of lambda 1. The spread of
+    advantages is that before whitening."""
+    raw = float(measured["raw_advantages"].double().std(unbiased=False))
+    assert metrics["advantage/std_raw"] == pytest.approx(raw, rel=TOLERANCE)
+    if "values" not in measured:
+        return
+    values, returns = (torch.cat(measured[name]).double() for name in ("values", "returns_to_go"))
+    unexplained = float((returns - values).var() / returns.var())
+    assert metrics["critic/explained_variance"] == pytest.approx(1 - unexplained, abs=TOLERANCE * max(1, unexplained))
+    assert metrics["critic/value_mean"] == pytest.approx(float(values.mean()), abs=TOLERANCE)
 
 
 def test_shared_out_samples_in_bfloat16_are_as_near_the_oracle_as_whole_ones(world: World) -> None:

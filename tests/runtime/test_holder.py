@@ -130,6 +130,13 @@ def test_a_run_that_was_killed_on_another_machine(tmp_path: Path, variables: dic
     assert read(tmp_path / NAME) == (None if words == "has it" else holder)
 
 
+def test_a_machine_that_was_started_again_has_lost_its_processes() -> None:
+    own = this_process({})
+    assert replace(own, place=f"another {own.place.partition(' ')[2]}").is_gone(own)
+    assert not replace(own, place=f"{own.place.partition(' ')[0]} pid:[1]", start_ticks=1).is_gone(own)
+    assert not replace(own, host="n1", place="another boot").is_gone(own)
+
+
 @pytest.mark.parametrize("content", ["", "{}", "no JSON", '{"host": "n1"}'])
 def test_a_file_that_names_no_process_is_kept(tmp_path: Path, content: str) -> None:
     """Another process may be about to write it."""

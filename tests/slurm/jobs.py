@@ -15,7 +15,7 @@ SHORT = (
     "run.steps=2", "rollout.prompts_per_step=10", "actor.minibatch_sequences=40", "critic.minibatch_sequences=40",
     "runtime.threads_per_rank=1", "evaluation=null", "data.validation=null", "run.export_final_model=false",
 )  # fmt: skip
-MEASURED = ("time/", "memory/", "sync/seconds", "sync/gigabytes")
+MEASURED = ("time/", "memory/", "sync/seconds", "sync/transfer_seconds", "sync/gigabytes")
 
 
 def job_environment(cluster: Cluster, **settings: object) -> dict[str, str]:

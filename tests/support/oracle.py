@@ -294,7 +294,7 @@ def ppo_step(
         ref = [policy_outputs(reference, s, settings)[0] for s in samples]
         values = [] if critic is None else [critic(s) for s in samples]
     rewards = [s.rewards() - settings.kl_reward_coef * (o - r) for s, o, r in zip(samples, old, ref, strict=True)]
-    advantages, returns = [], []
+    advantages, returns, returns_to_go = [], [], []
     if critic is None:
         advantages = returns = advantages_without_critic(rewards, [s.group for s in samples], settings)
     for s, r, v in zip(samples, rewards, values, strict=False):  # without a critic there are no values
@@ -303,13 +303,14 @@ def ppo_step(
             lam = max(0.0, 1 - 1 / (settings.adaptive_lam * s.counted))
         advantages.append(gae(r, v, settings.gamma, lam))
         returns.append(gae(r, v, settings.gamma, lam if settings.critic_lam is None else settings.critic_lam) + v)
+        returns_to_go.append(gae(r, torch.zeros_like(v), settings.gamma, 1.0))
+    every = torch.cat(advantages)
     if settings.estimator in ("gae", "reinforce_plus_plus"):
-        every = torch.cat(advantages)
         advantages = [(a - every.mean()) / torch.sqrt(every.var(unbiased=False) + 1e-8) for a in advantages]
 
-    measured: dict[str, Any] = {"old_logprob": old, "advantages": advantages, "actor": []}
+    measured: dict[str, Any] = {"old_logprob": old, "advantages": advantages, "raw_advantages": every, "actor": []}
     if critic is not None:
-        measured |= {"values": values, "returns": returns, "critic": []}
+        measured |= {"values": values, "returns": returns, "returns_to_go": returns_to_go, "critic": []}
         optimizer = _optimizer(critic, settings.critic_lr, settings)
         for minibatch in critic_minibatches:
             measured["critic"].append(_critic_update(critic, optimizer, samples, minibatch, values, returns, settings))

@@ -19,7 +19,7 @@ def grpo(*, rewards: Tensor, mask: Tensor, group_ids: Tensor) -> tuple[Tensor, T
     from megappo.algo.groups import Groups, spread
     from megappo.algo.masks import clean
 
-    scores_B = clean(rewards, mask).sum(-1)
-    groups = Groups.of(scores_B, group_ids)
+    groups = Groups.of(clean(rewards, mask), group_ids)
     std_B = (groups.squares_B / (groups.sizes_B - 1).clamp(min=1)).sqrt()
-    return spread(scores_B.where(groups.sizes_B <= 1, groups.deviations_B / (std_B + 1e-6)), mask)
+    advantages_B = groups.scores_B.where(groups.sizes_B <= 1, groups.deviations_B / (std_B + 1e-6))
+    return spread(advantages_B.to(rewards.dtype), mask)

@@ -19,8 +19,8 @@ def rloo(*, rewards: Tensor, mask: Tensor, group_ids: Tensor) -> tuple[Tensor, T
     from megappo.algo.groups import Groups, spread
     from megappo.algo.masks import clean
 
-    scores_B = clean(rewards, mask).sum(-1)
-    groups = Groups.of(scores_B, group_ids)
+    groups = Groups.of(clean(rewards, mask), group_ids)
     # Of n samples, the others' mean lies n / (n - 1) times as far away as the mean of all.
     others_B = groups.deviations_B * groups.sizes_B / (groups.sizes_B - 1).clamp(min=1)
-    return spread(scores_B.where(groups.sizes_B <= 1, others_B), mask)
+    advantages_B = groups.scores_B.where(groups.sizes_B <= 1, others_B)
+    return spread(advantages_B.to(rewards.dtype), mask)

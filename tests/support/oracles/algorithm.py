@@ -201,7 +201,8 @@ def policy_loss(
         objective, below, above, is_bounded, place = found
         is_clipped, weight = below | above, slope_of(objective, logprob) / -advantages
     if importance_weights is not None:
-        objective = objective * clean(importance_weights, mask).detach()
+        importance_weights = clean(importance_weights, mask).detach()
+        objective, weight = objective * importance_weights, weight * importance_weights
     weights = clean(weights, mask)
     nothing = torch.zeros_like(logprob)
     entropy = clean(entropy, mask) if entropy is not None else nothing
@@ -256,8 +257,7 @@ def value_loss(
 ) -> Loss:
     """Value loss: sum of weights * max((v - R)^2, (v_clipped - R)^2) / 2, v_clipped within +-value_clip of the old.
 
-    `metrics`: sums over valid positions of clipfrac, value_mean and count; mean and m2 (sum of squared deviations) of
-    returns and errors (value - return). Schulman et al. 2017's reference code (baselines).
+    `metrics`: sums over valid positions of clipfrac and count. Schulman et al. 2017's reference code (baselines).
     """
     values, returns = clean(values, mask), clean(returns, mask)
     error = values - returns
@@ -271,8 +271,5 @@ def value_loss(
         is_clipped = ((values - old).abs() > value_clip) & (clipped_square > square)
         worst = torch.maximum(square, clipped_square)
     loss = 0.5 * (clean(weights, mask) * worst).sum()
-    metrics = _detached_sums({"clipfrac": is_clipped, "value_mean": values, "count": mask})
-    for name, numbers in (("returns", returns), ("errors", error)):
-        _, mean, m2 = masked_whiten_stats(numbers.detach(), mask)
-        metrics |= {f"{name}.mean": mean, f"{name}.m2": m2}
+    metrics = _detached_sums({"clipfrac": is_clipped, "count": mask})
     return Loss(loss, metrics | {"loss": loss.detach()})

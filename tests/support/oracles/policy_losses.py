@@ -13,9 +13,11 @@ from torch.distributions import Bernoulli, kl_divergence
 def surrogate(
     name: str, logprob: Tensor, old: Tensor, A: Tensor, mask: Tensor, sequences: Tensor | None, **s: float
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """Each token's term; whether it is below or above the band, or capped; its place in the band."""
-    is_near = (logprob - old).abs() <= 20  # a token further off stands at the limit, without a slope
-    logprob = torch.where(is_near, logprob, logprob.detach())
+    """Each token's term; whether it is below or above the band, or at the bound of a dual clip (never); its place in
+    the band."""
+    if name in ("dis", "gspo", "sapo"):  # a token further off stands at the limit, without a slope
+        is_near = (logprob - old).abs() <= 20
+        logprob = torch.where(is_near, logprob, logprob.detach())
     ratio = (logprob - old).clamp(-20, 20).exp()
     fixed, never = ratio.detach(), torch.zeros_like(mask)
     low, high = s.get("band_low", 0.2), s.get("band_high", 0.2)
@@ -45,7 +47,7 @@ def surrogate(
     cap = s.get("weight_cap", 20.0)
     weight = fixed.clamp(max=cap).masked_fill(below | above, 0)
     signed = torch.where(rises, distance.clamp(max=high), -distance.clamp(max=low))
-    return -A * weight * logprob, below, above, fixed > cap, (signed + low) / (low + high)
+    return -A * weight * logprob, below, above, never, (signed + low) / (low + high)
 
 
 def _logit(logprob: Tensor) -> Tensor:

@@ -1,0 +1,59 @@
+"""Answers for settings of other trainers: their type, and the notes that several answers share."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+ROLE = "ROLE"
+"""In a key of an answer: the actor or the critic, whichever the user's own key names."""
+
+
+class Counterpart(NamedTuple):
+    """The answer for one name of another trainer."""
+
+    keys: tuple[str, ...]
+    """Dotted keys of megappo's settings: several where their setting is two of ours, or where its meaning is not clear
+    from the name. Empty: megappo has no such setting."""
+    note: str = ""
+    """A difference between the two settings, such as the unit. Without keys, the note is a reason or a remedy."""
+    trainers: tuple[str, ...] = ()
+    """The trainers that have the name, such as `verl`; empty for a name that several trainers share."""
+
+
+PROMPTS = "verl counts prompts there, this counts samples: multiply by rollout.samples_per_prompt"
+TOKENS = "microbatches are packed by tokens, not by samples"
+PER_GROUP = "this counts the tokens of a context parallel group: multiply by context_parallel"
+UPDATES = "it counts optimizer updates, not steps"
+BOTH = "set both"
+FOLLOWS = "it follows from minibatch_sequences, microbatch_budget_tokens and the layout"
+ALWAYS = "microbatches are always packed by tokens"
+PACKED = "it is not needed because samples are always packed without padding"
+OWN_LOSS = "actor and critic have separate losses and optimizers; set critic.optimizer.learning_rate"
+LAUNCHER = "the launcher decides the number of ranks: torchrun --nproc-per-node, or sbatch --nodes"
+RESUMES = "a run continues from its own directory by itself; actor.start_from loads the weights of another run"
+MEGATRON = "Megatron-Core always trains; actor.layout and critic.layout describe how"
+OWN_FUNCTION = "FILE.py:NAME of a function that takes prompt, response, answer and metadata"
+LOADS = "a torch_dist checkpoint of Megatron-LM, a Hugging Face folder or another run"
+KERNELS = "megappo chooses the kernels; model.accelerations switches to those of Transformer Engine"
+LAYERS = "it is not needed because the architecture is read from the model's config.json"
+SERVERS = "an argument of SGLang: rollout.sglang.arguments takes {NAME: VALUE} for every argument of the servers"
+NO_RAY = "it is not needed because megappo runs without Ray"
+OF_REFERENCE = "the reference uses the layout and the microbatches of the actor"
+DEALT = "samples are always distributed over ranks by their tokens"
+COLOCATED = "the reference uses the actor's ranks; critic.layout places the critic"
+CLIPS = "a ratio below 1 - clip_low or above 1 + clip_high has no gradient; set both"
+TEXT_ONLY = "megappo trains on text only"
+PROFILE = "a list of step numbers; all ranks are traced"
+
+
+def answer(keys: str, *names: str, note: str = "") -> dict[str, Counterpart]:
+    """The same answer for several names. Blanks separate the keys; without keys, megappo has no such setting."""
+    return dict.fromkeys(names, Counterpart(tuple(keys.split()), note))
+
+
+def under(prefix: str, answers: dict[str, Counterpart], role: str = "") -> dict[str, Counterpart]:
+    """The answers with a prefix before each name, and with `role` in place of ROLE."""
+    return {
+        f"{prefix}.{name}": found._replace(keys=tuple(key.replace(ROLE, role or ROLE, 1) for key in found.keys))
+        for name, found in answers.items()
+    }

@@ -1,0 +1,31 @@
+"""Which known name a misspelt one stands for."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from megappo.errors import nearest_word, nearest_words
+
+_WHOLE, _PART, _WORD = 0.85, 0.6, 0.7
+"""Similarities (difflib's ratio): of names that differ by a slip, of names that are worth a look, of their words."""
+SHORTEST = 5
+"""Smallest length of a name for a search in all sections. One letter changes a shorter word: `type` and `dtype`."""
+
+
+def misspelt_word(name: str, known: Iterable[str], shortest: int = 0) -> str | None:
+    """The known name that `name` is a misspelling or another form of; None if no known name is similar enough.
+
+    Names that differ by more than a slip must share words: every word of `name`, or at least two with one exception.
+    `critic_lr` is not `critic`, but `max_response_len` is `max_response_tokens`. A name that is shorter than `shortest`
+    has no answer.
+    """
+    if len(name) < shortest:
+        return None
+    for candidate in nearest_words(name, known, 5, cutoff=_PART):
+        words = candidate.split("_")
+        own = [word for word in name.lower().split("_") if word]
+        fitting = sum(nearest_word(word, words, cutoff=_WORD) is not None for word in own)
+        fits = fitting == len(own) or (fitting >= 2 and fitting == len(own) - 1)
+        if fits or nearest_word(name, [candidate], cutoff=_WHOLE):
+            return candidate
+    return None

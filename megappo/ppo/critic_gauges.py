@@ -1,0 +1,36 @@
+"""Gauges of the critic: how well values predict the rewards that follow.
+
+The values are those of one forward pass over all samples. The returns are discounted sums of rewards (lambda 1): with a
+smaller lambda, the target of the critic contains the critic's own values. The tokens of all ranks are pooled.
+
+Shape legend: B samples of this rank, R longest response.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from torch import Tensor
+
+from megappo.runtime.tally import Tally
+
+_EQUAL = 1e-6
+"""Returns whose standard deviation is below this share of their mean differ by rounding only."""
+
+
+def tally_values(tally: Tally, values_BR: Tensor, returns_BR: Tensor, mask_BR: Tensor) -> None:
+    """Add values, and their errors against returns of lambda 1, at the tokens where `mask_BR` is True."""
+    tally.mean("critic/value_mean", values_BR, mask_BR)
+    tally.mean_and_std("returns", returns_BR, mask_BR)
+    tally.mean_and_std("errors", returns_BR.double() - values_BR.double(), mask_BR)
+
+
+def critic_metrics(numbers: Mapping[str, float]) -> dict[str, float]:
+    """The reduced numbers with the explained variance in place of the parts that `tally_values` added. Without a token,
+    or if all returns are equal, there is no explained variance."""
+    parts = ("returns/mean", "returns/std", "errors/mean", "errors/std")
+    others = {name: value for name, value in numbers.items() if name not in parts}
+    spread = numbers.get("returns/std", 0.0)
+    if spread > _EQUAL * abs(numbers.get("returns/mean", 0.0)):
+        others["critic/explained_variance"] = 1 - (numbers["errors/std"] / spread) ** 2
+    return others

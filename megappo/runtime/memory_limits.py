@@ -1,0 +1,107 @@
+"""Limits of the control groups of this process on its memory: SLURM's, Kubernetes', Docker's or systemd's.
+
+Both versions of control groups are read (cgroups(7)), with all parents of the group: the narrowest limit counts.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+_V1_UNLIMITED = 1 << 60
+"""Version 1 has a number near 2^63 where there is no limit."""
+
+
+@dataclass(frozen=True)
+class MemoryLimit:
+    """The memory that control groups give to this process, with all other processes of its groups."""
+
+    total_bytes: float = math.inf
+    """The narrowest limit; infinite without one."""
+    free_bytes: float = math.inf
+    """The least memory that a group has left, with the page cache that the kernel would free."""
+
+
+def memory_limit(proc: Path = Path("/proc")) -> MemoryLimit:
+    """The limits of all groups of this process; none where there are no control groups. `proc`: the process file
+    system."""
+    limits = list(_limits(proc))
+    return MemoryLimit(
+        min((limit for limit, _ in limits), default=math.inf), min((free for _, free in limits), default=math.inf)
+    )
+
+
+def _limits(proc: Path) -> Iterator[tuple[float, float]]:
+    """(limit, free bytes) of each group with a limit, the innermost first."""
+    for mount, group, version in _groups(proc):
+        folder = mount / group.relative_to("/")
+        while True:
+            found = _limit_v2(folder) if version == 2 else _limit_v1(folder)
+            if found is not None:
+                yield found
+            if folder == mount or mount not in folder.parents:
+                break
+            folder = folder.parent
+
+
+def _groups(proc: Path) -> Iterator[tuple[Path, Path, int]]:
+    """(mount point, path below it, version) of each hierarchy with a memory controller."""
+    try:
+        lines = (proc / "self/cgroup").read_text(encoding="utf-8").splitlines()
+        mounts = (proc / "self/mountinfo").read_text(encoding="utf-8").splitlines()
+    except OSError:
+        return
+    for line in lines:
+        _, controllers, path = line.split(":", 2)
+        if controllers and "memory" not in controllers.split(","):
+            continue
+        for mount in mounts:
+            before, _, after = mount.partition(" - ")
+            root, place = (_unescaped(field) for field in before.split()[3:5])
+            kind, _, options = after.split(maxsplit=2)
+            is_own = "memory" in options.split(",") if controllers else True
+            if kind == ("cgroup" if controllers else "cgroup2") and is_own:
+                # A container sees its group at the mount point; the path is then outside of the mount's root.
+                inner = Path(path).relative_to(root) if Path(path).is_relative_to(root) else Path()
+                yield Path(place), Path("/") / inner, 1 if controllers else 2
+                break
+
+
+def _unescaped(field: str) -> str:
+    """A field of mountinfo, in which a space is written as `\\040`."""
+    return field.replace("\\040", " ").replace("\\011", "\t").replace("\\134", "\\")
+
+
+def _limit_v2(folder: Path) -> tuple[float, float] | None:
+    limit = _number(folder / "memory.max")  # "max" is no number
+    used = _number(folder / "memory.current")
+    if limit is None or used is None:
+        return None
+    return limit, max(0.0, limit - used + _statistic(folder, "inactive_file"))
+
+
+def _limit_v1(folder: Path) -> tuple[float, float] | None:
+    limit = _number(folder / "memory.limit_in_bytes")
+    used = _number(folder / "memory.usage_in_bytes")
+    if limit is None or used is None or limit >= _V1_UNLIMITED:
+        return None
+    return limit, max(0.0, limit - used + _statistic(folder, "total_inactive_file"))
+
+
+def _number(path: Path) -> float | None:
+    try:
+        text = path.read_text(encoding="utf-8").strip()
+    except OSError:
+        return None
+    return float(text) if text.isdecimal() else None
+
+
+def _statistic(folder: Path, name: str) -> float:
+    """A number of memory.stat; 0 where it is not there."""
+    try:
+        lines = (folder / "memory.stat").read_text(encoding="utf-8").splitlines()
+    except OSError:
+        return 0.0
+    return next((float(value) for key, _, value in (line.partition(" ") for line in lines) if key == name), 0.0)
