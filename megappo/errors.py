@@ -263,8 +263,8 @@ def divisors(number: int) -> list[int]:
 # -- Paths as users write them --
 # A shell expands `~` and variables on its command line, but not in a file or after the `=` of an override.
 
-_VARIABLE = re.compile(r"\$(?:\w+|\{[^}]*\}?|\([^)]*\)?)")
-_PATH_IN_TEXT = re.compile(rf"(?:^|(?<=[/:])){_VARIABLE.pattern}")
+_SHELL_VARIABLE = re.compile(r"\$(?:\w+|\{[^}]*\}?|\([^)]*\)?)")
+_PATH_IN_TEXT = re.compile(rf"(?:^|(?<=[/:])){_SHELL_VARIABLE.pattern}")
 
 
 def expanded(path: str | os.PathLike[str], setting: str = "") -> str:
@@ -274,7 +274,7 @@ def expanded(path: str | os.PathLike[str], setting: str = "") -> str:
     that this machine does not have.
     """
     text, place = os.fspath(path), f"{setting}: " if setting else ""
-    if variable := _VARIABLE.search(text):
+    if variable := _SHELL_VARIABLE.search(text):
         raise ConfigError(place + _variable_refused(text, variable[0]))
     home = os.path.expanduser(text)
     if text.startswith("~") and home == text:
