@@ -17,7 +17,7 @@ from pathlib import Path
 from types import MappingProxyType, ModuleType
 from typing import Any
 
-from megappo.errors import ALIKE, either, first_of, nearest_word, reason, shortened
+from megappo.errors import ALIKE, either, expanded, first_of, link_to_nothing, nearest_word, reason, shortened
 
 _MEGAPPO = os.path.dirname(os.path.abspath(__file__)) + os.sep
 _STANDARD_LIBRARY = sysconfig.get_path("stdlib") + os.sep
@@ -78,9 +78,9 @@ def check_choice(
 
 
 def own_file(path: str) -> Path | None:
-    """The file of `path/to/file.py:name`; None for anything else that a setting may name."""
+    """The file of `path/to/file.py:name`, `~` expanded; None for anything else that a setting may name."""
     place, _, name = path.rpartition(":")
-    return Path(place) if place.endswith(".py") and name.isidentifier() else None
+    return Path(os.path.expanduser(place)) if place.endswith(".py") and name.isidentifier() else None
 
 
 def own_files(settings: object) -> dict[str, str]:
@@ -91,6 +91,16 @@ def own_files(settings: object) -> dict[str, str]:
         return {path: digest for value in settings for path, digest in own_files(value).items()}
     file = own_file(settings) if isinstance(settings, str) else None
     return {str(file): hashlib.sha256(file.read_bytes()).hexdigest()} if file is not None and file.is_file() else {}
+
+
+def check_own_file(path: str, file: Path, setting: str) -> None:
+    """Raise ValueError where `path/to/file.py:name` names a file that is not there."""
+    if file.is_file():
+        return
+    expanded(path, setting)
+    link = link_to_nothing(file)
+    problem = link or f"there is no file {file.resolve()}; create it, or correct the path"
+    raise ValueError(f"{setting} '{path}': {problem}")
 
 
 def load_function(path: str, setting: str) -> Callable[..., Any]:
@@ -110,8 +120,8 @@ def load(path: str, setting: str, is_one: Callable[[Any], bool], word: str) -> A
         raise ValueError(
             f"{setting} '{path}' is no path of a {word}; write package.module:{word} or path/to/file.py:{word}"
         )
-    if file is not None and not file.is_file():
-        raise ValueError(f"{setting} '{path}': there is no file {file.resolve()}; create it, or correct the path")
+    if file is not None:
+        check_own_file(path, file, setting)
     try:
         with users_code(f"{setting} '{path}': module '{module_name}' failed", "fix it", but=(ImportError,)):
             module = importlib.import_module(module_name) if file is None else _module_of(file)

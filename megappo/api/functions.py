@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
 from megappo.config import Config, ConfigError, describe, describe_evaluation, print_rows
+from megappo.errors import expanded
 from megappo.runtime.launchers import adopt_launcher, is_main
 
 if TYPE_CHECKING:
@@ -67,7 +68,7 @@ def evaluate(config: Config, *, weights: str | os.PathLike[str] | None = None) -
     if not config.data.evaluated:
         raise ConfigError("eval needs prompts; add data.validation or data.validation_sets")
     adopt_launcher(os.environ)
-    run = resolve_run("eval", config if weights is None else _with_weights(config, str(weights)))
+    run = resolve_run("eval", config if weights is None else _with_weights(config, expanded(weights, "weights")))
     if is_main(os.environ) and config.logging.console != "quiet":
         print_rows(describe_evaluation(run.config, run.derived))
     from megappo.ppo.run import evaluate as evaluate_run
@@ -123,5 +124,6 @@ def export(
     elif public:
         raise ConfigError("public is for a model that push_to_hub creates, which is not given; leave it out")
     own = OwnCode(family, trust_remote_code)
-    sentences = export_run(str(run_directory), str(out), role, str(step), form, without_mtp=without_mtp, own=own)
-    return sentences if push_to_hub is None else [*sentences, upload_model(Path(out), push_to_hub, public=public)]
+    source, target = expanded(run_directory), expanded(out)
+    sentences = export_run(source, target, role, str(step), form, without_mtp=without_mtp, own=own)
+    return sentences if push_to_hub is None else [*sentences, upload_model(Path(target), push_to_hub, public=public)]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from types import MappingProxyType
 
 from pydantic import ValidationError
 
@@ -14,6 +15,7 @@ from megappo.config.load import flat_settings
 from megappo.config.reward import SERVER
 from megappo.errors import ConfigError, secret_settings, show
 from megappo.observe.json_values import JSONValue
+from megappo.plugins import own_file, own_files
 
 _UNMENTIONED = (
     "run.name", "run.directory", "run.files", "run.private", "run.max_hours", "run.force_resume",
@@ -42,6 +44,7 @@ _REWARD_SERVER = re.compile(
 )
 """A reward server's settings on which its scores do not depend: where it is, and how patiently it is asked."""
 _SOURCES = {"data.train.source", "data.validation.source"}
+_LONGEST_PATH_SHOWN = 50
 _LENGTHS = ("run.steps", "run.epochs")
 
 
@@ -52,9 +55,22 @@ class Changes:
     harmless: tuple[str, ...]
     dangerous: tuple[str, ...]
 
+    def is_of(self, key: str) -> bool:
+        """Whether this setting differs."""
+        return any(sentence.startswith(f"{key}: ") for sentence in (*self.harmless, *self.dangerous))
 
-def compare_settings(before: Mapping[str, JSONValue], now: Mapping[str, JSONValue], steps: tuple[int, int]) -> Changes:
-    """Compare two configurations in JSON's types. `steps`: how many the run had and has now, however they are given."""
+
+def compare_settings(
+    before: Mapping[str, JSONValue],
+    now: Mapping[str, JSONValue],
+    steps: tuple[int, int],
+    digests: Mapping[str, str] = MappingProxyType({}),
+) -> Changes:
+    """Compare two configurations in JSON's types. `steps`: how many the run had and has now, however they are given.
+
+    `digests`: sha256 of the files that the configuration before names functions in, by path. A function in a file that
+    was moved is the same function.
+    """
     old, new = dict(flat_settings(before)), dict(flat_settings(now))
     for key in _SOURCES & old.keys():
         old[key] = str(old[key]).removeprefix(OLD_PYTHON_PREFIX)
@@ -69,6 +85,8 @@ def compare_settings(before: Mapping[str, JSONValue], now: Mapping[str, JSONValu
     for key in sorted(old.keys() | new.keys()):
         if old.get(key) == new.get(key) or key in hidden or _is_in(key, _UNMENTIONED):
             continue
+        if former_file(old.get(key), new.get(key), digests) is not None:
+            continue
         sentence = f"{key}: {_shown(old, key)} -> {_shown(new, key)}"
         if key in _LENGTHS and decays and steps[0] != steps[1]:
             dangerous.append(f"{sentence} (learning rates decay over the run's steps)")
@@ -79,6 +97,34 @@ def compare_settings(before: Mapping[str, JSONValue], now: Mapping[str, JSONValu
         else:
             harmless.append(sentence)
     return Changes(tuple(harmless), tuple(dangerous))
+
+
+def former_files(
+    before: Mapping[str, JSONValue], now: Mapping[str, JSONValue], digests: Mapping[str, str]
+) -> dict[str, str]:
+    """The files of functions that were moved since a checkpoint: where each was, by where it is now."""
+    old, found = dict(flat_settings(before)), {}
+    for key, value in flat_settings(now):
+        former = former_file(old.get(key), value, digests)
+        if former is not None:
+            found[str(own_file(str(value)))] = former
+    return found
+
+
+def former_file(before: JSONValue, now: JSONValue, digests: Mapping[str, str]) -> str | None:
+    """Where the file of a function was, if two values of a setting name the same function in a file that was moved;
+    None for other values.
+
+    It is the same where the file has the same content, or the same name while there is no file in the former place.
+    """
+    if not isinstance(before, str) or not isinstance(now, str) or before == now:
+        return None
+    old, new = own_file(before), own_file(now)
+    if old is None or new is None or before.rpartition(":")[2] != now.rpartition(":")[2] or not new.is_file():
+        return None
+    is_moved = old.name == new.name and not old.exists()
+    digest = digests.get(str(old))
+    return str(old) if is_moved or digest == own_files(now).get(str(new)) else None
 
 
 def tensor_changes(before: Mapping[str, JSONValue], now: Config) -> str | None:
@@ -143,4 +189,10 @@ def _decays(settings: Mapping[str, JSONValue], role: str) -> bool:
 
 
 def _shown(settings: Mapping[str, JSONValue], key: str) -> str:
-    return show(settings[key]) if key in settings else "not set"
+    """The value for people; of a long path to a function the end, in which paths differ."""
+    if key not in settings:
+        return "not set"
+    value = settings[key]
+    if isinstance(value, str) and own_file(value) is not None and len(value) > _LONGEST_PATH_SHOWN:
+        value = f"...{value[-_LONGEST_PATH_SHOWN:]}"
+    return show(value)

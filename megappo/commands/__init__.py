@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from importlib import import_module
 from typing import Protocol, cast
 
-from megappo.errors import ConfigError, shortened, whole_number
+from megappo.errors import ConfigError, expanded, shortened, whole_number
 
 
 class CommandModule(Protocol):
@@ -67,6 +67,14 @@ def module_of(command: str) -> CommandModule:
     return cast(CommandModule, import_module(f"{__name__}.{command}"))
 
 
+def path_option(text: str) -> str:
+    """A `type` of argparse for paths: `~` is expanded. Raises ArgumentTypeError for a variable in the path."""
+    try:
+        return expanded(text)
+    except ConfigError as error:
+        raise argparse.ArgumentTypeError(str(error)) from None
+
+
 def whole_option(name: str, text: str, least: int, most: int) -> int:
     """The whole number that an option has. Raises ConfigError for anything else, and outside of the bounds."""
     number = whole_number(text)
@@ -95,7 +103,7 @@ def seconds_option(name: str, text: str, most: float) -> float:
 
 def add_config_arguments(parser: argparse.ArgumentParser, *, optional: bool = False) -> None:
     """Add the arguments of a configuration and its overrides."""
-    parser.add_argument("config", metavar="CONFIG", nargs="?" if optional else None, help="YAML file")
+    parser.add_argument("config", metavar="CONFIG", nargs="?" if optional else None, type=path_option, help="YAML file")
     parser.add_argument(
         "overrides", nargs="*", metavar="key=value", help="override such as run.steps=10, or another file"
     )

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-from megappo.commands import whole_option
+from megappo.commands import path_option, whole_option
 
 _MOST_PUZZLES = 1_000_000
 _LARGEST_SEED = 2**63 - 1
@@ -15,8 +15,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """What follows `megappo data`."""
     parser.add_argument("action", choices=("prepare",), help="write the files of a data set")
     parser.add_argument("name", metavar="NAME", help="gsm8k, math, dapo (with AIME 2024) or countdown")
-    parser.add_argument("out", metavar="OUT", help="folder for the parquet files, such as data/gsm8k")
-    parser.add_argument("--from", dest="given", metavar="PATH", help="downloaded file or folder, in place of the hub")
+    parser.add_argument("out", metavar="OUT", type=path_option, help="folder for the parquet files, such as data/gsm8k")
+    parser.add_argument(
+        "--from", dest="given", metavar="PATH", type=path_option, help="downloaded file or folder, in place of the hub"
+    )
     parser.add_argument("--seed", default="0", metavar="N", help="countdown's (default: %(default)s)")
     parser.add_argument("--count", default="10000", metavar="N", help="countdown's training puzzles (%(default)s)")
 

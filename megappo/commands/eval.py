@@ -5,13 +5,15 @@ from __future__ import annotations
 import argparse
 
 from megappo.api.functions import evaluate
-from megappo.commands import add_config_arguments
+from megappo.commands import add_config_arguments, path_option
 from megappo.config import load_config
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """What follows `megappo eval`."""
-    parser.add_argument("--weights", metavar="DIR", help="Hugging Face folder to score instead of model.path")
+    parser.add_argument(
+        "--weights", metavar="DIR", type=path_option, help="Hugging Face folder to score instead of model.path"
+    )
     add_config_arguments(parser)
 
 

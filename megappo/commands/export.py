@@ -6,12 +6,13 @@ import argparse
 
 from megappo.api.functions import export
 from megappo.checkpoint.export import FORMATS, ROLES
+from megappo.commands import path_option
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """What follows `megappo export`."""
-    parser.add_argument("run_directory", metavar="RUN_DIR", help="directory of the run")
-    parser.add_argument("out", metavar="OUT", help="folder to write")
+    parser.add_argument("run_directory", metavar="RUN_DIR", type=path_option, help="directory of the run")
+    parser.add_argument("out", metavar="OUT", type=path_option, help="folder to write")
     parser.add_argument("--role", choices=ROLES, default="actor", help="(default: %(default)s)")
     parser.add_argument(
         "--step", metavar="N", default="latest", help="step of the checkpoint, best or latest (default: %(default)s)"

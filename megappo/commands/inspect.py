@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 
-from megappo.commands import whole_option
+from megappo.commands import path_option, whole_option
 from megappo.config.algorithm import AlgorithmSettings
 from megappo.config.load import load_config
 from megappo.config.rules.experience import SavedStep, folder_of_run, saved_steps
@@ -34,7 +34,9 @@ _SORTS = ("id", "reward", "length")
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """What follows `megappo inspect`."""
-    parser.add_argument("run_dir", metavar="RUN_DIR", help="directory of a run with logging.save_experience")
+    parser.add_argument(
+        "run_dir", metavar="RUN_DIR", type=path_option, help="directory of a run with logging.save_experience"
+    )
     parser.add_argument("--step", metavar="N", help="a step that was saved (default: the last)")
     parser.add_argument("--sample", metavar="K", help="its tokens; without it, the step's samples are listed")
     parser.add_argument("--text", metavar="WORDS", help="list samples with these in the prompt or the response")

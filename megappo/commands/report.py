@@ -10,6 +10,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from megappo.commands import path_option
 from megappo.errors import ConfigError, nearest_word, one_line, reason, writing
 from megappo.observe.changes import change_notes
 from megappo.observe.charts import curve
@@ -27,12 +28,18 @@ _WINDOW_STEPS = 5
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """What follows `megappo report`."""
-    parser.add_argument("run_dirs", metavar="RUN_DIR", nargs="+", help="directory of a run; several are compared")
+    parser.add_argument(
+        "run_dirs", metavar="RUN_DIR", nargs="+", type=path_option, help="directory of a run; several are compared"
+    )
     parser.add_argument(
         "--metric", help=f"name in metrics.jsonl (default: {_METRIC}, in a picture the first of a page)"
     )
-    parser.add_argument("--html", metavar="FILE", help="write a page with all that the runs hold, instead")
-    parser.add_argument("--png", metavar="FILE", help="write a picture of curves, instead (needs matplotlib)")
+    parser.add_argument(
+        "--html", metavar="FILE", type=path_option, help="write a page with all that the runs hold, instead"
+    )
+    parser.add_argument(
+        "--png", metavar="FILE", type=path_option, help="write a picture of curves, instead (needs matplotlib)"
+    )
 
 
 def run(arguments: argparse.Namespace) -> None:

@@ -9,7 +9,7 @@ import threading
 from types import FrameType
 
 from megappo.api.functions import train
-from megappo.commands import add_config_arguments, add_machine_arguments, whole_option
+from megappo.commands import add_config_arguments, add_machine_arguments, path_option, whole_option
 from megappo.config import Config, ConfigError, load_config
 from megappo.errors import REQUEUE, shortened
 from megappo.runtime.launchers import may_print, read_world_size
@@ -20,7 +20,9 @@ _MOST_TRACED = 100
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """What follows `megappo train`."""
     parser.add_argument("--dry-run", action="store_true", help="do everything but train, in one process without a GPU")
-    parser.add_argument("--replay", metavar="FOLDER", help="repeat an update that was refused as not finite, instead")
+    parser.add_argument(
+        "--replay", metavar="FOLDER", type=path_option, help="repeat an update that was refused as not finite, instead"
+    )
     parser.add_argument(
         "--profile", metavar="STEPS", help="trace these steps, such as 3 or 3,5-7, and say where their time goes"
     )

@@ -8,11 +8,17 @@ from typing import Annotated, ClassVar, Self, TypeVar
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, model_validator
 
+from megappo.errors import expanded
+
 LARGEST_WORLD = 1 << 14
 """Most ranks of a run."""
 Given = TypeVar("Given")
 """A value as the user gave it, which is handed on unless a function replaces it."""
 _LONGEST_PATH_BYTES, _LONGEST_NAME_BYTES = 4095, 255  # what Linux takes
+
+
+def _expanded_path(path: Path) -> Path:
+    return Path(expanded(path))
 
 
 def _fits_a_file_system(path: str | Path) -> str | Path:
@@ -43,9 +49,11 @@ Decay = Annotated[float, Field(ge=0.0, lt=1.0)]
 StepNumbers = Annotated[tuple[PositiveInt, ...], Field(strict=False)]
 TokenIds = Annotated[tuple[NonNegativeInt, ...], Field(strict=False)]  # YAML has lists, strict mode wants tuples
 Text = Annotated[str, Field(min_length=1, max_length=1000)]
-PathText = Annotated[str, Field(min_length=1), AfterValidator(_fits_a_file_system)]
-"""A file, a folder, or a name of something that is no file."""
-PathFromText = Annotated[Path, Field(strict=False), AfterValidator(_fits_a_file_system)]
+PathOrName = Annotated[str, Field(min_length=1), AfterValidator(_fits_a_file_system)]
+"""A path, or a name that another program gives a meaning."""
+PathText = Annotated[PathOrName, AfterValidator(expanded)]
+"""A file, a folder, or a name of something that is no file; `~` is expanded."""
+PathFromText = Annotated[Path, Field(strict=False), AfterValidator(_expanded_path), AfterValidator(_fits_a_file_system)]
 
 
 def rule_of_one(remedy: str = "give one of them", **settings: object) -> Iterator[str]:

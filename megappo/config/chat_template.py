@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 from megappo.config.data import is_template
 from megappo.config.folder_texts import read_object
 from megappo.config.tokens import rendered
-from megappo.errors import ConfigError, reason
+from megappo.errors import ConfigError, expanded, link_to_nothing, reason
 from megappo.observe.json_values import JSONValue
 
 if TYPE_CHECKING:
@@ -37,8 +37,11 @@ def read_template(settings: dict[str, JSONValue], folder: Path) -> None:
     data = settings.get("data")
     if not isinstance(data, dict) or not isinstance(given := data.get("chat_template"), str) or is_template(given):
         return
+    given = expanded(given, "data.chat_template")
     found = next((place for place in (folder / given, Path(given)) if place.is_file()), None)
     if found is None:
+        if link := link_to_nothing(folder / given) or link_to_nothing(Path(given)):
+            raise ConfigError(f"data.chat_template: {link}")
         return
     try:
         text = found.read_text(encoding="utf-8")

@@ -12,7 +12,7 @@ from typing import Annotated, Any, Literal
 from pydantic import Field, field_validator
 
 from megappo.config.base import PathText, PositiveInt, Settings, Text, rule_of_one
-from megappo.errors import show
+from megappo.errors import expanded, show
 
 OLD_PYTHON_PREFIX = "python:"
 """Prefix of import paths in older settings, before all plug-ins were named in the same way; still accepted."""
@@ -56,6 +56,8 @@ class DataSourceSettings(Settings):
     @classmethod
     def _names_a_data_set(cls, source: str) -> str:
         source = source.removeprefix(OLD_PYTHON_PREFIX)
+        if source.startswith(HUB_PREFIX):  # a folder may follow
+            source = HUB_PREFIX + expanded(source.removeprefix(HUB_PREFIX))
         parts = source.split(":")[1:]
         if source.startswith(HUB_PREFIX) and not (len(parts) <= 3 and all(parts)):
             raise ValueError(

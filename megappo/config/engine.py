@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Annotated, Any, Literal
 
-from pydantic import BeforeValidator, Field
+from pydantic import AfterValidator, BeforeValidator, Field
 
 from megappo.config.base import (
     Given,
@@ -18,6 +18,7 @@ from megappo.config.base import (
     Settings,
     Text,
 )
+from megappo.errors import expanded_values
 
 ENGINES = {
     "transformers": "megappo.engines.transformers_engine:embedded_engine",
@@ -37,7 +38,9 @@ def _variables(given: Given) -> Given | dict[str, Any]:
     return {name: str(value) if type(value) in (int, float) else value for name, value in given.items()}
 
 
-Variables = Annotated[dict[str, str], BeforeValidator(_variables)]
+Variables = Annotated[dict[str, Annotated[str, AfterValidator(expanded_values)]], BeforeValidator(_variables)]
+ServerArguments = dict[str, Annotated[Any, AfterValidator(expanded_values)]]
+"""Arguments of a server's command line, by SGLang's names."""
 Urls = Annotated[tuple[Text, ...], Field(strict=False)]
 
 
@@ -108,7 +111,7 @@ class SGLangSettings(Settings):
     """Longest time for the answer to a health check."""
     sync_timeout_seconds: Seconds = 300.0
     """Longest time for one request of a weight sync."""
-    arguments: dict[str, Any] = Field(default_factory=dict)
+    arguments: ServerArguments = Field(default_factory=dict)
     """More arguments for own servers, by SGLang's names: `{chunked-prefill-size: 4096}`."""
     environment: Variables = Field(default_factory=dict)
     """More variables for own servers' processes, which get none of the run's own that begin with `SGLANG_`:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import itertools
 import typing
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from typing import Any
 
 from pydantic import ConfigDict, TypeAdapter, ValidationError
@@ -17,6 +17,7 @@ from megappo.config.foreign.answers import Counterpart
 from megappo.config.misspelt import SHORTEST, misspelt_word
 from megappo.config.other_names import counterpart, is_dotted_name
 from megappo.config.schema import Config
+from megappo.config.section_examples import Example, as_overrides, in_yaml, is_nullable, section_example
 from megappo.errors import ALIKE, either, nearest_word, shortened, show
 from megappo.observe.json_values import JSONValue
 
@@ -226,10 +227,14 @@ def _parted(key: str) -> Key:
     return tuple(key.split("."))
 
 
-def explain(error: ValidationError) -> tuple[str, ...]:
+def explain(error: ValidationError, refused: Collection[Key] = ()) -> tuple[str, ...]:
     """One sentence per problem. A missing key is left out where a misspelt one stands for it. Of very many problems
-    only the first have a sentence, unknown keys last."""
-    details = error.errors(include_url=False)
+    only the first have a sentence, unknown keys last.
+
+    `refused`: keys whose values were refused before. A problem that may follow from that is left out: of such a key, or
+    of a section that has one.
+    """
+    details = [d for d in error.errors(include_url=False) if not _is_of(_key(d["loc"]), refused)]
     details.sort(key=lambda detail: detail["type"] == "extra_forbidden")
     strange = [(_key(d["loc"]), d["input"]) for d in details if d["type"] == "extra_forbidden"][:_MOST_SENTENCES]
     unknown = [setting for key, value in strange for setting in _others_settings(key, value)][:_MOST_SENTENCES]
@@ -240,6 +245,10 @@ def explain(error: ValidationError) -> tuple[str, ...]:
     if len(told) > _MOST_SENTENCES:
         sentences.append(f"{len(told) - _MOST_SENTENCES} more settings are wrong; correct these first")
     return tuple(sentences)
+
+
+def _is_of(key: Key, refused: Collection[Key]) -> bool:
+    return any(other[: len(key)] == key for other in refused)
 
 
 def unknown_keys(key: Key, value: JSONValue) -> list[str]:
@@ -298,7 +307,7 @@ def _sentence(detail: ErrorDetails) -> str:
     if kind == "model_type":
         return f"{name} is {show(value)}, {_section_rule(key, value)}"
     if kind in _TYPE_RULES:
-        return f"{name} is {show(value)}, {_TYPE_RULES[kind]}{_type_remedy(kind, value)}"
+        return f"{name} is {show(value)}, {_TYPE_RULES[kind]}{_type_remedy(kind, value) or _entry_example(key, value)}"
     return f"{name} is {show(value)}: {detail['msg']}"
 
 
@@ -341,17 +350,32 @@ def _as_fraction(value: JSONValue, context: Mapping[str, float]) -> str:
     return f"; {value:g}% is {value / 100:g}" if is_part and isinstance(value, int | float) and 1 < value < 100 else ""
 
 
+def _entry_example(key: Key, value: JSONValue) -> str:
+    """How a mapping of the user's names to sections is written, for a value that is none; "" for other settings."""
+    field = find_field(_without_places(key))
+    entry = entries_of(field) if field is not None else None
+    return _example(key, {_ENTRY: section_example(entry, value, section_of)}) if entry is not None else ""
+
+
 def _section_rule(key: Key, value: JSONValue) -> str:
     """What a section may be, for a value that is none."""
-    field = find_field(_without_places(key))
-    section = section_of(field) if field is not None else None
+    field, section = _walk(_without_places(key))
     rule = "must be a section of `key: value` lines"
     if section is None:
         return rule
     if section.plain_forms:
         return f"must be {section.plain_forms}, or a section of `key: value` lines"
-    has_defaults = not any(inner.is_required() for inner in section.model_fields.values())
-    return rule + ("; write {} for its defaults" if value is True and has_defaults else "")
+    assert field is not None, "it has a section"
+    if value is False and is_nullable(field):
+        return f"{rule}; write null for none"
+    if value is True and not any(inner.is_required() for inner in section.model_fields.values()):
+        return f"{rule}; write {{}} for its defaults"
+    return rule + _example(key, section_example(section, value, section_of))
+
+
+def _example(key: Key, example: Example) -> str:
+    """How a section is written, in a file and on the command line."""
+    return f", such as {in_yaml(example)}; as an override write {as_overrides(dotted(key), example)}"
 
 
 def _type_remedy(kind: str, value: JSONValue) -> str:

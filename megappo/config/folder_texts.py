@@ -8,7 +8,7 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
-from megappo.errors import show
+from megappo.errors import link_to_nothing, show
 from megappo.observe.plain_files import check_folder, plain_text
 
 OF_TOKENIZERS = (
@@ -55,6 +55,8 @@ def _text(path: Path) -> str:
     try:
         return plain_text(path)
     except OSError as error:
+        if link := link_to_nothing(path):
+            raise ValueError(link) from None
         raise ValueError(f"{path} cannot be read: {error.strerror}; {_AGAIN}") from None
     except UnicodeDecodeError as error:
         raise ValueError(f"{path} is not UTF-8 text (byte {error.start}); {_AGAIN}") from None

@@ -18,7 +18,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import NamedTuple
 
-from megappo.errors import ConfigError, reason
+from megappo.errors import ConfigError, link_to_nothing, reason
 
 _TEXTS = ("*.json", "*.model", "*.jinja", "*.txt", "*.py")
 _WEIGHTS = ("*.safetensors",)
@@ -63,6 +63,8 @@ def hub_folder(name: str, *, key: str = "model.path", weights: bool = False) -> 
     `key` names the setting in errors. Raises ConfigError for a name that the hub does not have, and where it cannot be
     asked for what the cache lacks.
     """
+    if link := link_to_nothing(Path(name)):
+        raise ConfigError(f"{key}: {link}")
     repository, revision = HubName.of(name)
     if revision == "":
         raise ConfigError(f"{key} '{name}' has no revision behind its @; add a branch, a tag or a commit, or remove it")

@@ -9,11 +9,12 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import regex
-from pydantic import Field
+from pydantic import Field, ValidationInfo, field_validator
 
 from megappo.config.base import (
     NonNegativeFloat,
     NonNegativeInt,
+    PathOrName,
     PathText,
     PositiveInt,
     Ranks,
@@ -22,10 +23,10 @@ from megappo.config.base import (
     Text,
     rule_of_one,
 )
-from megappo.config.engine import SGLangSettings
+from megappo.config.engine import ServerArguments, SGLangSettings
 from megappo.config.folder_texts import OF_TOKENIZERS, check_texts, read_object
 from megappo.config.own_server import OwnServerSettings
-from megappo.errors import shortened, show
+from megappo.errors import expanded, link_to_nothing, shortened, show
 
 FIELDS = ("question", "answer", "reference")
 """Names of the fields that a prompt may have in braces."""
@@ -51,7 +52,7 @@ class JudgeServerSettings(OwnServerSettings):
     """Share of a GPU's memory for weights, keys and values."""
     max_total_tokens: PositiveInt | None = None
     """Tokens whose keys and values the server holds; default: what memory_fraction allows, on a CPU 65536."""
-    arguments: dict[str, Any] = Field(default_factory=dict)
+    arguments: ServerArguments = Field(default_factory=dict)
     """Further arguments of the server, by SGLang's names: `{context-length: 8192}`."""
 
     @property
@@ -71,7 +72,7 @@ class JudgeSettings(Settings):
     """A server that runs already and speaks OpenAI's protocol, such as http://10.0.0.7:30000/v1."""
     server: JudgeServerSettings | None = None
     """An SGLang server that the run starts, in place of `url`; `{}`: with its defaults."""
-    model: PathText
+    model: PathOrName
     """The name under which the server knows the judge's model; of an own server the model's folder."""
     key: Text | None = None
     """The environment variable that holds the server's key; a server that the run starts has a key of the run."""
@@ -105,6 +106,12 @@ class JudgeSettings(Settings):
     """Longest time of a request, tries included, after which its sample has failed."""
     retries: NonNegativeInt = 10
     """How often a request is sent again in that time, after growing pauses, where the server fails."""
+
+    @field_validator("model")
+    @classmethod
+    def _expand(cls, model: str, info: ValidationInfo) -> str:
+        """The folder of an own server's model; a server at a `url` may have any name for its model."""
+        return model if info.data.get("server") is None else expanded(model)
 
     @property
     def sampling(self) -> dict[str, Any]:
@@ -144,6 +151,8 @@ class JudgeSettings(Settings):
         try:
             return Path(self.prompt_file).read_text(encoding="utf-8")
         except (OSError, UnicodeDecodeError) as error:
+            if link := link_to_nothing(Path(self.prompt_file)):
+                raise ValueError(f"prompt_file: {link}") from None
             words = error.strerror if isinstance(error, OSError) else "it is not UTF-8 text"
             raise ValueError(
                 f"prompt_file '{self.prompt_file}' cannot be read ({words}, from {Path.cwd()}); give a file of text"

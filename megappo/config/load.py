@@ -17,10 +17,10 @@ from pydantic import ValidationError
 from megappo import __version__
 from megappo.config.base import Given
 from megappo.config.chat_template import read_template
-from megappo.config.explain import Key, dotted, explain, find_field, names_in, section_of, unknown_keys
+from megappo.config.explain import Key, dotted, explain, find_field, likely_keys, names_in, section_of, unknown_keys
 from megappo.config.schema import Config
 from megappo.config.yaml_core import DEEPEST_NESTING, LONGEST_TEXT_CHARACTERS, dump_yaml, parse_value, parse_yaml
-from megappo.errors import ConfigError, secret_settings, shortened, show, writing
+from megappo.errors import ConfigError, expanded, link_to_nothing, secret_settings, shortened, show, writing
 from megappo.observe.json_values import JSONValue
 from megappo.plugins import own_file
 
@@ -46,27 +46,56 @@ def load_config(path: str | os.PathLike[str], overrides: Sequence[str] = ()) -> 
     is another file, whose settings are laid over those before it one by one. Raises ConfigError with a sentence per
     problem, for secrets before all else, as other sentences may show values.
     """
+    path = expanded(path, "the configuration")
     data = _read_sections(path)
     given: list[tuple[Key, JSONValue]] = []
     files = _files_of(data, path)
+    problems: dict[str, list[Key]] = {}
     for override in overrides:
-        if "=" not in override and override.endswith((".yaml", ".yml")):
-            layer = _read_sections(override)
-            files += _files_of(layer, override)
-            given += _laid_over(data, layer)
-            continue
-        key, value = _parse_override(override)
-        _set(data, key, _with_own_files(value, Path(path).parent))
-        read_template(data, Path(path).parent)
-        given.append((key, value))
+        try:
+            given += _override(data, override, Path(path).parent, files)
+        except ConfigError as error:
+            problems |= dict.fromkeys(error.problems, _meant(override))
     _remove_replaced(data, dict(given))
     if secrets := list(dict.fromkeys(secret_settings(data))):
         raise ConfigError([_no_secret(key) for key in secrets])
     _name_after(data, Path(path), files)
     try:
-        return Config.model_validate(data)
+        config = Config.model_validate(data)
     except ValidationError as error:
-        raise ConfigError(explain(error)) from None
+        refused = [key for keys in problems.values() for key in keys]
+        raise ConfigError([*problems, *explain(error, refused)]) from None
+    if problems:
+        raise ConfigError(problems)
+    return config
+
+
+def _override(
+    data: dict[str, JSONValue], override: str, folder: Path, files: list[JSONValue]
+) -> list[tuple[Key, JSONValue]]:
+    """Put an override into `data`, and the path of one that is a file into `files`; returns the settings that it has.
+    Raises ConfigError for one that is wrong."""
+    if "=" not in override and override.endswith((".yaml", ".yml")):
+        path = expanded(override, "the configuration")
+        layer = _read_sections(path)
+        files += _files_of(layer, path)
+        return _laid_over(data, layer)
+    key, value = _parse_override(override)
+    _set(data, key, _with_own_files(value, folder))
+    read_template(data, folder)
+    return [(key, value)]
+
+
+def _meant(override: str) -> list[Key]:
+    """The settings that a wrong override may have been for."""
+    name, _, text = override.partition("=")
+    key = tuple(name.strip().split("."))
+    if find_field(key) is not None:
+        return [key]
+    try:
+        return likely_keys(key[:-1], key[-1], parse_value(text, "the value"))
+    except ConfigError:
+        return []
 
 
 def _files_of(data: dict[str, JSONValue], path: str | os.PathLike[str]) -> list[JSONValue]:
@@ -148,6 +177,8 @@ def read_text(path: Path) -> str:
         with path.open(encoding="utf-8") as file:
             return file.read(LONGEST_TEXT_CHARACTERS + 1)  # one more than the parser accepts
     except FileNotFoundError:
+        if link := link_to_nothing(path):
+            raise ConfigError(link) from None
         raise ConfigError(f"there is no file {path} (from {Path.cwd()}); give the path of a YAML file") from None
     except UnicodeDecodeError as error:
         raise ConfigError(f"{path} is not UTF-8 text (byte {error.start}); save it as UTF-8") from None

@@ -14,7 +14,7 @@ from megappo.config.hub import hub_folder, may_be_hub_name
 from megappo.config.schema import Config, ModelSettings
 from megappo.config.tokens import TokenRows
 from megappo.config.vocabulary import check_same_tokens
-from megappo.errors import ConfigError, either, reason, show
+from megappo.errors import ConfigError, either, link_to_nothing, reason, show
 from megappo.families import FAMILIES, architecture
 from megappo.families.architecture import ArchitectureConfig
 from megappo.families.declaration import Family
@@ -76,6 +76,8 @@ def read_architecture(
 
 def _refuse_no_model(path: str, key: str) -> None:
     """Raise ConfigError for a path that is neither a folder nor a name of the hub, so that the hub is not asked."""
+    if link := link_to_nothing(Path(path)):
+        raise ConfigError(f"{key}: {link}")
     if Path(path).exists():
         raise ConfigError(f"{key} '{path}' is a file; give the folder that holds config.json")
     if not may_be_hub_name(path):
@@ -88,6 +90,8 @@ def _refuse_no_model(path: str, key: str) -> None:
 def read_config_json(folder: Path, *, key: str = "model.path") -> dict[str, Any]:
     """The content of a model's config.json. Raises ConfigError where there is none that can be read."""
     path = folder / "config.json"
+    if link := link_to_nothing(path):
+        raise ConfigError(f"{key}: {link}")
     if not path.exists():
         raise ConfigError(f"{key} '{folder}' has no config.json; give a Hugging Face model folder")
     try:
@@ -154,6 +158,8 @@ def load_tokenizer(config: Config) -> PreTrainedTokenizerBase:
     try:
         tokenizer = AutoTokenizer.from_pretrained(place, trust_remote_code=model.trust_remote_code)
     except Exception as error:  # transformers, and the folder's own code, over any content
+        if link := next(filter(None, (link_to_nothing(place / name) for name in OF_TOKENIZERS)), ""):
+            raise ConfigError(f"{key}: {link}") from error
         raise ConfigError(
             f"{key} '{place}' holds no tokenizer that can be loaded ({reason(error)}); set "
             "model.tokenizer to the folder or hub name of one"

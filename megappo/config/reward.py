@@ -24,6 +24,7 @@ from megappo.config.hub import may_be_hub_name
 from megappo.config.judge import JudgeSettings, address_rules
 from megappo.config.own_server import RewardModelServerSettings
 from megappo.config.server_words import own_word_rules
+from megappo.errors import link_to_nothing
 from megappo.observe.json_values import JSONValue
 
 _TAKEN_NAMES = (
@@ -234,7 +235,9 @@ class RewardSettings(Settings):
 def reward_rules(reward: RewardSettings) -> Iterator[str]:
     """Rules on what the settings name: it exists."""
     path = reward.model_path
-    if path is not None and not Path(path).is_dir() and not may_be_hub_name(path):
+    if path is not None and (link := link_to_nothing(Path(path))):
+        yield f"reward.model_path: {link}"
+    elif path is not None and not Path(path).is_dir() and not may_be_hub_name(path):
         yield (
             f"reward.model_path '{path}' is not a folder (from {Path.cwd()}); give the folder of a sequence "
             "classification model, or a hub name such as Skywork/Skywork-Reward-V2-Qwen3-0.6B"

@@ -18,7 +18,7 @@ from megappo.config.tokens import Message, call_arguments
 from megappo.data.hub_sets import read_table
 from megappo.data.prepare import SETS
 from megappo.data.tables import json_lines, shown, table_rows
-from megappo.errors import how_to_install, nearest_word
+from megappo.errors import how_to_install, link_to_nothing, nearest_word
 from megappo.observe.json_values import JSONValue
 from megappo.observe.parquet_files import read_parquet
 from megappo.plugins import check_call, is_import_path, load_function, users_code
@@ -85,11 +85,12 @@ def _open(settings: DataSourceSettings) -> Located:
     if settings.options:
         raise ValueError(f"data source '{source}' is a file and takes no options, got {settings.options}; remove them")
     read = _jsonl if source.endswith(".jsonl") else _parquet
-    return itertools.chain.from_iterable(read(path, settings) for path in _files(source))
+    return itertools.chain.from_iterable(read(path, settings) for path in source_files(source))
 
 
-def _files(source: str) -> list[Path]:
-    """The file of a name, or the files of a pattern such as `data/part-*.parquet` in the order of their names."""
+def source_files(source: str) -> list[Path]:
+    """The file of a name, or the files of a pattern such as `data/part-*.parquet` in the order of their names. Raises
+    ValueError where there is none."""
     if os.path.isdir(source):
         raise ValueError(f"data file '{source}' is a folder; name one file in it")
     if os.path.isfile(source):
@@ -99,6 +100,8 @@ def _files(source: str) -> list[Path]:
         if not found:
             raise ValueError(f"no file has a name like '{source}' (from {Path.cwd()}); change the pattern")
         return found
+    if link := link_to_nothing(Path(source)):
+        raise ValueError(f"data file '{source}': {link}")
     raise ValueError(f"data file '{source}' does not exist (from {Path.cwd()}); {_remedy_of(Path(source))}")
 
 

@@ -14,7 +14,7 @@ from megappo.environments.gateway.server import AgentEndpoint
 from megappo.environments.session import Session
 from megappo.environments.tool_calls import call_format
 from megappo.environments.tool_pool import receive
-from megappo.errors import show
+from megappo.errors import home_expanded, show
 from megappo.observe.json_values import JSONValue
 from megappo.plugins import load
 from megappo.rewards.channel import ForeignMessageError
@@ -59,7 +59,7 @@ class Agent:
             if isinstance(given, str) or not all(isinstance(word, str) for word in given):
                 raise ValueError(f"{_ARGUMENTS}.{key} is {show(given)}, must be a list of {what}; change it")
         self._variables = partial(without_secrets, but=frozenset(variables))
-        self._format, self._command, self._options = format, list(command), dict(options or {})
+        self._format, self._command, self._options = format, list(map(home_expanded, command)), dict(options or {})
         setting = f"{_ARGUMENTS}.function"
         self._function = load(function, setting, inspect.iscoroutinefunction, "async function") if function else None
 

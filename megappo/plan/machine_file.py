@@ -9,7 +9,7 @@ from typing import Any
 
 from megappo.config.load import read_text
 from megappo.config.yaml_core import parse_yaml
-from megappo.errors import ALIKE, ConfigError, either, nearest_word, show
+from megappo.errors import ALIKE, ConfigError, either, expanded, nearest_word, show
 from megappo.plan.machines import MACHINES, Machine
 from megappo.plan.measured import HERE, measure_here
 
@@ -41,7 +41,7 @@ def find_machine(text: str) -> Machine:
     if text == HERE:
         return measure_here()
     if text.endswith((".yaml", ".yml")) or "/" in text:
-        return read_machine(Path(text))
+        return read_machine(Path(expanded(text, "--machine")))
     known = [*MACHINES, HERE]
     alike = nearest_word(text, known, cutoff=ALIKE)
     near = [name for name in known if name.startswith(text.lower())] or ([alike] if alike is not None else [])

@@ -7,6 +7,7 @@ from collections import defaultdict
 from collections.abc import Mapping
 
 from megappo.config.algorithm import AlgorithmSettings
+from megappo.plugins import is_import_path
 
 _PATIENCE_STEPS = 10
 _QUIET_STEPS = 20
@@ -51,6 +52,10 @@ ADVICE = {
     "lower actor.optimizer.learning_rate, or compute with model.dtype: float32.",
     "critic_nonfinite": "An update of the critic was refused because its loss or gradient was not finite: "
     "lower critic.optimizer.learning_rate, or compute with model.dtype: float32.",
+    "own_estimator": "An update was refused because algorithm.estimator, a function of yours, returned advantages or "
+    "returns that are not finite: correct the function.",
+    "own_loss": "An update of the actor was refused because its loss or gradient was not finite, with "
+    "algorithm.policy_loss a function of yours: correct the function, such as a division by 0 or a log of 0 in it.",
     "large_reward": "An update was refused because its loss or gradient was not finite, in a step with rewards beyond "
     "1e9: scale what reward.function gives down.",
 }
@@ -70,6 +75,8 @@ PAGES = {
     "mismatch": "trouble.md#the-mismatch-grows",
     "actor_nonfinite": "trouble.md#an-update-is-not-finite",
     "critic_nonfinite": "trouble.md#an-update-is-not-finite",
+    "own_estimator": "trouble.md#an-update-is-not-finite",
+    "own_loss": "trouble.md#an-update-is-not-finite",
     "large_reward": "trouble.md#an-update-is-not-finite",
 }
 """Page with more on each condition: a file of megappo/observe and a heading in it."""
@@ -85,12 +92,36 @@ def largest_reward(metrics: Mapping[str, float]) -> float:
     return max(abs(metrics.get(f"reward/{end}", 0.0)) for end in ("min", "max"))
 
 
-def remedy_of_nonfinite(role: str, metrics: Mapping[str, float]) -> str:
-    """What to change when an update of a role is not finite in a step with these metrics."""
+def refusal(role: str, metrics: Mapping[str, float], sums: Mapping[str, float], algorithm: AlgorithmSettings) -> str:
+    """The sentences on an update of a role that was not finite, in a step with these metrics; `sums` are the update's
+    own."""
+    return (
+        f"the {role}'s loss or gradient is not finite; its weights were left as they were. "
+        f"{_remedy_of_nonfinite(role, metrics, sums, algorithm)}, or set algorithm.on_nonfinite: skip to go on."
+    )
+
+
+def _remedy_of_nonfinite(
+    role: str, metrics: Mapping[str, float], sums: Mapping[str, float], algorithm: AlgorithmSettings
+) -> str:
     largest = largest_reward(metrics)
     if largest > _LARGE_REWARD:
         return f"The rewards of this step are up to {largest:.3g} in size: scale what the reward gives down"
+    if _own_estimator_fails(algorithm, metrics):
+        return (
+            f"algorithm.estimator '{algorithm.estimator}' returned advantages or returns that are not finite: correct "
+            "this function"
+        )
+    if role == "actor" and is_import_path(algorithm.policy_loss) and math.isfinite(sums.get("ppo_kl", math.nan)):
+        what = "slopes" if math.isfinite(sums.get("pg_loss", math.nan)) else "values"
+        return f"The {what} of algorithm.policy_loss '{algorithm.policy_loss}' are not finite: correct this function"
     return f"Lower {role}.optimizer.learning_rate"
+
+
+def _own_estimator_fails(algorithm: AlgorithmSettings, metrics: Mapping[str, float]) -> bool:
+    """Whether an estimator of the user's returned numbers that are not finite."""
+    means = (metrics.get(name, 0.0) for name in ("advantage/mean", "return/mean"))
+    return is_import_path(algorithm.estimator) and not all(map(math.isfinite, means))
 
 
 class Advisor:
@@ -101,6 +132,7 @@ class Advisor:
         self._kl_target = kl.target_nats if kl is not None and kl.controller == "adaptive" else None
         self._kl_name = "kl/per_response" if kl is not None and kl.per == "response" else "kl/mean"
         self._leaves_out = algorithm.policy_loss in ("dis", "dppo_tv", "dppo_kl")
+        self._algorithm = algorithm
         self._mismatch_warn_nats = algorithm.mismatch_warn_nats
         self._streaks: dict[str, int] = defaultdict(int)
         self._last_said: dict[str, int] = {}
@@ -132,6 +164,9 @@ class Advisor:
         swings = not is_equal and self._swing_of_values(metrics) > value("reward/std")
         overshoots = self._lasting("critic_overshoots", explained < _OVERSHOT or swings)
 
+        of_estimator = _own_estimator_fails(self._algorithm, metrics)
+        of_loss = is_import_path(self._algorithm.policy_loss) and math.isfinite(value("actor/ppo_kl"))
+
         found = {
             "clipfrac": value("actor/clipfrac") > 0.5 and not self._leaves_out,
             "masked": self._leaves_out and value("actor/masked_below") + value("actor/masked_above") > _MUCH_LEFT_OUT,
@@ -140,8 +175,10 @@ class Advisor:
             "turn_cut": value("episode/limit_turn_tokens") > 0.5,
             "mismatch": value("mismatch/own_weights" if value("rollout/lag") > 0 else "mismatch/mean")
             > self._mismatch_warn_nats,
-            "actor_nonfinite": nonfinite("actor") and not is_large,
-            "critic_nonfinite": nonfinite("critic") and not is_large,
+            "actor_nonfinite": nonfinite("actor") and not (is_large or of_estimator or of_loss),
+            "critic_nonfinite": nonfinite("critic") and not (is_large or of_estimator),
+            "own_estimator": of_estimator and not is_large and (nonfinite("actor") or nonfinite("critic")),
+            "own_loss": of_loss and nonfinite("actor") and not (is_large or of_estimator),
             "large_reward": is_large and (nonfinite("actor") or nonfinite("critic")),
             "explained_variance": self._lasting("explained_variance", explained < 0) and not overshoots,
             "critic_overshoots": overshoots,

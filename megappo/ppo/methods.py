@@ -91,7 +91,7 @@ def check_methods(config: Config) -> None:
     mask_BR = torch.tensor([[True, True, True], [True, False, False]])
     numbers_BR = torch.linspace(-1, 1, 6).view(2, 3)
     with _tried("algorithm.estimator", algorithm.estimator):
-        estimator(
+        found = estimator(
             rewards=numbers_BR,
             values=None if config.critic is None else -numbers_BR,
             mask=mask_BR,
@@ -99,11 +99,19 @@ def check_methods(config: Config) -> None:
             gamma=algorithm.gamma,
             **lambdas(algorithm, mask_BR),
         )
+        _check_finite("advantages or returns", *found)
     sequences_BR = torch.tensor([[0, 0, 0], [1, 1, 1]])
     given = {"old_logprob": numbers_BR - 2, "advantages": numbers_BR, "weights": mask_BR / 4}
     inputs = PolicyInputs(**given, mask=mask_BR, ref_logprob=numbers_BR - 2, sequences=sequences_BR)
     with _tried("algorithm.policy_loss", algorithm.policy_loss):
-        ppo_token_loss(logprob=0.9 * numbers_BR - 2, entropy=numbers_BR + 1, inputs=inputs, objective=objective)
+        logprob_BR = (0.9 * numbers_BR - 2).requires_grad_()
+        out = ppo_token_loss(logprob=logprob_BR, entropy=numbers_BR + 1, inputs=inputs, objective=objective)
+        _check_finite("a loss or slopes", out.loss, *torch.autograd.grad(out.loss, logprob_BR))
+
+
+def _check_finite(what: str, *found: Tensor) -> None:
+    if not all(bool(tensor.isfinite().all()) for tensor in found):
+        raise ValueError(f"it returned {what} that are not finite for six ordinary tokens; correct the function")
 
 
 @contextmanager

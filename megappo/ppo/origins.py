@@ -17,7 +17,7 @@ from megappo.checkpoint.torch_dist.folder import find_iteration, is_megatron
 from megappo.checkpoint.torch_dist.source import TorchDistSource
 from megappo.config import Config
 from megappo.config.model_files import load_tokenizer, read_architecture, require_same_tokens
-from megappo.errors import show
+from megappo.errors import link_to_nothing, show
 from megappo.families import FAMILIES
 from megappo.families.adapters import LoraShape
 from megappo.families.architecture import ArchitectureConfig
@@ -109,10 +109,17 @@ def open_start(
     return origin
 
 
+def check_origin(text: str) -> None:
+    """Raise ValueError where there is nothing that a role could start from."""
+    _kind(_split(text)[0])
+
+
 def _kind(path: Path) -> OriginKind:
     for kind in _KINDS.values():
         if path.exists() and kind.recognises(path):
             return kind
+    if link := link_to_nothing(path):
+        raise ValueError(link)
     state = "is of no known kind" if path.exists() else f"does not exist (from {Path.cwd()})"
     raise ValueError(f"{path} {state}; give {', or '.join(k.summary for k in _KINDS.values())}")
 

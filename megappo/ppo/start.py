@@ -9,7 +9,7 @@ from pathlib import Path
 from pydantic import ValidationError
 
 from megappo.checkpoint.card import exported_step
-from megappo.checkpoint.changes import compare_settings, keep_kl_unit, tensor_changes
+from megappo.checkpoint.changes import compare_settings, former_files, keep_kl_unit, tensor_changes
 from megappo.checkpoint.files import Marker, checkpoints_directory, put_all_in_place
 from megappo.checkpoint.identity import settings_of
 from megappo.checkpoint.select import select_checkpoint
@@ -19,6 +19,7 @@ from megappo.config.explain import explain
 from megappo.errors import show
 from megappo.observe.metrics import read_metrics
 from megappo.plugins import own_files
+from megappo.ppo.named_files import missing_files
 from megappo.preflight.template_time import at_one_time, recorded_time
 from megappo.runtime.objects import broadcast_object
 from megappo.runtime.process import Runtime
@@ -69,6 +70,10 @@ def choose_start(config: Config, derived: Derived, runtime: Runtime) -> Start:
     folder, marker, sentences = chosen
     steps = (run_steps(marker), derived.steps)
     given, (then, config) = config, keep_kl_unit(marker.content["settings"], config)
+    changes = compare_settings(then, config.model_dump(mode="json"), steps, marker.content.get("own_files", {}))
+    missing = [sentence for key, sentence in missing_files(config) if changes.is_of(key)]
+    if missing:  # a wrong name is no other run
+        raise ConfigError(missing)
     other = tensor_changes(then, config)
     if other is not None:
         raise ConfigError(
@@ -77,7 +82,6 @@ def choose_start(config: Config, derived: Derived, runtime: Runtime) -> Start:
     problem, said = _steps_left(config, marker.step, derived.steps)
     if problem:
         raise ConfigError(problem)
-    changes = compare_settings(then, config.model_dump(mode="json"), steps)
     if changes.dangerous and not config.run.force_resume:
         raise ConfigError(
             f"run.directory '{config.run.path}' holds a run with other settings ({'; '.join(changes.dangerous)}); set "
@@ -106,8 +110,10 @@ def _changes_of_code(marker: Marker, config: Config) -> Iterator[str]:
         if before.get(name) != version and (name in before or name != PACKAGES):
             yield f"{name} {before.get(name)} -> {version}"
     files = marker.content.get("own_files", {})  # checkpoints of older versions have none
-    for file, digest in own_files(config.model_dump(mode="json")).items():
-        if files.get(file, digest) != digest:
+    settings = config.model_dump(mode="json")
+    former = former_files(marker.content["settings"], settings, files)
+    for file, digest in own_files(settings).items():
+        if files.get(former.get(file, file), digest) != digest:
             yield f"what stands in {file}"
 
 

@@ -14,7 +14,7 @@ from megappo.engines.protocol import SleepingEngine
 from megappo.errors import Interrupted
 from megappo.megatron.placed import PlacedBatch, announce, place
 from megappo.megatron.roles import Update
-from megappo.ppo.advice import remedy_of_nonfinite
+from megappo.ppo.advice import refusal
 from megappo.ppo.cache_gauge import CacheGauge
 from megappo.ppo.checkpoints import Boundary, Checkpoints, Resumed, TrainerState
 from megappo.ppo.components import RunComponents
@@ -407,10 +407,8 @@ class Trainer:
         name = updates.batch.role.placement.name
         kept = self.checkpoints.keep_refused(updates, refused, self.boundary) if self.checkpoints is not None else ""
         if self.algorithm.on_nonfinite == "stop":
-            raise NonFiniteUpdateError(
-                f"the {name}'s loss or gradient is not finite; its weights were left as they were. "
-                f"{remedy_of_nonfinite(name, self.metrics)}, or set algorithm.on_nonfinite: skip to go on. {kept}"
-            )
+            sentences = refusal(name, self.metrics, refused.update.sums, self.algorithm)
+            raise NonFiniteUpdateError(f"{sentences} {kept}")
 
     def sync_weights(self) -> None:
         """Stream the actor's weights into the engine under the next version."""

@@ -8,7 +8,7 @@ from pathlib import Path, PurePosixPath
 from typing import TYPE_CHECKING
 
 from megappo.config.folder_texts import read_object
-from megappo.errors import shortened, show
+from megappo.errors import link_to_nothing, shortened, show
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -27,14 +27,18 @@ def tensor_files(folder: Path) -> dict[str, str]:
     if (folder / SINGLE).is_file():
         return {}
     if not path.exists():
+        if link := link_to_nothing(folder / SINGLE) or link_to_nothing(path):
+            raise ValueError(link)
         raise ValueError(f"{folder} holds no {SINGLE}; save the model as safetensors, or use model.init: random")
     found = read_object(path).get("weight_map")
     if not isinstance(found, dict) or not found:
         raise ValueError(f"{path} is no index of safetensors, its weight_map is {show(found)}; fetch or save it again")
     for tensor, file in found.items():
         if not isinstance(file, str) or not _is_inside(file) or not (folder / file).is_file():
+            link = link_to_nothing(folder / file) if isinstance(file, str) and _is_inside(file) else ""
             raise ValueError(
-                f"{path} names {show(file)} as the file of {shortened(tensor)}, and {folder} has no such file; "
+                link
+                or f"{path} names {show(file)} as the file of {shortened(tensor)}, and {folder} has no such file; "
                 "fetch or save the model again"
             )
     return found
@@ -48,7 +52,8 @@ def _is_inside(file: str) -> bool:
 def counted_files(folder: Path) -> list[Path]:
     """The weight files of a folder that another program reads: those of `tensor_files`, or all safetensors where it
     says nothing. Raises ValueError for an unusable index."""
-    if not (folder / SINGLE).is_file() and not (folder / INDEX).is_file():
+    links = [link_to_nothing(folder / name) for name in (SINGLE, INDEX)]
+    if not (folder / SINGLE).is_file() and not (folder / INDEX).is_file() and not any(links):
         return sorted(folder.glob("*.safetensors"))
     return [folder / file for file in sorted(set(tensor_files(folder).values())) or [SINGLE]]
 

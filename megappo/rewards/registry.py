@@ -29,6 +29,8 @@ OF_EACH = {
     "conversations": "conversation",
 }  # fmt: skip
 """For arguments of batch functions with another name: the argument of one sample that they are a list of."""
+_VERLS = {"solution_str", "ground_truth"}
+"""Parameters of verl's functions of one sample; of many samples their names have an `s`."""
 _OF_BATCH = {one: many for many, one in OF_EACH.items()}
 
 
@@ -102,6 +104,7 @@ def resolve(settings: ChosenReward) -> RewardCallable:
     if name not in RULES:
         check_choice(name, [*RULES, "model", OF_ENVIRONMENT], "reward.function")
         function = load_function(name, "reward.function")
+        _check_kind(function, settings)
         _check_call(function, settings)
         return function
     if settings.batch:
@@ -132,6 +135,29 @@ def _offered(*, batch: bool) -> tuple[str, ...]:
     if batch:
         return (*_PER_BATCH, *(_OF_BATCH.get(name, name) for name in _FURTHER))
     return (*_PER_SAMPLE, *_FURTHER)
+
+
+def _check_kind(function: RewardCallable, settings: ChosenReward) -> None:
+    """Raise ValueError for a function of one sample with `reward.batch: true`, and for one of lists without it, by the
+    names of its parameters."""
+    signature = signature_of(function)
+    if signature is None:
+        return
+    own, others = set(_offered(batch=settings.batch)), set(_offered(batch=not settings.batch))
+    of_verl = _VERLS if settings.batch else {f"{name}s" for name in _VERLS}
+    parameters = signature.parameters.keys() - settings.options.keys()
+    if parameters & (own - others) or not parameters & ((others - own) | of_verl):
+        return
+    what = f"reward.function '{settings.function}' has the parameters {', '.join(signature.parameters)}"
+    if settings.batch:
+        raise ValueError(
+            f"{what}, which are those of one sample, and reward.batch is true; set reward.batch: false (in "
+            f"reward.functions the batch of the function), or take lists: {', '.join(_PER_BATCH)}"
+        )
+    raise ValueError(
+        f"{what}, which are those of many samples, and reward.batch is false; set reward.batch: true (in "
+        f"reward.functions the batch of the function), or take one sample: {', '.join(_PER_SAMPLE)}"
+    )
 
 
 def _check_call(function: RewardCallable, settings: ChosenReward) -> None:

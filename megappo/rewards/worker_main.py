@@ -18,7 +18,7 @@ import select
 import signal
 import socket
 import sys
-from collections.abc import Callable, Mapping, Sequence, Set
+from collections.abc import Callable, Iterable, Mapping, Sequence, Set
 from typing import Any
 
 from megappo.plugins import failure_words
@@ -61,7 +61,10 @@ def _answers(choice: RewardChoice, function: RewardCallable, names: Sequence[str
     try:
         samples = [pickle.loads(pickled) for pickled in asked]
         if not choice.batch:
-            return [_number(function(**{name: samples[0][name] for name in names}, **choice.options))]
+            found = function(**{name: samples[0][name] for name in names}, **choice.options)
+            if issubclass(type(found), list | tuple):  # an object may give another __class__
+                return [(None, "returned a list, must be a number; set reward.batch: true for a function of lists")]
+            return [_number(found)]
         columns = {name: [sample[OF_EACH.get(name, name)] for sample in samples] for name in names}
         return _numbers(function(**columns, **choice.options), len(asked))
     except BaseException as error:  # noqa: BLE001 - what a user's function raises is a failed sample
@@ -73,6 +76,9 @@ def _numbers(found: Any, count: int) -> list[Answer]:
     # A list of them would hold characters, bytes or keys, or be in any order.
     if isinstance(found, str | bytes | bytearray | memoryview | Mapping | Set):
         return [(None, f"returned a {type(found).__name__}, must be a list of numbers")] * count
+    if not isinstance(found, Iterable):
+        problem = f"returned {found!r}, must be a list of numbers; set reward.batch: false for a function of one sample"
+        return [(None, problem[:_REASON_CHARACTERS])] * count
     values = list(found)
     if len(values) != count:
         return [(None, f"returned {len(values)} scores for {count} samples")] * count

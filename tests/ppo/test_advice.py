@@ -11,10 +11,11 @@ from megappo.config.algorithm import AlgorithmSettings, KLInRewardSettings
 from megappo.config.base import Settings
 from megappo.config.schema import Config
 from megappo.observe.metric_docs import METRICS
-from megappo.ppo.advice import ADVICE, PAGES, Advisor, remedy_of_nonfinite, told
+from megappo.ppo.advice import ADVICE, PAGES, Advisor, refusal, told
 from tests.house.documents import anchor
 from tests.support.places import ROOT
 
+PLAIN = AlgorithmSettings()
 ADAPTIVE = AlgorithmSettings(kl_in_reward=KLInRewardSettings(coef=0.1, controller="adaptive", per="response"))
 
 
@@ -125,9 +126,38 @@ def test_the_check_of_settings_finds_what_is_not_there() -> None:
 
 def test_a_loss_that_large_rewards_made_is_not_blamed_on_the_learning_rate() -> None:
     for size in (1e20, 3e38, 1e10):
-        assert "scale what the reward gives" in remedy_of_nonfinite("critic", {"reward/min": -size, "reward/max": 0.0})
-    of_small = remedy_of_nonfinite("critic", {"reward/min": 0.0, "reward/max": 1.0})
-    assert of_small == "Lower critic.optimizer.learning_rate"
+        large = refusal("critic", {"reward/min": -size, "reward/max": 0.0}, {}, PLAIN)
+        assert "scale what the reward gives" in large
+    small = refusal("critic", {"reward/min": 0.0, "reward/max": 1.0}, {}, PLAIN)
+    assert "Lower critic.optimizer.learning_rate, or set" in small
+
+
+OWN = PLAIN.model_copy(update={"estimator": "mine.py:advantages", "policy_loss": "mine.py:loss"})
+FINITE = {"reward/min": 0.0, "reward/max": 1.0, "advantage/mean": 0.0, "return/mean": 1.0}
+REFUSED = {"actor/skipped_updates": 1.0, "actor/ppo_kl": 0.0}
+
+
+@pytest.mark.parametrize("role", ["actor", "critic"])
+@pytest.mark.parametrize("name", ["advantage/mean", "return/mean"])
+def test_an_estimator_that_returns_nan_is_named(role: str, name: str) -> None:
+    metrics = {**FINITE, name: math.nan}
+    assert "algorithm.estimator 'mine.py:advantages' returned" in refusal(role, metrics, {}, OWN)
+    assert f"Lower {role}.optimizer.learning_rate" in refusal(role, metrics, {}, PLAIN)
+    refused = {**metrics, **REFUSED}
+    assert Advisor(OWN).observe(1, refused) == [told("own_estimator")]
+    assert Advisor(PLAIN).observe(1, refused) == [told("actor_nonfinite")]
+
+
+@pytest.mark.parametrize(("sums", "what"), [({"pg_loss": math.nan}, "values"), ({"pg_loss": 1.0}, "slopes")])
+def test_a_policy_loss_that_is_not_finite_is_named(sums: dict[str, float], what: str) -> None:
+    sums = {**sums, "ppo_kl": 0.0}
+    found = refusal("actor", FINITE, sums, OWN)
+    assert f"The {what} of algorithm.policy_loss 'mine.py:loss' are not finite: correct this function, or" in found
+    assert "learning_rate" in refusal("critic", FINITE, sums, OWN)
+    assert "learning_rate" in refusal("actor", FINITE, sums, PLAIN)
+    assert "learning_rate" in refusal("actor", FINITE, {**sums, "ppo_kl": math.nan}, OWN)
+    assert Advisor(OWN).observe(1, {**FINITE, **REFUSED}) == [told("own_loss")]
+    assert Advisor(OWN).observe(1, {**FINITE, "critic/skipped_updates": 1.0}) == [told("critic_nonfinite")]
 
 
 def test_values_that_swing_from_step_to_step_overshoot() -> None:

@@ -216,6 +216,18 @@ def one_tensor(*, rewards: Tensor) -> Tensor:
     return rewards
 
 
+def divides_by_0(*, rewards: Tensor) -> tuple[Tensor, Tensor]:
+    return rewards / 0, rewards
+
+
+def log_of_0(*, logprob: Tensor) -> Tensor:
+    return logprob + torch.zeros_like(logprob).log()
+
+
+def steep_root(*, logprob: Tensor) -> Tensor:
+    return (logprob - logprob.detach()).sqrt()
+
+
 def three(*, rewards: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     return rewards, rewards, rewards
 
@@ -256,6 +268,15 @@ UNUSABLE: list[tuple[tuple[str, ...], list[str]]] = [
     ((*NO_CRITIC, f"algorithm.estimator={ME}:of_other_shapes"), ["algorithm.estimator", ": it failed (RuntimeError: "]),
     ((*NO_CRITIC, f"algorithm.estimator={ME}:of_no_function"), ["TypeError: 'Tensor' object is not callable); fix"]),
     ((*NO_CRITIC, f"algorithm.estimator={ME}:one_tensor"), ["returned Tensor, must be (advantages, returns)"]),
+    (
+        (*NO_CRITIC, f"algorithm.estimator={ME}:divides_by_0"),
+        ["algorithm.estimator", "it returned advantages or returns that are not finite", "correct the function"],
+    ),
+    ((f"algorithm.policy_loss={ME}:log_of_0",), ["algorithm.policy_loss", "it returned a loss or slopes that are not"]),
+    (
+        (f"algorithm.policy_loss={ME}:steep_root",),
+        ["algorithm.policy_loss", "it returned a loss or slopes that are not"],
+    ),
     ((*NO_CRITIC, f"algorithm.estimator={ME}:three"), ["returned tuple, must be (advantages, returns)"]),
     ((*NO_CRITIC, f"algorithm.estimator={ME}:scores"), ["advantages has shape (2,), must be the mask's (2, 3)"]),
     ((*NO_CRITIC, f"algorithm.estimator={ME}:sums"), ["returns has shape (2,), must be the mask's (2, 3)"]),

@@ -229,6 +229,9 @@ def anything(response, **others): return sorted(others)
 def neither(): return 1.0
 def misspelt(*, respones, answer): return 1.0
 def many(responses): return [len(response) for response in responses]
+def all_lists(prompts, responses, answers, metadata): return [1.0 for _ in prompts]
+def with_defaults(*, responses=(), answers=()): return [1.0 for _ in responses]
+def verls_lists(data_sources, solution_strs, ground_truths, extra_infos=None): return [1.0 for _ in solution_strs]
 def verls(data_source, solution_str, ground_truth, extra_info=None): return 1.0
 """
 
@@ -249,13 +252,27 @@ def verls(data_source, solution_str, ground_truth, extra_info=None): return 1.0
         ({"function": "importing_rules:Pat"}, "module 'importing_rules' has no function 'Pat'; define it there"),
         ({"function": "user_rules:"}, "write package.module:function"),
         ({"function": "user_rules:misspelt"}, r"\(answer=\): .* 'respones'; it may take prompt, response, .*, raw_"),
+        ({"function": "user_rules:many"}, "has the parameters responses, .* many samples, .*; set reward.batch: true"),
+        (
+            {"function": "user_rules:all_lists"},
+            "responses, answers, metadata, which .*; set reward.batch: true",
+        ),
+        ({"function": "user_rules:with_defaults"}, "set reward.batch: true .*, or take one sample: prompt, response"),
+        ({"function": "user_rules:verls_lists"}, "solution_strs, .*; set reward.batch: true"),
+        (
+            {"function": "user_rules:verls", "batch": True},
+            "solution_str, .* one sample, .*; set reward.batch: false .* or take lists: prompts, responses",
+        ),
         (
             {"function": "user_rules:verls"},
             "called without arguments: .*; what verl calls solution_str is response here",
         ),
         ({"function": "user_rules:good", "options": {"malus": 1}}, "unexpected keyword argument 'malus'"),
-        ({"function": "user_rules:good", "batch": True}, r"cannot be called with \(metadata="),
-        ({"function": "user_rules:short", "batch": True}, "missing a required argument: 'response'"),
+        (
+            {"function": "user_rules:good", "batch": True},
+            "response, answer, metadata, bonus, .*set reward.batch: false",
+        ),
+        ({"function": "user_rules:short", "batch": True}, "has the parameters response, .*; set reward.batch: false"),
     ],
 )
 def test_unusable_reward(

@@ -67,6 +67,7 @@ def obey(*, prompt, response, answer, metadata):
         case "digits": return 10**400
         case "none": return None
         case "text": return "1.0"
+        case "list": return [1.0, 2.0]
         case "pid": return os.getpid()
         case "print": print("noise")
         case "child": subprocess.run(["sleep", "1000"])
@@ -105,6 +106,8 @@ def write_everywhere(message):
         except OSError: pass
 
 def raw(*, prompt, response, answer, metadata, raw_response): return len(raw_response) - len(response)
+
+def one_number(*, responses): return 1.0
 
 def raw_batch(*, prompts, responses, answers, metadata, raw_responses):
     return [len(raw) - len(clean) for raw, clean in zip(raw_responses, responses)]
@@ -173,6 +176,7 @@ def requests(*responses: str) -> list[RewardRequest]:
         ("digits", "returned inf, must be finite and within float32"),
         ("none", "returned None, must be a number"),
         ("text", "returned '1.0', must be a number"),
+        ("list", "returned a list, must be a number; set reward.batch: true for a function of lists"),
         ("mute", "Mute: Mute"),
         ("KeyboardInterrupt", "KeyboardInterrupt"),
         ("nameless", "returned what is no number: Mute"),
@@ -235,6 +239,12 @@ def test_a_failure_names_the_line_that_raised(tmp_path: Path, function: str, bat
     with RewardPool(settings(function=f"user_rewards:{function}", batch=batch)) as pool:
         reasons = {said for _, said in pool.score(requests("raise")).failures}
     assert reasons == {f"KeyError: 'k' ({tmp_path / 'user_rewards.py'}:{line})"}
+
+
+def test_one_number_for_a_whole_batch_fails_with_the_remedy() -> None:
+    with RewardPool(settings(function="user_rewards:one_number", batch=True)) as pool:
+        reason = dict(pool.score(requests("a", "b")).failures)[1]
+    assert reason == "returned 1.0, must be a list of numbers; set reward.batch: false for a function of one sample"
 
 
 def test_one_number_of_a_batch_that_is_none_costs_its_own_sample() -> None:

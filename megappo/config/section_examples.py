@@ -1,0 +1,96 @@
+"""Examples of sections for values that were given in place of a section."""
+
+from __future__ import annotations
+
+import re
+import shlex
+import types
+import typing
+from collections.abc import Callable, Iterator
+from typing import Any, TypeAlias
+
+from pydantic import ConfigDict, TypeAdapter, ValidationError
+from pydantic.fields import FieldInfo
+
+from megappo.config.base import Settings
+from megappo.errors import show
+from megappo.observe.json_values import JSONValue
+
+_PREFERRED = ("path", "source", "function", "name")
+"""Settings that a value of a section without required settings most likely is, the likeliest first."""
+_PLAIN = re.compile(r"[\w./~@+-]+(?::[\w./~@+-]+)*")
+"""Text that needs no quotes inside `{}`."""
+SectionOf = Callable[[FieldInfo], type[Settings] | None]
+Example: TypeAlias = "dict[str, str | Example]"
+"""Settings of a section, with their values as text or the settings of an inner section."""
+
+
+def section_example(section: type[Settings], value: JSONValue, section_of: SectionOf) -> Example:
+    """An example of the section, with the value in the setting that it most likely is.
+
+    Other required settings have the value too where they take it, or a word for what they take.
+    """
+    plain = {name: field for name, field in section.model_fields.items() if section_of(field) is None}
+    required = {name: _text(field, value) for name, field in plain.items() if field.is_required()}
+    if required:
+        return {**required}
+    taking = [name for name, field in plain.items() if _takes(field, value)]
+    inner = {name: found for name, field in section.model_fields.items() if (found := section_of(field)) is not None}
+    preferred = [name for name in _PREFERRED if name in taking]
+    if not preferred and isinstance(value, str):
+        for name, found in inner.items():
+            if any(field.is_required() and _takes(field, value) for field in found.model_fields.values()):
+                return {name: section_example(found, value, section_of)}
+    likely = next(iter([*preferred, *taking, *plain]), None)
+    if likely is not None:
+        return {likely: _text(plain[likely], value)}
+    name, found = next(iter(inner.items()))
+    return {name: section_example(found, value, section_of)}
+
+
+def in_yaml(example: Example) -> str:
+    """`{source: x.jsonl}`."""
+    shown = (f"{name}: {inner if isinstance(inner, str) else in_yaml(inner)}" for name, inner in example.items())
+    return "{" + ", ".join(shown) + "}"
+
+
+def as_overrides(key: str, example: Example) -> str:
+    """`data.train.source=x.jsonl`, as a shell reads it."""
+    words = (
+        shlex.quote(f"{key}.{name}={inner}") if isinstance(inner, str) else as_overrides(f"{key}.{name}", inner)
+        for name, inner in example.items()
+    )
+    return " ".join(words)
+
+
+def is_nullable(field: FieldInfo) -> bool:
+    """Whether a setting may be null."""
+    return type(None) in typing.get_args(field.annotation)
+
+
+def _text(field: FieldInfo, value: JSONValue) -> str:
+    """The value as it is written in a section, or a word for what the field takes."""
+    if _takes(field, value):
+        shown = show(value)
+        return value if isinstance(value, str) and shown == repr(value) and _PLAIN.fullmatch(value) else shown
+    kinds = set(_kinds(field.annotation))
+    if kinds & {int, float}:
+        return "NUMBER"
+    return "true" if bool in kinds else "TEXT"
+
+
+def _kinds(annotation: Any) -> Iterator[Any]:
+    if typing.get_origin(annotation) in (typing.Union, types.UnionType, typing.Annotated):
+        for inner in typing.get_args(annotation):
+            yield from _kinds(inner)
+    else:
+        yield annotation
+
+
+def _takes(field: FieldInfo, value: JSONValue) -> bool:
+    kind = typing.cast(Any, typing.Annotated)[(field.annotation, *(field.metadata or [None]))]
+    try:
+        TypeAdapter(kind, config=ConfigDict(strict=True)).validate_python(value)
+    except ValidationError:
+        return False
+    return True
