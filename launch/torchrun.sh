@@ -24,9 +24,7 @@ shift
 if [ "${PET_NNODES:-1}" != 1 ] && [ "${PET_NNODES:-1}" != 1:1 ] && [ "${PET_NNODES:-1}" != "$nodes" ]; then
     usage "PET_NNODES is '$PET_NNODES', and --nodes is $nodes; give --nodes and --head, or unset PET_NNODES"
 fi
-for variable in $(compgen -A export PET_ || true); do
-    unset "$variable"
-done
+unset "${!PET_@}"
 source "$(dirname "${BASH_SOURCE[0]}")/environment.sh"
 ensure_environment "$(environment_for "$@")"
 export OMP_NUM_THREADS=${OMP_NUM_THREADS:-1}

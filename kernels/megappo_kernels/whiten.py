@@ -58,5 +58,6 @@ def without_rounding(deviations: Tensor, std: Tensor, rounding: Tensor) -> Tenso
     A policy loss would otherwise count tokens of advantage 1e-8 as clipped. Deviations up to `rounding` are 0, unless
     they are a large part of the standard deviation: then the spread itself is that small, and is kept.
     """
+    # A deviation of a tenth of the spread is no rounding of a mean, unless the spread is a hundredth of the rounding.
     bound = torch.minimum(rounding, torch.maximum(0.1 * std, 0.01 * rounding))
     return deviations.masked_fill(deviations.abs() <= bound, 0.0)

@@ -5,16 +5,8 @@
 set -euo pipefail
 action=$1
 shift
-if [ -n "${MEGAPPO_SITE:-}" ]; then
-    if [ ! -r "$MEGAPPO_SITE" ]; then
-        echo "megappo: error: MEGAPPO_SITE '$MEGAPPO_SITE' is no file that can be read on $(hostname)" >&2
-        exit 2
-    fi
-    set +eu # a site's file may read variables that are not set, and end with a test
-    # shellcheck source=/dev/null
-    source "$MEGAPPO_SITE"
-    set -eu
-fi
+source "$(dirname "${BASH_SOURCE[0]}")/site.sh"
+source_site >&2
 if [ "$action" = describe ]; then
     ranks=$("${MEGAPPO_PYTHON:-python}" -m megappo serve "$@" --ranks)
     echo "$ranks ${SLURM_GPUS_ON_NODE:-0} ${SLURM_CPUS_ON_NODE:-0}"

@@ -16,7 +16,7 @@ prepare_job() {
     PLACE=()
     [[ $MEGAPPO_LAUNCHER =~ ^(srun|torchrun)$ ]] || fail "MEGAPPO_LAUNCHER is '$MEGAPPO_LAUNCHER', must be srun or torchrun"
     NODES=$SLURM_JOB_NUM_NODES
-    [ -z "$MEGAPPO_SITE" ] || [ -n "$MEGAPPO_CONTAINER" ] || [ -r "$MEGAPPO_SITE" ] || fail "MEGAPPO_SITE '$MEGAPPO_SITE' is no file that can be read; name one, or unset it"
+    [ -z "$MEGAPPO_SITE" ] || [ -n "$MEGAPPO_CONTAINER" ] || { [ -f "$MEGAPPO_SITE" ] && [ -r "$MEGAPPO_SITE" ]; } || fail "MEGAPPO_SITE '$MEGAPPO_SITE' is no file that can be read; name one, or unset it"
     choose_ranks_per_node
     LOGS=$(realpath -m "$MEGAPPO_LOGS")/$SLURM_JOB_ID/attempt-${SLURM_RESTART_COUNT:-0}
     mkdir -p "$LOGS"

@@ -19,9 +19,7 @@ forward() {
     done
 }
 
-for variable in $(compgen -A export PET_ || true); do
-    unset "$variable" # options of torchrun that a scheduler left
-done
+unset "${!PET_@}" # options of torchrun that a scheduler left
 trap forward USR1
 trap : HUP INT TERM # torchrun gets them too, and tells its ranks
 (

@@ -5,17 +5,10 @@
 set -uo pipefail
 rank=${RANK:-$SLURM_PROCID}
 trap : HUP INT TERM USR1 USR2
-if [ -n "${MEGAPPO_SITE:-}" ]; then
-    if [ ! -r "$MEGAPPO_SITE" ]; then
-        echo "megappo: error: MEGAPPO_SITE '$MEGAPPO_SITE' is no file that can be read on $(hostname)" \
-            >>"$MEGAPPO_RANK_LOGS/rank-$rank.log"
-        echo 2 >"$MEGAPPO_RANK_LOGS/exit-$rank"
-        exit 2
-    fi
-    set +u # `export LD_LIBRARY_PATH=/x:$LD_LIBRARY_PATH` reads a variable that may not be set
-    # shellcheck source=/dev/null
-    source "$MEGAPPO_SITE" >>"$MEGAPPO_RANK_LOGS/rank-$rank.log" 2>&1
-    set -u
+source "$(dirname "${BASH_SOURCE[0]}")/site.sh"
+if ! source_site >>"$MEGAPPO_RANK_LOGS/rank-$rank.log" 2>&1; then
+    echo 2 >"$MEGAPPO_RANK_LOGS/exit-$rank"
+    exit 2
 fi
 if [ -n "${MEGAPPO_STOP_FILE:-}" ]; then # torchrun stands between SLURM and this rank; see node.sh
     echo $$ >"$MEGAPPO_RANK_LOGS/pid-$rank"

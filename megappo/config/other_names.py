@@ -65,21 +65,13 @@ def _both(first: Counterpart, second: Counterpart) -> Counterpart:
 
 @functools.cache
 def _names_by_end() -> dict[str, list[str]]:
-    """The whole names by their last two and more parts."""
+    """The whole names by their last parts, of any number."""
     ends: dict[str, list[str]] = {}
     for name in _whole_names():
         parts = name.split(".")
-        for begin in range(1, len(parts) - 1):
+        for begin in range(len(parts)):
             ends.setdefault(".".join(parts[begin:]), []).append(name)
     return ends
-
-
-@functools.cache
-def _names_by_last_part() -> dict[str, list[str]]:
-    last: dict[str, list[str]] = {}
-    for name in _whole_names():
-        last.setdefault(name.rpartition(".")[2], []).append(name)
-    return last
 
 
 def _of_end(parts: Key) -> Counterpart | None:
@@ -93,7 +85,7 @@ def _of_end(parts: Key) -> Counterpart | None:
 
 def _of_last_part(parts: Key) -> Counterpart | None:
     """The answer that all whole names with this last part share; single words are too general for that."""
-    return _agreed(_names_by_last_part().get(parts[-1], ()), parts) if "_" in parts[-1] else None
+    return _agreed(_names_by_end().get(parts[-1], ()), parts) if "_" in parts[-1] else None
 
 
 def _agreed(names: Sequence[str], parts: Key) -> Counterpart | None:

@@ -348,6 +348,10 @@ class CheckpointSettings(Settings):
     asynchronous: bool = True
     """Write checkpoints in the background from a copy in the host's memory while training goes on."""
 
+    def is_due(self, step: int, steps: int) -> bool:
+        """Whether a checkpoint follows `step` of `steps`, apart from `every_minutes`."""
+        return step == steps or any(n is not None and step % n == 0 for n in (self.every_steps, self.keep_every_steps))
+
 
 def _said(given: Mapping[str, Any], section: str, name: str, settings: type[Settings]) -> Any:
     """A setting as the user wrote it, or its default."""

@@ -18,7 +18,7 @@ from megappo.plan.planner import read_models
 from megappo.plan.sizes import model_sizes
 from megappo.plan.stopping import stopping
 from megappo.runtime.deadlines import Deadlines
-from megappo.runtime.memory_limits import memory_limit
+from megappo.runtime.memory_limits import machine_bytes
 
 _UNKNOWN = "h100"
 """The machine that stands for a GPU which is not in the table."""
@@ -48,9 +48,7 @@ def this_machine() -> Machine:
 
 def this_cpu() -> Machine:
     """The CPU of the planner's tables with this machine's memory and share of cores."""
-    import psutil
-
-    total = min(float(psutil.virtual_memory().total), memory_limit().total_bytes)
+    total = machine_bytes()
     cores = len(os.sched_getaffinity(0))
     here = MACHINES["cpu"].scaled(min(1.0, cores / CPU_CORES))
     return replace(here, memory_bytes=total, summary=f"this machine's {cores} cores and {total / 1e9:.0f} GB")

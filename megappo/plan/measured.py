@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable
 
 from megappo.plan.machines import Machine
-from megappo.runtime.memory_limits import memory_limit
+from megappo.runtime.memory_limits import machine_bytes
 
 HERE = "here"
 """Name of the measured machine for `--machine`."""
@@ -19,10 +19,9 @@ _ROUNDS = 25
 
 def measure_here() -> Machine:
     """Rates that all cores of this machine reach together: of products in bfloat16 and float32, and of a copy."""
-    import psutil
     import torch
 
-    cores, total = len(os.sched_getaffinity(0)), min(float(psutil.virtual_memory().total), memory_limit().total_bytes)
+    cores, total = len(os.sched_getaffinity(0)), machine_bytes()
     threads = torch.get_num_threads()
     torch.set_num_threads(cores)
     rates = {}

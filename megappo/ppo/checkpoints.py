@@ -243,8 +243,7 @@ class Checkpoints:
         if self._has_failed(wait=False):
             return True
         is_late = self._clock.is_late(time.monotonic())
-        periods = (self._settings.every_steps, self._settings.keep_every_steps)
-        if step == self._parts.derived.steps or any(every and step % every == 0 for every in periods):
+        if self._settings.is_due(step, self._parts.derived.steps):
             return True
         return broadcast_object(is_late)  # ranks' clocks may differ
 

@@ -15,7 +15,7 @@ from megappo.observe.messages import tell
 from megappo.ppo.components import RunComponents
 from megappo.ppo.sampling import finish_rollout, prompts_of_rank, request_samples, sample_seed
 from megappo.rewards.workers import too_many_failures
-from megappo.runtime.objects import all_gather_objects
+from megappo.runtime.objects import all_gather_objects, first_of_ranks
 from megappo.runtime.tally import Tally
 from megappo.types import Rollouts
 
@@ -81,7 +81,7 @@ def _failure_words(parts: RunComponents, rollouts: Rollouts, failures: MutableMa
             failures[b] = f"{episode.failure}: {episode.reason}"
     counts = all_gather_objects((rewards, len(failures), len(rollouts.responses)))
     failed_rewards, failed, total = map(sum, zip(*counts, strict=True))
-    reasons = [reason for of_rank in all_gather_objects(list(failures.values())[:1]) for reason in of_rank]
+    reasons = first_of_ranks(list(failures.values()))
     if failed_rewards > settings.max_failure_fraction * total:
         raise too_many_failures(settings, failed_rewards, total, [(0, reason) for reason in reasons])
     return f"{failed} of {total} answers have no grade; the first: {one_line(reasons[0])}" if failed else ""

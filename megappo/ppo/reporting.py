@@ -23,7 +23,7 @@ from megappo.ppo.jumps import Jump
 from megappo.ppo.measures import distributed_numbers
 from megappo.ppo.run_record import RunRecord
 from megappo.ppo.start import Start
-from megappo.runtime.objects import all_gather_objects, attempt
+from megappo.runtime.objects import all_gather_objects, attempt, first_of_ranks
 from megappo.runtime.process import Runtime
 from megappo.types import Episodes, Experience, Rollouts
 
@@ -185,10 +185,9 @@ class Reporter:
             "episode": [f"{episode.failure}: {episode.reason}" for episode in episodes if episode.failure],
         }
         for kind in sorted(failed.keys() - self._told_failures):
-            first = next((reason for of_rank in all_gather_objects(failed[kind][:1]) for reason in of_rank), "")
-            if first:
+            if reasons := first_of_ranks(failed[kind]):
                 self._told_failures.add(kind)
-                told = f"the first {kind} that failed: {one_line(first)}; {_FAILED[kind]}"
+                told = f"the first {kind} that failed: {one_line(reasons[0])}; {_FAILED[kind]}"
                 self.message(f"step {step}: {told}", warns=True)
 
     def samples(self, step: int, rollouts: Rollouts, scores_B: Tensor) -> None:

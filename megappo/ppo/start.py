@@ -91,16 +91,22 @@ def choose_start(config: Config, derived: Derived, runtime: Runtime) -> Start:
     changed = (*changes.dangerous, *changes.harmless, *_changes_of_code(marker, config))
     sentences += [f"changed since then: {change}" for change in changed]
     sentences += _kl_sentences(given, config) + said
-    trained = _recorded_settings(marker, config) if marker.step == derived.steps else None
+    trained = None
+    if marker.step == derived.steps:
+        trained, problems = _recorded_settings(marker, config)
+        sentences += problems
     return Start(config, tuple(sentences), (folder, marker), changed, trained)
 
 
-def _recorded_settings(marker: Marker, config: Config) -> Config:
-    """The checkpoint's settings. Raises ConfigError where they are none of this version."""
+def _recorded_settings(marker: Marker, config: Config) -> tuple[Config, list[str]]:
+    """The checkpoint's settings; the given settings, and a sentence, if this version does not read the checkpoint's."""
     try:
-        return Config.model_validate({**settings_of(marker), "model": config.model.model_dump()})
+        return Config.model_validate({**settings_of(marker), "model": config.model.model_dump()}), []
     except ValidationError as error:
-        raise ConfigError(f"the settings in the checkpoint are none of this version: {explain(error)[0]}") from error
+        reason = explain(error)[0]
+        return config, [
+            f"a model card would name the given settings, as the checkpoint's are of another version: {reason}"
+        ]
 
 
 def _changes_of_code(marker: Marker, config: Config) -> Iterator[str]:

@@ -19,7 +19,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import TypeVar
 
-from megappo.errors import one_line, reason, redacted, shortened
+from megappo.errors import one_line, reason, redacted, shortened, whole_number
 from megappo.observe.json_values import JSONValue
 from megappo.plugins import failure_words
 from megappo.runtime.direct import fetch, proxy_of
@@ -102,7 +102,7 @@ def raise_reported_error(answer: JSONValue) -> None:
     if not error:
         return
     code = error.get("code") if isinstance(error, dict) else answer.get("code")
-    status = int(code) if isinstance(code, int | str) and str(code).isdecimal() else 0
+    status = whole_number(str(code)) or 0
     message = error.get("message") if isinstance(error, dict) else error
     shown = shortened(one_line(message if isinstance(message, str) else json.dumps(error)), _BODY_CHARACTERS)
     if 400 <= status < 500 and status not in TRANSIENT:
@@ -232,7 +232,7 @@ def _without_json(value: object, name: str) -> Iterator[tuple[str, object]]:
     if isinstance(value, dict):
         for key, part in value.items():
             if not isinstance(key, str | int | float | None):
-                yield f"a key of {name}", key
+                yield f"a key of {name or 'the content'}", key
             yield from _without_json(part, f"{name}.{key}" if name else str(key))
     elif isinstance(value, list | tuple):
         for index, part in enumerate(value):

@@ -29,13 +29,14 @@ _CUT = frozenset(("length", "max_tokens", "max_length", "max_output_tokens", "mo
 _FAILED = ("abort", "error")
 """Values of `finish_reason` of a request that the server gave up, after which another try may succeed."""
 _TEXT_PARTS = ("text", "output_text")
+_TAGS = "(?:seed:)?(?:think|thinking|thought|thoughts|reasoning|scratchpad)"
 _THOUGHTS_BEGIN = re.compile(
-    r"(?:<(?:seed:)?(?:think|thinking|thought|thoughts|reasoning|scratchpad)\b[^>]*>|<\|begin_of_thought\|>|\[THINK\]|\u25c1think\u25b7|<\|START_THINKING\|>|"
-    r"(?:<\|start\|>assistant)?<\|channel\|>(?:analysis|commentary))",
+    rf"<{_TAGS}\b[^>]*>|<\|begin_of_thought\|>|\[THINK\]|\u25c1think\u25b7|<\|START_THINKING\|>|"
+    r"<\|channel\|>(?:analysis|commentary)",
     re.IGNORECASE,
 )
 _THOUGHTS_END = re.compile(
-    r"</(?:seed:)?(?:think|thinking|thought|thoughts|reasoning|scratchpad)>|<\|end_of_thought\|>|\[/THINK\]|\u25c1/think\u25b7|<\|END_THINKING\|>|"
+    rf"</{_TAGS}>|<\|end_of_thought\|>|\[/THINK\]|\u25c1/think\u25b7|<\|END_THINKING\|>|"
     r"<\|channel\|>final<\|message\|>",
     re.IGNORECASE,
 )

@@ -19,7 +19,7 @@ from megappo.observe.messages import tell
 from megappo.rewards.numbers import score_problem
 from megappo.rewards.registry import OF_ENVIRONMENT, check_reward
 from megappo.rewards.workers import RewardPool, RewardRequest, RewardResult, too_many_failures
-from megappo.runtime.objects import all_gather_objects
+from megappo.runtime.objects import first_of_ranks
 from megappo.types import CHAT_MESSAGES, Rollouts
 
 if TYPE_CHECKING:
@@ -138,8 +138,7 @@ class RewardScorer:
         failed, samples = map(int, metrics.means["reward/failures"])
         # Both numbers are sums over all ranks, so all ranks take this branch, and its collective, together.
         if failed > self._settings.max_failure_fraction * samples:
-            everywhere = [failure for of_rank in all_gather_objects(result.failures[:1]) for failure in of_rank]
-            raise too_many_failures(self._settings, failed, samples, everywhere)
+            raise too_many_failures(self._settings, failed, samples, first_of_ranks(result.failures))
         if failures is not None:
             failures.update(result.failures)
         return result.scores, metrics
@@ -149,7 +148,7 @@ class RewardScorer:
         for name in sorted(verdicts.keys() - self._judges_with_note):
             if metrics.means[f"reward/{name}/unreadable"][0] > 0:
                 self._judges_with_note.add(name)
-                notes = [note for of_rank in all_gather_objects(verdicts[name].notes[:1]) for note in of_rank]
+                notes = first_of_ranks(verdicts[name].notes)
                 if torch.distributed.get_rank() == 0:
                     share = f"each such sample has the score `unreadable` and counts in reward/{name}/unreadable"
                     tell(

@@ -15,6 +15,8 @@ from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
+from megappo.errors import whole_number
+
 NAME = "lock.holder"
 
 
@@ -23,8 +25,10 @@ class Holder:
     """A process as other processes can recognise it."""
 
     host: str
-    place: str
-    """Boot and process namespace, in which the process number is unique; "" where they are not known."""
+    boot: str
+    """Boot id of the machine."""
+    namespace: str
+    """Namespace in which the process number is unique."""
     process: int
     start_ticks: int
     """When the process was started, since boot: numbers of processes are used again."""
@@ -42,29 +46,29 @@ class Holder:
         """Whether `reader`, a process that runs now, can tell that this process has ended."""
         if self.job and self.job == reader.job and self.restarts < reader.restarts:
             return True
-        if self.host != reader.host or not (self.place and reader.place):
+        if self.host != reader.host:
             return False
-        (boot, _, names), (own_boot, _, own_names) = self.place.partition(" "), reader.place.partition(" ")
-        if boot != own_boot:  # the machine was started again since
+        if self.boot != reader.boot:  # the machine was started again since
             return True
-        return names == own_names and start_ticks(self.process) != self.start_ticks
+        return self.namespace == reader.namespace and start_ticks(self.process) != self.start_ticks
 
 
 def this_process(environment: Mapping[str, str]) -> Holder:
     """This process."""
-    restarts = environment.get("SLURM_RESTART_COUNT", "")
-    place = ""
-    with suppress(OSError):
-        boot = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="utf-8").strip()
-        place = f"{boot} {os.readlink('/proc/self/ns/pid')}"
     return Holder(
         socket.gethostname(),
-        place,
+        boot_id(),
+        os.readlink("/proc/self/ns/pid"),
         os.getpid(),
         start_ticks(os.getpid()) or 0,
         environment.get("SLURM_JOB_ID", ""),
-        int(restarts) if restarts.isdecimal() else 0,
+        whole_number(environment.get("SLURM_RESTART_COUNT", "")) or 0,
     )
+
+
+def boot_id() -> str:
+    """Identity of this machine since its last start."""
+    return Path("/proc/sys/kernel/random/boot_id").read_text(encoding="utf-8").strip()
 
 
 def start_ticks(process: int) -> int | None:
@@ -88,15 +92,19 @@ def take(path: Path, own: Holder) -> Holder | None:
             if holder is None:
                 if not path.exists():
                     continue  # removed in the meantime
-                return Holder("a machine that is not known", "", 0, 0)
+                return Holder("a machine that is not known", "", "", 0, 0)
             if not holder.is_gone(own):
                 return holder
             _remove(path, holder)
             continue
-        with os.fdopen(descriptor, "w", encoding="utf-8") as file:
-            json.dump(asdict(own), file)
-            file.flush()
-            os.fsync(file.fileno())
+        try:
+            with os.fdopen(descriptor, "w", encoding="utf-8") as file:
+                json.dump(asdict(own), file)
+                file.flush()
+                os.fsync(file.fileno())
+        except OSError:  # a full disk
+            path.unlink()
+            raise
         return None
 
 

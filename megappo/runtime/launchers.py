@@ -22,6 +22,7 @@ from pathlib import Path
 
 from megappo.config.base import LARGEST_WORLD
 from megappo.errors import ConfigError, shortened, whole_number
+from megappo.runtime.holder import start_ticks
 
 RANK_VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
 EXIT_CODE = "exit_code"
@@ -37,6 +38,8 @@ _MPI_JOB = ("PMIX_NAMESPACE", "OMPI_MCA_ess_base_jobid", "PMI_KVS", "PMI_PORT")
 _SCONTROL_SECONDS = 20
 _JOB = "MEGAPPO_JOB"
 _JOB_END = "SLURM_JOB_END_TIME"
+_LATEST_END = 10**11
+"""Seconds since 1970 in the year 5138; larger numbers are no times."""
 
 
 @dataclass(frozen=True)
@@ -157,21 +160,29 @@ def seconds_to_end(environment: Mapping[str, str]) -> float | None:
     """Seconds until SLURM ends the job (`SLURM_JOB_END_TIME`, which launch/slurm/job.sh queries where SLURM does not
     set it); None where the end is unknown, or was before this process started: another job has left the variable then.
     The time of day is read here only, because SLURM gives no other clock."""
-    end = environment.get(_JOB_END, "")
-    if not (end.isascii() and end.isdecimal() and len(end) < 12):
+    end = _job_end(environment)
+    if end is None or end < _started_at():
         return None
-    seconds = float(end) - time.time()
-    return None if seconds < -seconds_since_start() else max(0.0, seconds)
+    return max(0.0, end - time.time())
 
 
 def left_variables(environment: Mapping[str, str]) -> Iterator[str]:
     """A sentence for each variable that another job has left and that this run ignores."""
-    end = environment.get(_JOB_END, "")
-    if end.isdecimal() and seconds_to_end(environment) is None:
-        yield (
-            f"{_JOB_END} is {shortened(end)}, a time before this run started, and is ignored: another job has left it; "
-            "unset it"
-        )
+    end = _job_end(environment)
+    if end is not None and end < _started_at():
+        words = f"{_JOB_END} is {end:.0f}, a time before this run started"
+        yield f"{words}, and is ignored: another job has left it; unset it"
+
+
+def _job_end(environment: Mapping[str, str]) -> float | None:
+    """The end of the job in seconds since 1970; None without a plausible number."""
+    end = whole_number(environment.get(_JOB_END, ""))
+    return float(end) if end is not None and end < _LATEST_END else None
+
+
+def _started_at() -> float:
+    """When this process was started, in seconds since 1970."""
+    return time.time() - seconds_since_start()
 
 
 def may_print(environment: Mapping[str, str]) -> bool:
@@ -181,9 +192,10 @@ def may_print(environment: Mapping[str, str]) -> bool:
 
 
 def seconds_since_start() -> float:
-    """Seconds since this process was started, imports included (proc_pid_stat(5): field 22, in ticks since boot)."""
-    fields = Path("/proc/self/stat").read_text().rpartition(")")[2].split()
-    return time.clock_gettime(time.CLOCK_BOOTTIME) - int(fields[19]) / os.sysconf("SC_CLK_TCK")
+    """Seconds since this process was started, imports included."""
+    ticks = start_ticks(os.getpid())
+    assert ticks is not None, "this process runs"
+    return time.clock_gettime(time.CLOCK_BOOTTIME) - ticks / os.sysconf("SC_CLK_TCK")
 
 
 def binds_one_device(environment: Mapping[str, str]) -> bool:

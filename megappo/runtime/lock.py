@@ -76,8 +76,8 @@ def locked_directory(directory: Path, runtime: Runtime, *, private: bool = False
     is closed to other users first.
 
     On a file system without locks the file `lock.holder` holds the directory (see `megappo.runtime.holder`). Raises
-    ValueError on every rank where another job holds it for
-    longer than a job that is ending would, where the directory cannot be written, or as `check_own` does.
+    ValueError on every rank where another job holds it for longer than a job that is ending would, where the directory
+    cannot be written, or as `check_own` does.
     """
     held, problem = attempt(lambda: _take(directory, private=private)) if runtime.is_main else (None, "")
     problem = broadcast_object(problem)
@@ -113,6 +113,7 @@ def _take(directory: Path, *, private: bool) -> HeldDirectory:
             file = undo.enter_context((directory / "lock").open("a+", encoding="utf-8"))
             if not has_locks(file.fileno()):
                 holder = _take_without_locks(directory)
+                undo.callback(release, directory / NAME, holder)
             elif not wait_until(lambda: _lock(file.fileno()), PATIENCE_SECONDS, every_seconds=_POLL_SECONDS):
                 file.seek(0)
                 other = file.read().strip() or "another job"

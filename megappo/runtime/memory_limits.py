@@ -33,10 +33,16 @@ def memory_limit(proc: Path = Path("/proc")) -> MemoryLimit:
     )
 
 
+def machine_bytes() -> float:
+    """The memory that processes of this machine may have: all of the machine's, or the limit of this process."""
+    import psutil
+
+    return min(float(psutil.virtual_memory().total), memory_limit().total_bytes)
+
+
 def _limits(proc: Path) -> Iterator[tuple[float, float]]:
     """(limit, free bytes) of each group with a limit, the innermost first."""
-    for mount, group, version in _groups(proc):
-        folder = mount / group.relative_to("/")
+    for mount, folder, version in _groups(proc):
         while True:
             found = _limit_v2(folder) if version == 2 else _limit_v1(folder)
             if found is not None:
@@ -47,10 +53,10 @@ def _limits(proc: Path) -> Iterator[tuple[float, float]]:
 
 
 def _groups(proc: Path) -> Iterator[tuple[Path, Path, int]]:
-    """(mount point, path below it, version) of each hierarchy with a memory controller."""
+    """(mount point, folder of the group, version) of each hierarchy with a memory controller."""
     try:
-        lines = (proc / "self/cgroup").read_text(encoding="utf-8").splitlines()
-        mounts = (proc / "self/mountinfo").read_text(encoding="utf-8").splitlines()
+        lines = (proc / "self/cgroup").read_text(encoding="utf-8", errors="surrogateescape").splitlines()
+        mounts = (proc / "self/mountinfo").read_text(encoding="utf-8", errors="surrogateescape").splitlines()
     except OSError:
         return
     for line in lines:
@@ -60,12 +66,12 @@ def _groups(proc: Path) -> Iterator[tuple[Path, Path, int]]:
         for mount in mounts:
             before, _, after = mount.partition(" - ")
             root, place = (_unescaped(field) for field in before.split()[3:5])
-            kind, _, options = after.split(maxsplit=2)
+            kind, _, options = after.split(" ", 2)
             is_own = "memory" in options.split(",") if controllers else True
             if kind == ("cgroup" if controllers else "cgroup2") and is_own:
                 # A container sees its group at the mount point; the path is then outside of the mount's root.
                 inner = Path(path).relative_to(root) if Path(path).is_relative_to(root) else Path()
-                yield Path(place), Path("/") / inner, 1 if controllers else 2
+                yield Path(place), Path(place) / inner, 1 if controllers else 2
                 break
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, TypeVar, cast
 
 import torch
@@ -23,6 +23,11 @@ def all_gather_objects(value: T, group: dist.ProcessGroup | None = None) -> list
     gathered = [value] * dist.get_world_size(group)
     dist.all_gather_object(gathered, value, group=group)
     return gathered
+
+
+def first_of_ranks(values: Sequence[T]) -> list[T]:
+    """The first value of each rank that has values, in the order of ranks; a collective of the world."""
+    return [value for of_rank in all_gather_objects(values[:1]) for value in of_rank]
 
 
 def send_object(value: object, rank: int) -> None:

@@ -69,7 +69,7 @@ LOADED = ("rollout.load_from=nowhere", "evaluation=null")
         (("rollout.engine=transformers",), "rollout/cache_hit_rate", False),
         (("rollout.engine=transformers",), "engine/restarts", False),
         (("reference=null", "algorithm.kl_in_reward=null"), "kl/mean", False),
-        (LOADED, "reward/failures", False),
+        (LOADED, "reward/failures", True),
         (LOADED, "eval/reward_mean", False),
         (LOADED, "sync/gigabytes_per_second", False),
         ((), "curriculum/resting", False),

@@ -95,6 +95,7 @@ def test_null_turns_a_section_off() -> None:
 
 @pytest.mark.parametrize("value", ["16", "x.jsonl", "0.5", "[1, 2]", "'two words'"])
 def test_examples_of_all_sections_have_settings_that_exist(value: str) -> None:
+    examples = 0
     for key in all_keys():
         field = find_field(key)
         if field is None or section_of(field) is None:
@@ -105,6 +106,8 @@ def test_examples_of_all_sections_have_settings_that_exist(value: str) -> None:
             for problem in error.problems:
                 example, _, override = problem.partition("such as ")[2].partition("; as an override write ")
                 if example:
+                    examples += 1
                     assert isinstance(parse_yaml(example, "the example"), dict)
                     words = [word.partition("=")[0].split(".") for word in shlex.split(override)]
                     assert words and all(find_field(tuple(word)) is not None for word in words)
+    assert examples > 10

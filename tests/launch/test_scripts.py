@@ -128,6 +128,7 @@ def test_conda(site: Site) -> None:
         ({"MEGAPPO_VENV": "/nowhere"}, "MEGAPPO_VENV '/nowhere' has no bin/activate; name its folder"),
         ({"MEGAPPO_MODULES": "cuda"}, "there is no command 'module'"),
         ({"MEGAPPO_CONTAINER": "x", "MEGAPPO_CONTAINER_RUNTIME": "docker"}, "is 'docker', must be pyxis or apptainer"),
+        ({"MEGAPPO_SITE": "/tmp"}, "MEGAPPO_SITE '/tmp' is no file that can be read; name one, or unset"),
         ({"MEGAPPO_SITE": "/nowhere.sh"}, "MEGAPPO_SITE '/nowhere.sh' is no file that can be read; name one, or unset"),
         (
             {"MEGAPPO_PYTHON": "/nowhere/python"},
@@ -195,6 +196,33 @@ def test_a_rank_without_the_sites_file_says_so(site: Site, tmp_path: Path) -> No
     done = subprocess.run(["bash", str(ROOT / "launch/slurm/rank.sh"), "train"], env=environment, check=False)
     assert done.returncode == 2 and (tmp_path / "exit-3").read_text() == "2\n"
     assert "MEGAPPO_SITE '/nowhere.sh' is no file that can be read on" in (tmp_path / "rank-3.log").read_text()
+
+
+@pytest.mark.parametrize("has_file", [True, False])
+def test_an_engine_reads_the_sites_file(site: Site, tmp_path: Path, has_file: bool) -> None:
+    exports = tmp_path / "site.sh"
+    if has_file:
+        exports.write_text("export SITE_PATH=/x:$NOT_SET_ANYWHERE\nfalse\n")
+    site.program("python-of-mine", 'echo "1 2 $SITE_PATH"')
+    variables = {"MEGAPPO_PYTHON": str(site.folder / "bin/python-of-mine"), "MEGAPPO_SITE": str(exports)}
+    command = ["bash", str(ROOT / "launch/slurm/engine.sh"), "describe", "a.yaml"]
+    done = subprocess.run(command, env=os.environ | variables, capture_output=True, text=True, check=False)
+    if has_file:
+        assert done.stdout.startswith("1 2 /x: ") and done.returncode == 0, done.stderr
+    else:
+        assert done.returncode == 2 and f"MEGAPPO_SITE '{exports}' is no file that can be read on" in done.stderr
+
+
+def test_torchrun_of_a_node_gets_no_options_of_a_scheduler(site: Site, tmp_path: Path) -> None:
+    site.program("python-of-mine", 'env | grep ^PET_ >"$WORDS" || echo none >"$WORDS"')
+    variables = {
+        "MEGAPPO_PYTHON": str(site.folder / "bin/python-of-mine"), "MEGAPPO_RANK_LOGS": str(tmp_path),
+        "SLURM_NODEID": "0", "MASTER_ADDR": "localhost", "MASTER_PORT": "1", "WORDS": str(site.words),
+        "PET_STANDALONE": "1", "PET_NNODES": "2",
+    }  # fmt: skip
+    command = ["bash", str(ROOT / "launch/slurm/node.sh"), "1", "1", "train", "a.yaml"]
+    subprocess.run(command, env=os.environ | variables, timeout=60, check=False)
+    assert site.words.read_text() == "none\n"
 
 
 def test_a_broken_machine_ends_the_job_before_training(site: Site) -> None:

@@ -122,7 +122,7 @@ def test_a_killed_run_gives_the_directory_up(tmp_path: Path) -> None:
 )
 def test_a_run_that_was_killed_on_another_machine(tmp_path: Path, variables: dict[str, str], words: str) -> None:
     """Only a later attempt of the same SLURM job knows that the process is gone."""
-    holder = Holder("n1", "another boot", 1, 5, "7", 0)
+    holder = Holder("n1", "another boot", "pid:[1]", 1, 5, "7", 0)
     (tmp_path / NAME).write_text(json.dumps(vars(holder)))
     run = start(tmp_path, **variables)
     assert words in line(run)
@@ -132,9 +132,41 @@ def test_a_run_that_was_killed_on_another_machine(tmp_path: Path, variables: dic
 
 def test_a_machine_that_was_started_again_has_lost_its_processes() -> None:
     own = this_process({})
-    assert replace(own, place=f"another {own.place.partition(' ')[2]}").is_gone(own)
-    assert not replace(own, place=f"{own.place.partition(' ')[0]} pid:[1]", start_ticks=1).is_gone(own)
-    assert not replace(own, host="n1", place="another boot").is_gone(own)
+    assert replace(own, boot="another").is_gone(own)
+    assert not replace(own, namespace="pid:[1]", start_ticks=1).is_gone(own)
+    assert not replace(own, host="n1", boot="another").is_gone(own)
+
+
+def test_a_file_that_cannot_be_written_is_removed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a full disk: an empty file would refuse every later start."""
+
+    def fail(_descriptor: int) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(os, "fsync", fail)
+    with pytest.raises(OSError, match="No space left"):
+        take(tmp_path / NAME, this_process({}))
+    assert not (tmp_path / NAME).exists()
+
+
+@pytest.mark.usefixtures("no_locks")
+def test_a_start_that_fails_gives_the_directory_up(
+    tmp_path: Path, runtime: Runtime, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where the lock file cannot be written after the holder's file was created."""
+
+    def fail() -> str:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    own = Holder("n1", "", "", 1, 5)
+    monkeypatch.setattr(room, "this_process", lambda _: own)
+    monkeypatch.setattr(room.socket, "gethostname", fail)
+    with (
+        pytest.raises(ValueError, match="cannot be written or locked: No space left"),
+        locked_directory(tmp_path / "run", runtime),
+    ):
+        raise AssertionError("the start goes on")
+    assert not (tmp_path / "run" / NAME).exists()
 
 
 @pytest.mark.parametrize("content", ["", "{}", "no JSON", '{"host": "n1"}'])
@@ -155,7 +187,7 @@ def test_one_of_many_starts_takes_the_file_of_a_process_that_is_gone(tmp_path: P
 
 
 def test_the_file_of_another_process_is_not_removed(tmp_path: Path) -> None:
-    other = Holder("n1", "", 1, 5)
+    other = Holder("n1", "", "", 1, 5)
     (tmp_path / NAME).write_text(json.dumps(vars(other)))
     release(tmp_path / NAME, this_process({}))
     assert read(tmp_path / NAME) == other

@@ -348,7 +348,7 @@ def test_an_end_before_the_start_is_of_another_job() -> None:
     assert seconds_to_end(environment) is None
     (sentence,) = left_variables(environment)
     assert re.match(r"SLURM_JOB_END_TIME is \d+, a time before this run started, .*; unset it", sentence)
-    for end in (f"{time.time() + 60:.0f}", "NONE", ""):
+    for end in (f"{time.time() + 60:.0f}", "NONE", "", "4102444800000"):
         assert not list(left_variables({"SLURM_JOB_END_TIME": end}))
 
 

@@ -10,8 +10,8 @@ import pytest
 
 from megappo.doctor import machine
 from megappo.doctor.machine import memory
-from megappo.plan import here
 from megappo.plan.here import this_cpu
+from megappo.runtime import memory_limits
 from megappo.runtime.memory_limits import MemoryLimit, memory_limit
 
 GB = 10**9
@@ -95,6 +95,15 @@ def test_a_container_sees_its_group_at_the_mount_point(tmp_path: Path, root: str
     assert memory_limit(proc(tmp_path, f"0::{path}\n", line)) == MemoryLimit(8 * GB, 7 * GB)
 
 
+def test_other_mounts_may_have_no_source_and_any_name(tmp_path: Path) -> None:
+    mount = tmp_path / "cgroup"
+    group(mount / "job", 2, 8 * GB, 1 * GB)
+    folder = proc(tmp_path, "0::/job\n", v2(mount))
+    lines = b"40 31 0:40 / /tmp\xff rw - tmpfs  rw\n" + (folder / "self/mountinfo").read_bytes()
+    (folder / "self/mountinfo").write_bytes(lines)
+    assert memory_limit(folder) == MemoryLimit(8 * GB, 7 * GB)
+
+
 @pytest.mark.parametrize("groups", ["", "0::/\n", "4:memory:/gone\n"])
 def test_without_a_limit(tmp_path: Path, groups: str) -> None:
     assert memory_limit(proc(tmp_path, groups, v2(tmp_path / "none"))) == MemoryLimit(math.inf, math.inf)
@@ -103,7 +112,7 @@ def test_without_a_limit(tmp_path: Path, groups: str) -> None:
 
 def test_the_doctor_and_the_plan_use_the_limit(monkeypatch: pytest.MonkeyPatch) -> None:
     total = psutil.virtual_memory().total
-    for module in (machine, here):
+    for module in (machine, memory_limits):
         monkeypatch.setattr(module, "memory_limit", lambda: MemoryLimit(total / 2, 1.5 * GB))
     finding = memory(1)
     assert finding.state == "slow" and finding.words.startswith("2 GB free for 1 rank, within a limit of ")

@@ -61,7 +61,7 @@ def _is_compared(config: Config, step: int, _steps: int) -> bool:
 
 
 def _follows_checkpoint(config: Config, step: int, steps: int) -> bool:
-    return step - 1 in _checkpoint_steps(config, steps)
+    return config.checkpoint is not None and step > 1 and config.checkpoint.is_due(step - 1, steps)
 
 
 def _follows_export(config: Config, step: int, _steps: int) -> bool:
@@ -104,8 +104,6 @@ _ACTOR_EXPERTS = _experts_of("actor")._replace(in_step=_is_compared)
 _PENALTY = _has("algorithm.policy_loss: penalty", lambda c: c.algorithm.policy_loss == "penalty")
 _EVALUATION = _has("evaluation and the data of that set", lambda c: c.evaluation)._replace(in_step=_is_evaluated)
 _CONDITIONS: Mapping[str, _Condition] = {
-    "reward/failures": _COMPUTED,
-    "reward/timeouts": _COMPUTED,
     "reward/NAME": _COMPUTED,
     "reward/group_spread": _has("an estimator that compares samples, such as grpo", _compares_samples),
     "reward/overlong": _has("reward.overlong", lambda c: c.reward.overlong and not c.pretrains_critic),
@@ -223,19 +221,11 @@ def _step_rules(config: Config, wanted: str, condition: _Condition, steps: int) 
                 f"(evaluation.every_steps {evaluation.every_steps}) and a checkpoint (checkpoint.every_steps "
                 f"{checkpoint.every_steps}); set checkpoint.every_steps to {evaluation.every_steps}"
             )
-    elif not any(condition.in_step(config, step, steps) for step in _checkpoint_steps(config, steps)):
+    elif not any(checkpoint.is_due(n, steps) and condition.in_step(config, n, steps) for n in range(1, steps + 1)):
         yield (
             f"checkpoint.keep_best is '{wanted}', which no step with a checkpoint logs (run.steps {steps}, "
             f"checkpoint.every_steps {checkpoint.every_steps}); set checkpoint.every_steps to 1, or name another metric"
         )
-
-
-def _checkpoint_steps(config: Config, steps: int) -> set[int]:
-    """Steps that write a checkpoint, whatever time they take."""
-    if config.checkpoint is None:
-        return set()
-    periods = (config.checkpoint.every_steps, config.checkpoint.keep_every_steps)
-    return {steps}.union(*(range(every, steps + 1, every) for every in periods if every is not None))
 
 
 def _condition(documented: str) -> _Condition:

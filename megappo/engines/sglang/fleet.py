@@ -11,7 +11,6 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
-from pathlib import Path
 from typing import TypeVar
 
 from megappo.engines.sglang.client import Endpoint, ServerFailure, is_alive, takes, takes_any_key
@@ -31,6 +30,7 @@ from megappo.engines.sglang.spec import ServerSpec, unheard_variables
 from megappo.errors import RunError
 from megappo.observe.messages import tell
 from megappo.reshard.feeding import Feeding
+from megappo.runtime.holder import boot_id
 from megappo.runtime.keys import key_of
 from megappo.runtime.objects import agreed, all_gather_objects
 from megappo.runtime.process import Runtime
@@ -80,7 +80,7 @@ def address_among(hosts: Sequence[tuple[str, str]], mine: tuple[str, str]) -> st
 
 def machine_here() -> tuple[str, str]:
     """Identity of this machine: host name and boot id."""
-    return socket.gethostname(), Path("/proc/sys/kernel/random/boot_id").read_text()
+    return socket.gethostname(), boot_id()
 
 
 @dataclass(frozen=True)
