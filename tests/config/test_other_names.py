@@ -12,7 +12,7 @@ from megappo.config.other_names import TRAINERS, counterpart
 from tests.support.places import BASE
 
 
-def test_every_counterpart_is_a_setting_or_says_why_there_is_none() -> None:
+def test_every_answer_contains_a_setting_or_a_reason() -> None:
     for name, found in [item for answers in (NAMES, *TRAINERS.values()) for item in answers.items()]:
         assert found.keys or found.note, name
         for key in found.keys:
@@ -20,8 +20,8 @@ def test_every_counterpart_is_a_setting_or_says_why_there_is_none() -> None:
                 assert find_field(tuple(key.replace(ROLE, role).split("."))) is not None, (name, key)
 
 
-def test_no_setting_of_ours_is_taken_for_another_one() -> None:
-    """The table has a name of ours only if it means something else elsewhere: then the answer has both."""
+def test_a_setting_of_megappo_is_not_mistaken_for_a_foreign_name() -> None:
+    """If a name of megappo has a different meaning in other trainers, the answer contains both settings."""
     ours = {key[-1] for key in all_keys()}
     both = ours & NAMES.keys()
     assert both == {"target_kl", "warmup_steps"}
