@@ -32,8 +32,8 @@ _NAME_HELP = (
     "miles, OpenRLHF, NeMo-RL or TRL"
 )
 _USAGE = (
-    "megappo settings SECTION lists the settings of a section. megappo settings NAME explains a setting. NAME can\n"
-    "also be a metric, such as actor/clipfrac, or the name of a setting in verl, slime, miles, OpenRLHF, NeMo-RL or TRL."
+    "megappo settings SECTION lists the settings of a section. megappo settings NAME explains a setting.\n"
+    "NAME can also be a metric, such as actor/clipfrac, or a name from verl, slime, miles, OpenRLHF, NeMo-RL or TRL."
 )
 
 

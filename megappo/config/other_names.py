@@ -1,7 +1,7 @@
 """Finds the settings for a name from other trainers: verl, slime, miles, OpenRLHF, NeMo-RL or TRL.
 
-The names are data in `foreign/`, one file per trainer; `foreign/common.py` contains the names that are shared by several
-trainers.
+The names are data in `foreign/`, one file per trainer. Names that are shared by several trainers are in
+`foreign/common.py`.
 """
 
 from __future__ import annotations
