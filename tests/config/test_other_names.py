@@ -66,7 +66,7 @@ TYPED = {
     "data.train_batch_size=128": "did you mean rollout.prompts_per_step?",
     "train_batch_size=128": "rollout.prompts_per_step, actor.minibatch_sequences or critic.minibatch_sequences? (",
     "actor.ppo_mini_batch_size=256": "actor.minibatch_sequences? (verl counts prompts",
-    "actor.ppo_micro_batch_size_per_gpu=4": "actor.microbatch_budget_tokens? (the size of a microbatch is limited in tokens",
+    "actor.ppo_micro_batch_size_per_gpu=4": "actor.microbatch_budget_tokens? (the size of a microbatch",
     "actor.max_tokens_per_gpu=8192": "actor.microbatch_budget_tokens? (this counts the tokens of a context",
     "critic_warmup=10": "critic.warmup_steps? (in these steps only the critic learns)",
     "run.num_critic_only_steps=10": "critic.warmup_steps?",
@@ -92,7 +92,7 @@ TYPED = {
     "actor_rollout_ref.rollout.tensor_model_parallel_size=2": "did you mean rollout.sglang.tensor_parallel?",
     "actor.megatron.tensor_model_parallel_size=2": "did you mean actor.layout.tensor_parallel?",
     "trainer.total_epochs=15": "trainer.total_epochs is not a setting; did you mean run.epochs?",
-    "trainer.unknown=15": "trainer is not a setting; did you mean run, checkpoint, evaluation or logging? (this section of verl",
+    "trainer.unknown=15": "trainer is not a setting; did you mean run, checkpoint, evaluation or logging? (this",
     "partial_rollout=true": "see rollout.ahead (2 or more)",
     "actor.strategy=fsdp": "is not a setting: Megatron-Core always trains",
 }
