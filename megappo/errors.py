@@ -230,12 +230,12 @@ ALIKE = 0.5
 
 
 def nearest_word(word: str, choices: Iterable[str], cutoff: float = 0.0) -> str | None:
-    """The choice most like `word`; None if all are less alike than `cutoff` (0 to 1)."""
+    """Returns the choice most similar to `word`, or None if no similarity reaches `cutoff` (0 to 1)."""
     return next(iter(nearest_words(word, choices, 1, cutoff)), None)
 
 
 def nearest_words(word: str, choices: Iterable[str], most: int, cutoff: float = 0.0) -> list[str]:
-    """At most so many choices that are most like `word`, the nearest first, as `nearest_word` does."""
+    """Returns the `most` choices that are most similar to `word`, in descending order. See `nearest_word`."""
     by_lower = {choice.lower(): choice for choice in choices}
     found = difflib.get_close_matches(word[:_SHOWN_CHARACTERS].lower(), by_lower, n=most, cutoff=cutoff)
     return [by_lower[choice] for choice in found]
@@ -261,7 +261,8 @@ def divisors(number: int) -> list[int]:
 
 
 # -- Paths as users write them --
-# A shell expands `~` and variables on its command line, but not in a file or after the `=` of an override.
+# A shell expands variables and a leading `~` in its arguments. It does not expand `~` after the `=` of an override.
+# Paths in files are not expanded by a shell.
 
 _SHELL_VARIABLE = re.compile(r"\$(?:\w+|\{[^}]*\}?|\([^)]*\)?)")
 _PATH_IN_TEXT = re.compile(rf"(?:^|(?<=[/:])){_SHELL_VARIABLE.pattern}")
@@ -270,8 +271,8 @@ _PATH_IN_TEXT = re.compile(rf"(?:^|(?<=[/:])){_SHELL_VARIABLE.pattern}")
 def expanded(path: str | os.PathLike[str], setting: str = "") -> str:
     """The path with the home folder in place of a leading `~` or `~user`.
 
-    `setting` begins the sentence of an error. Raises ConfigError for a variable such as `$HOME` in it, and for a user
-    that this machine does not have.
+    `setting` begins the error message. Raises ConfigError if the path contains a variable such as `$HOME`, or if the
+    user does not exist on this machine.
     """
     text, place = os.fspath(path), f"{setting}: " if setting else ""
     if variable := _SHELL_VARIABLE.search(text):
@@ -287,10 +288,10 @@ def expanded(path: str | os.PathLike[str], setting: str = "") -> str:
 
 
 def expanded_values(value: Any) -> Any:
-    """Options of another program, at any depth, with every text that begins with `~/` expanded.
+    """Returns options of an external program, with `~/` expanded at the start of each text, at any depth.
 
-    A text may be no path, so a variable is refused only where one begins a path: at the start, and after `/` or `:`.
-    Raises ConfigError for it.
+    A text is not always a path. A variable is therefore refused only at the start of a text, and after `/` or `:`.
+    Raises ConfigError for a refused variable.
     """
     if isinstance(value, Mapping):
         return {key: expanded_values(inner) for key, inner in value.items()}
@@ -304,12 +305,12 @@ def expanded_values(value: Any) -> Any:
 
 
 def home_expanded(word: str) -> str:
-    """A word of another program's command line, with the home folder in place of a leading `~/`."""
+    """Returns an argument of an external program, with a leading `~/` replaced by the home folder."""
     return os.path.expanduser(word) if word.startswith("~/") else word
 
 
 def link_to_nothing(path: Path) -> str:
-    """Words on a link that leads to nothing, which is the path or a folder on the way to it; "" where there is none."""
+    """Returns an error text if the path or one of its parent folders is a broken link; otherwise ""."""
     for place in (path, *path.parents):
         if place.is_symlink() and not place.exists():
             return f"{place} is a link to {os.readlink(place)}, which does not exist; bring it back, or renew the link"

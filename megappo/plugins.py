@@ -78,7 +78,7 @@ def check_choice(
 
 
 def own_file(path: str) -> Path | None:
-    """The file of `path/to/file.py:name`, `~` expanded; None for anything else that a setting may name."""
+    """Returns the file of `path/to/file.py:name` with `~` expanded, or None if `path` has a different form."""
     place, _, name = path.rpartition(":")
     return Path(os.path.expanduser(place)) if place.endswith(".py") and name.isidentifier() else None
 
@@ -94,7 +94,7 @@ def own_files(settings: object) -> dict[str, str]:
 
 
 def check_own_file(path: str, file: Path, setting: str) -> None:
-    """Raise ValueError where `path/to/file.py:name` names a file that is not there."""
+    """Raise ValueError if the file of `path/to/file.py:name` does not exist."""
     if file.is_file():
         return
     expanded(path, setting)

@@ -54,7 +54,7 @@ COMMANDS = {
     "eval": Command("score a model on data.validation and data.validation_sets", on_ranks=True, takes_overrides=True),
     "export": Command("write a checkpoint of a run as a Hugging Face folder, or for Megatron-LM"),
     "data": Command("write GSM8K, MATH, DAPO or Countdown as configurations read them"),
-    "settings": Command("explain a section, a setting, another trainer's name, or a metric"),
+    "settings": Command("explain a setting, a section, a metric, or a name from other trainers"),
     "completion": Command("print the script by which bash or zsh completes commands, options and settings"),
     "report": Command("show how a metric went in a run, or in several"),
     "inspect": Command("show samples that a run saved, token by token: mask, reward, value, return, advantage"),

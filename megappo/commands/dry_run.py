@@ -77,7 +77,7 @@ def dry_run(
 
 
 def _read_inputs(config: Config) -> tuple[RunInputs | None, list[Finding]]:
-    """The data of a run, or None and findings on why they cannot be read."""
+    """Returns the data of a run, or None and the findings that explain the error."""
     inputs: list[RunInputs] = []
 
     def reading() -> Iterator[Finding]:
@@ -95,8 +95,10 @@ def _of_machine(config: Config) -> Iterator[Finding]:
 
 
 def _fits_unnamed(config: Config, models: Models, ranks: int, here: Machine) -> tuple[Machine, list[Finding]]:
-    """The machine on which the run is planned, and whether the run fits there: this machine, or where the run does not
-    fit here, which is no error, one of the table."""
+    """Returns a machine for the plan, and findings on whether the run fits.
+
+    The machine is this machine if the run fits. Otherwise, it is the default machine of the table, without an error.
+    """
     findings, instead = list[Finding](), ""
     if here.is_cuda or config.runtime.device != "cuda":
         of_ranks = "1 rank" if ranks == 1 else f"{ranks} ranks"

@@ -21,13 +21,16 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     about = "; ".join(f"{name}: {words}" for name, words in TASKS.items())
     parser.add_argument("task", nargs="?", default="jsonl", choices=TASKS, metavar="TASK", help=about)
     parser.add_argument(
-        "--model", metavar="NAME", type=path_option, help="folder or hub name (default: the largest of some that fits)"
+        "--model",
+        metavar="NAME",
+        type=path_option,
+        help="folder or hub name (default: the largest suggested model that fits)",
     )
     parser.add_argument(
         "--data", metavar="PATH", type=path_option, help="file of prompts, or the folder of `megappo data prepare`"
     )
     parser.add_argument("--machine", metavar="NAME", help="h100, cpu, ... or a YAML file (default: this machine's)")
-    parser.add_argument("--gpus", metavar="N", help="devices of a node (default: those that are found)")
+    parser.add_argument("--gpus", metavar="N", help="devices per node (default: all detected devices)")
     parser.add_argument("--nodes", metavar="N", help="nodes (default: 1)")
     parser.add_argument(
         "--output", metavar="FILE", type=path_option, help="configuration to write (default: TASK.yaml)"

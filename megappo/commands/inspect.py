@@ -181,7 +181,7 @@ class SavedRun:
         raise ConfigError(f"step {step.step} has no sample {wanted}; {near}")
 
     def _settings(self, step: int) -> Iterator[str]:
-        """The settings of the run's last step, and what changed after the step that is shown."""
+        """The settings of the last step of the run, and the changes after the selected step."""
         config, problem = self._config
         yield f"settings: {_told_algorithm(config.algorithm) if config else f'not known ({one_line(problem)})'}"
         for after, changes in read_changes(self._directory):

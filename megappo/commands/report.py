@@ -35,7 +35,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--metric", help=f"name in metrics.jsonl (default: {_METRIC}, in a picture the first of a page)"
     )
     parser.add_argument(
-        "--html", metavar="FILE", type=path_option, help="write a page with all that the runs hold, instead"
+        "--html",
+        metavar="FILE",
+        type=path_option,
+        help="write a page with metrics, settings and samples of the runs instead",
     )
     parser.add_argument(
         "--png", metavar="FILE", type=path_option, help="write a picture of curves, instead (needs matplotlib)"
@@ -72,8 +75,9 @@ def report(*run_dirs: str, metric: str = _METRIC) -> str:
     """A chart of `metric` over its steps, its first value and its last, and the paths to look at. Of several runs the
     charts, and the metric at the last step that all have.
 
-    The last value is that of the last five steps together of a metric that every step has (their mean, of maxima the
-    largest), and the last one of others, such as those of evaluations. Raises ValueError where a directory is not a
+    If every step has the metric, the last value aggregates the last five steps: the mean, or the maximum for metrics
+    that are maxima. Otherwise, for example for metrics of evaluations, it is the value of the last step that has the
+    metric. Raises ValueError where a directory is not a
     run's or the metric was never logged.
     """
     histories = [_read(Path(run_dir), metric) for run_dir in run_dirs]

@@ -1,4 +1,4 @@
-"""`megappo settings`: explain a setting by its name, its section or another trainer's name, or explain a metric."""
+"""`megappo settings`: explain a setting, a section, a metric, or a name from other trainers."""
 
 from __future__ import annotations
 
@@ -24,16 +24,16 @@ _WIDTH = 100
 _MOST_NAMED = 4
 """Settings that are named in a sentence."""
 _ALIKE = 0.8
-"""Similarity (difflib's ratio) from which a metric is named in place of an unknown one."""
+"""Minimum similarity (difflib's ratio) of a suggested metric to an unknown name."""
 _SHORTEST_PART = 3
-"""Letters of a part of a name that is looked for; fewer are in too many names."""
+"""Minimum length of a text that is searched in names; shorter texts match too many names."""
 _NAME_HELP = (
     "a section, a setting, a part of a name, a metric such as actor/clipfrac, or the name of a setting in verl, slime, "
     "miles, OpenRLHF, NeMo-RL or TRL"
 )
 _USAGE = (
-    "megappo settings SECTION lists the settings of a section, NAME those of such a name. NAME may also be another\n"
-    "trainer's name of a setting (verl, slime, miles, OpenRLHF, NeMo-RL, TRL) or a metric, such as actor/clipfrac."
+    "megappo settings SECTION lists the settings of a section. megappo settings NAME explains a setting.\n"
+    "NAME can also be a metric, such as actor/clipfrac, or a name from verl, slime, miles, OpenRLHF, NeMo-RL or TRL."
 )
 
 
@@ -54,10 +54,10 @@ def json_schema() -> dict[str, object]:
 
 
 def explanation(name: str) -> str:
-    """The text on a name: all sections without a name; otherwise the settings of a section, or those of a name, of
-    another trainer's name, or of a part of a name; or a metric.
+    """Returns the text on a name. If the name is empty, the text lists all sections.
 
-    Raises ConfigError for an unknown name.
+    A name is a section, a setting, a part of a name, a metric, or the name of a setting in other trainers. Raises
+    ConfigError for an unknown name.
     """
     known = sections()
     name = name.removeprefix("--")
@@ -112,13 +112,13 @@ def _similar(name: str, settings: Mapping[str, SettingFacts]) -> str:
 
 
 def _metrics() -> Mapping[str, MetricDoc]:
-    from megappo.observe.metric_docs import METRICS  # with all metrics, which other names do not need
+    from megappo.observe.metric_docs import METRICS  # a slow import that other names do not need
 
     return METRICS
 
 
 def _metric(name: str) -> str:
-    """The text on a metric: its unit, its meaning and its value in a run that goes well.
+    """The text on a metric: the unit, the meaning and the healthy values.
 
     Raises ConfigError for an unknown metric.
     """

@@ -19,7 +19,9 @@ _MOST_TRACED = 100
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """What follows `megappo train`."""
-    parser.add_argument("--dry-run", action="store_true", help="do everything but train, in one process without a GPU")
+    parser.add_argument(
+        "--dry-run", action="store_true", help="check the whole run in one process without a GPU, and do not train"
+    )
     parser.add_argument(
         "--replay", metavar="FOLDER", type=path_option, help="repeat an update that was refused as not finite, instead"
     )

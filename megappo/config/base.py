@@ -50,9 +50,9 @@ StepNumbers = Annotated[tuple[PositiveInt, ...], Field(strict=False)]
 TokenIds = Annotated[tuple[NonNegativeInt, ...], Field(strict=False)]  # YAML has lists, strict mode wants tuples
 Text = Annotated[str, Field(min_length=1, max_length=1000)]
 PathOrName = Annotated[str, Field(min_length=1), AfterValidator(_fits_a_file_system)]
-"""A path, or a name that another program gives a meaning."""
+"""A path, or a name that an external server or library resolves."""
 PathText = Annotated[PathOrName, AfterValidator(expanded)]
-"""A file, a folder, or a name of something that is no file; `~` is expanded."""
+"""A file, a folder or a name. A leading `~` is expanded."""
 PathFromText = Annotated[Path, Field(strict=False), AfterValidator(_expanded_path), AfterValidator(_fits_a_file_system)]
 
 

@@ -1,9 +1,9 @@
 """Decodes and encodes texts that follow other text.
 
-SentencePiece-like tokenizers (Llama 2, Mistral, Mixtral) put a space in front of every text that they encode, and
-remove one from every text that they decode. Byte-level tokenizers with `add_prefix_space` put one there too. A response
-or an observation follows other text. Its tokens are therefore decoded, and its text is encoded, behind a short text, an
-anchor, which is removed again.
+SentencePiece-like tokenizers (Llama 2, Mistral, Mixtral) add a leading space when they encode a text, and remove the
+leading space when they decode a text. Byte-level tokenizers with `add_prefix_space` also add a leading space. A
+response or an observation follows other text. Its tokens are therefore decoded, and its text is encoded, after a short
+text, an anchor. The anchor is removed from the result.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ _CANDIDATES = ".=0a:,+-1b"
 _MOST_ANCHORS = 8
 _TOKENIZERS = 64
 _SPACE, _BYTE_SPACE = "▁", "Ġ"
-"""The space in the pieces of SentencePiece, and of byte-level tokenizers."""
+"""The space in the pieces of SentencePiece tokenizers and byte-level tokenizers."""
 
 
 class _Anchor(NamedTuple):
@@ -75,7 +75,10 @@ def _anchors(tokenizer: PreTrainedTokenizerBase) -> tuple[_Anchor, ...]:
 
 
 def _anchor(tokenizer: PreTrainedTokenizerBase, text: str) -> _Anchor | None:
-    """The text as an anchor; None if its tokens do not decode to it, or if the decoder joins tokens by spaces."""
+    """Returns the text as an anchor.
+
+    Returns None if the tokens do not decode to the text, or if the decoder joins tokens with spaces.
+    """
     ids = _ids(tokenizer, text)
     pieces = "".join(map(str, tokenizer.convert_ids_to_tokens(ids * 2)))
     pieces = pieces.replace(_SPACE, " ").replace(_BYTE_SPACE, " ")

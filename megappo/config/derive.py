@@ -224,7 +224,7 @@ def _notes(config: Config, roles: list[RoleSpec], world_size: int) -> Iterator[s
 
 
 def describe(config: Config, derived: Derived) -> list[tuple[str, str]]:
-    """The run in a few rows of (name, what it is), for the start of the log."""
+    """Returns rows of (name, description) that describe the run at the start of the log."""
     rollout, run, has_steps = config.rollout, config.run, derived.known_steps is not None
     rows = [
         ("run", f"{run.name}: {_length_words(config, derived)}, seed {run.seed}, in {run.path}"),

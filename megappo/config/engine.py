@@ -40,7 +40,7 @@ def _variables(given: Given) -> Given | dict[str, Any]:
 
 Variables = Annotated[dict[str, Annotated[str, AfterValidator(expanded_values)]], BeforeValidator(_variables)]
 ServerArguments = dict[str, Annotated[Any, AfterValidator(expanded_values)]]
-"""Arguments of a server's command line, by SGLang's names."""
+"""Command-line arguments of a server, with the names that SGLang uses."""
 Urls = Annotated[tuple[Text, ...], Field(strict=False)]
 
 

@@ -169,8 +169,10 @@ def _is_section(key: Key) -> bool:
 
 
 def _is_plausible(key: Key, section: Key) -> bool:
-    """Whether a setting of the same name may be meant in `section`: a single word deep in another section, such as
-    `reward.judge.prompt`, has nothing to do with it."""
+    """Whether the user may have meant `key`, which has the same name, in `section`.
+
+    A nested setting with a one-word name, such as `reward.judge.prompt`, must share a section with `section`.
+    """
     return len(key) <= 2 or "_" in key[-1] or bool({*key[:-1]} & {*section})
 
 
@@ -212,7 +214,10 @@ def unknown_key(section: Key, name: str, value: JSONValue) -> str:
 
 
 def _counterpart(section: Key, name: str) -> Counterpart | None:
-    """Our settings for another trainer's name, unless the name is more likely a misspelt one of this section."""
+    """Returns the answer for a name from another trainer.
+
+    Returns None if the name is more likely a misspelt setting of this section.
+    """
     other = counterpart(section, name)
     if other is None or is_dotted_name((*section, name)):
         return other
@@ -228,11 +233,10 @@ def _parted(key: str) -> Key:
 
 
 def explain(error: ValidationError, refused: Collection[Key] = ()) -> tuple[str, ...]:
-    """One sentence per problem. A missing key is left out where a misspelt one stands for it. Of very many problems
-    only the first have a sentence, unknown keys last.
+    """Returns one sentence per problem, and a limited number of sentences. Unknown keys are last.
 
-    `refused`: keys whose values were refused before. A problem that may follow from that is left out: of such a key, or
-    of a section that has one.
+    If a misspelt key probably stands for a missing key, the missing key is left out. `refused` contains keys whose
+    values are already refused. The problems of these keys and of their sections are left out.
     """
     details = [d for d in error.errors(include_url=False) if not _is_of(_key(d["loc"]), refused)]
     details.sort(key=lambda detail: detail["type"] == "extra_forbidden")
@@ -252,12 +256,12 @@ def _is_of(key: Key, refused: Collection[Key]) -> bool:
 
 
 def unknown_keys(key: Key, value: JSONValue) -> list[str]:
-    """A sentence on an unknown key, or on each of the settings in it where it is a section of another trainer's."""
+    """Returns a sentence on an unknown key, or a sentence for each setting in a section of a foreign trainer."""
     return [unknown_key(inner[:-1], inner[-1], of_inner) for inner, of_inner in _others_settings(key, value)]
 
 
 def _others_settings(key: Key, value: JSONValue) -> Iterator[tuple[Key, JSONValue]]:
-    """An unknown key; if it is a section of another trainer, all settings in it instead."""
+    """Yields an unknown key with its value, or the settings in the section of a foreign trainer."""
     leaves = list(itertools.islice(_leaves(key, value), _MOST_SENTENCES)) if isinstance(value, Mapping) else []
     if any(is_dotted_name(leaf) for leaf, _ in leaves):
         yield from leaves
@@ -351,14 +355,14 @@ def _as_fraction(value: JSONValue, context: Mapping[str, float]) -> str:
 
 
 def _entry_example(key: Key, value: JSONValue) -> str:
-    """How a mapping of the user's names to sections is written, for a value that is none; "" for other settings."""
+    """Returns an example if the setting must be a mapping of names to sections; otherwise ""."""
     field = find_field(_without_places(key))
     entry = entries_of(field) if field is not None else None
     return _example(key, {_ENTRY: section_example(entry, value, section_of)}) if entry is not None else ""
 
 
 def _section_rule(key: Key, value: JSONValue) -> str:
-    """What a section may be, for a value that is none."""
+    """Returns the rule for a section, if the value is not a section."""
     field, section = _walk(_without_places(key))
     rule = "must be a section of `key: value` lines"
     if section is None:
@@ -367,7 +371,7 @@ def _section_rule(key: Key, value: JSONValue) -> str:
         return f"must be {section.plain_forms}, or a section of `key: value` lines"
     assert field is not None, "it has a section"
     if value is False and is_nullable(field):
-        return f"{rule}; write null for none"
+        return f"{rule}; write null to disable the section"
     if value is True and not any(inner.is_required() for inner in section.model_fields.values()):
         return f"{rule}; write {{}} for its defaults"
     return rule + _example(key, section_example(section, value, section_of))

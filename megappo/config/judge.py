@@ -29,7 +29,7 @@ from megappo.config.own_server import OwnServerSettings
 from megappo.errors import expanded, link_to_nothing, shortened, show
 
 FIELDS = ("question", "answer", "reference")
-"""Names of the fields that a prompt may have in braces."""
+"""Names of fields that can appear in braces in a prompt."""
 _BRACES = re.compile(r"\{\{(\w+)\}\}|\{([A-Za-z_]\w*)\}")
 _OWN_FIELDS = dict.fromkeys(
     ("model", "prompt", "temperature", "max_tokens"), "use the judge's setting of this name"
@@ -89,12 +89,13 @@ class JudgeSettings(Settings):
     """Lowest and highest number that `pattern` may find, which become the scores 0 and 1. Default: any number, as it
     is."""
     choices: dict[str, _Score] = Field(default_factory=dict)
-    """In place of `pattern`: words and the score of each; the last of them after the judge's thoughts counts."""
+    """Words and the score of each word, in place of `pattern`. The last of these words after the judge's thoughts
+    counts."""
     unreadable: _Score = 0.0
-    """Score of a sample where the judge's text holds no number or choice, or was cut."""
+    """Score of a sample if the judge's text is truncated, or contains no number or choice."""
     temperature: NonNegativeFloat | None = 0.0
-    """Sampling temperature of the judge; 0: greedy, so that an answer always has the same score; null: requests leave
-    the field out, and the server's default applies."""
+    """Sampling temperature of the judge. 0 is greedy decoding, which gives an answer the same score every time. With
+    null, the field is omitted from requests, and the server's default applies."""
     max_tokens: PositiveInt | None = 512
     """Longest text of the judge, thoughts included, in tokens; null: requests leave the field out."""
     extra_body: dict[str, Any] | None = None
@@ -105,17 +106,17 @@ class JudgeSettings(Settings):
     timeout_seconds: Seconds = 120.0
     """Longest time of a request, tries included, after which its sample has failed."""
     retries: NonNegativeInt = 10
-    """How often a request is sent again in that time, after growing pauses, where the server fails."""
+    """Maximum number of retries of a failed request, with increasing delays, within `timeout_seconds`."""
 
     @field_validator("model")
     @classmethod
     def _expand(cls, model: str, info: ValidationInfo) -> str:
-        """The folder of an own server's model; a server at a `url` may have any name for its model."""
+        """Expands the model folder if the run starts the server. At a `url`, the name of the model is kept as is."""
         return model if info.data.get("server") is None else expanded(model)
 
     @property
     def sampling(self) -> dict[str, Any]:
-        """Fields of a request besides the model and the prompt."""
+        """Fields of a request, except the model and the prompt."""
         given = {"temperature": self.temperature, "max_tokens": self.max_tokens}
         return {name: value for name, value in given.items() if value is not None} | (self.extra_body or {})
 

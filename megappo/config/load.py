@@ -73,8 +73,8 @@ def load_config(path: str | os.PathLike[str], overrides: Sequence[str] = ()) -> 
 def _override(
     data: dict[str, JSONValue], override: str, folder: Path, files: list[JSONValue]
 ) -> list[tuple[Key, JSONValue]]:
-    """Put an override into `data`, and the path of one that is a file into `files`; returns the settings that it has.
-    Raises ConfigError for one that is wrong."""
+    """Applies an override to `data`, and returns the settings in the override. If the override is a file, its path is
+    added to `files`. Raises ConfigError if the override is wrong."""
     if "=" not in override and override.endswith((".yaml", ".yml")):
         path = expanded(override, "the configuration")
         layer = _read_sections(path)
@@ -87,7 +87,7 @@ def _override(
 
 
 def _meant(override: str) -> list[Key]:
-    """The settings that a wrong override may have been for."""
+    """Returns the settings that the user may have meant by a wrong override."""
     name, _, text = override.partition("=")
     key = tuple(name.strip().split("."))
     if find_field(key) is not None:
@@ -175,7 +175,7 @@ def read_text(path: Path) -> str:
     """The text of a YAML file; raises ConfigError where there is none."""
     try:
         with path.open(encoding="utf-8") as file:
-            return file.read(LONGEST_TEXT_CHARACTERS + 1)  # one more than the parser accepts
+            return file.read(LONGEST_TEXT_CHARACTERS + 1)  # one character above the limit of the parser
     except FileNotFoundError:
         if link := link_to_nothing(path):
             raise ConfigError(link) from None
@@ -203,7 +203,7 @@ def _parse_override(override: str) -> tuple[Key, JSONValue]:
             raise ConfigError([f"{shown}: {sentence}" for sentence in unknown_keys(key[:depth], value)])
         if section_of(field) is None:
             if depth < len(key) and "dict" not in str(field.annotation):
-                raise ConfigError(f"{shown}: {dotted(key[:depth])} is a value; set it without more keys")
+                raise ConfigError(f"{shown}: {dotted(key[:depth])} is a value, not a section; remove the keys after it")
             break
     return key, parse_value(text, shown)
 

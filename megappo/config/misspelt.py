@@ -1,4 +1,4 @@
-"""Which known name a misspelt one stands for."""
+"""Finds the known name that a misspelt name stands for."""
 
 from __future__ import annotations
 
@@ -7,17 +7,17 @@ from collections.abc import Iterable
 from megappo.errors import nearest_word, nearest_words
 
 _WHOLE, _PART, _WORD = 0.85, 0.6, 0.7
-"""Similarities (difflib's ratio): of names that differ by a slip, of names that are worth a look, of their words."""
+"""Minimum similarity (difflib's ratio) of names that differ by a typo, of candidates, and of words in two names."""
 SHORTEST = 5
 """Smallest length of a name for a search in all sections. One letter changes a shorter word: `type` and `dtype`."""
 
 
 def misspelt_word(name: str, known: Iterable[str], shortest: int = 0) -> str | None:
-    """The known name that `name` is a misspelling or another form of; None if no known name is similar enough.
+    """Returns the known name that `name` stands for, or None if no known name is similar enough.
 
-    Names that differ by more than a slip must share words: every word of `name`, or at least two with one exception.
-    `critic_lr` is not `critic`, but `max_response_len` is `max_response_tokens`. A name that is shorter than `shortest`
-    has no answer.
+    Names that differ by more than a typo must share words. All words of `name` must match. One word may be different if
+    two or more words match. `critic_lr` is not `critic`, but `max_response_len` is `max_response_tokens`. Returns None
+    if `name` is shorter than `shortest`.
     """
     if len(name) < shortest:
         return None

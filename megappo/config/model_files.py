@@ -64,7 +64,7 @@ def read_architecture(
             remedy = f"save its language model, a {text}, with transformers' AutoModelForCausalLM, and use that"
         raise ConfigError(f"{key} '{folder}': {wrong}; {remedy}")
     try:
-        check_rope_numbers(content)  # before transformers, whose errors name no field
+        check_rope_numbers(content)  # errors of transformers do not name the field
     except ValueError as error:
         raise ConfigError(f"{key} '{path}': {error}") from error
     hf_config = _hf_config(folder, trust_remote_code, key)
@@ -88,7 +88,7 @@ def _refuse_no_model(path: str, key: str) -> None:
 
 
 def read_config_json(folder: Path, *, key: str = "model.path") -> dict[str, Any]:
-    """The content of a model's config.json. Raises ConfigError where there is none that can be read."""
+    """The content of a model's config.json. Raises ConfigError if the file cannot be read."""
     path = folder / "config.json"
     if link := link_to_nothing(path):
         raise ConfigError(f"{key}: {link}")
@@ -157,7 +157,7 @@ def load_tokenizer(config: Config) -> PreTrainedTokenizerBase:
         raise ConfigError(f"{key}: {error}") from None
     try:
         tokenizer = AutoTokenizer.from_pretrained(place, trust_remote_code=model.trust_remote_code)
-    except Exception as error:  # transformers, and the folder's own code, over any content
+    except Exception as error:  # transformers and the code in the folder may raise any exception
         if link := next(filter(None, (link_to_nothing(place / name) for name in OF_TOKENIZERS)), ""):
             raise ConfigError(f"{key}: {link}") from error
         raise ConfigError(

@@ -1,6 +1,7 @@
-"""Look up another trainer's name of a setting: verl, slime, miles, OpenRLHF, NeMo-RL or TRL.
+"""Finds the settings for a name from other trainers: verl, slime, miles, OpenRLHF, NeMo-RL or TRL.
 
-The names are data in `foreign/`, one file per trainer; `foreign/common.py` has the names that several trainers share.
+The names are data in `foreign/`, one file per trainer. Names that are shared by several trainers are in
+`foreign/common.py`.
 """
 
 from __future__ import annotations
@@ -21,13 +22,13 @@ TRAINERS: Mapping[str, Mapping[str, Counterpart]] = {
     "NeMo-RL": nemo_rl.NAMES,
     "TRL": trl.NAMES,
 }
-"""The names of each trainer, by the whole name: dots between sections, no dashes in front, underscores."""
+"""Answers of each trainer by the whole name, with dots between sections, underscores, and no leading dashes."""
 _CRITIC, _ACTOR = {"critic", "value"}, {"actor", "policy", "ref", "reference"}
 _MOST_KEYS = 6
 
 
 def counterpart(section: Sequence[str], name: str) -> Counterpart | None:
-    """Our settings for another trainer's name in `section`, for the role of this section; None for an unknown name.
+    """Returns the answer for a name in `section`, for the role of this section, or None for an unknown name.
 
     The whole name decides before its last parts do: `critic.model.path` is verl's, whatever `path` alone may mean.
     """
@@ -39,14 +40,17 @@ def counterpart(section: Sequence[str], name: str) -> Counterpart | None:
 
 
 def is_dotted_name(key: Sequence[str]) -> bool:
-    """Whether some trainer has a setting of this dotted name, or of one that ends so, such as `kl_ctrl.type`."""
+    """Whether a dotted name, such as `kl_ctrl.type`, is the name or the end of the name of a setting in a trainer."""
     name = ".".join(key).lower()
     return len(key) > 1 and (name in _whole_names() or name in _names_by_end())
 
 
 @functools.cache
 def _whole_names() -> dict[str, Counterpart]:
-    """The answers of all trainers; a name of two trainers has the settings and notes of both."""
+    """The answers of all trainers by the whole name.
+
+    If two trainers share a name, the answer contains the settings and notes of both trainers.
+    """
     names: dict[str, Counterpart] = {}
     for trainer, answers in TRAINERS.items():
         for name, answer in answers.items():
@@ -65,7 +69,7 @@ def _both(first: Counterpart, second: Counterpart) -> Counterpart:
 
 @functools.cache
 def _names_by_end() -> dict[str, list[str]]:
-    """The whole names by their last parts, of any number."""
+    """Lists of whole names by the end of the name. An end has any number of parts."""
     ends: dict[str, list[str]] = {}
     for name in _whole_names():
         parts = name.split(".")
@@ -103,7 +107,7 @@ def _agreed(names: Sequence[str], parts: Key) -> Counterpart | None:
 
 
 def _of_flags(parts: Key) -> Counterpart | None:
-    """The answer for a name without sections; None for a name that megappo has, too."""
+    """Returns the answer for a name without sections, or None if megappo has a setting with the same name."""
     found = _whole_names().get(parts[-1]) if len(parts) == 1 or _is_section(parts[0]) else None
     is_ours = found is not None and any(key.endswith(f".{parts[-1]}") for key in found.keys)
     return None if is_ours else found
@@ -117,7 +121,7 @@ def _of_common(parts: Key) -> Counterpart | None:
 
 @functools.cache
 def _is_section(name: str) -> bool:
-    """Whether a name is a section of the top level here or in another trainer."""
+    """Whether a name is a top-level section of megappo or of a trainer in `TRAINERS`."""
     from megappo.config.schema import Config  # the schema does not need this module
 
     return name in Config.model_fields or any(whole.startswith(f"{name}.") for whole in _whole_names())

@@ -233,7 +233,7 @@ class RewardSettings(Settings):
 
 
 def reward_rules(reward: RewardSettings) -> Iterator[str]:
-    """Rules on what the settings name: it exists."""
+    """Rules: files and models in the settings exist, and judges are valid."""
     path = reward.model_path
     if path is not None and (link := link_to_nothing(Path(path))):
         yield f"reward.model_path: {link}"

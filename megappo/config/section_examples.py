@@ -17,18 +17,19 @@ from megappo.errors import show
 from megappo.observe.json_values import JSONValue
 
 _PREFERRED = ("path", "source", "function", "name")
-"""Settings that a value of a section without required settings most likely is, the likeliest first."""
+"""Names of settings that probably take the value, if no setting is required. The most likely name is first."""
 _PLAIN = re.compile(r"[\w./~@+-]+(?::[\w./~@+-]+)*")
 """Text that needs no quotes inside `{}`."""
 SectionOf = Callable[[FieldInfo], type[Settings] | None]
 Example: TypeAlias = "dict[str, str | Example]"
-"""Settings of a section, with their values as text or the settings of an inner section."""
+"""Settings of a section by name. A value is a text, or the settings of an inner section."""
 
 
 def section_example(section: type[Settings], value: JSONValue, section_of: SectionOf) -> Example:
-    """An example of the section, with the value in the setting that it most likely is.
+    """Returns an example of the section.
 
-    Other required settings have the value too where they take it, or a word for what they take.
+    Required settings get the value, or a placeholder if the value has the wrong type. If no setting is required, the
+    setting that most likely takes the value gets the value.
     """
     plain = {name: field for name, field in section.model_fields.items() if section_of(field) is None}
     required = {name: _text(field, value) for name, field in plain.items() if field.is_required()}
@@ -64,12 +65,12 @@ def as_overrides(key: str, example: Example) -> str:
 
 
 def is_nullable(field: FieldInfo) -> bool:
-    """Whether a setting may be null."""
+    """Whether null is a valid value of a setting."""
     return type(None) in typing.get_args(field.annotation)
 
 
 def _text(field: FieldInfo, value: JSONValue) -> str:
-    """The value as it is written in a section, or a word for what the field takes."""
+    """Returns the value as YAML text, or a placeholder if the field does not accept the value."""
     if _takes(field, value):
         shown = show(value)
         return value if isinstance(value, str) and shown == repr(value) and _PLAIN.fullmatch(value) else shown

@@ -137,7 +137,7 @@ _TOKENS_OF_VALUES = (
     yaml.FlowEntryToken, yaml.FlowSequenceStartToken, yaml.FlowSequenceEndToken, yaml.FlowMappingStartToken,
     yaml.FlowMappingEndToken,
 )  # fmt: skip
-"""Tokens of YAML that are part of a value; the others are marks of the document, anchors and ends of blocks."""
+"""Tokens of YAML that are part of a value. Other tokens are document markers, anchors and ends of blocks."""
 _FORMS = {name: re.compile(f"^(?:{pattern})$") for name, pattern, _ in _CORE_SCALARS}
 for _kind in ("null", "bool", "int", "float", "str"):
     _CoreLoader.add_constructor(_TAG + _kind, _CoreLoader.construct_core_scalar)
@@ -175,10 +175,10 @@ def parse_yaml(text: str, where: str) -> Any:
 
 
 def parse_value(text: str, where: str) -> Any:
-    """The value of a setting on the command line, by the rules of YAML, in which no part of a line is a comment.
+    """Returns the value of an override. The rules of YAML apply, but a single line cannot contain a comment.
 
-    A line of plain text is one value, whatever it contains: `exp #2`, `&a b`. Raises as `parse_yaml`, and for a comment
-    after a list, a mapping or a quoted text.
+    A line of plain text is one value, even with special characters: `exp #2`, `&a b`. Raises ConfigError like
+    `parse_yaml`, and if a comment follows a list, a mapping or a quoted text.
     """
     line = text.strip()
     if not line or len(line) > LONGEST_TEXT_CHARACTERS:
@@ -188,7 +188,7 @@ def parse_value(text: str, where: str) -> Any:
     except (yaml.YAMLError, ValueError, OverflowError):
         return parse_yaml(text, where)  # which raises, with the place
     is_text = all(isinstance(token, yaml.ScalarToken) and token.style in (None, "|", ">") for token in tokens)
-    if len(line.splitlines()) > 1:  # as from a file, but text that a comment would cut is one value
+    if len(line.splitlines()) > 1:  # parsed like a file, unless plain text contains a comment
         is_cut = is_text and len(tokens) == 1 and tokens[0].plain and line.count("#") > tokens[0].value.count("#")
         return line if is_cut else parse_yaml(text, where)
     if is_text and len(tokens) < 2:

@@ -25,7 +25,7 @@ def dry_run(capsys: pytest.CaptureFixture[str], *words: str) -> str:
 
 @pytest.mark.parametrize(("epochs", "steps"), [(2, 1), (8, 4), (0.5, 1)])
 def test_updates_of_epochs_are_counted(capsys: pytest.CaptureFixture[str], epochs: float, steps: int) -> None:
-    """25 prompts, 50 of which are in a step; 4 updates of each role in a step."""
+    """There are 25 prompts. A step has 50 prompts and 4 updates of each role."""
     overrides = ["run.steps=null", f"run.epochs={epochs}", "actor.optimizer.warmup_ratio=0.5"]
     output = dry_run(capsys, *overrides, "actor.optimizer.warmup_updates=0")
     assert f"{epochs:g} epochs of 25 prompts = {steps} steps" in output.replace("epoch of", "epochs of")
@@ -45,7 +45,7 @@ def test_updates_of_epochs_are_counted(capsys: pytest.CaptureFixture[str], epoch
         (["--machine", "cpu", "--gpus", "16"], "--nproc-per-node 16 -m"),
     ],
 )
-def test_the_command_has_no_more_processes_than_devices(
+def test_the_command_starts_one_process_per_device(
     capsys: pytest.CaptureFixture[str], options: list[str], launch: str
 ) -> None:
     output = dry_run(capsys, *options, "model.accelerations=torch")
@@ -56,7 +56,7 @@ def test_the_command_has_no_more_processes_than_devices(
 @pytest.mark.parametrize(
     ("ranks", "nodes"), [(1, 1), (7, 1), (8, 1), (9, 3), (12, 2), (16, 2), (20, 4), (24, 3), (13, 13), (4096, 512)]
 )
-def test_ranks_are_spread_evenly_over_machines(ranks: int, nodes: int) -> None:
+def test_each_machine_has_the_same_number_of_ranks(ranks: int, nodes: int) -> None:
     options = MACHINES["h100"].torchrun_options(ranks)
     per_node = ranks // nodes
     assert f"--nproc-per-node {per_node}" in options and per_node <= 8

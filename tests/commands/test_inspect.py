@@ -131,7 +131,7 @@ def test_samples_are_listed_and_found(run: Path, capsys: pytest.CaptureFixture[s
 
 @pytest.mark.parametrize("is_older", [False, True])
 def test_rewards_of_turns_count(tmp_path: Path, is_older: bool, capsys: pytest.CaptureFixture[str]) -> None:
-    """In the list, in its filter and order, and in the file; also in files that have them apart."""
+    """Rewards of turns count in the list, its filter and order, and the file. Older files have separate columns."""
     save_step(tmp_path / "experience", 1, two_episodes(0))
     path = tmp_path / "experience" / "step-000001" / "rank-00000.parquet"
     table = parquet.read_table(path)
@@ -238,7 +238,7 @@ def test_files_that_somebody_wrote_are_read_with_care(
     assert f"{path} holds no saved samples ({problem}); name what a run saved" in said[0]
 
 
-def test_turn_rewards_of_other_lengths_are_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_turn_rewards_with_a_wrong_length_are_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     save_step(tmp_path / "experience", 1, two_episodes(0))
     path = tmp_path / "experience" / "step-000001" / "rank-00000.parquet"
     table = parquet.read_table(path).drop_columns([*ALONE.values()])

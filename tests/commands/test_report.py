@@ -38,7 +38,7 @@ def test_a_metric_of_every_step_is_told_over_the_steps(tmp_path: Path) -> None:
 
 
 def test_a_maximum_stays_a_maximum(tmp_path: Path) -> None:
-    """Over the last steps, and over the steps of a column of the chart."""
+    """The maximum is used for the last steps and for a column of the chart."""
     run = run_of(tmp_path / "run", "response/length_max", {step: 9.0 if step == 97 else 1.0 for step in range(1, 101)})
     told = report(run, metric="response/length_max")
     assert "rose: 1.000 in the first step, 9.000 in the last 5" in told and "\n    9 |" in told

@@ -45,7 +45,7 @@ def test_every_setting_is_found_by_its_name(capsys: pytest.CaptureFixture[str]) 
                 "critic.optimizer.learning_rate (",
             ],
         ),
-        ("actor.ppo_mini_batch_size", ["verl counts prompts there", "actor.minibatch_sequences ("]),
+        ("actor.ppo_mini_batch_size", ["verl counts prompts, megappo counts samples", "actor.minibatch_sequences ("]),
         (
             "rollout-batch-size",
             ["'rollout_batch_size' is a setting of other trainers; here:", "rollout.prompts_per_step ("],
@@ -54,7 +54,7 @@ def test_every_setting_is_found_by_its_name(capsys: pytest.CaptureFixture[str]) 
         ("n_samples_per_eval_prompt", ["data.validation_sets.NAME.samples\n    "]),
         ("low_var_kl", ["'low_var_kl' is a value of algorithm.kl_in_reward.kind, algorithm.kl_in_loss.kind"]),
         ("data.answer_key", ["there is no setting 'data.answer_key', but", "data.train.answer_key ("]),
-        ("trainer", ["verl's section is four of ours", "run\n    Name, length, seed."]),
+        ("trainer", ["this section of verl corresponds to four sections", "run\n    Name, length, seed."]),
         ("vf_coef", ["there is no setting 'vf_coef': actor and critic have separate losses"]),
         ("clip_", ["actor.optimizer.clip_grad_norm", "algorithm.clip_low", "algorithm.clip_high"]),
         ("actor/clipfrac", ["actor/clipfrac (metric; fraction)\n    Tokens outside the band"]),

@@ -137,7 +137,7 @@ def test_a_stop_text_may_be_the_first_space(kind: str) -> None:
     assert token_text(words, ids[0])[0] == " "
 
 
-def test_a_byte_level_tokenizer_with_a_prefix_space_adds_none_to_a_continuation() -> None:
+def test_a_byte_level_tokenizer_adds_no_prefix_space_to_a_continuation() -> None:
     words = tokenizer("bytes-prefixed")
     whole = decoded(words, plain_ids(words, PROMPT))
     for behind in CONTINUATIONS:

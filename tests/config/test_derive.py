@@ -117,7 +117,7 @@ BROKEN: list[tuple[int, tuple[str, ...], list[str]]] = [
     (
         1,
         ("checkpoint.keep_best=eval/reward_mean", "evaluation=null"),
-        ["checkpoint.keep_best is 'eval/reward_mean', and nothing is evaluated; add evaluation"],
+        ["checkpoint.keep_best is 'eval/reward_mean', but the run has no evaluation; add evaluation"],
     ),
     (1, ("reference.refresh_every_steps=3", "actor.lora={rank: 2, alpha: 4}"), ["with actor.lora only adapters are"]),
     (1, ("run.max_hours=2", "checkpoint=null"), ["run.max_hours 2 stops the run with a checkpoint", "remove either"]),

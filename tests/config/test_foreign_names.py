@@ -1,4 +1,4 @@
-"""The most frequent names of other trainers' scripts and configurations lead to the right settings of megappo."""
+"""Frequent names from scripts and configurations of other trainers lead to the correct settings of megappo."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from tests.support.places import BASE
 
 _LINES = (Path(__file__).parent / "foreign_names.txt").read_text().splitlines()
 ANSWERS = dict(line.split(" = ", 1) for line in _LINES if line and not line.startswith("#"))
-"""Our settings by another trainer's name, or `none: ` and a part of the reason."""
+"""The settings of megappo for each foreign name, or `none: ` and a part of the reason."""
 VALUES = {"algo.advantage.is_correction_type": "tis"}
 """Values for names whose answers depend on the value."""
 _KEY = re.compile(r"[a-z_]+(?:\.[A-Za-z_0-9]+)+|[a-z]+")
@@ -28,7 +28,7 @@ def _keys_of_sentence(sentence: str) -> set[str]:
 
 
 def _keys_of_explanation(text: str) -> set[str]:
-    """The settings that a text explains, each at the beginning of a line."""
+    """Returns the settings that a text explains. Each setting is at the start of a line."""
     starts = [line.split(" (")[0] for line in text.splitlines() if not line.startswith((" ", "'"))]
     return {start for start in starts if _KEY.fullmatch(start)}
 
@@ -67,7 +67,7 @@ def test_settings_explains_foreign_names() -> None:
         has_place = find_field(tuple(name.split("."))) is not None
         is_ours = any(key.endswith(f".{name}") for key in answer.split())
         if is_none and not text.startswith("there is no setting"):
-            # `optimizer` is also a section of megappo. The section is the better answer to the bare word.
+            # megappo has a section `optimizer`, which is the better answer to the bare word.
             assert name == "optimizer" and "actor.optimizer" in text
         elif is_none:
             if reason not in text:
@@ -85,7 +85,7 @@ def test_flags_and_additions_of_hydra_are_the_same_names() -> None:
         assert "rollout.prompts_per_step (" in explanation(typed)
 
 
-def test_a_file_of_another_trainer_gets_a_sentence_for_each_setting(tmp_path: Path) -> None:
+def test_each_setting_in_a_foreign_file_gets_a_sentence(tmp_path: Path) -> None:
     theirs = {
         "critic": {"model": {"path": "org/critic"}, "optim": {"lr": 1.0e-5}},
         "algorithm": {"kl_ctrl": {"type": "adaptive", "target_kl": 0.1}},
@@ -121,8 +121,8 @@ def test_an_unknown_name_has_no_answer(name: str) -> None:
     assert "did you mean" not in str(error.value)
 
 
-def test_a_name_deep_in_another_section_is_no_answer() -> None:
-    """`reward.judge.prompt` has nothing to do with the prompts of the data."""
+def test_a_nested_setting_with_the_same_name_is_not_suggested() -> None:
+    """`reward.judge.prompt` is unrelated to the prompts of the data."""
     with pytest.raises(ConfigError) as error:
         load_config(BASE, ["data.prompt=x"])
     assert "reward.judge" not in str(error.value)

@@ -1,4 +1,4 @@
-"""A link that leads to nothing is reported as that, wherever a file or a folder is expected."""
+"""A broken link is reported as a broken link if a file or a folder is expected."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from tests.support.places import BASE, TINY
 
 
 def dangling(path: Path) -> Path:
-    """Make the path a link to a file that is not there."""
+    """Make the path a link to a file that does not exist."""
     path.parent.mkdir(parents=True, exist_ok=True)
     path.unlink(missing_ok=True)
     path.symlink_to("../blobs/gone")
@@ -60,13 +60,13 @@ READERS: dict[str, Callable[[Path], object]] = {
 
 
 @pytest.mark.parametrize("name", READERS)
-def test_a_link_to_nothing_is_named(name: str, tmp_path: Path) -> None:
+def test_a_broken_link_is_reported(name: str, tmp_path: Path) -> None:
     path = dangling(tmp_path / "folder" / name)
     with pytest.raises(ValueError, match=sentence_on(path)):
         READERS[name](path)
 
 
-def test_a_shard_that_is_a_link_to_nothing_is_named(tmp_path: Path) -> None:
+def test_a_shard_that_is_a_broken_link_is_reported(tmp_path: Path) -> None:
     shard = dangling(tmp_path / "folder" / "model-00001-of-00001.safetensors")
     (shard.parent / "model.safetensors.index.json").write_text(json.dumps({"weight_map": {"a": shard.name}}))
     with pytest.raises(ValueError, match=sentence_on(shard)):
@@ -76,23 +76,23 @@ def test_a_shard_that_is_a_link_to_nothing_is_named(tmp_path: Path) -> None:
         counted_files(shard.parent)
 
 
-def test_a_reward_model_behind_a_link_to_nothing_is_named(tmp_path: Path) -> None:
+def test_a_reward_model_behind_a_broken_link_is_reported(tmp_path: Path) -> None:
     path = dangling(tmp_path / "model")
     (problem,) = reward_rules(RewardSettings(function="model", model_path=str(path)))
     assert re.match("reward.model_path: " + sentence_on(path), problem)
 
 
-def test_a_tokenizer_with_a_link_to_nothing_is_named(tmp_path: Path) -> None:
+def test_a_tokenizer_with_a_broken_link_is_reported(tmp_path: Path) -> None:
     folder = Path(shutil.copytree(TINY, tmp_path / "model"))
     config = load_config(BASE, [f"model.path={folder}"])
     dangling(folder / "vocab.txt")
-    load_tokenizer(config)  # which does not read that file
+    load_tokenizer(config)  # does not read vocab.txt
     dangling(folder / "tokenizer.json")
     with pytest.raises(ValueError, match="model.path: " + sentence_on(folder / "tokenizer.json")):
         load_tokenizer(config)
 
 
-def test_a_folder_on_the_way_counts(tmp_path: Path) -> None:
+def test_a_broken_link_to_a_parent_folder_is_found(tmp_path: Path) -> None:
     folder = dangling(tmp_path / "models")
     assert re.match(sentence_on(folder), link_to_nothing(folder / "one" / "config.json"))
     assert link_to_nothing(tmp_path / "nowhere" / "file") == ""

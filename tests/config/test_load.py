@@ -278,7 +278,7 @@ def test_plain_text_of_an_override_is_kept_as_a_whole(tmp_path: Path, key: str, 
     assert dict(flat_settings(config.model_dump(mode="json")))[key] == text
 
 
-def test_an_override_of_several_lines_may_have_comments(tmp_path: Path) -> None:
+def test_an_override_with_multiple_lines_can_contain_comments(tmp_path: Path) -> None:
     text = "# of a file\nfunction: exact # the rule\nworkers: 3\n"
     reward = load_config(written(tmp_path, {}), [f"reward={text}"]).reward
     assert (reward.function, reward.workers) == ("exact", 3)

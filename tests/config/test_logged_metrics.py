@@ -91,7 +91,7 @@ def test_the_metric_is_logged(overrides: tuple[str, ...], metric: str, logs: boo
 def test_the_error_names_what_the_metric_needs() -> None:
     config = load_config(BASE, ["checkpoint.keep_best=episode/turns"])
     (problem,) = keep_best_rules(config, None)
-    assert "does not log, as it needs rollout.environment; add that, or name another metric; the nearest are" in problem
+    assert "is logged only with rollout.environment; change the settings, or choose a different metric; the" in problem
 
 
 @pytest.mark.parametrize(

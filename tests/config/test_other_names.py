@@ -12,7 +12,7 @@ from megappo.config.other_names import TRAINERS, counterpart
 from tests.support.places import BASE
 
 
-def test_every_counterpart_is_a_setting_or_says_why_there_is_none() -> None:
+def test_every_answer_contains_a_setting_or_a_reason() -> None:
     for name, found in [item for answers in (NAMES, *TRAINERS.values()) for item in answers.items()]:
         assert found.keys or found.note, name
         for key in found.keys:
@@ -20,8 +20,8 @@ def test_every_counterpart_is_a_setting_or_says_why_there_is_none() -> None:
                 assert find_field(tuple(key.replace(ROLE, role).split("."))) is not None, (name, key)
 
 
-def test_no_setting_of_ours_is_taken_for_another_one() -> None:
-    """The table has a name of ours only if it means something else elsewhere: then the answer has both."""
+def test_a_setting_of_megappo_is_not_mistaken_for_a_foreign_name() -> None:
+    """If a name of megappo has a different meaning in other trainers, the answer contains both settings."""
     ours = {key[-1] for key in all_keys()}
     both = ours & NAMES.keys()
     assert both == {"target_kl", "warmup_steps"}
@@ -66,7 +66,7 @@ TYPED = {
     "data.train_batch_size=128": "did you mean rollout.prompts_per_step?",
     "train_batch_size=128": "rollout.prompts_per_step, actor.minibatch_sequences or critic.minibatch_sequences? (",
     "actor.ppo_mini_batch_size=256": "actor.minibatch_sequences? (verl counts prompts",
-    "actor.ppo_micro_batch_size_per_gpu=4": "actor.microbatch_budget_tokens? (microbatches are packed by tokens",
+    "actor.ppo_micro_batch_size_per_gpu=4": "actor.microbatch_budget_tokens? (the size of a microbatch",
     "actor.max_tokens_per_gpu=8192": "actor.microbatch_budget_tokens? (this counts the tokens of a context",
     "critic_warmup=10": "critic.warmup_steps? (in these steps only the critic learns)",
     "run.num_critic_only_steps=10": "critic.warmup_steps?",
@@ -92,7 +92,7 @@ TYPED = {
     "actor_rollout_ref.rollout.tensor_model_parallel_size=2": "did you mean rollout.sglang.tensor_parallel?",
     "actor.megatron.tensor_model_parallel_size=2": "did you mean actor.layout.tensor_parallel?",
     "trainer.total_epochs=15": "trainer.total_epochs is not a setting; did you mean run.epochs?",
-    "trainer.unknown=15": "trainer is not a setting; did you mean run, checkpoint, evaluation or logging? (verl's",
+    "trainer.unknown=15": "trainer is not a setting; did you mean run, checkpoint, evaluation or logging? (this",
     "partial_rollout=true": "see rollout.ahead (2 or more)",
     "actor.strategy=fsdp": "is not a setting: Megatron-Core always trains",
 }

@@ -1,4 +1,4 @@
-"""Wrong overrides: all are reported at once, and a value in place of a section gets an example of the section."""
+"""All wrong overrides are reported, and a value in place of a section gets an example of the section."""
 
 from __future__ import annotations
 
@@ -88,13 +88,13 @@ def test_a_value_in_place_of_a_section_gets_an_example(override: str, section: s
     assert problem.endswith(f", such as {section}; as an override write {written}")
 
 
-def test_null_turns_a_section_off() -> None:
+def test_null_disables_a_section() -> None:
     (problem,) = problems("evaluation=false")
-    assert problem.endswith("; write null for none")
+    assert problem.endswith("; write null to disable the section")
 
 
 @pytest.mark.parametrize("value", ["16", "x.jsonl", "0.5", "[1, 2]", "'two words'"])
-def test_examples_of_all_sections_have_settings_that_exist(value: str) -> None:
+def test_examples_of_sections_contain_valid_settings(value: str) -> None:
     examples = 0
     for key in all_keys():
         field = find_field(key)

@@ -39,7 +39,7 @@ PATHS: dict[str, tuple[str, ...]] = {
     "reward.judge.model": (*JUDGE, PROMPT),
     "reward.judge.prompt_file": (*JUDGE, "reward.judge.model=judge"),
 }
-"""Settings that are paths, and the overrides that they need beside them."""
+"""Settings that are paths, and the overrides that each setting requires."""
 WITHOUT_SERVER = ("reward.function=null", "reward.judge.url=http://localhost:1", "reward.judge.choices={yes: 1, no: 0}")
 
 

@@ -18,7 +18,7 @@ from tests.support import data as helpers_data
 ARGUMENTS: list[dict[str, Any]] = [
     {"city": "Rome"}, {"a": 1, "deep": {"x": [1, 2]}}, {"items": [{"k": 1}, {"l": [{"m": 2}]}]}, {},
 ]  # fmt: skip
-"""Arguments of calls; the fields differ between all of them."""
+"""Arguments of calls. All arguments have different fields."""
 
 
 def read(source: str | Path) -> list[Record]:

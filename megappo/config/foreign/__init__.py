@@ -1,1 +1,1 @@
-"""Names of settings in other trainers, and the settings of megappo that do the same."""
+"""Names of settings in other trainers, and the equivalent settings of megappo."""

@@ -1,4 +1,4 @@
-"""Answers for settings of other trainers: their type, and the notes that several answers share."""
+"""Answers for settings from other trainers: the type, and notes that are used in several answers."""
 
 from __future__ import annotations
 
@@ -9,19 +9,19 @@ ROLE = "ROLE"
 
 
 class Counterpart(NamedTuple):
-    """The answer for one name of another trainer."""
+    """The answer for a name from another trainer."""
 
     keys: tuple[str, ...]
-    """Dotted keys of megappo's settings: several where their setting is two of ours, or where its meaning is not clear
-    from the name. Empty: megappo has no such setting."""
+    """Dotted keys of megappo's settings. There are several keys if the name corresponds to several settings, or if the
+    name is ambiguous. Without keys, megappo has no equivalent setting."""
     note: str = ""
     """A difference between the two settings, such as the unit. Without keys, the note is a reason or a remedy."""
     trainers: tuple[str, ...] = ()
-    """The trainers that have the name, such as `verl`; empty for a name that several trainers share."""
+    """The trainers that use the name, such as `verl`. Empty for a name that is shared by several trainers."""
 
 
-PROMPTS = "verl counts prompts there, this counts samples: multiply by rollout.samples_per_prompt"
-TOKENS = "microbatches are packed by tokens, not by samples"
+PROMPTS = "verl counts prompts, megappo counts samples: multiply by rollout.samples_per_prompt"
+TOKENS = "the size of a microbatch is limited in tokens, not in samples"
 PER_GROUP = "this counts the tokens of a context parallel group: multiply by context_parallel"
 UPDATES = "it counts optimizer updates, not steps"
 BOTH = "set both"
@@ -31,10 +31,10 @@ PACKED = "it is not needed because samples are always packed without padding"
 OWN_LOSS = "actor and critic have separate losses and optimizers; set critic.optimizer.learning_rate"
 LAUNCHER = "the launcher decides the number of ranks: torchrun --nproc-per-node, or sbatch --nodes"
 RESUMES = "a run continues from its own directory by itself; actor.start_from loads the weights of another run"
-MEGATRON = "Megatron-Core always trains; actor.layout and critic.layout describe how"
+MEGATRON = "Megatron-Core always trains; actor.layout and critic.layout set the parallelism"
 OWN_FUNCTION = "FILE.py:NAME of a function that takes prompt, response, answer and metadata"
 LOADS = "a torch_dist checkpoint of Megatron-LM, a Hugging Face folder or another run"
-KERNELS = "megappo chooses the kernels; model.accelerations switches to those of Transformer Engine"
+KERNELS = "megappo chooses the kernels; set model.accelerations to auto for Transformer Engine"
 LAYERS = "it is not needed because the architecture is read from the model's config.json"
 SERVERS = "an argument of SGLang: rollout.sglang.arguments takes {NAME: VALUE} for every argument of the servers"
 NO_RAY = "it is not needed because megappo runs without Ray"
@@ -47,7 +47,7 @@ PROFILE = "a list of step numbers; all ranks are traced"
 
 
 def answer(keys: str, *names: str, note: str = "") -> dict[str, Counterpart]:
-    """The same answer for several names. Blanks separate the keys; without keys, megappo has no such setting."""
+    """The same answer for several names. Blanks separate the keys; without keys, megappo has no equivalent setting."""
     return dict.fromkeys(names, Counterpart(tuple(keys.split()), note))
 
 

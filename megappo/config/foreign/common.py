@@ -1,4 +1,4 @@
-"""Names that several trainers share, without their sections: as flags, or as the last part of a dotted name."""
+"""Names that are shared by several trainers, without sections: flags, or the last part of a dotted name."""
 
 from __future__ import annotations
 
@@ -23,10 +23,13 @@ from megappo.config.foreign.answers import (
     answer,
 )
 
-_LOSS_TYPE = "TRL and ms-swift name two settings by it: the loss, and the aggregation of token losses"
-_WARMUP_STEPS = "the first counts steps in which only the critic learns, the others updates of a rising learning rate"
+_LOSS_TYPE = "TRL and ms-swift use this name for two settings: the loss, and the aggregation of token losses"
+_WARMUP_STEPS = (
+    "critic.warmup_steps counts steps that train only the critic; warmup_updates counts optimizer updates with a "
+    "rising learning rate"
+)
 _WHITEN_REWARDS = (
-    "std divides scores by their deviation over all samples so far; TRL whitens the token rewards of a batch"
+    "std divides scores by the standard deviation of all scores so far; TRL whitens the token rewards of a batch"
 )
 _TARGET_KL = (
     "the first ends the updates of a step, as in Stable-Baselines3; the second is the target of an adaptive KL "
@@ -105,7 +108,7 @@ NAMES: dict[str, Counterpart] = {
              "compute_score", note=OWN_FUNCTION),
     **answer("reward.options", "reward_kwargs"),
     **answer("reward.function reward.model_remote", "remote_rm_url",
-             note="your own function, or a reward model on a server"),
+             note="a custom function or a remote reward model"),
     **answer("reward.model_path", "reward_pretrain", "reward_model_path"),
     **answer("reward.normalize", "normalize_reward", "use_score_scaling", "use_score_norm",
              note="statistics of all scores so far"),
@@ -121,7 +124,7 @@ NAMES: dict[str, Counterpart] = {
     **answer("algorithm.estimator", "adv_estimator", "advantage_estimator"),
     **answer("algorithm.estimator", "ppo", note="gae, the default"),
     **answer("algorithm.clip_high rollout.dynamic_sampling reward.overlong algorithm.loss_aggregation", "dapo",
-             note="DAPO is these four together, as in configs/qwen3_8b_2node_dapo_math.yaml"),
+             note="DAPO combines these four settings, as in configs/qwen3_8b_2node_dapo_math.yaml"),
     **answer("algorithm.lam", "lambd", "gae_lambda"),
     **answer("algorithm.discount_at", "gae_timestep_unit"),
     **answer("algorithm.kl_in_reward.coef", "kl_coef", "init_kl_coef"),
@@ -168,7 +171,7 @@ NAMES: dict[str, Counterpart] = {
     # roles
     **answer("", "use_remove_padding", "remove_padding", note=PACKED),
     **answer("reference.share_actor_base", "ref_in_actor",
-             note="the reference is the actor without its adapters"),
+             note="the reference is the actor without adapters"),
     **answer("critic.value_clip", "cliprange_value", "clip_range_value", "eps_clip_value"),
     **answer("critic.warmup_steps", "critic_warmup", "num_critic_only_steps", "freezing_actor_steps",
              note="in these steps only the critic learns"),
@@ -231,4 +234,4 @@ NAMES: dict[str, Counterpart] = {
     **answer("logging.wandb_project", "project_name", "use_wandb", "wandb"),
     **answer("logging.tensorboard logging.wandb_project logging.loggers", "logger", "report_to", "log_with"),
 }  # fmt: skip
-"""Answers by the last part of a name; by section and name where the section decides."""
+"""Answers by the last part of a name, or by section and name if the answer depends on the section."""

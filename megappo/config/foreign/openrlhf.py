@@ -1,4 +1,4 @@
-"""Names of OpenRLHF: dotted flags of `openrlhf.cli.train_ppo_ray`, and the flags without dots of older releases."""
+"""Names of OpenRLHF: dotted flags of `openrlhf.cli.train_ppo_ray`, and flags of older releases, which have no dots."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ NAMES = {
     **answer("reward.model_server", "reward.num_nodes", "reward.num_gpus_per_node", "reward.offload",
              note="one process holds the reward model for all ranks"),
     **answer("reward.function reward.model_remote", "reward.remote_url",
-             note="your own function, or a reward model on a server"),
+             note="a custom function or a remote reward model"),
     **answer("reward.normalize", "reward.normalize_enable"),
     **answer("reward.clip", "reward.clip_range"),
     **answer("reward.overlong.buffer_tokens", "reward.overlong_buffer_len"),
@@ -107,7 +107,7 @@ NAMES = {
     **answer("rollout.sglang.placement", "train.colocate_all"),
     **answer("", "train.colocate_actor_ref", "train.colocate_critic_reward", note=COLOCATED),
     **answer("rollout.ahead", "train.async_enable", "train.async_queue_size", "train.partial_rollout_enable",
-             note="1 or more; with 2 or more, responses may continue over a weight update"),
+             note="at least 1; if it is at least 2, a response can continue after a weight update"),
     **answer("rollout.environment.name", "train.agent_func_path", note="FILE.py:NAME of your own class"),
     **answer("", "train.enable_ema", "train.ema_beta", note="megappo keeps no moving average of the weights"),
     **answer("data.train.source", "data.prompt_dataset"),
@@ -157,8 +157,8 @@ NAMES = {
     **answer("run.name", "logger.wandb.run_name"),
     **answer("", "logger.wandb.key", note="`wandb login` or the variable WANDB_API_KEY sets the key"),
     **answer("logging.tensorboard", "logger.tensorboard_dir", note="true writes to DIRECTORY/tensorboard"),
-    **answer("", "logger.logging_steps", note="it is not needed because every step is logged"),
+    **answer("", "logger.logging_steps", note="it is not needed because metrics are logged at every step"),
     **answer("", "address", "runtime_env_json", note=NO_RAY),
     **answer("rollout.sglang.arguments", "vllm.kwargs", note=SERVERS),
 }  # fmt: skip
-"""Answers by the flag, without dashes in front."""
+"""Answers by the flag without leading dashes."""

@@ -1,4 +1,4 @@
-"""Names of slime and of miles, which continues it: flags of train.py, those of Megatron-LM and SGLang among them."""
+"""Flags of train.py in slime and its fork miles, including the flags of Megatron-LM and SGLang."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _SHARED = (
     "critic_lr virtual_pipeline_model_parallel_size loss_type use_distributed_optimizer"
 )
 _NO_DROPOUT = "it is not needed because models are trained without dropout, so that log-probabilities repeat"
-_PRECISION = "it is not needed because attention scores and gradient sums are computed in float32"
+_PRECISION = "it is not needed because attention scores and gradient reductions always use float32"
 _ARCHITECTURE = (
     "num_layers hidden_size ffn_hidden_size num_attention_heads group_query_attention num_query_groups kv_channels "
     "vocab_size normalization norm_epsilon swiglu disable_bias_linear untie_embeddings_and_output_weights rotary_base "
@@ -59,14 +59,14 @@ NAMES = {
     **answer("", "attention_softmax_in_fp32", "accumulate_allreduce_grads_in_fp32", note=_PRECISION),
     **answer("", *_ARCHITECTURE.split(), note=LAYERS),
     **answer("", "megatron_to_hf_mode", "model_name",
-             note="it is not needed because weights are always converted from and to Hugging Face files"),
+             note="it is not needed because megappo reads and writes Hugging Face files directly"),
     **answer("", "moe_token_dispatcher_type", "moe_grouped_gemm", "moe_permute_fusion", "moe_router_dtype",
              "moe_enable_deepep", "qwen_gdn_backend", note=KERNELS),
     **answer("actor.router_aux_loss_coef critic.router_aux_loss_coef", "moe_aux_loss_coeff"),
     **answer("algorithm.router_replay", "use_rollout_routing_replay", "use_routing_replay"),
     **answer("algorithm.correction.cap", "tis_clip"),
     **answer("algorithm.correction.reject_below", "tis_clip_low"),
-    **answer("", "get_mismatch_metrics", note="it is not needed because metrics under mismatch/ are always written"),
+    **answer("", "get_mismatch_metrics", note="it is not needed because the metrics in mismatch/ are always logged"),
     **answer("algorithm.entropy_coef", "entropy_coef"),
     **answer("algorithm.gamma", "gamma"),
     **answer("critic.value_clip", "value_clip"),
@@ -113,8 +113,8 @@ NAMES = {
     **answer("algorithm.policy_loss", "custom_loss_function_path", note="FILE.py:NAME of your own loss"),
     **answer("algorithm.estimator", "custom_advantage_function_path", note="FILE.py:NAME of your own estimator"),
     **answer("reward.function", "custom_reward_post_process_path", note=OWN_FUNCTION),
-    **answer("", "use_fault_tolerance", note="it is not needed because servers that fail are restarted"),
+    **answer("", "use_fault_tolerance", note="it is not needed because failed servers are restarted automatically"),
     **answer("", "multimodal_keys", note="megappo trains on text only"),
     **answer("", "ci_test", note="it belongs to slime's own tests"),
 }  # fmt: skip
-"""Answers by the flag, without dashes in front and with underscores."""
+"""Answers by the flag, with underscores and without leading dashes."""

@@ -95,7 +95,7 @@ def arrivals_rules(config: Config) -> Iterator[str]:
     if gaps:
         yield (
             f"rollout.replay_arrivals '{folder}' lacks step {gaps[0]}, which was trained without "
-            f"rollout.record_arrivals; set run.steps to {gaps[0] - 1}, or name another record"
+            f"rollout.record_arrivals; set run.steps to {gaps[0] - 1}, or use a different record"
         )
     missing = [step for step in index if not folder_of_step(folder, step).is_dir()]
     if missing:

@@ -88,7 +88,7 @@ _ACTOR = _has("a trained actor (critic.pretraining: null)", lambda c: not c.pret
 _SHAPED = _has(
     "reward.scale, reward.clip or a similar setting", lambda c: c.reward.is_shaped and not c.pretrains_critic
 )
-_IN_FLIGHT = _has("rollout.ahead of 2 and more", lambda c: c.rollout.in_flight and _samples(c))
+_IN_FLIGHT = _has("rollout.ahead of at least 2", lambda c: c.rollout.in_flight and _samples(c))
 _SERVERS = _has("rollout.engine: sglang", lambda c: c.rollout.engine in (None, "sglang") and _samples(c))
 _EPISODES = _has("rollout.environment", lambda c: c.rollout.episodes is not None)
 _MIXED = _has("data.mixture", lambda c: c.data.mixture and not c.pretrains_critic)
@@ -138,7 +138,7 @@ _CONDITIONS: Mapping[str, _Condition] = {
         lambda c: c.rollout.engine != "transformers" and _samples(c) and not c.rollout.replays_arrivals,
     ),
     "episode/": _EPISODES,
-    "episode/begun_anew": _has("rollout.environment and rollout.ahead of 2 and more",
+    "episode/begun_anew": _has("rollout.environment and rollout.ahead of at least 2",
                                lambda c: c.rollout.episodes and c.rollout.in_flight and _samples(c)),
     "turn/": _EPISODES,
     "tool/": _EPISODES,
@@ -169,12 +169,12 @@ _CONDITIONS: Mapping[str, _Condition] = {
     "memory/update_actor/": _ACTOR._replace(in_step=_is_after_warmup),
     "eval/": _EVALUATION,
 }  # fmt: skip
-"""Conditions of metrics, by a prefix of the name in `METRICS`; the longest matching prefix counts. Every run logs
-metrics without a condition."""
+"""Conditions of metrics. A key is a prefix of the name in `METRICS`, and the longest matching prefix is used. If no
+prefix matches, every run logs the metric."""
 
 
 def logged_metrics(config: Config, experts: Experts) -> list[str]:
-    """Names of the metrics that runs of these settings log, those of tools aside."""
+    """Returns the names of the metrics that a run with these settings logs, except for the metrics of tools."""
     return [name for name, of in _names(config) if _condition(of).holds(config, experts)]
 
 
@@ -201,16 +201,16 @@ def keep_best_rules(config: Config, steps: int | None, experts: Experts | None =
         return
     condition = _condition(of)
     if not condition.holds(config, experts):
-        needs = f"which this configuration does not log, as it needs {condition.needs}; add that"
+        needs = f"which is logged only with {condition.needs}; change the settings"
         if of.startswith("eval/"):
-            needs = "and nothing is evaluated; add evaluation"
-        yield f"checkpoint.keep_best is '{wanted}', {needs}, or name another metric; the nearest are {near}"
+            needs = "but the run has no evaluation; add evaluation"
+        yield f"checkpoint.keep_best is '{wanted}', {needs}, or choose a different metric; the nearest are {near}"
     elif steps is not None:
         yield from _step_rules(config, wanted, condition, steps)
 
 
 def _step_rules(config: Config, wanted: str, condition: _Condition, steps: int) -> Iterator[str]:
-    """A checkpoint holds the metrics of its own step only."""
+    """Rules: a step with a checkpoint logs the metric. A checkpoint contains only the metrics of one step."""
     checkpoint, evaluation = config.checkpoint, config.evaluation
     assert checkpoint is not None
     if condition is _EVALUATION and evaluation is not None:
@@ -224,7 +224,8 @@ def _step_rules(config: Config, wanted: str, condition: _Condition, steps: int) 
     elif not any(checkpoint.is_due(n, steps) and condition.in_step(config, n, steps) for n in range(1, steps + 1)):
         yield (
             f"checkpoint.keep_best is '{wanted}', which no step with a checkpoint logs (run.steps {steps}, "
-            f"checkpoint.every_steps {checkpoint.every_steps}); set checkpoint.every_steps to 1, or name another metric"
+            f"checkpoint.every_steps {checkpoint.every_steps}); set checkpoint.every_steps to 1, or choose a "
+            "different metric"
         )
 
 
@@ -234,15 +235,15 @@ def _condition(documented: str) -> _Condition:
 
 
 def _documented(name: str, config: Config) -> str | None:
-    """The entry of `METRICS` for a metric; None for an unknown metric."""
+    """Returns the entry of `METRICS` for a metric, or None if the metric is unknown."""
     if re.fullmatch(r"tool/[^/]+/(calls|failures|seconds)", name):
         return "tool/"
     return dict(_names(config)).get(name)
 
 
 def _names(config: Config) -> Iterator[tuple[str, str]]:
-    """(name, its entry in `METRICS`) of all metrics, with the names of the run's functions, judges, sources, validation
-    sets and stages filled in."""
+    """Yields (name, entry in `METRICS`) for all metrics. Placeholders are replaced with the names of functions, judges,
+    sources, validation sets and stages of the run."""
     sets = config.data.validation_sets or {}
     filled: dict[str, Iterable[str]] = {
         "reward/NAME": config.reward.functions,
