@@ -27,9 +27,9 @@ ADVICE = {
     "explained_variance": "For ten steps the critic has predicted the returns of new samples worse than the mean "
     "return, so advantages are noise: "
     "raise critic.optimizer.learning_rate or critic.epochs, or give it a head start with critic.warmup_steps.",
-    "critic_overshoots": "For ten steps the spread of the critic's values, within a step or between steps, has been larger "
-    "than the spread of the returns, so the updates of the critic are too large: lower critic.optimizer.learning_rate, "
-    "or scale returns by reward.scale.",
+    "critic_overshoots": "For ten steps the critic's values have had a larger spread than the returns, within a step "
+    "or across steps, so the updates of the critic are too large: lower critic.optimizer.learning_rate, or scale "
+    "returns by reward.scale.",
     "kl_target": "KL to the reference has been above its target for many steps, so the policy drifts: "
     "lower actor.optimizer.learning_rate, or algorithm.kl_in_reward.horizon to let the weight rise faster.",
     "entropy": "Entropy fell below a tenth of what it was, so the policy hardly explores any more: "

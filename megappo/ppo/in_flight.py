@@ -178,8 +178,8 @@ class InFlight(StepSamples):
 
         If the number of samples per prompt, the temperature or the minimum length has changed, the run sends all
         prompts again. If the number of prompts has changed, a step that has begun selects its prompts again. Unfinished
-        episodes restart, because the states of their environments are not saved. If the response limit is now lower, longer
-        responses are truncated. If one of the longer responses is an episode, the run sends all prompts again.
+        episodes restart, because the states of their environments are not saved. If the response limit is now lower,
+        longer responses are truncated. If one of the longer responses is an episode, the run sends all prompts again.
         """
         states = [read_state(of_rank[KEY]) for of_rank in kept if KEY in of_rank]
         if not states:

@@ -120,7 +120,7 @@ def check_mismatch(
     if not (own or others):
         return {}
     mean = numbers["mismatch/mean"]
-    if math.isfinite(mean):  # a value that is not finite stops the run for all weight versions
+    if math.isfinite(mean):  # NaN or infinity stops the run, with any weight version
         mean = numbers["mismatch/own_weights"] if own else 0.0
     if not others:
         del numbers["mismatch/own_weights"]
@@ -166,8 +166,8 @@ def routing_metrics(role: Role, runtime: Runtime) -> dict[str, float]:
 
 
 def update_engine(parts: RunComponents, version: int) -> float:
-    """Stream the actor's weights into the engine. Returns the time of the transfer on this rank in seconds; 0 if the run
-    has no engine."""
+    """Stream the actor's weights into the engine. Returns the seconds of the transfer on this rank; 0 if the run has no
+    engine."""
     engine, started = parts.engine, time.monotonic()
     engine.update_weights(parts.weights, version)
     if isinstance(engine, AbsentEngine):

@@ -16,7 +16,7 @@ class RunRecord:
     """
 
     def __init__(self, config: Config) -> None:
-        """Open the logs. Raises ConfigError if a configured logger cannot be created, and the errors of `MetricsLog`."""
+        """Open the logs. Raises ConfigError if a configured logger cannot be created; otherwise as `MetricsLog`."""
         self._config, self._start = config, Start(config)
         self._is_continued, self._has_settings = True, False
         logs = config.logging.model_dump(include={"tensorboard", "wandb_project", "wandb_run", "loggers"})

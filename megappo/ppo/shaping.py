@@ -69,7 +69,8 @@ class RewardShaper:
 
     def _normalized(self, scores_B: Tensor, scored_B: Tensor) -> Tensor:
         """Scores divided by the unbiased running deviation, with `mean_std` after subtracting the running mean, as in
-        TRL and in PPO for games. If all scores are equal except for rounding errors, the scores are not divided. Failed episodes do not count."""
+        TRL and in PPO for games. If all scores are equal except for rounding errors, the scores are not divided. Failed
+        episodes do not count."""
         batch = Tally()
         batch.total("count", float(scored_B.sum()))
         batch.mean_and_std("scores", scores_B, scored_B)

@@ -100,7 +100,8 @@ def _recorded_settings(marker: Marker, config: Config) -> Config:
     try:
         return Config.model_validate({**settings_of(marker), "model": config.model.model_dump()})
     except ValidationError as error:
-        raise ConfigError(f"the settings in the checkpoint are not valid in this version: {explain(error)[0]}") from error
+        sentence = explain(error)[0]
+        raise ConfigError(f"the settings in the checkpoint are not valid in this version: {sentence}") from error
 
 
 def _changes_of_code(marker: Marker, config: Config) -> Iterator[str]:

@@ -340,7 +340,7 @@ def test_a_step_without_a_token_moves_nothing(old_logprob: Any, controller: str)
 
 
 def with_values(returns: Tensor, values: Tensor, mask: Tensor, **algorithm: Any) -> dict[str, float]:
-    """Metrics of samples with these values. The sum of later rewards (gamma 1) is the return of a token; (B, R) each."""
+    """Metrics of samples with these values. With gamma 1, the rewards sum to these returns; (B, R) each."""
     nothing = torch.zeros_like(returns)
     later = torch.nn.functional.pad(returns, (0, 1))[:, 1:]
     rewards = (returns - later).masked_fill(~mask, math.nan)
@@ -371,8 +371,8 @@ def test_explained_variance_of_equal_returns_is_unknown() -> None:
 
 @pytest.mark.parametrize("lam", [1.0, 0.5, 0.0])
 def test_explained_variance_does_not_depend_on_lambda(lam: float) -> None:
-    """The rewards (1, 2) and (4, 8) give the returns (3, 2) and (12, 8); their variance is 16.1875. With a smaller lambda
-    the target of the critic contains the values of the critic."""
+    """The rewards (1, 2) and (4, 8) give the returns (3, 2) and (12, 8); the variance is 16.1875. With a smaller
+    lambda, the target of the critic contains the values of the critic."""
     returns = torch.tensor([[3.0, 2.0], [12.0, 8.0]])
     values = torch.tensor([[4.0, 1.0], [8.0, 8.0]])
     numbers = with_values(returns, values, torch.ones(2, 2) > 0, lam={"actor": 0.5, "critic": lam})

@@ -74,7 +74,7 @@ def test_a_run_continues_in_a_moved_folder(key: str, old: Path, monkeypatch: pyt
     assert sentences_of(before, now, monkeypatch) == changed
 
 
-def test_a_copy_of_the_file_is_accepted_and_a_different_file_is_refused(old: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_copied_file_is_accepted_and_an_edited_file_is_refused(old: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     before = config_in(old, "reward.function")
     new = Path(shutil.copytree(old, old.with_name("new")))
     assert sentences_of(before, config_in(new, "reward.function"), monkeypatch) == []
@@ -85,7 +85,7 @@ def test_a_copy_of_the_file_is_accepted_and_a_different_file_is_refused(old: Pat
         sentences_of(before, config_in(new, "reward.function"), monkeypatch)
 
 
-def test_a_renamed_file_is_accepted_and_a_different_function_is_refused(old: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_renamed_file_is_accepted_and_another_function_is_refused(old: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     before = config_in(old, "reward.function")
     (old / "mine.py").rename(old / "yours.py")
     renamed = config_in(old, "reward.function", "reward.function=yours.py:score")

@@ -105,7 +105,7 @@ def record(tmp_path: Path, world_of_one: None) -> ExperienceRecord:
     )
 
 
-def test_a_record_has_the_steps_that_were_done(record: ExperienceRecord, tmp_path: Path) -> None:
+def test_a_record_contains_only_finished_steps(record: ExperienceRecord, tmp_path: Path) -> None:
     """The record has no steps that a resumed run repeats, no steps of other runs, and no files of unfinished steps."""
     folder, given = tmp_path / "run" / "experience", samples((2, 3, 1, 2))
     config = load_config(BASE, [f"run.directory={tmp_path / 'run'}", "logging.save_experience={}"])
