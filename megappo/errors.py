@@ -271,12 +271,14 @@ _PATH_IN_TEXT = re.compile(rf"(?:^|(?<=[/:])){_SHELL_VARIABLE.pattern}")
 def expanded(path: str | os.PathLike[str], setting: str = "") -> str:
     """The path with the home folder in place of a leading `~` or `~user`.
 
-    `setting` begins the error message. Raises ConfigError if the path contains a variable such as `$HOME`, or if the
-    user does not exist on this machine.
+    `setting` begins the error message. Raises ConfigError if the path contains a variable such as `$HOME`, unless a
+    file or folder has this very name, or if the user does not exist on this machine.
     """
     text, place = os.fspath(path), f"{setting}: " if setting else ""
-    if variable := _SHELL_VARIABLE.search(text):
-        raise ConfigError(place + _variable_refused(text, variable[0]))
+    for variable in _SHELL_VARIABLE.finditer(text):
+        rest = text.find("/", variable.end())
+        if not os.path.lexists(text if rest < 0 else text[:rest]):
+            raise ConfigError(place + _variable_refused(text, variable[0]))
     home = os.path.expanduser(text)
     if text.startswith("~") and home == text:
         user = text.partition("/")[0]

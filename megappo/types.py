@@ -199,11 +199,11 @@ class Rollouts(Samples):
     `weight_versions_B` then has the oldest. None: all tokens have the sample's version."""
 
     reward_failures: tuple[str, ...] | None = field(default=None, kw_only=True)
-    """B reasons why the reward of a sample failed, "" where it did not; None: not scored yet."""
+    """For each of B samples, the reason that the reward failed, "" if the reward did not fail; None: not scored yet."""
 
     def reward_parts_BN(self, scores_B: Tensor) -> Tensor:
-        """(B, N) float32: rewards whose sum over N is a sample's total. The scores of the reward function, and with an
-        environment the rewards of all turns."""
+        """(B, N) float32: the scores of the reward function, and the rewards of all turns if there is an environment.
+        The sum over N is the total reward of a sample."""
         if self.episodes is None:
             return scores_B[:, None]
         turn_rewards_BR = self.episodes.turn_rewards_BR.masked_fill(~self.response_mask_BR, 0.0)

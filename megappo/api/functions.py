@@ -42,8 +42,8 @@ def train(config: Config) -> Path:
     A collective of the world: every rank calls it, one process alone or those that torchrun, srun or mpirun started. It
     writes nothing but what stands in that directory, and to stdout and stderr of rank 0.
 
-    Raises ConfigError for settings, models and data that do not fit each other or this world; Interrupted where the
-    run was asked to stop (SIGTERM, SIGINT, SIGUSR1, SIGHUP), after a checkpoint; RunError where it cannot go on.
+    Raises ConfigError if settings, models, data and number of processes do not match. Raises Interrupted after the
+    checkpoint if the run receives SIGTERM, SIGINT, SIGUSR1 or SIGHUP. Raises RunError if the run cannot continue.
     """
     from megappo.preflight.resolved import resolve_run
 
@@ -122,7 +122,7 @@ def export(
             )
         check_hub(push_to_hub)
     elif public:
-        raise ConfigError("public is for a model that push_to_hub creates, which is not given; leave it out")
+        raise ConfigError("public requires push_to_hub; set push_to_hub, or leave out public")
     own = OwnCode(family, trust_remote_code)
     source, target = expanded(run_directory), expanded(out)
     sentences = export_run(source, target, role, str(step), form, without_mtp=without_mtp, own=own)

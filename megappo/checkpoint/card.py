@@ -60,7 +60,7 @@ def write_card(out: Path, config: Config, run_dir: Path, *, role: str, step: int
 
 
 def exported_step(folder: Path) -> int | None:
-    """The step after which the actor in an exported folder was exported; None without such a card."""
+    """The step after which the actor in a folder was exported; None if the folder has no model card of an actor."""
     try:
         found = re.search(r"^# .*: actor after step (\d+)$", plain_text(folder / CARD), re.MULTILINE)
     except (OSError, UnicodeDecodeError):
@@ -81,7 +81,7 @@ def model_card(
 
     Args:
         config: settings of the last step.
-        lines: the metrics of each step, those of `metrics.jsonl`, until `step`.
+        lines: the lines of `metrics.jsonl` until `step`.
         role: as `write_card`.
         step: as `write_card`.
         adapters: as `write_card`.

@@ -35,14 +35,14 @@ _DANGEROUS = (
     "algorithm.policy_loss_options", "rollout.environment.name", "rollout.environment.arguments",
     "rollout.generation", "rollout.generation_options",
 )  # fmt: skip
-"""Settings whose changes make it another run: other models, data, task or objective."""
+"""Changes of these settings make a different run: they change the models, the data, the task or the objective."""
 _JUDGES_SERVER = re.compile(r"\.judge\.(url|key|concurrency|timeout_seconds|retries|server(\..+)?)$")
-"""A judge's settings on which its scores do not depend: where it is, and how patiently it is asked."""
+"""Settings of a judge that do not change the scores: address, concurrency, timeout and retries."""
 _REWARD_SERVER = re.compile(
     r"(reward\.(?:functions\.[^.]+\.)?)options\."
     r"(url|key|headers_from_environment(\..+)?|concurrent|deadline_seconds)$"
 )
-"""A reward server's settings on which its scores do not depend: where it is, and how patiently it is asked."""
+"""Settings of a reward server that do not change the scores: address, keys, concurrency and deadline."""
 _SOURCES = {"data.train.source", "data.validation.source"}
 _LONGEST_PATH_SHOWN = 50
 _LENGTHS = ("run.steps", "run.epochs")
@@ -56,7 +56,7 @@ class Changes:
     dangerous: tuple[str, ...]
 
     def is_of(self, key: str) -> bool:
-        """Whether this setting differs."""
+        """Whether the setting has a different value."""
         return any(sentence.startswith(f"{key}: ") for sentence in (*self.harmless, *self.dangerous))
 
 
@@ -66,10 +66,10 @@ def compare_settings(
     steps: tuple[int, int],
     digests: Mapping[str, str] = MappingProxyType({}),
 ) -> Changes:
-    """Compare two configurations in JSON's types. `steps`: how many the run had and has now, however they are given.
+    """Compare two configurations in JSON's types. `steps`: the old and the new number of steps of the run.
 
-    `digests`: sha256 of the files that the configuration before names functions in, by path. A function in a file that
-    was moved is the same function.
+    `digests`: for each file with a function of the earlier configuration, the SHA-256 by path. A function in a moved
+    file is not a change.
     """
     old, new = dict(flat_settings(before)), dict(flat_settings(now))
     for key in _SOURCES & old.keys():
@@ -102,7 +102,7 @@ def compare_settings(
 def former_files(
     before: Mapping[str, JSONValue], now: Mapping[str, JSONValue], digests: Mapping[str, str]
 ) -> dict[str, str]:
-    """The files of functions that were moved since a checkpoint: where each was, by where it is now."""
+    """Old paths by new paths, for files of functions that were moved after the checkpoint."""
     old, found = dict(flat_settings(before)), {}
     for key, value in flat_settings(now):
         former = former_file(old.get(key), value, digests)
@@ -112,10 +112,11 @@ def former_files(
 
 
 def former_file(before: JSONValue, now: JSONValue, digests: Mapping[str, str]) -> str | None:
-    """Where the file of a function was, if two values of a setting name the same function in a file that was moved;
-    None for other values.
+    """The old path of the file if both values of a setting name the same function and the file was moved; otherwise
+    None.
 
-    It is the same where the file has the same content, or the same name while there is no file in the former place.
+    Two functions are the same if the files have the same content, or if the files have the same name and the old file
+    no longer exists.
     """
     if not isinstance(before, str) or not isinstance(now, str) or before == now:
         return None

@@ -29,8 +29,8 @@ def record_changes(directory: Path, step: int, changes: Sequence[str]) -> None:
 
 
 def read_changes(directory: Path) -> list[tuple[int, list[str]]]:
-    """(last step before the changes, a sentence for each of them), in the order of steps. Raises ValueError for a
-    damaged file."""
+    """Return (last step before the changes, one sentence for each change), in the order of the steps. Raises ValueError
+    if the file is damaged."""
     path = directory / _FILE
     lines = read_metrics(path) if path.exists() else []
     return [(line["step"], [*map(str, line.get("changes", []))]) for line in lines]

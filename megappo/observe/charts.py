@@ -37,7 +37,8 @@ def curve(
 ) -> str:
     """A chart of several lines: values upwards, their positions to the right.
 
-    With more than `width` values each column shows one number for its share. Values that are not finite leave a gap.
+    If the number of values exceeds `width`, each column shows one number for a range of values. Values that are not
+    finite leave a gap.
 
     Args:
         values: in order, for instance one per step.

@@ -126,20 +126,20 @@ METRICS: dict[str, MetricDoc] = {
     "reward/max": MetricDoc("score", "Highest score.", "above the mean until the task is solved"),
     "reward/failures": MetricDoc(
         "fraction",
-        "Rewards that failed and got `reward.failure_score`, time-outs included; with `rollout.load_from`, those of "
-        "the saved samples.",
+        "Rewards that failed and got `reward.failure_score`, time-outs included; with `rollout.load_from`, "
+        "failures of the saved samples.",
         "0",
     ),
     "reward/timeouts": MetricDoc("fraction", "Rewards that passed `reward.timeout_seconds`.", "0"),
     "reward/NAME": MetricDoc(
         "score",
-        "Mean score of one of several functions (`reward.functions`) over the samples that it graded, without its "
-        "weight.",
+        "Mean score of one of several functions (`reward.functions`) before the weight is applied, over the samples "
+        "that the function graded.",
         "rises",
     ),
     "reward/NAME/unreadable": MetricDoc(
         "fraction",
-        "Answers for which the text of this judge holds no verdict or was cut.",
+        "Answers for which this judge returned a truncated text or a text without a verdict.",
         "near 0, or the prompt is unclear or `max_tokens` too small",
     ),
     "reward/NAME/seconds": MetricDoc(
@@ -182,14 +182,14 @@ METRICS: dict[str, MetricDoc] = {
     ),
     "critic/explained_variance": MetricDoc(
         "1",
-        "1 - Var(return - value) / Var(return) over the step's tokens, with values from before the step's first update "
-        "and returns of lambda 1 (discounted sums of rewards). Absent if all returns are equal.",
+        "1 - Var(return - value) / Var(return) over the step's tokens. The values are computed before the step's "
+        "first update. The returns are discounted sums of rewards (lambda 1). Absent if all returns are equal.",
         "rises from 0 towards 1",
     ),
     **_of_updates("critic", VALUE_METRICS),
     "critic/held_out_explained_variance": MetricDoc(
         "1",
-        "Explained variance on the samples that value pretraining holds out, after the step's updates.",
+        "Explained variance on the held-out samples of value pretraining after the updates of the step.",
         "rises towards 1; above 0.5 the critic is ready",
     ),
     "critic/grad_norm": MetricDoc("1", "Mean L2 norm of the critic's gradient before clipping.", "steady; no jumps"),
@@ -208,7 +208,7 @@ METRICS: dict[str, MetricDoc] = {
     "actor/penalty_coef": MetricDoc("1", "Weight of KL(old || new) with `policy_loss: penalty`.", "settles"),
     "actor/final_kl": MetricDoc(
         "nats per token",
-        "KL(old || new) that the step's updates ended at, with `policy_loss: penalty`, by k3; moves the weight.",
+        "KL(old || new) after the last update of the step (k3), with `policy_loss: penalty`; moves the weight.",
         "near `algorithm.penalty.target`",
     ),
     "kl/mean": MetricDoc(
@@ -292,12 +292,12 @@ METRICS: dict[str, MetricDoc] = {
     ),
     "mismatch/router_changed": MetricDoc(
         "fraction",
-        "Of tokens, in each layer, whose experts are the engine's: those that the actor's router would send to others.",
+        "Share of the replayed tokens for which the actor's router selects different experts; per layer.",
         "below 0.01 in float32, 0.1 in bfloat16",
     ),
     "mismatch/router_replayed": MetricDoc(
         "fraction",
-        "Tokens, in each layer, whose experts are the engine's (`algorithm.router_replay`).",
+        "Tokens that use the experts of the engine (`algorithm.router_replay`); per layer.",
         "all but one token of each sample",
     ),
     "correction/weight_mean": MetricDoc(
@@ -313,12 +313,12 @@ METRICS: dict[str, MetricDoc] = {
     ),
     "sync/seconds": MetricDoc(
         "seconds",
-        "Whole weight sync of the step, the last one where a step has several; like its parts, of the slowest rank and "
-        "of all attempts.",
+        "Time of the last weight sync of the step, including failed attempts. This metric and its parts are measured "
+        "on the slowest rank.",
         "small compared with time/step",
     ),
     "sync/transfer_seconds": MetricDoc(
-        "seconds", "Part of it: moving all weights once, in the last attempt.", "most of it"
+        "seconds", "Part of it: the transfer of all weights in the last attempt.", "most of it"
     ),
     "sync/gigabytes_per_second": MetricDoc(
         "GB/s (1e9 bytes)", "The actor's weights, divided by `sync/transfer_seconds`.", "steady"
@@ -339,7 +339,7 @@ METRICS: dict[str, MetricDoc] = {
     "sync/wake_seconds": MetricDoc(
         "seconds",
         "Part of it: trainers release memory, dead servers restart, and servers allocate memory (SGLang).",
-        "steady; most of it on the trainers' GPUs",
+        "steady; the largest part if servers use the GPUs of trainers",
     ),
     "sync/probe_gap": MetricDoc(
         "nats", "Largest gap of a probe's log-probabilities after the sync (SGLang).", "as mismatch/max"
@@ -432,8 +432,9 @@ _MINIMA = re.compile(r".*[/_]min")
 
 
 def over_steps(name: str, values: Sequence[float]) -> float:
-    """One value of a metric for several steps: the largest of maxima and counters, the smallest of minima, the mean of
-    others. Values that are not finite are left out; NaN if none is left."""
+    """Combine the values of a metric over several steps: the largest value for maxima and counters, the smallest value
+    for minima, and the mean for all other metrics. Values that are not finite are ignored; NaN if no value is finite.
+    """
     finite = [value for value in values if math.isfinite(value)]
     if not finite:
         return math.nan

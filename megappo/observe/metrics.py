@@ -71,7 +71,7 @@ class MetricsLog:
 
             made["TensorBoard's file"] = TensorBoardLogger(directory / _TENSORBOARD, config)
         self._old_events = None if tensorboard else directory / _TENSORBOARD
-        """Where earlier attempts may have written events, of a run without TensorBoard."""
+        """Folder in which earlier attempts may have written events; None if the run uses TensorBoard."""
         self._loggers = [(Contained(name), logger) for name, logger in made.items()]
         self._files = {name: _LinesFile(directory / name) for name in (_METRICS_FILE, _SAMPLES_FILE, _JUMPS_FILE)}
         self._contained = {name: Contained(str(directory / name)) for name in self._files}
@@ -106,7 +106,7 @@ class MetricsLog:
         self._contained[name](partial(self._files[name].write, record))
 
     def check(self) -> None:
-        """Raises ValueError for a damaged file, before `truncate_after` would."""
+        """Raises ValueError if a file is damaged. `truncate_after` would raise the same error."""
         for file in self._files.values():
             file.check()
 
@@ -133,7 +133,7 @@ class MetricsLog:
 
 
 def _forget_events(directory: Path, step: int) -> None:
-    """Make TensorBoard ignore events of later steps. Without TensorBoard installed nobody reads them here."""
+    """If TensorBoard is installed, make TensorBoard ignore events of later steps."""
     with suppress(ImportError):
         from megappo.observe.tensorboard_log import TensorBoardLogger
 
@@ -236,7 +236,7 @@ class _LinesFile:
         self._file.append(text.encode(errors="backslashreplace"))  # lone surrogates become JSON's own escapes
 
     def check(self) -> None:
-        """Raises ValueError for a line that is no record."""
+        """Raises ValueError if a line is not a record."""
         for _ in _lines(self._path):
             pass
 

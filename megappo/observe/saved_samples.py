@@ -21,12 +21,12 @@ DATA_SOURCE = "data_source"
 TOKEN_TEXTS = "response_token_texts"
 """Column with the text of each response token."""
 END, EPISODE = "end", "episode"
-"""Columns with why a sample ended, and with its episode as JSON."""
+"""Columns for the reason that a sample ended, and for the episode as JSON."""
 _ENDS = (END, EPISODE)
 TURN_REWARDS = "turn_rewards"
 """Column with the environment's reward at the end of each turn."""
 ALONE = {"reward": "reward_without_turns", "score": "score_without_turns"}
-"""Columns of an episode's reward and score without the rewards of its turns, by the names of those with them."""
+"""For `reward` and `score`, which include the rewards of turns: the name of the column without the rewards of turns."""
 _TOKENS, _MASK, _LOSS_MASK = "response_tokens", "response_mask", "loss_mask"
 _TOKEN_COLUMNS = {
     "mask": _MASK, "loss": _LOSS_MASK, "reward": "token_rewards", "kl": "kl", "value": "values", "return": "returns",
@@ -52,8 +52,8 @@ class SampleLine:
     reward: float
     """Reward that was trained on, with the rewards of all turns."""
     score: float
-    """The same before `reward.scale` and similar settings: the score of the reward function, and the rewards of turns.
-    `samples.jsonl` has this one."""
+    """Score of the reward function plus the rewards of turns, before `reward.scale` and similar settings are applied.
+    `samples.jsonl` contains this number."""
     length: int
     """Number of response tokens, including those of an environment."""
     end: End
@@ -68,9 +68,9 @@ class SampleLine:
     """Reference answer, where the data have one."""
     data_source: str | None
     reward_failure: str
-    """Why there is no score; "" where there is one."""
+    """The reason that the sample has no score; "" if the sample has a score."""
     episode_failure: str
-    """Why the episode failed; "" for an episode that did not fail, and without an environment."""
+    """The reason that the episode failed; "" if the episode did not fail, or if the run has no environment."""
 
 
 @dataclass(frozen=True)
@@ -144,7 +144,7 @@ def _samples_of(path: Path) -> Iterator[None]:
 
 
 def read_lines(path: Path) -> list[SampleLine]:
-    """A line for each sample of a file. Raises ValueError for a damaged file or one of another kind."""
+    """A line for each sample of a file. Raises ValueError if the file is damaged or contains no samples."""
     with _samples_of(path):
         return _lines(ColumnFile(path, (*_NUMBERS, *_TEXTS, *_ENDS, *_OF_TURNS, _MASK)))
 
@@ -159,8 +159,8 @@ def ends_of(file: ColumnFile) -> list[End]:
 
 
 def _with_turns(file: ColumnFile, name: str) -> Numbers:
-    """(B,): the column `reward` or `score`. Files of older versions have both without the rewards of turns, which are
-    added."""
+    """(B,): the column `reward` or `score`, including the rewards of turns. In files of older versions, the columns do
+    not include the rewards of turns. This function adds the rewards."""
     numbers = file.numbers(name)
     if TURN_REWARDS not in file or ALONE[name] in file:
         return numbers
@@ -168,7 +168,7 @@ def _with_turns(file: ColumnFile, name: str) -> Numbers:
 
     (lengths, rewards_N), (own_lengths, own_N) = file.lists(TURN_REWARDS), file.lists(_MASK)
     if lengths != own_lengths:
-        raise ValueError(f"column {TURN_REWARDS} has other lengths than {_MASK}")
+        raise ValueError(f"columns {TURN_REWARDS} and {_MASK} differ in length")
     own_N = own_N.astype(bool)
     sample_N = np.repeat(np.arange(len(lengths)), lengths)
     return numbers + np.bincount(sample_N[own_N], rewards_N[own_N], minlength=len(lengths))
@@ -235,7 +235,7 @@ def _token_columns(file: ColumnFile) -> dict[str, str]:
     lengths = file.lists(_TOKENS)[0]
     for column in found.values():
         if file.lists(column)[0] != lengths:
-            raise ValueError(f"column {column} has other lengths than {_TOKENS}")
+            raise ValueError(f"columns {column} and {_TOKENS} differ in length")
     return found
 
 
@@ -244,7 +244,7 @@ class StepNumbers:
     """Numbers of the samples of a step, for their distributions."""
 
     rewards_B: Numbers
-    """Rewards that were trained on, with those of turns."""
+    """Training rewards, including the rewards of turns."""
     lengths_B: Numbers
     """Response tokens of each sample."""
     tokens: Mapping[str, Numbers]

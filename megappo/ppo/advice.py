@@ -24,11 +24,11 @@ ADVICE = {
     "masked": "More than a fifth of the tokens lie outside the policy loss's band and are left out, as the policy is "
     "far from the one that sampled them: lower rollout.ahead, actor.epochs or actor.optimizer.learning_rate, or widen "
     "algorithm.band.",
-    "explained_variance": "For ten steps the critic has predicted the returns of new samples worse than their mean "
-    "would, so advantages are noise: "
+    "explained_variance": "For ten steps the critic has predicted the returns of new samples worse than the mean "
+    "return, so advantages are noise: "
     "raise critic.optimizer.learning_rate or critic.epochs, or give it a head start with critic.warmup_steps.",
-    "critic_overshoots": "For ten steps the critic's values have varied more than the returns that they predict, "
-    "within steps or from step to step, so its updates are too large: lower critic.optimizer.learning_rate, or scale "
+    "critic_overshoots": "For ten steps the critic's values have had a larger spread than the returns, within a step "
+    "or across steps, so the updates of the critic are too large: lower critic.optimizer.learning_rate, or scale "
     "returns by reward.scale.",
     "kl_target": "KL to the reference has been above its target for many steps, so the policy drifts: "
     "lower actor.optimizer.learning_rate, or algorithm.kl_in_reward.horizon to let the weight rise faster.",
@@ -55,7 +55,7 @@ ADVICE = {
     "own_estimator": "An update was refused because algorithm.estimator, a function of yours, returned advantages or "
     "returns that are not finite: correct the function.",
     "own_loss": "An update of the actor was refused because its loss or gradient was not finite, with "
-    "algorithm.policy_loss a function of yours: correct the function, such as a division by 0 or a log of 0 in it.",
+    "algorithm.policy_loss a function of yours: correct the function, for example a division by 0 or a log of 0.",
     "large_reward": "An update was refused because its loss or gradient was not finite, in a step with rewards beyond "
     "1e9: scale what reward.function gives down.",
 }
@@ -96,7 +96,7 @@ def refusal(role: str, metrics: Mapping[str, float], sums: Mapping[str, float], 
     """The sentences on an update of a role that was not finite, in a step with these metrics; `sums` are the update's
     own."""
     return (
-        f"the {role}'s loss or gradient is not finite; its weights were left as they were. "
+        f"the {role}'s loss or gradient is not finite; its weights did not change. "
         f"{_remedy_of_nonfinite(role, metrics, sums, algorithm)}, or set algorithm.on_nonfinite: skip to go on."
     )
 

@@ -1,6 +1,6 @@
 """Gauges of the critic: how well values predict the rewards that follow.
 
-The values are those of one forward pass over all samples. The returns are discounted sums of rewards (lambda 1): with a
+One forward pass over all samples computes the values. The returns are discounted sums of rewards (lambda 1): with a
 smaller lambda, the target of the critic contains the critic's own values. The tokens of all ranks are pooled.
 
 Shape legend: B samples of this rank, R longest response.
@@ -15,19 +15,19 @@ from torch import Tensor
 from megappo.runtime.tally import Tally
 
 _EQUAL = 1e-6
-"""Returns whose standard deviation is below this share of their mean differ by rounding only."""
+"""Returns are equal up to rounding if the ratio of the standard deviation to the mean is less than this number."""
 
 
 def tally_values(tally: Tally, values_BR: Tensor, returns_BR: Tensor, mask_BR: Tensor) -> None:
-    """Add values, and their errors against returns of lambda 1, at the tokens where `mask_BR` is True."""
+    """Add the values and the errors of the values at the tokens where `mask_BR` is True. The returns use lambda 1."""
     tally.mean("critic/value_mean", values_BR, mask_BR)
     tally.mean_and_std("returns", returns_BR, mask_BR)
     tally.mean_and_std("errors", returns_BR.double() - values_BR.double(), mask_BR)
 
 
 def critic_metrics(numbers: Mapping[str, float]) -> dict[str, float]:
-    """The reduced numbers with the explained variance in place of the parts that `tally_values` added. Without a token,
-    or if all returns are equal, there is no explained variance."""
+    """The reduced numbers with the explained variance in place of the parts that `tally_values` added. If
+    there are no tokens or all returns are equal, the result has no explained variance."""
     parts = ("returns/mean", "returns/std", "errors/mean", "errors/std")
     others = {name: value for name, value in numbers.items() if name not in parts}
     spread = numbers.get("returns/std", 0.0)

@@ -42,10 +42,10 @@ def turn_ends(rollouts: Rollouts) -> Tensor:
 
 
 def groups_differ_G(rewards: Tensor, group_ids_B: Tensor) -> Tensor:
-    """(G,) bool: whether the rewards of a group's samples differ by more than rounding.
+    """(G,) bool: True if the rewards of a group differ by more than the rounding error.
 
-    `rewards`: (B,), or (B, N) parts of a sample's reward. Failed episodes, which have negative group ids, are in no
-    group.
+    `rewards`: (B,), or (B, N) parts of a sample's reward. Failed episodes have negative group ids and
+    belong to no group.
     """
     whole_B = group_ids_B >= 0
     differ_B = Groups.of(rewards[whole_B], group_ids_B[whole_B]).differ_B

@@ -16,9 +16,11 @@ from megappo.reshard.writer import write_policy
 
 def export_actor(parts: RunComponents, out: Path, step: int, trained: Config | None = None) -> None:
     """Write the actor after a step to a folder, with its model card, replacing an existing one; a collective of the
-    world. The folder gets its name once it is complete. Raises OSError on the main rank where it cannot be written.
+    world. The folder is renamed to `out` after all files are written. Raises OSError on the main rank if a file
+    cannot be written.
 
-    `trained`: settings that the actor was trained with, for the card, where they are not those of this run.
+    `trained`: settings for the model card if the actor was trained with different settings than the settings of this
+    run.
     """
     config = parts.config
     whole = parts.weights.to([Receiver(0)])

@@ -176,10 +176,10 @@ class InFlight(StepSamples):
         """Restore what `state_dict` returned on every rank of a run, which may have had other ranks, and continue with
         it.
 
-        With another number of samples per prompt, another temperature or minimum length, all prompts are sent again;
-        with another number of prompts a step that was begun chooses again. Unfinished episodes
-        restart, because the states of their environments are not saved. If the response limit is lower than before,
-        longer responses are cut; if a longer one is an episode, all prompts are sent again.
+        If the number of samples per prompt, the temperature or the minimum length has changed, the run sends all
+        prompts again. If the number of prompts has changed, a step that has begun selects its prompts again. Unfinished
+        episodes restart, because the states of their environments are not saved. If the response limit is now lower,
+        longer responses are truncated. If one of the longer responses is an episode, the run sends all prompts again.
         """
         states = [read_state(of_rank[KEY]) for of_rank in kept if KEY in of_rank]
         if not states:

@@ -1,7 +1,7 @@
 """Removes records of an earlier attempt for steps that a resumed run repeats.
 
-Readers could not distinguish these samples from the samples that the run trains on. Records are also removed if the
-resumed run does not write such records.
+Readers could not distinguish these samples from the samples that the run trains on. Records are removed even
+if the resumed run does not record.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ from megappo.runtime.objects import agreed
 def forget_after(step: int, parts: RunComponents) -> None:
     """Remove saved experience and recorded arrivals of later steps than `step`; a collective of the world.
 
-    Folders that the run reads its samples from are left alone. Without a step left to train nothing is removed. Raises
-    ValueError on every rank where a record cannot be read, and where experience is to be saved to a folder with steps
-    of another run.
+    Folders from which the run reads samples are not changed. If no step is left to train, nothing is removed. Raises
+    ValueError on all ranks if a record cannot be read, or if the folder for new experience contains steps of a
+    different run.
     """
     config = parts.config
 
@@ -43,11 +43,11 @@ def _is_same(folder: Path, other: str | None) -> bool:
 
 
 def forget_experience(step: int, config: Config) -> None:
-    """Remove saved experience of later steps. Without `save_experience` the folder is that of the run directory."""
+    """Remove saved experience of later steps. Without `save_experience` this is the folder in the run directory."""
     folder, run = config.experience_folder, str(config.run.path.resolve())
     for saved in saved_steps(folder).values():
         if saved.run != run and config.saves_experience is not None:
-            raise ValueError(f"{folder} has experience of {saved.run}; name another folder, or remove it")
+            raise ValueError(f"{folder} has experience of {saved.run}; set a different folder, or remove this folder")
         if saved.step > step:
             shutil.rmtree(saved.folder)
 

@@ -120,7 +120,7 @@ def check_mismatch(
     if not (own or others):
         return {}
     mean = numbers["mismatch/mean"]
-    if math.isfinite(mean):  # NaN and infinity stop the run whichever weights they are from
+    if math.isfinite(mean):  # NaN or infinity stops the run, with any weight version
         mean = numbers["mismatch/own_weights"] if own else 0.0
     if not others:
         del numbers["mismatch/own_weights"]
@@ -166,8 +166,8 @@ def routing_metrics(role: Role, runtime: Runtime) -> dict[str, float]:
 
 
 def update_engine(parts: RunComponents, version: int) -> float:
-    """Stream the actor's weights into the engine; returns the seconds in which this rank moved them, 0 where nothing is
-    moved."""
+    """Stream the actor's weights into the engine. Returns the seconds of the transfer on this rank; 0 if the run has no
+    engine."""
     engine, started = parts.engine, time.monotonic()
     engine.update_weights(parts.weights, version)
     if isinstance(engine, AbsentEngine):
@@ -179,9 +179,9 @@ def update_engine(parts: RunComponents, version: int) -> float:
 
 
 def sync_metrics(parts: RunComponents, seconds: float, transfer_seconds: float, version: int) -> dict[str, float]:
-    """`sync/*` of a weight sync; a collective of the world. Every number of seconds is that of the slowest rank.
+    """`sync/*` of a weight sync; a collective of the world. Each duration is the maximum over all ranks.
 
-    `seconds` and `transfer_seconds` are this rank's: of the whole sync, and of moving the weights alone.
+    `seconds` is the time of the whole sync on this rank. `transfer_seconds` is the time of the transfer on this rank.
     """
     engine, local = parts.engine, {"sync/seconds": seconds, "sync/transfer_seconds": transfer_seconds}
     if isinstance(engine, ServedEngine):

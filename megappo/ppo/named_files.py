@@ -1,4 +1,4 @@
-"""Files and folders that settings name and that are not there."""
+"""Finds settings with the name of a file or folder that does not exist."""
 
 from __future__ import annotations
 

@@ -110,7 +110,7 @@ def open_start(
 
 
 def check_origin(text: str) -> None:
-    """Raise ValueError where there is nothing that a role could start from."""
+    """Raise ValueError if the path does not exist or does not contain weights of a known kind."""
     _kind(_split(text)[0])
 
 

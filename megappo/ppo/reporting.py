@@ -60,9 +60,9 @@ class Reporter:
         *,
         writes: bool = True,
     ) -> None:
-        """`on_stage` gets the name of each stage that begins, and what it waits for.
+        """`on_stage` gets the name of each new stage, and a description of the work that the stage waits for.
 
-        `check_directory` raises on every rank where log files would be lost. `writes`: whether the run has anything to
+        `check_directory` raises on all ranks if log files would be lost. `writes`: whether the run has anything to
         record.
         """
         self._check_directory = check_directory
@@ -82,7 +82,7 @@ class Reporter:
         self._record = RunRecord(config) if runtime.is_main and writes else None
 
     def continue_after(self, start: Start) -> None:
-        """Drop log entries of later steps when the first step begins, because they are run again."""
+        """Drop log entries of later steps when the first step begins. The run repeats these steps."""
         if self._record is not None:
             self._record.continue_after(start)
 
@@ -169,7 +169,7 @@ class Reporter:
             self.message(f"step {step}: {sentence}", warns=True)
 
     def note_evaluation(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Show an evaluation. Before the first step it is logged by itself, as there is no line of a step."""
+        """Show an evaluation. An evaluation before the first step gets its own line in the log."""
         sets = [name.removesuffix("/failures") for name in metrics if name.endswith("/failures")]
         words = ", ".join(f"{of.removeprefix('eval').strip('/')} {_result_of(of, metrics)}".strip() for of in sets)
         self.message(f"step {step}: validation reward {words}")
@@ -191,7 +191,7 @@ class Reporter:
                 self.message(f"step {step}: {told}", warns=True)
 
     def samples(self, step: int, rollouts: Rollouts, scores_B: Tensor) -> None:
-        """Write a few of this rank's texts."""
+        """Write some samples of this rank to the log."""
         if self._record is None:
             return
         chosen = range(min(self._config.logging.sample_texts, len(rollouts.responses)))
@@ -216,7 +216,7 @@ class Reporter:
         )
 
     def jump(self, step: int, jump: Jump) -> None:
-        """Write an update that stands out, with the samples that have most effect on it; a collective of the world."""
+        """Write an unusual update and the samples with the largest effect on the update; a collective of the world."""
         of_ranks = all_gather_objects(jump.samples)
         if self._record is None:
             return
@@ -244,10 +244,10 @@ class Reporter:
 
 
 def _result_of(evaluated: str, metrics: Mapping[str, float]) -> str:
-    """The mean reward of a validation set, and the share of answers with a grade where not all have one."""
+    """The mean reward of a validation set, and the share of graded answers if some answers have no grade."""
     graded = 1 - metrics[f"{evaluated}/failures"]
     if not graded:
-        return "unknown, as no answer has a grade"
+        return "unknown, because no answer has a grade"
     mean = f"{metrics[f'{evaluated}/reward_mean']:.3f}"
     return mean if graded == 1 else f"{mean} of the {graded:.1%} with a grade"
 

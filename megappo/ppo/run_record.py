@@ -11,12 +11,12 @@ from megappo.ppo.start import Start
 class RunRecord:
     """The files that the main rank writes.
 
-    The record describes steps that were trained. A run therefore changes an existing record only when its first step
-    begins or is logged. A run that fails earlier does not change the files.
+    The record describes steps that were trained. A run therefore does not change an existing record before the
+    first step begins, or before the first log entry. A run that fails earlier does not change the files.
     """
 
     def __init__(self, config: Config) -> None:
-        """Open the logs. Raises ConfigError where a configured logger cannot be made, and as `MetricsLog` does."""
+        """Open the logs. Raises ConfigError if a configured logger cannot be created; otherwise as `MetricsLog`."""
         self._config, self._start = config, Start(config)
         self._is_continued, self._has_settings = True, False
         logs = config.logging.model_dump(include={"tensorboard", "wandb_project", "wandb_run", "loggers"})

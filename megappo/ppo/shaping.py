@@ -69,7 +69,8 @@ class RewardShaper:
 
     def _normalized(self, scores_B: Tensor, scored_B: Tensor) -> Tensor:
         """Scores divided by the unbiased running deviation, with `mean_std` after subtracting the running mean, as in
-        TRL and in PPO for games. Scores that are equal up to rounding are not divided. Failed episodes do not count."""
+        TRL and in PPO for games. If all scores are equal except for rounding errors, the scores are not divided. Failed
+        episodes do not count."""
         batch = Tally()
         batch.total("count", float(scored_B.sum()))
         batch.mean_and_std("scores", scores_B, scored_B)
@@ -78,7 +79,7 @@ class RewardShaper:
             self._add(found["count"], found["scores/mean"], found["scores/std"])
         mean, std = torch.tensor([self._mean, self._std], dtype=torch.float64)
         rounding = rounding_of(torch.hypot(mean, std), scores_B.dtype)
-        # In float64: scores that are large beside their spread would lose it to the rounding of the mean.
+        # float64, because the rounding error of a large mean can be larger than the spread of the scores.
         wide_B = scores_B.double()
         if self._config.reward.normalize == "mean_std":
             wide_B = without_rounding(wide_B - mean, std, rounding)

@@ -34,11 +34,11 @@ class Start:
     sentences: tuple[str, ...] = ()
     """Messages for the user on where the run begins."""
     checkpoint: tuple[Path, Marker] | None = None
-    """Folder and marker of the checkpoint that the run continues from; None: it starts from nothing."""
+    """Folder and marker of the checkpoint that the run continues from; None: a new run."""
     changes: tuple[str, ...] = ()
-    """What differs from the run until then: settings, versions and files of code."""
+    """Differences from the run before the checkpoint: settings, versions and files of code."""
     trained: Config | None = None
-    """Settings of the run's last step, of a run that has no step left to train."""
+    """Settings of the last step if no step is left to train; otherwise None."""
 
     @property
     def has_work(self) -> bool:
@@ -99,28 +99,28 @@ def choose_start(config: Config, derived: Derived, runtime: Runtime) -> Start:
 
 
 def _recorded_settings(marker: Marker, config: Config) -> tuple[Config, list[str]]:
-    """The checkpoint's settings; the given settings, and a sentence, if this version does not read the checkpoint's."""
+    """Returns the settings in the checkpoint. If this version cannot read them, returns `config` and a warning."""
     try:
         return Config.model_validate({**settings_of(marker), "model": config.model.model_dump()}), []
     except ValidationError as error:
-        reason = explain(error)[0]
         return config, [
-            f"a model card would name the given settings, as the checkpoint's are of another version: {reason}"
+            "a model card would contain the given settings, because this version cannot read the settings in the "
+            f"checkpoint: {explain(error)[0]}"
         ]
 
 
 def _changes_of_code(marker: Marker, config: Config) -> Iterator[str]:
-    """Versions, and the user's files of code, that are others than the checkpoint's."""
+    """Versions and code files of the user that differ from the checkpoint."""
     before = marker.content["versions"]
     for name, version in recorded_versions().items():
         if before.get(name) != version and (name in before or name != PACKAGES):
             yield f"{name} {before.get(name)} -> {version}"
-    files = marker.content.get("own_files", {})  # checkpoints of older versions have none
+    files = marker.content.get("own_files", {})  # not in checkpoints of older versions
     settings = config.model_dump(mode="json")
     former = former_files(marker.content["settings"], settings, files)
     for file, digest in own_files(settings).items():
         if files.get(former.get(file, file), digest) != digest:
-            yield f"what stands in {file}"
+            yield f"the content of {file}"
 
 
 def is_exported(start: Start, runtime: Runtime) -> bool:

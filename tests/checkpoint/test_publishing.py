@@ -201,7 +201,7 @@ def test_what_cannot_be_uploaded_is_told_before_the_export(
         api.export(run, out, push_to_hub="../elsewhere")
     with pytest.raises(ConfigError, match="torch_dist is no format of theirs"):
         api.export(run, out, push_to_hub=NAME, form="torch_dist")
-    with pytest.raises(ConfigError, match="public is for a model that push_to_hub creates"):
+    with pytest.raises(ConfigError, match="public requires push_to_hub"):
         api.export(run, out, public=True)
     monkeypatch.setattr("huggingface_hub.get_token", lambda: None)
     with pytest.raises(ConfigError, match="nobody is logged in to http://127.0.0.1"):

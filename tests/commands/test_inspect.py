@@ -216,7 +216,7 @@ CRAFTED: dict[str, dict[str, Any]] = {
     "column raw_response has no texts": {"raw_response": [{"a": 1}, {"a": 2}]},
     "column response_mask has no list in each row": {"response_mask": [True, False]},
     "column returns has no numbers": {"returns": [["1", "2", "3"], ["4"]]},
-    "column values has other lengths than response_tokens": {"values": [[0.5], [0.5, 0.5, 0.5]]},
+    "columns values and response_tokens differ in length": {"values": [[0.5], [0.5, 0.5, 0.5]]},
     "column token_rewards has no list in each row": {"token_rewards": [None, [1.0]]},
     "column advantages has no numbers": {"advantages": [[0.5, None, 0.5], [0.5]]},
     "column response_token_texts has no lists of texts": {"response_token_texts": [[1, 2, 3], [1]]},
@@ -244,7 +244,7 @@ def test_turn_rewards_with_a_wrong_length_are_refused(tmp_path: Path, capsys: py
     table = parquet.read_table(path).drop_columns([*ALONE.values()])
     place = table.column_names.index("turn_rewards")
     parquet.write_table(table.set_column(place, "turn_rewards", pyarrow.array([[0.5], [0.5]])), path)
-    assert "column turn_rewards has other lengths than response_mask" in told(capsys, tmp_path, code=2)[0]
+    assert "columns turn_rewards and response_mask differ in length" in told(capsys, tmp_path, code=2)[0]
 
 
 def test_files_that_lack_something(run: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -79,6 +79,16 @@ def test_every_form_of_a_variable_is_refused(text: str, home: Path) -> None:
         load_config(BASE, [f"run.directory={text}"])
 
 
+def test_a_dollar_sign_in_the_name_of_an_existing_folder_is_no_variable(tmp_path: Path) -> None:
+    folder = tmp_path / "a$b"
+    with pytest.raises(ConfigError, match=r"has the variable \$b"):
+        load_config(BASE, [f"run.directory={folder}/run"])
+    folder.mkdir()
+    assert load_config(BASE, [f"run.directory={folder}/run"]).run.directory == f"{folder}/run"
+    with pytest.raises(ConfigError, match=r"has the variable \$c"):
+        load_config(BASE, [f"run.directory={folder}/run-$c"])
+
+
 def test_an_unknown_user_is_refused(home: Path) -> None:
     with pytest.raises(ConfigError, match="begins with ~nobody-here, and this machine has no such user; write"):
         load_config(BASE, ["run.directory=~nobody-here/x"])

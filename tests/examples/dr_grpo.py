@@ -15,7 +15,7 @@ from megappo.algo.groups import Groups, spread
 
 @unwhitened
 def dr_grpo(*, rewards: Tensor, mask: Tensor, group_ids: Tensor, scale: float = 1.0) -> tuple[Tensor, Tensor]:
-    """Scores (B,) minus the mean of their prompt, not divided by its spread, at every token (B, T). Deviations of the
-    size of rounding are 0."""
+    """Scores (B,) minus the mean of their prompt, not divided by its spread, at every token (B, T). Deviations
+    within the rounding error are 0."""
     deviations_B = Groups.of(rewards.masked_fill(~mask, 0.0), group_ids).deviations_B
     return spread((scale * deviations_B).to(rewards.dtype), mask)

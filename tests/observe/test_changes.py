@@ -11,7 +11,7 @@ from megappo.commands.report import report
 from megappo.observe.changes import change_notes, read_changes, record_changes
 
 
-def test_changes_are_those_of_the_steps_in_the_record(tmp_path: Path) -> None:
+def test_the_record_of_changes_matches_the_recorded_steps(tmp_path: Path) -> None:
     """A run that resumes at an earlier step replaces the changes of attempts after it."""
     record_changes(tmp_path, 3, [])
     assert not (tmp_path / "changes.jsonl").exists()

@@ -221,7 +221,7 @@ def test_a_checkpoint_without_the_unit_keeps_nats_per_response(
 def test_a_changed_file_of_functions_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     mine = tmp_path / "mine.py"
     config = load_config(BASE, [f"reward.function={mine}:reward"])
-    changed = f"changed since then: what stands in {mine}"
+    changed = f"changed since then: the content of {mine}"
     for then, now, told in (("a = 1", "a = 1", False), ("a = 1", "a = 2", True), (None, "a = 2", False)):
         files = {} if then is None else {"own_files": {str(mine): hashlib.sha256(then.encode()).hexdigest()}}
         mine.write_text(now)
@@ -340,7 +340,7 @@ def test_a_step_without_a_token_moves_nothing(old_logprob: Any, controller: str)
 
 
 def with_values(returns: Tensor, values: Tensor, mask: Tensor, **algorithm: Any) -> dict[str, float]:
-    """Metrics of samples with these values, whose rewards (gamma 1) add up to these returns; (B, R) each."""
+    """Metrics of samples with these values. With gamma 1, the rewards sum to these returns; (B, R) each."""
     nothing = torch.zeros_like(returns)
     later = torch.nn.functional.pad(returns, (0, 1))[:, 1:]
     rewards = (returns - later).masked_fill(~mask, math.nan)
@@ -371,8 +371,8 @@ def test_explained_variance_of_equal_returns_is_unknown() -> None:
 
 @pytest.mark.parametrize("lam", [1.0, 0.5, 0.0])
 def test_explained_variance_does_not_depend_on_lambda(lam: float) -> None:
-    """Rewards 1, 2 and 4, 8 have returns 3, 2 and 12, 8, of variance 16.1875. With a smaller lambda the critic's target
-    contains the critic's values."""
+    """The rewards (1, 2) and (4, 8) give the returns (3, 2) and (12, 8); the variance is 16.1875. With a smaller
+    lambda, the target of the critic contains the values of the critic."""
     returns = torch.tensor([[3.0, 2.0], [12.0, 8.0]])
     values = torch.tensor([[4.0, 1.0], [8.0, 8.0]])
     numbers = with_values(returns, values, torch.ones(2, 2) > 0, lam={"actor": 0.5, "critic": lam})
@@ -382,7 +382,7 @@ def test_explained_variance_does_not_depend_on_lambda(lam: float) -> None:
 
 
 def test_no_gauge_of_the_critic_without_a_trained_token() -> None:
-    """Every response was cut, and `mask_truncated` leaves such responses out of the losses."""
+    """All responses are truncated, and `mask_truncated` excludes truncated responses from the losses."""
     logprob = torch.zeros(MASK.shape)
     cut = replace(rollouts(logprob, MASK), ends=(End.RESPONSE_LIMIT,) * 2)
     scored = Scored(cut, torch.ones(2), logprob, None, torch.ones(MASK.shape))

@@ -160,7 +160,7 @@ def test_a_checkpoint_holds_it_to_the_last_bit() -> None:
 
 
 def test_a_record_with_a_gap_is_refused(tmp_path: Path) -> None:
-    """As of a run that continued for a step without recording."""
+    """A run that did not record one of the steps can leave this record."""
     for step in (2, 3, 5):
         (tmp_path / f"step-{step:06d}").mkdir()
     lines = [json.dumps({"step": step, "sizes": [8, 2]}) + "\n" for step in (2, 3, 5)]

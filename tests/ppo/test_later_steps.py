@@ -28,7 +28,7 @@ def parts(run: Path, *overrides: str, steps: int = 9) -> Any:
 
 @pytest.fixture
 def run(tmp_path: Path) -> Path:
-    """With arrivals and experience of steps 1 to 4, of which step 3 was trained twice."""
+    """A run with arrivals and experience of steps 1 to 4. Step 3 was trained twice."""
     run, arrivals = tmp_path / "run", tmp_path / "run" / "arrivals"
     for step in range(1, 5):
         save_step(run / "experience", step, two_samples(0))
@@ -39,7 +39,7 @@ def run(tmp_path: Path) -> Path:
 
 
 def recorded(run: Path) -> tuple[list[int], list[str], list[int]]:
-    """Steps in the index of arrivals, the folders beside it, and steps of experience."""
+    """The steps in the index of arrivals, the names of the folders of arrivals, and the steps with experience."""
     folders = sorted(path.name for path in (run / "arrivals").glob("step-*"))
     return list(read_index(run / "arrivals")), folders, list(saved_steps(run / "experience"))
 
@@ -62,12 +62,12 @@ def test_records_that_the_run_reads_are_kept(run: Path, tmp_path: Path) -> None:
     reads = (f"rollout.load_from={run / 'experience'}", f"rollout.replay_arrivals={run / 'arrivals'}")
     forget_after(2, parts(run, *reads))
     assert recorded(run) == before
-    with pytest.raises(ValueError, match="has experience of /runs/a; name another folder"):
+    with pytest.raises(ValueError, match="has experience of /runs/a; set a different folder"):
         forget_after(2, parts(tmp_path / "other", f"rollout.save_to={run / 'experience'}"))
     assert recorded(run) == before
 
 
-def test_tensorboard_forgets_later_steps_of_a_run_that_turned_it_off(tmp_path: Path) -> None:
+def test_tensorboard_events_of_later_steps_are_ignored_with_tensorboard_off(tmp_path: Path) -> None:
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
     log = MetricsLog(tmp_path, "r", {})

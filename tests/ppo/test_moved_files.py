@@ -1,4 +1,4 @@
-"""A run goes on where its files were moved; a wrong name of a file is reported before other settings are."""
+"""A run can continue after its files were moved. A wrong file name is reported before other changes."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def world() -> Iterator[None]:
 
 @pytest.fixture
 def old(tmp_path: Path) -> Path:
-    """The folder of an experiment: a configuration, and a file of functions beside it."""
+    """The folder of an experiment: a configuration and a file with functions."""
     folder = tmp_path / "old"
     folder.mkdir()
     (folder / "mine.py").write_text(CODE)
@@ -50,7 +50,7 @@ def config_in(folder: Path, key: str, *overrides: str) -> Config:
 
 
 def sentences_of(before: Config, now: Config, monkeypatch: pytest.MonkeyPatch, code: str | None = CODE) -> list[str]:
-    """What a run says that continues with `now`; `code` is what the file had at the checkpoint."""
+    """Messages on changes from a run that continues with `now`; `code` is the content of the file at the checkpoint."""
     (path,) = (value for value in _texts(before.model_dump(mode="json")) if value.endswith("mine.py:score"))
     digest = {} if code is None else {path.rpartition(":")[0]: hashlib.sha256(code.encode()).hexdigest()}
     return [s for s in resumed(before, now, monkeypatch, more={"own_files": digest}).sentences if "changed" in s]
@@ -62,7 +62,7 @@ def _texts(settings: object) -> list[str]:
 
 
 @pytest.mark.parametrize("key", FUNCTIONS)
-def test_a_moved_folder_goes_on(key: str, old: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_run_continues_in_a_moved_folder(key: str, old: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     before = config_in(old, key)
     new = old.rename(old.with_name("new"))
     now = config_in(new, key)
@@ -70,11 +70,11 @@ def test_a_moved_folder_goes_on(key: str, old: Path, monkeypatch: pytest.MonkeyP
     assert sentences_of(before, now, monkeypatch) == []
     assert sentences_of(before, now, monkeypatch, code=None) == []  # a checkpoint of an older version
     (new / "mine.py").write_text("def score(*, response):\n    return 2.0\n")
-    changed = [f"changed since then: what stands in {new / 'mine.py'}"]
+    changed = [f"changed since then: the content of {new / 'mine.py'}"]
     assert sentences_of(before, now, monkeypatch) == changed
 
 
-def test_a_copied_file_goes_on_and_another_file_does_not(old: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_copied_file_is_accepted_and_an_edited_file_is_refused(old: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     before = config_in(old, "reward.function")
     new = Path(shutil.copytree(old, old.with_name("new")))
     assert sentences_of(before, config_in(new, "reward.function"), monkeypatch) == []
@@ -85,7 +85,7 @@ def test_a_copied_file_goes_on_and_another_file_does_not(old: Path, monkeypatch:
         sentences_of(before, config_in(new, "reward.function"), monkeypatch)
 
 
-def test_a_renamed_file_goes_on_and_another_function_does_not(old: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_renamed_file_is_accepted_and_another_function_is_refused(old: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     before = config_in(old, "reward.function")
     (old / "mine.py").rename(old / "yours.py")
     renamed = config_in(old, "reward.function", "reward.function=yours.py:score")
@@ -117,7 +117,7 @@ def test_a_wrong_name_is_reported_first(
     assert "other settings" not in str(refused.value)
 
 
-def test_a_file_that_is_no_longer_needed_may_be_gone(old: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Weights are in the checkpoint, so a run continues without the place that it started from."""
+def test_the_origin_of_the_weights_can_be_removed(old: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The checkpoint contains the weights, so the run can continue without `actor.start_from`."""
     config = config_in(old, "reward.function", "actor.start_from=/nowhere/run")
     assert sentences_of(config, config, monkeypatch) == []

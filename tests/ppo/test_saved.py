@@ -105,8 +105,8 @@ def record(tmp_path: Path, world_of_one: None) -> ExperienceRecord:
     )
 
 
-def test_a_record_has_the_steps_that_were_done(record: ExperienceRecord, tmp_path: Path) -> None:
-    """Not those that a run repeats, nor those of another run; nothing stays of what was not finished."""
+def test_a_record_contains_only_finished_steps(record: ExperienceRecord, tmp_path: Path) -> None:
+    """The record has no steps that a resumed run repeats, no steps of other runs, and no files of unfinished steps."""
     folder, given = tmp_path / "run" / "experience", samples((2, 3, 1, 2))
     config = load_config(BASE, [f"run.directory={tmp_path / 'run'}", "logging.save_experience={}"])
     forget_experience(0, config)
@@ -121,7 +121,7 @@ def test_a_record_has_the_steps_that_were_done(record: ExperienceRecord, tmp_pat
     assert list(saved_steps(folder)) == [1]
     told = json.loads((folder / "step-000001" / MARKER).read_text())
     (folder / "step-000001" / MARKER).write_text(json.dumps(told | {"run": "/runs/other"}))
-    with pytest.raises(ValueError, match=r"experience has experience of /runs/other; name another folder"):
+    with pytest.raises(ValueError, match=r"experience has experience of /runs/other; set a different folder"):
         forget_experience(1, config)
 
 

@@ -74,7 +74,7 @@ def check_names(found: Rollouts, names: str) -> None:
 def test_groups_without_a_spread_are_replaced() -> None:
     chosen = selection()
     chosen.add(rollouts("abcd", [1, 2, 3, 1]), torch.tensor([1.0, 1.0, 0.0, 1.0]), of_rewards(failures=(0, 4)))
-    assert (chosen.kept, chosen.wanted) == (1, 2)  # one is missing, and every other one is good
+    assert (chosen.kept, chosen.wanted) == (1, 2)  # one group is missing; half of the groups are kept
     chosen.add(rollouts("efgh", [5, 1, 1, 1]), torch.tensor([0.5, 0.5, 0.25, 0.0]), of_rewards(failures=(2, 4)))
     assert chosen.wanted == 0
     found, scores_B, metrics = chosen.finish()
@@ -84,7 +84,7 @@ def test_groups_without_a_spread_are_replaced() -> None:
 
 
 def test_the_rounds_are_bounded_and_the_step_is_full() -> None:
-    """The first of those without a spread stand in for what did not come, in the order of the prompts."""
+    """If groups are missing after the last round, the first groups with equal rewards fill the step."""
     chosen, scores_B = selection(max_rounds=2), torch.zeros(4)
     chosen.add(rollouts("abcd", [1, 1, 1, 1]), scores_B, of_rewards())
     assert chosen.wanted == 2
@@ -95,9 +95,9 @@ def test_the_rounds_are_bounded_and_the_step_is_full() -> None:
     assert metrics == {"group/spread": 0.25, "group/rounds": 2, "group/filled": 0.5}
 
 
-def test_metrics_of_rounds_are_weighted_by_their_own_samples() -> None:
-    """A function graded 1 of the first 4 samples with 1, 9 of the next ones with 0; another graded none of the first
-    round."""
+def test_the_mean_over_rounds_is_weighted_by_the_graded_samples() -> None:
+    """`rare` graded one sample of the first round (score 1) and nine samples of the second round (score 0). `other`
+    graded no sample of the first round."""
     chosen = selection()
     first = of_rewards(rare=(1.0, 1), other=(0.0, 0), unreadable=(1.0, 2), never=(0.0, 0))
     chosen.add(rollouts("abcd", [1] * 4), torch.tensor([1.0, 1.0, 0.0, 1.0]), replace(first, maxima={"reward/s": 3.0}))
@@ -108,7 +108,7 @@ def test_metrics_of_rounds_are_weighted_by_their_own_samples() -> None:
     assert rewards == {"reward/rare": 0.1, "reward/other": 0.5, "reward/unreadable": 0.05, "reward/s": 3.0}
 
 
-def test_what_needs_no_choice_is_as_it_was() -> None:
+def test_a_round_without_equal_groups_is_not_changed() -> None:
     chosen, given = selection(), rollouts("abcd", [3, 1, 2, 2])
     chosen.add(given, torch.tensor([0.0, 1.0, 1.0, 0.0]), of_rewards())
     found, _, metrics = chosen.finish()

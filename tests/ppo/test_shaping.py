@@ -88,8 +88,8 @@ def test_normalized_by_all_scores_so_far(kind: str) -> None:
 
 
 @pytest.mark.usefixtures("world")
-def test_failed_episodes_are_in_no_mean() -> None:
-    """Metrics and the running deviation are those of the other samples; only these are trained on."""
+def test_failed_episodes_do_not_count() -> None:
+    """Metrics and the running standard deviation use only the samples that are trained on."""
     fine, failed = Episode((Turn(0, 1),)), Episode((), failure="hung")
     episodes = Episodes((fine, failed, fine, failed), torch.zeros(4, 4), ((),) * 4)
     given = replace(rollouts("a", "b", "c", "d"), episodes=episodes)

@@ -1,4 +1,4 @@
-"""Metrics of a step's experience are what their texts state: small inputs in plain float64."""
+"""Metrics of a step agree with the description of each metric: small inputs, computed in float64."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from tests.ppo.test_experience import CPU, MASK, rollouts
 pytestmark = pytest.mark.usefixtures("world_of_one")
 
 GAPS = [[0.1, -0.9], [0.9, 0.4, -0.2, math.log(2)]]
-"""Trainer's less engine's log-probability of the tokens of MASK."""
+"""Log-probability of the trainer minus log-probability of the engine, for the tokens of MASK."""
 
 
 @pytest.mark.parametrize("level", ["token", "sequence", "geometric"])
@@ -45,8 +45,8 @@ def test_correction_metrics(level: str, above: float | None, below: float | None
 @pytest.mark.parametrize("size", [1e-3, 1.0, 1e4])
 @pytest.mark.parametrize("estimator", ["gae", "reinforce_plus_plus", "grpo", "rloo"])
 def test_the_spread_of_advantages_before_whitening(estimator: str, size: float) -> None:
-    """Samples of two and four tokens with scores 1 and 3 times `size`; values are 0.5 and 1 times `size`. What is
-    masked is garbage."""
+    """The two samples have 2 and 4 tokens, the scores `size` and 3 * `size`, and the values 0.5 * `size` and `size`.
+    The values of masked tokens are NaN."""
     nothing, values = torch.zeros(MASK.shape), torch.tensor([[0.5], [1.0]]).expand(MASK.shape) * size
     given = values.masked_fill(~MASK, math.nan) if estimator == "gae" else None
     scored = Scored(rollouts(nothing, MASK), torch.tensor([1.0, 3.0]) * size, nothing, None, given)
@@ -67,7 +67,7 @@ def test_the_spread_of_advantages_before_whitening(estimator: str, size: float) 
         assert numbers["advantage/std"] == pytest.approx(white if is_white else raw, rel=1e-5)
 
 
-def test_a_step_without_tokens_has_no_spread() -> None:
+def test_the_spread_is_absent_if_there_are_no_tokens() -> None:
     nothing = torch.zeros(MASK.shape)
     made = ExperienceMaker(AlgorithmSettings(estimator="grpo"), CPU)
     numbers = made.make(Scored(rollouts(nothing, MASK & False), torch.ones(2), nothing, None, None), 2)[1]
@@ -84,7 +84,7 @@ def test_failures_of_saved_rewards() -> None:
 
 
 def test_metrics_of_rewards_returns_and_kl() -> None:
-    """Two samples of two and four tokens with scores 1 and 3, a KL weight of 0.1 and gamma 0.5."""
+    """The samples have 2 and 4 tokens and the scores 1 and 3. The KL weight is 0.1, and gamma is 0.5."""
     old = torch.tensor([[-1.0, -2.0, math.nan, math.nan], [-0.5, -0.25, -1.5, -3.0]])
     ref = torch.tensor([[-1.5, -2.0, math.inf, math.nan], [-0.5, -1.25, -1.0, -2.0]])
     settings = {"estimator": "reinforce_plus_plus", "gamma": 0.5, "whiten_advantages": False,

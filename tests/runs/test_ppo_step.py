@@ -201,7 +201,7 @@ GEMMA = {
     "pp2-gemma3_text": TWO_PROCESSES["pp2"],
     "tp2-gemma4_text": TWO_PROCESSES["tp2"],
 }
-# Estimators without a critic, which compare the samples of a prompt, or take their returns as they are.
+# Estimators without a critic: they compare the samples of a prompt, or use the returns as advantages.
 GROUP = 4
 WITHOUT_CRITIC = {
     f"{estimator}-{layout}": [
@@ -448,7 +448,7 @@ def oracle_step(
 ) -> tuple[dict[str, Any], Any, ValueModel | None]:
     """What was measured in the step, and the models behind it; no critic where the estimator has none.
 
-    `adapters`: what actor and critic train. `frozen`: which parameters of the critic are not.
+    `adapters`: the trained parameters of actor and critic. `frozen`: the parameters of the critic that are not trained.
     """
     actor, reference, trunk = (
         AutoModelForCausalLM.from_pretrained(
@@ -555,8 +555,8 @@ def check_step(
 
 
 def check_gauges(metrics: dict[str, float], measured: dict[str, Any]) -> None:
-    """The critic's gauges are of the values before the first update, against returns of lambda 1. The spread of
-    advantages is that before whitening."""
+    """The metrics of the critic compare the values before the first update with returns of lambda 1. The spread of
+    advantages is measured before whitening."""
     raw = float(measured["raw_advantages"].double().std(unbiased=False))
     assert metrics["advantage/std_raw"] == pytest.approx(raw, rel=TOLERANCE)
     if "values" not in measured:
@@ -687,7 +687,7 @@ def test_a_nonfinite_update_never_reaches_the_weights(world: World, name: str) -
     trained = load_file(world.out(name) / "actor.safetensors")
     assert all(torch.equal(trained[n], p) for n, p in start.items())
     if name == "nonfinite-stop":
-        assert "the critic's loss or gradient is not finite; its weights were left as they were" in result["stopped"]
+        assert "the critic's loss or gradient is not finite; its weights did not change" in result["stopped"]
         assert "actor/updates" not in result["metrics"]
     else:
         assert result["stopped"] == ""

@@ -1,4 +1,4 @@
-"""Runs that are started again: the record in the directory describes the steps that were trained, and nothing else."""
+"""If a run is restarted, the record in the directory describes only the steps that were trained."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def rate_of(run: Path) -> float:
     return load_config(run / "config.yaml").actor.optimizer.learning_rate
 
 
-def test_the_record_is_of_steps_that_were_trained(tmp_path: Path) -> None:
+def test_the_record_describes_only_trained_steps(tmp_path: Path) -> None:
     run = tmp_path / "run"
     words = ("configs/quickstart.yaml", f"run.directory={run}", *SMALL)
     train = ("train", *words)
@@ -48,16 +48,16 @@ def test_the_record_is_of_steps_that_were_trained(tmp_path: Path) -> None:
     assert "nothing is left to train" in said and f"the trained actor is in {run / 'final'}" in said
     assert content(run) == finished
 
-    # Attempts that end before their first step.
+    # These attempts end before the first step.
     save_step(tmp_path / "other", 1, two_samples(0))
     elsewhere = ("logging.save_experience={}", f"rollout.save_to={tmp_path / 'other'}")
     said = megappo(*train, "run.steps=3", OTHER_RATE, *elsewhere, code=2)
-    assert "has experience of /runs/a; name another folder, or remove it" in said
+    assert "has experience of /runs/a; set a different folder, or remove this folder" in said
     megappo(*train, "run.steps=3", OTHER_RATE, "--dry-run")
     megappo("eval", *words, OTHER_RATE)
     assert content(run) == finished
 
-    # The last step of the run is trained with another learning rate.
+    # The run trains its last step with a different learning rate.
     megappo(*train, "run.steps=3", OTHER_RATE)
     assert rate_of(run) == 5e-3
     change = f"actor.optimizer.learning_rate: {rate} -> 0.005"
@@ -68,7 +68,7 @@ def test_the_record_is_of_steps_that_were_trained(tmp_path: Path) -> None:
     said = megappo("report", str(run))
     assert f"settings changed after step 2: {change}" in said
 
-    # An export that is missing is written with the settings of the last step.
+    # If the export does not exist, the run writes the export with the settings of the last step.
     weights = (run / "final" / "model.safetensors").read_bytes()
     shutil.rmtree(run / "final")
     others = content(run)

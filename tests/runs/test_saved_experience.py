@@ -120,7 +120,7 @@ def test_a_critic_is_pretrained(tmp_path: Path) -> None:
     """On the first samples of two steps. Those that are held out are not trained on, a run that goes on is the run that
     did not stop, the actor is not moved, and a run begins with the critic."""
     run, some = tmp_path / "run", "logging.save_experience={steps: [2, 4], samples: 60}"
-    spread = "reward.truncated_penalty=0.5"  # else all samples may have the same return, which no critic explains
+    spread = "reward.truncated_penalty=0.5"  # otherwise all returns can be equal, and there is nothing to explain
     save = (some, f"rollout.save_to={tmp_path / 'saved'}", spread)
     attempts(tmp_path, train(run, "run.steps=4", "evaluation=null", *save))
     assert [(s.step, s.saved) for s in saved_steps(tmp_path / "saved").values()] == [(2, 60), (4, 60)]

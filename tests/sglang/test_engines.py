@@ -167,7 +167,7 @@ def test_a_sync_that_is_cut_in_half_is_made_again(
     for found in scenario(name):
         assert found["cut"]["restarts"] == 1
         assert found["cut"]["current"] == servers
-        gathering, moving = found["cut"]["moving"]  # of all attempts, and of the last one
+        gathering, moving = found["cut"]["moving"]  # all attempts; the last attempt
         assert moving > 0 and gathering > 0
         assert found["cut"]["speed"] == pytest.approx(found["cut"]["model"])
         assert found["cut"]["probe"] < EXACT

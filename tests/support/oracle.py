@@ -284,7 +284,7 @@ def ppo_step(
     actor_minibatches: list[list[int]],
     critic_minibatches: list[list[int]],
 ) -> dict[str, Any]:
-    """Run the step in place; returns what was measured, per update. `critic`: None for an estimator without one."""
+    """Run the step in place; returns what was measured, per update. `critic`: None if the estimator has no critic."""
     with torch.no_grad():
         old = []
         for s in samples:

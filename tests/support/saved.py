@@ -112,8 +112,8 @@ def two_samples(first: int) -> SavedSamples:
 
 
 def two_episodes(first: int) -> SavedSamples:
-    """`two_samples` as episodes. The first has turns worth 0.25 and 0.5, and a score of 0.125, of which training makes
-    0.25; the second failed."""
+    """`two_samples` as episodes. The turns of the first episode have the rewards 0.25 and 0.5, and shaping changes the
+    score from 0.125 to 0.25. The second episode failed."""
     given = two_samples(first)
     episodes = Episodes(
         (Episode((Turn(0, 1, 0.25), Turn(2, 3, 0.5))), Episode((), failure="raised", reason=f"no {SPOKEN}")),

@@ -57,8 +57,8 @@ def points_of(metrics: int) -> int:
 
 
 def curves(lines: Mapping[int, Line], points: int) -> Curves:
-    """The metrics of steps, with at most so many points each: beyond that a point is for several steps (`over_steps`).
-    Raises ValueError for a step that is out of bounds."""
+    """The metrics of steps, at most `points` points for each metric. If there are more steps, each point combines
+    several steps (`over_steps`). Raises ValueError if the number of a step is too large."""
     steps = sorted(lines)
     if steps and not -_LARGEST_STEP <= steps[0] <= steps[-1] <= _LARGEST_STEP:
         raise ValueError(f"a step is beyond {_LARGEST_STEP}; remove its line from metrics.jsonl")

@@ -13,9 +13,9 @@ from torch.distributions import Bernoulli, kl_divergence
 def surrogate(
     name: str, logprob: Tensor, old: Tensor, A: Tensor, mask: Tensor, sequences: Tensor | None, **s: float
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """Each token's term; whether it is below or above the band, or at the bound of a dual clip (never); its place in
-    the band."""
-    if name in ("dis", "gspo", "sapo"):  # a token further off stands at the limit, without a slope
+    """For each token: the loss, masks for tokens below the band, above the band and at the dual-clip bound (always
+    False), and the position in the band."""
+    if name in ("dis", "gspo", "sapo"):  # beyond the limit, the gradient of a token is zero
         is_near = (logprob - old).abs() <= 20
         logprob = torch.where(is_near, logprob, logprob.detach())
     ratio = (logprob - old).clamp(-20, 20).exp()

@@ -56,7 +56,7 @@ class Served(AbsentEngine):
 
 
 def check_sync(rank: int, world: int) -> None:
-    """Phases and speed of a sync are those of the slowest rank; a run without an engine moves nothing."""
+    """The slowest rank defines the phases and the speed of a sync. A run without an engine has no transfer."""
     engine = Served()
     engine.rank = rank
     parts: Any = SimpleNamespace(engine=engine, weights=SimpleNamespace(total_bytes=6e9))
