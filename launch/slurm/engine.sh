@@ -7,10 +7,10 @@ action=$1
 shift
 if [ -n "${MEGAPPO_SITE:-}" ]; then
     if [ ! -r "$MEGAPPO_SITE" ]; then
-        echo "megappo: error: MEGAPPO_SITE '$MEGAPPO_SITE' is no file that can be read on $(hostname)" >&2
+        echo "megappo: error: MEGAPPO_SITE is '$MEGAPPO_SITE', must be a readable file on $(hostname)" >&2
         exit 2
     fi
-    set +eu # a site's file may read variables that are not set, and end with a test
+    set +eu # the file may read variables that are not set, and may end with a test
     # shellcheck source=/dev/null
     source "$MEGAPPO_SITE"
     set -eu
@@ -30,7 +30,7 @@ if [ "$MEGAPPO_ENGINE_WIDTH" -gt 1 ]; then
     options=(--part "$part" --meet "${meetings[index]}")
 fi
 if [ "$part" != 0 ]; then
-    port=0 log=engine-$index-part-$part # nobody asks this one
+    port=0 log=engine-$index-part-$part # receives no requests
 fi
 exec "${MEGAPPO_PYTHON:-python}" -m megappo serve "$@" "rollout.sglang.first_device=$((SLURM_LOCALID * MEGAPPO_ENGINE_RANKS))" \
     --host "${MEGAPPO_ENGINE_HOST:-${addresses[SLURM_NODEID]}}" --port "$port" --index "$index" --linger "$MEGAPPO_ENGINE_LINGER" "${options[@]}" \

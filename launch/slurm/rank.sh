@@ -7,7 +7,7 @@ rank=${RANK:-$SLURM_PROCID}
 trap : HUP INT TERM USR1 USR2
 if [ -n "${MEGAPPO_SITE:-}" ]; then
     if [ ! -r "$MEGAPPO_SITE" ]; then
-        echo "megappo: error: MEGAPPO_SITE '$MEGAPPO_SITE' is no file that can be read on $(hostname)" \
+        echo "megappo: error: MEGAPPO_SITE is '$MEGAPPO_SITE', must be a readable file on $(hostname)" \
             >>"$MEGAPPO_RANK_LOGS/rank-$rank.log"
         echo 2 >"$MEGAPPO_RANK_LOGS/exit-$rank"
         exit 2
