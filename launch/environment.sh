@@ -3,9 +3,9 @@
 # with `ensure_environment full` with SGLang too; the full one serves for the light one. launch/locks lists every file
 # in them. They live in a cache folder, named by a hash of the lock, the Python version and the processor, so that clones,
 # branches and versions live side by side. Nothing is deleted unless you ask for it:
-#   launch/environment.sh prune [DAYS]    removes environments that nothing has used for DAYS days (default 7)
-# Set MEGAPPO_PYTHON to the interpreter of an environment of your own to use exactly that file, MEGAPPO_CACHE to keep them
-# elsewhere than in ~/.cache/megappo, MEGAPPO_PYTHON_VERSION to 3.11 or 3.12 to choose what they are made with.
+#   launch/environment.sh prune [DAYS]    removes environments that were not used for DAYS days (default 7)
+# Set MEGAPPO_PYTHON to the interpreter of your environment to use exactly this file, MEGAPPO_CACHE to keep environments
+# elsewhere than in ~/.cache/megappo, MEGAPPO_PYTHON_VERSION to 3.11 or 3.12 to select the Python version.
 
 ROOT=$(CDPATH="" cd -- "$(dirname "${BASH_SOURCE[0]}")/.." && pwd) # an exported CDPATH has cd print the folder
 if [[ $ROOT == */megappo/shipped ]]; then # where pip installed it, in an environment that has what it needs
@@ -13,7 +13,7 @@ if [[ $ROOT == */megappo/shipped ]]; then # where pip installed it, in an enviro
     export MEGAPPO_PYTHON=${MEGAPPO_PYTHON:-${installed:-$(type -P python)}}
 fi
 if [[ $ROOT == *:* ]]; then
-    echo "megappo: error: the repository's path '$ROOT' has a ':', at which Python would cut it; move the repository" >&2
+    echo "megappo: error: the repository's path '$ROOT' contains a ':', which separates paths in PYTHONPATH; move the repository" >&2
     exit 2
 fi
 export PYTHONPATH="$ROOT:$ROOT/kernels${PYTHONPATH:+:$PYTHONPATH}"
@@ -145,18 +145,18 @@ named_interpreter() { # the file that MEGAPPO_PYTHON names, by its whole path
     local file
     file=$(type -P -- "$MEGAPPO_PYTHON") || file=""
     if [ ! -f "$file" ] || [ ! -x "$file" ]; then
-        echo "megappo: error: MEGAPPO_PYTHON is '$MEGAPPO_PYTHON', which is no file that can be executed; set it to the" \
+        echo "megappo: error: MEGAPPO_PYTHON is '$MEGAPPO_PYTHON', must be an executable file; set it to the" \
             "interpreter of an environment, such as /opt/venv/bin/python, or unset it" >&2
         return 2
     fi
     echo "$(CDPATH="" cd -- "$(dirname "$file")" && pwd)/${file##*/}"
 }
 
-ensure_environment() { # full, light, or light-alone: the light one where there is a full one, too
+ensure_environment() { # full, light, or light-alone (light, even if a full environment exists)
     if [ -n "${MEGAPPO_PYTHON:-}" ]; then
         MEGAPPO_PYTHON=$(named_interpreter) || exit 2
         export MEGAPPO_PYTHON # the scripts call this file, and not `python`
-        PATH="$(dirname "$MEGAPPO_PYTHON"):$PATH" # for its tools, such as ruff
+        PATH="$(dirname "$MEGAPPO_PYTHON"):$PATH" # to find tools of the environment, such as ruff
         return
     fi
     local python base folder kind=full

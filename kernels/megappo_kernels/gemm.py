@@ -27,7 +27,7 @@ _GROUPED_ROW_BYTES = 16
 
 
 def takes_grouped(dtype: torch.dtype, *widths: int) -> bool:
-    """Whether torch's grouped product, forward and backward, takes matrices whose rows have these widths."""
+    """Whether the grouped product of torch accepts matrices of these widths, in forward and backward."""
     return dtype in _GROUPED_TYPES and all(width * dtype.itemsize % _GROUPED_ROW_BYTES == 0 for width in widths)
 
 

@@ -98,7 +98,7 @@ def kl_estimate(gap: Numbers, kind: str) -> Numbers:
 POLICY_METRICS: Mapping[str, Metric] = {
     "loss": Metric("term", "1", "Whole policy loss: the sum of the next four.", "no trend is needed"),
     "pg_loss": Metric(
-        "term", "1", "Policy gradient part, clipped or with penalty, times correction weights.", "near 0, mostly below"
+        "term", "1", "Policy gradient part with clipping or penalty, times correction weights.", "near 0, mostly below"
     ),
     "entropy_loss": Metric("term", "1", "Minus the entropy times `algorithm.entropy_coef`.", "small beside pg_loss"),
     "kl_loss": Metric("term", "1", "KL to the reference times `algorithm.kl_in_loss.coef`.", "small beside pg_loss"),
@@ -110,7 +110,8 @@ POLICY_METRICS: Mapping[str, Metric] = {
         "0.01 to 0.3; advice above 0.5",
     ),
     "clipfrac_lower": Metric(
-        "mean", "fraction", "Tokens at the bound of `algorithm.dual_clip`; 0 with losses other than `clip`.", "near 0"
+        "mean", "fraction", "Tokens at the bound of `algorithm.dual_clip`; 0 unless the policy loss is `clip`.",
+        "near 0",
     ),
     "ppo_kl": Metric(
         "mean", "nats per token", "KL(old || new), estimate k1 of log-ratios within +-20; may be below 0.",
@@ -129,20 +130,20 @@ POLICY_METRICS: Mapping[str, Metric] = {
     ),
     "masked_below": Metric(
         "mean", "fraction",
-        "Tokens below the loss's band: clipped, left out, or with `cispo` weighted as at the edge. `dis` and `cispo` "
-        "count every token there, the other losses those with a negative advantage.",
-        "below 0.1; advice where more than 0.2 are left out",
+        "Tokens below the band of the loss, which are clipped or left out (`cispo` clamps their weights). `dis` and "
+        "`cispo` count all of these tokens. Other losses count only tokens with a negative advantage.",
+        "below 0.1; advice above 0.2 for losses that leave out tokens",
     ),
     "masked_above": Metric(
         "mean", "fraction",
-        "Tokens above the band. `dis` and `cispo` count every token there, the other losses those with a positive "
-        "advantage.",
-        "below 0.1, as below",
+        "Tokens above the band of the loss. `dis` and `cispo` count all of these tokens. Other losses count only "
+        "tokens with a positive advantage.",
+        "below 0.1; see `actor/masked_below`",
     ),
     "band_position": Metric(
         "mean", "1",
-        "Mean position in the band: 0 at its lower edge or below, 1 at its upper edge or above. With `sapo` the gate, "
-        "with `penalty` ratio / (1 + ratio).",
+        "Mean position in the band, clamped: 0 at the lower edge, 1 at the upper edge. With `sapo` the gate, with "
+        "`penalty` ratio / (1 + ratio).",
         "steady, near where a ratio of 1 lies",
     ),
     "token_weight": Metric("spread"),
@@ -150,7 +151,7 @@ POLICY_METRICS: Mapping[str, Metric] = {
         "derived", "fraction",
         "(sum of w)^2 / (tokens x sum of w^2) over the tokens that the loss counts. w: the factor on the advantage in "
         "the slope, correction weight included, `loss_aggregation` not; 0 for clipped tokens.",
-        "above 0.5; 1 before the first update, without correction",
+        "above 0.5; 1 before the first update if no correction is used",
     ),
     "ref_kl": Metric(
         "mean", "nats per token",

@@ -26,7 +26,7 @@ Numbers: TypeAlias = Any
 """A number for each token: a tensor, or a block of Triton's."""
 
 LOG_RATIO_LIMIT = 20.0
-"""Log-ratios are clamped to +- this before exp, as in verl (verl/trainer/ppo/core_algos.py), so that no outlier token
+"""Log-ratios are clamped to +-20 before exp, as in verl (verl/trainer/ppo/core_algos.py), so that no outlier token
 can overflow a batch. Beyond the limit slopes are 0, except with `cispo` and `dppo_*`, whose weights are bounded."""
 ALMOST_NOTHING = 1e-8
 """Added to probabilities before taking their logarithm."""
@@ -38,7 +38,7 @@ def clamped(x: Numbers, low: Numbers, high: Numbers) -> Numbers:
 
 
 def without_far(x: Surrogate, logprob: Numbers, old_logprob: Numbers) -> Surrogate:
-    """`x` without slopes of tokens beyond LOG_RATIO_LIMIT."""
+    """`x` with zero slopes for tokens beyond LOG_RATIO_LIMIT."""
     is_far = xp.abs(logprob - old_logprob) > LOG_RATIO_LIMIT
     slope, weight = xp.where(is_far, 0.0, x.slope), xp.where(is_far, 0.0, x.weight)
     return Surrogate(x.loss, slope, x.clipfrac, x.clipfrac_lower, x.below, x.above, weight, x.position)
@@ -67,7 +67,8 @@ class Surrogate(NamedTuple):
     clipfrac_lower: Numbers
     below: Numbers
     above: Numbers
-    """Whether the token is outside the loss's band and therefore clipped, left out, or weighted as at the edge."""
+    """Whether the token is outside the band of the loss. The loss clips or ignores such a
+    token, or clamps the weight."""
     weight: Numbers
     """Factor on the advantage in the slope."""
     position: Numbers

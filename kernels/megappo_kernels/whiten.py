@@ -37,8 +37,8 @@ def merge_whiten_stats(stats_R3: Tensor) -> Tensor:
 def masked_whiten(values: Tensor, mask: Tensor, stats_3: Tensor, *, eps: float = 1e-8) -> Tensor:
     """(values - mean) / sqrt(population variance + eps) where `mask` is True, 0 elsewhere; the type of `values`.
 
-    The mean is subtracted in float64: rounded to float32, that of values around a million is off by up to 0.03.
-    Deviations of the size of rounding are 0.
+    The mean is subtracted in float64, because a float32 mean of values around a million is off by up to 0.03.
+    Deviations within the rounding error are 0.
     """
     count, mean, m2 = stats_3.unbind()
     variance = m2 / count.clamp(min=1)
@@ -48,15 +48,15 @@ def masked_whiten(values: Tensor, mask: Tensor, stats_3: Tensor, *, eps: float =
 
 
 def rounding_of(size: Tensor, dtype: torch.dtype) -> Tensor:
-    """How far rounding to `dtype` moves values of this size, and their mean, from one another."""
+    """Bound on the rounding error of the difference between values of this size in `dtype` and their mean."""
     return 2 * torch.finfo(dtype).eps * size
 
 
 def without_rounding(deviations: Tensor, std: Tensor, rounding: Tensor) -> Tensor:
-    """Deviations from a mean, with exactly 0 where they are due to rounding.
+    """Deviations from a mean, with rounding errors set to exactly 0.
 
-    A policy loss would otherwise count tokens of advantage 1e-8 as clipped. Deviations up to `rounding` are 0, unless
-    they are a large part of the standard deviation: then the spread itself is that small, and is kept.
+    Otherwise a policy loss would count tokens with an advantage of 1e-8 as clipped. Deviations up to `rounding` are set
+    to 0. A deviation that is a large part of the standard deviation is kept, because the spread itself is small.
     """
     # A deviation of a tenth of the spread is no rounding of a mean, unless the spread is a hundredth of the rounding.
     bound = torch.minimum(rounding, torch.maximum(0.1 * std, 0.01 * rounding))

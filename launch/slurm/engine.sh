@@ -22,7 +22,7 @@ if [ "$MEGAPPO_ENGINE_WIDTH" -gt 1 ]; then
     options=(--part "$part" --meet "${meetings[index]}")
 fi
 if [ "$part" != 0 ]; then
-    port=0 log=engine-$index-part-$part # nobody asks this one
+    port=0 log=engine-$index-part-$part # receives no requests
 fi
 exec "${MEGAPPO_PYTHON:-python}" -m megappo serve "$@" "rollout.sglang.first_device=$((SLURM_LOCALID * MEGAPPO_ENGINE_RANKS))" \
     --host "${MEGAPPO_ENGINE_HOST:-${addresses[SLURM_NODEID]}}" --port "$port" --index "$index" --linger "$MEGAPPO_ENGINE_LINGER" "${options[@]}" \

@@ -16,7 +16,7 @@ prepare_job() {
     PLACE=()
     [[ $MEGAPPO_LAUNCHER =~ ^(srun|torchrun)$ ]] || fail "MEGAPPO_LAUNCHER is '$MEGAPPO_LAUNCHER', must be srun or torchrun"
     NODES=$SLURM_JOB_NUM_NODES
-    [ -z "$MEGAPPO_SITE" ] || [ -n "$MEGAPPO_CONTAINER" ] || { [ -f "$MEGAPPO_SITE" ] && [ -r "$MEGAPPO_SITE" ]; } || fail "MEGAPPO_SITE '$MEGAPPO_SITE' is no file that can be read; name one, or unset it"
+    [ -z "$MEGAPPO_SITE" ] || [ -n "$MEGAPPO_CONTAINER" ] || { [ -f "$MEGAPPO_SITE" ] && [ -r "$MEGAPPO_SITE" ]; } || fail "MEGAPPO_SITE is '$MEGAPPO_SITE', must be a readable file; name one, or unset it"
     choose_ranks_per_node
     LOGS=$(realpath -m "$MEGAPPO_LOGS")/$SLURM_JOB_ID/attempt-${SLURM_RESTART_COUNT:-0}
     mkdir -p "$LOGS"
@@ -28,8 +28,8 @@ prepare_job() {
     (umask 077 && record_environment >"$LOGS/job.txt")
 }
 
-# RANKS_PER_NODE: what the settings say, or sbatch's --ntasks-per-node, or one rank per GPU. With torchrun sbatch has one
-# task for a node, whatever its GPUs.
+# RANKS_PER_NODE: the setting, otherwise sbatch's --ntasks-per-node, otherwise one rank per GPU. With torchrun, sbatch
+# starts one task per node for any number of GPUs.
 choose_ranks_per_node() {
     local tasks=${SLURM_NTASKS_PER_NODE:-${SLURM_NTASKS_PER_NODE_HET_GROUP_0:-}} gpus=${SLURM_GPUS_ON_NODE:-}
     if [ "$MEGAPPO_LAUNCHER" = torchrun ] && [ "$tasks" = 1 ]; then
@@ -46,7 +46,7 @@ choose_ranks_per_node() {
 enter_environment() {
     source "$ROOT/launch/environment.sh" # import path; installs nothing yet
     if [ -n "$MEGAPPO_CONTAINER$MEGAPPO_VENV$MEGAPPO_CONDA$MEGAPPO_MODULES" ]; then
-        unset MEGAPPO_PYTHON # which would be called in place of theirs
+        unset MEGAPPO_PYTHON # their interpreter is used instead
     fi
     if [ -n "$MEGAPPO_CONTAINER" ]; then
         return

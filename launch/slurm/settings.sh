@@ -10,15 +10,15 @@ MEGAPPO_CONDA=${MEGAPPO_CONDA:-}
 # Image in which all ranks run, and what runs it: pyxis or apptainer.
 MEGAPPO_CONTAINER=${MEGAPPO_CONTAINER:-}
 MEGAPPO_CONTAINER_RUNTIME=${MEGAPPO_CONTAINER_RUNTIME:-pyxis}
-# Folders the image gets besides the repository and the logs, as FROM:TO,FROM:TO.
+# Additional folders of the image (the repository and the logs are always mounted): FROM:TO,FROM:TO.
 MEGAPPO_CONTAINER_MOUNTS=${MEGAPPO_CONTAINER_MOUNTS:-}
 # File with exports of the site (NCCL_SOCKET_IFNAME, HF_HOME, ...); every rank sources it. It may read variables that are
 # not set.
 MEGAPPO_SITE=${MEGAPPO_SITE:-}
-# srun: one task per rank. torchrun: one task per node, which starts its ranks; SIGTERM leaves a rank 30 seconds then.
+# srun: one task per rank. torchrun: one task per node, which starts its ranks. The ranks must end within 30 seconds after SIGTERM.
 MEGAPPO_LAUNCHER=${MEGAPPO_LAUNCHER:-srun}
-# Default: sbatch's --ntasks-per-node, or one rank per GPU of a node, or one. With torchrun, one task per node means that
-# the GPUs decide.
+# Default: sbatch's --ntasks-per-node, otherwise one rank per GPU of a node, otherwise 1. With torchrun and one task per
+# node, the default is the number of GPUs.
 MEGAPPO_RANKS_PER_NODE=${MEGAPPO_RANKS_PER_NODE:-}
 # Folder of the logs, from the repository; a job gets a folder of its own in it.
 MEGAPPO_LOGS=${MEGAPPO_LOGS:-logs}

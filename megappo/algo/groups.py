@@ -14,9 +14,9 @@ from megappo_kernels.whiten import rounding_of, without_rounding
 class Groups:
     """Statistics of the scores within each prompt's group: (B,) tensors with a value for each sample.
 
-    Computed in float64. Deviations of the size of rounding are exactly 0. The mean of 0.2, 0.45, 0.45 and 0.7 is 0.45,
-    but the mean of their float32 values is not. Scores that differ by rounding only, such as 1 and a float32 sum of ten
-    times 0.1, are equal.
+    Computed in float64. Deviations within the rounding error are exactly 0. The mean of 0.2, 0.45, 0.45 and 0.7 is
+    0.45, but the mean of the float32 values is slightly different. Scores are equal if they differ only by rounding.
+    For example, the float32 sum of ten times 0.1 equals 1.
     """
 
     scores_B: Tensor
@@ -32,7 +32,7 @@ class Groups:
         """Statistics of the groups that `group_ids` (B,) names.
 
         Args:
-            parts: (B,) scores, or (B, N) numbers whose sum over N is the score. Each is rounded to its dtype.
+            parts: (B,) scores, or (B, N) parts of the scores, which are summed. Their dtype defines the rounding error.
         """
         parts_BN = (parts if parts.dim() == 2 else parts[:, None]).double()
         scores_B, groups_B = parts_BN.sum(-1), torch.unique(group_ids, return_inverse=True)[1]
@@ -57,7 +57,7 @@ class Groups:
 
     @property
     def differ_B(self) -> Tensor:
-        """bool: the scores of the sample's group differ by more than rounding."""
+        """bool: whether the scores in the group of the sample differ beyond the rounding error."""
         return self.squares_B != 0
 
 

@@ -82,8 +82,8 @@ def _gpus(wanted: str, ranks: Ranks) -> Iterator[Finding]:
 
 
 def _idle_gpus(config: Config | None, ranks: Ranks) -> Iterator[Finding]:
-    """A finding where a launcher has started fewer ranks than this machine has GPUs, and no server of the run may use
-    the others."""
+    """A finding if a launcher started fewer ranks than this machine has GPUs, and no server of the run may use the
+    remaining GPUs."""
     count, here = torch.cuda.device_count(), ranks.local_world_size or ranks.world_size
     is_started = launcher_of(os.environ) != "none"
     if is_started and count > here and not sees_one_device(count) and not _has_servers_beside_ranks(config):
@@ -92,7 +92,7 @@ def _idle_gpus(config: Config | None, ranks: Ranks) -> Iterator[Finding]:
 
 
 def _has_servers_beside_ranks(config: Config | None) -> bool:
-    """Whether a run starts servers that may stand on GPUs without a rank."""
+    """Whether a run starts servers that may use GPUs without a rank."""
     if config is None:
         return False
     reward, servers = config.reward, config.rollout.servers

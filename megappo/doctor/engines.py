@@ -119,8 +119,8 @@ def by_nccl() -> bool:
 
 
 def _fit_finding(endpoint: Endpoint, url: str, longest_tokens: int, least_tokens: int) -> Finding | None:
-    """A finding if the versions or settings of a server differ from those of the trainers, or if the server cannot
-    generate the longest response of the run."""
+    """A finding if a server and the trainers have different versions or settings, or if the server cannot generate the
+    longest response of the run."""
     try:
         said = what_it_says(endpoint, _ANSWER_SECONDS)
     except ServerFailure:

@@ -123,8 +123,8 @@ def scored_findings(config: Config) -> Iterator[Finding]:
 
 
 def _scores(config: Config, records: Sequence[Record], stop: str) -> tuple[float, float, list[str]]:
-    """Mean score of the answers, in the form that scores best, and of empty responses, and why texts of judges on the
-    answers hold no verdict; `stop` ends all responses."""
+    """Mean score of the answers in the form that scores best, mean score of empty responses, and the notes of judges
+    that gave no verdict on the answers. `stop` ends all responses."""
     with ExitStack() as open_pools:
         pools = [
             (name, weight, open_pools.enter_context(RewardPool(term.model_copy(update={"workers": 1}))))

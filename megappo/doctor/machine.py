@@ -52,7 +52,7 @@ def processors(local_ranks: int, config: Config | None) -> Finding:
 
 
 def memory(local_ranks: int) -> Finding:
-    """Memory that is free, of the machine or within the limits of control groups (SLURM, containers)."""
+    """Free memory of the machine, within the limits of control groups (SLURM, containers)."""
     import psutil
 
     limit = memory_limit()
@@ -128,14 +128,14 @@ def disk(run_directory: Path) -> Iterator[Finding]:
     else:
         yield fine("disk", words)
     if not locks:
-        words = f"the file system of {folder} has no locks; the file {NAME} holds a run directory in place of a lock"
-        yield slow("disk", words, f"remove {NAME} where a run was killed on another machine, or use another disk")
+        words = f"the file system of {folder} has no locks; the file {NAME} holds a run directory instead of a lock"
+        yield slow("disk", words, f"remove {NAME} after a run was killed on another machine, or change the disk")
     if abs(skew) > _FILE_CLOCK_SECONDS:
         yield slow("file clock", f"files in {folder} are dated {skew:+.1f} seconds off", "set the clocks by NTP")
 
 
 def _write(folder: Path) -> tuple[float, float, bool]:
-    """(bytes per second written to disk, seconds that the file server's clock is ahead, whether there are locks)."""
+    """(bytes per second written to disk, lead of the file server's clock in seconds, whether locks are supported)."""
     block = os.urandom(1 << 20)
     with tempfile.NamedTemporaryFile(dir=folder, prefix=".megappo-doctor-") as file:
         start = time.perf_counter()

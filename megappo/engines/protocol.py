@@ -309,10 +309,10 @@ class CachingEngine(Protocol):
 
 @runtime_checkable
 class TimedEngine(Protocol):
-    """An engine whose weight update does more than to move weights."""
+    """An engine that reports the transfer time of a weight update separately."""
 
     transfer_seconds: float
-    """Seconds in which this rank last moved all weights once."""
+    """Seconds that this rank spent in its last transfer of all weights (a single attempt)."""
 
 
 @runtime_checkable
@@ -332,7 +332,7 @@ class ServedEngine(SleepingEngine, Protocol):
     """Number of restarts of servers over the run."""
 
     def sync_phases(self) -> dict[str, float]:
-        """Seconds of the last weight update on this rank by phase, of all its attempts."""
+        """Seconds of the last weight update on this rank by phase, summed over all attempts."""
 
     def probe(self, request: GenerateRequest, params: SamplingParams) -> dict[int, Completion]:
         """Answers of the servers that this rank looks after, by the servers' numbers; every rank calls it."""

@@ -181,7 +181,7 @@ class TransformersEngine:
         stop: Stop | None = None,
     ) -> None:
         self._arch, self._weights = arch, Movable() if sleeps else None
-        # torch's attention has neither sinks nor caps of scores, and transformers would silently leave a cap out.
+        # torch's attention does not support sinks or caps of scores, and transformers would silently ignore a cap.
         attention = "eager" if arch.extensions.attends_by_products else "sdpa"
         grouped = not arch.experts or takes_grouped(dtype, arch.hidden_size, arch.ffn_hidden_size)
         experts = {} if grouped else {"experts_implementation": "eager"}  # transformers does not check the widths

@@ -82,11 +82,11 @@ def sizes(c: HFConfig) -> Fields:
 
 
 def _check_positive(c: HFConfig) -> None:
-    """Raise ValueError for sizes and scales that are not above 0, which transformers accepts; it checks their types."""
+    """Raise ValueError for sizes and scales that are zero, negative or not finite. transformers checks only types."""
     for name in _POSITIVE:
         value = getattr(c, name, None)
         if value is not None and not 0 < value < math.inf:
-            raise ValueError(f"{name} is {value}, must be above 0; fix config.json")
+            raise ValueError(f"{name} is {value}, must be positive; fix config.json")
 
 
 def silu_mlp(c: HFConfig) -> Fields:

@@ -23,22 +23,22 @@ _NUMBERS = {
     "llama3": (*_PLAIN, "factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"),
     "yarn": (*_PLAIN, "factor", "original_max_position_embeddings", *_YARN_OPTIONAL),
 }
-"""Numbers that transformers reads for each rope type (`modeling_rope_utils`); it refuses ropes without the necessary
-ones."""
+"""Numbers that transformers reads for each rope type (`modeling_rope_utils`); transformers
+refuses a rope if a required number is missing."""
 _LARGEST = 1e300
 _TOP_LEVEL = (*_PLAIN, "rope_local_base_freq", "original_max_position_embeddings")
-"""Numbers of ropes that stand outside of them, in files of earlier versions of transformers."""
+"""Numbers of ropes at the top level of config.json, in files of earlier versions of transformers."""
 _NULLABLE = {"yarn": ("factor", *_YARN_OPTIONAL)}
-"""Numbers in whose place null stands for a default."""
+"""Numbers for which null selects a default."""
 _LEAST = {
     "rope_theta": (1.0, "a number above 1"),
     "rope_local_base_freq": (1.0, "a number above 1"),
     "mscale": (0.0, "a number from 0"),
     "mscale_all_dim": (0.0, "a number from 0"),
 }
-"""Lower limits, 0 for the other numbers, and their words."""
+"""Lower limits and their texts in errors. All other numbers have a limit of 0."""
 _ZEROS = ("mscale", "mscale_all_dim", "beta_fast", "beta_slow")
-"""Numbers in whose place 0, too, stands for a default."""
+"""Numbers for which 0 selects a default."""
 
 
 class Rope(NamedTuple):
@@ -51,10 +51,10 @@ class Rope(NamedTuple):
 
 
 def check_rope_numbers(content: Mapping[str, Any]) -> None:
-    """Check the ropes of a config.json, those of a model inside another one (`text_config`) included.
+    """Check the ropes of a config.json, including the ropes of a nested model (`text_config`).
 
-    Raises ValueError for numbers that are not numbers, or are out of range, which would end in NaN. Entries that the
-    rope's type does not read are not checked.
+    Raises ValueError for values that are not numbers or out of range, which would result in NaN. Entries that the type
+    of the rope does not read are not checked.
     """
     inner = content.get("text_config")
     if isinstance(inner, Mapping):
@@ -62,7 +62,7 @@ def check_rope_numbers(content: Mapping[str, Any]) -> None:
     for name in _TOP_LEVEL:
         is_read = name == "rope_theta" and not isinstance(content.get("rope_parameters"), Mapping)
         if content.get(name) is not None or (name in content and is_read):
-            _check_number(name, content[name], "of config.json", "in any rope")
+            _check_number(name, content[name], "of config.json", "for any rope type")
     for field in ("rope_parameters", "rope_scaling"):
         ropes = content.get(field)
         if isinstance(ropes, Mapping):
@@ -79,7 +79,7 @@ def _check_rope(rope: Mapping[str, Any], field: str) -> None:
             _check_number(name, rope[name], f"of {field}", f"for rope type '{kind}'")
     low, high = rope.get("low_freq_factor"), rope.get("high_freq_factor")
     if "low_freq_factor" in names and low is not None and high is not None and high <= low:
-        raise ValueError(f"high_freq_factor {high} of {field} must be above low_freq_factor {low}; fix config.json")
+        raise ValueError(f"high_freq_factor {high} of {field} must exceed low_freq_factor {low}; fix config.json")
 
 
 def _check_number(name: str, value: Any, place: str, reader: str) -> None:

@@ -86,8 +86,8 @@ class Machine:
         return self.shared_by_ranks or first_rank // self.devices_per_node == last_rank // self.devices_per_node
 
     def torchrun_options(self, ranks: int) -> str:
-        """Options with which torchrun starts so many ranks: on one machine, or evenly on several, none of which has
-        more ranks than devices. `HOST` stands for the first of several machines."""
+        """Options of torchrun that start this number of ranks on the fewest machines. All machines have the same number
+        of ranks, and at most one rank per device. `HOST` is a placeholder for the first of several machines."""
         fewest = 1 if self.shared_by_ranks else -(-ranks // self.devices_per_node)
         nodes = next(count for count in range(fewest, ranks + 1) if ranks % count == 0)
         if nodes == 1:

@@ -50,8 +50,8 @@ def _is_inside(file: str) -> bool:
 
 
 def counted_files(folder: Path) -> list[Path]:
-    """The weight files of a folder that another program reads: those of `tensor_files`, or all safetensors where it
-    says nothing. Raises ValueError for an unusable index."""
+    """The weight files of a folder for another program: the files in `tensor_files`, or all safetensors if the folder
+    has no index and no single file. Raises ValueError for an unusable index."""
     links = [link_to_nothing(folder / name) for name in (SINGLE, INDEX)]
     if not (folder / SINGLE).is_file() and not (folder / INDEX).is_file() and not any(links):
         return sorted(folder.glob("*.safetensors"))

@@ -94,8 +94,8 @@ def _score_of(answer: JSONValue) -> float:
 
 
 def raise_reported_error(answer: JSONValue) -> None:
-    """Raise for an answer of status 200 that reports an error: ConnectionError, after which `post` retries the request,
-    or ValueError where the error has a status code after which another try cannot succeed."""
+    """Raise for an answer of status 200 that reports an error. Raises ValueError for status codes of requests that must
+    not be retried, otherwise ConnectionError, and `post` then retries the request."""
     if not isinstance(answer, dict):
         return
     error = answer if answer.get("object") == "error" else answer.get("error") or answer.get("errors")
@@ -156,17 +156,17 @@ def post(
     most_tries: float = math.inf,
     absent_seconds: float = 0.0,
 ) -> A:
-    """What `read` returns for the JSON that a server answers. The request is retried as `Tries` says, until the
-    deadline or `most_tries`.
+    """Return the result of `read` for the JSON answer of a server. The request is retried until the deadline or
+    `most_tries`; see `Tries`.
 
-    `read` raises ConnectionError for an answer after which the request is retried, and ValueError for any other answer
-    that it cannot use; `raise_reported_error` does so for errors. `absent_seconds`: for a server that the run starts,
-    which is reached without a proxy; while the server refuses connections, this time passes before the deadline and the
-    tries count, because the server is starting.
+    `read` raises ConnectionError if the request should be retried, and ValueError for any other unusable answer.
+    `raise_reported_error` raises both for answers that report an error. `absent_seconds`: start-up time of a server
+    that the run starts. Such a server is reached without a proxy. While it refuses connections, this time passes
+    before the deadline and the tries count.
 
-    Raises OSError where the server does not answer before the deadline, or refuses; the message has the first 200
-    characters of its body. Raises ValueError for content that is not JSON, with the name of the field, and for an
-    answer that is not JSON. An incomplete answer is retried.
+    Raises OSError if the server does not answer before the deadline or refuses the request; the message contains the
+    first 200 characters of the body. Raises ValueError for content that is not JSON, with the name of the field, and
+    for an answer that is not JSON. An incomplete answer is retried.
     """
     tries, body = Tries(deadline_seconds, most_tries), _encoded(content)
     back_by: float | None = None
@@ -205,8 +205,8 @@ def post(
 
 
 def body_of(error: urllib.error.HTTPError) -> str:
-    """The first 200 characters of the body of a refused request, on one line and without secrets; "" where there is
-    none. Closes the response."""
+    """The first 200 characters of the body of a refused request, as a single line without secrets; "" if the body is
+    empty or cannot be read. Closes the response."""
     try:
         with error:
             body = error.read(_BODY_BYTES)
@@ -228,7 +228,7 @@ def _encoded(content: JSONValue) -> bytes:
 
 
 def _without_json(value: object, name: str) -> Iterator[tuple[str, object]]:
-    """Names and values of the parts of `value` that JSON does not have."""
+    """Names and values of the parts of `value` that JSON does not support."""
     if isinstance(value, dict):
         for key, part in value.items():
             if not isinstance(key, str | int | float | None):

@@ -24,10 +24,10 @@ _MATCH_SECONDS = 1.0
 
 
 _FINISHED = frozenset(("stop", "eos", "eos_token", "stop_sequence", "end_turn"))
-"""Values of `finish_reason` of a text that the model ended. All others are of texts that something else ended."""
+"""Values of `finish_reason` for a text that the model ended. All other values mean that the text is not finished."""
 _CUT = frozenset(("length", "max_tokens", "max_length", "max_output_tokens", "model_length"))
 _FAILED = ("abort", "error")
-"""Values of `finish_reason` of a request that the server gave up, after which another try may succeed."""
+"""Values of `finish_reason` for a request that the server aborted. The request is retried."""
 _TEXT_PARTS = ("text", "output_text")
 _TAGS = "(?:seed:)?(?:think|thinking|thought|thoughts|reasoning|scratchpad)"
 _THOUGHTS_BEGIN = re.compile(
@@ -40,8 +40,8 @@ _THOUGHTS_END = re.compile(
     r"<\|channel\|>final<\|message\|>",
     re.IGNORECASE,
 )
-"""Tags around the thoughts of a model: Qwen3, DeepSeek-R1, GLM and others, Seed-OSS, Magistral, Kimi, Command A, and
-gpt-oss without a reasoning parser."""
+"""Tags around the thoughts of a model: Qwen3, DeepSeek-R1, GLM, Seed-OSS, Magistral, Kimi, Command A and similar
+models, and gpt-oss without a reasoning parser."""
 
 
 class Noted(float):
@@ -71,7 +71,7 @@ class Asking:
     place: ServerPlace
     chat: bool
     sampling: Mapping[str, JSONValue]
-    """Fields of a request besides the model and the prompt."""
+    """Fields of a request in addition to the model and the prompt."""
     timeout_seconds: float
     most_tries: int
 
@@ -111,8 +111,8 @@ class Asking:
 
 
 def _plain_text(content: Any) -> str:
-    """The text of a message's content, which is a text, a list of parts, or null where a model spent all tokens on its
-    thoughts. Parts without a text, such as thoughts, are left out. Raises TypeError for anything else."""
+    """The text of a message's content. The content is a text, a list of parts, or null if a model used all tokens for
+    its thoughts. Parts without a text, such as thoughts, are left out. Raises TypeError for anything else."""
     if content is None or isinstance(content, str):
         return content or ""
     if isinstance(content, dict):
@@ -140,8 +140,8 @@ class Reading:
     unreadable: float
 
     def score(self, answer: JudgeText) -> float:
-        """The score of the last number or choice after the judge's thoughts; `unreadable`, with a note, where there is
-        none, and where the judge did not finish its text."""
+        """The score of the last number or choice after the judge's thoughts. The score is `unreadable`, with a note, if
+        the text contains no verdict or the judge did not finish the text."""
         problem, verdict = answer.problem, _after_thoughts(answer.text)
         if not problem and verdict is None:
             problem = "the judge did not end its thoughts; raise max_tokens"
@@ -174,14 +174,14 @@ class Reading:
             found = [match[1] for match in matches if match[1] is not None]
         except TimeoutError:
             raise ValueError(
-                f"the judge's pattern is not done within {_MATCH_SECONDS:g} s on the judge's text; write one without "
-                "repetitions in repetitions"
+                f"the judge's pattern takes more than {_MATCH_SECONDS:g} s on the judge's text; remove nested "
+                "repetitions from the pattern"
             ) from None
         return found[-1] if found else None
 
 
 def _after_thoughts(text: str) -> str | None:
-    """The text after the last tag that ends thoughts; None where the text, or the rest of it, is thoughts without an
+    """The text after the last tag that ends thoughts. Returns None if the remaining text begins thoughts that do not
     end."""
     rest = _THOUGHTS_END.split(text)[-1]
     return None if _THOUGHTS_BEGIN.search(rest) else rest

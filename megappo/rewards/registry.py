@@ -30,7 +30,7 @@ OF_EACH = {
 }  # fmt: skip
 """For arguments of batch functions with another name: the argument of one sample that they are a list of."""
 _VERLS = {"solution_str", "ground_truth"}
-"""Parameters of verl's functions of one sample; of many samples their names have an `s`."""
+"""Parameters of verl's functions of one sample. Functions of many samples add an `s` to these names."""
 _OF_BATCH = {one: many for many, one in OF_EACH.items()}
 
 
@@ -138,8 +138,8 @@ def _offered(*, batch: bool) -> tuple[str, ...]:
 
 
 def _check_kind(function: RewardCallable, settings: ChosenReward) -> None:
-    """Raise ValueError for a function of one sample with `reward.batch: true`, and for one of lists without it, by the
-    names of its parameters."""
+    """Raise ValueError if the parameter names belong to a function of one sample and `reward.batch` is true, or to a
+    function of lists and `reward.batch` is false."""
     signature = signature_of(function)
     if signature is None:
         return
@@ -151,11 +151,11 @@ def _check_kind(function: RewardCallable, settings: ChosenReward) -> None:
     what = f"reward.function '{settings.function}' has the parameters {', '.join(signature.parameters)}"
     if settings.batch:
         raise ValueError(
-            f"{what}, which are those of one sample, and reward.batch is true; set reward.batch: false (in "
+            f"{what}, which belong to a function of one sample, but reward.batch is true; set reward.batch: false (in "
             f"reward.functions the batch of the function), or take lists: {', '.join(_PER_BATCH)}"
         )
     raise ValueError(
-        f"{what}, which are those of many samples, and reward.batch is false; set reward.batch: true (in "
+        f"{what}, which belong to a function of many samples, but reward.batch is false; set reward.batch: true (in "
         f"reward.functions the batch of the function), or take one sample: {', '.join(_PER_SAMPLE)}"
     )
 

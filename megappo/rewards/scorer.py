@@ -36,7 +36,7 @@ class _Verdicts:
 
     samples: int
     notes: tuple[str, ...]
-    """Why the judge's text of a sample holds no verdict; one for each such sample."""
+    """The reasons for texts without a verdict; one reason for each sample without a verdict."""
     seconds: float
 
 
@@ -144,13 +144,13 @@ class RewardScorer:
         return result.scores, metrics
 
     def _show_notes(self, verdicts: Mapping[str, _Verdicts], metrics: Totals) -> None:
-        """Print the first text of each judge that holds no verdict; a collective where a judge has its first one."""
+        """Print the first text of each judge without a verdict. Collective if a judge has its first such text."""
         for name in sorted(verdicts.keys() - self._judges_with_note):
             if metrics.means[f"reward/{name}/unreadable"][0] > 0:
                 self._judges_with_note.add(name)
                 notes = first_of_ranks(verdicts[name].notes)
                 if torch.distributed.get_rank() == 0:
-                    share = f"each such sample has the score `unreadable` and counts in reward/{name}/unreadable"
+                    share = f"samples without a verdict score `unreadable` and count in reward/{name}/unreadable"
                     tell(
                         f"the first text of the judge '{name}' without a verdict: {one_line(notes[0])}; {share}",
                         warns=True,
@@ -238,7 +238,7 @@ class RewardScorer:
             i: f"{name}: {reason}"
             for name, result in found.items()
             for i, reason in result.failures
-            if i not in late or i in result.late  # of several failures, the time-out is the reason that is kept
+            if i not in late or i in result.late  # a time-out takes precedence over other failures
         }
         total[[*failures]] = self._settings.failure_score
         summed = self._finite(total, "the weighted sum of reward.functions is")

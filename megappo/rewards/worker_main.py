@@ -106,8 +106,8 @@ def _serve(pool: WorkerEnd) -> None:
 
 
 def _leave_stopping_to_the_pool() -> None:
-    """Ignore signals that stop a job. A scheduler and a terminal send them to every process of a job, and a worker that
-    ended at once would turn its samples into failures. Processes that the function starts can be stopped as usual."""
+    """Ignore signals that stop a job. Schedulers and terminals send these signals to all processes of a job. A worker
+    that exits immediately would fail its samples. Processes that the function starts can be stopped as usual."""
     stopping = (signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP)
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     for number in stopping:

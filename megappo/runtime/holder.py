@@ -1,8 +1,8 @@
 """A file that holds a run directory where the file system has no locks.
 
 The file is created with O_EXCL, which is atomic on network file systems too (open(2)), and names the process. A process
-that is killed leaves the file. A later start removes the file where it can tell that the process is gone: on the same
-machine there is no such process, or the same SLURM job was restarted since.
+that is killed leaves the file. A later start removes the file if the process no longer exists on the same
+machine, or if SLURM has restarted the same job.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ NAME = "lock.holder"
 
 @dataclass(frozen=True)
 class Holder:
-    """A process as other processes can recognise it."""
+    """The identity of a process, for other processes."""
 
     host: str
     boot: str
@@ -31,11 +31,11 @@ class Holder:
     """Namespace in which the process number is unique."""
     process: int
     start_ticks: int
-    """When the process was started, since boot: numbers of processes are used again."""
+    """Start time of the process in clock ticks since boot, because process numbers are reused."""
     job: str = ""
     """Number of the SLURM job; "" outside of SLURM."""
     restarts: int = 0
-    """How often SLURM had restarted the job."""
+    """Number of restarts of the job by SLURM."""
 
     @property
     def summary(self) -> str:
@@ -43,12 +43,12 @@ class Holder:
         return f"process {self.process} on {self.host}" + (f", job {self.job}" if self.job else "")
 
     def is_gone(self, reader: Holder) -> bool:
-        """Whether `reader`, a process that runs now, can tell that this process has ended."""
+        """Whether it is certain for `reader`, a running process, that this process has ended."""
         if self.job and self.job == reader.job and self.restarts < reader.restarts:
             return True
         if self.host != reader.host:
             return False
-        if self.boot != reader.boot:  # the machine was started again since
+        if self.boot != reader.boot:  # the machine was rebooted
             return True
         return self.namespace == reader.namespace and start_ticks(self.process) != self.start_ticks
 
@@ -72,7 +72,7 @@ def boot_id() -> str:
 
 
 def start_ticks(process: int) -> int | None:
-    """Clock ticks between boot and the start of a process of this machine; None where there is no such process
+    """Clock ticks between boot and the start of a process of this machine; None if the process does not exist
     (proc_pid_stat(5), field 22)."""
     try:
         text = Path(f"/proc/{process}/stat").read_text(encoding="utf-8", errors="replace")
@@ -82,8 +82,8 @@ def start_ticks(process: int) -> int | None:
 
 
 def take(path: Path, own: Holder) -> Holder | None:
-    """Create the file for `own`, after removing the file of a process that is gone. Returns None, or the holder that
-    may still run. Raises OSError where the file cannot be written."""
+    """Create the file for `own`, after removing the file of a process that is gone. Returns None, or the holder if
+    its process may still be running. Raises OSError if the file cannot be written."""
     while True:
         try:
             descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o644)
@@ -109,13 +109,13 @@ def take(path: Path, own: Holder) -> Holder | None:
 
 
 def release(path: Path, own: Holder) -> None:
-    """Remove the file where it is that of `own`."""
+    """Remove the file if it names `own`."""
     if read(path) == own:
         path.unlink(missing_ok=True)
 
 
 def read(path: Path) -> Holder | None:
-    """The holder that a file names; None where there is no file, or no holder in it."""
+    """The holder that a file names. Returns None if the file does not exist or is not valid."""
     try:
         return Holder(**json.loads(path.read_text(encoding="utf-8")))
     except (OSError, ValueError, TypeError):
@@ -123,12 +123,12 @@ def read(path: Path) -> Holder | None:
 
 
 def _remove(path: Path, gone: Holder) -> None:
-    """Remove the file of a process that is gone. The file is renamed first: of several processes that remove it at the
-    same time, one does, and none removes the new file of another."""
+    """Remove the file of a process that is gone. The file is renamed first. If several processes remove the file at
+    the same time, only one succeeds, and a new file is not removed."""
     aside = path.with_name(f"{path.name}.{socket.gethostname()}.{os.getpid()}")
     with suppress(FileNotFoundError):
         os.rename(path, aside)
         if read(aside) == gone:
             aside.unlink()
-        elif not path.exists():  # another process has taken the directory since
+        elif not path.exists():  # renamed the file of a new process
             os.rename(aside, path)

@@ -23,8 +23,8 @@ from megappo.errors import STOPPED_BY_USER, Interrupted
 from megappo.observe.messages import MESSAGES, tell
 from megappo.runtime.process import Runtime
 
-# SIGUSR1 comes some time before SLURM's time limit (launch/slurm/*.sbatch), SIGTERM from schedulers, SIGHUP from a
-# terminal that closes.
+# SLURM sends SIGUSR1 before the time limit (launch/slurm/*.sbatch). Schedulers send SIGTERM. A terminal sends SIGHUP
+# when it is closed.
 _SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT, signal.SIGHUP)
 # A terminal sends Ctrl-C to every process, and torchrun sends it to its workers once more.
 _ONE_PRESS_SECONDS = 1.0
@@ -78,7 +78,8 @@ class Interrupts:
         self._read, self._write = os.pipe()
         os.set_blocking(self._write, False)
         self._old_descriptor = signal.set_wakeup_fd(self._write, warn_on_full_buffer=False)
-        is_kept = signal.getsignal(signal.SIGHUP) == signal.SIG_IGN  # by nohup, which lets a run outlive its terminal
+        # nohup ignores SIGHUP, so that a run continues after its terminal is closed.
+        is_kept = signal.getsignal(signal.SIGHUP) == signal.SIG_IGN
         numbers = [number for number in _SIGNALS if number != signal.SIGHUP or not is_kept]
         self._old_handlers = {number: signal.signal(number, _nothing) for number in numbers}
         threading.Thread(target=self._listen, args=(self._read,), name="signals", daemon=True).start()

@@ -157,9 +157,9 @@ def tell_torchrun(environment: Mapping[str, str], sentences: Sequence[str], code
 
 
 def seconds_to_end(environment: Mapping[str, str]) -> float | None:
-    """Seconds until SLURM ends the job (`SLURM_JOB_END_TIME`, which launch/slurm/job.sh queries where SLURM does not
-    set it); None where the end is unknown, or was before this process started: another job has left the variable then.
-    The time of day is read here only, because SLURM gives no other clock."""
+    """Seconds until SLURM ends the job, from `SLURM_JOB_END_TIME`. launch/slurm/job.sh queries the time if SLURM does
+    not set the variable. Returns None if the time is unknown or earlier than the start of this process. Such a time
+    belongs to another job. Only this function uses the time of day, because SLURM provides no other clock."""
     end = _job_end(environment)
     if end is None or end < _started_at():
         return None
@@ -167,7 +167,7 @@ def seconds_to_end(environment: Mapping[str, str]) -> float | None:
 
 
 def left_variables(environment: Mapping[str, str]) -> Iterator[str]:
-    """A sentence for each variable that another job has left and that this run ignores."""
+    """A sentence for each variable of an earlier job that is still set. The run ignores these variables."""
     end = _job_end(environment)
     if end is not None and end < _started_at():
         words = f"{_JOB_END} is {end:.0f}, a time before this run started"
@@ -186,8 +186,8 @@ def _started_at() -> float:
 
 
 def may_print(environment: Mapping[str, str]) -> bool:
-    """Whether this process prints the result of a command that takes no ranks: every process except those of a launcher
-    after its first. A pod may have a RANK of its own, without the LOCAL_RANK of a launcher."""
+    """Whether this process prints the result of a command that takes no ranks. Only the first process of a launcher
+    prints. Processes without a launcher print; in a pod, they may have a RANK but no LOCAL_RANK."""
     return is_main(environment) or "LOCAL_RANK" not in environment
 
 

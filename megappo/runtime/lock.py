@@ -29,8 +29,8 @@ class HeldDirectory:
     """A run directory that this job alone writes to, as long as it is the one that was locked."""
 
     def __init__(self, directory: Path, file: TextIO | None, holder: Holder | None = None) -> None:
-        """`file`: the open lock file on the main rank; None on the others. `holder`: this process, where a file holds
-        the directory in place of a lock."""
+        """`file`: the open lock file on the main rank; None on other ranks. `holder`: this process, if a file holds
+        the directory instead of a lock."""
         self._directory, self._file, self._holder = directory, file, holder
 
     def release(self) -> None:
@@ -76,8 +76,8 @@ def locked_directory(directory: Path, runtime: Runtime, *, private: bool = False
     is closed to other users first.
 
     On a file system without locks the file `lock.holder` holds the directory (see `megappo.runtime.holder`). Raises
-    ValueError on every rank where another job holds it for longer than a job that is ending would, where the directory
-    cannot be written, or as `check_own` does.
+    ValueError on every rank if another job does not release the directory within a few seconds, if the directory cannot
+    be written, or as `check_own` does.
     """
     held, problem = attempt(lambda: _take(directory, private=private)) if runtime.is_main else (None, "")
     problem = broadcast_object(problem)
@@ -91,7 +91,7 @@ def locked_directory(directory: Path, runtime: Runtime, *, private: bool = False
 
 
 def has_locks(descriptor: int) -> bool:
-    """Whether the file system of an open file has locks. Raises OSError where it does not say so."""
+    """Whether the file system of an open file has locks. Raises OSError if this is unknown."""
     try:
         _lock(descriptor)
     except OSError as error:
@@ -134,7 +134,7 @@ def _take(directory: Path, *, private: bool) -> HeldDirectory:
 
 
 def _take_without_locks(directory: Path) -> Holder:
-    """Hold the directory by a file. Raises ValueError where another process may hold it."""
+    """Hold the directory with a file. Raises ValueError if the directory may be in use."""
     path, own = directory / NAME, this_process(os.environ)
     other: Holder | None = None
 
@@ -143,13 +143,13 @@ def _take_without_locks(directory: Path) -> Holder:
         other = take(path, own)
         return other is None
 
-    if not wait_until(is_taken, PATIENCE_SECONDS, every_seconds=_POLL_SECONDS):  # a job that ends has it for a moment
+    if not wait_until(is_taken, PATIENCE_SECONDS, every_seconds=_POLL_SECONDS):  # an ending job needs a moment
         assert other is not None
         raise ValueError(
             f"run.directory '{directory}' is in use by {other.summary}, as {path} says (the file system has no locks); "
-            "wait for its end or stop it, and remove this file where that process is gone"
+            "wait for its end or stop it, and remove this file if the process is gone"
         )
-    tell(f"the file system of {directory} has no locks, so the file {NAME} in it holds the directory for this run")
+    tell(f"the file system of {directory} has no locks, so the file {NAME} holds the directory for this run")
     return own
 
 

@@ -25,7 +25,7 @@ class MemoryLimit:
 
 
 def memory_limit(proc: Path = Path("/proc")) -> MemoryLimit:
-    """The limits of all groups of this process; none where there are no control groups. `proc`: the process file
+    """The narrowest limits of all groups of this process; infinite without control groups. `proc`: the process file
     system."""
     limits = list(_limits(proc))
     return MemoryLimit(
@@ -41,7 +41,7 @@ def machine_bytes() -> float:
 
 
 def _limits(proc: Path) -> Iterator[tuple[float, float]]:
-    """(limit, free bytes) of each group with a limit, the innermost first."""
+    """Yield (limit, free bytes) for each group with a limit, starting with the innermost group."""
     for mount, folder, version in _groups(proc):
         while True:
             found = _limit_v2(folder) if version == 2 else _limit_v1(folder)
@@ -53,7 +53,7 @@ def _limits(proc: Path) -> Iterator[tuple[float, float]]:
 
 
 def _groups(proc: Path) -> Iterator[tuple[Path, Path, int]]:
-    """(mount point, folder of the group, version) of each hierarchy with a memory controller."""
+    """Yield (mount point, folder of the group, version) for each hierarchy with a memory controller."""
     try:
         lines = (proc / "self/cgroup").read_text(encoding="utf-8", errors="surrogateescape").splitlines()
         mounts = (proc / "self/mountinfo").read_text(encoding="utf-8", errors="surrogateescape").splitlines()
@@ -69,14 +69,14 @@ def _groups(proc: Path) -> Iterator[tuple[Path, Path, int]]:
             kind, _, options = after.split(" ", 2)
             is_own = "memory" in options.split(",") if controllers else True
             if kind == ("cgroup" if controllers else "cgroup2") and is_own:
-                # A container sees its group at the mount point; the path is then outside of the mount's root.
+                # A container sees its group at the mount point. The path is then not below the root of the mount.
                 inner = Path(path).relative_to(root) if Path(path).is_relative_to(root) else Path()
                 yield Path(place), Path(place) / inner, 1 if controllers else 2
                 break
 
 
 def _unescaped(field: str) -> str:
-    """A field of mountinfo, in which a space is written as `\\040`."""
+    """Decode a field of mountinfo. For example, a space is written as `\\040`."""
     return field.replace("\\040", " ").replace("\\011", "\t").replace("\\134", "\\")
 
 
@@ -105,7 +105,7 @@ def _number(path: Path) -> float | None:
 
 
 def _statistic(folder: Path, name: str) -> float:
-    """A number of memory.stat; 0 where it is not there."""
+    """A number of memory.stat; 0 if the number is missing."""
     try:
         lines = (folder / "memory.stat").read_text(encoding="utf-8").splitlines()
     except OSError:

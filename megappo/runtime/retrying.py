@@ -10,7 +10,7 @@ from email.message import Message
 from email.utils import parsedate_to_datetime
 
 TRANSIENT = frozenset((408, 425, 429, 500, 502, 503, 504, *range(520, 525), 529))
-"""HTTP status codes after which another try may succeed, with those of proxies (520 to 524) and 529 (overloaded)."""
+"""HTTP status codes of requests that are retried, including codes of proxies (520 to 524) and 529 (overloaded)."""
 LONGEST_PAUSE_SECONDS = 5.0
 _FIRST_PAUSE_SECONDS = 0.1
 _CHANCE = random.SystemRandom()

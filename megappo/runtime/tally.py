@@ -13,7 +13,7 @@ from torch import Tensor
 
 @dataclass(frozen=True, eq=False)
 class Totals(Mapping[str, float]):
-    """Metrics of all ranks by name, with the sums and counts from which they are computed.
+    """Metrics of all ranks by name, with the sums and counts of each metric.
 
     A mean or an extreme without a value is absent.
     """
@@ -89,8 +89,8 @@ class Tally:
         self._spreads[name] = (count, mean, float(squares))
 
     def reduce_totals(self, device: torch.device) -> Totals:
-        """The global sums, counts and extremes, the same on every rank, without deviations; a collective of all
-        ranks."""
+        """The global sums, counts and extremes, which are equal on all ranks. Deviations are not included. Collective
+        over all ranks."""
         both_2N = torch.tensor([*zip(*self._sums.values(), strict=True)], dtype=torch.float64, device=device)
         maxima = torch.tensor(list(self._maxima.values()), dtype=torch.float64, device=device)
         dist.all_reduce(both_2N)
@@ -104,8 +104,8 @@ class Tally:
         )
 
     def reduce(self, device: torch.device) -> dict[str, float]:
-        """The global numbers, the same on every rank; a collective of all ranks. A mean, deviation or extreme without a
-        value is absent."""
+        """The global numbers, which are equal on all ranks. Collective over all ranks. A mean, deviation or extreme
+        without a value is absent."""
         totals = self.reduce_totals(device)
         return {**totals, **self._deviations(totals, device)}
 

@@ -1,4 +1,4 @@
-"""Deviations from a baseline that are due to rounding are exactly 0, and their tokens are not clipped."""
+"""Deviations from a baseline caused by rounding are exactly 0, and the tokens are not clipped."""
 
 from __future__ import annotations
 
@@ -35,11 +35,11 @@ ONE_AT_THE_MEAN = [
     [-5000.1, -5000.3, -5000.2],
     [1e5 + 0.2, 1e5 + 0.45, 1e5 + 0.45, 1e5 + 0.7],
 ]
-"""Scores, some of which are the mean."""
+"""Lists of scores that contain their mean."""
 
 
 def advantages(estimator: str, scores: list[float]) -> Tensor:
-    """(B, 2) of one group, of samples of two tokens that share the score."""
+    """(B, 2) advantages of a group of samples. Each sample has two tokens that share the score."""
     rewards = torch.tensor(scores)[:, None] * torch.tensor([0.25, 0.75])
     found, _ = builtin(estimator)(
         rewards=rewards,
@@ -68,7 +68,7 @@ def test_scores_at_the_mean_have_no_advantage(estimator: str, scores: list[float
 
 @pytest.mark.parametrize("scores", ONE_AT_THE_MEAN, ids=str)
 @pytest.mark.parametrize("backend", ["torch", "triton"])
-def test_whitening_has_no_rounding_either(backend: Backend, scores: list[float]) -> None:
+def test_whitening_sets_rounding_errors_to_zero(backend: Backend, scores: list[float]) -> None:
     values, mask = torch.tensor([scores]), torch.ones(1, len(scores), dtype=torch.bool)
     with use_backend(backend):
         white = masked_whiten(values, mask, masked_whiten_stats(values, mask))[0]
@@ -98,13 +98,13 @@ def test_small_differences_that_are_not_rounding_stay(scores: list[float]) -> No
 
 
 def with_turns(*rewards: list[float]) -> Tensor:
-    """(B, R): rewards of turns, on one token each."""
+    """(B, R) rewards of turns. Each turn has one token."""
     longest = max(map(len, rewards))
     return torch.tensor([[*of_sample, *[0.0] * (longest - len(of_sample))] for of_sample in rewards])
 
 
-def test_sums_of_rewards_that_differ_by_rounding_are_equal() -> None:
-    """Ten turns of 0.1 and one of 1; turns of 0.1 and 0.2 and one of 0.3; rewards that cancel. The last two differ."""
+def test_reward_sums_with_different_rounding_are_equal() -> None:
+    """Groups of two samples. The sums of the first three groups are equal: 1, 0.3 and 0. The last sums differ."""
     groups = [([0.1] * 10, [1.0]), ([0.1, 0.2], [0.3]), ([0.1, 0.2, -0.3], [0.0]), ([0.1, 0.2], [0.31])]
     turns_BR = with_turns(*(of_sample for group in groups for of_sample in group))
     B, R = turns_BR.shape
@@ -138,9 +138,9 @@ def test_equal_scores_are_not_divided_by_rounding(normalize: str, shaped: list[f
     assert scores_B.tolist() == pytest.approx(shaped, abs=2e-7)
 
 
-def test_tokens_of_no_advantage_are_not_clipped() -> None:
-    """RLOO on 0.2, 0.45, 0.45, 0.7: one token of each sample goes up by 0.5 nats, and one down. Of the two with an
-    advantage, the gain is clipped on one side each."""
+def test_tokens_without_an_advantage_are_not_clipped() -> None:
+    """RLOO with scores of 0.2, 0.45, 0.45 and 0.7. In each sample, the first token rises by 0.5 nats and the second
+    falls by 0.5 nats. Two samples have an advantage. One token of each is clipped."""
     found = advantages("rloo", [0.2, 0.45, 0.45, 0.7])
     logprob = torch.full((4, 2), -1.0)
     inputs = PolicyInputs(logprob - torch.tensor([0.5, -0.5]), found, torch.ones(4, 2), torch.ones(4, 2) > 0)

@@ -370,10 +370,10 @@ def test_more_ranks_than_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize(
     ("ranks", "launched", "idle"),
     [
-        ((0, 2, 0, 1), True, 3),  # one rank on each of two machines
+        ((0, 2, 0, 1), True, 3),  # two machines with one rank each
         ((0, 1, 0, 1), True, 3),
         ((0, 4, 0, 4), True, 0),
-        ((0, 1, 0, None), False, 0),  # the command alone, before a run
+        ((0, 1, 0, None), False, 0),  # the command without a launcher
     ],
 )
 def test_gpus_without_a_rank_are_reported(
@@ -392,7 +392,7 @@ def test_gpus_without_a_rank_are_reported(
     assert words == ([f"{here} ranks stand on this machine, so no rank uses {idle} of its 4 GPUs"] if idle else [])
 
 
-def test_an_end_of_another_job_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_end_time_of_an_earlier_job_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
     from megappo.doctor.devices import device_findings
     from megappo.runtime.launchers import Ranks
 

@@ -1,4 +1,4 @@
-"""The phases of a weight sync add up over its attempts. The next sync starts at 0."""
+"""The phases of a weight sync are summed over all attempts. The next sync starts at 0."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ pytestmark = pytest.mark.usefixtures("world_of_one")
 
 
 class Clock:
-    """Time that passes when a phase says so."""
+    """A clock that the phases advance."""
 
     now = 0.0
 
@@ -53,7 +53,7 @@ def engine(monkeypatch: pytest.MonkeyPatch) -> Failing:
 
 
 @pytest.mark.parametrize("failures", [0, 1, 2])
-def test_phases_are_those_of_all_attempts(engine: Failing, failures: int) -> None:
+def test_phases_include_all_attempts(engine: Failing, failures: int) -> None:
     weights: Any = None
     for version in (1, 2):  # the second sync starts at 0
         engine.failures = failures

@@ -288,7 +288,7 @@ def test_the_engine_says_which_experts_computed_each_token(tmp_path: Path, famil
 
 @pytest.mark.parametrize("family", ["gpt_oss", "mixtral", "qwen3_moe", "glm4_moe", "qwen3_next"])
 def test_experts_of_any_width_are_computed_in_bfloat16(tmp_path: Path, family: str) -> None:
-    """Rows of 20 numbers are 40 bytes, which torch's grouped product does not take. The log-probabilities are those of
+    """Rows of 20 numbers are 40 bytes, which torch's grouped product does not take. The log-probabilities match
     transformers, which computes the experts one by one."""
     width = "intermediate_size" if family in ("gpt_oss", "mixtral") else "moe_intermediate_size"
     folder = write_model(tmp_path / "model", family, 5, **{width: 20})

@@ -394,7 +394,7 @@ def test_calls_have_a_limit_and_are_counted() -> None:
     assert metrics["episode/limit_calls"] == 1
 
 
-def test_means_over_no_turn_and_no_call_are_absent() -> None:
+def test_a_mean_without_values_is_absent() -> None:
     failed = Episode((), failure="hung", seconds=3.0, tools={"own": ToolUse(0, 0, 0.0)})
     played = Episode((Turn(0, 2, 0.5),), seconds=1.0)
     metrics = episode_metrics([failed], [4])

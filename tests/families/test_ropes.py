@@ -1,4 +1,4 @@
-"""Every rope type with every partial rotation of every family is that of transformers, or refused."""
+"""Each rope type and partial rotation of a family matches transformers, or an error is raised."""
 
 from __future__ import annotations
 
@@ -41,12 +41,12 @@ TYPES: dict[str, dict[str, Any]] = {
 }
 PARTS = (None, 0.25, 0.5, 0.75, 1.0)
 OWN_ROPES = ("gemma3_text",)
-"""Families whose kinds of layers have separate ropes; those of Gemma 4 are in tests/plan/test_wide_attention.py."""
+"""Families with a separate rope for each kind of layer. tests/plan/test_wide_attention.py tests Gemma 4."""
 
 
 def given(folder: Path, name: str, part: float | None) -> Any:
-    """The configuration of a folder with another rope, of all layers or of those without a window, as it is read from
-    a file."""
+    """The configuration of a folder with a different rope, after saving and loading. A separate rope of
+    layers with a window is not changed."""
     config: Any = AutoConfig.from_pretrained(folder)
     rope: dict[str, Any] = {"rope_type": name.partition("-")[0], "rope_theta": 500.0, **TYPES[name]}
     rope |= {} if part is None else {"partial_rotary_factor": part}
@@ -57,7 +57,7 @@ def given(folder: Path, name: str, part: float | None) -> Any:
 
 
 @pytest.mark.parametrize("family", [family for family in FAMILIES if family != "gemma4_text"])
-def test_ropes_are_those_of_transformers_or_refused(tmp_path: Path, family: str) -> None:
+def test_ropes_match_transformers_unless_refused(tmp_path: Path, family: str) -> None:
     folder = write_model(tmp_path / "model", family, 1, num_hidden_layers=2, head_dim=8)
     compared, refused = set[str](), set[str]()
     for name, part in itertools.product(TYPES, PARTS):
@@ -77,7 +77,7 @@ def test_ropes_are_those_of_transformers_or_refused(tmp_path: Path, family: str)
             words = {} if kind is None else {"layer_type": kind}
             cosine, sine = module(torch.zeros(1, len(POSITIONS), 1), POSITIONS[None], **words)
             expected = torch.stack((cosine[0], sine[0]))[:, :, None]
-            if 2 * expected.shape[-1] == of_kind.shape[-1]:  # gpt-oss has each pair of channels once
+            if 2 * expected.shape[-1] == of_kind.shape[-1]:  # gpt-oss stores each pair only once
                 expected = torch.cat((expected, expected), dim=-1)
             torch.testing.assert_close(of_kind, expected.float(), rtol=0, atol=1e-6)
         compared.add(name)
@@ -126,14 +126,15 @@ def test_a_number_of_a_rope_is_a_number_in_its_range(tmp_path: Path, rope_type: 
 
 @pytest.mark.parametrize("value", ["10000", 0, -1.0, True, None, 10**400])
 def test_a_base_outside_of_the_rope_is_checked(tmp_path: Path, value: Any) -> None:
-    """Files of earlier versions of transformers have `rope_theta` beside `rope_scaling`."""
+    """Files of earlier versions of transformers have `rope_theta` outside of `rope_scaling`."""
     path = write_model(tmp_path / "model", "qwen3", 1) / "config.json"
     stored = json.loads(path.read_text())
     del stored["rope_parameters"]
     path.write_text(json.dumps(stored | {"rope_theta": 5e5}))
     assert read_architecture(path.parent).hf_config.rope_parameters["rope_theta"] == 5e5
     path.write_text(json.dumps(stored | {"rope_theta": value}))
-    with pytest.raises(ValueError, match=r"rope_theta of config.json is .*, must be a number above 1 in any rope"):
+    words = r"rope_theta of config.json is .*, must be a number above 1 for any rope type"
+    with pytest.raises(ValueError, match=words):
         read_architecture(path.parent)
     path.write_text(json.dumps(stored | {"rope_scaling": {"type": "linear", "factor": value}}))
     with pytest.raises(ValueError, match=r"factor of rope_scaling is .*, must be a number above 0 for rope type 'lin"):
@@ -151,7 +152,7 @@ def test_a_rope_without_a_type_is_the_default_one(tmp_path: Path, rope: dict[str
 
 def test_the_frequencies_of_llama3_must_rise(tmp_path: Path) -> None:
     rope = {"rope_type": "llama3", "rope_theta": 500.0, **TYPES["llama3"], "high_freq_factor": 1.0}
-    with pytest.raises(ValueError, match=r"high_freq_factor 1.0 of rope_parameters must be above low_freq_factor 1.0"):
+    with pytest.raises(ValueError, match=r"high_freq_factor 1.0 of rope_parameters must exceed low_freq_factor 1.0"):
         read_rope(write_model(tmp_path / "model", "qwen3", 1), rope)
 
 
@@ -182,5 +183,5 @@ def test_sizes_are_above_zero(tmp_path: Path, name: str, value: float) -> None:
     folder = write_model(tmp_path / "model", "qwen3", 1)
     path = folder / "config.json"
     path.write_text(json.dumps(json.loads(path.read_text()) | {name: value}))
-    with pytest.raises(ValueError, match=f"{name} is {value}, must be above 0; fix config.json"):
+    with pytest.raises(ValueError, match=f"{name} is {value}, must be positive; fix config.json"):
         read_architecture(folder)

@@ -1,4 +1,4 @@
-"""Every metric of the objectives is what its text states: small inputs, token by token in plain float64."""
+"""Every metric of the objectives matches its description: small inputs, token by token in plain float64."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ class Token(NamedTuple):
     """A token's numbers."""
 
     gap: float
-    """New less old log-probability, nats."""
+    """Difference between new and old log-probability in nats."""
     advantage: float
     importance: float = 1.0
     weight: float = 0.125
@@ -50,7 +50,7 @@ UPDATES = [
         Token(3.5, -0.5, new=-0.0625, importance=0.75, sequence=3),
     ],
 ]
-"""Two minibatches of a step. Ratios lie in and outside of every band and beyond 20 nats."""
+"""Two minibatches of a step. The ratios are inside and outside of every band, and some differences exceed 20 nats."""
 
 
 class Expected(NamedTuple):
@@ -139,7 +139,7 @@ def dppo_tv(token: Token, _: float) -> Expected:
 
 def dppo_kl(token: Token, _: float) -> Expected:
     new, old = math.exp(token.new), math.exp(token.new - token.gap)
-    if old > 1:  # a probability above 1 is none
+    if old > 1:  # not a probability
         old = math.nan
     divergence = old * -token.gap + (1 - old) * math.log((1 - old) / (1 - new))
     return _left_out(token, divergence if new > old else -divergence)
@@ -158,7 +158,7 @@ LOSSES: dict[str, tuple[Callable[[Token, float], Expected], dict[str, float]]] =
 
 
 def tokens_of(name: str) -> list[list[Token]]:
-    """The updates; `dppo_*` sees probabilities, of which those of these gaps must be at most 1."""
+    """The updates. For `dppo_*`, the old probability of each token is limited to at most 1."""
     return (
         [[t._replace(new=min(t.new, t.gap - 0.5)) for t in update] for update in UPDATES] if "dppo" in name else UPDATES
     )
@@ -169,7 +169,7 @@ def mean_gap(token: Token, update: list[Token]) -> float:
 
 
 def expected_metrics(name: str) -> dict[str, float]:
-    """By the texts of POLICY_METRICS: terms are means over updates, the others are over all tokens of both."""
+    """Metrics from the texts of POLICY_METRICS. Terms are means over updates; all other metrics use all tokens."""
     formula, updates = LOSSES[name][0], tokens_of(name)
     of_updates = [[formula(t, mean_gap(t, update)) for t in update] for update in updates]
     tokens = [t for update in updates for t in update]
@@ -226,7 +226,7 @@ def computed(name: str, update: list[Token], dtype: torch.dtype) -> tuple[Loss, 
 
 @pytest.mark.parametrize("backend", ["torch", "triton"])
 @pytest.mark.parametrize("name", LOSSES)
-def test_metrics_of_the_policy_are_as_documented(name: str, backend: Backend) -> None:
+def test_metrics_of_the_policy_match_their_descriptions(name: str, backend: Backend) -> None:
     reports, dtype = [], torch.float64 if backend == "torch" else torch.float32
     for update in tokens_of(name):
         with use_backend(backend):
@@ -250,7 +250,7 @@ def test_metrics_of_the_policy_are_as_documented(name: str, backend: Backend) ->
 @pytest.mark.parametrize("name", ["cispo", "dppo_tv", "dppo_kl"])
 @pytest.mark.parametrize("gap", [20.5, 25.0, 80.0, 400.0])
 def test_bounded_weights_keep_slopes_beyond_the_limit(name: str, gap: float, backend: Backend) -> None:
-    """The policy's own probability went up with a negative advantage, or down with a positive one."""
+    """The probability increased for a negative advantage and decreased for a positive advantage."""
     update = [
         Token(gap, -2.0, new=-0.5, weight=1.0, ref=-0.5),
         Token(-gap, 2.0, new=-gap - 0.5, weight=1.0, ref=-gap - 0.5),
@@ -264,8 +264,8 @@ def test_bounded_weights_keep_slopes_beyond_the_limit(name: str, gap: float, bac
 
 
 @pytest.mark.parametrize("level", ["token", "sequence"])
-def test_the_effective_sample_size_has_the_correction_in_it(level: str) -> None:
-    """Before the first update, with weights 2, 0.5, 1, 1 of tokens, or 2, 2, 0.5, 0.5 of samples of two tokens."""
+def test_the_effective_sample_size_includes_the_correction(level: str) -> None:
+    """Before the first update. Weights are given per token or per sample of two tokens."""
     weights = np.array([2.0, 0.5, 1.0, 1.0] if level == "token" else [2.0, 2.0, 0.5, 0.5])
     update = [Token(0.0, 1.0, importance=float(w)) for w in weights]
     out, _ = computed("clip", update, torch.float64)
@@ -274,8 +274,8 @@ def test_the_effective_sample_size_has_the_correction_in_it(level: str) -> None:
 
 
 @pytest.mark.parametrize("backend", ["torch", "triton"])
-def test_metrics_of_the_critic_are_as_documented(backend: Backend) -> None:
-    """Two updates of three and one tokens: (value, old value, return, weight)."""
+def test_metrics_of_the_critic_match_their_descriptions(backend: Backend) -> None:
+    """Two updates with three tokens and one token: (value, old value, return, weight)."""
     updates = [[(1.0, 0.0, 3.0, 0.5), (2.0, 0.0, 3.0, 0.25), (0.1, 0.0, 1.0, 0.25)], [(-1.0, 0.5, 0.0, 1.0)]]
     reports, terms, clipped = [], [], []
     for update in updates:

@@ -141,7 +141,7 @@ def test_the_full_set_has_python_3_12_where_it_is(machine: Machine) -> None:
 
 @pytest.mark.parametrize("name", ["python3.12", "./python3.12", "python-of-mine", "ABSOLUTE"])
 def test_exactly_the_named_interpreter_is_used(tmp_path: Path, name: str) -> None:
-    """Not another `python` beside it; a name without a folder is looked for on PATH."""
+    """No other `python` in the same folder is used. A name without a folder is searched on PATH."""
     for program in ("python3.12", "python-of-mine", "python"):
         (tmp_path / program).write_text(f'#!/usr/bin/env bash\necho "{program} $*"\n')
         (tmp_path / program).chmod(0o755)
@@ -157,7 +157,7 @@ def test_exactly_the_named_interpreter_is_used(tmp_path: Path, name: str) -> Non
 
 
 @pytest.mark.parametrize("given", ["/nowhere/python", "no-such-python", "FOLDER", "TEXT"])
-def test_an_interpreter_that_is_none_is_refused(tmp_path: Path, given: str) -> None:
+def test_a_path_without_an_interpreter_is_refused(tmp_path: Path, given: str) -> None:
     (tmp_path / "text").write_text("not a program")
     named = {"FOLDER": str(tmp_path), "TEXT": str(tmp_path / "text")}.get(given, given)
     done = subprocess.run(
@@ -165,13 +165,13 @@ def test_an_interpreter_that_is_none_is_refused(tmp_path: Path, given: str) -> N
         text=True, check=False,
     )  # fmt: skip
     assert done.returncode == 2
-    assert f"MEGAPPO_PYTHON is '{named}', which is no file that can be executed; set it to the" in done.stderr
+    assert f"MEGAPPO_PYTHON is '{named}', must be an executable file; set it to the" in done.stderr
 
 
 def test_a_colon_in_the_path_of_the_repository_is_refused(machine: Machine) -> None:
     clone = machine.clone("one:two")
     output, _ = machine.start(clone).communicate(timeout=60)
-    assert "has a ':', at which Python would cut it; move the repository" in output
+    assert "contains a ':', which separates paths in PYTHONPATH; move the repository" in output
 
 
 def test_an_exported_cdpath_changes_nothing() -> None:

@@ -128,13 +128,13 @@ def test_conda(site: Site) -> None:
         ({"MEGAPPO_VENV": "/nowhere"}, "MEGAPPO_VENV '/nowhere' has no bin/activate; name its folder"),
         ({"MEGAPPO_MODULES": "cuda"}, "there is no command 'module'"),
         ({"MEGAPPO_CONTAINER": "x", "MEGAPPO_CONTAINER_RUNTIME": "docker"}, "is 'docker', must be pyxis or apptainer"),
-        ({"MEGAPPO_SITE": "/tmp"}, "MEGAPPO_SITE '/tmp' is no file that can be read; name one, or unset"),
-        ({"MEGAPPO_SITE": "/nowhere.sh"}, "MEGAPPO_SITE '/nowhere.sh' is no file that can be read; name one, or unset"),
+        ({"MEGAPPO_SITE": "/tmp"}, "MEGAPPO_SITE is '/tmp', must be a readable file; name one, or unset"),
+        ({"MEGAPPO_SITE": "/missing.sh"}, "MEGAPPO_SITE is '/missing.sh', must be a readable file; name one,"),
         (
-            {"MEGAPPO_PYTHON": "/nowhere/python"},
-            "MEGAPPO_PYTHON is '/nowhere/python', which is no file that can be exec",
+            {"MEGAPPO_PYTHON": "/missing/python"},
+            "MEGAPPO_PYTHON is '/missing/python', must be an executable file; set it to the",
         ),
-        ({"MEGAPPO_PYTHON": "no-such-python"}, "MEGAPPO_PYTHON is 'no-such-python', which is no file that can be"),
+        ({"MEGAPPO_PYTHON": "no-such-python"}, "MEGAPPO_PYTHON is 'no-such-python', must be an executable file"),
         ({"SLURM_SUBMIT_DIR": "/tmp"}, "/tmp is not the repository; submit from there, or set MEGAPPO_ROOT to it"),
     ],
 )
@@ -164,7 +164,7 @@ def test_wrong_settings(site: Site, settings: dict[str, str], words: str) -> Non
     ],
 )
 def test_ranks_per_node(site: Site, settings: dict[str, str], ranks: int, warning: str) -> None:
-    """With torchrun, one task per node says nothing about ranks. GPUs without a rank are reported."""
+    """A torchrun job with one task per node starts one rank per GPU. GPUs without a rank are reported."""
     site.program("srun", f"{WRITE_WORDS}; {ALL_WELL}")
     done = site.sbatch("a.yaml", MEGAPPO_PYTHON=sys.executable, **settings)
     words = site.words.read_text().splitlines()
@@ -192,10 +192,10 @@ def test_a_site_may_read_variables_that_are_not_set(site: Site) -> None:
 
 def test_a_rank_without_the_sites_file_says_so(site: Site, tmp_path: Path) -> None:
     """The file may be on the first node alone."""
-    environment = os.environ | {"MEGAPPO_SITE": "/nowhere.sh", "MEGAPPO_RANK_LOGS": str(tmp_path), "RANK": "3"}
+    environment = os.environ | {"MEGAPPO_SITE": "/missing.sh", "MEGAPPO_RANK_LOGS": str(tmp_path), "RANK": "3"}
     done = subprocess.run(["bash", str(ROOT / "launch/slurm/rank.sh"), "train"], env=environment, check=False)
     assert done.returncode == 2 and (tmp_path / "exit-3").read_text() == "2\n"
-    assert "MEGAPPO_SITE '/nowhere.sh' is no file that can be read on" in (tmp_path / "rank-3.log").read_text()
+    assert "MEGAPPO_SITE is '/missing.sh', must be a readable file on" in (tmp_path / "rank-3.log").read_text()
 
 
 @pytest.mark.parametrize("has_file", [True, False])
@@ -210,7 +210,7 @@ def test_an_engine_reads_the_sites_file(site: Site, tmp_path: Path, has_file: bo
     if has_file:
         assert done.stdout.startswith("1 2 /x: ") and done.returncode == 0, done.stderr
     else:
-        assert done.returncode == 2 and f"MEGAPPO_SITE '{exports}' is no file that can be read on" in done.stderr
+        assert done.returncode == 2 and f"MEGAPPO_SITE is '{exports}', must be a readable file on" in done.stderr
 
 
 def test_torchrun_of_a_node_gets_no_options_of_a_scheduler(site: Site, tmp_path: Path) -> None:
@@ -436,7 +436,7 @@ def test_runs_of_two_users_do_not_meet(site: Site) -> None:
 
 
 def test_torchrun_ignores_its_own_variables(tmp_path: Path) -> None:
-    """Kubeflow sets PET_*. A line of one machine would wait for another for ever, and leave files behind."""
+    """Kubeflow sets PET_*. Otherwise a command for one machine would wait for other machines and leave files behind."""
     python = tmp_path / "python-of-mine"
     python.write_text("#!/usr/bin/env bash\nenv | grep ^PET_ || echo none\n")
     python.chmod(0o755)

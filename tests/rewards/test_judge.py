@@ -335,8 +335,8 @@ def test_the_first_text_without_a_verdict_is_printed(protocol: str, capsys: pyte
         scorer.close()
     assert capsys.readouterr().err == (
         "megappo: the first text of the judge 'judge' without a verdict: the judge did not finish its text "
-        "(finish_reason 'length'); raise max_tokens: ...Score: 4, but; each such sample has the score `unreadable` "
-        "and counts in reward/judge/unreadable\n"
+        "(finish_reason 'length'); raise max_tokens: ...Score: 4, but; samples without a verdict score `unreadable` "
+        "and count in reward/judge/unreadable\n"
     )
 
 
@@ -472,7 +472,7 @@ def test_a_dry_run_asks_the_judge(
     assert found and float(found[1]) > 0 and float(found[2]) == -0.5
 
 
-def test_a_dry_run_shows_why_texts_hold_no_verdict(
+def test_a_dry_run_reports_texts_without_a_verdict(
     protocol: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
     """A judge whose thoughts are cut at max_tokens."""

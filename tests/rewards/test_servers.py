@@ -188,7 +188,7 @@ def test_a_value_without_json_names_its_field(value: Any, words: str) -> None:
     assert good == 1.0 and isinstance(failed, Unscored) and words in failed
 
 
-def test_metadata_that_is_nested_too_deeply_costs_its_own_sample() -> None:
+def test_deeply_nested_metadata_fails_only_its_own_sample() -> None:
     deep: list[Any] = []
     for _ in range(100_000):
         deep = [deep]
@@ -199,7 +199,7 @@ def test_metadata_that_is_nested_too_deeply_costs_its_own_sample() -> None:
 
 @pytest.mark.parametrize("status", ["400 Bad Request", "401 Unauthorized", "404 Not Found", "422 Unprocessable"])
 def test_the_reason_of_a_refusal_is_reported(status: str) -> None:
-    """The first 200 characters of the body, on one line, without keys; without the body where there is none."""
+    """The first 200 characters of the body are reported as a single line without keys."""
     bodies = {
         "json": json.dumps({"detail": "field 'answer' is required"}),
         "long": "x" * 199 + "yz" * 5000,
@@ -224,7 +224,7 @@ def test_the_reason_of_a_refusal_is_reported(status: str) -> None:
     }
 
 
-def test_the_reason_of_a_refusal_that_may_pass_is_reported() -> None:
+def test_the_reason_of_a_temporary_refusal_is_reported() -> None:
     """Where the server asks for a pause that ends after the deadline."""
     body = b'{"error": "quota of team a is used up"}'
     head = b"HTTP/1.1 429 Busy\r\nRetry-After: 60\r\nContent-Length: %d\r\n\r\n" % len(body)
@@ -246,7 +246,7 @@ def test_the_reason_of_a_refusal_that_may_pass_is_reported() -> None:
     ],
 )
 def test_an_error_in_an_answer_of_status_200_is_retried(answer: Any, requests: int, words: str) -> None:
-    """Unless the error has a code after which another try cannot succeed."""
+    """Errors with a code such as 400 are not retried."""
     answers = [json.dumps(answer).encode(), b'{"score": 0.5}']
     with server_answering(lambda _: whole(answers.pop(0))) as url:
         (result,) = score(url, "r")
@@ -254,7 +254,7 @@ def test_an_error_in_an_answer_of_status_200_is_retried(answer: Any, requests: i
     assert words in str(result) if words else result == 0.5
 
 
-def test_a_score_beside_an_error_counts() -> None:
+def test_a_score_with_an_error_counts() -> None:
     with server_answering(lambda _: whole(b'{"score": 0.0, "error": "does not compile"}')) as url:
         assert score(url, "r") == [0.0]
 

@@ -112,8 +112,8 @@ def test_a_function_for_no_sample_of_the_step_is_not_asked() -> None:
     assert scores == [1.0, 0.0] and metrics["reward/a"] == 0.5 and "reward/b" not in metrics
 
 
-def test_metrics_of_two_rounds_are_those_of_all_their_samples() -> None:
-    """The mean of a function is over the samples that it graded, whichever round they are of."""
+def test_metrics_of_two_rounds_include_all_samples() -> None:
+    """The mean of a function includes the samples of all rounds that the function graded."""
     functions = {"a": {"function": "exact", "data_sources": ["a"]}, "b": {"function": "exact", "data_sources": ["b"]}}
     first, second = rollouts("2", "3", "3", "3"), rollouts("3", "3", "3", "2")
     parts = [

@@ -96,7 +96,7 @@ def test_a_job_that_is_submitted_twice_trains_once(tmp_path: Path) -> None:
 
 
 def test_a_killed_run_gives_the_directory_up(tmp_path: Path) -> None:
-    """On the same machine the process is gone; another one with its number was started at another time."""
+    """On the same machine the process is gone. A new process with the same number has a different start time."""
     first = start(tmp_path)
     assert line(first) == "has it\n"
     first.send_signal(signal.SIGKILL)
@@ -130,7 +130,7 @@ def test_a_run_that_was_killed_on_another_machine(tmp_path: Path, variables: dic
     assert read(tmp_path / NAME) == (None if words == "has it" else holder)
 
 
-def test_a_machine_that_was_started_again_has_lost_its_processes() -> None:
+def test_a_reboot_ends_all_processes() -> None:
     own = this_process({})
     assert replace(own, boot="another").is_gone(own)
     assert not replace(own, namespace="pid:[1]", start_ticks=1).is_gone(own)
@@ -171,13 +171,13 @@ def test_a_start_that_fails_gives_the_directory_up(
 
 @pytest.mark.parametrize("content", ["", "{}", "no JSON", '{"host": "n1"}'])
 def test_a_file_that_names_no_process_is_kept(tmp_path: Path, content: str) -> None:
-    """Another process may be about to write it."""
+    """The process may not have written the file yet."""
     (tmp_path / NAME).write_text(content)
     other = take(tmp_path / NAME, this_process({}))
     assert other is not None and (tmp_path / NAME).read_text() == content
 
 
-def test_one_of_many_starts_takes_the_file_of_a_process_that_is_gone(tmp_path: Path) -> None:
+def test_only_one_start_replaces_the_file_of_a_process_that_is_gone(tmp_path: Path) -> None:
     (tmp_path / NAME).write_text(json.dumps(vars(replace(this_process({}), start_ticks=1))))
     runs = [start(tmp_path) for _ in range(4)]
     words = [line(run) for run in runs]
@@ -186,7 +186,7 @@ def test_one_of_many_starts_takes_the_file_of_a_process_that_is_gone(tmp_path: P
         end(run)
 
 
-def test_the_file_of_another_process_is_not_removed(tmp_path: Path) -> None:
+def test_the_file_of_a_different_process_is_kept(tmp_path: Path) -> None:
     other = Holder("n1", "", "", 1, 5)
     (tmp_path / NAME).write_text(json.dumps(vars(other)))
     release(tmp_path / NAME, this_process({}))
@@ -200,12 +200,12 @@ def test_the_start_and_the_doctor_say_so(tmp_path: Path, runtime: Runtime, capsy
         assert (tmp_path / "run" / NAME).exists()
         with pytest.raises(ValueError, match="is in use by process"), locked_directory(tmp_path / "run", runtime):
             raise AssertionError("a second job is let in")
-    assert "has no locks, so the file lock.holder in it holds the directory for this run" in capsys.readouterr().err
+    assert "has no locks, so the file lock.holder holds the directory for this run" in capsys.readouterr().err
     assert not (tmp_path / "run" / NAME).exists()
     assert any("has no locks; the file lock.holder holds" in f.words for f in disk(tmp_path) if f.state == "slow")
 
 
-def test_a_file_system_with_locks_has_no_such_file(tmp_path: Path, runtime: Runtime) -> None:
+def test_a_file_system_with_locks_needs_no_file(tmp_path: Path, runtime: Runtime) -> None:
     with locked_directory(tmp_path / "run", runtime):
         assert not (tmp_path / "run" / NAME).exists()
     assert not any("no locks" in f.words for f in disk(tmp_path))

@@ -342,7 +342,7 @@ def test_slurm_says_when_the_job_ends() -> None:
     assert seconds_to_end({}) is None
 
 
-def test_an_end_before_the_start_is_of_another_job() -> None:
+def test_an_end_time_before_the_start_is_ignored() -> None:
     """The run ignores the variable, and names it."""
     environment = {"SLURM_JOB_END_TIME": f"{time.time() - seconds_since_start() - 60:.0f}"}
     assert seconds_to_end(environment) is None
@@ -356,7 +356,7 @@ OF_DAEMON = {
     "SLURM_STEP_NUM_TASKS": "2", "SLURM_PROCID": "1", "SLURM_LOCALID": "0", "SLURM_NODEID": "1",
     "SLURM_STEP_TASKS_PER_NODE": "1(x2)", "SLURM_STEP_NODELIST": "n[1-2]", "SLURM_JOB_ID": "7", "SLURM_STEP_ID": "0",
 }  # fmt: skip
-"""Variables of a step whose tasks are daemons of an MPI launcher, one on each node."""
+"""Variables of a step with one daemon of an MPI launcher per node."""
 
 
 @pytest.mark.parametrize("mpi", [OPEN_MPI, HYDRA], ids=["open-mpi", "intel-mpi"])
@@ -370,7 +370,7 @@ def test_mpirun_inside_a_step_wins(mpi: dict[str, str], step: dict[str, str]) ->
 
 
 def test_srun_with_pmi_is_slurm() -> None:
-    """`srun --mpi=pmi2` sets the rank and size of PMI, and nothing of a local rank."""
+    """`srun --mpi=pmi2` sets the rank and size of PMI, but not the local rank."""
     environment = SLURM | {"PMI_RANK": "9", "PMI_SIZE": "12", "PMI_FD": "5"}
     assert launcher_of(environment) == "slurm" and read_ranks(adopted(environment)) == Ranks(9, 12, 1, 4)
 

@@ -47,8 +47,8 @@ SLURM = "system.slice/slurmstepd.scope/job_7"
 
 
 @pytest.mark.parametrize("limited", ["job_7", "job_7/step_0", "job_7/step_0/user", "slurmstepd.scope"])
-def test_each_parent_of_a_step_may_have_the_limit(tmp_path: Path, limited: str) -> None:
-    """SLURM limits the job, the step or the task, of which the innermost group says nothing."""
+def test_the_limit_of_each_parent_is_found(tmp_path: Path, limited: str) -> None:
+    """SLURM limits the job, the step or the task. The innermost group has no limit."""
     mount = tmp_path / "cgroup"
     path = mount / SLURM / "step_0/user/task_0"
     for folder in (path, *path.parents):

@@ -1,4 +1,4 @@
-"""Metrics of several rounds and ranks, compared with those of all values at once."""
+"""Metrics of several rounds and ranks are equal to the metrics of all values."""
 
 from __future__ import annotations
 

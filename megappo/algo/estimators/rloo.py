@@ -20,7 +20,7 @@ def rloo(*, rewards: Tensor, mask: Tensor, group_ids: Tensor) -> tuple[Tensor, T
     from megappo.algo.masks import clean
 
     groups = Groups.of(clean(rewards, mask), group_ids)
-    # Of n samples, the others' mean lies n / (n - 1) times as far away as the mean of all.
+    # The mean of the other n - 1 samples is n / (n - 1) times as far from a score as the mean of the group.
     others_B = groups.deviations_B * groups.sizes_B / (groups.sizes_B - 1).clamp(min=1)
     advantages_B = groups.scores_B.where(groups.sizes_B <= 1, others_B)
     return spread(advantages_B.to(rewards.dtype), mask)

@@ -355,10 +355,10 @@ class SGLangEngine:
             run.settle()
             with self._sync_seconds.timed("gather"):
                 if shared:
-                    # After the barrier every rank has written its part of this bucket, and servers have read the one
-                    # before, whose buffer the next bucket overwrites on every rank.
+                    # After the barrier, this bucket is complete, and the servers have read the previous bucket. The
+                    # next bucket overwrites the buffer of the previous bucket on every rank.
                     dist.barrier()
-                self._runtime.synchronize()  # another process cannot wait for our CUDA stream: the bytes must be there
+                self._runtime.synchronize()  # another process cannot wait for our CUDA stream
             with self._sync_seconds.timed("load"):
                 run.load([(payload, flats[payload.receiver]) for payload in bucket.payloads])
 

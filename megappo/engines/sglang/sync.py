@@ -25,8 +25,8 @@ from megappo.runtime.objects import receive_object, send_object
 
 @dataclass
 class SyncSeconds:
-    """Seconds of a sync on this rank by phase, of all its attempts. `gather` includes the conversion and the wait for
-    other ranks and for the device."""
+    """Seconds of a sync on this rank by phase, summed over all attempts. `gather` includes the conversion and the wait
+    for other ranks and for the device."""
 
     gather: float = 0.0
     load: float = 0.0
@@ -34,7 +34,7 @@ class SyncSeconds:
     verify: float = 0.0
     session: float = 0.0
     wake: float = 0.0
-    """Before and after the transfer: trainers release memory, and servers start where they must and allocate theirs."""
+    """Before and after the transfer: trainers release memory; servers are started if necessary and allocate memory."""
 
     @property
     def transfer(self) -> float:
