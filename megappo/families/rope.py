@@ -11,7 +11,7 @@ from megappo.families.served import yarn_scale
 if TYPE_CHECKING:  # plans read factors without importing torch
     from torch import Tensor
 
-    from megappo.families.architecture import ArchitectureConfig
+    from megappo.families.architecture import ArchitectureConfig, ModelShape
 
 
 _YARN_OPTIONAL = ("attention_factor", "beta_fast", "beta_slow", "mscale", "mscale_all_dim")
@@ -87,6 +87,36 @@ def _check_number(name: str, value: Any, place: str, reader: str) -> None:
     least, words = _LEAST.get(name, (0.0, "a number above 0"))
     if not is_number or value < least or (value == least and name not in _ZEROS):
         raise ValueError(f"{name} {place} is {show(value)}, must be {words} {reader}; fix config.json")
+
+
+def scaled_positions(shape: ModelShape) -> int:
+    """The number of positions that the rope scaling of config.json describes; 0 without a scaling of positions.
+
+    YaRN multiplies `original_max_position_embeddings` by `factor`. Linear scaling multiplies `max_position_embeddings`.
+    Model cards describe how to switch on YaRN, and usually leave `max_position_embeddings` as it is.
+    """
+    rope: Mapping[str, Any] = getattr(getattr(shape, "hf_config", None), "rope_parameters", None) or {}
+    factor, kind = rope.get("factor"), rope.get("rope_type")
+    if factor is None or kind not in ("yarn", "linear"):
+        return 0
+    original = rope.get("original_max_position_embeddings") if kind == "yarn" else shape.max_position_embeddings
+    return int(factor * (original or 0))
+
+
+def earlier_rope_fields(content: Mapping[str, Any]) -> dict[str, Any]:
+    """Fields of a config.json by which transformers 4 reads the ropes that `rope_parameters` has in transformers 5.
+
+    Without the fields, transformers 4 uses its defaults and prints no warning. Returns an empty dictionary for models
+    that transformers 4 does not support.
+    """
+    ropes: Mapping[str, Any] = content["rope_parameters"]
+    main, local = (ropes, {}) if "rope_type" in ropes else (ropes["full_attention"], ropes["sliding_attention"])
+    if local and content["model_type"] != "gemma3_text":
+        return {}
+    fields = {name: main[name] for name in _PLAIN if name in main}
+    scaling = {name: value for name, value in main.items() if name not in _PLAIN}
+    fields["rope_scaling"] = None if main["rope_type"] == "default" else scaling
+    return {**fields, "rope_local_base_freq": local["rope_theta"]} if local else fields
 
 
 def rotary(arch: ArchitectureConfig) -> tuple[Rope, ...]:

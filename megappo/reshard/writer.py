@@ -24,6 +24,7 @@ from megappo.config.folder_texts import read_object
 from megappo.errors import writing
 from megappo.families.architecture import ArchitectureConfig
 from megappo.families.packed import packed_tensors, stored_shapes
+from megappo.families.rope import earlier_rope_fields
 from megappo.observe.json_values import JSONValue
 from megappo.reshard.files import INDEX, SINGLE
 from megappo.reshard.value_heads import EXPORTED
@@ -58,7 +59,7 @@ def write_policy(
         written = _write_tensors(out, packed_tensors(arch, tensors), stored_shapes(arch), beside)
         _write_config(out, arch, written, model_class, {})
         _write_generation(out, arch, started_from, stop_token_ids)
-        tokenizer.save_pretrained(out)
+        _write_tokenizer(out, tokenizer)
 
 
 def write_critic(
@@ -75,7 +76,7 @@ def write_critic(
     with writing(out):
         written = _write_tensors(out, packed_tensors(arch, tensors), wanted)
         _write_config(out, arch, written, model_class, settings, without=_OF_OTHER_HEADS)
-        tokenizer.save_pretrained(out)
+        _write_tokenizer(out, tokenizer)
 
 
 class _Written(NamedTuple):
@@ -106,6 +107,30 @@ def _write_config(
         if hasattr(config, name):
             delattr(config, name)
     config.save_pretrained(out)
+    _add_earlier_fields(out / "config.json")
+
+
+def _add_earlier_fields(file: Path) -> None:
+    """Add the ropes and the dtype under the names that transformers 4 reads. Transformers 5 reads both forms."""
+    content = read_object(file)
+    content |= {"torch_dtype": content["dtype"], **earlier_rope_fields(content)}
+    _write_json(file, content)
+
+
+def _write_tokenizer(out: Path, tokenizer: PreTrainedTokenizerBase) -> None:
+    """Write the tokenizer with the names that transformers 4 knows. Transformers 5 reads both forms."""
+    tokenizer.save_pretrained(out)
+    file = out / "tokenizer_config.json"
+    content = read_object(file)
+    if content.get("tokenizer_class") == "TokenizersBackend":
+        content["tokenizer_class"] = "PreTrainedTokenizerFast"
+    if isinstance(content.get("extra_special_tokens"), list):
+        content["additional_special_tokens"] = content.pop("extra_special_tokens")
+    _write_json(file, content)
+
+
+def _write_json(file: Path, content: Mapping[str, JSONValue]) -> None:
+    file.write_text(json.dumps(content, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
 
 
 def _write_generation(out: Path, arch: ArchitectureConfig, folder: Path, stop_token_ids: Sequence[int]) -> None:
@@ -117,7 +142,7 @@ def _write_generation(out: Path, arch: ArchitectureConfig, folder: Path, stop_to
         content = {name: token for name, token in special.items() if token is not None}
     if stop_token_ids:
         content["eos_token_id"] = list(stop_token_ids) if len(stop_token_ids) > 1 else stop_token_ids[0]
-    (out / _GENERATION).write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
+    _write_json(out / _GENERATION, content)
 
 
 def _write_tensors(

@@ -7,6 +7,7 @@ import io
 import json
 import re
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -28,12 +29,14 @@ from megappo.config import (
 from megappo.config.grid import Grid
 from megappo.config.model_files import read_architecture
 from megappo.config.roles import CriticSettings, OptimizerSettings, ReferenceSettings
+from megappo.config.rules.rollout import length_rules
 from megappo.config.schema import EvaluationSettings
 from megappo.errors import either
 from megappo.families import FAMILIES
 from megappo.megatron.optimization import rate_schedule
 from megappo.ppo.updates import draw_minibatches
 from tests.support.config import SHAPE
+from tests.support.models import write_model
 from tests.support.places import BASE
 
 HF_CONFIG: dict[str, Any] = {
@@ -244,6 +247,29 @@ def test_longer_than_the_model() -> None:
         )
     with pytest.raises(ConfigError, match="32 of the reference model; shorten both"):
         derive(config_with(), 1, SHAPE, None, dataclasses.replace(SHAPE, max_position_embeddings=32))
+
+
+@pytest.mark.parametrize(
+    ("rope", "positions"),
+    [
+        ({"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 128}, 512),
+        ({"rope_type": "linear", "factor": 2.0}, 512),
+        ({"rope_type": "yarn", "factor": 2.0, "original_max_position_embeddings": 128}, 0),
+        ({"rope_type": "yarn", "factor": None, "original_max_position_embeddings": 64}, 0),
+        ({"rope_type": "llama3", "factor": 8.0, "original_max_position_embeddings": 64}, 0),
+        ({"rope_type": "default"}, 0),
+        ({"full_attention": {"rope_type": "linear", "factor": 8.0}}, 0),
+    ],
+)
+def test_the_error_names_the_length_of_a_rope_scaling(tmp_path: Path, rope: dict[str, Any], positions: int) -> None:
+    """Model cards describe how to switch on YaRN, without a change of max_position_embeddings."""
+    read = read_architecture(write_model(tmp_path / "model", "qwen3", 1))
+    config = SimpleNamespace(rope_parameters={"rope_theta": 1e4, **rope})
+    shape = dataclasses.replace(read, hf_config=config, max_position_embeddings=256)
+    overrides = ("actor.microbatch_budget_tokens=512", "critic.microbatch_budget_tokens=512")
+    (problem,) = length_rules(config_with("rollout.max_response_tokens=200", *overrides), {"actor": shape})
+    end = f"192, or set max_position_embeddings in config.json to {positions}, the length of its rope scaling"
+    assert problem.endswith(end if positions else "set rollout.max_response_tokens to at most 192")
 
 
 def test_reference_stands_on_the_actors_layout() -> None:

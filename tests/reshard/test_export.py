@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from safetensors.torch import load_file
-from transformers import AutoModelForTokenClassification, AutoTokenizer, GenerationConfig
+from transformers import AutoConfig, AutoModelForTokenClassification, AutoTokenizer, GenerationConfig
 
 from megappo.config.model_files import read_architecture
 from megappo.families import FAMILIES
@@ -44,6 +46,56 @@ def test_exports_say_how_to_generate(tmp_path: Path) -> None:
     write(tmp_path / "other", folder)
     settings = GenerationConfig.from_pretrained(tmp_path / "other")
     assert (settings.pad_token_id, settings.eos_token_id) == (0, [1, 3])
+
+
+ROPES: dict[str, dict[str, Any]] = {
+    "default": {},
+    "linear": {"factor": 4.0},
+    "yarn": {"factor": 4.0, "original_max_position_embeddings": 16},
+}
+
+
+WITHOUT_SCALING = (("gemma3_text", "yarn"), ("gemma4_text", "linear"), ("gemma4_text", "yarn"))
+
+
+@pytest.mark.parametrize(("family", "kind"), sorted({*itertools.product(FAMILIES, ROPES)} - {*WITHOUT_SCALING}))
+def test_transformers_4_and_5_read_the_same_rope_and_dtype(tmp_path: Path, family: str, kind: str) -> None:
+    """Transformers 4 reads the fields at the top level of config.json only. Its defaults differ from these values."""
+    folder = write_model(tmp_path / "model", family, 3)
+    config: Any = AutoConfig.from_pretrained(folder)
+    rope = config.rope_parameters if "rope_type" in config.rope_parameters else config.rope_parameters["full_attention"]
+    for name in rope.keys() - {"partial_rotary_factor"} if kind != "default" else ():
+        del rope[name]
+    rope |= {} if kind == "default" else {"rope_type": kind, "rope_theta": 777.0, **ROPES[kind]}
+    config.save_pretrained(folder)
+    write(tmp_path / "out", folder)
+    written = json.loads((tmp_path / "out" / "config.json").read_text())
+    assert written["torch_dtype"] == written["dtype"] == "float32"
+    assert AutoConfig.from_pretrained(tmp_path / "out").rope_parameters == config.rope_parameters
+    if family == "gemma4_text":  # has no form for transformers 4
+        assert "rope_theta" not in written
+        return
+    assert written["rope_theta"] == rope["rope_theta"]
+    assert written.get("partial_rotary_factor") == rope.get("partial_rotary_factor")
+    names = rope.keys() - {"rope_theta", "partial_rotary_factor"}
+    expected = {name: rope[name] for name in names} if rope["rope_type"] != "default" else None
+    assert written["rope_scaling"] == expected
+    if family == "gemma3_text":
+        assert written["rope_local_base_freq"] == config.rope_parameters["sliding_attention"]["rope_theta"]
+
+
+def test_transformers_4_and_5_read_the_same_tokenizer(tmp_path: Path) -> None:
+    """Transformers 4 knows neither the class TokenizersBackend nor a list of `extra_special_tokens`."""
+    folder = write_model(tmp_path / "model", "llama", 3)
+    tokenizer = AutoTokenizer.from_pretrained(TINY, extra_special_tokens=["<one>", "<two>"])
+    arch, tensors = read_architecture(folder), load_file(folder / "model.safetensors")
+    write_policy(tmp_path / "out", arch, tensors.items(), tokenizer, started_from=folder, stop_token_ids=(1,))
+    written = json.loads((tmp_path / "out" / "tokenizer_config.json").read_text())
+    assert written["tokenizer_class"] == "PreTrainedTokenizerFast" and "extra_special_tokens" not in written
+    assert written["additional_special_tokens"] == ["<one>", "<two>"]
+    read = AutoTokenizer.from_pretrained(tmp_path / "out")
+    assert read.get_vocab() == tokenizer.get_vocab() and read.all_special_ids == tokenizer.all_special_ids
+    assert read.encode("<two>1+2=") == tokenizer.encode("<two>1+2=")
 
 
 def test_files_follow_the_umask(tmp_path: Path) -> None:

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 
 from megappo.config.schema import Config
 from megappo.families.architecture import ModelShape
+from megappo.families.rope import scaled_positions
 
 
 def length_rules(config: Config, shapes: dict[str, ModelShape]) -> Iterator[str]:
@@ -21,6 +22,11 @@ def length_rules(config: Config, shapes: dict[str, ModelShape]) -> Iterator[str]
             if config.rollout.total_tokens(prompt, response) > room:
                 fits = room - prompt
                 remedy = f"set {section}.max_response_tokens to at most {fits}" if fits > 0 else "shorten both"
+                scaled = scaled_positions(shape)
+                if scaled > room:
+                    remedy += (
+                        f", or set max_position_embeddings in config.json to {scaled}, the length of its rope scaling"
+                    )
                 yield (
                     f"data.max_prompt_tokens {prompt} + {section}.max_response_tokens {response} = {prompt + response} "
                     f"is above max_position_embeddings {room} of the {name} model; {remedy}"
