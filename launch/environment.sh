@@ -12,6 +12,7 @@ if [[ $ROOT == */megappo/shipped ]]; then # where pip installed it, in an enviro
     [[ $ROOT =~ ^(.*)/lib(64)?/python3\.[0-9]+/[^/]+/megappo/shipped$ ]] && installed=${BASH_REMATCH[1]}/bin/python
     export MEGAPPO_PYTHON=${MEGAPPO_PYTHON:-${installed:-$(type -P python)}}
 fi
+[[ $ROOT == */megappo/shipped ]] || export MEGAPPO_LAUNCH="$ROOT/launch" # for the command lines that megappo prints
 if [[ $ROOT == *:* ]]; then
     echo "megappo: error: the repository's path '$ROOT' contains a ':', which separates paths in PYTHONPATH; move the repository" >&2
     exit 2

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shlex
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import replace
@@ -10,11 +9,12 @@ from itertools import chain
 
 from megappo.commands import ranks_option
 from megappo.config import Config, ConfigError, derive, describe, print_rows
+from megappo.config.start_lines import training_line
 from megappo.doctor.findings import Finding, fine, until_refused
 from megappo.doctor.inputs import method_findings, origin_findings, prompt_findings, scored_findings
 from megappo.doctor.machine import disk
 from megappo.doctor.settings import fit_finding, weight_findings
-from megappo.doctor.software import generation_finding
+from megappo.doctor.software import generation_finding, logger_findings
 from megappo.plan.engines import other_engine
 from megappo.plan.here import this_machine
 from megappo.plan.inputs import Models
@@ -60,6 +60,7 @@ def dry_run(
         "data": refusals if inputs is None else prompt_findings(config, models, ranks, inputs),
         "reward": scored_findings(config),
         "algorithm": method_findings(config),
+        "logger": logger_findings(config),
         "weights": weight_findings(config),
         "starts from": origin_findings(config),
         "machine": _of_machine(config),
@@ -121,6 +122,6 @@ def _spent(config: Config, models: Models, ranks: int, machine: Machine) -> Iter
 
 
 def _command(config_path: str, overrides: Sequence[str], ranks: int, machine: Machine) -> str:
-    words, options = shlex.join(["-m", "megappo", "train", config_path, *overrides]), machine.torchrun_options(ranks)
-    each = ", on each machine; HOST is the first" if "HOST" in options else ""
-    return f"torchrun {options} {words}{each}"
+    nodes, per_node = machine.nodes_of(ranks)
+    each = ", on each machine; HOST is the first" if nodes > 1 else ""
+    return training_line(nodes, per_node, ["train", config_path, *overrides]) + each

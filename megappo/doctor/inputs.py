@@ -22,7 +22,6 @@ from megappo.doctor.settings import reward_model_findings
 from megappo.doctor.software import reward_findings
 from megappo.environments.registry import make_environment_context
 from megappo.errors import one_line, shortened
-from megappo.observe.loggers import find_logger
 from megappo.plan.inputs import Models
 from megappo.plugins import is_import_path
 from megappo.ppo.components import check_answers
@@ -155,14 +154,11 @@ def _prompt_text(record: Record) -> str:
 
 
 def method_findings(config: Config) -> Iterator[Finding]:
-    """Estimator and policy loss, tried on a few numbers, and loggers, which are not made."""
+    """Checks of the estimator and the policy loss on a few numbers."""
     check_methods(config)
     own = [name for name in (config.algorithm.estimator, config.algorithm.policy_loss) if is_import_path(name)]
     if own:
         yield fine("algorithm", f"{' and '.join(own)}: imported, and tried on six tokens")
-    for path, options in config.logging.loggers.items():
-        find_logger(path, options)
-        yield fine("logger", f"{path}: imported, and takes its options")
 
 
 def origin_findings(config: Config) -> Iterator[Finding]:

@@ -5,7 +5,8 @@ from __future__ import annotations
 import importlib
 import importlib.util
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -18,6 +19,8 @@ from megappo.config import Config
 from megappo.doctor.findings import Finding, broken, fine, from_sentence, slow
 from megappo.engines.registry import find_engine
 from megappo.errors import how_to_install, reason
+from megappo.observe.loggers import find_logger
+from megappo.observe.wandb_log import import_wandb
 from megappo.plugins import is_import_path
 from megappo.runtime.accelerations import FUSED_GRADIENTS, Accelerations, find_accelerations
 from megappo.runtime.packages import installed_version
@@ -41,6 +44,8 @@ def software_findings(config: Config | None) -> Iterator[Finding]:
         versions = ", ".join(f"{name} {installed_version(name)}" for name in _SHOWN)
         yield fine("packages", f"{versions} and {len(REQUIRED) - len(_SHOWN)} others")
     yield from reward_findings(config)
+    if config is not None:
+        yield from logger_findings(config)
     yield generation_finding(config)
     if any(f.check in ("torch", "megatron-core") for f in unfit):
         return
@@ -89,6 +94,23 @@ def reward_findings(config: Config | None) -> Iterator[Finding]:
             yield broken("reward", f"{package} is not installed", how_to_install("tasks"))
         else:
             yield fine("reward", f"{package} {version}")
+
+
+def logger_findings(config: Config) -> Iterator[Finding]:
+    """Imports of wandb and of the user's loggers. No logger is started."""
+    imports: dict[str, Callable[[], object]] = {
+        path: partial(find_logger, path, options) for path, options in config.logging.loggers.items()
+    }
+    if config.logging.wandb_project is not None:
+        imports["wandb"] = partial(import_wandb, config.logging.wandb_project)
+    for name, load in imports.items():
+        try:
+            load()
+        except ValueError as error:
+            yield from_sentence("logger", "broken", str(error))
+        else:
+            words = f"version {installed_version('wandb')}" if name == "wandb" else "imported, and takes its options"
+            yield fine("logger", f"{name}: {words}")
 
 
 def generation_finding(config: Config | None) -> Finding:

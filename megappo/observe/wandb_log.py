@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import importlib
 import re
 import uuid
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 from megappo.errors import ConfigError, how_to_install, reason
 from megappo.observe.distributions import Distribution
@@ -14,6 +16,27 @@ from megappo.observe.plain_files import plain_text
 
 ID_FILE = "wandb-id"
 """File of the run directory with the run's id there."""
+
+
+def import_wandb(project: str) -> Any:
+    """Import the package wandb. Raises ConfigError if the package is not installed, or if its import fails.
+
+    Earlier runs leave a folder `wandb` in the working directory. Python imports this folder as an empty package if the
+    real package is not installed.
+    """
+    place, remedy = f"logging.wandb_project is '{project}', but wandb", how_to_install("wandb")
+    try:
+        wandb = importlib.import_module("wandb")
+    except ModuleNotFoundError as error:
+        if error.name != "wandb":
+            raise ConfigError(f"{place} cannot be imported: {reason(error)}; {remedy}") from error
+        raise ConfigError(f"{place} is not installed; {remedy}") from error
+    except Exception as error:
+        raise ConfigError(f"{place} cannot be imported: {reason(error)}; {remedy}") from error
+    if not hasattr(wandb, "init"):
+        folder = next(iter(getattr(wandb, "__path__", ())), "wandb")
+        raise ConfigError(f"{place} is not installed, and Python imports the folder {folder} instead; {remedy}")
+    return wandb
 
 
 class WandbLogger:
@@ -32,13 +55,7 @@ class WandbLogger:
         `settings`: `logging.wandb_run`. Raises ConfigError where wandb is not installed or does not start one.
         """
         self._wanted = f"logging.wandb_project is '{project}', but"
-        try:
-            import wandb
-        except ModuleNotFoundError as error:
-            if error.name != "wandb":
-                raise
-            raise ConfigError(f"{self._wanted} wandb is not installed; {how_to_install('wandb')}") from error
-        self._wandb = wandb
+        self._wandb = import_wandb(project)
         self._sends_samples = bool(settings.get("samples"))
         given = {name: settings[name] for name in ("entity", "group", "mode") if settings.get(name) is not None}
         named = settings.get("tags")

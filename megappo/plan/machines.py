@@ -85,14 +85,12 @@ class Machine:
         """Whether all ranks from the first to the last are in one node."""
         return self.shared_by_ranks or first_rank // self.devices_per_node == last_rank // self.devices_per_node
 
-    def torchrun_options(self, ranks: int) -> str:
-        """Options of torchrun that start this number of ranks on the fewest machines. All machines have the same number
-        of ranks, and at most one rank per device. `HOST` is a placeholder for the first of several machines."""
+    def nodes_of(self, ranks: int) -> tuple[int, int]:
+        """The number of nodes and of ranks on each node, for the fewest nodes. All nodes have the same number of ranks,
+        and at most one rank per device."""
         fewest = 1 if self.shared_by_ranks else -(-ranks // self.devices_per_node)
         nodes = next(count for count in range(fewest, ranks + 1) if ranks % count == 0)
-        if nodes == 1:
-            return f"--nproc-per-node {ranks}"
-        return f"--nnodes {nodes} --nproc-per-node {ranks // nodes} --rdzv-backend c10d --rdzv-endpoint HOST:29500"
+        return nodes, ranks // nodes
 
     @property
     def usable_bytes(self) -> float:

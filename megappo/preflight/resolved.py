@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Literal
 
 from megappo.config import Config, ConfigError, Derived, check_run, derive, derive_run, resolve
 from megappo.config.roles import LayoutSettings
+from megappo.config.start_lines import training_line
 from megappo.plan.planner import default_machine, fewest_ranks, models_beside, read_models
 from megappo.runtime.launchers import read_world_size
 
@@ -122,8 +123,8 @@ def _derived(command: str, config: Config, world_size: int) -> Derived:
         raise ConfigError(
             [
                 *error.problems,
-                f"this is 1 process, and the layouts stand on {fewest}; start under torchrun with {fewest}: torchrun "
-                f"{default_machine(config).torchrun_options(fewest)} -m megappo {command} ...",
+                f"this is 1 process, and the layouts stand on {fewest}; start {fewest}: "
+                f"{training_line(*default_machine(config).nodes_of(fewest), [command, '...'])}",
             ]
         ) from None
 

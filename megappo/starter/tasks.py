@@ -6,6 +6,9 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from megappo.config import ConfigError
+from megappo.config.chat_template import template_in
+from megappo.config.model_files import read_config_json
 from megappo.starter.commented_yaml import Setting
 from megappo.starter.target import RunTarget
 
@@ -34,6 +37,39 @@ class StarterRequest:
     """Folder of the quickstart's model, which knows nothing but digits and signs."""
 
 
+@dataclass(frozen=True)
+class ModelFolder:
+    """Properties of a model's folder that decide settings. A model that is not on this machine has the defaults."""
+
+    positions: int = 40_960
+    """Tokens of the longest sequence."""
+    has_template: bool = True
+    """Whether the tokenizer has a chat template."""
+    has_weights: bool = True
+    is_tiny: bool = False
+    """Whether this is the model of the quickstart."""
+
+    @classmethod
+    def read(cls, model: str, request: StarterRequest) -> ModelFolder:
+        """Read the folder. Raises ConfigError for the quickstart's model with a task that has words in its prompts."""
+        folder = Path(model)
+        if not (folder / "config.json").is_file():
+            return cls()
+        is_tiny = folder.resolve() == request.sums.resolve()
+        if is_tiny and request.task != "jsonl":
+            raise ConfigError(
+                f"--model '{model}' has tokens for digits and signs only, and the prompts of {request.task} have "
+                "words; use the task jsonl or another --model"
+            )
+        positions = read_config_json(folder).get("max_position_embeddings")
+        return cls(
+            positions if isinstance(positions, int) else cls.positions,
+            bool(template_in(folder)),
+            any(folder.glob("*.safetensors")),
+            is_tiny,
+        )
+
+
 def models(request: StarterRequest, target: RunTarget) -> Sequence[str]:
     """Models to try, the largest first."""
     if request.model is not None:
@@ -46,14 +82,15 @@ def models(request: StarterRequest, target: RunTarget) -> Sequence[str]:
 
 
 def settings_of(request: StarterRequest, target: RunTarget, model: str) -> list[Setting]:
-    """The settings of a task with a model."""
-    is_tiny = model == str(request.sums)
+    """The settings of a task with a model. Raises ConfigError as `ModelFolder.read` does."""
+    folder = ModelFolder.read(model, request)
+    prompt_tokens = 16 if folder.is_tiny else min(1024, folder.positions // 2)
     return [
         *_run(request, target),
-        *_model(target, model, is_tiny=is_tiny),
-        *_roles(request, is_tiny=is_tiny),
-        *_data(request, model, is_tiny=is_tiny),
-        *_rollout(request, target, is_tiny=is_tiny),
+        *_model(target, model, folder),
+        *_roles(request, is_random=not folder.has_weights),
+        *_data(request, model, folder, prompt_tokens),
+        *_rollout(request, target, folder, folder.positions - prompt_tokens),
         *_reward(request),
         *_end(request),
     ]
@@ -69,12 +106,11 @@ def _run(request: StarterRequest, target: RunTarget) -> Iterator[Setting]:
     yield Setting("run.seed", 1, "the same seed on the same machine gives the same run")
 
 
-def _model(target: RunTarget, model: str, *, is_tiny: bool) -> Iterator[Setting]:
+def _model(target: RunTarget, model: str, folder: ModelFolder) -> Iterator[Setting]:
     yield Setting("model.path", model, "a folder, or a name of the Hugging Face hub, which is fetched once per machine")
-    if is_tiny:
-        yield Setting(
-            "model.init", "random", "a model of 16 words to try things with: name one of yours, and remove this"
-        )
+    if not folder.has_weights:
+        is_tiny = "a model of 16 words to try things with: name one of yours, and remove this"
+        yield Setting("model.init", "random", is_tiny if folder.is_tiny else "the folder of the model has no weights")
     if target.machine.is_cuda:
         yield Setting("model.dtype", "bfloat16", "weights and activations; the optimizer keeps float32 copies")
     else:
@@ -82,7 +118,7 @@ def _model(target: RunTarget, model: str, *, is_tiny: bool) -> Iterator[Setting]
         yield Setting("runtime.device", "cpu", "no GPU was found here: remove it where there is one")
 
 
-def _roles(request: StarterRequest, *, is_tiny: bool) -> Iterator[Setting]:
+def _roles(request: StarterRequest, *, is_random: bool) -> Iterator[Setting]:
     if request.task == "lora":
         for role in ("actor", "critic"):
             why = "adapters are trained, and the weights stand still: no gradients and no optimizer state of them"
@@ -92,14 +128,14 @@ def _roles(request: StarterRequest, *, is_tiny: bool) -> Iterator[Setting]:
         yield Setting("critic.optimizer.learning_rate", 5.0e-5, "the critic starts from nothing and may learn faster")
         yield Setting("reference.share_actor_base", True, "the actor without its adapters: no second model")
         return
-    actor, critic = (1.0e-3, 2.0e-3) if is_tiny else (1.0e-6, 1.0e-5)
-    why = "random weights of a small model take large steps" if is_tiny else "the usual rate for whole models in PPO"
+    actor, critic = (1.0e-3, 2.0e-3) if is_random else (1.0e-6, 1.0e-5)
+    why = "random weights of a small model take large steps" if is_random else "the usual rate for whole models in PPO"
     yield Setting("actor.optimizer.learning_rate", actor, why)
     yield Setting("critic.optimizer.learning_rate", critic, "the critic starts from nothing and may learn faster")
     yield Setting("reference", {}, "a frozen copy of the model, from which the KL term is measured")
 
 
-def _data(request: StarterRequest, model: str, *, is_tiny: bool) -> Iterator[Setting]:
+def _data(request: StarterRequest, model: str, folder: ModelFolder, prompt_tokens: int) -> Iterator[Setting]:
     if request.task == "jsonl":
         yield Setting(
             "data.train.source", str(request.data), "lines with `prompt` and `answer`; parquet files do as well"
@@ -107,14 +143,14 @@ def _data(request: StarterRequest, model: str, *, is_tiny: bool) -> Iterator[Set
     else:
         yield Setting("data.train.source", str(request.data / "train.parquet"), "megappo data prepare gsm8k writes it")
         yield Setting("data.validation.source", str(request.data / "test.parquet"), "scored by evaluations alone")
-    if is_tiny:
+    if not folder.has_template:
         yield Setting("data.apply_chat_template", False, "this model has no chat template; others want theirs")
     elif model in _THINKING:
         yield Setting("data.chat_template_options", {"enable_thinking": False}, "thoughts would have no room")
-    yield Setting("data.max_prompt_tokens", 16 if is_tiny else 1024, "longer prompts are refused when the run starts")
+    yield Setting("data.max_prompt_tokens", prompt_tokens, "longer prompts are left out, and the run prints how many")
 
 
-def _rollout(request: StarterRequest, target: RunTarget, *, is_tiny: bool) -> Iterator[Setting]:
+def _rollout(request: StarterRequest, target: RunTarget, folder: ModelFolder, most_tokens: int) -> Iterator[Setting]:
     if target.machine.is_cuda:
         yield Setting("rollout.engine", "sglang", "generates on the trainers' own GPUs, and sleeps while they train")
     else:
@@ -124,12 +160,16 @@ def _rollout(request: StarterRequest, target: RunTarget, *, is_tiny: bool) -> It
     yield Setting("rollout.samples_per_prompt", 4, "answers to each prompt")
     for role in ("actor", "critic"):
         yield Setting(f"{role}.minibatch_sequences", prompts, "a quarter of the samples: four updates in a step")
-    if is_tiny:
+    if folder.is_tiny:
         yield Setting("rollout.max_response_tokens", 4, "an answer of two digits and its end")
     elif request.task == "tools":
-        yield Setting("rollout.max_response_tokens", 2048, "of all turns, and of what tools say between them")
+        yield Setting(
+            "rollout.max_response_tokens", min(2048, most_tokens), "of all turns, and of what tools say between them"
+        )
     else:
-        yield Setting("rollout.max_response_tokens", 1024, "longer answers are cut: watch response/truncated")
+        yield Setting(
+            "rollout.max_response_tokens", min(1024, most_tokens), "longer answers are cut: watch response/truncated"
+        )
     if request.task == "tools":
         tools = {"format": "qwen", "tools": ["calculator"]}
         yield Setting("rollout.environment.name", "tools", "a reply that calls no tool ends the episode")

@@ -10,6 +10,7 @@ from pathlib import Path
 import yaml
 
 from megappo.config import ConfigError, load_config
+from megappo.config.start_lines import command_line, sbatch_line, training_line
 from megappo.plan.planner import planning
 from megappo.plan.search import Proposal, best_layouts, remedy
 from megappo.starter.commented_yaml import Setting, overridden, to_yaml
@@ -85,12 +86,13 @@ def _head(request: StarterRequest, target: RunTarget, output: Path, proposal: Pr
 
 def next_commands(request: StarterRequest, target: RunTarget, output: Path) -> Sequence[str]:
     """Commands for what comes next."""
-    data = [] if request.task == "jsonl" else [f"megappo data prepare gsm8k {request.data}"]
-    where = f" --machine {target.machine.name} --gpus {target.ranks}" if target.machine.is_cuda else ""
+    config = str(output)
+    data = [] if request.task == "jsonl" else [command_line("data", "prepare", "gsm8k", str(request.data))]
+    where = ("--machine", target.machine.name, "--gpus", str(target.ranks)) if target.machine.is_cuda else ()
     if target.scheduler and target.machine.is_cuda:
-        start = f"sbatch --nodes {target.nodes} --gpus-per-node {target.devices} launch/slurm/ppo.sbatch {output}"
-    elif target.nodes > 1:
-        start = f"launch/torchrun.sh {target.devices} train {output}    # on every node; see launch/README.md"
+        start = sbatch_line(target.nodes, target.devices, output)
     else:
-        start = f"launch/torchrun.sh {target.ranks} train {output}"
-    return (*data, f"megappo plan {output}{where}", f"megappo train --dry-run {output}{where}", start)
+        each = "    # on each node; HOST is the first" if target.nodes > 1 else ""
+        start = training_line(target.nodes, target.devices, ["train", config]) + each
+    plan, dry_run = command_line("plan", config, *where), command_line("train", "--dry-run", config, *where)
+    return (*data, plan, dry_run, start)

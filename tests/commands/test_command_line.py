@@ -271,15 +271,17 @@ def test_an_evaluation_says_what_it_computes(
 def test_one_process_is_told_how_many_there_should_be(
     calls: list[tuple[Any, ...]],
     capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
     command: str,
     layouts: tuple[str, ...],
     fewest: int,
 ) -> None:
     """But for an evaluation with an engine inside the process, which needs no layout."""
+    monkeypatch.delenv("MEGAPPO_LAUNCH", raising=False)
     servers = ("rollout.engine=sglang", "rollout.sglang={placement: colocated, tensor_parallel: 1}")
     assert main([command, str(QUICKSTART), *layouts, *servers]) == 2
     said = capsys.readouterr().err
-    assert f"this is 1 process, and the layouts stand on {fewest}; start under torchrun with {fewest}: torchrun" in said
+    assert f"this is 1 process, and the layouts stand on {fewest}; start {fewest}: torchrun --nproc-per-node" in said
     assert f"--nproc-per-node {fewest} -m megappo {command}" in said and calls == []
     assert main([command, str(QUICKSTART), *layouts]) == (0 if command == "eval" else 2)
     if command == "eval":

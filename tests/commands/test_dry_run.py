@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import re
 
 import pytest
@@ -16,6 +17,7 @@ pytestmark = pytest.mark.waits
 @pytest.fixture(autouse=True)
 def repository(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(ROOT)
+    monkeypatch.delenv("MEGAPPO_LAUNCH", raising=False)
 
 
 def dry_run(capsys: pytest.CaptureFixture[str], *words: str) -> str:
@@ -31,6 +33,15 @@ def test_updates_of_epochs_are_counted(capsys: pytest.CaptureFixture[str], epoch
     assert f"{epochs:g} epochs of 25 prompts = {steps} steps" in output.replace("epoch of", "epochs of")
     assert output.count(f"= 4 per step, {4 * steps} in all") == 2
     assert f"0.001 linear, warm-up {2 * steps}" in output
+
+
+@pytest.mark.skipif(importlib.util.find_spec("wandb") is not None, reason="wandb is installed")
+def test_missing_packages_of_loggers_are_reported(capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["logging.wandb_project=sums", "logging.loggers={no_such_module:Logger: {}}"]
+    assert main(["train", "configs/quickstart.yaml", "--dry-run", *words]) == 2
+    errors = " ".join(capsys.readouterr().err.split())
+    assert "logging.wandb_project is 'sums', but wandb is not installed; pip install '.[wandb]'" in errors
+    assert "logging.loggers 'no_such_module:Logger'" in errors
 
 
 @pytest.mark.parametrize(
@@ -57,7 +68,4 @@ def test_the_command_starts_one_process_per_device(
     ("ranks", "nodes"), [(1, 1), (7, 1), (8, 1), (9, 3), (12, 2), (16, 2), (20, 4), (24, 3), (13, 13), (4096, 512)]
 )
 def test_each_machine_has_the_same_number_of_ranks(ranks: int, nodes: int) -> None:
-    options = MACHINES["h100"].torchrun_options(ranks)
-    per_node = ranks // nodes
-    assert f"--nproc-per-node {per_node}" in options and per_node <= 8
-    assert ("--nnodes" in options) == (nodes > 1) and (nodes == 1 or f"--nnodes {nodes} " in options)
+    assert MACHINES["h100"].nodes_of(ranks) == (nodes, ranks // nodes) and ranks // nodes <= 8

@@ -3,19 +3,22 @@
 from __future__ import annotations
 
 import dataclasses
+import importlib.util
 import json
+import sys
 import tomllib
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
-from megappo.config import ConfigError, Derived, RoleNumbers
+from megappo.config import ConfigError, Derived, RoleNumbers, load_config
 from megappo.config.grid import Grid
 from megappo.doctor.findings import Finding, any_broken, as_text, broken, fine, merge, slow, until_refused
 from megappo.doctor.network import GroupKind, Measured, group_kinds, judge
-from megappo.doctor.software import REQUIRED, SGLANG, holds
+from megappo.doctor.software import REQUIRED, SGLANG, holds, logger_findings
 from megappo.errors import RunError
-from tests.support.places import ROOT
+from tests.support.places import BASE, ROOT
 
 
 def test_requirements_are_those_of_setup() -> None:
@@ -41,6 +44,38 @@ def test_requirements_are_those_of_setup() -> None:
 )
 def test_versions(version: str, bounds: str, kept: bool) -> None:
     assert holds(version, bounds) is kept
+
+
+@pytest.fixture
+def fresh_wandb(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Python searches `tmp_path` for wandb, and the test imports wandb for the first time."""
+    monkeypatch.syspath_prepend(tmp_path)
+    before = sys.modules.pop("wandb", None)
+    yield
+    sys.modules.pop("wandb", None)
+    if before is not None:
+        sys.modules["wandb"] = before
+
+
+@pytest.mark.usefixtures("fresh_wandb")
+@pytest.mark.skipif(importlib.util.find_spec("wandb") is not None, reason="wandb is installed")
+@pytest.mark.parametrize("has_folder", [False, True])
+def test_wandb_must_be_installed(tmp_path: Path, has_folder: bool) -> None:
+    """An earlier run leaves a folder `wandb`. Python imports the folder as an empty package."""
+    if has_folder:
+        (tmp_path / "wandb" / "offline-run-1").mkdir(parents=True)
+    (finding,) = logger_findings(load_config(BASE, ["logging.wandb_project=sums"]))
+    instead = f", and Python imports the folder {tmp_path / 'wandb'} instead" if has_folder else ""
+    words = f"logging.wandb_project is 'sums', but wandb is not installed{instead}; pip install '.[wandb]'"
+    assert finding.state == "broken" and finding.sentence().startswith(words)
+
+
+@pytest.mark.usefixtures("fresh_wandb")
+def test_a_package_wandb_that_cannot_be_imported(tmp_path: Path) -> None:
+    (tmp_path / "wandb").mkdir()
+    (tmp_path / "wandb" / "__init__.py").write_text("import no_such_package\n")
+    (finding,) = logger_findings(load_config(BASE, ["logging.wandb_project=sums"]))
+    assert "but wandb cannot be imported: " in finding.sentence() and "no_such_package" in finding.sentence()
 
 
 def test_lines_name_the_machines() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 from pathlib import Path
 
 import pyarrow as pa
@@ -20,6 +21,7 @@ from megappo.starter.target import file_system, find_target
 from megappo.starter.tasks import TASKS
 from tests.support.episodes import tokenizer
 from tests.support.models import write_model
+from tests.support.places import ROOT
 
 TEMPLATE = (
     "{% if tools %}<|im_start|>system\n{{ tools | tojson }}<|im_end|>\n{% endif %}"
@@ -45,6 +47,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def empty(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """An empty working directory, on a machine without GPUs and scheduler, with GSM8K as it is prepared."""
     monkeypatch.chdir(tmp_path)
+    monkeypatch.delenv("MEGAPPO_LAUNCH", raising=False)
     monkeypatch.setenv("PATH", str(tmp_path / "bin"))
     for variable in ("RANK", "WORLD_SIZE", "SLURM_JOB_ID"):
         monkeypatch.delenv(variable, raising=False)
@@ -80,6 +83,36 @@ def test_what_is_written_is_planned_and_passes_the_dry_run(
     assert main(["plan", "mine.yaml", *machine]) == 0
     assert main(["train", "--dry-run", "mine.yaml", *machine]) == 0
     assert "dry run" in capsys.readouterr().out
+
+
+@pytest.mark.waits
+@pytest.mark.parametrize("path", [ROOT / "configs/models/tiny_arithmetic", "models/tiny"])
+def test_the_model_of_the_quickstart_passes_the_dry_run(
+    path: Path | str, empty: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    if isinstance(path, str):
+        (empty / "models").mkdir()
+        (empty / path).symlink_to(ROOT / "configs/models/tiny_arithmetic")
+    assert main(["init", "--model", str(path), "--output", "tiny.yaml"]) == 0
+    settings = yaml.safe_load(Path("tiny.yaml").read_text())
+    assert settings["model"] == {"path": str(path), "init": "random", "dtype": "float32"}
+    assert main(["train", "--dry-run", "tiny.yaml"]) == 0
+    assert main(["init", "gsm8k", "--model", str(path)]) == 2
+    assert "has tokens for digits and signs only, and the prompts of gsm8k have words" in capsys.readouterr().err
+
+
+@pytest.mark.waits
+def test_lengths_and_template_follow_the_model(model: Path, empty: Path) -> None:
+    short = empty / "short"
+    shutil.copytree(model, short)
+    content = json.loads((short / "config.json").read_text()) | {"max_position_embeddings": 512}
+    (short / "config.json").write_text(json.dumps(content))
+    (short / "chat_template.jinja").unlink()
+    assert main(["init", "--model", str(short)]) == 0
+    settings = yaml.safe_load(Path("jsonl.yaml").read_text())
+    assert (settings["data"]["max_prompt_tokens"], settings["rollout"]["max_response_tokens"]) == (256, 256)
+    assert settings["data"]["apply_chat_template"] is False and "init" not in settings["model"]
+    assert main(["train", "--dry-run", "jsonl.yaml"]) == 0
 
 
 @pytest.mark.waits
@@ -182,7 +215,8 @@ def test_a_cluster_is_told_how_to_start(model: Path, empty: Path, capsys: pytest
     assert main(["init", "gsm8k", "--model", str(model), "--nodes", "2"]) == 0
     said = capsys.readouterr().out
     assert "megappo plan gsm8k.yaml --machine h100 --gpus 16" in said
-    assert "sbatch --nodes 2 --gpus-per-node 8 launch/slurm/ppo.sbatch gsm8k.yaml" in said
+    line = f"sbatch --nodes 2 --gpus-per-node 8 {ROOT / 'launch/slurm/ppo.sbatch'} {empty / 'gsm8k.yaml'}"
+    assert f"  MEGAPPO_ROOT={ROOT} {line}\n" in said
     assert "all nodes must see it" in Path("gsm8k.yaml").read_text()
     assert main(["init", "lora", "--model", str(model)]) == 0, "one device of those that are found"
     assert "--gpus 1" in capsys.readouterr().out

@@ -1,0 +1,66 @@
+"""Command lines that users copy from the output into the shell in which they started megappo."""
+
+from __future__ import annotations
+
+import os
+import shlex
+import shutil
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from megappo.config.shipped import shipped_file
+
+_LAUNCH = "MEGAPPO_LAUNCH"
+"""Variable that launch/environment.sh sets to the folder of the scripts in a clone. The scripts select the environment,
+so the user's shell has neither `megappo` nor `torchrun`. pip installs both, and the variable is then unset."""
+
+
+def command_line(*words: str) -> str:
+    """A line that runs a command of megappo."""
+    return f"{_megappo()} {shlex.join(words)}"
+
+
+def training_line(nodes: int, per_node: int, words: Sequence[str]) -> str:
+    """A line that starts a command on `nodes` machines with `per_node` processes each. `HOST` is a placeholder for the
+    first of several machines."""
+    if _LAUNCH in os.environ:
+        options = [str(per_node)] if nodes == 1 else ["--nodes", str(nodes), "--head", "HOST:29500", str(per_node)]
+        return shlex.join([_script("torchrun.sh"), *options, *words])
+    options = ["--nproc-per-node", str(per_node), "-m", "megappo", *words]
+    if nodes > 1:
+        options[:0] = ["--nnodes", str(nodes), "--rdzv-backend", "c10d", "--rdzv-endpoint", "HOST:29500"]
+    program = "torchrun" if shutil.which("torchrun") else f"{_python()} -m torch.distributed.run"
+    return f"{program} {shlex.join(options)}"
+
+
+def sbatch_line(nodes: int, per_node: int, config: Path) -> str:
+    """A line that submits a run to SLURM. The job of a clone runs in the clone's folder, so the line has whole paths if
+    the working directory is a different folder."""
+    root, script = shipped_file(), shipped_file("launch", "slurm", "ppo.sbatch")
+    is_here, is_installed = root == Path.cwd(), root.name == "shipped"
+    file = config if is_here or is_installed else config.absolute()
+    words = ["sbatch", "--nodes", str(nodes), "--gpus-per-node", str(per_node), _shown(script), str(file)]
+    return shlex.join(words) if is_here else f"MEGAPPO_ROOT={shlex.quote(str(root))} {shlex.join(words)}"
+
+
+def _megappo() -> str:
+    if _LAUNCH in os.environ:
+        return shlex.quote(_script("megappo"))
+    return "megappo" if shutil.which("megappo") else f"{_python()} -m megappo"
+
+
+def _script(name: str) -> str:
+    return _shown(Path(os.environ[_LAUNCH], name))
+
+
+def _python() -> str:
+    active = shutil.which("python")
+    is_own = active is not None and os.path.realpath(active) == os.path.realpath(sys.executable)
+    return "python" if is_own else shlex.quote(sys.executable)
+
+
+def _shown(file: Path) -> str:
+    """The path relative to the working directory if the file is below the working directory, otherwise the whole
+    path."""
+    return str(file.relative_to(Path.cwd()) if file.is_relative_to(Path.cwd()) else file)
