@@ -84,7 +84,7 @@ def test_a_dollar_sign_in_the_name_of_an_existing_folder_is_no_variable(tmp_path
     with pytest.raises(ConfigError, match=r"has the variable \$b"):
         load_config(BASE, [f"run.directory={folder}/run"])
     folder.mkdir()
-    assert load_config(BASE, [f"run.directory={folder}/run"]).run.directory == f"{folder}/run"
+    assert load_config(BASE, [f"run.directory={folder}/run"]).run.path == folder / "run"
     with pytest.raises(ConfigError, match=r"has the variable \$c"):
         load_config(BASE, [f"run.directory={folder}/run-$c"])
 

@@ -139,7 +139,9 @@ def keep(part: Part, options: Sequence[str], told: Path) -> int:
     """Run the part beside a nursery; pytest's exit code. This process adopts descendants whose parents have ended, so
     that the CPU time of all of them is counted."""
     os.setsid()
-    signal.signal(signal.SIGTERM, signal.SIG_DFL)  # tests, and what they fork, end by it as in a process of their own
+    # Tests and their children handle signals as if pytest was started alone. nohup ignores SIGHUP.
+    for number in (signal.SIGTERM, signal.SIGHUP):
+        signal.signal(number, signal.SIG_DFL)
     ctypes.CDLL(None).prctl(_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
     said = os.open(part.log, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
     os.dup2(os.open(os.devnull, os.O_RDONLY), 0)

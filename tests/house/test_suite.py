@@ -22,7 +22,8 @@ pytestmark = [pytest.mark.slow, pytest.mark.waits]
 STEADY = """
 import pytest, signal
 
-def test_holds(): assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
+def test_holds():
+    assert all(signal.getsignal(number) is signal.SIG_DFL for number in (signal.SIGTERM, signal.SIGHUP))
 
 @pytest.mark.skip(reason="no such device")
 def test_elsewhere(): pass

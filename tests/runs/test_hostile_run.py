@@ -125,7 +125,7 @@ def test_a_run_goes_on_with_200_hostile_responses(model: list[str], tmp_path: Pa
     assert len(first) == len(second) == RESPONSES
     failed = [sample for sample in first if "score_failure" in sample]
     assert failed and metrics[0]["reward/failures"] == pytest.approx(len(failed) / RESPONSES)
-    assert any("pattern is not done" in sample["score_failure"] for sample in failed)
+    assert any("pattern takes more than" in sample["score_failure"] for sample in failed)
     assert all(sample["score"] >= 2 for sample in second if "score_failure" not in sample)
     assert sum("score_failure" in sample for sample in second) <= RESPONSES / 5, "the pattern's, and no other"
     assert [line["step"] for line in metrics] == [1, 2]

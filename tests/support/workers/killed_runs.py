@@ -47,6 +47,7 @@ from megappo.ppo.checkpoints import Boundary, Checkpoints
 from megappo.ppo.components import assemble
 from megappo.ppo.reporting import Reporter
 from megappo.ppo.start import choose_start
+from megappo.runtime.interrupts import Interrupts
 from megappo.runtime.process import start_runtime
 from megappo.runtime.store import free_port
 from megappo.runtime.waiting import wait_until
@@ -55,8 +56,9 @@ from megappo.runtime.waiting import wait_until
 def make_end(
     name: str | None, removed: Path | None, awaited: list[Event], checkpoint: Path | None
 ) -> Callable[[], None]:
-    """What waits for events and a checkpoint and then sends this process a signal, or sleeps for ever, or deletes a
-    folder."""
+    """Returns a function that waits for events and a checkpoint, and then sends this process a signal, sleeps for ever
+    or deletes a folder. After a signal, the function returns when the thread of `Interrupts` has received the signal.
+    """
 
     def die() -> None:
         for event in awaited:
@@ -70,7 +72,16 @@ def make_end(
             time.sleep(10**6)
         else:
             os.kill(os.getpid(), signal.Signals[name])
+            is_received = wait_until(lambda: any(one.asked for one in listening), 120, every_seconds=0.01)
+            assert is_received, f"the thread of Interrupts has not received {name}"
 
+    listening, start = list[Interrupts](), Interrupts.start
+
+    def note(self: Interrupts) -> None:
+        start(self)
+        listening.append(self)
+
+    Interrupts.start = note  # type: ignore[method-assign]
     return die
 
 
