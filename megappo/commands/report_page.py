@@ -16,6 +16,7 @@ from megappo.config.rules.experience import folder_of_run, saved_steps
 from megappo.config.schema import Config
 from megappo.errors import one_line, reason, shortened
 from megappo.observe.changes import change_notes
+from megappo.observe.evaluations import evaluation_label, evaluation_results
 from megappo.observe.page.curves import Line, curves, descriptions, first_shown, ordered, points_of
 from megappo.observe.page.document import document
 from megappo.observe.page.records import jumps, profile, written_samples
@@ -76,7 +77,7 @@ def _of_run(run: RunMetrics, config: Config | None, notes: list[str]) -> dict[st
     directory, lines = run.directory, run.lines
     return {
         "status": _status(directory, lines, config),
-        "result": _result(lines),
+        "result": _result(lines, config),
         "advice": [] if config is None else _advice(lines, config),
         "jumps": _part(notes, "updates that stood out", partial(jumps, directory)) or [],
         "profile": _part(notes, "profile", lambda: list(profile(directory))) or [],
@@ -112,15 +113,18 @@ def _status(directory: Path, lines: Mapping[int, Line], config: Config | None) -
     return ", ".join([*parts, *([f"{hangs} reports of hangs"] if hangs else [])])
 
 
-def _result(lines: Mapping[int, Line]) -> str:
-    """What came of the reward."""
+def _result(lines: Mapping[int, Line], config: Config | None) -> str:
+    """Returns the first and the last values of the results of evaluations and of the training reward."""
+    right_above = {} if config is None else config.data.thresholds
+    results = evaluation_results({name for line in lines.values() for name in line})
+    windows = {name: (evaluation_label(name, right_above), 1) for name in results}
     parts = []
-    for name, window in (("reward/mean", _WINDOW_STEPS), ("eval/reward_mean", 1)):
+    for name, (label, window) in (windows | {"reward/mean": ("reward/mean", _WINDOW_STEPS)}).items():
         values = [x for step in sorted(lines) if math.isfinite(x := lines[step].get(name, math.nan))]
         if values:
             last = values[-window:]
             where = f"in the last {len(last)} steps" if window > 1 else "in the last evaluation"
-            parts.append(f"{name} {values[0]:.3f} at first, {sum(last) / len(last):.3f} {where}")
+            parts.append(f"{label} {values[0]:.3f} at first, {sum(last) / len(last):.3f} {where}")
     return "; ".join(parts)
 
 

@@ -157,6 +157,11 @@ class DataSettings(Settings):
             return sets
         return {"": ValidationSetSettings.model_validate(self.validation.model_dump()), **sets}
 
+    @property
+    def thresholds(self) -> dict[str, float]:
+        """`right_above` of each validation set, by the names in `evaluated`."""
+        return {name: settings.right_above for name, settings in self.evaluated.items()}
+
     @field_validator("chat_template")
     @classmethod
     def _is_a_template(cls, template: str | None) -> str | None:

@@ -19,6 +19,7 @@ from rich.table import Table
 from rich.text import Text
 
 from megappo.observe.charts import ASCII_BLOCKS, BLOCKS, sparkline
+from megappo.observe.evaluations import evaluation_label, evaluation_results
 from megappo.observe.messages import View
 from megappo.observe.progress import PROGRESS, StageProgress, duration
 
@@ -30,11 +31,10 @@ _LINE = (
     ("entropy", "actor/entropy", ".3f"),
     ("ev", "critic/explained_variance", ".2f"),
     ("length", "response/length", ".1f"),
-    ("eval", "eval/reward_mean", ".3f"),
     ("tok/s", "tokens_per_second", ".0f"),
     ("s", "time/step", ".2f"),
 )
-"""Label, metric and format of each item of a plain line."""
+"""Label, metric and format of each item of a plain line, after the results of an evaluation."""
 _TABLE = (*(name for _, name, _ in _LINE), "actor/grad_norm", "critic/loss", "mismatch/mean")
 _FAILURES = {"reward/failures": "failed rewards", "episode/failures": "failed episodes"}
 """Metrics that are shown where they are not 0, with their labels."""
@@ -57,9 +57,11 @@ class PlainView(View):
         *,
         every_seconds: float = 60.0,
         clock: Callable[[], float] = time.time,
+        right_above: Mapping[str, float] | None = None,
     ) -> None:
-        """`clock`: seconds since 1970; lines show its local time of day."""
+        """`clock`: seconds since 1970; lines show its local time of day. `right_above`: see `evaluation_label`."""
         super().__init__(stream)
+        self._right_above = right_above or {}
         self._clock = clock
         self._begun: tuple[int, float] | None = None
         """The first step of this process, and when it began."""
@@ -98,7 +100,9 @@ class PlainView(View):
 
     def step(self, step: int, metrics: Mapping[str, float]) -> None:
         """Print the step's key metrics, the time of day, and the estimated time for the remaining steps."""
-        parts = [f"{label} {metrics[name]:{form}}" for label, name, form in _LINE if name in metrics]
+        results = evaluation_results(metrics)
+        parts = [f"{evaluation_label(name, self._right_above)} {metrics[name]:.3f}" for name in results]
+        parts += [f"{label} {metrics[name]:{form}}" for label, name, form in _LINE if name in metrics]
         parts += [f"{label} {metrics[name]:.1%}" for name, label in _FAILURES.items() if metrics.get(name)]
         parts += [self._time_of_day(), *self._left(step)]
         self.message("  ".join([f"step {step}/{self._total_steps}", *parts]))
@@ -129,8 +133,16 @@ class LiveView(View):
     """Redraws in place: last message, progress with ETA, stage and its progress, last warnings, metrics and step
     times."""
 
-    def __init__(self, stream: TextIO, total_steps: int, progress: StageProgress = PROGRESS) -> None:
+    def __init__(
+        self,
+        stream: TextIO,
+        total_steps: int,
+        progress: StageProgress = PROGRESS,
+        *,
+        right_above: Mapping[str, float] | None = None,
+    ) -> None:
         """Draws nothing before the first call, so that a run that fails to start leaves the terminal as it is."""
+        self._right_above = right_above or {}
         self._doing = _Doing(progress)
         self._console = Console(file=stream, force_terminal=True)
         self._blocks = BLOCKS if self._console.encoding.startswith("utf") else ASCII_BLOCKS
@@ -147,6 +159,8 @@ class LiveView(View):
         self._task = self._progress.add_task("starting", total=total_steps)
         shown = (*_TABLE, *_FAILURES)
         self._history: dict[str, deque[float]] = {name: deque(maxlen=_KEPT_STEPS) for name in shown}
+        self._results: dict[str, deque[float]] = {}
+        """Results of evaluations by the name of their metric."""
         self._times: dict[str, float] = {}
         self._step: int | None = None
         self._note: str | None = None
@@ -172,6 +186,8 @@ class LiveView(View):
         for name, history in self._history.items():
             if name in metrics and (metrics[name] or history or name not in _FAILURES):
                 history.append(metrics[name])
+        for name in evaluation_results(metrics):
+            self._results.setdefault(name, deque(maxlen=_KEPT_STEPS)).append(metrics[name])
         self._times = {n.removeprefix("time/"): v for n, v in metrics.items() if n.startswith("time/")}
         self._progress.update(self._task, completed=step)
         self._draw()
@@ -227,9 +243,11 @@ class LiveView(View):
         table.add_column("stage")
         table.add_column("seconds", justify="right")
         table.add_column("share", justify="right")
+        names = evaluation_results(self._results)
+        shown = {evaluation_label(name, self._right_above): self._results[name] for name in names} | self._history
         metrics = [
             (name, f"{history[-1]:.4g}", sparkline(history, _SPARKLINE_COLUMNS, blocks=self._blocks))
-            for name, history in self._history.items()
+            for name, history in shown.items()
             if history
         ]
         whole = self._times.get("step") or sum(self._times.values())
@@ -242,8 +260,14 @@ class LiveView(View):
         return table
 
 
-def make_view(mode: Literal["auto", "live", "plain", "quiet"], total_steps: int, stream: TextIO | None = None) -> View:
-    """The view of a mode; `auto` is live on a terminal and plain elsewhere.
+def make_view(
+    mode: Literal["auto", "live", "plain", "quiet"],
+    total_steps: int,
+    stream: TextIO | None = None,
+    *,
+    right_above: Mapping[str, float] | None = None,
+) -> View:
+    """The view of a mode; `auto` is live on a terminal and plain elsewhere. `right_above`: see `evaluation_label`.
 
     Writes to `stream`, by default the standard output, with `quiet` the standard error.
     """
@@ -255,5 +279,5 @@ def make_view(mode: Literal["auto", "live", "plain", "quiet"], total_steps: int,
         drawable = stream.isatty() and not Console(file=stream).is_dumb_terminal
         mode = "live" if drawable else "plain"
     if mode == "live":
-        return LiveView(stream, total_steps)
-    return PlainView(stream, total_steps) if mode == "plain" else View(stream)
+        return LiveView(stream, total_steps, right_above=right_above)
+    return PlainView(stream, total_steps, right_above=right_above) if mode == "plain" else View(stream)

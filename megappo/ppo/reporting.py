@@ -12,6 +12,7 @@ from megappo.config import Config, Derived
 from megappo.errors import one_line
 from megappo.observe.console import make_view
 from megappo.observe.distributions import Distribution, of_all_ranks
+from megappo.observe.evaluations import evaluation_label, evaluation_results
 from megappo.observe.json_values import JSONValue
 from megappo.observe.messages import MESSAGES, SteadyView, tell
 from megappo.observe.profiler import StepProfiler
@@ -68,7 +69,9 @@ class Reporter:
         self._check_directory = check_directory
         self._config, self._runtime, self._on_stage = config, runtime, on_stage
         self._stage = ("start", "")
-        self._view = SteadyView(make_view(config.logging.console if runtime.is_main else "quiet", derived.steps))
+        mode = config.logging.console if runtime.is_main else "quiet"
+        self._right_above = config.data.thresholds
+        self._view = SteadyView(make_view(mode, derived.steps, right_above=self._right_above))
         if runtime.is_main:
             MESSAGES.show_in(self._view)
         self._timer = StageTimer(runtime.synchronize, self._view.stage, runtime.peak_since)
@@ -172,7 +175,9 @@ class Reporter:
         """Show an evaluation. An evaluation before the first step gets its own line in the log."""
         sets = [name.removesuffix("/failures") for name in metrics if name.endswith("/failures")]
         words = ", ".join(f"{of.removeprefix('eval').strip('/')} {_result_of(of, metrics)}".strip() for of in sets)
-        self.message(f"step {step}: validation reward {words}")
+        rates = [name for name in evaluation_results(metrics) if not name.endswith("/reward_mean")]
+        shown = [f"; {evaluation_label(name, self._right_above)} {metrics[name]:.3f}" for name in rates]
+        self.message(f"step {step}: validation reward {words}{''.join(shown)}")
         if step == 0 and self._record is not None:
             self._record.log().log(step, metrics)
 

@@ -65,10 +65,9 @@ def test_a_page_of_two_runs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) 
     assert (first["name"], first["directory"], first["notes"]) == ("one", str(one), [])
     assert second["status"] == "step 4 of 12, the trained actor is in final/"
     assert second["result"] == (
-        "reward/mean 1.000 at first, 1.537 in the last 4 steps; eval/reward_mean 0.250 at first, 0.250 in the last "
-        "evaluation"
+        "eval 0.250 at first, 0.250 in the last evaluation; reward/mean 1.000 at first, 1.537 in the last 4 steps"
     )
-    assert data["first"] == ["reward/mean", "eval/reward_mean", "response/truncated"]
+    assert data["first"] == ["eval/reward_mean", "reward/mean", "response/truncated"]
     assert dict(second["metrics"])["reward/mean"] == [None, 1, 1.41421, 1.73205, 2]
     assert second["steps"] == [0, 1, 2, 3, 4] and second["hours"][-1] == pytest.approx(8 / 3600, abs=1e-6)
     assert [(step, what) for step, what, _ in first["advice"]] == [(1, "truncated")]
@@ -133,6 +132,24 @@ def test_a_page_without_a_run_or_a_place_is_a_sentence(tmp_path: Path, capsys: p
     assert main(["report", str(run), "--html", str(tmp_path / "page.html")]) == 2
     assert "has no step yet" in capsys.readouterr().err
     assert not (tmp_path / "page.html").exists()
+
+
+def test_evaluations_are_first(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """The page names the score above which a response is right."""
+    sets = "{math: {source: a.jsonl, samples: 4, temperature: 1.0, pass_at: [4, 1], right_above: 0.75}}"
+    run = make_run(tmp_path / "run", f"data.validation_sets={sets}", steps=2)
+    results = {"eval/math/pass@4": 0.5, "eval/math/pass@1": 0.25, "eval/math/reward_mean": 0.375}
+    lines = [{"step": 1, "reward/mean": 1.0, **results}, {"step": 2, "reward/mean": 2.0}]
+    write_lines(run / "metrics.jsonl", *lines)
+    data = page_of(capsys, tmp_path / "page.html", run)
+    names = ["eval/math/reward_mean", "eval/math/pass@1", "eval/math/pass@4", "reward/mean"]
+    assert data["first"] == names
+    assert data["runs"][0]["result"].split("; ") == [
+        "eval math 0.375 at first, 0.375 in the last evaluation",
+        "math pass@1 (score > 0.75) 0.250 at first, 0.250 in the last evaluation",
+        "math pass@4 (score > 0.75) 0.500 at first, 0.500 in the last evaluation",
+        "reward/mean 1.000 at first, 1.500 in the last 2 steps",
+    ]
 
 
 def test_a_picture_has_the_curves(

@@ -164,6 +164,40 @@ def test_plain_is_one_line_per_step_with_the_time_and_what_is_left() -> None:
     ]
 
 
+RESULTS = {
+    "eval/reward_mean": 0.5, "eval/pass@2": 0.5, "eval/code/pass@16": 0.75, "eval/code/pass@4": 0.25,
+    "eval/code/reward_mean": 0.125, "eval/code/response_length": 7.0, "eval/code/failures": 0.0,
+}  # fmt: skip
+THRESHOLDS = {"": 0.5, "code": 0.0}
+
+
+def test_results_of_evaluations_are_first_on_a_line() -> None:
+    """The mean reward and pass@k of each set, with the score above which a response is right."""
+    stream = io.StringIO()
+    view = PlainView(stream, 20, clock=lambda: 0.0, right_above=THRESHOLDS)
+    view.step(1, {"reward/mean": 0.5, **RESULTS})
+    assert stream.getvalue().startswith(
+        "step 1/20  eval 0.500  pass@2 (score > 0.5) 0.500  eval code 0.125  code pass@4 (score > 0) 0.250  "
+        "code pass@16 (score > 0) 0.750  reward 0.500  "
+    )
+
+
+def test_results_of_evaluations_are_first_in_the_table(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A step without an evaluation leaves the last results in the table."""
+    monkeypatch.setenv("COLUMNS", "120")
+    stream, raw = terminal()
+    view = make_view("live", 2, stream, right_above=THRESHOLDS)
+    view.step(1, {"reward/mean": 0.5, **RESULTS})
+    view.step(2, {"reward/mean": 0.625})
+    view.close()
+    text = raw.getvalue().decode()
+    rows = [line.split("  ")[0] for line in text[text.rindex("metric") :].splitlines()[1:7]]
+    assert rows == [
+        "eval", "pass@2 (score > 0.5)", "eval code", "code pass@4 (score > 0)", "code pass@16 (score > 0)",
+        "reward/mean",
+    ]  # fmt: skip
+
+
 def test_what_fails_is_a_part_of_the_line() -> None:
     stream = io.StringIO()
     view = PlainView(stream, 20, clock=lambda: 0.0)

@@ -6,6 +6,7 @@ import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
+from megappo.observe.evaluations import evaluation_results
 from megappo.observe.json_values import JSONValue
 from megappo.observe.metric_docs import METRICS, documented, over_steps
 
@@ -19,10 +20,10 @@ _LARGEST_STEP = 2**53
 """Largest whole number that JavaScript has exactly."""
 _SECONDS_PER_HOUR = 3600
 FIRST = (
-    "reward/mean", "eval/reward_mean", "kl/mean", "critic/explained_variance", "actor/entropy", "actor/ppo_kl",
+    "reward/mean", "kl/mean", "critic/explained_variance", "actor/entropy", "actor/ppo_kl",
     "actor/clipfrac", "mismatch/mean", "response/length", "response/truncated", "actor/grad_norm", "critic/grad_norm",
 )  # fmt: skip
-"""Metrics that are shown first: the reward, and what says whether a run is healthy."""
+"""Metrics that are shown first, after the results of evaluations: the reward and the health of a run."""
 Line = Mapping[str, float]
 """The metrics of a step by name, `step` aside."""
 
@@ -100,8 +101,8 @@ def ordered(names: Iterable[str]) -> list[str]:
 
 
 def first_shown(names: Sequence[str]) -> list[str]:
-    """The metrics in `FIRST` that are among `names`, or a few of all where none is."""
-    return [name for name in FIRST if name in names] or list(names[:_FEW])
+    """Returns the results of evaluations and the metrics in `FIRST`, or a few of `names` if there are none."""
+    return [*evaluation_results(names), *(name for name in FIRST if name in names)] or list(names[:_FEW])
 
 
 def descriptions(names: Iterable[str]) -> list[list[str]]:
