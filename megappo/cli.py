@@ -85,7 +85,7 @@ def _remedy(word: str, usage: str, *, takes_overrides: bool) -> str:
     own = tuple(filter(None, (*section.split("."), last)))
     keys = other.keys if other is not None else (".".join(own),) if find_field(own) is not None else ()
     written = " ".join(f"{key}={value or 'VALUE'}" for key in keys)
-    return f"; settings are written without dashes: {written}" if written else ""
+    return f"; settings are written without dashes{f': {written}' if written else ', such as run.steps=10'}"
 
 
 def _report(verdict: Verdict) -> None:

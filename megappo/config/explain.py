@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import itertools
+import json
 import typing
 from collections.abc import Collection, Iterator, Mapping
 from typing import Any
@@ -42,14 +43,18 @@ _TYPE_RULES = {
     "string_too_short": "must not be empty",
     "bool_type": "must be true or false",
     "dict_type": "must be a section of `key: value` lines",
-    "tuple_type": "must be a list, such as [1, 2]",
+    "tuple_type": "must be a list",
     "path_type": "must be a path",
 }
 
+_OFF = ("none", "null", "off", "no", "false", "disabled", "disable")
+"""Words that users write to switch a section off."""
 _MISSPELT = 0.85
 """Similarity (difflib's ratio) from which a name counts as misspelt: `beta` is 0.89 like `beta1`, `kl_penalty` only
 0.82 like `penalty`."""
 _MOST_SENTENCES = 20
+_SHORT_CHARACTERS = 40
+"""A shorter value can be a part of an example."""
 _LARGEST_EXACT_FLOAT = 2**53
 
 _BOUNDS = {
@@ -159,7 +164,8 @@ def likely_keys(section: Key, name: str, value: JSONValue) -> list[Key]:
     if close is not None and _takes((*section, close), value):
         return [(*section, close)]
     elsewhere = misspelt_word(name, sorted({key[-1] for key in all_keys()}), SHORTEST)
-    return [key for key in all_keys() if key[-1] == elsewhere and _takes(key, value)][:3]
+    found = [key for key in all_keys() if key[-1] == elsewhere and _takes(key, value)]
+    return [key for key in found if not section or len(key) <= 2 or {*key[:-1]} & {*section}][:3]
 
 
 def _is_section(key: Key) -> bool:
@@ -311,7 +317,7 @@ def _sentence(detail: ErrorDetails) -> str:
     if kind == "model_type":
         return f"{name} is {show(value)}, {_section_rule(key, value)}"
     if kind in _TYPE_RULES:
-        return f"{name} is {show(value)}, {_TYPE_RULES[kind]}{_type_remedy(kind, value) or _entry_example(key, value)}"
+        return f"{name} is {show(value)}, {_TYPE_RULES[kind]}{_type_remedy(kind, value) or _example_of(key, value)}"
     return f"{name} is {show(value)}: {detail['msg']}"
 
 
@@ -354,10 +360,16 @@ def _as_fraction(value: JSONValue, context: Mapping[str, float]) -> str:
     return f"; {value:g}% is {value / 100:g}" if is_part and isinstance(value, int | float) and 1 < value < 100 else ""
 
 
-def _entry_example(key: Key, value: JSONValue) -> str:
-    """Returns an example if the setting must be a mapping of names to sections; otherwise ""."""
+def _example_of(key: Key, value: JSONValue) -> str:
+    """Returns an example if the setting must be a list or a mapping; otherwise ""."""
     field = find_field(_without_places(key))
+    if field is not None and "tuple[" in str(field.annotation):
+        is_one = isinstance(value, (str, int)) and len(str(value)) < _SHORT_CHARACTERS
+        return f", such as {json.dumps([value]) if is_one and '...' in str(field.annotation) else '[1, 2]'}"
     entry = entries_of(field) if field is not None else None
+    if entry is None and key == ("logging", "loggers"):
+        wandb = "; for Weights & Biases set logging.wandb_project" if "wandb" in str(value) else ""
+        return ", such as {package.module:Logger: {option: value}}" + wandb
     return _example(key, {_ENTRY: section_example(entry, value, section_of)}) if entry is not None else ""
 
 
@@ -370,7 +382,7 @@ def _section_rule(key: Key, value: JSONValue) -> str:
     if section.plain_forms:
         return f"must be {section.plain_forms}, or a section of `key: value` lines"
     assert field is not None, "it has a section"
-    if value is False and is_nullable(field):
+    if is_nullable(field) and (value is False or str(value).lower() in _OFF):
         return f"{rule}; write null to disable the section"
     if value is True and not any(inner.is_required() for inner in section.model_fields.values()):
         return f"{rule}; write {{}} for its defaults"
@@ -386,6 +398,8 @@ def _type_remedy(kind: str, value: JSONValue) -> str:
     """What to write instead, where it follows from the value; otherwise ""."""
     if kind == "string_type" and isinstance(value, (bool, int, float)):
         return f"; put it in quotes: '{show(value)}'"
+    if kind == "string_type" and value is None:
+        return "; write a text, or leave the setting out"
     if kind == "int_from_float" or (kind == "int_type" and isinstance(value, float)):
         close = typing.cast(float, value)
         return f"; the nearest is {round(close)}" if abs(close) < _LARGEST_EXACT_FLOAT else ""

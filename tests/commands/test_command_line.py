@@ -113,7 +113,7 @@ def test_rule_between_sections_in_a_process(model: str) -> None:
         (["plan", "a.yaml", "--rollout.prompts_per_step=8"], "without dashes: rollout.prompts_per_step=8"),
         (["plan", "a.yaml", "--rollout-batch-size", "128"], "without dashes: rollout.prompts_per_step=VALUE"),
         (["train", "a.yaml", "--dry_run"], "unrecognized arguments: --dry_run; did you mean --dry-run?"),
-        (["plan", "a.yaml", "--xyzzy"], "unrecognized arguments: --xyzzy\n"),
+        (["plan", "a.yaml", "--xyzzy"], "--xyzzy; settings are written without dashes, such as run.steps=10\n"),
     ],
 )
 def test_an_unknown_option(words: list[str], remedy: str, capsys: pytest.CaptureFixture[str]) -> None:

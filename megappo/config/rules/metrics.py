@@ -192,7 +192,8 @@ def keep_best_rules(config: Config, steps: int | None, experts: Experts | None =
     name = wanted.removeprefix("-")
     of = _documented(name, config)
     logged = logged_metrics(config, experts)
-    near = ", ".join(f"'{known}'" for known in nearest_words(name, logged, _NEAREST))
+    likely = [known for known in (f"{name}/mean", f"{name}_mean") if known in logged]
+    near = ", ".join(f"'{known}'" for known in dict.fromkeys([*likely, *nearest_words(name, logged, _NEAREST)]))
     if of is None:
         yield (
             f"checkpoint.keep_best is '{wanted}', must be a metric of the run (a `-` in front: lowest is best); "
