@@ -77,7 +77,7 @@ def _remedy(word: str, usage: str, *, takes_overrides: bool) -> str:
         return f"; did you mean {near}?"
     if not takes_overrides or not word.startswith("--"):
         return ""
-    from megappo.config.explain import find_field  # with all settings, which other command lines do not wait for
+    from megappo.config.fields import find_field  # with all settings, which other command lines do not wait for
     from megappo.config.other_names import counterpart
 
     section, _, last = name.replace("-", "_").rpartition(".")

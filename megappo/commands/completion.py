@@ -6,7 +6,7 @@ import argparse
 from typing import Any
 
 from megappo.commands import COMMANDS, module_of
-from megappo.config.explain import all_keys, dotted, find_field, section_of
+from megappo.config.fields import all_keys, dotted, find_field, section_of
 
 SHELLS = ("bash", "zsh")
 _BASH = r"""# Completes megappo's commands, options and settings. Written by `megappo completion {shell}`.

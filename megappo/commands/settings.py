@@ -9,7 +9,7 @@ import textwrap
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
-from megappo.config.explain import find_field
+from megappo.config.fields import find_field
 from megappo.config.foreign.answers import Counterpart
 from megappo.config.misspelt import SHORTEST, misspelt_word
 from megappo.config.other_names import counterpart

@@ -2,31 +2,38 @@
 
 from __future__ import annotations
 
-import functools
 import itertools
 import json
 import typing
 from collections.abc import Collection, Iterator, Mapping
-from typing import Any
 
-from pydantic import ConfigDict, TypeAdapter, ValidationError
-from pydantic.fields import FieldInfo
+from pydantic import ValidationError
 from pydantic_core import ErrorDetails
 
-from megappo.config.base import Settings
+from megappo.config.fields import (
+    BOUNDS,
+    ENTRY,
+    Key,
+    all_keys,
+    dotted,
+    entries_of,
+    field_and_section,
+    find_field,
+    is_nullable,
+    is_section,
+    keys_of_entries,
+    names_in,
+    takes,
+    without_places,
+)
 from megappo.config.foreign.answers import Counterpart
 from megappo.config.misspelt import SHORTEST, misspelt_word
 from megappo.config.other_names import counterpart, is_dotted_name
-from megappo.config.schema import Config
-from megappo.config.section_examples import Example, as_overrides, in_yaml, is_nullable, section_example
+from megappo.config.section_examples import Example, as_overrides, in_yaml, section_example
 from megappo.errors import ALIKE, either, nearest_word, shortened, show
 from megappo.observe.json_values import JSONValue
 
-Key = tuple[str, ...]
-
-_ENTRY = "NAME"
-"""Stands for an entry's name in suggested keys, in mappings whose names the user chooses."""
-_OF_EVALUATIONS = ("data", "validation_sets", _ENTRY)
+_OF_EVALUATIONS = ("data", "validation_sets", ENTRY)
 _AKIN = {("evaluation",): _OF_EVALUATIONS, ("data", "validation"): _OF_EVALUATIONS}
 """Section (value) in which a setting is looked for first when the user wrote it into another section (key)."""
 _NAMES_AKIN = {"samples_per_prompt": "samples"}
@@ -57,85 +64,6 @@ _SHORT_CHARACTERS = 40
 """A shorter value can be a part of an example."""
 _LARGEST_EXACT_FLOAT = 2**53
 
-_BOUNDS = {
-    "greater_than": ("gt", "above"),
-    "greater_than_equal": ("ge", "at least"),
-    "less_than": ("lt", "below"),
-    "less_than_equal": ("le", "at most"),
-}
-
-
-def dotted(key: Key) -> str:
-    """`actor.optimizer.learning_rate`."""
-    return ".".join(shortened(part) for part in key)
-
-
-def section_of(field: FieldInfo) -> type[Settings] | None:
-    """The settings class a field holds, also where it may be null; None for a plain value and for a mapping."""
-    if typing.get_origin(field.annotation) is dict:
-        return None
-    for annotation in (field.annotation, *typing.get_args(field.annotation)):
-        if isinstance(annotation, type) and issubclass(annotation, Settings):
-            return annotation
-    return None
-
-
-def entries_of(field: FieldInfo) -> type[Settings] | None:
-    """The settings class of each entry where a field is a mapping of the user's names to such; None for others."""
-    for annotation in (field.annotation, *typing.get_args(field.annotation)):
-        if typing.get_origin(annotation) is dict:
-            entry = typing.get_args(annotation)[1]
-            return entry if isinstance(entry, type) and issubclass(entry, Settings) else None
-    return None
-
-
-def find_field(key: Key) -> FieldInfo | None:
-    """The field at a dotted key of the configuration; of an entry of a mapping the field that is the mapping."""
-    return _walk(key)[0]
-
-
-def names_in(key: Key) -> list[str]:
-    """Names of the settings in the section at `key`; () is the top level."""
-    section = _walk(key)[1]
-    return list(section.model_fields) if section is not None else []
-
-
-def _walk(key: Key) -> tuple[FieldInfo | None, type[Settings] | None]:
-    """The field at a key, and the section that it holds."""
-    section: type[Settings] | None = Config
-    field, entries = None, None
-    for name in key:
-        if entries is not None:
-            section, entries = entries, None
-            continue
-        field = section.model_fields.get(name) if section is not None else None
-        if field is None:
-            return None, None
-        entries = entries_of(field)
-        section = None if entries is not None else section_of(field)
-    return field, section
-
-
-@functools.cache
-def all_keys() -> tuple[Key, ...]:
-    """Every key of the configuration, sections included; of mappings of the user's names only their own."""
-
-    def walk(section: type[Settings], prefix: Key) -> Iterator[Key]:
-        for name, field in section.model_fields.items():
-            yield (*prefix, name)
-            if (inner := section_of(field)) is not None:
-                yield from walk(inner, (*prefix, name))
-
-    return tuple(walk(Config, ()))
-
-
-@functools.cache
-def _keys_of_entries() -> tuple[Key, ...]:
-    """Every key of an entry of a mapping, such as `data.mixture.NAME.weight`."""
-    fields = [(key, find_field(key)) for key in all_keys()]
-    entries = [(key, entries_of(field)) for key, field in fields if field is not None]
-    return tuple((*key, _ENTRY, name) for key, entry in entries if entry is not None for name in entry.model_fields)
-
 
 def likely_keys(section: Key, name: str, value: JSONValue) -> list[Key]:
     """The keys the user may have meant by an unknown `name` in `section`, best only; empty if nothing is alike.
@@ -146,32 +74,26 @@ def likely_keys(section: Key, name: str, value: JSONValue) -> list[Key]:
     other = _counterpart(section, name)
     if other is not None:
         keys = [_parted(key) for key in other.keys]
-        is_taken = any(_takes(key, value) for key in keys)
-        return [key for key in keys if is_taken and (_takes(key, value) or _is_section(key))]
+        is_taken = any(takes(key, value) for key in keys)
+        return [key for key in keys if is_taken and (takes(key, value) or is_section(key))]
     close = misspelt_word(name, siblings)
     if close is not None and nearest_word(name, [close], cutoff=0.8):
         return [(*section, close)]
     akin = (*_AKIN.get(section, ()), _NAMES_AKIN.get(name, name))
-    if akin in _keys_of_entries() and _takes(akin, value):
+    if akin in keys_of_entries() and takes(akin, value):
         return [akin]
-    same_name = [key for key in all_keys() if key[-1] == name and _takes(key, value)] or [
-        key for key in _keys_of_entries() if key[-1] == name and _takes(key, value)
+    same_name = [key for key in all_keys() if key[-1] == name and takes(key, value)] or [
+        key for key in keys_of_entries() if key[-1] == name and takes(key, value)
     ]
     same_name = [key for key in same_name if not section or _is_plausible(key, section)]
     if same_name:
         nearness = {key: (_shared_prefix(key, section), -len(key)) for key in same_name}
         return [key for key in same_name if nearness[key] == max(nearness.values())][:3]
-    if close is not None and _takes((*section, close), value):
+    if close is not None and takes((*section, close), value):
         return [(*section, close)]
     elsewhere = misspelt_word(name, sorted({key[-1] for key in all_keys()}), SHORTEST)
-    found = [key for key in all_keys() if key[-1] == elsewhere and _takes(key, value)]
+    found = [key for key in all_keys() if key[-1] == elsewhere and takes(key, value)]
     return [key for key in found if not section or len(key) <= 2 or {*key[:-1]} & {*section}][:3]
-
-
-def _is_section(key: Key) -> bool:
-    """Whether a key is a section, or a mapping of the user's names to sections."""
-    field = find_field(key)
-    return field is not None and (section_of(field) is not None or entries_of(field) is not None)
 
 
 def _is_plausible(key: Key, section: Key) -> bool:
@@ -180,25 +102,6 @@ def _is_plausible(key: Key, section: Key) -> bool:
     A nested setting with a one-word name, such as `reward.judge.prompt`, must share a section with `section`.
     """
     return len(key) <= 2 or "_" in key[-1] or bool({*key[:-1]} & {*section})
-
-
-def _takes(key: Key, value: JSONValue) -> bool:
-    """Whether a setting takes values of this kind; bounds are checked elsewhere."""
-    if _is_section(key):
-        return isinstance(value, Mapping)
-    try:
-        _adapter(key).validate_python(value)
-    except ValidationError as error:
-        return all(problem["type"] in _BOUNDS for problem in error.errors())
-    return True
-
-
-@functools.cache
-def _adapter(key: Key) -> TypeAdapter[Any]:
-    field = find_field(key)
-    assert field is not None
-    kind = typing.cast(Any, typing.Annotated)[(field.annotation, *(field.metadata or [None]))]
-    return TypeAdapter(kind, config=ConfigDict(strict=True))
 
 
 def unknown_key(section: Key, name: str, value: JSONValue) -> str:
@@ -310,7 +213,7 @@ def _sentence(detail: ErrorDetails) -> str:
         )
     if kind == "value_error":
         return f"{name}: {detail['ctx']['error']}"
-    if kind in _BOUNDS:
+    if kind in BOUNDS:
         return f"{name} is {show(value)}, {_bound(key, kind, detail['ctx'])}{_as_fraction(value, detail['ctx'])}"
     if kind == "string_too_long":
         return f"{name} is {show(value)}, must have at most {detail['ctx']['max_length']} characters"
@@ -327,14 +230,9 @@ def _description(key: Key) -> str:
     return f" ({text.rstrip('.')})" if text else ""
 
 
-def _without_places(key: Key) -> Key:
-    """The key without positions in lists."""
-    return tuple(part for part in key if not part.isdigit())
-
-
 def _choices(key: Key) -> list[str]:
     """The words that a Literal field takes, or a list of them."""
-    field = find_field(_without_places(key))
+    field = find_field(without_places(key))
     assert field is not None
     literals = [
         a for a in (field.annotation, *typing.get_args(field.annotation)) if typing.get_origin(a) is typing.Literal
@@ -344,9 +242,9 @@ def _choices(key: Key) -> list[str]:
 
 def _bound(key: Key, kind: str, context: Mapping[str, float]) -> str:
     """`must be above 0; the nearest is 1`: an open bound has a nearest value only among whole numbers."""
-    name, words = _BOUNDS[kind]
+    name, words = BOUNDS[kind]
     bound = context[name]
-    field = find_field(_without_places(key))
+    field = find_field(without_places(key))
     whole = field is not None and "int" in str(field.annotation)
     step = {"gt": 1, "lt": -1}.get(name, 0)
     if step and not whole:
@@ -362,7 +260,7 @@ def _as_fraction(value: JSONValue, context: Mapping[str, float]) -> str:
 
 def _example_of(key: Key, value: JSONValue) -> str:
     """Returns an example if the setting must be a list or a mapping; otherwise ""."""
-    field = find_field(_without_places(key))
+    field = find_field(without_places(key))
     if field is not None and "tuple[" in str(field.annotation):
         is_one = isinstance(value, (str, int)) and len(str(value)) < _SHORT_CHARACTERS
         return f", such as {json.dumps([value]) if is_one and '...' in str(field.annotation) else '[1, 2]'}"
@@ -370,12 +268,12 @@ def _example_of(key: Key, value: JSONValue) -> str:
     if entry is None and key == ("logging", "loggers"):
         wandb = "; for Weights & Biases set logging.wandb_project" if "wandb" in str(value) else ""
         return ", such as {package.module:Logger: {option: value}}" + wandb
-    return _example(key, {_ENTRY: section_example(entry, value, section_of)}) if entry is not None else ""
+    return _example(key, {ENTRY: section_example(entry, value)}) if entry is not None else ""
 
 
 def _section_rule(key: Key, value: JSONValue) -> str:
     """Returns the rule for a section, if the value is not a section."""
-    field, section = _walk(_without_places(key))
+    field, section = field_and_section(without_places(key))
     rule = "must be a section of `key: value` lines"
     if section is None:
         return rule
@@ -386,7 +284,7 @@ def _section_rule(key: Key, value: JSONValue) -> str:
         return f"{rule}; write null to disable the section"
     if value is True and not any(inner.is_required() for inner in section.model_fields.values()):
         return f"{rule}; write {{}} for its defaults"
-    return rule + _example(key, section_example(section, value, section_of))
+    return rule + _example(key, section_example(section, value))
 
 
 def _example(key: Key, example: Example) -> str:

@@ -17,7 +17,8 @@ from pydantic import ValidationError
 from megappo import __version__
 from megappo.config.base import Given
 from megappo.config.chat_template import read_template
-from megappo.config.explain import Key, dotted, explain, find_field, likely_keys, names_in, section_of, unknown_keys
+from megappo.config.explain import explain, likely_keys, unknown_keys
+from megappo.config.fields import Key, dotted, find_field, names_in, section_of
 from megappo.config.schema import Config
 from megappo.config.yaml_core import DEEPEST_NESTING, LONGEST_TEXT_CHARACTERS, dump_yaml, parse_value, parse_yaml
 from megappo.errors import ConfigError, expanded, link_to_nothing, secret_settings, shortened, show, writing

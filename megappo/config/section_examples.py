@@ -6,13 +6,14 @@ import re
 import shlex
 import types
 import typing
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any, TypeAlias
 
-from pydantic import ConfigDict, TypeAdapter, ValidationError
+from pydantic import ValidationError
 from pydantic.fields import FieldInfo
 
 from megappo.config.base import Settings
+from megappo.config.fields import adapter_of, section_of
 from megappo.errors import show
 from megappo.observe.json_values import JSONValue
 
@@ -20,12 +21,11 @@ _PREFERRED = ("path", "source", "function", "name")
 """Names of settings that probably take the value, if no setting is required. The most likely name is first."""
 _PLAIN = re.compile(r"[\w./~@+-]+(?::[\w./~@+-]+)*")
 """Text that needs no quotes inside `{}`."""
-SectionOf = Callable[[FieldInfo], type[Settings] | None]
 Example: TypeAlias = "dict[str, str | Example]"
 """Settings of a section by name. A value is a text, or the settings of an inner section."""
 
 
-def section_example(section: type[Settings], value: JSONValue, section_of: SectionOf) -> Example:
+def section_example(section: type[Settings], value: JSONValue) -> Example:
     """Returns an example of the section.
 
     Required settings get the value, or a placeholder if the value has the wrong type. If no setting is required, the
@@ -41,12 +41,12 @@ def section_example(section: type[Settings], value: JSONValue, section_of: Secti
     if not preferred and isinstance(value, str):
         for name, found in inner.items():
             if any(field.is_required() and _takes(field, value) for field in found.model_fields.values()):
-                return {name: section_example(found, value, section_of)}
+                return {name: section_example(found, value)}
     likely = next(iter([*preferred, *taking, *plain]), None)
     if likely is not None:
         return {likely: _text(plain[likely], value)}
     name, found = next(iter(inner.items()))
-    return {name: section_example(found, value, section_of)}
+    return {name: section_example(found, value)}
 
 
 def in_yaml(example: Example) -> str:
@@ -62,11 +62,6 @@ def as_overrides(key: str, example: Example) -> str:
         for name, inner in example.items()
     )
     return " ".join(words)
-
-
-def is_nullable(field: FieldInfo) -> bool:
-    """Whether null is a valid value of a setting."""
-    return type(None) in typing.get_args(field.annotation)
 
 
 def _text(field: FieldInfo, value: JSONValue) -> str:
@@ -89,9 +84,8 @@ def _kinds(annotation: Any) -> Iterator[Any]:
 
 
 def _takes(field: FieldInfo, value: JSONValue) -> bool:
-    kind = typing.cast(Any, typing.Annotated)[(field.annotation, *(field.metadata or [None]))]
     try:
-        TypeAdapter(kind, config=ConfigDict(strict=True)).validate_python(value)
+        adapter_of(field).validate_python(value)
     except ValidationError:
         return False
     return True

@@ -12,7 +12,7 @@ import pytest
 import yaml
 
 from megappo.cli import main
-from megappo.config.explain import all_keys, dotted, find_field, section_of
+from megappo.config.fields import all_keys, dotted, find_field, section_of
 from tests.support.places import ROOT
 
 

@@ -10,7 +10,7 @@ import yaml
 
 from megappo.commands.settings import explanation
 from megappo.config import ConfigError, load_config
-from megappo.config.explain import find_field
+from megappo.config.fields import find_field
 from megappo.config.other_names import TRAINERS, counterpart
 from tests.support.places import BASE
 

@@ -13,7 +13,8 @@ from pydantic import BaseModel, ValidationError
 
 from megappo.config import Config, ConfigError, load_config, save_config
 from megappo.config.base import Settings
-from megappo.config.explain import all_keys, find_field, likely_keys, names_in, section_of
+from megappo.config.explain import likely_keys
+from megappo.config.fields import all_keys, find_field, names_in, section_of
 from megappo.config.hub import hub_folder
 from megappo.config.load import flat_settings
 from megappo.config.yaml_core import dump_yaml, parse_yaml

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from megappo.config import ConfigError, load_config
-from megappo.config.explain import all_keys, find_field
+from megappo.config.fields import all_keys, find_field
 from megappo.config.foreign.answers import ROLE
 from megappo.config.foreign.common import NAMES
 from megappo.config.other_names import TRAINERS, counterpart

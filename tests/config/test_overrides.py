@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from megappo.config import load_config
-from megappo.config.explain import all_keys, find_field, section_of
+from megappo.config.fields import all_keys, find_field, section_of
 from megappo.config.yaml_core import parse_yaml
 from megappo.errors import ConfigError
 from tests.support.places import BASE

@@ -14,7 +14,7 @@ import yaml
 
 from megappo.cli import main
 from megappo.config import load_config
-from megappo.config.explain import find_field
+from megappo.config.fields import find_field
 from megappo.plan.here import this_cpu
 from megappo.starter.commented_yaml import Setting, overridden, to_yaml
 from megappo.starter.target import file_system, find_target
