@@ -30,6 +30,9 @@ HANG = 79
 STOPPED_BY_USER = 130
 """Ctrl-C."""
 _DISK_ERRORS = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EIO, errno.ESTALE)
+_ROOM_ERRORS = (errno.ENOSPC, errno.EDQUOT)
+_FREE = " free"
+_OS_ERROR = re.compile(r"\(os error (\d+)\)")
 _SHOWN_CHARACTERS = 60
 _REASON_CHARACTERS = 300
 # Numbers of 64 bits have at most 19 digits.
@@ -128,14 +131,40 @@ def _innermost(error: BaseException) -> tuple[FrameType, int] | None:
 
 @contextmanager
 def writing(path: str | PathLike[str]) -> Iterator[None]:
-    """Give an OSError of the block the file name `path` where it names no file, as on a full disk."""
+    """Give the error of a block that writes the file or folder `path` the form of an OSError that names it.
+
+    An error of a full disk says how much is free. Libraries in Rust, such as safetensors, report errors of the system
+    as exceptions of their own, which contain `(os error 28)`.
+    """
     try:
         yield
     except OSError as error:
+        if error.errno in _ROOM_ERRORS and _FREE not in str(error.strerror):
+            file = error.filename or str(path)
+            words = f"{os.strerror(error.errno)} ({_free_words(Path(file))})"
+            raise OSError(error.errno, words, file) from error
         # Without an errno, a file name would replace the message.
         if error.filename is None and error.errno is not None:
             error.filename = str(path)
         raise
+    except Exception as error:
+        number = _OS_ERROR.search(str(error))
+        if number is None:
+            raise
+        with writing(path):
+            raise OSError(int(number[1]), os.strerror(int(number[1]))) from error
+
+
+def _free_words(file: Path) -> str:
+    """What the disk of a file has free."""
+    folder = next((place for place in (file, *file.parents) if place.is_dir()), Path())
+    try:
+        disk = os.statvfs(folder)
+    except OSError:
+        return f"unknown{_FREE}"
+    if disk.f_files and not disk.f_favail:
+        return f"no file{_FREE} of {disk.f_files}"
+    return f"{disk.f_bavail * disk.f_frsize} bytes{_FREE} of {disk.f_blocks * disk.f_frsize}"
 
 
 def how_to_install(extra: str) -> str:

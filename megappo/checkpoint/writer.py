@@ -24,6 +24,7 @@ from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from megappo.checkpoint import files
 from megappo.checkpoint.files import CheckpointError, Marker, Stamp
 from megappo.checkpoint.reader import METADATA
+from megappo.checkpoint.storage import storage_writer
 from megappo.config.schema import CheckpointSettings
 from megappo.observe.plain_files import synced
 from megappo.runtime.groups import make_host_group
@@ -137,7 +138,7 @@ class CheckpointWriter:
         try:
             dcp.save(
                 state,
-                storage_writer=dcp.FileSystemWriter(folder),
+                storage_writer=storage_writer(folder),
                 planner=DefaultSavePlanner(flatten_state_dict=False, flatten_sharded_tensors=False),
                 process_group=self._group,
             )
@@ -183,7 +184,7 @@ class CheckpointWriter:
 
     def _together(self, step: int, work: Callable[[], Any]) -> list[Any]:
         """Do this rank's part and wait for all others. Raises CheckpointError on every rank where one failed."""
-        # torch.save raises RuntimeError on a full disk.
+        # torch raises RuntimeError for tensors that cannot be written.
         results = all_gather_objects(attempt(work, (OSError, RuntimeError)), group=self._group)
         if reason := next((reason for _, reason in results if reason), ""):
             raise self._cannot(step, reason)
