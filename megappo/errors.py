@@ -25,10 +25,15 @@ RUN_ERROR = 1
 USER_ERROR = 2
 REQUEUE = 85
 """Stopped by SIGTERM, SIGUSR1 or SIGHUP with a checkpoint: start the same command again (EX_TEMPFAIL of sysexits.h)."""
+FAULT = 71
+"""A device or the communication of ranks failed (an Xid, an ECC error, an NCCL abort), not the settings or code of the
+user (EX_OSERR of sysexits.h)."""
 HANG = 79
 """The watchdog ended a run in which nothing went on; starting it again is worth a try."""
 STOPPED_BY_USER = 130
 """Ctrl-C."""
+_FAULTS = {"AcceleratorError", "DistBackendError"}
+"""Types of torch, which this module does not import."""
 _DISK_ERRORS = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EIO, errno.ESTALE)
 _ROOM_ERRORS = (errno.ENOSPC, errno.EDQUOT)
 _FREE = " free"
@@ -115,7 +120,16 @@ def verdict_of(error: BaseException) -> Verdict:
         case ValueError() if raised_by_megappo(error):
             return Verdict(USER_ERROR, (one_line(str(error)),))
     code = error.code if isinstance(error, SystemExit) and isinstance(error.code, int) else RUN_ERROR
+    if _is_fault(error):
+        code = FAULT
     return Verdict(code, (f"{type(error).__name__}: {reason(error)}{_place(error)}",), is_unforeseen=True)
+
+
+def _is_fault(error: BaseException) -> bool:
+    """Whether torch reports that a device or NCCL failed. An assertion in a kernel is an error of the program, for
+    example an index out of range. A lack of memory has another type."""
+    types = {kind.__name__ for kind in type(error).__mro__ if kind.__module__.partition(".")[0] == "torch"}
+    return bool(types & _FAULTS) and "device-side assert" not in str(error)
 
 
 def _place(error: BaseException) -> str:

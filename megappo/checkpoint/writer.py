@@ -8,6 +8,7 @@ collectives have a process group of their own: on a shared group they would inte
 from __future__ import annotations
 
 import datetime
+import os
 import threading
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -28,6 +29,7 @@ from megappo.checkpoint.storage import storage_writer
 from megappo.config.schema import CheckpointSettings
 from megappo.observe.plain_files import synced
 from megappo.runtime.groups import make_host_group
+from megappo.runtime.launchers import note_for_job
 from megappo.runtime.objects import all_gather_objects, attempt
 from megappo.runtime.process import Runtime
 from megappo.runtime.waiting import wait_until
@@ -178,6 +180,7 @@ class CheckpointWriter:
             _wait_for(folder, marker)
             files.write_marker(folder, marker)
             files.put_in_place(folder, final)
+            note_for_job(os.environ, "checkpoint", marker.step)
             # Only a warning: the new checkpoint is written, even if an old one cannot be deleted (a busy file on NFS).
             kept = (self._settings.keep_last, self._settings.keep_best, self._settings.keep_every_steps)
             self._warnings += files.prune(self._directory, *kept, newest=marker.step)
