@@ -6,10 +6,12 @@ import sys
 
 from megappo.commands import COMMANDS
 from megappo.runtime.heap import collect_as_usual, put_off_collections, with_room_for_frames
+from megappo.runtime.streams import flush_output, prepare_streams
 
 
 def start() -> int:
     """Run the command of `sys.argv`; returns the exit code. What it changes of imports stays for the process."""
+    prepare_streams()
     put_off_collections()  # until ranks have met, or the command has ended
     if command := COMMANDS.get(sys.argv[1] if len(sys.argv) > 1 else ""):
         from megappo.runtime.packages import quicken_transformers
@@ -21,6 +23,7 @@ def start() -> int:
         return with_room_for_frames(main)
     finally:
         collect_as_usual()
+        flush_output()
 
 
 if __name__ == "__main__":

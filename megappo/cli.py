@@ -31,13 +31,9 @@ def main(argv: Sequence[str] | None = None) -> int:
 
             adopt_launcher(os.environ)
         code = RUN_ERROR if module_of(arguments.command).run(arguments) is False else 0
-        sys.stdout.flush()
+        if arguments.command != "train":  # the output of other commands is their result, and a full disk loses it
+            sys.stdout.flush()
         return code
-    except BrokenPipeError:
-        if COMMANDS[arguments.command].on_ranks:
-            raise
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # the reader, such as head, has closed the pipe
-        return 0
     except (Exception, KeyboardInterrupt) as error:
         verdict = verdict_of(error)
         if verdict.is_unforeseen:  # its traceback is shown

@@ -25,11 +25,19 @@ RUN_ERROR = 1
 USER_ERROR = 2
 REQUEUE = 85
 """Stopped by SIGTERM, SIGUSR1 or SIGHUP with a checkpoint: start the same command again (EX_TEMPFAIL of sysexits.h)."""
+FAULT = 71
+"""A device or the communication of ranks failed (an Xid, an ECC error, an NCCL abort), not the settings or code of the
+user (EX_OSERR of sysexits.h)."""
 HANG = 79
 """The watchdog ended a run in which nothing went on; starting it again is worth a try."""
 STOPPED_BY_USER = 130
 """Ctrl-C."""
+_FAULTS = {"AcceleratorError", "DistBackendError"}
+"""Types of torch, which this module does not import."""
 _DISK_ERRORS = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EIO, errno.ESTALE)
+_ROOM_ERRORS = (errno.ENOSPC, errno.EDQUOT)
+_FREE = " free"
+_OS_ERROR = re.compile(r"\(os error (\d+)\)")
 _SHOWN_CHARACTERS = 60
 _REASON_CHARACTERS = 300
 # Numbers of 64 bits have at most 19 digits.
@@ -112,7 +120,16 @@ def verdict_of(error: BaseException) -> Verdict:
         case ValueError() if raised_by_megappo(error):
             return Verdict(USER_ERROR, (one_line(str(error)),))
     code = error.code if isinstance(error, SystemExit) and isinstance(error.code, int) else RUN_ERROR
+    if _is_fault(error):
+        code = FAULT
     return Verdict(code, (f"{type(error).__name__}: {reason(error)}{_place(error)}",), is_unforeseen=True)
+
+
+def _is_fault(error: BaseException) -> bool:
+    """Whether torch reports that a device or NCCL failed. An assertion in a kernel is an error of the program, for
+    example an index out of range. A lack of memory has another type."""
+    types = {kind.__name__ for kind in type(error).__mro__ if kind.__module__.partition(".")[0] == "torch"}
+    return bool(types & _FAULTS) and "device-side assert" not in str(error)
 
 
 def _place(error: BaseException) -> str:
@@ -128,14 +145,40 @@ def _innermost(error: BaseException) -> tuple[FrameType, int] | None:
 
 @contextmanager
 def writing(path: str | PathLike[str]) -> Iterator[None]:
-    """Give an OSError of the block the file name `path` where it names no file, as on a full disk."""
+    """Give the error of a block that writes the file or folder `path` the form of an OSError that names it.
+
+    An error of a full disk says how much is free. Libraries in Rust, such as safetensors, report errors of the system
+    as exceptions of their own, which contain `(os error 28)`.
+    """
     try:
         yield
     except OSError as error:
+        if error.errno in _ROOM_ERRORS and _FREE not in str(error.strerror):
+            file = error.filename or str(path)
+            words = f"{os.strerror(error.errno)} ({_free_words(Path(file))})"
+            raise OSError(error.errno, words, file) from error
         # Without an errno, a file name would replace the message.
         if error.filename is None and error.errno is not None:
             error.filename = str(path)
         raise
+    except Exception as error:
+        number = _OS_ERROR.search(str(error))
+        if number is None:
+            raise
+        with writing(path):
+            raise OSError(int(number[1]), os.strerror(int(number[1]))) from error
+
+
+def _free_words(file: Path) -> str:
+    """What the disk of a file has free."""
+    folder = next((place for place in (file, *file.parents) if place.is_dir()), Path())
+    try:
+        disk = os.statvfs(folder)
+    except OSError:
+        return f"unknown{_FREE}"
+    if disk.f_files and not disk.f_favail:
+        return f"no file{_FREE} of {disk.f_files}"
+    return f"{disk.f_bavail * disk.f_frsize} bytes{_FREE} of {disk.f_blocks * disk.f_frsize}"
 
 
 def how_to_install(extra: str) -> str:

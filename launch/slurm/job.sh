@@ -1,8 +1,10 @@
-# Sourced by the batch scripts, after settings.sh: environment, ranks, logs and requeueing of a job. Needs ROOT.
+# Sourced by the batch scripts, after settings.sh: environment, ranks and logs of a job. Needs ROOT.
 
 REQUEUE_CODE=85 # what megappo exits with where it wants to be started again
 HANG_CODE=79    # and what its watchdog ends a hanging run with
 PORTS_FROM=10000 PORTS=20000 # below those that Linux gives to connections by itself
+
+source "$ROOT/launch/slurm/requeue.sh"
 
 fail() {
     echo "megappo: error: $*" >&2
@@ -200,12 +202,14 @@ run_ranks() {
 }
 
 # Who ended first, where rank 0's log, which is shown already, does not say why: every rank says it, unless it is killed.
+# FIRST_RANK and FIRST_CODE are the rank that ended first with an error, and its exit code.
 show_cause() {
     local file code first='' said=''
+    FIRST_RANK='' FIRST_CODE=''
     while IFS= read -r file; do
         code=$(<"$file")
         if [[ $code != 0 && $code != "$REQUEUE_CODE" ]]; then
-            first=${file##*/exit-}
+            first=${file##*/exit-} FIRST_RANK=${file##*/exit-} FIRST_CODE=$code
             break
         fi
     done < <(ls -tr "$MEGAPPO_RANK_LOGS"/exit-* 2>/dev/null)
@@ -216,22 +220,5 @@ show_cause() {
         said=$(grep -ls 'megappo: error' "$MEGAPPO_RANK_LOGS"/rank-*.log | sort -V | head -n 1)
         [ -n "$said" ] || [ -z "$first" ] || said=$MEGAPPO_RANK_LOGS/rank-$first.log
         [ -z "$said" ] || [ "${said##*/}" = rank-0.log ] || tail -n 60 "$said"
-    fi
-}
-
-# Put the job back into the queue, unless it was cancelled or SLURM does so itself (preemption).
-requeue() {
-    local state
-    # A heterogeneous job has a line for every component; the first one's state counts.
-    state=$(scontrol --oneliner show job "$(job_name)" | sed -n '1s/.* JobState=\([A-Z_]*\).*/\1/p')
-    if [ "$state" != RUNNING ]; then
-        echo "megappo: the job is $state, so it is not put back into the queue here"
-    elif [ "${SLURM_RESTART_COUNT:-0}" -ge "$MEGAPPO_MOST_REQUEUES" ]; then
-        echo "megappo: put back ${SLURM_RESTART_COUNT} times already (MEGAPPO_MOST_REQUEUES); sbatch it again to go on"
-    else
-        echo "megappo: back into the queue"
-        trap - TERM # with this signal SLURM ends this script
-        scontrol requeue "$(job_name)"
-        sleep 300 # SLURM ends this script now; were it to end by itself, the job could count as failed
     fi
 }

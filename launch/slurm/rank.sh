@@ -1,10 +1,11 @@
 #!/usr/bin/env bash
-# One rank of a job. Its output and its exit code go to files in MEGAPPO_RANK_LOGS. Signals reach megappo because it is
+# One rank of a job. Its output, its exit code and its node go to files in MEGAPPO_RANK_LOGS. Signals reach megappo because it is
 # in this shell's process group; the shell outlives them to write down the exit code. MEGAPPO_PROGRAM names another Python
 # module than megappo.
 set -uo pipefail
 rank=${RANK:-$SLURM_PROCID}
 trap : HUP INT TERM USR1 USR2
+echo "${SLURMD_NODENAME:-$(hostname)}" >"$MEGAPPO_RANK_LOGS/node-$rank"
 source "$(dirname "${BASH_SOURCE[0]}")/site.sh"
 if ! source_site >>"$MEGAPPO_RANK_LOGS/rank-$rank.log" 2>&1; then
     echo 2 >"$MEGAPPO_RANK_LOGS/exit-$rank"

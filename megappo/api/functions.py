@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Literal
 from megappo.config import Config, ConfigError, describe, describe_evaluation, print_rows
 from megappo.errors import expanded
 from megappo.runtime.launchers import adopt_launcher, is_main
+from megappo.runtime.streams import adapt_streams
 
 if TYPE_CHECKING:
     from megappo.plan.planner import Plan
@@ -47,6 +48,7 @@ def train(config: Config) -> Path:
     """
     from megappo.preflight.resolved import resolve_run
 
+    adapt_streams()
     adopt_launcher(os.environ)
     run = resolve_run("train", config)
     if is_main(os.environ) and config.logging.console != "quiet":
@@ -67,6 +69,7 @@ def evaluate(config: Config, *, weights: str | os.PathLike[str] | None = None) -
 
     if not config.data.evaluated:
         raise ConfigError("eval needs prompts; add data.validation or data.validation_sets")
+    adapt_streams()
     adopt_launcher(os.environ)
     run = resolve_run("eval", config if weights is None else _with_weights(config, expanded(weights, "weights")))
     if is_main(os.environ) and config.logging.console != "quiet":

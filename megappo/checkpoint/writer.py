@@ -8,6 +8,7 @@ collectives have a process group of their own: on a shared group they would inte
 from __future__ import annotations
 
 import datetime
+import os
 import threading
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -24,9 +25,11 @@ from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from megappo.checkpoint import files
 from megappo.checkpoint.files import CheckpointError, Marker, Stamp
 from megappo.checkpoint.reader import METADATA
+from megappo.checkpoint.storage import storage_writer
 from megappo.config.schema import CheckpointSettings
 from megappo.observe.plain_files import synced
 from megappo.runtime.groups import make_host_group
+from megappo.runtime.launchers import note_for_job
 from megappo.runtime.objects import all_gather_objects, attempt
 from megappo.runtime.process import Runtime
 from megappo.runtime.waiting import wait_until
@@ -137,7 +140,7 @@ class CheckpointWriter:
         try:
             dcp.save(
                 state,
-                storage_writer=dcp.FileSystemWriter(folder),
+                storage_writer=storage_writer(folder),
                 planner=DefaultSavePlanner(flatten_state_dict=False, flatten_sharded_tensors=False),
                 process_group=self._group,
             )
@@ -177,13 +180,14 @@ class CheckpointWriter:
             _wait_for(folder, marker)
             files.write_marker(folder, marker)
             files.put_in_place(folder, final)
+            note_for_job(os.environ, "checkpoint", marker.step)
             # Only a warning: the new checkpoint is written, even if an old one cannot be deleted (a busy file on NFS).
             kept = (self._settings.keep_last, self._settings.keep_best, self._settings.keep_every_steps)
             self._warnings += files.prune(self._directory, *kept, newest=marker.step)
 
     def _together(self, step: int, work: Callable[[], Any]) -> list[Any]:
         """Do this rank's part and wait for all others. Raises CheckpointError on every rank where one failed."""
-        # torch.save raises RuntimeError on a full disk.
+        # torch raises RuntimeError for tensors that cannot be written.
         results = all_gather_objects(attempt(work, (OSError, RuntimeError)), group=self._group)
         if reason := next((reason for _, reason in results if reason), ""):
             raise self._cannot(step, reason)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import sys
 
 from rich.console import Console
 
@@ -36,7 +37,7 @@ def run(arguments: argparse.Namespace) -> bool:
     asked = ranks_option("--gpus", arguments.gpus)
     found = planning(config, arguments.machine, asked, models_beside(arguments.config))
     models, machine, gpus = found.models, found.machine, found.gpus
-    console = Console()
+    console = Console(file=sys.stdout)  # of a given file, rich knows the encoding
     if arguments.search:
         layouts = best_layouts(config, models, machine, gpus)
         if not layouts:

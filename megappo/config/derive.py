@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import sys
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from fractions import Fraction
@@ -332,7 +333,7 @@ def print_rows(rows: Iterable[tuple[str, str]], console: Console | None = None) 
     table.add_column(overflow="fold")
     for name, words in rows:
         table.add_row(name, Text(words))
-    (console or Console()).print(table)
+    (console or Console(file=sys.stdout)).print(table)  # of a given file, rich knows the encoding
 
 
 def _role_rows(name: str, config: Config, numbers: RoleNumbers, *, has_steps: bool) -> list[tuple[str, str]]:

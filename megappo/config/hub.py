@@ -19,6 +19,7 @@ from types import ModuleType
 from typing import NamedTuple
 
 from megappo.errors import ConfigError, link_to_nothing, reason
+from megappo.runtime.direct import client_proxy_problem
 
 _TEXTS = ("*.json", "*.model", "*.jinja", "*.txt", "*.py")
 _WEIGHTS = ("*.safetensors",)
@@ -155,8 +156,8 @@ def silence(endpoint: str, patience_seconds: float) -> str | None:
             said.append("")
         except http.TimeoutException:
             return
-        except (http.HTTPError, http.InvalidURL, OSError, ValueError) as error:
-            said.append(f"{endpoint} cannot be reached ({reason(error, 60)})")
+        except (http.HTTPError, http.InvalidURL, OSError, ValueError, ImportError) as error:
+            said.append(client_proxy_problem() or f"{endpoint} cannot be reached ({reason(error, 60)})")
 
     asking = threading.Thread(target=ask, daemon=True)
     asking.start()

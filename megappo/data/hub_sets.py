@@ -13,6 +13,7 @@ from megappo.config.data import HUB_PREFIX
 from megappo.config.hub import HubName, http_package
 from megappo.errors import first_of, how_to_install, reason
 from megappo.plugins import users_code
+from megappo.runtime.direct import client_proxy_problem
 
 if TYPE_CHECKING:
     import datasets
@@ -29,6 +30,8 @@ def read_table(source: str, limit: int | None) -> pyarrow.Table:
     name, *more = source.removeprefix(HUB_PREFIX).split(":")
     config, split = more[0] if len(more) == 2 else None, more[-1] if more else None
     library = _library(source)
+    from huggingface_hub import constants
+
     name, revision = (name, None) if Path(name).is_dir() else HubName.of(name)
     folder = Path(name)
     if name.startswith((".", "/", "~")) and not folder.is_dir():
@@ -36,6 +39,8 @@ def read_table(source: str, limit: int | None) -> pyarrow.Table:
     is_saved = any((folder / file).is_file() for file in _SAVED)
     if is_saved and config is not None:
         raise ValueError(f"data source '{source}': what save_to_disk wrote has no configurations; remove {config}")
+    if not folder.is_dir() and not constants.HF_HUB_OFFLINE and (problem := client_proxy_problem()):
+        raise ValueError(f"data source '{source}' is on the hub, and {problem}")
     commit = None if revision is None else _commit(name, revision, source)
     with users_code(f"data source '{source}' cannot be loaded", "check its name, configuration, files and the network"):
         found = library.load_from_disk(name) if is_saved else library.load_dataset(name, config, revision=commit)

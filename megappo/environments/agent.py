@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import inspect
 import math
+import os
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from tempfile import TemporaryDirectory
@@ -16,10 +17,13 @@ from megappo.environments.tool_calls import call_format
 from megappo.environments.tool_pool import receive
 from megappo.errors import home_expanded, show
 from megappo.observe.json_values import JSONValue
+from megappo.observe.messages import tell
 from megappo.plugins import load
 from megappo.rewards.channel import ForeignMessageError
 from megappo.rewards.variables import without_secrets
 from megappo.rewards.workers import Worker
+from megappo.runtime.direct import client_proxy_problem
+from megappo.runtime.launchers import is_main
 from megappo.types import CHAT_MESSAGES, Prompt
 
 _PROGRAM = "megappo.environments.agent_worker"
@@ -62,6 +66,8 @@ class Agent:
         self._format, self._command, self._options = format, list(map(home_expanded, command)), dict(options or {})
         setting = f"{_ARGUMENTS}.function"
         self._function = load(function, setting, inspect.iscoroutinefunction, "async function") if function else None
+        if is_main(os.environ) and (problem := client_proxy_problem()):
+            tell(f"agents with OpenAI's or Anthropic's SDK will fail: {problem}", warns=True)
 
     async def run(self, session: Session) -> float | None:
         """See `Environment.run`."""

@@ -5,13 +5,15 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
+from megappo.errors import writing
+
 
 class AppendedFile:
     """Appends whole pieces: a partly written piece is cut off before the next one."""
 
     def __init__(self, path: Path) -> None:
         """Open the file for appending, and create it where it is missing. Raises OSError where it cannot be written."""
-        self._file = path.open("ab", buffering=0)
+        self._path, self._file = path, path.open("ab", buffering=0)
         self._torn_at: int | None = None
 
     def append(self, piece: bytes) -> None:
@@ -23,8 +25,9 @@ class AppendedFile:
             self._torn_at = None
         try:
             written = 0
-            while written < len(piece):
-                written += self._file.write(piece[written:])
+            with writing(self._path):
+                while written < len(piece):
+                    written += self._file.write(piece[written:])
         except OSError:
             self._torn_at = size
             raise

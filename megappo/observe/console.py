@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import io
 import re
 import sys
 import threading
@@ -22,6 +21,7 @@ from megappo.observe.charts import ASCII_BLOCKS, BLOCKS, sparkline
 from megappo.observe.evaluations import evaluation_label, evaluation_results
 from megappo.observe.messages import View
 from megappo.observe.progress import PROGRESS, StageProgress, duration
+from megappo.runtime.streams import accept_any_text
 
 _LINE = (
     ("reward", "reward/mean", ".3f"),
@@ -273,8 +273,7 @@ def make_view(
     """
     if stream is None:
         stream = sys.stderr if mode == "quiet" else sys.stdout
-    if isinstance(stream, io.TextIOWrapper):
-        stream.reconfigure(errors="backslashreplace")  # unencodable text must not end a run
+    accept_any_text(stream)
     if mode == "auto":
         drawable = stream.isatty() and not Console(file=stream).is_dumb_terminal
         mode = "live" if drawable else "plain"

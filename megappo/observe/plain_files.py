@@ -8,7 +8,9 @@ import stat
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import BinaryIO
+from typing import Any, BinaryIO, cast
+
+from megappo.errors import writing
 
 LARGEST_TEXT_BYTES = 256 * 2**20
 """Most bytes of a text that is read as a whole; the largest tokenizers have 40 MiB."""
@@ -31,11 +33,43 @@ def plain_text(path: Path) -> str:
 
 @contextmanager
 def synced(path: Path) -> Iterator[BinaryIO]:
-    """Open a file anew for writing; what was written is on disk when the block ends."""
-    with path.open("wb") as file:
-        yield file
+    """Open a file anew for writing; what was written is on disk when the block ends. Raises OSError, which names the
+    file."""
+    with writing(path), path.open("wb") as file, own_errors(file) as noting:
+        yield noting
         file.flush()
         os.fsync(file.fileno())
+
+
+@contextmanager
+def own_errors(file: BinaryIO) -> Iterator[BinaryIO]:
+    """The file for a block, whose OSErrors leave the block although torch's writer of archives replaces them: on a full
+    disk it raises RuntimeError, "unexpected pos 704 vs 598"."""
+    noting = _NotingFile(file)
+    try:
+        yield cast(BinaryIO, noting)
+    except RuntimeError as error:
+        if noting.error is None:
+            raise
+        raise noting.error from error
+
+
+class _NotingFile:
+    """A file that keeps the last error of `write`."""
+
+    def __init__(self, file: BinaryIO) -> None:
+        self._file = file
+        self.error: OSError | None = None
+
+    def write(self, data: bytes) -> int:
+        try:
+            return self._file.write(data)
+        except OSError as error:
+            self.error = error
+            raise
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._file, name)
 
 
 def check_folder(folder: Path) -> None:

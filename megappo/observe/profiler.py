@@ -20,6 +20,7 @@ from torch.autograd import DeviceType
 from torch.autograd.profiler_util import FunctionEvent
 from torch.profiler import ProfilerActivity, profile, record_function
 
+from megappo.errors import writing
 from megappo.observe.step_profile import FOLDER, RankProfile, page, shares
 
 _STAGE = "megappo: "
@@ -64,9 +65,10 @@ class StepProfiler:
     def write_page(self, ranks: Sequence[RankProfile]) -> Path:
         """Write the page on all ranks, and its numbers as JSON. Returns its path."""
         path = self._folder / f"step-{self._step:06d}.md"
-        path.with_suffix(".json").write_text(json.dumps([asdict(rank) for rank in ranks], indent=1))
         device = torch.cuda.get_device_name() if self._on_cuda else "CPU"
-        path.write_text(page(self._step, ranks, f"{device}, torch {torch.__version__}"))
+        with writing(path):
+            path.with_suffix(".json").write_text(json.dumps([asdict(rank) for rank in ranks], indent=1))
+            path.write_text(page(self._step, ranks, f"{device}, torch {torch.__version__}"), encoding="utf-8")
         return path
 
     def cancel(self) -> None:

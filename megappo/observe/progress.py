@@ -20,6 +20,7 @@ class _Count:
     since: float
     done: int = 0
     tokens: int = 0
+    remark: str = ""
 
 
 class StageProgress:
@@ -57,6 +58,17 @@ class StageProgress:
             if what in self._counts:
                 self._counts[what].done += number
                 self._counts[what].tokens += tokens
+
+    def remark(self, what: str, words: str) -> None:
+        """Show words behind the number of `what` that are done."""
+        with self._lock:
+            if what in self._counts:
+                self._counts[what].remark = words
+
+    def drop(self, what: str) -> None:
+        """Stop counting `what`, whose work has ended."""
+        with self._lock:
+            self._counts.pop(what, None)
 
     def note_servers(self, busy: int, of: int) -> None:
         """Note how many of the engine's servers have pending requests of this rank; with `of` 0 nothing is shown."""
@@ -97,6 +109,8 @@ class StageProgress:
 
 def _words(name: str, count: _Count, now: float) -> str:
     words = f"{count.done:,} of {count.total:,} {name}"
+    if count.remark:
+        words += f", {count.remark}"
     if count.tokens and now > count.since:
         words += f", {count.tokens / (now - count.since):,.0f} tokens/s"
     if 0 < count.done < count.total:  # at the pace so far; long responses come last

@@ -212,7 +212,14 @@ def assemble(config: Config, derived: Derived, runtime: Runtime, mode: RunMode |
         if inputs.environment is not None:
             stage = make_environment_context(config, inputs.environment, tokenizer, stop_token_ids, rows)
         servers, time = start_reward_servers(config, runtime), config.data.template_time
-        reward = RewardScorer(config.reward, runtime.device, servers, trust_remote_code=trusts, template_time=time)
+        reward = RewardScorer(
+            config.reward,
+            runtime.device,
+            servers,
+            trust_remote_code=trusts,
+            template_time=time,
+            notices=runtime.notices,
+        )
     if mode.training:
         check_methods(config)
     alone = mode.training and config.pretrains_critic

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from megappo.errors import ConfigError, reason
+from megappo.errors import ConfigError, reason, writing
 from megappo.observe.parquet_files import ColumnFile
 from megappo.observe.saved_samples import (
     ALONE,
@@ -80,7 +80,8 @@ def write_samples(path: Path, samples: SavedSamples, rows: Sequence[int], text_o
     from pyarrow import parquet
 
     table = pyarrow.table(dict(_columns(samples, list(rows), text_of)))
-    parquet.write_table(table, path)
+    with writing(path):
+        parquet.write_table(table, path)
 
 
 def _columns(

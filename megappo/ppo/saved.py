@@ -20,6 +20,7 @@ from torch import Tensor
 from megappo.config.context import token_text
 from megappo.config.rules.experience import MARKER, SavedStep, folder_of_step, saved_steps
 from megappo.config.vocabulary import vocabulary_digest
+from megappo.errors import writing
 from megappo.ppo.components import RunComponents
 from megappo.ppo.experience_files import SavedSamples, read_samples, require_parquet, sample_ids_of, write_samples
 from megappo.ppo.generation import StepSamples
@@ -92,7 +93,8 @@ def _clear(folder: Path) -> None:
 def _finish(saved: SavedStep, folder: Path) -> None:
     """Write the marker and rename the folder; called after all files are written."""
     told = {name: value for name, value in asdict(saved).items() if name != "folder"}
-    (saved.folder / MARKER).write_text(json.dumps(told, indent=1) + "\n", encoding="utf-8")
+    with writing(saved.folder / MARKER):
+        (saved.folder / MARKER).write_text(json.dumps(told, indent=1) + "\n", encoding="utf-8")
     if folder.exists():
         shutil.rmtree(folder)
     os.replace(saved.folder, folder)

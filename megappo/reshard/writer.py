@@ -4,14 +4,11 @@ from __future__ import annotations
 
 import copy
 import json
-import os
-import re
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
 import torch
-from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
@@ -31,8 +28,6 @@ from megappo.reshard.value_heads import EXPORTED
 
 _FILE_BYTES = 4 * 2**30
 _GENERATION = "generation_config.json"
-_OS_ERROR = re.compile(r"\(os error (\d+)\)")
-"""Pattern by which safetensors reports an error of the operating system."""
 _OF_OTHER_HEADS = ("normalize_reward", "mean", "std", "value_head_prefix")
 """Settings of a head in OpenRLHF's config.json; `SafetensorsSource.value_head` has scaled the weights by them, so an
 export drops them."""
@@ -184,13 +179,8 @@ def save_tensors(tensors: Mapping[str, Tensor], path: Path) -> None:
     """Write one safetensors file, readable as the umask says. Raises OSError, which names the file."""
     path.touch()
     mode = path.stat().st_mode  # which safetensors would restrict to the owner
-    try:
+    with writing(path):
         save_file(dict(tensors), path, metadata={"format": "pt"})
-    except SafetensorError as error:
-        number = _OS_ERROR.search(str(error))
-        if number is None:
-            raise
-        raise OSError(int(number[1]), os.strerror(int(number[1])), str(path)) from error
     path.chmod(mode)
 
 

@@ -10,6 +10,7 @@ from megappo.plugins import check_call, check_choice, load_function, signature_o
 from megappo.rewards.http import scores, secret_headers
 from megappo.rewards.judge import judge_key
 from megappo.rewards.rules import GOLDS, RULES, warm_up
+from megappo.runtime.direct import check_proxy
 
 if TYPE_CHECKING:
     from megappo.config.reward import RewardSettings
@@ -47,9 +48,11 @@ ChosenReward: TypeAlias = "RewardSettings | RewardChoice"
 
 def check_reward(settings: RewardSettings) -> None:
     """Raises ValueError where the reward cannot be used: unknown name, failing import, options it does not take, or a
-    judge or a server whose key is nowhere."""
+    judge or a server whose key is nowhere or that only a SOCKS proxy reaches."""
     if settings.judge is not None:
         judge_key(settings.judge)
+        if settings.judge.url is not None:
+            check_proxy(settings.judge.url)
         return
     if settings.function in ("model", OF_ENVIRONMENT):
         unused = [name for name, value in (("options", settings.options), ("batch", settings.batch)) if value]
@@ -58,6 +61,7 @@ def check_reward(settings: RewardSettings) -> None:
         return
     if resolve(settings) is scores:
         secret_headers(**settings.options)
+        check_proxy(str(settings.options.get("url", "")))
 
 
 def check_prompts(settings: RewardSettings, prompts: Sequence[Prompt], source: str) -> None:

@@ -16,6 +16,7 @@ from megappo.observe.json_values import JSONValue
 from megappo.rewards.http import each, key_in, post, raise_reported_error
 from megappo.rewards.model import RewardTexts
 from megappo.rewards.numbers import as_float, score_problem
+from megappo.runtime.direct import check_proxy
 from megappo.runtime.objects import attempt
 
 _SHOWN_CHARACTERS = 120
@@ -32,9 +33,10 @@ class RemoteRewardModel:
         trust_remote_code: bool = False,
         template_time: str | None = None,
     ) -> None:
-        """`path`: folder with the model's configuration and tokenizer. Raises ValueError for one without, and where the
-        key's variable is empty."""
+        """`path`: folder with the model's configuration and tokenizer. Raises ValueError for one without, where the
+        key's variable is empty, and where only a SOCKS proxy reaches the server."""
         key = key_in(settings.key, "the reward model's")
+        check_proxy(settings.url)
         self._texts = RewardTexts(path, trust_remote_code=trust_remote_code, template_time=template_time)
         self._settings = settings
         self._url = f"{settings.url.rstrip('/')}/classify"

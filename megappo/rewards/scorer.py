@@ -16,6 +16,7 @@ from megappo.config.schema import RewardSettings
 from megappo.config.tokens import Message
 from megappo.errors import one_line
 from megappo.observe.messages import tell
+from megappo.rewards.limit import FailureLimit
 from megappo.rewards.numbers import score_problem
 from megappo.rewards.registry import OF_ENVIRONMENT, check_reward
 from megappo.rewards.workers import RewardPool, RewardRequest, RewardResult, too_many_failures
@@ -27,6 +28,7 @@ if TYPE_CHECKING:
     from megappo.rewards.own_servers import OwnServers
     from megappo.rewards.remote_model import RemoteRewardModel
     from megappo.rewards.shared_model import SharedRewardModel
+    from megappo.runtime.notices import Notices
     from megappo.runtime.tally import Totals
 
 
@@ -62,16 +64,18 @@ class RewardScorer:
         *,
         trust_remote_code: bool = False,
         template_time: str | None = None,
+        notices: Notices | None = None,
     ) -> None:
         """Start workers or load the model. Raises ValueError for a function or model that cannot be used.
 
         `servers`: of judges and a model that have their own, which end with the scorer. `trust_remote_code`: code in
         the reward model's folder may run. `template_time`: what its chat template is told, see `DataSettings`.
+        `notices`: through which ranks count their failures together while they score.
         """
         self._servers, self._trust_remote_code, self._template_time = servers, trust_remote_code, template_time
         for _, term in settings.terms.values():
             check_reward(term)
-        self._settings, self._device = settings, device
+        self._settings, self._device, self._notices, self._calls = settings, device, notices, 0
         self._judges_with_note = set[str]()
         self._pools: dict[str, RewardPool] = {}
         """Worker pools, by the names of `RewardSettings.terms`."""
@@ -123,7 +127,7 @@ class RewardScorer:
         """
         from megappo.runtime.tally import Tally
 
-        scored, tally = self._result(rollouts), Tally()
+        scored, tally = self._result(rollouts, self._limit(len(rollouts.responses))), Tally()
         result, B = scored.result, len(scored.result.scores)
         tally.mean("reward/failures", torch.arange(B) < len(result.failures))
         tally.mean("reward/timeouts", torch.arange(B) < result.timeouts)
@@ -138,7 +142,8 @@ class RewardScorer:
         failed, samples = map(int, metrics.means["reward/failures"])
         # Both numbers are sums over all ranks, so all ranks take this branch, and its collective, together.
         if failed > self._settings.max_failure_fraction * samples:
-            raise too_many_failures(self._settings, failed, samples, first_of_ranks(result.failures))
+            late = int(metrics.means["reward/timeouts"][0])
+            raise too_many_failures(self._settings, failed, samples, first_of_ranks(result.failures), late=late)
         if failures is not None:
             failures.update(result.failures)
         return result.scores, metrics
@@ -158,22 +163,31 @@ class RewardScorer:
 
     def score_local(self, rollouts: Rollouts, failures: MutableMapping[int, str] | None = None) -> Tensor:
         """Scores (B,) float32 of this rank, without any collective. Raises RewardError where too many failed, unless
-        there are `failures` to be filled as by `score`."""
-        result = self._result(rollouts).result
+        there are `failures` to be filled as by `score`; all ranks then call it, and judge all their failures together.
+        """
+        result = self._result(rollouts, None if failures is None else self._limit(len(rollouts.responses))).result
         if failures is not None:
             failures.update(result.failures)
         elif len(result.failures) > self._settings.max_failure_fraction * len(result.scores):
             raise too_many_failures(self._settings, len(result.failures), len(result.scores), result.failures)
         return result.scores
 
-    def _result(self, rollouts: Rollouts) -> _Worth:
+    def _limit(self, samples: int) -> FailureLimit | None:
+        """The limit of failures of all ranks in this call, which all ranks make."""
+        self._calls += 1
+        if self._notices is None:
+            return None
+        most, ranks = self._settings.max_failure_fraction, torch.distributed.get_world_size()
+        return FailureLimit(self._notices, self._calls, samples, most, ranks=ranks)
+
+    def _result(self, rollouts: Rollouts, limit: FailureLimit | None) -> _Worth:
         """Scores of all samples. Samples of failed episodes are given to no function and have the score of a
         failure."""
         if rollouts.episodes is None:
-            return self._scored(rollouts, range(len(rollouts.responses)))
+            return self._scored(rollouts, range(len(rollouts.responses)), limit)
         failed_B = rollouts.episodes.failed_B
         whole = (~failed_B).nonzero()[:, 0].tolist()
-        found = self._scored(rollouts, whole)
+        found = self._scored(rollouts, whole, limit)
 
         def with_failed(scores: Tensor) -> Tensor:
             scores_B = torch.full(failed_B.shape, self._settings.failure_score, dtype=torch.float32)
@@ -189,7 +203,7 @@ class RewardScorer:
         late = frozenset(whole[i] for i in found.result.late)
         return _Worth(RewardResult(scores_B, failures, late), every, found.verdicts)
 
-    def _scored(self, rollouts: Rollouts, chosen: Sequence[int]) -> _Worth:
+    def _scored(self, rollouts: Rollouts, chosen: Sequence[int], limit: FailureLimit | None) -> _Worth:
         """Scores of the samples `chosen`, in that order, by each function that is for their prompts."""
         judges, found, verdicts = self._settings.judges, dict[str, RewardResult](), dict[str, _Verdicts]()
         requests = [_request(rollouts, b) for b in chosen] if self._pools else []
@@ -201,7 +215,7 @@ class RewardScorer:
                 found[name] = _spread(self._by_model(rollouts, [chosen[i] for i in own]), own, len(chosen))
                 continue
             started = time.monotonic()
-            result = self._pools[name].run([requests[i] for i in own])
+            result = self._pools[name].run([requests[i] for i in own], limit and limit.of(name))
             found[name] = _spread(result, own, len(chosen))
             if (metric := name or "judge") in judges:
                 notes = tuple(note for _, note in result.notes)

@@ -28,6 +28,7 @@ from megappo.rewards.http import Unscored
 from megappo.rewards.judge import Noted
 from megappo.rewards.numbers import as_float, score_problem
 from megappo.rewards.registry import OF_EACH, RewardCallable, RewardChoice, argument_names, resolve
+from megappo.runtime.streams import adapt_streams
 
 _REASON_CHARACTERS = 500
 _BROKEN_CHARACTERS = 4000
@@ -163,6 +164,7 @@ def _runs(worker: int) -> bool:
 
 def main(serve: Callable[[WorkerEnd], None] = _serve) -> None:
     """Have a worker serve until the pool hangs up."""
+    adapt_streams()
     requests, answers = int(sys.argv[1]), int(sys.argv[2])
     trainer, supervisor = os.getppid(), os.getpid()
     os.dup2(2, 1)  # what a function prints must not end up in the parent's output

@@ -23,6 +23,7 @@ from torch import Tensor
 from megappo.config.schema import RewardSettings
 from megappo.config.tokens import Message
 from megappo.errors import RunError
+from megappo.observe.progress import PROGRESS
 from megappo.plugins import users_code
 from megappo.rewards.channel import ForeignMessageError, PoolEnd
 from megappo.rewards.descendants import end_marked
@@ -43,6 +44,7 @@ TIMED_OUT = "ran out of time"
 """Reason of a failure that passed `reward.timeout_seconds`."""
 _DIED = "ended its worker process"
 _WROTE = "wrote into file descriptors that are not its own"
+_SCORES = "scores of this rank"
 _HELD = "held more than twice reward.worker_memory_gigabytes"
 
 
@@ -164,12 +166,15 @@ class _Job:
     scores: dict[int, float] = field(default_factory=dict)
     failures: dict[int, str] = field(default_factory=dict)
     notes: dict[int, str] = field(default_factory=dict)
+    late: set[int] = field(default_factory=set)
+    """Indices of failures that ran out of time."""
 
     @property
     def done(self) -> bool:
         return len(self.scores) + len(self.failures) == len(self.pickled)
 
     def record(self, index: int, score: float | None, reason: str | None) -> None:
+        PROGRESS.add(_SCORES, 1)
         if score is None:
             self.failures[index] = str(reason)
             return
@@ -246,29 +251,38 @@ class RewardPool(AbstractContextManager["RewardPool"]):
 
         Raises RewardError where more than `max_failure_fraction` of them failed.
         """
-        result = self.run(requests)
-        if len(result.failures) > self._settings.max_failure_fraction * len(requests):
-            raise too_many_failures(self._settings, len(result.failures), len(requests), result.failures)
+        most = self._settings.max_failure_fraction * len(requests)
+        result = self.run(requests, lambda failed: failed > most)
+        if len(result.failures) > most:
+            raise too_many_failures(
+                self._settings, len(result.failures), len(requests), result.failures, late=result.timeouts
+            )
         return result
 
-    def run(self, requests: Sequence[RewardRequest]) -> RewardResult:
-        """Score all requests, whatever the share of failures."""
+    def run(self, requests: Sequence[RewardRequest], are_too_many: Callable[[int], bool] | None = None) -> RewardResult:
+        """Score all requests.
+
+        `are_too_many` receives the number of failures, and returns whether the run ends because of them. Once a sample
+        has run out of time and it returns true, the other samples are not waited for; they have the failure score.
+        """
         assert self.workers, "the pool is closed"
         pickled = [_pickled(index, request) for index, request in enumerate(requests)]
         job = _Job(pickled, deque(range(len(pickled))))
         for worker in [w for w in self.workers if w.ready and (w.speaks or w.supervisor.poll() is not None)]:
             self._replace(worker)  # ended between two calls, by whatever: no sample's fault
+        PROGRESS.expect(_SCORES, len(requests))
+        self._show_late(job)
         try:
-            while not job.done:
+            while not job.done and not (job.late and are_too_many is not None and are_too_many(len(job.failures))):
                 self._hand_out(job)
                 self._collect(job)
         finally:
+            PROGRESS.drop(_SCORES)
             for worker in [w for w in self.workers if w.pending]:
                 self._replace(worker)  # the call has ended, and nobody reads its answers
         every = [job.scores.get(index, self._settings.failure_score) for index in range(len(requests))]
         scores = torch.tensor(every, dtype=torch.float32)
-        late = frozenset(index for index, reason in job.failures.items() if reason == TIMED_OUT)
-        return RewardResult(scores, sorted(job.failures.items()), late, tuple(sorted(job.notes.items())))
+        return RewardResult(scores, sorted(job.failures.items()), frozenset(job.late), tuple(sorted(job.notes.items())))
 
     def _hand_out(self, job: _Job) -> None:
         """Give idle workers their next requests: fewer towards the end, so that they finish together."""
@@ -334,12 +348,19 @@ class RewardPool(AbstractContextManager["RewardPool"]):
         """Replace a worker; the sample that it was scoring fails, its others wait for another worker."""
         if not worker.ready:
             raise RewardError(f"reward.function '{self._settings.function}' {reason} while it was imported; fix it")
-        if self._settings.batch:
-            job.failures |= dict.fromkeys(worker.pending, reason)
-        elif worker.pending:
-            job.failures[worker.pending.popleft()] = reason
+        failed = [*worker.pending] if self._settings.batch else [worker.pending.popleft()] if worker.pending else []
+        for index in failed:
+            job.record(index, None, reason)
+        if reason == TIMED_OUT:
+            job.late.update(failed)
+            self._show_late(job)
+        if not self._settings.batch:
             job.waiting.extendleft(reversed(worker.pending))
         self._replace(worker)
+
+    def _show_late(self, job: _Job) -> None:
+        limit = f"reward.timeout_seconds is {self._settings.timeout_seconds:g}"
+        PROGRESS.remark(_SCORES, f"{len(job.late)} timed out ({limit})")
 
     def _replace(self, worker: Worker) -> None:
         """Replace a worker by a new one; the others work on while it starts."""
@@ -354,13 +375,15 @@ class RewardPool(AbstractContextManager["RewardPool"]):
 
 
 def too_many_failures(
-    settings: RewardSettings, failed: int, total: int, failures: Sequence[tuple[int, str]]
+    settings: RewardSettings, failed: int, total: int, failures: Sequence[tuple[int, str]], *, late: int = 0
 ) -> RewardError:
-    """The error that ends a run."""
+    """The error that ends a run. `late`: failures that ran out of time."""
     first = failures[0][1] if failures else "on another rank"
+    timed_out = f" ({late} ran out of time, reward.timeout_seconds is {settings.timeout_seconds:g})" if late else ""
+    remedy = "raise reward.timeout_seconds, or fix the reward" if late else "fix the reward or its data"
     return RewardError(
-        f"{failed} of {total} rewards failed, more than reward.max_failure_fraction {settings.max_failure_fraction}; "
-        f"fix the reward or its data; the first: {first}"
+        f"{failed} of {total} rewards failed{timed_out}, more than reward.max_failure_fraction "
+        f"{settings.max_failure_fraction}; {remedy}; the first: {first}"
     )
 
 

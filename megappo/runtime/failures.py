@@ -25,10 +25,10 @@ from typing import NoReturn
 import psutil
 import torch.distributed as dist
 
-from megappo.errors import RUN_ERROR, Interrupted, reason, verdict_of
+from megappo.errors import FAULT, RUN_ERROR, Interrupted, reason, verdict_of
 from megappo.observe.messages import MESSAGES, tell
 from megappo.observe.progress import PROGRESS
-from megappo.runtime.launchers import Ranks, tell_torchrun
+from megappo.runtime.launchers import Ranks, note_for_job, tell_torchrun
 from megappo.runtime.neighbour import Neighbour, all_done, find_neighbour, has_ended, introduce, say_done
 from megappo.runtime.notices import POLL_SECONDS, Notices
 from megappo.runtime.waiting import pause, wait_until
@@ -178,7 +178,9 @@ class Failures:
         if is_lost:
             sentences = (_lost_words(error),)
         tb = "".join(traceback.format_exception(error)) if verdict.is_unforeseen and not is_lost else ""
-        code = RUN_ERROR if is_lost else verdict.code
+        code = verdict.code
+        if is_lost:  # a user's function may have lost a connection of its own, which is no fault of the ranks'
+            code = FAULT if verdict.is_unforeseen else RUN_ERROR
         self._begin(Failure(self._rank, code, sentences, lost=int(is_lost)), tb)
 
     def declare(self, failure: Failure) -> None:
@@ -246,7 +248,10 @@ class Failures:
         posted: list[str] = []
         self._notices.close()
         work_within(_POST_SECONDS, lambda: posted.append(self._notices.post(_FAILED, json.dumps(asdict(failure)))))
-        code = json.loads(posted[0])["code"] if posted else failure.code  # of the failure that was posted first
+        first = json.loads(posted[0]) if posted else asdict(failure)  # the failure that was posted first
+        code = first["code"]
+        if code == FAULT and not first["lost"]:
+            note_for_job(os.environ, "first-failed", first["rank"])
         work_within(_LAST_SECONDS, lambda: self._do_last(failure))
         begun = time.monotonic()
         # A launcher ends all ranks with the first, and rank 0 keeps the store.

@@ -17,6 +17,7 @@ import sys
 import time
 import zlib
 from collections.abc import Iterator, Mapping, MutableMapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -154,6 +155,15 @@ def tell_torchrun(environment: Mapping[str, str], sentences: Sequence[str], code
     except OSError:
         return False
     return environment.get("TORCHELASTIC_MAX_RESTARTS", "0") == "0"
+
+
+def note_for_job(environment: Mapping[str, str], name: str, number: int) -> None:
+    """Leave a number for the script of a SLURM job, launch/slurm/requeue.sh, in the folder of the ranks' logs. Does
+    nothing without such a script."""
+    folder = environment.get("MEGAPPO_RANK_LOGS")
+    if folder is not None:
+        with suppress(OSError):  # the script then does not put the job back into the queue
+            Path(folder, name).write_text(f"{number}\n", encoding="utf-8")
 
 
 def seconds_to_end(environment: Mapping[str, str]) -> float | None:

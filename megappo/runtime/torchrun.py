@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, TypedDict
 from megappo.errors import USER_ERROR, ConfigError
 from megappo.runtime.heap import collections_put_off
 from megappo.runtime.launchers import EXIT_CODE
+from megappo.runtime.streams import prepare_streams
 
 if TYPE_CHECKING:
     from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
@@ -101,4 +102,5 @@ def _how(code: int) -> str:
 
 
 if __name__ == "__main__":
+    prepare_streams()
     sys.exit(main())

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from huggingface_hub import constants
+from huggingface_hub import constants, utils
 from huggingface_hub.utils import filter_repo_objects
 
 from megappo.config import ConfigError, hub
@@ -125,6 +125,24 @@ def test_a_hub_that_says_nothing_is_not_waited_for(monkeypatch: pytest.MonkeyPat
         monkeypatch.setattr(constants, "ENDPOINT", endpoint)
         with pytest.raises(ConfigError, match=f"and {endpoint} does not answer in 0.3 seconds .HF_HUB_ETAG_TIMEOUT"):
             hub.hub_folder("Some/Model")
+
+
+def test_a_client_that_cannot_be_made_is_the_cause(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """`does not answer in N seconds` is for a hub that was waited for so long."""
+    monkeypatch.setenv("ALL_PROXY", "socks4://me:hidden@127.0.0.1:1080")
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path))
+    monkeypatch.setattr(constants, "ENDPOINT", "http://no.such.hub")
+    utils.close_session()
+    with pytest.raises(
+        ConfigError, match="does not hold it, and httpx cannot use the proxy ALL_PROXY=socks4://127.0.0.1"
+    ) as caught:
+        hub.hub_folder("Some/Model")
+    utils.close_session()
+    assert "does not answer" not in str(caught.value) and "hidden" not in str(caught.value)
+    assert "Traceback" not in capfd.readouterr().err
 
 
 class StandIn:

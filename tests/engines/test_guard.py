@@ -99,6 +99,29 @@ def test_a_server_may_have_other_cores_than_its_owner(tmp_path: Path) -> None:
     assert guard.wait(15) == 0
 
 
+def test_a_server_that_starts_slowly_is_reported(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Each 30 seconds, with the last line of its log."""
+    guard, session = guarded(tmp_path, "sleep 1000")
+    (tmp_path / "log").write_text("import\nloading weights: 12 of 48 files\n\n")
+    now = time.monotonic()
+    settings, scratch = SGLangSettings(start_timeout_seconds=900), tmp_path / "scratch"
+    made = Server(
+        Endpoint(3, "http://127.0.0.1:9", "", 0), guard, session, scratch, tmp_path / "log", now + 900, settings
+    )
+    assert not made.is_ready() and capsys.readouterr().err == "", "the first half minute is silent"
+    made.begun = now - 65
+    assert not made.is_ready() and not made.is_ready()
+    assert capsys.readouterr().err == (
+        f"megappo: {made.endpoint.name} has been starting for 1 min 5 s (rollout.sglang.start_timeout_seconds is 900); "
+        "its log ends with: loading weights: 12 of 48 files\n"
+    )
+    made.begun = now - 91
+    assert not made.is_ready() and "1 min 31 s" in capsys.readouterr().err
+    assert guard.stdin is not None
+    guard.stdin.close()
+    assert guard.wait(15) == 0
+
+
 @pytest.fixture
 def server(tmp_path: Path) -> Iterator[Server]:
     """One that hides processes: in sessions of their own, without its variables, without a parent, and holding memory

@@ -15,12 +15,16 @@ from typing import Any
 import psutil
 import pytest
 import torch
+import torch.distributed as dist
 
 from megappo.config.schema import RewardSettings
 from megappo.observe.ends import End
+from megappo.observe.progress import PROGRESS
 from megappo.rewards.channel import PoolEnd
+from megappo.rewards.limit import FailureLimit
 from megappo.rewards.scorer import RewardScorer
 from megappo.rewards.workers import RewardError, RewardPool, RewardRequest
+from megappo.runtime.notices import Notices
 from megappo.types import Prompt, Rollouts
 
 pytestmark = pytest.mark.waits
@@ -275,11 +279,46 @@ def test_many_failures_on_several_workers() -> None:
     assert time.monotonic() - started < 30
 
 
-def test_too_many_failures_are_told_with_all_that_failed() -> None:
+def test_too_many_failures_are_counted_with_all_that_failed() -> None:
     with RewardPool(settings(max_failure_fraction=0.1)) as pool:
-        with pytest.raises(RewardError, match=r"^7 of 8 rewards failed, more than .* 0.1; .*: ran out of time"):
-            pool.score(requests(*["hang"] * 3, *["raise"] * 4, "fine"))
+        with pytest.raises(RewardError, match=r"^4 of 5 rewards failed, more than .* 0.1; fix the reward or its data"):
+            pool.score(requests(*["raise"] * 4, "fine"))
         assert pool.score(requests("fine")).scores.tolist() == [1.0]
+
+
+def test_a_hanging_reward_ends_the_run_at_the_limit() -> None:
+    """With all samples it would take 20 seconds; no sample behind the limit is waited for."""
+    lines = list[str]()
+
+    def look(failures: int) -> bool:
+        lines.append(PROGRESS.text())
+        return failures > 2
+
+    PROGRESS.enter("reward")
+    with RewardPool(settings(workers=1, timeout_seconds=0.5, max_failure_fraction=0.05)) as pool:
+        with pytest.raises(
+            RewardError,
+            match=r"^3 of 40 rewards failed \(3 ran out of time, reward.timeout_seconds is 0.5\), more than .* 0.05; "
+            "raise reward.timeout_seconds, or fix the reward; the first: ran out of time",
+        ):
+            pool.score(requests(*["hang"] * 40))
+        result = pool.run(requests("fine", *["hang"] * 39), look)
+        assert (len(result.failures), result.timeouts, result.scores.tolist()) == (3, 3, [1.0, *[-1.0] * 39])
+        assert "scores" not in PROGRESS.text()
+    PROGRESS.leave()
+    assert "4 of 40 scores of this rank, 3 timed out (reward.timeout_seconds is 0.5)" in lines[-1]
+
+
+def test_the_limit_counts_the_failures_of_all_ranks() -> None:
+    notices = [Notices(store) for store in [dist.HashStore()] * 2]
+    first = FailureLimit(notices[0], 1, 10, 0.5, ranks=2).of("f")
+    assert not first(8), "more than half of the samples that are known, and rank 1 has not begun"
+    second = FailureLimit(notices[1], 1, 10, 0.5, ranks=2).of("f")
+    assert not second(2), "10 of 20"
+    assert second(3)
+    time.sleep(1.1)  # a rank without a new failure looks once a second
+    assert first(8)
+    assert not FailureLimit(notices[0], 2, 10, 0.5, ranks=1).of("f")(1), "the next call begins at 0"
 
 
 def test_a_worker_killed_between_calls_is_replaced() -> None:

@@ -10,7 +10,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
-from megappo.runtime.direct import fetch
+from megappo.runtime.direct import check_proxy, client_proxy_problem, fetch, proxy_of
 from megappo.runtime.store import free_port
 
 
@@ -45,3 +45,51 @@ def test_a_proxy_is_asked_over_https_for_what_is_not(monkeypatch: pytest.MonkeyP
     monkeypatch.delenv("NO_PROXY", raising=False)
     with pytest.raises(urllib.error.URLError, match="refused"):  # by the proxy, where nobody listens
         fetch(urllib.request.Request("http://8.8.8.8/"), timeout_seconds=5)
+
+
+def only_proxies(monkeypatch: pytest.MonkeyPatch, **variables: str) -> None:
+    for name in ("http_proxy", "https_proxy", "all_proxy", "no_proxy"):
+        monkeypatch.delenv(name, raising=False)
+        monkeypatch.delenv(name.upper(), raising=False)
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+
+
+@pytest.mark.parametrize("variable", ["ALL_PROXY", "https_proxy"])
+@pytest.mark.parametrize("scheme", ["socks5", "socks5h", "socks4", "SOCKS5"])
+def test_a_socks_proxy_is_refused_before_anything_is_asked(
+    monkeypatch: pytest.MonkeyPatch, variable: str, scheme: str
+) -> None:
+    only_proxies(monkeypatch, **{variable: f"{scheme}://me:hidden@10.0.0.9:1080"})
+    words = (
+        f"8.8.8.8 would be asked through {variable}={scheme}://10.0.0.9:1080, and .* set https_proxy to an HTTP proxy"
+    )
+    with pytest.raises(ValueError, match=words):
+        check_proxy("https://8.8.8.8/v1")
+    with pytest.raises(ValueError, match=words):
+        fetch(urllib.request.Request("https://8.8.8.8/v1"), timeout_seconds=0.1)
+    check_proxy("http://10.0.0.8:30000/v1")  # a server of the job
+    monkeypatch.setenv("no_proxy", "8.8.8.8")
+    check_proxy("https://8.8.8.8/v1")
+
+
+def test_the_proxy_of_all_schemes_is_used_where_a_scheme_has_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    only_proxies(monkeypatch, ALL_PROXY="http://10.0.0.9:3128", https_proxy="http://10.0.0.7:8080")
+    assert [proxy_of(f"{scheme}://8.8.8.8/") for scheme in ("http", "https")] == ["10.0.0.9:3128", "10.0.0.7:8080"]
+
+
+def test_a_proxy_that_httpx_cannot_use_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The answers are those of httpx itself."""
+    import httpx
+
+    for value in ("http://p:1", "socks5://me:hidden@p:1", "socks5h://p:1", "socks4://p:1", "socks://p:1"):
+        for others in ({}, {"no_proxy": "*"}, {"no_proxy": "localhost"}):
+            only_proxies(monkeypatch, all_proxy=value, **others)
+            problem = client_proxy_problem()
+            try:
+                httpx.Client().close()
+            except (ImportError, ValueError):
+                assert problem is not None and f"all_proxy={value.replace('me:hidden@', '')}" in problem
+                assert "; pip install socksio" in problem or "; write socks5://HOST:PORT" in problem
+            else:
+                assert problem is None, (value, others)

@@ -20,7 +20,7 @@ import torch.distributed as dist
 
 import megappo.megatron  # noqa: F401 - imported once for all ranks
 from megappo.config.schema import RuntimeSettings
-from megappo.errors import Interrupted, RunError
+from megappo.errors import FAULT, RUN_ERROR, USER_ERROR, ConfigError, Interrupted, RunError, verdict_of
 from megappo.runtime.process import Runtime, start_runtime
 from megappo.runtime.store import free_port
 
@@ -128,6 +128,37 @@ def test_torchrun_is_told_on_every_rank(tmp_path: Path) -> None:
     assert "error" not in first.said + second.said
 
 
+def device_fault(runtime: Runtime) -> None:
+    if runtime.rank == 1:
+        raise torch.AcceleratorError("CUDA error: uncorrectable ECC error encountered")
+    dist.all_reduce(torch.zeros(1))
+
+
+def test_a_fault_of_a_device_has_its_own_code(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A job script requeues on the code, and excludes the node of the rank that is noted."""
+    monkeypatch.setenv("MEGAPPO_RANK_LOGS", str(tmp_path))
+    first, second = ends(tmp_path, device_fault)
+    assert (first.code, second.code) == (FAULT, FAULT)
+    assert "megappo: error on rank 1: AcceleratorError: CUDA error: uncorrectable ECC error" in first.said
+    assert (tmp_path / "first-failed").read_text() == "1\n"
+
+
+@pytest.mark.parametrize(
+    ("error", "code"),
+    [
+        (torch.AcceleratorError("CUDA error: unspecified launch failure"), FAULT),
+        (dist.DistBackendError("NCCL communicator was aborted on rank 3"), FAULT),
+        (torch.AcceleratorError("CUDA error: device-side assert triggered"), RUN_ERROR),
+        (torch.OutOfMemoryError("CUDA out of memory"), RUN_ERROR),
+        (RuntimeError("CUDA error"), RUN_ERROR),
+        (RunError("too many rewards failed"), RUN_ERROR),
+        (ConfigError("a wrong setting"), USER_ERROR),
+    ],
+)
+def test_only_faults_of_devices_and_of_communication_are_faults(error: Exception, code: int) -> None:
+    assert verdict_of(error).code == code
+
+
 def raised_by_all(runtime: Runtime) -> None:
     dist.all_reduce(torch.zeros(1))
     raise RunError("the folder is lost")
@@ -166,7 +197,7 @@ def test_a_rank_of_another_machine_that_ends_without_a_word(tmp_path: Path, monk
     arrive, and four for what cannot be closed."""
     monkeypatch.setattr("megappo.runtime.failures.find_neighbour", lambda *_: None)
     first, second = ends(tmp_path, killed)
-    assert (first.code, second.code) == (1, -signal.SIGKILL)
+    assert (first.code, second.code) == (FAULT, -signal.SIGKILL)
     assert first.seconds < 2 * WITHIN_SECONDS
     assert "another rank ended without a word, or cannot be reached any more" in first.said
     assert "Traceback" not in first.said

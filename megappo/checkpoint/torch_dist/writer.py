@@ -12,7 +12,7 @@ from pathlib import Path
 
 import torch
 from torch import Tensor
-from torch.distributed.checkpoint import DefaultSavePlanner, FileSystemWriter
+from torch.distributed.checkpoint import DefaultSavePlanner
 from torch.distributed.checkpoint.metadata import (
     BytesStorageMetadata,
     ChunkStorageMetadata,
@@ -23,13 +23,16 @@ from torch.distributed.checkpoint.metadata import (
 )
 from torch.distributed.checkpoint.planner import SavePlan, TensorWriteData, WriteItem, WriteItemType
 
+from megappo.checkpoint.storage import storage_writer
 from megappo.checkpoint.torch_dist.common import COMMON, RENAMED, megatron_arguments
 from megappo.checkpoint.torch_dist.folder import FORMAT, FORMAT_FILE, RELEASE, TRACKER
 from megappo.checkpoint.torch_dist.places import OUTPUT_BIAS, StoredPlace, written_places
+from megappo.errors import writing
 from megappo.families.architecture import ArchitectureConfig
 from megappo.families.parameters import OUTPUT_LAYER, Parameter, model_parameters, shard_shape
 from megappo.families.weights import WeightSource, read_shard
 from megappo.observe.json_values import JSONValue
+from megappo.observe.plain_files import synced
 
 _CHECKPOINT_VERSION = 3.0  # of Megatron-LM's since 2020
 
@@ -90,9 +93,11 @@ def write_torch_dist(
         "iteration": step,
         "content_metadata": {"singleton_local_shards": False, "non_homogeneous_layers": False},
     }
-    torch.save(content, folder / COMMON)
-    (folder / FORMAT_FILE).write_text(json.dumps(FORMAT))
-    (out / TRACKER).write_text(RELEASE)
+    with synced(folder / COMMON) as file:
+        torch.save(content, file)
+    with writing(out):
+        (folder / FORMAT_FILE).write_text(json.dumps(FORMAT))
+        (out / TRACKER).write_text(RELEASE)
 
 
 def _parts(arch: ArchitectureConfig, source: WeightSource, role: str) -> Iterator[_Part]:
@@ -132,7 +137,7 @@ def _write_tensors(folder: Path, parts: list[_Part], dtype: torch.dtype) -> None
         entry.chunks.append(part.chunk)
         data = TensorWriteData(part.chunk, properties, entry.size)
         items.append(WriteItem(part.index, WriteItemType.SHARD, tensor_data=data))
-    writer = FileSystemWriter(folder)
+    writer = storage_writer(folder)
     writer.set_up_storage_writer(True)
     (plan,) = writer.prepare_global_plan([writer.prepare_local_plan(SavePlan(items))])
     results = writer.write_data(plan, _OneByOne(parts, dtype)).wait()

@@ -24,8 +24,10 @@ from megappo.engines.sglang.client import HEALTH, Endpoint, ServerFailure, call,
 from megappo.engines.sglang.guard import ServerProcesses, clean_up
 from megappo.engines.sglang.rendezvous import ServerPart
 from megappo.engines.sglang.spec import ServerSpec
-from megappo.errors import RunError
+from megappo.errors import RunError, one_line
 from megappo.observe.json_values import JSONValue
+from megappo.observe.messages import tell
+from megappo.observe.progress import duration
 from megappo.runtime.store import free_port
 from megappo.runtime.waiting import wait_until
 
@@ -33,6 +35,8 @@ STOP_SECONDS = 20.0  # above KILL_SECONDS, within which the guard kills the serv
 _FREEZE_SECONDS = 30.0
 _IDLE_SECONDS = 10
 _PART_SECONDS = 0.5
+_PROGRESS_SECONDS = 30.0
+"""Time between two messages of a server that is still starting."""
 _ANSWER_SECONDS = 5.0
 _TAIL_CHARACTERS = 1500
 _GUARD_SECONDS, _LONGEST_NUMBER = 60.0, 32
@@ -69,6 +73,9 @@ class Server:
     lost: str | None = None
     """Why another part ended, where this one was ended for it."""
     stopped: bool = field(default=False)
+    begun: float = field(default_factory=time.monotonic)
+    told: int = 0
+    """Number of messages that the server is still starting."""
     released: set[str] = field(default_factory=set)
     """Parts of the memory that the server has released. While there is one it must not generate, not even for a health
     check."""
@@ -151,7 +158,18 @@ class Server:
                 f"{self.endpoint.name} gave no answer within {self.key}.start_timeout_seconds "
                 f"{self.settings.start_timeout_seconds:g}; {self.log} ends with: {self.tail()}"
             )
+        self._tell_progress()
         return False
+
+    def _tell_progress(self) -> None:
+        """Print from time to time how far the start is."""
+        seconds = time.monotonic() - self.begun
+        if seconds < (self.told + 1) * _PROGRESS_SECONDS:
+            return
+        self.told = int(seconds / _PROGRESS_SECONDS)
+        last = one_line((self.tail() or "nothing").splitlines()[-1])
+        limit = f"{self.key}.start_timeout_seconds is {self.settings.start_timeout_seconds:g}"
+        tell(f"{self.endpoint.name} has been starting for {duration(seconds)} ({limit}); its log ends with: {last}")
 
     def _stranger(self) -> str | None:
         """Why the program at the server's port is another one; None: it is this server. The key is sent only where a

@@ -1,0 +1,32 @@
+"""torch's writer of distributed checkpoints, with the errors of the disk."""
+
+from __future__ import annotations
+
+import io
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import BinaryIO, cast
+
+from torch.distributed.checkpoint import FileSystemWriter
+from torch.distributed.checkpoint.filesystem import FileSystem
+
+from megappo.errors import writing
+from megappo.observe.plain_files import own_errors
+
+
+class _Files(FileSystem):
+    """Files of a checkpoint. An error of the disk is an OSError that names the file, not torch's "unexpected pos"."""
+
+    @contextmanager
+    def create_stream(self, path: str | os.PathLike[str], mode: str) -> Iterator[io.IOBase]:
+        with writing(path), super().create_stream(path, mode) as file, own_errors(cast(BinaryIO, file)) as noting:
+            yield cast(io.IOBase, noting)
+
+
+def storage_writer(folder: Path) -> FileSystemWriter:
+    """torch's writer into a folder."""
+    writer = FileSystemWriter(folder)
+    writer.fs = _Files()
+    return writer

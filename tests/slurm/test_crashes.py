@@ -1,0 +1,125 @@
+"""Real SLURM: a job whose rank crashes goes back into the queue if its run has advanced, and avoids the node."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from contextlib import suppress
+from pathlib import Path
+
+import psutil
+import pytest
+
+from megappo.observe.metrics import read_metrics
+from tests.slurm.cluster import Cluster
+from tests.slurm.jobs import SHORT, await_text, end_of_second_attempt
+from tests.slurm.test_slurm import stand_in, submit
+
+pytestmark = [pytest.mark.slow, pytest.mark.waits]
+
+ONE_NODE = ("--nodes=1", "--partition=all")
+CRASHING = """
+attempt=${{SLURM_RESTART_COUNT:-0}}
+if [ "$attempt" -ge {crashes} ]; then exit 0; fi
+if [ "$SLURM_PROCID" = 1 ]; then sleep 2; exit 1; fi
+[ -z "{checkpoint}" ] || echo $(({checkpoint} + attempt)) >"$MEGAPPO_RANK_LOGS/checkpoint"
+sleep 0.5
+{end}
+"""
+KILLED = "kill -KILL $$"
+
+
+def crashing(
+    cluster: Cluster, folder: Path, *, end: str = KILLED, checkpoint: str = "", flags: tuple[str, ...] = (),
+    crashes: int = 1, **settings: object,
+) -> int:  # fmt: skip
+    """A job whose rank 0 ends as `end` says in its first attempts, after a checkpoint of that step."""
+    python = stand_in(folder, CRASHING.format(crashes=crashes, checkpoint=checkpoint, end=end))
+    return submit(cluster, folder, "some.yaml", flags=flags, MEGAPPO_PYTHON=python, MEGAPPO_DOCTOR="no", **settings)
+
+
+def ended(cluster: Cluster, job: int) -> tuple[str, str, str]:
+    """(state, number of restarts, output) of a job that is over."""
+    state = end_of_second_attempt(cluster, job)
+    return state["JobState"], state["Restarts"], Path(state["StdOut"]).read_text()
+
+
+def test_a_crash_with_progress_is_tried_again_on_another_node(cluster: Cluster, tmp_path: Path) -> None:
+    job = crashing(cluster, tmp_path, checkpoint="12", flags=ONE_NODE)
+    state, restarts, output = ended(cluster, job)
+    assert (state, restarts) == ("COMPLETED", "1"), output
+    log = (tmp_path / "logs" / str(job) / "attempt-0" / "train" / "rank-0.log").read_text()
+    for text in (output, log):
+        assert (
+            "megappo: rank 0 was ended first, by SIGKILL, on node n1; the run has advanced to the checkpoint of step "
+            "12, so the job goes back into the queue (crash 1, at most 3 by MEGAPPO_CRASH_REQUEUES)"
+        ) in text
+        assert "megappo: node n1 is excluded from now on (MEGAPPO_EXCLUDE_NODES)" in text
+    assert "1 ranks on n1" in output and "1 ranks on n2" in output
+    assert cluster.state(job)["ExcNodeList"] == "n1"
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({}, "on node n1; the job ends, as the run has written no checkpoint since its last start"),
+        ({"checkpoint": "12", "MEGAPPO_CRASH_REQUEUES": 0}, "the job ends, as MEGAPPO_CRASH_REQUEUES is 0"),
+        ({"checkpoint": "12", "end": "exit 1"}, ""),
+        ({"checkpoint": "12", "end": "exit 2"}, ""),
+        ({"checkpoint": "12", "end": "kill -TERM $$"}, ""),
+    ],
+    ids=["no progress", "turned off", "error of code", "error of settings", "ended from outside"],
+)
+def test_other_ends_are_not_tried_again(cluster: Cluster, tmp_path: Path, options: dict[str, str], words: str) -> None:
+    job = crashing(cluster, tmp_path, flags=ONE_NODE, **options)  # type: ignore[arg-type]
+    state, restarts, output = ended(cluster, job)
+    assert (state, restarts) == ("FAILED", "0"), output
+    assert words in output and "back into the queue" not in output
+
+
+def test_a_fault_is_named_by_the_rank_that_had_it(cluster: Cluster, tmp_path: Path) -> None:
+    """All ranks end with its code. Both nodes of the partition are needed, so neither is excluded."""
+    end = 'echo 1 >"$MEGAPPO_RANK_LOGS/first-failed"; exit 71'
+    job = crashing(cluster, tmp_path, end=end, checkpoint="3")
+    state, restarts, output = ended(cluster, job)
+    assert (state, restarts) == ("COMPLETED", "1"), output
+    assert "megappo: a device or NCCL failed on rank 1 on node n2; the run has advanced to the checkpoint of" in output
+    assert "node n2 is not excluded, as too few other nodes remain for the 2 of the job" in output
+
+
+def test_crashes_are_bounded(cluster: Cluster, tmp_path: Path) -> None:
+    options = {"MEGAPPO_CRASH_REQUEUES": 1, "MEGAPPO_EXCLUDE_NODES": "no"}
+    job = crashing(cluster, tmp_path, checkpoint="5", crashes=9, flags=ONE_NODE, **options)
+    state, restarts, output = ended(cluster, job)
+    assert (state, restarts) == ("FAILED", "1"), output
+    assert "node n1 is not excluded, as MEGAPPO_EXCLUDE_NODES is no" in output
+    assert "the job ends, as it was put back after 1 crashes already (MEGAPPO_CRASH_REQUEUES)" in output
+
+
+def rank_of(directory: Path, rank: int) -> int:
+    """Process id of a rank of a run."""
+    for process in psutil.process_iter():
+        with suppress(psutil.Error):
+            words = process.cmdline()
+            is_of_run = f"run.directory={directory}" in words and "python" in words[0]
+            if is_of_run and process.environ().get("SLURM_PROCID") == str(rank):
+                return process.pid
+    raise AssertionError(f"no rank {rank}")
+
+
+def test_a_killed_rank_costs_the_steps_since_its_checkpoint(cluster: Cluster, tmp_path: Path) -> None:
+    """Real training: SIGKILL for a rank after a checkpoint; the job resumes from it and finishes."""
+    run = tmp_path / "run"
+    words = (*SHORT, "run.steps=12", "checkpoint.every_steps=1", "checkpoint.asynchronous=false")
+    job = submit(cluster, tmp_path, "configs/quickstart.yaml", f"run.directory={run}", *words, MEGAPPO_DOCTOR="no")
+    await_text(run / "metrics.jsonl", '"step": 3,', 240)
+    os.kill(rank_of(run, 1), signal.SIGKILL)
+    killed = time.monotonic()
+    await_text(tmp_path / "job.out", "back into the queue", 120)
+    assert time.monotonic() - killed < 60
+    state, restarts, output = ended(cluster, job)
+    assert (state, restarts) == ("COMPLETED", "1"), output
+    assert "megappo: rank 1 was ended first, by SIGKILL, on node n2; the run has advanced" in output
+    assert "continuing after step" in output
+    assert [record["step"] for record in read_metrics(run / "metrics.jsonl")] == list(range(1, 13))
