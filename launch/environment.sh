@@ -19,6 +19,7 @@ if [[ $ROOT == *:* ]]; then
 fi
 export PYTHONPATH="$ROOT:$ROOT/kernels${PYTHONPATH:+:$PYTHONPATH}"
 export TOKENIZERS_PARALLELISM=false
+export OMP_WAIT_POLICY=${OMP_WAIT_POLICY:-PASSIVE} # for scripts that import torch before megappo
 
 # find_python light|full: the interpreter that an environment of this kind is made with. The full set prefers Python
 # 3.12, for which there is the Megatron-Core that images for GPUs have; the light one 3.11. MEGAPPO_PYTHON_VERSION

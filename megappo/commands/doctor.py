@@ -16,7 +16,7 @@ from megappo.doctor.engines import differing_settings, engine_findings
 from megappo.doctor.findings import Finding, any_broken, as_json, as_text, fine, merge, slow
 from megappo.doctor.judges import judge_findings
 from megappo.doctor.machine import machine_findings
-from megappo.doctor.network import clock_finding, group_findings, group_kinds, meet, rendezvous_finding
+from megappo.doctor.network import clock_finding, group_findings, group_kinds, join, rendezvous_finding
 from megappo.doctor.settings import settings_findings
 from megappo.doctor.software import software_findings
 from megappo.preflight.resolved import outline_run
@@ -51,7 +51,7 @@ def run(arguments: argparse.Namespace) -> bool:
     if ranks.world_size == 1:
         _print(merge([(machine, own)]), [machine], as_json_text)
         return not any_broken(own)
-    problem = rendezvous_finding(ranks) or meet(ranks)
+    problem = rendezvous_finding(ranks) or join(ranks)
     if problem is not None:  # each rank speaks for itself, as nothing can be gathered
         _print(merge([(machine, [*own, problem])]), [machine], as_json_text)
         return False

@@ -18,9 +18,10 @@ from torch import Tensor
 from megappo.config import Derived, RoleNumbers
 from megappo.config.grid import format_ranks
 from megappo.doctor.findings import Finding, broken, fine, slow
-from megappo.errors import reason
+from megappo.errors import RunError, reason
 from megappo.runtime.groups import WantedGroups, allow_connections, join_world, make_groups
 from megappo.runtime.launchers import Ranks
+from megappo.runtime.meeting import meet
 from megappo.runtime.objects import all_gather_objects
 from megappo.runtime.store import listening_problem
 from megappo.runtime.waiting import wait_until
@@ -120,13 +121,14 @@ def _connect(address: str, port: int, remedy: str) -> Finding | None:
     return broken("rendezvous", words, f"{remedy}, open the port in the firewall, and start rank 0")
 
 
-def meet(ranks: Ranks) -> Finding | None:
-    """Join the process group; a finding where that fails."""
+def join(ranks: Ranks) -> Finding | None:
+    """Join the process group as a run does; a finding where that fails."""
     try:
         allow_connections()
-        join_world("cuda" if torch.cuda.is_available() else "cpu", ranks, _TIMEOUT)
+        store, _ = meet(ranks, _TIMEOUT)
+        join_world("cuda" if torch.cuda.is_available() else "cpu", ranks, _TIMEOUT, store)
         dist.barrier()
-    except RuntimeError as error:  # gloo's own errors, and torch's DistError
+    except (RuntimeError, OSError, RunError) as error:  # gloo's own errors, torch's DistError, and those of `meet`
         remedy = "check that all ranks were started and that machines reach each other on all ports"
         return broken("rendezvous", f"rank {ranks.rank} did not meet the others ({reason(error)})", remedy)
     return None

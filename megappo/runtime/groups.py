@@ -3,21 +3,14 @@
 from __future__ import annotations
 
 import datetime
-import os
 import resource
-import threading
-from collections.abc import Iterable, Iterator, MutableMapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch.distributed as dist
 
 from megappo.runtime.launchers import Ranks
-from megappo.runtime.store import is_loopback
-
-_GLOO_INTERFACE, _LOOPBACK = "GLOO_SOCKET_IFNAME", "lo"
-_LEAVING = threading.Lock()
 
 
 @dataclass(frozen=True)
@@ -58,27 +51,6 @@ def allow_connections() -> None:
     ranks, and rank 0's store two from each, which at 512 ranks exceeds the usual soft limit of 1024."""
     most = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
     resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
-
-
-def stay_on_this_machine(environment: MutableMapping[str, str], ranks: Ranks) -> None:
-    """Make gloo, which has no authentication, listen on the loopback interface where all ranks are on this machine.
-    torch's default is the interface that the machine's name resolves to. An interface that is already set stays."""
-    if ranks.world_size in (1, ranks.local_world_size):
-        environment.setdefault(_GLOO_INTERFACE, _LOOPBACK)
-
-
-@contextmanager
-def reached_at(address: str) -> Iterator[None]:
-    """Within the context, groups over gloo may have members on other machines, which know this one by `address`."""
-    if os.environ.get(_GLOO_INTERFACE) != _LOOPBACK or is_loopback(address):
-        yield
-        return
-    with _LEAVING:
-        os.environ.pop(_GLOO_INTERFACE, None)
-        try:
-            yield
-        finally:
-            os.environ[_GLOO_INTERFACE] = _LOOPBACK
 
 
 def join_world(device_type: str, ranks: Ranks, timeout: datetime.timedelta, store: dist.Store | None = None) -> None:

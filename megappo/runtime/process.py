@@ -16,25 +16,23 @@ import torch
 import torch.distributed as dist
 
 from megappo.config.schema import RuntimeSettings
-from megappo.errors import RunError, one_line, reason
+from megappo.errors import RunError, reason
 from megappo.runtime.deadlines import Deadlines
 from megappo.runtime.device import prepare_device
 from megappo.runtime.failures import Failures
-from megappo.runtime.groups import allow_connections, collective_backend, join_world, stay_on_this_machine
+from megappo.runtime.groups import allow_connections, collective_backend, join_world
 from megappo.runtime.heap import collect_as_usual
-from megappo.runtime.launchers import Ranks, adopt_launcher, job_of, read_ranks
+from megappo.runtime.launchers import Ranks, adopt_launcher, read_ranks
+from megappo.runtime.meeting import meet
 from megappo.runtime.nccl import share_settings
 from megappo.runtime.notices import Notices
-from megappo.runtime.store import another_connection, await_all, listening_store
+from megappo.runtime.store import another_connection
 from megappo.runtime.waiting import pause, wait_until
 
 _MOST_START_SECONDS = 1800
 """The longest that ranks wait for each other at the start."""
 _LOOK_SECONDS = 0.02
 """Interval between two looks at a GPU's free memory."""
-
-_JOB_KEY, _JOB_PATIENCE = "megappo/job", datetime.timedelta(seconds=60)
-"""Key with which rank 0's store names its job, and how long after all ranks have connected it may take to appear."""
 
 
 @dataclass(frozen=True)
@@ -60,6 +58,8 @@ class Runtime:
     local_world_size: int = 1
     """Ranks on this machine, as far as the launcher says."""
     deadlines: Deadlines = field(default_factory=lambda: Deadlines.of(RuntimeSettings()))
+    store: dist.Store | None = None
+    """Connection to the store of the ranks for messages outside of collectives; None: the run opens one."""
 
     @property
     def is_main(self) -> bool:
@@ -84,7 +84,7 @@ class Runtime:
     @functools.cached_property
     def notices(self) -> Notices:
         """Messages between ranks outside of collectives."""
-        return Notices(another_connection(dist.distributed_c10d._get_default_store()))
+        return Notices(self.store or another_connection(dist.distributed_c10d._get_default_store()))
 
     @functools.cached_property
     def failures(self) -> Failures:
@@ -146,40 +146,21 @@ def _resident_bytes() -> int:
         return int(counts.read().split()[1]) * resource.getpagesize()
 
 
-def _join(deadlines: Deadlines, device: torch.device, ranks: Ranks) -> None:
-    """Meet the other ranks. Raises RunError where that fails."""
+def _join(deadlines: Deadlines, device: torch.device, ranks: Ranks) -> dist.Store:
+    """Meet the other ranks. Returns another connection to their store. Raises RunError where that fails."""
     allow_connections()
-    address, port = os.environ["MASTER_ADDR"], os.environ["MASTER_PORT"]
     timeout = datetime.timedelta(seconds=deadlines.collective_seconds)
     patience = min(timeout, datetime.timedelta(seconds=_MOST_START_SECONDS))
     try:
-        store = _store(address, int(port), ranks, patience)
-        await_all(store, ranks, patience)
+        store, other_connection = meet(ranks, patience)
         join_world(device.type, ranks, timeout, store)
     except (dist.DistError, OSError) as error:
         raise RunError(
-            f"rank {ranks.rank} of {ranks.world_size} could not meet the others at {address}:{port} "
-            f"({reason(error)}); set MASTER_ADDR and MASTER_PORT to rank 0's machine and a free port of it, and ask "
-            "`megappo doctor`"
+            f"rank {ranks.rank} of {ranks.world_size} could not meet the others at {os.environ['MASTER_ADDR']}:"
+            f"{os.environ['MASTER_PORT']} ({reason(error)}); set MASTER_ADDR and MASTER_PORT to rank 0's machine and a "
+            "free port of it, and ask `megappo doctor`"
         ) from error
-
-
-def _store(address: str, port: int, ranks: Ranks, patience: datetime.timedelta) -> dist.Store:
-    """The store at which ranks meet: torchrun's agent serves it where it has one, else rank 0 does."""
-    if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
-        of_agent = dist.TCPStore(address, port, ranks.world_size, is_master=False, timeout=patience)
-        prefix = f"/worker/attempt_{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}/default_pg"  # one for each start
-        return dist.PrefixStore(prefix, of_agent)
-    if ranks.rank == 0:
-        alone = ranks.local_world_size == ranks.world_size
-        served = listening_store(address, port, ranks.world_size, patience, on_one_machine=alone)
-        served.set(_JOB_KEY, job_of(os.environ))
-    else:
-        served = dist.TCPStore(address, port, ranks.world_size, is_master=False, timeout=patience)
-        served.wait([_JOB_KEY], min(patience, _JOB_PATIENCE))
-        if (found := served.get(_JOB_KEY).decode(errors="replace")) != job_of(os.environ):
-            raise OSError(f"the job '{one_line(found)}' meets there, this is '{one_line(job_of(os.environ))}'")
-    return dist.PrefixStore(f"default_pg {job_of(os.environ)}", served)
+    return other_connection
 
 
 @contextlib.contextmanager
@@ -198,15 +179,15 @@ def start_runtime(
     """
     adopt_launcher(os.environ)
     ranks = read_ranks(os.environ)
-    stay_on_this_machine(os.environ, ranks)
     if with_servers:
         share_settings(os.environ)
     device = prepare_device(settings, ranks)
     deadlines = deadlines if deadlines is not None else Deadlines.of(settings)
-    runtime = Runtime(ranks.rank, ranks.world_size, ranks.local_rank, device, ranks.local_world_size or 1, deadlines)
     if "MASTER_ADDR" not in os.environ:
         os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT="0")  # a single process: any free port
-    _join(deadlines, runtime.device, ranks)
+    store = _join(deadlines, device, ranks)
+    here = ranks.local_world_size or 1
+    runtime = Runtime(ranks.rank, ranks.world_size, ranks.local_rank, device, here, deadlines, store)
     runtime.failures.start()
     try:
         _prepare_megatron()

@@ -6,28 +6,29 @@ import datetime
 import errno
 import random
 import socket
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from ipaddress import ip_address
 from typing import Any, cast
 
 import torch.distributed as dist
 
-from megappo.errors import RunError, first_of
-from megappo.observe.messages import tell
-from megappo.runtime.launchers import Ranks
-
+Place = tuple[socket.AddressFamily, socket.SocketKind, tuple[Any, ...]]
+"""Family, kind and address of a socket."""
 _LOW_PORTS = range(10000, 30000)
 _TRIES = 100
-_USUAL_SECONDS = 60.0
-"""Time after which rank 0 prints whom it waits for."""
-_COUNT, _ALL = "megappo/come", "megappo/all-come"
 
 
 def another_connection(store: dist.Store) -> dist.Store:
     """Another connection to the same store, for another thread: a call that waits there does not block this one."""
     connected: dist.Store = cast(Any, store).clone()  # in torch's types only from 2.14 on
     return connected
+
+
+def addresses_of(host: str, port: int) -> list[Place]:
+    """Socket addresses of a host. Raises OSError for a name that cannot be resolved."""
+    found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
+    return [(family, kind, place) for family, kind, _, _, place in found]
 
 
 def listening_store(
@@ -42,12 +43,20 @@ def listening_store(
     the loopback interface here, or to several interfaces, as /etc/hosts and resolvers of many distributions have it.
     Raises OSError where nothing can listen there.
     """
-    places = socket.getaddrinfo(address, port, type=socket.SOCK_STREAM)
-    family, kind, _, _, place = places[0]
-    found = {str(found[4][0]) for found in places}
+    places = addresses_of(address, port)
+    return store_at(address, places, world_size, timeout, on_one_machine=on_one_machine)
+
+
+def store_at(
+    address: str, places: Sequence[Place], world_size: int, timeout: datetime.timedelta, *, on_one_machine: bool
+) -> dist.TCPStore:
+    """The same for an address whose `addresses_of` are known. No name is resolved."""
+    family, kind, place = places[0]
+    own, port = str(place[0]), int(place[1])
+    found = {str(place[0]) for _, _, place in places}
     is_plain = found == {address} or address == "localhost"
-    if not (is_plain or on_one_machine) and (len(found) > 1 or any(map(_loops_back, found))):
-        return dist.TCPStore(address, port, world_size, True, timeout, False)
+    if not (is_plain or on_one_machine) and (len(found) > 1 or any(map(loops_back, found))):
+        return dist.TCPStore(own, port, world_size, True, timeout, False)
     with socket.socket(family, kind) as listener:
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
@@ -55,36 +64,10 @@ def listening_store(
         except OSError as error:
             if error.errno != errno.EADDRNOTAVAIL:
                 raise
-            return dist.TCPStore(address, port, world_size, True, timeout, False)
+            return dist.TCPStore(own, port, world_size, True, timeout, False)
         listener.listen(max(128, world_size))
         port = listener.getsockname()[1]
-        return dist.TCPStore(address, port, world_size, True, timeout, False, master_listen_fd=listener.detach())
-
-
-def await_all(store: dist.Store, ranks: Ranks, patience: datetime.timedelta) -> None:
-    """Wait until all ranks are at the store. Raises RunError that names those that do not come.
-
-    Rank 0 prints whom it waits for where that takes longer than it should.
-    """
-    store.set(_come(ranks.rank), socket.gethostname())
-    if store.add(_COUNT, 1) == ranks.world_size:
-        store.set(_ALL, "yes")
-    for seconds in (min(_USUAL_SECONDS, patience.total_seconds()), patience.total_seconds()):
-        try:
-            return store.wait([_ALL], datetime.timedelta(seconds=seconds))
-        except dist.DistStoreError:
-            missing = [rank for rank in range(ranks.world_size) if not store.check([_come(rank)])]
-            whom = f"{'rank' if len(missing) == 1 else 'ranks'} {first_of(missing, 8)} of {ranks.world_size}"
-            if ranks.rank == 0 and seconds < patience.total_seconds():
-                tell(f"waiting for {whom} to start")
-    raise RunError(
-        f"{whom} did not come within {patience.total_seconds():g} seconds; see their logs, and whether their machines "
-        "are up and reach this one"
-    )
-
-
-def _come(rank: int) -> str:
-    return f"megappo/come-{rank}"
+        return dist.TCPStore(own, port, world_size, True, timeout, False, master_listen_fd=listener.detach())
 
 
 @contextmanager
@@ -115,11 +98,18 @@ def free_ports(host: str, count: int) -> int:
 
 
 def address_towards(host: str, port: int) -> str:
-    """Address of this machine in its packets to another one. Raises OSError where there is no route."""
-    family, kind, _, _, place = socket.getaddrinfo(host, port, type=socket.SOCK_DGRAM)[0]
-    with socket.socket(family, kind) as probe:
-        probe.connect(place)  # sends nothing
-        return str(probe.getsockname()[0])
+    """Address of this machine in its packets to another one. If the host has several addresses, those of other machines
+    come first. Raises OSError where there is no route to any of them."""
+    places = socket.getaddrinfo(host, port, type=socket.SOCK_DGRAM)
+    problem = OSError(errno.EHOSTUNREACH, "no route to host")
+    for family, kind, _, _, place in sorted(places, key=lambda found: loops_back(str(found[4][0]))):
+        with socket.socket(family, kind) as probe:
+            try:
+                probe.connect(place)  # sends nothing
+                return str(probe.getsockname()[0])
+            except OSError as error:
+                problem = error
+    raise problem
 
 
 def is_address(host: str) -> bool:
@@ -133,10 +123,11 @@ def is_address(host: str) -> bool:
 
 def is_loopback(host: str) -> bool:
     """Whether an address is reached from this machine only. Raises OSError for a name that cannot be resolved."""
-    return all(_loops_back(str(place[4][0])) for place in socket.getaddrinfo(host, None, type=socket.SOCK_STREAM))
+    return all(loops_back(str(place[4][0])) for place in socket.getaddrinfo(host, None, type=socket.SOCK_STREAM))
 
 
-def _loops_back(address: str) -> bool:
+def loops_back(address: str) -> bool:
+    """Whether an IP address belongs to the loopback interface."""
     return address.startswith("127.") or address == "::1"
 
 

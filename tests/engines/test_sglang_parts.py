@@ -55,6 +55,7 @@ from megappo.ppo import run
 from megappo.reshard.slices import EngineShape, Receiver
 from megappo.reshard.stream import ReceiverPayload
 from megappo.runtime import nccl, sglang_cpu
+from megappo.runtime.interfaces import interface_towards
 from megappo.runtime.process import Runtime
 from megappo.runtime.sglang_slices import LOADER, SlicePlace, describe, load_slices
 from tests.support.places import ROOT, TINY
@@ -275,7 +276,7 @@ def test_parts_of_a_server_talk_to_each_other_alone(tmp_path: Path, monkeypatch:
         ({}, "lo"),
         ({"host": "192.0.2.7"}, "lo"),  # weights come through the machine's memory
         ({"settings": SGLangSettings(placement="disaggregated")}, "lo"),
-        ({"settings": SGLangSettings(placement="disaggregated"), "host": "192.0.2.7"}, None),
+        ({"settings": SGLangSettings(placement="disaggregated"), "host": "192.0.2.7"}, interface_towards("192.0.2.7")),
         ({"settings": SGLangSettings(placement="disaggregated"), "host": "192.0.2.7", "devices": (0, 1)}, "lo"),
         ({"settings": SGLangSettings(placement="disaggregated"), "host": "192.0.2.7", "called": "a judge"}, "lo"),
     ],
@@ -283,7 +284,7 @@ def test_parts_of_a_server_talk_to_each_other_alone(tmp_path: Path, monkeypatch:
 def test_ranks_of_a_server_meet_on_loopback(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, changes: dict[str, Any], expected: str | None
 ) -> None:
-    """But where trainers on other machines are in a group with them over gloo."""
+    """Except if trainers on other machines are in a group with them over gloo: then over the way to the trainers."""
     spec = replace(
         ServerSpec(tmp_path, "float32", SGLangSettings(), (1,), False, tmp_path, CACHE, cores=(0,)), **changes
     )

@@ -21,7 +21,6 @@ import torch.distributed as dist
 from megappo.config import ConfigError
 from megappo.errors import RunError
 from megappo.runtime.device import device_index
-from megappo.runtime.groups import reached_at, stay_on_this_machine
 from megappo.runtime.launchers import (
     Ranks,
     adopt_launcher,
@@ -35,7 +34,8 @@ from megappo.runtime.launchers import (
     seconds_to_end,
     tasks_per_node,
 )
-from megappo.runtime.store import address_towards, another_connection, await_all, free_port, listening_store
+from megappo.runtime.meeting import await_all
+from megappo.runtime.store import address_towards, another_connection, free_port, listening_store
 from tests.support.worlds import environment
 
 SLURM = {
@@ -218,33 +218,6 @@ def named_by_an_address() -> list[str]:
         shutil.which("unshare") and subprocess.run([*before, "true"], capture_output=True, check=False).returncode == 0
     )
     return before if may else []
-
-
-@pytest.mark.parametrize(
-    ("ranks", "given", "expected"),
-    [
-        (Ranks(0, 1, 0, None), {}, "lo"),
-        (Ranks(1, 2, 1, 2), {}, "lo"),
-        (Ranks(1, 2, 1, 2), {"GLOO_SOCKET_IFNAME": "eth0"}, "eth0"),
-        (Ranks(1, 4, 1, 2), {}, None),
-        (Ranks(1, 4, 1, None), {}, None),
-    ],
-)
-def test_gloo_stays_on_this_machine(
-    monkeypatch: pytest.MonkeyPatch, ranks: Ranks, given: dict[str, str], expected: str | None
-) -> None:
-    """And leaves it for groups with servers elsewhere alone."""
-    environment = dict(given)
-    stay_on_this_machine(environment, ranks)
-    assert environment.get("GLOO_SOCKET_IFNAME") == expected
-    monkeypatch.delenv("GLOO_SOCKET_IFNAME", raising=False)
-    for name, value in environment.items():
-        monkeypatch.setenv(name, value)
-    with reached_at("127.0.0.1"):
-        assert os.environ.get("GLOO_SOCKET_IFNAME") == expected
-    with reached_at("192.0.2.7"):
-        assert os.environ.get("GLOO_SOCKET_IFNAME") == (None if expected == "lo" else expected)
-    assert os.environ.get("GLOO_SOCKET_IFNAME") == expected
 
 
 @pytest.mark.slow

@@ -31,6 +31,7 @@ from megappo.errors import RunError
 from megappo.observe.messages import tell
 from megappo.reshard.feeding import Feeding
 from megappo.runtime.holder import boot_id
+from megappo.runtime.interfaces import ANY_PORT
 from megappo.runtime.keys import key_of
 from megappo.runtime.objects import agreed, all_gather_objects
 from megappo.runtime.process import Runtime
@@ -42,8 +43,6 @@ T = TypeVar("T")
 KEY_VARIABLE = "MEGAPPO_SGLANG_API_KEY"
 _RETRY_SECONDS = 1.0
 _SILENT_SECONDS = 5.0
-_ANY_PORT = 9
-"""Port that stands in for any port of another machine; nothing is sent to it."""
 EVERYWHERE = ("0.0.0.0", "::")
 
 
@@ -71,10 +70,10 @@ def by_server(mine: Mapping[int, T]) -> dict[int, T]:
 def address_among(hosts: Sequence[tuple[str, str]], mine: tuple[str, str]) -> str:
     """The address of this machine that leads to the other ones; a collective of the world. `hosts`: `machine_here` of
     each rank."""
-    towards_first = agreed(lambda: address_towards(os.environ["MASTER_ADDR"], _ANY_PORT), (OSError,))
+    towards_first = agreed(lambda: address_towards(os.environ["MASTER_ADDR"], ANY_PORT), (OSError,))
     others = [a for a, machine in zip(all_gather_objects(towards_first), hosts, strict=True) if machine != hosts[0]]
     if mine == hosts[0]:
-        return agreed(lambda: address_towards(others[0], _ANY_PORT), (OSError,))
+        return agreed(lambda: address_towards(others[0], ANY_PORT), (OSError,))
     return agreed(lambda: towards_first)  # collective with the `agreed` of the first machine's ranks
 
 

@@ -16,6 +16,7 @@ import torch.distributed as dist
 from megappo.config.engine import SGLangSettings
 from megappo.engines.sglang.client import ServerFailure
 from megappo.observe.json_values import JSONValue
+from megappo.runtime.interfaces import GLOO_INTERFACE, interface_towards
 from megappo.runtime.store import free_ports, listening_store
 from megappo.runtime.waiting import wait_until
 
@@ -111,16 +112,20 @@ class MultiNodeRendezvous:
         return str(self._store.get(f"{start}/meeting").decode()).split()
 
     def environment(self, start: int) -> dict[str, str]:
-        """Environment variables by which the part's ranks meet at our store; torch's own would listen on every
-        interface."""
-        # Groups then talk over sockets that unpickle what anybody sends, so that peers are limited.
-        attends_apart = self._settings.data_parallel_attention > 1
-        return ({PEERS: ",".join(sorted(self.peers))} if attends_apart and self.peers else {}) | {
+        """Environment variables by which the part's ranks meet at our store, as torch's own would listen on every
+        interface, and then over the interface that leads to the first part."""
+        found = {
             "SGLANG_DISTRIBUTED_INIT_METHOD_OVERRIDE": "env://",
             "TORCHELASTIC_USE_AGENT_STORE": "True",  # torch then has no rank serve the store, which is ours
             "MASTER_ADDR": self._address,
             "MASTER_PORT": self._meeting(start)[0],
         }
+        # Groups then talk over sockets that unpickle what anybody sends, so that peers are limited.
+        if self._settings.data_parallel_attention > 1 and self.peers:
+            found[PEERS] = ",".join(sorted(self.peers))
+        if (interface := interface_towards(self._address)) is not None:
+            found[GLOO_INTERFACE] = interface
+        return found
 
 
 @dataclass(frozen=True)

@@ -22,6 +22,7 @@ from megappo.engines.sglang.rendezvous import PEERS, ServerPart
 from megappo.observe.json_values import JSONValue
 from megappo.plan.cache import PlannedCache, server_cache
 from megappo.runtime.device import ALLOCATOR_VARIABLES, allocator_options
+from megappo.runtime.interfaces import GLOO_INTERFACE, LOOPBACK, interface_towards
 from megappo.runtime.nccl import own_stack, share_settings
 from megappo.runtime.sglang_cpu import ENTRY_POINTS, PLATFORM_NAME, PLUGINS
 from megappo.runtime.sglang_hooks import HOOKS_LABEL, SAMPLES_FOR_A_RUN, has_hooks
@@ -44,7 +45,6 @@ _ON_A_CPU: dict[str, JSONValue] = {
 }
 # torchrun's variables describe the trainers' ranks, not a server's; a shell's SGLANG_ ones would change runs unnoticed.
 _SCRUBBED = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK", "ROLE_RANK", "MASTER_ADDR")
-_GLOO_ON_LOOPBACK = ("GLOO_SOCKET_IFNAME", "lo")
 _SCRUBBED_PREFIXES = ("TORCHELASTIC_", "ROLE_", "GROUP_", "MASTER_", "TORCH_NCCL_", "SGLANG_", "TRITON_INTERPRET")
 
 
@@ -218,9 +218,9 @@ class ServerSpec:
         else:  # its ranks, all on this machine, meet at a file: torch's store would listen on every interface
             kept["SGLANG_DISTRIBUTED_INIT_METHOD_OVERRIDE"] = f"file://{scratch}/ranks"
             if self._broadcasts_from_elsewhere:
-                kept = {name: value for name, value in kept.items() if (name, value) != _GLOO_ON_LOOPBACK}
+                kept = _reached_from_elsewhere(kept, self.address or self.host)
             else:
-                kept |= [_GLOO_ON_LOOPBACK]
+                kept[GLOO_INTERFACE] = LOOPBACK
         if package := _with_one_model(scratch, self.model_folder):
             kept["SGLANG_EXTERNAL_MODEL_PACKAGE"] = package
         kept["SGLANG_HEALTH_CHECK_TIMEOUT"] = str(max(1, int(self.settings.health_timeout_seconds)))
@@ -254,6 +254,14 @@ class ServerSpec:
         """Whether trainers on other machines broadcast weights to the server's ranks over gloo."""
         by_gloo = not self.called and not self.devices and self.settings.placement == "disaggregated"
         return by_gloo and not is_loopback(self.host)
+
+
+def _reached_from_elsewhere(environment: Mapping[str, str], address: str) -> dict[str, str]:
+    """The environment with the interface of gloo that leads to other machines, which know this one by `address`. An
+    interface other than loopback stays."""
+    kept = {name: value for name, value in environment.items() if (name, value) != (GLOO_INTERFACE, LOOPBACK)}
+    interface = interface_towards(address)
+    return kept if interface is None else {GLOO_INTERFACE: interface} | kept
 
 
 def unheard_variables(environment: Mapping[str, str]) -> list[str]:

@@ -29,7 +29,8 @@ from megappo.observe.json_values import JSONValue
 from megappo.reshard.slices import EngineShape
 from megappo.reshard.stream import ReceiverPayload, Slot
 from megappo.runtime import store
-from megappo.runtime.groups import leave_at_once, reached_at
+from megappo.runtime.groups import leave_at_once
+from megappo.runtime.interfaces import reached_at
 from megappo.runtime.nccl import errors_are_the_callers
 from megappo.runtime.objects import receive_object, send_object
 from megappo.runtime.sglang_slices import LOADER, SlicePlace, describe

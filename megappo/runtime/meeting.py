@@ -1,0 +1,145 @@
+"""How the ranks of a run meet: at one store, and then through one network interface of each machine."""
+
+from __future__ import annotations
+
+import datetime
+import os
+import socket
+from collections.abc import MutableMapping, Sequence
+
+import torch.distributed as dist
+
+from megappo.errors import RunError, first_of, one_line
+from megappo.observe.messages import tell
+from megappo.runtime.interfaces import ANY_PORT, GLOO_INTERFACE, LOOPBACK, interface_of
+from megappo.runtime.launchers import Ranks, job_of
+from megappo.runtime.resolver import names_from_files
+from megappo.runtime.store import Place, address_towards, addresses_of, another_connection, loops_back, store_at
+from megappo.runtime.waiting import wait_until
+
+_USUAL_SECONDS = 60.0
+"""Time after which rank 0 prints whom it waits for."""
+_COUNT, _ALL = "megappo/come", "megappo/all-come"
+_JOB_KEY, _JOB_PATIENCE = "megappo/job", datetime.timedelta(seconds=60)
+"""Key with which rank 0's store names its job, and how long after all ranks have connected it may take to appear."""
+_CONNECT_SECONDS, _POLL_SECONDS = 5.0, 0.2
+
+
+def meet(ranks: Ranks, patience: datetime.timedelta) -> tuple[dist.Store, dist.Store]:
+    """Wait until all ranks are at the store of `MASTER_ADDR` and `MASTER_PORT`, and choose the interface of gloo.
+
+    Returns two connections to the store. Raises RunError that names the ranks that do not come, DistError or OSError if
+    the store cannot be reached.
+    """
+    address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+    places = addresses_of(address, port)
+    if ranks.rank > 0 or _agent_serves():
+        places = [_answering(places, patience)]
+    with names_from_files():
+        store = _store(address, places, ranks, patience)
+        other_connection = another_connection(store)
+        await_all(store, ranks, patience)
+    choose_interface(os.environ, ranks, store)
+    return store, other_connection
+
+
+def choose_interface(environment: MutableMapping[str, str], ranks: Ranks, store: dist.Store) -> None:
+    """Set the interface that gloo, which has no authentication, listens on. An interface that is already set stays.
+
+    It is loopback if all ranks are on this machine. Otherwise it is the one that leads to `MASTER_ADDR`, or that owns
+    this address. A rank that knows `MASTER_ADDR` as loopback chooses the way to a rank on another machine. A collective
+    of the ranks at the store.
+    """
+    is_one_machine = ranks.world_size in (1, ranks.local_world_size)
+    own = "" if is_one_machine else _address_towards(environment["MASTER_ADDR"])
+    store.set(_address_of(ranks.rank), own)
+    if is_one_machine:
+        environment.setdefault(GLOO_INTERFACE, LOOPBACK)
+    if GLOO_INTERFACE in environment:
+        return
+    if not own:
+        others = (store.get(_address_of(rank)).decode() for rank in range(ranks.world_size))
+        own = next((_address_towards(other) for other in others if other), "")
+    if (interface := interface_of(own)) is not None:
+        environment[GLOO_INTERFACE] = interface
+
+
+def _address_towards(host: str) -> str:
+    """Address of this machine in its packets to a host; empty if other machines do not reach it."""
+    try:
+        own = address_towards(host, ANY_PORT)
+    except OSError:
+        return ""
+    return "" if loops_back(own) else own
+
+
+def _address_of(rank: int) -> str:
+    return f"megappo/address-{rank}"
+
+
+def _agent_serves() -> bool:
+    return os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+
+
+def _answering(places: Sequence[Place], patience: datetime.timedelta) -> Place:
+    """The first of these addresses that accepts a connection; the first one if none does in time."""
+    if len({place[0] for _, _, place in places}) == 1:
+        return places[0]
+    found: list[Place] = []
+
+    def answers() -> bool:
+        for family, kind, place in places:
+            with socket.socket(family, kind) as probe:
+                probe.settimeout(_CONNECT_SECONDS)
+                if probe.connect_ex(place) == 0:
+                    found.append((family, kind, place))
+                    return True
+        return False
+
+    wait_until(answers, patience.total_seconds(), every_seconds=_POLL_SECONDS)
+    return found[0] if found else places[0]
+
+
+def _store(address: str, places: Sequence[Place], ranks: Ranks, patience: datetime.timedelta) -> dist.Store:
+    """The store at which ranks meet: torchrun's agent serves it where it has one, else rank 0 does."""
+    host, port = str(places[0][2][0]), int(places[0][2][1])
+    if _agent_serves():
+        of_agent = dist.TCPStore(host, port, ranks.world_size, is_master=False, timeout=patience)
+        prefix = f"/worker/attempt_{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}/default_pg"  # one for each start
+        return dist.PrefixStore(prefix, of_agent)
+    if ranks.rank == 0:
+        alone = ranks.local_world_size == ranks.world_size
+        served = store_at(address, places, ranks.world_size, patience, on_one_machine=alone)
+        served.set(_JOB_KEY, job_of(os.environ))
+    else:
+        served = dist.TCPStore(host, port, ranks.world_size, is_master=False, timeout=patience)
+        served.wait([_JOB_KEY], min(patience, _JOB_PATIENCE))
+        if (found := served.get(_JOB_KEY).decode(errors="replace")) != job_of(os.environ):
+            raise OSError(f"the job '{one_line(found)}' meets there, this is '{one_line(job_of(os.environ))}'")
+    return dist.PrefixStore(f"default_pg {job_of(os.environ)}", served)
+
+
+def await_all(store: dist.Store, ranks: Ranks, patience: datetime.timedelta) -> None:
+    """Wait until all ranks are at the store. Raises RunError that names those that do not come.
+
+    Rank 0 prints whom it waits for where that takes longer than it should.
+    """
+    store.set(_come(ranks.rank), socket.gethostname())
+    if store.add(_COUNT, 1) == ranks.world_size:
+        store.set(_ALL, "yes")
+    for seconds in (min(_USUAL_SECONDS, patience.total_seconds()), patience.total_seconds()):
+        try:
+            return store.wait([_ALL], datetime.timedelta(seconds=seconds))
+        except dist.DistStoreError:
+            missing = [rank for rank in range(ranks.world_size) if not store.check([_come(rank)])]
+            whom = f"{'rank' if len(missing) == 1 else 'ranks'} {first_of(missing, 8)} of {ranks.world_size}"
+            if ranks.rank == 0 and seconds < patience.total_seconds():
+                tell(f"waiting for {whom} to start")
+    raise RunError(
+        f"{whom} did not come within {patience.total_seconds():g} seconds; see their logs, and whether their machines "
+        "are up and reach this one"
+    )
+
+
+def _come(rank: int) -> str:
+    return f"megappo/come-{rank}"
