@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Literal
 
 from megappo.config import Config, ConfigError, describe, describe_evaluation, print_rows
 from megappo.errors import expanded
+from megappo.observe.streams import adapt_streams
 from megappo.runtime.launchers import adopt_launcher, is_main
-from megappo.runtime.streams import adapt_streams
 
 if TYPE_CHECKING:
     from megappo.plan.planner import Plan

@@ -19,7 +19,7 @@ from types import ModuleType
 from typing import NamedTuple
 
 from megappo.errors import ConfigError, link_to_nothing, reason
-from megappo.runtime.direct import client_proxy_problem
+from megappo.network.proxies import client_proxy_problem
 
 _TEXTS = ("*.json", "*.model", "*.jinja", "*.txt", "*.py")
 _WEIGHTS = ("*.safetensors",)

@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING
 from megappo.config.data import HUB_PREFIX
 from megappo.config.hub import HubName, http_package
 from megappo.errors import first_of, how_to_install, reason
+from megappo.network.proxies import client_proxy_problem
 from megappo.plugins import users_code
-from megappo.runtime.direct import client_proxy_problem
 
 if TYPE_CHECKING:
     import datasets

@@ -12,9 +12,9 @@ from megappo.config import Config
 from megappo.config.judge import JudgeSettings
 from megappo.doctor.findings import Finding, broken, fine, from_sentence
 from megappo.errors import either
+from megappo.network.http_client import fetch, proxy_of
 from megappo.rewards.http import body_of
 from megappo.rewards.judge import judge_key
-from megappo.runtime.direct import fetch, proxy_of
 
 _ANSWER_SECONDS = 10.0
 

@@ -16,13 +16,13 @@ from megappo.environments.session import Session
 from megappo.environments.tool_calls import call_format
 from megappo.environments.tool_pool import receive
 from megappo.errors import home_expanded, show
+from megappo.network.proxies import client_proxy_problem
 from megappo.observe.json_values import JSONValue
 from megappo.observe.messages import tell
 from megappo.plugins import load
 from megappo.rewards.channel import ForeignMessageError
 from megappo.rewards.variables import without_secrets
 from megappo.rewards.workers import Worker
-from megappo.runtime.direct import client_proxy_problem
 from megappo.runtime.launchers import is_main
 from megappo.types import CHAT_MESSAGES, Prompt
 

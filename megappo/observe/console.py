@@ -21,7 +21,7 @@ from megappo.observe.charts import ASCII_BLOCKS, BLOCKS, sparkline
 from megappo.observe.evaluations import evaluation_label, evaluation_results
 from megappo.observe.messages import View
 from megappo.observe.progress import PROGRESS, StageProgress, duration
-from megappo.runtime.streams import accept_any_text
+from megappo.observe.streams import accept_any_text
 
 _LINE = (
     ("reward", "reward/mean", ".3f"),

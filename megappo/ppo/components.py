@@ -192,6 +192,19 @@ def start_reward_servers(config: Config, runtime: Runtime) -> OwnServers:
     return start_servers(wanted, runtime) if wanted else OwnServers()
 
 
+def make_scorer(config: Config, runtime: Runtime) -> RewardScorer:
+    """The scorer of a run, with its servers; a collective of the world. Raises ValueError as `start_reward_servers` and
+    `RewardScorer` do."""
+    return RewardScorer(
+        config.reward,
+        runtime.device,
+        start_reward_servers(config, runtime),
+        trust_remote_code=config.model.trust_remote_code,
+        template_time=config.data.template_time,
+        notices=runtime.notices,
+    )
+
+
 def assemble(config: Config, derived: Derived, runtime: Runtime, mode: RunMode | None = None) -> RunComponents:
     """Make every part; a collective of the world. Errors in data and rewards are raised before any model is built."""
     mode = mode if mode is not None else RunMode()
@@ -206,20 +219,11 @@ def assemble(config: Config, derived: Derived, runtime: Runtime, mode: RunMode |
     check_answers(config, prompts, validation_prompts.values())
     folder = role_folder(config, "actor")
     generation = find_generation(config.rollout)
-    trusts = config.model.trust_remote_code
     reward, stage = None, None
     if config.rollout.load_from is None:
         if inputs.environment is not None:
             stage = make_environment_context(config, inputs.environment, tokenizer, stop_token_ids, rows)
-        servers, time = start_reward_servers(config, runtime), config.data.template_time
-        reward = RewardScorer(
-            config.reward,
-            runtime.device,
-            servers,
-            trust_remote_code=trusts,
-            template_time=time,
-            notices=runtime.notices,
-        )
+        reward = make_scorer(config, runtime)
     if mode.training:
         check_methods(config)
     alone = mode.training and config.pretrains_critic

@@ -20,9 +20,9 @@ from dataclasses import dataclass, field
 from typing import TypeVar
 
 from megappo.errors import one_line, reason, redacted, shortened, whole_number
+from megappo.network.http_client import fetch, proxy_of
 from megappo.observe.json_values import JSONValue
 from megappo.plugins import failure_words
-from megappo.runtime.direct import fetch, proxy_of
 from megappo.runtime.keys import key_of
 from megappo.runtime.retrying import LONGEST_PAUSE_SECONDS, TRANSIENT, Tries, asked_pause
 

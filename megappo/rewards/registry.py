@@ -6,11 +6,11 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypeAlias, get_args, get_origin, get_type_hints
 
 from megappo.errors import show
+from megappo.network.http_client import check_proxy
 from megappo.plugins import check_call, check_choice, load_function, signature_of
 from megappo.rewards.http import scores, secret_headers
 from megappo.rewards.judge import judge_key
 from megappo.rewards.rules import GOLDS, RULES, warm_up
-from megappo.runtime.direct import check_proxy
 
 if TYPE_CHECKING:
     from megappo.config.reward import RewardSettings

@@ -12,11 +12,11 @@ from functools import partial
 from megappo.config.reward import RemoteModelSettings
 from megappo.config.tokens import Message
 from megappo.errors import one_line
+from megappo.network.http_client import check_proxy
 from megappo.observe.json_values import JSONValue
 from megappo.rewards.http import each, key_in, post, raise_reported_error
 from megappo.rewards.model import RewardTexts
 from megappo.rewards.numbers import as_float, score_problem
-from megappo.runtime.direct import check_proxy
 from megappo.runtime.objects import attempt
 
 _SHOWN_CHARACTERS = 120

@@ -215,7 +215,7 @@ class RewardScorer:
                 found[name] = _spread(self._by_model(rollouts, [chosen[i] for i in own]), own, len(chosen))
                 continue
             started = time.monotonic()
-            result = self._pools[name].run([requests[i] for i in own], limit and limit.of(name))
+            result = self._pools[name].run([requests[i] for i in own], None if limit is None else limit.of(name))
             found[name] = _spread(result, own, len(chosen))
             if (metric := name or "judge") in judges:
                 notes = tuple(note for _, note in result.notes)

@@ -21,6 +21,7 @@ import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence, Set
 from typing import Any
 
+from megappo.observe.streams import adapt_streams
 from megappo.plugins import failure_words
 from megappo.rewards.channel import WorkerEnd
 from megappo.rewards.descendants import adopt_orphans, die_with_parent, end_descendants, reap
@@ -28,7 +29,6 @@ from megappo.rewards.http import Unscored
 from megappo.rewards.judge import Noted
 from megappo.rewards.numbers import as_float, score_problem
 from megappo.rewards.registry import OF_EACH, RewardCallable, RewardChoice, argument_names, resolve
-from megappo.runtime.streams import adapt_streams
 
 _REASON_CHARACTERS = 500
 _BROKEN_CHARACTERS = 4000

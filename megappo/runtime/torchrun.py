@@ -18,9 +18,9 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, TypedDict
 
 from megappo.errors import USER_ERROR, ConfigError
+from megappo.observe.streams import prepare_streams
 from megappo.runtime.heap import collections_put_off
 from megappo.runtime.launchers import EXIT_CODE
-from megappo.runtime.streams import prepare_streams
 
 if TYPE_CHECKING:
     from torch.distributed.elastic.multiprocessing.errors import ProcessFailure

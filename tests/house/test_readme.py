@@ -176,7 +176,7 @@ def test_the_checkpoint_settings_are_all_there_with_their_defaults() -> None:
 
 
 def test_exit_codes_are_those_of_the_program() -> None:
-    codes = {errors.RUN_ERROR, errors.USER_ERROR, errors.REQUEUE, errors.HANG, errors.STOPPED_BY_USER}
+    codes = {errors.RUN_ERROR, errors.USER_ERROR, errors.REQUEUE, errors.HANG, errors.STOPPED_BY_USER, errors.FAULT}
     text = (ROOT / "megappo" / "checkpoint" / "README.md").read_text()
     table = text.split("| exit code | meaning |")[1].split("\n\n")[0]
     assert {int(number) for number in re.findall(r"^\| (\d+) \|", table, re.MULTILINE)} == {0} | codes

@@ -24,9 +24,9 @@ from megappo.config import load_config
 from megappo.config.schema import RewardSettings
 from megappo.doctor.judges import judge_findings
 from megappo.environments.gateway.server import AgentEndpoint
+from megappo.network import http_client
 from megappo.rewards.http import Unscored, post, scores
 from megappo.rewards.workers import RewardPool, RewardRequest
-from megappo.runtime import direct
 from tests.support.places import BASE
 from tests.support.rewards import serving
 
@@ -324,7 +324,7 @@ def test_a_server_outside_is_asked_through_the_proxy(monkeypatch: pytest.MonkeyP
         with pytest.raises(OSError, match=r"busy through the environment's proxy 127.0.0.1:\d+: HTTP 503"):
             post("http://judge.example.invalid/busy", {}, str, headers={}, deadline_seconds=60.0, most_tries=1)
         with pytest.raises(OSError, match="not known"):  # no proxy was asked, which would have answered
-            direct.fetch(urllib.request.Request(outside), timeout_seconds=2.0, own=True)
+            http_client.fetch(urllib.request.Request(outside), timeout_seconds=2.0, own=True)
 
 
 @pytest.mark.parametrize(
@@ -338,7 +338,7 @@ def test_a_server_outside_is_asked_through_the_proxy(monkeypatch: pytest.MonkeyP
 @pytest.mark.usefixtures("dead_proxy")
 def test_what_is_near(host: str, near: bool) -> None:
     for scheme in ("http", "https"):
-        assert direct.proxy_of(f"{scheme}://{host}:30000/v1") == (None if near else "127.0.0.1:9")
+        assert http_client.proxy_of(f"{scheme}://{host}:30000/v1") == (None if near else "127.0.0.1:9")
 
 
 @pytest.mark.parametrize(("held", "wanted"), [("", "localhost,127.0.0.1,::1,10.0.0.7"), ("*", "*"), ("a.b", "a.b,loc")])

@@ -32,7 +32,7 @@ KILLED = "kill -KILL $$"
 
 def crashing(
     cluster: Cluster, folder: Path, *, end: str = KILLED, checkpoint: str = "", flags: tuple[str, ...] = (),
-    crashes: int = 1, **settings: object,
+    crashes: int = 1, **settings: str,
 ) -> int:  # fmt: skip
     """A job whose rank 0 ends as `end` says in its first attempts, after a checkpoint of that step."""
     python = stand_in(folder, CRASHING.format(crashes=crashes, checkpoint=checkpoint, end=end))
@@ -89,7 +89,7 @@ def test_a_fault_is_named_by_the_rank_that_had_it(cluster: Cluster, tmp_path: Pa
 
 
 def test_crashes_are_bounded(cluster: Cluster, tmp_path: Path) -> None:
-    options = {"MEGAPPO_CRASH_REQUEUES": 1, "MEGAPPO_EXCLUDE_NODES": "no"}
+    options = {"MEGAPPO_CRASH_REQUEUES": "1", "MEGAPPO_EXCLUDE_NODES": "no"}
     job = crashing(cluster, tmp_path, checkpoint="5", crashes=9, flags=ONE_NODE, **options)
     state, restarts, output = ended(cluster, job)
     assert (state, restarts) == ("FAILED", "1"), output

@@ -19,7 +19,7 @@ from megappo.environments.gateway.recording import Recorder
 from megappo.environments.gateway.wire import RefusedError
 from megappo.environments.protocol import LimitReached
 from megappo.errors import RunError, reason
-from megappo.runtime.direct import without_proxies
+from megappo.network.http_client import without_proxies
 
 _LARGEST_BODY_BYTES = 64 * 10**6
 _NEVER_AGAIN = {"x-should-retry": "false"}

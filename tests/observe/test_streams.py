@@ -25,7 +25,7 @@ ASCII = {"PYTHONIOENCODING": "ascii"}
 C_LOCALE = {"LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"}
 SEVERAL = """
 import json, sys
-from megappo.runtime.streams import prepare_streams
+from megappo.observe.streams import prepare_streams
 prepare_streams()
 import megappo.cli
 codes = [megappo.cli.main(words) for words in json.loads(sys.argv[2])]

@@ -10,7 +10,8 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
-from megappo.runtime.direct import check_proxy, client_proxy_problem, fetch, proxy_of
+from megappo.network.http_client import check_proxy, fetch, proxy_of
+from megappo.network.proxies import client_proxy_problem
 from megappo.runtime.store import free_port
 
 

@@ -16,10 +16,11 @@ import threading
 import time
 import urllib.request
 from functools import cache, partial
-from importlib.util import find_spec
 from ipaddress import ip_address
 from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
+
+from megappo.network.proxies import address_of, is_socks, shown
 
 if TYPE_CHECKING:
     from _typeshed import WriteableBuffer
@@ -59,7 +60,7 @@ def fetch(request: urllib.request.Request, *, timeout_seconds: float, own: bool 
 def proxy_of(url: str) -> str | None:
     """HOST:PORT of the environment's proxy for a URL; None where it is reached directly."""
     found = _proxy_for(url)
-    return None if found is None else _address(found[1])
+    return None if found is None else address_of(found[1])
 
 
 def check_proxy(url: str) -> None:
@@ -67,21 +68,6 @@ def check_proxy(url: str) -> None:
     found = _proxy_for(url)
     if found is not None and (problem := _socks_problem(url, *found)):
         raise ValueError(problem)
-
-
-def client_proxy_problem() -> str | None:
-    """Why httpx, the client of the Hugging Face hub and of the SDKs of OpenAI and Anthropic, cannot use the proxies of
-    the environment; None where it can. It makes no client at all then, also for servers that need no proxy."""
-    proxies = urllib.request.getproxies()
-    kind = next((kind for kind in ("http", "https", "all") if _is_socks(proxies.get(kind, ""))), None)
-    if kind is None or "*" in proxies.get("no", "").replace(" ", "").split(","):
-        return None
-    shown = _shown(kind, proxies[kind])
-    if proxies[kind].lower().partition("://")[0] not in ("socks5", "socks5h"):
-        return f"httpx cannot use the proxy {shown}; write socks5://HOST:PORT, or name an HTTP proxy"
-    if find_spec("socksio") is None:
-        return f"httpx needs the package socksio for the proxy {shown}; pip install socksio, or name an HTTP proxy"
-    return None
 
 
 def _proxy_for(url: str) -> tuple[str, str] | None:
@@ -99,26 +85,13 @@ def _proxy_for(url: str) -> tuple[str, str] | None:
 
 
 def _socks_problem(url: str, kind: str, proxy: str) -> str | None:
-    if not _is_socks(proxy):
+    if not is_socks(proxy):
         return None
     parts = urlsplit(url)
     return (
-        f"{parts.hostname} would be asked through {_shown(kind, proxy)}, and rewards are asked through HTTP proxies "
+        f"{parts.hostname} would be asked through {shown(kind, proxy)}, and rewards are asked through HTTP proxies "
         f"only; set {parts.scheme}_proxy to an HTTP proxy, or add {parts.hostname} to no_proxy"
     )
-
-
-def _is_socks(proxy: str) -> bool:
-    return proxy.lower().startswith("socks")
-
-
-def _shown(kind: str, proxy: str) -> str:
-    name = next((n for n in (f"{kind}_proxy", f"{kind}_proxy".upper()) if os.environ.get(n) == proxy), f"{kind}_proxy")
-    return f"{name}={proxy.partition('://')[0]}://{_address(proxy)}"
-
-
-def _address(proxy: str) -> str:
-    return proxy.rpartition("@")[2].rpartition("//")[2].rstrip("/")
 
 
 def _is_near(host: str) -> bool:
