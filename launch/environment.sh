@@ -4,6 +4,8 @@
 # in them. They live in a cache folder, named by a hash of the lock, the Python version and the processor, so that clones,
 # branches and versions live side by side. Nothing is deleted unless you ask for it:
 #   launch/environment.sh prune [DAYS]    removes environments that were not used for DAYS days (default 7)
+# On a login node, before jobs start on nodes without a network:
+#   launch/environment.sh build [--gpu] [--wheels FOLDER]    builds the environment; --gpu: the full one, for nodes with GPUs
 # Set MEGAPPO_PYTHON to the interpreter of your environment to use exactly this file, MEGAPPO_CACHE to keep environments
 # elsewhere than in ~/.cache/megappo, MEGAPPO_PYTHON_VERSION to 3.11 or 3.12 to select the Python version.
 
@@ -265,11 +267,46 @@ prune_environments() { # days
     echo "$freed MB freed"
 }
 
-if [ "${BASH_SOURCE[0]}" = "$0" ]; then
-    set -euo pipefail
-    if [ "${1:-}" != prune ] || [ $# -gt 2 ]; then
-        echo "usage: launch/environment.sh prune [DAYS]" >&2
+build_for_nodes() { # [--gpu] [--wheels FOLDER]
+    local kind=light wheels
+    while [ $# -gt 0 ]; do
+        case $1 in
+        --gpu) kind=full ;;
+        --wheels)
+            wheels=$(cd -- "${2:-/nowhere}" 2>/dev/null && pwd) || {
+                echo "megappo: error: --wheels is '${2:-}', must be a folder with wheels" >&2
+                exit 2
+            }
+            # pip reads these variables. A URL may contain no spaces.
+            export PIP_NO_INDEX=1 PIP_FIND_LINKS="file://${wheels// /%20}"
+            shift
+            ;;
+        *) environment_usage ;;
+        esac
+        shift
+    done
+    if [ -n "${MEGAPPO_PYTHON:-}" ]; then
+        echo "megappo: error: MEGAPPO_PYTHON is '$MEGAPPO_PYTHON', so the scripts use this interpreter; unset it to build" \
+            "an environment" >&2
         exit 2
     fi
-    prune_environments "${2:-7}"
+    ensure_environment "$kind"
+    echo "built $VIRTUAL_ENV; nodes that see this folder use it"
+}
+
+environment_usage() {
+    echo "usage: launch/environment.sh build [--gpu] [--wheels FOLDER] | prune [DAYS]" >&2
+    exit 2
+}
+
+if [ "${BASH_SOURCE[0]}" = "$0" ]; then
+    set -euo pipefail
+    [ $# -gt 0 ] || environment_usage
+    command=$1
+    shift
+    case $command in
+    build) build_for_nodes "$@" ;;
+    prune) [ $# -le 1 ] || environment_usage; prune_environments "${1:-7}" ;;
+    *) environment_usage ;;
+    esac
 fi

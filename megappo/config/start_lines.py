@@ -27,11 +27,11 @@ def training_line(nodes: int, per_node: int, words: Sequence[str]) -> str:
     if _LAUNCH in os.environ:
         options = [str(per_node)] if nodes == 1 else ["--nodes", str(nodes), "--head", "HOST:29500", str(per_node)]
         return shlex.join([_script("torchrun.sh"), *options, *words])
-    options = ["--nproc-per-node", str(per_node), "-m", "megappo", *words]
+    options = ["--nproc-per-node", str(per_node)]
     if nodes > 1:
-        options[:0] = ["--nnodes", str(nodes), "--rdzv-backend", "c10d", "--rdzv-endpoint", "HOST:29500"]
+        options = ["--nnodes", str(nodes), *options, "--rdzv-backend", "c10d", "--rdzv-endpoint", "HOST:29500"]
     program = "torchrun" if shutil.which("torchrun") else f"{_python()} -m torch.distributed.run"
-    return f"{program} {shlex.join(options)}"
+    return f"{program} {shlex.join([*options, '-m', 'megappo', *words])}"
 
 
 def sbatch_line(nodes: int, per_node: int, config: Path) -> str:

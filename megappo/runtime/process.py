@@ -17,6 +17,7 @@ import torch.distributed as dist
 
 from megappo.config.schema import RuntimeSettings
 from megappo.errors import RunError, reason
+from megappo.runtime.compile_caches import rank_caches
 from megappo.runtime.deadlines import Deadlines
 from megappo.runtime.device import prepare_device
 from megappo.runtime.failures import Failures
@@ -179,6 +180,7 @@ def start_runtime(
     """
     adopt_launcher(os.environ)
     ranks = read_ranks(os.environ)
+    os.environ.update(rank_caches(os.environ))
     if with_servers:
         share_settings(os.environ)
     device = prepare_device(settings, ranks)

@@ -395,7 +395,9 @@ def test_a_full_disk_is_a_sentence_and_costs_one_checkpoint(
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr(os, "fsync", full)
-    with pytest.raises(CheckpointError, match=r"step 2 could not be written in .*No space left on device; make room"):
+    with pytest.raises(
+        CheckpointError, match=r"step 2 could not be written in .*No space left on device .*free of .*make room"
+    ):
         write(tmp_path, runtime, 2, asynchronous=asynchronous)
     monkeypatch.undo()
     chosen = select_checkpoint(tmp_path, runtime)

@@ -27,7 +27,7 @@ def test_lines_of_an_installed_package(tmp_path: Path, monkeypatch: pytest.Monke
     monkeypatch.setenv("PATH", path_with(tmp_path, "megappo", "torchrun"))
     assert command_line("plan", "a b.yaml") == "megappo plan 'a b.yaml'"
     assert training_line(1, 4, ["train", "a.yaml"]) == "torchrun --nproc-per-node 4 -m megappo train a.yaml"
-    options = "--nnodes 2 --rdzv-backend c10d --rdzv-endpoint HOST:29500 --nproc-per-node 8"
+    options = "--nnodes 2 --nproc-per-node 8 --rdzv-backend c10d --rdzv-endpoint HOST:29500"
     assert training_line(2, 8, ["train", "a.yaml"]) == f"torchrun {options} -m megappo train a.yaml"
 
 

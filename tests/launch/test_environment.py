@@ -30,6 +30,7 @@ case "$*" in
         wanted=$(head -n 1 "${@: -1}")
         [[ $wanted =~ ^pip== ]] && exit
         echo "$wanted" >>"$BUILDS"
+        echo "${PIP_NO_INDEX:-} ${PIP_FIND_LINKS:-}" >"$BUILDS.wheels"
         until [ -z "${PIP_WAITS_FOR:-}" ] || [ -e "$PIP_WAITS_FOR" ]; do sleep 0.05; done ;;
     "-m megappo "*) printf '%s\n' "$PWD" "${PYTHONPATH%%:*}" "$@" ;;
 esac
@@ -373,6 +374,47 @@ def test_prune_keeps_what_is_used(machine: Machine) -> None:
     go.touch()
     script.wait(timeout=60)
     assert f"removed  {folders['recent']}:" in machine.prune(clones["own"], "0")
+
+
+def run_script(machine: Machine, clone: Path, *words: str, **variables: str) -> subprocess.CompletedProcess[str]:
+    kept = {name: value for name, value in os.environ.items() if not name.startswith("MEGAPPO_")}
+    settings = {
+        "PATH": f"{machine.folder / 'bin'}:{os.environ['PATH']}",
+        "MEGAPPO_CACHE": str(machine.folder / "cache"),
+    }
+    return subprocess.run(
+        ["bash", "launch/environment.sh", *words], cwd=clone, capture_output=True, text=True, timeout=60, check=False,
+        env=kept | settings | {"BUILDS": str(machine.builds), "PIP_WAITS_FOR": ""} | variables,
+    )  # fmt: skip
+
+
+def test_a_login_node_builds_the_environment_of_the_nodes_with_gpus(machine: Machine) -> None:
+    """The node has no GPU. The wheels come from one folder, and pip uses no index."""
+    clone, wheels = machine.clone("one"), machine.folder / "my wheels"
+    wheels.mkdir()
+    done = run_script(machine, clone, "build", "--gpu", "--wheels", str(wheels))
+    assert done.returncode == 0, done.stderr
+    assert done.stdout == f"built {machine.use(clone, 'full')}; nodes that see this folder use it\n"
+    assert len(machine.builds.read_text().splitlines()) == 1
+    links = (machine.folder / "builds.wheels").read_text()
+    assert links == f"1 file://{machine.folder}/my%20wheels\n"
+    other = machine.clone("two", "two")
+    assert run_script(machine, other, "build").stdout.startswith(f"built {machine.use(other, 'light')};")
+
+
+@pytest.mark.parametrize(
+    ("words", "variables", "sentence"),
+    [
+        (["build", "--wheels", "missing"], {}, "--wheels is 'missing', must be a folder with wheels"),
+        (["build", "--wheels"], {}, "--wheels is '', must be a folder with wheels"),
+        (["build"], {"MEGAPPO_PYTHON": "python3"}, "MEGAPPO_PYTHON is 'python3', so the scripts use this interpreter"),
+        (["build", "--cpu"], {}, "usage: launch/environment.sh build [--gpu] [--wheels FOLDER] | prune [DAYS]"),
+        ([], {}, "usage: launch/environment.sh build"),
+    ],
+)
+def test_wrong_words_of_a_build(machine: Machine, words: list[str], variables: dict[str, str], sentence: str) -> None:
+    done = run_script(machine, machine.clone("one"), *words, **variables)
+    assert done.returncode == 2 and sentence in done.stderr and not machine.builds.read_text()
 
 
 def test_prune_wants_a_number_of_days(machine: Machine) -> None:

@@ -130,7 +130,8 @@ def test_no_line_follows_when_plain_logs_are_closed() -> None:
 
 
 def test_the_default_interval_is_a_minute() -> None:
-    assert PlainView.__init__.__kwdefaults__ == {"every_seconds": 60.0, "clock": time.time}
+    defaults = {"every_seconds": 60.0, "clock": time.time, "right_above": None}
+    assert PlainView.__init__.__kwdefaults__ == defaults
 
 
 def test_spans_of_time_have_two_units() -> None:

@@ -21,6 +21,7 @@ from megappo.engines.sglang.gpus import visible_devices
 from megappo.engines.sglang.rendezvous import PEERS, ServerPart
 from megappo.observe.json_values import JSONValue
 from megappo.plan.cache import PlannedCache, server_cache
+from megappo.runtime.compile_caches import server_caches
 from megappo.runtime.device import ALLOCATOR_VARIABLES, allocator_options
 from megappo.runtime.interfaces import GLOO_INTERFACE, LOOPBACK, interface_towards
 from megappo.runtime.nccl import own_stack, share_settings
@@ -212,6 +213,7 @@ class ServerSpec:
         site = _advertise_plugins(scratch, [PLUGINS] if self.devices else list(ENTRY_POINTS))
         path = [str(site), str(_without_megatron(scratch)), str(Path(megappo.__file__).parents[1])]
         path.append(os.environ.get("PYTHONPATH", ""))
+        kept |= server_caches(kept)
         kept["TMPDIR"] = str(scratch)  # SGLang leaves its sockets there
         if part is not None:
             kept = part.rendezvous.environment(part.start) | kept  # of which only the peers may be the user's own
