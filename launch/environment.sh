@@ -10,11 +10,12 @@
 # elsewhere than in ~/.cache/megappo, MEGAPPO_PYTHON_VERSION to 3.11 or 3.12 to select the Python version.
 
 ROOT=$(CDPATH="" cd -- "$(dirname "${BASH_SOURCE[0]}")/.." && pwd) # an exported CDPATH has cd print the folder
-if [[ $ROOT == */megappo/shipped ]]; then # where pip installed it, in an environment that has what it needs
+if [[ $ROOT == */megappo/shipped ]]; then # pip installed this file, in an environment with all packages
     [[ $ROOT =~ ^(.*)/lib(64)?/python3\.[0-9]+/[^/]+/megappo/shipped$ ]] && installed=${BASH_REMATCH[1]}/bin/python
     export MEGAPPO_PYTHON=${MEGAPPO_PYTHON:-${installed:-$(type -P python)}}
+else
+    export MEGAPPO_LAUNCH="$ROOT/launch" # for the command lines that megappo prints
 fi
-[[ $ROOT == */megappo/shipped ]] || export MEGAPPO_LAUNCH="$ROOT/launch" # for the command lines that megappo prints
 if [[ $ROOT == *:* ]]; then
     echo "megappo: error: the repository's path '$ROOT' contains a ':', which separates paths in PYTHONPATH; move the repository" >&2
     exit 2
@@ -273,7 +274,7 @@ build_for_nodes() { # [--gpu] [--wheels FOLDER]
         case $1 in
         --gpu) kind=full ;;
         --wheels)
-            wheels=$(cd -- "${2:-/nowhere}" 2>/dev/null && pwd) || {
+            wheels=$(CDPATH="" cd -- "${2:-/nowhere}" 2>/dev/null && pwd) || {
                 echo "megappo: error: --wheels is '${2:-}', must be a folder with wheels" >&2
                 exit 2
             }

@@ -126,8 +126,8 @@ def verdict_of(error: BaseException) -> Verdict:
 
 
 def _is_fault(error: BaseException) -> bool:
-    """Whether torch reports that a device or NCCL failed. An assertion in a kernel is an error of the program, for
-    example an index out of range. A lack of memory has another type."""
+    """Whether torch reports a failure of a device or of NCCL. A failed assertion in a kernel is not a fault, but an
+    error of the program, for example an index that is out of range. OutOfMemoryError is not a fault."""
     types = {kind.__name__ for kind in type(error).__mro__ if kind.__module__.partition(".")[0] == "torch"}
     return bool(types & _FAULTS) and "device-side assert" not in str(error)
 
@@ -145,10 +145,10 @@ def _innermost(error: BaseException) -> tuple[FrameType, int] | None:
 
 @contextmanager
 def writing(path: str | PathLike[str]) -> Iterator[None]:
-    """Give the error of a block that writes the file or folder `path` the form of an OSError that names it.
+    """Convert errors of a block that writes the file or folder `path` to OSError with the name of the file.
 
-    An error of a full disk says how much is free. Libraries in Rust, such as safetensors, report errors of the system
-    as exceptions of their own, which contain `(os error 28)`.
+    The message for a full disk contains the free space. Libraries in Rust, such as safetensors, raise different types
+    of exceptions for errors of the operating system, with `(os error 28)` in the message.
     """
     try:
         yield
@@ -170,7 +170,7 @@ def writing(path: str | PathLike[str]) -> Iterator[None]:
 
 
 def _free_words(file: Path) -> str:
-    """What the disk of a file has free."""
+    """The free space on the disk of a file."""
     folder = next((place for place in (file, *file.parents) if place.is_dir()), Path())
     try:
         disk = os.statvfs(folder)
@@ -314,8 +314,8 @@ _PATH_IN_TEXT = re.compile(rf"(?:^|(?<=[/:])){_SHELL_VARIABLE.pattern}")
 def expanded(path: str | os.PathLike[str], setting: str = "") -> str:
     """The path with the home folder in place of a leading `~` or `~user`.
 
-    `setting` begins the error message. Raises ConfigError if the path contains a variable such as `$HOME`, unless a
-    file or folder has this very name, or if the user does not exist on this machine.
+    `setting` begins the error message. Raises ConfigError if the user does not exist on this machine, or if the path
+    contains a variable such as `$HOME`. A dollar sign in the name of an existing file or folder is not a variable.
     """
     text, place = os.fspath(path), f"{setting}: " if setting else ""
     for variable in _SHELL_VARIABLE.finditer(text):

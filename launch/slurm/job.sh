@@ -201,8 +201,8 @@ run_ranks() {
     return "$code"
 }
 
-# Who ended first, where rank 0's log, which is shown already, does not say why: every rank says it, unless it is killed.
-# FIRST_RANK and FIRST_CODE are the rank that ended first with an error, and its exit code.
+# Prints the log of the rank that failed first, if the log of rank 0 does not contain the reason. Sets FIRST_RANK and
+# FIRST_CODE to the number and the exit code of this rank.
 show_cause() {
     local file code first='' said=''
     FIRST_RANK='' FIRST_CODE=''

@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
-# One rank of a job. Its output, its exit code and its node go to files in MEGAPPO_RANK_LOGS. Signals reach megappo because it is
-# in this shell's process group; the shell outlives them to write down the exit code. MEGAPPO_PROGRAM names another Python
+# One rank of a job. Its output, its exit code and its node go to files in MEGAPPO_RANK_LOGS. Signals reach megappo because it
+# is in this shell's process group; the shell outlives them to write down the exit code. MEGAPPO_PROGRAM names another Python
 # module than megappo.
 set -uo pipefail
 rank=${RANK:-$SLURM_PROCID}

@@ -27,9 +27,9 @@ MEGAPPO_DOCTOR=${MEGAPPO_DOCTOR:-yes}
 # Most times that a job that asks for it (exit code 85) is put back into the queue.
 MEGAPPO_MOST_REQUEUES=${MEGAPPO_MOST_REQUEUES:-100}
 # Most times that a job is put back into the queue after a crash: a rank is killed by a signal, or a device or NCCL fails.
-# The run must have written a checkpoint since its last start. 0 turns this off.
+# The run must have written a checkpoint since its last start. 0 disables these requeues.
 MEGAPPO_CRASH_REQUEUES=${MEGAPPO_CRASH_REQUEUES:-3}
-# yes: such a job does not use the node again whose rank failed first, if enough other nodes remain. no turns this off.
+# yes: the job excludes the node of the rank that failed first, if enough other nodes remain. no: the job may use the node.
 MEGAPPO_EXCLUDE_NODES=${MEGAPPO_EXCLUDE_NODES:-yes}
 
 # For ppo_disaggregated.sbatch only. Nodes of the job, its last ones, that generate; the others train. A heterogeneous

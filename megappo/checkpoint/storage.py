@@ -1,4 +1,4 @@
-"""torch's writer of distributed checkpoints, with the errors of the disk."""
+"""The writer of torch for distributed checkpoints, which raises the errors of the disk."""
 
 from __future__ import annotations
 
@@ -17,16 +17,16 @@ from megappo.observe.plain_files import own_errors
 
 
 class _Files(FileSystem):
-    """Files of a checkpoint. An error of the disk is an OSError that names the file, not torch's "unexpected pos"."""
+    """Files of a checkpoint. An error of the disk is an OSError with the name of the file."""
 
     @contextmanager
     def create_stream(self, path: str | os.PathLike[str], mode: str) -> Iterator[io.IOBase]:
-        with writing(path), super().create_stream(path, mode) as file, own_errors(cast(BinaryIO, file)) as noting:
-            yield cast(io.IOBase, noting)
+        with writing(path), super().create_stream(path, mode) as file, own_errors(cast(BinaryIO, file)) as recording:
+            yield cast(io.IOBase, recording)
 
 
 def storage_writer(folder: Path) -> FileSystemWriter:
-    """torch's writer into a folder."""
+    """The writer of torch for a folder."""
     writer = FileSystemWriter(folder)
     writer.fs = _Files()
     return writer

@@ -37,7 +37,7 @@ def run(arguments: argparse.Namespace) -> bool:
     asked = ranks_option("--gpus", arguments.gpus)
     found = planning(config, arguments.machine, asked, models_beside(arguments.config))
     models, machine, gpus = found.models, found.machine, found.gpus
-    console = Console(file=sys.stdout)  # of a given file, rich knows the encoding
+    console = Console(file=sys.stdout)  # rich detects the encoding of a file only if the file is given
     if arguments.search:
         layouts = best_layouts(config, models, machine, gpus)
         if not layouts:

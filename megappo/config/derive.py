@@ -333,7 +333,7 @@ def print_rows(rows: Iterable[tuple[str, str]], console: Console | None = None) 
     table.add_column(overflow="fold")
     for name, words in rows:
         table.add_row(name, Text(words))
-    (console or Console(file=sys.stdout)).print(table)  # of a given file, rich knows the encoding
+    (console or Console(file=sys.stdout)).print(table)  # rich detects the encoding of a file only if the file is given
 
 
 def _role_rows(name: str, config: Config, numbers: RoleNumbers, *, has_steps: bool) -> list[tuple[str, str]]:

@@ -55,7 +55,7 @@ _TYPE_RULES = {
 }
 
 _OFF = ("none", "null", "off", "no", "false", "disabled", "disable")
-"""Words that users write to switch a section off."""
+"""Words with which users disable a section."""
 _MISSPELT = 0.85
 """Similarity (difflib's ratio) from which a name counts as misspelt: `beta` is 0.89 like `beta1`, `kl_penalty` only
 0.82 like `penalty`."""
@@ -93,15 +93,20 @@ def likely_keys(section: Key, name: str, value: JSONValue) -> list[Key]:
         return [(*section, close)]
     elsewhere = misspelt_word(name, sorted({key[-1] for key in all_keys()}), SHORTEST)
     found = [key for key in all_keys() if key[-1] == elsewhere and takes(key, value)]
-    return [key for key in found if not section or len(key) <= 2 or {*key[:-1]} & {*section}][:3]
+    return [key for key in found if not section or _is_near(key, section)][:3]
 
 
 def _is_plausible(key: Key, section: Key) -> bool:
     """Whether the user may have meant `key`, which has the same name, in `section`.
 
-    A nested setting with a one-word name, such as `reward.judge.prompt`, must share a section with `section`.
+    A nested setting with a one-word name, such as `reward.judge.prompt`, must be near `section`.
     """
-    return len(key) <= 2 or "_" in key[-1] or bool({*key[:-1]} & {*section})
+    return "_" in key[-1] or _is_near(key, section)
+
+
+def _is_near(key: Key, section: Key) -> bool:
+    """Whether a setting is not nested, or shares a section with `section`."""
+    return len(key) <= 2 or bool({*key[:-1]} & {*section})
 
 
 def unknown_key(section: Key, name: str, value: JSONValue) -> str:

@@ -1,4 +1,4 @@
-"""The settings of a configuration by dotted key: fields, sections, and the values that a field accepts."""
+"""Fields and sections of the configuration by dotted key, and the values that a field accepts."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def dotted(key: Key) -> str:
 
 
 def section_of(field: FieldInfo) -> type[Settings] | None:
-    """The settings class a field holds, also where it may be null; None for a plain value and for a mapping."""
+    """The settings class of a section, which may be nullable. Returns None for a plain value and for a mapping."""
     if typing.get_origin(field.annotation) is dict:
         return None
     for annotation in (field.annotation, *typing.get_args(field.annotation)):
@@ -44,7 +44,7 @@ def section_of(field: FieldInfo) -> type[Settings] | None:
 
 
 def entries_of(field: FieldInfo) -> type[Settings] | None:
-    """The settings class of each entry where a field is a mapping of the user's names to such; None for others."""
+    """The settings class of the entries if the field is a mapping from names to sections; otherwise None."""
     for annotation in (field.annotation, *typing.get_args(field.annotation)):
         if typing.get_origin(annotation) is dict:
             entry = typing.get_args(annotation)[1]
@@ -53,7 +53,7 @@ def entries_of(field: FieldInfo) -> type[Settings] | None:
 
 
 def find_field(key: Key) -> FieldInfo | None:
-    """The field at a dotted key of the configuration; of an entry of a mapping the field that is the mapping."""
+    """The field at a dotted key of the configuration. For an entry of a mapping, the field of the mapping."""
     return field_and_section(key)[0]
 
 
@@ -81,7 +81,7 @@ def field_and_section(key: Key) -> tuple[FieldInfo | None, type[Settings] | None
 
 @functools.cache
 def all_keys() -> tuple[Key, ...]:
-    """Every key of the configuration, sections included; of mappings of the user's names only their own."""
+    """Every key of the configuration, including sections. Entries of mappings are not included."""
 
     def walk(section: type[Settings], prefix: Key) -> Iterator[Key]:
         for name, field in section.model_fields.items():

@@ -1,4 +1,4 @@
-"""Command lines that users copy from the output into the shell in which they started megappo."""
+"""Command lines for the shell in which the user started megappo."""
 
 from __future__ import annotations
 

@@ -122,7 +122,7 @@ def _connect(address: str, port: int, remedy: str) -> Finding | None:
 
 
 def join(ranks: Ranks) -> Finding | None:
-    """Join the process group as a run does; a finding where that fails."""
+    """Join the process group in the same way as a run. Returns a finding if this fails."""
     try:
         allow_connections()
         store, _ = meet(ranks, _TIMEOUT)

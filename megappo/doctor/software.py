@@ -97,7 +97,7 @@ def reward_findings(config: Config | None) -> Iterator[Finding]:
 
 
 def logger_findings(config: Config) -> Iterator[Finding]:
-    """Imports of wandb and of the user's loggers. No logger is started."""
+    """Check that wandb and the loggers of the user can be imported. No logger is started."""
     imports: dict[str, Callable[[], object]] = {
         path: partial(find_logger, path, options) for path, options in config.logging.loggers.items()
     }

@@ -23,8 +23,8 @@ _NUMBERS = {
     "llama3": (*_PLAIN, "factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"),
     "yarn": (*_PLAIN, "factor", "original_max_position_embeddings", *_YARN_OPTIONAL),
 }
-"""Numbers that transformers reads for each rope type (`modeling_rope_utils`); transformers
-refuses a rope if a required number is missing."""
+"""Numbers that transformers reads for each rope type (`modeling_rope_utils`). transformers refuses a rope if a required
+number is missing."""
 _LARGEST = 1e300
 _TOP_LEVEL = (*_PLAIN, "rope_local_base_freq", "original_max_position_embeddings")
 """Numbers of ropes at the top level of config.json, in files of earlier versions of transformers."""
@@ -107,11 +107,14 @@ def earlier_rope_fields(content: Mapping[str, Any]) -> dict[str, Any]:
     """Fields of a config.json by which transformers 4 reads the ropes that `rope_parameters` has in transformers 5.
 
     Without the fields, transformers 4 uses its defaults and prints no warning. Returns an empty dictionary for models
-    that transformers 4 does not support.
+    without ropes, and for models that transformers 4 does not support.
     """
-    ropes: Mapping[str, Any] = content["rope_parameters"]
-    main, local = (ropes, {}) if "rope_type" in ropes else (ropes["full_attention"], ropes["sliding_attention"])
-    if local and content["model_type"] != "gemma3_text":
+    ropes: Mapping[str, Any] = content.get("rope_parameters") or {}
+    if "rope_type" in ropes:
+        main, local = ropes, {}
+    elif content["model_type"] == "gemma3_text":
+        main, local = ropes["full_attention"], ropes["sliding_attention"]
+    else:
         return {}
     fields = {name: main[name] for name in _PLAIN if name in main}
     scaling = {name: value for name, value in main.items() if name not in _PLAIN}

@@ -20,7 +20,7 @@ from ipaddress import ip_address
 from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
 
-from megappo.network.proxies import address_of, is_socks, shown
+from megappo.network.proxies import address_of, is_socks, proxy_words
 
 if TYPE_CHECKING:
     from _typeshed import WriteableBuffer
@@ -34,13 +34,13 @@ def fetch(request: urllib.request.Request, *, timeout_seconds: float, own: bool 
     """Body of the response, received entirely within `timeout_seconds`. `own`: the server is the run's, wherever it
     listens.
 
-    Raises HTTPError for a status other than success, redirections included, as headers hold keys; OSError or
-    HTTPException where nobody answers in time or the response breaks off; ValueError for one of more than 16 MB, and
-    where the environment's proxy for the server is a SOCKS proxy.
+    Raises HTTPError for a status other than success. Redirections are not followed, because headers contain keys.
+    Raises OSError or HTTPException if the server does not answer in time or the response is incomplete. Raises
+    ValueError if the response has more than 16 MB, or as `check_proxy` does.
     """
+    if not own:
+        check_proxy(request.full_url)
     found = None if own else _proxy_for(request.full_url)
-    if found is not None and (problem := _socks_problem(request.full_url, *found)):
-        raise ValueError(problem)
     proxies = {} if found is None else {urlsplit(request.full_url).scheme: found[1]}
     opener = urllib.request.OpenerDirector()
     for handler in (
@@ -58,20 +58,25 @@ def fetch(request: urllib.request.Request, *, timeout_seconds: float, own: bool 
 
 
 def proxy_of(url: str) -> str | None:
-    """HOST:PORT of the environment's proxy for a URL; None where it is reached directly."""
+    """HOST:PORT of the environment's proxy for a URL; None without a proxy."""
     found = _proxy_for(url)
     return None if found is None else address_of(found[1])
 
 
 def check_proxy(url: str) -> None:
-    """Raises ValueError if the environment's proxy for a URL is a SOCKS proxy: `fetch` uses HTTP proxies only."""
+    """Raises ValueError if the environment selects a SOCKS proxy for a URL. `fetch` supports HTTP proxies only."""
     found = _proxy_for(url)
-    if found is not None and (problem := _socks_problem(url, *found)):
-        raise ValueError(problem)
+    if found is None or not is_socks(found[1]):
+        return
+    parts = urlsplit(url)
+    raise ValueError(
+        f"{parts.hostname} would be asked through {proxy_words(*found)}, and rewards are asked through HTTP proxies "
+        f"only; set {parts.scheme}_proxy to an HTTP proxy, or add {parts.hostname} to no_proxy"
+    )
 
 
 def _proxy_for(url: str) -> tuple[str, str] | None:
-    """(kind of the variable, its value) of the environment's proxy for a URL; None where it is reached directly."""
+    """The variable of the environment's proxy for a URL, as (`http`, `https` or `all`, value); None without a proxy."""
     parts, proxies = urlsplit(url), urllib.request.getproxies()
     host, kind = parts.hostname or "", parts.scheme if proxies.get(parts.scheme) else "all"
     if (
@@ -82,16 +87,6 @@ def _proxy_for(url: str) -> tuple[str, str] | None:
     ):
         return None
     return kind, proxies[kind]
-
-
-def _socks_problem(url: str, kind: str, proxy: str) -> str | None:
-    if not is_socks(proxy):
-        return None
-    parts = urlsplit(url)
-    return (
-        f"{parts.hostname} would be asked through {shown(kind, proxy)}, and rewards are asked through HTTP proxies "
-        f"only; set {parts.scheme}_proxy to an HTTP proxy, or add {parts.hostname} to no_proxy"
-    )
 
 
 def _is_near(host: str) -> bool:

@@ -1,6 +1,6 @@
 """Proxies in the variables of the environment, such as `https_proxy`.
 
-Standard library only, as reward workers start with this module.
+This module imports the standard library only, because reward workers import it when they start.
 """
 
 from __future__ import annotations
@@ -11,13 +11,16 @@ from importlib.util import find_spec
 
 
 def client_proxy_problem() -> str | None:
-    """Why httpx, the client of the Hugging Face hub and of the SDKs of OpenAI and Anthropic, cannot use the proxies of
-    the environment; None where it can. It makes no client at all then, also for servers that need no proxy."""
+    """Returns the reason that httpx cannot use the proxies of the environment, or None.
+
+    The Hugging Face hub and the SDKs of OpenAI and Anthropic use httpx. With such a proxy, httpx raises an error when a
+    client is created, even if no request needs a proxy.
+    """
     proxies = urllib.request.getproxies()
     kind = next((kind for kind in ("http", "https", "all") if is_socks(proxies.get(kind, ""))), None)
     if kind is None or "*" in proxies.get("no", "").replace(" ", "").split(","):
         return None
-    words = shown(kind, proxies[kind])
+    words = proxy_words(kind, proxies[kind])
     if proxies[kind].lower().partition("://")[0] not in ("socks5", "socks5h"):
         return f"httpx cannot use the proxy {words}; write socks5://HOST:PORT, or name an HTTP proxy"
     if find_spec("socksio") is None:
@@ -30,8 +33,8 @@ def is_socks(proxy: str) -> bool:
     return proxy.lower().startswith("socks")
 
 
-def shown(kind: str, proxy: str) -> str:
-    """Returns the variable and its value, without a password. `kind`: `http`, `https` or `all`."""
+def proxy_words(kind: str, proxy: str) -> str:
+    """Returns the name and the value of a variable, without the password. `kind`: `http`, `https` or `all`."""
     name = next((n for n in (f"{kind}_proxy", f"{kind}_proxy".upper()) if os.environ.get(n) == proxy), f"{kind}_proxy")
     return f"{name}={proxy.partition('://')[0]}://{address_of(proxy)}"
 

@@ -9,6 +9,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Mapping
 from itertools import zip_longest
+from types import MappingProxyType
 from typing import Literal, TextIO
 
 from rich.console import Console, Group, RenderableType
@@ -38,6 +39,7 @@ _LINE = (
 _TABLE = (*(name for _, name, _ in _LINE), "actor/grad_norm", "critic/loss", "mismatch/mean")
 _FAILURES = {"reward/failures": "failed rewards", "episode/failures": "failed episodes"}
 """Metrics that are shown where they are not 0, with their labels."""
+_NO_THRESHOLDS: Mapping[str, float] = MappingProxyType({})
 _KEPT_STEPS = 60
 _SPARKLINE_COLUMNS = 24
 _KEPT_WARNINGS = 3
@@ -57,11 +59,11 @@ class PlainView(View):
         *,
         every_seconds: float = 60.0,
         clock: Callable[[], float] = time.time,
-        right_above: Mapping[str, float] | None = None,
+        right_above: Mapping[str, float] = _NO_THRESHOLDS,
     ) -> None:
         """`clock`: seconds since 1970; lines show its local time of day. `right_above`: see `evaluation_label`."""
         super().__init__(stream)
-        self._right_above = right_above or {}
+        self._right_above = right_above
         self._clock = clock
         self._begun: tuple[int, float] | None = None
         """The first step of this process, and when it began."""
@@ -139,10 +141,10 @@ class LiveView(View):
         total_steps: int,
         progress: StageProgress = PROGRESS,
         *,
-        right_above: Mapping[str, float] | None = None,
+        right_above: Mapping[str, float] = _NO_THRESHOLDS,
     ) -> None:
         """Draws nothing before the first call, so that a run that fails to start leaves the terminal as it is."""
-        self._right_above = right_above or {}
+        self._right_above = right_above
         self._doing = _Doing(progress)
         self._console = Console(file=stream, force_terminal=True)
         self._blocks = BLOCKS if self._console.encoding.startswith("utf") else ASCII_BLOCKS
@@ -159,8 +161,7 @@ class LiveView(View):
         self._task = self._progress.add_task("starting", total=total_steps)
         shown = (*_TABLE, *_FAILURES)
         self._history: dict[str, deque[float]] = {name: deque(maxlen=_KEPT_STEPS) for name in shown}
-        self._results: dict[str, deque[float]] = {}
-        """Results of evaluations by the name of their metric."""
+        """The last values of each metric. A result of an evaluation is added when it is first logged."""
         self._times: dict[str, float] = {}
         self._step: int | None = None
         self._note: str | None = None
@@ -183,11 +184,11 @@ class LiveView(View):
 
     def step(self, step: int, metrics: Mapping[str, float]) -> None:
         """Store the step's metrics and move the bar."""
+        for name in evaluation_results(metrics):
+            self._history.setdefault(name, deque(maxlen=_KEPT_STEPS))
         for name, history in self._history.items():
             if name in metrics and (metrics[name] or history or name not in _FAILURES):
                 history.append(metrics[name])
-        for name in evaluation_results(metrics):
-            self._results.setdefault(name, deque(maxlen=_KEPT_STEPS)).append(metrics[name])
         self._times = {n.removeprefix("time/"): v for n, v in metrics.items() if n.startswith("time/")}
         self._progress.update(self._task, completed=step)
         self._draw()
@@ -243,12 +244,12 @@ class LiveView(View):
         table.add_column("stage")
         table.add_column("seconds", justify="right")
         table.add_column("share", justify="right")
-        names = evaluation_results(self._results)
-        shown = {evaluation_label(name, self._right_above): self._results[name] for name in names} | self._history
+        results = {name: evaluation_label(name, self._right_above) for name in evaluation_results(self._history)}
+        labels = results | {name: name for name in self._history if name not in results}
         metrics = [
-            (name, f"{history[-1]:.4g}", sparkline(history, _SPARKLINE_COLUMNS, blocks=self._blocks))
-            for name, history in shown.items()
-            if history
+            (label, f"{history[-1]:.4g}", sparkline(history, _SPARKLINE_COLUMNS, blocks=self._blocks))
+            for name, label in labels.items()
+            if (history := self._history[name])
         ]
         whole = self._times.get("step") or sum(self._times.values())
         times = [
@@ -265,7 +266,7 @@ def make_view(
     total_steps: int,
     stream: TextIO | None = None,
     *,
-    right_above: Mapping[str, float] | None = None,
+    right_above: Mapping[str, float] = _NO_THRESHOLDS,
 ) -> View:
     """The view of a mode; `auto` is live on a terminal and plain elsewhere. `right_above`: see `evaluation_label`.
 

@@ -9,8 +9,8 @@ _RESULT = re.compile(r"eval/(?:(?P<set>.+)/)?(?:(?P<mean>reward_mean)|pass@(?P<k
 
 
 def evaluation_results(names: Iterable[str]) -> list[str]:
-    """Returns the mean rewards and `pass@k` among names of metrics: the validation set without a name first, then the
-    sets in alphabetical order. The mean reward of a set precedes its `pass@k`, whose k rises."""
+    """Selects the names of mean rewards and of `pass@k`. The validation set without a name is first. The other sets are
+    in alphabetical order. The mean reward of a set precedes `pass@k`, in ascending order of k."""
     matches = {name: match for name in names if (match := _RESULT.fullmatch(name)) is not None}
     return sorted(matches, key=lambda name: (matches[name]["set"] or "", int(matches[name]["k"] or 0)))
 

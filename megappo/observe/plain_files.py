@@ -33,28 +33,28 @@ def plain_text(path: Path) -> str:
 
 @contextmanager
 def synced(path: Path) -> Iterator[BinaryIO]:
-    """Open a file anew for writing; what was written is on disk when the block ends. Raises OSError, which names the
-    file."""
-    with writing(path), path.open("wb") as file, own_errors(file) as noting:
-        yield noting
+    """Open an empty file for writing. At the end of the block, the content is on the disk. Raises OSError with the name
+    of the file."""
+    with writing(path), path.open("wb") as file, own_errors(file) as recording:
+        yield recording
         file.flush()
         os.fsync(file.fileno())
 
 
 @contextmanager
 def own_errors(file: BinaryIO) -> Iterator[BinaryIO]:
-    """The file for a block, whose OSErrors leave the block although torch's writer of archives replaces them: on a full
-    disk it raises RuntimeError, "unexpected pos 704 vs 598"."""
-    noting = _NotingFile(file)
+    """Yields a file for torch.save. If a write fails, the block raises the OSError of the write. Without this function,
+    torch.save would raise RuntimeError, for example "unexpected pos 704 vs 598" on a full disk."""
+    recording = _RecordingFile(file)
     try:
-        yield cast(BinaryIO, noting)
+        yield cast(BinaryIO, recording)
     except RuntimeError as error:
-        if noting.error is None:
+        if recording.error is None:
             raise
-        raise noting.error from error
+        raise recording.error from error
 
 
-class _NotingFile:
+class _RecordingFile:
     """A file that keeps the last error of `write`."""
 
     def __init__(self, file: BinaryIO) -> None:

@@ -1,6 +1,6 @@
-"""Standard output and standard error that never end a run: closed ones, ones without a reader, and narrow encodings.
+"""Keeps a run going if standard output or standard error is closed, has no reader, or has a narrow encoding.
 
-Standard library only, as every process of megappo starts with it.
+This module imports the standard library only, because every process of megappo imports it first.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ _NAMES = {1: "stdout", 2: "stderr"}
 
 
 class _Output(io.FileIO):
-    """A standard stream. Its output is dropped once the reader of its pipe, such as `head`, has ended."""
+    """A standard stream. After the reader of a pipe, such as `head`, has ended, the output is dropped."""
 
     def write(self, data: ReadableBuffer, /) -> int:
         try:
@@ -29,9 +29,9 @@ class _Output(io.FileIO):
 
 
 def prepare_streams() -> None:
-    """Prepare the standard streams of a process that megappo starts; call this before the process opens any file.
+    """Prepare the standard streams of a process of megappo. The process must call this function before it opens a file.
 
-    As `adapt_streams`. In addition, output to a pipe without a reader is dropped.
+    Does the same as `adapt_streams`. In addition, output to a pipe without a reader is dropped.
     """
     adapt_streams()
     for descriptor, name in _NAMES.items():
@@ -41,17 +41,17 @@ def prepare_streams() -> None:
 
 
 def adapt_streams() -> None:
-    """Make the standard streams usable in a process that somebody else may have started.
+    """Make the standard streams usable in any process.
 
-    Streams that the parent process closed become /dev/null. Their descriptors are opened, too: otherwise the next file
-    would get such a number, and output of child processes would go into that file. See also
-    `accept_any_text`.
+    If the parent process closed a stream, the stream becomes /dev/null. The descriptor is opened as well. Otherwise the
+    next file would get the number of the descriptor, and child processes would write their output into this file. All
+    streams accept any text (`accept_any_text`).
     """
     for descriptor in (0, *_NAMES):
         try:
             os.fstat(descriptor)
         except OSError:
-            os.open(os.devnull, os.O_RDWR)  # gets the lowest free number, which is this one
+            os.open(os.devnull, os.O_RDWR)  # the lowest free number is the number of this descriptor
             os.set_inheritable(descriptor, True)
     for name in _NAMES.values():
         stream = getattr(sys, name)
@@ -62,19 +62,19 @@ def adapt_streams() -> None:
 
 
 def accept_any_text(stream: TextIO) -> None:
-    """Have a stream write characters that its encoding lacks as `\\uXXXX`, in place of an error."""
+    """Make a stream write `\\uXXXX` for characters that the encoding of the stream does not support."""
     if isinstance(stream, io.TextIOWrapper):
         stream.reconfigure(errors="backslashreplace")
 
 
 def flush_output() -> None:
-    """Write what is left of the output of a run that has ended well. A disk or pipe that does not take it changes
-    nothing about the run."""
+    """Write the buffered output at the end of the process. Errors of the disk or the pipe are ignored, because the
+    process has finished its work."""
     for descriptor, name in _NAMES.items():
         try:
             getattr(sys, name).flush()
         except OSError:
-            _drop_output(descriptor)  # Python flushes once more at its end
+            _drop_output(descriptor)  # Python flushes the stream again when the process exits
             with suppress(OSError):
                 getattr(sys, name).flush()
 

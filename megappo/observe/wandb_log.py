@@ -27,12 +27,10 @@ def import_wandb(project: str) -> Any:
     place, remedy = f"logging.wandb_project is '{project}', but wandb", how_to_install("wandb")
     try:
         wandb = importlib.import_module("wandb")
-    except ModuleNotFoundError as error:
-        if error.name != "wandb":
-            raise ConfigError(f"{place} cannot be imported: {reason(error)}; {remedy}") from error
-        raise ConfigError(f"{place} is not installed; {remedy}") from error
     except Exception as error:
-        raise ConfigError(f"{place} cannot be imported: {reason(error)}; {remedy}") from error
+        is_missing = isinstance(error, ModuleNotFoundError) and error.name == "wandb"
+        words = "is not installed" if is_missing else f"cannot be imported: {reason(error)}"
+        raise ConfigError(f"{place} {words}; {remedy}") from error
     if not hasattr(wandb, "init"):
         folder = next(iter(getattr(wandb, "__path__", ())), "wandb")
         raise ConfigError(f"{place} is not installed, and Python imports the folder {folder} instead; {remedy}")

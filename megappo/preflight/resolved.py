@@ -123,7 +123,7 @@ def _derived(command: str, config: Config, world_size: int) -> Derived:
         raise ConfigError(
             [
                 *error.problems,
-                f"this is 1 process, and the layouts stand on {fewest}; start {fewest}: "
+                f"this is 1 process, and the layouts need {fewest}; start {fewest} processes: "
                 f"{training_line(*default_machine(config).nodes_of(fewest), [command, '...'])}",
             ]
         ) from None

@@ -1,5 +1,5 @@
-"""Counts the failures of all ranks while rewards are computed. A run that ends because of them does not wait for the
-other scores."""
+"""Counts the failures of all ranks while rewards are computed. If there are too many failures, the run ends without
+waiting for the remaining scores."""
 
 from __future__ import annotations
 
@@ -13,21 +13,22 @@ _KEY = "megappo/reward"
 
 
 class FailureLimit:
-    """Limit of failures in one call of the scorer, which every rank makes. Ranks count in the store.
+    """Limit of failures in one call of the scorer on all ranks. The store holds the counts.
 
-    The limit refers to the samples of all ranks. So it is exceeded on all ranks or on none, apart from the time at
-    which they notice, and never before every rank has begun.
+    The limit is a fraction of the samples of all ranks. If one rank exceeds the limit, all ranks exceed the limit,
+    within the interval of two queries. The limit applies after all ranks have started the call.
     """
 
     def __init__(self, notices: Notices, call: int, samples: int, fraction: float, *, ranks: int) -> None:
-        """`call`: number of the call, the same on all ranks. `samples`: those of this rank. `fraction`: of all samples
-        that may fail. `ranks`: number of all ranks."""
+        """`call`: number of the call, which is equal on all ranks. `samples`: number of samples of this rank.
+        `fraction`: largest fraction of failed samples. `ranks`: number of ranks."""
         self._notices, self._key, self._fraction, self._ranks = notices, f"{_KEY}-{call}", fraction, ranks
         notices.count(f"{self._key}/samples", samples)
         notices.count(f"{self._key}/ranks", 1)
 
     def of(self, function: str) -> Callable[[int], bool]:
-        """For a reward function: whether all ranks together have too many failures, given this rank's number."""
+        """Returns a function for a reward function. The returned function gets the number of failures on this rank, and
+        returns whether all ranks together exceed the limit."""
         key, posted, polled = f"{self._key}/failures/{function}", 0, -_POLL_SECONDS
 
         def are_too_many(failures: int) -> bool:

@@ -47,8 +47,8 @@ ChosenReward: TypeAlias = "RewardSettings | RewardChoice"
 
 
 def check_reward(settings: RewardSettings) -> None:
-    """Raises ValueError where the reward cannot be used: unknown name, failing import, options it does not take, or a
-    judge or a server whose key is nowhere or that only a SOCKS proxy reaches."""
+    """Raises ValueError if the reward cannot be used: the name is unknown, the import fails, the function does not take
+    the options, the key of a server is missing, or a server requires a SOCKS proxy."""
     if settings.judge is not None:
         judge_key(settings.judge)
         if settings.judge.url is not None:

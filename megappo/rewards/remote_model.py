@@ -33,8 +33,8 @@ class RemoteRewardModel:
         trust_remote_code: bool = False,
         template_time: str | None = None,
     ) -> None:
-        """`path`: folder with the model's configuration and tokenizer. Raises ValueError for one without, where the
-        key's variable is empty, and where only a SOCKS proxy reaches the server."""
+        """`path`: folder with the model's configuration and tokenizer. Raises ValueError if the folder has no
+        tokenizer, the variable of the key is empty, or the server requires a SOCKS proxy."""
         key = key_in(settings.key, "the reward model's")
         check_proxy(settings.url)
         self._texts = RewardTexts(path, trust_remote_code=trust_remote_code, template_time=template_time)

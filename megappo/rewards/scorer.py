@@ -70,7 +70,7 @@ class RewardScorer:
 
         `servers`: of judges and a model that have their own, which end with the scorer. `trust_remote_code`: code in
         the reward model's folder may run. `template_time`: what its chat template is told, see `DataSettings`.
-        `notices`: through which ranks count their failures together while they score.
+        `notices`: messages between ranks, with which ranks count the failures of all ranks while they score.
         """
         self._servers, self._trust_remote_code, self._template_time = servers, trust_remote_code, template_time
         for _, term in settings.terms.values():
@@ -162,8 +162,11 @@ class RewardScorer:
                     )
 
     def score_local(self, rollouts: Rollouts, failures: MutableMapping[int, str] | None = None) -> Tensor:
-        """Scores (B,) float32 of this rank, without any collective. Raises RewardError where too many failed, unless
-        there are `failures` to be filled as by `score`; all ranks then call it, and judge all their failures together.
+        """Scores (B,) float32 of this rank, without any collective.
+
+        Without `failures`, raises RewardError if too many samples of this rank failed. With `failures`, all ranks must
+        call this function. The function then adds the failures of this rank to `failures`, as `score` does, and the
+        limit applies to the failures of all ranks.
         """
         result = self._result(rollouts, None if failures is None else self._limit(len(rollouts.responses))).result
         if failures is not None:
@@ -173,7 +176,7 @@ class RewardScorer:
         return result.scores
 
     def _limit(self, samples: int) -> FailureLimit | None:
-        """The limit of failures of all ranks in this call, which all ranks make."""
+        """The limit of failures in this call. All ranks make the call."""
         self._calls += 1
         if self._notices is None:
             return None

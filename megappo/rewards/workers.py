@@ -79,7 +79,7 @@ class RewardResult:
     scores: Tensor
     failures: list[tuple[int, str]]
     late: frozenset[int] = frozenset()
-    """Indices of failures that ran out of time."""
+    """Indices of failures that timed out."""
     notes: tuple[tuple[int, str], ...] = ()
     """(index, note) of scores with a note that are no failures."""
 
@@ -167,7 +167,7 @@ class _Job:
     failures: dict[int, str] = field(default_factory=dict)
     notes: dict[int, str] = field(default_factory=dict)
     late: set[int] = field(default_factory=set)
-    """Indices of failures that ran out of time."""
+    """Indices of failures that timed out."""
 
     @property
     def done(self) -> bool:
@@ -249,7 +249,7 @@ class RewardPool(AbstractContextManager["RewardPool"]):
     def score(self, requests: Sequence[RewardRequest]) -> RewardResult:
         """Score all requests; failures cost only their own sample (all of them, with a batch function).
 
-        Raises RewardError where more than `max_failure_fraction` of them failed.
+        Raises RewardError if more than `max_failure_fraction` of the requests failed.
         """
         most = self._settings.max_failure_fraction * len(requests)
         result = self.run(requests, lambda failed: failed > most)
@@ -262,8 +262,9 @@ class RewardPool(AbstractContextManager["RewardPool"]):
     def run(self, requests: Sequence[RewardRequest], are_too_many: Callable[[int], bool] | None = None) -> RewardResult:
         """Score all requests.
 
-        `are_too_many` receives the number of failures, and returns whether the run ends because of them. Once a sample
-        has run out of time and it returns true, the other samples are not waited for; they have the failure score.
+        `are_too_many` receives the number of failures, and returns whether the run will end because of the failures. If
+        a sample timed out and `are_too_many` returns true, this function does not wait for the remaining samples.
+        They get `reward.failure_score`.
         """
         assert self.workers, "the pool is closed"
         pickled = [_pickled(index, request) for index, request in enumerate(requests)]

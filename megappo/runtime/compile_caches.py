@@ -12,6 +12,8 @@ import tempfile
 from collections.abc import Mapping
 from pathlib import Path
 
+from megappo.errors import ConfigError
+
 _FOLDER = "MEGAPPO_COMPILE_CACHE"
 """Variable with the folder of all compile caches."""
 _RANK_CACHES = {
@@ -19,38 +21,40 @@ _RANK_CACHES = {
     "TORCHINDUCTOR_CACHE_DIR": "inductor",
     "FLASHINFER_WORKSPACE_BASE": "flashinfer",
 }
-_SERVER_CACHES = {"SGLANG_CACHE_DIR": "sglang"}
-_OTHER_NAMES = {"TRITON_CACHE_DIR": "TRITON_HOME"}
-"""Variables that move a cache as well."""
+_SERVER_CACHES = {**_RANK_CACHES, "SGLANG_CACHE_DIR": "sglang"}
 
 
 def rank_caches(environment: Mapping[str, str]) -> dict[str, str]:
-    """Returns the variables of Triton, Inductor and FlashInfer that `environment` lacks, with their folders."""
+    """Returns the variables of Triton, Inductor and FlashInfer that `environment` does not set, with their folders.
+
+    Raises ConfigError if `MEGAPPO_COMPILE_CACHE` names a folder that cannot be used.
+    """
     return _missing(environment, _RANK_CACHES)
 
 
 def server_caches(environment: Mapping[str, str]) -> dict[str, str]:
-    """Returns the variables of SGLang and of `rank_caches` that `environment` lacks, with their folders."""
-    return _missing(environment, _RANK_CACHES | _SERVER_CACHES)
+    """As `rank_caches`, with the variable of SGLang."""
+    return _missing(environment, _SERVER_CACHES)
 
 
 def _missing(environment: Mapping[str, str], caches: Mapping[str, str]) -> dict[str, str]:
-    folder = _own_folder(environment)
-    if folder is None:
-        return {}
-    is_set = {name for name in caches if environment.get(name) or environment.get(_OTHER_NAMES.get(name, ""))}
+    named = environment.get(_FOLDER)
+    folder = Path(named) if named else Path(tempfile.gettempdir(), f"megappo-caches-{os.getuid()}")
+    if not _is_own(folder, follow_links=bool(named)):
+        if named:
+            raise ConfigError(f"{_FOLDER} is '{named}', must be a folder that only you can write to; change it")
+        return {}  # the compilers use their own defaults
+    has_home = "TRITON_HOME" in environment  # moves the cache of Triton, too
+    is_set = {name for name in caches if environment.get(name)} | ({"TRITON_CACHE_DIR"} if has_home else set())
     return {name: str(folder / part) for name, part in caches.items() if name not in is_set}
 
 
-def _own_folder(environment: Mapping[str, str]) -> Path | None:
-    """Returns the folder of the caches, which only this user can change, because its files are executed. Returns None
-    if the folder cannot be created, or if another user can change it. The compilers then use their own defaults."""
-    named = environment.get(_FOLDER)
-    folder = Path(named) if named else Path(tempfile.gettempdir(), f"megappo-caches-{os.getuid()}")
+def _is_own(folder: Path, *, follow_links: bool) -> bool:
+    """Whether only this user can change the folder, which is created if necessary. Compilers execute files in it."""
     try:
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-        status = folder.lstat() if not named else folder.stat()
+        status = os.stat(folder, follow_symlinks=follow_links)
     except OSError:
-        return None
+        return False
     is_own = stat.S_ISDIR(status.st_mode) and status.st_uid == os.getuid() and not status.st_mode & 0o022
-    return folder if is_own and os.access(folder, os.W_OK) else None
+    return is_own and os.access(folder, os.W_OK)

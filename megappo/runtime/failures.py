@@ -179,7 +179,7 @@ class Failures:
             sentences = (_lost_words(error),)
         tb = "".join(traceback.format_exception(error)) if verdict.is_unforeseen and not is_lost else ""
         code = verdict.code
-        if is_lost:  # a user's function may have lost a connection of its own, which is no fault of the ranks'
+        if is_lost:  # a foreseen error is not a fault: the function of a user may have lost a connection to a server
             code = FAULT if verdict.is_unforeseen else RUN_ERROR
         self._begin(Failure(self._rank, code, sentences, lost=int(is_lost)), tb)
 

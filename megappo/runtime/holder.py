@@ -82,8 +82,9 @@ def start_ticks(process: int) -> int | None:
 
 
 def take(path: Path, own: Holder) -> Holder | None:
-    """Create the file for `own`, after removing the file of a process that is gone. Returns None, or the holder if
-    its process may still be running. Raises OSError if the file cannot be written."""
+    """Create the file for `own`. The file of a process that no longer exists is removed first. Returns the holder of
+    the file if the process of the holder may still be running, otherwise None. Raises OSError if the file cannot be
+    written."""
     while True:
         try:
             descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o644)

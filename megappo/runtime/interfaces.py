@@ -1,7 +1,8 @@
 """The network interface of gloo's connections between ranks.
 
 Without `GLOO_SOCKET_IFNAME` torch uses the address that the name of the machine resolves to. On Ubuntu and Debian this
-is often 127.0.1.1, which other machines do not reach. The interface is therefore chosen from a route to another one.
+is often 127.0.1.1, which other machines do not reach. megappo therefore chooses the interface on the route to a
+different machine.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from megappo.runtime.store import address_towards, is_loopback
 
 GLOO_INTERFACE, LOOPBACK = "GLOO_SOCKET_IFNAME", "lo"
 ANY_PORT = 9
-"""Port that stands in for any port of another machine; nothing is sent to it."""
+"""Placeholder for a port of a different machine. No packet is sent to this port."""
 _CHANGE = threading.Lock()
 
 
@@ -31,10 +32,11 @@ def interface_of(address: str) -> str | None:
 
 
 def interface_towards(host: str) -> str | None:
-    """Name of the interface through which this machine reaches a host, or which owns the address of the host.
+    """Name of the interface on the route to a host. If the address belongs to this machine, the interface with this
+    address.
 
-    None if the host has no address or no route, or if its name means loopback here: other machines may know the name by
-    another address.
+    Returns None if there is no route to the host. Also returns None if the name is a loopback address on this machine,
+    because the name may have a different address on other machines.
     """
     try:
         if is_loopback(host):
@@ -46,7 +48,8 @@ def interface_towards(host: str) -> str | None:
 
 @contextmanager
 def reached_at(address: str) -> Iterator[None]:
-    """Within the context, groups over gloo may have members on other machines, which know this one by `address`."""
+    """Within the context, gloo listens on the interface with `address` instead of loopback, for groups with members on
+    other machines."""
     if os.environ.get(GLOO_INTERFACE) != LOOPBACK or is_loopback(address):
         yield
         return

@@ -40,7 +40,7 @@ _SCONTROL_SECONDS = 20
 _JOB = "MEGAPPO_JOB"
 _JOB_END = "SLURM_JOB_END_TIME"
 _LATEST_END = 10**11
-"""Seconds since 1970 in the year 5138; larger numbers are no times."""
+"""Largest plausible time in seconds since 1970 (year 5138)."""
 
 
 @dataclass(frozen=True)
@@ -158,8 +158,8 @@ def tell_torchrun(environment: Mapping[str, str], sentences: Sequence[str], code
 
 
 def note_for_job(environment: Mapping[str, str], name: str, number: int) -> None:
-    """Leave a number for the script of a SLURM job, launch/slurm/requeue.sh, in the folder of the ranks' logs. Does
-    nothing without such a script."""
+    """Write a number to the folder of the rank logs, for launch/slurm/requeue.sh. Does nothing outside of a SLURM job
+    that megappo's scripts started."""
     folder = environment.get("MEGAPPO_RANK_LOGS")
     if folder is not None:
         with suppress(OSError):  # the script then does not put the job back into the queue
@@ -191,7 +191,7 @@ def _job_end(environment: Mapping[str, str]) -> float | None:
 
 
 def _started_at() -> float:
-    """When this process was started, in seconds since 1970."""
+    """Start time of this process in seconds since 1970."""
     return time.time() - seconds_since_start()
 
 
@@ -202,7 +202,7 @@ def may_print(environment: Mapping[str, str]) -> bool:
 
 
 def seconds_since_start() -> float:
-    """Seconds since this process was started, imports included."""
+    """Seconds since the start of this process. Imports are included."""
     ticks = start_ticks(os.getpid())
     assert ticks is not None, "this process runs"
     return time.clock_gettime(time.CLOCK_BOOTTIME) - ticks / os.sysconf("SC_CLK_TCK")

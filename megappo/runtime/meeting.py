@@ -1,4 +1,4 @@
-"""How the ranks of a run meet: at one store, and then through one network interface of each machine."""
+"""Connects the ranks of a run: all ranks connect to one store, and each machine chooses a network interface."""
 
 from __future__ import annotations
 
@@ -18,18 +18,19 @@ from megappo.runtime.store import Place, address_towards, addresses_of, another_
 from megappo.runtime.waiting import wait_until
 
 _USUAL_SECONDS = 60.0
-"""Time after which rank 0 prints whom it waits for."""
-_COUNT, _ALL = "megappo/come", "megappo/all-come"
+"""Time after which rank 0 prints the missing ranks."""
+_COUNT, _ALL = "megappo/connected", "megappo/all-connected"
 _JOB_KEY, _JOB_PATIENCE = "megappo/job", datetime.timedelta(seconds=60)
-"""Key with which rank 0's store names its job, and how long after all ranks have connected it may take to appear."""
+"""Key with the name of rank 0's job, and the time that other ranks wait for the key."""
 _CONNECT_SECONDS, _POLL_SECONDS = 5.0, 0.2
 
 
 def meet(ranks: Ranks, patience: datetime.timedelta) -> tuple[dist.Store, dist.Store]:
-    """Wait until all ranks are at the store of `MASTER_ADDR` and `MASTER_PORT`, and choose the interface of gloo.
+    """Wait until all ranks are connected to the store at `MASTER_ADDR` and `MASTER_PORT`. Then choose the interface of
+    gloo.
 
-    Returns two connections to the store. Raises RunError that names the ranks that do not come, DistError or OSError if
-    the store cannot be reached.
+    Returns two connections to the store. Raises RunError with the numbers of missing ranks. Raises DistError or OSError
+    if this rank cannot connect to the store.
     """
     address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
     places = addresses_of(address, port)
@@ -44,11 +45,12 @@ def meet(ranks: Ranks, patience: datetime.timedelta) -> tuple[dist.Store, dist.S
 
 
 def choose_interface(environment: MutableMapping[str, str], ranks: Ranks, store: dist.Store) -> None:
-    """Set the interface that gloo, which has no authentication, listens on. An interface that is already set stays.
+    """Set the interface on which gloo listens, because gloo has no authentication. An interface that is already set is
+    kept. A collective of the ranks at the store.
 
-    It is loopback if all ranks are on this machine. Otherwise it is the one that leads to `MASTER_ADDR`, or that owns
-    this address. A rank that knows `MASTER_ADDR` as loopback chooses the way to a rank on another machine. A collective
-    of the ranks at the store.
+    If all ranks are on this machine, the interface is loopback. Otherwise the interface is on the route to
+    `MASTER_ADDR` or has this address. If `MASTER_ADDR` is a loopback address on this machine, the interface is on the
+    route to a rank on a different machine.
     """
     is_one_machine = ranks.world_size in (1, ranks.local_world_size)
     own = "" if is_one_machine else _address_towards(environment["MASTER_ADDR"])
@@ -65,7 +67,7 @@ def choose_interface(environment: MutableMapping[str, str], ranks: Ranks, store:
 
 
 def _address_towards(host: str) -> str:
-    """Address of this machine in its packets to a host; empty if other machines do not reach it."""
+    """Source address of packets to a host; "" if the host cannot be reached or the address is a loopback address."""
     try:
         own = address_towards(host, ANY_PORT)
     except OSError:
@@ -82,7 +84,7 @@ def _agent_serves() -> bool:
 
 
 def _answering(places: Sequence[Place], patience: datetime.timedelta) -> Place:
-    """The first of these addresses that accepts a connection; the first one if none does in time."""
+    """The first address that accepts a connection. If no address accepts a connection in time, the first address."""
     if len({place[0] for _, _, place in places}) == 1:
         return places[0]
     found: list[Place] = []
@@ -101,7 +103,7 @@ def _answering(places: Sequence[Place], patience: datetime.timedelta) -> Place:
 
 
 def _store(address: str, places: Sequence[Place], ranks: Ranks, patience: datetime.timedelta) -> dist.Store:
-    """The store at which ranks meet: torchrun's agent serves it where it has one, else rank 0 does."""
+    """Connect to the store of the agent of torchrun. Without such a store, rank 0 serves a store."""
     host, port = str(places[0][2][0]), int(places[0][2][1])
     if _agent_serves():
         of_agent = dist.TCPStore(host, port, ranks.world_size, is_master=False, timeout=patience)
@@ -120,18 +122,18 @@ def _store(address: str, places: Sequence[Place], ranks: Ranks, patience: dateti
 
 
 def await_all(store: dist.Store, ranks: Ranks, patience: datetime.timedelta) -> None:
-    """Wait until all ranks are at the store. Raises RunError that names those that do not come.
+    """Wait until all ranks are connected to the store. Raises RunError with the numbers of missing ranks.
 
-    Rank 0 prints whom it waits for where that takes longer than it should.
+    After a minute, rank 0 prints the missing ranks.
     """
-    store.set(_come(ranks.rank), socket.gethostname())
+    store.set(_connected(ranks.rank), socket.gethostname())
     if store.add(_COUNT, 1) == ranks.world_size:
         store.set(_ALL, "yes")
     for seconds in (min(_USUAL_SECONDS, patience.total_seconds()), patience.total_seconds()):
         try:
             return store.wait([_ALL], datetime.timedelta(seconds=seconds))
         except dist.DistStoreError:
-            missing = [rank for rank in range(ranks.world_size) if not store.check([_come(rank)])]
+            missing = [rank for rank in range(ranks.world_size) if not store.check([_connected(rank)])]
             whom = f"{'rank' if len(missing) == 1 else 'ranks'} {first_of(missing, 8)} of {ranks.world_size}"
             if ranks.rank == 0 and seconds < patience.total_seconds():
                 tell(f"waiting for {whom} to start")
@@ -141,5 +143,5 @@ def await_all(store: dist.Store, ranks: Ranks, patience: datetime.timedelta) -> 
     )
 
 
-def _come(rank: int) -> str:
-    return f"megappo/come-{rank}"
+def _connected(rank: int) -> str:
+    return f"megappo/connected-{rank}"

@@ -148,7 +148,8 @@ def _resident_bytes() -> int:
 
 
 def _join(deadlines: Deadlines, device: torch.device, ranks: Ranks) -> dist.Store:
-    """Meet the other ranks. Returns another connection to their store. Raises RunError where that fails."""
+    """Connect to the other ranks, and join the process group. Returns a second connection to the store. Raises RunError
+    if the connection fails."""
     allow_connections()
     timeout = datetime.timedelta(seconds=deadlines.collective_seconds)
     patience = min(timeout, datetime.timedelta(seconds=_MOST_START_SECONDS))

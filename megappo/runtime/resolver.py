@@ -1,4 +1,4 @@
-"""How this process resolves host names while many ranks connect."""
+"""Switches name servers off while many ranks connect."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ _FILES, _DEFAULT = b"files", b"files dns"
 
 @contextmanager
 def names_from_files() -> Iterator[None]:
-    """Within the context this process resolves host names from /etc/hosts alone, without a name server.
+    """Within the context, this process resolves host names only from /etc/hosts.
 
-    The store of torch looks up the name of each peer for its log messages (`formatSockAddr` of torch 2.11 to 2.14,
-    torch/csrc/distributed/c10d/socket.cpp), and its server does so in one thread. If the name server has no names for
-    addresses, each connection waits for its answer. torch has no option for this, so glibc's `__nss_configure_lookup`
-    is used. Other threads of the process cannot resolve names of a name server within the context. Without glibc there
-    is no change.
+    The store of torch looks up the name of each peer for log messages (`formatSockAddr` in
+    torch/csrc/distributed/c10d/socket.cpp, torch 2.11 to 2.14). A single thread of the server looks up all names, so
+    each connection waits for the name server. torch has no option against this. This function therefore calls
+    `__nss_configure_lookup` of glibc. Within the context, other threads of the process cannot use a name server. With a
+    different C library, nothing changes.
     """
     configure = getattr(ctypes.CDLL(None), "__nss_configure_lookup", None)
     if configure is None:
@@ -35,7 +35,7 @@ def names_from_files() -> Iterator[None]:
 
 
 def _configured() -> bytes:
-    """Sources of host names that this machine is configured with."""
+    """Sources of host names in the configuration of this machine."""
     try:
         lines = _SWITCH.read_bytes()
     except OSError:

@@ -41,7 +41,7 @@ def listening_store(
     where the others may know it by another. That is so when `address` is none of this machine's (behind address
     translation), or when some ranks are on other machines (`on_one_machine` false) and it is a name that resolves to
     the loopback interface here, or to several interfaces, as /etc/hosts and resolvers of many distributions have it.
-    Raises OSError where nothing can listen there.
+    Raises OSError if the store cannot listen on the address.
     """
     places = addresses_of(address, port)
     return store_at(address, places, world_size, timeout, on_one_machine=on_one_machine)
@@ -50,7 +50,7 @@ def listening_store(
 def store_at(
     address: str, places: Sequence[Place], world_size: int, timeout: datetime.timedelta, *, on_one_machine: bool
 ) -> dist.TCPStore:
-    """The same for an address whose `addresses_of` are known. No name is resolved."""
+    """As `listening_store`, with the result of `addresses_of`. This function does not resolve names."""
     family, kind, place = places[0]
     own, port = str(place[0]), int(place[1])
     found = {str(place[0]) for _, _, place in places}
@@ -98,8 +98,8 @@ def free_ports(host: str, count: int) -> int:
 
 
 def address_towards(host: str, port: int) -> str:
-    """Address of this machine in its packets to another one. If the host has several addresses, those of other machines
-    come first. Raises OSError where there is no route to any of them."""
+    """Source address of packets from this machine to a host. If the host has several addresses, loopback addresses are
+    tried last. Raises OSError if there is no route to the host."""
     places = socket.getaddrinfo(host, port, type=socket.SOCK_DGRAM)
     problem = OSError(errno.EHOSTUNREACH, "no route to host")
     for family, kind, _, _, place in sorted(places, key=lambda found: loops_back(str(found[4][0]))):
@@ -122,7 +122,7 @@ def is_address(host: str) -> bool:
 
 
 def is_loopback(host: str) -> bool:
-    """Whether an address is reached from this machine only. Raises OSError for a name that cannot be resolved."""
+    """Whether only this machine can reach an address. Raises OSError for a name that cannot be resolved."""
     return all(loops_back(str(place[4][0])) for place in socket.getaddrinfo(host, None, type=socket.SOCK_STREAM))
 
 

@@ -45,13 +45,12 @@ class ModelFolder:
     """Tokens of the longest sequence."""
     has_template: bool = True
     """Whether the tokenizer has a chat template."""
-    has_weights: bool = True
     is_tiny: bool = False
     """Whether this is the model of the quickstart."""
 
     @classmethod
     def read(cls, model: str, request: StarterRequest) -> ModelFolder:
-        """Read the folder. Raises ConfigError for the quickstart's model with a task that has words in its prompts."""
+        """Read the folder. Raises ConfigError if the task needs words and the model is the model of the quickstart."""
         folder = Path(model)
         if not (folder / "config.json").is_file():
             return cls()
@@ -65,7 +64,6 @@ class ModelFolder:
         return cls(
             positions if isinstance(positions, int) else cls.positions,
             bool(template_in(folder)),
-            any(folder.glob("*.safetensors")),
             is_tiny,
         )
 
@@ -88,7 +86,7 @@ def settings_of(request: StarterRequest, target: RunTarget, model: str) -> list[
     return [
         *_run(request, target),
         *_model(target, model, folder),
-        *_roles(request, is_random=not folder.has_weights),
+        *_roles(request, folder),
         *_data(request, model, folder, prompt_tokens),
         *_rollout(request, target, folder, folder.positions - prompt_tokens),
         *_reward(request),
@@ -108,9 +106,8 @@ def _run(request: StarterRequest, target: RunTarget) -> Iterator[Setting]:
 
 def _model(target: RunTarget, model: str, folder: ModelFolder) -> Iterator[Setting]:
     yield Setting("model.path", model, "a folder, or a name of the Hugging Face hub, which is fetched once per machine")
-    if not folder.has_weights:
-        is_tiny = "a model of 16 words to try things with: name one of yours, and remove this"
-        yield Setting("model.init", "random", is_tiny if folder.is_tiny else "the folder of the model has no weights")
+    if folder.is_tiny:
+        yield Setting("model.init", "random", "a model of 16 tokens for tests: set your model, and remove this")
     if target.machine.is_cuda:
         yield Setting("model.dtype", "bfloat16", "weights and activations; the optimizer keeps float32 copies")
     else:
@@ -118,7 +115,7 @@ def _model(target: RunTarget, model: str, folder: ModelFolder) -> Iterator[Setti
         yield Setting("runtime.device", "cpu", "no GPU was found here: remove it where there is one")
 
 
-def _roles(request: StarterRequest, *, is_random: bool) -> Iterator[Setting]:
+def _roles(request: StarterRequest, folder: ModelFolder) -> Iterator[Setting]:
     if request.task == "lora":
         for role in ("actor", "critic"):
             why = "adapters are trained, and the weights stand still: no gradients and no optimizer state of them"
@@ -128,8 +125,12 @@ def _roles(request: StarterRequest, *, is_random: bool) -> Iterator[Setting]:
         yield Setting("critic.optimizer.learning_rate", 5.0e-5, "the critic starts from nothing and may learn faster")
         yield Setting("reference.share_actor_base", True, "the actor without its adapters: no second model")
         return
-    actor, critic = (1.0e-3, 2.0e-3) if is_random else (1.0e-6, 1.0e-5)
-    why = "random weights of a small model take large steps" if is_random else "the usual rate for whole models in PPO"
+    actor, critic = (1.0e-3, 2.0e-3) if folder.is_tiny else (1.0e-6, 1.0e-5)
+    why = (
+        "random weights of a small model take large steps"
+        if folder.is_tiny
+        else "the usual rate for whole models in PPO"
+    )
     yield Setting("actor.optimizer.learning_rate", actor, why)
     yield Setting("critic.optimizer.learning_rate", critic, "the critic starts from nothing and may learn faster")
     yield Setting("reference", {}, "a frozen copy of the model, from which the KL term is measured")
@@ -164,7 +165,7 @@ def _rollout(request: StarterRequest, target: RunTarget, folder: ModelFolder, mo
         yield Setting("rollout.max_response_tokens", 4, "an answer of two digits and its end")
     elif request.task == "tools":
         yield Setting(
-            "rollout.max_response_tokens", min(2048, most_tokens), "of all turns, and of what tools say between them"
+            "rollout.max_response_tokens", min(2048, most_tokens), "tokens of all turns and of the answers of tools"
         )
     else:
         yield Setting(

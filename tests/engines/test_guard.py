@@ -109,13 +109,13 @@ def test_a_server_that_starts_slowly_is_reported(tmp_path: Path, capsys: pytest.
         Endpoint(3, "http://127.0.0.1:9", "", 0), guard, session, scratch, tmp_path / "log", now + 900, settings
     )
     assert not made.is_ready() and capsys.readouterr().err == "", "the first half minute is silent"
-    made.begun = now - 65
+    made.started_at = now - 65
     assert not made.is_ready() and not made.is_ready()
     assert capsys.readouterr().err == (
         f"megappo: {made.endpoint.name} has been starting for 1 min 5 s (rollout.sglang.start_timeout_seconds is 900); "
         "its log ends with: loading weights: 12 of 48 files\n"
     )
-    made.begun = now - 91
+    made.started_at = now - 91
     assert not made.is_ready() and "1 min 31 s" in capsys.readouterr().err
     assert guard.stdin is not None
     guard.stdin.close()

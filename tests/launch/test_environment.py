@@ -92,13 +92,17 @@ class Machine:
         assert process.returncode == 0, said
         return Path(said.splitlines()[-1].removeprefix("uses "))
 
-    def prune(self, clone: Path, *words: str) -> str:
-        environment = os.environ | {"MEGAPPO_CACHE": str(self.folder / "cache")}
-        environment["PATH"] = f"{self.folder / 'bin'}:{os.environ['PATH']}"
-        done = subprocess.run(
-            ["bash", "launch/environment.sh", "prune", *words], cwd=clone, env=environment, capture_output=True,
-            text=True, timeout=60, check=False,
+    def run(self, clone: Path, *words: str, **variables: str) -> subprocess.CompletedProcess[str]:
+        """Run launch/environment.sh of a clone."""
+        kept = {name: value for name, value in os.environ.items() if not name.startswith("MEGAPPO_")}
+        settings = {"PATH": f"{self.folder / 'bin'}:{os.environ['PATH']}", "MEGAPPO_CACHE": str(self.folder / "cache")}
+        return subprocess.run(
+            ["bash", "launch/environment.sh", *words], cwd=clone, capture_output=True, text=True, timeout=60,
+            check=False, env=kept | settings | {"BUILDS": str(self.builds), "PIP_WAITS_FOR": ""} | variables,
         )  # fmt: skip
+
+    def prune(self, clone: Path, *words: str) -> str:
+        done = self.run(clone, "prune", *words)
         return done.stdout + done.stderr
 
     def wait_for_builds(self, count: int) -> None:
@@ -376,30 +380,18 @@ def test_prune_keeps_what_is_used(machine: Machine) -> None:
     assert f"removed  {folders['recent']}:" in machine.prune(clones["own"], "0")
 
 
-def run_script(machine: Machine, clone: Path, *words: str, **variables: str) -> subprocess.CompletedProcess[str]:
-    kept = {name: value for name, value in os.environ.items() if not name.startswith("MEGAPPO_")}
-    settings = {
-        "PATH": f"{machine.folder / 'bin'}:{os.environ['PATH']}",
-        "MEGAPPO_CACHE": str(machine.folder / "cache"),
-    }
-    return subprocess.run(
-        ["bash", "launch/environment.sh", *words], cwd=clone, capture_output=True, text=True, timeout=60, check=False,
-        env=kept | settings | {"BUILDS": str(machine.builds), "PIP_WAITS_FOR": ""} | variables,
-    )  # fmt: skip
-
-
 def test_a_login_node_builds_the_environment_of_the_nodes_with_gpus(machine: Machine) -> None:
     """The node has no GPU. The wheels come from one folder, and pip uses no index."""
     clone, wheels = machine.clone("one"), machine.folder / "my wheels"
     wheels.mkdir()
-    done = run_script(machine, clone, "build", "--gpu", "--wheels", str(wheels))
+    done = machine.run(clone, "build", "--gpu", "--wheels", str(wheels))
     assert done.returncode == 0, done.stderr
     assert done.stdout == f"built {machine.use(clone, 'full')}; nodes that see this folder use it\n"
     assert len(machine.builds.read_text().splitlines()) == 1
     links = (machine.folder / "builds.wheels").read_text()
     assert links == f"1 file://{machine.folder}/my%20wheels\n"
     other = machine.clone("two", "two")
-    assert run_script(machine, other, "build").stdout.startswith(f"built {machine.use(other, 'light')};")
+    assert machine.run(other, "build").stdout.startswith(f"built {machine.use(other, 'light')};")
 
 
 @pytest.mark.parametrize(
@@ -413,7 +405,7 @@ def test_a_login_node_builds_the_environment_of_the_nodes_with_gpus(machine: Mac
     ],
 )
 def test_wrong_words_of_a_build(machine: Machine, words: list[str], variables: dict[str, str], sentence: str) -> None:
-    done = run_script(machine, machine.clone("one"), *words, **variables)
+    done = machine.run(machine.clone("one"), *words, **variables)
     assert done.returncode == 2 and sentence in done.stderr and not machine.builds.read_text()
 
 

@@ -1,4 +1,4 @@
-"""What it costs to open a URL."""
+"""Requests use HTTP proxies, and refuse SOCKS proxies before a connection is made."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from megappo.runtime.store import free_port
 
 
 @pytest.mark.waits
-def test_certificates_are_read_once_and_where_they_are_needed(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_certificates_are_read_once_and_only_for_https(monkeypatch: pytest.MonkeyPatch) -> None:
     made: list[ssl.SSLContext] = []
     make = ssl.create_default_context
 
@@ -27,7 +27,7 @@ def test_certificates_are_read_once_and_where_they_are_needed(monkeypatch: pytes
 
     monkeypatch.setattr(ssl, "create_default_context", slowly)
 
-    port = free_port("127.0.0.1")  # where nobody listens
+    port = free_port("127.0.0.1")  # no program listens on this port
 
     def ask(scheme: str) -> None:
         with pytest.raises(urllib.error.URLError, match="refused"):
@@ -40,11 +40,11 @@ def test_certificates_are_read_once_and_where_they_are_needed(monkeypatch: pytes
 
 
 @pytest.mark.waits
-def test_a_proxy_is_asked_over_https_for_what_is_not(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_requests_without_tls_use_a_proxy_with_tls(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("http_proxy", f"https://127.0.0.1:{free_port('127.0.0.1')}")
     monkeypatch.delenv("no_proxy", raising=False)
     monkeypatch.delenv("NO_PROXY", raising=False)
-    with pytest.raises(urllib.error.URLError, match="refused"):  # by the proxy, where nobody listens
+    with pytest.raises(urllib.error.URLError, match="refused"):  # no program listens on the port of the proxy
         fetch(urllib.request.Request("http://8.8.8.8/"), timeout_seconds=5)
 
 
@@ -58,9 +58,7 @@ def only_proxies(monkeypatch: pytest.MonkeyPatch, **variables: str) -> None:
 
 @pytest.mark.parametrize("variable", ["ALL_PROXY", "https_proxy"])
 @pytest.mark.parametrize("scheme", ["socks5", "socks5h", "socks4", "SOCKS5"])
-def test_a_socks_proxy_is_refused_before_anything_is_asked(
-    monkeypatch: pytest.MonkeyPatch, variable: str, scheme: str
-) -> None:
+def test_a_socks_proxy_is_refused_before_a_request(monkeypatch: pytest.MonkeyPatch, variable: str, scheme: str) -> None:
     only_proxies(monkeypatch, **{variable: f"{scheme}://me:hidden@10.0.0.9:1080"})
     words = (
         f"8.8.8.8 would be asked through {variable}={scheme}://10.0.0.9:1080, and .* set https_proxy to an HTTP proxy"
@@ -74,13 +72,13 @@ def test_a_socks_proxy_is_refused_before_anything_is_asked(
     check_proxy("https://8.8.8.8/v1")
 
 
-def test_the_proxy_of_all_schemes_is_used_where_a_scheme_has_none(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_all_proxy_is_used_for_schemes_without_a_variable(monkeypatch: pytest.MonkeyPatch) -> None:
     only_proxies(monkeypatch, ALL_PROXY="http://10.0.0.9:3128", https_proxy="http://10.0.0.7:8080")
     assert [proxy_of(f"{scheme}://8.8.8.8/") for scheme in ("http", "https")] == ["10.0.0.9:3128", "10.0.0.7:8080"]
 
 
-def test_a_proxy_that_httpx_cannot_use_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The answers are those of httpx itself."""
+def test_the_error_names_a_proxy_that_httpx_cannot_use(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The result agrees with httpx for each combination of variables."""
     import httpx
 
     for value in ("http://p:1", "socks5://me:hidden@p:1", "socks5h://p:1", "socks4://p:1", "socks://p:1"):

@@ -130,7 +130,7 @@ def test_no_line_follows_when_plain_logs_are_closed() -> None:
 
 
 def test_the_default_interval_is_a_minute() -> None:
-    defaults = {"every_seconds": 60.0, "clock": time.time, "right_above": None}
+    defaults = {"every_seconds": 60.0, "clock": time.time, "right_above": {}}
     assert PlainView.__init__.__kwdefaults__ == defaults
 
 

@@ -228,6 +228,22 @@ def test_a_changed_file_of_functions_is_told(tmp_path: Path, monkeypatch: pytest
         assert (changed in resumed(config, config, monkeypatch, more=files).sentences) == told
 
 
+@pytest.mark.parametrize("is_readable", [True, False])
+def test_settings_of_the_model_card_of_a_finished_run(monkeypatch: pytest.MonkeyPatch, is_readable: bool) -> None:
+    """The settings in the checkpoint, or the given settings and a warning if this version cannot read the former."""
+    finished = load_config(BASE, ["run.steps=3"])
+    settings = load_config(BASE, ["run.steps=3", "actor.optimizer.learning_rate=0.5"]).model_dump(mode="json")
+    if not is_readable:
+        settings["run"]["setting_of_another_version"] = 1
+    start = resumed(finished, finished, monkeypatch, more={"settings": settings, "steps": 3})
+    warnings = [sentence for sentence in start.sentences if sentence.startswith("a model card would contain")]
+    assert start.trained is not None
+    rate = start.trained.actor.optimizer.learning_rate
+    assert rate == (0.5 if is_readable else finished.actor.optimizer.learning_rate)
+    assert len(warnings) == (not is_readable)
+    assert is_readable or "setting_of_another_version is not a setting" in warnings[0]
+
+
 def test_other_packages_are_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
     """A checkpoint has the digest of all that is installed; one of an earlier megappo has none, which is no change."""
     config, here = load_config(BASE), recorded_versions()[PACKAGES]

@@ -15,6 +15,7 @@ from transformers import AutoConfig, AutoModelForTokenClassification, AutoTokeni
 
 from megappo.config.model_files import read_architecture
 from megappo.families import FAMILIES
+from megappo.families.rope import earlier_rope_fields
 from megappo.reshard.sources import SafetensorsSource
 from megappo.reshard.value_heads import EXPORTED
 from megappo.reshard.writer import write_critic, write_policy
@@ -82,6 +83,12 @@ def test_transformers_4_and_5_read_the_same_rope_and_dtype(tmp_path: Path, famil
     assert written["rope_scaling"] == expected
     if family == "gemma3_text":
         assert written["rope_local_base_freq"] == config.rope_parameters["sliding_attention"]["rope_theta"]
+
+
+def test_a_model_without_ropes_has_no_fields_of_transformers_4() -> None:
+    """A family of the user may have different positions."""
+    assert earlier_rope_fields({"model_type": "mine"}) == {}
+    assert earlier_rope_fields({"model_type": "mine", "rope_parameters": None}) == {}
 
 
 def test_transformers_4_and_5_read_the_same_tokenizer(tmp_path: Path) -> None:

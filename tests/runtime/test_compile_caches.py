@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from megappo.errors import ConfigError
 from megappo.runtime.compile_caches import rank_caches, server_caches
 
 
@@ -39,6 +40,19 @@ def test_variables_of_the_user_stay(node: Path) -> None:
 def test_one_variable_names_the_folder(tmp_path: Path) -> None:
     caches = rank_caches({"MEGAPPO_COMPILE_CACHE": str(tmp_path / "fast")})
     assert caches["TRITON_CACHE_DIR"] == str(tmp_path / "fast" / "triton") and (tmp_path / "fast").is_dir()
+
+
+@pytest.mark.parametrize("kind", ["writable by others", "a file"])
+def test_a_named_folder_that_cannot_be_used_is_refused(tmp_path: Path, kind: str) -> None:
+    folder = tmp_path / "caches"
+    if kind == "a file":
+        folder.touch()
+    else:
+        folder.mkdir()
+        folder.chmod(0o777)
+    for caches in (rank_caches, server_caches):
+        with pytest.raises(ConfigError, match=f"MEGAPPO_COMPILE_CACHE is '{folder}', must be a folder that only you"):
+            caches({"MEGAPPO_COMPILE_CACHE": str(folder)})
 
 
 @pytest.mark.parametrize("kind", ["writable by others", "a link", "a file"])

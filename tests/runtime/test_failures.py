@@ -155,7 +155,7 @@ def test_a_fault_of_a_device_has_its_own_code(tmp_path: Path, monkeypatch: pytes
         (ConfigError("a wrong setting"), USER_ERROR),
     ],
 )
-def test_only_faults_of_devices_and_of_communication_are_faults(error: Exception, code: int) -> None:
+def test_exit_code_of_device_and_communication_errors(error: Exception, code: int) -> None:
     assert verdict_of(error).code == code
 
 

@@ -45,7 +45,7 @@ def ended(cluster: Cluster, job: int) -> tuple[str, str, str]:
     return state["JobState"], state["Restarts"], Path(state["StdOut"]).read_text()
 
 
-def test_a_crash_with_progress_is_tried_again_on_another_node(cluster: Cluster, tmp_path: Path) -> None:
+def test_a_crash_after_a_checkpoint_requeues_the_job_on_another_node(cluster: Cluster, tmp_path: Path) -> None:
     job = crashing(cluster, tmp_path, checkpoint="12", flags=ONE_NODE)
     state, restarts, output = ended(cluster, job)
     assert (state, restarts) == ("COMPLETED", "1"), output
@@ -53,7 +53,7 @@ def test_a_crash_with_progress_is_tried_again_on_another_node(cluster: Cluster, 
     for text in (output, log):
         assert (
             "megappo: rank 0 was ended first, by SIGKILL, on node n1; the run has advanced to the checkpoint of step "
-            "12, so the job goes back into the queue (crash 1, at most 3 by MEGAPPO_CRASH_REQUEUES)"
+            "12, so the job goes back into the queue (requeue 1 of at most 3 after crashes, MEGAPPO_CRASH_REQUEUES)"
         ) in text
         assert "megappo: node n1 is excluded from now on (MEGAPPO_EXCLUDE_NODES)" in text
     assert "1 ranks on n1" in output and "1 ranks on n2" in output
@@ -63,38 +63,40 @@ def test_a_crash_with_progress_is_tried_again_on_another_node(cluster: Cluster, 
 @pytest.mark.parametrize(
     ("options", "words"),
     [
-        ({}, "on node n1; the job ends, as the run has written no checkpoint since its last start"),
-        ({"checkpoint": "12", "MEGAPPO_CRASH_REQUEUES": 0}, "the job ends, as MEGAPPO_CRASH_REQUEUES is 0"),
+        ({}, "on node n1; the job ends, because the run has written no checkpoint since its last start"),
+        ({"checkpoint": "12", "MEGAPPO_CRASH_REQUEUES": 0}, "the job ends, because MEGAPPO_CRASH_REQUEUES is 0"),
         ({"checkpoint": "12", "end": "exit 1"}, ""),
         ({"checkpoint": "12", "end": "exit 2"}, ""),
         ({"checkpoint": "12", "end": "kill -TERM $$"}, ""),
     ],
     ids=["no progress", "turned off", "error of code", "error of settings", "ended from outside"],
 )
-def test_other_ends_are_not_tried_again(cluster: Cluster, tmp_path: Path, options: dict[str, str], words: str) -> None:
+def test_other_errors_do_not_requeue_the_job(
+    cluster: Cluster, tmp_path: Path, options: dict[str, str], words: str
+) -> None:
     job = crashing(cluster, tmp_path, flags=ONE_NODE, **options)  # type: ignore[arg-type]
     state, restarts, output = ended(cluster, job)
     assert (state, restarts) == ("FAILED", "0"), output
     assert words in output and "back into the queue" not in output
 
 
-def test_a_fault_is_named_by_the_rank_that_had_it(cluster: Cluster, tmp_path: Path) -> None:
+def test_the_job_names_the_rank_with_the_fault(cluster: Cluster, tmp_path: Path) -> None:
     """All ranks end with its code. Both nodes of the partition are needed, so neither is excluded."""
     end = 'echo 1 >"$MEGAPPO_RANK_LOGS/first-failed"; exit 71'
     job = crashing(cluster, tmp_path, end=end, checkpoint="3")
     state, restarts, output = ended(cluster, job)
     assert (state, restarts) == ("COMPLETED", "1"), output
     assert "megappo: a device or NCCL failed on rank 1 on node n2; the run has advanced to the checkpoint of" in output
-    assert "node n2 is not excluded, as too few other nodes remain for the 2 of the job" in output
+    assert "node n2 is not excluded, because the job needs 2 nodes and cannot use " in output
 
 
-def test_crashes_are_bounded(cluster: Cluster, tmp_path: Path) -> None:
+def test_the_number_of_requeues_is_limited(cluster: Cluster, tmp_path: Path) -> None:
     options = {"MEGAPPO_CRASH_REQUEUES": "1", "MEGAPPO_EXCLUDE_NODES": "no"}
     job = crashing(cluster, tmp_path, checkpoint="5", crashes=9, flags=ONE_NODE, **options)
     state, restarts, output = ended(cluster, job)
     assert (state, restarts) == ("FAILED", "1"), output
-    assert "node n1 is not excluded, as MEGAPPO_EXCLUDE_NODES is no" in output
-    assert "the job ends, as it was put back after 1 crashes already (MEGAPPO_CRASH_REQUEUES)" in output
+    assert "node n1 is not excluded, because MEGAPPO_EXCLUDE_NODES is no" in output
+    assert "the job ends, because MEGAPPO_CRASH_REQUEUES allows 1 requeues" in output
 
 
 def rank_of(directory: Path, rank: int) -> int:
@@ -108,7 +110,7 @@ def rank_of(directory: Path, rank: int) -> int:
     raise AssertionError(f"no rank {rank}")
 
 
-def test_a_killed_rank_costs_the_steps_since_its_checkpoint(cluster: Cluster, tmp_path: Path) -> None:
+def test_training_resumes_from_the_checkpoint_after_a_kill(cluster: Cluster, tmp_path: Path) -> None:
     """Real training: SIGKILL for a rank after a checkpoint; the job resumes from it and finishes."""
     run = tmp_path / "run"
     words = (*SHORT, "run.steps=12", "checkpoint.every_steps=1", "checkpoint.asynchronous=false")

@@ -112,8 +112,8 @@ class MultiNodeRendezvous:
         return str(self._store.get(f"{start}/meeting").decode()).split()
 
     def environment(self, start: int) -> dict[str, str]:
-        """Environment variables by which the part's ranks meet at our store, as torch's own would listen on every
-        interface, and then over the interface that leads to the first part."""
+        """Environment variables for the ranks of the part. The ranks connect to megappo's store, because a store of
+        torch would listen on all interfaces. The ranks then use the interface on the route to the first part."""
         found = {
             "SGLANG_DISTRIBUTED_INIT_METHOD_OVERRIDE": "env://",
             "TORCHELASTIC_USE_AGENT_STORE": "True",  # torch then has no rank serve the store, which is ours

@@ -71,11 +71,11 @@ class Server:
     proof: str = field(default="", repr=False)
     """Secret label that the server reports; see `_PROOF`."""
     lost: str | None = None
-    """Why another part ended, where this one was ended for it."""
+    """The reason that another part ended, if this part was stopped because of the other part."""
     stopped: bool = field(default=False)
-    begun: float = field(default_factory=time.monotonic)
-    told: int = 0
-    """Number of messages that the server is still starting."""
+    started_at: float = field(default_factory=time.monotonic)
+    start_messages: int = 0
+    """Number of messages during the start of the server."""
     released: set[str] = field(default_factory=set)
     """Parts of the memory that the server has released. While there is one it must not generate, not even for a health
     check."""
@@ -158,15 +158,15 @@ class Server:
                 f"{self.endpoint.name} gave no answer within {self.key}.start_timeout_seconds "
                 f"{self.settings.start_timeout_seconds:g}; {self.log} ends with: {self.tail()}"
             )
-        self._tell_progress()
+        self._report_start()
         return False
 
-    def _tell_progress(self) -> None:
-        """Print from time to time how far the start is."""
-        seconds = time.monotonic() - self.begun
-        if seconds < (self.told + 1) * _PROGRESS_SECONDS:
+    def _report_start(self) -> None:
+        """Print a message at regular intervals until the server has started."""
+        seconds = time.monotonic() - self.started_at
+        if seconds < (self.start_messages + 1) * _PROGRESS_SECONDS:
             return
-        self.told = int(seconds / _PROGRESS_SECONDS)
+        self.start_messages = int(seconds / _PROGRESS_SECONDS)
         last = one_line((self.tail() or "nothing").splitlines()[-1])
         limit = f"{self.key}.start_timeout_seconds is {self.settings.start_timeout_seconds:g}"
         tell(f"{self.endpoint.name} has been starting for {duration(seconds)} ({limit}); its log ends with: {last}")

@@ -259,8 +259,8 @@ class ServerSpec:
 
 
 def _reached_from_elsewhere(environment: Mapping[str, str], address: str) -> dict[str, str]:
-    """The environment with the interface of gloo that leads to other machines, which know this one by `address`. An
-    interface other than loopback stays."""
+    """Replace loopback by the interface with `address`, which other machines use to reach this machine. A different
+    interface is kept."""
     kept = {name: value for name, value in environment.items() if (name, value) != (GLOO_INTERFACE, LOOPBACK)}
     interface = interface_towards(address)
     return kept if interface is None else {GLOO_INTERFACE: interface} | kept
