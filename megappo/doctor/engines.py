@@ -4,7 +4,6 @@ answers."""
 from __future__ import annotations
 
 import os
-import shutil
 import socket
 from collections.abc import Iterator, Mapping, Sequence
 from urllib.parse import urlsplit
@@ -12,7 +11,6 @@ from urllib.parse import urlsplit
 import torch
 
 from megappo.config import Config
-from megappo.doctor import machine
 from megappo.doctor.findings import Finding, broken, fine, from_sentence
 from megappo.engines.sglang import compilers
 from megappo.engines.sglang.client import Endpoint, ServerFailure, call
@@ -27,7 +25,7 @@ from megappo.engines.sglang.inspection import (
 )
 from megappo.errors import RunError
 from megappo.plan.inputs import Models, make_setup
-from megappo.plan.memory import bucket_bytes
+from megappo.plan.shared_memory import SHARED_MEMORY, room_problem, shared_buckets_bytes, socket_problem
 from megappo.runtime.keys import key_of
 from megappo.runtime.launchers import Ranks
 from megappo.runtime.nccl import own_stack
@@ -51,10 +49,9 @@ def engine_findings(config: Config, models: Models, ranks: Ranks, world_size: in
         yield from_sentence("engines", "broken", error)
     if torch.cuda.is_available() and not settings.urls:
         yield compiler_finding(os.environ)
-    if not torch.cuda.is_available() and settings.placement == "colocated":
+    if not torch.cuda.is_available():
         setup = make_setup(config, models, world_size, on_cuda=False)
-        local = 1 if (ranks.local_world_size or ranks.world_size) == ranks.world_size else ranks.local_world_size or 1
-        yield bucket_room(2 * bucket_bytes(setup) * local)
+        yield from bucket_findings(shared_buckets_bytes(config, setup, world_size, ranks.local_world_size), os.environ)
     if settings.urls:
         work = make_setup(config, models, world_size, on_cuda=torch.cuda.is_available()).work
         longest_tokens = min(work.cache_tokens, models.actor.max_position_embeddings)
@@ -76,17 +73,15 @@ def compiler_finding(environment: Mapping[str, str]) -> Finding:
     return fine("compilers", f"servers compile kernels with {compilers.toolkit(environment)}")
 
 
-def bucket_room(needed: float) -> Finding:
-    """A finding on shared memory for buckets of the weight stream: two buckets on a machine that has all ranks,
-    otherwise two for each rank on it."""
-    folder = machine.SHARED_MEMORY
-    if not folder.is_dir():
-        return broken("buckets", f"{folder} is not there", "mount a tmpfs there (containers: --ipc=host)")
-    free = shutil.disk_usage(folder).free
-    words = f"{needed / 1e9:.3g} GB of {folder} for buckets of weights, {free / 1e9:.3g} GB are free"
-    if free < needed:
-        return broken("buckets", words, "lower rollout.sync_bucket_bytes, or enlarge it (containers: --shm-size=16g)")
-    return fine("buckets", words)
+def bucket_findings(needed_bytes: float, environment: Mapping[str, str]) -> Iterator[Finding]:
+    """Findings on shared memory and sockets for buckets of the weight stream. Yields none if `needed_bytes` is 0."""
+    if not needed_bytes:
+        return
+    problems = [problem for problem in (room_problem(needed_bytes), socket_problem(environment)) if problem is not None]
+    for problem in problems:
+        yield from_sentence("buckets", "broken", problem)
+    if not problems:
+        yield fine("buckets", f"{SHARED_MEMORY} has room for {needed_bytes / 1e9:.3g} GB of buckets of weights")
 
 
 def server_finding(url: str, key: str, longest_tokens: int, least_tokens: int) -> Finding:

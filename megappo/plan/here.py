@@ -61,6 +61,8 @@ class StartPlan:
     deadlines: Deadlines
     rows: tuple[tuple[str, str], ...]
     """(name, what it is), for the start of the log."""
+    setup: Setup
+    """The run as the planner sees it."""
 
 
 def plan_start(config: Config, world_size: int, machine: Machine) -> StartPlan:
@@ -105,7 +107,7 @@ def plan_start(config: Config, world_size: int, machine: Machine) -> StartPlan:
         ("other engine", other_engine(planned, models, machine, world_size).sentence),
         ("stopping", stop.sentence(config)),
     )
-    return StartPlan(planned_deadlines(config, phases), rows)
+    return StartPlan(planned_deadlines(config, phases), rows, setup)
 
 
 def _check_windows(setup: Setup, engine: str) -> None:

@@ -9,12 +9,13 @@ from typing import TYPE_CHECKING, Literal
 from megappo.config import Config, ConfigError, Derived, check_run, derive, derive_run, resolve
 from megappo.config.roles import LayoutSettings
 from megappo.config.start_lines import training_line
+from megappo.errors import RunError
 from megappo.plan.planner import default_machine, fewest_ranks, models_beside, read_models
-from megappo.runtime.launchers import read_world_size
+from megappo.runtime.launchers import read_ranks, read_world_size
 
 if TYPE_CHECKING:
     from megappo.engines.protocol import EngineFactory
-    from megappo.plan.inputs import Models
+    from megappo.plan.inputs import Models, Setup
     from megappo.preflight.inputs import RunInputs
     from megappo.runtime.deadlines import Deadlines
 
@@ -97,8 +98,20 @@ def resolve_run(command: Literal["train", "eval"], config: Config) -> ResolvedRu
         config = with_template_time(config) if command == "train" else config
         inputs = read_inputs(config, training=command == "train")
         derived = derive_run(config, world_size, len(inputs.training))
-    found = plan_start(config, world_size, this_machine())
-    return ResolvedRun(config, derived, engine, found.deadlines, found.rows, inputs)
+    plan = plan_start(config, world_size, this_machine())
+    _check_shared_memory(config, plan.setup, world_size)
+    return ResolvedRun(config, derived, engine, plan.deadlines, plan.rows, inputs)
+
+
+def _check_shared_memory(config: Config, setup: Setup, world_size: int) -> None:
+    """Raise RunError if this machine has no room or no sockets for the buckets of the weight stream."""
+    from megappo.plan.shared_memory import room_problem, shared_buckets_bytes, socket_problem
+
+    needed_bytes = shared_buckets_bytes(config, setup, world_size, read_ranks(os.environ).local_world_size)
+    if needed_bytes:
+        problem = room_problem(needed_bytes) or socket_problem(os.environ)
+        if problem is not None:
+            raise RunError(problem)
 
 
 def _in_one_process(config: Config) -> Config:

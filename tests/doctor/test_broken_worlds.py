@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import os
 import resource
@@ -141,11 +142,18 @@ def test_no_room_for_buckets(monkeypatch: pytest.MonkeyPatch, capsys: pytest.Cap
     """Handles of them travel; what is broadcast lies in a rank's own memory."""
     code, found = findings(capsys, COLOCATED)
     assert code == 0
-    expect(found["buckets"], "fine", "for buckets of weights", "")
-    monkeypatch.setattr("megappo.doctor.engines.bucket_bytes", lambda setup: 1e15)
+    expect(found["buckets"], "fine", "/dev/shm has room for 0.001 GB of buckets of weights", "")
+    monkeypatch.setattr("megappo.plan.shared_memory.bucket_bytes", lambda setup: 1e15)
     code, found = findings(capsys, COLOCATED)
     assert code == 1
-    expect(found["buckets"], "broken", "2e+06 GB of /dev/shm for buckets", "lower rollout.sync_bucket_bytes")
+    expect(found["buckets"], "broken", "needs 2e+06 GB of /dev/shm for buckets", "lower rollout.sync_bucket_bytes")
+    monkeypatch.undo()
+    monkeypatch.chdir(worlds.ROOT)
+    monkeypatch.setenv("TMPDIR", "/tmp/" + 80 * "x")
+    code, found = findings(capsys, COLOCATED)
+    assert code == 1
+    expect(found["buckets"], "broken", "needs a writable folder for the sockets", "export TMPDIR=/tmp")
+    monkeypatch.delenv("TMPDIR")
     code, found = findings(capsys, DISAGGREGATED)
     assert code == 0 and "buckets" not in found
 
@@ -299,6 +307,20 @@ def test_a_container_with_little_shared_memory() -> None:
     done = worlds.megappo("doctor", prefix=mounted(Path("/dev/shm"), "64m"))
     assert done.returncode == 1, done.stdout + done.stderr
     assert "broken  shared memory    /dev/shm has 0.0671 of 0.0671 GB free; start the container" in done.stdout
+
+
+@pytest.mark.slow
+@pytest.mark.waits
+@pytest.mark.skipif(importlib.util.find_spec("sglang") is None, reason="needs the full environment")
+def test_a_start_with_little_shared_memory(tmp_path: Path) -> None:
+    """The run ends before a server starts, with one sentence. The plan is 1,002 kB; a run has 1,100 KiB."""
+    one = ("actor.layout={}", "critic.layout={}", "run.steps=1", f"run.directory={tmp_path / 'run'}")
+    done = worlds.megappo("train", COLOCATED, *one, prefix=mounted(Path("/dev/shm"), "64k"))
+    assert done.returncode == 1 and "Traceback" not in done.stderr, done.stderr
+    assert "megappo: error: the weight sync needs " in done.stderr and "--shm-size=16g" in done.stderr
+    assert not list(tmp_path.rglob("engine-*.log"))
+    done = worlds.megappo("train", COLOCATED, *one, prefix=mounted(Path("/dev/shm"), "1100k"))
+    assert done.returncode == 0, done.stderr
 
 
 @pytest.mark.slow
