@@ -40,12 +40,21 @@ _USAGE = (
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """What follows `megappo settings`."""
     parser.add_argument("name", nargs="?", default="", metavar="NAME", help=_NAME_HELP)
-    parser.add_argument("--schema", action="store_true", help="print the JSON schema that editors check YAML files by")
+    form = parser.add_mutually_exclusive_group()
+    form.add_argument("--schema", action="store_true", help="print the JSON schema that editors check YAML files by")
+    form.add_argument("--markdown", action="store_true", help="print tables of all settings and metrics in Markdown")
 
 
 def run(arguments: argparse.Namespace) -> None:
-    """Print the schema, or the explanation of a name."""
-    print(json.dumps(json_schema(), indent=1) if arguments.schema else explanation(arguments.name))
+    """Print the schema, the Markdown reference, or the explanation of a name."""
+    if arguments.schema:
+        print(json.dumps(json_schema(), indent=1))
+    elif arguments.markdown:
+        from megappo.commands.markdown import reference  # a slow import that names do not need
+
+        print(reference())
+    else:
+        print(explanation(arguments.name))
 
 
 def json_schema() -> dict[str, object]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
 from typing import Any
@@ -13,6 +14,8 @@ import yaml
 
 from megappo.cli import main
 from megappo.config.fields import all_keys, dotted, find_field, section_of
+from megappo.config.reference import sections
+from megappo.observe.metric_docs import METRICS
 from tests.support.places import ROOT
 
 
@@ -104,3 +107,24 @@ def test_a_reader_that_has_enough_is_no_error() -> None:
     done = subprocess.run(command, stdout=write, stderr=subprocess.PIPE, text=True, cwd=ROOT, check=False)
     os.close(write)
     assert (done.returncode, done.stderr) == (0, "")
+
+
+def test_markdown_reference_has_every_setting_and_metric(capsys: pytest.CaptureFixture[str]) -> None:
+    """Each row has four cells, and each link to a section leads to a heading."""
+    text = told(capsys, "--markdown")
+    rows = [re.split(r"(?<!\\)\|", line)[1:-1] for line in text.splitlines() if line.startswith("| `")]
+    assert all(len(row) == 4 for row in rows)
+    names = [row[0].strip(" `") for row in rows]
+    assert set(METRICS) <= set(names)
+    headings = re.findall(r"^## (.*)$", text, re.MULTILINE)
+    for section in sections():
+        assert ", ".join(f"`{place}`" for place in section.places) in headings
+        assert {setting.name for setting in section.settings} <= set(names)
+    anchors = {re.sub(r"[`.,]", "", heading).replace(" ", "-") for heading in headings}
+    assert set(re.findall(r"\(#([^)]+)\)", text)) <= anchors
+
+
+def test_markdown_and_schema_exclude_each_other(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        main(["settings", "--markdown", "--schema"])
+    assert "not allowed with argument" in capsys.readouterr().err

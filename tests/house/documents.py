@@ -13,12 +13,11 @@ import json
 import re
 import shlex
 import subprocess
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 
 from megappo.commands import COMMANDS, module_of
-from megappo.config.reference import sections
-from megappo.observe.metric_docs import METRICS
+from megappo.commands.markdown import metrics_table, table
 from tests.house.rooms import rooms_of
 from tests.support.features import FACTORS
 from tests.support.places import ROOT
@@ -32,12 +31,6 @@ def documents() -> list[Path]:
     command = ["git", "ls-files", "--cached", "--others", "--exclude-standard", "*.md"]
     names = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout.split()
     return [ROOT / name for name in sorted(names) if (ROOT / name).exists()]
-
-
-def table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    """A Markdown table."""
-    lines = [header, ["---"] * len(header), *([cell.replace("|", r"\|") for cell in row] for row in rows)]
-    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
 
 
 def features_table() -> str:
@@ -55,11 +48,6 @@ def commands_table() -> str:
         module_of(name).add_arguments(parser)
         rows.append([f"`{parser.format_usage().removeprefix('usage: ').strip()}`", command.help])
     return table(["command", "what it does"], rows)
-
-
-def metrics_table() -> str:
-    """Every metric that a run writes."""
-    return table(["metric", "unit", "meaning", "healthy"], [[f"`{name}`", *doc] for name, doc in METRICS.items()])
 
 
 def head_of(path: Path) -> tuple[str, list[list[str]]]:
@@ -81,37 +69,6 @@ def configurations_table() -> str:
             (gpus if machine != "cpu" else 0, [f"[{path.stem}]({path.name})", f"{gpus} x {machine}", sentences])
         )
     return table(["configuration", "devices that train", "what"], [row for _, row in sorted(rows)])
-
-
-def settings_reference() -> str:
-    """Every field of the settings, one table per section."""
-    known = sections()
-    headings = {section.kind: _heading(section.places) for section in known}
-    parts = []
-    for section in known:
-        rows = [
-            [
-                f"`{setting.name}`",
-                f"[section](#{anchor(headings[setting.section])})" if setting.section else setting.value,
-                setting.default if setting.default in ("required", "its defaults") else f"`{setting.default}`",
-                setting.meaning,
-            ]
-            for setting in section.settings
-        ]
-        parts.append("### " + headings[section.kind])
-        parts += [section.about] if section.about else []
-        parts.append(table(["setting", "value", "default", "meaning"], rows))
-    return "\n\n".join(parts)
-
-
-def _heading(paths: Sequence[str]) -> str:
-    return ", ".join(f"`{path}`" for path in paths)
-
-
-def anchor(heading: str) -> str:
-    """What GitHub makes of a heading for links to it."""
-    kept = re.sub(r"[^\w\- ]", "", heading.lower())
-    return kept.replace(" ", "-")
 
 
 def floors() -> list[list[str]]:
@@ -144,19 +101,6 @@ def rooms_table() -> str:
         imported = [room for room in sorted(imported_by.get(name, ())) if (ROOT / "megappo" / room).is_dir()]
         rows.append([f"[{name}]({name})", sentence, ", ".join(imported) or "no other room"])
     return table(["room", "what is in it", "imports"], rows)
-
-
-def tests_table() -> str:
-    """What each file of tests proves, in its own words, by room."""
-    parts = []
-    for folder in sorted({path.parent for path in (ROOT / "tests").rglob("test_*.py")}):
-        rows = []
-        for path in sorted(folder.glob("test_*.py")):
-            docstring = ast.get_docstring(ast.parse(path.read_text())) or ""
-            name = str(path.relative_to(ROOT / "tests"))
-            rows.append([f"[{path.name}](./{name})", " ".join(docstring.split("\n\n")[0].split())])
-        parts += [f"### {folder.name}", table(["file", "what it proves"], rows)]
-    return "\n\n".join(parts)
 
 
 def exhaustive_table() -> str:
@@ -193,8 +137,6 @@ TABLES: dict[str, Callable[[], str]] = {
     "metrics": metrics_table,
     "picture": rooms_picture,
     "rooms": rooms_table,
-    "settings": settings_reference,
-    "tests": tests_table,
 }
 
 

@@ -17,11 +17,12 @@ import torch
 import yaml
 
 from megappo import errors
+from megappo.commands.markdown import anchor
 from megappo.config.load import load_config
 from megappo.config.schema import CheckpointSettings, Config
 from megappo.observe.metric_docs import METRICS
 from tests.house.commands import assert_is_read, blocks, check_command, commands, inline_code
-from tests.house.documents import anchor, documents, written_anew
+from tests.house.documents import documents, written_anew
 from tests.support.places import ROOT
 
 DOCUMENTS = documents()

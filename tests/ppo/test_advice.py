@@ -7,12 +7,12 @@ from typing import Any, Union, get_args, get_origin
 
 import pytest
 
+from megappo.commands.markdown import anchor
 from megappo.config.algorithm import AlgorithmSettings, KLInRewardSettings
 from megappo.config.base import Settings
 from megappo.config.schema import Config
 from megappo.observe.metric_docs import METRICS
 from megappo.ppo.advice import ADVICE, PAGES, Advisor, refusal, told
-from tests.house.documents import anchor
 from tests.support.places import ROOT
 
 PLAIN = AlgorithmSettings()
