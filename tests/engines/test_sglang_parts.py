@@ -433,9 +433,9 @@ def test_a_server_gets_the_one_gpu_that_its_rank_sees(monkeypatch: pytest.Monkey
     for given, words in (
         (
             "{tensor_parallel: 2}",
-            "tensor_parallel is 2, but each rank sees one GPU alone, .*; set it to 1, or let each",
+            "tensor_parallel is 2, but each rank sees only one GPU, .*; set tensor_parallel to 1, or let each",
         ),
-        ("{placement: disaggregated}", "is disaggregated, but each rank sees one GPU alone, .*; set it to colocated"),
+        ("{placement: disaggregated}", "is disaggregated, but each rank sees only one GPU .*; set placement to colocated"),
     ):
         rollout = load_config(ROOT / "configs/sglang_quickstart.yaml", [f"rollout.sglang={given}"]).rollout
         with pytest.raises(RunError, match=words):
@@ -474,7 +474,7 @@ def test_servers_stand_on_gpus_that_there_are(monkeypatch: pytest.MonkeyPatch, t
     first = Runtime(rank=0, world_size=2, local_rank=0, device=torch.device("cuda", 0))
     apart: dict[str, Any] = {"placement": "disaggregated", "engines": 2}
     assert [f["CUDA_VISIBLE_DEVICES"] for f in started(monkeypatch, tmp_path, first, **apart)] == ["GPU-c"]
-    with pytest.raises(RunError, match="server 0 would stand on the GPUs 2 to 5, but a rank sees 4 here"):
+    with pytest.raises(RunError, match="server 0 would need the GPUs 2 to 5, but a rank sees 4 GPUs"):
         started(monkeypatch, tmp_path, first, tensor_parallel=4, **apart)
 
 
