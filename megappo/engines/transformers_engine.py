@@ -230,7 +230,8 @@ class TransformersEngine:
         problems += [f"'{name}' did not arrive" for name in sorted(missing)]
         if problems:
             raise ValueError(
-                f"weight update {version} is not a complete set: {first_of(problems, 5, '; ')}; send every parameter once"
+                f"weight update {version} is not a complete set: {first_of(problems, 5, '; ')}; "
+                "send every parameter once"
             )
         self.version, self._complete = version, True
 

@@ -169,9 +169,9 @@ def test_a_server_that_cannot_be_reached(capsys: pytest.CaptureFixture[str]) -> 
     ("status", "key", "state", "words", "remedy"),
     [
         (404, "", "broken", "is a port of another program", "megappo serve --port"),
-        (401, "k", "broken", "refuses the key in MEGAPPO_SGLANG_API_KEY", "the key that it was started with"),
-        (401, "", "broken", "wants a key, and MEGAPPO_SGLANG_API_KEY is empty", "export the key"),
-        (200, "k", "broken", "takes any key, so it was started without one", "start it by `megappo serve`"),
+        (401, "k", "broken", "rejects the key in MEGAPPO_SGLANG_API_KEY", "to the key of the server"),
+        (401, "", "broken", "requires a key, and MEGAPPO_SGLANG_API_KEY is empty", "export the key"),
+        (200, "k", "broken", "accepts any key, so the server was started", "start the server with `megappo serve`"),
         (200, "", "fine", "serves /models/a", ""),
     ],
 )
@@ -225,10 +225,10 @@ def test_a_server_with_which_no_group_can_be_formed(
 @pytest.mark.parametrize(
     ("said", "overrides", "words", "remedy"),
     [
-        ({"max_req_input_len": 10}, (), "refuses inputs of 10 tokens and more", "by 1"),
+        ({"max_req_input_len": 10}, (), "rejects inputs of 10 tokens and more", "by 1"),
         ({"max_req_input_len": 11}, (), "", ""),
-        ({"allow_auto_truncate": True}, (), "shortens long prompts", "start it without --allow-auto-truncate"),
-        ({}, ("rollout.min_response_tokens=2",), "counts rollout.min_response_tokens from 0", "start it by"),
+        ({"allow_auto_truncate": True}, (), "shortens long prompts", "start the server without --allow-auto-truncate"),
+        ({}, ("rollout.min_response_tokens=2",), "counts rollout.min_response_tokens from 0", "start the server with"),
         (
             {"speculative_algorithm": "NGRAM", "speculative_accept_threshold_acc": 0.5}, (), "accepts drafts",
             "without --speculative-accept-threshold-single",

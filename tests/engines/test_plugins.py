@@ -61,7 +61,11 @@ def test_a_class_that_generates_ahead_may() -> None:
     [
         ("engines_of_mine:Whol", (), "did you mean 'engines_of_mine:Whole'"),
         ("nobodys:Engine", (), "rollout.engine 'nobodys:Engine': module 'nobodys' cannot be imported"),
-        ("engines_of_mine:Half", (), "has no update_weights, close; implement the methods of megappo.engines.protocol.Engine"),
+        (
+            "engines_of_mine:Half",
+            (),
+            "has no update_weights, close; implement the methods of megappo.engines.protocol.Engine",
+        ),
         ("engines_of_mine:Narrow", (), r"cannot be called with \(config=, folder=, .*; change its parameters or"),
         ("engines_of_mine:Whole", ("rollout.engine_options={size: 3}",), "unexpected keyword argument 'size'"),
         ("engines_of_mine:Whole", ("rollout.ahead=1",), "rollout.ahead is 1, but .* has no submit and collect"),
