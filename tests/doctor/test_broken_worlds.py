@@ -562,8 +562,8 @@ def test_a_reward_that_never_rewards(capsys: pytest.CaptureFixture[str]) -> None
     [
         (worlds.cut_short, "it may be cut short: fetch or save it again"),
         (worlds.lose_a_tensor, "has no tensor 'model.layers.1.mlp.down_proj.weight'; the weights do not fit"),
-        (worlds.other_sizes, "its config.json says (512, 64); the weights do not fit the configuration"),
-        (lambda model: (model / "model.safetensors").unlink(), "holds no model.safetensors; save the model as"),
+        (worlds.other_sizes, "its config.json requires (512, 64); the weights do not fit the configuration"),
+        (lambda model: (model / "model.safetensors").unlink(), "has no model.safetensors; save the model as"),
         (lambda model: (model / "tokenizer.json").unlink(), "holds no tokenizer that can be loaded"),
         (lambda model: (model / "config.json").unlink(), "has no config.json; give a Hugging Face model folder"),
     ],
