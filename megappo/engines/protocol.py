@@ -126,7 +126,7 @@ class Engine(Protocol):
     """A generation engine. The input is token ids, the output is token ids and log-probabilities."""
 
     on_tokens: Callable[[], None]
-    """Callback for generated tokens. The engine may call it from any thread. Does nothing by default."""
+    """Callback for generated tokens. The engine may call it from any thread. The default has no effect."""
 
     @property
     def version(self) -> int:

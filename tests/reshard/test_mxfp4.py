@@ -167,7 +167,10 @@ GATES = "model.layers.0.mlp.experts.gate_up_proj"
         ({f"{GATES}_scales": torch.zeros(8, 192, 3, dtype=torch.uint8)}, "has shape (8, 192, 3), but its config.json"),
         ({f"{GATES}_scales": torch.zeros(8, 192, 2)}, "is of type F32, must be U8 for MXFP4"),
         ({GATES: torch.zeros(8, 64, 192)}, f"'{GATES}' in "),
-        ({f"{GATES}_zeros": torch.zeros(1)}, f"holds {GATES}_zeros, which a gpt_oss of its config.json does not have"),
+        (
+            {f"{GATES}_zeros": torch.zeros(1)},
+            f"contains {GATES}_zeros, which a gpt_oss of its config.json does not have",
+        ),
     ],
 )
 def test_files_that_are_not_whole_are_refused(
