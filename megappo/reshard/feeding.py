@@ -44,8 +44,8 @@ class Feeding:
         return self.starters(index)[0]
 
     def starters(self, index: int) -> tuple[int, ...]:
-        """Return the ranks that start a server, one on each of its machines. Servers that do not use the GPUs of all
-        trainers run on the first machines. The first machine has the `sync_address` of the servers."""
+        """Return the ranks that start a server, one on each machine of the server. Servers of the run that do not use
+        the GPUs of the trainers run on the first machines. `sync_address` is an address of the first machine."""
         if self.anywhere:
             return (index % len(self.hosts),)
         if self.on_cuda and self.colocated:

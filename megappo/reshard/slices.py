@@ -272,8 +272,8 @@ class Holdings:
 
     def buckets(self, receivers: Sequence[Receiver], most_elements: int) -> Iterator[tuple[Parameter, ...]]:
         """Yield groups of parameters for one transfer. No rank receives more than `most_elements` of one bucket,
-        unless one parameter is larger. Parameters for receivers of one stage form separate buckets. float32
-        parameters do too."""
+        unless one parameter is larger. Parameters for receivers of one stage form separate buckets. Parameters in
+        float32 form separate buckets too."""
         balanced = len({receiver.rank for receiver in receivers}) > 1
         for stage in dict.fromkeys(receiver.stage for receiver in receivers):
             of_ranks: dict[int, set[tuple[int, int]]] = {}

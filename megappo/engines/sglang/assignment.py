@@ -113,7 +113,7 @@ class RequestAssignment:
         return taken
 
     def answered(self, server: int, responses: Mapping[int, int]) -> None:
-        """Remove answered requests, except for their server. `responses` has the number of tokens by request."""
+        """Remove answered requests, but store their server. `responses` has the number of tokens by request."""
         self.owed.answered(server, sum(self._tokens.pop(request) for request in responses), responses.values())
         for request in responses:
             del self._prompt_of[request]
