@@ -1,6 +1,6 @@
-"""Aggregation of token losses to one number: weights that include the one global division.
+"""Aggregation of token losses to one number. The weights include the global division.
 
-Losses with these weights, summed over microbatches and ranks, are the loss of the global minibatch.
+The sum of weighted losses over microbatches and ranks is the loss of the global minibatch.
 """
 
 from __future__ import annotations
@@ -21,16 +21,17 @@ def token_weights(
     total_sequences: int | None = None,
     norm_tokens: int | None = None,
 ) -> Tensor:
-    """(B, T) float32 weights w such that the loss is the sum of w * token loss; 0 at masked positions.
+    """Return (B, T) float32 weights w such that the loss is the sum of w * token loss. Masked positions have weight
+    0.
 
     `token-mean`: 1 / tokens. `seq-mean-token-sum`: 1 / sequences. `seq-mean-token-mean`: 1 / (sequences * tokens of
     the sequence). `seq-mean-token-sum-norm`: 1 / (sequences * norm_tokens), Liu et al. 2025, "Dr. GRPO".
 
     Args:
-        mask: (B, T) bool, this rank's part of the minibatch.
-        total_tokens, total_sequences: counts of the global minibatch (sequences with at least one valid token);
-            default: of this mask.
-        norm_tokens: the constant of the last mode; default: T.
+        mask: (B, T) bool, the part of the minibatch on this rank.
+        total_tokens, total_sequences: Counts of the global minibatch (sequences with at least one valid token).
+            Default: the counts of `mask`.
+        norm_tokens: The constant of the last mode. Default: T.
     """
     tokens_B = mask.sum(-1)
     tokens = total_tokens if total_tokens is not None else int(tokens_B.sum())

@@ -1,4 +1,4 @@
-"""Correction of the gap between the policy that sampled (the engine) and the one that is trained."""
+"""Correction of the mismatch between the sampling policy (the engine) and the trained policy."""
 
 from __future__ import annotations
 
@@ -21,23 +21,23 @@ def importance_weights(
     reject_above: float | None = None,
     reject_below: float | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Truncated importance weights min(pi_trainer / pi_engine, cap).
+    """Compute truncated importance weights min(pi_trainer / pi_engine, cap).
 
     Args:
-        old_logprob: (B, T) by the trainer with the weights that sampled, nats.
-        engine_logprob: (B, T) as the engine reported them, nats.
+        old_logprob: (B, T) in nats, computed by the trainer with the weights that sampled.
+        engine_logprob: (B, T) in nats, as reported by the engine.
         mask: (B, T) bool.
-        level: one ratio per token; or for all tokens of a sample their ratios' product, or geometric mean.
-        cap: weights are truncated here.
-        reject_above: positions whose untruncated ratio exceeds this are left out.
-        reject_below: and those whose ratio is less than this.
+        level: One ratio per token, or one ratio per sample: the product or the geometric mean of its token ratios.
+        cap: Upper limit of the weights.
+        reject_above: Positions whose untruncated ratio exceeds this value are rejected.
+        reject_below: Positions whose untruncated ratio is below this value are rejected.
 
     Returns:
         weights (B, T), 1 at masked positions, and keep (B, T) bool, the mask without rejected positions.
 
-    Yao et al. 2025, "Your Efficient RL Framework Secretly Brings You Off-Policy RL Training". Where newer weights than
-    those that sampled compute `old_logprob`, these weights and PPO's clipped ratio to it are the decoupled objective of
-    Hilton et al. 2022, "Batch size-invariance for policy optimization", and Fu et al. 2025, "AReaL".
+    Yao et al. 2025, "Your Efficient RL Framework Secretly Brings You Off-Policy RL Training". If newer weights
+    compute `old_logprob`, these weights and PPO's clipped ratio form the decoupled objective of Hilton et al. 2022,
+    "Batch size-invariance for policy optimization", and Fu et al. 2025, "AReaL".
     """
     check_mask(mask, old_logprob=old_logprob, engine_logprob=engine_logprob)
     gap = clean(old_logprob, mask) - clean(engine_logprob, mask)

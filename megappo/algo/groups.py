@@ -21,18 +21,19 @@ class Groups:
 
     scores_B: Tensor
     deviations_B: Tensor
-    """Score minus the group's mean."""
+    """Score minus the mean of the group."""
     squares_B: Tensor
-    """Sum of the group's squared deviations."""
+    """Sum of the squared deviations in the group."""
     sizes_B: Tensor
-    """Number of samples of the group."""
+    """Number of samples in the group."""
 
     @staticmethod
     def of(parts: Tensor, group_ids: Tensor) -> Groups:
-        """Statistics of the groups that `group_ids` (B,) names.
+        """Compute the statistics of the groups in `group_ids` (B,).
 
         Args:
-            parts: (B,) scores, or (B, N) parts of the scores, which are summed. Their dtype defines the rounding error.
+            parts: (B,) scores, or (B, N) parts of the scores, which are summed. Their dtype defines the rounding
+                error.
         """
         parts_BN = (parts if parts.dim() == 2 else parts[:, None]).double()
         scores_B, groups_B = parts_BN.sum(-1), torch.unique(group_ids, return_inverse=True)[1]
@@ -62,6 +63,6 @@ class Groups:
 
 
 def spread(scores_B: Tensor, mask: Tensor) -> tuple[Tensor, Tensor]:
-    """Advantages and returns (B, T) with the sample's score at each of its tokens."""
+    """Return advantages and returns (B, T) with the score of the sample at each of its tokens."""
     spread = torch.where(mask, scores_B[:, None], 0.0)
     return spread, spread

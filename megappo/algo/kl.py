@@ -9,13 +9,13 @@ from megappo.algo.masks import check_mask, clean
 
 
 def apply_kl_to_rewards(*, scores: Tensor, kl: Tensor, mask: Tensor, coef: float) -> Tensor:
-    """Token rewards (B, T): -coef * kl at every token, plus the sample's score at its last token.
+    """Return token rewards (B, T): -coef * kl at every token, plus the score of the sample at its last token.
 
     Args:
         scores: (B,) one score per sample, or (B, T) token scores.
         kl: (B, T) in nats.
         mask: (B, T) bool.
-        coef: weight of the KL.
+        coef: Weight of the KL.
 
     Ziegler et al. 2019, "Fine-Tuning Language Models from Human Preferences", eq. 2.
     """
@@ -29,7 +29,7 @@ def apply_kl_to_rewards(*, scores: Tensor, kl: Tensor, mask: Tensor, coef: float
 
 
 def on_last_tokens(scores_B: Tensor, mask: Tensor) -> Tensor:
-    """(B, T): each sample's score at its last token that counts, 0 elsewhere."""
+    """Return (B, T) with the score of each sample at its last unmasked token, and 0 elsewhere."""
     positions = torch.arange(mask.shape[1], device=mask.device).expand_as(mask)
     last = positions == positions.masked_fill(~mask, -1).amax(dim=1, keepdim=True)
     return torch.where(last & mask, scores_B[:, None], 0.0)

@@ -1,4 +1,4 @@
-"""Checks and cleaning that every masked function starts with."""
+"""Checks and cleaning of masked tensors, used by every masked function."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from torch import Tensor
 
 
 def check_mask(mask: Tensor, **tensors: Tensor | None) -> None:
-    """Raise TypeError where `mask` is not bool, ValueError where a tensor has another shape."""
+    """Raise TypeError if `mask` is not bool, and ValueError if a tensor has a different shape."""
     if mask.dtype != torch.bool:
         raise TypeError(f"mask has dtype {mask.dtype}, must be torch.bool; pass mask.bool()")
     for name, tensor in tensors.items():
@@ -16,5 +16,6 @@ def check_mask(mask: Tensor, **tensors: Tensor | None) -> None:
 
 
 def clean(values: Tensor, mask: Tensor) -> Tensor:
-    """`values` with 0 at masked positions, before any arithmetic: 0 * NaN is NaN, in gradients too."""
+    """Return `values` with 0 at masked positions. Arithmetic must follow this call, because 0 * NaN is NaN, in
+    gradients too."""
     return values.masked_fill(~mask, 0.0)

@@ -6,7 +6,8 @@ from torch import Tensor
 
 
 def overlong_penalty(lengths_B: Tensor, *, most_tokens: int, buffer_tokens: int) -> Tensor:
-    """(B,) float32 from 0 to -1: 0 up to `most_tokens` - `buffer_tokens`, then linear down to -1 at `most_tokens`.
+    """Return (B,) float32 from 0 to -1. The penalty is 0 up to `most_tokens` - `buffer_tokens`, then linear down to
+    -1 at `most_tokens`.
 
     Yu et al. 2025, "DAPO", eq. 13 (soft overlong punishment).
     """

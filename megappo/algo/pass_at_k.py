@@ -1,5 +1,5 @@
-"""pass@k: the probability that one of k responses to a prompt is right, estimated from n of them (Chen et al. 2021,
-"Evaluating Large Language Models Trained on Code", equation 1)."""
+"""Estimate of pass@k, the probability that at least one of k responses to a prompt is correct (Chen et al. 2021,
+"Evaluating Large Language Models Trained on Code", equation 1). The estimate uses n responses."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ from math import comb
 
 
 def pass_at_k(samples: int, right: int, k: int) -> float:
-    """Unbiased estimate 1 - C(n - c, k) / C(n, k) for n samples of which c are right; exact integers up to the
-    division.
+    """Return the unbiased estimate 1 - C(n - c, k) / C(n, k) for n samples with c correct samples. Integers are exact
+    up to the division.
 
     `k` is from 1 to `samples`.
     """

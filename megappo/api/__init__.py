@@ -1,6 +1,6 @@
-"""The public interface: a run from Python, and the types of plug-ins. Whatever is not here may change.
+"""The public interface: functions for a run from Python, and the types of plug-ins. All other modules may change.
 
-Names are imported when they are first asked for, so that importing this package is fast.
+Names are imported on first use, so that importing this package is fast.
 """
 
 from __future__ import annotations
@@ -74,10 +74,10 @@ def __dir__() -> list[str]:
     return __all__
 
 
-if not TYPE_CHECKING:  # a name that is not there is for type checkers to find
+if not TYPE_CHECKING:  # type checkers find missing names
 
     def __getattr__(name: str) -> Any:
         if name not in _HOME:
             raise AttributeError(f"module '{__name__}' has no attribute '{name}'")
-        found = globals()[name] = getattr(import_module(_HOME[name]), name)
-        return found
+        value = globals()[name] = getattr(import_module(_HOME[name]), name)
+        return value

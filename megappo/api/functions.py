@@ -1,4 +1,4 @@
-"""A run from Python; the command line calls the same functions."""
+"""Functions for a run from Python. The command line calls the same functions."""
 
 from __future__ import annotations
 
@@ -22,15 +22,17 @@ def plan(
     gpus: int | None = None,
     beside: str | os.PathLike[str] | None = None,
 ) -> Plan:
-    """What a configuration will need, before it is started, by one process without GPUs: bytes of each rank, seconds of
-    each stage.
+    """Compute the requirements of a configuration: bytes of each rank and seconds of each stage. Runs in one process
+    without GPUs, before the run starts.
 
     Args:
-        machine: name of a machine (`h100`, `cpu`), or path of a YAML file; None: by `runtime.device`.
-        gpus: devices, one for each rank; None: the fewest that the layouts need.
-        beside: folder with a NAME/config.json for models, by the last part of their path, that are not on this machine.
+        machine: Name of a machine (`h100`, `cpu`), or path of a YAML file. Default: according to `runtime.device`.
+        gpus: Number of devices, one for each rank. Default: the minimum for the layouts.
+        beside: Folder with a NAME/config.json for each model that is missing on this machine. NAME is the last part
+            of
+            the path of the model.
 
-    Raises ConfigError for settings that cannot run on so many devices, and for an unknown machine or model.
+    Raises ConfigError if the settings cannot run on this number of devices, or if the machine or a model is unknown.
     """
     from megappo.plan.planner import planning
 
@@ -38,10 +40,10 @@ def plan(
 
 
 def train(config: Config) -> Path:
-    """Train as the configuration says, or go on from its newest checkpoint; returns the directory of the run.
+    """Train with a configuration, or resume from its newest checkpoint. Returns the directory of the run.
 
-    A collective of the world: every rank calls it, one process alone or those that torchrun, srun or mpirun started. It
-    writes nothing but what stands in that directory, and to stdout and stderr of rank 0.
+    This is a collective of the world: a single process, or all ranks that torchrun, srun or mpirun started. The
+    function writes only to the directory of the run, and to stdout and stderr of rank 0.
 
     Raises ConfigError if settings, models, data and number of processes do not match. Raises Interrupted after the
     checkpoint if the run receives SIGTERM, SIGINT, SIGUSR1 or SIGHUP. Raises RunError if the run cannot continue.
@@ -60,10 +62,12 @@ def train(config: Config) -> Path:
 
 
 def evaluate(config: Config, *, weights: str | os.PathLike[str] | None = None) -> dict[str, float]:
-    """Score the model on `data.validation` and `data.validation_sets`; the metrics by name, the same on every rank.
+    """Evaluate the model on `data.validation` and `data.validation_sets`. Returns the metrics by name, the same on
+    every rank.
 
-    A collective of the world, as `train`. `weights` names a Hugging Face folder to score in place of `model.path`, with
-    the tokenizer of that. Raises as `train` does, and ConfigError without prompts to score.
+    This is a collective of the world, as `train`. `weights` is a Hugging Face folder to evaluate instead of
+    `model.path`, with the tokenizer of `model.path`. Raises the exceptions of `train`, and ConfigError without
+    prompts.
     """
     from megappo.preflight.resolved import resolve_run
 
@@ -80,7 +84,7 @@ def evaluate(config: Config, *, weights: str | os.PathLike[str] | None = None) -
 
 
 def _with_weights(config: Config, weights: str) -> Config:
-    """The settings with `weights` in the model's place; the tokenizer stays the model's."""
+    """Return the settings with `weights` as the model. The tokenizer of the model is kept."""
     tokenizer = config.model.tokenizer or config.model.path
     model = config.model.model_copy(update={"path": weights, "init": "pretrained", "tokenizer": tokenizer})
     actor = config.actor.model_copy(update={"start_from": None})
@@ -100,19 +104,21 @@ def export(
     family: str | None = None,
     trust_remote_code: bool = False,
 ) -> list[str]:
-    """Write a checkpoint of a run to a new folder, in one process without GPUs; returns sentences for the user.
+    """Write a checkpoint of a run to a new folder, in one process without GPUs. Returns messages for the user.
 
     Args:
-        step: number of the checkpoint's step, `best` or `latest`.
-        form: `torch_dist` is Megatron-LM's; `peft` has adapters alone, which are merged otherwise.
-        without_mtp: leave out layers that predict further tokens.
-        push_to_hub: `OWNER/NAME` of a model on the Hugging Face hub to which `out` is uploaded; not as `torch_dist`.
-        public: a model that is created there is for everybody to see.
-        family: import path of the run's `model.family`, whose code is imported.
-        trust_remote_code: run code in the folders of the run's model and tokenizer.
+        step: Step number of the checkpoint, `best` or `latest`.
+        form: `torch_dist` is the format of Megatron-LM. `peft` contains only the adapters. Other forms merge
+            adapters.
+        without_mtp: Omit multi-token prediction layers.
+        push_to_hub: `OWNER/NAME` of a model on the Hugging Face hub. `out` is uploaded. Not available with
+            `torch_dist`.
+        public: A new model on the hub is public.
+        family: Import path of `model.family` of the run, whose code is imported.
+        trust_remote_code: Run code in the folders of the model and tokenizer of the run.
 
-    Raises ValueError where there is no such checkpoint or role, or `out` holds something, and ConfigError where nothing
-    can be uploaded, before anything is written.
+    Raises ValueError if the checkpoint or role does not exist, or if `out` is not empty. Raises ConfigError if an
+    upload is impossible, before any file is written.
     """
     from megappo.checkpoint.export import export_run
     from megappo.checkpoint.identity import OwnCode
@@ -121,11 +127,11 @@ def export(
     if push_to_hub is not None:
         if form == "torch_dist":
             raise ConfigError(
-                "push_to_hub is for models of the hub, and torch_dist is no format of theirs; leave it out"
+                "push_to_hub requires a format of the hub, and torch_dist is not such a format; omit push_to_hub"
             )
         check_hub(push_to_hub)
     elif public:
-        raise ConfigError("public requires push_to_hub; set push_to_hub, or leave out public")
+        raise ConfigError("public requires push_to_hub; set push_to_hub, or omit public")
     own = OwnCode(family, trust_remote_code)
     source, target = expanded(run_directory), expanded(out)
     sentences = export_run(source, target, role, str(step), form, without_mtp=without_mtp, own=own)

@@ -1,6 +1,7 @@
-"""Functions that the settings name by an import path, as types.
+"""Types of the functions that the settings name by an import path.
 
-Each is called by keyword with what it has parameters for, and with its options; so these types leave parameters open.
+A function receives the keyword arguments that it has parameters for, and its options. These types therefore accept
+any parameters.
 """
 
 from __future__ import annotations
@@ -13,42 +14,45 @@ if TYPE_CHECKING:
 
 
 class RewardFunction(Protocol):
-    """What `reward.function` names, called in a worker process with `reward.options`."""
+    """Function of the setting `reward.function`. Called in a worker process with `reward.options`."""
 
     def __call__(self, *_: Any, **offered: Any) -> float | Sequence[float]:
-        """The score of a response; with `reward.batch` one for each.
+        """Return the score of a response, or one score per response with `reward.batch`.
 
-        May have parameters prompt, response, answer (texts, the last None where the data have none), metadata (a dict),
-        raw_response, prompt_token_ids, token_ids, truncated and conversation. With `reward.batch` these are
-        lists: prompts, responses, answers, metadata, raw_responses, conversations. What it raises fails the sample.
+        Possible parameters are prompt, response, answer (texts; answer is None if the data have no answer), metadata
+        (a dict), raw_response, prompt_token_ids, token_ids, truncated and conversation. With `reward.batch` the
+        parameters are lists: prompts, responses, answers, metadata, raw_responses, conversations. An exception fails
+        the sample.
         """
 
 
 class AdvantageEstimator(Protocol):
-    """What `algorithm.estimator` names, called with `algorithm.estimator_options`."""
+    """Function of the setting `algorithm.estimator`. Called with `algorithm.estimator_options`."""
 
     def __call__(self, *_: Any, **offered: Any) -> tuple[Tensor, Tensor]:
-        """Advantages and returns, both (B, T) float32 and 0 where `mask` is False.
+        """Return advantages and returns, both (B, T) float32 and 0 where `mask` is False.
 
-        May have parameters rewards, values (B, T), mask (B, T) bool, group_ids (B,) int64, gamma, lam, critic_lam and
-        gae; see `megappo.algo.estimators`. One that takes values needs a critic.
+        Possible parameters are rewards, values (B, T), mask (B, T) bool, group_ids (B,) int64, gamma, lam, critic_lam
+        and gae. See `megappo.algo.estimators`. An estimator with a required parameter values needs a critic.
         """
 
 
 class PolicyLoss(Protocol):
-    """What `algorithm.policy_loss` names, called with `algorithm.policy_loss_options`; autograd differentiates it."""
+    """Function of the setting `algorithm.policy_loss`. Called with `algorithm.policy_loss_options`, and
+    differentiated by autograd."""
 
     def __call__(self, *_: Any, **offered: Any) -> Tensor | tuple[Tensor, Mapping[str, Tensor]]:
-        """The loss of each token (N,), with further numbers (N,) to report where it has some.
+        """Return the loss of each token (N,), and optionally further metrics (N,).
 
-        May have parameters logprob, entropy, old_logprob, log_ratio (nats), advantages, ref_logprob, all (N,), and
-        sequence_mean; see `megappo_kernels.own_losses`.
+        Possible parameters are logprob, entropy, old_logprob, log_ratio (nats), advantages, ref_logprob, all (N,),
+        and sequence_mean. See `megappo_kernels.own_losses`.
         """
 
 
 class PromptSource(Protocol):
-    """What `data.train.source` and its like name, called with the source's `options`."""
+    """Function of the setting `data.train.source` and of other data sources. Called with the `options` of the
+    source."""
 
     def __call__(self, *_: Any, **options: Any) -> Iterable[Mapping[str, Any]]:
-        """Records in their order, the same at every call: `prompt` (a text or chat messages), `answer` (a text, a
-        number or None) and perhaps `metadata` (a mapping that can be pickled)."""
+        """Return records in a fixed order, equal in every call. A record has `prompt` (a text or chat messages),
+        `answer` (a text, a number or None) and optionally `metadata` (a mapping that can be pickled)."""

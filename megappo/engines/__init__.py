@@ -1,1 +1,1 @@
-"""Generation: the protocol of an engine, its implementations, and how the settings name one."""
+"""Generation: the engine protocol, its implementations, and the selection of an engine from the settings."""

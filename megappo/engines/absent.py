@@ -1,4 +1,4 @@
-"""Stand-in for the engine of a run that trains on saved samples (`rollout.load_from`): it only keeps a weight
+"""Stand-in engine for a run that trains on saved samples (`rollout.load_from`). The engine only stores a weight
 version."""
 
 from __future__ import annotations
@@ -11,14 +11,14 @@ from megappo.reshard.stream import WeightStream
 
 
 class AbsentEngine:
-    """An `Engine` that takes no weights and answers no request."""
+    """An `Engine` that ignores weights and cannot generate."""
 
     on_tokens: Callable[[], None] = staticmethod(lambda: None)
 
     def __init__(self, **_given: Any) -> None:
-        """Make the engine as an `EngineFactory` does."""
+        """Create the engine. Accept the arguments of `EngineFactory` and ignore them."""
         self.version = 0
-        """Version of the last weight update that the engine was told of."""
+        """Version of the last weight update."""
 
     def generate(
         self,
@@ -26,12 +26,12 @@ class AbsentEngine:
         params: SamplingParams,
         done: MutableMapping[int, Completion] | None = None,
     ) -> list[Completion]:
-        """Raise RuntimeError: the rules of the configuration refuse whatever would ask this engine."""
-        raise RuntimeError("there is no engine with rollout.load_from")
+        """Raise RuntimeError. The configuration rules reject every setting that would need this engine to generate."""
+        raise RuntimeError("rollout.load_from is set, so the run has no generation engine")
 
     def update_weights(self, named_tensors: WeightStream, version: int) -> None:
-        """Note the version; the stream is not asked for anything, on any rank."""
+        """Store the version. No rank reads the stream."""
         self.version = version
 
     def close(self) -> None:
-        """Do nothing: the engine holds no resources."""
+        """Release nothing, because the engine has no resources."""

@@ -1,4 +1,4 @@
-"""Protocols of generation engines, and of what makes one: `rollout.engine` may name a class of your own."""
+"""Protocols of generation engines and of engine factories. `rollout.engine` may name a custom class."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class PendingCompletions(Protocol):
     """Handle that `AheadEngine.submit` returns."""
 
     completions: dict[int, Completion]
-    """Completions that were collected so far, by the number of their request."""
+    """Completions collected so far, by request number."""
 
 
 @dataclass(frozen=True)
@@ -33,49 +33,50 @@ class SamplingParams:
     max_new_tokens: int
     stop_token_ids: tuple[int, ...]
     greedy: bool = False
-    """Whether the most likely token is taken; log-probabilities are still those of the scaled distribution."""
+    """Whether to take the most likely token. Log-probabilities remain those of the scaled distribution."""
     routing: RoutingShape | None = None
-    """Not None: each answer says which experts each token was sent to, in these sizes. Only a `RoutingEngine` is
-    asked."""
+    """Sizes of the routing tensor, or None. If set, each answer contains the experts of each token. Only a
+    `RoutingEngine` receives this parameter."""
     stop_texts: StopTexts | None = None
-    """Not None: texts that end a response, besides stop tokens; `stopping.stopped` says where."""
+    """Texts that end a response in addition to stop tokens, or None. `stopping.stopped` finds the end of the
+    response."""
     min_new_tokens: int = 0
-    """No stop token is sampled before a response has this many tokens; log-probabilities are of the distribution
-    without the stop tokens until then."""
+    """Number of tokens before the first stop token may be sampled. Until then, log-probabilities are those of the
+    distribution without the stop tokens."""
 
     @property
     def distribution(self) -> tuple[float, ...]:
-        """The temperature, the minimum length, and with a minimum the stop tokens: log-probabilities of responses with
-        other values are of another distribution."""
+        """Return the temperature, the minimum length, and the stop tokens if there is a minimum length.
+        Log-probabilities of responses are comparable only if these values are equal."""
         return (self.temperature, self.min_new_tokens, *(self.stop_token_ids if self.min_new_tokens else ()))
 
 
 @dataclass(frozen=True)
 class GenerateRequest:
-    """Request for one response to one prompt. The response depends on weights, prompt, seed and parameters, not on the
-    other requests of a batch."""
+    """Request for one response to one prompt. The response depends on the weights, prompt, seed and parameters. The
+    response does not depend on the other requests of a batch."""
 
     token_ids: tuple[int, ...]
     seed: int
     prompt_id: int
-    """Number of the prompt among those of all ranks; all samples of a prompt share it."""
+    """Number of the prompt over all ranks. All samples of a prompt share the number."""
     max_new_tokens: int | None = None
-    """Limit of this request alone, where it is below the one of `SamplingParams`; None: no limit of its own."""
+    """Token limit of this request, if lower than the limit of `SamplingParams`. None applies the shared limit."""
     min_new_tokens: int | None = None
-    """Minimum of this request alone, where it is below the one of `SamplingParams`; None: no minimum of its own."""
+    """Minimum length of this request in tokens, if lower than the minimum of `SamplingParams`. None applies the
+    shared minimum."""
 
     def most_tokens(self, params: SamplingParams) -> int:
-        """Largest number of tokens that the response may have."""
+        """Return the maximum number of tokens of the response."""
         return params.max_new_tokens if self.max_new_tokens is None else min(self.max_new_tokens, params.max_new_tokens)
 
     @property
     def most_in_all(self) -> int | None:
-        """Largest number of tokens of prompt and response together; None where only the parameters limit the
-        response."""
+        """Maximum number of tokens of prompt and response together, or None if the request has no limit."""
         return None if self.max_new_tokens is None else len(self.token_ids) + self.max_new_tokens
 
     def least_tokens(self, params: SamplingParams) -> int:
-        """Number of tokens that the response has before a stop token may be sampled."""
+        """Return the number of tokens before a stop token may be sampled."""
         own = params.min_new_tokens if self.min_new_tokens is None else self.min_new_tokens
         return min(own, params.min_new_tokens, self.most_tokens(params))
 
@@ -85,35 +86,34 @@ class Completion:
     """Response of an engine to one request."""
 
     token_ids: tuple[int, ...]
-    """Sampled tokens, at least one unless `broken_off`; the stop token, or the tokens of the text that ended the
-    response, are included."""
+    """Sampled tokens. At least one token unless `broken_off`. The stop token or the tokens of the stop text are
+    included."""
     logprobs: tuple[float, ...]
-    """Log-probabilities in nats, of the temperature-scaled distribution that was sampled."""
+    """Log-probabilities in nats under the temperature-scaled distribution that was sampled."""
     truncated: bool
-    """Whether the request's limit of tokens ended the response, neither a stop token nor a text. Of an episode: whether
-    it ended the last turn."""
+    """Whether the token limit of the request ended the response, rather than a stop token or a stop text. For an
+    episode, the value describes the last turn."""
     weight_version: int
     routing: Tensor | None = field(default=None, compare=False)
-    """Experts of each token of prompt and response, (T - 1, L, K) on the CPU, where the request asked for them; see
-    `RoutingShape`."""
+    """Experts of each token of prompt and response, (T - 1, L, K) on the CPU, if requested. See `RoutingShape`."""
     episode: Episode | None = field(default=None, compare=False)
-    """Not None: the tokens are those of all turns of an episode, with what the environment said between them, whose
-    log-probabilities are 0. No engine sets it."""
+    """Episode, or None. If set, the tokens are those of all turns and of the replies of the environment, whose
+    log-probabilities are 0. Engines never set this field."""
     broken_off: bool = False
-    """Whether the response was given up before its end, as `InFlightEngine.abort` does. It has the tokens that were
-    made by then, possibly none."""
+    """Whether the response was interrupted, for example by `InFlightEngine.abort`. The completion then contains the
+    tokens generated so far, possibly none."""
     stretches: tuple[tuple[int, int], ...] = ()
-    """Weight version and number of tokens of each stretch, in order, where several versions made the tokens;
-    `weight_version` is then the oldest. Only a `HoldingEngine` sets it."""
+    """Weight version and number of tokens of each stretch, in order, if several weight versions made the tokens.
+    `weight_version` is then the oldest version. Only a `HoldingEngine` sets this field."""
 
 
 @dataclass(frozen=True)
 class CacheUse:
-    """Tokens of prompts that a server was asked for, and how many of them its prefix cache held."""
+    """Number of prompt tokens sent to a server, and the number of these tokens found in its prefix cache."""
 
     prompt_tokens: int = 0
     cached_tokens: int = 0
-    """Prompt tokens whose keys and values the server did not have to compute."""
+    """Prompt tokens with cached keys and values."""
 
     def __add__(self, other: CacheUse) -> CacheUse:
         return CacheUse(self.prompt_tokens + other.prompt_tokens, self.cached_tokens + other.cached_tokens)
@@ -123,14 +123,14 @@ class CacheUse:
 
 
 class Engine(Protocol):
-    """A generation engine: token ids in, token ids and log-probabilities out."""
+    """A generation engine. The input is token ids, the output is token ids and log-probabilities."""
 
     on_tokens: Callable[[], None]
-    """Callback, called from any thread whenever tokens are known to have been made; does nothing until it is set."""
+    """Callback for generated tokens. The engine may call it from any thread. The default has no effect."""
 
     @property
     def version(self) -> int:
-        """Version of the engine's weights; 0 before the first update."""
+        """Version of the engine's weights. The version is 0 before the first update."""
 
     def generate(
         self,
@@ -138,27 +138,29 @@ class Engine(Protocol):
         params: SamplingParams,
         done: MutableMapping[int, Completion] | None = None,
     ) -> list[Completion]:
-        """Complete every request, in order. Every rank calls it, also one without requests.
+        """Complete all requests and return the completions in order. All ranks call this method, including ranks
+        without requests.
 
-        Raises RuntimeError without a complete set of weights, and Interrupted on every rank, within seconds,
-        where the run is asked to stop; `done` may then have what is complete, by the number of its request.
+        Raises RuntimeError if the weights are incomplete. Raises Interrupted on every rank, within seconds, if the
+        run is interrupted. `done` may then contain the finished completions, by request number.
         """
 
     def update_weights(self, named_tensors: WeightStream, version: int) -> None:
-        """Take a whole set of weights by Hugging Face names; a collective of the world.
+        """Load a complete set of weights by Hugging Face names. This is a collective of the world.
 
-        Iterating over the stream gives every tensor to every rank; its `to` gives tensors only to the ranks that want
-        them. Every rank must consume it to its end, whatever happens. Every parameter must arrive exactly once
-        in its shape; otherwise an error names the tensors and `generate` refuses until a whole set arrived.
+        Iterating over the stream yields every tensor on every rank. The `to` method of the stream sends tensors only
+        to the ranks that need them. Every rank must consume the stream to the end, even after an error. Each
+        parameter must arrive exactly once and with the correct shape. Otherwise an error lists the tensors, and
+        `generate` raises until a complete set has arrived.
         """
 
     def close(self) -> None:
-        """Release everything."""
+        """Release all resources."""
 
 
 class EngineFactory(Protocol):
-    """Callable that makes this rank's engine: a class or function that `rollout.engine` names by its import path, or
-    one of ours."""
+    """Callable that creates the engine of this rank. `rollout.engine` names a built-in factory, or the import path of
+    a class or function."""
 
     def __call__(
         self,
@@ -170,141 +172,152 @@ class EngineFactory(Protocol):
         stop: Stop,
         **options: Any,
     ) -> Engine:
-        """Make this rank's engine; a collective of the world, once the models of the run are built.
+        """Create the engine of this rank. This is a collective of the world, called after the models are built.
 
         Args:
-            config: all settings of the run.
-            folder: config.json and tokenizer of the actor's model; weights come by `update_weights` alone.
-            stop_token_ids: tokens that end a response, for engines that need them before the first `SamplingParams`.
-            runtime: this rank and its device, which the trainer uses too.
-            stop: `generate` looks at `stop.asked` from time to time, and calls `stop.check()` when it gives up.
-            options: `rollout.engine_options`.
+            config: All settings of the run.
+            folder: Folder with config.json and the tokenizer of the actor. Weights arrive only through
+                `update_weights`.
+            stop_token_ids: Tokens that end a response, for engines that need the ids before the first
+                `SamplingParams`.
+            runtime: Rank and device, shared with the trainer.
+            stop: Stop request of the run. `generate` polls `stop.asked` and calls `stop.check()` before it returns
+                early.
+            options: The setting `rollout.engine_options`.
 
-        Raises ValueError for what a user can fix.
+        Raises ValueError for an error that the user can fix.
         """
 
 
 @runtime_checkable
 class RoutingEngine(Protocol):
-    """An engine that says which experts of a mixture-of-experts model computed each token."""
+    """An engine that reports the experts of each token of a mixture-of-experts model."""
 
     returns_routing: bool
-    """Whether answers have `routing` where `SamplingParams.routing` asks for it."""
+    """Whether answers contain `routing` if `SamplingParams.routing` is set."""
 
 
 @runtime_checkable
 class AheadEngine(Protocol):
-    """An engine that can generate while the trainer computes, which `rollout.ahead: 1` needs."""
+    """An engine that can generate during the update. `rollout.ahead: 1` requires this protocol."""
 
     def submit(self, requests: Sequence[GenerateRequest], params: SamplingParams) -> PendingCompletions:
-        """Begin to complete requests and return at once."""
+        """Start the requests and return immediately."""
 
     def collect(self, pending: PendingCompletions, *, weights_changed: bool = False) -> list[Completion]:
-        """Wait for the answers to `pending` and return them in order; every rank calls it. Raises Interrupted as
-        `generate` does.
+        """Wait for the answers to `pending` and return the answers in order. All ranks call this method. Raises
+        Interrupted as `generate` does.
 
-        `weights_changed`: the stream of the last update has newer weights than the engine. They are used if weights
-        have to be sent to the engine again.
+        `weights_changed` indicates that the stream of the last update has newer weights than the engine. The engine
+        then loads the newer weights if a server needs weights again.
         """
 
 
 @runtime_checkable
 class InFlightEngine(Protocol):
-    """An engine that takes requests at any time and can return unfinished responses, which `rollout.ahead` of 2 or more
-    needs."""
+    """An engine that accepts requests at any time and can return unfinished responses. `rollout.ahead` of 2 or more
+    requires this protocol."""
 
     def send(self, requests: Mapping[int, GenerateRequest], params: SamplingParams) -> None:
-        """Begin to complete requests and return at once; not a collective. The numbers are this rank's own, and none of
-        them may be under way."""
+        """Start the requests and return immediately. This method is not a collective. Request numbers are local to
+        the rank and must not be in flight already."""
 
     def finished(self, wait_seconds: float) -> dict[int, Completion]:
-        """This rank's answers that were not returned before, by number; every rank calls it. Without any it waits for
-        at most `wait_seconds`. Requests that were given up because a server is started again are among them as
-        `broken_off`. Raises Interrupted as `generate` does."""
+        """Return the new answers of this rank by request number. All ranks call this method.
+
+        If there are no new answers, the method waits for at most `wait_seconds`. Requests interrupted by the restart
+        of a server are returned as `broken_off`. Raises Interrupted as `generate` does.
+        """
 
     def abort(self) -> dict[int, Completion]:
-        """Break off all requests under way; every rank calls it. It never raises Interrupted, as a run that stops calls
-        it too. Returns answers as `finished` does, without waiting; a request that is not among them has no tokens."""
+        """Interrupt all requests in flight. All ranks call this method.
+
+        The method never raises Interrupted, because a stopping run calls it too. Returns answers as `finished` does,
+        without waiting. A request without an answer has no tokens.
+        """
 
 
 @runtime_checkable
 class HoldingEngine(InFlightEngine, Protocol):
-    """An engine that may keep unfinished requests while its weights change."""
+    """An engine that can keep unfinished requests during a weight update."""
 
     @property
     def holds(self) -> bool:
-        """Whether the engine keeps unfinished requests in a weight update. Answers then have `stretches` where several
-        versions made their tokens."""
+        """Whether the engine keeps unfinished requests during a weight update. Answers then have `stretches` if
+        several weight versions made their tokens."""
 
     def hold(self) -> None:
-        """Make no tokens until the next `update_weights` has brought new weights; every rank calls it."""
+        """Pause generation until the next `update_weights` has loaded new weights. All ranks call this method."""
 
 
 class RequestStream(Protocol):
-    """Takes requests one at a time and has each answered as soon as possible."""
+    """A stream of requests. Each request is answered as soon as possible."""
 
     def send(self, number: int, request: GenerateRequest) -> None:
-        """Ask for an answer, which comes to `TurnDriver.answered` under this number."""
+        """Send a request. `TurnDriver.answered` receives the answer under the same number."""
 
     @property
     def is_over(self) -> bool:
-        """Whether no server is left that could answer."""
+        """Whether no server remains to answer."""
 
 
 class Listener(Protocol):
     """Receiver of the answers of a `RequestStream`."""
 
     def answered(self, number: int, completion: Completion) -> None:
-        """Take an answer; called from any thread."""
+        """Process an answer. May be called from any thread."""
 
 
 class TurnDriver(Listener, Protocol):
-    """Sends the turns of a rank's episodes one after the other, each once the answer to the one before is there."""
+    """Driver of the episodes of a rank. Sends each turn after the answer to the previous turn."""
 
     def drive(self, stream: RequestStream) -> int:
-        """Send the requests that wait and those that follow from answers, until none is left, the stream is over or the
-        run is asked to stop. Returns the number of episodes that may still send requests."""
+        """Send pending requests and their follow-up requests. The loop ends if no request is left, if the stream is
+        over, or if the run must stop. Returns the number of episodes that may still send requests."""
 
 
 @runtime_checkable
 class InFlightConversingEngine(InFlightEngine, Protocol):
-    """An in-flight engine that answers turns of episodes, which continue between two calls of the trainer."""
+    """An in-flight engine for the turns of episodes. Episodes continue between two calls of the trainer."""
 
     def listen(self, listener: Listener) -> None:
-        """Deliver answers to the listener as soon as they exist, from now on. `finished` and `abort` then return only
-        requests that were given up, and `send` may be called from any thread. Not a collective."""
+        """Deliver future answers to the listener as soon as they are complete. This method is not a collective.
+
+        `finished` and `abort` then return only interrupted requests, and `send` may be called from any thread.
+        """
 
 
 @runtime_checkable
 class ConversingEngine(Protocol):
-    """An engine that answers each request as soon as it can while others arrive, so that no episode waits for the turn
-    of another."""
+    """An engine that answers each request as soon as possible while other requests arrive. No episode waits for a
+    turn of another episode."""
 
     def converse(self, driver: TurnDriver, params: SamplingParams) -> None:
-        """Answer the driver's requests until it has none left; every rank calls it. Raises as `generate` does."""
+        """Answer all requests of the driver. All ranks call this method. Raises the exceptions of `generate`."""
 
 
 @runtime_checkable
 class ConversingAheadEngine(ConversingEngine, Protocol):
-    """A conversing engine that generates while the trainer computes, which `rollout.ahead: 1` needs where an
-    environment plays episodes."""
+    """A conversing engine that generates during the update. `rollout.ahead: 1` requires this protocol if an
+    environment runs the episodes."""
 
     def open_stream(self, driver: TurnDriver, params: SamplingParams) -> RequestStream:
-        """Begin to answer the requests of a stream and return at once; not a collective."""
+        """Start to answer the requests of a stream and return immediately. This method is not a collective."""
 
     def finish_stream(
         self, driver: TurnDriver, stream: RequestStream, params: SamplingParams, *, weights_changed: bool = False
     ) -> None:
-        """Answer the remaining requests of a stream, as `ConversingEngine.converse`; every rank calls it.
-        `weights_changed` as in `AheadEngine.collect`."""
+        """Answer the remaining requests of a stream, as in `ConversingEngine.converse`. All ranks call this method.
+        See `AheadEngine.collect` for `weights_changed`."""
 
 
 @runtime_checkable
 class CachingEngine(Protocol):
-    """An engine with a prefix cache: it keeps keys and values of prompts for later ones that begin alike."""
+    """An engine with a prefix cache, which stores the keys and values of prompts for later prompts with the same
+    prefix."""
 
     cache_use: Mapping[int, CacheUse]
-    """Cache use of this rank's requests over the run, by server; all ranks have the same servers as keys."""
+    """Cache use of the requests of this rank over the run, by server. All ranks have the same keys."""
 
 
 @runtime_checkable
@@ -312,7 +325,7 @@ class TimedEngine(Protocol):
     """An engine that reports the transfer time of a weight update separately."""
 
     transfer_seconds: float
-    """Seconds that this rank spent in its last transfer of all weights (a single attempt)."""
+    """Seconds of the last transfer of all weights on this rank. Includes a single attempt."""
 
 
 @runtime_checkable
@@ -320,23 +333,23 @@ class SleepingEngine(Protocol):
     """An engine that can release its memory between rollouts."""
 
     def sleep(self) -> None:
-        """Release the device's memory until the next update; the weights may be lost."""
+        """Release the device memory until the next update. The weights may be lost."""
 
 
 @runtime_checkable
 class ServedEngine(SleepingEngine, Protocol):
-    """An engine in separate processes, which can fail. After every update it answers a probe, which shows that it holds
-    the weights that were sent."""
+    """An engine in separate processes, which can fail. After each update the engine answers a probe, which verifies
+    the weights of the servers."""
 
     restarts: int
-    """Number of restarts of servers over the run."""
+    """Number of server restarts over the run."""
 
     def sync_phases(self) -> dict[str, float]:
-        """Seconds of the last weight update on this rank by phase, summed over all attempts."""
+        """Return the seconds of each phase of the last weight update on this rank, summed over all attempts."""
 
     def probe(self, request: GenerateRequest, params: SamplingParams) -> dict[int, Completion]:
-        """Answers of the servers that this rank looks after, by the servers' numbers; every rank calls it."""
+        """Return the answers of the servers of this rank by server number. All ranks call this method."""
 
     def judge(self, gaps: Mapping[int, float], tolerance_nats: float) -> float:
-        """The largest gap in nats over all ranks' servers; every rank calls it. Raises where one exceeds the
-        tolerance."""
+        """Return the largest gap in nats over the servers of all ranks. All ranks call this method. Raises if a gap
+        exceeds the tolerance."""

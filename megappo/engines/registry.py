@@ -1,4 +1,4 @@
-"""Finds the engine that `rollout.engine` names: one of ours by its name, or the user's by an import path."""
+"""Find the engine of `rollout.engine`, which is the name of a built-in engine or an import path."""
 
 from __future__ import annotations
 
@@ -18,15 +18,16 @@ from megappo.runtime.sglang_cpu import require_sglang
 _NEEDED = ("generate", "update_weights", "close")
 _NEEDED_AHEAD = ("submit", "collect")
 _NEEDED_TALKING_AHEAD = ("converse", "open_stream", "finish_stream")
-"""Methods that `rollout.ahead: 1` needs where an environment plays episodes."""
+"""Methods that `rollout.ahead: 1` requires if an environment runs the episodes."""
 _NEEDED_IN_FLIGHT = ("send", "finished", "abort")
 
 
 def find_engine(settings: RolloutSettings) -> EngineFactory:
-    """The factory of the engine that `settings`, completed by `resolve`, ask for.
+    """Return the factory of the engine that the resolved settings select.
 
-    Raises ValueError for what cannot be imported, cannot be called as `EngineFactory` says, or is a class without the
-    methods of an engine, and RunError without an SGLang that runs here, or the GPUs that its servers need.
+    Raises ValueError if the import fails, if the signature does not match `EngineFactory`, or if a class lacks the
+    methods of an engine. Raises RunError if SGLang cannot run on this machine, or if the ranks cannot see the GPUs
+    that the servers need.
     """
     assert settings.engine is not None, "the settings were not resolved"
     if settings.load_from is not None:
@@ -48,8 +49,10 @@ def find_engine(settings: RolloutSettings) -> EngineFactory:
 def make_engine(
     factory: EngineFactory, config: Config, folder: Path, stop_token_ids: tuple[int, ...], runtime: Runtime, stop: Stop
 ) -> Engine:
-    """Make the engine of a run by the factory that `find_engine` has found; a collective of the world. Raises as the
-    factory does, and ValueError for an engine without the methods that the settings need."""
+    """Create the engine of a run with the factory from `find_engine`. This is a collective of the world.
+
+    Raises the exceptions of the factory, and ValueError if the engine lacks methods that the settings require.
+    """
     options = {} if config.rollout.load_from is not None else config.rollout.engine_options
     engine = factory(config=config, folder=folder, stop_token_ids=stop_token_ids, runtime=runtime, stop=stop, **options)
     _check_methods(engine, config.rollout)
@@ -57,12 +60,12 @@ def make_engine(
 
 
 def _check_methods(engine: object, settings: RolloutSettings) -> None:
-    """Raise ValueError where an engine, or the class of one, lacks methods that the settings need."""
+    """Raise ValueError if an engine or an engine class lacks methods that the settings require."""
     lacking = [name for name in _NEEDED if not callable(getattr(engine, name, None))]
     if lacking:
         raise ValueError(
-            f"rollout.engine '{settings.engine}' has no {', '.join(lacking)}; give it what "
-            "megappo.engines.protocol.Engine says"
+            f"rollout.engine '{settings.engine}' has no {', '.join(lacking)}; implement the methods of "
+            "megappo.engines.protocol.Engine"
         )
     needed = _NEEDED_IN_FLIGHT if settings.in_flight else _NEEDED_AHEAD if settings.ahead else ()
     if settings.ahead and settings.episodes is not None:
@@ -70,6 +73,6 @@ def _check_methods(engine: object, settings: RolloutSettings) -> None:
     needed = () if settings.replays_arrivals or settings.load_from is not None else needed
     if not all(callable(getattr(engine, name, None)) for name in needed):
         raise ValueError(
-            f"rollout.ahead is {settings.ahead}, but rollout.engine '{settings.engine}' has no {' and '.join(needed)} "
-            "to generate with meanwhile; add them, or set rollout.ahead to 0"
+            f"rollout.ahead is {settings.ahead}, but rollout.engine '{settings.engine}' has no "
+            f"{' and '.join(needed)} to generate during the update; add the methods, or set rollout.ahead to 0"
         )

@@ -1,7 +1,8 @@
-"""Texts that end a response (`rollout.stop`), in every engine alike: a response ends where its text first contains one.
+"""Stop texts of responses (`rollout.stop`), for all engines. A response ends at the first occurrence of a stop text.
 
-The tokens of that text stay in the response, in what rewards read and in what is trained on, as stop tokens do: what
-was sampled is what counts. A text may begin and end within tokens; the token that completes it is the last, whole.
+The tokens of the stop text remain in the response, as stop tokens do. Rewards and training include them, because the
+policy sampled them. A stop text may begin and end inside tokens. The token that completes the text is the last token
+of the response, and is never split.
 """
 
 from __future__ import annotations
@@ -20,24 +21,25 @@ if TYPE_CHECKING:
     from megappo.engines.protocol import Completion, SamplingParams
 
 _FURTHER_TOKENS = 8
-"""Tokens that are looked at beyond one for each byte of the longest text: some tokens have no text of their own."""
+"""Extra tokens to decode in addition to one token per byte of the longest text. Some tokens decode to an empty text."""
 
 
 @dataclass(frozen=True)
 class StopTexts:
-    """Stop texts, and the tokenizer that turns tokens into text."""
+    """The stop texts and the tokenizer that decodes tokens."""
 
     texts: tuple[str, ...]
     tokenizer: PreTrainedTokenizerBase = field(compare=False, repr=False)
 
     def end(self, token_ids: Sequence[int]) -> int | None:
-        """Number of a response's tokens up to where its text first contains one of the texts; None: it never does."""
+        """Return the number of tokens until the first stop text is complete, or None if the response contains no stop
+        text."""
         if not self._stand_in(token_ids):
             return None
         return bisect_left(range(len(token_ids)), True, key=lambda n: self._stand_in(token_ids[: n + 1])) + 1
 
     def ends_now(self, token_ids: Sequence[int]) -> bool:
-        """Whether the newest of these tokens may have completed a stop text; for an engine that checks after every
+        """Return whether the last token may have completed a stop text. An engine calls this method after each
         token."""
         tail = max(len(text.encode()) for text in self.texts) + _FURTHER_TOKENS
         return self._stand_in(token_ids[-tail:])
@@ -48,6 +50,6 @@ class StopTexts:
 
 
 def stopped(answer: Completion, params: SamplingParams) -> Completion:
-    """The answer cut after the first of `params.stop_texts`; tokens that the engine made beyond it are dropped."""
+    """Cut the answer after the first of `params.stop_texts` and drop the later tokens."""
     end = None if params.stop_texts is None else params.stop_texts.end(answer.token_ids)
     return answer if end is None else cut(answer, end, truncated=False)

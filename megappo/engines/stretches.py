@@ -1,4 +1,4 @@
-"""Continues answers that were broken off, under other weights, and joins the stretches of each version."""
+"""Continue interrupted answers under newer weights, and join the stretches of all weight versions."""
 
 from __future__ import annotations
 
@@ -11,15 +11,18 @@ from megappo.runtime.seeds import derived_seed
 
 
 def _seed_of_rest(seed: int, tokens: int) -> int:
-    """Seed of 63 bits for the rest of an answer that has `tokens` tokens."""
+    """Return the 63-bit seed for the remainder of an answer that has `tokens` tokens."""
     return derived_seed(seed, "after", tokens)
 
 
 def continued(
     request: GenerateRequest, partial: Completion | None, most_tokens: int, least_tokens: int = 0
 ) -> GenerateRequest:
-    """The request for the rest of an answer that was broken off. Its seed differs, as engines may count the positions
-    of a response from its own beginning."""
+    """Return the request for the remainder of an interrupted answer.
+
+    The seed differs from the seed of the first request, because engines may count positions from the start of each
+    request.
+    """
     if partial is None:
         return request
     return replace(
@@ -32,7 +35,7 @@ def continued(
 
 
 def joined(earlier: Completion | None, later: Completion) -> Completion:
-    """An answer and its continuation as one answer."""
+    """Join an answer and its continuation into one answer."""
     if earlier is None:
         return later
     if not later.token_ids:
@@ -48,7 +51,7 @@ def joined(earlier: Completion | None, later: Completion) -> Completion:
 
 
 def ended(answer: Completion, stop_token_ids: Collection[int], most_tokens: int) -> Completion:
-    """Mark an answer as whole that was broken off after its last token."""
+    """Mark an interrupted answer as complete if the last token is a stop token or reaches the limit."""
     if not answer.broken_off or not answer.token_ids:
         return answer
     stopped = answer.token_ids[-1] in stop_token_ids
@@ -58,7 +61,8 @@ def ended(answer: Completion, stop_token_ids: Collection[int], most_tokens: int)
 
 
 def cut(answer: Completion, tokens: int, *, truncated: bool) -> Completion:
-    """The first `tokens` tokens of an answer as a whole one; at least one, and at most as many as it has."""
+    """Return the first `tokens` tokens as a complete answer. `tokens` is at least 1 and at most the length of the
+    answer."""
     routing, stretches = answer.routing, stretches_in(token_versions(answer)[:tokens])
     return replace(
         answer,
@@ -73,15 +77,15 @@ def cut(answer: Completion, tokens: int, *, truncated: bool) -> Completion:
 
 
 def token_versions(answer: Completion) -> list[int]:
-    """The weight version of each token."""
+    """Return the weight version of each token."""
     return [version for version, tokens in stretches_of(answer) for _ in range(tokens)]
 
 
 def stretches_of(answer: Completion) -> tuple[tuple[int, int], ...]:
-    """Weight version and number of tokens of each stretch."""
+    """Return the weight version and the number of tokens of each stretch."""
     return answer.stretches or ((answer.weight_version, len(answer.token_ids)),)
 
 
 def stretches_in(versions: Iterable[int]) -> tuple[tuple[int, int], ...]:
-    """Weight version and number of tokens of each stretch, from the version of each token."""
+    """Return the weight version and the number of tokens of each stretch, given the version of each token."""
     return tuple((version, len(list(alike))) for version, alike in groupby(versions))

@@ -1,7 +1,7 @@
-"""The embedded engine: transformers' `generate` in the trainer's own process, on every rank.
+"""The embedded engine, which runs transformers' `generate` in the process of the trainer on every rank.
 
-Shape legend: B sequences of a batch, T tokens of the longest, V vocabulary, S new tokens; L layers, K experts for each
-token.
+Shape legend: B sequences of a batch, T tokens of the longest sequence, V vocabulary, S new tokens, L layers, K
+experts per token.
 """
 
 from __future__ import annotations
@@ -41,14 +41,15 @@ from megappo_kernels.gemm import takes_grouped
 
 
 class _AskedToStop(Exception):
-    """Raised between two tokens to leave `generate` when the run is asked to stop."""
+    """Raised between two tokens to leave `generate` when the run must stop."""
 
 
 class _Sampler(LogitsProcessor):
     """A logits processor that samples the tokens itself and returns one-hot scores to `generate`.
 
-    One uniform number per sequence and position, drawn from the sequence's own seed, inverts the cumulative
-    distribution: a response does not depend on its batch, and the log-probability is recorded where it is used.
+    Each sequence and position has one uniform number, drawn from the seed of the sequence. The number inverts the
+    cumulative distribution. A response therefore does not depend on its batch. The log-probability is recorded during
+    sampling.
     """
 
     def __init__(
@@ -71,7 +72,7 @@ class _Sampler(LogitsProcessor):
         self._on_tokens()
         if self._stop.asked:
             raise _AskedToStop
-        # In place, as `generate` passes a float32 copy of its own: every pass over (B, V) costs time.
+        # Operate in place, because `generate` passes a float32 copy. Each pass over (B, V) costs time.
         shifted_BV = scores.float().div_(self._params.temperature)
         not_yet = [b for b, least in enumerate(self._least) if len(self.tokens) < least]
         for token in self._params.stop_token_ids if not_yet else ():
@@ -83,11 +84,13 @@ class _Sampler(LogitsProcessor):
             choice_B1 = shifted_BV.argmax(-1, keepdim=True)
         else:
             cumulative_BV = exp_BV.cumsum_(-1)
-            # Below the total even where rounding would reach it, so that no token of probability 0 is chosen.
+            # Stay below the total even if rounding would reach the total, so that no token of probability 0 is
+            # chosen.
             total_B1 = cumulative_BV[:, -1:]
             wanted_B1 = self._uniforms_BS[:, len(self.tokens), None] * total_B1
             wanted_B1 = torch.minimum(wanted_B1, torch.nextafter(total_B1, torch.zeros_like(total_B1)))
-            # Where scores are nan nothing is found; `check_answers` reports the log-probability, which is nan too.
+            # With nan scores the search finds no token. `check_answers` reports the log-probability, which is nan
+            # too.
             choice_B1 = torch.searchsorted(cumulative_BV, wanted_B1, right=True).clamp_(max=scores.shape[-1] - 1)
         self.tokens.append(choice_B1[:, 0])
         self.logprobs.append((shifted_BV.gather(1, choice_B1) - sum_B1.log())[:, 0])
@@ -95,7 +98,8 @@ class _Sampler(LogitsProcessor):
 
 
 class _Stopper(StoppingCriteria):
-    """Stops sequences of a batch that a text has ended, checked after each token; `stopped` later cuts them exactly."""
+    """Stop sequences that contain a stop text. The check runs after each token. `stopped` later cuts the responses
+    exactly."""
 
     def __init__(self, texts: StopTexts, prompt_tokens: int) -> None:
         self._texts, self._prompt_tokens = texts, prompt_tokens
@@ -106,8 +110,8 @@ class _Stopper(StoppingCriteria):
 
 
 def _destinations(model: nn.Module, arch: ArchitectureConfig) -> dict[str, Tensor]:
-    """The memory of each tensor of the weight stream in the model. transformers may keep the experts of a layer in
-    common parameters, and name parameters differently from the files."""
+    """Return the memory of each tensor of the weight stream in the model. transformers may pack the experts of a
+    layer into one parameter, and may use other parameter names than the checkpoint files."""
     held = {name: parameter.data for name, parameter in model.named_parameters()}
     of_map = {name for parameter in model_parameters(arch, experts=()) for name in parameter.hf}
     held |= {name: buffer for name, buffer in model.named_buffers() if name in of_map}
@@ -126,8 +130,8 @@ def _destinations(model: nn.Module, arch: ArchitectureConfig) -> dict[str, Tenso
 def _noted_experts(
     model: nn.Module, arch: ArchitectureConfig, shape: RoutingShape | None
 ) -> Iterator[list[list[Tensor]]]:
-    """Record the experts that each layer's router chooses in the context, call by call: (tokens, K). Records nothing
-    without `shape`."""
+    """Record the experts that the router of each layer selects in the context, per call, with shape (tokens, K).
+    Records nothing if `shape` is None."""
     noted: list[list[Tensor]] = []
     held = {name for name, _ in model.named_parameters()}
     with ExitStack() as hooks:
@@ -143,7 +147,7 @@ def _noted_experts(
 def _note(
     noted: list[Tensor], _router: nn.Module, _inputs: tuple[Tensor, ...], output: tuple[Tensor, Tensor, Tensor]
 ) -> None:
-    """Record the third output of transformers' routers: logits, weights, experts."""
+    """Record the third output of the router. transformers' routers return logits, weights and experts."""
     noted.append(output[2])
 
 
@@ -153,8 +157,8 @@ def _with_routing(
     noted: list[list[Tensor]],
     shape: RoutingShape,
 ) -> list[Completion]:
-    """Answers with the experts of their tokens. Prompts went through the model in one call, padded on the left, then
-    one new token after the other; the last token is not computed. Layers without experts come first."""
+    """Add the experts of each token to the answers. The model processes the prompts in one call, padded on the left,
+    and then one new token per call. The last token is not computed. Layers without experts come first."""
     of_layers = [torch.cat([x.unflatten(0, (len(requests), -1)) for x in calls], dim=1) for calls in noted]
     chosen_BTLK = torch.stack(of_layers, dim=2).to("cpu", shape.dtype)
     nobodys_TLK = shape.unknown(chosen_BTLK.shape[1], shape.layers - len(noted))
@@ -167,7 +171,7 @@ def _with_routing(
 
 
 class TransformersEngine:
-    """An `Engine` on transformers' `generate`. Weights come from the weight stream only."""
+    """An `Engine` on transformers' `generate`. Weights arrive only through the weight stream."""
 
     def __init__(
         self,
@@ -181,7 +185,7 @@ class TransformersEngine:
         stop: Stop | None = None,
     ) -> None:
         self._arch, self._weights = arch, Movable() if sleeps else None
-        # torch's attention does not support sinks or caps of scores, and transformers would silently ignore a cap.
+        # torch's attention supports neither sinks nor score caps. transformers would silently ignore a cap.
         attention = "eager" if arch.extensions.attends_by_products else "sdpa"
         grouped = not arch.experts or takes_grouped(dtype, arch.hidden_size, arch.ffn_hidden_size)
         experts = {} if grouped else {"experts_implementation": "eager"}  # transformers does not check the widths
@@ -189,7 +193,7 @@ class TransformersEngine:
             arch.hf_config, dtype=dtype, attn_implementation=attention, trust_remote_code=trust_remote_code, **experts
         )
         self._model.to(device).eval().requires_grad_(False)
-        # Every call gives all its settings; the folder's defaults (top_k, penalties) must not interfere.
+        # Every call passes all settings. The defaults of the folder (top_k, penalties) must not interfere.
         self._model.generation_config = type(self._model.generation_config)()
         self._device, self._batch_sequences = device, generate_batch_sequences
         self.on_tokens: Callable[[], None] = lambda: None
@@ -199,13 +203,13 @@ class TransformersEngine:
         self.returns_routing = arch.experts > 0
 
     def sleep(self) -> None:
-        """See `SleepingEngine.sleep`; the next update brings all weights."""
+        """See `SleepingEngine.sleep`. The next update loads all weights."""
         if self._weights is not None:
             self._complete = False
             self._weights.leave(self._model.parameters())
 
     def update_weights(self, named_tensors: Iterable[tuple[str, Tensor]], version: int) -> None:
-        """See `Engine.update_weights`; tied output weights need not arrive."""
+        """See `Engine.update_weights`. Tied output weights are optional."""
         self._complete = False
         if self._weights is not None:
             self._weights.come_back()
@@ -217,16 +221,17 @@ class TransformersEngine:
             if parameter is None:
                 problems.append(f"'{name}' is unknown")
             elif name not in missing:
-                problems.append(f"'{name}' came twice")
+                problems.append(f"'{name}' arrived twice")
             elif parameter.shape != tensor.shape:
                 problems.append(f"'{name}' has shape {tuple(tensor.shape)}, not {tuple(parameter.shape)}")
             else:
                 parameter.copy_(tensor)
                 missing.discard(name)
-        problems += [f"'{name}' did not come" for name in sorted(missing)]
+        problems += [f"'{name}' did not arrive" for name in sorted(missing)]
         if problems:
             raise ValueError(
-                f"weight update {version} is not a whole set: {first_of(problems, 5, '; ')}; send every parameter once"
+                f"weight update {version} is not a complete set: {first_of(problems, 5, '; ')}; "
+                "send every parameter once"
             )
         self.version, self._complete = version, True
 
@@ -236,9 +241,9 @@ class TransformersEngine:
         params: SamplingParams,
         done: MutableMapping[int, Completion] | None = None,
     ) -> list[Completion]:
-        """See `Engine.generate`; sequences of similar length are batched together."""
+        """See `Engine.generate`. Sequences of similar length share a batch."""
         if not self._complete:
-            raise RuntimeError("the engine is without a whole set of weights; update them first")
+            raise RuntimeError("the engine has no complete set of weights; call update_weights first")
         check_requests(requests, self._arch.vocab_size)
         order = sorted(range(len(requests)), key=lambda i: len(requests[i].token_ids))
         completions = done if done is not None else {}
@@ -251,7 +256,7 @@ class TransformersEngine:
                 break
             PROGRESS.add(SAMPLES, len(batch), tokens=sum(len(answer.token_ids) for answer in answers))
             completions.update(zip(batch, answers, strict=True))
-        self._stop.check()  # raises on every rank where one of them has left the loop
+        self._stop.check()  # raises on every rank if one rank has left the loop
         return [completions[i] for i in range(len(requests))]
 
     @torch.inference_mode()
@@ -286,7 +291,7 @@ class TransformersEngine:
         return [stopped(completion, params) for completion in completions]
 
     def _cut(self, tokens: list[int], logprobs: list[float], params: SamplingParams) -> Completion:
-        """Cut a response after its first stop token; what the batch generated beyond it is dropped."""
+        """Cut a response after its first stop token and drop the later tokens of the batch."""
         stop = next((i for i, token in enumerate(tokens) if token in params.stop_token_ids), None)
         length = len(tokens) if stop is None else stop + 1
         return Completion(tuple(tokens[:length]), tuple(logprobs[:length]), stop is None, self.version)

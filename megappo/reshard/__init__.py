@@ -1,1 +1,1 @@
-"""Between Hugging Face's tensors and Megatron's shards."""
+"""Conversion between Hugging Face tensors and Megatron shards."""

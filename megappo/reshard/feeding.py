@@ -1,8 +1,9 @@
-"""Chooses the ranks that feed a run's servers with weights, and what each of them gives.
+"""Select the ranks that feed the servers of a run, and the weights that each rank sends.
 
-A colocated server stands on the devices of as many trainer ranks as it has ranks, and each of these gives the server's
-rank on its device what that rank holds. A disaggregated one is fed by a rank of every pipeline stage of the actor, each
-of which broadcasts the tensors of its stage; different servers are fed by different ranks of a stage.
+A colocated server uses the devices of as many trainer ranks as the server has ranks. Each of these trainer ranks
+sends the weights of the server rank on its device. A disaggregated server is fed by one rank of each pipeline stage
+of the actor. Each of these ranks broadcasts the tensors of its stage. Different servers are fed by different ranks of
+a stage.
 """
 
 from __future__ import annotations
@@ -26,12 +27,12 @@ class Feeding:
     colocated: bool
     on_cuda: bool
     sliced: bool = False
-    """Whether each rank of a colocated server is given its own slices; otherwise all of them get whole tensors."""
+    """Whether each rank of a colocated server receives only its slices. Otherwise all ranks receive whole tensors."""
     anywhere: bool = False
-    """Whether servers are reached from every machine. Own disaggregated servers are not: they stand on the first
-    machine and listen there."""
+    """Whether servers are reachable from every machine. Disaggregated servers of the run are not, because these
+    servers run and listen on the first machine."""
     nodes: int = 1
-    """Number of machines of each server, which divide its ranks."""
+    """Number of machines of each server. The number divides the ranks of a server."""
 
     @property
     def shares_memory(self) -> bool:
@@ -39,12 +40,12 @@ class Feeding:
         return self.colocated and not self.on_cuda and len(set(self.hosts)) == 1
 
     def sender(self, index: int) -> int:
-        """The rank that looks after a server: the first of those that start its parts."""
+        """Return the rank that manages a server: the first rank that starts one of its parts."""
         return self.starters(index)[0]
 
     def starters(self, index: int) -> tuple[int, ...]:
-        """The ranks that start a server, one on each of its machines. Own servers that are not spread over the
-        trainers' GPUs stand on the first machines, and on the very first is `sync_address` of the servers' settings."""
+        """Return the ranks that start a server, one on each machine of the server. Servers of the run that do not use
+        the GPUs of the trainers run on the first machines. `sync_address` is an address of the first machine."""
         if self.anywhere:
             return (index % len(self.hosts),)
         if self.on_cuda and self.colocated:
@@ -52,7 +53,7 @@ class Feeding:
         return tuple(ranks[index % len(ranks)] for ranks in self._machines[: self.nodes])
 
     def problem(self, index: int) -> str | None:
-        """Why the trainers' machines cannot hold a server of several machines; None where they can."""
+        """Return the reason why the machines of the trainers cannot run a server on several machines, or None."""
         if self.nodes == 1 or self.anywhere:
             return None
         if not (self.on_cuda and self.colocated):
@@ -63,8 +64,8 @@ class Feeding:
         if whole and len({part[0] for part in parts}) == self.nodes:
             return None
         return (
-            f"the ranks {index * self.tp} to {(index + 1) * self.tp - 1} beside it are not {self._node_ranks} on each "
-            f"of {self.nodes} machines"
+            f"the ranks {index * self.tp} to {(index + 1) * self.tp - 1} on its devices are not {self._node_ranks} "
+            f"on each of {self.nodes} machines"
         )
 
     @property
@@ -74,35 +75,36 @@ class Feeding:
     @cached_property
     def _machines(self) -> list[list[int]]:
         """The ranks of each machine."""
-        found: dict[Hashable, list[int]] = {}
+        ranks_by_host: dict[Hashable, list[int]] = {}
         for rank, host in enumerate(self.hosts):
-            found.setdefault(host, []).append(rank)
-        return list(found.values())
+            ranks_by_host.setdefault(host, []).append(rank)
+        return list(ranks_by_host.values())
 
     def feeders(self, index: int, grid: Grid) -> tuple[Receiver, ...]:
-        """The receivers that feed a server, for an actor on this grid, in the order of the server's ranks or of
-        pipeline stages."""
+        """Return the receivers that feed a server, for an actor on this grid. The order is that of the ranks of the
+        server or of the pipeline stages."""
         if not self.colocated:
             return tuple(Receiver(self._of_stage(grid, stage, index), stage=stage) for stage in range(grid.pp))
         if not self.sliced:
             return tuple(map(Receiver, self.starters(index)))
         starters = self.starters(index)
-        return tuple(Receiver(self._beside(starters, r), self.tp, r) for r in range(self.tp))
+        return tuple(Receiver(self._nearest_rank(starters, r), self.tp, r) for r in range(self.tp))
 
     def opening(self, index: int, rank: int) -> range:
-        """The ranks of a server, by their numbers, that this rank starts."""
+        """Return the ranks of a server, by number, that this rank starts."""
         starters = self.starters(index)
         first = starters.index(rank) * self._node_ranks if rank in starters else self.tp
         return range(first, min(first + self._node_ranks, self.tp))
 
-    def _beside(self, starters: Sequence[int], tensor_rank: int) -> int:
-        """The rank on whose device a server's rank stands; where nobody trains there, the rank that starts it."""
+    def _nearest_rank(self, starters: Sequence[int], tensor_rank: int) -> int:
+        """Return the rank on the device of a server rank. If no trainer uses the device, return the rank that starts
+        the part."""
         node, place = divmod(tensor_rank, self._node_ranks)
         rank = starters[node] + place
         near = rank < len(self.hosts) and self.hosts[rank] == self.hosts[starters[node]]
         return rank if near and not self.shares_memory else starters[node]
 
     def _of_stage(self, grid: Grid, stage: int, index: int) -> int:
-        """A rank of the stage that can reach the server; where none can, the sender."""
+        """Return a rank of the stage that can reach the server, or the sender if no rank can."""
         ranks = [rank for rank in grid.stage_ranks(stage) if self.anywhere or self.hosts[rank] == self.hosts[0]]
         return ranks[index % len(ranks)] if ranks else self.sender(index)

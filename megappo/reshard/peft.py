@@ -1,4 +1,4 @@
-"""Reads, draws and writes adapters as PEFT's folders have them, and merges them into whole weights."""
+"""Read, initialise and write adapters in the format of PEFT, and merge adapters into whole weights."""
 
 from __future__ import annotations
 
@@ -32,17 +32,17 @@ _WITHOUT_EFFECT = frozenset({
     "megatron_core", "runtime_config", "qalora_group_size", "init_lora_weights", "loftq_config", "eva_config",
     "corda_config", "lora_ga_config", "ensure_weight_tying",
 })  # fmt: skip
-"""Fields of PEFT 0.21's LoraConfig that are checked by themselves, or that do not change what finished adapters
-compute. A field that is not listed must be empty, so that a variant of a later PEFT is refused."""
+"""Fields of PEFT 0.21's LoraConfig that are checked separately, or that do not affect the computation of trained
+adapters. Any other field must be empty, so that variants of later PEFT versions are rejected."""
 _PLAIN_BIAS = ("none", None)
 _WITHOUT_BASE = (None, True, False, "gaussian", "orthogonal", "eva", "mica")
-"""Initialisations that keep the base weights. With every other one (PiSSA, OLoRA, CorDA, LoftQ, LoRA-GA) PEFT changes
-the base weights when it loads the folder (`LoraLayer.update_layer` of PEFT 0.21.2)."""
+"""Initialisations that do not change the base weights. With any other initialisation (PiSSA, OLoRA, CorDA, LoftQ,
+LoRA-GA), PEFT changes the base weights when it loads the folder (`LoraLayer.update_layer` of PEFT 0.21.2)."""
 
 
 class FreshAdapters:
-    """Fresh adapters: A is drawn from a seed and the tensor's name alone, with PEFT's distribution, so that every
-    layout starts from the same values; B is zero."""
+    """Fresh adapters. A is drawn from the distribution of PEFT and depends only on a seed and the name of the tensor.
+    All layouts therefore start from the same values. B is zero."""
 
     def __init__(self, arch: ArchitectureConfig, lora: LoraShape, seed: int) -> None:
         self._shapes, self._seed = adapter_tensors(arch, lora), seed
@@ -56,42 +56,43 @@ class FreshAdapters:
         return torch.empty(shape).uniform_(-bound, bound, generator=generator_of(self._seed, name))
 
     def read(self, piece: Piece) -> Tensor:
-        """The slice, in float32."""
+        """Return the slice in float32."""
         return self._whole(piece.name).narrow(piece.dim, piece.start, piece.size)
 
     def value_head(self) -> None:
-        """Return None: a new head is drawn, or comes with the critic's weights."""
+        """Return None. A new head is drawn, or is loaded with the weights of the critic."""
 
 
 class PeftSource:
     """The adapters in a PEFT folder.
 
-    Raises ValueError where these are not plain LoRA of the wanted rank, alpha and targets for this architecture.
+    Raises ValueError if the adapters are not plain LoRA with the given rank, alpha and targets for this architecture.
     """
 
     def __init__(self, folder: Path, arch: ArchitectureConfig, lora: LoraShape) -> None:
         _check_config(folder, lora)
         self._path = folder / WEIGHTS
         self._file = _opened(folder / WEIGHTS)
-        there, wanted = set(self._file.keys()), adapter_tensors(arch, lora)
-        if strange := sorted(there ^ {_PREFIX + name for name in wanted}):
-            which = f"{first_of(strange, 3)} {'is' if len(strange) == 1 else 'are'} in only one of them"
-            raise ValueError(f"{folder / WEIGHTS} holds other tensors than adapters of this model have: {which}")
-        for name, shape in wanted.items():
-            found = tuple(self._file.get_slice(_PREFIX + name).get_shape())
-            if found != shape:
+        stored_names, expected_shapes = set(self._file.keys()), adapter_tensors(arch, lora)
+        if strange := sorted(stored_names ^ {_PREFIX + name for name in expected_shapes}):
+            which = f"{first_of(strange, 3)} {'is' if len(strange) == 1 else 'are'} in only one set"
+            raise ValueError(f"the tensors in {folder / WEIGHTS} differ from the adapters of this model: {which}")
+        for name, shape in expected_shapes.items():
+            stored_shape = tuple(self._file.get_slice(_PREFIX + name).get_shape())
+            if stored_shape != shape:
                 raise ValueError(
-                    f"tensor '{name}' in {folder / WEIGHTS} has shape {found}, must be {shape}; it is for another model"
+                    f"tensor '{name}' in {folder / WEIGHTS} has shape {stored_shape}, must be {shape}; the adapters "
+                    "belong to another model"
                 )
 
     def read(self, piece: Piece) -> Tensor:
-        """The slice, in the type it is stored in. Raises ValueError for one that is not finite."""
+        """Return the slice in the stored type. Raises ValueError if the slice is not finite."""
         tensor = self._file.get_slice(_PREFIX + piece.name)
         part: Tensor = tensor[piece.start : piece.stop] if piece.dim == 0 else tensor[:, piece.start : piece.stop]
         return finite(part, _PREFIX + piece.name, self._path)
 
     def value_head(self) -> None:
-        """Return None: PEFT's folders of causal language models have no head."""
+        """Return None, because PEFT folders of causal language models have no head."""
 
 
 def _opened(path: Path) -> safe_open:
@@ -102,25 +103,25 @@ def _opened(path: Path) -> safe_open:
 
 
 def _check_config(folder: Path, lora: LoraShape) -> None:
-    said = read_object(folder / CONFIG)
-    if said.get("peft_type") != "LORA":
-        raise ValueError(f"{folder / CONFIG} has peft_type {show(said.get('peft_type'))}, must be LORA")
-    for name, value in said.items():
+    config = read_object(folder / CONFIG)
+    if config.get("peft_type") != "LORA":
+        raise ValueError(f"{folder / CONFIG} has peft_type {show(config.get('peft_type'))}, must be LORA")
+    for name, value in config.items():
         if (value if name != "bias" else value not in _PLAIN_BIAS) and name not in _WITHOUT_EFFECT:
             raise ValueError(
                 f"{folder / CONFIG} has {name} {show(value)}, which is more than plain LoRA; {_MERGE_INSTEAD}"
             )
-    _check_initialisation(folder, said.get("init_lora_weights"))
-    targets = said.get("target_modules")
+    _check_initialisation(folder, config.get("init_lora_weights"))
+    targets = config.get("target_modules")
     listed = sorted(targets) if isinstance(targets, list) else targets
-    for name, there, here in (
-        ("r", said.get("r"), lora.rank),
-        ("lora_alpha", said.get("lora_alpha"), lora.alpha),
+    for name, stored, configured in (
+        ("r", config.get("r"), lora.rank),
+        ("lora_alpha", config.get("lora_alpha"), lora.alpha),
         ("target_modules", listed, sorted(lora.targets)),
     ):
-        if there != here:
+        if stored != configured:
             raise ValueError(
-                f"{folder / CONFIG} has {name} {show(there)}, the settings have {show(here)}; set the same"
+                f"{folder / CONFIG} has {name} {show(stored)}, the settings have {show(configured)}; use the same value"
             )
 
 
@@ -133,21 +134,22 @@ def _check_initialisation(folder: Path, initialisation: JSONValue) -> None:
     if not any(name is plain or (isinstance(plain, str) and name == plain) for plain in _WITHOUT_BASE):
         raise ValueError(
             f"{folder / CONFIG} has init_lora_weights {show(initialisation)}, which changes the base weights; "
-            f"convert them to plain LoRA (PEFT's path_initial_model_for_weight_conversion), or {_MERGE_INSTEAD}"
+            "convert the adapters to plain LoRA (PEFT's path_initial_model_for_weight_conversion), or "
+            f"{_MERGE_INSTEAD}"
         )
 
 
 def write_peft(
     out: Path, arch: ArchitectureConfig, lora: LoraShape, tensors: Iterable[tuple[str, Tensor]], base: str
 ) -> None:
-    """Write adapters as a folder that PEFT loads onto `base`, a folder or a hub name.
+    """Write adapters as a folder that PEFT loads onto `base`. `base` is a folder or a hub name.
 
-    Raises ValueError where PEFT would load a part of them (0.21 does, with transformers 5).
+    Raises ValueError if PEFT would load only a part of the adapters (PEFT 0.21 with transformers 5).
     """
     if unclear := ambiguous_targets(arch, lora):
         raise ValueError(
-            f"PEFT would load only a part of these adapters, as both experts and other matrices of a {arch.family} are "
-            f"called {first_of(list(unclear), 3)}; leave out --format peft to merge them"
+            "PEFT would load only a part of these adapters, because both experts and other matrices of a "
+            f"{arch.family} are named {first_of(list(unclear), 3)}; omit --format peft to merge the adapters"
         )
     base, revision = (base, None) if Path(base).is_dir() else HubName.of(base)
     out.mkdir(parents=True, exist_ok=True)
@@ -164,7 +166,7 @@ def write_peft(
 
 @dataclass(frozen=True)
 class MergedSource:
-    """Whole weights: those of a base with the adapters merged in."""
+    """Whole weights: the weights of a base with merged adapters."""
 
     arch: ArchitectureConfig
     lora: LoraShape
@@ -172,10 +174,10 @@ class MergedSource:
     adapters_from: WeightSource
     is_critic: bool
     dtype: torch.dtype
-    """Type of the run's weights."""
+    """Type of the weights of the run."""
 
     def read(self, piece: Piece) -> Tensor:
-        """The slice in float32, rounded as the run's weights are."""
+        """Return the slice in float32, rounded like the weights of the run."""
         tensor = self.base.read(piece).to(self.dtype).float()
         pair = self._pairs.get(piece.name)
         if pair is None:
@@ -189,11 +191,11 @@ class MergedSource:
         return torch.add(tensor, b_OR @ a_RI, alpha=self.lora.scale).to(self.dtype).float()
 
     def tensors(self) -> Iterator[tuple[str, Tensor]]:
-        """Every tensor of the model in Hugging Face's order and float32, rounded as the run's weights are."""
+        """Yield every tensor of the model in Hugging Face order and float32, rounded like the weights of the run."""
         yield from ((piece.name, self.read(piece)) for piece in self._whole_tensors())
 
     def base_tensors(self) -> Iterator[tuple[str, Tensor]]:
-        """Every tensor of the base model, in the type of the run."""
+        """Yield every tensor of the base model, in the type of the run."""
         yield from ((piece.name, self.base.read(piece).to(self.dtype)) for piece in self._whole_tensors())
 
     def _whole_tensors(self) -> Iterator[Piece]:
@@ -209,5 +211,5 @@ class MergedSource:
         return {name + WEIGHT: (wholes[name + A], wholes[name + B]) for name in names}
 
     def value_head(self) -> ValueHeadWeights | None:
-        """The critic's head, which is trained beside the adapters."""
+        """Return the head of the critic, which is trained together with the adapters."""
         return self.adapters_from.value_head()

@@ -1,4 +1,4 @@
-"""Sources of weights: safetensors, of which only the needed slices are read, or random numbers of a seed."""
+"""Sources of weights: safetensors, from which only the needed slices are read, or random numbers from a seed."""
 
 from __future__ import annotations
 
@@ -27,35 +27,36 @@ from megappo.runtime.seeds import derived_seed
 _PLAIN_TYPES = ("F64", "F32", "F16", "BF16")
 _COMPARED_ROWS = 8192
 _FOLLOWS_FROM_CONFIG = "rotary_emb.inv_freq"
-"""Ending of names of tensors in older files that nobody reads: they follow from config.json."""
+"""Name suffix of tensors in older files. The tensors are ignored, because config.json determines their values."""
 
 
 class UnreadTensor(Protocol):
-    """A tensor of a file of safetensors, of which parts are read."""
+    """A tensor of a safetensors file that supports partial reads."""
 
     def get_shape(self) -> list[int]:
-        """Sizes of the tensor."""
+        """Return the sizes of the tensor."""
 
     def get_dtype(self) -> str:
-        """The tensor's type as safetensors calls it, such as `BF16`."""
+        """Return the type of the tensor with the name of safetensors, such as `BF16`."""
 
     def __getitem__(self, part: slice | tuple[slice, ...]) -> Tensor:
         """Read a part."""
 
 
 class SafetensorsSource:
-    """The safetensors of a Hugging Face folder; tensors of other ranks are never read.
+    """The safetensors of a Hugging Face folder. Tensors of other ranks are never read.
 
-    Blocks of float8 weights are multiplied by their scales as they are read. Raises ValueError where the folder holds
-    no safetensors or damaged ones, or tensors that a model of its config.json does not have in any role.
+    Blocks of float8 weights are multiplied by their scales during reading. Raises ValueError if the folder has no
+    safetensors or damaged safetensors. Raises ValueError for tensors that no role of a model with its config.json
+    has.
     """
 
     def __init__(self, folder: Path, arch: ArchitectureConfig) -> None:
-        self._folder, self._arch, self._wanted = folder, arch, stored_shapes(arch)
+        self._folder, self._arch, self._required_shapes = folder, arch, stored_shapes(arch)
         self._parts = packed_parts(arch)
-        self._expert = lru_cache(maxsize=1)(self._read_expert)  # gate and up come from one stored tensor
-        # With tied embeddings the files may hold the output layer as well.
-        self._shapes = {**self._wanted, HF_OUTPUT_LAYER: self._wanted[HF_EMBEDDING]}
+        self._expert = lru_cache(maxsize=1)(self._read_expert)  # gate and up are stored in one tensor
+        # With tied embeddings the files may contain the output layer too.
+        self._shapes = {**self._required_shapes, HF_OUTPUT_LAYER: self._required_shapes[HF_EMBEDDING]}
         index = tensor_files(folder)
         self._file_of: dict[str, safe_open] = {}
         self._path_of: dict[str, Path] = {}
@@ -71,31 +72,32 @@ class SafetensorsSource:
             raise ValueError(f"the value head in {folder} cannot be read: {error}") from error
         self._stored = self._names()
         self.mtp_shapes = self._find_mtp_shapes()
-        """Shapes of the tensors of multi-token prediction layers, by their names; see `Family.mtp_layers`."""
+        """Shapes of the tensors of multi-token prediction layers, by name. See `Family.mtp_layers`."""
 
     def _hold(self, file: str, opened: safe_open, names: Iterable[str]) -> None:
-        """Note the file that these tensors are read from."""
+        """Store the file of these tensors."""
         for name in names:
             self._file_of[name], self._path_of[name] = opened, self._folder / file
 
     def _find_mtp_shapes(self) -> dict[str, tuple[int, ...]]:
-        """Find the multi-token prediction layers, which are read like the model's own tensors."""
+        """Find the multi-token prediction layers, which are read like the tensors of the model."""
         begin = tuple(self._arch.declaration.mtp_layers(self._arch))
         named = [name for name in self._file_of if name.startswith(begin)]
         self._stored |= dict(zip(named, named, strict=True))
         scales = {name + SCALE_SUFFIX for name in named}
-        found = {n: tuple(self._file_of[n].get_slice(n).get_shape()) for n in named if n not in scales}
-        self._shapes |= found
-        return found
+        shapes = {n: tuple(self._file_of[n].get_slice(n).get_shape()) for n in named if n not in scales}
+        self._shapes |= shapes
+        return shapes
 
     def of_mtp_layers(self) -> SafetensorsSource | None:
-        """A source of the tensors of `mtp_shapes` alone, which keeps no other files open; None where there are none."""
+        """Return a source that has only the tensors of `mtp_shapes` and keeps no other files open. Returns None if
+        there are no such tensors."""
         if not self.mtp_shapes:
             return None
-        kept, known = copy.copy(self), {*self.mtp_shapes, *(name + SCALE_SUFFIX for name in self.mtp_shapes)}
-        kept._file_of = {name: file for name, file in self._file_of.items() if name in known}
-        kept._expert = lru_cache(maxsize=1)(kept._read_expert)
-        return kept
+        part, known = copy.copy(self), {*self.mtp_shapes, *(name + SCALE_SUFFIX for name in self.mtp_shapes)}
+        part._file_of = {name: file for name, file in self._file_of.items() if name in known}
+        part._expert = lru_cache(maxsize=1)(part._read_expert)
+        return part
 
     def _opened(self, file: str) -> safe_open:
         try:
@@ -106,37 +108,40 @@ class SafetensorsSource:
             ) from error
 
     def _names(self) -> dict[str, str]:
-        """Names in the files of the model's tensors and of the scales beside them."""
+        """Return the names in the files of the tensors of the model and of their scales."""
         known = {*self._shapes, *(self._head.names if self._head is not None else ())}
         if self._arch.stored_blocks is not None:
             known |= {name + SCALE_SUFFIX for name, shape in self._shapes.items() if len(shape) == 2}
         declared = self._arch.declaration
         apart = (*declared.passed_over(self._arch), *declared.mtp_layers(self._arch))
         if self._arch.stored_mxfp4:
-            known |= {name + suffix for name, shape in self._wanted.items() if len(shape) == 3 for suffix in MXFP4}
+            known |= {
+                name + suffix for name, shape in self._required_shapes.items() if len(shape) == 3 for suffix in MXFP4
+            }
         prefix = self._arch.declaration.stored_prefix
-        found: dict[str, str] = {}
+        names: dict[str, str] = {}
         unknown: list[str] = []
         for stored in self._file_of:
-            # A token classifier or bare trunk stores the same tensors without the "model." in front.
+            # A token classifier or bare trunk stores the same tensors without the prefix "model.".
             called = [stored, f"model.{stored}"]
             if prefix and stored.startswith(prefix):
                 called.append(f"model.{stored.removeprefix(prefix)}")
             name = next((n for n in called if n in known), None)
-            if name is not None and name not in found:
-                found[name] = stored
+            if name is not None and name not in names:
+                names[name] = stored
             elif not stored.endswith(_FOLLOWS_FROM_CONFIG) and not stored.startswith(apart):
                 unknown.append(stored)
         if unknown:
             shown = f"{', '.join(sorted(unknown)[:3])}{' and others' if unknown[3:] else ''}"
             raise ValueError(
-                f"{self._folder} holds {shown}, which a {self._arch.family} of its config.json does not have; "
-                "the weights do not fit the configuration (model_type, num_hidden_layers, biases, quantization_config)"
+                f"{self._folder} contains {shown}, which a {self._arch.family} of its config.json does not have; "
+                "the weights do not fit the configuration (model_type, num_hidden_layers, biases, "
+                "quantization_config)"
             )
-        return found
+        return names
 
     def _slice(self, name: str) -> UnreadTensor:
-        """An unread tensor, checked to exist with the shape of config.json."""
+        """Return an unread tensor after a check of its existence and of its shape in config.json."""
         if name not in self._stored:
             raise ValueError(f"{self._folder} has no tensor '{name}'; the weights do not fit its config.json")
         tensor = self._unread(name, self._shapes[name])
@@ -145,8 +150,8 @@ class SafetensorsSource:
         if kind not in _PLAIN_TYPES and not (is_float8 and scaled):
             alone = "" if scaled else " without scales"
             raise ValueError(
-                f"tensor '{self._stored[name]}' in {self._folder} is of type {kind}{alone}, which cannot be read; use "
-                f"weights of type {', '.join(_PLAIN_TYPES)}, or float8 scaled in blocks"
+                f"tensor '{self._stored[name]}' in {self._folder} is of type {kind}{alone}, which cannot be read; "
+                f"use weights of type {', '.join(_PLAIN_TYPES)}, or float8 weights scaled in blocks"
             )
         if scaled and not is_float8:
             raise ValueError(f"tensor '{self._stored[name]}' in {self._folder} has scales, but is of type {kind}")
@@ -157,13 +162,13 @@ class SafetensorsSource:
         tensor: UnreadTensor = self._file_of[stored].get_slice(stored)
         if tuple(tensor.get_shape()) != expected:
             raise ValueError(
-                f"tensor '{stored}' in {self._folder} has shape {tuple(tensor.get_shape())}, its config.json says "
-                f"{expected}; the weights do not fit the configuration"
+                f"tensor '{stored}' in {self._folder} has shape {tuple(tensor.get_shape())}, but its config.json "
+                f"requires {expected}; the weights do not fit the configuration"
             )
         return tensor
 
     def _scales(self, name: str) -> Tensor | None:
-        """The scales of a whole float8 matrix; None for a plain tensor."""
+        """Return the scales of a whole float8 matrix, or None for a plain tensor."""
         blocks = self._arch.stored_blocks
         if blocks is None or name + SCALE_SUFFIX not in self._stored:
             return None
@@ -176,14 +181,14 @@ class SafetensorsSource:
         return scales[:]
 
     def check(self, *, with_output_layer: bool) -> int:
-        """Check by the files' headers that every tensor of the model exists; returns their number. Multi-token
-        prediction layers are checked but not counted.
+        """Check that every tensor of the model exists, and return the number of tensors. Multi-token prediction
+        layers are checked but not counted.
 
-        Only scales are read, and an output matrix that the files hold although the embeddings are tied, where the
-        output layer is wanted: it must equal the embedding.
+        The check reads only headers and scales. With tied embeddings, an output matrix in the files must equal the
+        embedding. This matrix is read if the output layer is needed.
         """
-        wanted = [name for name in self._wanted if with_output_layer or name != HF_OUTPUT_LAYER]
-        for name in wanted:
+        required = [name for name in self._required_shapes if with_output_layer or name != HF_OUTPUT_LAYER]
+        for name in required:
             if self._is_mxfp4(name):
                 self._mxfp4(name)
             else:
@@ -192,10 +197,10 @@ class SafetensorsSource:
         self.check_mtp_types()
         if with_output_layer and self._arch.tied_embeddings and HF_OUTPUT_LAYER in self._stored:
             self._check_tied()
-        return len(wanted)
+        return len(required)
 
     def check_mtp_types(self) -> None:
-        """Check that the tensors of `mtp_shapes` have a type that can be read, by the files' headers and scales."""
+        """Check that the tensors of `mtp_shapes` have a readable type, from headers and scales."""
         for name in self.mtp_shapes:
             self._slice(name)
             self._scales(name)
@@ -208,13 +213,14 @@ class SafetensorsSource:
             common = torch.promote_types(embedding.dtype, head.dtype)
             if not torch.equal(embedding.to(common), head.to(common)):
                 raise ValueError(
-                    f"{self._folder} holds an lm_head.weight that is not its embedding, but its config.json says "
-                    "tie_word_embeddings: true; set it to false to train the head, or take the head out of the files"
+                    f"{self._folder} has an lm_head.weight that differs from its embedding, but its config.json has "
+                    "tie_word_embeddings: true; set it to false to train the head, or remove the head from the "
+                    "files"
                 )
 
     def read(self, piece: Piece) -> Tensor:
-        """Read a slice, on the CPU, in its stored type; float8 and MXFP4 as float32. Raises ValueError where it is not
-        finite."""
+        """Read a slice on the CPU in its stored type, float8 and MXFP4 as float32. Raises ValueError if the slice is
+        not finite."""
         packed = self._parts.get(piece.name)
         if packed is not None:
             return packed.of(self._expert(packed.name, packed.expert)).narrow(piece.dim, piece.start, piece.size)
@@ -236,7 +242,7 @@ class SafetensorsSource:
         return dequantised(part, scales, blocks, first_row=first_row, first_column=first_column)
 
     def _read_expert(self, name: str, expert: int) -> Tensor:
-        """The part of one expert in a packed tensor, (inputs, outputs) of a matrix."""
+        """Return the part of one expert in a packed tensor. A matrix has shape (inputs, outputs)."""
         own = slice(expert, expert + 1)
         if self._is_mxfp4(name):
             blocks, scales = (tensor[own].squeeze(0) for tensor in self._mxfp4(name))
@@ -247,28 +253,30 @@ class SafetensorsSource:
         return any(name + suffix in self._stored for suffix in MXFP4)
 
     def _mxfp4(self, name: str) -> tuple[UnreadTensor, UnreadTensor]:
-        """Unread blocks and scales of the matrices of a layer's experts."""
+        """Return unread blocks and scales of the matrices of the experts of a layer."""
         experts, inputs, outputs = self._shapes[name]
         if name in self._stored or inputs % MXFP4_BLOCK:
             raise ValueError(
-                f"'{self._stored.get(name, name)}' in {self._folder} is stored in MXFP4, which is for matrices of a "
-                f"multiple of {MXFP4_BLOCK} inputs, here {inputs}, in the place of plain ones; fetch the model again"
+                f"'{self._stored.get(name, name)}' in {self._folder} is stored in MXFP4, which requires matrices "
+                f"with a multiple of {MXFP4_BLOCK} inputs instead of {inputs}, without a plain tensor of the same "
+                "name; fetch the model again"
             )
         shape = (experts, outputs, inputs // MXFP4_BLOCK)
-        found = []
+        parts = []
         for suffix, expected in zip(MXFP4, ((*shape, MXFP4_BLOCK // 2), shape), strict=True):
             if name + suffix not in self._stored:
                 raise ValueError(f"{self._folder} has no tensor '{name + suffix}'; fetch the model again")
-            found.append(self._unread(name + suffix, expected))
-            kind = found[-1].get_dtype()
+            parts.append(self._unread(name + suffix, expected))
+            kind = parts[-1].get_dtype()
             if kind != "U8":
                 raise ValueError(
                     f"tensor '{self._stored[name + suffix]}' in {self._folder} is of type {kind}, must be U8 for MXFP4"
                 )
-        return found[0], found[1]
+        return parts[0], parts[1]
 
     def value_head(self) -> ValueHeadWeights | None:
-        """The scalar head as transformers, TRL and OpenRLHF write it. Raises ValueError for more than one value."""
+        """Return the scalar head in the formats of transformers, TRL and OpenRLHF. Raises ValueError for more than
+        one value."""
         names = self._head
         if names is None:
             return None
@@ -285,19 +293,19 @@ class SafetensorsSource:
         kind = self._file_of[name].get_slice(name).get_dtype()
         if tensor.shape != shape or kind not in _PLAIN_TYPES:
             raise ValueError(
-                f"the value head in {self._folder} cannot be read: '{name}' has shape {tuple(tensor.shape)} and type "
-                f"{kind}, a critic gives one value per token: {shape} of {', '.join(_PLAIN_TYPES)}"
+                f"the value head in {self._folder} cannot be read: '{name}' has shape {tuple(tensor.shape)} and "
+                f"type {kind}; a critic returns one value per token: {shape} of {', '.join(_PLAIN_TYPES)}"
             )
         return finite(tensor, name, self._path_of[name])
 
 
 def generator_of(seed: int, name: str) -> torch.Generator:
-    """The random generator of a tensor, which depends on the seed and its name alone."""
+    """Return the random generator of a tensor, which depends only on the seed and the name."""
     return torch.Generator().manual_seed(derived_seed(seed, name))
 
 
 class RandomSource:
-    """Weights drawn from a seed and the tensor's name alone, so every layout starts from the same model."""
+    """Random weights that depend only on a seed and the name of the tensor. All layouts start from the same model."""
 
     def __init__(self, arch: ArchitectureConfig, seed: int) -> None:
         self._std, self._shapes, self._seed = arch.initializer_range, tensor_shapes(arch), seed
@@ -308,8 +316,8 @@ class RandomSource:
         self._whole = lru_cache(maxsize=3)(self._draw)
 
     def _draw(self, name: str) -> Tensor:
-        """Draw a normal(0, initializer_range) matrix, a norm that multiplies by one, a bias of zeros, or what the
-        family says."""
+        """Draw a normal(0, initializer_range) matrix, a norm that multiplies by one, a bias of zeros, or the special
+        initialisation of the family."""
         shape, drawn = self._shapes[name], self._drawn.get(name)
         if drawn == "ones":
             return torch.ones(shape)
@@ -320,8 +328,8 @@ class RandomSource:
         return torch.randn(shape, generator=generator_of(self._seed, name)) * self._std
 
     def read(self, piece: Piece) -> Tensor:
-        """The slice, on the CPU, in float32."""
+        """Return the slice on the CPU in float32."""
         return self._whole(piece.name).narrow(piece.dim, piece.start, piece.size)
 
     def value_head(self) -> None:
-        """Return None: a new head is drawn with `critic.value_head_std`."""
+        """Return None, because a new head is drawn with `critic.value_head_std`."""

@@ -1,4 +1,4 @@
-"""Writes models as Hugging Face folders."""
+"""Write models as Hugging Face folders."""
 
 from __future__ import annotations
 
@@ -29,8 +29,8 @@ from megappo.reshard.value_heads import EXPORTED
 _FILE_BYTES = 4 * 2**30
 _GENERATION = "generation_config.json"
 _OF_OTHER_HEADS = ("normalize_reward", "mean", "std", "value_head_prefix")
-"""Settings of a head in OpenRLHF's config.json; `SafetensorsSource.value_head` has scaled the weights by them, so an
-export drops them."""
+"""Head settings in OpenRLHF's config.json. `SafetensorsSource.value_head` has already scaled the weights by these
+settings, so an export drops the settings."""
 
 
 def write_policy(
@@ -42,16 +42,21 @@ def write_policy(
     started_from: Path,
     stop_token_ids: Sequence[int],
 ) -> None:
-    """Write a causal language model as transformers loads it: config, generation_config, tokenizer and safetensors.
+    """Write a causal language model in the format of transformers: config, generation_config, tokenizer and
+    safetensors.
 
-    `tensors`: those of the model, and of multi-token prediction layers where there are any, which config.json then
-    mentions. `started_from`: folder whose generation settings are kept, except that `stop_token_ids` end a response.
-    Raises ValueError where a tensor of the architecture is missing or of another shape: an export is complete or fails.
+    Args:
+        tensors: Tensors of the model, and optionally of multi-token prediction layers, which config.json then
+            mentions.
+        started_from: Folder whose generation settings are kept, except for the stop tokens.
+        stop_token_ids: Tokens that end a response.
+
+    Raises ValueError if a tensor of the architecture is missing or has another shape. An export is complete or fails.
     """
-    beside = tuple(arch.declaration.mtp_layers(arch))
+    extra_prefixes = tuple(arch.declaration.mtp_layers(arch))
     model_class = MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[arch.family]
     with writing(out):
-        written = _write_tensors(out, packed_tensors(arch, tensors), stored_shapes(arch), beside)
+        written = _write_tensors(out, packed_tensors(arch, tensors), stored_shapes(arch), extra_prefixes)
         _write_config(out, arch, written, model_class, {})
         _write_generation(out, arch, started_from, stop_token_ids)
         _write_tokenizer(out, tokenizer)
@@ -60,16 +65,16 @@ def write_policy(
 def write_critic(
     out: Path, arch: ArchitectureConfig, tensors: Iterable[tuple[str, Tensor]], tokenizer: PreTrainedTokenizerBase
 ) -> None:
-    """Write a value model as AutoModelForTokenClassification loads it: its one logit at a token is the value of the
-    state after that token. For a family without such a class in transformers, only megappo can load it. Raises
-    ValueError as `write_policy` does."""
-    wanted = stored_shapes(arch, output_layer=False)
-    wanted |= zip(EXPORTED, ((1, arch.hidden_size), (1,)), strict=True)
+    """Write a value model in the format of AutoModelForTokenClassification. The single logit at a token is the value
+    of the state after this token. For a family without such a class in transformers, only megappo can load the model.
+    Raises ValueError as `write_policy`."""
+    expected_shapes = stored_shapes(arch, output_layer=False)
+    expected_shapes |= zip(EXPORTED, ((1, arch.hidden_size), (1,)), strict=True)
     classifiers = MODEL_FOR_TOKEN_CLASSIFICATION_MAPPING_NAMES
     model_class = classifiers.get(arch.family, MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[arch.family])
     settings = {"num_labels": 1, "classifier_dropout": 0.0, "token_classification_bias": True}
     with writing(out):
-        written = _write_tensors(out, packed_tensors(arch, tensors), wanted)
+        written = _write_tensors(out, packed_tensors(arch, tensors), expected_shapes)
         _write_config(out, arch, written, model_class, settings, without=_OF_OTHER_HEADS)
         _write_tokenizer(out, tokenizer)
 
@@ -78,7 +83,7 @@ class _Written(NamedTuple):
     """Content of the files of an export."""
 
     dtype: torch.dtype
-    """Type of all tensors except those in float32 by declaration."""
+    """Type of all tensors, except tensors that the family declares as float32."""
     has_mtp_layers: bool
 
 
@@ -92,11 +97,11 @@ def _write_config(
     without: Sequence[str] = (),
 ) -> None:
     config = copy.deepcopy(arch.hf_config)
-    declared, said = arch.declaration, {**changes, "dtype": written.dtype, "architectures": [model_class]}
+    declared, fields = arch.declaration, {**changes, "dtype": written.dtype, "architectures": [model_class]}
     count = getattr(config, declared.mtp_count_field, None) if declared.mtp_count_field else None
     if count is not None:
-        said[declared.mtp_count_field] = count if written.has_mtp_layers else 0
-    for name, value in {**declared.extra_config(config), **said}.items():
+        fields[declared.mtp_count_field] = count if written.has_mtp_layers else 0
+    for name, value in {**declared.extra_config(config), **fields}.items():
         setattr(config, name, value)
     for name in without:
         if hasattr(config, name):
@@ -106,14 +111,14 @@ def _write_config(
 
 
 def _add_earlier_fields(file: Path) -> None:
-    """Add the ropes and the dtype under the names that transformers 4 reads. Transformers 5 reads both forms."""
+    """Add the rope settings and the dtype under the names of transformers 4. Transformers 5 reads both forms."""
     content = read_object(file)
     content |= {"torch_dtype": content["dtype"], **earlier_rope_fields(content)}
     _write_json(file, content)
 
 
 def _write_tokenizer(out: Path, tokenizer: PreTrainedTokenizerBase) -> None:
-    """Write the tokenizer with the names that transformers 4 knows. Transformers 5 reads both forms."""
+    """Write the tokenizer with the names of transformers 4. Transformers 5 reads both forms."""
     tokenizer.save_pretrained(out)
     file = out / "tokenizer_config.json"
     content = read_object(file)
@@ -129,7 +134,7 @@ def _write_json(file: Path, content: Mapping[str, JSONValue]) -> None:
 
 
 def _write_generation(out: Path, arch: ArchitectureConfig, folder: Path, stop_token_ids: Sequence[int]) -> None:
-    """Write generation_config.json as JSON: transformers' own class refuses files of some published models."""
+    """Write generation_config.json as JSON, because transformers' class rejects the files of some published models."""
     if (folder / _GENERATION).exists():
         content = read_object(folder / _GENERATION)
     else:
@@ -143,19 +148,19 @@ def _write_generation(out: Path, arch: ArchitectureConfig, folder: Path, stop_to
 def _write_tensors(
     out: Path,
     tensors: Iterable[tuple[str, Tensor]],
-    wanted: dict[str, tuple[int, ...]],
-    beside: tuple[str, ...] = (),
+    expected_shapes: dict[str, tuple[int, ...]],
+    extra_prefixes: tuple[str, ...] = (),
 ) -> _Written:
-    """Write safetensors of at most 4 GiB each. `beside`: beginnings of names of tensors that are written unchecked; all
-    others must be those that are wanted."""
+    """Write safetensors of at most 4 GiB each. Tensors whose names begin with one of `extra_prefixes` are not
+    checked. All other tensors must have the expected shapes."""
     out.mkdir(parents=True, exist_ok=True)
-    for old in (*out.glob("*.safetensors"), *out.glob(INDEX)):  # left by an earlier export, perhaps in more files
+    for old in (*out.glob("*.safetensors"), *out.glob(INDEX)):  # remains of an earlier export, possibly with more files
         old.unlink()
     files: list[dict[str, Tensor]] = [{}]
     shapes: dict[str, tuple[int, ...]] = {}
     weight_map: dict[str, int] = {}
     size, total = 0, 0
-    dtype: torch.dtype | None = None  # that of the embedding
+    dtype: torch.dtype | None = None  # type of the embedding
     for name, tensor in tensors:
         n_bytes = tensor.numel() * tensor.element_size()
         if files[-1] and size + n_bytes > _FILE_BYTES:
@@ -166,19 +171,21 @@ def _write_tensors(
         shapes[name], weight_map[name] = tuple(tensor.shape), len(files) - 1
         size, total = size + n_bytes, total + n_bytes
         dtype = dtype or tensor.dtype
-    own = {name: shape for name, shape in shapes.items() if not name.startswith(beside)}
-    if own != wanted:
-        wrong = sorted(n for n in wanted.keys() | own.keys() if wanted.get(n) != own.get(n))
-        raise ValueError(f"the weights do not make a whole model: {', '.join(wrong[:5])}; the export was not finished")
+    own = {name: shape for name, shape in shapes.items() if not name.startswith(extra_prefixes)}
+    if own != expected_shapes:
+        wrong = sorted(n for n in expected_shapes.keys() | own.keys() if expected_shapes.get(n) != own.get(n))
+        raise ValueError(
+            f"the weights do not form a complete model: {', '.join(wrong[:5])}; the export was not finished"
+        )
     _finish(out, files, weight_map, total)
     assert dtype is not None, "a model has tensors"
     return _Written(dtype, len(own) < len(shapes))
 
 
 def save_tensors(tensors: Mapping[str, Tensor], path: Path) -> None:
-    """Write one safetensors file, readable as the umask says. Raises OSError, which names the file."""
+    """Write one safetensors file with the permissions of the umask. Raises OSError with the name of the file."""
     path.touch()
-    mode = path.stat().st_mode  # which safetensors would restrict to the owner
+    mode = path.stat().st_mode  # safetensors would restrict the mode to the owner
     with writing(path):
         save_file(dict(tensors), path, metadata={"format": "pt"})
     path.chmod(mode)
@@ -190,7 +197,7 @@ def _save(out: Path, files: list[dict[str, Tensor]], number: int) -> None:
 
 
 def _finish(out: Path, files: list[dict[str, Tensor]], weight_map: dict[str, int], total: int) -> None:
-    """Save the last file, and give all files the names that transformers looks for."""
+    """Save the last file, and rename all files to the names that transformers expects."""
     _save(out, files, len(files) - 1)
     if len(files) == 1:
         (out / "part-00000.safetensors").rename(out / SINGLE)

@@ -325,7 +325,7 @@ def test_corrected_is_the_decoupled_objective() -> None:
             lambda: builtin("gae")(
                 rewards=t([[1.0]]), values=None, mask=t([[True]]), group_ids=t([0]), gamma=1.0, lam=1.0
             ),
-            "needs values",
+            "requires values",
         ),
     ],
 )

@@ -199,7 +199,7 @@ def test_what_cannot_be_uploaded_is_told_before_the_export(
     out = tmp_path / "out"
     with pytest.raises(ConfigError, match="'../elsewhere', must be OWNER/NAME"):
         api.export(run, out, push_to_hub="../elsewhere")
-    with pytest.raises(ConfigError, match="torch_dist is no format of theirs"):
+    with pytest.raises(ConfigError, match="torch_dist is not such a format"):
         api.export(run, out, push_to_hub=NAME, form="torch_dist")
     with pytest.raises(ConfigError, match="public requires push_to_hub"):
         api.export(run, out, public=True)

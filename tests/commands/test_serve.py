@@ -157,7 +157,7 @@ def test_parts_of_a_server_start_and_end_together(site: Site) -> None:
     assert parts[1].returncode == 1
     words = said.replace("\n", " ")
     assert words.count("it is started again") == 3 and "part 0 of server 0, on" in words
-    assert "whoever started the first part of the server is gone" in words
+    assert "the process that started the first part of the server has ended" in words
     parts[0].communicate(timeout=30)
     deadline = time.monotonic() + 30
     while any(session_pids(pid) for pid in started):
@@ -183,7 +183,7 @@ def test_a_server_that_never_gets_ready_is_given_up(site: Site) -> None:
     serving = site.serve(FAKE_FAILS="yes")
     _, said = serving.communicate(timeout=60)
     assert serving.returncode == 1
-    assert "out of memory; it was started 2 times" in said.replace("\n", " ")
+    assert "out of memory; the server was started 2 times" in said.replace("\n", " ")
     assert len(site.started()) == 2
 
 

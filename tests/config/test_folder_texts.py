@@ -101,13 +101,13 @@ def test_a_damaged_text_is_named(folder: Path, name: str, kind: str) -> None:
 @pytest.mark.parametrize(
     ("name", "content", "words"),
     [
-        (INDEX, {}, "is no index of safetensors, its weight_map is null"),
+        (INDEX, {}, "is not an index of safetensors, its weight_map is null"),
         (INDEX, {"weight_map": []}, "its weight_map is []"),
         (INDEX, {"weight_map": {}}, "its weight_map is {}"),
-        (INDEX, {"weight_map": {"a": 7}}, "names 7 as the file of a"),
-        (INDEX, {"weight_map": {"a": None}}, "names null as the file of a"),
-        (INDEX, {"weight_map": {"a": "gone.safetensors"}}, "names 'gone.safetensors' as the file of a, and"),
-        (INDEX, {"weight_map": {"a": "."}}, "names '.' as the file of a"),
+        (INDEX, {"weight_map": {"a": 7}}, "lists 7 as the file of a"),
+        (INDEX, {"weight_map": {"a": None}}, "lists null as the file of a"),
+        (INDEX, {"weight_map": {"a": "gone.safetensors"}}, "lists 'gone.safetensors' as the file of a, and"),
+        (INDEX, {"weight_map": {"a": "."}}, "lists '.' as the file of a"),
         ("generation_config.json", {"eos_token_id": "</s>"}, "is '</s>', must be a token or a list of tokens"),
         ("generation_config.json", {"eos_token_id": [1, None]}, "is [1, None], must be a token or a list of tokens"),
         ("generation_config.json", {"eos_token_id": {"a": 1}}, "must be a token or a list of tokens"),

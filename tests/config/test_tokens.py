@@ -358,7 +358,7 @@ def test_an_agent_is_refused_words_that_the_model_has_no_row_for(later: bool) ->
 @pytest.mark.parametrize(
     ("ask", "answer", "sentence"),
     [
-        ((3, 16), (1,), "rollout.generation wants an answer to token 16, for which the model has no row"),
+        ((3, 16), (1,), "rollout.generation has a prompt with token 16, for which the model has no row"),
         ((3,), (4, 16), "rollout.generation answered with token 16"),
         ((3,), (4, -1), "rollout.generation answered with token -1"),
     ],

@@ -177,9 +177,9 @@ def test_a_server_that_cannot_be_reached(capsys: pytest.CaptureFixture[str]) -> 
     ("status", "key", "state", "words", "remedy"),
     [
         (404, "", "broken", "is a port of another program", "megappo serve --port"),
-        (401, "k", "broken", "refuses the key in MEGAPPO_SGLANG_API_KEY", "the key that it was started with"),
-        (401, "", "broken", "wants a key, and MEGAPPO_SGLANG_API_KEY is empty", "export the key"),
-        (200, "k", "broken", "takes any key, so it was started without one", "start it by `megappo serve`"),
+        (401, "k", "broken", "rejects the key in MEGAPPO_SGLANG_API_KEY", "to the key of the server"),
+        (401, "", "broken", "requires a key, and MEGAPPO_SGLANG_API_KEY is empty", "export the key"),
+        (200, "k", "broken", "accepts any key, so the server was started", "start the server with `megappo serve`"),
         (200, "", "fine", "serves /models/a", ""),
     ],
 )
@@ -233,10 +233,10 @@ def test_a_server_with_which_no_group_can_be_formed(
 @pytest.mark.parametrize(
     ("said", "overrides", "words", "remedy"),
     [
-        ({"max_req_input_len": 10}, (), "refuses inputs of 10 tokens and more", "by 1"),
+        ({"max_req_input_len": 10}, (), "rejects inputs of 10 tokens and more", "by 1"),
         ({"max_req_input_len": 11}, (), "", ""),
-        ({"allow_auto_truncate": True}, (), "shortens long prompts", "start it without --allow-auto-truncate"),
-        ({}, ("rollout.min_response_tokens=2",), "counts rollout.min_response_tokens from 0", "start it by"),
+        ({"allow_auto_truncate": True}, (), "shortens long prompts", "start the server without --allow-auto-truncate"),
+        ({}, ("rollout.min_response_tokens=2",), "counts rollout.min_response_tokens from 0", "start the server with"),
         (
             {"speculative_algorithm": "NGRAM", "speculative_accept_threshold_acc": 0.5}, (), "accepts drafts",
             "without --speculative-accept-threshold-single",
@@ -584,8 +584,8 @@ def test_a_reward_that_never_rewards(capsys: pytest.CaptureFixture[str]) -> None
     [
         (worlds.cut_short, "it may be cut short: fetch or save it again"),
         (worlds.lose_a_tensor, "has no tensor 'model.layers.1.mlp.down_proj.weight'; the weights do not fit"),
-        (worlds.other_sizes, "its config.json says (512, 64); the weights do not fit the configuration"),
-        (lambda model: (model / "model.safetensors").unlink(), "holds no model.safetensors; save the model as"),
+        (worlds.other_sizes, "its config.json requires (512, 64); the weights do not fit the configuration"),
+        (lambda model: (model / "model.safetensors").unlink(), "has no model.safetensors; save the model as"),
         (lambda model: (model / "tokenizer.json").unlink(), "holds no tokenizer that can be loaded"),
         (lambda model: (model / "config.json").unlink(), "has no config.json; give a Hugging Face model folder"),
     ],

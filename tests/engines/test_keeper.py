@@ -78,7 +78,7 @@ def test_one_that_does_not_stay_is_given_up(most: int, is_sound: bool, starts: i
     """Sooner where it never becomes ready."""
     signal = Signal()
     servers = [Mortal(1, signal, is_sound=is_sound, most=most) for _ in range(starts)]
-    with pytest.raises(RunError, match=rf"; it was started {starts} times \(judge.max_restarts {most}\)"):
+    with pytest.raises(RunError, match=rf"; the server was started {starts} times \(judge.max_restarts {most}\)"):
         kept(*servers, signal=signal)
     assert [server.stops for server in servers] == [1] * starts
 

@@ -61,7 +61,11 @@ def test_a_class_that_generates_ahead_may() -> None:
     [
         ("engines_of_mine:Whol", (), "did you mean 'engines_of_mine:Whole'"),
         ("nobodys:Engine", (), "rollout.engine 'nobodys:Engine': module 'nobodys' cannot be imported"),
-        ("engines_of_mine:Half", (), "has no update_weights, close; give it what megappo.engines.protocol.Engine says"),
+        (
+            "engines_of_mine:Half",
+            (),
+            "has no update_weights, close; implement the methods of megappo.engines.protocol.Engine",
+        ),
         ("engines_of_mine:Narrow", (), r"cannot be called with \(config=, folder=, .*; change its parameters or"),
         ("engines_of_mine:Whole", ("rollout.engine_options={size: 3}",), "unexpected keyword argument 'size'"),
         ("engines_of_mine:Whole", ("rollout.ahead=1",), "rollout.ahead is 1, but .* has no submit and collect"),
@@ -100,7 +104,7 @@ def test_the_doctor_looks_at_it() -> None:
     whole, half = (load_config(str(QUICKSTART), [f"rollout.engine=engines_of_mine:{n}"]) for n in ("Whole", "Half"))
     assert generation_finding(whole).state == "fine"
     found = generation_finding(half)
-    assert (found.state, found.remedy) == ("broken", "give it what megappo.engines.protocol.Engine says")
+    assert (found.state, found.remedy) == ("broken", "implement the methods of megappo.engines.protocol.Engine")
 
 
 def test_an_engine_that_nobody_knows() -> None:

@@ -23,5 +23,5 @@ def test_a_part_hears_the_call_of_its_start_alone() -> None:
 def test_a_part_does_not_begin_a_meeting_itself() -> None:
     settings = SGLangSettings(nodes=2, tensor_parallel=2)
     port = MultiNodeRendezvous.host("127.0.0.1", 0, settings).port  # which nobody keeps
-    with pytest.raises(ServerFailure, match=f"nothing listens at 127.0.0.1:{port}, where parts of a server meet"):
+    with pytest.raises(ServerFailure, match=f"no store listens at 127.0.0.1:{port}, where parts of a server connect"):
         MultiNodeRendezvous.join("127.0.0.1", port, 1, settings, 0.5)

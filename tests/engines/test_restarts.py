@@ -108,4 +108,4 @@ def test_a_server_that_never_starts_is_given_up_at_the_second_time(
 ) -> None:
     with servers(tmp_path, monkeypatch, '{"1": "before", "2": "before"}', most=5) as made:
         said = made.start_all().error
-        assert said is not None and "server 0 (http://127.0.0.1:" in said and "ended while it started" in said
+        assert said is not None and "server 0 (http://127.0.0.1:" in said and "ended during its start" in said

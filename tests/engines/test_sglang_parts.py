@@ -355,7 +355,7 @@ def test_servers_do_not_find_megatron(tmp_path: Path) -> None:
     environment = on_a_gpu(tmp_path).environment(tmp_path)
     command = [sys.executable, "-c", "import megappo.runtime.sglang_slices, megatron.core"]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
-    assert done.stderr.splitlines()[-1] == "ImportError: servers have no use for Megatron-Core"
+    assert done.stderr.splitlines()[-1] == "ImportError: servers do not use Megatron-Core"
 
 
 @pytest.mark.skipif(importlib.util.find_spec("sglang") is None, reason="needs the full environment")
@@ -433,9 +433,12 @@ def test_a_server_gets_the_one_gpu_that_its_rank_sees(monkeypatch: pytest.Monkey
     for given, words in (
         (
             "{tensor_parallel: 2}",
-            "tensor_parallel is 2, but each rank sees one GPU alone, .*; set it to 1, or let each",
+            "tensor_parallel is 2, but each rank sees only one GPU, .*; set tensor_parallel to 1, or let each",
         ),
-        ("{placement: disaggregated}", "is disaggregated, but each rank sees one GPU alone, .*; set it to colocated"),
+        (
+            "{placement: disaggregated}",
+            "is disaggregated, but each rank sees only one GPU .*; set placement to colocated",
+        ),
     ):
         rollout = load_config(ROOT / "configs/sglang_quickstart.yaml", [f"rollout.sglang={given}"]).rollout
         with pytest.raises(RunError, match=words):
@@ -474,7 +477,7 @@ def test_servers_stand_on_gpus_that_there_are(monkeypatch: pytest.MonkeyPatch, t
     first = Runtime(rank=0, world_size=2, local_rank=0, device=torch.device("cuda", 0))
     apart: dict[str, Any] = {"placement": "disaggregated", "engines": 2}
     assert [f["CUDA_VISIBLE_DEVICES"] for f in started(monkeypatch, tmp_path, first, **apart)] == ["GPU-c"]
-    with pytest.raises(RunError, match="server 0 would stand on the GPUs 2 to 5, but a rank sees 4 here"):
+    with pytest.raises(RunError, match="server 0 would need the GPUs 2 to 5, but a rank sees 4 GPUs"):
         started(monkeypatch, tmp_path, first, tensor_parallel=4, **apart)
 
 
@@ -520,7 +523,7 @@ def test_servers_of_several_machines_are_found_by_all(monkeypatch: pytest.Monkey
     (everywhere,) = started_on_machines(monkeypatch, tmp_path, [0, 1], 0, host="0.0.0.0")
     assert (everywhere.host, everywhere.address) == ("0.0.0.0", "10.0.0.0")
     with pytest.raises(
-        RunError, match=r"host is 127.0.0.1 \(which only the machine itself reaches\), and the trainers"
+        RunError, match=r"host is 127.0.0.1 \(which is reachable only from this machine\), and the trainers"
     ):
         started_on_machines(monkeypatch, tmp_path, [0, 1], 0, host="127.0.0.1")
     with pytest.raises(
@@ -698,7 +701,7 @@ def test_a_server_elsewhere_has_to_say_which_experts_computed_a_token() -> None:
     check_routing("server 0", {}, wanted=False)
     others: tuple[ServerInfo, ...] = ({}, {"enable_return_routed_experts": False})
     for said in others:
-        with pytest.raises(EngineError, match="server 0 does not say .* or set algorithm.router_replay to false"):
+        with pytest.raises(EngineError, match="server 0 does not return .* or set algorithm.router_replay to false"):
             check_routing("server 0", said, wanted=True)
 
 
@@ -706,7 +709,7 @@ def test_a_server_that_samples_from_another_distribution_is_refused(capsys: pyte
     cases: list[tuple[ServerInfo, str]] = [
         ({"speculative_algorithm": "NGRAM", "speculative_accept_threshold_single": 0.5}, "accepts drafts"),
         ({"speculative_algorithm": "NGRAM", "speculative_accept_threshold_acc": 0.9}, "accepts drafts"),
-        ({"allow_auto_truncate": True}, "start it without --allow-auto-truncate"),
+        ({"allow_auto_truncate": True}, "start the server without --allow-auto-truncate"),
     ]
     for said, words in cases:
         with pytest.raises(EngineError, match=f"server 0 .*{words}"):
@@ -737,10 +740,12 @@ def test_servers_have_room_for_the_last_position_of_a_model(tmp_path: Path) -> N
     assert "context-length" not in judge.arguments(1, "key") and judge.arguments(1, "key")["max-total-tokens"] == 32
     check_lengths("server 0", {}, 32)
     check_lengths("server 0", {"max_req_input_len": 34}, 32)
-    with pytest.raises(EngineError, match="server 0 refuses inputs of 26 tokens and more, .* are 32; .* by 6$"):
+    with pytest.raises(EngineError, match="server 0 rejects inputs of 26 tokens and more, .* have 32 tokens; .* by 6$"):
         check_lengths("server 0", {"max_req_input_len": 26}, 32)
     check_lengths("server 0", {"max_total_num_tokens": 160, "page_size": 64}, 32)
-    with pytest.raises(EngineError, match="server 0 has room for .* 128 tokens in pages of 64, and needs 160 for"):
+    with pytest.raises(
+        EngineError, match="server 0 has room for .* 128 tokens in pages of 64, and needs 160 tokens for"
+    ):
         check_lengths("server 0", {"max_total_num_tokens": 128, "page_size": 64}, 32)
 
 
@@ -795,7 +800,7 @@ def test_a_run_says_which_variables_its_servers_do_not_get(
     monkeypatch.setenv("SGLANG_SET_IN_A_SHELL", "1")
     for rank in (0, 1):
         started_on_machines(monkeypatch, tmp_path, [0, 0], rank)
-    said = "megappo: SGLANG_SET_IN_A_SHELL of the environment is not handed to SGLang's servers; what they are to have"
+    said = "megappo: the SGLang servers do not receive SGLANG_SET_IN_A_SHELL, which is set in the environment; set"
     assert capsys.readouterr().err.count(said) == 1
 
 

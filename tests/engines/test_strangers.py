@@ -60,9 +60,9 @@ def listening(answer: Answer) -> Iterator[tuple[int, list[str]]]:
 @pytest.mark.parametrize(
     ("answer", "words", "is_told"),
     [
-        (lambda path, key: 200, "takes any key", False),
-        (lambda path, key: 401, "refuses the server's key", True),
-        (lambda path, key: 200 if key == KEY else 401, "does not tell what the server was given", True),
+        (lambda path, key: 200, "accepts any key", False),
+        (lambda path, key: 401, "rejects the key of the server", True),
+        (lambda path, key: 200 if key == KEY else 401, "does not report the label of the server", True),
     ],
 )
 def test_another_program_at_a_servers_port_is_not_ready(
@@ -75,7 +75,7 @@ def test_another_program_at_a_servers_port_is_not_ready(
     with listening(answer) as (port, told):
         server = start_server(spec, 0, 0, 1, port=port, key=KEY)
         try:
-            with pytest.raises(ServerFailure, match=f"another program listens where server 0 .* is to: it {words}"):
+            with pytest.raises(ServerFailure, match=f"another program uses the port of server 0 .*: it {words}"):
                 server.wait_ready()
         finally:
             server.stop()
@@ -106,7 +106,7 @@ def test_a_server_that_this_machine_cannot_start_again_is_told(tmp_path: Path, m
 
     monkeypatch.setattr(tempfile, "mkdtemp", noted)
     said = servers.restart_dead([0]).error
-    assert said is not None and said.startswith("what looks after a server did not say within 60 seconds")
+    assert said is not None and said.startswith("the guard of a server did not report the start")
     monkeypatch.setattr(sys, "executable", str(tmp_path / "gone"))
     said = servers.restart_dead([0]).error
     assert said is not None and "No such file or directory" in said
@@ -127,9 +127,9 @@ def external(monkeypatch: pytest.MonkeyPatch, folder: Path, port: int, patience_
 @pytest.mark.parametrize(
     ("key", "answer", "words"),
     [
-        ("wrong", lambda path, key: 401, f"refuses the key in {KEY_VARIABLE}; set {KEY_VARIABLE} to the key that"),
-        ("", lambda path, key: 401, f"wants a key, and {KEY_VARIABLE} is empty; export the key that the server was"),
-        (KEY, lambda path, key: 200, "takes any key, so it was started without one, or is another program; start"),
+        ("wrong", lambda path, key: 401, f"rejects the key in {KEY_VARIABLE}; set {KEY_VARIABLE} to the key of"),
+        ("", lambda path, key: 401, f"requires a key, and {KEY_VARIABLE} is empty; export the key of the server"),
+        (KEY, lambda path, key: 200, "accepts any key, so the server was started without a key, or is another"),
     ],
 )  # fmt: skip
 def test_a_key_that_does_not_fit_is_told_at_once(
@@ -147,7 +147,7 @@ def test_a_server_at_which_nobody_listens_is_told_after_seconds(
 ) -> None:
     port = worlds.closed_port()
     said = external(monkeypatch, tmp_path, port, 7.0)
-    assert "of rollout.sglang.urls gave no healthy answer within start_timeout_seconds 7" in said
+    assert "of rollout.sglang.urls returned no healthy response within start_timeout_seconds 7" in said
     told = " ".join(capsys.readouterr().err.split())
     assert told.count(f"server 0 (http://127.0.0.1:{port}) cannot be reached for /model_info") == 1
-    assert "Connection refused" in told and "it is waited for until start_timeout_seconds 7 are over; start it" in told
+    assert "Connection refused" in told and "the run waits for start_timeout_seconds 7; start the server" in told

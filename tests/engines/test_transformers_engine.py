@@ -133,10 +133,10 @@ def test_an_engine_that_computes_no_numbers_is_named_with_the_sample(folder: Pat
 @pytest.mark.parametrize(
     ("logprobs", "words"),
     [
-        ((-1.0, float("inf")), "the log-probability inf of token 4, the response's number 2"),
-        ((float("-inf"), -1.0), "the log-probability -inf of token 3, the response's number 1"),
+        ((-1.0, float("inf")), "the log-probability inf of token 4 at position 2"),
+        ((float("-inf"), -1.0), "the log-probability -inf of token 3 at position 1"),
         ((-1.0, None), "the log-probability None of token 4"),
-        ((-1.0,), "2 tokens and 1 log-probabilities; give one of each token"),
+        ((-1.0,), "2 tokens and 1 log-probabilities; return one log-probability for each token"),
     ],
 )
 def test_other_log_probabilities_are_refused(logprobs: Any, words: str) -> None:
@@ -151,7 +151,7 @@ def test_tokens_without_a_row_are_named(engine: TransformersEngine) -> None:
     """A model of rows for so many tokens, whichever of a batch has another one."""
     for strange in (VOCAB, -1, 10**6):
         asked = [*requests(2), GenerateRequest((3, strange, 4), seed=9, prompt_id=9)]
-        with pytest.raises(RunError, match=f"wants an answer to token {strange}, for which the model has no row"):
+        with pytest.raises(RunError, match=f"has a prompt with token {strange}, for which the model has no row"):
             engine.generate(asked, PARAMS)
 
 
@@ -334,7 +334,7 @@ def test_an_engine_that_slept_answers_again(folder: Path, engine: TransformersEn
         sleeper.update_weights(model.named_parameters(), 3)
         assert sleeper.generate(requests(), PARAMS) == engine.generate(requests(), PARAMS)
         sleeper.sleep()
-        with pytest.raises(RuntimeError, match="without a whole set of weights"):
+        with pytest.raises(RuntimeError, match="no complete set of weights"):
             sleeper.generate(requests(), PARAMS)
     engine.sleep()
     assert engine.generate(requests(1), PARAMS)
@@ -417,9 +417,9 @@ def test_greedy_takes_the_most_likely(engine: TransformersEngine, model) -> None
 @pytest.mark.parametrize(
     ("change", "words"),
     [
-        (lambda named: named[1:], "'model.embed_tokens.weight' did not come"),
+        (lambda named: named[1:], "'model.embed_tokens.weight' did not arrive"),
         (lambda named: [*named, ("model.layers.9.x", torch.zeros(1))], "'model.layers.9.x' is unknown"),
-        (lambda named: [named[0], *named], "'model.embed_tokens.weight' came twice"),
+        (lambda named: [named[0], *named], "'model.embed_tokens.weight' arrived twice"),
         (lambda named: [(named[0][0], torch.zeros(2, 2)), *named[1:]], r"has shape \(2, 2\), not \(131, 32\)"),
     ],
 )
@@ -429,7 +429,7 @@ def test_a_partial_update_is_refused_by_name(folder: Path, model, change, words:
     with pytest.raises(ValueError, match=words):
         engine.update_weights(change(list(model.named_parameters())), 2)
     assert engine.version == 1
-    with pytest.raises(RuntimeError, match="without a whole set of weights"):
+    with pytest.raises(RuntimeError, match="no complete set of weights"):
         engine.generate(requests(1), PARAMS)
     engine.update_weights(model.named_parameters(), 2)
     assert engine.generate(requests(1), PARAMS)[0].weight_version == 2

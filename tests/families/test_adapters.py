@@ -118,7 +118,7 @@ def test_a_folder_that_peft_would_load_in_part_is_not_written(tmp_path: Path) ->
     lora = shape_of(arch)
     source = PeftSource(tmp_path / "peft", arch, lora)
     assert any(".shared_experts." in n for n in adapter_tensors(arch, lora))
-    with pytest.raises(ValueError, match=r"both experts and other .* of a glm4_moe are called gate_proj, up_proj"):
+    with pytest.raises(ValueError, match=r"both experts and other .* of a glm4_moe are named gate_proj, up_proj"):
         write_peft(tmp_path / "out", arch, lora, (), "base")
     assert not (tmp_path / "out").exists()
     # What PEFT makes of such a folder is the model without the experts' adapters.
@@ -187,8 +187,8 @@ def broken(world: Path, tmp_path: Path, change: Callable[[dict[str, Any]], Any])
         ({"init_lora_weights": "corda"}, "has init_lora_weights 'corda', which changes the base weights"),
         ({"init_lora_weights": "PiSSA_niter_4"}, "has init_lora_weights 'PiSSA_niter_4', which changes the base"),
         ({"init_lora_weights": 1}, "has init_lora_weights 1, which changes the base weights"),
-        ({"r": 8}, "has r 8, the settings have 3; set the same"),
-        ({"lora_alpha": 4}, "has lora_alpha 4, the settings have 5.0; set the same"),
+        ({"r": 8}, "has r 8, the settings have 3; use the same value"),
+        ({"lora_alpha": 4}, "has lora_alpha 4, the settings have 5.0; use the same value"),
         ({"target_modules": ["q_proj"]}, "has target_modules"),
     ],
 )
@@ -234,7 +234,7 @@ def test_an_initialisation_is_read_as_by_peft_or_refused(tmp_path: Path, initial
 
 def test_other_tensors_are_refused(world: Path, tmp_path: Path) -> None:
     arch = read_architecture(world / "experts")
-    with pytest.raises(ValueError, match=r"holds other tensors than adapters of this model have"):
+    with pytest.raises(ValueError, match=r"differ from the adapters of this model"):
         open_origin(str(world / "dense-peft"), "actor", arch, lora=shape_of(arch))
     folder = broken(world, tmp_path, lambda content: None)
     (folder / "adapter_model.safetensors").write_bytes(b"no safetensors")
@@ -249,7 +249,7 @@ def test_adapters_that_are_not_finite_are_named(world: Path, tmp_path: Path) -> 
     held[name][0, 0] = float("nan")
     save_file(held, folder / "adapter_model.safetensors", metadata={"format": "pt"})
     rows, _ = held[name].shape
-    with pytest.raises(ValueError, match=rf"tensor '{name}' in {folder}/adapter_model.safetensors holds nan"):
+    with pytest.raises(ValueError, match=rf"tensor '{name}' in {folder}/adapter_model.safetensors contains nan"):
         PeftSource(folder, arch, shape_of(arch)).read(Piece(name.removeprefix(PREFIX), 0, 0, rows))
 
 

@@ -197,7 +197,7 @@ def test_an_entry_of_the_map_that_nobody_holds_is_an_error(llama_8b: Architectur
     role = LocalRole(
         Placement("actor", Grid((0,), 1, 1), 1, 1, SampleCost(1, 0)), model, Runtime(0, 1, 0, torch.device("cpu"))
     )
-    with pytest.raises(RunError, match=r"no rank holds decoder.layers.7.pre_mlp_layernorm.weight of the model"):
+    with pytest.raises(RunError, match=r"no rank has decoder.layers.7.pre_mlp_layernorm.weight of the model"):
         WeightStream(role, 1 << 30)
 
 
@@ -258,5 +258,5 @@ def test_weights_that_do_not_fit_are_named(tmp_path: Path, changes: dict[str, in
 
 def test_a_folder_without_weights_is_refused(tmp_path: Path) -> None:
     arch = architecture(AutoConfig.from_pretrained(write_model(tmp_path / "m", "llama", 1)))
-    with pytest.raises(ValueError, match="holds no model.safetensors; save the model as safetensors"):
+    with pytest.raises(ValueError, match="has no model.safetensors; save the model as safetensors"):
         SafetensorsSource(tmp_path, arch)

@@ -165,7 +165,9 @@ def test_servers_larger_than_a_node() -> None:
     with pytest.raises(ConfigError, match="puts 32 ranks of a server on a node, which has 8 devices; set .*nodes to 4"):
         plan("rollout.sglang.tensor_parallel=32", gpus=32, memory_fraction=0.3)
     assert plan(gpus=16, tensor_parallel=16, nodes=2, memory_fraction=0.3).fits
-    with pytest.raises(ConfigError, match="nodes is 2, but the ranks 0 to 7 beside it are not 4 on each of 2 machines"):
+    with pytest.raises(
+        ConfigError, match="nodes is 2, but the ranks 0 to 7 on its devices are not 4 on each of 2 machines"
+    ):
         plan(gpus=16, tensor_parallel=8, nodes=2, memory_fraction=0.3)
 
 

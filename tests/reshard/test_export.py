@@ -121,7 +121,7 @@ def test_an_export_is_whole_or_none(tmp_path: Path) -> None:
     folder = write_model(tmp_path / "model", "llama", 3)
     (tmp_path / "out").mkdir()
     (tmp_path / "out" / "model.safetensors.index.json").write_text("{}")  # of an earlier export in several files
-    with pytest.raises(ValueError, match=r"not make a whole model: model\.norm\.weight; the export was not"):
+    with pytest.raises(ValueError, match=r"not form a complete model: model\.norm\.weight; the export was not"):
         write(tmp_path / "out", folder, without="model.norm.weight")
     assert not list((tmp_path / "out").iterdir())
     write(tmp_path / "out", folder)

@@ -147,7 +147,7 @@ def test_an_export_without_a_part_of_an_expert_is_none(folder: Path, tmp_path: P
         del tensors[name]
     else:
         tensors[name] = torch.zeros(3)
-    with pytest.raises(ValueError, match=r"not make a whole model: .*experts\.gate_up_proj_bias"):
+    with pytest.raises(ValueError, match=r"not form a complete model: .*experts\.gate_up_proj_bias"):
         write_policy(
             tmp_path / "out", arch, tensors.items(), character_tokenizer(),
             started_from=folder / "plain", stop_token_ids=(1,),
@@ -164,10 +164,13 @@ GATES = "model.layers.0.mlp.experts.gate_up_proj"
         ({f"{GATES}_scales": None}, f"has no tensor '{GATES}_scales'; fetch the model again"),
         ({f"{GATES}_blocks": None}, f"has no tensor '{GATES}_blocks'; fetch the model again"),
         ({f"{GATES}_blocks": None, f"{GATES}_scales": None}, f"has no tensor '{GATES}'; the weights do not fit"),
-        ({f"{GATES}_scales": torch.zeros(8, 192, 3, dtype=torch.uint8)}, "has shape (8, 192, 3), its config.json says"),
+        ({f"{GATES}_scales": torch.zeros(8, 192, 3, dtype=torch.uint8)}, "has shape (8, 192, 3), but its config.json"),
         ({f"{GATES}_scales": torch.zeros(8, 192, 2)}, "is of type F32, must be U8 for MXFP4"),
         ({GATES: torch.zeros(8, 64, 192)}, f"'{GATES}' in "),
-        ({f"{GATES}_zeros": torch.zeros(1)}, f"holds {GATES}_zeros, which a gpt_oss of its config.json does not have"),
+        (
+            {f"{GATES}_zeros": torch.zeros(1)},
+            f"contains {GATES}_zeros, which a gpt_oss of its config.json does not have",
+        ),
     ],
 )
 def test_files_that_are_not_whole_are_refused(
@@ -195,5 +198,5 @@ def test_sizes_that_are_no_blocks_are_refused(tmp_path: Path) -> None:
         SafetensorsSource(model, read(model))
     content = json.loads((model / "config.json").read_text()) | {"quantization_config": SAID}
     (model / "config.json").write_text(json.dumps(content))
-    with pytest.raises(ValueError, match=r"for matrices of a multiple of 32 inputs, here 48"):
+    with pytest.raises(ValueError, match=r"matrices with a multiple of 32 inputs instead of 48"):
         SafetensorsSource(model, read(model)).check(with_output_layer=True)

@@ -278,7 +278,7 @@ def test_servers_that_do_not_stand_on_the_trainers_machines() -> None:
     hosts = [0] * 4 + [1] * 4
     assert feeding(hosts, 8, nodes=2).problem(0) is None
     words = feeding(hosts, 4, nodes=2).problem(1)
-    assert words == "the ranks 4 to 7 beside it are not 2 on each of 2 machines"
+    assert words == "the ranks 4 to 7 on its devices are not 2 on each of 2 machines"
     assert "the ranks 0 to 15 beside" in (feeding(hosts, 16, nodes=2).problem(0) or "")
     assert feeding(hosts, 4, nodes=4, colocated=False).problem(0) == "the trainers have 2 machines"
     assert feeding([0], 2, nodes=2, on_cuda=False).problem(0) == "the trainers have 1 machine"

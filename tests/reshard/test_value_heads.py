@@ -32,7 +32,9 @@ def test_names_of_heads() -> None:
 @pytest.mark.parametrize("names", [("v_head.0.weight", "v_head.2.weight"), ("score.weight", "v_head.weight"),
                                    ("score.bias",), ("score.weight", "score.norm.weight")])  # fmt: skip
 def test_what_is_no_linear_layer_is_refused(names: tuple[str, ...]) -> None:
-    with pytest.raises(ValueError, match=r"a critic's head is one linear layer: a weight and perhaps a bias"):
+    with pytest.raises(
+        ValueError, match=r"the head of a critic is one linear layer with a weight and an optional bias"
+    ):
         find_value_head([*TRUNK, *names])
 
 
@@ -73,7 +75,7 @@ def test_a_head_in_a_file_of_its_own_is_read(tmp_path: Path) -> None:
 
 def test_a_head_that_is_not_finite_is_refused(tmp_path: Path) -> None:
     folder = write_value_model(tmp_path / "m", "llama", 3, "v_head.summary", float("nan"))
-    with pytest.raises(ValueError, match=r"tensor 'v_head.summary.bias' in .*model.safetensors holds nan, must be"):
+    with pytest.raises(ValueError, match=r"tensor 'v_head.summary.bias' in .*model.safetensors contains nan, must be"):
         head_of(folder)
 
 
@@ -82,5 +84,7 @@ def test_a_head_of_two_labels_is_refused(tmp_path: Path) -> None:
     tensors = load_file(folder / "model.safetensors")
     tensors["score.weight"] = torch.zeros(2, 32)
     save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
-    with pytest.raises(ValueError, match=r"'score\.weight' has shape \(2, 32\) and type F32, a critic gives one value"):
+    with pytest.raises(
+        ValueError, match=r"'score\.weight' has shape \(2, 32\) and type F32; a critic returns one value"
+    ):
         head_of(folder)

@@ -175,9 +175,9 @@ UP = "model__layers__0__mlp__up_proj__weight"
         ({UP: torch.zeros(48, 32, dtype=torch.float8_e5m2)}, "is of type F8_E5M2, which cannot be read"),
         ({UP: torch.zeros(48, 32)}, "has scales, but is of type F32"),
         ({"model__norm__weight": torch.zeros(32).to(torch.float8_e4m3fn)}, "is of type F8_E4M3 without scales"),
-        ({f"{UP}_scale_inv": torch.ones(4, 2)}, "has shape (4, 2), its config.json says (3, 2)"),
+        ({f"{UP}_scale_inv": torch.ones(4, 2)}, "has shape (4, 2), but its config.json requires (3, 2)"),
         ({f"{UP}_scale_inv": torch.ones(3, 2, dtype=torch.int32)}, "are of type I32, must be of F32"),
-        ({f"{UP}_scale": torch.ones(1)}, f"holds {UP.replace('__', '.')}_scale, which a llama"),
+        ({f"{UP}_scale": torch.ones(1)}, f"contains {UP.replace('__', '.')}_scale, which a llama"),
     ],
 )
 def test_other_types_of_tensors_are_refused(tmp_path: Path, change: dict[str, Tensor], words: str) -> None:
@@ -203,7 +203,7 @@ def test_what_is_not_finite_is_named_with_its_file(tmp_path: Path, name: str, nu
     with pytest.raises(ValueError) as caught:
         whole_tensors(folder, torch.float32, 2)
     shown = number if number != 1e300 else "inf"
-    assert f"tensor '{name.replace('__', '.')}' in {folder / 'model.safetensors'} holds {shown}, must be" in str(
+    assert f"tensor '{name.replace('__', '.')}' in {folder / 'model.safetensors'} contains {shown}, must be" in str(
         caught.value
     )
 
@@ -222,7 +222,7 @@ def test_every_rank_of_a_run_ends_with_the_tensor(tmp_path: Path) -> None:
     done = start("megappo", "train", QUICKSTART, *words, processes=2)
     told = [line for line in done.stderr.splitlines() if line.startswith("megappo: error")]
     assert done.returncode == 2 and len(told) == 2, done.stderr
-    sentence = f"tensor '{UP.replace('__', '.')}' in {folder / 'model.safetensors'} holds nan, must be finite"
+    sentence = f"tensor '{UP.replace('__', '.')}' in {folder / 'model.safetensors'} contains nan, must be finite"
     assert all(sentence in line and "(on rank 1, not on every other)" in line for line in told)
     assert "Traceback" not in done.stderr, done.stderr
 
@@ -232,14 +232,14 @@ def test_scales_and_experts_that_are_not_finite_are_named(tmp_path: Path) -> Non
     file = "model-00002-of-00002.safetensors"
     scales = load_file(tmp_path / "float8" / file)[f"{UP.replace('__', '.')}_scale_inv"]
     changed(tmp_path / "float8", file, **{f"{UP}_scale_inv": torch.full_like(scales, float("nan"))})
-    with pytest.raises(ValueError, match=rf"tensor '{UP.replace('__', '.')}' in .* holds nan, must be finite"):
+    with pytest.raises(ValueError, match=rf"tensor '{UP.replace('__', '.')}' in .* contains nan, must be finite"):
         whole_tensors(tmp_path / "float8", torch.float32, 1)
     folder = write_model(tmp_path / "experts", "gpt_oss", 1)
     name = "model__layers__1__mlp__experts__down_proj"
     packed = load_file(folder / "model.safetensors")[name.replace("__", ".")]
     packed[2, 1, 1] = float("inf")
     changed(folder, "model.safetensors", **{name: packed})
-    with pytest.raises(ValueError, match=rf"tensor '{name.replace('__', '.')}' in .* holds inf, must be finite"):
+    with pytest.raises(ValueError, match=rf"tensor '{name.replace('__', '.')}' in .* contains inf, must be finite"):
         whole_tensors(folder, torch.float32, 1)
 
 
@@ -257,7 +257,7 @@ def test_float8_weights_need_their_configuration(tmp_path: Path) -> None:
     [
         ("qwen3", {"model_type": "llama"}, r"self_attn.k_norm.weight, .* which a llama of its config.json does not"),
         ("qwen2", {"model_type": "llama"}, r"self_attn.k_proj.bias, .* which a llama of its config.json does not"),
-        ("llama", {"num_hidden_layers": 3}, r"holds model.layers.3.* the weights do not fit .*num_hidden_layers"),
+        ("llama", {"num_hidden_layers": 3}, r"contains model.layers.3.* the weights do not fit .*num_hidden_layers"),
     ],
 )
 def test_tensors_that_the_model_does_not_have_are_refused(
@@ -337,7 +337,9 @@ def test_a_tied_model_with_another_head_is_refused(tmp_path: Path) -> None:
     other = embedding.clone()
     other[VOCAB - 1, 3] += 1e-3
     changed(folder, "model.safetensors", lm_head__weight=other)
-    with pytest.raises(ValueError, match=r"an lm_head.weight that is not its embedding, .* tie_word_embeddings: true"):
+    with pytest.raises(
+        ValueError, match=r"an lm_head.weight that differs from its embedding, .* tie_word_embeddings: true"
+    ):
         SafetensorsSource(folder, read(folder)).check(with_output_layer=True)
     content = json.loads((folder / "config.json").read_text()) | {"tie_word_embeddings": False}
     (folder / "config.json").write_text(json.dumps(content))
@@ -351,7 +353,7 @@ def test_a_critic_has_no_head_to_tie(tmp_path: Path, monkeypatch: pytest.MonkeyP
     assert SafetensorsSource(folder, read(folder)).check(with_output_layer=False) == 38
     config = load_config(BASE, [f"model.path={folder}", f"critic.path={folder}", "model.init=pretrained"])
     assert set(weight_sources(config, ("critic",))) == {folder}
-    with pytest.raises(ValueError, match=r"an lm_head.weight that is not its embedding"):
+    with pytest.raises(ValueError, match=r"an lm_head.weight that differs from its embedding"):
         weight_sources(config, ROLES)
     asked: list[bool] = []
     monkeypatch.setattr(SafetensorsSource, "check", lambda _, with_output_layer: asked.append(with_output_layer))
@@ -362,7 +364,7 @@ def test_a_critic_has_no_head_to_tie(tmp_path: Path, monkeypatch: pytest.MonkeyP
 def test_a_broken_index_is_named(tmp_path: Path) -> None:
     quantise(write_model(tmp_path / "m", "llama", 1), tmp_path / "float8", (16, 16))
     (tmp_path / "float8" / "model.safetensors.index.json").write_text("{}")
-    with pytest.raises(ValueError, match=r"is no index of safetensors, .*; fetch or save it again"):
+    with pytest.raises(ValueError, match=r"is not an index of safetensors, .*; fetch or save it again"):
         SafetensorsSource(tmp_path / "float8", read(tmp_path / "float8"))
 
 
@@ -425,7 +427,7 @@ def test_an_index_alone_is_read_and_one_that_is_none_is_refused(tmp_path: Path) 
     found = whole_tensors(folder, torch.float32, 1)
     assert all(torch.equal(found[name], truth[name].float()) for name in found)
     (folder / "model.safetensors.index.json").write_text("{}")
-    with pytest.raises(ValueError, match="is no index of safetensors"):
+    with pytest.raises(ValueError, match="is not an index of safetensors"):
         whole_tensors(folder, torch.float32, 1)
 
 

@@ -132,8 +132,8 @@ def test_a_judge_that_cannot_be_kept_running_ends_the_run(tmp_path: Path) -> Non
     """Soon, with what the server said, though its answers may be waited for much longer. The first one may
     have died before it was seen to be ready."""
     sentence = (
-        r"a judge's server cannot be kept running: judge taste .* ended while it started; .*out of memory; it was "
-        r"started [23] times \(reward.functions.taste.judge.server.max_restarts 5\)"
+        r"a judge's server cannot be kept running: judge taste .* ended during its start; .*out of memory; "
+        r"the server was started [23] times \(reward.functions.taste.judge.server.max_restarts 5\)"
     )
     with pytest.raises(RunError, match=f"(?s){sentence}"):
         scored(judged(tmp_path / "run", timeout_seconds=300.0), "fine", "die for ever")

@@ -76,7 +76,7 @@ def test_two_ranks_train_with_one_reward_model(tmp_path: Path) -> None:
     assert done.returncode == 0, output[-4000:]
     assert len(held[0]) == 1, "both ranks have one between them"
     # The ranks may have scores of it before the process that watches it has seen that it is ready.
-    ends = re.findall(r"reward model \(http://127.0.0.1:\d+\) (died|ended while it started); ", output)
+    ends = re.findall(r"reward model \(http://127.0.0.1:\d+\) (died|ended during its start); ", output)
     assert len(ends) == 1 and "; it is started again" in output, output[-4000:]
     samples = [json.loads(line) for line in (run / "samples.jsonl").read_text().splitlines()]
     model = RewardModel(str(folder), dtype=torch.float32, device=torch.device("cpu"))

@@ -267,7 +267,7 @@ def test_a_dead_engine_gives_its_work_to_the_others() -> None:
     dying.fail_after = 30
     outcome = spread([well, dying])
     assert complete(outcome)
-    assert list(outcome.failures) == [1] and "broke off while it generated" in outcome.failures[1]
+    assert list(outcome.failures) == [1] and "closed the connection during generation" in outcome.failures[1]
 
 
 def test_a_hung_engine_is_asked_for_its_health_first() -> None:
@@ -276,7 +276,7 @@ def test_a_hung_engine_is_asked_for_its_health_first() -> None:
     started = time.monotonic()
     outcome = spread([well, hanging])
     assert complete(outcome)
-    assert list(outcome.failures) == [1] and "is not well" in outcome.failures[1]
+    assert list(outcome.failures) == [1] and "failed its health check" in outcome.failures[1]
     assert time.monotonic() - started < 10
 
 
@@ -301,7 +301,7 @@ def test_a_request_that_nothing_comes_of_has_a_deadline() -> None:
     lost.hang_after = 0
     outcome = spread([lost], 5, request_timeout_seconds=1.0)
     assert outcome.completions == {}
-    assert "gave no response within 1 seconds and works on none" in outcome.failures[0]
+    assert "returned no response within 1 seconds and has no request in progress" in outcome.failures[0]
 
 
 def test_no_deadline_ends_a_request_that_tokens_are_made_for() -> None:
@@ -347,9 +347,9 @@ def test_what_is_no_answer_is_a_failed_server() -> None:
 @pytest.mark.parametrize(
     ("said", "words"),
     [
-        ('{"detail": "ok"}', "answered what is no list of answers"),
-        ('[{"text": "ok"}]', "answered what is no list of answers (KeyError('meta_info')): b'[{"),
-        ("[[1], [2]]", "answered what is no list of answers"),
+        ('{"detail": "ok"}', "returned a response that is not a list of answers"),
+        ('[{"text": "ok"}]', "returned a response that is not a list of answers (KeyError('meta_info')): b'[{"),
+        ("[[1], [2]]", "returned a response that is not a list of answers"),
         ("[]", "gave 0 answers to"),
     ],
 )
@@ -385,7 +385,7 @@ def test_a_refused_request_stops_the_run() -> None:
     server = StandIn(0)
     server.status = 400
     refusal = spread([server]).refusal
-    assert refusal is not None and "refused to generate: because" in refusal
+    assert refusal is not None and "rejected a generation request: because" in refusal
 
 
 def test_what_makes_servers_fail_each_time_ends_the_run(world_of_one: None) -> None:
@@ -409,9 +409,10 @@ def test_what_makes_servers_fail_each_time_ends_the_run(world_of_one: None) -> N
     for _ in range(2):
         agree()
     sentence = (
-        "failed 3 times in a row before one request was answered: what is left, such as prompt 41, of 9 tokens, seems"
+        "failed 3 times in a row before any request was answered; the likely cause is a remaining request, "
+        "such as prompt 41, of 9 tokens, or"
     )
-    with pytest.raises(EngineError, match=f"{sentence} to be the cause.*failed to generate: because"):
+    with pytest.raises(EngineError, match=f"{sentence} the machines.*failed to generate: because"):
         agree()
     assert rounds.agree(0, Outcome()) == (True, {})
 
@@ -490,7 +491,7 @@ def test_a_server_without_routing_failed(said: str | None) -> None:
     server.routing = None if said is None else lambda _: str(said)
     outcome = spread([server], 2, replace(PARAMS, routing=RoutingShape(1, 1, 4)))
     assert not outcome.completions
-    assert "gave no experts for each of 3 x 1 x 1 places" in outcome.failures[0]
+    assert "did not return the experts of all 3 x 1 x 1 positions" in outcome.failures[0]
 
 
 class Chats:
@@ -636,7 +637,7 @@ def test_a_refused_turn_ends_the_round() -> None:
     server = StandIn(0)
     server.status = 400
     _, left, outcome = chat([server])
-    assert left == 40 and "refused to generate" in str(outcome.refusal)
+    assert left == 40 and "rejected a generation request" in str(outcome.refusal)
 
 
 def in_flight(servers: list[StandIn], count: int, **changes: Any) -> InFlightRound:
@@ -735,7 +736,7 @@ def test_a_server_that_gives_nothing_back_is_named(world_of_one: None) -> None:
     assert wait_until(lambda: deaf.running == 3, 10.0, every_seconds=0.01)
     line.break_off()
     failed = abort_servers(line, [], settings(sync_timeout_seconds=0.3))  # nobody tells it
-    assert failed.keys() == {0} and "gave nothing back when it was told to give up" in failed[0]
+    assert failed.keys() == {0} and "did not return its requests after an abort" in failed[0]
     rest, _ = line.end()
     assert rest.keys() == {0, 1, 2} and not any(answer.token_ids for answer in rest.values())
 
@@ -747,7 +748,7 @@ def test_an_abort_ends_at_once_after_a_refusal(world_of_one: None) -> None:
     refusing.status = 400
     line = in_flight([refusing, slow], 6, sync_timeout_seconds=60.0)
     assert wait_until(lambda: line.is_over, 10.0, every_seconds=0.01)
-    assert "refused to generate: because" in str(line.refusal)
+    assert "rejected a generation request: because" in str(line.refusal)
     line.break_off()
     given = settings(sync_timeout_seconds=9.0, health_timeout_seconds=30.0)
     assert abort_servers(line, [refusing.endpoint, slow.endpoint], given) == {}
@@ -764,7 +765,7 @@ def test_a_probe_that_is_refused_says_why(world_of_one: None) -> None:
     def probes(*servers: StandIn) -> list[Round]:
         return [Round([server.endpoint], {server.index: request}, PARAMS, 7, limits()) for server in servers]
 
-    with pytest.raises(EngineError, match="server 1 .* refused to generate: because"):
+    with pytest.raises(EngineError, match="server 1 .* rejected a generation request: because"):
         answers_of_each(probes(well, refusing))
     refusing.status = 500
     answers, failures = answers_of_each(probes(well, refusing))
@@ -775,7 +776,9 @@ def test_a_response_that_ends_before_its_limit_is_refused() -> None:
     """SGLang ends a response early where its context or its pool is full, and names the limit as the reason."""
     server = StandIn(0)
     server.finish = "length"
-    assert "ended a response after 2 of 4 tokens for lack of room" in str(spread([server], 3).refusal)
+    assert "ended a response after 2 of 4 tokens because its context or its pool is full" in str(
+        spread([server], 3).refusal
+    )
     assert complete(spread([server], 3, replace(PARAMS, max_new_tokens=2)), 3)
 
 
@@ -798,9 +801,9 @@ def test_servers_that_hold_their_requests_are_not_missed(world_of_one: None) -> 
     ("spans", "words"),
     [
         ([("7", 0, 1), ("9", 1, 2)], r"generated with weights \['7', '8', '9'\], not 7 to 8"),
-        ([("7", 0, 1), ("8", 1, 3)], "does not say for each of 2 tokens"),
-        ([("7", 0, 1)], "does not say for each of 2 tokens"),
-        ([("7", 0, 0), ("8", 1, 2)], "does not say for each of 2 tokens"),
+        ([("7", 0, 1), ("8", 1, 3)], "does not report the weight version of each of 2 tokens"),
+        ([("7", 0, 1)], "does not report the weight version of each of 2 tokens"),
+        ([("7", 0, 0), ("8", 1, 2)], "does not report the weight version of each of 2 tokens"),
     ],
 )
 def test_what_a_server_says_of_weights_is_checked(
@@ -832,9 +835,9 @@ def test_an_engine_that_holds_no_weights_says_why(world_of_one: None) -> None:
     runtime: Any = SimpleNamespace(deadlines=Deadlines.of(RuntimeSettings()), rank=0, is_main=True)
     engine = SGLangEngine(fleet, settings(), runtime)
     request = GenerateRequest((2, 100), seed=0, prompt_id=0)
-    with pytest.raises(RuntimeError, match="the engine is without a whole set of weights; update its weights first"):
+    with pytest.raises(RuntimeError, match="the engine has no complete set of weights; call update_weights first"):
         engine.submit([request], PARAMS)
     assert engine.abort() == {}
     engine.sleep()
-    with pytest.raises(RuntimeError, match="the engine is asleep; update its weights first"):
+    with pytest.raises(RuntimeError, match="the engine is asleep; call update_weights first"):
         engine.submit([request], PARAMS)

@@ -183,7 +183,10 @@ def test_a_corrupted_tensor_is_sent_again(scenario: Callable[[str], Found]) -> N
 def test_a_tensor_that_stays_wrong_stops_the_run_by_name(scenario: Callable[[str], Found]) -> None:
     for found in scenario("two_engines"):
         assert "failed 3 times" in found["always"]["error"]
-        assert "does not hold what was sent: model.layers.2.mlp.gate_up_proj.weight;" in found["always"]["error"] + ";"
+        assert (
+            "has weights that differ from the sent weights: model.layers.2.mlp.gate_up_proj.weight;"
+            in found["always"]["error"] + ";"
+        )
         assert found["always"]["current"] == []  # nothing may generate with mixed weights
 
 
@@ -243,7 +246,7 @@ def test_servers_hold_the_tokens_that_they_were_told_to(scenario: Callable[[str]
     for found in scenario(name):
         assert set(found["tokens"]) == {16384}
         assert (
-            "room for the keys and values of 16384 tokens, the longest prompt and response are 16385;"
+            "room for the keys and values of 16384 tokens, but the longest prompt and response have 16385 tokens;"
             in (found["too_long"])
         )
 

@@ -187,7 +187,7 @@ def test_external_servers_that_are_not_there(tmp_path: Path) -> None:
     """The deadline is kept, and the sentence names the server."""
     sglang = "{placement: disaggregated, urls: ['http://127.0.0.1:9'], start_timeout_seconds: 2}"
     output = stops_with(tmp_path / "run", sglang, 120)
-    assert "server 0 (http://127.0.0.1:9) of rollout.sglang.urls gave no healthy answer" in output
+    assert "server 0 (http://127.0.0.1:9) of rollout.sglang.urls returned no healthy response" in output
     assert "Traceback" not in output
 
 

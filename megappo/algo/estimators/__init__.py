@@ -1,19 +1,20 @@
-"""Advantage estimators: one file each, with a function of the file's name; your own is named by its import path.
+"""Advantage estimators. Each file contains one function with the name of the file. An import path selects a custom
+estimator.
 
-An estimator is called by keyword, with those of the following that it has parameters for:
+An estimator is called with keyword arguments for its parameters:
 
-    rewards      (B, T) per token, the weighted KL subtracted where it is in the reward
-    values       (B, T) of the critic, which an estimator that takes them needs
+    rewards      (B, T) per token, with the weighted KL subtracted if it is part of the reward
+    values       (B, T) of the critic; an estimator with this parameter and no default requires a critic
     mask         (B, T) bool
-    group_ids    (B,) int64; samples of one prompt share one, and are on one rank
+    group_ids    (B,) int64; all samples of a prompt have the same id and are on one rank
     gamma        the setting
-    lam          of the advantages: a number, or where it is `length_adaptive` (B,) one of each sample
-    critic_lam   of the returns, which the critic learns: a number
-    gae          a function of rewards, values, mask, gamma and lam, by keyword, that does GAE: by tokens or by turns,
-                 as `algorithm.discount_at` says
+    lam          lambda of the advantages: a number, or (B,) one per sample with `length_adaptive`
+    critic_lam   lambda of the returns, which the critic learns: a number
+    gae          a function for GAE with keyword arguments rewards, values, mask, gamma and lam; time steps are
+                 tokens or turns, according to `algorithm.discount_at`
 
-It returns advantages and returns, both (B, T), 0 at masked positions. They are whitened over the global batch
-afterwards where the settings say so, unless the function is `unwhitened`.
+The estimator returns advantages and returns, both (B, T), 0 at masked positions. Advantages are then whitened over
+the global batch if the settings enable whitening, unless the function is `unwhitened`.
 """
 
 from __future__ import annotations
@@ -45,7 +46,7 @@ class GAE(Protocol):
 
 
 def unwhitened(compute: _Function) -> _Function:
-    """Declare an estimator whose advantages are already scaled and are not whitened."""
+    """Mark an estimator whose advantages are already scaled. These advantages are not whitened."""
     compute.whitens = False  # type: ignore[attr-defined]
     return compute
 
@@ -67,22 +68,22 @@ class Estimator:
 
     @property
     def takes_values(self) -> bool:
-        """Whether the estimator can use values, so that a critic is of use."""
+        """Whether the estimator can use values. A critic is then useful."""
         return "values" in taken_by(self.compute, ARGUMENTS)
 
     @property
     def tells_lambdas_apart(self) -> bool:
-        """Whether the critic's returns may have a lambda of their own."""
+        """Whether the returns of the critic may have a separate lambda."""
         return "critic_lam" in taken_by(self.compute, ARGUMENTS)
 
     @property
     def discounts_by_turn(self) -> bool:
-        """Whether the estimator computes by `gae`, which applies gamma and lambda by tokens or by turns."""
+        """Whether the estimator uses `gae`, which applies gamma and lambda by tokens or by turns."""
         return "gae" in taken_by(self.compute, ARGUMENTS)
 
     @property
     def compares_samples(self) -> bool:
-        """Whether the estimator needs several samples of a prompt."""
+        """Whether the estimator requires several samples of a prompt."""
         return "group_ids" in inspect.signature(self.compute).parameters
 
     @property
@@ -91,24 +92,25 @@ class Estimator:
         return getattr(self.compute, "whitens", True)
 
     def __call__(self, **offered: Any) -> tuple[Tensor, Tensor]:
-        """Estimate advantages and returns from all of ARGUMENTS, by keyword.
+        """Estimate advantages and returns from all ARGUMENTS, passed by keyword.
 
-        `gae` may be left out, and `critic_lam` too: its default is `lam`. `values` may be None where the estimator does
-        not need them. Raises ValueError where needed values are missing or the result has another form.
+        `gae` and `critic_lam` are optional. The default of `critic_lam` is `lam`. `values` may be None if the
+        estimator does not require values. Raises ValueError if required values are missing or if the result has
+        another form.
         """
         from megappo.algo.masks import check_mask
         from megappo_kernels.gae import gae
 
         if self.needs_critic and offered["values"] is None:
-            raise ValueError(f"estimator '{self.name}' needs values; add a critic section, or choose grpo or rloo")
-        given = {"gae": gae, "critic_lam": offered["lam"], **offered}
-        found = self.compute(**{name: given[name] for name in taken_by(self.compute, ARGUMENTS)}, **self.options)
-        if not isinstance(found, tuple) or len(found) != 2:
-            raise ValueError(f"estimator '{self.name}' returned {type(found).__name__}, must be (advantages, returns)")
-        check_mask(given["mask"], advantages=found[0], returns=found[1])
-        return found
+            raise ValueError(f"estimator '{self.name}' requires values; add a critic section, or select grpo or rloo")
+        arguments = {"gae": gae, "critic_lam": offered["lam"], **offered}
+        result = self.compute(**{name: arguments[name] for name in taken_by(self.compute, ARGUMENTS)}, **self.options)
+        if not isinstance(result, tuple) or len(result) != 2:
+            raise ValueError(f"estimator '{self.name}' returned {type(result).__name__}, must be (advantages, returns)")
+        check_mask(arguments["mask"], advantages=result[0], returns=result[1])
+        return result
 
 
 def builtin(name: str) -> Estimator:
-    """Built-in estimator of this name, one of NAMES."""
+    """Return the built-in estimator with this name, one of NAMES."""
     return Estimator(name, getattr(import_module(f"{__name__}.{name}"), name))

@@ -1,4 +1,4 @@
-"""Generalised advantage estimation (Schulman et al. 2016) with the critic's values."""
+"""Generalised advantage estimation (Schulman et al. 2016) with the values of the critic."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ if TYPE_CHECKING:  # settings are checked against the parameters without importi
 def gae(
     *, rewards: Tensor, values: Tensor, mask: Tensor, gamma: float, lam: float | Tensor, critic_lam: float, gae: GAE
 ) -> tuple[Tensor, Tensor]:
-    """Advantages discount later rewards by gamma and rely on the critic's values by 1 - lam.
+    """Compute GAE. Later rewards are discounted by gamma. The weight of the critic is 1 - lam.
 
-    The critic's returns may use a larger lambda (Yuan et al. 2025, "What's Behind PPO's Collapse in Long-CoT?",
+    The returns of the critic may use a larger lambda (Yuan et al. 2025, "What's Behind PPO's Collapse in Long-CoT?",
     decoupled GAE).
     """
     advantages, returns = gae(rewards=rewards, values=values, mask=mask, gamma=gamma, lam=lam)

@@ -12,7 +12,8 @@ if TYPE_CHECKING:
 
 @unwhitened
 def grpo(*, rewards: Tensor, mask: Tensor, group_ids: Tensor) -> tuple[Tensor, Tensor]:
-    """(score - mean) / (std + 1e-6) within the group, std unbiased; a group of one keeps its score.
+    """Compute (score - mean) / (std + 1e-6) within the group, with unbiased std. A group of one sample keeps its
+    score.
 
     Shao et al. 2024, "DeepSeekMath", section 4.1.
     """

@@ -11,6 +11,7 @@ if TYPE_CHECKING:
 
 
 def reinforce_plus_plus(*, rewards: Tensor, mask: Tensor, gamma: float, gae: GAE) -> tuple[Tensor, Tensor]:
-    """Discounted sum of the rewards that follow, whitened over the batch afterwards (Hu 2025, "REINFORCE++")."""
+    """Return the discounted sum of the later rewards, which is then whitened over the batch (Hu 2025,
+    "REINFORCE++")."""
     returns, _ = gae(rewards=rewards, values=rewards.new_zeros(rewards.shape), mask=mask, gamma=gamma, lam=1.0)
     return returns, returns

@@ -1,4 +1,4 @@
-"""Scores against the mean of the other samples of a prompt."""
+"""Scores relative to the mean of the other samples of a prompt."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 
 @unwhitened
 def rloo(*, rewards: Tensor, mask: Tensor, group_ids: Tensor) -> tuple[Tensor, Tensor]:
-    """Score minus the mean of the group's other samples; a group of one keeps its score.
+    """Compute the score minus the mean of the other samples in the group. A group of one sample keeps its score.
 
     Ahmadian et al. 2024, "Back to Basics", eq. 3.
     """

@@ -1,1 +1,1 @@
-"""SGLang servers: started, watched, given weights, asked for responses."""
+"""SGLang servers: start, supervision, weight updates and generation requests."""

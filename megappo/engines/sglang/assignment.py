@@ -1,9 +1,10 @@
-"""Assigns requests to servers. There is no network in it, so that a test can play all ranks of a large run.
+"""Assign requests to servers. The module does not use the network, so a test can simulate all ranks of a large run.
 
-Prompts are numbered over all ranks and dealt by their number, like cards. Ranks need no messages for that, and servers
-get equal numbers of prompts, however few a single rank has. A rank's numbers say how many of its prompts each server
-gets; which ones, it chooses so that the servers owe it equally many tokens. All samples of a prompt go to one server,
-whose prefix cache then computes the prompt once, and so do all turns of an episode.
+Prompts are numbered over all ranks and dealt to servers by number. Ranks therefore exchange no messages, and servers
+receive equal numbers of prompts even if a rank has few prompts. The prompt numbers of a rank determine the number of
+its prompts for each server. The rank then chooses the prompts of each server to balance the outstanding tokens. All
+samples of a prompt go to one server, whose prefix cache computes the prompt once. All turns of an episode go to one
+server too.
 """
 
 from __future__ import annotations
@@ -15,23 +16,24 @@ from dataclasses import dataclass, field
 from megappo.engines.sglang.owing import OwedTokens
 
 FAR_BUSIER = 2.0
-"""Factor by which a server has to owe more tokens than one with room before a waiting turn moves there: the other
-server has no cache of the conversation and computes all of it anew."""
+"""Minimum ratio of outstanding tokens for moving a turn of an episode from a busy server to a server with room. The
+other server has no cache of the conversation and must compute the whole prompt."""
 _MOST_HOMES = 2**16
-"""Requests, and prompts, whose server is remembered, the latest of them; rounds may last for the whole run."""
+"""Maximum number of requests and of prompts whose server is stored. The oldest entries are dropped, because a round
+may last for the whole run."""
 
 
 @dataclass
 class _AssignedPrompt:
-    """The waiting samples of one prompt, and the number by which they are dealt again if their server fails."""
+    """The waiting samples of one prompt, and the number for assigning them again after a server failure."""
 
     number: int
-    """Number of the prompt over all ranks; once dealt, its number among the prompts of the same server."""
+    """Number of the prompt over all ranks. After the assignment, the number among the prompts of the same server."""
     waiting: deque[int] = field(default_factory=deque)
     begun: bool = False
-    """Whether some samples were sent to the server already; the others then stay with it."""
+    """Whether some samples were already sent to the server. The other samples then stay with this server."""
     follows: bool = False
-    """Whether this is a later turn of an episode, whose earlier turns are in the server's cache."""
+    """Whether this is a later turn of an episode. The cache of the server contains the earlier turns."""
 
 
 class RequestAssignment:
@@ -45,15 +47,22 @@ class RequestAssignment:
         most_response_tokens: int = 1,
         homes: Mapping[int, int] | None = None,
     ) -> None:
-        """`servers`: in the same order on every rank. `prompt_ids`: the number of each request's prompt; requests are
-        sent in its order. `prompt_tokens`: length of each request's prompt; default: 0. `homes`: for requests that
-        continue what a server has answered, that server, which then gets all requests of the prompt."""
+        """Assign all requests to servers.
+
+        Args:
+            servers: Server numbers, in the same order on every rank.
+            prompt_ids: Prompt number of each request. Requests are sent in the order of this mapping.
+            prompt_tokens: Prompt length of each request. Default: 0.
+            most_response_tokens: Maximum response length.
+            homes: Server of each request that continues an answered prompt. The server receives all requests of the
+                prompt.
+        """
         self._servers = list(servers)
         self.owed = OwedTokens(servers, most_response_tokens)
         self._queues: dict[int, deque[_AssignedPrompt]] = {server: deque() for server in servers}
         self._tokens = {request: (prompt_tokens or {}).get(request, 0) for request in prompt_ids}
         self._home: dict[int, int] = {}
-        """The server that each request went to last; its cache holds the episode's turns."""
+        """The last server of each request. Its cache contains the turns of the episode."""
         self._home_of_prompt: dict[int, int] = {}
         prompts = {number: _AssignedPrompt(number) for number in prompt_ids.values()}
         self._prompt_of = {request: prompts[number] for request, number in prompt_ids.items()}
@@ -69,8 +78,8 @@ class RequestAssignment:
         self._give(new, first=0)
 
     def add(self, request: int, prompt_id: int, prompt_tokens: int = 0) -> None:
-        """Add a request. A later turn of an episode, which keeps its number, goes to the server of the turn before; the
-        first turn of an episode goes to the server of the prompt's other episodes."""
+        """Add a request. A later turn of an episode keeps its request number and goes to the server of the previous
+        turn. The first turn of an episode goes to the server of the other episodes of its prompt."""
         last = self._home.get(request)
         home = last if last in self._queues else self._home_of_prompt.get(prompt_id)
         prompt = _AssignedPrompt(prompt_id, deque([request]), follows=last in self._queues)
@@ -88,10 +97,10 @@ class RequestAssignment:
         return any(self._queues.values())
 
     def take(self, server: int, most: int) -> list[int]:
-        """Take the next requests for a server: at most `most`, fewer towards the end, and whole prompts where they
+        """Take at most `most` requests for a server. Takes fewer requests towards the end, and whole prompts if they
         fit."""
         hand, taken = self._queues[server], list[int]()
-        # A quarter of what waits: groups shrink towards the end, so that servers finish together.
+        # Take a quarter of the waiting requests. Groups shrink towards the end, so that servers finish together.
         share = -(-sum(len(prompt.waiting) for prompt in hand) // 4)
         while hand and len(taken) < min(share, most):
             prompt = hand[0]
@@ -104,15 +113,15 @@ class RequestAssignment:
         return taken
 
     def answered(self, server: int, responses: Mapping[int, int]) -> None:
-        """Note that a server has answered requests, and forget all of them but who answered; `responses`: number of
-        tokens by request."""
+        """Remove answered requests, but store their server. `responses` has the number of tokens by request."""
         self.owed.answered(server, sum(self._tokens.pop(request) for request in responses), responses.values())
         for request in responses:
             del self._prompt_of[request]
 
     def relieve(self, server: int) -> bool:
-        """Move a waiting prompt to a server with room: a whole prompt of the server that owes most, or a turn of one
-        that owes far more. Returns False where nothing that waits may move."""
+        """Move a waiting prompt to a server with room. The prompt is a whole prompt of the server with the most
+        outstanding tokens, or a turn of a server with far more outstanding tokens. Returns False if no waiting prompt
+        can move."""
         donors = sorted((e for e in self._servers if e != server and self._queues[e]), key=lambda e: -self.owed.of(e))
         for donor in donors:
             far_busier = self.owed.of(donor) > FAR_BUSIER * self.owed.of(server)
@@ -125,7 +134,7 @@ class RequestAssignment:
         return False
 
     def lose(self, server: int, owed: Iterable[int]) -> None:
-        """Remove a failed server: its unanswered and waiting requests are dealt to the others."""
+        """Remove a failed server and assign its unanswered and waiting requests to the other servers."""
         lost = {id(prompt): prompt for prompt in self._queues.pop(server)}
         for request in owed:
             prompt = self._prompt_of[request]
@@ -139,15 +148,15 @@ class RequestAssignment:
         self._give(lost.values(), first=position)
 
     def _give(self, prompts: Iterable[_AssignedPrompt], first: int) -> None:
-        """Deal one prompt to each server in turn, starting at position `first`. The quotient numbers the prompts of a
-        server, so that they can be dealt evenly once more.
+        """Assign one prompt to each server in turn, starting at position `first`. The quotient numbers the prompts of
+        a server, so that a later assignment is even too.
 
-        The numbers say how many prompts each server gets. Which of its prompts go there the rank chooses: the largest
-        first, to the server that owes the fewest tokens.
+        The numbers determine how many prompts each server receives. The rank chooses the prompts of each server: the
+        largest prompt first, to the server with the fewest outstanding tokens.
         """
         count, cards = len(self._servers), dict[int, deque[int]]()
         if not count:
-            return  # left to the caller
+            return  # the caller handles the remaining requests
         dealt = list(prompts)
         for prompt in dealt:
             server = self._servers[(first + prompt.number) % count]

@@ -1,4 +1,4 @@
-"""Shared memory through which weights reach colocated servers on a CPU."""
+"""Shared memory for sending weights to colocated servers on CPUs."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ class SyncBuffers:
         self._delivery: Delivery | None = None
 
     def of(self, delivery: Delivery, runtime: Runtime, placement: str, *, shared: bool) -> dict[Receiver, list[Tensor]]:
-        """The buffers of this rank's receivers, which servers can open. With `shared` all ranks open the same buffers,
-        and the call is a collective.
+        """Return the buffers of the receivers of this rank. Servers can open these buffers. With `shared`, all ranks
+        open the same buffers, and the call is a collective.
 
-        There are none where payloads are broadcast, and none on GPUs. There SGLang answers when its copies are queued,
-        not done, so that a reused buffer could be overwritten; torch's allocator reuses memory only after the server
-        has released it, and at most two payloads are held.
+        Returns no buffers if payloads are broadcast or if the run uses GPUs. On GPUs, SGLang answers before its
+        queued copies are complete, so a reused buffer could be overwritten. The allocator of torch reuses memory only
+        after the server has released the memory, and at most two payloads exist at a time.
         """
         if runtime.on_cuda or placement != "colocated" or not delivery.buckets:
             return {}

@@ -1,4 +1,4 @@
-"""Sends control requests to one SGLang server, each with a deadline."""
+"""Send control requests to one SGLang server, with a deadline for each request."""
 
 from __future__ import annotations
 
@@ -15,44 +15,46 @@ from urllib.parse import urlsplit
 from megappo.observe.json_values import JSONValue
 
 HEALTH = "/health_generate"
-"""Endpoint that answers 200 where a server can generate: SGLang makes one token for it, or has made some lately."""
+"""Health endpoint. Returns 200 if the server can generate. SGLang generates one token for the check, unless it has
+generated tokens recently."""
 
 
 _WHO = "/model_info"
-"""Endpoint that a running server answers to whoever has its key."""
+"""Endpoint of a running server that requires the key."""
 
 
 class ServerFailure(Exception):
-    """A server did not answer, or refused; the message names server, request and reason."""
+    """Failed request to a server. The message contains the server, the request and the reason."""
 
     def __init__(self, message: str, status: int | None = None) -> None:
         super().__init__(message)
         self.status = status
-        """HTTP status of the answer that refused; None where there was no answer."""
+        """HTTP status of the response, or None if there was no response."""
 
 
 @dataclass(frozen=True)
 class Endpoint:
-    """Address and key of a server; the same on every rank."""
+    """Address and key of a server. The values are the same on every rank."""
 
     index: int
     url: str
     key: str = field(repr=False)
     sender: int
-    """Rank that looks after the server: it sends its weights, and started it where it is one of our own."""
+    """Rank that manages the server. This rank sends the weights, and has started the server unless the server is
+    external."""
     starts: int = 1
-    """Number of starts of the server, the first included; each start is another process."""
+    """Number of starts of the server, including the first. Each start creates a new process."""
     called: str = ""
-    """Name of a server that does not belong to the engine; "" for the engine's own."""
+    """Name of a server outside the engine, or "" for a server of the engine."""
 
     @property
     def name(self) -> str:
-        """Name of the server in the log and in errors."""
+        """Name of the server in logs and errors."""
         return f"{self.called or f'server {self.index}'} ({self.url})"
 
     @property
     def headers(self) -> dict[str, str]:
-        """HTTP headers that every request needs: the server wants its key."""
+        """HTTP headers of every request. The headers include the key of the server."""
         headers = {"Content-Type": "application/json"}
         return headers | ({"Authorization": f"Bearer {self.key}"} if self.key else {})
 
@@ -65,10 +67,10 @@ def call(
     timeout_seconds: float,
     method: str = "POST",
 ) -> dict[str, Any]:
-    """Send one request and return the JSON of its answer, {} where there is none.
+    """Send one request and return the JSON of the response, or {} if the response is empty.
 
-    Raises ServerFailure without an answer in time, with a status other than 200, and where the answer says that it
-    did not succeed.
+    Raises ServerFailure if there is no response before the deadline, if the status is not 200, or if the response
+    reports a failure.
     """
     parts = urlsplit(endpoint.url)
     connection = http.client.HTTPConnection(parts.hostname or "", parts.port or 80, timeout=timeout_seconds)
@@ -91,7 +93,7 @@ def call(
 def failures_of(
     endpoints: Iterable[Endpoint], path: str, body: Mapping[str, JSONValue], timeout_seconds: float
 ) -> dict[int, str]:
-    """Send each of these servers a request; returns why it failed, by the numbers of those where it did."""
+    """Send a request to each server and return the failure reasons by server number."""
     failed = dict[int, str]()
     for endpoint in endpoints:
         try:
@@ -110,8 +112,10 @@ def _parse(text: str) -> dict[str, JSONValue]:
 
 
 def takes(endpoint: Endpoint, timeout_seconds: float) -> bool:
-    """Whether the program at the endpoint accepts the endpoint's key. Raises ServerFailure where there is no answer, or
-    one with a status other than 200 and 401."""
+    """Return whether the program at the endpoint accepts the key of the endpoint.
+
+    Raises ServerFailure if there is no response, or if the status is neither 200 nor 401.
+    """
     try:
         call(endpoint, _WHO, timeout_seconds=timeout_seconds, method="GET")
     except ServerFailure as failure:
@@ -122,13 +126,13 @@ def takes(endpoint: Endpoint, timeout_seconds: float) -> bool:
 
 
 def takes_any_key(endpoint: Endpoint, timeout_seconds: float) -> bool:
-    """Whether the program at the endpoint accepts a random key. If so it is not our server, and is not sent the real
-    key. Raises as `takes`."""
+    """Return whether the program at the endpoint accepts a random key. Such a program is not our server and must not
+    receive the real key. Raises as `takes`."""
     return takes(replace(endpoint, key=secrets.token_hex(16)), timeout_seconds)
 
 
 def is_alive(endpoint: Endpoint, timeout_seconds: float) -> bool:
-    """Whether the server can generate."""
+    """Return whether the server can generate."""
     with suppress(ServerFailure):
         call(endpoint, HEALTH, timeout_seconds=timeout_seconds, method="GET")
         return True

@@ -1,8 +1,8 @@
-"""The CUDA toolkit with which a server compiles kernels of its own when it starts on a GPU.
+"""The CUDA toolkit with which a server compiles kernels at startup on a GPU.
 
-SGLang and FlashInfer look at CUDA_HOME, then for nvcc on PATH, then at /usr/local/cuda, and link with its
-lib64/libcudart.so (SGLang 0.5.23, kernels/jit/utils/compile/toolchain.py). On a node that has a driver alone there is
-still the compiler that torch's packages bring, under nvidia/cu13, in folders of other names.
+SGLang and FlashInfer look at CUDA_HOME, then for nvcc on PATH, then at /usr/local/cuda. They link with
+lib64/libcudart.so of the toolkit (SGLang 0.5.23, kernels/jit/utils/compile/toolchain.py). A node with only a driver
+still has the compiler of torch's packages under nvidia/cu13, whose folders have other names.
 """
 
 from __future__ import annotations
@@ -13,12 +13,12 @@ from collections.abc import Mapping
 from pathlib import Path
 
 DEFAULT = Path("/usr/local/cuda")
-"""Folder in which SGLang looks for a toolkit last."""
+"""Last folder in which SGLang looks for a toolkit."""
 _RUNTIMES = "lib/libcudart.so.*"
 
 
 def where_looked(environment: Mapping[str, str]) -> Path:
-    """The folder that SGLang takes for the CUDA toolkit by itself, whether or not there is one."""
+    """Return the folder that SGLang uses as the CUDA toolkit by default. The folder may not exist."""
     named = environment.get("CUDA_HOME") or environment.get("CUDA_PATH")
     if named:
         return Path(named)
@@ -27,8 +27,8 @@ def where_looked(environment: Mapping[str, str]) -> Path:
 
 
 def toolkit(environment: Mapping[str, str]) -> Path | None:
-    """The toolkit that a server compiles with: SGLang's own choice, or that of torch's packages unless the environment
-    names another; None: there is none."""
+    """Return the toolkit of a server, or None if there is no toolkit. The default is the choice of SGLang. The
+    toolkit of torch's packages is the fallback, unless the environment selects another toolkit."""
     home = where_looked(environment)
     if (home / "bin" / "nvcc").is_file() and (home / "lib64" / "libcudart.so").exists():
         return home
@@ -36,8 +36,8 @@ def toolkit(environment: Mapping[str, str]) -> Path | None:
 
 
 def missing(environment: Mapping[str, str]) -> list[str]:
-    """Names of compilers and files that a server needs to compile kernels and would not find; empty where nothing is
-    missing."""
+    """Return the missing compilers and files that a server needs to compile kernels. The list is empty if the
+    toolchain is complete."""
     path, found = environment.get("PATH"), list[str]()
     if toolkit(environment) is None:
         found.append(f"nvcc and lib64/libcudart.so in {where_looked(environment)}")
@@ -49,15 +49,15 @@ def missing(environment: Mapping[str, str]) -> list[str]:
 
 
 def cuda_home(environment: Mapping[str, str], folder: Path) -> str | None:
-    """CUDA_HOME for a server that would find no toolkit: that of torch's packages, linked in `folder` under the usual
-    names.
+    """Return CUDA_HOME for a server that would not find a toolkit. The value is `folder`, which links to the toolkit
+    of torch's packages under the usual names.
 
-    None where nothing has to be set: SGLang finds a toolkit itself, or there is none.
+    Returns None if SGLang finds a toolkit itself, or if there is no toolkit.
     """
     found = toolkit(environment)
     if found is None or found == where_looked(environment):
         return None
-    if folder.exists():  # asked before
+    if folder.exists():  # created by an earlier call
         return str(folder)
     (folder / "lib64").mkdir(parents=True)
     for name in ("bin", "include", "nvvm"):
@@ -67,7 +67,7 @@ def cuda_home(environment: Mapping[str, str], folder: Path) -> str | None:
 
 
 def packaged_toolkit() -> Path | None:
-    """The toolkit of torch's packages; None where they bring no compiler."""
+    """Return the toolkit of torch's packages, or None if the packages contain no compiler."""
     spec = importlib.util.find_spec("nvidia")
     folders = [Path(found) for found in (spec.submodule_search_locations or [] if spec is not None else [])]
     homes = [home for folder in folders for home in sorted(folder.glob("cu*"), reverse=True)]

@@ -1,8 +1,8 @@
-"""Spreads requests over servers and collects their answers, or names the server that failed.
+"""Distribute requests over servers and collect the answers, or report the failed server.
 
-Requests go out in small groups, to the servers that `RequestAssignment` chooses. What waits for a busy server moves to
-a free one, and what a dead or hung server owes moves to the others. What no server could answer is left to the caller.
-Groups shrink towards the end, so that servers finish together.
+Requests are sent in small groups to the servers that `RequestAssignment` selects. Requests that wait for a busy
+server move to a free server. Unanswered requests of a dead or hung server move to the other servers. The caller
+handles the requests that no server could answer. Groups shrink towards the end, so that servers finish together.
 """
 
 from __future__ import annotations
@@ -32,64 +32,64 @@ from megappo.runtime.deadlines import Deadlines
 from megappo.runtime.interrupts import Stop
 
 _LARGEST_GROUP = 32
-"""Most requests in one call. With routing each answer is a call of its own: it is 2 KB a token for 48 layers with 8
-experts each."""
+"""Maximum number of requests per call. With routing, each answer has a separate call, because the routing of 48
+layers with 8 experts has 2 KB per token."""
 _WATCH_SECONDS = 1.0
 
 
 @dataclass(frozen=True)
 class RoundLimits:
-    """What each server may be asked for at a time, and how long it may take, in seconds."""
+    """Limits of the requests to each server. Times are in seconds."""
 
     max_inflight_sequences: int
     request_seconds: float
-    """A server that has not answered for so long is asked whether it works on the request."""
+    """Time without an answer after which the client checks that the server still processes the request."""
     stall_seconds: float
-    """The health of a server that has given nothing for so long is checked."""
+    """Time without any answer after which the health of a server is checked."""
     health_seconds: float
-    """A health check may take so long."""
+    """Timeout of a health check."""
 
     @classmethod
     def of(cls, settings: SGLangSettings, deadlines: Deadlines) -> RoundLimits:
-        """The limits of a run."""
+        """Return the limits of a run."""
         sequences, stall = settings.max_inflight_sequences, settings.stall_timeout_seconds
         return cls(sequences, deadlines.request_seconds, stall, settings.health_timeout_seconds)
 
 
 @dataclass
 class Outcome:
-    """The answers and failures of a round of requests on this rank."""
+    """Answers and failures of a round of requests on this rank."""
 
     completions: dict[int, Completion] = field(default_factory=dict)
     failures: dict[int, str] = field(default_factory=dict)
-    """Reasons of servers that failed, by server."""
+    """Reasons of failed servers, by server."""
     refusal: str | None = None
-    """Error of a request that no server will ever accept, which ends the run; None: there is none."""
+    """Error of a request that every server would reject, or None. The error ends the run."""
     cache: dict[int, CacheUse] = field(default_factory=dict)
     """Use of the prefix caches, by server."""
     answered: int = 0
-    """Number of requests that were answered, also those whose answers were taken already."""
+    """Number of answered requests, including requests whose answers were already taken."""
 
 
 @dataclass
 class Lane:
-    """One server and the requests that it has not answered."""
+    """One server and its unanswered requests."""
 
     endpoint: Endpoint
     sequences: int = 0
     last_answer: float = field(default_factory=time.monotonic)
     calls: dict[asyncio.Task[list[Completion]], list[int]] = field(default_factory=dict)
     check: asyncio.Task[bool] | None = None
-    """Health check under way, started because the server gave nothing for long."""
+    """Running health check, started after a long time without an answer."""
 
     @property
     def tasks(self) -> list[asyncio.Task[list[Completion]] | asyncio.Task[bool]]:
-        """The asyncio tasks under way: requests, and the check of its health."""
+        """The running asyncio tasks: requests and the health check."""
         return [*self.calls, *([self.check] if self.check else [])]
 
 
 class Round:
-    """Requests under way, in a thread of their own, so that the trainer may compute meanwhile."""
+    """Requests in flight, managed by a separate thread so that the trainer can compute in parallel."""
 
     def __init__(
         self,
@@ -101,14 +101,19 @@ class Round:
         on_tokens: Callable[[], None] = lambda: None,
         homes: Homes | None = None,
     ) -> None:
-        """`on_tokens` is called from the round's thread whenever a server has shown that it makes tokens. `homes`: the
-        servers whose caches hold beginnings of prompts, kept over all rounds with these weights; None: no other round
-        asks for these prompts."""
+        """Start the requests.
+
+        Args:
+            on_tokens: Callback in the thread of the round. Called after any sign that a server generates tokens.
+            homes: Servers with cached prefixes of prompts, kept over all rounds with these weights. None if no other
+                round
+                has these prompts.
+        """
         self._on_tokens = on_tokens
         self._lanes = [Lane(endpoint) for endpoint in endpoints]
         self._requests, self._params, self._version, self._limits = requests, params, version, limits
         self._homes = homes
-        # The longest first, so that none of them is left over at the end.
+        # Send the longest prompts first, so that no long prompt remains at the end.
         order = sorted(requests, key=lambda i: -len(requests[i].token_ids))
         prompt_ids = {i: requests[i].prompt_id for i in order}
         prompt_tokens = {i: len(requests[i].token_ids) for i in order}
@@ -122,11 +127,11 @@ class Round:
         self._outcome = Outcome()
         self._largest_group = _LARGEST_GROUP if params.routing is None else 1
         self._aborts = False
-        """Whether servers are being told to abort their requests."""
+        """Whether servers are aborting their requests."""
         self._oldest = version
-        """Oldest weight version that may have made tokens; below `_version` where servers keep requests in a sync."""
+        """Oldest weight version of the tokens. The value is below `_version` if servers keep requests during a sync."""
         self._is_held = False
-        """Whether servers are paused because their weights change."""
+        """Whether servers are paused for a weight update."""
         if requests:
             PROGRESS.expect(SAMPLES, len(requests))
         self._loop = asyncio.new_event_loop()
@@ -136,8 +141,8 @@ class Round:
         pool.shutdown(wait=False)
 
     def result(self, stop: Stop | None = None) -> Outcome:
-        """Wait for all answers that servers can still give; each server has deadlines. Where the run is asked to stop,
-        return what has arrived by then."""
+        """Wait for the answers of all working servers and return the outcome. Each server has deadlines. If the run
+        must stop, the method returns the answers that have arrived."""
         try:
             while stop is not None and not stop.asked and not self._finished.done():
                 wait([self._finished], timeout=_WATCH_SECONDS)
@@ -148,7 +153,7 @@ class Round:
         return self._outcome
 
     def cancel(self) -> None:
-        """Cancel the requests that are still under way."""
+        """Cancel the remaining requests."""
         if not self._finished.done():
             self._loop.call_soon_threadsafe(self._task.cancel)
             wait([self._finished])
@@ -157,11 +162,12 @@ class Round:
 
     @property
     def _is_done(self) -> bool:
-        """Whether no request waits for an answer."""
+        """Whether all requests are answered."""
         return not (self._assignment.waiting or any(lane.calls for lane in self._lanes))
 
     def _news(self) -> list[asyncio.Future[None]]:
-        """Futures that complete when more requests arrive. Without any, the round is over once no call is under way."""
+        """Return futures that complete when more requests arrive. With an empty list, the round ends after the last
+        call."""
         return []
 
     async def _spread(self) -> None:
@@ -176,12 +182,12 @@ class Round:
                     calls = {call: lane for lane in self._lanes for call in lane.calls}
                     news = self._news()
                     if not calls and not news:
-                        return  # nobody is left to ask
+                        return  # no server is left
                     PROGRESS.note_servers(sum(bool(lane.calls) for lane in self._lanes), len(self._lanes))
                     tasks = [*news, *(task for lane in self._lanes for task in lane.tasks)]
                     done, _ = await asyncio.wait(tasks, timeout=_WATCH_SECONDS, return_when=asyncio.FIRST_COMPLETED)
                     for call, lane in calls.items():
-                        if call in done and call in lane.calls:  # else its server failed a moment ago
+                        if call in done and call in lane.calls:  # otherwise its server failed a moment ago
                             self._take(lane, call)
                     for lane in list(self._lanes):
                         self._watch(session, lane)
@@ -192,8 +198,8 @@ class Round:
                         task.cancel()
 
     def _hand_out(self, session: aiohttp.ClientSession) -> None:
-        """Send every server the requests assigned to it, as far as it has room, and then give the servers with room
-        left what waits for others."""
+        """Send assigned requests to every server with room. Then move waiting requests of other servers to servers
+        that still have room."""
         for lane in self._lanes:
             self._fill(session, lane)
         free = [lane for lane in self._lanes if self._room(lane)]
@@ -238,7 +244,7 @@ class Round:
         PROGRESS.add(SAMPLES, len(group), tokens=sum(len(answer.token_ids) for answer in completions))
 
     def _lose(self, lane: Lane, reason: str, owed: Sequence[int] = ()) -> None:
-        """Remove a failed server; its requests, in its calls and in `owed`, wait for the others."""
+        """Remove a failed server. Its requests, in its calls and in `owed`, move to the other servers."""
         self._outcome.failures[lane.endpoint.index] = reason
         for task in lane.tasks:
             task.cancel()
@@ -247,7 +253,7 @@ class Round:
         self._lanes.remove(lane)
 
     def _watch(self, session: aiohttp.ClientSession, lane: Lane) -> None:
-        """Start a health check of a server that has given nothing for long, while the others go on."""
+        """Start a health check of a server that has not answered for a long time. Other servers continue to work."""
         silent = time.monotonic() - lane.last_answer
         if self._is_held:
             lane.last_answer = time.monotonic()
@@ -261,10 +267,14 @@ class Round:
                 lane.last_answer = time.monotonic()
                 self._on_tokens()
             elif overdue:
-                self._lose(lane, f"{lane.endpoint.name} gave nothing for {silent:.0f} seconds and is not well")
+                self._lose(
+                    lane,
+                    f"{lane.endpoint.name} returned no answer for {silent:.0f} seconds and failed its health check",
+                )
 
     async def _get(self, session: aiohttp.ClientSession, endpoint: Endpoint, path: str) -> bytes | None:
-        """The body of a server's answer to a GET; None without an answer of status 200 before the deadline."""
+        """Return the body of the response to a GET request, or None without a response of status 200 before the
+        deadline."""
         try:
             async with asyncio.timeout(self._limits.health_seconds):
                 async with session.get(f"{endpoint.url}{path}", headers=endpoint.headers) as answer:
@@ -273,11 +283,11 @@ class Round:
             return None
 
     async def _is_well(self, session: aiohttp.ClientSession, endpoint: Endpoint) -> bool:
-        """Whether a server generates a token before the deadline, or is paused and must not."""
+        """Return whether a server generates a token before the deadline. A paused server counts as healthy."""
         return await self._get(session, endpoint, HEALTH) is not None or self._is_held
 
     async def _works(self, session: aiohttp.ClientSession, endpoint: Endpoint) -> bool:
-        """Whether a server makes tokens and has requests to make them for; a paused server counts as working."""
+        """Return whether a server has requests and generates tokens. A paused server counts as working."""
         if self._is_held:
             return True
         if not await self._is_well(session, endpoint):
@@ -292,55 +302,58 @@ class Round:
     async def _has_lost(
         self, session: aiohttp.ClientSession, endpoint: Endpoint, answer: asyncio.Task[list[Completion]]
     ) -> bool:
-        """Whether a server has no request, also when it is asked again later: its counts may be some tokens old."""
+        """Return whether a server has no request in two checks. The counts of a single check may be outdated by some
+        tokens."""
         for pause_seconds in (self._limits.stall_seconds, 0.0):
             if await self._works(session, endpoint) or (await asyncio.wait([answer], timeout=pause_seconds))[0]:
                 return False
         return True
 
     async def _ask(self, session: aiohttp.ClientSession, endpoint: Endpoint, group: list[int]) -> list[Completion]:
-        """Send a group of requests and wait as long as the server works on it. Raises as `_post`."""
+        """Send a group of requests and wait as long as the server processes the group. Raises as `_post`."""
         limit = self._limits.request_seconds
         answer = asyncio.ensure_future(self._post(session, endpoint, group))
         try:
             while not (await asyncio.wait([answer], timeout=limit))[0]:
                 if await self._has_lost(session, endpoint, answer):
-                    raise ServerFailure(f"{endpoint.name} gave no response within {limit:g} seconds and works on none")
+                    raise ServerFailure(
+                        f"{endpoint.name} returned no response within {limit:g} seconds and has no request in progress"
+                    )
                 self._on_tokens()
             return answer.result()
         finally:
             answer.cancel()
 
     async def _post(self, session: aiohttp.ClientSession, endpoint: Endpoint, group: list[int]) -> list[Completion]:
-        """Send one HTTP request for a group. Raises ServerFailure for a failed server, EngineError for a refused
-        request."""
+        """Send one HTTP request for a group. Raises ServerFailure if the server failed, and EngineError if it
+        rejected the request."""
         body = {
             "input_ids": [list(self._requests[i].token_ids) for i in group],
             "sampling_params": [sampling_fields(self._requests[i], self._params) for i in group],
             "return_logprob": True,
-            # Prefixes are shared among requests of one version alone, also where a sync keeps caches (`pause`).
+            # Only requests of one version share prefixes, even if a sync keeps the caches (`pause`).
             "extra_key": [str(self._version)] * len(group),
             "return_routed_experts": self._params.routing is not None,
         }
         try:
             async with session.post(f"{endpoint.url}/generate", json=body, headers=endpoint.headers) as answer:
                 if 400 <= answer.status < 500:
-                    raise EngineError(f"{endpoint.name} refused to generate: {(await answer.text())[:500]}")
+                    raise EngineError(f"{endpoint.name} rejected a generation request: {(await answer.text())[:500]}")
                 if answer.status != 200:
                     raise ServerFailure(f"{endpoint.name} failed to generate: {(await answer.text())[:500]}")
                 content = await answer.read()
         except (aiohttp.ClientError, OSError) as error:
-            raise ServerFailure(f"{endpoint.name} broke off while it generated ({error!r})") from None
+            raise ServerFailure(f"{endpoint.name} closed the connection during generation ({error!r})") from None
         with _no_collections():
             try:
                 texts = json.loads(content)
             except ValueError:
-                raise ServerFailure(f"{endpoint.name} answered what is no JSON: {content[:100]!r}") from None
+                raise ServerFailure(f"{endpoint.name} returned invalid JSON: {content[:100]!r}") from None
             try:
                 return self._read(texts, endpoint, group)
             except (LookupError, TypeError, ValueError, AttributeError) as error:  # SGLang's answers have another form
                 raise ServerFailure(
-                    f"{endpoint.name} answered what is no list of answers ({error!r}): {content[:100]!r}"
+                    f"{endpoint.name} returned a response that is not a list of answers ({error!r}): {content[:100]!r}"
                 ) from None
 
     def _read(self, texts: Sequence[Answer], endpoint: Endpoint, group: list[int]) -> list[Completion]:
@@ -348,7 +361,7 @@ class Round:
         versions = range(self._oldest, self._version + 1)
         answers = [completion_of(text, endpoint, versions, may_be_aborted=self._aborts) for text in texts]
         if len(answers) != len(group):
-            raise ServerFailure(f"{endpoint.name} gave {len(answers)} answers to {len(group)} requests")
+            raise ServerFailure(f"{endpoint.name} returned {len(answers)} answers to {len(group)} requests")
         self._outcome.cache[endpoint.index] = self._outcome.cache.get(endpoint.index, CacheUse()) + cache_use(texts)
         if self._params.routing is not None:
             answers = [
@@ -359,17 +372,18 @@ class Round:
             most = self._requests[i].most_tokens(self._params)
             if answer.truncated and len(answer.token_ids) < most:
                 raise EngineError(
-                    f"{endpoint.name} ended a response after {len(answer.token_ids)} of {most} tokens for lack of "
-                    "room; start it with a context length and a pool of at least 8 tokens more"
+                    f"{endpoint.name} ended a response after {len(answer.token_ids)} of {most} tokens because its "
+                    "context or its pool is full; start the server with a context length and a pool that are at "
+                    "least 8 tokens larger"
                 )
         return [stopped(answer, self._params) for answer in answers]
 
 
 @contextmanager
 def _no_collections() -> Iterator[None]:
-    """Switch Python's garbage collector off. An answer is a list for each of its tokens; some ten thousand of them make
-    the collector walk through every object of the trainer, which takes longer than reading them. Reference counts free
-    them with the answer."""
+    """Disable Python's garbage collector. An answer contains a list per token. Some ten thousand lists trigger
+    collections that traverse every object of the trainer, which takes longer than parsing. Reference counting frees
+    the lists."""
     if not gc.isenabled():
         yield
         return

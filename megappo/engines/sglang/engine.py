@@ -1,8 +1,8 @@
-"""SGLang servers as one engine, driven by all ranks of the trainer together.
+"""A group of SGLang servers as one engine, driven by all ranks of the trainer together.
 
-Every rank sends its own prompts to any server. The rank that started a server (its sender) also restarts it where it
-died, and tells it its weight version; `feeding` says which ranks feed it weights. Ranks agree on what failed, so that
-all of them raise the same error or none.
+Every rank sends its prompts to any server. The rank that started a server (its sender) also restarts the server after
+a failure and sets its weight version. `feeding` selects the ranks that send weights to the server. Ranks agree on
+failures, so that all ranks raise the same error or none.
 """
 
 from __future__ import annotations
@@ -46,12 +46,12 @@ from megappo.runtime.process import Runtime
 
 
 class SyncError(EngineError):
-    """Servers do not hold the weights that were sent to them."""
+    """Servers whose weights differ from the sent weights."""
 
 
 @dataclass
 class Pending:
-    """Handle of requests that are being answered; see `PendingCompletions`."""
+    """Handle of requests in flight. See `PendingCompletions`."""
 
     requests: Sequence[GenerateRequest]
     params: SamplingParams
@@ -61,24 +61,24 @@ class Pending:
 
 
 class SGLangEngine:
-    """An `Engine` whose methods are collectives of the world: every rank calls them at the same time."""
+    """An `Engine` whose methods are collectives of the world. All ranks call each method at the same time."""
 
     def __init__(self, fleet: Fleet, settings: SGLangSettings, runtime: Runtime, stop: Stop | None = None) -> None:
-        """Make the engine without waiting: servers load in the background, and the first update waits for them."""
+        """Create the engine without waiting. Servers load in the background, and the first update waits for them."""
         self.fleet, self.settings, self._runtime = fleet, settings, runtime
         self._limits = RoundLimits.of(settings, runtime.deadlines)
         self._stop: Stop = stop if stop is not None else NeverStop()
         self.returns_routing = fleet.spec.returns_routing
         self._endpoints: list[Endpoint] = []
         self.current: set[int] = set()
-        """Servers that hold the weights of `version`, verified."""
+        """Servers with the verified weights of `version`."""
         self._suspects: set[int] = set()
-        """Servers that failed since they last passed a check."""
+        """Servers that have failed since their last successful check."""
         self._transports: dict[tuple[int, int], Transport] = {}
         self._buffers = SyncBuffers()
         self._weights: WeightStream | None = None
         self.version = 0
-        """Version of the weights; 0 before the first update."""
+        """Version of the weights. The version is 0 before the first update."""
         self._asleep = False
         self._pending: list[Pending] = []
         self._streams: list[OpenRound] = []
@@ -88,7 +88,7 @@ class SGLangEngine:
         self.holds = settings.holds
         """See `HoldingEngine.holds`."""
         self.restarts = 0
-        """Number of restarts of servers over the run."""
+        """Number of server restarts over the run."""
         self._homes, self._rounds = Homes(), Rounds()
         self.cache_use: dict[int, CacheUse] = {}
         """See `CachingEngine.cache_use`."""
@@ -98,7 +98,7 @@ class SGLangEngine:
 
     @property
     def endpoints(self) -> Sequence[Endpoint]:
-        """Addresses of the servers; empty before the first update."""
+        """Addresses of the servers. Empty before the first update."""
         return tuple(self._endpoints)
 
     # Generation
@@ -109,7 +109,7 @@ class SGLangEngine:
         params: SamplingParams,
         done: MutableMapping[int, Completion] | None = None,
     ) -> list[Completion]:
-        """See `Engine.generate`; a rank without prompts of its own calls it with none."""
+        """See `Engine.generate`. A rank without prompts passes an empty sequence."""
         pending = self.submit(requests, params)
         try:
             return self.collect(pending)
@@ -118,22 +118,22 @@ class SGLangEngine:
                 done.update(pending.completions)
 
     def submit(self, requests: Sequence[GenerateRequest], params: SamplingParams) -> Pending:
-        """Send requests and return at once; `collect` takes the answers. Not a collective."""
+        """Send requests and return immediately. `collect` returns the answers. This method is not a collective."""
         self._require_weights()
         round_ = self._start_round(dict(enumerate(requests)), params)
         self._pending.append(Pending(requests, params, self.version, round_))
         return self._pending[-1]
 
     def collect(self, pending: Pending, *, weights_changed: bool = False) -> list[Completion]:
-        """The answers, in order. Requests that failed servers owed go to others, or wait until those are restarted.
+        """Return the answers in order. Unanswered requests of failed servers move to other servers or wait.
 
-        `weights_changed` says that the actor was updated since the last sync: where a server is restarted, all servers
-        then get the new weights under a new version.
+        `weights_changed` indicates that the actor was updated since the last sync. After a server restart, all
+        servers then receive the new weights under a new version.
         """
         while True:
             outcome = pending.round.result(self._stop)
             pending.completions |= outcome.completions
-            self._stop.check()  # raises on every rank where one of them has not waited for its answers
+            self._stop.check()  # raises on every rank if one rank has not waited for its answers
             left = {i: r for i, r in enumerate(pending.requests) if i not in pending.completions}
             if self._all_is_answered(len(left), outcome, [*left.values()]):
                 self._pending.remove(pending)
@@ -143,7 +143,7 @@ class SGLangEngine:
             pending.round = self._start_round(left, pending.params)
 
     def converse(self, driver: TurnDriver, params: SamplingParams) -> None:
-        """See `ConversingEngine.converse`. What failed servers owe is generated as `collect` says."""
+        """See `ConversingEngine.converse`. Unanswered requests of failed servers are sent again, as in `collect`."""
         self.finish_stream(driver, self.open_stream(driver, params), params)
 
     def open_stream(self, driver: TurnDriver, params: SamplingParams) -> OpenRound:
@@ -185,8 +185,8 @@ class SGLangEngine:
         return InFlightRound(self._ready, params, self.version, self._limits, self.on_tokens, told)
 
     def finished(self, wait_seconds: float) -> dict[int, Completion]:
-        """See `InFlightEngine.finished`. What failed servers owe is generated by others meanwhile, and all is given up
-        to bring them back."""
+        """See `InFlightEngine.finished`. Other servers continue the requests of failed servers. All requests are then
+        interrupted to restart the failed servers."""
         self._stop.check()  # before answers are taken, which would be lost
         stream, before = self._departures.stream, set(self.current)
         found = {} if stream is None else stream.take(wait_seconds)
@@ -198,8 +198,8 @@ class SGLangEngine:
         return found
 
     def abort(self) -> dict[int, Completion]:
-        """See `InFlightEngine.abort`: afterwards servers have no request under way. A request that a server has
-        refused has no answer; it is refused again, and ends the run, when it is sent again."""
+        """See `InFlightEngine.abort`. Afterwards no server has a request in flight. A request that a server has
+        rejected has no answer. If sent again, the request is rejected again and ends the run."""
         stream = self._departures.take_stream()
         if stream is not None:
             stream.break_off()
@@ -218,7 +218,7 @@ class SGLangEngine:
         self._note_failures(by_server(failures_of(mine, "/pause_generation", order, patience)))
 
     def _all_is_answered(self, left: int, outcome: Outcome, requests: Sequence[GenerateRequest] = ()) -> bool:
-        """Whether no rank has a request left; removes failed servers. A collective; raises as `Rounds.agree`."""
+        """Return whether all requests are answered; remove failed servers. A collective; raises as `Rounds.agree`."""
         self._note_cache_use(outcome)
         is_over, failures = self._rounds.agree(left, outcome, requests)
         self._note_failures(failures)
@@ -229,16 +229,16 @@ class SGLangEngine:
 
     def _require_weights(self) -> None:
         if not self.current or self._asleep:
-            state = "asleep" if self._asleep else "without a whole set of weights"
-            raise RuntimeError(f"the engine is {state}; update its weights first")
+            state = "is asleep" if self._asleep else "has no complete set of weights"
+            raise RuntimeError(f"the engine {state}; call update_weights first")
 
     def _note_failures(self, reasons: Mapping[int, str]) -> None:
-        """Stop using these servers until they pass a check again, and report the reasons once."""
+        """Exclude these servers until their next successful check, and report the reasons once."""
         self._suspects |= reasons.keys()
         self.current -= reasons.keys()
         if self._runtime.is_main:
             for reason in reasons.values():
-                tell(f"{reason}; it will be started again if need be", warns=True)
+                tell(f"{reason}; the server will be restarted if necessary", warns=True)
 
     def _start_round(self, requests: dict[int, GenerateRequest], params: SamplingParams) -> Round:
         return Round(self._ready, requests, params, self.version, self._limits, self.on_tokens, self._homes)
@@ -251,16 +251,16 @@ class SGLangEngine:
     # Weights
 
     def update_weights(self, named_tensors: WeightStream, version: int) -> None:
-        """See `Engine.update_weights`; takes the stream's buckets. Raises SyncError where a server cannot be brought
-        to hold them."""
+        """See `Engine.update_weights`. Uses the buckets of the stream. Raises SyncError if a server does not receive
+        the weights."""
         self._weights = named_tensors
         with self._departures.given(version):
             self._bring_up_to_date(version)
         self._asleep = False
 
     def _bring_up_to_date(self, newer_version: int | None = None) -> None:
-        """Restart dead servers and send weights to those without the current ones, until every server holds this
-        version, or a newer one."""
+        """Restart dead servers and send weights to outdated servers, until every server has this version or a newer
+        one."""
         if newer_version is not None:
             self.version, self.current = newer_version, set()
             self._sync_seconds = SyncSeconds()
@@ -284,7 +284,7 @@ class SGLangEngine:
         )
 
     def _revive(self) -> None:
-        """Make sure that every server answers: restart the dead ones and note their new addresses. A collective."""
+        """Ensure that every server responds. Restart dead servers and store the new addresses. This is a collective."""
         mine = self.fleet.restart_dead(self._suspects) if self._endpoints else self.fleet.start_all()
         facts: list[Started] = all_gather_objects(mine)
         if errors := [fact.error for fact in facts if fact.error]:
@@ -298,15 +298,15 @@ class SGLangEngine:
         self.cache_use = {e.index: self.cache_use.get(e.index, CacheUse()) for e in self._endpoints}
 
     def _renew(self, stale: Sequence[Endpoint]) -> dict[int, str]:
-        """Make one attempt to bring servers to this version; returns the problems by server, the same on every rank.
+        """Make one attempt to update servers to this version. Returns the problems by server, the same on every rank.
 
-        On the trainers' GPUs the key-value cache gets its memory last, when buckets need none any more.
+        On the GPUs of the trainer, the memory of the key-value cache is allocated last, after the buckets are free.
         """
         if not self.fleet.spec.memory_saver:
             return self._sync(stale)
 
         def make_ready(server: Server) -> None:
-            server.release(CACHES)  # of a server that has just started; a sleeping one has released them
+            server.release(CACHES)  # for a server that has just started; a sleeping server has released its caches
             server.resume(WEIGHTS)
 
         with self._sync_seconds.timed("wake"):
@@ -318,7 +318,7 @@ class SGLangEngine:
             return problems | self.fleet.each_own(synced, lambda server: server.resume(CACHES))
 
     def _sync(self, stale: Sequence[Endpoint]) -> dict[int, str]:
-        """Send the weights; returns the problems by server, the same on every rank."""
+        """Send the weights. Returns the problems by server, the same on every rank."""
         weights, rank = self._weights, self._runtime.rank
         assert weights is not None
         given = self.settings
@@ -339,9 +339,9 @@ class SGLangEngine:
         return by_server(run.problems)
 
     def _send(self, run: SyncRun, weights: WeightStream, receivers: Sequence[Receiver]) -> None:
-        """Send all buckets to these receivers, and from there into the servers."""
+        """Send all buckets to these receivers, and then load the buckets into the servers."""
         shared = self.fleet.feeding.shares_memory
-        # A rank gets once what it feeds several servers with; where memory is shared, once is for all ranks.
+        # A rank receives the data for several servers once. With shared memory, one copy serves all ranks.
         wanted = dict.fromkeys(receiver._replace(rank=0) if shared else receiver for receiver in receivers)
         delivery = weights.delivery(list(wanted), shared=shared)
         buffers = self._buffers.of(delivery, self._runtime, self.settings.placement, shared=shared)
@@ -384,8 +384,8 @@ class SGLangEngine:
         return asdict(self._sync_seconds)
 
     def probe(self, request: GenerateRequest, params: SamplingParams) -> dict[int, Completion]:
-        """See `ServedEngine.probe`. A server that fails meanwhile is brought back first. Raises EngineError where one
-        refuses the request."""
+        """See `ServedEngine.probe`. Restarts and updates a server that fails during the probe. Raises EngineError if
+        a server rejects the request."""
         for _ in range(self.settings.sync_attempts):
             mine = [e for e in self._endpoints if e.sender == self._runtime.rank]
             rounds = [Round([e], {e.index: request}, params, self.version, self._limits) for e in mine]
@@ -402,16 +402,16 @@ class SGLangEngine:
         index = max(found, key=lambda i: found[i] if found[i] == found[i] else float("inf"))
         if not found[index] <= tolerance_nats:
             raise SyncError(
-                f"after weight sync {self.version} server {index} gives log-probabilities {found[index]:.3g} nats "
-                f"from the trainer's, above rollout.sglang.probe_tolerance_nats {tolerance_nats:g}; it computes "
-                "something else with the same weights"
+                f"after weight sync {self.version} server {index} has log-probabilities {found[index]:.3g} nats "
+                f"from those of the trainer, above rollout.sglang.probe_tolerance_nats {tolerance_nats:g}; the "
+                "server computes a different result with the same weights"
             )
         return found[index]
 
     # Memory and end
 
     def sleep(self) -> None:
-        """See `ServedEngine.sleep`: colocated servers on GPUs, where the trainer can use their memory."""
+        """See `ServedEngine.sleep`. Only colocated servers on GPUs sleep, because the trainer can use their memory."""
         if self.fleet.spec.memory_saver and not self._asleep:
             self._note_failures(
                 self.fleet.each_own(self._endpoints, lambda server: server.release((*WEIGHTS, *CACHES)))
@@ -421,14 +421,14 @@ class SGLangEngine:
             self._asleep, self.current = True, set()
 
     def _give_back(self) -> None:
-        """Release the cached memory of torch's allocator on every rank, before servers on the trainers' GPUs need it.
-        Without this the wake-up fails on full GPUs (verl #575 and #6912)."""
+        """Release the cached memory of torch's allocator on every rank, before servers on the GPUs of the trainer
+        need it. Otherwise the wake-up fails on full GPUs (verl #575 and #6912)."""
         if self.fleet.spec.memory_saver:
             self._runtime.release_cached_memory()
-            all_gather_objects(None)  # a barrier: a server may stand on the GPUs of several ranks
+            all_gather_objects(None)  # a barrier, because a server may use the GPUs of several ranks
 
     def close(self) -> None:
-        """End this rank's servers and remove everything they made."""
+        """End the servers of this rank and remove all their files."""
         for pending in self._pending:
             pending.round.cancel()
         for stream in (*self._streams, self._departures.take_stream()):
@@ -444,6 +444,6 @@ class SGLangEngine:
 def served_engine(
     *, config: Config, folder: Path, stop_token_ids: tuple[int, ...], runtime: Runtime, stop: Stop
 ) -> SGLangEngine:
-    """See `EngineFactory`; starts the servers."""
+    """See `EngineFactory`. Starts the servers."""
     spec = ServerSpec.of(config, folder, stop_token_ids, on_cuda=runtime.on_cuda, device_bytes=device_bytes())
     return SGLangEngine(Fleet(spec, runtime), config.rollout.servers, runtime, stop)

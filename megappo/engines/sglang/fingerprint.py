@@ -1,9 +1,10 @@
-"""Fingerprints of an SGLang engine's parameters, computed from Hugging Face tensors, to prove that what arrived is what
-was sent.
+"""Fingerprints of the parameters of an SGLang engine, computed from Hugging Face tensors. The fingerprints verify
+that the received weights equal the sent weights.
 
-SGLang keeps query, key and value in one parameter, gate and up projections in another and a rank's experts of a layer
-in two, shards rows or columns over its tensor parallel ranks and pads the vocabulary. `/weights_checker` answers with a
-checksum of each parameter on each of its ranks; the same numbers are computed here without building those parameters.
+SGLang stores query, key and value in one parameter, gate and up projections in another parameter, and the experts of
+a layer on a rank in two parameters. SGLang also shards rows or columns over tensor-parallel ranks and pads the
+vocabulary. `/weights_checker` returns a checksum of each parameter on each rank. This module computes the same
+checksums without building the parameters.
 """
 
 from __future__ import annotations
@@ -21,8 +22,8 @@ from megappo.reshard.slices import EngineShape
 def engine_shards(
     shape: EngineShape, parameter: Parameter, tensors: Mapping[str, Tensor], rank: int, *, sliced: bool = False
 ) -> Iterator[Tensor]:
-    """The slices whose concatenation is the engine's parameter on one of its ranks. `sliced`: the tensors are that
-    rank's part already."""
+    """Yield the slices whose concatenation is the parameter of the engine on one of its ranks. With `sliced`, the
+    tensors are already the part of this rank."""
     for piece in shape.pieces(parameter, rank):
         tensor = tensors[piece.name]
         last = tensor if sliced else tensor.narrow(piece.dim, piece.start, piece.size)
@@ -32,10 +33,11 @@ def engine_shards(
 
 
 def fingerprint(shards: Iterable[Tensor]) -> str:
-    """The checksum that SGLang gives a parameter with this content (sglang/srt/managers/mm_utils.py:899 in 0.5.23)."""
+    """Return the checksum that SGLang computes for a parameter with this content (sglang/srt/managers/mm_utils.py:899
+    in 0.5.23)."""
     tensors = list(shards)
     if tensors[0].is_cuda:
-        from megappo_kernels.gpu.checksum import tensor_checksum  # where Triton is
+        from megappo_kernels.gpu.checksum import tensor_checksum  # requires Triton
 
         return f"{tensor_checksum(torch.cat([t.contiguous() for t in tensors])):016x}"
     digest = hashlib.sha256()
@@ -45,21 +47,25 @@ def fingerprint(shards: Iterable[Tensor]) -> str:
 
 
 class Fingerprints:
-    """Checksums of one sync, bucket after bucket.
+    """Checksums of one sync, computed bucket by bucket.
 
-    Experts of a layer may come in several buckets, but make one parameter of the engine. Copies of them are kept until
-    the others arrive, so that up to the experts of one layer are in memory beyond the buckets.
+    Experts of a layer may arrive in several buckets, but form one parameter of the engine. Copies of the experts are
+    stored until all experts of the parameter have arrived. Memory use beyond the buckets is therefore up to the
+    experts of one layer.
     """
 
     def __init__(self, shape: EngineShape, rank: int | None = None) -> None:
-        """`rank`: the engine's rank whose slices are given; None: whole tensors are given, from which those of all
-        ranks follow."""
+        """Create empty fingerprints.
+
+        `rank` is the rank of the engine whose slices arrive. With None, whole tensors arrive, and checksums of all
+        ranks are computed.
+        """
         self._shape, self._sliced = shape, rank is not None
         self._ranks: Sequence[int] = range(shape.tp) if rank is None else (rank,)
         self._waiting: dict[tuple[int, str], dict[int, list[Tensor]]] = {}
 
     def of_bucket(self, parameters: Iterable[Parameter], tensors: Mapping[str, Tensor]) -> dict[tuple[int, str], str]:
-        """Checksums of every engine parameter that is complete with a bucket, by (engine rank, engine name)."""
+        """Return the checksums of all engine parameters that this bucket completes, by (engine rank, engine name)."""
         found: dict[tuple[int, str], str] = {}
         for parameter in parameters:
             name = parameter.engine_name
@@ -90,6 +96,7 @@ class Fingerprints:
 
 
 def differing(expected: Mapping[tuple[int, str], str], actual: Mapping[tuple[int, str], str]) -> list[str]:
-    """Names of the parameters that differ from what was sent, did not arrive, or that only the engine has."""
+    """Return the names of parameters that differ from the sent parameters, did not arrive, or exist only in the
+    engine."""
     wrong = {name for (rank, name), value in expected.items() if actual.get((rank, name)) != value}
     return sorted(wrong | {name for key in actual.keys() - expected.keys() for name in [key[1]]})

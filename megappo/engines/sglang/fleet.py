@@ -1,4 +1,4 @@
-"""The servers of a run: how many there are, on which devices, and which rank looks after each."""
+"""The servers of a run: their number, their devices, and the rank that manages each server."""
 
 from __future__ import annotations
 
@@ -47,29 +47,31 @@ EVERYWHERE = ("0.0.0.0", "::")
 
 
 def key_problem(endpoint: Endpoint, timeout_seconds: float) -> str | None:
-    """Why a server of `rollout.sglang.urls` cannot be asked with our key, with the remedy; None where it can. The key
-    is sent only where the server refuses a random one. Raises ServerFailure where nobody answers."""
+    """Return the reason why a server of `rollout.sglang.urls` does not accept our key, with the remedy, or None.
+
+    The key is sent only if the server rejects a random key. Raises ServerFailure if there is no response.
+    """
     name = f"{endpoint.name} of rollout.sglang.urls"
     if endpoint.key and takes_any_key(endpoint, timeout_seconds):
         return (
-            f"{name} takes any key, so it was started without one, or is another program; start it by `megappo serve`, "
-            f"or unset {KEY_VARIABLE} where the server wants none"
+            f"{name} accepts any key, so the server was started without a key, or is another program; start the "
+            f"server with `megappo serve`, or unset {KEY_VARIABLE} if the server requires no key"
         )
     if takes(endpoint, timeout_seconds):
         return None
     if not endpoint.key:
-        return f"{name} wants a key, and {KEY_VARIABLE} is empty; export the key that the server was started with"
-    return f"{name} refuses the key in {KEY_VARIABLE}; set {KEY_VARIABLE} to the key that it was started with"
+        return f"{name} requires a key, and {KEY_VARIABLE} is empty; export the key of the server"
+    return f"{name} rejects the key in {KEY_VARIABLE}; set {KEY_VARIABLE} to the key of the server"
 
 
 def by_server(mine: Mapping[int, T]) -> dict[int, T]:
-    """What all ranks know of servers, by the servers' numbers; a collective."""
+    """Merge the values of all ranks into one dictionary by server number. This is a collective."""
     return {index: fact for of_rank in all_gather_objects(dict(mine)) for index, fact in of_rank.items()}
 
 
 def address_among(hosts: Sequence[tuple[str, str]], mine: tuple[str, str]) -> str:
-    """The address of this machine that leads to the other ones; a collective of the world. `hosts`: `machine_here` of
-    each rank."""
+    """Return the address of this machine on the route to the other machines. This is a collective of the world.
+    `hosts` has the `machine_here` of each rank."""
     towards_first = agreed(lambda: address_towards(os.environ["MASTER_ADDR"], ANY_PORT), (OSError,))
     others = [a for a, machine in zip(all_gather_objects(towards_first), hosts, strict=True) if machine != hosts[0]]
     if mine == hosts[0]:
@@ -78,25 +80,25 @@ def address_among(hosts: Sequence[tuple[str, str]], mine: tuple[str, str]) -> st
 
 
 def machine_here() -> tuple[str, str]:
-    """Identity of this machine: host name and boot id."""
+    """Return the identity of this machine: host name and boot id."""
     return socket.gethostname(), boot_id()
 
 
 @dataclass(frozen=True)
 class Started:
-    """Outcome of starting a rank's servers, which all ranks are told."""
+    """Result of starting the servers of a rank, shared with all ranks."""
 
     endpoints: tuple[Endpoint, ...] = ()
-    """Addresses of servers that are new, or must be treated as new."""
+    """Addresses of new servers, and of servers that must be treated as new."""
     restarts: int = 0
     error: str | None = None
 
 
 class Fleet:
-    """The servers that this rank looks after: none, one or several."""
+    """The servers that this rank manages. The number may be 0."""
 
     def __init__(self, spec: ServerSpec, runtime: Runtime) -> None:
-        """Start this rank's servers without waiting for them; a collective of the world."""
+        """Start the servers of this rank without waiting. This is a collective of the world."""
         self._settings, self._runtime = spec.settings, runtime
         runtime.release_cached_memory()
         hosts, cores = zip(*all_gather_objects((machine_here(), os.sched_getaffinity(0))), strict=True)
@@ -117,29 +119,29 @@ class Fleet:
         places = {i: self.feeding.starters(i) for i in range(self._count)}
         self._mine = [i for i, starters in places.items() if starters[0] == runtime.rank]
         self._nodes = {i: starters.index(runtime.rank) for i, starters in places.items() if runtime.rank in starters}
-        """Number of this rank's part, by server."""
+        """Part number of this rank, by server."""
         self.servers: dict[int, Server] = {}
         self.parts: dict[int, Server] = {}
-        """Parts other than the first of servers on several machines; the first parts belong to other ranks."""
+        """Parts other than the first, of servers on several machines. Other ranks own the first parts."""
         self._starts = dict.fromkeys(self._mine, 0)
         self._restarts = dict.fromkeys(self._nodes, 0)
         host, address = self._interface(hosts)
         self.spec = replace(spec, host=host, address=address)
-        """What all of them are started with."""
+        """Common specification of all servers."""
         self._specs = agreed(lambda: {i: self._placed(i) for i in self._nodes if not self._external}, (RunError,))
-        """Specifications of this rank's servers and parts, also used for restarts."""
+        """Specifications of the servers and parts of this rank, also used for restarts."""
         unheard = unheard_variables(os.environ)
         if unheard and runtime.rank == 0 and not self._external:
             tell(
-                f"{', '.join(unheard)} of the environment {'are' if unheard[1:] else 'is'} not handed to SGLang's "
-                "servers; what they are to have stands in rollout.sglang.environment"
+                f"the SGLang servers do not receive {', '.join(unheard)}, which {'are' if unheard[1:] else 'is'} "
+                "set in the environment; set variables of the servers in rollout.sglang.environment"
             )
         self._rendezvous = self._meet() if self._settings.nodes > 1 else {}
         self._start(list(self._specs))
 
     def _interface(self, hosts: Sequence[tuple[str, str]]) -> tuple[str, str]:
-        """The interface that this machine's servers listen on, and the address at which others reach them; a
-        collective."""
+        """Return the listening interface of the servers on this machine, and the address for other machines. This is
+        a collective."""
         host, mine = self._settings.host, hosts[self._runtime.rank]
         if self._external or len(set(hosts)) == 1:
             return host or "127.0.0.1", ""
@@ -148,23 +150,23 @@ class Fleet:
         return host or own, host if host and host not in EVERYWHERE else own
 
     def _check_host(self, host: str | None) -> None:
-        """Raise RunError for an interface that does not serve several machines."""
+        """Raise RunError if an interface is not reachable from several machines."""
         if host is None or host in EVERYWHERE or not self._nodes:
             return
-        problem = "which only the machine itself reaches" if is_loopback(host) else listening_problem(host, 0)
+        problem = "which is reachable only from this machine" if is_loopback(host) else listening_problem(host, 0)
         if problem is not None:
             raise RunError(
-                f"rollout.sglang.host is {host} ({problem}), and the trainers have several machines; remove it, and "
-                "servers listen on the interface that leads to the others"
+                f"rollout.sglang.host is {host} ({problem}), and the trainers use several machines; remove the "
+                "setting, so that servers listen on the interface of the route to the other machines"
             )
 
     def _meet(self) -> dict[int, MultiNodeRendezvous]:
-        """Connect each of this rank's servers and parts with its other parts; a collective."""
+        """Connect each server and part of this rank with its other parts. This is a collective."""
         address, patience = self.spec.address or self.spec.host, self._settings.start_timeout_seconds
         first = agreed(
             lambda: {i: MultiNodeRendezvous.host(address, 0, self._settings) for i in self._mine}, (OSError,)
         )
-        # Told only now: every first part listens before another part connects.
+        # Ports are exchanged at this point, so that every first part listens before another part connects.
         meetings = by_server({index: (address, rendezvous.port) for index, rendezvous in first.items()})
 
         def join(index: int, node: int) -> MultiNodeRendezvous:
@@ -181,8 +183,8 @@ class Fleet:
         return rendezvous_by_server
 
     def _start(self, indices: Iterable[int]) -> None:
-        """Start these servers and parts, first parts before others, which wait for their call. Raises ServerFailure
-        where a call does not come."""
+        """Start these servers and parts. First parts start before other parts, which wait for an announcement. Raises
+        ServerFailure if an announcement does not arrive."""
         for index in sorted(indices, key=lambda i: self._nodes[i]):
             spec, rank, part = self._specs[index], self._runtime.rank, None
             if index in self._rendezvous:
@@ -195,12 +197,12 @@ class Fleet:
                 self.servers[index] = start_server(spec, index, rank, self._starts[index], part=part)
 
     def _placed(self, index: int) -> ServerSpec:
-        """The specification with the GPUs or CPU cores of this server, or of this rank's part of it."""
+        """Return the specification with the GPUs or CPU cores of this server, or of the part of this rank."""
         problem = self.feeding.problem(index)
         if problem is not None:
             raise RunError(
-                f"rollout.sglang.nodes is {self._settings.nodes}, but {problem}; start the trainers on as many "
-                "machines, or set nodes to what a server fits on"
+                f"rollout.sglang.nodes is {self._settings.nodes}, but {problem}; start the trainers on that number "
+                "of machines, or set nodes to the number of machines of one server"
             )
         if self._runtime.on_cuda:
             gpus = server_gpus(self._settings, index, self._runtime.device.index, self._ranks_here)
@@ -210,20 +212,25 @@ class Fleet:
         own = cores[index * share : (index + 1) * share] or cores
         return replace(self.spec, cores=tuple(own), job_cores=tuple(cores), seed=index)
 
-    # What a rank does for its servers; every method returns what all ranks must know
+    # Operations of a rank on its servers. Every method returns the results for all ranks.
 
     def start_all(self) -> Started:
-        """Wait until this rank's servers answer; a collective where they are on several machines. A server that does
-        not come up is started once more: another program may have taken its port meanwhile, and a real fault shows
-        again."""
+        """Wait until the servers of this rank respond. This is a collective if servers use several machines.
+
+        A server that fails to start is started once more, because another program may have taken its port. A
+        persistent error occurs again.
+        """
         if self._external:
             return self._each(self._mine, self._await_external)
         mine = set(self._mine)
         return self._bring_up(set(), mine, starting=mine, most_starts=1)
 
     def restart_dead(self, suspects: Iterable[int]) -> Started:
-        """Restart servers that do not answer and wait for them. `suspects`: servers that failed in some way. A server
-        that dies while it starts is started again, up to `max_restarts`. A collective as `start_all`."""
+        """Restart servers that do not respond, and wait for the restarted servers. A collective as `start_all`.
+
+        `suspects` are servers with any failure. A server that dies during its start is restarted up to `max_restarts`
+        times.
+        """
         known = set(suspects)
         if self._external:
             return self._each([index for index in self._mine if index in known], self._await_external)
@@ -231,14 +238,16 @@ class Fleet:
         silent = self._failures([i for i in self._mine if i in known - gone], self._check_health)
         lost, _ = self._agreed(gone | silent.keys())
         mine = {index for index in self._mine if index in known | lost}
-        for index in mine - lost:  # counts as a new start: its broadcast group may be broken and is never used again
+        for index in (
+            mine - lost
+        ):  # counts as a new start, because its broadcast group may be broken and is never used again
             self._starts[index] += 1
             server = self.servers[index]
             server.endpoint = replace(server.endpoint, starts=self._starts[index])
         return self._bring_up(lost, mine, starting=lost, most_starts=None)
 
     def _failures(self, indices: Iterable[int], action: Callable[[int], None]) -> dict[int, str]:
-        """Apply an action to these servers at the same time; returns the reasons of those that failed."""
+        """Apply an action to these servers in parallel and return the reasons of failed servers."""
 
         def failure(index: int) -> str | None:
             try:
@@ -252,24 +261,24 @@ class Fleet:
             return {i: reason for i, reason in zip(chosen, pool.map(failure, chosen), strict=True) if reason}
 
     def _agreed(self, lost: set[int], error: str | None = None) -> tuple[set[int], str | None]:
-        """Servers of which any rank has lost a part, and an error of any rank; a server on one machine concerns its own
-        rank alone."""
+        """Return the servers with a lost part on any rank, and an error of any rank. A server on one machine concerns
+        only its own rank."""
         facts = all_gather_objects((lost, error)) if self._settings.nodes > 1 else [(lost, error)]
         return {i for of_rank, _ in facts for i in of_rank}, next((e for _, e in facts if e), None)
 
     def _check_health(self, index: int) -> None:
-        """Raise ServerFailure for a server that does not answer. One that has released memory counts as failed, as it
-        must not be asked anything."""
+        """Raise ServerFailure if a server does not respond. A server that has released memory counts as failed,
+        because it must not receive requests."""
         server = self.servers[index]
         if server.released or not is_alive(server.endpoint, self._settings.health_timeout_seconds):
             raise ServerFailure(f"{server.endpoint.name} does not answer")
 
     def _bring_up(self, lost: set[int], mine: set[int], *, starting: set[int], most_starts: int | None) -> Started:
-        """Restart this rank's parts of the lost servers, wait for those of its own that start, and check those in
-        `mine`: servers that still answer are given weights again.
+        """Restart the lost servers on this rank, wait for its starting servers, and check the servers in `mine`.
+        Servers in `mine` that still respond receive weights again.
 
-        A server that fails during the restart is restarted again. `most_starts`: maximum number of restarts in this
-        call, after which a failure raises an error; None: the limit is `max_restarts`.
+        A server that fails during the restart is restarted again. `most_starts` is the maximum number of restarts in
+        this call. A failure after the last restart raises an error. With None, the limit is `max_restarts`.
         """
         endpoints, restarts, waiting = dict[int, Endpoint](), 0, mine
         for starts in itertools.count():
@@ -291,13 +300,13 @@ class Fleet:
         return Started(tuple(endpoints[index] for index in sorted(endpoints)), restarts)
 
     def _take_in(self, index: int, *, starting: set[int], endpoints: dict[int, Endpoint]) -> None:
-        """Check a server, and wait for it before where it is `starting`. Raises as `_taken_in`."""
+        """Check a server. Wait for the server first if it is `starting`. Raises as `_taken_in`."""
         if index in starting:
             self.servers[index].wait_ready()
         endpoints[index] = self._taken_in(self.servers[index].endpoint)
 
     def _restart(self, lost: set[int]) -> str | None:
-        """Start this rank's parts of these servers again; returns why that fails."""
+        """Restart the parts of these servers on this rank, and return the reason of a failure."""
         again = sorted(lost & self._nodes.keys())
         try:
             for index in again:
@@ -327,7 +336,7 @@ class Fleet:
             return Started(error=str(error))
 
     def _taken_in(self, endpoint: Endpoint) -> Endpoint:
-        """Check a server that has just come up. Raises EngineError for one that cannot be used."""
+        """Check a server after its start. Raises EngineError if the run cannot use the server."""
         said = what_it_says(endpoint, self._settings.health_timeout_seconds)
         check_room(endpoint.name, said, self.spec.cache)
         check_lengths(endpoint.name, said, self.spec.longest_tokens)
@@ -339,8 +348,8 @@ class Fleet:
         return endpoint
 
     def _await_external(self, index: int) -> Endpoint:
-        """Wait until a server that was started elsewhere answers, and check it. One that ends meanwhile is waited for
-        again."""
+        """Wait until an external server responds, and check the server. If the server ends during the check, the
+        method waits again."""
         for _ in range(self._settings.max_restarts):
             endpoint = self._reach_external(index)
             with suppress(ServerFailure):
@@ -348,7 +357,7 @@ class Fleet:
         return self._taken_in(self._reach_external(index))
 
     def _reach_external(self, index: int) -> Endpoint:
-        """Wait until a server that was started elsewhere answers."""
+        """Wait until an external server responds."""
         self._starts[index] += 1
         key = key_of(KEY_VARIABLE)
         endpoint = Endpoint(index, self._external[index].rstrip("/"), key, self._runtime.rank, self._starts[index])
@@ -364,21 +373,21 @@ class Fleet:
                 if not told and time.monotonic() > silent:
                     told.append(str(failure))
                     tell(
-                        f"{failure}: nobody answers there yet, and it is waited for until start_timeout_seconds "
-                        f"{patience:g} are over; start it (megappo serve), or fix rollout.sglang.urls"
+                        f"{failure}: there is no server yet, and the run waits for start_timeout_seconds "
+                        f"{patience:g}; start the server (megappo serve), or fix rollout.sglang.urls"
                     )
                 return False
 
         if not wait_until(answers, patience, every_seconds=_RETRY_SECONDS):
             raise ServerFailure(
-                f"{endpoint.name} of rollout.sglang.urls gave no healthy answer within start_timeout_seconds "
-                f"{patience:g}; start it, or check its key in {KEY_VARIABLE}"
+                f"{endpoint.name} of rollout.sglang.urls returned no healthy response within start_timeout_seconds "
+                f"{patience:g}; start the server, or check its key in {KEY_VARIABLE}"
             )
         return endpoint
 
     def each_own(self, endpoints: Sequence[Endpoint], action: Callable[[Server], None]) -> dict[int, str]:
-        """Apply an action to those of these servers that this rank started; returns the problems of all ranks, by
-        server. A collective."""
+        """Apply an action to the servers in `endpoints` that this rank started. Returns the problems of all ranks by
+        server. This is a collective."""
         failed = {}
         for endpoint in endpoints:
             if endpoint.index in self.servers:
@@ -389,7 +398,7 @@ class Fleet:
         return by_server(failed)
 
     def close(self) -> None:
-        """End this rank's servers and parts at the same time."""
+        """End all servers and parts of this rank in parallel."""
         self._stop([*self.servers.values(), *self.parts.values()])
         self.servers, self.parts = {}, {}
 

@@ -1,4 +1,4 @@
-"""Chooses the GPUs of a server, and the CUDA_VISIBLE_DEVICES that says so."""
+"""Select the GPUs of a server and its CUDA_VISIBLE_DEVICES."""
 
 from __future__ import annotations
 
@@ -12,26 +12,26 @@ _REMEDY = "let each rank see all GPUs of its machine (srun --gpus-per-node with 
 
 
 def check_visible(settings: SGLangSettings) -> None:
-    """Raise RunError where servers need GPUs that a launcher hides from the ranks that start them."""
+    """Raise RunError if a launcher hides GPUs from the ranks that start servers on these GPUs."""
     if settings.urls or not torch.cuda.is_available() or not sees_one_device(torch.cuda.device_count()):
         return
     if settings.node_ranks > 1:
         raise RunError(
-            f"rollout.sglang.tensor_parallel is {settings.tensor_parallel}, but each rank sees one GPU alone, so a "
-            f"server that it starts has one; set it to 1, or {_REMEDY}"
+            f"rollout.sglang.tensor_parallel is {settings.tensor_parallel}, but each rank sees only one GPU, so a "
+            f"server of the rank has one GPU; set tensor_parallel to 1, or {_REMEDY}"
         )
     if settings.placement == "disaggregated":
         raise RunError(
-            "rollout.sglang.placement is disaggregated, but each rank sees one GPU alone, on which it trains; "
-            f"set it to colocated, or {_REMEDY}"
+            "rollout.sglang.placement is disaggregated, but each rank sees only one GPU and trains on this GPU; "
+            f"set placement to colocated, or {_REMEDY}"
         )
 
 
 def server_gpus(settings: SGLangSettings, index: int, own: int, ranks_here: int) -> tuple[int, ...]:
-    """GPUs of server `index` on this machine, by their number among those that this process sees. `own`: the GPU of the
-    rank that starts it; `ranks_here`: number of ranks that train on this machine.
+    """Return the GPUs of server `index` on this machine, as numbers among the GPUs that this process sees.
 
-    Raises RunError where there are too few, which depends on the rank.
+    `own` is the GPU of the rank that starts the server. `ranks_here` is the number of trainer ranks on this machine.
+    Raises RunError if there are too few GPUs, which depends on the rank.
     """
     check_visible(settings)
     ranks, count = settings.node_ranks, torch.cuda.device_count()
@@ -41,14 +41,18 @@ def server_gpus(settings: SGLangSettings, index: int, own: int, ranks_here: int)
         first = (ranks_here if settings.first_device is None else settings.first_device) + index * ranks
     if first + ranks > count:
         raise RunError(
-            f"server {index} would stand on the GPUs {first} to {first + ranks - 1}, but a rank sees {count} here; "
-            "start fewer ranks or servers on this machine, or set rollout.sglang.first_device, nodes or tensor_parallel"
+            f"server {index} would need the GPUs {first} to {first + ranks - 1}, but a rank sees {count} GPUs on "
+            "this machine; start fewer ranks or servers on this machine, or set rollout.sglang.first_device, nodes "
+            "or tensor_parallel"
         )
     return tuple(range(first, first + ranks))
 
 
 def visible_devices(gpus: tuple[int, ...], ours: str) -> str:
-    """CUDA_VISIBLE_DEVICES of a server. `gpus`: numbers among the devices that this process sees; `ours`: its own
-    CUDA_VISIBLE_DEVICES, empty for all of the machine. Names that a launcher chose, such as UUIDs, are kept."""
+    """Return CUDA_VISIBLE_DEVICES of a server.
+
+    `gpus` are numbers among the devices that this process sees. `ours` is the CUDA_VISIBLE_DEVICES of this process,
+    or empty for all devices of the machine. Names of a launcher, such as UUIDs, are kept.
+    """
     names = ours.split(",") if ours else []
     return ",".join(names[gpu] if names else str(gpu) for gpu in gpus)

@@ -1,14 +1,14 @@
-"""Keeps one server alive, and leaves nothing of it behind when its owner ends: two processes between trainer and
-server.
+"""Supervise one server and remove all its traces after its owner ends. Two processes run between trainer and server.
 
     python guard.py SCRATCH LOG CORES -- COMMAND...
 
-Starts COMMAND in a session of its own, its output in LOG, on CORES, such as 0,1,2; empty: on those of the guard. When
-the owner closes the guard's standard input, which also happens when the owner is killed, or when COMMAND ends,
-everything that COMMAND started is ended, and what it left in /dev/shm and in SCRATCH is removed. The keeper, which
-started COMMAND, does that. The witness, which the owner started, does it where the keeper was killed; where the witness
-was killed, the keeper ends COMMAND too. Where both were killed at once, the kernel kills the server. Standard library
-only: it must start at once and survive anything.
+Starts COMMAND in a new session, with its output in LOG, on the cores CORES such as 0,1,2. Empty CORES selects the
+cores of the guard. The owner ends the server by closing the standard input of the guard. The input also closes if the
+owner is killed. After this event, or after the end of COMMAND, all processes of COMMAND are ended. The files of
+COMMAND in /dev/shm and in SCRATCH are then removed. The keeper process starts COMMAND and does this work. The witness
+process is started by the owner and does the work if the keeper was killed. If the witness was killed, the keeper also
+ends COMMAND. If both were killed at once, the kernel kills the server. The module imports only the standard library,
+so that it starts quickly and does not depend on other packages.
 """
 
 from __future__ import annotations
@@ -29,24 +29,24 @@ KILL_SECONDS = 10.0
 _POLL_SECONDS = 0.5
 _SCAN_SECONDS = 5.0
 _MARK = "MEGAPPO_SERVER_SCRATCH"
-"""Variable that all processes of a server inherit, also those in sessions of their own."""
+"""Environment variable that all processes of a server inherit, including processes in other sessions."""
 _PR_SET_PDEATHSIG = 1
 _PR_SET_CHILD_SUBREAPER = 36
 _SHM = "/dev/shm/"
 _OWN_SHM = ("sglang_loads_", "sgl_shm_", "torch_", "psm_", "sem.", "nccl-", "cuda.shm.", "multi_tokenizer_args_")
-"""Beginnings of names that a server makes in /dev/shm, where SGLang leaves files after a kill (0.5.23). Buckets of the
-trainer carry the trainer's process id and are left to it."""
+"""Name prefixes of the files that a server creates in /dev/shm. SGLang leaves such files after a kill (0.5.23).
+Buckets of the trainer have the process id of the trainer and are not removed."""
 
 
 class _Process(NamedTuple):
     parent: int
     session: int
     start: int
-    """Start time in clock ticks; distinguishes a process from a later one with the same id."""
+    """Start time in clock ticks. Distinguishes a process from a later process with the same id."""
 
 
 def _processes() -> dict[int, _Process]:
-    """All processes of this machine by id, zombies left out."""
+    """Return all processes of this machine by id, except zombies."""
     found = {}
     for entry in os.listdir("/proc"):
         if entry.isdigit():
@@ -58,22 +58,23 @@ def _processes() -> dict[int, _Process]:
 
 
 def session_pids(session: int) -> list[int]:
-    """Ids of the processes of a session."""
+    """Return the ids of the processes of a session."""
     return [pid for pid, process in _processes().items() if process.session == session]
 
 
 class ServerProcesses:
-    """The processes of a server: those of its session, those with its mark in the environment, and all that these
-    started, which are remembered when the parent is gone."""
+    """The processes of a server: the processes of its session, the processes with its mark in the environment, and
+    all descendants. Descendants are stored, so that they are found after the end of their parent."""
 
     def __init__(self, session: int, scratch: str, guard: int | None = None) -> None:
-        """`guard` is a process that inherits what the server leaves, and has no other children."""
+        """Create the set of processes. `guard` is a process that inherits orphans of the server and has no other
+        children."""
         assert session > 1
         self._session, self._guard, self._mark = session, guard, f"{_MARK}={scratch}".encode()
         self._seen: set[tuple[int, int]] = set()
 
     def alive(self) -> list[int]:
-        """Ids of the processes that run, without this process and its ancestors."""
+        """Return the ids of the running processes, without this process and its ancestors."""
         table = _processes()
         pid = os.getpid()
         while pid in table:
@@ -97,11 +98,11 @@ class ServerProcesses:
         return False
 
     def end(self) -> None:
-        """Kill the processes; returns when none is left, or after `KILL_SECONDS` only those that a driver keeps from
-        dying.
+        """Kill the processes. Returns when all processes have ended, or after `KILL_SECONDS` if a driver blocks the
+        end of some processes.
 
-        SIGKILL, not SIGTERM: SGLang's remaining processes would report the end of the others as a crash, and with
-        TP of 2 SIGTERM drains for more than 10 s (0.5.23).
+        The signal is SIGKILL and not SIGTERM. After SIGTERM, the remaining processes of SGLang would report the end
+        of the others as a crash, and with TP of 2 the server drains for more than 10 s (0.5.23).
         """
         deadline = time.monotonic() + KILL_SECONDS
         while (found := self.alive()) and time.monotonic() < deadline:
@@ -112,7 +113,7 @@ class ServerProcesses:
 
 
 def shared_files(pids: list[int]) -> set[str]:
-    """Files in /dev/shm that these processes map or hold open and that a server may have made."""
+    """Return the files in /dev/shm that these processes map or have open, and that a server may have created."""
     found: set[str] = set()
     for pid in pids:
         with suppress(OSError):
@@ -129,14 +130,15 @@ def shared_files(pids: list[int]) -> set[str]:
 
 
 def _made_by(name: str, pids: list[int]) -> bool:
-    """Whether a file of /dev/shm was made by a server: torch puts the process id into the names of its segments."""
+    """Return whether a server created a file in /dev/shm. torch writes the process id into the names of its
+    segments."""
     if name.startswith("torch_"):
         return name.split("_")[1] in {str(pid) for pid in pids}
     return name.startswith(_OWN_SHM)
 
 
 def clean_up(processes: ServerProcesses, files: set[str], scratch: str) -> None:
-    """End a server and remove what it leaves: `files`, its current files in shared memory, and last its scratch
+    """End a server and remove its remaining files: `files`, its current files in shared memory, and last its scratch
     folder."""
     files = files | shared_files(processes.alive())
     processes.end()
@@ -147,7 +149,7 @@ def clean_up(processes: ServerProcesses, files: set[str], scratch: str) -> None:
 
 
 def _start(command: list[str], scratch: str, log: str, cores: set[int]) -> subprocess.Popen[bytes]:
-    """Start the server, which the kernel kills as soon as this process is gone."""
+    """Start the server. The kernel kills the server when this process ends."""
     keeper, libc = os.getpid(), ctypes.CDLL(None)
 
     def prepare() -> None:
@@ -155,9 +157,9 @@ def _start(command: list[str], scratch: str, log: str, cores: set[int]) -> subpr
             signal.signal(number, signal.SIG_DFL)
         libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
         if cores:
-            with suppress(OSError):  # the job has lost all of these cores: the owner's stay
+            with suppress(OSError):  # the job has lost all of these cores; the cores of the owner remain
                 os.sched_setaffinity(0, cores)
-        if os.getppid() != keeper:  # it ended before prctl, which would not notice
+        if os.getppid() != keeper:  # the keeper ended before prctl, which would not notice
             os._exit(1)
 
     with open(log, "ab", buffering=0) as out:
@@ -173,9 +175,9 @@ def _start(command: list[str], scratch: str, log: str, cores: set[int]) -> subpr
 
 
 def _keep(command: list[str], scratch: str, log: str, cores: set[int], witness: int, report: int) -> None:
-    """Run the command until it, the owner or the witness ends. `witness` is a pipe that closes with the witness;
-    `report` tells the witness what it needs to clean up."""
-    os.setsid()  # a signal to the witness's session does not reach this process
+    """Run the command until the command, the owner or the witness ends. `witness` is a pipe that closes with the
+    witness. `report` is a pipe with the data that the witness needs for cleaning up."""
+    os.setsid()  # a signal to the session of the witness does not reach this process
     ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1)
     server = _start(command, scratch, log, cores)
     processes, files = ServerProcesses(server.pid, scratch, os.getpid()), set[str]()
@@ -197,7 +199,7 @@ def _keep(command: list[str], scratch: str, log: str, cores: set[int], witness: 
 
 
 def _watch(scratch: str, report: int) -> None:
-    """Tell the owner the server's process id, and do the keeper's work if it cannot."""
+    """Send the process id of the server to the owner, and do the work of the keeper if the keeper was killed."""
     session, files = 0, set[str]()
     with os.fdopen(report, encoding="utf-8") as lines:
         for line in lines:
@@ -215,11 +217,11 @@ def _watch(scratch: str, report: int) -> None:
 
 
 def main() -> int:
-    """Run the command until it or the owner ends."""
+    """Run the command until the command or its owner ends."""
     scratch, log, command = sys.argv[1], sys.argv[2], sys.argv[5:]
     cores = {int(core) for core in sys.argv[3].split(",") if core}
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
-        signal.signal(number, signal.SIG_IGN)  # Ctrl-C ends the owner, and its end ends the server
+        signal.signal(number, signal.SIG_IGN)  # Ctrl-C ends the owner, and the end of the owner ends the server
     ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1)
     witness, alive = os.pipe()
     report, reports = os.pipe()

@@ -1,4 +1,4 @@
-"""Remembers which server has the beginning of a prompt in its cache, from one round of requests to the next."""
+"""Store the server that has the beginning of each prompt in its cache, over several rounds of requests."""
 
 from __future__ import annotations
 
@@ -8,15 +8,17 @@ from megappo.engines.protocol import GenerateRequest
 
 
 class Homes:
-    """The server of each prompt, by the prompt's number and beginning. Numbers count from 0 in every round, so that a
-    number alone does not identify a prompt; nor does the text where a long answer is generated piece by piece
-    (`rollout.generation`)."""
+    """The server of each prompt, by number and beginning of the prompt.
+
+    Prompt numbers start from 0 in every round, so a number alone does not identify a prompt. The whole text does not
+    identify a prompt either if a long answer is generated in pieces (`rollout.generation`).
+    """
 
     def __init__(self) -> None:
         self._found: dict[int, tuple[tuple[int, ...], int]] = {}
 
     def of(self, requests: Mapping[int, GenerateRequest]) -> dict[int, int]:
-        """The server of each request that continues a prompt which a server has answered."""
+        """Return the server of each request that continues a prompt of an answered request."""
         return {i: server for i, request in requests.items() if (server := self._of(request)) is not None}
 
     def _of(self, request: GenerateRequest) -> int | None:
@@ -24,11 +26,11 @@ class Homes:
         return server if request.token_ids[: len(beginning)] == beginning else None
 
     def note(self, request: GenerateRequest, server: int) -> None:
-        """Note which server has answered a request."""
+        """Store the server that has answered a request."""
         is_known = self._of(request) is not None
         beginning = self._found[request.prompt_id][0] if is_known else request.token_ids
         self._found[request.prompt_id] = (beginning, server)
 
     def forget(self) -> None:
-        """Forget all servers: new weights have emptied their caches."""
+        """Remove all servers, because new weights have invalidated the caches."""
         self._found = {}

@@ -1,5 +1,5 @@
-"""A round without an end: requests arrive and answers are taken at any time, and everything can be broken off with the
-tokens that were made."""
+"""A round without a fixed end. Requests may be sent and answers may be taken at any time. All requests can be
+interrupted, with the tokens generated so far."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ from megappo.runtime.objects import all_gather_objects
 from megappo.runtime.waiting import wait_until
 
 _ABORT_SECONDS = 0.1
-"""Seconds between two calls to abort; a request that was on its way during the first is caught by the second."""
+"""Seconds between two abort calls. The second call reaches requests that were in transit during the first call."""
 
 
 class _Inbox:
-    """A `Listener` that collects answers until they are taken."""
+    """A `Listener` that collects answers until `take`."""
 
     def __init__(self) -> None:
         self._found: dict[int, Completion] = {}
@@ -31,13 +31,13 @@ class _Inbox:
         self._bell = threading.Event()
 
     def answered(self, number: int, completion: Completion) -> None:
-        """Take an answer, from the round's thread."""
+        """Store an answer. Called from the thread of the round."""
         with self._lock:
             self._found[number] = completion
             self._bell.set()
 
     def take(self, wait_seconds: float) -> dict[int, Completion]:
-        """The answers that were not taken yet; waits at most `wait_seconds` for the first."""
+        """Return the new answers. Waits at most `wait_seconds` for the first answer."""
         self._bell.wait(wait_seconds)
         with self._lock:
             found, self._found = self._found, {}
@@ -46,19 +46,19 @@ class _Inbox:
 
 
 class _Relay:
-    """A `Listener` that notes which requests are answered and forwards each answer."""
+    """A `Listener` that records answered requests and forwards each answer."""
 
     def __init__(self, listener: Listener, owed: set[int]) -> None:
         self._listener, self._owed = listener, owed
 
     def answered(self, number: int, completion: Completion) -> None:
-        """Note the answer and forward it, from the round's thread."""
-        self._owed.discard(number)  # first, as the listener may send the next turn under the same number
+        """Record the answer and forward the answer. Called from the thread of the round."""
+        self._owed.discard(number)  # first, because the listener may send the next turn under the same number
         self._listener.answered(number, completion)
 
 
 class InFlightRound(OpenRound):
-    """This rank's requests in flight under one version of the weights."""
+    """The requests of this rank in flight under one weight version."""
 
     def __init__(
         self,
@@ -69,7 +69,7 @@ class InFlightRound(OpenRound):
         on_tokens: Callable[[], None] = lambda: None,
         listener: Listener | None = None,
     ) -> None:
-        """`listener`: receives answers at once; without one, `take` returns them."""
+        """Start the round. `listener` receives answers immediately. Without a listener, `take` returns the answers."""
         self._inbox = _Inbox()
         self._owed: set[int] = set()
         told = self._inbox if listener is None else _Relay(listener, self._owed)
@@ -81,47 +81,47 @@ class InFlightRound(OpenRound):
         super().send(number, request)
 
     def take(self, wait_seconds: float) -> dict[int, Completion]:
-        """The answers that were not taken yet; see `_Inbox.take`."""
+        """Return the new answers. See `_Inbox.take`."""
         found = self._inbox.take(0.0 if self.is_over else wait_seconds)
         self._owed.difference_update(found)
         return found
 
     @property
     def failures(self) -> dict[int, str]:
-        """Reasons of servers that failed so far, by server. Raises what ended the round's thread unexpectedly."""
+        """Reasons of failed servers, by server. Raises the exception that ended the thread of the round, if any."""
         if self._finished.done():
             self._finished.result()
         return dict(self._outcome.failures)
 
     @property
     def refusal(self) -> str | None:
-        """Error of a request that no server will ever accept; None: there is none."""
+        """Error of a request that every server would reject, or None."""
         return self._outcome.refusal
 
     def break_off(self) -> None:
-        """Send no more requests, and accept answers that were broken off."""
+        """Stop sending requests, and accept interrupted answers."""
         self._aborts = True
 
     def hold(self) -> None:
-        """Note that servers are paused from now on."""
+        """Mark the servers as paused."""
         self._is_held = True
 
     @contextmanager
     def given(self, version: int) -> Iterator[None]:
-        """Context in which servers are given weights of this version. They make tokens as soon as they have them; what
-        they had begun has tokens of older versions."""
+        """Context of a weight update to this version. Servers generate as soon as they have the weights. Earlier
+        requests then contain tokens of older versions."""
         self._version = version
         yield
         self._is_held = False
 
     @property
     def busy(self) -> list[Endpoint]:
-        """Servers with unanswered requests; empty after the end of the round, which a refusal can cause."""
+        """Servers with unanswered requests. Empty after the end of the round, for example after a rejected request."""
         return [] if self.is_over else [lane.endpoint for lane in list(self._lanes) if lane.calls]
 
     def end(self) -> tuple[dict[int, Completion], Outcome]:
-        """End the round. Returns the answers that were not taken yet, with unanswered requests as broken off without
-        tokens, and the outcome of the round."""
+        """End the round. Returns the new answers and the outcome of the round. Unanswered requests are returned as
+        interrupted, without tokens."""
         outcome = self.hang_up()
         found = self.take(0.0)
         nothing = Completion((), (), truncated=False, weight_version=self._version, broken_off=True)
@@ -133,18 +133,19 @@ class InFlightRound(OpenRound):
 
 
 class Departures:
-    """Sends requests over the current round, from any thread, and keeps them back while there can be none."""
+    """Queue that sends requests over the current round from any thread, and stores requests while no round is
+    possible."""
 
     def __init__(self) -> None:
         self.stream: InFlightRound | None = None
-        """The round over which requests are sent since the last weight update; None: none was sent since."""
+        """Round for requests since the last weight update, or None before the first request."""
         self.listener: Listener | None = None
-        """Receiver of answers, who gets each at once; None: answers are collected."""
+        """Receiver of each answer, or None to collect answers."""
         self._lock = threading.Lock()
         self._kept: list[Callable[[], None]] | None = None
 
     def send(self, requests: Mapping[int, GenerateRequest], begin: Callable[[], InFlightRound]) -> None:
-        """Send requests; `begin` makes the round where there is none yet."""
+        """Send requests. If there is no round, `begin` creates a round."""
         with self._lock:
             if self._kept is not None:
                 self._kept.append(lambda: self.send(requests, begin))
@@ -164,14 +165,14 @@ class Departures:
         return nullcontext() if self.stream is None else self.stream.given(version)
 
     def take_stream(self) -> InFlightRound | None:
-        """Detach and return the current round; later requests begin another."""
+        """Detach and return the current round. Later requests begin a new round."""
         with self._lock:
             stream, self.stream = self.stream, None
             return stream
 
     @contextmanager
     def kept_back(self) -> Iterator[None]:
-        """Context in which servers are restarted: requests are kept and sent afterwards."""
+        """Context of a server restart. Requests are stored and sent after the restart."""
         with self._lock:
             self._kept = []
         try:
@@ -184,11 +185,11 @@ class Departures:
 
 
 def abort_servers(stream: InFlightRound | None, mine: Sequence[Endpoint], settings: SGLangSettings) -> dict[int, str]:
-    """Have all servers abort all their requests, until no rank waits for an answer; every rank calls it.
+    """Abort all requests on all servers until no rank waits for an answer. All ranks call this function.
 
     Args:
-        stream: this rank's round, which was broken off.
-        mine: the servers to which this rank sends the order.
+        stream: Interrupted round of this rank.
+        mine: Servers to which this rank sends the abort.
 
     Returns the problems by server, the same on every rank.
     """
@@ -196,15 +197,15 @@ def abort_servers(stream: InFlightRound | None, mine: Sequence[Endpoint], settin
     deadline = time.monotonic() + settings.sync_timeout_seconds
     while True:
         asked = [endpoint for endpoint in mine if endpoint.index not in failed]
-        # Not /pause_generation with mode abort, which looks once a second whether requests are gone (SGLang 0.5.23,
-        # tokenizer_manager.py:2280).
+        # /pause_generation with mode abort is not used, because SGLang then checks only once a second whether
+        # requests are gone (SGLang 0.5.23, tokenizer_manager.py:2280).
         failed |= failures_of(asked, "/abort_request", {"abort_all": True}, settings.health_timeout_seconds)
         owing = [] if stream is None else [endpoint for endpoint in stream.busy if endpoint.index not in failed]
         if time.monotonic() > deadline:
-            failed |= {e.index: f"{e.name} gave nothing back when it was told to give up" for e in owing}
+            failed |= {e.index: f"{e.name} did not return its requests after an abort" for e in owing}
         facts = all_gather_objects((failed, len(owing)))
         failed = {index: reason for of_rank, _ in facts for index, reason in of_rank.items()}
         quiet = 0 if any(count for _, count in facts) else quiet + 1
-        if quiet == 2:  # a request that was being sent during the first pass shows in the second
+        if quiet == 2:  # a request in transit during the first pass is visible in the second pass
             return failed
         wait_until(lambda: stream is None or not stream.busy, _ABORT_SECONDS, every_seconds=_ABORT_SECONDS / 10)

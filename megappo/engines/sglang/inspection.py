@@ -1,4 +1,4 @@
-"""Compares what a server reports of itself with what the run needs."""
+"""Compare the reported properties of a server with the requirements of the run."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from megappo.runtime.nccl import group_problem, own_stack, read_labels
 from megappo.runtime.sglang_hooks import HOOKS_LABEL, TRIED_VERSION
 
 _LARGEST_PAGE_TOKENS = 256
-"""Largest page of keys and values, in tokens. SGLang holds whole pages only, so that it may report up to a page less
+"""Maximum page size of keys and values in tokens. SGLang uses only whole pages and may report up to one page less
 than planned."""
 
 
 class ServerInfo(TypedDict, total=False):
-    """The part of a server's arguments and figures that is compared."""
+    """The server arguments and figures that the run compares."""
 
     max_total_num_tokens: int | None
     max_req_input_len: int | None
@@ -35,102 +35,104 @@ class ServerInfo(TypedDict, total=False):
 
 
 def what_it_says(endpoint: Endpoint, timeout_seconds: float) -> ServerInfo:
-    """A server's arguments as it understood them, and its memory (SGLang's `/server_info`). Raises ServerFailure."""
+    """Return the effective arguments and the memory of a server (SGLang's `/server_info`). Raises ServerFailure."""
     return cast(ServerInfo, call(endpoint, "/server_info", timeout_seconds=timeout_seconds, method="GET"))
 
 
 def check_room(name: str, said: ServerInfo, cache: PlannedCache) -> None:
-    """Raise EngineError for a server whose cache has no room for the longest sequence; warn where it has less than
-    planned."""
+    """Raise EngineError if the cache of a server is too small for the longest sequence. Warn if the cache is smaller
+    than planned."""
     held = said.get("max_total_num_tokens")
     if held is None:
         return
     if held < cache.longest_tokens:
         raise EngineError(
-            f"{name} has room for the keys and values of {held} tokens, the longest prompt and response are "
-            f"{cache.longest_tokens}; free memory of its GPUs, or lower what the trainers hold there"
+            f"{name} has room for the keys and values of {held} tokens, but the longest prompt and response have "
+            f"{cache.longest_tokens} tokens; free memory of its GPUs, or reduce the memory of the trainers on these "
+            "GPUs"
         )
     if cache.tokens is not None and held < cache.tokens - _LARGEST_PAGE_TOKENS:
         tell(
-            f"{name} has room for the keys and values of {held} tokens, planned were {cache.tokens}; less was free "
-            "when it started"
+            f"{name} has room for the keys and values of {held} tokens instead of the planned {cache.tokens}; less "
+            "memory was free at its start"
         )
 
 
 def check_lengths(name: str, said: ServerInfo, longest_tokens: int) -> None:
-    """Raise EngineError for a server that would cut the longest prompt and response, or refuse to continue it. SGLang
-    leaves positions of its context length and of its pool free (`spec.FREE_POSITIONS`)."""
+    """Raise EngineError if a server would cut the longest prompt and response, or reject their continuation. SGLang
+    leaves positions of its context and of its pool free (`spec.FREE_POSITIONS`)."""
     refused = said.get("max_req_input_len")
     if refused is not None and refused < longest_tokens:
         raise EngineError(
-            f"{name} refuses inputs of {refused} tokens and more, and the longest prompt and response of the run are "
-            f"{longest_tokens}; start it by `megappo serve` with this configuration, or lower "
+            f"{name} rejects inputs of {refused} tokens and more, and the longest prompt and response of the run "
+            f"have {longest_tokens} tokens; start the server with `megappo serve` and this configuration, or lower "
             f"rollout.max_response_tokens by {longest_tokens - refused}"
         )
     held, page = said.get("max_total_num_tokens"), said.get("page_size") or 1
-    needed = longest_tokens + 2 * page  # a started page of the input, and one that SGLang keeps free
+    needed = longest_tokens + 2 * page  # a started page of the input, and one page that SGLang keeps free
     if held is not None and held < needed:
         raise EngineError(
-            f"{name} has room for the keys and values of {held} tokens in pages of {page}, and needs {needed} for the "
-            f"longest prompt and response of {longest_tokens}; raise rollout.sglang.max_total_tokens or memory_fraction"
+            f"{name} has room for the keys and values of {held} tokens in pages of {page}, and needs {needed} "
+            f"tokens for the longest prompt and response of {longest_tokens} tokens; raise "
+            "rollout.sglang.max_total_tokens or memory_fraction"
         )
 
 
 def stack_problem(name: str, said: ServerInfo, *, by_nccl: bool) -> tuple[str | None, bool]:
-    """Why no broadcast group can be formed with a server (None: it can), and whether the server reported enough to
-    know."""
+    """Return the reason why a broadcast group with a server is impossible, or None, and whether the server reported
+    its versions."""
     theirs, ours = read_labels(said.get("extra_metric_labels")), own_stack(os.environ)
     return (None, False) if theirs is None else (group_problem(name, theirs, ours, by_nccl=by_nccl), True)
 
 
 def check_stack(name: str, said: ServerInfo, *, by_nccl: bool) -> None:
-    """Raise EngineError for a server with which no broadcast group can be formed; warn where it does not report its
+    """Raise EngineError if a broadcast group with a server is impossible. Warn if the server does not report its
     versions."""
     problem, is_known = stack_problem(name, said, by_nccl=by_nccl)
     if problem is not None:
         raise EngineError(problem)
     if not is_known:
         tell(
-            f"{name} does not say its versions of torch and NCCL, as one of `megappo serve` does; it needs those of "
-            f"the trainers, {own_stack(os.environ).versions}"
+            f"{name} does not report its versions of torch and NCCL, because it was not started with `megappo "
+            f"serve`; the versions must equal those of the trainers, {own_stack(os.environ).versions}"
         )
 
 
 def check_routing(name: str, said: ServerInfo, *, wanted: bool) -> None:
-    """Raise EngineError for a server that does not return the experts of each token where they are `wanted`."""
+    """Raise EngineError if experts of each token are `wanted` and a server does not return the experts."""
     if wanted and not said.get("enable_return_routed_experts"):
         raise EngineError(
-            f"{name} does not say which experts computed a token; start it by `megappo serve` with this configuration "
-            "(SGLang's --enable-return-routed-experts), or set algorithm.router_replay to false"
+            f"{name} does not return the experts of each token; start the server with `megappo serve` and this "
+            "configuration (SGLang's --enable-return-routed-experts), or set algorithm.router_replay to false"
         )
 
 
 def check_hooks(name: str, said: ServerInfo, *, has_least_tokens: bool) -> None:
-    """Raise EngineError for a server without the hooks of `sglang_hooks` where responses have a least number of
-    tokens."""
+    """Raise EngineError if responses have a minimum length and a server lacks the hooks of `sglang_hooks`."""
     labels = said.get("extra_metric_labels") or {}
     if has_least_tokens and not HOOKS_LABEL.items() <= labels.items():
         raise EngineError(
-            f"{name} counts rollout.min_response_tokens from 0 again when it takes a request back; start it by "
-            f"`megappo serve` with this configuration and SGLang {TRIED_VERSION}, or set min_response_tokens to 0"
+            f"{name} counts rollout.min_response_tokens from 0 again after it retracts a request; start the server "
+            f"with `megappo serve`, this configuration and SGLang {TRIED_VERSION}, or set min_response_tokens to 0"
         )
 
 
 def check_sampling(name: str, said: ServerInfo) -> None:
-    """Raise EngineError for a server that samples from another distribution than the model's, or shortens requests;
-    report sampling parameters of the server, which no request of a run uses."""
+    """Raise EngineError if a server samples from another distribution than the model, or shortens requests. Report
+    sampling parameters of the server, which have no effect because every request sets all parameters."""
     thresholds = (said.get(f"speculative_accept_threshold_{kind}", 1.0) for kind in ("single", "acc"))
     if said.get("speculative_algorithm") and any(threshold != 1.0 for threshold in thresholds):
         raise EngineError(
-            f"{name} accepts drafts that the model would not have sampled; start it without "
+            f"{name} accepts drafts that the model would not have sampled; start the server without "
             "--speculative-accept-threshold-single and --speculative-accept-threshold-acc"
         )
     if said.get("allow_auto_truncate"):
         raise EngineError(
-            f"{name} shortens long prompts and responses without an error; start it without --allow-auto-truncate"
+            f"{name} shortens long prompts and responses without an error; start the server without "
+            "--allow-auto-truncate"
         )
     if preferred := said.get("preferred_sampling_params"):
         tell(
-            f"{name} has --preferred-sampling-params {show(preferred)}, which have no effect: every request of the run "
-            "sets all sampling parameters"
+            f"{name} has --preferred-sampling-params {show(preferred)}, which have no effect, because every request "
+            "of the run sets all sampling parameters"
         )

@@ -1,4 +1,4 @@
-"""Keeps one server running that belongs to no fleet: restarts it when it dies or hangs, until told to stop."""
+"""Supervise one standalone server. The server is restarted after a crash or a hang until a stop signal arrives."""
 
 from __future__ import annotations
 
@@ -27,11 +27,11 @@ class Ending(Protocol):
 
 
 def keep_running(start: Callable[[int], Server | None], ending: Ending, patience_seconds: float) -> None:
-    """Keep a server running, with at most `max_restarts` restarts; a server that twice in a row never became ready is
-    given up.
+    """Keep a server running, with at most `max_restarts` restarts. Raises RunError after the last restart, or if the
+    server fails to become ready twice in a row.
 
-    `start` gets the number of earlier starts, and returns None where it was told to stop meanwhile. A server that has
-    not answered for `patience_seconds` counts as hung. Raises RunError where it is given up.
+    `start` receives the number of earlier starts, and returns None if a stop signal arrived. A server without a
+    response for `patience_seconds` counts as hung.
     """
     restarts = never_ready = 0
     while not ending.due:
@@ -49,13 +49,13 @@ def keep_running(start: Callable[[int], Server | None], ending: Ending, patience
         never_ready = 0 if ready else never_ready + 1
         most = server.settings.max_restarts
         if restarts == most or never_ready == 2:
-            raise RunError(f"{reason}; it was started {restarts + 1} times ({server.key}.max_restarts {most})")
+            raise RunError(f"{reason}; the server was started {restarts + 1} times ({server.key}.max_restarts {most})")
         restarts += 1
         tell(f"{reason}; it is started again")
 
 
 def _watch(server: Server, ending: Ending, patience_seconds: float) -> tuple[bool, str | None]:
-    """Watch a server. Returns whether it became ready, and why it has to be replaced; None where it is to stop."""
+    """Watch a server. Returns whether the server became ready, and the reason for a restart, or None to stop."""
     ready = False
     try:
         while not ending.due and not (ready := server.is_ready()):

@@ -1,4 +1,4 @@
-"""Estimates the tokens that each server still owes one rank, by which requests are assigned."""
+"""Estimate the outstanding tokens of each server for one rank. Requests are assigned by this estimate."""
 
 from __future__ import annotations
 
@@ -6,8 +6,8 @@ from collections.abc import Iterable
 
 
 class OwedTokens:
-    """Owed tokens by server, over the requests that wait for it or were sent to it. A request counts its prompt tokens
-    and an expected response: the mean of the responses so far, or before the first the limit."""
+    """Outstanding tokens by server, over its waiting and sent requests. A request counts its prompt tokens and an
+    expected response length. The expected length is the mean of the responses so far, initially the limit."""
 
     def __init__(self, servers: Iterable[int], most_response_tokens: int) -> None:
         self._sequences = dict.fromkeys(servers, 0)
@@ -21,25 +21,25 @@ class OwedTokens:
         return self._response_tokens / self._responses if self._responses else float(self._most)
 
     def worth(self, prompt_tokens: int, sequences: int) -> float:
-        """Owed tokens of `sequences` requests, whose prompts have `prompt_tokens` together."""
+        """Return the expected tokens of `sequences` requests with `prompt_tokens` prompt tokens in total."""
         return prompt_tokens + sequences * self.response_tokens
 
     def of(self, server: int) -> float:
-        """Tokens that a server owes."""
+        """Return the outstanding tokens of a server."""
         return self.worth(self._prompt_tokens[server], self._sequences[server])
 
     def add(self, server: int, prompt_tokens: int, sequences: int) -> None:
-        """Add requests to a server, or remove them where the numbers are negative."""
+        """Add requests to a server. Negative numbers remove requests."""
         self._prompt_tokens[server] += prompt_tokens
         self._sequences[server] += sequences
 
     def answered(self, server: int, prompt_tokens: int, responses: Iterable[int]) -> None:
-        """Note responses of a server, each by its number of tokens."""
+        """Record responses of a server by number of tokens."""
         lengths = list(responses)
         self.add(server, -prompt_tokens, -len(lengths))
         self._responses += len(lengths)
         self._response_tokens += sum(lengths)
 
     def lose(self, server: int) -> None:
-        """Remove a server; its requests are added to others by the caller."""
+        """Remove a server. The caller assigns its requests to other servers."""
         del self._prompt_tokens[server], self._sequences[server]

@@ -1,8 +1,9 @@
-"""Connects the parts of a server that stands on several machines.
+"""Connect the parts of a server on several machines.
 
-Each part is an SGLang process group with a share of the server's ranks, started and guarded on its own machine; the
-first one answers requests. The processes that start the parts share a key-value store of the first part. It says where
-the ranks of each start meet, and that a part has ended, upon which all others are ended too.
+Each part is an SGLang process group with a share of the ranks of the server. Each part is started and guarded on its
+own machine, and the first part answers requests. The processes that start the parts share a key-value store on the
+machine of the first part. The store contains the meeting point of the ranks of each start. The store also reports the
+end of a part, and all other parts are then ended too.
 """
 
 from __future__ import annotations
@@ -23,24 +24,25 @@ from megappo.runtime.waiting import wait_until
 _POLL_SECONDS = 0.2
 PEERS = "SGLANG_ZMQ_ALLOWED_PEERS"
 _OWN_PORTS = 16
-"""Free ports in a row that a server gets: SGLang 0.5.23 takes the 13 after the one that it is told (its server_args.py
-and data_parallel_controller.py)."""
+"""Number of consecutive free ports of a server. SGLang 0.5.23 uses the 13 ports after its configured port (its
+server_args.py and data_parallel_controller.py)."""
 
 
 class MultiNodeRendezvous:
-    """The key-value store over which the parts of one server meet, as one of the parts sees it."""
+    """The key-value store that connects the parts of one server, as seen by one part."""
 
     def __init__(self, store: dist.Store, address: str, node: int, settings: SGLangSettings) -> None:
-        """`address`: of the first part's machine, `node`: number of this part."""
+        """Wrap a store. `address` is the address of the first machine. `node` is the number of this part."""
         self._store, self._address, self.node, self._settings = store, address, node, settings
         self._ranks: dist.TCPStore | None = None
         self.peers: frozenset[str] = frozenset()
-        """Addresses of all parts' machines, where they are known: only these may connect to SGLang's sockets."""
+        """Addresses of the machines of all parts, if known. Only these machines may connect to the sockets of
+        SGLang."""
 
     @classmethod
     def host(cls, address: str, port: int, settings: SGLangSettings) -> MultiNodeRendezvous:
-        """Make the first part's store, which listens at `address` (port 0: a free one). Raises OSError as sockets
-        do."""
+        """Create the store of the first part, which listens at `address`. Port 0 selects a free port. Raises
+        OSError."""
         timeout = datetime.timedelta(seconds=settings.start_timeout_seconds)
         return cls(listening_store(address, port, settings.nodes, timeout), address, 0, settings)
 
@@ -48,23 +50,23 @@ class MultiNodeRendezvous:
     def join(
         cls, address: str, port: int, node: int, settings: SGLangSettings, patience_seconds: float
     ) -> MultiNodeRendezvous:
-        """Connect another part to the first part's store. Raises ServerFailure where it does not listen within
-        `patience_seconds`."""
+        """Connect another part to the store of the first part. Raises ServerFailure if the store does not listen
+        within `patience_seconds`."""
         timeout = datetime.timedelta(seconds=patience_seconds)
         try:
             store = dist.TCPStore(address, port, settings.nodes, False, timeout, wait_for_workers=False)
         except dist.DistError:
-            raise ServerFailure(f"nothing listens at {address}:{port}, where parts of a server meet") from None
+            raise ServerFailure(f"no store listens at {address}:{port}, where parts of a server connect") from None
         return cls(store, address, node, settings)
 
     @property
     def port(self) -> int:
-        """Port on which the first part's store listens."""
+        """Port of the store of the first part."""
         assert isinstance(self._store, dist.TCPStore)
         return int(self._store.port)
 
     def call(self, start: int) -> None:
-        """Announce the meeting of this start's ranks, at a store of their own; called by the first part."""
+        """Announce the meeting point of the ranks of this start, in a separate store. Called by the first part."""
         timeout = datetime.timedelta(seconds=self._settings.start_timeout_seconds)
         ranks = self._settings.tensor_parallel
         self._ranks = listening_store(self._address, 0, ranks, timeout)
@@ -72,23 +74,24 @@ class MultiNodeRendezvous:
         self._store.set(f"{start}/meeting", f"{self._ranks.port} {own}")
 
     def is_called(self, start: int) -> bool:
-        """Whether the first part has announced this start. Raises ServerFailure where its owner is gone."""
+        """Return whether the first part has announced this start. Raises ServerFailure if the owner of the first part
+        has ended."""
         return self._has(f"{start}/meeting")
 
     def await_call(self, start: int) -> None:
-        """Wait for the announcement of this start. Raises ServerFailure as `is_called`, and where it does not come in
-        time."""
+        """Wait for the announcement of this start. Raises ServerFailure as `is_called`, and if the announcement is
+        late."""
         patience = self._settings.start_timeout_seconds
         if not wait_until(lambda: self.is_called(start), patience, every_seconds=_POLL_SECONDS):
             raise ServerFailure(f"the first part of a server was not started within {patience:g} seconds")
 
     def say_ended(self, start: int, reason: str) -> None:
-        """Tell the others that this part has ended; the first reason counts."""
+        """Report the end of this part to the other parts. The first reason counts."""
         with suppress(dist.DistError):
             self._store.compare_set(f"{start}/ended", "", reason)
 
     def why_ended(self, start: int) -> str | None:
-        """Why a part has ended; None where none has as far as is known."""
+        """Return the reason why a part has ended, or None if no part is known to have ended."""
         try:
             return self._store.get(f"{start}/ended").decode("utf-8", "replace") if self._has(f"{start}/ended") else None
         except ServerFailure as failure:
@@ -98,29 +101,30 @@ class MultiNodeRendezvous:
         try:
             return bool(self._store.check([key]))
         except dist.DistError:
-            raise ServerFailure("whoever started the first part of the server is gone") from None
+            raise ServerFailure("the process that started the first part of the server has ended") from None
 
     def arguments(self, start: int) -> dict[str, JSONValue]:
-        """SGLang's arguments of this part. With data parallel attention SGLang sends requests to its groups at the
-        ports that follow the one given here."""
+        """Return the SGLang arguments of this part. With data parallel attention, SGLang sends requests to its groups
+        at the ports after this port."""
         address = f"[{self._address}]" if ":" in self._address else self._address
         found: dict[str, JSONValue] = {"nnodes": self._settings.nodes, "node-rank": self.node}
         return found | {"dist-init-addr": f"{address}:{self._meeting(start)[1]}"}
 
     def _meeting(self, start: int) -> list[str]:
-        """Port of the store at which the ranks meet, and the first of SGLang's own ports."""
+        """Return the port of the store for the ranks, and the first port of SGLang."""
         return str(self._store.get(f"{start}/meeting").decode()).split()
 
     def environment(self, start: int) -> dict[str, str]:
-        """Environment variables for the ranks of the part. The ranks connect to megappo's store, because a store of
-        torch would listen on all interfaces. The ranks then use the interface on the route to the first part."""
+        """Return environment variables for the ranks of the part. The ranks connect to megappo's store, because a
+        store of torch would listen on all interfaces. The ranks then use the interface on the route to the first
+        part."""
         found = {
             "SGLANG_DISTRIBUTED_INIT_METHOD_OVERRIDE": "env://",
-            "TORCHELASTIC_USE_AGENT_STORE": "True",  # torch then has no rank serve the store, which is ours
+            "TORCHELASTIC_USE_AGENT_STORE": "True",  # prevents a rank from serving the store, which belongs to megappo
             "MASTER_ADDR": self._address,
             "MASTER_PORT": self._meeting(start)[0],
         }
-        # Groups then talk over sockets that unpickle what anybody sends, so that peers are limited.
+        # Groups then use sockets that unpickle any received data, so peers are limited.
         if self._settings.data_parallel_attention > 1 and self.peers:
             found[PEERS] = ",".join(sorted(self.peers))
         if (interface := interface_towards(self._address)) is not None:

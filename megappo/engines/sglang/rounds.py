@@ -10,13 +10,13 @@ from megappo.engines.sglang.server import EngineError
 from megappo.runtime.objects import all_gather_objects
 
 ROUNDS_IN_VAIN = 3
-"""Rounds in a row in which servers fail and no request of any rank is answered, after which the run ends: the remaining
-requests must be what makes the servers fail."""
+"""Maximum number of consecutive rounds in which servers fail and no request is answered. The run then ends, because
+the remaining requests are the likely cause of the failures."""
 
 
 def answers_of_each(rounds: Sequence[Round]) -> tuple[dict[int, Completion], dict[int, str]]:
-    """Wait for rounds with one server and one request each. Returns this rank's answers, and why which servers of any
-    rank failed. A collective of the world; raises EngineError where a server refuses its request."""
+    """Wait for rounds with one server and one request each. Returns the answers of this rank, and the failure reasons
+    of the servers of all ranks. A collective of the world. Raises EngineError if a server rejects its request."""
     outcomes = [round_.result() for round_ in rounds]
     mine = {server: reason for outcome in outcomes for server, reason in outcome.failures.items()}
     facts = all_gather_objects((mine, [outcome.refusal for outcome in outcomes if outcome.refusal]))
@@ -27,7 +27,7 @@ def answers_of_each(rounds: Sequence[Round]) -> tuple[dict[int, Completion], dic
 
 
 class Rounds:
-    """Counts rounds without any answer, over a run."""
+    """Counter of consecutive rounds without an answer, over a run."""
 
     def __init__(self) -> None:
         self._in_vain = 0
@@ -35,10 +35,12 @@ class Rounds:
     def agree(
         self, left: int, outcome: Outcome, requests: Sequence[GenerateRequest] = ()
     ) -> tuple[bool, dict[int, str]]:
-        """Whether no rank has a request left, and why which servers failed; a collective of the world.
+        """Return whether all requests of all ranks are answered, and the reasons of failed servers. A collective of
+        the world.
 
-        `left` counts this rank's, `requests` are those of them that are known. Raises EngineError for a request that
-        no server will ever take, and where servers have failed `ROUNDS_IN_VAIN` times before anything was answered.
+        `left` is the number of unanswered requests of this rank, and `requests` contains the known ones. Raises
+        EngineError if every server would reject a request, or if servers failed in `ROUNDS_IN_VAIN` rounds without an
+        answer.
         """
         example = f"prompt {requests[0].prompt_id}, of {len(requests[0].token_ids)} tokens" if requests else ""
         facts = all_gather_objects((left, outcome.failures, outcome.refusal, outcome.answered, example))
@@ -51,7 +53,8 @@ class Rounds:
             examples = [example for *_, example in facts if example]
             which = f", such as {examples[0]}," if examples else ""
             raise EngineError(
-                f"servers failed {ROUNDS_IN_VAIN} times in a row before one request was answered: what is left{which} "
-                f"seems to be the cause, or every server's machine; the last time {next(iter(failures.values()))}"
+                f"servers failed {ROUNDS_IN_VAIN} times in a row before any request was answered; the likely cause "
+                f"is a remaining request{which} or the machines of all servers; the last failure: "
+                f"{next(iter(failures.values()))}"
             )
         return not any(count for count, *_ in facts), failures

@@ -1,4 +1,4 @@
-"""The sampling parameters of a request, in SGLang's form."""
+"""Conversion of the sampling parameters of a request to SGLang."""
 
 from __future__ import annotations
 
@@ -30,19 +30,19 @@ NEUTRAL: dict[str, JSONValue] = {
     "custom_params": None,
     "watermark": {"enabled": False},
 }
-"""Values with which SGLang samples from the whole distribution: the fields of SGLang 0.5.23's `SamplingParams`
-(srt/sampling/sampling_params.py:140) that a request does not choose. Every request sends all of them, because a server
-may have other defaults (`--preferred-sampling-params`, `watermark-config`). A server that enforces watermarks refuses
-the request."""
+"""Values with which SGLang samples from the whole distribution. The fields are those of SGLang 0.5.23's
+`SamplingParams` (srt/sampling/sampling_params.py:140) that a request does not set. Every request sends all fields,
+because a server may have other defaults (`--preferred-sampling-params`, `watermark-config`). A server that enforces
+watermarks rejects the request."""
 _GREEDY_TOP_P = 1e-9
-"""top_p of greedy sampling: only the most likely token is left, and log-probabilities stay those of the scaled
-distribution. With SGLang's temperature 0 they do not. At temperature 1 nothing is scaled, and `top_k: 1` takes the
-largest logit without sorting."""
+"""The top_p value of greedy sampling. The value keeps only the most likely token, and log-probabilities remain those
+of the scaled distribution. SGLang's temperature 0 would change the log-probabilities. At temperature 1 no scaling
+occurs, and `top_k: 1` takes the largest logit without sorting."""
 
 
 def sampling_fields(request: GenerateRequest, params: SamplingParams) -> dict[str, JSONValue]:
-    """SGLang's sampling parameters of a request, each with a value. The seed has an effect only with deterministic
-    inference, together with each token's position; otherwise SGLang draws from the server's generator."""
+    """Return all SGLang sampling parameters of a request. The seed and the position of each token determine the
+    sample only with deterministic inference. Otherwise SGLang samples from the generator of the server."""
     fields = NEUTRAL | {
         "temperature": params.temperature,
         "max_new_tokens": request.most_tokens(params),
@@ -50,7 +50,7 @@ def sampling_fields(request: GenerateRequest, params: SamplingParams) -> dict[st
         "stop_token_ids": list(params.stop_token_ids),
         "sampling_seed": request.seed,
     }
-    if params.stop_texts is not None:  # SGLang checks a text's usual number of tokens, and may stop late
+    if params.stop_texts is not None:  # SGLang checks only the usual token count of a text, and may stop late
         fields |= {"stop": list(params.stop_texts.texts), "no_stop_trim": True}
     if params.greedy:
         fields |= {"top_k": 1} if params.temperature == 1.0 else {"top_p": _GREEDY_TOP_P}

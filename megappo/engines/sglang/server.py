@@ -1,4 +1,4 @@
-"""Starts one SGLang server as a child process, and ends it with everything it made."""
+"""Start one SGLang server as a child process, and end the server with all its files."""
 
 from __future__ import annotations
 
@@ -36,40 +36,40 @@ _FREEZE_SECONDS = 30.0
 _IDLE_SECONDS = 10
 _PART_SECONDS = 0.5
 _PROGRESS_SECONDS = 30.0
-"""Time between two messages of a server that is still starting."""
+"""Time between two messages of a starting server."""
 _ANSWER_SECONDS = 5.0
 _TAIL_CHARACTERS = 1500
 _GUARD_SECONDS, _LONGEST_NUMBER = 60.0, 32
 _LABELS, _PROOF = "extra-metric-labels", "megappo_server"
-"""SGLang's argument that hands a server a secret label, and the label's name in `/server_info`: whoever has the key can
-tell from it that this is the server which was started."""
+"""SGLang's argument for a secret label, and the name of the label in `/server_info`. A client with the key can verify
+from the label that this is the started server."""
 WEIGHTS, CACHES = ("weights",), ("kv_cache", "cuda_graph")
-"""Parts of a server's memory by SGLang's names; those of `CACHES` are needed only to generate."""
+"""Parts of the memory of a server, with SGLang's names. Only generation needs the parts in `CACHES`."""
 
 
 class EngineError(RunError):
-    """The engine cannot go on: its servers cannot be started or reached, or refuse what it asks."""
+    """Fatal failure of the engine. Its servers cannot be started, are not reachable, or reject requests."""
 
 
 @dataclass
 class Server:
-    """One running server, or a part of it on one of its machines; made by `start_server`."""
+    """One running server, or a part of a server on one machine. Created by `start_server`."""
 
     endpoint: Endpoint
     guard: subprocess.Popen[bytes]
     session: int
-    """Process id of the server, which leads a session of its own."""
+    """Process id of the server, which is the leader of a new session."""
     scratch: Path
-    """Folder of the server's sockets and key; the guard removes it last."""
+    """Folder of the sockets and the key of the server. The guard removes the folder last."""
     log: Path
     deadline: float
     settings: SGLangSettings
     key: str = "rollout.sglang"
-    """Path of the server's settings, for errors."""
+    """Path of the settings of the server, for errors."""
     part: ServerPart | None = None
-    """Part of a server on several machines; it ends where another part has ended."""
+    """Part of a server on several machines. The part ends after another part has ended."""
     proof: str = field(default="", repr=False)
-    """Secret label that the server reports; see `_PROOF`."""
+    """Secret label that the server reports. See `_PROOF`."""
     lost: str | None = None
     """The reason that another part ended, if this part was stopped because of the other part."""
     stopped: bool = field(default=False)
@@ -77,20 +77,20 @@ class Server:
     start_messages: int = 0
     """Number of messages during the start of the server."""
     released: set[str] = field(default_factory=set)
-    """Parts of the memory that the server has released. While there is one it must not generate, not even for a health
-    check."""
+    """Parts of the memory that the server has released. With a released part the server must not generate, not even
+    for a health check."""
 
     def release(self, parts: Iterable[str]) -> None:
-        """Release the memory of `parts` once the server is idle. Raises ServerFailure, after which the server must be
+        """Release the memory of `parts` when the server is idle. Raises ServerFailure. The server must then be
         replaced."""
         if wanted := sorted(set(parts) - self.released):
-            # Waits until the server is idle: SGLang dies of a release while it is busy.
+            # Wait until the server is idle. SGLang crashes if memory is released while the server is busy.
             self._ask(f"/flush_cache?timeout={_IDLE_SECONDS}", {})
             self.released |= set(wanted)
             self._ask("/release_memory_occupation", {"tags": wanted})
 
     def resume(self, parts: Iterable[str]) -> None:
-        """Allocate the memory of `parts` again; its contents are lost. Raises as `release`."""
+        """Allocate the memory of `parts` again. The contents are lost. Raises as `release`."""
         if wanted := sorted(set(parts) & self.released):
             self._ask("/resume_memory_occupation", {"tags": wanted})
             self.released -= set(wanted)
@@ -103,8 +103,8 @@ class Server:
             threading.Thread(target=self._end_together, args=(self.part,), daemon=True).start()
 
     def _end_together(self, part: ServerPart) -> None:
-        """End this part when another part ends, and tell the others when this one does: a collective would wait for a
-        dead part for ever."""
+        """End this part when another part ends, and report the end of this part to the others. Otherwise a collective
+        would wait forever for a dead part."""
 
         def is_over() -> bool:
             if not self.running:
@@ -119,43 +119,42 @@ class Server:
         wait_until(is_over, math.inf, every_seconds=_PART_SECONDS)
 
     def tell_parts(self, reason: str) -> None:
-        """Tell the other parts to end, with a reason; the first reason counts."""
+        """End the other parts, with a reason. The first reason counts."""
         if self.part is not None:
             here = f"part {self.part.rendezvous.node} of server {self.endpoint.index}, on {socket.gethostname()},"
             self.part.rendezvous.say_ended(self.part.start, f"{here} {reason}")
 
     @property
     def why_ended(self) -> str:
-        """Why the server ended, for errors."""
+        """Reason of the end of the server, for errors."""
         return self.lost or f"{self.log} ends with: {self.tail()}"
 
     def wait_ready(self) -> None:
-        """Wait until the server answers. Raises ServerFailure with the end of its log where it ends or hangs
-        instead."""
+        """Wait until the server responds. Raises ServerFailure with the end of its log if the server ends or hangs."""
         wait_until(self.is_ready, math.inf, every_seconds=0.2)  # `is_ready` raises after the deadline
 
     def is_ready(self) -> bool:
-        """Whether the server answers. Raises ServerFailure with the end of its log where it has ended or is late, and
-        where another program listens at its port."""
+        """Return whether the server responds. Raises ServerFailure with the end of its log if the server has ended or
+        is late, or if another program uses its port."""
         if self.guard.poll() is not None:
-            raise ServerFailure(f"{self.endpoint.name} ended while it started; {self.why_ended}")
+            raise ServerFailure(f"{self.endpoint.name} ended during its start; {self.why_ended}")
         problem = None
         with suppress(ServerFailure):
-            if self.part is not None and self.part.rendezvous.node > 0:  # other parts answer /health alone
+            if self.part is not None and self.part.rendezvous.node > 0:  # other parts respond only to /health
                 call(self.endpoint, HEALTH, timeout_seconds=_ANSWER_SECONDS, method="GET")
                 return True
             problem = self._stranger()
             if problem is None:
-                # SGLang sends itself this when it starts, now and then before it listens. Without it every weight sync
-                # waits half a second for Python's garbage collection, which looks through all that was imported
-                # (benchmarks/results/2026-11-21-sglang-cpu.md).
+                # SGLang sends this request to itself at startup, sometimes before the server listens. Without the
+                # request, every weight sync waits half a second for Python's garbage collection, which traverses all
+                # imported objects (benchmarks/results/2026-11-21-sglang-cpu.md).
                 call(self.endpoint, "/freeze_gc", timeout_seconds=_FREEZE_SECONDS)
                 return True
         if problem is not None:
-            raise ServerFailure(f"another program listens where {self.endpoint.name} is to: it {problem}")
+            raise ServerFailure(f"another program uses the port of {self.endpoint.name}: it {problem}")
         if time.monotonic() > self.deadline:
             raise ServerFailure(
-                f"{self.endpoint.name} gave no answer within {self.key}.start_timeout_seconds "
+                f"{self.endpoint.name} did not respond within {self.key}.start_timeout_seconds "
                 f"{self.settings.start_timeout_seconds:g}; {self.log} ends with: {self.tail()}"
             )
         self._report_start()
@@ -172,28 +171,28 @@ class Server:
         tell(f"{self.endpoint.name} has been starting for {duration(seconds)} ({limit}); its log ends with: {last}")
 
     def _stranger(self) -> str | None:
-        """Why the program at the server's port is another one; None: it is this server. The key is sent only where a
-        random one is refused, and the server is recognised by the secret label that it was started with. Raises
-        ServerFailure where nobody answers."""
+        """Return the reason why the program at the port is another program, or None if it is this server. The key is
+        sent only if the program rejects a random key. The secret label then identifies the server. Raises
+        ServerFailure if there is no response."""
         if takes_any_key(self.endpoint, _ANSWER_SECONDS):
-            return "takes any key"
+            return "accepts any key"
         if not takes(self.endpoint, _ANSWER_SECONDS):
-            return "refuses the server's key"
+            return "rejects the key of the server"
         said = call(self.endpoint, "/server_info", timeout_seconds=_FREEZE_SECONDS, method="GET")
         is_own = (said.get("extra_metric_labels") or {}).get(_PROOF) == self.proof
-        return None if is_own else "does not tell what the server was given"
+        return None if is_own else "does not report the label of the server"
 
     def tail(self) -> str:
-        """The last characters of the server's log."""
+        """Return the last characters of the log of the server."""
         return self.log.read_text(errors="replace")[-_TAIL_CHARACTERS:].strip() if self.log.exists() else ""
 
     @property
     def running(self) -> bool:
-        """Whether the server's process exists (it may hang)."""
+        """Whether the process of the server exists. The process may hang."""
         return not self.stopped and self.guard.poll() is None
 
     def stop(self) -> None:
-        """End the server and remove what it made; returns when all of that is gone."""
+        """End the server and remove its files. Returns after the removal."""
         if self.stopped:
             return
         self.stopped = True
@@ -209,7 +208,7 @@ class Server:
             self.guard.stdin.close()
 
     def _end_without_guard(self) -> None:
-        """End a server whose guard hangs or was killed: the keeper ends it then, unless that is gone too."""
+        """End a server whose guard hangs or was killed. The keeper ends the server, unless the keeper has ended too."""
         self.guard.kill()
         self.guard.wait()
         wait_until(lambda: not self.scratch.exists(), STOP_SECONDS, every_seconds=0.05)
@@ -217,7 +216,7 @@ class Server:
 
 
 def named_in_url(host: str) -> str:
-    """The name by which a URL on this machine addresses one of its own interfaces."""
+    """Return the host name for a URL to an interface of this machine."""
     host = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(host, host)
     return f"[{host}]" if ":" in host else host
 
@@ -232,13 +231,13 @@ def start_server(
     key: str | None = None,
     part: ServerPart | None = None,
 ) -> Server:
-    """Start a server or a part of it, on a free port and under a new key unless they are given; returns at once."""
-    # Short, because the names of sockets in it may not be longer than 107 bytes.
+    """Start a server or a part, on a free port and with a new key by default. Returns immediately."""
+    # The path is short, because names of sockets in this folder may have at most 107 bytes.
     scratch = Path(tempfile.mkdtemp(prefix="mppo-", dir="/tmp"))
     key = secrets.token_hex(16) if key is None else key
     port = port or free_port(spec.host)
     config = scratch / "server.yaml"
-    config.touch(mode=0o600)  # it holds the key, which a command line would show to everybody
+    config.touch(mode=0o600)  # contains the key, which a command line would expose to other users
     arguments = spec.arguments(port, key) | (part.rendezvous.arguments(part.start) if part is not None else {})
     node, proof = part.rendezvous.node if part is not None else 0, secrets.token_hex(16)
     if not node:  # the first part answers requests
@@ -247,7 +246,7 @@ def start_server(
     spec.log_directory.mkdir(parents=True, exist_ok=True)
     name = spec.called.replace(" ", "-") or f"engine-{index}"
     log = spec.log_directory / (f"{name}-part-{node}.log" if node else f"{name}.log")
-    if arguments.get("log-level", "warning") != "warning":  # below it SGLang writes all of its arguments into the log
+    if arguments.get("log-level", "warning") != "warning":  # below this level SGLang writes all arguments into the log
         log.touch(mode=0o600)
     command = [sys.executable, "-I", "-S", str(Path(__file__).with_name("guard.py")), str(scratch), str(log)]
     command += [",".join(map(str, spec.job_cores)), "--", sys.executable, "-m", spec.program, "--config", str(config)]
@@ -271,8 +270,8 @@ def start_server(
 
 
 def _session_of(guard: subprocess.Popen[bytes]) -> int:
-    """Process id, and session, of the server that a guard has started. Raises OSError where the guard does not report
-    it in time."""
+    """Return the process id of the server of a guard, which is also its session id. Raises OSError if the guard does
+    not report the id in time."""
     assert guard.stdout is not None
     said = b""
     if select.select([guard.stdout], [], [], _GUARD_SECONDS)[0]:
@@ -280,7 +279,5 @@ def _session_of(guard: subprocess.Popen[bytes]) -> int:
     if not said.strip().isdigit():
         guard.kill()
         guard.wait()
-        raise OSError(
-            f"what looks after a server did not say within {_GUARD_SECONDS:g} seconds that it has started the server"
-        )
+        raise OSError(f"the guard of a server did not report the start of the server within {_GUARD_SECONDS:g} seconds")
     return int(said)

@@ -1,4 +1,4 @@
-"""The arguments and the environment that one SGLang server is started with."""
+"""Arguments and environment for starting one SGLang server."""
 
 from __future__ import annotations
 
@@ -31,27 +31,28 @@ from megappo.runtime.sglang_slices import LOADER, has_loader
 from megappo.runtime.store import is_loopback
 
 _SHARE_OF_FREE_MEMORY = 0.99
-"""SGLang's mem_fraction_static, a share of the memory that is free when a server starts. It is a second limit on keys
-and values beside their number of tokens, which we choose, and must not be the lower one."""
+"""SGLang's mem_fraction_static, a share of the memory that is free at the start of a server. The share is a second
+limit of the key-value cache in addition to the configured number of tokens, and must not be the lower limit."""
 FREE_POSITIONS = 8
-"""Positions that SGLang leaves free at the end of its context, and of the pool of keys and values: it generates at most
-size - 2 - input tokens, and refuses inputs of size - 6 tokens and more (0.5.23, managers/tp_worker.py:568 and
-scheduler.py:2714). Servers get so many more, and responses reach the model's last position."""
+"""Positions that SGLang leaves free at the end of its context and of the key-value pool. SGLang generates at most
+size - 2 - input tokens, and rejects inputs of size - 6 tokens and more (0.5.23, managers/tp_worker.py:568 and
+scheduler.py:2714). Servers therefore get this many additional positions, and responses can reach the last position of
+the model."""
 _PREFILL_GRAPHS = "cuda-graph-backend-prefill"
-# SGLang 0.5.23 as it runs on a CPU from the stock wheel (see megappo/runtime/sglang_cpu.py).
+# Settings of SGLang 0.5.23 on a CPU with the stock wheel (see megappo/runtime/sglang_cpu.py).
 _ON_A_CPU: dict[str, JSONValue] = {
     "device": "cpu",
     "attention-backend": "torch_native",
     "disable-overlap-schedule": True,
 }
-# torchrun's variables describe the trainers' ranks, not a server's; a shell's SGLANG_ ones would change runs unnoticed.
+# torchrun's variables describe the ranks of the trainer. SGLANG_ variables of a shell would change runs unnoticed.
 _SCRUBBED = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK", "ROLE_RANK", "MASTER_ADDR")
 _SCRUBBED_PREFIXES = ("TORCHELASTIC_", "ROLE_", "GROUP_", "MASTER_", "TORCH_NCCL_", "SGLANG_", "TRITON_INTERPRET")
 
 
 @dataclass(frozen=True)
 class ServerSpec:
-    """What a server is started with; `arguments` and `environment` follow from it."""
+    """Specification of a server. `arguments` and `environment` are derived from the specification."""
 
     model_folder: Path
     dtype: str
@@ -61,37 +62,38 @@ class ServerSpec:
     log_directory: Path
     cache: PlannedCache
     devices: tuple[int, ...] = ()
-    """GPUs by their number among those that this process sees; none on a CPU."""
+    """GPUs as numbers among the GPUs that this process sees. Empty on a CPU."""
     cores: tuple[int, ...] = ()
-    """CPU cores that the server computes on, on a machine without CUDA."""
+    """CPU cores for the computations of the server, on a machine without CUDA."""
     job_cores: tuple[int, ...] = ()
-    """CPU cores of all ranks of this machine, on any of which its processes may run: a launcher may have bound the rank
-    that starts it to a few. Empty: those of that rank."""
+    """CPU cores of all ranks of this machine, which all processes of the server may use. A launcher may have bound
+    the rank that starts the server to fewer cores. Empty selects the cores of this rank."""
     memory_saver: bool = False
     """Whether the server can release its memory."""
     deterministic: bool = False
-    """Whether a response depends on its prompt and seed alone."""
+    """Whether a response depends only on its prompt and seed."""
     extra_config: Mapping[str, Any] = field(default_factory=dict)
-    """Entries of config.json that SGLang reads, in addition to those of the folder."""
+    """Entries of config.json for SGLang, in addition to the entries of the folder."""
     has_experts: bool = False
-    """Whether the model has experts whose weights in a server are compared with the actor's."""
+    """Whether the model has experts with fingerprints, so that their weights in the server are compared with the
+    actor."""
     returns_routing: bool = False
-    """Whether the server returns the experts of each token, where a request asks for them."""
+    """Whether the server returns the experts of each token on request."""
     has_least_tokens: bool = False
-    """Whether responses have a least number of tokens, for which a server needs the hooks of `sglang_hooks`."""
+    """Whether responses have a minimum length, which requires the hooks of `sglang_hooks` in a server."""
     positions: int | None = None
-    """Positions of the model, all of which a prompt and its response may use; None: the server's own context length."""
+    """Positions of the model for prompt and response, or None for the default context length of the server."""
     tokenizer: Path | None = None
-    """Folder of the tokenizer, where the server has to know the texts of tokens or which of them end a response."""
+    """Folder of the tokenizer, if the server needs the texts of tokens or the tokens that end a response."""
     seed: int = 0
     host: str = "127.0.0.1"
     """Interface that the server listens on."""
     address: str = ""
-    """Address at which others reach the server; by default `host`."""
+    """Address of the server for other machines. Default: `host`."""
     called: str = ""
-    """Name of a server that does not belong to the engine, and loads weights and tokenizer of its folder."""
+    """Name of a server outside the engine, which loads the weights and the tokenizer of its folder."""
     key: str = "rollout.sglang"
-    """Path of the server's settings, for errors."""
+    """Path of the settings of the server, for errors."""
     program: ClassVar[str] = "sglang.launch_server"
     """Python module of the server."""
 
@@ -99,10 +101,10 @@ class ServerSpec:
     def of(
         cls, config: Config, folder: Path, stop_token_ids: tuple[int, ...], *, on_cuda: bool, device_bytes: float = 0.0
     ) -> ServerSpec:
-        """The specification that a configuration asks for, before the server has its place. Raises ConfigError as
-        `server_cache` does.
+        """Return the specification of the servers of a configuration, before devices are assigned. Raises ConfigError
+        as `server_cache`.
 
-        `device_bytes`: memory of a GPU; ignored for servers that somebody else starts, whose GPUs may differ.
+        `device_bytes` is the memory of a GPU. The value is ignored for external servers, whose GPUs may differ.
         """
         own_bytes = 0.0 if config.rollout.servers.urls else device_bytes
         arch = load_architecture(folder, config.model)
@@ -125,7 +127,7 @@ class ServerSpec:
         )
 
     def arguments(self, port: int, key: str) -> dict[str, Any]:
-        """SGLang's arguments as it reads them from a file."""
+        """Return the arguments of SGLang in the format of its configuration file."""
         given = self.settings
         found: dict[str, JSONValue] = {
             "model-path": str(self.model_folder),
@@ -138,7 +140,7 @@ class ServerSpec:
             "attn-dp-size": given.data_parallel_attention if given.data_parallel_attention > 1 else None,
             "random-seed": self.seed,
             "skip-server-warmup": True,
-            "sleep-on-idle": True,  # or each rank of an idle server polls, and takes a core from the trainers
+            "sleep-on-idle": True,  # otherwise each rank of an idle server polls and takes a core from the trainers
             "log-level": "warning",
             "trust-remote-code": self.trust_remote_code or None,
             "enable-return-routed-experts": self.returns_routing or None,
@@ -149,55 +151,58 @@ class ServerSpec:
         if not self.called:
             found |= self._of_engine()
         if self.deterministic:
-            found |= {"enable-deterministic-inference": True, "sampling-backend": "pytorch"}  # others ignore seeds
+            found |= {
+                "enable-deterministic-inference": True,
+                "sampling-backend": "pytorch",
+            }  # other backends ignore seeds
         found |= self._on_gpus() if self.devices else _ON_A_CPU
         return {name: value for name, value in found.items() if value is not None} | given.arguments
 
     @property
     def longest_tokens(self) -> int:
-        """Tokens of the longest prompt and response that the server is asked for."""
+        """Number of tokens of the longest prompt and response."""
         longest = self.cache.longest_tokens
         return longest if self.positions is None else min(longest, self.positions)
 
     @property
     def _pool_tokens(self) -> int | None:
-        """Size of the pool of keys and values: that of the plan, or what the longest sequence needs."""
+        """Size of the key-value pool: the planned size, or at least the size for the longest sequence."""
         planned = self.cache.tokens
         if planned is None or self.called:
             return planned
         return max(planned, self.longest_tokens + FREE_POSITIONS)
 
     def _on_gpus(self) -> dict[str, JSONValue]:
-        """Arguments of servers on GPUs."""
+        """Return the arguments of servers on GPUs."""
         return {
             "mem-fraction-static": _SHARE_OF_FREE_MEMORY,
-            # Graphs of prefill, which are SGLang's default, keep inputs as weak references: a smaller one's overwrite a
-            # larger one's, and the answers are wrong without a word (sgl-project/sglang#37606).
+            # SGLang's default prefill graphs keep inputs as weak references. A smaller graph overwrites the inputs of
+            # a larger graph, and the answers are wrong without an error (sgl-project/sglang#37606).
             _PREFILL_GRAPHS: "disabled",
             "cuda-graph-max-bs-decode": self.cache.sequences,  # larger batches run without graphs, kernel by kernel
             "enable-memory-saver": self.memory_saver or None,
-            # Other runners reorder the experts' weights, so that no fingerprint would match.
+            # Other runners reorder the weights of experts, so that no fingerprint would match.
             "moe-runner-backend": "triton" if self.has_experts else None,
         }
 
     def _of_engine(self) -> dict[str, JSONValue]:
-        """Arguments of servers whose weights are the actor's."""
+        """Return the arguments of servers with the weights of the actor."""
         return {
-            "load-format": "dummy",  # weights come from the actor only
-            "disable-shared-experts-fusion": True,  # or shared experts lie where neither sync nor fingerprints look
-            # Tokens in, tokens out: a tokenizer is needed only where the server looks for texts that end a response.
+            "load-format": "dummy",  # weights come only from the actor
+            "disable-shared-experts-fusion": True,  # otherwise sync and fingerprints would not find shared experts
+            # The server exchanges token ids. A tokenizer is needed only for stop texts.
             **({"skip-tokenizer-init": True} if self.tokenizer is None else {"tokenizer-path": str(self.tokenizer)}),
             "extra-metric-labels": json.dumps(
                 own_stack(os.environ).labels() | (HOOKS_LABEL if has_hooks() else {})  # see `check_hooks`
             ),
-            # The actor's weights are plain, however those of its folder are stored.
+            # The weights of the actor are not quantized, regardless of the storage format in its folder.
             "json-model-override-args": json.dumps(
                 {**self.extra_config, "eos_token_id": list(self.stop_token_ids) or None, "quantization_config": None}
             ),
         }
 
     def environment(self, scratch: Path, part: ServerPart | None = None) -> dict[str, str]:
-        """Environment variables of the server, or of a part of it: ours without those of torchrun."""
+        """Return the environment variables of the server or of a part: ours without the variables of torchrun."""
         kept = {
             name: value
             for name, value in os.environ.items()
@@ -216,8 +221,8 @@ class ServerSpec:
         kept |= server_caches(kept)
         kept["TMPDIR"] = str(scratch)  # SGLang leaves its sockets there
         if part is not None:
-            kept = part.rendezvous.environment(part.start) | kept  # of which only the peers may be the user's own
-        else:  # its ranks, all on this machine, meet at a file: torch's store would listen on every interface
+            kept = part.rendezvous.environment(part.start) | kept  # only the peers may be set by the user
+        else:  # ranks on one machine meet at a file, because torch's store would listen on all interfaces
             kept["SGLANG_DISTRIBUTED_INIT_METHOD_OVERRIDE"] = f"file://{scratch}/ranks"
             if self._broadcasts_from_elsewhere:
                 kept = _reached_from_elsewhere(kept, self.address or self.host)
@@ -227,13 +232,16 @@ class ServerSpec:
             kept["SGLANG_EXTERNAL_MODEL_PACKAGE"] = package
         kept["SGLANG_HEALTH_CHECK_TIMEOUT"] = str(max(1, int(self.settings.health_timeout_seconds)))
         if self.settings.tensor_parallel > 1 and not self.deterministic:
-            kept["SYNC_TOKEN_IDS_ACROSS_TP"] = "1"  # or ranks that drew different tokens wait for each other for ever
-            # (SGLang's log-probability is then of what its first rank drew, which `mismatch/max` would show)
+            kept["SYNC_TOKEN_IDS_ACROSS_TP"] = (
+                "1"  # otherwise ranks that sample different tokens wait for each other forever
+            )
+            # (SGLang's log-probability is then that of the token of its first rank, which `mismatch/max` would show)
         if self.memory_saver and self.settings.arguments.get(_PREFILL_GRAPHS, "disabled") == "disabled":
-            # Or graphs keep their memory while the server sleeps. With other graphs SGLang refuses to start with it.
+            # Otherwise graphs keep their memory while the server sleeps. With other graphs SGLang does not start with
+            # this variable.
             kept["SGLANG_MEMORY_SAVER_CUDA_GRAPH"] = "1"
         if self.devices:
-            # The check refuses GPUs with unequal free memory, and trainers beside a server's ranks may cause that.
+            # The check rejects GPUs with unequal free memory, which trainers on the same GPUs may cause.
             kept["SGLANG_ENABLE_TP_MEMORY_INBALANCE_CHECK"] = "0"
             compilers = cuda_home(kept, scratch / "cuda")
             if compilers is not None:
@@ -244,8 +252,8 @@ class ServerSpec:
             share = max(1, len(self.cores) // ranks)
             threads = self.settings.threads or share
             kept |= {"SGLANG_PLATFORM": PLATFORM_NAME, "TORCHDYNAMO_DISABLE": "1", "OMP_NUM_THREADS": str(threads)}
-            kept["OMP_WAIT_POLICY"] = "passive"  # the trainer's threads want the same cores
-            if self.settings.tensor_parallel > 1:  # on one NUMA node SGLang wants to be told which rank has which cores
+            kept["OMP_WAIT_POLICY"] = "passive"  # the threads of the trainer use the same cores
+            if self.settings.tensor_parallel > 1:  # on one NUMA node SGLang requires an assignment of cores to ranks
                 groups = [[self.cores[(r * share + i) % len(self.cores)] for i in range(share)] for r in range(ranks)]
                 kept["SGLANG_CPU_OMP_THREADS_BIND"] = "|".join(",".join(map(str, group)) for group in groups)
         kept["PYTHONPATH"] = os.pathsep.join(p for p in path if p)
@@ -253,7 +261,7 @@ class ServerSpec:
 
     @property
     def _broadcasts_from_elsewhere(self) -> bool:
-        """Whether trainers on other machines broadcast weights to the server's ranks over gloo."""
+        """Whether trainers on other machines broadcast weights to the ranks of the server over gloo."""
         by_gloo = not self.called and not self.devices and self.settings.placement == "disaggregated"
         return by_gloo and not is_loopback(self.host)
 
@@ -267,37 +275,38 @@ def _reached_from_elsewhere(environment: Mapping[str, str], address: str) -> dic
 
 
 def unheard_variables(environment: Mapping[str, str]) -> list[str]:
-    """Names of SGLang's own variables in an environment. Servers do not get them, which whoever set them may not
+    """Return the SGLang variables of an environment. Servers do not receive these variables, which the user may not
     expect."""
     return sorted(name for name in environment if name.startswith("SGLANG_") and name != PEERS)
 
 
 def _without_expandable_segments(options: str) -> str:
-    """torch's allocator options without `expandable_segments`, which torch_memory_saver refuses."""
+    """Return torch's allocator options without `expandable_segments`, which torch_memory_saver rejects."""
     told = allocator_options(options)
     return ",".join(f"{name}:{value}" for name, value in told.items() if name != "expandable_segments")
 
 
 def _without_megatron(scratch: Path) -> Path:
-    """A folder for the import path in which Megatron-Core is not found.
+    """Create a folder for the import path that hides Megatron-Core.
 
-    SGLang imports it for its debugging tools where it is installed (srt/debug_utils/dumper.py). Megatron-Core then
-    (core/inference/contexts/dynamic_context.py, 0.16.1 and 0.19.2) tells torch_memory_saver to hook torch's allocator
-    only. Then SGLang cannot capture graphs whose memory it can release, and does not start.
+    SGLang imports Megatron-Core for its debugging tools if Megatron-Core is installed (srt/debug_utils/dumper.py).
+    Megatron-Core then (core/inference/contexts/dynamic_context.py, 0.16.1 and 0.19.2) configures torch_memory_saver
+    to hook only the allocator of torch. As a result, SGLang cannot capture graphs with releasable memory, and does
+    not start.
     """
     folder = scratch / "site"
     folder.mkdir(parents=True, exist_ok=True)
-    (folder / "megatron.py").write_text('raise ImportError("servers have no use for Megatron-Core")\n')
+    (folder / "megatron.py").write_text('raise ImportError("servers do not use Megatron-Core")\n')
     return folder
 
 
 def _with_one_model(scratch: Path, model_folder: Path) -> str | None:
-    """A package, in the folder that `_without_megatron` makes, with the class of the model alone; None where SGLang has
-    no class of the name in the model's folder.
+    """Create a package that contains only the class of the model, in the folder of `_without_megatron`. Returns None
+    if SGLang has no class for the architecture in the model folder.
 
-    Otherwise SGLang imports its two hundred files of models at its start, two of ten CPU seconds. With a package of
-    models from elsewhere it looks there first (0.5.23, srt/models/registry.py:154), and imports all others only where
-    they are asked for: a draft of another architecture, say.
+    Without this package SGLang imports its two hundred model files at startup, which takes two of ten CPU seconds.
+    SGLang first searches an external model package (0.5.23, srt/models/registry.py:154), and imports the other files
+    only if needed, for example for a draft model of another architecture.
     """
     config = model_folder / "config.json"
     named = json.loads(config.read_text()).get("architectures") if config.exists() else None
@@ -313,7 +322,7 @@ def _with_one_model(scratch: Path, model_folder: Path) -> str | None:
 
 @functools.cache
 def _module_with(architecture: str) -> str | None:
-    """Name of SGLang's module that defines a class of this name."""
+    """Return the name of the SGLang module that defines a class of this name."""
     found = importlib.util.find_spec("sglang")
     folders = found.submodule_search_locations if found is not None else None
     files = Path(folders[0], "srt", "models").glob("*.py") if folders else ()
@@ -321,7 +330,7 @@ def _module_with(architecture: str) -> str | None:
 
 
 def _advertise_plugins(scratch: Path, groups: Sequence[str]) -> Path:
-    """Path of a folder in which SGLang finds megappo's entry points of these groups, also where megappo is not
+    """Return a folder in which SGLang finds megappo's entry points of these groups, even if megappo is not
     installed."""
     site = scratch / "site"
     if any(PLATFORM_NAME not in importlib.metadata.entry_points(group=group).names for group in groups):

@@ -1,4 +1,4 @@
-"""A round to which requests are added while it runs: turns of episodes, each answered as soon as possible."""
+"""A round that accepts requests while it runs, for turns of episodes. Each turn is answered as soon as possible."""
 
 from __future__ import annotations
 
@@ -11,8 +11,11 @@ from megappo.engines.sglang.dispatch import Lane, Outcome, Round, RoundLimits
 
 
 class OpenRound(Round):
-    """A `RequestStream` to servers. Turns of an episode go to the server of the turn before, whose prefix cache holds
-    them. Each turn is a call of its own, as a group would wait for its longest answer."""
+    """A `RequestStream` to servers.
+
+    Turns of an episode go to the server of the previous turn, whose prefix cache contains the earlier turns. Each
+    turn has a separate call, because a group would wait for its longest answer.
+    """
 
     def __init__(
         self,
@@ -25,7 +28,7 @@ class OpenRound(Round):
     ) -> None:
         self._listener = listener
         self._bell: asyncio.Future[None] | None = None
-        """Future that completes when a request was added."""
+        """Future that completes after a request was added."""
         super().__init__(endpoints, {}, params, version, limits, on_tokens)
         self._largest_group = 1
 
@@ -39,10 +42,10 @@ class OpenRound(Round):
         return self._finished.done()
 
     def hang_up(self) -> Outcome:
-        """Cancel unanswered requests and return the outcome, with the servers that failed."""
+        """Cancel unanswered requests and return the outcome, including failed servers."""
         try:
             if self._finished.done():
-                self._finished.result()  # raises what ended the thread unexpectedly
+                self._finished.result()  # raises the exception that ended the thread, if any
         finally:
             self.cancel()
         return self._outcome

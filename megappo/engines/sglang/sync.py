@@ -1,6 +1,6 @@
-"""One weight sync of the servers that this rank looks after or feeds: session, buckets, verification.
+"""One weight sync of the servers that this rank manages or feeds: session, buckets and verification.
 
-While a server loads bucket k, bucket k + 1 is gathered into the other of two buffers.
+While a server loads bucket k, bucket k + 1 is gathered into the second of two buffers.
 """
 
 from __future__ import annotations
@@ -25,20 +25,20 @@ from megappo.runtime.objects import receive_object, send_object
 
 @dataclass
 class SyncSeconds:
-    """Seconds of a sync on this rank by phase, summed over all attempts. `gather` includes the conversion and the wait
-    for other ranks and for the device."""
+    """Seconds of a sync on this rank by phase, summed over all attempts. `gather` includes the conversion and the
+    wait for other ranks and for the device."""
 
     gather: float = 0.0
     load: float = 0.0
-    """Waiting for servers to load buckets, beyond what was hidden behind gathering."""
+    """Wait for servers to load buckets, without the part that overlaps with gathering."""
     verify: float = 0.0
     session: float = 0.0
     wake: float = 0.0
-    """Before and after the transfer: trainers release memory; servers are started if necessary and allocate memory."""
+    """Time before and after the transfer. Trainers release memory. Servers start if necessary and allocate memory."""
 
     @property
     def transfer(self) -> float:
-        """The phases that move weights."""
+        """Seconds of the phases that move weights."""
         return self.gather + self.load
 
     @contextmanager
@@ -53,7 +53,7 @@ class SyncSeconds:
 
 @dataclass
 class ServerSync:
-    """State of one server's sync on a rank that looks after it or feeds it."""
+    """State of the sync of one server, on a rank that manages or feeds the server."""
 
     endpoint: Endpoint
     transport: Transport
@@ -62,15 +62,15 @@ class ServerSync:
     rank: int
     """This rank."""
     problem: str | None = None
-    """Why the sync of this server failed, after which nothing more is sent to it; None: it has not failed."""
+    """Reason why the sync of this server failed, or None. After a failure no more data is sent to the server."""
     loading: Future[None] | None = None
     expected: dict[tuple[int, str], str] = field(default_factory=dict)
     """Fingerprints of the sent tensors, by engine rank and name."""
 
     @property
     def is_own(self) -> bool:
-        """Whether this rank looks after the server: opens its session, compares what arrived, and tells it its
-        version."""
+        """Whether this rank manages the server. The managing rank opens the session, compares the fingerprints, and
+        sets the version."""
         return self.rank == self.endpoint.sender
 
     @property
@@ -79,7 +79,7 @@ class ServerSync:
         return [rank for rank in dict.fromkeys(r.rank for r in self.receivers) if rank != self.endpoint.sender]
 
     def step(self, action: Callable[[], object]) -> None:
-        """Run an action unless the sync of this server has failed, and note its failure."""
+        """Run an action unless the sync of this server has failed. A failure is stored."""
         if self.problem is None:
             try:
                 action()
@@ -87,7 +87,7 @@ class ServerSync:
                 self.problem = str(failure)
 
     def settle(self) -> None:
-        """Wait for the bucket that is being loaded."""
+        """Wait until the current bucket is loaded."""
         if self.loading is not None:
             loading, self.loading = self.loading, None
             self.step(loading.result)
@@ -95,17 +95,17 @@ class ServerSync:
 
 @dataclass
 class SyncRun:
-    """A sync of several servers from this rank's buffers."""
+    """A sync of several servers from the buffers of this rank."""
 
     servers: Sequence[ServerSync]
-    """Servers in the order of their numbers on all ranks: objects between two ranks are matched by their order."""
+    """Servers in the same order on all ranks. Objects between two ranks are matched by this order."""
     shape: EngineShape
     timeout_seconds: float
     verify: bool
     seconds: SyncSeconds
     """Timings that this sync adds to."""
     pause: str = "abort"
-    """Treatment of unfinished requests meanwhile: `rollout.sglang.pause`."""
+    """Treatment of unfinished requests during the sync: `rollout.sglang.pause`."""
     _expected: list[Future[dict[tuple[int, str], str]]] = field(default_factory=list)
     _fingerprints: dict[Receiver, Fingerprints] = field(default_factory=dict)
     _in_use: Loaded = ()
@@ -119,22 +119,22 @@ class SyncRun:
         return {server.endpoint.index: server.problem for server in self.servers if server.problem}
 
     def begin(self) -> None:
-        """Open a session on each of this rank's own servers; one that a broken sync left open is closed first."""
+        """Open a session on each server of this rank. A session of an interrupted sync is closed first."""
         with self.seconds.timed("session"):
             self._on_own(self._open)
 
     def give_up(self, problems: Mapping[int, str]) -> None:
-        """Mark these servers as failed: nothing more is sent to them."""
+        """Mark these servers as failed. No more data is sent to these servers."""
         for server in self.servers:
             server.problem = server.problem or problems.get(server.endpoint.index)
 
     def _open(self, server: ServerSync) -> None:
         with suppress(ServerFailure):
-            self._call(server, "/end_weight_update")  # answers "no session is open" unless a sync broke off
-        self._call(server, "/begin_weight_update")  # SGLang 0.5.23 refuses weights outside of a session
+            self._call(server, "/end_weight_update")  # answers "no session is open" unless a sync was interrupted
+        self._call(server, "/begin_weight_update")  # SGLang 0.5.23 rejects weights outside of a session
 
     def load(self, payloads: Loaded) -> None:
-        """Start loading this rank's payloads of a bucket. Their memory is free again once the next bucket has settled
+        """Start to load the payloads of a bucket on this rank. Their memory is free after the next bucket has settled
         and is loading."""
         for server in self.servers:
             parts = {(receiver.part, receiver.stage) for receiver in server.receivers if receiver.rank == server.rank}
@@ -152,7 +152,7 @@ class SyncRun:
             self._expected.append(self._pool.submit(compute, payload.parameters, tensors))
 
     def settle(self) -> None:
-        """Wait until nothing is being loaded by this rank."""
+        """Wait until this rank loads no more data."""
         with self.seconds.timed("load"):
             for server in self.servers:
                 server.settle()
@@ -161,7 +161,7 @@ class SyncRun:
                 expected.result()
 
     def finish(self, version: int) -> None:
-        """Close the sessions, compare what arrived, and only then tell servers their new version."""
+        """Close the sessions, compare the fingerprints, and only then set the new version of the servers."""
         self.settle()
         self._report()
         with self.seconds.timed("session"):
@@ -170,18 +170,18 @@ class SyncRun:
             with self.seconds.timed("verify"):
                 self._on_own(self._verify)
         with self.seconds.timed("session"):
-            if self.pause != "in_place":  # which keeps keys and values of older weights on purpose
-                # A paused server counts as idle at once, and does not check again while a flush waits.
+            if self.pause != "in_place":  # in_place intentionally keeps keys and values of older weights
+                # A paused server counts as idle immediately, and does not check again while a flush waits.
                 flush = "/flush_cache" if self.pause == "retract" else "/flush_cache?timeout=10"
                 self._on_own(lambda server: self._call(server, flush))
             news: dict[str, JSONValue] = {"new_version": str(version), "abort_all_requests": False}
             self._on_own(lambda server: self._call(server, "/update_weight_version", news))
-            if self.pause != "abort":  # only now: SGLang assigns tokens to versions when it is told one
+            if self.pause != "abort":  # only now, because SGLang assigns tokens to versions when the version is set
                 self._on_own(lambda server: self._call(server, "/continue_generation"))
         self._pool.shutdown()
 
     def _report(self) -> None:
-        """Send problems and fingerprints from the ranks that feed a server to the one that looks after it."""
+        """Send problems and fingerprints from the ranks that feed a server to the rank that manages the server."""
         mine = {key: value for part in self._expected for key, value in part.result().items()}
         for server in self.servers:
             if server.is_own:
@@ -193,8 +193,8 @@ class SyncRun:
                 send_object((server.problem, mine), server.endpoint.sender)
 
     def _verify(self, server: ServerSync) -> None:
-        # SGLang only logs tensors that it does not know, and answers success (0.5.23, models/llama.py:779): checksums
-        # alone show what arrived.
+        # SGLang only logs unknown tensors and reports success (0.5.23, models/llama.py:779). Only checksums verify
+        # the received weights.
         answer = self._call(server, "/weights_checker", {"action": "checksum"})
         actual = {
             (place["tp_rank"], name): value
@@ -204,7 +204,9 @@ class SyncRun:
         }
         wrong = differing(server.expected, actual)
         if wrong:
-            raise ServerFailure(f"{server.endpoint.name} does not hold what was sent: {first_of(wrong, 5)}")
+            raise ServerFailure(
+                f"{server.endpoint.name} has weights that differ from the sent weights: {first_of(wrong, 5)}"
+            )
 
     def _call(self, server: ServerSync, path: str, body: Mapping[str, JSONValue] | None = None) -> dict[str, Any]:
         return call(server.endpoint, path, body, timeout_seconds=self.timeout_seconds)

@@ -1,8 +1,8 @@
-"""Brings a payload of weights from the ranks that feed a server into the server.
+"""Transfer payloads of weights from the ranks that feed a server into the server.
 
-On the same machine only handles travel: a payload lies in shared memory (CPU) or is opened by CUDA IPC, one for each
-rank of the server; the ranks that made handles send them to the one that looks after the server. Elsewhere each rank
-that feeds a server has a process group with the server's ranks, over which it broadcasts.
+On the same machine only handles are sent. A payload is in shared memory (CPU) or is opened by CUDA IPC, with one
+handle for each rank of the server. Ranks send their handles to the rank that manages the server. On other machines,
+each rank that feeds a server broadcasts over a process group with the ranks of the server.
 """
 
 from __future__ import annotations
@@ -44,40 +44,41 @@ Loaded = Sequence[tuple[ReceiverPayload, Tensor]]
 
 
 class Transport(Protocol):
-    """Way of payloads into one server."""
+    """Transfer of payloads into one server."""
 
     def prepare(self, payloads: Loaded, others: Sequence[int]) -> Callable[[], None] | None:
-        """Prepare the transfer of payloads. Returns a function to be run in another thread, which raises ServerFailure,
-        or None where another rank does it. Called by all ranks that feed the server, for every bucket in which they
-        have payloads.
+        """Prepare the transfer of payloads. All ranks that feed the server call this method for every bucket with
+        payloads.
 
-        `others`: the ranks among them that do not look after the server.
+        Returns a function for another thread, which raises ServerFailure. Returns None if another rank runs the
+        transfer. `others` are the feeding ranks that do not manage the server.
 
-        The memory is free again when the function has returned, or, where another rank does it, when the next bucket
-        was prepared.
+        The memory is free after the function has returned. If another rank runs the transfer, the memory is free
+        after the next bucket was prepared.
         """
 
     def close(self) -> None:
-        """Release what was made for this server."""
+        """Release the resources for this server."""
 
 
 class SharedTransport:
-    """Transport to a server on the same machine, by handles of memory that the server opens."""
+    """Transport to a server on the same machine, with handles of memory that the server opens."""
 
     def __init__(
         self, endpoint: Endpoint, shape: EngineShape, rank: int, timeout_seconds: float, numbers: Sequence[int]
     ) -> None:
-        """`rank`: of this process; `numbers`: those of the server's ranks that open whole tensors of this rank."""
+        """Create the transport. `rank` is the rank of this process. `numbers` are the ranks of the server that open
+        whole tensors of this rank."""
         self._endpoint, self._shape, self._rank, self._timeout = endpoint, shape, rank, timeout_seconds
         self._numbers = numbers
 
     def prepare(self, payloads: Loaded, others: Sequence[int]) -> Callable[[], None] | None:
-        """See `Transport.prepare`. Each of the server's ranks opens a payload of its own, or all of them open the only
-        one."""
+        """See `Transport.prepare`. Each rank of the server opens a separate payload, or all ranks open the same
+        payload."""
         handles = {number: handle for payload, flat in payloads for number, handle in self._handles(payload, flat)}
         if self._rank != self._endpoint.sender:
             send_object(handles, self._endpoint.sender)
-            receive_object(self._endpoint.sender)  # sent once the server has loaded the bucket before
+            receive_object(self._endpoint.sender)  # sent after the server has loaded the previous bucket
             return None
         for rank in others:
             handles |= receive_object(rank)
@@ -87,16 +88,17 @@ class SharedTransport:
         return partial(self._load, [handles[number] for number in sorted(handles)], load_format)
 
     def _handles(self, payload: ReceiverPayload, flat_bytes: Tensor) -> list[tuple[int, str]]:
-        """Handles that ranks of the server open, each with the rank's number."""
+        """Return handles for ranks of the server, each with the number of the rank."""
         flat = flat_bytes[: payload.n_bytes]
         if payload.receiver.tp > 1:
             return [(payload.receiver.tensor_rank, serialize([(describe(self._places(payload)), flat)]))]
         flattened = flat_payload(flat, payload.slots)
-        # One handle for each opening: torch counts openings of a handle, and removes the memory after the last.
+        # Create one handle for each opening. torch counts the openings of a handle, and frees the memory after the
+        # last.
         return [(number, serialize(flattened)) for number in self._numbers]
 
     def _places(self, payload: ReceiverPayload) -> list[SlicePlace]:
-        """The places in the engine's parameters of a payload's runs of bytes."""
+        """Return the places of the byte ranges of a payload in the parameters of the engine."""
         places, slots, rank = [], iter(payload.slots), payload.receiver.tensor_rank
         for parameter in payload.parameters:
             own = [next(slots) for _ in parameter.hf]
@@ -116,12 +118,13 @@ class SharedTransport:
         call(self._endpoint, "/update_weights_from_tensor", body, timeout_seconds=self._timeout)
 
     def close(self) -> None:
-        """Do nothing: handles belong to the buffers, which outlive the transport."""
+        """Do nothing, because handles belong to the buffers, which exist longer than the transport."""
 
 
 def flat_payload(flat_bytes: Tensor, slots: Sequence[Slot]) -> dict[str, Tensor | list[SimpleNamespace]]:
-    """Content of SGLang's `flattened_bucket` format: uint8 (bytes,) and where each tensor lies in it."""
-    # Plain records instead of SGLang's class: it reads the same attributes, and SGLang need not be imported.
+    """Return the content of SGLang's `flattened_bucket` format: uint8 (bytes,) and the place of each tensor in the
+    bytes."""
+    # Plain records replace SGLang's class, which has the same attributes. SGLang need not be imported.
     metadata = [
         SimpleNamespace(
             name=s.name, shape=s.shape, dtype=s.dtype, start_idx=s.start, end_idx=s.stop, numel=s.stop - s.start
@@ -132,24 +135,24 @@ def flat_payload(flat_bytes: Tensor, slots: Sequence[Slot]) -> dict[str, Tensor 
 
 
 def serialize(payload: dict[str, Tensor | list[SimpleNamespace]] | list[tuple[str, Tensor]]) -> str:
-    """Handles of a payload's tensors as base64, for one opening in one process of the server."""
+    """Return the handles of the tensors of a payload as base64, for one opening in one process of the server."""
     out = io.BytesIO()
     _HandlePickler(out).dump(payload)
     return base64.b64encode(out.getvalue()).decode()
 
 
 class _HandlePickler(ForkingPickler):
-    """Pickler of CUDA handles as a server can open them.
+    """Pickler of CUDA handles that a server can open.
 
-    The handle names the device by its UUID, as the server numbers its CUDA_VISIBLE_DEVICES differently; servers look
-    for it (SGLang 0.5.23, srt/utils/patch_torch.py). The event that torch sends along for the other process to wait for
-    is left out: weights are complete before their handles leave, and a server started in the place of a killed one
-    cannot open such events (`cudaErrorMapBufferObjectFailed`, on an H100 with torch 2.11).
+    The handle contains the UUID of the device, because the CUDA_VISIBLE_DEVICES of the server may differ. Servers
+    look up the device by UUID (SGLang 0.5.23, srt/utils/patch_torch.py). The handle omits torch's event for
+    synchronization, because weights are complete before their handles are sent. A server that replaces a killed
+    server cannot open such events (`cudaErrorMapBufferObjectFailed`, on an H100 with torch 2.11).
     """
 
     def reducer_override(self, obj: Any) -> Any:
-        """Reduce a CUDA tensor as torch does, but with the UUID in the place of `storage_device`, the seventh argument
-        of `rebuild_cuda_tensor`, and with `event_sync_required`, the last, false."""
+        """Reduce a CUDA tensor as torch does, except for two arguments of `rebuild_cuda_tensor`. The UUID replaces
+        the seventh argument `storage_device`. The last argument `event_sync_required` is false."""
         if not (isinstance(obj, Tensor) and obj.is_cuda):
             return NotImplemented
         rebuild, arguments = torch.multiprocessing.reductions.reduce_tensor(obj)
@@ -158,18 +161,18 @@ class _HandlePickler(ForkingPickler):
 
 
 def share_by_name() -> None:
-    """Have handles of this process name shared memory. File descriptors, torch's default, need an authentication key
-    that server and trainer do not share."""
+    """Name shared memory in the handles of this process. File descriptors, which are torch's default, need an
+    authentication key that server and trainer do not share."""
     torch.multiprocessing.set_sharing_strategy("file_system")
 
 
 def share_buffers(count: int, n_bytes: int) -> list[Tensor]:
-    """Byte buffers on the CPU that other processes of this machine can open by handle."""
+    """Allocate byte buffers on the CPU that other processes of this machine can open by handle."""
     return [torch.empty(n_bytes, dtype=torch.uint8).share_memory_() for _ in range(count)]
 
 
 def buffer_handles(buffers: Sequence[Tensor]) -> bytes:
-    """Pickled handles of buffers, for one `open_buffers` in one other process."""
+    """Return pickled handles of buffers, for one `open_buffers` in one other process."""
     return bytes(ForkingPickler.dumps(list(buffers)))
 
 
@@ -180,23 +183,24 @@ def open_buffers(handles: bytes) -> list[Tensor]:
 
 
 def address_towards(url: str) -> str:
-    """The address at which a server reaches this machine. Raises ServerFailure where there is no route."""
+    """Return the address of this machine for a server. Raises ServerFailure if there is no route."""
     parts = urlsplit(url)
     try:
         return store.address_towards(parts.hostname or "", parts.port or 80)
     except OSError as error:
-        raise ServerFailure(f"no way leads to {url} of rollout.sglang.urls ({error.strerror})") from None
+        raise ServerFailure(f"there is no route to {url} of rollout.sglang.urls ({error.strerror})") from None
 
 
 class BroadcastTransport:
-    """Transport over a process group of this rank (its rank 0) and the server's ranks, made for the first payload.
-    Other ranks that feed the server have groups of their own with it; it takes one payload after the other."""
+    """Transport over a process group of this rank (rank 0 of the group) and the ranks of the server. The first
+    payload creates the group. Other ranks that feed the server have separate groups. The server processes one payload
+    at a time."""
 
     def __init__(
         self, endpoint: Endpoint, tp: int, rank: int, address: str | None, timeout_seconds: float, backend: str
     ) -> None:
-        """`rank`: of this process; `address`: where the server reaches this machine; None: the source address of
-        packets to it."""
+        """Create the transport. `rank` is the rank of this process. `address` is the address of this machine for the
+        server. With None, the address is the source address of packets to the server."""
         self._endpoint, self._tp, self._address = endpoint, tp, address
         self._timeout, self._backend = timeout_seconds, backend
         self._group: dist.ProcessGroup | None = None
@@ -226,22 +230,23 @@ class BroadcastTransport:
 
         def is_taken() -> bool:
             if answer.done():
-                answer.result()  # raises where the server refused, and the group would wait for ever
+                answer.result()  # raises if the server rejected the request, since the group would wait forever
             return bool(work.is_completed())
 
         if not wait_until(is_taken, self._timeout, every_seconds=_POLL_SECONDS):
-            raise ServerFailure(f"{self._endpoint.name} took no bucket within {self._timeout:g} seconds")
+            raise ServerFailure(f"{self._endpoint.name} did not receive a bucket within {self._timeout:g} seconds")
         try:
             work.wait()
-        except RuntimeError as error:  # what torch raises where a peer of the group is gone
-            raise ServerFailure(f"the broadcast to {self._endpoint.name} broke ({error})") from None
+        except RuntimeError as error:  # torch raises this error if a peer of the group has ended
+            raise ServerFailure(f"the broadcast to {self._endpoint.name} failed ({error})") from None
         answer.result()
 
     def _post(self, path: str, body: Mapping[str, JSONValue]) -> Future[dict[str, JSONValue]]:
         return self._pool.submit(call, self._endpoint, path, body, timeout_seconds=self._timeout)
 
     def _join(self) -> dist.ProcessGroup:
-        """Make the group with the server's ranks, at a store of our own; torchrun's belongs to the trainers."""
+        """Create the group with the ranks of the server, with a separate store. The store of torchrun belongs to the
+        trainers."""
         world, timeout = 1 + self._tp, datetime.timedelta(seconds=self._timeout)
         address = self._address or address_towards(self._endpoint.url)
         try:
@@ -263,7 +268,8 @@ class BroadcastTransport:
         )
         try:
             with reached_at(address), errors_are_the_callers():
-                # `new_group` takes ranks of the trainers' world alone, to which a server's do not belong.
+                # `new_group` accepts only ranks of the trainer's world, and the ranks of a server are not in this
+                # world.
                 group, _ = dist.distributed_c10d._new_process_group_helper(
                     world,
                     0,
@@ -277,13 +283,14 @@ class BroadcastTransport:
             raise ServerFailure(f"{self._endpoint.name} did not join the broadcast group ({error})") from None
         answer.result()
         assert isinstance(group, dist.ProcessGroup)
-        # The helper does not register a group's ranks as `new_group` does; `destroy_process_group` looks for them.
+        # The helper does not register the ranks of a group as `new_group` does. `destroy_process_group` requires
+        # them.
         dist.distributed_c10d._world.pg_group_ranks[group] = {rank: rank for rank in range(world)}
         self._store, self._group = meeting, group
         return group
 
     def close(self) -> None:
-        """Leave the group, also where the server is gone."""
+        """Leave the group, even if the server has ended."""
         group, self._group = self._group, None
         if group is not None:
             leave_at_once(group)
