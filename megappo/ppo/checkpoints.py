@@ -196,8 +196,8 @@ class Resumed:
             folder = role_folder(self._parts.config, role, weights=False)
             what = "weights" if name == "reference" or name.endswith((BASE, MTP)) else "config.json"
             raise ValueError(
-                f"the {what} of the {name} are not those the run began with (in {folder}: sha256 {digest[:12]}, formerly "
-                f"{before[name][:12]}); restore the folder, or start a new run"
+                f"the {what} of the {name} are not those the run began with (in {folder}: sha256 {digest[:12]}, "
+                f"formerly {before[name][:12]}); restore the folder, or start a new run"
             )
 
 
