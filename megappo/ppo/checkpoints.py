@@ -162,8 +162,8 @@ class Resumed:
 
     def metrics(self) -> dict[str, float]:
         """Return the metrics of the step before the checkpoint."""
-        metrics = self._marker.content["metrics"]
-        return {name: float(value) if isinstance(value, str) else value for name, value in metrics.items()}
+        values = self._marker.content["metrics"]
+        return {name: float(value) if isinstance(value, str) else value for name, value in values.items()}
 
     @property
     def has_engine_weights(self) -> bool:
@@ -275,7 +275,7 @@ class Checkpoints:
             self._writer.begin(self._snapshot(boundary))
             if not self._has_failed(wait=wait or not self._settings.asynchronous) or not wait:
                 break
-        _tell_warnings(self._writer)
+        _report_warnings(self._writer)
 
     def _has_failed(self, *, wait: bool) -> bool:
         """Return whether the pending checkpoint is known to have failed. A collective of the world."""
@@ -347,7 +347,7 @@ class Checkpoints:
         content = {**snapshot.content, "refused": refusal}
         batch = updates.local_batch(refused.chosen)
         writer.save(replace(snapshot, step=step, content=content, per_rank={"batch": batch}), wait=True)
-        _tell_warnings(writer)
+        _report_warnings(writer)
         return f"The batch is in {folder}; `megappo train --replay {folder}` repeats the update"
 
     def _snapshot(self, boundary: Boundary) -> Snapshot:
@@ -389,7 +389,7 @@ class Checkpoints:
         """Wait until everything is on disk."""
         if self._writer is not None:
             self._writer.wait()
-            _tell_warnings(self._writer)
+            _report_warnings(self._writer)
 
     def close(self) -> None:
         """Wait for a pending checkpoint for a limited time when the run ends early."""
@@ -423,7 +423,7 @@ def _weights_home(parts: RunComponents) -> int | None:
     return layout.grid.rank(replica, layout.stage, layout.tensor_rank, context_rank)
 
 
-def _tell_warnings(writer: CheckpointWriter) -> None:
+def _report_warnings(writer: CheckpointWriter) -> None:
     for sentence in writer.warnings():  # only the main rank has warnings
         tell(sentence)
 

@@ -243,7 +243,7 @@ def _episodes(file: _File) -> Episodes | None:
     return Episodes(
         tuple(Episode.read(json.loads(text), truncated=truncated) for text, truncated in rows),
         file.tokens(TURN_REWARDS),
-        tuple(tuple(json.loads(text)) for text in file.plain("conversation")),
+        tuple(tuple(json.loads(turns)) for turns in file.plain("conversation")),
     )
 
 

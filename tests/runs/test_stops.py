@@ -130,7 +130,7 @@ def test_a_checkpoint_that_cannot_be_written_is_written_later(tmp_path: Path) ->
         and "No space left on device; the checkpoint is retried, 3 times in a row at most" in output
     )
     assert "stopped after step 4 with a checkpoint" in output
-    assert "stopped before the run went on after step 4; its checkpoint stays as it is" in output
+    assert "stopped before the run continued after step 4; its checkpoint is unchanged" in output
     assert "Traceback" not in output
     assert_same_run(tmp_path / "whole", run, 5)
 
@@ -224,7 +224,7 @@ def test_a_refused_update_is_kept_and_repeats(tmp_path: Path) -> None:
     assert "\n  loss nan\n" in output
     assert "samples with inputs of the loss that are not finite: none" in output
     assert "parameters with gradients that are not finite: decoder.final_layernorm.weight" in output
-    assert "was written by 2 ranks, there are 1; start as many" in output
+    assert "was written by 2 ranks, but there are 1; use the same number" in output
     assert "Traceback" not in output
 
 
