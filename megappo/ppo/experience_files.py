@@ -239,11 +239,11 @@ def _rollouts(file: _File) -> Rollouts:
 def _episodes(file: _File) -> Episodes | None:
     if EPISODE not in file:
         return None
-    rows = zip(file.plain(EPISODE), file.tensor("truncated").tolist(), strict=True)
+    content = zip(file.plain(EPISODE), file.tensor("truncated").tolist(), strict=True)
     return Episodes(
-        tuple(Episode.read(json.loads(text), truncated=truncated) for text, truncated in rows),
+        tuple(Episode.read(json.loads(text), truncated=truncated) for text, truncated in content),
         file.tokens(TURN_REWARDS),
-        tuple(tuple(json.loads(turns)) for turns in file.plain("conversation")),
+        tuple(tuple(json.loads(content)) for content in file.plain("conversation")),
     )
 
 
