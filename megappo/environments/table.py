@@ -58,7 +58,7 @@ class RunningEpisode(Owner):
     began: EpisodeStart
     session: Session
     task: asyncio.Task[None] | None = None
-    start: GenerateRequest | None = None
+    awaited: GenerateRequest | None = None
     """Request for the turn that the episode waits for."""
     answer: asyncio.Future[Completion] | None = None
     sent: bool = False

@@ -151,10 +151,10 @@ class _Call:
         if failure:
             return failure, ""
         try:
-            result: tuple[str, str] = tuple(json.loads(output))
+            answer: tuple[str, str] = tuple(json.loads(output))
         except (ValueError, RecursionError):
             return "died", ""
-        return result
+        return answer
 
     def _await(self) -> tuple[str, bytes]:
         """Wait until the call has ended or exceeds a limit, and return the failure and the output."""
