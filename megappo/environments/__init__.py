@@ -1,1 +1,1 @@
-"""Episodes: a model and an environment speak in turn, and the environment rewards what the model says."""
+"""Episodes: a model and an environment take turns, and the environment rewards the model."""

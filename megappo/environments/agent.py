@@ -1,4 +1,4 @@
-"""Trains an unchanged agent that speaks HTTP: `rollout.environment.name: agent`, a function of asyncio or a program."""
+"""Training of unchanged HTTP agents: `rollout.environment.name: agent`, an async function or a program."""
 
 from __future__ import annotations
 
@@ -35,13 +35,14 @@ class AgentError(Exception):
 
 
 class Agent:
-    """Environment in which every episode is one run of an agent, which finds the model at an address of its own.
+    """Environment in which every episode is one run of an agent. Each episode has its own address of the model.
 
     `function` is an import path, called as `await function(endpoint, prompt, **options)` in the event loop of all
-    episodes; what it returns is a reward, or None. `command` is a program with its arguments, in which `{prompt}`
-    stands for the task's text, which is its standard input too. It finds the model through `AgentEndpoint.environment`
-    and gives no reward. It gets the trainer's variables except those with names of secrets that `variables` does not
-    names. A function that blocks the event loop should be a program instead.
+    episodes. Its result is a reward or None. `command` is a program with its arguments. `{prompt}` in an argument is
+    replaced by the text of the task, which is also the standard input. The program finds the model through
+    `AgentEndpoint.environment`, and returns no reward. The program gets the environment variables of the trainer,
+    except secrets that are not listed in `variables`. A function that blocks the event loop should be a program
+    instead.
     """
 
     role, serves = "tool", True
@@ -55,13 +56,13 @@ class Agent:
         options: Mapping[str, JSONValue] | None = None,
         variables: Sequence[str] = (),
     ) -> None:
-        """Check the arguments. Raises ValueError where they name no agent."""
+        """Check the arguments. Raises ValueError if they do not specify an agent."""
         call_format(format, f"{_ARGUMENTS}.format")
         if bool(function) == bool(command):
-            raise ValueError(f"{_ARGUMENTS} has to name either the agent's function or its command; set one of them")
-        for key, given, what in (("command", command, "texts"), ("variables", variables, "names")):
-            if isinstance(given, str) or not all(isinstance(word, str) for word in given):
-                raise ValueError(f"{_ARGUMENTS}.{key} is {show(given)}, must be a list of {what}; change it")
+            raise ValueError(f"{_ARGUMENTS} must contain either function or command of the agent; set one of them")
+        for key, value, what in (("command", command, "texts"), ("variables", variables, "names")):
+            if isinstance(value, str) or not all(isinstance(word, str) for word in value):
+                raise ValueError(f"{_ARGUMENTS}.{key} is {show(value)}, must be a list of {what}; change it")
         self._variables = partial(without_secrets, but=frozenset(variables))
         self._format, self._command, self._options = format, list(map(home_expanded, command)), dict(options or {})
         setting = f"{_ARGUMENTS}.function"
@@ -80,26 +81,28 @@ class Agent:
 
 
 def task_of(prompt: Prompt) -> str:
-    """The text of a prompt without its chat template: that of the last message, or the whole prompt."""
+    """Return the text of a prompt without its chat template: the text of the last message, or the whole prompt."""
     messages = prompt.metadata.get(CHAT_MESSAGES)
     return str(messages[-1]["content"]) if messages else prompt.text
 
 
 def _word(word: str, task: str) -> str:
-    """An argument of the command with the task filled in. Raises AgentError where the program would take the task for
-    something else, such as an option."""
+    """Return an argument of the command with the task filled in.
+
+    Raises AgentError if the program would misinterpret the task, for example as an option.
+    """
     if "{prompt}" not in word:
         return word
     if "\0" in task or (word.startswith("{prompt}") and task.startswith("-")):
         raise AgentError(
-            f"the task {show(task)} as an argument would be taken for something else; have the program read it from "
-            f"its standard input, and remove {{prompt}} from {_ARGUMENTS}.command"
+            f"the program would misinterpret the task {show(task)} as an argument; read the task from the standard "
+            f"input of the program, and remove {{prompt}} from {_ARGUMENTS}.command"
         )
     return word.replace("{prompt}", task)
 
 
 def _clear(worker: Worker, folder: TemporaryDirectory[str]) -> None:
-    """Remove the folder of a program when nothing that it started is left."""
+    """Remove the folder of a program after all its processes have ended."""
     worker.wait()
     folder.cleanup()
 
@@ -110,16 +113,16 @@ async def _run_program(
     task: str,
     variables: Callable[[Mapping[str, str]], dict[str, str]],
 ) -> None:
-    """Run a program until it ends. Cancelling ends it with everything that it started. Raises AgentError."""
-    words = [_word(word, task) for word in command]
+    """Run a program until it ends. Cancelling ends all processes of the program. Raises AgentError."""
+    arguments = [_word(word, task) for word in command]
     folder = TemporaryDirectory(prefix="megappo-agent-", ignore_cleanup_errors=True)
-    worker = Worker(AgentProgram(words, endpoint.environment, task, folder.name), _PROGRAM, variables)
+    worker = Worker(AgentProgram(arguments, endpoint.environment, task, folder.name), _PROGRAM, variables)
     try:
-        status, told = await receive(worker, math.inf)
+        status, errors = await receive(worker, math.inf)
     except (EOFError, OSError, ForeignMessageError) as error:
-        raise AgentError(f"the process that runs the agent is gone ({type(error).__name__})") from error
+        raise AgentError(f"the process that runs the agent has ended ({type(error).__name__})") from error
     finally:
         worker.hang_up()
         asyncio.get_running_loop().run_in_executor(None, _clear, worker, folder)
     if status:
-        raise AgentError(f"'{words[0]}' ended with status {status}: {told}")
+        raise AgentError(f"'{arguments[0]}' ended with status {status}: {errors}")

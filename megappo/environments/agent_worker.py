@@ -1,6 +1,6 @@
-"""Runs an agent's program: `python -m megappo.environments.agent_worker REQUESTS ANSWERS`, started by `agent.Agent`.
+"""Runs the program of an agent: `python -m megappo.environments.agent_worker REQUESTS ANSWERS`, for `agent.Agent`.
 
-It receives an AgentProgram, and answers (status, the end of what it wrote to its standard error).
+The worker receives an AgentProgram, and answers (status, end of the standard error output).
 """
 
 from __future__ import annotations
@@ -13,19 +13,19 @@ from typing import NamedTuple
 from megappo.rewards.channel import WorkerEnd
 from megappo.rewards.worker_main import main
 
-_TOLD_CHARACTERS = 300
+_ERROR_CHARACTERS = 300
 
 
 class AgentProgram(NamedTuple):
-    """The program that the worker is to run."""
+    """Program for the worker."""
 
-    words: list[str]
-    """The program and its arguments."""
+    command: list[str]
+    """Program and its arguments."""
     variables: dict[str, str]
-    """Environment variables that the program gets besides the worker's."""
+    """Environment variables of the program in addition to the variables of the worker."""
     task: str
     folder: str
-    """The working directory, which whoever started the worker removes: the worker may be killed."""
+    """Working directory. The process that started the worker removes it, because the worker may be killed."""
 
 
 def _serve(pool: WorkerEnd) -> None:
@@ -33,7 +33,7 @@ def _serve(pool: WorkerEnd) -> None:
     with TemporaryFile() as errors:
         try:
             done = subprocess.run(
-                program.words,
+                program.command,
                 input=program.task.encode(),
                 stdout=subprocess.DEVNULL,
                 stderr=errors,
@@ -44,7 +44,7 @@ def _serve(pool: WorkerEnd) -> None:
         except OSError as error:
             pool.send((127, str(error)))
             return
-        errors.seek(max(0, errors.tell() - _TOLD_CHARACTERS))
+        errors.seek(max(0, errors.tell() - _ERROR_CHARACTERS))
         pool.send((done.returncode, errors.read().decode(errors="replace").strip()))
 
 

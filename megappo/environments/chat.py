@@ -1,7 +1,8 @@
-"""The tokens that a chat template puts between two turns of a model.
+"""Tokens of a chat template between two turns of a model.
 
-The template is applied to the conversation before and after the new messages, and the added tokens are taken. A
-placeholder stands for what the model said: its own tokens are in the sequence already and are never tokenized again.
+The template is applied to the conversation before and after the new messages. The difference gives the new tokens. A
+placeholder replaces turns of the model, because the tokens of these turns are in the sequence already and are never
+tokenized again.
 """
 
 from __future__ import annotations
@@ -15,10 +16,10 @@ from megappo.observe.json_values import JSONValue
 from megappo.plugins import users_code
 
 PLACEHOLDER = "<think>\nSo it is.\n</think>\n\nYes."
-"""Text in the place of a turn of the model. It contains thoughts, so that templates which remove them from earlier
-turns are found out."""
+"""Placeholder for a turn of the model. It contains thoughts, so that templates that remove earlier thoughts are
+detected."""
 BEGINNING: Message = {"role": "user", "content": "Begin."}
-"""Message in the place of a prompt whose messages are not known."""
+"""Placeholder for a prompt with unknown messages."""
 _REMEDY = "give model.tokenizer a template that keeps them, or set data.apply_chat_template: false"
 
 
@@ -37,49 +38,52 @@ class ChatTokens:
         self._time = time or template_now()
 
     def check(self, role: str) -> None:
-        """Raise ValueError where messages of this role cannot follow what the model says."""
-        said: Message = {"role": "assistant", "content": PLACEHOLDER}
-        heard: Message = {"role": role, "content": "Go on."}
-        self.between([BEGINNING, said], [heard], closed=True)
-        self.between([BEGINNING, said, heard, said], [heard], closed=True)
+        """Raise ValueError if messages of this role cannot follow a turn of the model."""
+        reply: Message = {"role": "assistant", "content": PLACEHOLDER}
+        following: Message = {"role": role, "content": "Go on."}
+        self.between([BEGINNING, reply], [following], closed=True)
+        self.between([BEGINNING, reply, following, reply], [following], closed=True)
 
-    def between(self, before: Sequence[Message], heard: Sequence[Message], *, closed: bool) -> list[int]:
-        """The tokens from the end of the model's last turn to the beginning of its next.
+    def between(self, before: Sequence[Message], following: Sequence[Message], *, closed: bool) -> list[int]:
+        """Return the tokens from the end of the last turn of the model to the beginning of its next turn.
 
         Args:
-            before: the conversation; its last message is the model's, with any content.
-            heard: the messages that follow, at least one.
-            closed: whether a stop token ended the turn; otherwise the template's own stop token comes first.
+            before: the conversation. Its last message is a turn of the model, with any content.
+            following: the messages after this turn, at least one.
+            closed: whether a stop token ended the turn. Otherwise the stop token of the template comes first.
 
-        Raises ValueError where the template does not leave earlier turns as they were.
+        Raises ValueError if the template changes earlier turns.
         """
-        old, new = self._ids(before, goes_on=False), self._ids([*before, *heard], goes_on=True)
+        old, new = self._ids(before, goes_on=False), self._ids([*before, *following], goes_on=True)
         stop = next((i for i in reversed(range(len(old))) if old[i] in self._stops), None)
         if stop is None or stop < len(self._ids(before[:-1], goes_on=True)):
             raise ValueError(
-                "the chat template ends what the model says with none of the stop tokens; add the token that it ends "
-                "it with to rollout.stop_token_ids"
+                "the chat template ends what the model says with none of the stop tokens; add the closing token "
+                "of the template to rollout.stop_token_ids"
             )
         if new[: stop + 1] != old[: stop + 1]:
             raise ValueError(
-                f"the chat template changes what was said in earlier turns once a message of the role "
-                f"'{heard[0]['role']}' follows, so that the model would be trained on what it never saw; {_REMEDY}"
+                "the chat template changes what was said in earlier turns once a message of the role "
+                f"'{following[0]['role']}' follows, so the model would be trained on text that it never generated; "
+                f"{_REMEDY}"
             )
         return new[stop + closed :]
 
     def ends(self, token_ids: Sequence[int]) -> bool:
-        """Whether a stop token ended what the model said, not a limit or a text of `rollout.stop`."""
+        """Return whether a stop token ended the turn, rather than a limit or a text of `rollout.stop`."""
         return token_ids[-1] in self._stops
 
     def opening(self, messages: Sequence[Message]) -> list[int]:
-        """The tokens of a conversation up to where the model speaks. Raises ValueError where the template refuses
-        it."""
+        """Return the tokens of a conversation up to the next turn of the model.
+
+        Raises ValueError if the template refuses the conversation.
+        """
         return self._ids(messages, goes_on=True)
 
     def _ids(self, messages: Sequence[Message], *, goes_on: bool) -> list[int]:
         with users_code("the chat template refuses a conversation of several turns", _REMEDY):
             text = rendered(self._tokenizer, messages, goes_on=goes_on, tools=self._schemas, time=self._time)
-        # Halves of surrogate pairs, which JSON can hold and tokenizers refuse, become `?`.
+        # Unpaired surrogates, which JSON allows and tokenizers refuse, become `?`.
         text = text.encode("utf-8", "replace").decode()
         ids: list[int] = self._tokenizer(text, add_special_tokens=False)["input_ids"]
         return ids

@@ -1,7 +1,8 @@
-"""Confines a process that runs what a model wrote to a folder of its own: Landlock for files, seccomp for the rest.
+"""Confines a process that runs model output to a folder, with Landlock for files and seccomp for other system calls.
 
-Neither needs rights or a setting of the machine, and both last for all that the process starts. Linux 6.2 or newer:
-before, Landlock does not keep files elsewhere from being emptied. Standard library only: workers start with it.
+Neither mechanism needs privileges or a setting of the machine. Both also apply to all child processes. Linux 6.2 or
+newer is required, because older versions of Landlock do not restrict truncation of files. This module uses only the
+standard library, because workers import it at their start.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ from megappo.environments.system_calls import (
 )
 
 _CREATE_RULESET, _ADD_RULE, _RESTRICT_SELF = 444, 445, 446
-# Landlock's versions from which it restricts truncation (Linux 6.2), TCP, ioctl of devices, and signals.
+# versions of Landlock that added restrictions of truncation (Linux 6.2), TCP, ioctl of devices, and signals
 _OLDEST_ABI, _NETWORK_ABI, _DEVICES_ABI, _SIGNALS_ABI = 3, 4, 5, 6
 _EXECUTE, _READ_FILE, _READ_FOLDER = 1 << 0, 1 << 2, 1 << 3
 _WRITE_FILE, _TRUNCATE = 1 << 1, 1 << 14
@@ -53,7 +54,8 @@ _MACHINES = {"x86_64": 0xC000003E, "aarch64": 0xC00000B7}
 
 @cache
 def landlock_abi() -> int:
-    """Version of this kernel's Landlock ABI; 0 where there is none, or no table of system calls for this machine."""
+    """Return the version of the Landlock ABI. 0 without Landlock, or without a table of system calls for this
+    machine."""
     if platform.machine() not in _MACHINES or sys.platform != "linux":
         return 0
     with suppress(OSError):
@@ -62,19 +64,20 @@ def landlock_abi() -> int:
 
 
 def why_not() -> str:
-    """Why processes cannot be confined on this machine; "" where they can."""
+    """Return the reason why processes cannot be confined on this machine, or ""."""
     abi = landlock_abi()
     if abi >= _OLDEST_ABI:
         return ""
-    found = f"has version {abi} of Landlock" if abi else "has no Landlock"
-    return f"{platform.system()} {platform.release()} on {platform.machine()} {found}, and {_OLDEST_ABI} is needed"
+    state = f"has version {abi} of Landlock" if abi else "has no Landlock"
+    return f"{platform.system()} {platform.release()} on {platform.machine()} {state}, and {_OLDEST_ABI} is needed"
 
 
 def confine(folder: str, *, most_abi: int = 99) -> None:
-    """Confine this process, and all that it starts, for ever: it can write in `folder` alone and read the interpreter
-    and the system's programs, and has no network, no other process and no capability.
+    """Confine this process and its children permanently.
 
-    `most_abi`: newest version of Landlock that is used, for tests. Raises OSError where the process cannot be confined.
+    The process can write only in `folder`, and can read the interpreter and the system's programs. It has no network,
+    no access to other processes and no capabilities. `most_abi`: newest version of Landlock to use, for tests. Raises
+    OSError if the process cannot be confined.
     """
     abi = min(landlock_abi(), most_abi)
     if abi < _OLDEST_ABI:
@@ -106,7 +109,7 @@ def _restrict_files(folder: str, abi: int) -> None:
 def _allow(rules: int, path: str, access: int) -> None:
     try:
         place = os.open(path, os.O_PATH | os.O_CLOEXEC)
-    except OSError:  # this machine has none
+    except OSError:  # the path does not exist on this machine
         return
     try:
         access = access if os.path.isdir(path) else access & _OF_FILES
@@ -116,7 +119,7 @@ def _allow(rules: int, path: str, access: int) -> None:
 
 
 def _drop_capabilities() -> None:
-    """Drop all capabilities, which root in a container has."""
+    """Drop all capabilities. Root in a container has capabilities."""
     for capability in range(_CAPABILITIES):
         with suppress(OSError):
             _prctl(_PR_CAPBSET_DROP, capability)
@@ -126,7 +129,7 @@ def _drop_capabilities() -> None:
 
 
 def _program(abi: int) -> ctypes.Array[ctypes.c_char]:
-    """The filter of system calls, as BPF."""
+    """Return the system call filter as BPF."""
     machine = platform.machine()
     steps = [_step(_LOAD, _MACHINE_AT), _step(_IS, _MACHINES[machine], 1, 0), _step(_RETURN, _KILL)]
     steps += [_step(_LOAD, _NUMBER_AT)]
@@ -140,19 +143,19 @@ def _program(abi: int) -> ctypes.Array[ctypes.c_char]:
         steps += _each(SIGNAL_ITSELF, _only(_FIRST_AT, os.getpid()))
     steps += _each(SOCKET_PAIR, _only(_SECOND_AT, _STREAM, _KIND_OF_SOCKET))
     body = b"".join([*steps, _step(_RETURN, _ALLOW)])
-    kept = ctypes.create_string_buffer(body, len(body))
-    header = struct.pack("HxxxxxxP", len(body) // 8, ctypes.addressof(kept))
+    buffer = ctypes.create_string_buffer(body, len(body))
+    header = struct.pack("HxxxxxxP", len(body) // 8, ctypes.addressof(buffer))
     program = ctypes.create_string_buffer(header, len(header))
-    _KEPT.append(kept)
+    _BUFFERS.append(buffer)
     return program
 
 
-_KEPT: list[ctypes.Array[ctypes.c_char]] = []
-"""Memory that the kernel reads by its address, kept from being freed."""
+_BUFFERS: list[ctypes.Array[ctypes.c_char]] = []
+"""Memory that the kernel reads by address. References prevent deallocation."""
 
 
 def _only(place: int, value: int, mask: int = 0xFFFFFFFF) -> list[bytes]:
-    """Steps that allow a call whose argument has this value and refuse it otherwise."""
+    """Return steps that allow a call if an argument has this value, and refuse the call otherwise."""
     return [
         _step(_LOAD, place), _step(0x54, mask), _step(_IS, value, 1, 0),
         _step(_RETURN, _FAIL | errno.EPERM), _step(_RETURN, _ALLOW),
@@ -160,10 +163,10 @@ def _only(place: int, value: int, mask: int = 0xFFFFFFFF) -> list[bytes]:
 
 
 def _each(calls: SystemCalls, then: list[bytes]) -> list[bytes]:
-    """Steps that apply `then` to these system calls and skip it for others."""
+    """Return steps that apply `then` to these system calls and skip `then` for other calls."""
     numbers = [pair[[*_MACHINES].index(platform.machine())] for pair in calls.values()]
-    there = [number for number in numbers if number is not None]
-    return [step for number in there for step in (_step(_IS, number, 0, len(then)), *then)]
+    known = [number for number in numbers if number is not None]
+    return [step for number in known for step in (_step(_IS, number, 0, len(then)), *then)]
 
 
 def _step(code: int, value: int, if_so: int = 0, if_not: int = 0) -> bytes:
@@ -176,10 +179,10 @@ def _libc() -> ctypes.CDLL:
 
 
 def _call(number: int, *arguments: int | bytes | None) -> int:
-    found: int = _libc().syscall(number, *arguments)
-    if found < 0:
+    result: int = _libc().syscall(number, *arguments)
+    if result < 0:
         raise OSError(ctypes.get_errno(), f"system call {number}: {os.strerror(ctypes.get_errno())}")
-    return found
+    return result
 
 
 def _prctl(option: int, *values: int | ctypes.Array[ctypes.c_char]) -> None:

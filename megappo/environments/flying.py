@@ -1,5 +1,7 @@
-"""Episodes in flight over several weight syncs: a sync breaks their turns off, which continue under the new weights
-while the environments wait."""
+"""Episodes in flight over several weight syncs.
+
+A sync interrupts turns. The turns continue under the new weights while the environments wait.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +15,7 @@ from megappo.types import Prompt
 
 @dataclass(eq=False)
 class _InFlightStream:
-    """A `RequestStream` to an engine that takes requests from any thread."""
+    """A `RequestStream` to an engine that accepts requests from any thread."""
 
     engine: InFlightConversingEngine
     params: SamplingParams
@@ -25,7 +27,7 @@ class _InFlightStream:
 
 
 class FlyingEpisodes:
-    """Answers prompts with episodes as an `InFlightEngine` does with responses; each is under way until it is over."""
+    """Answers prompts with episodes, like an `InFlightEngine` with responses. Episodes continue across weight syncs."""
 
     def __init__(self, table: Table, engine: InFlightConversingEngine, params: SamplingParams) -> None:
         self.table, self._engine, self._params = table, engine, params
@@ -33,26 +35,26 @@ class FlyingEpisodes:
         engine.listen(table)
 
     def begin(self, prompts: Mapping[int, Prompt], requests: Mapping[int, GenerateRequest]) -> None:
-        """Begin episodes."""
+        """Start episodes."""
         if self._halted:
             self.go_on()
         self.table.begin([EpisodeStart(number, prompts[number], request) for number, request in requests.items()])
 
     def go_on(self) -> None:
-        """Send turns to the engine from now on, with its current weights."""
+        """Send turns to the engine with its current weights."""
         if self._halted:
             self.table.use(_InFlightStream(self._engine, self._params))
             self._halted = False
 
     def finished(self, wait_seconds: float) -> dict[int, Completion]:
-        """See `InFlightEngine.finished`; every rank calls it."""
+        """See `InFlightEngine.finished`. Every rank must call this method."""
         self.table.answer(self._engine.finished(0.0))
         self.table.resume()
         return self.table.take_done(wait_seconds)
 
     def abort(self) -> dict[int, Completion]:
-        """Break off all turns as `InFlightEngine.abort` does; returns the episodes that are over. Others stay under
-        way."""
+        """Interrupt all turns like `InFlightEngine.abort`, and return the finished episodes. Other episodes
+        continue."""
         self._halted = True
         self.table.halt()
         self.table.answer(self._engine.abort())

@@ -1,4 +1,5 @@
-"""A game in which the model guesses a number with hints: `rollout.environment.name: guess`, and prompts for it."""
+"""A game in which the model guesses a number with hints: `rollout.environment.name: guess`, and prompts for the
+game."""
 
 from __future__ import annotations
 
@@ -13,8 +14,10 @@ from megappo.errors import whole_number
 def numbers(
     *, highest: int, count: int, template: str = "Guess a whole number from 1 to {highest}."
 ) -> Iterator[dict[str, str]]:
-    """Data source of `count` prompts, each with a number from 1 to `highest` as its answer. Raises ValueError where
-    there would be none."""
+    """Yield `count` prompts, each with a number from 1 to `highest` as its answer.
+
+    Raises ValueError if the arguments give no prompt.
+    """
     if highest < 1 or count < 1:
         raise ValueError(f"highest is {highest} and count {count}, both must be at least 1; change them")
     draw = random.Random(0)
@@ -23,9 +26,11 @@ def numbers(
 
 
 class GuessNumber:
-    """Environment of the game. The last number of a reply is the guess; the prompt's answer is the number to find. A
-    right guess is rewarded with 1, less `cost_per_turn` for each turn before, and 0 is given where the turns are used
-    up."""
+    """Environment of the game. The last number of a reply is the guess. The prompt's answer is the number to find.
+
+    The reward of a correct guess is 1 minus `cost_per_turn` for each earlier turn. The reward is 0 if the turns are
+    used up.
+    """
 
     def __init__(
         self,
@@ -43,8 +48,8 @@ class GuessNumber:
         if number is None:
             raise ValueError(f"the prompt's answer is {session.prompt.answer!r}, must be a whole number")
         while True:
-            said = re.findall(r"\d+", (await session.generate()).text)
-            guess = whole_number(said[-1]) if said else None
+            guesses = re.findall(r"\d+", (await session.generate()).text)
+            guess = whole_number(guesses[-1]) if guesses else None
             if guess == number:
                 return 1.0 - self._cost * (session.turns - 1)
             session.observe(self._unclear if guess is None else self._higher if guess < number else self._lower)

@@ -1,8 +1,8 @@
-"""The thread in which a rank's episodes run, and a watch that notices when one of them blocks the others.
+"""Thread of a rank's episodes, with a watch that detects an episode that blocks the other episodes.
 
-Python can interrupt Python code in a thread, but not a call that waits in C, such as a long sleep. A blocked loop is
-therefore abandoned, and another takes its place. Whenever the old thread wakes up, and whatever is raised in it, no
-episode that still counts is affected.
+Python can interrupt Python code in a thread, but not a blocking call in C, such as a long sleep. A blocked loop is
+therefore abandoned and replaced. When the old thread continues, its code and its exceptions affect no running
+episode.
 """
 
 from __future__ import annotations
@@ -23,31 +23,33 @@ TICK_SECONDS = 0.1
 _AGAIN_SECONDS = 1.0
 _REACT_SECONDS = 2.0
 _CLOSE_SECONDS = 30.0
-"""Seconds that workers of tools have to end, which they do within their own deadlines."""
+"""Seconds for the shutdown of tool workers, which have their own shorter deadlines."""
 
 T = TypeVar("T")
 
 
 class Owner:
-    """Whom the code of a task belongs to: an episode."""
+    """Owner of the code of a task: an episode."""
 
 
 OWNER: ContextVar[Owner | None] = ContextVar("OWNER", default=None)
-"""Owner of the code that a task runs; tasks that it starts inherit the owner."""
+"""Owner of the code of a task. Tasks that are started by the task inherit the owner."""
 
 
 class BlockedLoopError(SystemExit):
-    """Raised in a thread that was given up because an environment blocked it. As a SystemExit it ends the event loop at
-    once, so that no other episode's code runs there again."""
+    """Raised in a thread that was abandoned because an environment blocked the thread.
+
+    A SystemExit ends the event loop immediately, so that no code of other episodes runs in the thread again.
+    """
 
 
 class _PlayingThread:
-    """An event loop in a thread of its own."""
+    """An event loop in a separate thread."""
 
     def __init__(self, on_tick: Callable[[float], None]) -> None:
         self.loop = asyncio.new_event_loop()
         self.ticks = 0
-        """Counter that grows as long as no task blocks the loop."""
+        """Counter that increases while no task blocks the loop."""
         self._on_tick, self._last = on_tick, time.monotonic()
         self._owners: WeakKeyDictionary[asyncio.Future[Any], Owner] = WeakKeyDictionary()
         self._gone, self._lock = False, threading.Lock()
@@ -68,12 +70,15 @@ class _PlayingThread:
             for task in asyncio.all_tasks(self.loop):
                 coroutine = task.get_coro()
                 if inspect.iscoroutine(coroutine) and inspect.getcoroutinestate(coroutine) == inspect.CORO_CREATED:
-                    coroutine.close()  # it never ran, of which Python would warn
+                    coroutine.close()  # avoids Python's warning about a coroutine that never ran
             self.loop.close()
 
     def _goes_on(self) -> bool:
-        """Run the loop until it is stopped (False), or until a task raised an exception that ends a loop (True), which
-        the task's awaiter gets."""
+        """Run the loop until it stops.
+
+        Returns False if the loop was stopped, and True if a task raised an exception that ends a loop. The awaiter of
+        the task receives this exception.
+        """
         try:
             self.loop.run_forever()
         except BlockedLoopError:
@@ -86,9 +91,9 @@ class _PlayingThread:
         self,
         loop: asyncio.AbstractEventLoop,
         coroutine: Coroutine[Any, Any, T] | Generator[Any, None, T],
-        **given: Any,
+        **options: Any,
     ) -> asyncio.Task[T]:
-        task = asyncio.Task(coroutine, loop=loop, **given)
+        task = asyncio.Task(coroutine, loop=loop, **options)
         if (owner := OWNER.get()) is not None:
             self._owners[task] = owner
         return task
@@ -97,17 +102,17 @@ class _PlayingThread:
         self.ticks += 1
         now = time.monotonic()
         passed, self._last = now - self._last, now
-        self._on_tick(min(passed, TICK_SECONDS))  # time in which one episode blocks the loop is not charged to others
+        self._on_tick(min(passed, TICK_SECONDS))  # other episodes are not charged while an episode blocks the loop
         self.loop.call_later(TICK_SECONDS, self._tick)
 
     @property
     def owner(self) -> Owner | None:
-        """Owner of the code that runs at this moment; None where it has none, or is unknown."""
+        """Owner of the code that is running now. None if there is no owner or the owner is unknown."""
         task = asyncio.current_task(self.loop)
         return None if task is None else self._owners.get(task)
 
     def give_up(self) -> None:
-        """Cancel all tasks and stop the loop, as soon as it can react."""
+        """Cancel all tasks and stop the loop as soon as the loop can react."""
 
         def end() -> None:
             for task in asyncio.all_tasks(self.loop):
@@ -116,12 +121,15 @@ class _PlayingThread:
 
         with self._lock:
             if not self._gone:
-                self.loop.set_exception_handler(lambda _loop, _context: None)  # errors of a lost loop are not reported
+                # Errors of an abandoned loop are not reported.
+                self.loop.set_exception_handler(lambda _loop, _context: None)
                 self.loop.call_soon_threadsafe(end)
 
     def interrupt(self) -> bool:
-        """Raise BlockedLoopError in the thread, as soon as it is outside of C code. Returns whether there is still a
-        thread to end."""
+        """Raise BlockedLoopError in the thread as soon as the thread leaves C code.
+
+        Returns whether the thread is still alive.
+        """
         with self._lock:
             if self._gone or not self._thread.is_alive():
                 return False
@@ -130,27 +138,27 @@ class _PlayingThread:
             return True
 
     def join(self, seconds: float) -> None:
-        """Wait for the thread's end, at most `seconds`."""
+        """Wait at most `seconds` for the end of the thread."""
         self._thread.join(seconds)
 
 
 class WatchedLoop:
-    """Runs coroutines in a thread of its own, and moves to another thread when one of them blocks it."""
+    """Runs coroutines in a separate thread, and moves to another thread if a coroutine blocks the thread."""
 
     def __init__(
         self, most_seconds: float, on_tick: Callable[[float], None], on_blocked: Callable[[Owner], None]
     ) -> None:
-        """Make the loop; its thread starts with the first use.
+        """Create the loop. The thread starts with the first use.
 
         Args:
-            most_seconds: how long an owner may block all others.
-            on_tick: called in the loop about every `TICK_SECONDS`, with the seconds that passed and that count.
-            on_blocked: called with the `OWNER` of the blocking code, from the watch's thread, after `loop` was
-                replaced. Nothing in the old loop continues.
+            most_seconds: time for which an owner may block other owners.
+            on_tick: called in the loop about every `TICK_SECONDS` with the elapsed seconds to charge.
+            on_blocked: called with the `OWNER` of the blocking code, from the thread of the watch, after `loop` was
+                replaced. The old loop does not continue.
         """
         self._most_seconds, self._on_tick, self._on_blocked = most_seconds, on_tick, on_blocked
         self._thread: _PlayingThread | None = None
-        self._given_up: list[_PlayingThread] = []
+        self._abandoned: list[_PlayingThread] = []
         self._closed = threading.Event()
         self._starts = threading.Lock()
 
@@ -165,32 +173,32 @@ class WatchedLoop:
 
     def _watch(self) -> None:
         seen: tuple[_PlayingThread | None, int, Owner | None] = (None, 0, None)
-        blocked_seconds, asked = 0.0, time.monotonic()
+        blocked_seconds, last_interrupt = 0.0, time.monotonic()
         while not self._closed.wait(TICK_SECONDS):
             thread = self._thread
             assert thread is not None
             owner = thread.owner
             now = (thread, thread.ticks, owner)
-            # Counted in checks of this thread, not by the clock: where the whole process stands still, no episode is
-            # charged for it.
+            # Time is counted in checks of this thread, not by the clock. If the whole process is suspended, no
+            # episode is charged.
             blocked_seconds = blocked_seconds + TICK_SECONDS if now == seen else 0.0
             seen = now
             if owner is not None and blocked_seconds > self._most_seconds:
                 self._replace(thread)
                 self._on_blocked(owner)
-            if time.monotonic() - asked >= _AGAIN_SECONDS:
-                asked = time.monotonic()
-                self._given_up = [old for old in self._given_up if old.interrupt()]
+            if time.monotonic() - last_interrupt >= _AGAIN_SECONDS:
+                last_interrupt = time.monotonic()
+                self._abandoned = [old for old in self._abandoned if old.interrupt()]
 
     def _replace(self, old: _PlayingThread) -> None:
         with self._starts:
             self._thread = _PlayingThread(self._on_tick)
-        self._given_up.append(old)
+        self._abandoned.append(old)
         old.give_up()
         old.interrupt()
 
     def close(self, farewell: Callable[[], Awaitable[None]]) -> None:
-        """Run a last coroutine in the loop, then end everything that is left there. A loop that does not react is
+        """Run a last coroutine in the loop, then end the remaining tasks of the loop. A loop that does not react is
         abandoned."""
         self._closed.set()
         thread = self._thread
@@ -199,10 +207,10 @@ class WatchedLoop:
         with suppress(TimeoutError, CancelledError):
             asyncio.run_coroutine_threadsafe(asyncio.sleep(0), thread.loop).result(_REACT_SECONDS)
             asyncio.run_coroutine_threadsafe(self._end(farewell), thread.loop).result(_CLOSE_SECONDS)
-        for old in (*self._given_up, thread):
+        for old in (*self._abandoned, thread):
             old.give_up()
         thread.join(_AGAIN_SECONDS)
-        for old in (*self._given_up, thread):
+        for old in (*self._abandoned, thread):
             old.interrupt()
 
     @staticmethod

@@ -1,4 +1,4 @@
-"""Tools for mathematics: functions that workers call with the keyword arguments that a model writes."""
+"""Mathematical tools: functions that workers call with keyword arguments of the model."""
 
 from __future__ import annotations
 
@@ -28,8 +28,10 @@ _NAMES = {"pi": math.pi, "e": math.e}
 
 
 def calculate(expression: str) -> str:
-    """The value of an arithmetic expression in Python's notation, with `^` for powers too. Raises ValueError for
-    anything else."""
+    """Return the value of an arithmetic expression in Python notation. `^` also denotes powers.
+
+    Raises ValueError for any other expression.
+    """
     return str(_value(ast.parse(expression.strip().replace("^", "**"), mode="eval").body))
 
 
@@ -49,7 +51,7 @@ def _value(node: ast.expr) -> complex:
 
 
 def python(code: str) -> str:
-    """Run a program: what it prints, then the value of its last line where that is an expression, or its error.
+    """Run a program and return its output, followed by the value of the last line if it is an expression, or the error.
 
     The caller, `tool_worker`, confines the process.
     """
@@ -65,6 +67,6 @@ def python(code: str) -> str:
                 print(repr(value))
         except (MemoryError, KeyboardInterrupt):
             raise
-        except (Exception, SystemExit):  # noqa: BLE001 - the model is told what its code raised
+        except (Exception, SystemExit):  # noqa: BLE001 - the model sees the exception of its code
             printed.write(traceback.format_exc(limit=-1))
     return printed.getvalue()

@@ -1,4 +1,4 @@
-"""Metrics of a step's episodes."""
+"""Metrics of the episodes of a step."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ LIMITS = {
     "limit_turn_tokens": (End.TURN_CUT,),
     "limit_tokens": (End.RESPONSE_LIMIT, End.POSITION_LIMIT),
 }
-"""Metrics of the limits that ended episodes, with the ends that each counts."""
+"""Metrics of the limits that ended episodes, with the counted ends of each metric."""
 _MEANS = {
     "episode/turns": ("turns", "played"),
     "episode/trajectories": ("trajectories", "played"),
@@ -27,14 +27,16 @@ _MEANS = {
     "turn/tokens": ("own_tokens", "turns"),
     "turn/reward": ("rewards", "turns"),
 }
-"""Metrics that are means, with the names of their sum and their count in `_count`. `played` counts episodes that did
-not fail; a failed episode has no turns."""
+"""Metrics that are means, with the names of their sum and their count in `_count`.
+
+`played` counts episodes that did not fail. A failed episode has no turns.
+"""
 
 
 def episode_metrics(episodes: Iterable[Episode], response_tokens: Iterable[int]) -> dict[str, float]:
-    """`episode/*`, `turn/*` and `tool/*` over the samples of all ranks; a collective of the world.
+    """Return `episode/*`, `turn/*` and `tool/*` over the samples of all ranks. A collective of the world.
 
-    `response_tokens`: all that follows the prompt of each sample.
+    `response_tokens`: number of tokens after the prompt of each sample.
     """
     sums, maxima = defaultdict[str, float](float), dict[str, float]()
     for episode, tokens in zip(episodes, response_tokens, strict=True):
@@ -76,7 +78,7 @@ def _count(episode: Episode, tokens: int, sums: defaultdict[str, float]) -> None
 
 
 def _means(sums: Mapping[str, float]) -> dict[str, float]:
-    """Metrics from the sums of all ranks. A mean without an episode, turn or call is absent."""
+    """Return metrics from the sums of all ranks. A mean without an episode, turn or call is absent."""
     sums = defaultdict(float, sums)
     pairs = dict(_MEANS)
     for name, ends in LIMITS.items():

@@ -1,4 +1,4 @@
-"""Makes the environment that the settings name, and what its episodes share."""
+"""Creates the environment of the settings and the shared state of its episodes."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _SETTING = "rollout.environment.name"
 
 
 def make_environment(settings: EnvironmentSettings) -> Environment:
-    """The environment that the settings name. Raises ValueError where it cannot be made or has no `run`."""
+    """Return the environment of the settings. Raises ValueError if the class cannot be created or has no `run`."""
     made = load(ENVIRONMENTS.get(settings.name, settings.name), _SETTING, inspect.isclass, "class")
     what, remedy = f"{_SETTING} '{settings.name}'", "change its parameters, or rollout.environment.arguments"
     check_call(made, (), settings.arguments, what=what, remedy=remedy)
@@ -34,13 +34,13 @@ def make_environment(settings: EnvironmentSettings) -> Environment:
 
 @dataclass(frozen=True)
 class EnvironmentContext:
-    """An environment with everything that its episodes share, except the engine."""
+    """An environment with the shared state of its episodes, except the engine."""
 
     environment: Environment
     shared: SharedEpisodeState
 
     def again(self) -> EnvironmentContext:
-        """A copy for another event loop, with tools and a gateway of its own."""
+        """Return a copy for another event loop, with separate tools and a separate gateway."""
         tools, gateway = self.shared.tools.again(), self.shared.gateway.again()
         return replace(self, shared=replace(self.shared, tools=tools, gateway=gateway))
 
@@ -52,13 +52,13 @@ def make_environment_context(
     stop_token_ids: tuple[int, ...],
     rows: TokenRows,
 ) -> EnvironmentContext:
-    """Everything that episodes of the run's environment need besides an engine. `rows`: the token ids that models can
-    read.
+    """Return the environment of the run and the shared state of its episodes.
 
-    Raises ValueError where the environment, its tools or the chat template cannot be used.
+    `rows`: token ids with embedding rows in the models. Raises ValueError if the environment, its tools or the chat
+    template cannot be used.
     """
     settings = config.rollout.episodes
-    assert settings is not None, "episodes are played where settings name an environment"
+    assert settings is not None, "validated: episodes need an environment in the settings"
     role, schemas = getattr(environment, "role", "user"), getattr(environment, "schemas", [])
     time = config.data.template_time
     chat = ChatTokens(tokenizer, stop_token_ids, schemas, time) if config.data.apply_chat_template else None

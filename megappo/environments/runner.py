@@ -1,8 +1,8 @@
-"""Plays the episodes of a rank, all at the same time, while the trainer waits for them or computes.
+"""Runs the episodes of a rank concurrently, while the trainer waits for them or computes.
 
-The engine decides how turns are requested: over a `RequestStream`, which answers each as soon as possible, or in
-rounds, one turn of every unfinished episode at a time. Rounds have the same requests whenever a run is repeated. No
-collective runs in the thread of the episodes: there, ranks would call them in different orders and hang.
+The engine determines how turns are requested. A `RequestStream` answers each turn as soon as possible. Rounds contain
+one turn of every unfinished episode, and have the same requests whenever a run is repeated. The thread of the
+episodes runs no collectives, because ranks would call them in different orders and hang.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from megappo.engines.protocol import (
 from megappo.environments.flying import FlyingEpisodes
 from megappo.environments.loop import Owner, WatchedLoop
 from megappo.environments.registry import EnvironmentContext
-from megappo.environments.table import EpisodeStart, House, Table
+from megappo.environments.table import EpisodePool, EpisodeStart, Table
 from megappo.errors import RunError
 from megappo.observe.progress import EPISODES, PROGRESS
 from megappo.runtime.interrupts import Stop
@@ -32,30 +32,32 @@ from megappo.types import Prompt
 
 
 class TooManyFailuresError(RunError):
-    """More than `rollout.environment.max_failure_fraction` of a step's episodes failed."""
+    """More than `rollout.environment.max_failure_fraction` of the episodes of a step failed."""
 
 
 @dataclass
 class PendingEpisodes:
-    """Handle of episodes that are being played."""
+    """Handle of running episodes."""
 
     table: Table
     stream: RequestStream
     params: SamplingParams
     completions: dict[int, Completion]
-    """Samples of episodes that are over, by number."""
+    """Samples of finished episodes by number."""
     count: int
 
 
 class EpisodeRunner:
-    """Answers prompts with episodes, in the place of an engine; every rank calls `generate` and `collect` at the same
-    time."""
+    """Answers prompts with episodes instead of engine responses.
+
+    Every rank must call `generate` and `collect` at the same time.
+    """
 
     def __init__(self, stage: EnvironmentContext, engine: Engine, stop: Stop) -> None:
         self._engine, self._stop, self._limits = engine, stop, stage.shared.limits
         self._tables: list[Table] = []
         loop = WatchedLoop(self._limits.max_seconds, self._count_seconds, self._begin_again)
-        self._house = House(stage, loop, engine, stop)
+        self._pool = EpisodePool(stage, loop, engine, stop)
 
     def generate(
         self,
@@ -64,9 +66,9 @@ class EpisodeRunner:
         params: SamplingParams,
         done: MutableMapping[int, Completion] | None = None,
     ) -> list[Completion]:
-        """See `Engine.generate`: one sample for each request; `max_new_tokens` limits all that follows its prompt.
+        """See `Engine.generate`. Returns one sample per request. `max_new_tokens` limits all tokens after the prompt.
 
-        Raises TooManyFailuresError on every rank where too many episodes failed over all of them.
+        Raises TooManyFailuresError on every rank if too many episodes of all ranks failed.
         """
         table = self._begin(prompts, requests, params, done if done is not None else {})
         try:
@@ -81,8 +83,8 @@ class EpisodeRunner:
     def submit(
         self, prompts: Sequence[Prompt], requests: Sequence[GenerateRequest], params: SamplingParams
     ) -> PendingEpisodes:
-        """Begin to play and return at once; `collect` takes the samples. Not a collective."""
-        assert isinstance(self._engine, ConversingAheadEngine), "rules refuse rollout.ahead with other engines"
+        """Start episodes and return immediately. `collect` returns the samples. Not a collective."""
+        assert isinstance(self._engine, ConversingAheadEngine), "validated: other engines do not support rollout.ahead"
         done = dict[int, Completion]()
         table = self._begin(prompts, requests, params, done)
         stream = self._engine.open_stream(table, params)
@@ -90,7 +92,7 @@ class EpisodeRunner:
         return PendingEpisodes(table, stream, params, done, len(requests))
 
     def collect(self, pending: PendingEpisodes, *, weights_changed: bool = False) -> list[Completion]:
-        """The samples, in order, as `AheadEngine.collect`. Raises as `generate` does."""
+        """Return the samples in order, like `AheadEngine.collect`. Raises like `generate`."""
         assert isinstance(self._engine, ConversingAheadEngine)
         try:
             self._engine.finish_stream(pending.table, pending.stream, pending.params, weights_changed=weights_changed)
@@ -99,9 +101,11 @@ class EpisodeRunner:
         return self._checked(pending.table, pending.count)
 
     def fly(self, params: SamplingParams) -> FlyingEpisodes:
-        """Make the episodes in flight of a run with `rollout.ahead` of 2 or more."""
-        assert isinstance(self._engine, InFlightConversingEngine), "rules refuse rollout.ahead with other engines"
-        self._tables.append(table := Table(self._house, params))
+        """Create the episodes in flight of a run with `rollout.ahead` of 2 or more."""
+        assert isinstance(self._engine, InFlightConversingEngine), (
+            "validated: other engines do not support rollout.ahead"
+        )
+        self._tables.append(table := Table(self._pool, params))
         return FlyingEpisodes(table, self._engine, params)
 
     def _begin(
@@ -111,7 +115,7 @@ class EpisodeRunner:
         params: SamplingParams,
         done: MutableMapping[int, Completion],
     ) -> Table:
-        table = Table(self._house, params, done)
+        table = Table(self._pool, params, done)
         self._tables.append(table)
         PROGRESS.expect(EPISODES, len(requests))
         numbered = enumerate(zip(prompts, requests, strict=True))
@@ -124,13 +128,15 @@ class EpisodeRunner:
 
     def _play_in_rounds(self, table: Table, params: SamplingParams) -> None:
         while True:
-            wanted = table.round()
-            facts = all_gather_objects((len(wanted), self._stop.asked))
-            if any(asked for _, asked in facts):
+            turn_requests = table.round()
+            facts = all_gather_objects((len(turn_requests), self._stop.asked))
+            if any(is_stopped for _, is_stopped in facts):
                 self._stop.check()
             if not any(count for count, _ in facts):
                 return
-            table.answer(dict(zip(wanted, self._engine.generate(list(wanted.values()), params), strict=True)))
+            table.answer(
+                dict(zip(turn_requests, self._engine.generate(list(turn_requests.values()), params), strict=True))
+            )
 
     def _checked(self, table: Table, count: int) -> list[Completion]:
         completions = [table.done[i] for i in range(count)]
@@ -138,8 +144,10 @@ class EpisodeRunner:
         return completions
 
     def check_failures(self, completions: Sequence[Completion], error: BaseException | None) -> None:
-        """Raise on every rank where any rank has an error, or too many episodes failed over all ranks; a collective.
-        Raises RunError and TooManyFailuresError."""
+        """Raise on every rank if any rank has an error, or if too many episodes of all ranks failed. A collective.
+
+        Raises RunError and TooManyFailuresError.
+        """
         failed = [c.episode for c in completions if c.episode is not None and c.episode.failure]
         first = f"{failed[0].failure}: {failed[0].reason}" if failed else ""
         facts = all_gather_objects((len(failed), len(completions), first, str(error or "")))
@@ -162,15 +170,15 @@ class EpisodeRunner:
             table.count_seconds(seconds)
 
     def _begin_again(self, blocking: Owner) -> None:
-        before, self._house.stage = self._house.stage, self._house.stage.again()
+        before, self._pool.stage = self._pool.stage, self._pool.stage.again()
         for table in list(self._tables):
             table.begin_again(blocking)
         before.shared.tools.close()
 
     def close(self) -> None:
-        """End tools, the gateway and the loop, with what hanging episodes have left in it."""
+        """Close the tools, the gateway and the loop, including the remains of hanging episodes."""
         for table in list(self._tables):
             self._leave(table)
-        shared = self._house.stage.shared
+        shared = self._pool.stage.shared
         shared.tools.close()
-        self._house.loop.close(shared.gateway.close)
+        self._pool.loop.close(shared.gateway.close)

@@ -1,7 +1,7 @@
-"""Programs that a model writes, run by a service over HTTP: SandboxFusion's protocol, `POST /run_code`.
+"""Execution of model programs by an HTTP service with SandboxFusion's protocol, `POST /run_code`.
 
-The service keeps programs off the trainer's machine, which the workers of `tool_pool` do not. Its answer is taken as
-the program's output. Failures of the service itself are retried until the call's time is up.
+The service does not run programs on the trainer's machine, unlike the workers of `tool_pool`. Its answer is used as
+the output of the program. Failures of the service are retried until the deadline of the call.
 """
 
 from __future__ import annotations
@@ -22,12 +22,13 @@ from megappo.observe.json_values import JSONValue
 from megappo.runtime.retrying import TRANSIENT, Tries, asked_pause
 
 _SERVICE_SECONDS = 5.0
-"""Seconds that the service has for itself, besides the time that a program may take."""
+"""Seconds for the service itself, in addition to the time limit of a program."""
 _LARGEST_ANSWER_BYTES = 16 * 10**6
 
 
 class SandboxError(Exception):
-    """The service did not run a program in time. The sample fails, as a model should not learn from that."""
+    """The service did not run a program in time. The sample fails, so that the model does not learn from the
+    failure."""
 
 
 class _RanProgram(BaseModel):
@@ -37,7 +38,7 @@ class _RanProgram(BaseModel):
 
 
 class _SandboxAnswer(BaseModel):
-    """The fields of SandboxFusion's RunCodeResponse that are used."""
+    """Used fields of SandboxFusion's RunCodeResponse."""
 
     status: Literal["Success", "Failed", "SandboxError"]
     message: str = ""
@@ -46,12 +47,11 @@ class _SandboxAnswer(BaseModel):
 
 
 class _TryAgainError(Exception):
-    """An answer of the service that may be different the next time, after at least the pause that the service asks
-    for."""
+    """An answer of the service that may differ on a retry, after at least the pause that the service requests."""
 
-    def __init__(self, problem: str, asked_seconds: float = 0.0) -> None:
+    def __init__(self, problem: str, min_pause_seconds: float = 0.0) -> None:
         super().__init__(problem)
-        self.asked_seconds = asked_seconds
+        self.min_pause_seconds = min_pause_seconds
 
 
 class Sandbox:
@@ -63,7 +63,7 @@ class Sandbox:
         self._places = asyncio.Semaphore(settings.sandbox.concurrent)
 
     async def run(self, code: str, language: str = "python") -> ToolResult:
-        """Run a program and return what it printed. Raises SandboxError where the service gives no answer in time."""
+        """Run a program and return its output. Raises SandboxError if the service does not answer in time."""
         async with self._places:
             start = time.monotonic()
             answer = await self._answer(code, language)
@@ -76,20 +76,23 @@ class Sandbox:
     async def _answer(self, code: str, language: str) -> _SandboxAnswer:
         tries = Tries(self._service.deadline_seconds, self._service.retries + 1)
         while True:
-            asked_seconds = 0.0
+            min_pause_seconds = 0.0
             try:
                 async with asyncio.timeout(max(0.0, tries.seconds_left)):
-                    return await self._ask(code, language)
+                    return await self._post(code, language)
             except TimeoutError:
                 problem = "it does not answer"
             except (_TryAgainError, aiohttp.ClientError, OSError) as error:
-                problem, asked_seconds = reason(error) or type(error).__name__, getattr(error, "asked_seconds", 0.0)
-            pause_seconds = tries.pause(asked_seconds)
+                problem, min_pause_seconds = (
+                    reason(error) or type(error).__name__,
+                    getattr(error, "min_pause_seconds", 0.0),
+                )
+            pause_seconds = tries.pause(min_pause_seconds)
             if pause_seconds is None:
                 raise SandboxError(f"{self._name} has run no program in {tries.count} attempts: {problem}")
             await asyncio.sleep(pause_seconds)
 
-    async def _ask(self, code: str, language: str) -> _SandboxAnswer:
+    async def _post(self, code: str, language: str) -> _SandboxAnswer:
         body: dict[str, JSONValue] = {
             "code": code,
             "language": language,
@@ -106,17 +109,19 @@ class Sandbox:
             if answer.status >= 500 or answer.status in TRANSIENT:
                 raise _TryAgainError(f"status {answer.status}", asked_pause(answer.headers))
             if answer.status != 200:
-                raise SandboxError(f"{self._name} answers with status {answer.status}; it should be SandboxFusion's")
-            told = await _read(answer)
+                raise SandboxError(
+                    f"{self._name} answers with status {answer.status}; the URL must belong to a SandboxFusion service"
+                )
+            content = await _read(answer)
         try:
-            found = _SandboxAnswer.model_validate(json.loads(told))
+            result = _SandboxAnswer.model_validate(json.loads(content))
         except (ValueError, RecursionError, ValidationError) as error:
-            raise _TryAgainError("what it answers is not SandboxFusion's") from error
-        if found.status == "SandboxError":
-            raise _TryAgainError(f"it reports an error of its own: {found.message[:100]}")
-        if found.run_result is None and found.compile_result is None:
+            raise _TryAgainError("the answer is not in SandboxFusion's format") from error
+        if result.status == "SandboxError":
+            raise _TryAgainError(f"it reports an internal error: {result.message[:100]}")
+        if result.run_result is None and result.compile_result is None:
             raise _TryAgainError("it answers without a result")
-        return found
+        return result
 
     def _result(self, answer: _SandboxAnswer, seconds: float) -> ToolResult:
         run = answer.run_result or answer.compile_result
@@ -127,10 +132,10 @@ class Sandbox:
 
 
 async def _read(answer: aiohttp.ClientResponse) -> bytes:
-    """The body of an answer. Raises _TryAgainError above `_LARGEST_ANSWER_BYTES`."""
-    told = b""
+    """Return the body of an answer. Raises _TryAgainError above `_LARGEST_ANSWER_BYTES`."""
+    content = b""
     async for piece in answer.content.iter_any():
-        told += piece
-        if len(told) > _LARGEST_ANSWER_BYTES:
+        content += piece
+        if len(content) > _LARGEST_ANSWER_BYTES:
             raise _TryAgainError(f"its answer is longer than {_LARGEST_ANSWER_BYTES} bytes")
-    return told
+    return content

@@ -1,4 +1,4 @@
-"""An episode as its environment drives it: turns of the model, what the environment says between them, and rewards."""
+"""An episode from the view of its environment: turns of the model, observations and rewards."""
 
 from __future__ import annotations
 
@@ -33,8 +33,10 @@ _REASON_CHARACTERS = 300
 
 
 def turn_seed(seed: int, turn: int) -> int:
-    """Seed of 63 bits for each turn of a sample; the first turn has the sample's own seed, as a response without an
-    environment has."""
+    """Return a 63-bit seed for each turn of a sample.
+
+    The first turn uses the seed of the sample, like a response without an environment.
+    """
     return derived_seed(seed, "turn", turn) if turn else seed
 
 
@@ -45,9 +47,9 @@ class SharedEpisodeState:
     limits: EnvironmentSettings
     tokenizer: PreTrainedTokenizerBase
     vocabulary: int
-    """Number of rows of the embeddings: smaller token ids are known to every model of the run."""
+    """Number of embedding rows. Every model of the run has rows for smaller token ids."""
     chat: ChatTokens | None
-    """Chat template of the run; None: what an environment says is plain text."""
+    """Chat template of the run. None if observations are plain text."""
     role: str
     tools: ToolPool
     gateway: Gateway
@@ -57,7 +59,7 @@ class SharedEpisodeState:
 
 
 class Session:
-    """One episode as its environment sees it: asks the model for turns, adds observations and rewards, calls tools."""
+    """Interface of one episode to its environment: requests turns, adds observations and rewards, and calls tools."""
 
     def __init__(
         self,
@@ -65,41 +67,42 @@ class Session:
         request: GenerateRequest,
         shared: SharedEpisodeState,
         params: SamplingParams,
-        ask: Callable[[GenerateRequest], Awaitable[Completion]],
+        request_turn: Callable[[GenerateRequest], Awaitable[Completion]],
     ) -> None:
         self.prompt = prompt
-        """The text that the episode begins with, its answer and metadata."""
+        """Initial text of the episode with its answer and metadata."""
         self.seed = request.seed
-        """Seed for what the environment draws at random."""
+        """Seed for random draws of the environment."""
         self.is_over = False
         self.waits = 0
-        """Number of answers of engine and tools that the episode waits for; time that passes meanwhile is not charged
-        to it."""
+        """Number of engine and tool answers that the episode waits for. Waiting time is not charged to the episode."""
         self._generates = False
         self.spent_seconds = 0.0
-        self._request, self._shared, self._params, self._ask = request, shared, params, ask
+        self._request, self._shared, self._params, self._request_turn = request, shared, params, request_turn
         self._current = self._sample = Trajectory(request.token_ids)
         self._trajectories: list[Trajectory] = []
-        """Trajectories in which the model has made a turn."""
+        """Trajectories with at least one turn of the model."""
         self._limit: Limit | Literal[""] = ""
         """Limit that the episode has reached since its last turn."""
-        self._heard: list[int] = []
-        """Tokens that the model will see with its next turn."""
+        self._observed_ids: list[int] = []
+        """Tokens to add before the next turn of the model."""
         self._messages: list[Message] = list(prompt.metadata.get(CHAT_MESSAGES) or [BEGINNING])
-        self._heard_messages: list[Message] = []
+        self._observed_messages: list[Message] = []
         self._uses: dict[str, ToolUse] = {}
 
     @property
     def turns(self) -> int:
-        """Turns of the model so far, in all trajectories."""
+        """Number of turns of the model so far, in all trajectories."""
         return sum(len(trajectory.turns) for trajectory in self._trajectories)
 
     async def generate(self, max_tokens: int | None = None) -> Reply:
-        """Generate the model's next turn, of at most `max_tokens`. Raises LimitReached where turns or tokens are used
-        up."""
+        """Generate the next turn of the model with at most `max_tokens` tokens.
+
+        Raises LimitReached if turns or tokens are used up.
+        """
         self._require_running()
         if self._generates:
-            raise NonsenseError("asked for two turns of the model at the same time")
+            raise NonsenseError("requested two turns of the model at the same time")
         self._generates = True
         try:
             return await self._next_turn(max_tokens)
@@ -110,66 +113,69 @@ class Session:
         limits, params, current = self._shared.limits, self._params, self._current
         if self.turns >= limits.max_turns:
             raise self._reached("turns")
-        heard = self._take_heard()
+        observed = self._take_observed()
         left = params.max_new_tokens - len(current.tokens)
         whole = self._shared.most_prompt_tokens + params.max_new_tokens
         positions = min(whole, self._request.most_in_all or whole) - len(current.seen)
-        room, limit = min(left, positions) - len(heard), cast(Limit, "tokens" if left <= positions else "positions")
+        room, limit = min(left, positions) - len(observed), cast(Limit, "tokens" if left <= positions else "positions")
         if room < 1:
             raise self._reached(limit)
-        current.hear(heard)
+        current.hear(observed)
         most = min(x for x in (room, limits.max_turn_tokens, max_tokens) if x is not None)
         end_if_cut = LIMIT_ENDS[limit] if most == room else End.TURN_CUT
         seed = turn_seed(self._request.seed, self.turns)
         with self._off_the_clock():
-            completion = await self._ask(GenerateRequest(current.seen, seed, self._request.prompt_id, most))
+            completion = await self._request_turn(GenerateRequest(current.seen, seed, self._request.prompt_id, most))
         self._require_running()
         return self._take_turn(completion, most, end_if_cut)
 
     def _reached(self, limit: Limit) -> LimitReached:
-        """Note a limit, which ends the episode unless the model makes another turn."""
+        """Record a limit, which ends the episode unless the model generates another turn."""
         self._limit = limit
         return LimitReached(limit)
 
     def observe(self, text: str, role: str | None = None) -> None:
-        """Say something to the model: a message of a role (default: the environment's), or plain text where prompts are
-        plain text."""
+        """Add an observation: a message of a role (default: role of the environment), or plain text without chat
+        template."""
         self._require_running()
         if not isinstance(text, str):
             raise NonsenseError(f"observed {show(text)}, must be a text")
         if self._shared.chat is None:
-            self._heard += self._readable(continuation_ids(self._shared.tokenizer, text))
+            self._observed_ids += self._readable(continuation_ids(self._shared.tokenizer, text))
         else:
-            self._heard_messages.append({"role": role or self._shared.role, "content": text})
+            self._observed_messages.append({"role": role or self._shared.role, "content": text})
 
     def observe_token_ids(self, token_ids: Sequence[int]) -> None:
-        """Put tokens into the sequence as they are, with no chat template around them."""
+        """Append tokens to the sequence without a chat template."""
         self._require_running()
         wrong = [t for t in token_ids if not isinstance(t, int) or not 0 <= t < self._shared.vocabulary]
         if wrong:
-            raise NonsenseError(f"observed {show(wrong[0])}, which is none of {self._shared.vocabulary} tokens")
-        self._heard += token_ids
+            raise NonsenseError(f"observed {show(wrong[0])}, must be one of {self._shared.vocabulary} tokens")
+        self._observed_ids += token_ids
 
     def _readable(self, token_ids: Sequence[int]) -> list[int]:
-        """The tokens, which the model is to read. Raises NonsenseError for a token that the model has no row for."""
+        """Return the tokens. Raises NonsenseError if the model has no embedding row for a token."""
         missing = without_row(token_ids, self._shared.vocabulary)
         if missing is not None:
             raise NonsenseError(
                 f"the model would see token {missing}, for which it has no row (its vocab_size is "
-                f"{self._shared.vocabulary}); change what is said to it, or use the tokenizer that it was trained with"
+                f"{self._shared.vocabulary}); change the observation, or use the tokenizer of the model"
             )
         return list(token_ids)
 
     def reward(self, value: float) -> None:
-        """Reward the model's last turn; rewards of a turn add up."""
+        """Reward the last turn of the model. Rewards of a turn are added."""
         self._require_running()
         if not self.turns:
-            raise NonsenseError("rewarded an episode in which the model has said nothing")
+            raise NonsenseError("rewarded an episode before the first turn of the model")
         self._sample.reward(_number(value))
 
     async def use(self, tool: str, **arguments: Any) -> str:
-        """Call a tool of the environment's `tools` in a worker process and return its text; where it raises, hangs or
-        exceeds a limit, a text that says so. Raises LimitReached where the calls are used up."""
+        """Call one of the environment's `tools` in a worker process and return its text.
+
+        If the call raises, hangs or exceeds a limit, the text describes the failure. Raises LimitReached if the calls
+        are used up.
+        """
         self.count_call(tool)
         with self._off_the_clock():
             result = await self._shared.tools.call(tool, arguments)
@@ -179,8 +185,8 @@ class Session:
 
     @asynccontextmanager
     async def using(self, tool: str) -> AsyncIterator[None]:
-        """Context that counts a call of the environment's own tool: its time, and whether it raises. Raises
-        LimitReached as `use`."""
+        """Context that counts a call of a custom tool, its duration, and its failure. Raises LimitReached like
+        `use`."""
         self.count_call(tool)
         start, failed = time.monotonic(), True
         try:
@@ -190,10 +196,10 @@ class Session:
             self._note_use(tool, failed=failed, seconds=time.monotonic() - start)
 
     def serve(self, format: str = "qwen") -> AbstractAsyncContextManager[AgentEndpoint]:
-        """Context in which an agent that speaks HTTP can reach the model, at the returned address with the returned
-        key. `format`: how the model writes calls of tools, `qwen` or `llama3`.
+        """Context in which an HTTP agent can reach the model, at the returned address with the returned key.
 
-        The context raises LimitReached where the agent fails because of a limit of the episode.
+        `format`: format of tool calls, `qwen` or `llama3`. The context raises LimitReached if the agent fails because
+        of a limit of the episode.
         """
         self._require_running()
         return self._shared.gateway.serve(Recorder(self, call_format(format, "the format of calls")))
@@ -201,38 +207,40 @@ class Session:
     # For the gateway
 
     def chat_tokens(self, schemas: Sequence[JSONValue]) -> ChatTokens:
-        """The chat template for a conversation with these tools."""
+        """Return the chat template for a conversation with these tools."""
         shared = self._shared
         return ChatTokens(shared.tokenizer, self._params.stop_token_ids, schemas, shared.template_time)
 
     def begin(self, prompt_ids: Sequence[int]) -> Trajectory:
-        """Begin a trajectory: the next turn answers this prompt. Raises NonsenseError for tokens that the model has no
-        row for."""
-        self._current, self._heard = Trajectory(self._readable(prompt_ids)), []
+        """Start a trajectory whose next turn answers this prompt.
+
+        Raises NonsenseError if the model has no embedding row for a token.
+        """
+        self._current, self._observed_ids = Trajectory(self._readable(prompt_ids)), []
         return self._current
 
-    def go_on(self, trajectory: Trajectory, heard: Sequence[int]) -> None:
-        """Continue a trajectory: the next turn follows its tokens and these. Raises as `begin`."""
-        self._current, self._heard = trajectory, self._readable(heard)
+    def go_on(self, trajectory: Trajectory, observed: Sequence[int]) -> None:
+        """Continue a trajectory. The next turn follows the tokens of the trajectory and `observed`. Raises like
+        `begin`."""
+        self._current, self._observed_ids = trajectory, self._readable(observed)
 
     @property
     def next_prompt_tokens(self) -> int:
-        """Number of tokens that the next turn follows."""
-        return len(self._current.seen) + len(self._heard)
+        """Number of tokens before the next turn."""
+        return len(self._current.seen) + len(self._observed_ids)
 
     def count_call(self, tool: str) -> None:
-        """Count a call of a tool. Raises LimitReached where the calls are used up."""
+        """Count a call of a tool. Raises LimitReached if the calls are used up."""
         self._require_running()
         if sum(use.calls for use in self._uses.values()) >= self._shared.limits.max_calls:
             raise self._reached("calls")
         use = self._uses.get(tool, ToolUse())
         self._uses[tool] = replace(use, calls=use.calls + 1)
 
-    # For who plays the episode
+    # For the runner of the episode
 
     def finish(self, value: object) -> None:
-        """End the episode with what the environment returned. Raises NonsenseError where that is no end of an
-        episode."""
+        """End the episode with the result of the environment. Raises NonsenseError if the result is invalid."""
         if not self.turns:
             raise NonsenseError("ended without a turn of the model")
         if value is not None:
@@ -246,12 +254,14 @@ class Session:
         limit: Limit | Literal[""],
         version: int,
     ) -> Completion:
-        """Close the episode and return its sample; nothing of a failed one is trained on. `version`: the engine's
-        weights."""
+        """Close the episode and return its sample. Failed episodes are excluded from training.
+
+        `version`: version of the engine weights.
+        """
         self.is_over = True
         sample, limit = self._sample, limit or self._limit
         sample.drop_unanswered()
-        if not sample.tokens:  # a sample has a token after its prompt
+        if not sample.tokens:  # a sample needs a token after its prompt
             sample.hear([next(iter(self._params.stop_token_ids), 0)])
         others = [trajectory for trajectory in self._trajectories if trajectory is not sample]
         episode = Episode(
@@ -282,8 +292,8 @@ class Session:
     def _take_turn(self, completion: Completion, most: int, end_if_cut: End) -> Reply:
         if len(completion.token_ids) > most:
             raise RunError(
-                f"the engine gave {len(completion.token_ids)} tokens where a request wanted {most} at most; have it "
-                "heed GenerateRequest.max_new_tokens, or play no environment with it"
+                f"the engine returned {len(completion.token_ids)} tokens for a request of at most {most} tokens; "
+                "the engine must obey GenerateRequest.max_new_tokens, or cannot run environments"
             )
         check_answers([completion], self._shared.vocabulary)
         self._sample = self._current
@@ -302,20 +312,22 @@ class Session:
             completion.weight_version,
         )
 
-    def _take_heard(self) -> list[int]:
-        """Take the tokens that the model sees before its next turn."""
-        if self._heard_messages:
+    def _take_observed(self) -> list[int]:
+        """Take the tokens before the next turn of the model."""
+        if self._observed_messages:
             assert self._shared.chat is not None
-            if self._heard:
+            if self._observed_ids:
                 raise NonsenseError("observed tokens and messages between the same two turns; observe either of them")
             if not self._current.turns:
                 raise NonsenseError("observed a message before the model's first turn; write it into the prompt")
-            heard, self._heard_messages = self._heard_messages, []
-            ids = self._shared.chat.between(self._messages, heard, closed=self._shared.chat.ends(self._current.tokens))
-            self._messages += heard
+            observed, self._observed_messages = self._observed_messages, []
+            ids = self._shared.chat.between(
+                self._messages, observed, closed=self._shared.chat.ends(self._current.tokens)
+            )
+            self._messages += observed
             return self._readable(ids)
-        heard_ids, self._heard = self._heard, []
-        return heard_ids
+        observed_ids, self._observed_ids = self._observed_ids, []
+        return observed_ids
 
     def _note_use(self, tool: str, *, failed: bool, seconds: float) -> None:
         use = self._uses[tool]
@@ -331,7 +343,7 @@ class Session:
 
 
 def _number(value: object) -> float:
-    """The value as a reward. Raises NonsenseError where it is no finite number of at most 1e9."""
+    """Return the value as a reward. Raises NonsenseError unless the value is a finite number of at most 1e9."""
     if isinstance(value, str | bytes) or not hasattr(value, "__float__"):
         raise NonsenseError(f"gave the reward {show(value)}, must be a number")
     number = float(value)

@@ -1,6 +1,7 @@
-"""System calls that confined processes may not make, or only on themselves: names, and numbers on x86-64 and aarch64.
+"""System calls that confined processes may not make, or may apply only to themselves.
 
-The numbers are those of Linux's asm/unistd_64.h and asm-generic/unistd.h; None: the machine has no such call.
+Each name has the numbers on x86-64 and aarch64 from Linux's asm/unistd_64.h and asm-generic/unistd.h. None: the
+machine does not have the call.
 """
 
 from __future__ import annotations
@@ -12,8 +13,10 @@ PRETENDED: SystemCalls = {
     "lchown": (94, None), "fchown": (93, 55), "fchownat": (260, 54), "utime": (132, None), "utimes": (235, None),
     "futimesat": (261, None), "utimensat": (280, 88),
 }  # fmt: skip
-"""Calls that change metadata of files without opening them, which Landlock does not cover. They do nothing here and
-report success."""
+"""Calls that change metadata of files without opening them. Landlock does not restrict these calls.
+
+In confined processes they do nothing and report success.
+"""
 REFUSED: SystemCalls = {
     "setxattr": (188, 5), "lsetxattr": (189, 6), "fsetxattr": (190, 7), "setxattrat": (463, 463),
     "removexattr": (197, 14), "lremovexattr": (198, 15), "fremovexattr": (199, 16), "removexattrat": (466, 466),
@@ -26,17 +29,21 @@ REFUSED: SystemCalls = {
     "bpf": (321, 280), "perf_event_open": (298, 241), "userfaultfd": (323, 282), "io_uring_setup": (425, 425),
     "unshare": (272, 97), "setns": (308, 268), "socket": (41, 198),
 }  # fmt: skip
-"""Calls that fail with EPERM: on attributes of files, on memory and priorities of other processes, on shared memory,
-queues and keys, on tracing, BPF and io_uring, on namespaces and network sockets; for pairs see `SOCKET_PAIR`."""
+"""Calls that fail with EPERM.
+
+They change attributes of files, access memory or priorities of other processes, use shared memory, queues or keys, or
+trace processes. They also use BPF, io_uring, namespaces or network sockets. For socket pairs see `SOCKET_PAIR`.
+"""
 OF_ITSELF: SystemCalls = {
     "prlimit64": (302, 261), "sched_setaffinity": (203, 122), "sched_setparam": (142, 118),
     "sched_setscheduler": (144, 119), "sched_setattr": (314, 274),
 }  # fmt: skip
-"""Calls on limits and scheduling whose first argument names a process: allowed for 0, the caller, alone."""
+"""Calls on limits and scheduling whose first argument is a process. Only 0, the calling process, is allowed."""
 SOCKET_PAIR: SystemCalls = {"socketpair": (53, 199)}
 SIGNAL_ITSELF: SystemCalls = {"kill": (62, 129), "tgkill": (234, 131)}
-"""Calls that send a signal: allowed to the process itself alone where Landlock restricts none (before ABI 6)."""
+"""Calls that send a signal. If Landlock does not restrict signals (before ABI 6), only signals to the process itself
+are allowed."""
 SIGNAL_OTHERS: SystemCalls = {
     "tkill": (200, 130), "rt_sigqueueinfo": (129, 138), "rt_tgsigqueueinfo": (297, 240), "pidfd_send_signal": (424, 424)
 }  # fmt: skip
-"""Other calls that send a signal, refused there."""
+"""Other calls that send a signal. They are refused before ABI 6."""

@@ -1,7 +1,7 @@
-"""The episodes that a rank plays at the same time: what each of them waits for, and how it ended.
+"""Concurrent episodes of a rank: the answers that they wait for, and their results.
 
-Episodes run in the thread of `WatchedLoop`, answers come from the threads of an engine, and the trainer waits in its
-own. One lock guards all that they share; blocking calls are made outside of it.
+Episodes run in the thread of `WatchedLoop`. Answers come from the threads of an engine. The trainer waits in its own
+thread. One lock guards all shared state. Blocking calls are made outside the lock.
 """
 
 from __future__ import annotations
@@ -37,12 +37,12 @@ class EpisodeStart(NamedTuple):
     number: int
     prompt: Prompt
     request: GenerateRequest
-    """Request with the prompt's tokens and the seed of the sample."""
+    """Request with the tokens of the prompt and the seed of the sample."""
 
 
 @dataclass
-class House:
-    """What the tables of a run share; read from any thread."""
+class EpisodePool:
+    """State that the tables of a run share. Read from any thread."""
 
     stage: EnvironmentContext
     """Replaced when the loop moves to another thread."""
@@ -52,62 +52,65 @@ class House:
 
 
 @dataclass(eq=False)
-class Playing(Owner):
-    """State of an episode that is being played."""
+class RunningEpisode(Owner):
+    """State of a running episode."""
 
     began: EpisodeStart
     session: Session
     task: asyncio.Task[None] | None = None
-    wanted: GenerateRequest | None = None
+    awaited: GenerateRequest | None = None
     """Request for the turn that the episode waits for."""
     answer: asyncio.Future[Completion] | None = None
     sent: bool = False
-    """Whether the request was sent and its answer is outstanding."""
-    heard: list[tuple[GenerateRequest, Completion]] = field(default_factory=list)
-    """Turns that the episode has had."""
+    """True if the request was sent and its answer is outstanding."""
+    past_turns: list[tuple[GenerateRequest, Completion]] = field(default_factory=list)
+    """Past turns of the episode."""
     again: deque[tuple[GenerateRequest, Completion]] = field(default_factory=deque)
-    """Turns from before the episode was restarted, which answer its requests as long as these are the same."""
-    owed: GenerateRequest | None = None
-    """Request whose answer is outstanding though the environment does not wait for it, until it is asked again."""
+    """Turns from before a restart of the episode. They answer its requests while the requests are identical."""
+    abandoned: GenerateRequest | None = None
+    """Request with an outstanding answer that the environment no longer waits for. The environment may repeat the
+    request."""
     partial: tuple[GenerateRequest, Completion] | None = None
-    """Turn that was broken off, with the tokens that were made."""
+    """Interrupted turn with its generated tokens."""
 
 
 class Table:
-    """Episodes that are played with one engine; a `TurnDriver`."""
+    """Episodes that run with one engine. Implements `TurnDriver`."""
 
     def __init__(
-        self, house: House, params: SamplingParams, done: MutableMapping[int, Completion] | None = None
+        self, pool: EpisodePool, params: SamplingParams, done: MutableMapping[int, Completion] | None = None
     ) -> None:
-        """`done`: samples of episodes that are over, by number."""
+        """`done`: samples of finished episodes by number."""
         self.done = done if done is not None else {}
-        self.playing: dict[int, Playing] = {}
+        self.playing: dict[int, RunningEpisode] = {}
         self.error: BaseException | None = None
-        """Error that ends the run and is no episode's fault."""
-        self._house, self._params = house, params
+        """Error that ends the run and was not caused by an episode."""
+        self._pool, self._params = pool, params
         self._stream: RequestStream | None = None
         self._thinking = 0
-        """Number of episodes that wait for no answer of the engine."""
+        """Number of episodes that do not wait for an answer of the engine."""
         self._lock = threading.RLock()
         self._news = threading.Condition(self._lock)
 
     def begin(self, episodes: Iterable[EpisodeStart]) -> None:
-        """Begin episodes."""
+        """Start episodes."""
         with self._lock:
             for episode in episodes:
                 self._begin(episode)
 
-    def _begin(self, wanted: EpisodeStart) -> Playing:
-        shared, number = self._house.stage.shared, wanted.number
-        session = Session(wanted.prompt, wanted.request, shared, self._params, lambda request: self._ask(new, request))
-        new = self.playing[number] = Playing(wanted, session)
+    def _begin(self, start: EpisodeStart) -> RunningEpisode:
+        shared, number = self._pool.stage.shared, start.number
+        session = Session(
+            start.prompt, start.request, shared, self._params, lambda request: self._request_turn(new, request)
+        )
+        new = self.playing[number] = RunningEpisode(start, session)
         self._thinking += 1
-        self._house.loop.loop.call_soon_threadsafe(self._start, new)
+        self._pool.loop.loop.call_soon_threadsafe(self._start, new)
         return new
 
     # In the thread of the loop
 
-    def _start(self, playing: Playing) -> None:
+    def _start(self, playing: RunningEpisode) -> None:
         if self.playing.get(playing.began.number) is not playing:
             return
         token = OWNER.set(playing)
@@ -116,66 +119,66 @@ class Table:
         finally:
             OWNER.reset(token)
 
-    async def _ask(self, playing: Playing, request: GenerateRequest) -> Completion:
+    async def _request_turn(self, playing: RunningEpisode, request: GenerateRequest) -> Completion:
         with self._lock:
             if self.playing.get(playing.began.number) is not playing:
                 raise asyncio.CancelledError
             if playing.again:
                 before, completion = playing.again.popleft()
                 if before == request:
-                    playing.heard.append((request, completion))
+                    playing.past_turns.append((request, completion))
                     return completion
                 playing.again.clear()
-            playing.wanted, playing.answer = request, asyncio.get_running_loop().create_future()
+            playing.awaited, playing.answer = request, asyncio.get_running_loop().create_future()
             if playing.partial is not None and playing.partial[0] != request:
                 playing.partial = None
-            if playing.owed == request:
-                playing.owed, playing.sent = None, True
-            elif playing.owed is None:
+            if playing.abandoned == request:
+                playing.abandoned, playing.sent = None, True
+            elif playing.abandoned is None:
                 self._send(playing)
             self._thinking -= 1
-            self._tell()
+            self._notify()
         try:
             return await playing.answer
         except asyncio.CancelledError:
             self._let_go(playing, request)
             raise
 
-    def _let_go(self, playing: Playing, request: GenerateRequest) -> None:
-        """Note that the environment no longer waits for this turn; it may ask for it again."""
+    def _let_go(self, playing: RunningEpisode, request: GenerateRequest) -> None:
+        """Record that the environment no longer waits for this turn. The environment may request the turn again."""
         with self._lock:
-            if self.playing.get(playing.began.number) is playing and playing.wanted is request:
-                playing.owed = request if playing.sent else playing.owed
-                playing.wanted, playing.sent = None, False
+            if self.playing.get(playing.began.number) is playing and playing.awaited is request:
+                playing.abandoned = request if playing.sent else playing.abandoned
+                playing.awaited, playing.sent = None, False
                 self._thinking += 1
 
-    async def _play(self, playing: Playing) -> None:
+    async def _play(self, playing: RunningEpisode) -> None:
         failure: Failure = ""
         limit: Limit | Literal[""] = ""
-        told = ""
+        cause = ""
         session = playing.session
         try:
-            session.finish(await self._house.stage.environment.run(session))
+            session.finish(await self._pool.stage.environment.run(session))
         except LimitReached as reached:
             limit = reached.limit
             if not session.turns:
-                failure, told = "nonsense", f"reached its limit of {reached.unit} before the model's first turn"
+                failure, cause = "nonsense", f"reached its limit of {reached.unit} before the model's first turn"
         except RunError as error:
             self.error = error
         except NonsenseError as error:
             line = raised_at(error)
-            failure, told = "nonsense", f"{error} ({line})" if line else str(error)
+            failure, cause = "nonsense", f"{error} ({line})" if line else str(error)
         except asyncio.CancelledError:
-            failure, told = "hung", self._too_long
+            failure, cause = "hung", self._too_long
         except BlockedLoopError:
             raise
-        except (Exception, SystemExit) as error:  # noqa: BLE001 - what an environment raises is a failed sample
-            failure, told = "raised", failure_words(error)
-        self._end(playing, failure, told, limit)
+        except (Exception, SystemExit) as error:  # noqa: BLE001 - fails only the sample of the environment
+            failure, cause = "raised", failure_words(error)
+        self._end(playing, failure, cause, limit)
 
     def count_seconds(self, seconds: float) -> None:
-        """Charge `seconds` to every episode that does not wait for engine or tools, and end those that take too
-        long."""
+        """Charge `seconds` to every episode that does not wait for engine or tools. End episodes over the time
+        limit."""
         with self._lock:
             for playing in list(self.playing.values()):
                 session = playing.session
@@ -189,36 +192,36 @@ class Table:
 
     @property
     def _most_seconds(self) -> float:
-        return self._house.stage.shared.limits.max_seconds
+        return self._pool.stage.shared.limits.max_seconds
 
     @property
     def _too_long(self) -> str:
         return f"took more than {self._most_seconds:g} seconds"
 
-    def _end(self, playing: Playing, failure: Failure, told: str, limit: Limit | Literal[""] = "") -> None:
-        """Record how an episode ended, the first time it does."""
+    def _end(self, playing: RunningEpisode, failure: Failure, cause: str, limit: Limit | Literal[""] = "") -> None:
+        """Record the end of an episode once."""
         with self._lock:
             if self.playing.get(playing.began.number) is not playing:
                 return
             del self.playing[playing.began.number]
-            self._thinking -= playing.wanted is None
+            self._thinking -= playing.awaited is None
             self.done[playing.began.number] = playing.session.completion(
-                failure=failure, reason=told, limit=limit, version=self._house.engine.version
+                failure=failure, reason=cause, limit=limit, version=self._pool.engine.version
             )
             PROGRESS.add(EPISODES, 1)
-            self._tell(always=True)
+            self._notify(always=True)
 
-    def _send(self, playing: Playing) -> None:
-        wanted = playing.wanted
-        if self._stream is None or self._stream.is_over or wanted is None:
+    def _send(self, playing: RunningEpisode) -> None:
+        request = playing.awaited
+        if self._stream is None or self._stream.is_over or request is None:
             return
         if playing.partial is not None:
-            most, least = wanted.most_tokens(self._params), wanted.least_tokens(self._params)
-            wanted = continued(wanted, playing.partial[1], most, least)
-        self._stream.send(playing.began.number, wanted)
+            most, least = request.most_tokens(self._params), request.least_tokens(self._params)
+            request = continued(request, playing.partial[1], most, least)
+        self._stream.send(playing.began.number, request)
         playing.sent = True
 
-    def _tell(self, *, always: bool = False) -> None:
+    def _notify(self, *, always: bool = False) -> None:
         if always or not self._thinking:
             self._news.notify_all()
 
@@ -226,73 +229,73 @@ class Table:
         """See `TurnDriver.answered`."""
         self.answer({number: completion})
 
-    def answer(self, found: Mapping[int, Completion]) -> None:
-        """Deliver answers, all of them before any of these episodes continues."""
+    def answer(self, completions: Mapping[int, Completion]) -> None:
+        """Deliver all answers before any of these episodes continues."""
         with self._lock:
-            asked: dict[asyncio.AbstractEventLoop, list[tuple[asyncio.Future[Completion], Completion]]] = {}
-            for number, completion in found.items():
-                playing = self.playing.get(number)  # an episode that hung may be gone
-                request = None if playing is None else playing.owed or playing.wanted
+            by_loop: dict[asyncio.AbstractEventLoop, list[tuple[asyncio.Future[Completion], Completion]]] = {}
+            for number, completion in completions.items():
+                playing = self.playing.get(number)  # a hanging episode may have ended
+                request = None if playing is None else playing.abandoned or playing.awaited
                 if playing is None or request is None:
                     continue
                 whole = self._whole(playing, request, completion)
-                if playing.owed is not None:
-                    self._answer_owed(playing, request, whole)
+                if playing.abandoned is not None:
+                    self._store_abandoned(playing, request, whole)
                 elif whole is None:
                     playing.sent = False
                 elif playing.answer is not None:
-                    playing.heard.append((request, whole))
-                    playing.wanted, playing.sent = None, False
+                    playing.past_turns.append((request, whole))
+                    playing.awaited, playing.sent = None, False
                     self._thinking += 1
-                    asked.setdefault(playing.answer.get_loop(), []).append((playing.answer, whole))
-            for loop, answers in asked.items():
+                    by_loop.setdefault(playing.answer.get_loop(), []).append((playing.answer, whole))
+            for loop, answers in by_loop.items():
                 loop.call_soon_threadsafe(_hand_out, answers)
 
-    def _whole(self, playing: Playing, request: GenerateRequest, news: Completion) -> Completion | None:
-        """A turn with the tokens from before it was broken off; None where it was broken off again."""
+    def _whole(self, playing: RunningEpisode, request: GenerateRequest, news: Completion) -> Completion | None:
+        """Return a turn with the tokens from before its interruption, or None if the turn was interrupted again."""
         before = None if playing.partial is None else playing.partial[1]
         if news.broken_off and not news.token_ids:
             return None
-        found = stopped(joined(before, news), self._params)
-        found = ended(found, self._params.stop_token_ids, request.most_tokens(self._params))
-        # A turn with a token that the model has no row for is not continued: the session refuses it.
-        goes_on = found.broken_off and without_row(found.token_ids, self._house.stage.shared.vocabulary) is None
-        playing.partial = (request, found) if goes_on else None
-        return None if goes_on else found
+        turn = stopped(joined(before, news), self._params)
+        turn = ended(turn, self._params.stop_token_ids, request.most_tokens(self._params))
+        # A turn with a token that has no embedding row is not continued. The session refuses such a turn.
+        goes_on = turn.broken_off and without_row(turn.token_ids, self._pool.stage.shared.vocabulary) is None
+        playing.partial = (request, turn) if goes_on else None
+        return None if goes_on else turn
 
-    def _answer_owed(self, playing: Playing, request: GenerateRequest, whole: Completion | None) -> None:
-        playing.owed = None
-        if playing.wanted is not None:  # the environment asked for something else, so that this answer is not needed
+    def _store_abandoned(self, playing: RunningEpisode, request: GenerateRequest, whole: Completion | None) -> None:
+        playing.abandoned = None
+        if playing.awaited is not None:  # the environment requested another turn, so this answer is not needed
             playing.partial = None
             self._send(playing)
         elif whole is not None:
             playing.again.append((request, whole))
 
     def begin_again(self, blocking: Owner) -> None:
-        """Restart all episodes in another loop, with the turns that they had, except the one that blocks the old loop,
-        which counts as hung."""
+        """Restart all episodes in another loop with their past turns. The episode that blocks the old loop counts as
+        hung."""
         with self._lock:
             for old in list(self.playing.values()):
                 if old is blocking:
                     self._end(old, "hung", self._too_long)
                     continue
                 old.session.is_over = True
-                self._thinking -= old.wanted is None
+                self._thinking -= old.awaited is None
                 new = self._begin(old.began)
-                new.again = deque([*old.heard, *old.again])
-                new.owed = old.wanted if old.sent else old.owed
+                new.again = deque([*old.past_turns, *old.again])
+                new.abandoned = old.awaited if old.sent else old.abandoned
                 new.partial = old.partial
-            self._tell(always=True)
+            self._notify(always=True)
 
     # In the thread of the trainer
 
     def use(self, stream: RequestStream) -> None:
-        """Send waiting requests, and later ones, over this stream. Earlier streams owe nothing any more."""
+        """Send waiting and later requests over this stream. Outstanding answers of earlier streams are discarded."""
         with self._lock:
             if self._stream is not stream:
                 self._stream = stream
                 for playing in self.playing.values():
-                    playing.sent, playing.owed = False, None
+                    playing.sent, playing.abandoned = False, None
                     self._send(playing)
 
     def drive(self, stream: RequestStream) -> int:
@@ -305,52 +308,52 @@ class Table:
         return len(self.playing)
 
     def round(self) -> dict[int, GenerateRequest]:
-        """Wait until each episode waits for the engine or is over; returns the requests by number."""
+        """Wait until each episode waits for the engine or has ended, and return the requests by number."""
         self._wait(lambda: not self._thinking)
         with self._lock:
-            waiting = {number: p for number, p in sorted(self.playing.items()) if p.wanted is not None}
+            waiting = {number: p for number, p in sorted(self.playing.items()) if p.awaited is not None}
             for playing in waiting.values():
                 playing.sent = True
-            return {number: p.wanted for number, p in waiting.items() if p.wanted is not None}
+            return {number: p.awaited for number, p in waiting.items() if p.awaited is not None}
 
-    def _wait(self, holds: Callable[[], bool]) -> None:
+    def _wait(self, condition: Callable[[], bool]) -> None:
         with self._news:
-            while not holds() and not self._house.stop.asked:
+            while not condition() and not self._pool.stop.asked:
                 self._news.wait(TICK_SECONDS)
 
     def leave(self) -> None:
-        """Drop all episodes that are left."""
+        """Drop all remaining episodes."""
         with self._lock:
             self.give_up([*self.playing])
             self._stream = None
 
-    # Of episodes that are in flight
+    # For episodes in flight
 
     def begun(self) -> int:
-        """Number of episodes under way in which the model has made tokens."""
+        """Return the number of running episodes in which the model has generated tokens."""
         with self._lock:
-            return sum(bool(p.heard or p.again or p.partial) for p in self.playing.values())
+            return sum(bool(p.past_turns or p.again or p.partial) for p in self.playing.values())
 
     def halt(self) -> None:
-        """Send nothing until there is a stream again."""
+        """Send nothing until there is a new stream."""
         with self._lock:
             self._stream = None
 
     def resume(self) -> None:
-        """Send requests again that were broken off, where there is a stream."""
+        """Send interrupted requests again if there is a stream."""
         with self._lock:
             for playing in self.playing.values():
-                if not playing.sent and playing.owed is None:
+                if not playing.sent and playing.abandoned is None:
                     self._send(playing)
 
     def take_done(self, wait_seconds: float) -> dict[int, Completion]:
-        """Samples of episodes that are over and were not taken yet; waits at most `wait_seconds` for the first."""
+        """Take the samples of finished episodes. Waits at most `wait_seconds` for the first sample."""
         with self._news:
             if not self.done:
                 self._news.wait(wait_seconds)
-            found = dict(self.done)
+            samples = dict(self.done)
             self.done.clear()
-            return found
+            return samples
 
     def give_up(self, numbers: Iterable[int]) -> None:
         """Drop these episodes."""
@@ -358,10 +361,10 @@ class Table:
             for number in numbers:
                 self.done.pop(number, None)
                 if (playing := self.playing.pop(number, None)) is not None:
-                    self._thinking -= playing.wanted is None
+                    self._thinking -= playing.awaited is None
                     playing.session.is_over = True
                     if playing.task is not None:
-                        with suppress(RuntimeError):  # its loop was given up and has ended
+                        with suppress(RuntimeError):  # the loop was abandoned and has ended
                             playing.task.get_loop().call_soon_threadsafe(playing.task.cancel)
 
 

@@ -14,16 +14,18 @@ _FUNCTIONS = {
     "calculator": "megappo.environments.mathematics:calculate",
     "python": "megappo.environments.mathematics:python",
 }
-_WORDS = {
+_DESCRIPTIONS = {
     "calculator": ("The value of an arithmetic expression.", "such as (3 + 4) * 2 ** 5 or sqrt(2)"),
     "python": ("Runs a Python program and gives what it prints.", "the program"),
 }
 
 
 class ToolCalling:
-    """Runs the calls of each reply and shows the model their results; a reply without calls ends the episode. It
-    gives no reward itself: `reward.function` scores the last reply. `python`, which runs what the model wrote, must
-    be named."""
+    """Runs the calls of each reply and returns their results to the model. A reply without calls ends the episode.
+
+    The environment gives no reward: `reward.function` scores the last reply. The tool `python`, which runs programs
+    of the model, must be listed in `tools`.
+    """
 
     role = "tool"
 
@@ -34,7 +36,7 @@ class ToolCalling:
         if unknown or isinstance(tools, str) or not tools:
             raise ValueError(
                 f"rollout.environment.arguments.tools is {show(tools)}, must be a list of {either(_FUNCTIONS)}; "
-                "change it, or write an environment with tools of your own"
+                "change it, or write an environment with custom tools"
             )
         self.tools = {tool: _FUNCTIONS[tool] for tool in tools}
         self.programs = {tool: _PARAMETERS[tool] for tool in tools if tool == "python"}
@@ -43,23 +45,23 @@ class ToolCalling:
     async def run(self, session: Session) -> None:
         """See `Environment.run`."""
         while calls := self._calls((await session.generate()).text):
-            for wanted in calls:
-                session.observe(await self._answer(session, wanted))
+            for call in calls:
+                session.observe(await self._answer(session, call))
 
-    async def _answer(self, session: Session, wanted: WantedCall) -> str:
-        if wanted.problem:
-            return f"Error: {wanted.problem}"
-        if wanted.tool not in self.tools:
-            return f"Error: there is no tool '{wanted.tool}'; there are {', '.join(self.tools)}"
-        parameter = _PARAMETERS[wanted.tool]
-        if wanted.arguments.keys() != {parameter} or not isinstance(wanted.arguments[parameter], str):
-            return f"Error: {wanted.tool} takes one text, {parameter}"
-        return await session.use(wanted.tool, **wanted.arguments)
+    async def _answer(self, session: Session, call: WantedCall) -> str:
+        if call.problem:
+            return f"Error: {call.problem}"
+        if call.tool not in self.tools:
+            return f"Error: there is no tool '{call.tool}'; there are {', '.join(self.tools)}"
+        parameter = _PARAMETERS[call.tool]
+        if call.arguments.keys() != {parameter} or not isinstance(call.arguments[parameter], str):
+            return f"Error: {call.tool} takes one text, {parameter}"
+        return await session.use(call.tool, **call.arguments)
 
 
 def _schema(tool: str) -> dict[str, JSONValue]:
-    """Schema of a tool in OpenAI's form."""
-    what, example = _WORDS[tool]
+    """Return the schema of a tool in the OpenAI format."""
+    what, example = _DESCRIPTIONS[tool]
     name = _PARAMETERS[tool]
     parameters: dict[str, JSONValue] = {
         "type": "object",

@@ -1,4 +1,4 @@
-"""Worker processes of tools, driven from the event loop of the episodes."""
+"""Worker processes for tools, controlled by the event loop of the episodes."""
 
 from __future__ import annotations
 
@@ -23,25 +23,28 @@ _PROGRAM = "megappo.environments.tool_worker"
 _OURS = "megappo."
 _START_SECONDS = 120.0
 _GRACE_SECONDS = 15.0
-"""Seconds beyond a call's limit in which the worker itself must have ended it."""
+"""Seconds beyond the limit of a call. The worker itself must end the call within this time."""
 
 
 class ToolPool:
-    """Pool of `ToolSettings.workers` worker processes, each started when there is a call for it."""
+    """Pool of `ToolSettings.workers` worker processes. A worker is started when a call needs it."""
 
     def __init__(
         self, functions: Mapping[str, str], settings: ToolSettings, programs: Mapping[str, str] | None = None
     ) -> None:
-        """`functions`: import paths by the names of tools. `programs`: the argument of each tool that is a program, to
-        be run in the sandbox where there is one. Raises ValueError for tools that cannot be imported, a sandbox that no
-        tool uses, or programs that this machine cannot confine."""
+        """Check the tools.
+
+        `functions`: import paths by tool name. `programs`: argument of each tool that contains a program. The sandbox
+        runs such programs if configured. Raises ValueError for tools that cannot be imported, a sandbox that no tool
+        uses, or programs that this machine cannot confine.
+        """
         for name, path in functions.items():
             load_function(path, f"tool '{name}'")
         if programs and settings.confined and settings.sandbox is None and (problem := why_not()):
             raise ValueError(
-                f"tool '{min(programs)}' runs what the model wrote, which this machine cannot keep in a folder "
+                f"tool '{min(programs)}' runs programs of the model, which this machine cannot confine to a folder "
                 f"({problem}); set rollout.environment.tools.sandbox, or rollout.environment.tools.confined=false "
-                "where programs of the model may do what you can"
+                "if programs of the model may do everything that you can do"
             )
         self._settings = settings
         self._choice = ToolChoice(
@@ -59,23 +62,26 @@ class ToolPool:
         if settings.sandbox is not None:
             if not programs:
                 raise ValueError(
-                    "rollout.environment.tools.sandbox is set, but no tool of the environment runs programs; remove "
-                    "it, or name them in its `programs`"
+                    "rollout.environment.tools.sandbox is set, but no tool of the environment runs programs; "
+                    "remove it, or name the tools in `programs` of the environment"
                 )
             self._sandbox = Sandbox(settings)
         self._workers: set[Worker] = set()
         self._idle: list[Worker] = []
         self._left: list[asyncio.Future[Worker]] = []
-        """Starts of workers whose calls were cancelled meanwhile, for the next calls."""
+        """Started workers of cancelled calls, for the next calls."""
         self._calls = 0
 
     def again(self) -> ToolPool:
-        """A new pool of the same tools for another event loop."""
+        """Return a new pool of the same tools for another event loop."""
         return ToolPool(self._choice.functions, self._settings, self._programs)
 
     async def call(self, tool: str, arguments: Mapping[str, Any]) -> ToolResult:
-        """Call a tool in a worker, or run its program in the sandbox. Raises ValueError for an unknown tool, RunError
-        where no worker starts, SandboxError where the sandbox does not run the program."""
+        """Call a tool in a worker, or run its program in the sandbox.
+
+        Raises ValueError for an unknown tool, RunError if no worker starts, and SandboxError if the sandbox does not
+        run the program.
+        """
         if tool not in self._choice.functions:
             known = ", ".join(self._choice.functions) or "none"
             raise ValueError(f"there is no tool '{tool}'; the environment's tools are {known}")
@@ -85,19 +91,19 @@ class ToolPool:
             worker = await self._ready_worker()
             start, is_well = time.monotonic(), False
             try:
-                failure, text = await self._ask(worker, tool, arguments)
+                failure, text = await self._send_call(worker, tool, arguments)
                 is_well = failure not in ("hung", "gone")
             finally:
-                self._give_back(worker, is_well)
+                self._return_worker(worker, is_well)
         failure = {"hung": "time", "gone": "died"}.get(failure, failure)
         if failure:
             text = f"Error: {LIMITS[failure]}" if failure != "raised" else f"Error: {text}"
         return ToolResult(text, failure, time.monotonic() - start)
 
-    def _give_back(self, worker: Worker, is_well: bool) -> None:
+    def _return_worker(self, worker: Worker, is_well: bool) -> None:
         if is_well:
             self._idle.append(worker)
-        else:  # it is gone, or works on a call that nobody waits for
+        else:  # the worker has ended, or still works on a cancelled call
             self._workers.discard(worker)
             worker.hang_up()
             asyncio.get_running_loop().run_in_executor(None, worker.wait)
@@ -107,34 +113,36 @@ class ToolPool:
             worker = self._idle.pop()
             if worker.supervisor.poll() is None and not worker.speaks:
                 return worker
-            self._give_back(worker, is_well=False)  # it ended between two calls
+            self._return_worker(worker, is_well=False)  # the worker ended between two calls
         start = self._left.pop() if self._left else asyncio.ensure_future(self._start())
         try:
             return await asyncio.shield(start)
         except asyncio.CancelledError:
             if not start.cancelled():
                 self._left.append(start)
-                start.add_done_callback(lambda done: done.cancelled() or done.exception())  # told to the next call
+                start.add_done_callback(
+                    lambda done: done.cancelled() or done.exception()
+                )  # the next call gets the error
             raise
 
     async def _start(self) -> Worker:
-        """Start a worker. Raises RunError where it does not start."""
+        """Start a worker. Raises RunError if the worker does not start."""
         worker = Worker(self._choice, _PROGRAM, self._variables)
         self._workers.add(worker)
         is_well = False
         try:
-            state, found = await receive(worker, _START_SECONDS)
+            state, message = await receive(worker, _START_SECONDS)
             is_well = state != "broken"
         except (EOFError, OSError, TimeoutError, ForeignMessageError) as error:
             raise RunError(f"a worker of tools does not start ({type(error).__name__}); see its messages") from error
         finally:
             if not is_well:
-                self._give_back(worker, is_well=False)
+                self._return_worker(worker, is_well=False)
         if not is_well:
-            raise RunError(str(found))
+            raise RunError(str(message))
         return worker
 
-    async def _ask(self, worker: Worker, tool: str, arguments: Mapping[str, Any]) -> tuple[str, str]:
+    async def _send_call(self, worker: Worker, tool: str, arguments: Mapping[str, Any]) -> tuple[str, str]:
         self._calls += 1
         try:
             worker.channel.send((self._calls, tool, dict(arguments)))
@@ -155,7 +163,7 @@ class ToolPool:
 
 
 async def receive(worker: Worker, seconds: float) -> list[Any]:
-    """The worker's next answer. Raises TimeoutError, EOFError, OSError, ForeignMessageError."""
+    """Return the next answer of the worker. Raises TimeoutError, EOFError, OSError, ForeignMessageError."""
     loop, socket = asyncio.get_running_loop(), worker.channel.answers
     came = asyncio.Event()
     loop.add_reader(socket, came.set)
@@ -170,6 +178,6 @@ async def receive(worker: Worker, seconds: float) -> list[Any]:
             try:
                 await asyncio.wait_for(came.wait(), None if deadline == math.inf else deadline - loop.time())
             except TimeoutError:
-                continue  # look once more: the answer may have come while the loop was blocked
+                continue  # check again: the answer may have arrived while the loop was blocked
     finally:
         loop.remove_reader(socket)

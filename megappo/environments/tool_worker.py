@@ -1,11 +1,11 @@
-"""A worker of tools: `python -m megappo.environments.tool_worker REQUESTS ANSWERS`, started by `tool_pool.ToolPool`.
+"""A worker for tools: `python -m megappo.environments.tool_worker REQUESTS ANSWERS`, started by `tool_pool.ToolPool`.
 
-It receives a ToolChoice once and answers ("ready", its process id) or ("broken", reason). Then it receives
-(number, tool, arguments), one at a time, and answers (number, failure, text). Each call runs in a process that it
-forks, with limits and a folder of its own, which is all that a call of a bare tool can write in; whatever the call
-starts is a descendant of the worker, and is ended with the call.
+The worker first receives a ToolChoice and answers ("ready", process id) or ("broken", reason). Then the worker
+receives (number, tool, arguments), one call at a time, and answers (number, failure, text). Each call runs in a
+forked process with limits and a separate folder. A call of a bare tool can write only into this folder. All processes
+of a call are descendants of the worker, and end with the call.
 
-Must import nothing heavy: a killed worker is replaced in the time this takes.
+This module must not import large packages, because the import delays the replacement of a killed worker.
 """
 
 from __future__ import annotations
@@ -41,24 +41,23 @@ LIMITS = {
     "died": "its process ended",
     "raised": "it raised",
 }
-"""Failures of a call, with what the model is told of each."""
+"""Failures of a call, each with its text for the model."""
 _POLL_SECONDS = 0.02
 _LOOK_SECONDS = 0.08
-"""Seconds between two checks of all descendants, which read /proc. They are not skipped while a call writes without
-end."""
-_MOST_TOLD_BYTES = 1 << 20
-"""Bytes above which what a call writes can be no answer."""
+"""Seconds between two checks of all descendants, which read /proc. A call that writes continuously is checked too."""
+_MOST_OUTPUT_BYTES = 1 << 20
+"""Maximum number of bytes in the output of a call. Larger outputs are no answers."""
 _BYTES_OF_FILES = 100 * 10**6
 _MOST_FILES = 5000
 _STARTS = ("os.fork", "os.forkpty", "os.posix_spawn", "subprocess.Popen")
-"""Audit events of Python for new processes. What other programs start is counted from outside."""
+"""Python audit events for new processes. Processes that are started by other programs are counted from outside."""
 _BROKEN_CHARACTERS = 4000
 _SHARED_BYTES = 100 * 10**6
-"""Bytes that a fork of a worker shares with it at most, and that are not charged to the call."""
+"""Maximum number of bytes that a fork of a worker shares with the worker. They are not charged to the call."""
 
 
 class ToolChoice(NamedTuple):
-    """Tools and limits that a worker is sent."""
+    """Tools and limits of a worker."""
 
     functions: dict[str, str]
     timeout_seconds: float
@@ -66,13 +65,13 @@ class ToolChoice(NamedTuple):
     processes: int
     output_characters: int
     bare: tuple[str, ...] = ()
-    """Tools that run what a model wrote, or only read it: they get no secrets and none of the worker's open files."""
+    """Tools that run or parse model output. Their processes get no secrets and no open files of the worker."""
     confined: bool = False
     """Whether bare tools are confined to their folder by `confine`."""
 
 
 def cut(text: str, characters: int) -> str:
-    """The text, with its middle left out where it is longer than `characters`."""
+    """Return the text without its middle part if the text is longer than `characters`."""
     if len(text) <= characters:
         return text
     half = characters // 2
@@ -80,14 +79,14 @@ def cut(text: str, characters: int) -> str:
 
 
 class _Call:
-    """One call of a tool, in a process of its own."""
+    """One call of a tool in a separate process."""
 
     def __init__(
         self, function: Callable[..., Any], arguments: Mapping[str, Any], choice: ToolChoice, *, bare: bool
     ) -> None:
         self._choice, self._shared, self._bare = choice, mmap.mmap(-1, 2), bare
-        """Bytes shared with all processes that the call forks: the number of processes begun, and whether they were too
-        many."""
+        """Bytes that are shared with all forked processes of the call: number of started processes, and whether the
+        limit was exceeded."""
         self._folder = tempfile.mkdtemp(prefix="megappo-tool-")
         self._reader, writer = os.pipe()
         self._pid = os.fork()
@@ -97,23 +96,23 @@ class _Call:
         os.close(writer)
 
     def _run(self, function: Callable[..., Any], arguments: Mapping[str, Any], writer: int) -> NoReturn:
-        """Run the call in its own process, which ends here."""
+        """Run the call in its own process, which ends in this method."""
         os.setsid()
         os.chdir(self._folder)
         nowhere = os.open(os.devnull, os.O_RDWR)
         for descriptor in (0, 1, 2):
             os.dup2(nowhere, descriptor)
         if self._bare:
-            kept = plain_variables(os.environ)
+            variables = plain_variables(os.environ)
             os.environ.clear()
-            os.environ.update(kept | dict.fromkeys(("HOME", "TMPDIR", "TMP", "TEMP", "PWD"), self._folder))
-            tempfile.tempdir = None  # Python caches the worker's
+            os.environ.update(variables | dict.fromkeys(("HOME", "TMPDIR", "TMP", "TEMP", "PWD"), self._folder))
+            tempfile.tempdir = None  # Python caches the folder of the worker
             for descriptor in map(int, os.listdir("/proc/self/fd")):
                 if descriptor > 2 and descriptor != writer:
-                    with suppress(OSError):  # the descriptor of the listing itself is closed
+                    with suppress(OSError):  # the descriptor of the listing itself is already closed
                         os.close(descriptor)
-        held = psutil.Process().memory_info().vms
-        resource.setrlimit(resource.RLIMIT_AS, (held + self._choice.memory_bytes,) * 2)
+        used_bytes = psutil.Process().memory_info().vms
+        resource.setrlimit(resource.RLIMIT_AS, (used_bytes + self._choice.memory_bytes,) * 2)
         resource.setrlimit(resource.RLIMIT_FSIZE, (_BYTES_OF_FILES,) * 2)
         resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
         if self._bare and self._choice.confined:
@@ -124,9 +123,9 @@ class _Call:
             failure, text = "", str(function(**arguments))
         except MemoryError:
             failure, text = "memory", ""
-        except BaseException as error:  # noqa: BLE001 - whatever a tool raises is what it says
+        except BaseException as error:  # noqa: BLE001 - any exception of a tool is a result
             failure, text = "raised", f"{type(error).__name__}: {error}"
-        if os.getpid() == own:  # else the function forked, and its child has come here too
+        if os.getpid() == own:  # False in a child process that was forked by the function
             text = cut(text, self._choice.output_characters)
             with suppress(OSError), open(writer, "wb") as out:
                 out.write(json.dumps([failure, text]).encode())
@@ -140,9 +139,9 @@ class _Call:
             self._shared[0] += 1
 
     def result(self) -> tuple[str, str]:
-        """Wait for the result: (failure, text). No process of the call is left then."""
+        """Wait for the result: (failure, text). All processes of the call have ended afterwards."""
         try:
-            failure, told = self._await()
+            failure, output = self._await()
         finally:
             os.close(self._reader)
             end_descendants()
@@ -152,34 +151,34 @@ class _Call:
         if failure:
             return failure, ""
         try:
-            found: tuple[str, str] = tuple(json.loads(told))
+            answer: tuple[str, str] = tuple(json.loads(output))
         except (ValueError, RecursionError):
             return "died", ""
-        return found
+        return answer
 
     def _await(self) -> tuple[str, bytes]:
-        """Wait until the call has ended or exceeds a limit: the failure, and what it wrote."""
-        told, look, deadline = b"", 0.0, time.monotonic() + self._choice.timeout_seconds
+        """Wait until the call has ended or exceeds a limit, and return the failure and the output."""
+        output, look, deadline = b"", 0.0, time.monotonic() + self._choice.timeout_seconds
         poll = select.poll()
         poll.register(self._reader, select.POLLIN | select.POLLHUP)
         while (now := time.monotonic()) < deadline:
             if poll.poll(_POLL_SECONDS * 1000):
                 piece = os.read(self._reader, 1 << 16)
                 if not piece:
-                    return "", told
-                told += piece
-                if len(told) > _MOST_TOLD_BYTES:
+                    return "", output
+                output += piece
+                if len(output) > _MOST_OUTPUT_BYTES:
                     return "died", b""
                 if now < look:
                     continue
             ended = reap()
-            if ended is None or self._pid in ended:  # processes that it left may hold the pipe open
-                return "", told + self._rest()
+            if ended is None or self._pid in ended:  # remaining processes of the call may keep the pipe open
+                return "", output + self._rest()
             if now >= look:
                 look = now + _LOOK_SECONDS
                 if failure := self._takes_too_much():
-                    return failure, told
-        return "time", told
+                    return failure, output
+        return "time", output
 
     def _rest(self) -> bytes:
         os.set_blocking(self._reader, False)
@@ -188,25 +187,25 @@ class _Call:
         return b""
 
     def _takes_too_much(self) -> str:
-        held, processes = 0, psutil.Process().children(recursive=True)
+        used_bytes, processes = 0, psutil.Process().children(recursive=True)
         for process in processes:
             with suppress(psutil.Error):
-                held += process.memory_info().rss
+                used_bytes += process.memory_info().rss
         if len(processes) > self._choice.processes or self._shared[1]:
             return "processes"
-        if held > self._choice.memory_bytes + _SHARED_BYTES * len(processes):
+        if used_bytes > self._choice.memory_bytes + _SHARED_BYTES * len(processes):
             return "memory"
         return "files" if _writes_too_much(self._folder, [process.pid for process in processes]) else ""
 
 
 def _writes_too_much(folder: str, processes: Iterable[int]) -> bool:
-    """Whether a folder, and deleted files that these processes hold open, exceed what a call may write."""
+    """Return whether a folder, and deleted open files of these processes, exceed the limits of a call."""
     n_bytes, places = 0, [folder, *(f"/proc/{pid}/fd" for pid in processes)]
     for number, path in enumerate(_below(places)):
         with suppress(OSError):
-            found = os.stat(path) if path.startswith("/proc/") else os.lstat(path)
-            is_own = stat.S_ISREG(found.st_mode) and (not path.startswith("/proc/") or not found.st_nlink)
-            n_bytes += found.st_blocks * 512 if is_own else 0
+            status = os.stat(path) if path.startswith("/proc/") else os.lstat(path)
+            is_own = stat.S_ISREG(status.st_mode) and (not path.startswith("/proc/") or not status.st_nlink)
+            n_bytes += status.st_blocks * 512 if is_own else 0
         if number > _MOST_FILES or n_bytes > _BYTES_OF_FILES:
             return True
     return False
@@ -222,7 +221,7 @@ def _below(folders: list[str]) -> Iterator[str]:
 
 
 def _serve(pool: WorkerEnd) -> None:
-    """Answer calls until the pool is gone, which raises EOFError or ConnectionError."""
+    """Answer calls until the pool has ended, which raises EOFError or ConnectionError."""
     choice: ToolChoice = pool.first
     try:
         functions = {name: load_function(path, f"tool '{name}'") for name, path in choice.functions.items()}

@@ -1,4 +1,4 @@
-"""Advice for unusual metrics: what they mean, and which setting to try."""
+"""Advice for unusual metrics: the meaning of the metrics, and settings to try."""
 
 from __future__ import annotations
 
@@ -13,17 +13,17 @@ _PATIENCE_STEPS = 10
 _QUIET_STEPS = 20
 _EARLY_STEPS = 5
 _MUCH_LEFT_OUT = 0.2
-_OVERSHOT = -1.0  # explained variance of errors that vary twice as much as the returns
-_LARGE_REWARD = 1e9  # the largest that an environment may give; the square of much larger ones leaves float32
-# Rewards whose deviation is below this share of their size are equal up to rounding.
+_OVERSHOT = -1.0  # explained variance if errors have twice the variance of the returns
+_LARGE_REWARD = 1e9  # largest reward of environments; squares of much larger rewards overflow float32
+# Rewards are equal up to rounding if their standard deviation is below this share of their size.
 _EQUAL = 1e-6
 
 ADVICE = {
     "clipfrac": "More than half of the tokens hit the clip range, so most of the update is thrown away: "
     "lower actor.optimizer.learning_rate or actor.epochs.",
-    "masked": "More than a fifth of the tokens lie outside the policy loss's band and are left out, as the policy is "
-    "far from the one that sampled them: lower rollout.ahead, actor.epochs or actor.optimizer.learning_rate, or widen "
-    "algorithm.band.",
+    "masked": "More than a fifth of the tokens lie outside the policy loss's band and are left out, because the "
+    "policy is far from the sampling policy: lower rollout.ahead, actor.epochs or "
+    "actor.optimizer.learning_rate, or widen algorithm.band.",
     "explained_variance": "For ten steps the critic has predicted the returns of new samples worse than the mean "
     "return, so advantages are noise: "
     "raise critic.optimizer.learning_rate or critic.epochs, or give it a head start with critic.warmup_steps.",
@@ -32,34 +32,36 @@ ADVICE = {
     "returns by reward.scale.",
     "kl_target": "KL to the reference has been above its target for many steps, so the policy drifts: "
     "lower actor.optimizer.learning_rate, or algorithm.kl_in_reward.horizon to let the weight rise faster.",
-    "entropy": "Entropy fell below a tenth of what it was, so the policy hardly explores any more: "
-    "raise algorithm.entropy_coef or lower actor.optimizer.learning_rate.",
-    "same_reward": "All rewards of a step have been equal for many steps, so there is nothing to learn from: "
-    "look at responses and scores of the run's samples, then check reward.function, take prompts of another difficulty "
-    "in data.train, or raise rollout.max_response_tokens where answers are cut.",
-    "same_in_groups": "The samples of each prompt have had equal rewards for many steps, and they are compared with "
-    "one another, so there is nothing to learn from: look at scores of the run's samples, then raise "
-    "rollout.samples_per_prompt or rollout.temperature, or take prompts of another difficulty in data.train.",
-    "truncated": "More than half of the responses hit the length limit and were cut: "
-    "raise rollout.max_response_tokens, or let reward.function pay less for long answers.",
+    "entropy": "Entropy fell below a tenth of its initial value, so the policy hardly explores: raise "
+    "algorithm.entropy_coef or lower actor.optimizer.learning_rate.",
+    "same_reward": "All rewards of a step have been equal for many steps, so there is nothing to learn from: look "
+    "at responses and scores of the run's samples, then check reward.function, use prompts of "
+    "another difficulty in data.train, or raise rollout.max_response_tokens if answers are cut.",
+    "same_in_groups": "The samples of each prompt have had equal rewards for many steps, and they are compared "
+    "with one another, so there is nothing to learn from: look at scores of the run's samples, "
+    "then raise rollout.samples_per_prompt or rollout.temperature, or use prompts of another "
+    "difficulty in data.train.",
+    "truncated": "More than half of the responses hit the length limit and were cut: raise "
+    "rollout.max_response_tokens, or let reward.function pay less for long answers.",
     "total_limit": "More than half of the responses hit the limit of prompt and response together and were cut: "
-    "raise rollout.max_total_tokens, or data.max_prompt_tokens where agents write longer prompts.",
+    "raise rollout.max_total_tokens, or data.max_prompt_tokens if agents write longer prompts.",
     "turn_cut": "More than half of the episodes ended with a turn that the limit of a turn cut: "
     "raise rollout.environment.max_turn_tokens.",
-    "mismatch": "Engine and trainer disagree on the probabilities of what was sampled, so the ratios are biased: "
+    "mismatch": "Engine and trainer disagree on the probabilities of sampled tokens, so the ratios are biased: "
     "try rollout.dtype: float32 or algorithm.old_logprob: corrected.",
     "actor_nonfinite": "An update of the actor was refused because its loss or gradient was not finite: "
     "lower actor.optimizer.learning_rate, or compute with model.dtype: float32.",
     "critic_nonfinite": "An update of the critic was refused because its loss or gradient was not finite: "
     "lower critic.optimizer.learning_rate, or compute with model.dtype: float32.",
-    "own_estimator": "An update was refused because algorithm.estimator, a function of yours, returned advantages or "
+    "own_estimator": "An update was refused because the user function algorithm.estimator returned advantages or "
     "returns that are not finite: correct the function.",
-    "own_loss": "An update of the actor was refused because its loss or gradient was not finite, with "
-    "algorithm.policy_loss a function of yours: correct the function, for example a division by 0 or a log of 0.",
-    "large_reward": "An update was refused because its loss or gradient was not finite, in a step with rewards beyond "
-    "1e9: scale what reward.function gives down.",
+    "own_loss": "An update of the actor was refused because its loss or gradient was not finite, and "
+    "algorithm.policy_loss is a user function: correct the function, for example a division by 0 or a "
+    "log of 0.",
+    "large_reward": "An update was refused because its loss or gradient was not finite, in a step with rewards "
+    "beyond 1e9: scale the rewards of reward.function down.",
 }
-"""The sentence for each condition; dotted names in it are settings."""
+"""Advice for each condition. Dotted names are settings."""
 PAGES = {
     "clipfrac": "trouble.md#the-policy-moves-too-far",
     "masked": "trouble.md#the-policy-moves-too-far",
@@ -79,25 +81,27 @@ PAGES = {
     "own_loss": "trouble.md#an-update-is-not-finite",
     "large_reward": "trouble.md#an-update-is-not-finite",
 }
-"""Page with more on each condition: a file of megappo/observe and a heading in it."""
+"""Documentation of each condition: a file of megappo/observe and one of its headings."""
 
 
 def told(name: str) -> str:
-    """Text for a user on a condition: its sentence, and the page with more."""
+    """Return the advice on a condition and its documentation page."""
     return f"{ADVICE[name]} More in megappo/observe/{PAGES[name]}"
 
 
 def largest_reward(metrics: Mapping[str, float]) -> float:
-    """Largest absolute reward of a step; 0 where rewards are not known."""
+    """Return the largest absolute reward of a step, or 0 if the rewards are unknown."""
     return max(abs(metrics.get(f"reward/{end}", 0.0)) for end in ("min", "max"))
 
 
 def refusal(role: str, metrics: Mapping[str, float], sums: Mapping[str, float], algorithm: AlgorithmSettings) -> str:
-    """The sentences on an update of a role that was not finite, in a step with these metrics; `sums` are the update's
-    own."""
+    """Return the message about a non-finite update of a role in a step with these metrics.
+
+    `sums` are the sums of the update.
+    """
     return (
         f"the {role}'s loss or gradient is not finite; its weights did not change. "
-        f"{_remedy_of_nonfinite(role, metrics, sums, algorithm)}, or set algorithm.on_nonfinite: skip to go on."
+        f"{_remedy_of_nonfinite(role, metrics, sums, algorithm)}, or set algorithm.on_nonfinite: skip to continue."
     )
 
 
@@ -106,7 +110,7 @@ def _remedy_of_nonfinite(
 ) -> str:
     largest = largest_reward(metrics)
     if largest > _LARGE_REWARD:
-        return f"The rewards of this step are up to {largest:.3g} in size: scale what the reward gives down"
+        return f"The rewards of this step are up to {largest:.3g} in size: scale the rewards down"
     if _own_estimator_fails(algorithm, metrics):
         return (
             f"algorithm.estimator '{algorithm.estimator}' returned advantages or returns that are not finite: correct "
@@ -119,13 +123,13 @@ def _remedy_of_nonfinite(
 
 
 def _own_estimator_fails(algorithm: AlgorithmSettings, metrics: Mapping[str, float]) -> bool:
-    """Whether an estimator of the user's returned numbers that are not finite."""
+    """Return whether a user estimator returned non-finite numbers."""
     means = (metrics.get(name, 0.0) for name in ("advantage/mean", "return/mean"))
     return is_import_path(algorithm.estimator) and not all(map(math.isfinite, means))
 
 
 class Advisor:
-    """Watches the metrics of a run; the same advice is given at most every 20 steps."""
+    """Observes the metrics of a run. The same advice is given at most every 20 steps."""
 
     def __init__(self, algorithm: AlgorithmSettings) -> None:
         kl = algorithm.kl_in_reward
@@ -135,23 +139,23 @@ class Advisor:
         self._algorithm = algorithm
         self._mismatch_warn_nats = algorithm.mismatch_warn_nats
         self._streaks: dict[str, int] = defaultdict(int)
-        self._last_said: dict[str, int] = {}
+        self._last_steps: dict[str, int] = {}
         self._first_entropies: list[float] = []
         self._value_bias = math.nan
-        """Mean value less mean return of the last step."""
+        """Mean value minus mean return of the last step."""
 
     def observe(self, step: int, metrics: Mapping[str, float]) -> list[str]:
-        """Sentences that this step's metrics call for."""
-        said = []
+        """Return advice on the metrics of a step."""
+        advice = []
         for name in self._conditions(metrics):
-            if step - self._last_said.get(name, -_QUIET_STEPS) >= _QUIET_STEPS:
-                self._last_said[name] = step
-                said.append(told(name))
-        return said
+            if step - self._last_steps.get(name, -_QUIET_STEPS) >= _QUIET_STEPS:
+                self._last_steps[name] = step
+                advice.append(told(name))
+        return advice
 
     def _conditions(self, metrics: Mapping[str, float]) -> list[str]:
         def value(name: str) -> float:
-            return metrics.get(name, math.nan)  # no comparison holds for NaN
+            return metrics.get(name, math.nan)  # NaN makes every comparison false
 
         def nonfinite(role: str) -> bool:
             return value(f"{role}/skipped_updates") > 0 or not math.isfinite(metrics.get(f"{role}/grad_norm", 0.0))
@@ -167,7 +171,7 @@ class Advisor:
         of_estimator = _own_estimator_fails(self._algorithm, metrics)
         of_loss = is_import_path(self._algorithm.policy_loss) and math.isfinite(value("actor/ppo_kl"))
 
-        found = {
+        conditions = {
             "clipfrac": value("actor/clipfrac") > 0.5 and not self._leaves_out,
             "masked": self._leaves_out and value("actor/masked_below") + value("actor/masked_above") > _MUCH_LEFT_OUT,
             "truncated": value("response/truncated") > 0.5 and not at_total,
@@ -188,17 +192,19 @@ class Advisor:
             and self._lasting("kl_target", value(self._kl_name) > self._kl_target),
             "entropy": self._entropy_fell(value("actor/entropy")),
         }
-        return [name for name, holds in found.items() if holds]
+        return [name for name, is_true in conditions.items() if is_true]
 
     def _swing_of_values(self, metrics: Mapping[str, float]) -> float:
-        """Change of the critic's mean error since the last step. Updates that are too large move all values together,
-        which explained variance does not show."""
+        """Return the change of the critic's mean error since the last step.
+
+        Updates that are too large shift all values together. Explained variance does not show this shift.
+        """
         before = self._value_bias
         self._value_bias = metrics.get("critic/value_mean", math.nan) - metrics.get("return/mean", math.nan)
         return abs(self._value_bias - before)
 
-    def _lasting(self, name: str, holds: bool) -> bool:
-        self._streaks[name] = self._streaks[name] + 1 if holds else 0
+    def _lasting(self, name: str, is_true: bool) -> bool:
+        self._streaks[name] = self._streaks[name] + 1 if is_true else 0
         return self._streaks[name] >= _PATIENCE_STEPS
 
     def _entropy_fell(self, entropy: float) -> bool:

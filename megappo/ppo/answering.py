@@ -1,15 +1,15 @@
-"""Generation of responses by a function of the user's (`rollout.generation`) instead of the engine alone.
+"""Generation of responses by a user function (`rollout.generation`) that calls the engine.
 
-The function is called by keyword on every rank at the same time, with
+The function is called with keyword arguments on every rank at the same time:
 
     prompts    a `Prompt` for each request, in the same order
-    requests   `GenerateRequest`s, of which a rank may have none
-    params     `SamplingParams` for all of them
-    generate   `generate(requests, params)` of the engine, which every rank has to call equally often
+    requests   a sequence of `GenerateRequest`, possibly empty on a rank
+    params     `SamplingParams` of all requests
+    generate   `generate(requests, params)` of the engine. Every rank must call this function equally often.
 
-and returns a `Completion` for each request: token ids as they were sampled, with their log-probabilities at the
-temperature of `params`, the stop token included. Evaluations call it too, with `params.greedy` or with a temperature of
-their own.
+The function returns a `Completion` for each request. A completion contains the sampled token ids including the stop
+token, and their log-probabilities at the temperature of `params`. Evaluations also call the function, with
+`params.greedy` or with the temperature of the evaluation.
 """
 
 from __future__ import annotations
@@ -43,8 +43,10 @@ class Generation(Protocol):
 
 
 def find_generation(settings: RolloutSettings) -> Generation | None:
-    """The function that `rollout.generation` names; None: the engine generates by itself. Raises ValueError where it
-    cannot be imported or called."""
+    """Return the function of `rollout.generation`, or None if the engine generates without a user function.
+
+    Raises ValueError if the function cannot be imported or called.
+    """
     if settings.generation is None:
         return None
     function = load_function(settings.generation, "rollout.generation")
@@ -61,9 +63,9 @@ def generated(
     params: SamplingParams,
     rows: int | None = None,
 ) -> list[Completion]:
-    """Completions that the function returns for the requests.
+    """Return the completions of the function for the requests.
 
-    Raises RunError unless there is one for each request, and for token ids of `rows` or above; None: any id is allowed.
+    Raises RunError if the number of completions is wrong, or if a token id is `rows` or above. None allows any id.
     """
 
     def generate(asked: Sequence[GenerateRequest], *others: Any, **named: Any) -> list[Completion]:
@@ -77,13 +79,14 @@ def generated(
     for each, request in zip(found, requests, strict=True):
         if not isinstance(each, Completion) or not 0 < len(each.token_ids) == len(each.logprobs):
             raise RunError(
-                "rollout.generation returned something else than completions with a log-probability for each of their "
-                "tokens, at least one; fix it"
+                "rollout.generation must return completions with at least one token and a log-probability for "
+                "each token; fix the function"
             )
         if len(each.token_ids) > request.most_tokens(params):
             raise RunError(
                 f"rollout.generation returned {len(each.token_ids)} tokens, above the limit of "
-                f"{request.most_tokens(params)} in request.most_tokens(params); heed it"
+                f"{request.most_tokens(params)} in request.most_tokens(params); return at most this number of "
+                "tokens"
             )
     check_answers(found, rows, "rollout.generation")
     return [stopped(each, params) for each in found]

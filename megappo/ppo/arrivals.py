@@ -1,7 +1,7 @@
-"""Records on disk what a run with prompts in flight was trained on, step by step, and replays such a record.
+"""Records the training samples of a run with prompts in flight, and replays such a record.
 
-`rollout.record_arrivals` writes `<run directory>/arrivals`: `steps.jsonl`, a line of JSON for each step, and
-`step-000001/rank-00000.safetensors` for each of its ranks, with the responses to that rank's prompts. A step's line is
+`rollout.record_arrivals` writes `<run directory>/arrivals`. The file `steps.jsonl` has one line of JSON per step. The
+files `step-000001/rank-00000.safetensors` contain the responses to the prompts of one rank. The line of a step is
 written after its files.
 """
 
@@ -36,13 +36,13 @@ FOLDER = "arrivals"
 
 
 def numbers_of(ticket: int, samples_per_prompt: int, runtime: Runtime) -> range:
-    """Numbers of the samples of a prompt; none where the prompt is another rank's."""
+    """Return the numbers of the samples of a prompt. Empty if the prompt belongs to another rank."""
     is_mine = ticket % runtime.world_size == runtime.rank
     return range(ticket * samples_per_prompt, (ticket + is_mine) * samples_per_prompt)
 
 
 def rollouts_of(parts: RunComponents, groups: Sequence[Group], answers: Mapping[int, Completion]) -> Rollouts:
-    """This rank's samples of a round, in the order of its groups; `answers` has the completions by sample number."""
+    """Return this rank's samples of a round in group order. `answers` contains completions by sample number."""
     samples = parts.config.rollout.samples_per_prompt
     found = list[tuple[int, Prompt, Completion]]()
     for place, group in enumerate(groups):
@@ -65,19 +65,19 @@ def rollouts_of(parts: RunComponents, groups: Sequence[Group], answers: Mapping[
 
 
 class ArrivalsRecord:
-    """Writes the samples of each step into the run directory; every rank calls it."""
+    """Writes the samples of each step into the run directory. Every rank must call every method."""
 
     def __init__(self, parts: RunComponents) -> None:
         self._runtime, self._settings = parts.runtime, parts.config.rollout
         self._folder = parts.config.run.path / FOLDER
 
     def write(self, step: int, state: State, cursor: Mapping[str, JSONValue], metrics: Mapping[str, float]) -> None:
-        """Write a step that has all its samples; a collective of the world.
+        """Write a step with all its samples. A collective of the world.
 
         Args:
             step: number of the step.
-            state: its groups, all finished, with this rank's completions; `returned` has the prompts that are not yet
-                trained on.
+            state: groups of the step, all finished, with this rank's completions. `returned` contains the untrained
+                prompts.
             cursor: state of the data cursor.
             metrics: `InFlight.metrics` of the step.
         """
@@ -100,9 +100,9 @@ class ArrivalsRecord:
 
 
 class ReplayedArrivals(StepSamples):
-    """Gives steps the samples that another run recorded, instead of asking the engine.
+    """Replays recorded samples instead of generating with the engine.
 
-    The recording run may have used any engine and any number of ranks.
+    The recorded run may have used any engine and any number of ranks.
     """
 
     def __init__(self, parts: RunComponents, folder: Path) -> None:
@@ -111,13 +111,15 @@ class ReplayedArrivals(StepSamples):
         self._params = parts.sampling(parts.config.rollout.max_response_tokens, trained_on=True)
         self._step = 0
         self._state = State([], [], 0, 0, {})
-        """State of the step that was asked for last."""
+        """State of the last requested step."""
         self._kept = self._state
-        """State of the last step that is done."""
+        """State of the last finished step."""
 
     def of_step(self, step: int, *, weights_changed: bool) -> Rollouts:
-        """This rank's samples of a step. Raises ValueError on every rank where the record is incomplete or belongs to
-        other data."""
+        """Return this rank's samples of a step.
+
+        Raises ValueError on every rank if the record is incomplete or belongs to other data.
+        """
         self._parts.stop.check()
         if self._parts.curriculum is not None:
             self._parts.curriculum.before_drawing(step)
@@ -126,18 +128,18 @@ class ReplayedArrivals(StepSamples):
         return self.more(step, 0, 0)
 
     def more(self, step: int, number: int, prompts: int) -> Rollouts:
-        """This rank's samples of a further round of a step. Raises ValueError where the recorded run had none."""
+        """Return this rank's samples of another round. Raises ValueError if the record has no such round."""
         groups = [group for group, _, of_round in self._state.groups if of_round == number]
         if not groups:
             raise ValueError(
-                f"round {number + 1} of step {step} is not in {self._folder}: rewards or rollout.dynamic_sampling are "
-                "others than those of the recorded run; replay with its settings"
+                f"round {number + 1} of step {step} is not in {self._folder}, because rewards or "
+                "rollout.dynamic_sampling differ from the recorded run; replay with the settings of that run"
             )
         return rollouts_of(self._parts, groups, self._state.answers)
 
     def _read(self, step: int) -> State:
         if step not in self._index:
-            raise ValueError(f"{self._folder} has no step {step}; end the replay before it, by run.steps")
+            raise ValueError(f"{self._folder} has no step {step}; end the replay before that step by run.steps")
         folder, line, runtime = folder_of_step(self._folder, step), self._index[step], self._parts.runtime
         whole, answers = State([], [], 0, 0, {}), dict[int, Completion]()
         tickets = [told["ticket"] for of_round in line["rounds"] for told in of_round]
@@ -147,19 +149,19 @@ class ReplayedArrivals(StepSamples):
             try:
                 whole, _ = read_state(load_file(path))
             except (OSError, SafetensorError, KeyError) as error:
-                raise ValueError(f"{path} is not whole ({error}); bring the folder as it was recorded") from error
+                raise ValueError(f"{path} is incomplete ({error}); restore the recorded folder") from error
             if not whole.is_of(self._params):
                 raise ValueError(
-                    f"{path} was recorded with another rollout.temperature, min_response_tokens or stop tokens; replay "
-                    "with its settings"
+                    f"{path} was recorded with another rollout.temperature, min_response_tokens or stop tokens; "
+                    "replay with the recorded settings"
                 )
             if sorted(group.ticket for group, _, _ in whole.groups) != sorted(tickets):
-                raise ValueError(f"{path} is not of the step that {INDEX} says; bring the folder as it was recorded")
+                raise ValueError(f"{path} does not belong to its step in {INDEX}; restore the recorded folder")
             answers |= whole.answers
         return replace(whole, answers=answers)
 
     def metrics(self) -> dict[str, float]:
-        """Metrics of the step, as the recorded run logged them."""
+        """Return the metrics of the step from the recorded run."""
         return dict(self._index[self._step]["metrics"])
 
     def forget(self, step: int) -> None:
@@ -168,12 +170,14 @@ class ReplayedArrivals(StepSamples):
             self._kept = replace(self._state, groups=[], answers={})
 
     def state_dict(self, step: int) -> Kept:
-        """State for a run that continues without the record: the prompts that were drawn and not trained on, which it
-        sends first."""
+        """Return the state for a run that continues without the record.
+
+        Such a run sends the drawn, untrained prompts first.
+        """
         return {KEY: written_state(self._kept, self._parts.config.rollout.sizes)}
 
     def load_state_dict(self, kept: Sequence[Kept]) -> None:
-        """Restore what `state_dict` returned, or what a run without a record had in flight."""
+        """Restore the results of `state_dict`, or the prompts in flight of a run without a record."""
         states = [read_state(of_rank[KEY])[0] for of_rank in kept if KEY in of_rank]
         if states:
             waiting = [*(group.prompt for group, _, _ in states[0].groups), *states[0].returned]
@@ -185,7 +189,7 @@ def _file(folder: Path, rank: int) -> Path:
 
 
 def _append(path: Path, line: str) -> None:
-    """Append a line after the last whole one; a killed run may have left a partial line."""
+    """Append a line after the last complete line. A killed run may have left a partial line."""
     whole = path.read_bytes() if path.exists() else b""
     with writing(path), path.open("r+b" if whole else "wb") as file:
         file.seek(whole.rfind(b"\n") + 1)

@@ -1,4 +1,4 @@
-"""`rollout/cache_hit_rate`: share of a step's prompt tokens that the engine's prefix caches had."""
+"""`rollout/cache_hit_rate`: share of a step's prompt tokens that were in the prefix caches of the engine."""
 
 from __future__ import annotations
 
@@ -11,20 +11,23 @@ from megappo.runtime.tally import Tally
 
 
 class CacheGauge:
-    """Reads an engine's cumulative counts step by step."""
+    """Computes per-step counts from the cumulative counts of an engine."""
 
     def __init__(self, engine: Engine, runtime: Runtime) -> None:
         self._engine, self._runtime = engine, runtime
         self._read: Mapping[int, CacheUse] = {}
-        """Counts that do not belong to this step: those of earlier steps and of evaluations."""
+        """Counts of earlier steps and of evaluations, which do not belong to this step."""
 
     @property
     def _counted(self) -> dict[int, CacheUse]:
         return dict(self._engine.cache_use) if isinstance(self._engine, CachingEngine) else {}
 
     def metrics(self) -> dict[str, float]:
-        """Hit rates since the last call over all ranks, and of the servers with the lowest and the highest rate; a
-        collective of the world. Empty where nothing was generated, and with an engine without such a cache."""
+        """Return the hit rate since the last call, and the lowest and highest rate of a server. A collective of the
+        world.
+
+        Empty if nothing was generated, or if the engine has no prefix cache.
+        """
         counted, tally = self._counted, Tally()
         for server, use in sorted(_difference(counted, self._read).items()):
             tally.total(f"{server}/prompts", float(use.prompt_tokens))
@@ -46,7 +49,7 @@ class CacheGauge:
 
     @contextmanager
     def left_out(self) -> Iterator[None]:
-        """Context whose generation is not counted, for an evaluation."""
+        """Context for an evaluation, in which generation is not counted."""
         before = self._counted
         try:
             yield

@@ -1,4 +1,4 @@
-"""Connects the parts of a run to the checkpoint package: what a run saves, and how it resumes."""
+"""Connects the parts of a run to the checkpoint package: content of a checkpoint, and resuming from one."""
 
 from __future__ import annotations
 
@@ -48,25 +48,25 @@ from megappo.runtime.launchers import seconds_since_start, seconds_to_end
 from megappo.runtime.objects import all_gather_objects, broadcast_object
 
 _CLOSE_SECONDS = 60.0
-"""Time for a pending checkpoint where a run ends early; `failures` waits a little longer before the process ends."""
+"""Seconds for a pending checkpoint when a run ends early. `failures` waits slightly longer before the process exits."""
 _RESPONSES = "responses"
 _REFERENCE = "reference"
-"""Name of the reference's weights in a checkpoint, beside those of the actor, with which it shares ranks."""
+"""Name of the reference weights in a checkpoint. The reference shares ranks with the actor."""
 _ENGINE_WEIGHTS = "engine-weights"
 _MOST_FAILURES = 3
-"""Failed checkpoints in a row after which the run ends."""
+"""Number of consecutive failed checkpoints after which the run ends."""
 _MOST_REPLAYS = 3
-"""Most replay folders that a run keeps: each holds models and optimizers."""
+"""Maximum number of replay folders per run. Each folder contains models and optimizers."""
 
 
 def outcome_text(update: Update) -> dict[str, str]:
-    """Numbers of an update as text, so that they can be compared to the last bit, NaN included."""
+    """Return the numbers of an update as text, so that they can be compared bit by bit, including NaN."""
     numbers = {**update.sums, "grad_norm": update.grad_norm, "learning_rate": update.learning_rate}
     return {name: repr(value) for name, value in sorted(numbers.items())}
 
 
 class TrainerState(TypedDict):
-    """The trainer's state besides models and random states, in JSON's types; see the `state_dict` of each part."""
+    """State of the trainer as JSON types, without models and random states. See the `state_dict` of each part."""
 
     step: int
     weight_version: int
@@ -82,25 +82,25 @@ class TrainerState(TypedDict):
 
 @dataclass(frozen=True)
 class Boundary:
-    """The end of a step, to be saved or returned to: everything in its checkpoint besides models and optimizers."""
+    """End of a step, to be saved or restored: the content of a checkpoint except models and optimizers."""
 
     trainer: TrainerState
     metrics: dict[str, float]
     responses: Kept
     """This rank's responses that were generated one step ahead, or kept from a step that was dropped."""
     engine_weights: Sequence[Tensor] = ()
-    """This rank's part of the actor as the engine has it, where the engine must resume with older weights."""
+    """This rank's part of the actor weights in the engine, if the engine must resume with older weights."""
     random: dict[str, Any] = field(default_factory=random_states)
     """States of this rank's random generators."""
 
     @property
     def step(self) -> int:
-        """The last step that is done."""
+        """Number of the last finished step."""
         return self.trainer["step"]
 
 
 class Resumed:
-    """The checkpoint from which a run resumes; every rank calls every method."""
+    """The checkpoint from which a run resumes. Every rank must call every method."""
 
     def __init__(self, parts: RunComponents, folder: Path, marker: Marker, identity: Mapping[str, str]) -> None:
         """`identity`: digests of the models that are not in the checkpoint."""
@@ -108,35 +108,33 @@ class Resumed:
         self._roles = parts.trained
 
     def load(self) -> TrainerState:
-        """Restore models and optimizers; returns the trainer's state.
-
-        Raises ValueError where the models are not those that the run began with.
-        """
+        """Restore models and optimizers, and return the state of the trainer. Raises ValueError if the models differ
+        from the models at the start of the run."""
         self._check_identity()
         updates = self._marker.content["updates"]
         lacking = [role.placement.name for role in self._roles if role.placement.name not in updates]
         if lacking:
-            raise ValueError(f"{self._folder} holds no {lacking[0]}; remove it from the settings, or start a new run")
+            raise ValueError(f"{self._folder} has no {lacking[0]}; remove it from the settings, or start a new run")
         load_shards(self._folder, self._roles, updates, self._places())
         if self.reference is not None:
             load_weights(self._folder, self.reference, _REFERENCE)
         state: TrainerState = self._marker.content["trainer"]
         if self._parts.config.run.force_resume and self._has_other_data():
-            # Other data start at their beginning.
+            # Different data start at their beginning.
             state = {**state, "cursor": self._parts.cursor.state_dict(), "curriculum": []}
         return state
 
     @property
     def reference(self) -> Role | None:
-        """The reference, where the checkpoint holds its weights: it changes during the run, or did before."""
+        """Reference model if the checkpoint contains reference weights: the reference changes or has changed."""
         before = self._marker.content["settings"].get("reference") or {}
         has_weights = before.get("refresh_every_steps") or self._marker.content.get("holds_reference")
         now = self._parts.config.reference
         return self._parts.reference if has_weights and now is not None and not now.share_actor_base else None
 
     def _places(self) -> dict[str, int]:
-        """Where the roles' schedules go on. They run over the steps of the run, so that they move where a step has
-        another number of updates than it had. Checkpoints of older versions do not tell."""
+        """Return the positions at which the schedules continue. A position is rescaled if the number of updates per
+        step has changed. Checkpoints of older versions do not contain positions."""
         now = _updates_per_step(self._parts)
         before = self._marker.content.get("schedules", {})
         return {name: round(place * now[name] / per_step) for name, (place, per_step) in before.items() if name in now}
@@ -146,38 +144,37 @@ class Resumed:
         return any(before[name] != now[name] for name in ("fingerprint", "seed", "shuffle"))
 
     def restore_random_states(self) -> None:
-        """Restore this rank's random generators, if the world has its former size. Otherwise nothing is lost: training
-        draws nothing from them, and samples have seeds of their own."""
+        """Restore this rank's random generators if the world size has not changed. Other runs need no restored states:
+        training draws no random numbers, and samples have separate seeds."""
         runtime = self._parts.runtime
         if self._marker.content["world_size"] == runtime.world_size:
             restore_random_states(load_values(self._folder / f"random-{runtime.rank:05d}.pt"))
 
     def kept_responses(self) -> list[Kept]:
-        """Responses of every rank that were generated one step ahead; empty where the run resumes with other data.
-
-        A collective of the world. Ranks split the files: if all read all, there would be as many reads as ranks times
-        ranks.
-        """
+        """Return the responses of every rank that were generated one step ahead. Empty if the run resumes with other
+        data. A collective of the world: every rank reads a part of the files."""
         if self._has_other_data():
             return []
         names, runtime = sorted(n for n in self._marker.files if n.startswith(f"{_RESPONSES}-")), self._parts.runtime
         own = {name: load_values(self._folder / name) for name in names[runtime.rank :: runtime.world_size]}
-        found = {name: kept for of_rank in all_gather_objects(own) for name, kept in of_rank.items()}
-        return [found[name] for name in names]
+        responses = {name: of_file for of_rank in all_gather_objects(own) for name, of_file in of_rank.items()}
+        return [responses[name] for name in names]
 
     def metrics(self) -> dict[str, float]:
-        """The metrics of the step that the checkpoint was written after."""
-        kept = self._marker.content["metrics"]
-        return {name: float(value) if isinstance(value, str) else value for name, value in kept.items()}
+        """Return the metrics of the step before the checkpoint."""
+        values = self._marker.content["metrics"]
+        return {name: float(value) if isinstance(value, str) else value for name, value in values.items()}
 
     @property
     def has_engine_weights(self) -> bool:
-        """Whether the engine had older weights than the actor, which its step still needs."""
+        """True if the engine had older weights than the actor, and the next step still needs those weights."""
         return any(name.startswith(f"{_ENGINE_WEIGHTS}-") for name in self._marker.files)
 
     def engine_weights(self) -> list[Tensor] | None:
-        """This rank's part of the older actor with which the engine resumes; None where the engine had the newest
-        weights, and on another layout."""
+        """Return this rank's part of the older actor weights with which the engine resumes.
+
+        Returns None if the engine had the newest weights, or if the layout or the world size has changed.
+        """
         before, layout = self._marker.content, self._parts.config.actor.layout.model_dump(mode="json")
         same = before["settings"]["actor"]["layout"] == layout
         if not self.has_engine_weights or not same or before["world_size"] != self._parts.runtime.world_size:
@@ -185,8 +182,8 @@ class Resumed:
         home = _weights_home(self._parts)
         if home is None:
             return []
-        found: list[Tensor] = load_values(self._folder / f"{_ENGINE_WEIGHTS}-{home:05d}.pt")
-        return found
+        weights: list[Tensor] = load_values(self._folder / f"{_ENGINE_WEIGHTS}-{home:05d}.pt")
+        return weights
 
     def _check_identity(self) -> None:
         before = self._marker.content["identity"]
@@ -199,13 +196,13 @@ class Resumed:
             folder = role_folder(self._parts.config, role, weights=False)
             what = "weights" if name == "reference" or name.endswith((BASE, MTP)) else "config.json"
             raise ValueError(
-                f"the {what} of the {name} are not those the run began with (in {folder}: sha256 {digest[:12]}, then "
-                f"{before[name][:12]}); bring the folder back, or start a new run"
+                f"the {what} of the {name} are not those the run began with (in {folder}: sha256 {digest[:12]}, "
+                f"formerly {before[name][:12]}); restore the folder, or start a new run"
             )
 
 
 class Checkpoints:
-    """Writes a run's checkpoints; every rank calls every method."""
+    """Writes the checkpoints of a run. Every rank must call every method."""
 
     def __init__(self, parts: RunComponents, start: Start) -> None:
         """A collective of the world."""
@@ -218,7 +215,7 @@ class Checkpoints:
         self._began_writing = now
         self._writer: CheckpointWriter | None = None
         self._failures = 0
-        """Number of checkpoints in a row that could not be written."""
+        """Number of consecutive checkpoints that could not be written."""
         self._identity: dict[str, str] = {}
         if self._settings is not None:
             directory = checkpoints_directory(parts.config.run.path)
@@ -232,11 +229,10 @@ class Checkpoints:
             self.resumed = Resumed(parts, *start.checkpoint, self._identity)
 
     def is_due(self, step: int) -> bool:
-        """Whether a checkpoint is written after this step: at its intervals in steps or minutes, after the last step,
-        and after one that could not be written, which is reported.
+        """Return whether a checkpoint is written after this step. A collective of the world, called once per step.
 
-        A collective of the world, to be called once for every step. Raises CheckpointError after too many failures in a
-        row.
+        Checkpoints are due at intervals in steps or minutes, after the last step, and after a failed checkpoint. A
+        failed checkpoint is reported. Raises CheckpointError after too many consecutive failures.
         """
         if self._settings is None:
             return False
@@ -245,15 +241,17 @@ class Checkpoints:
         is_late = self._clock.is_late(time.monotonic())
         if self._settings.is_due(step, self._parts.derived.steps):
             return True
-        return broadcast_object(is_late)  # ranks' clocks may differ
+        return broadcast_object(is_late)  # clocks differ between ranks
 
     def start_clock(self) -> None:
         """Start the clock at the first step."""
         self._deadline.start(time.monotonic())
 
     def stop_in_time(self) -> None:
-        """Raise Interrupted on every rank where another step might end too late; a collective of the world, to be
-        called once for every step but the last."""
+        """Raise Interrupted on every rank if the next step might end too late.
+
+        A collective of the world, called once for every step except the last.
+        """
         why = broadcast_object(self._why_ends if self._deadline.is_near(time.monotonic()) else "")
         if why:
             if self._parts.runtime.is_main:
@@ -261,14 +259,15 @@ class Checkpoints:
             raise Interrupted(signal.SIGUSR1)
 
     def save(self, boundary: Boundary, *, wait: bool) -> None:
-        """Write a checkpoint of the end of a step, unless there is one; with `wait` it is on disk afterwards.
+        """Write a checkpoint at the end of a step, unless one exists. With `wait`, return after the checkpoint is on
+        disk.
 
-        Models and optimizers must be in the state of the boundary. A checkpoint that cannot be written is reported and
-        tried again, with `wait` at once, else after the next step. Raises CheckpointError after too many failures in a
-        row.
+        Models and optimizers must be in the state of the boundary. A failed checkpoint is reported. It is retried
+        immediately with `wait`, otherwise after the next step. Raises CheckpointError after too many consecutive
+        failures.
         """
-        assert self._writer is not None and self._settings is not None, "is_due was not asked"
-        self._has_failed(wait=True)  # the previous one
+        assert self._writer is not None and self._settings is not None, "is_due was not called"
+        self._has_failed(wait=True)  # outcome of the previous checkpoint
         self._clock.restart(time.monotonic())
         while boundary.step != self._saved_step:
             self._saved_step = boundary.step
@@ -276,10 +275,10 @@ class Checkpoints:
             self._writer.begin(self._snapshot(boundary))
             if not self._has_failed(wait=wait or not self._settings.asynchronous) or not wait:
                 break
-        _tell_warnings(self._writer)
+        _report_warnings(self._writer)
 
     def _has_failed(self, *, wait: bool) -> bool:
-        """Whether the pending checkpoint is known to have failed; a collective of the world."""
+        """Return whether the pending checkpoint is known to have failed. A collective of the world."""
         assert self._writer is not None
         was_under_way = self._writer.is_busy
         problem = self._writer.outcome(wait=wait)
@@ -292,39 +291,40 @@ class Checkpoints:
         if self._failures >= _MOST_FAILURES:
             raise CheckpointError(f"{problem}, {self._failures} times in a row; {REMEDY}")
         if self._parts.runtime.is_main:
-            tell(f"{problem}; it is tried again, {_MOST_FAILURES} times in a row at most", warns=True)
+            tell(f"{problem}; the checkpoint is retried, {_MOST_FAILURES} times in a row at most", warns=True)
         return True
 
     def save_interrupted(self, boundary: Boundary) -> str:
-        """Write a checkpoint of a run that was asked to stop; returns the message for its user.
+        """Write a checkpoint of an interrupted run, and return a message for the user.
 
-        Raises RunError where the settings have no checkpoints.
+        Raises RunError if checkpoints are disabled.
         """
         if self._writer is None:
-            raise RunError(f"stopped after step {boundary.step} without a checkpoint, as checkpoint is null")
-        self._failures = 0  # earlier failures do not keep this one from being tried
+            raise RunError(f"stopped after step {boundary.step} without a checkpoint, because checkpoint is null")
+        self._failures = 0  # earlier failures do not prevent this attempt
         if self._parts.config.rollout.keeps_when_stopped and self._anywhere(boundary.responses):
-            self._saved_step = -1  # the existing checkpoint of this step may lack them
+            self._saved_step = -1  # the existing checkpoint of this step may lack the responses
         self.save(boundary, wait=True)
         return f"stopped after step {boundary.step} with a checkpoint; the same command continues the run"
 
     @property
     def _reference(self) -> Role | None:
-        """The reference, where it has other weights than those of its folder, or will have."""
+        """Reference model if its weights differ from the weights in its folder, or will differ later."""
         settings = self._parts.config.reference
         if settings is not None and settings.refresh_every_steps:
             return self._parts.reference
         return self.resumed.reference if self.resumed is not None else None
 
     def _anywhere(self, responses: Kept) -> bool:
-        """Whether any rank has responses; a collective of the world."""
-        dist.all_reduce(found := torch.tensor([len(responses)], device=self._parts.runtime.device))
-        return bool(found)
+        """Return whether any rank has responses. A collective of the world."""
+        dist.all_reduce(count := torch.tensor([len(responses)], device=self._parts.runtime.device))
+        return bool(count)
 
     def keep_refused(self, updates: RoleUpdates, refused: MinibatchUpdate, boundary: Boundary) -> str:
-        """Save a minibatch with a non-finite loss or gradient and the models before it, for the first few of them.
+        """Save a minibatch with a non-finite loss or gradient, and the models before it. Limited to the first few
+        minibatches.
 
-        `boundary` is the end of the step before. Returns the message for the user.
+        `boundary` is the end of the previous step. Returns a message for the user.
         """
         runtime, config = self._parts.runtime, self._parts.config
         directory, step = config.run.path / "replay", boundary.step + 1
@@ -334,7 +334,7 @@ class Checkpoints:
         ):
             return ""
         snapshot = self._snapshot(boundary)
-        kept = {
+        refusal = {
             "role": updates.batch.role.placement.name,
             "number": refused.number,
             "weights": asdict(refused.weights),
@@ -344,10 +344,10 @@ class Checkpoints:
         }
         settings = CheckpointSettings(keep_last=_MOST_REPLAYS, asynchronous=False)
         writer = CheckpointWriter(directory, settings, runtime, runtime.deadlines.collective_seconds)
-        content = {**snapshot.content, "refused": kept}
+        content = {**snapshot.content, "refused": refusal}
         batch = updates.local_batch(refused.chosen)
         writer.save(replace(snapshot, step=step, content=content, per_rank={"batch": batch}), wait=True)
-        _tell_warnings(writer)
+        _report_warnings(writer)
         return f"The batch is in {folder}; `megappo train --replay {folder}` repeats the update"
 
     def _snapshot(self, boundary: Boundary) -> Snapshot:
@@ -382,29 +382,29 @@ class Checkpoints:
 
     @property
     def keeps_engine_weights(self) -> bool:
-        """Whether this rank saves the engine's weights, which may be older than the actor's."""
+        """True if this rank saves the engine weights, which may be older than the actor weights."""
         return self._settings is not None and _weights_home(self._parts) == self._parts.runtime.rank
 
     def finish(self) -> None:
         """Wait until everything is on disk."""
         if self._writer is not None:
             self._writer.wait()
-            _tell_warnings(self._writer)
+            _report_warnings(self._writer)
 
     def close(self) -> None:
-        """Give a pending checkpoint time to finish where the run ends early."""
+        """Wait for a pending checkpoint for a limited time when the run ends early."""
         if self._writer is not None:
             self._writer.abandon(_CLOSE_SECONDS)
 
 
 def _updates_per_step(parts: RunComponents) -> dict[str, int]:
-    """Most updates of a step, by trained role."""
+    """Return the maximum number of updates per step for each trained role."""
     numbers = {"actor": parts.derived.actor, "critic": parts.derived.critic}
-    return {name: found.updates_per_step for name, found in numbers.items() if found is not None}
+    return {name: role.updates_per_step for name, role in numbers.items() if role is not None}
 
 
 def _time_left(config: Config) -> tuple[str, float | None]:
-    """What ends the run first, as text, and the seconds until then; None where no end is known."""
+    """Return a description of the nearest time limit and the seconds until then. ("", None) without a known limit."""
     hours, slurm = config.run.max_hours, seconds_to_end(os.environ)
     own = None if hours is None else 3600 * hours - seconds_since_start()
     if config.checkpoint is None or (own is None and slurm is None):
@@ -415,7 +415,7 @@ def _time_left(config: Config) -> tuple[str, float | None]:
 
 
 def _weights_home(parts: RunComponents) -> int | None:
-    """The rank that saves this rank's part of the actor for all replicas; None on ranks outside of the actor."""
+    """Return the rank that saves this rank's part of the actor for all replicas. None on ranks outside the actor."""
     if not isinstance(parts.actor, LocalRole):
         return None
     layout = parts.actor.layout
@@ -423,24 +423,24 @@ def _weights_home(parts: RunComponents) -> int | None:
     return layout.grid.rank(replica, layout.stage, layout.tensor_rank, context_rank)
 
 
-def _tell_warnings(writer: CheckpointWriter) -> None:
-    for sentence in writer.warnings():  # on the main rank only
+def _report_warnings(writer: CheckpointWriter) -> None:
+    for sentence in writer.warnings():  # only the main rank has warnings
         tell(sentence)
 
 
 def _identity(parts: RunComponents) -> dict[str, str]:
-    """Digests of the models that are not in the checkpoint; a collective of the world."""
+    """Return digests of the models that are not in the checkpoint. A collective of the world."""
     config = parts.config
-    found = {"model": architecture_digest(role_folder(config, "actor"))}
+    digests = {"model": architecture_digest(role_folder(config, "actor"))}
     if config.critic is not None and config.critic.path is not None:
-        found["critic"] = architecture_digest(role_folder(config, "critic"))
+        digests["critic"] = architecture_digest(role_folder(config, "critic"))
     frozen = {role.placement.name + BASE: base_of(role) for role in parts.trained if role.options.lora is not None}
     if parts.reference is not None and config.reference is not None and not config.reference.share_actor_base:
         frozen["reference"] = parts.reference
     rank, world = parts.runtime.rank, parts.runtime.world_size
     if parts.actor.arch.declaration.may_have_mtp_layers:
-        found["actor" + MTP] = weights_digest(parts.mtp_layers.tensors(share=(rank, world)))
+        digests["actor" + MTP] = weights_digest(parts.mtp_layers.tensors(share=(rank, world)))
     for name, role in frozen.items():
         stream = WeightStream(role, config.rollout.sync_bucket_bytes)
-        found[name] = weights_digest(stream.to([Receiver(to, share=(to, world)) for to in range(world)]))
-    return found
+        digests[name] = weights_digest(stream.to([Receiver(to, share=(to, world)) for to in range(world)]))
+    return digests

@@ -1,4 +1,4 @@
-"""Assembles the parts of a run from its configuration: models on their layouts, engine, data, rewards."""
+"""Assembly of a run's components from its configuration: models on their layouts, engine, data, rewards."""
 
 from __future__ import annotations
 
@@ -46,23 +46,23 @@ from megappo.types import Prompt, RoutingShape
 
 @dataclass(frozen=True)
 class RunMode:
-    """Purpose of the parts of a run: training, or evaluation and export."""
+    """Purpose of the components: training, or evaluation and export."""
 
     training: bool = True
-    """Whether to train; False: there is an actor to generate with, but no optimizer, critic or reference."""
+    """Whether to train. If False, an actor can generate, but there is no optimizer, critic or reference."""
     inputs: RunInputs | None = None
-    """Tokenizer, prompts and environment, where they were read already."""
+    """Tokenizer, prompts and environment, if already read."""
     engine: EngineFactory | None = None
-    """Makes the engine; None: it is found by the settings."""
+    """Factory of the engine. By default the settings select the engine."""
     resumed: bool = False
-    """Whether a checkpoint will replace the weights; see `ModelBuilder`."""
+    """Whether a checkpoint will replace the weights. See `ModelBuilder`."""
     stop: Stop = field(default_factory=NeverStop)
-    """Says when to stop generating."""
+    """Signals when to stop generating."""
 
 
 @dataclass(frozen=True)
 class RunComponents:
-    """Everything the trainer works with."""
+    """All components of the trainer."""
 
     config: Config
     derived: Derived
@@ -72,29 +72,29 @@ class RunComponents:
     train_prompts: TrainingPrompts
     cursor: TrainingCursor
     curriculum: Curriculum | None
-    """Lets prompts rest that are answered well; None without `data.curriculum`."""
+    """Pauses prompts that the policy answers well. None without `data.curriculum`."""
     validation_prompts: Mapping[str, PromptDataset]
-    """Prompts of each validation set by its name; see `DataSettings.evaluated`."""
+    """Prompts of each validation set by name. See `DataSettings.evaluated`."""
     reward: RewardScorer | None
-    """Scores responses; None where samples have saved scores (`rollout.load_from`)."""
+    """Scores responses. None if samples have saved scores (`rollout.load_from`)."""
     engine: Engine
     episodes: EpisodeRunner | None
-    """Runs episodes on the engine; None where no environment takes part."""
+    """Runs episodes on the engine. None without an environment."""
     actor: Role
     critic: Role | None
     reference: Role | None
     weights: WeightStream
     mtp_layers: MTPLayers
-    """Layers of the policy's model that are not trained; exports contain their weights."""
+    """Untrained layers of the policy model. Exports contain their weights."""
     stop: Stop
     generation: Generation | None = None
-    """Function that generates instead of the engine alone; None without `rollout.generation`."""
+    """User function for generation, which calls the engine. None without `rollout.generation`."""
     origins: tuple[str, ...] = ()
-    """A sentence for each model that begins with weights of another folder than its own."""
+    """Messages that name the weights of each model that starts with weights from another folder."""
 
     @property
     def trained(self) -> list[Role]:
-        """Actor and critic, where there is one; in value pretraining the critic alone."""
+        """Trained roles: the actor, and the critic if there is one. Value pretraining trains only the critic."""
         if self.config.pretrains_critic:
             assert self.critic is not None
             return [self.critic]
@@ -102,35 +102,41 @@ class RunComponents:
 
     @property
     def vocabulary(self) -> int:
-        """Token ids below this number have an embedding in every model of the run."""
+        """Number of token ids with an embedding in every model of the run."""
         models = (self.actor, self.critic, self.reference)
         return min(role.arch.vocab_size for role in models if role is not None)
 
     @property
     def answerer(self) -> str:
-        """Name of the generator of responses, in errors."""
+        """Name of the generator of responses in error messages."""
         return f"the engine '{self.config.rollout.engine}'"
 
     @property
     def replayed_routing(self) -> RoutingShape | None:
-        """Sizes of the routing that the engine returns and the actor replays; None: the actor's routers choose. Raises
-        ConfigError where `algorithm.router_replay` is set and the engine returns none."""
+        """Shape of the routing that the engine returns and the actor replays. None if the actor's routers choose
+        experts.
+
+        Raises ConfigError if `algorithm.router_replay` is set and the engine returns no routing.
+        """
         if not self.config.algorithm.replays_routing(self.actor.arch.experts):
             return None
         if isinstance(self.engine, RoutingEngine) and self.engine.returns_routing:
             return RoutingShape.of(self.actor.arch)
         if self.config.algorithm.router_replay:
             raise ConfigError(
-                f"algorithm.router_replay is true, but the engine '{self.config.rollout.engine}' does not say which "
-                "experts computed a token; remove it, or have the engine say so (RoutingEngine)"
+                f"algorithm.router_replay is true, but the engine '{self.config.rollout.engine}' does not report "
+                "which experts computed a token; remove the setting, or implement RoutingEngine in the engine"
             )
         return None
 
     def sampling(
         self, most_tokens: int, *, temperature: float | None = None, trained_on: bool = False
     ) -> SamplingParams:
-        """Sampling parameters for responses of at most so many tokens; by default at the rollout's temperature, greedy
-        at 0. `trained_on`: whether the actor is trained on them."""
+        """Return sampling parameters for responses of at most `most_tokens` tokens.
+
+        The default temperature is `rollout.temperature`. A temperature of 0 is greedy. `trained_on`: whether the
+        actor is trained on the responses.
+        """
         routing = self.replayed_routing if trained_on else None
         scale = temperature or self.config.rollout.temperature
         rollout = self.config.rollout
@@ -145,8 +151,10 @@ class RunComponents:
         params: SamplingParams,
         done: MutableMapping[int, Completion] | None = None,
     ) -> list[Completion]:
-        """A sample for each request: the engine's response, or an episode. `prompts` are those of the requests;
-        otherwise as `Engine.generate`."""
+        """Return one sample per request: a response of the engine, or an episode.
+
+        `prompts` are the prompts of the requests. The other arguments are the same as in `Engine.generate`.
+        """
         if self.generation is not None:
             return generated(self.generation, self.engine, prompts, requests, params, self.vocabulary)
         if self.episodes is None:
@@ -156,14 +164,14 @@ class RunComponents:
     def submit(
         self, prompts: Sequence[Prompt], requests: Sequence[GenerateRequest], params: SamplingParams
     ) -> PendingCompletions:
-        """Start making samples as `answer` does, while the trainer computes; `collect` returns them."""
+        """Start generating samples like `answer`, in parallel to training. `collect` returns the samples."""
         if self.episodes is not None:
             return self.episodes.submit(prompts, requests, params)
-        assert isinstance(self.engine, AheadEngine), "rules refuse rollout.ahead with other engines"
+        assert isinstance(self.engine, AheadEngine), "validated: other engines do not support rollout.ahead"
         return self.engine.submit(requests, params)
 
     def collect(self, pending: PendingCompletions, *, weights_changed: bool) -> list[Completion]:
-        """Wait for the samples of `submit`; see `AheadEngine.collect`. Raises as `answer` does, too."""
+        """Wait for the samples of `submit`. See `AheadEngine.collect`. Raises like `answer`."""
         if isinstance(pending, PendingEpisodes):
             assert self.episodes is not None
             return self.episodes.collect(pending, weights_changed=weights_changed)
@@ -180,21 +188,25 @@ class RunComponents:
 
 
 def check_answers(config: Config, train: TrainingPrompts, validation: Iterable[PromptDataset]) -> None:
-    """Raises ValueError for prompts whose reference answer the reward cannot use."""
+    """Raise ValueError for prompts with a reference answer that the reward cannot use."""
     for data in (*(train.sources if isinstance(train, MixedPrompts) else (train,)), *validation):
         check_prompts(config.reward, [data[i] for i in range(len(data))], data.source)
 
 
 def start_reward_servers(config: Config, runtime: Runtime) -> OwnServers:
-    """Start the run's own servers for rewards without waiting until they are ready. A collective of the world where
-    there are any. Raises ValueError on every rank where one cannot be started."""
-    wanted = model_servers(config, runtime) | judge_servers(config, runtime)
-    return start_servers(wanted, runtime) if wanted else OwnServers()
+    """Start the reward servers of the run without waiting for them. A collective of the world if there are any.
+
+    Raises ValueError on every rank if a server cannot be started.
+    """
+    servers = model_servers(config, runtime) | judge_servers(config, runtime)
+    return start_servers(servers, runtime) if servers else OwnServers()
 
 
 def make_scorer(config: Config, runtime: Runtime) -> RewardScorer:
-    """The scorer of a run, with its servers; a collective of the world. Raises ValueError as `start_reward_servers` and
-    `RewardScorer` do."""
+    """Return the reward scorer of a run with its servers. A collective of the world.
+
+    Raises ValueError like `start_reward_servers` and `RewardScorer`.
+    """
     return RewardScorer(
         config.reward,
         runtime.device,
@@ -206,14 +218,17 @@ def make_scorer(config: Config, runtime: Runtime) -> RewardScorer:
 
 
 def assemble(config: Config, derived: Derived, runtime: Runtime, mode: RunMode | None = None) -> RunComponents:
-    """Make every part; a collective of the world. Errors in data and rewards are raised before any model is built."""
+    """Create every component. A collective of the world.
+
+    Errors in data and rewards are raised before any model is built.
+    """
     mode = mode if mode is not None else RunMode()
     inputs = mode.inputs if mode.inputs is not None else read_inputs(config, training=mode.training)
     tokens, prompts, validation_prompts = inputs.tokens, inputs.training, inputs.validation
     tokenizer, rows, stop_token_ids = tokens.tokenizer, tokens.rows, tokens.stop_token_ids
     cursor, curriculum = training_cursor(prompts, config.data, config.run.seed), None
     if config.data.curriculum is not None:
-        ahead = 0 if config.rollout.in_flight else config.rollout.ahead  # in flight: draws follow rewards
+        ahead = 0 if config.rollout.in_flight else config.rollout.ahead  # in flight, draws follow rewards
         curriculum = Curriculum(config.data.curriculum, cursor, ahead)
     check_data(prompts, validation_prompts)
     check_answers(config, prompts, validation_prompts.values())

@@ -1,7 +1,7 @@
-"""Gauges of the critic: how well values predict the rewards that follow.
+"""Metrics of the critic: quality of the predicted rewards.
 
-One forward pass over all samples computes the values. The returns are discounted sums of rewards (lambda 1): with a
-smaller lambda, the target of the critic contains the critic's own values. The tokens of all ranks are pooled.
+One forward pass over all samples computes the values. The returns are discounted sums of rewards (lambda 1). With a
+smaller lambda, the target of the critic would contain the values of the critic. The tokens of all ranks are pooled.
 
 Shape legend: B samples of this rank, R longest response.
 """
@@ -15,7 +15,7 @@ from torch import Tensor
 from megappo.runtime.tally import Tally
 
 _EQUAL = 1e-6
-"""Returns are equal up to rounding if the ratio of the standard deviation to the mean is less than this number."""
+"""Returns are equal up to rounding if the ratio of the standard deviation to the mean is below this number."""
 
 
 def tally_values(tally: Tally, values_BR: Tensor, returns_BR: Tensor, mask_BR: Tensor) -> None:
@@ -26,8 +26,10 @@ def tally_values(tally: Tally, values_BR: Tensor, returns_BR: Tensor, mask_BR: T
 
 
 def critic_metrics(numbers: Mapping[str, float]) -> dict[str, float]:
-    """The reduced numbers with the explained variance in place of the parts that `tally_values` added. If
-    there are no tokens or all returns are equal, the result has no explained variance."""
+    """Return the reduced numbers with the explained variance instead of the parts of `tally_values`.
+
+    Without tokens, or if all returns are equal, the result has no explained variance.
+    """
     parts = ("returns/mean", "returns/std", "errors/mean", "errors/std")
     others = {name: value for name, value in numbers.items() if name not in parts}
     spread = numbers.get("returns/std", 0.0)

@@ -1,6 +1,6 @@
-"""Episodes of environments in a step's samples: which tokens count, where rewards are placed, who said what.
+"""Episodes of environments in the samples of a step: token masks, positions of rewards, and conversations.
 
-In a checkpoint, what the tokens do not contain is JSON in bytes.
+Checkpoints store the part of an episode that is not in its tokens as bytes of JSON.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from megappo.types import Episode, Episodes, Prompt
 
 
 def own_tokens(completion: Completion) -> list[int]:
-    """Tokens of the model's response: all of them, or in an episode those of its last turn."""
+    """Return the tokens of the model's response. For an episode, return the tokens of its last turn."""
     ids = list(completion.token_ids)
     if completion.episode is None or not completion.episode.turns:
         return ids
@@ -30,18 +30,18 @@ def own_tokens(completion: Completion) -> list[int]:
 
 
 def prompt_ids(prompt: Prompt, completion: Completion) -> tuple[int, ...]:
-    """Tokens before the model's first one: the data's prompt, or in an episode the prompt that an agent made of it."""
+    """Return the tokens before the first token of the model: the prompt of the data, or the prompt of an agent."""
     told = None if completion.episode is None else completion.episode.prompt_ids
     return prompt.token_ids if told is None else told
 
 
 def turns_mask(completions: Sequence[Completion], mask_BR: Tensor) -> Tensor:
-    """(B, R) bool: tokens that the model generated; `mask_BR` marks all tokens after the prompt."""
+    """Return a (B, R) bool mask of the tokens of the model. `mask_BR` marks all tokens after the prompt."""
     if all(completion.episode is None for completion in completions):
         return mask_BR
     own_BR = torch.zeros_like(mask_BR)
     for own_R, completion in zip(own_BR, completions, strict=True):
-        assert completion.episode is not None, "all samples of a step are episodes, or none"
+        assert completion.episode is not None, "either all samples of a step are episodes, or no sample is"
         for turn in completion.episode.turns:
             own_R[turn.start : turn.stop] = True
     return own_BR
@@ -50,7 +50,7 @@ def turns_mask(completions: Sequence[Completion], mask_BR: Tensor) -> Tensor:
 def episodes_of(
     completions: Sequence[Completion], mask_BR: Tensor, tokenizer: PreTrainedTokenizerBase
 ) -> Episodes | None:
-    """Episodes of the completions; None where no environment takes part."""
+    """Return the episodes of the completions. None without an environment."""
     episodes = tuple(completion.episode for completion in completions if completion.episode is not None)
     if not episodes:
         return None
@@ -62,7 +62,7 @@ def episodes_of(
 
 
 def _conversation(completion: Completion, tokenizer: PreTrainedTokenizerBase) -> tuple[dict[str, JSONValue], ...]:
-    """Turns of model and environment as text, preceded by the prompt where an agent wrote it."""
+    """Return the turns of model and environment as text. If an agent wrote the prompt, the prompt comes first."""
     assert completion.episode is not None
     said: list[dict[str, JSONValue]] = []
     if completion.episode.prompt_ids is not None:
@@ -79,7 +79,7 @@ def _conversation(completion: Completion, tokenizer: PreTrainedTokenizerBase) ->
 
 
 def keep_episodes(completions: Sequence[Completion]) -> dict[str, Tensor]:
-    """Episodes of the completions as tensors for a checkpoint; empty where there are none."""
+    """Return the episodes of the completions as tensors for a checkpoint. Empty without episodes."""
     episodes = [asdict(completion.episode) for completion in completions if completion.episode is not None]
     if not episodes:
         return {}
@@ -87,7 +87,7 @@ def keep_episodes(completions: Sequence[Completion]) -> dict[str, Tensor]:
 
 
 def kept_episodes(kept: Mapping[str, Tensor], truncated: Sequence[bool]) -> list[Episode | None]:
-    """Episodes from `keep_episodes`. `truncated`: what is kept of each completion."""
+    """Return the episodes in the tensors of `keep_episodes`. `truncated`: whether each completion was truncated."""
     if "episodes" not in kept:
         return [None] * len(truncated)
     told = json.loads(bytes(kept["episodes"].tolist()))

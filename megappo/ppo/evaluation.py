@@ -20,15 +20,15 @@ from megappo.runtime.tally import Tally
 from megappo.types import Rollouts
 
 _STEP_OF_SEEDS = 0
-"""Replaces a step's number in seeds: all evaluations of a run use the same ones, so that only the model differs."""
+"""Step number in seeds. All evaluations of a run use the same seeds, so that only the model differs."""
 
 
-def evaluate_policy(parts: RunComponents, say: Callable[[str], object] = tell) -> dict[str, float]:
-    """Mean reward and length over every validation set with the engine's weights, and `pass@k`; a collective of the
-    whole world.
+def evaluate_policy(parts: RunComponents, report: Callable[[str], object] = tell) -> dict[str, float]:
+    """Return the mean reward, mean length and `pass@k` of every validation set. A collective of the world.
 
-    Failed samples count only in the mean of the lengths. `eval/failures` has their share, and the main rank prints
-    their number with the first reason. Raises RewardError on every rank where too many rewards failed.
+    Responses come from the engine weights. Failed samples count only in the mean length. `eval/failures` is the share
+    of failed samples. The main rank prints their number and the first reason. Raises RewardError on every rank if too
+    many rewards failed.
     """
     tally = Tally()
     for name, settings in parts.config.data.evaluated.items():
@@ -36,14 +36,14 @@ def evaluate_policy(parts: RunComponents, say: Callable[[str], object] = tell) -
         tally.mean(f"{prefix}/dropped", torch.tensor([parts.validation_prompts[name].dropped]))
         sentence = _evaluate_set(prefix, settings, parts.validation_prompts[name], parts, tally)
         if sentence and parts.runtime.is_main:
-            say(f"{prefix}: {sentence}")
+            report(f"{prefix}: {sentence}")
     return tally.reduce(parts.runtime.device)
 
 
 def _evaluate_set(
     prefix: str, settings: ValidationSetSettings, dataset: PromptDataset, parts: RunComponents, tally: Tally
 ) -> str:
-    """Evaluate one set into `tally`; returns a sentence about failures on any rank, "" where there were none."""
+    """Evaluate one set into `tally`. Returns a message about failures on any rank, or ""."""
     config = parts.config
     own_limit = config.evaluation.max_response_tokens if config.evaluation is not None else None
     prompts = prompts_of_rank(dataset, range(len(dataset)), parts.runtime)
@@ -53,13 +53,13 @@ def _evaluate_set(
         return sample_id if params.greedy else sample_seed(config.run.seed, _STEP_OF_SEEDS, sample_id)
 
     most = config.rollout.max_total_tokens
-    wanted = request_samples(prompts, samples_per_prompt=settings.samples, seed_of=seed_of, max_total_tokens=most)
-    answers = parts.answer(wanted.prompts, wanted.requests, params)
-    rollouts = finish_rollout(wanted, answers, parts.tokenizer, parts.vocabulary, parts.answerer)
+    batch = request_samples(prompts, samples_per_prompt=settings.samples, seed_of=seed_of, max_total_tokens=most)
+    answers = parts.answer(batch.prompts, batch.requests, params)
+    rollouts = finish_rollout(batch, answers, parts.tokenizer, parts.vocabulary, parts.answerer)
     failures = dict[int, str]()
-    assert parts.reward is not None, "rules refuse evaluations without an engine"
+    assert parts.reward is not None, "validated: evaluations need an engine"
     total_rewards_B = rollouts.total_rewards_B(parts.reward.score_local(rollouts, failures))
-    sentence = _failure_words(parts, rollouts, failures)
+    sentence = _failure_message(parts, rollouts, failures)
     graded_B = torch.tensor([b not in failures for b in range(len(total_rewards_B))], dtype=torch.bool)
     tally.mean(f"{prefix}/reward_mean", total_rewards_B, graded_B)
     tally.mean(f"{prefix}/failures", ~graded_B)
@@ -69,11 +69,11 @@ def _evaluate_set(
     return sentence
 
 
-def _failure_words(parts: RunComponents, rollouts: Rollouts, failures: MutableMapping[int, str]) -> str:
-    """Sentence with the number of ungraded samples of all ranks and the first reason.
+def _failure_message(parts: RunComponents, rollouts: Rollouts, failures: MutableMapping[int, str]) -> str:
+    """Return a message with the number of ungraded samples of all ranks and the first reason.
 
-    Adds failed episodes to `failures`, which has the samples whose reward failed. Raises RewardError on every rank
-    where too many rewards failed.
+    Adds failed episodes to `failures`, which contains the samples with failed rewards. Raises RewardError on every
+    rank if too many rewards failed.
     """
     rewards, settings = len(failures), parts.config.reward
     for b, episode in enumerate(rollouts.episodes.of_samples if rollouts.episodes is not None else ()):
@@ -90,8 +90,10 @@ def _failure_words(parts: RunComponents, rollouts: Rollouts, failures: MutableMa
 def passed_P(
     total_rewards_B: Tensor, settings: ValidationSetSettings, k: int, graded_B: Tensor | None = None
 ) -> Tensor:
-    """float64: `pass@k` of each prompt, whose samples are consecutive. Ungraded samples do not count, and prompts with
-    fewer than `k` graded ones are left out."""
+    """Return `pass@k` of each prompt as float64. The samples of a prompt are consecutive.
+
+    Ungraded samples do not count. Prompts with fewer than `k` graded samples are omitted.
+    """
     totals_PS = total_rewards_B.view(-1, settings.samples)
     graded_PS = torch.ones_like(totals_PS, dtype=torch.bool) if graded_B is None else graded_B.view(totals_PS.shape)
     right_P = ((totals_PS > settings.right_above) & graded_PS).sum(-1)

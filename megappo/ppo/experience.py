@@ -1,6 +1,6 @@
-"""Turns scores into the inputs of updates: KL in the reward, advantages, whitening, correction of the mismatch.
+"""Conversion of scores into update inputs: KL in the reward, advantages, whitening, mismatch correction.
 
-Works on this rank's own samples; only statistics are exchanged. B samples of this rank, R longest response.
+Each rank processes its own samples. Ranks exchange only statistics. B samples of this rank, R longest response.
 """
 
 from __future__ import annotations
@@ -26,13 +26,13 @@ from megappo_kernels.whiten import masked_whiten, masked_whiten_stats, merge_whi
 
 
 def trained_tokens(rollouts: Rollouts, algorithm: AlgorithmSettings) -> Tensor:
-    """(B, R) bool: response tokens that count in the losses, before any correction rejects some."""
+    """Return a (B, R) bool mask of response tokens in the losses, before corrections reject tokens."""
     mask_BR = rollouts.response_mask_BR
     return mask_BR & ~rollouts.truncated_B[:, None] if algorithm.mask_truncated else mask_BR
 
 
 def turn_ends(rollouts: Rollouts) -> Tensor:
-    """(B, R) bool: the last token of each turn of the model; without an environment a response is one turn."""
+    """Return a (B, R) bool mask of the last token of each turn. Without an environment, a response is one turn."""
     if rollouts.episodes is None:
         return on_last_tokens(torch.ones(len(rollouts.response_mask_BR)), rollouts.response_mask_BR) > 0
     ends_BR = torch.zeros_like(rollouts.response_mask_BR)
@@ -42,10 +42,10 @@ def turn_ends(rollouts: Rollouts) -> Tensor:
 
 
 def groups_differ_G(rewards: Tensor, group_ids_B: Tensor) -> Tensor:
-    """(G,) bool: True if the rewards of a group differ by more than the rounding error.
+    """Return (G,) bool: True if the rewards of a group differ by more than the rounding error.
 
-    `rewards`: (B,), or (B, N) parts of a sample's reward. Failed episodes have negative group ids and
-    belong to no group.
+    `rewards`: (B,), or (B, N) parts of the reward of a sample. Failed episodes have negative group ids and belong to
+    no group.
     """
     whole_B = group_ids_B >= 0
     differ_B = Groups.of(rewards[whole_B], group_ids_B[whole_B]).differ_B
@@ -54,7 +54,7 @@ def groups_differ_G(rewards: Tensor, group_ids_B: Tensor) -> Tensor:
 
 
 class ExperienceMaker:
-    """Turns Scored into Experience; keeps the state of the adaptive KL controller."""
+    """Converts Scored into Experience, and stores the state of the adaptive KL controller."""
 
     def __init__(self, algorithm: AlgorithmSettings, device: torch.device) -> None:
         self._algorithm, self._device = algorithm, device
@@ -69,12 +69,12 @@ class ExperienceMaker:
     def make(
         self, scored: Scored, step_sequences: int, rewards_BR: Tensor | None = None
     ) -> tuple[Experience, dict[str, float]]:
-        """Experience of the step and its metrics; a collective of the whole world.
+        """Return the experience of the step and its metrics. A collective of the world.
 
         Args:
             scored: this rank's samples.
-            step_sequences: samples of the step over all ranks, by which the adaptive controller is updated.
-            rewards_BR: token rewards that are known already; None: they are computed from scores and KL.
+            step_sequences: number of samples in the step over all ranks, for the adaptive controller.
+            rewards_BR: known token rewards. By default, scores and KL determine the token rewards.
         """
         tally, mask_BR, kl_BR = Tally(), scored.rollouts.response_mask_BR, None
         if rewards_BR is None:
@@ -112,7 +112,7 @@ class ExperienceMaker:
         return experience, numbers
 
     def returns_to_go(self, rewards_BR: Tensor, rollouts: Rollouts) -> Tensor:
-        """(B, R): the discounted sum of the rewards from each response token on (lambda 1, no values)."""
+        """Return (B, R): the discounted sum of rewards from each response token on (lambda 1, no values)."""
         nothing_BR, mask_BR = torch.zeros_like(rewards_BR), rollouts.response_mask_BR
         borders_BR, gamma = self._borders(rollouts), self._algorithm.gamma
         return self._gae(rewards_BR, nothing_BR, mask_BR, gamma=gamma, lam=1.0, borders=borders_BR)[1]
@@ -130,10 +130,10 @@ class ExperienceMaker:
         tally.minimum("reward/min", total_rewards_B, scored_B)
 
     def _rewards(self, scored: Scored, tally: Tally) -> tuple[Tensor, Tensor | None]:
-        """Token rewards (B, R), and the KL per token where there is a reference.
+        """Return token rewards (B, R), and the KL per token with a reference.
 
-        The score is on the last token, and the weighted KL is subtracted on every token. An environment's reward of a
-        turn is on the turn's last token.
+        The score is on the last token. The weighted KL is subtracted from every token. An environment's reward for a
+        turn is on the last token of the turn.
         """
         mask_BR, episodes, scores = scored.rollouts.response_mask_BR, scored.rollouts.episodes, scored.scores_B
         if episodes is not None:
@@ -159,24 +159,28 @@ class ExperienceMaker:
         lam: float | Tensor,
         borders: Tensor | None,
     ) -> tuple[Tensor, Tensor]:
-        """GAE, computed on the device of the run."""
-        here = (x.to(self._device) for x in (rewards, values, mask))
+        """Compute GAE on the device of the run."""
+        on_device = (x.to(self._device) for x in (rewards, values, mask))
         lam = lam.to(self._device) if isinstance(lam, Tensor) else lam
         borders = None if borders is None else borders.to(self._device)
-        advantages_BR, returns_BR = gae(*here, gamma=gamma, lam=lam, borders=borders)
+        advantages_BR, returns_BR = gae(*on_device, gamma=gamma, lam=lam, borders=borders)
         return advantages_BR.to(rewards.device), returns_BR.to(rewards.device)
 
     def _global_stats(self, values_BR: Tensor, mask_BR: Tensor) -> Tensor:
-        """Whitening statistics over the samples of all ranks, merged in the order of ranks: the result is the same on
-        each."""
+        """Return whitening statistics over the samples of all ranks.
+
+        The statistics are merged in rank order, so that the result is the same on each rank.
+        """
         local_3 = masked_whiten_stats(values_BR.to(self._device), mask_BR.to(self._device))
         gathered = [torch.empty_like(local_3) for _ in range(dist.get_world_size())]
         dist.all_gather(gathered, local_3)
         return merge_whiten_stats(torch.stack(gathered)).to(values_BR.device)
 
     def _correction(self, scored: Scored, tally: Tally) -> tuple[Tensor | None, Tensor]:
-        """Importance weights for the engine's mismatch, and the mask of tokens that count; no weights without
-        correction."""
+        """Return importance weights for the mismatch of the engine, and the mask of tokens in the loss.
+
+        The weights are None without correction.
+        """
         mask_BR = scored.rollouts.response_mask_BR
         if self._algorithm.old_logprob != "corrected":
             return None, mask_BR

@@ -1,7 +1,8 @@
-"""Parquet files of experience: a row for each sample, with everything that a step's updates are computed from.
+"""Parquet files of experience: one row per sample, with all inputs of the updates of a step.
 
-A rank writes its own samples. Numbers keep their bits. Parts that a run does not have (a critic, a reference, an
-environment) have no column. `pandas.read_parquet` and similar functions read a file or the folder of a step.
+Each rank writes its own samples. Numbers are stored exactly. Optional parts without values in a run (a critic, a
+reference, an environment) have no column. `pandas.read_parquet` and similar functions read one file or the folder of
+a step.
 """
 
 from __future__ import annotations
@@ -39,7 +40,7 @@ _PER_TOKEN = {
     "token_rewards": "rewards_BR", "advantages": "advantages_BR", "returns": "returns_BR", "loss_mask": "loss_mask_BR",
     "importance_weights": "importance_weights_BR",
 }  # fmt: skip
-"""Columns with a number for each response token, and the fields that they are read from."""
+"""Columns with one number per response token, and their source fields."""
 _PER_SAMPLE = {
     "sample_id": "sample_ids_B", "group_id": "group_ids_B", "truncated": "truncated_B",
     "special_tokens": "special_tokens_B", "weight_version": "weight_versions_B",
@@ -48,23 +49,23 @@ _PER_SAMPLE = {
 
 @dataclass(frozen=True)
 class SavedSamples:
-    """Samples of one rank in a step, as they are saved."""
+    """Saved samples of one rank in a step."""
 
     experience: Experience
-    """Experience of the samples. `scored.scores_B` are the scores that were trained on, without environments' rewards
-    of turns."""
+    """Experience of the samples. `scored.scores_B` contains the scores used in training, without turn rewards of
+    environments."""
     given_B: Tensor
-    """float32: scores as the reward returned them, before `reward.scale` and similar settings."""
+    """float32 scores as returned by the reward, before `reward.scale` and similar settings."""
 
     @property
     def sample_ids(self) -> list[int]:
-        """Position of each sample in the step's global batch."""
-        found: list[int] = self.experience.scored.rollouts.sample_ids_B.tolist()
-        return found
+        """Position of each sample in the global batch of the step."""
+        ids: list[int] = self.experience.scored.rollouts.sample_ids_B.tolist()
+        return ids
 
 
 def require_parquet() -> None:
-    """Raises ConfigError where pyarrow, which writes and reads these files, is not installed."""
+    """Raise ConfigError if pyarrow is not installed. These files require pyarrow."""
     try:
         import pyarrow.parquet  # noqa: F401
     except ImportError as error:
@@ -74,8 +75,10 @@ def require_parquet() -> None:
 
 
 def write_samples(path: Path, samples: SavedSamples, rows: Sequence[int], text_of: Callable[[int], str]) -> None:
-    """Write these rows of a rank's samples. `text_of`: text of a token for readers, called once for each distinct
-    token. Raises OSError."""
+    """Write these rows of a rank's samples. Raises OSError.
+
+    `text_of`: returns the text of a token for readers. It is called once per distinct token.
+    """
     import pyarrow
     from pyarrow import parquet
 
@@ -93,10 +96,10 @@ def _columns(
     scored, rollouts = experience.scored, experience.scored.rollouts
     prompts, lengths_B = [rollouts.prompts[b] for b in rows], rollouts.response_lengths_B[rows]
     lengths = lengths_B.tolist()
-    here_BR = torch.arange(rollouts.response_mask_BR.shape[1])[None] < lengths_B[:, None]
+    in_response_BR = torch.arange(rollouts.response_mask_BR.shape[1])[None] < lengths_B[:, None]
 
     def of_tokens(values_BR: Tensor) -> pyarrow.Array:
-        return _lists(values_BR[rows][here_BR], lengths)
+        return _lists(values_BR[rows][in_response_BR], lengths)
 
     for name, key in _PER_SAMPLE.items():
         yield name, pyarrow.array(getattr(rollouts, key)[rows].numpy())
@@ -114,11 +117,11 @@ def _columns(
         if rollouts.episodes is not None:
             yield ALONE[name], pyarrow.array(scores_B[rows].numpy())
     ids = [rollouts.sequences[b] for b in rows]
-    asked = [sequence[: len(sequence) - length] for sequence, length in zip(ids, lengths, strict=True)]
-    said = [sequence[len(sequence) - length :] for sequence, length in zip(ids, lengths, strict=True)]
-    yield "prompt_tokens", _lists(_cat(asked), [len(tokens) for tokens in asked])
-    yield "response_tokens", _lists(_cat(said), lengths)
-    yield TOKEN_TEXTS, _text_lists(_cat(said), lengths, text_of)
+    prompt_tokens = [sequence[: len(sequence) - length] for sequence, length in zip(ids, lengths, strict=True)]
+    response_tokens = [sequence[len(sequence) - length :] for sequence, length in zip(ids, lengths, strict=True)]
+    yield "prompt_tokens", _lists(_cat(prompt_tokens), [len(tokens) for tokens in prompt_tokens])
+    yield "response_tokens", _lists(_cat(response_tokens), lengths)
+    yield TOKEN_TEXTS, _text_lists(_cat(response_tokens), lengths, text_of)
     for name, key in _PER_TOKEN.items():
         values_BR = next(getattr(x, key) for x in (rollouts, scored, experience) if hasattr(x, key))
         if values_BR is not None:
@@ -136,16 +139,16 @@ def _columns(
 
 
 def _task(prompt: Prompt) -> str | None:
-    found = prompt.metadata.get(DATA_SOURCE)
-    return found if isinstance(found, str) else None
+    task = prompt.metadata.get(DATA_SOURCE)
+    return task if isinstance(task, str) else None
 
 
 def _texts(values: Sequence[str | None]) -> pyarrow.Array:
-    """Array of texts. Half of a surrogate pair, which a model may write, is not valid UTF-8 and is replaced."""
+    """Return an array of texts. Unpaired surrogates in model output are not valid UTF-8 and are replaced."""
     import pyarrow
 
-    told = [None if text is None else text.encode("utf-8", "replace").decode("utf-8") for text in values]
-    return pyarrow.array(told, pyarrow.string())
+    encodable = [None if text is None else text.encode("utf-8", "replace").decode("utf-8") for text in values]
+    return pyarrow.array(encodable, pyarrow.string())
 
 
 def _cat(tensors: Sequence[Tensor]) -> Tensor:
@@ -172,13 +175,13 @@ def _text_lists(flat: Tensor, lengths: Sequence[int], text_of: Callable[[int], s
 
 
 def sample_ids_of(path: Path) -> list[int]:
-    """Ids of a file's samples, in the file's order. Raises ValueError for a damaged file."""
-    found: list[int] = _File(path, ("sample_id",)).tensor("sample_id").tolist()
-    return found
+    """Return the sample ids of a file in file order. Raises ValueError if the file is damaged."""
+    ids: list[int] = _File(path, ("sample_id",)).tensor("sample_id").tolist()
+    return ids
 
 
 def read_samples(path: Path) -> SavedSamples:
-    """Read what `write_samples` wrote. Raises ValueError for a damaged file or one of another kind."""
+    """Read a file of `write_samples`. Raises ValueError if the file is damaged or has another format."""
     file = _File(path)
     try:
         rollouts = _rollouts(file)
@@ -204,20 +207,20 @@ def read_samples(path: Path) -> SavedSamples:
 
 
 def _rollouts(file: _File) -> Rollouts:
-    asked, said = file.split("prompt_tokens"), file.split("response_tokens")
-    lengths_B = torch.tensor([len(tokens) for tokens in said], dtype=torch.int64)
+    prompt_tokens, response_tokens = file.split("prompt_tokens"), file.split("response_tokens")
+    lengths_B = torch.tensor([len(tokens) for tokens in response_tokens], dtype=torch.int64)
     texts = zip(
         *(file.plain(name) for name in ("prompt_index", "prompt", "answer", "source", DATA_SOURCE)), strict=True
     )
     prompts = tuple(
         Prompt(index, tuple(tokens.tolist()), text, answer, {} if task is None else {DATA_SOURCE: task}, source)
-        for tokens, (index, text, answer, source, task) in zip(asked, texts, strict=True)
+        for tokens, (index, text, answer, source, task) in zip(prompt_tokens, texts, strict=True)
     )
     return Rollouts(
         prompts=prompts,
         sample_ids_B=file.tensor("sample_id"),
         group_ids_B=file.tensor("group_id"),
-        sequences=tuple(torch.cat(both) for both in zip(asked, said, strict=True)),
+        sequences=tuple(torch.cat(both) for both in zip(prompt_tokens, response_tokens, strict=True)),
         response_lengths_B=lengths_B,
         engine_logprob_BR=file.tokens("engine_logprobs"),
         response_mask_BR=file.tokens("response_mask"),
@@ -236,11 +239,11 @@ def _rollouts(file: _File) -> Rollouts:
 def _episodes(file: _File) -> Episodes | None:
     if EPISODE not in file:
         return None
-    told = zip(file.plain(EPISODE), file.tensor("truncated").tolist(), strict=True)
+    content = zip(file.plain(EPISODE), file.tensor("truncated").tolist(), strict=True)
     return Episodes(
-        tuple(Episode.read(json.loads(text), truncated=truncated) for text, truncated in told),
+        tuple(Episode.read(json.loads(text), truncated=truncated) for text, truncated in content),
         file.tokens(TURN_REWARDS),
-        tuple(tuple(json.loads(told)) for told in file.plain("conversation")),
+        tuple(tuple(json.loads(content)) for content in file.plain("conversation")),
     )
 
 
@@ -248,9 +251,9 @@ def _routing(file: _File) -> tuple[Tensor, ...] | None:
     if _ROUTING not in file:
         return None
     kinds = {str(kind).removeprefix("torch."): kind for kind in (torch.uint8, torch.int16)}
-    told = zip(file.plain(_ROUTING), file.split(_ROUTING_SHAPE), file.plain(_ROUTING_TYPE), strict=True)
+    columns = zip(file.plain(_ROUTING), file.split(_ROUTING_SHAPE), file.plain(_ROUTING_TYPE), strict=True)
     return tuple(
-        torch.frombuffer(bytearray(content), dtype=kinds[kind]).view(shape.tolist()) for content, shape, kind in told
+        torch.frombuffer(bytearray(content), dtype=kinds[kind]).view(shape.tolist()) for content, shape, kind in columns
     )
 
 
@@ -258,27 +261,27 @@ class _File(ColumnFile):
     """Columns of a file as tensors."""
 
     def tensor(self, name: str) -> Tensor:
-        """(B,): a column with one number per row."""
+        """Return a column with one number per row as a (B,) tensor."""
         return torch.from_numpy(self.numbers(name).copy())
 
     def alone(self, name: str) -> Tensor:
-        """(B,): `reward` or `score` without the rewards of turns."""
+        """Return `reward` or `score` without turn rewards as a (B,) tensor."""
         return self.tensor(ALONE[name] if ALONE[name] in self else name)
 
     def split(self, name: str) -> tuple[Tensor, ...]:
-        """A column of lists, as a tensor for each row."""
+        """Return a column of lists as one tensor per row."""
         lengths, flat = self.lists(name)
         return torch.from_numpy(flat.copy()).split(lengths) if lengths else ()
 
     def tokens(self, name: str) -> Tensor:
-        """(B, R): a column of lists, padded with 0 to the longest row."""
+        """Return a column of lists as a (B, R) tensor, padded with 0 to the longest row."""
         lengths, numbers = self.lists(name)
         flat, lengths_B = torch.from_numpy(numbers.copy()), torch.tensor(lengths, dtype=torch.int64)
-        here_BR = torch.arange(max(lengths, default=1))[None] < lengths_B[:, None]
-        found_BR = torch.zeros(here_BR.shape, dtype=flat.dtype)
-        found_BR[here_BR] = flat
-        return found_BR
+        in_response_BR = torch.arange(max(lengths, default=1))[None] < lengths_B[:, None]
+        padded_BR = torch.zeros(in_response_BR.shape, dtype=flat.dtype)
+        padded_BR[in_response_BR] = flat
+        return padded_BR
 
     def tokens_or_none(self, name: str) -> Tensor | None:
-        """A column as `tokens` reads it; None where the file does not have it."""
+        """Return a column like `tokens`, or None if the file lacks the column."""
         return self.tokens(name) if name in self else None

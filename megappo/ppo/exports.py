@@ -1,4 +1,4 @@
-"""Exports of the actor in Hugging Face's format, during and at the end of a run."""
+"""Exports of the actor in Hugging Face format, during and at the end of a run."""
 
 from __future__ import annotations
 
@@ -15,12 +15,11 @@ from megappo.reshard.writer import write_policy
 
 
 def export_actor(parts: RunComponents, out: Path, step: int, trained: Config | None = None) -> None:
-    """Write the actor after a step to a folder, with its model card, replacing an existing one; a collective of the
-    world. The folder is renamed to `out` after all files are written. Raises OSError on the main rank if a file
-    cannot be written.
+    """Write the actor after a step and its model card to a folder. An existing folder is replaced.
 
-    `trained`: settings for the model card if the actor was trained with different settings than the settings of this
-    run.
+    A collective of the world. The folder is renamed to `out` after all files are written. Raises OSError on the main
+    rank if a file cannot be written.
+    `trained`: settings for the model card if the actor was trained with settings other than the settings of this run.
     """
     config = parts.config
     whole = parts.weights.to([Receiver(0)])

@@ -1,4 +1,4 @@
-"""Generates the responses of each step: when the step asks for them, or during the step before it."""
+"""Generates the responses of each step: on request of the step, or during the previous step."""
 
 from __future__ import annotations
 
@@ -22,22 +22,22 @@ Kept = dict[int, dict[str, Tensor]]
 
 @dataclass
 class _Drawn:
-    """The prompts of a step, with the responses that are known."""
+    """The prompts of a step and the responses that have arrived."""
 
     wanted: SampleRequests
     cursor: dict[str, JSONValue]
-    """State of the cursor before it gave the prompts."""
+    """State of the cursor before these prompts were drawn."""
     answers: dict[int, Completion] = field(default_factory=dict)
-    """Responses that have arrived, by the number of their request in `wanted`."""
+    """Completed responses by the number of their request in `wanted`."""
     asked: tuple[int, ...] = ()
-    """Requests that were missing at the last call of `ask_for_the_rest`."""
+    """Numbers of the requests without a response at the last call of `ask_for_the_rest`."""
     pending: PendingCompletions | None = None
     """Pending responses to the `asked` requests."""
     is_whole: bool = False
-    """Whether every rank has all its responses."""
+    """True if every rank has all its responses."""
 
     def ask_for_the_rest(self) -> list[GenerateRequest]:
-        """Requests without a response, for the engine."""
+        """Return the requests without a response."""
         self.asked = tuple(i for i in range(len(self.wanted.requests)) if i not in self.answers)
         return [self.wanted.requests[i] for i in self.asked]
 
@@ -52,66 +52,72 @@ class _Drawn:
 
 
 class StepSamples:
-    """Where the samples of a run's steps come from; every call is a collective of the world. Unless a method says
-    otherwise, nothing goes on between steps and there is nothing to save."""
+    """Source of the samples of each step. Every call is a collective of the world.
+
+    By default, no generation runs between steps and there is no state to save.
+    """
 
     draws_on = False
-    """Whether prompts are drawn at any time, so that the cursor must be saved at the same time as `state_dict`."""
+    """True if prompts can be drawn at any time. The cursor must then be saved together with `state_dict`."""
 
     def __init__(self, parts: RunComponents) -> None:
         self._parts = parts
 
     def of_step(self, step: int, *, weights_changed: bool) -> Rollouts:
-        """This rank's responses of a step. The sampled tokens are exactly those that are trained on.
+        """Return this rank's responses of a step. Training uses exactly the sampled tokens.
 
-        `weights_changed`: whether the actor is newer than the engine's weights, which matters where an engine must be
-        restarted. Raises Interrupted on every rank where the run is asked to stop.
+        `weights_changed`: whether the actor is newer than the engine weights, which matters if an engine is
+        restarted. Raises Interrupted on every rank if the run is interrupted.
         """
         raise NotImplementedError
 
     def more(self, step: int, number: int, prompts: int) -> Rollouts:
-        """This rank's responses to further prompts of a step, in round `number` (the first is 0); raises as `of_step`.
-        A run that is stopped during it generates them again."""
+        """Return this rank's responses to more prompts of a step, in round `number` (the first is 0).
+
+        Raises like `of_step`. A run that is stopped during this call generates the responses again.
+        """
         raise NotImplementedError
 
     def begin(self, step: int) -> None:
         """Start generating the responses of a later step."""
 
     def settle(self, *, weights_changed: bool) -> None:
-        """Wait for everything that was started. Raises Interrupted as `of_step` does."""
+        """Wait for all started generation. Raises Interrupted like `of_step`."""
 
     def pause(self, *, stops: bool = False) -> None:
         """Interrupt generation because weights change or the run stops."""
 
     def go_on(self) -> None:
-        """Continue after weights have changed."""
+        """Continue after a change of weights."""
 
     def metrics(self) -> dict[str, float]:
-        """Metrics of responses that no step has taken yet."""
+        """Return metrics of responses that no step has used yet."""
         return {}
 
     def needs_old_weights(self, step: int) -> bool:
-        """Whether a step still samples with the weights that its first responses began with; the same on every rank."""
+        """Return whether a step must continue with the weights of its first responses. The same on every rank."""
         return False
 
     def cursor_state(self) -> dict[str, JSONValue]:
-        """State of the cursor for a checkpoint."""
+        """Return the state of the cursor for a checkpoint."""
         return self._parts.cursor.state_dict()
 
     def forget(self, step: int) -> None:
-        """Drop the responses of a step whose updates are done."""
+        """Drop the responses of a step after its updates."""
 
     def state_dict(self, step: int) -> Kept:
-        """This rank's responses of steps that are not trained on yet, from `step` on."""
+        """Return this rank's responses of untrained steps, starting at `step`."""
         return {}
 
     def load_state_dict(self, kept: Sequence[Kept]) -> None:
-        """Restore what `state_dict` returned on every rank of a run, which may have had other ranks."""
+        """Restore the results of `state_dict` from every rank. The number of ranks may have changed."""
 
 
 class Responses(StepSamples):
-    """Takes prompts from the cursor, step by step, and has the engine respond; pending responses keep the weights that
-    they began with."""
+    """Draws prompts from the cursor step by step, and generates responses with the engine.
+
+    Pending responses keep the weights at their start.
+    """
 
     def __init__(self, parts: RunComponents) -> None:
         super().__init__(parts)
@@ -120,12 +126,12 @@ class Responses(StepSamples):
         self._keeps = settings.when_stopped == "keep"
         self._drawn: dict[int, _Drawn] = {}
         self._again: list[int] = []
-        """Prompts to be drawn before the cursor's next ones: those that were in flight when `rollout.ahead` was 2 or
+        """Prompts to draw before the next prompts of the cursor: prompts in flight under a `rollout.ahead` of 2 or
         more."""
         self._again_before: dict[int, list[int]] = {}
-        """The same before a step drew its prompts, by step; of steps that are not trained on yet."""
+        """Value of `_again` before a step drew its prompts, by step. Contains only untrained steps."""
         self._next_ticket = 0
-        """Number of the next prompt in flight, if the run goes back to `rollout.ahead` of 2 or more."""
+        """Number of the next prompt in flight, if the run returns to a `rollout.ahead` of 2 or more."""
 
     def of_step(self, step: int, *, weights_changed: bool) -> Rollouts:
         """See `StepSamples.of_step`."""
@@ -173,13 +179,12 @@ class Responses(StepSamples):
             drawn.is_whole = True
 
     def needs_old_weights(self, step: int) -> bool:
-        """See `StepSamples.needs_old_weights`: responses are missing, or the rewards may make a further round
-        necessary."""
+        """Return whether responses are missing, or whether the rewards may require another round."""
         has_rounds = self._parts.config.rollout.dynamic_sampling is not None
         return step in self._drawn and (has_rounds or not self._drawn[step].is_whole)
 
     def cursor_state(self) -> dict[str, JSONValue]:
-        """State of the cursor before it gave prompts that are not trained on yet."""
+        """Return the state of the cursor before the prompts of untrained steps were drawn."""
         return next((drawn.cursor for drawn in self._drawn.values()), None) or self._parts.cursor.state_dict()
 
     def forget(self, step: int) -> None:
@@ -188,8 +193,10 @@ class Responses(StepSamples):
         self._again_before.pop(step, None)
 
     def state_dict(self, step: int) -> Kept:
-        """This rank's responses of a step that is not trained on yet: all of them, or those that `rollout.when_stopped`
-        keeps, and the prompts that are to be drawn first."""
+        """Return this rank's responses of an untrained step, and the prompts to draw first.
+
+        An incomplete step contributes its responses only if `rollout.when_stopped` keeps them.
+        """
         again, kept = self._again_before.get(step, self._again), Kept()
         if again or self._next_ticket:
             kept[KEY] = written_state(State([], again, self._next_ticket, 0, {}), self._parts.config.rollout.sizes)
@@ -200,11 +207,11 @@ class Responses(StepSamples):
         return kept
 
     def load_state_dict(self, kept: Sequence[Kept]) -> None:
-        """Restore what `state_dict` returned on every rank of a run, which may have had other ranks.
+        """Restore the results of `state_dict` from every rank. The number of ranks may have changed.
 
-        The prompts are drawn again. Where settings have changed so that the step has other samples, shorter ones, or
-        ones of another temperature or minimum length, it is generated again. Prompts that were in flight with a
-        `rollout.ahead` of 2 or more are drawn before all others.
+        The prompts are drawn again. The step is generated again if the settings now require different samples,
+        shorter responses, another temperature or another minimum length. Prompts that were in flight under a
+        `rollout.ahead` of 2 or more are drawn first.
         """
         if in_flight := [read_state(of_rank[KEY])[0] for of_rank in kept if KEY in of_rank]:
             state = in_flight[0]
@@ -246,7 +253,7 @@ class Responses(StepSamples):
         return [*again, *self._parts.cursor.take(prompts - len(again))]
 
     def _request(self, step: int, indices: Sequence[int], first_seed: int) -> SampleRequests:
-        """Requests for prompts of a step; seeds are those of sample numbers from `first_seed` on."""
+        """Return requests for prompts of a step. The seeds use sample numbers starting at `first_seed`."""
         config, parts = self._parts.config, self._parts
         return request_samples(
             prompts_of_rank(parts.train_prompts, indices, parts.runtime),
@@ -257,7 +264,7 @@ class Responses(StepSamples):
 
 
 def _keep(drawn: _Drawn) -> dict[str, Tensor]:
-    """B responses, at least one, concatenated into tensors."""
+    """Concatenate B >= 1 responses into tensors."""
     numbers = sorted(drawn.answers)
     answers = [drawn.answers[n] for n in numbers]
     return {

@@ -1,8 +1,8 @@
-"""Keeps prompts in flight at all times: a step takes those whose responses are finished, and others are sent instead.
+"""Keeps prompts in flight continuously: a step uses finished prompts, and new prompts are sent as replacements.
 
-Used for `rollout.ahead` of 2 and more. Weights change during generation: unfinished responses are interrupted, and
-continue from their tokens under the new weights. Every rank holds the samples of its own prompts, by ticket; all ranks
-know which prompts are in flight and which are finished.
+This mode is used for `rollout.ahead` of 2 or more. Weights change during generation. Unfinished responses are then
+interrupted, and continue from their tokens under the new weights. Every rank stores the samples of its own prompts by
+ticket. All ranks share the set of prompts in flight and the set of finished prompts.
 """
 
 from __future__ import annotations
@@ -27,9 +27,9 @@ from megappo.runtime.objects import all_gather_objects
 from megappo.types import Prompt, Rollouts
 
 _STEP_OF_SEEDS = -3
-"""Replaces a step's number in seeds, as samples are numbered over the whole run."""
+"""Step number in seeds. Sample numbers count over the whole run, so the step number is constant."""
 _WAIT_SECONDS = 0.1
-"""Interval at which ranks exchange which samples are finished."""
+"""Interval in seconds at which ranks exchange the finished samples."""
 
 
 @dataclass
@@ -38,7 +38,7 @@ class _Sample:
 
     request: GenerateRequest
     answer: Completion | None = None
-    """The response so far; `broken_off` while it is not finished."""
+    """The response so far, marked `broken_off` while unfinished."""
     under_way: bool = False
 
     @property
@@ -47,7 +47,7 @@ class _Sample:
 
 
 class InFlight(StepSamples):
-    """Keeps responses to the cursor's prompts in progress at all times."""
+    """Keeps responses to the prompts of the cursor in progress continuously."""
 
     draws_on = True
 
@@ -59,22 +59,22 @@ class InFlight(StepSamples):
         self._max_lag = longest_lag(parts.config)
         self._params = parts.sampling(self._settings.max_response_tokens, trained_on=True)
         self._groups: dict[int, Group] = {}
-        """All groups that are not trained on yet, by ticket, in the order of tickets."""
+        """All untrained groups by ticket, in ticket order."""
         self._taken: dict[int, list[list[int]]] = {}
-        """Tickets of each round of the steps that have taken them; there is one round without dynamic sampling."""
+        """Tickets of each round, by step. Without dynamic sampling, each step has one round."""
         self._returned: list[int] = []
-        """Prompts to be sent again, before the cursor's next ones."""
+        """Prompts to send again before the next prompts of the cursor."""
         self._next_ticket = 0
         self._samples: dict[int, _Sample] = {}
         """This rank's samples by number: ticket x samples per prompt + sample."""
         self._dropped, self._cut, self._begun_anew = 0, 0, 0
         self._episodes = None if parts.episodes is None else parts.episodes.fly(self._params)
-        """Generates episodes where an environment takes part; None without one."""
+        """Generator of episodes. None without an environment."""
         self._record = ArrivalsRecord(parts) if self._settings.record_arrivals else None
 
     def of_step(self, step: int, *, weights_changed: bool) -> Rollouts:
-        """This rank's responses of a step, once enough of all ranks are finished. Raises as `Responses.of_step`."""
-        assert not weights_changed, "weights are given after every step"
+        """Return this rank's responses of a step when enough prompts are finished. Raises like `Responses.of_step`."""
+        assert not weights_changed, "weights are synced after every step"
         if self._parts.curriculum is not None:
             self._parts.curriculum.before_drawing(step)
         if step not in self._taken:
@@ -82,8 +82,10 @@ class InFlight(StepSamples):
         return self._round(step, 0, self._settings.prompts_per_step)
 
     def more(self, step: int, number: int, prompts: int) -> Rollouts:
-        """This rank's responses of a further round of a step: those to the next `prompts` finished prompts. `number`
-        counts rounds from 0. A run that is stopped during it continues with the rounds that it has."""
+        """Return this rank's responses of another round: the responses to the next `prompts` finished prompts.
+
+        `number` counts rounds from 0. A run that is stopped during this call continues with its existing rounds.
+        """
         if number == len(self._taken[step]):
             self._fill(step, at_least=prompts)
         return self._round(step, number, prompts)
@@ -92,7 +94,7 @@ class InFlight(StepSamples):
         if number == len(self._taken.get(step, [])):
             while (chosen := self._choose(prompts)) is None:
                 self._note((self._episodes or self._engine).finished(_WAIT_SECONDS))
-                self._send()  # prompts that had to be dropped
+                self._send()  # replace dropped prompts
             self._taken.setdefault(step, []).append([group.ticket for group in chosen])
         self._fill(step)
         groups = [self._groups[ticket] for ticket in self._taken[step][number]]
@@ -102,19 +104,21 @@ class InFlight(StepSamples):
         return rollouts_of(self._parts, groups, answers)
 
     def pause(self, *, stops: bool = False) -> None:
-        """Interrupt generation because weights change or the run stops. An engine that can keep unfinished responses
-        through a weight sync holds them instead."""
+        """Interrupt generation because weights change or the run stops.
+
+        An engine that keeps unfinished responses through a weight sync holds them instead.
+        """
         if isinstance(self._engine, HoldingEngine) and self._engine.holds and not stops:
             self._engine.hold()
         elif self._groups:
             self._note((self._episodes or self._engine).abort())
-            if self._episodes is None:  # what an engine has no tokens of it need not have returned
+            if self._episodes is None:  # the engine may not return a response without tokens
                 for sample in self._samples.values():
                     sample.under_way = False
         self._count_cut()
 
     def go_on(self) -> None:
-        """Continue under the engine's new weights, and drop groups that would be too old for a step."""
+        """Continue under the new weights of the engine, and drop groups that would be too old for a step."""
         for group in self._waiting():
             if self._parts.engine.version - group.version > self._max_lag:
                 self._dropped += 1
@@ -125,8 +129,10 @@ class InFlight(StepSamples):
         self._send()
 
     def metrics(self) -> dict[str, float]:
-        """Counts over all ranks of the prompts that no step has taken; a collective of the world, called once the step
-        has its own."""
+        """Return counts of unused prompts over all ranks. A collective of the world.
+
+        Called once per step, after the step has its prompts.
+        """
         waiting = self._waiting()
         counts = all_gather_objects((self._cut, self._begun_anew))
         partial, begun_anew = (sum(of_rank) for of_rank in zip(*counts, strict=True))
@@ -158,8 +164,10 @@ class InFlight(StepSamples):
     # State for a checkpoint
 
     def state_dict(self, step: int) -> Kept:
-        """This rank's samples, finished or not, and the groups that all ranks know, from step `step` on. Unfinished
-        responses have the tokens that they had when they were last interrupted."""
+        """Return this rank's samples, finished or unfinished, and the groups of all ranks, starting at `step`.
+
+        An unfinished response contains its tokens at the last interruption.
+        """
         taken_by = {
             ticket: (taker, number)
             for taker, rounds in self._taken.items()
@@ -173,13 +181,13 @@ class InFlight(StepSamples):
         return {KEY: written_state(state, self._settings.sizes)}
 
     def load_state_dict(self, kept: Sequence[Kept]) -> None:
-        """Restore what `state_dict` returned on every rank of a run, which may have had other ranks, and continue with
-        it.
+        """Restore the results of `state_dict` from every rank, and continue. The number of ranks may have changed.
 
         If the number of samples per prompt, the temperature or the minimum length has changed, the run sends all
-        prompts again. If the number of prompts has changed, a step that has begun selects its prompts again. Unfinished
-        episodes restart, because the states of their environments are not saved. If the response limit is now lower,
-        longer responses are truncated. If one of the longer responses is an episode, the run sends all prompts again.
+        prompts again. If the number of prompts has changed, a step that has begun selects its prompts again.
+        Unfinished episodes restart, because the states of their environments are not saved. If the response limit is
+        now lower, longer responses are truncated. If one of the longer responses is an episode, the run sends all
+        prompts again.
         """
         states = [read_state(of_rank[KEY]) for of_rank in kept if KEY in of_rank]
         if not states:
@@ -188,7 +196,7 @@ class InFlight(StepSamples):
         prompts_before, samples_before = batches_2
         self._next_ticket, self._returned, self._dropped = state.next_ticket, list(state.returned), state.dropped
         answers = {n: answer for of_rank, _ in states for n, answer in of_rank.answers.items()}
-        differs = not state.is_of(self._params)  # the log-probabilities are not those that are trained on
+        differs = not state.is_of(self._params)  # the log-probabilities belong to another distribution
         others = any((answer.episode is None) != (self._episodes is None) for answer in answers.values())
         too_long = any(
             answer.episode is not None and len(answer.token_ids) > self._params.max_new_tokens
@@ -208,10 +216,10 @@ class InFlight(StepSamples):
         self._begun_anew = sum(not sample.finished for sample in self._samples.values())
         self.go_on()
 
-    # Groups, the same on every rank
+    # Groups, identical on every rank
 
     def _waiting(self) -> list[Group]:
-        """Groups that no step has taken, in the order of their tickets."""
+        """Return the groups that no step has taken, in ticket order."""
         taken = {ticket for rounds in self._taken.values() for tickets in rounds for ticket in tickets}
         return [group for ticket, group in self._groups.items() if ticket not in taken]
 
@@ -220,8 +228,10 @@ class InFlight(StepSamples):
         return choose(self._waiting(), wanted=wanted, newest=newest, max_lag=self._max_lag, of_step=of_step)
 
     def _fill(self, step: int, at_least: int = 0) -> None:
-        """Send prompts until those of the next `rollout.ahead` steps, or all that are left, are in flight; at least
-        `at_least` for this step."""
+        """Send prompts until the next `rollout.ahead` steps have enough prompts in flight.
+
+        The number of prompts is limited to the remaining steps, and is at least `at_least` for this step.
+        """
         ahead = min(self._settings.ahead, self._parts.derived.steps - step)
         missing = max(ahead * self._settings.prompts_per_step, at_least) - len(self._waiting())
         again, self._returned = self._returned[: max(0, missing)], self._returned[max(0, missing) :]
@@ -251,7 +261,7 @@ class InFlight(StepSamples):
         del self._groups[ticket]
 
     def _agree(self) -> None:
-        """Tell all ranks which of this rank's groups are finished."""
+        """Exchange the finished groups of all ranks."""
         mine = [
             group.ticket
             for group in self._groups.values()
@@ -269,24 +279,24 @@ class InFlight(StepSamples):
     # This rank's samples
 
     def _numbers(self, ticket: int) -> range:
-        """Numbers of the samples of a prompt; none where the prompt is another rank's."""
+        """Return the numbers of the samples of a prompt. Empty if the prompt belongs to another rank."""
         return numbers_of(ticket, self._settings.samples_per_prompt, self._parts.runtime)
 
     def _answers(self, groups: Sequence[Group]) -> dict[int, Completion]:
-        """Responses so far of this rank's samples in these groups."""
+        """Return the responses so far of this rank's samples in these groups."""
         found = {n: self._samples[n].answer for group in groups for n in self._numbers(group.ticket)}
         return {n: answer for n, answer in found.items() if answer is not None}
 
     def _note(self, news: Mapping[int, Completion]) -> None:
-        """Store new responses, and tell all ranks what is finished. Raises RunError as `check_answers` does."""
+        """Store new responses, and exchange the finished groups. Raises RunError like `check_answers`."""
         check_answers(news.values(), self._parts.vocabulary, self._parts.answerer, news)
         for number, answer in news.items():
             sample = self._samples.get(number)
-            if sample is None:  # dropped, while the engine kept it
+            if sample is None:  # the sample was dropped while the engine continued
                 continue
             sample.under_way = False
             if answer.episode is not None:
-                sample.answer = answer  # each of its turns has ended where it has to
+                sample.answer = answer  # the stop rules were applied to each turn
             elif answer.token_ids:
                 whole = stopped(joined(sample.answer, answer), self._params)
                 sample.answer = ended(whole, self._params.stop_token_ids, sample.request.most_tokens(self._params))
@@ -299,7 +309,7 @@ class InFlight(StepSamples):
         self._cut = sum(sample.answer is not None and sample.answer.broken_off for sample in self._samples.values())
 
     def _send(self) -> None:
-        """Send requests for all samples that are neither finished nor in progress."""
+        """Send requests for all samples that are unfinished and not in progress."""
         wanted: dict[int, GenerateRequest] = {}
         for number, sample in self._samples.items():
             if not sample.finished and not sample.under_way:
@@ -315,7 +325,7 @@ class InFlight(StepSamples):
 
 
 def responses_of(parts: RunComponents) -> StepSamples:
-    """The source of the samples of a run's steps, as its settings say."""
+    """Return the source of samples that the settings select."""
     settings = parts.config.rollout
     if settings.load_from is not None:
         return LoadedSteps(parts, Path(settings.load_from))

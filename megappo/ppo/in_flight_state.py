@@ -13,7 +13,7 @@ from megappo.ppo.episodes import keep_episodes, kept_episodes
 from megappo.ppo.tickets import Group
 
 KEY = -1
-"""Replaces a step's number among the responses of a checkpoint."""
+"""Key of the prompts in flight among the responses of a checkpoint, instead of a step number."""
 
 
 @dataclass(frozen=True)
@@ -21,39 +21,41 @@ class State:
     """State of the prompts in flight on one rank."""
 
     groups: Sequence[tuple[Group, int, int]]
-    """Groups of all ranks in the order of their tickets, each with the number of the step that has taken it (0: none)
-    and of that step's round."""
+    """Groups of all ranks in ticket order. Each group has the number of its step (0: none) and the round of the
+    step."""
     returned: Sequence[int]
-    """Indices of prompts to be sent again."""
+    """Indices of prompts to send again."""
     next_ticket: int
     dropped: int
-    """Prompts dropped since the last step was logged."""
+    """Number of prompts dropped since the last logged step."""
     answers: Mapping[int, Completion]
-    """Responses of this rank's samples by number, finished or not; each has at least one token. Episodes are
+    """Responses of this rank's samples by number, finished or unfinished. Each has at least one token. Episodes are
     complete."""
     distribution: tuple[float, ...] | None = None
-    """`SamplingParams.distribution` of all responses; the temperature alone, or None, in checkpoints of earlier
-    versions."""
+    """`SamplingParams.distribution` of all responses. Checkpoints of older versions have only the temperature, or
+    None."""
 
     def is_of(self, params: SamplingParams) -> bool:
-        """Whether the responses were sampled from the distribution of these parameters, as far as is recorded."""
+        """Return whether the responses were sampled from the distribution of `params`, as far as recorded."""
         return is_of(self.distribution, params)
 
 
 def is_of(distribution: tuple[float, ...] | None, params: SamplingParams) -> bool:
-    """Whether recorded responses were sampled from the distribution of these parameters."""
+    """Return whether recorded responses were sampled from the distribution of `params`."""
     return distribution in (None, params.distribution, params.distribution[:1])
 
 
 def read_distribution(kept: Mapping[str, Tensor]) -> tuple[float, ...] | None:
-    """The distribution in the tensors of a checkpoint; earlier versions have `temperature`, or nothing."""
+    """Return the distribution in the tensors of a checkpoint. Older versions store `temperature` or nothing."""
     recorded = kept.get("distribution", kept.get("temperature"))
     return None if recorded is None else tuple(recorded.reshape(-1).tolist())
 
 
 def written_state(state: State, batch_2: tuple[int, int]) -> dict[str, Tensor]:
-    """The state as tensors; G groups, B responses, S stretches of tokens from one weight version. `batch_2`: prompts
-    per step and samples per prompt."""
+    """Return the state as tensors for G groups, B responses and S stretches of tokens from one weight version.
+
+    `batch_2`: prompts per step and samples per prompt.
+    """
     answers, distribution = list(state.answers.values()), state.distribution
     stretches = [a.stretches or ((a.weight_version, len(a.token_ids)),) for a in answers]
     return {
@@ -66,7 +68,7 @@ def written_state(state: State, batch_2: tuple[int, int]) -> dict[str, Tensor]:
         "numbers_B": torch.tensor(list(state.answers), dtype=torch.int64),
         "lengths_B": torch.tensor([len(a.token_ids) for a in answers], dtype=torch.int64),
         "token_ids": torch.tensor([token for a in answers for token in a.token_ids], dtype=torch.int64),
-        # float64, as the engine returned them: a resumed run's responses are the same to the last bit.
+        # float64, as returned by the engine, so that resumed responses are bitwise identical
         "logprobs": torch.tensor([logprob for a in answers for logprob in a.logprobs], dtype=torch.float64),
         "truncated_B": torch.tensor([a.truncated for a in answers], dtype=torch.bool),
         "broken_off_B": torch.tensor([a.broken_off for a in answers], dtype=torch.bool),
@@ -78,7 +80,7 @@ def written_state(state: State, batch_2: tuple[int, int]) -> dict[str, Tensor]:
 
 
 def read_state(kept: Mapping[str, Tensor]) -> tuple[State, tuple[int, int]]:
-    """State and `batch_2` from the tensors of `written_state`."""
+    """Return the state and `batch_2` from the tensors of `written_state`."""
     groups = [
         (Group(ticket, prompt, version, bool(finished)), step, of_round)
         for ticket, prompt, version, finished, step, of_round in kept["groups_G6"].tolist()

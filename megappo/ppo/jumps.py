@@ -1,4 +1,4 @@
-"""Detects updates that stand out from earlier ones, and describes their samples."""
+"""Detection of unusual updates, and descriptions of their samples."""
 
 from __future__ import annotations
 
@@ -13,34 +13,34 @@ from megappo.types import Experience
 
 _REMEMBERED = 50
 _FEWEST = 10
-"""Number of earlier updates from which a median is taken."""
+"""Minimum number of earlier updates for a median."""
 
 
 @dataclass(frozen=True)
 class Jump:
-    """An update that stands out."""
+    """An unusual update."""
 
     role: str
     minibatch: int
     """Number of the minibatch in the step, from 0."""
     reasons: tuple[str, ...]
     samples: tuple[dict[str, Any], ...]
-    """This rank's samples of the minibatch, in JSON's types."""
+    """This rank's samples of the minibatch as JSON types."""
 
 
 class JumpWatch:
-    """Keeps one role's recent gradient norms. Ranks that get the same numbers decide alike."""
+    """Stores the recent gradient norms of one role. The same numbers lead to the same decision on every rank."""
 
     def __init__(self, settings: JumpSettings) -> None:
         self._settings = settings
         self._norms: deque[float] = deque(maxlen=_REMEMBERED)
 
     def judge(self, grad_norm: float, kl: float | None) -> tuple[str, ...]:
-        """Reasons why an applied update stands out; empty where it does not.
+        """Return the reasons why an applied update is unusual, or an empty tuple.
 
         Args:
             grad_norm: L2 norm of the gradient before clipping.
-            kl: KL(old || new) of the minibatch before the update, in nats per token; None for the critic.
+            kl: KL(old || new) of the minibatch before the update, in nats per token. None for the critic.
         """
         reasons = []
         ratio, bound = self._settings.grad_norm_ratio, self._settings.kl_nats
@@ -53,16 +53,16 @@ class JumpWatch:
         return tuple(reasons)
 
     def state_dict(self) -> list[float]:
-        """State for a checkpoint."""
+        """Return the state for a checkpoint."""
         return list(self._norms)
 
     def load_state_dict(self, state: Sequence[float]) -> None:
-        """Restore what `state_dict` returned."""
+        """Restore the result of `state_dict`."""
         self._norms = deque(state, maxlen=_REMEMBERED)
 
 
 def describe_samples(experience: Experience, chosen: Sequence[int]) -> tuple[dict[str, Any], ...]:
-    """Descriptions of these samples of this rank, in JSON's types."""
+    """Return descriptions of these samples of this rank as JSON types."""
     scored = experience.scored
     rollouts, mask_BR = scored.rollouts, experience.loss_mask_BR
     total_rewards_B = rollouts.total_rewards_B(scored.scores_B)

@@ -1,7 +1,7 @@
-"""Removes records of an earlier attempt for steps that a resumed run repeats.
+"""Removal of records of an earlier attempt for steps that a resumed run repeats.
 
-Readers could not distinguish these samples from the samples that the run trains on. Records are removed even
-if the resumed run does not record.
+Readers could not distinguish these samples from the training samples of the run. Records are removed even if the
+resumed run does not record.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from megappo.runtime.objects import agreed
 
 
 def forget_after(step: int, parts: RunComponents) -> None:
-    """Remove saved experience and recorded arrivals of later steps than `step`; a collective of the world.
+    """Remove saved experience and recorded arrivals of steps after `step`. A collective of the world.
 
     Folders from which the run reads samples are not changed. If no step is left to train, nothing is removed. Raises
     ValueError on all ranks if a record cannot be read, or if the folder for new experience contains steps of a
@@ -43,7 +43,7 @@ def _is_same(folder: Path, other: str | None) -> bool:
 
 
 def forget_experience(step: int, config: Config) -> None:
-    """Remove saved experience of later steps. Without `save_experience` this is the folder in the run directory."""
+    """Remove saved experience of later steps. Without `save_experience`, the folder is in the run directory."""
     folder, run = config.experience_folder, str(config.run.path.resolve())
     for saved in saved_steps(folder).values():
         if saved.run != run and config.saves_experience is not None:
@@ -53,18 +53,18 @@ def forget_experience(step: int, config: Config) -> None:
 
 
 def forget_arrivals(folder: Path, step: int) -> None:
-    """Remove recorded arrivals of later steps. The lines go before the files that they name."""
+    """Remove recorded arrivals of later steps. Lines are removed before their files."""
     index = folder / INDEX
     if not index.exists():
         return
-    found = read_index(folder)
-    kept = [line for number, line in found.items() if number <= step]
-    if len(kept) == len(found):
+    index_lines = read_index(folder)
+    earlier_lines = [line for number, line in index_lines.items() if number <= step]
+    if len(earlier_lines) == len(index_lines):
         return
     partial = index.with_name(f"{INDEX}.partial")
     with synced(partial) as file:
-        file.writelines(json.dumps(line).encode() + b"\n" for line in kept)
+        file.writelines(json.dumps(line).encode() + b"\n" for line in earlier_lines)
     partial.replace(index)
-    for number in found:
+    for number in index_lines:
         if number > step and folder_of_step(folder, number).exists():
             shutil.rmtree(folder_of_step(folder, number))

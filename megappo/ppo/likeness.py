@@ -1,6 +1,6 @@
 """Checks that all ranks were started with the same settings, data and devices.
 
-Otherwise collectives would wait for ever, or compute something that nobody asked for.
+Otherwise collectives could hang or compute wrong results.
 """
 
 from __future__ import annotations
@@ -21,13 +21,15 @@ from megappo.runtime.objects import all_gather_objects
 from megappo.runtime.process import Runtime
 
 _OF_A_MACHINE = ("runtime.", "run.files", "data.template_time")
-"""Settings that depend on the machine or the clock by default, or that name places of files."""
+"""Settings that name file locations, or that depend on the machine or the clock by default."""
 _MOST = 3
 
 
 def check_ranks(config: Config, runtime: Runtime) -> None:
-    """Raise ConfigError on every rank unless settings, kind of device and versions are the same on all; a collective of
-    the world. The error names the ranks that differ, and in what."""
+    """Raise ConfigError on every rank if settings, device types or versions differ between ranks.
+
+    The error names the differing ranks and the differences. A collective of the world.
+    """
     settings = config.model_dump(mode="json")
     checksums = {f"the checksum of {file}": digest for file, digest in own_files(settings).items()}
     facts = {**dict(flat_settings(settings)), **checksums}
@@ -37,28 +39,32 @@ def check_ranks(config: Config, runtime: Runtime) -> None:
 
 
 def check_data(training: TrainingPrompts, validation: Mapping[str, PromptDataset]) -> None:
-    """Raise ConfigError on every rank unless all have the same data; a collective of the world."""
+    """Raise ConfigError on every rank if the data differ between ranks. A collective of the world."""
     sets = {f"the checksum of validation data{name and f' {name}'}": v.fingerprint for name, v in validation.items()}
     check_alike({"the checksum of the training data": training.fingerprint, **sets})
 
 
 def check_alike(facts: Mapping[str, JSONValue]) -> None:
-    """Raise ConfigError on every rank unless all have the same facts; a collective of the world. Names are used in the
-    error."""
+    """Raise ConfigError on every rank if the facts differ between ranks. A collective of the world.
+
+    The error shows the names of the facts.
+    """
     text = json.dumps(facts, sort_keys=True, default=str)
     if len(set(all_gather_objects(hashlib.sha256(text.encode()).hexdigest()))) == 1:
         return
     of_ranks = all_gather_objects(json.loads(text))
     names = dict.fromkeys(name for of_rank in of_ranks for name in of_rank)
-    found = [words for name in names if (words := _difference(name, [of_rank.get(name) for of_rank in of_ranks]))]
+    differences = [
+        difference for name in names if (difference := _difference(name, [of_rank.get(name) for of_rank in of_ranks]))
+    ]
     raise ConfigError(
-        f"ranks were started with different things: {first_of(found, _MOST, '; ')}; start all of them with the same "
-        "settings, files and software"
+        f"settings, files or software differ between ranks: {first_of(differences, _MOST, '; ')}; start all ranks with "
+        "the same settings, files and software"
     )
 
 
 def _difference(name: str, values: Sequence[JSONValue]) -> str:
-    """`run.seed is 1 on most ranks and 2 on rank 3`; "" where all have the same."""
+    """Return for example `run.seed is 1 on most ranks and 2 on rank 3`, or "" if all values are equal."""
     texts = [show(value) for value in map(_shown, values)]
     counts = Counter(json.dumps(value, sort_keys=True) for value in values)
     if len(counts) == 1:
@@ -72,5 +78,5 @@ def _difference(name: str, values: Sequence[JSONValue]) -> str:
 
 
 def _shown(value: JSONValue) -> JSONValue:
-    """First 12 digits of a checksum; other values as they are."""
+    """Return the first 12 digits of a checksum, and any other value unchanged."""
     return value[:12] if isinstance(value, str) and len(value) == 64 and value.isalnum() else value

@@ -1,4 +1,4 @@
-"""Training on saved experience, without an engine: repeats whole steps, or trains the critic alone (value
+"""Training on saved experience without an engine: repeats whole steps, or trains only the critic (value
 pretraining)."""
 
 from __future__ import annotations
@@ -30,21 +30,21 @@ from megappo.runtime.tally import Tally
 from megappo.types import Experience, Rollouts, Scored
 
 _EPOCHS = -4
-"""Replaces a step's number in the seeds of the order of saved steps."""
+"""Step number in the seeds that order the saved steps."""
 EXPLAINED = "critic/held_out_explained_variance"
 
 
-def trainer_of(parts: RunComponents, *given: Any) -> Trainer:
-    """The trainer for a run with these settings; `given` are the other arguments of `Trainer`."""
+def trainer_of(parts: RunComponents, *arguments: Any) -> Trainer:
+    """Return the trainer for the settings of a run. `arguments` are the other arguments of `Trainer`."""
     if parts.config.pretrains_critic:
-        return CriticTrainer(parts, *given)
-    return (Trainer if parts.config.rollout.load_from is None else LoadedTrainer)(parts, *given)
+        return CriticTrainer(parts, *arguments)
+    return (Trainer if parts.config.rollout.load_from is None else LoadedTrainer)(parts, *arguments)
 
 
 def failure_metrics(rollouts: Rollouts, device: torch.device) -> dict[str, float]:
-    """`reward/failures` and `reward/timeouts` of saved samples over all ranks, from the reasons that were saved.
+    """Return `reward/failures` and `reward/timeouts` of saved samples over all ranks, from the saved reasons.
 
-    The reason of one of several reward functions begins with its name and a colon.
+    With several reward functions, a reason starts with the name of its function and a colon.
     """
     reasons, tally = rollouts.reward_failures or ("",) * len(rollouts.sequences), Tally()
     late = [reason == TIMED_OUT or reason.partition(": ")[2] == TIMED_OUT for reason in reasons]
@@ -54,17 +54,18 @@ def failure_metrics(rollouts: Rollouts, device: torch.device) -> dict[str, float
 
 
 class LoadedTrainer(Trainer):
-    """Trains each step on the saved samples of the same step, with their saved scores. Everything else is computed, so
-    that an update repeats the saved run's, or shows what other settings make of it."""
+    """Trains each step on the saved samples of the same step, with their saved scores.
 
-    def __init__(self, *given: Any) -> None:
-        super().__init__(*given)
-        # With other settings the actor differs from the one that sampled; the mismatch then says nothing about an
-        # engine.
+    All other quantities are computed again. With the same settings, an update repeats the update of the saved run.
+    """
+
+    def __init__(self, *arguments: Any) -> None:
+        super().__init__(*arguments)
+        # With other settings the actor differs from the sampling policy. The mismatch then indicates no engine error.
         self.algorithm = self.algorithm.model_copy(update={"mismatch_stop_nats": torch.inf})
 
     def sample(self) -> tuple[Rollouts, Tensor]:
-        """This rank's samples of the step and their scores."""
+        """Return this rank's samples of the step and their scores."""
         assert isinstance(self.responses, LoadedSteps)
         rollouts = self.generate()
         self.metrics |= failure_metrics(rollouts, self.parts.runtime.device)
@@ -74,21 +75,21 @@ class LoadedTrainer(Trainer):
 
 
 class CriticTrainer(LoadedTrainer):
-    """Trains the critic alone on samples of all saved steps; the actor stays as it is and computes nothing."""
+    """Trains only the critic on samples of all saved steps. The actor does not change and computes nothing."""
 
-    def __init__(self, parts: RunComponents, *given: Any) -> None:
-        super().__init__(parts, *given)
+    def __init__(self, parts: RunComponents, *arguments: Any) -> None:
+        super().__init__(parts, *arguments)
         self._pool = SavedPool(parts)
         self._held_out = agreed(self._pool.held_out)
         self._saved = self._held_out
 
     @property
     def _critic(self) -> Role:
-        assert self.parts.critic is not None, "rules want one"
+        assert self.parts.critic is not None, "validated: value pretraining has a critic"
         return self.parts.critic
 
     def sample(self) -> tuple[Rollouts, Tensor]:
-        """This rank's samples of the step, with the rewards that they were trained with."""
+        """Return this rank's samples of the step with their training rewards."""
         with self.reporter.stage("rollout"):
             self._saved = agreed(lambda: self._pool.of_step(self.step))
         scored = self._saved.experience.scored
@@ -98,7 +99,8 @@ class CriticTrainer(LoadedTrainer):
         return scored.rollouts, scored.scores_B
 
     def forward(self, rollouts: Rollouts, scores_B: Tensor) -> tuple[PlacedStep, Scored]:
-        """The critic's values of every response token; log-probabilities are the saved ones."""
+        """Compute the critic's values of every response token. The log-probabilities are the saved
+        log-probabilities."""
         with self.reporter.stage("forward"):
             critic = place(self._critic, announce(rollouts, self.parts.runtime.device), self.minibatches("critic"))
             values = critic.forward()
@@ -106,7 +108,7 @@ class CriticTrainer(LoadedTrainer):
         return PlacedStep(None, critic), replace(self._saved.experience.scored, values_BR=values)
 
     def estimate_advantages(self, scored: Scored) -> Experience:
-        """Returns of the saved rewards, with values of the current critic."""
+        """Compute the returns of the saved rewards with the values of the current critic."""
         with self.reporter.stage("advantages"):
             rewards_BR, samples = self._saved.experience.rewards_BR, self.config.rollout.batch_sequences
             experience, metrics = self.experience_maker.make(scored, samples, rewards_BR)
@@ -114,54 +116,56 @@ class CriticTrainer(LoadedTrainer):
         return experience
 
     def update_critic(self, placed: PlacedStep, experience: Experience) -> None:
-        """Epochs of value updates, then the explained variance on held-out samples."""
+        """Run the epochs of value updates, then compute the explained variance on held-out samples."""
         super().update_critic(placed, experience)
         with self.reporter.stage("forward"):
             self.metrics |= self._explained_variance()
 
     def update_actor(self, placed: PlacedStep, experience: Experience) -> None:
-        """Does nothing: the actor is not trained."""
+        """Do nothing, because the actor is not trained."""
 
     def refresh_reference(self) -> None:
-        """Does nothing: there is no reference."""
+        """Do nothing, because there is no reference."""
 
     def _explained_variance(self) -> dict[str, float]:
-        """Explained variance over the tokens of all ranks' held-out samples; empty if all returns are equal."""
+        """Return the explained variance over held-out tokens of all ranks. Empty if all returns are equal."""
         experience, runtime = self._held_out.experience, self.parts.runtime
         rollouts, rewards_BR = experience.scored.rollouts, experience.rewards_BR
-        assert rewards_BR is not None, "files have them"
+        assert rewards_BR is not None, "saved samples have token rewards"
         values_BR = place(self._critic, announce(rollouts, runtime.device)).forward()
         self._critic.rest()
         tally, returns_BR = Tally(), self.experience_maker.returns_to_go(rewards_BR, rollouts)
         tally_values(tally, values_BR, returns_BR, trained_tokens(rollouts, self.config.algorithm))
-        found = critic_metrics(tally.reduce(runtime.device))
+        metrics = critic_metrics(tally.reduce(runtime.device))
         name = "critic/explained_variance"
-        return {EXPLAINED: found[name]} if name in found else {}
+        return {EXPLAINED: metrics[name]} if name in metrics else {}
 
 
 class SavedPool:
-    """The samples of all saved steps. The last ones are held out; the others are returned batch by batch and epoch by
-    epoch, the steps of each epoch in a different order."""
+    """Samples of all saved steps. The last samples are held out.
+
+    The other samples are returned batch by batch and epoch by epoch. Each epoch orders the steps differently.
+    """
 
     def __init__(self, parts: RunComponents) -> None:
         self._parts, config = parts, parts.config
-        assert config.rollout.load_from is not None, "rules want it"
+        assert config.rollout.load_from is not None, "validated: rollout.load_from is set"
         self._steps = list(saved_steps(Path(config.rollout.load_from)).values())
         left = held_out(config, sum(step.saved for step in self._steps))
         self._trained = list[int]()
-        """How many of each step's samples, counted from its first, are trained on."""
+        """Number of training samples of each step, counted from its first sample."""
         for step in reversed(self._steps):
-            kept = min(left, step.saved)
-            self._trained.insert(0, step.saved - kept)
-            left -= kept
+            held_out_samples = min(left, step.saved)
+            self._trained.insert(0, step.saved - held_out_samples)
+            left -= held_out_samples
 
     def held_out(self) -> SavedSamples:
-        """This rank's share of the held-out samples."""
+        """Return this rank's share of the held-out samples."""
         places = [(s, i) for s, n in zip(self._steps, self._trained, strict=True) for i in range(n, s.saved)]
         return self._read(places)
 
     def of_step(self, step: int) -> SavedSamples:
-        """This rank's share of the samples of a step of the run."""
+        """Return this rank's share of the samples of a step of the run."""
         samples, places = self._parts.config.rollout.batch_sequences, list[tuple[SavedStep, int]]()
         first = (step - 1) * samples
         for saved, trained in self._in_order(first // sum(self._trained)):
@@ -171,14 +175,14 @@ class SavedPool:
         return self._read(places[first % sum(self._trained) :][:samples])
 
     def _in_order(self, first_epoch: int) -> Iterator[tuple[SavedStep, int]]:
-        """Saved steps of this epoch and the following ones, each with how many of its samples are trained on."""
+        """Yield the saved steps from epoch `first_epoch` on, each with its number of training samples."""
         for epoch in count(first_epoch):
             generator = torch.Generator().manual_seed(sample_seed(self._parts.config.run.seed, _EPOCHS, epoch))
             for number in torch.randperm(len(self._steps), generator=generator).tolist():
                 yield self._steps[number], self._trained[number]
 
     def _read(self, places: list[tuple[SavedStep, int]]) -> SavedSamples:
-        """This rank's share of the samples at these places, renumbered."""
+        """Return this rank's share of the samples at these places, renumbered."""
         first, stop = share_of_rank(len(places), self._parts.runtime)
         mine = places[first:stop] or places[:1]
         torn = (b for b in range(1, len(mine)) if mine[b][0] is not mine[b - 1][0] or mine[b][1] < mine[b - 1][1])

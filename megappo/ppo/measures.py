@@ -1,4 +1,4 @@
-"""Metrics of a step that no single stage owns; the same numbers on every rank."""
+"""Metrics of a step that belong to no single stage. The numbers are identical on every rank."""
 
 from __future__ import annotations
 
@@ -33,12 +33,14 @@ from megappo_kernels.objectives import kl_estimate
 
 
 class MismatchError(RunError):
-    """The log-probabilities of engine and trainer are further apart than `algorithm.mismatch_stop_nats`."""
+    """The log-probabilities of engine and trainer differ by more than `algorithm.mismatch_stop_nats`."""
 
 
 def rollout_metrics(rollouts: Rollouts, runtime: Runtime, newest_version: int) -> dict[str, float]:
-    """Lengths and counts of the step over all ranks. `newest_version`: version that the actor's weights have, or get at
-    the next sync."""
+    """Return lengths and counts of the step over all ranks.
+
+    `newest_version`: version of the actor weights, or their version after the next sync.
+    """
     tally, responses = Tally(), rollouts.response_lengths_B
     tally.mean("response/length", responses)
     tally.maximum("response/length_max", responses)
@@ -60,7 +62,7 @@ def rollout_metrics(rollouts: Rollouts, runtime: Runtime, newest_version: int) -
 
 
 def source_metrics(rollouts: Rollouts, scores_B: Tensor, parts: RunComponents) -> dict[str, float]:
-    """`source/NAME/*` of the data sources that the step has prompts of; empty without a mixture."""
+    """Return `source/NAME/*` for each data source with prompts in the step. Empty without a mixture."""
     if not isinstance(parts.train_prompts, MixedPrompts):
         return {}
     tally, total_rewards_B = Tally(), rollouts.total_rewards_B(scores_B)
@@ -74,15 +76,15 @@ def source_metrics(rollouts: Rollouts, scores_B: Tensor, parts: RunComponents) -
 
 
 def environment_metrics(rollouts: Rollouts, parts: RunComponents) -> dict[str, float]:
-    """`episode/*`, `turn/*` and `tool/*` of a step; empty without an environment."""
+    """Return `episode/*`, `turn/*` and `tool/*` of a step. Empty without an environment."""
     if parts.config.rollout.episodes is None:
         return {}
-    episodes = rollouts.episodes.of_samples if rollouts.episodes is not None else ()  # none on a rank without samples
+    episodes = rollouts.episodes.of_samples if rollouts.episodes is not None else ()  # None on a rank without samples
     return episode_metrics(episodes, rollouts.response_lengths_B.tolist())
 
 
 def balance_metrics(batches: Iterable[PlacedBatch]) -> dict[str, float]:
-    """`balance/imbalance` over all forward passes and updates of the batches."""
+    """Return `balance/imbalance` over all forward passes and updates of the batches."""
     plans = [plan for batch in batches for plan in (batch.forward_plan, *batch.update_plans)]
     busiest, mean = sum(plan.busiest_flops for plan in plans), sum(plan.mean_flops for plan in plans)
     return {"balance/imbalance": busiest / mean - 1}
@@ -95,11 +97,11 @@ def check_mismatch(
     runtime: Runtime,
     newest_version: int,
 ) -> dict[str, float]:
-    """`mismatch/*`: difference between the engine's and the trainer's log-probabilities, in nats per token.
+    """Return `mismatch/*`: differences between engine and trainer log-probabilities, in nats per token.
 
-    `newest_version` is that of the actor's weights. Tokens of older versions also differ by what was learned since,
-    and prove nothing about the engine. Raises MismatchError where the others are above `algorithm.mismatch_stop_nats`.
-    Empty where no token counts on any rank, as all episodes have failed.
+    `newest_version` is the version of the actor weights. Tokens of older versions also differ because of training, so
+    they indicate no engine error. Raises MismatchError if the mean over tokens of the newest version exceeds
+    `algorithm.mismatch_stop_nats`. Empty if no token counts on any rank, because all episodes have failed.
     """
     mask_BR = rollouts.response_mask_BR
     trainer, engine = (x.masked_fill(~mask_BR, 0.0) for x in (trainer_logprob_BR, rollouts.engine_logprob_BR))
@@ -107,7 +109,7 @@ def check_mismatch(
     tally = Tally()
     tally.mean("mismatch/mean", gap.abs(), mask_BR)
     tally.maximum("mismatch/max", gap.abs(), mask_BR)
-    # KL(engine || trainer), as the engine sampled the responses.
+    # KL(engine || trainer), because the engine sampled the responses
     tally.mean("mismatch/k3", kl_estimate(engine - trainer, "k3"), mask_BR)
     tally.mean("mismatch/truncated", (gap > math.log(algorithm.correction.cap)).float(), mask_BR)
     of_tokens_BR, of_samples_B1 = rollouts.token_versions_BR, rollouts.weight_versions_B[:, None]
@@ -120,7 +122,7 @@ def check_mismatch(
     if not (own or others):
         return {}
     mean = numbers["mismatch/mean"]
-    if math.isfinite(mean):  # NaN or infinity stops the run, with any weight version
+    if math.isfinite(mean):  # a NaN or infinite mean stops the run for any weight version
         mean = numbers["mismatch/own_weights"] if own else 0.0
     if not others:
         del numbers["mismatch/own_weights"]
@@ -134,8 +136,7 @@ def check_mismatch(
 
 
 def policy_kl(new_logprob_BR: Tensor, experience: Experience, runtime: Runtime) -> float:
-    """KL(old || new) in nats per token by the k3 estimator, over the tokens of all ranks that the policy loss
-    counts."""
+    """Return KL(old || new) in nats per token (k3 estimator), over all tokens of the policy loss on all ranks."""
     mask_BR = experience.loss_mask_BR
     old, new = (x.masked_fill(~mask_BR, 0.0) for x in (experience.scored.old_logprob_BR, new_logprob_BR))
     tally = Tally()
@@ -144,15 +145,15 @@ def policy_kl(new_logprob_BR: Tensor, experience: Experience, runtime: Runtime) 
 
 
 def routing_metrics(role: Role, runtime: Runtime) -> dict[str, float]:
-    """Metrics of a role's routers in its last forward pass, over all ranks; empty without experts."""
+    """Return router metrics of a role's last forward pass over all ranks. Empty without experts."""
     name, experts = role.placement.name, role.arch.experts
     if not experts:
         return {}
     report = role.routing_report().to(runtime.device)
     dist.all_reduce(report)
     of_layers = report[list(role.arch.expert_layers)]
-    loads_LE, further_L2 = of_layers.double().cpu().split([experts, FURTHER], dim=1)
-    known, changed = further_L2.sum(0).tolist()
+    loads_LE, replayed_L2 = of_layers.double().cpu().split([experts, FURTHER], dim=1)
+    known, changed = replayed_L2.sum(0).tolist()
     if not loads_LE.any():
         return {}
     numbers = {
@@ -166,8 +167,10 @@ def routing_metrics(role: Role, runtime: Runtime) -> dict[str, float]:
 
 
 def update_engine(parts: RunComponents, version: int) -> float:
-    """Stream the actor's weights into the engine. Returns the seconds of the transfer on this rank; 0 if the run has no
-    engine."""
+    """Stream the actor weights into the engine, and return the seconds of the transfer on this rank.
+
+    Returns 0 if the run has no engine.
+    """
     engine, started = parts.engine, time.monotonic()
     engine.update_weights(parts.weights, version)
     if isinstance(engine, AbsentEngine):
@@ -179,9 +182,9 @@ def update_engine(parts: RunComponents, version: int) -> float:
 
 
 def sync_metrics(parts: RunComponents, seconds: float, transfer_seconds: float, version: int) -> dict[str, float]:
-    """`sync/*` of a weight sync; a collective of the world. Each duration is the maximum over all ranks.
+    """Return `sync/*` of a weight sync. Each duration is the maximum over all ranks. A collective of the world.
 
-    `seconds` is the time of the whole sync on this rank. `transfer_seconds` is the time of the transfer on this rank.
+    `seconds`: duration of the whole sync on this rank. `transfer_seconds`: duration of the transfer on this rank.
     """
     engine, local = parts.engine, {"sync/seconds": seconds, "sync/transfer_seconds": transfer_seconds}
     if isinstance(engine, ServedEngine):
@@ -196,13 +199,16 @@ def sync_metrics(parts: RunComponents, seconds: float, transfer_seconds: float, 
 
 
 def restart_metrics(parts: RunComponents) -> dict[str, float]:
-    """`engine/restarts` up to now; empty with the embedded engine. A rollout restarts servers too, not only a sync."""
+    """Return the total `engine/restarts`. Empty with the embedded engine.
+
+    Servers are restarted by weight syncs and by rollouts.
+    """
     engine = parts.engine
     return {"engine/restarts": float(engine.restarts)} if isinstance(engine, ServedEngine) else {}
 
 
 def actor_mfu(parts: RunComponents, metrics: Mapping[str, float]) -> dict[str, float]:
-    """`mfu` of the actor's updates in a finished step; empty where the device's peak is unknown, as on a CPU."""
+    """Return `mfu` of the actor updates in a finished step. Empty if the peak of the device is unknown, as on a CPU."""
     if "time/update_actor" not in metrics:
         return {}
     arch = parts.actor.arch
@@ -215,7 +221,7 @@ def actor_mfu(parts: RunComponents, metrics: Mapping[str, float]) -> dict[str, f
     )
     per_token += 3 * recurrence_flops(arch)
     lora = parts.actor.options.lora
-    if lora is not None:  # backward computes gradients of adapters instead of those of weights
+    if lora is not None:  # the backward pass computes gradients of adapters, not of base weights
         per_token += 6 * multiplied_adapters(arch, lora) - 2 * multiplied_parameters(arch)
     share = mfu(
         metrics["step_tokens"] * parts.config.actor.epochs / metrics["time/update_actor"],
@@ -227,8 +233,10 @@ def actor_mfu(parts: RunComponents, metrics: Mapping[str, float]) -> dict[str, f
 
 
 def distributed_numbers(experience: Experience) -> Iterator[tuple[str, Tensor]]:
-    """This rank's share of what has a distribution in each step, by the names in `observe.distributions`: numbers of
-    its samples, and of the tokens that the model made."""
+    """Yield this rank's values for the distributions of each step, by their names in `observe.distributions`.
+
+    The values belong to samples or to tokens of the model.
+    """
     scored, rollouts = experience.scored, experience.scored.rollouts
     yield "reward", rollouts.total_rewards_B(scored.scores_B)
     yield "response length", rollouts.response_lengths_B

@@ -1,4 +1,4 @@
-"""Functions that the section `algorithm` names: estimator and policy loss, by name or by import path."""
+"""Functions of the section `algorithm`: estimator and policy loss, by name or by import path."""
 
 from __future__ import annotations
 
@@ -21,7 +21,8 @@ from megappo_kernels.objectives import OFFERED, OwnLoss, PolicyObjective, taken_
 
 
 def find_estimator(algorithm: AlgorithmSettings) -> Estimator:
-    """The estimator that `algorithm.estimator` names. Raises ValueError where it cannot be imported or called."""
+    """Return the estimator of `algorithm.estimator`. Raises ValueError if the estimator cannot be imported or
+    called."""
     name, options = algorithm.estimator, algorithm.estimator_options
     if not is_import_path(name):
         return builtin(name)
@@ -32,7 +33,7 @@ def find_estimator(algorithm: AlgorithmSettings) -> Estimator:
 
 
 def lambdas(algorithm: AlgorithmSettings, mask_BR: Tensor) -> dict[str, float | Tensor]:
-    """`lam` and `critic_lam` of an estimator. `mask_BR` is True at the tokens of a sample that count."""
+    """Return `lam` and `critic_lam` of an estimator. `mask_BR` is True at the tokens of a sample that count."""
     actor, critic = algorithm.lam.actor, algorithm.lam.critic
     if actor.length_adaptive is not None:
         return {"lam": length_adaptive(mask=mask_BR, alpha=actor.length_adaptive), "critic_lam": critic}
@@ -41,9 +42,9 @@ def lambdas(algorithm: AlgorithmSettings, mask_BR: Tensor) -> dict[str, float | 
 
 
 def find_objective(algorithm: AlgorithmSettings, penalty_coef: float) -> PolicyObjective:
-    """The objective of a policy update: `algorithm.policy_loss` with its settings.
+    """Return the objective of a policy update: `algorithm.policy_loss` with its settings.
 
-    `penalty_coef` is the weight of KL(old || new) with `policy_loss: penalty`. Raises ValueError where the loss cannot
+    `penalty_coef` is the weight of KL(old || new) with `policy_loss: penalty`. Raises ValueError if the loss cannot
     be imported or called.
     """
     objective = PolicyObjective(
@@ -67,7 +68,10 @@ def find_objective(algorithm: AlgorithmSettings, penalty_coef: float) -> PolicyO
 
 
 def _policy_loss(algorithm: AlgorithmSettings) -> str | OwnLoss:
-    """The name of a policy loss, or the function at an import path with its options. Raises as `find_objective`."""
+    """Return the name of a policy loss, or the function at an import path with its options.
+
+    Raises like `find_objective`.
+    """
     name, options = algorithm.policy_loss, algorithm.policy_loss_options
     if not is_import_path(name):
         return name
@@ -78,10 +82,10 @@ def _policy_loss(algorithm: AlgorithmSettings) -> str | OwnLoss:
 
 
 def check_methods(config: Config) -> None:
-    """Import the functions that the settings name and try them on six tokens, before anything else takes time.
+    """Import the user functions in the settings and call them with six tokens, before expensive work starts.
 
-    Raises ConfigError for a function that cannot be imported or called, does not fit the other sections, fails, or
-    returns a wrong result.
+    Raises ConfigError if a function cannot be imported or called, contradicts other sections, fails, or returns a
+    wrong result.
     """
     algorithm = config.algorithm
     estimator, objective = find_estimator(algorithm), find_objective(algorithm, algorithm.penalty.coef)
@@ -91,7 +95,7 @@ def check_methods(config: Config) -> None:
     mask_BR = torch.tensor([[True, True, True], [True, False, False]])
     numbers_BR = torch.linspace(-1, 1, 6).view(2, 3)
     with _tried("algorithm.estimator", algorithm.estimator):
-        found = estimator(
+        outputs = estimator(
             rewards=numbers_BR,
             values=None if config.critic is None else -numbers_BR,
             mask=mask_BR,
@@ -99,24 +103,24 @@ def check_methods(config: Config) -> None:
             gamma=algorithm.gamma,
             **lambdas(algorithm, mask_BR),
         )
-        _check_finite("advantages or returns", *found)
+        _check_finite("advantages or returns", *outputs)
     sequences_BR = torch.tensor([[0, 0, 0], [1, 1, 1]])
-    given = {"old_logprob": numbers_BR - 2, "advantages": numbers_BR, "weights": mask_BR / 4}
-    inputs = PolicyInputs(**given, mask=mask_BR, ref_logprob=numbers_BR - 2, sequences=sequences_BR)
+    fields = {"old_logprob": numbers_BR - 2, "advantages": numbers_BR, "weights": mask_BR / 4}
+    inputs = PolicyInputs(**fields, mask=mask_BR, ref_logprob=numbers_BR - 2, sequences=sequences_BR)
     with _tried("algorithm.policy_loss", algorithm.policy_loss):
         logprob_BR = (0.9 * numbers_BR - 2).requires_grad_()
         out = ppo_token_loss(logprob=logprob_BR, entropy=numbers_BR + 1, inputs=inputs, objective=objective)
         _check_finite("a loss or slopes", out.loss, *torch.autograd.grad(out.loss, logprob_BR))
 
 
-def _check_finite(what: str, *found: Tensor) -> None:
-    if not all(bool(tensor.isfinite().all()) for tensor in found):
+def _check_finite(what: str, *tensors: Tensor) -> None:
+    if not all(bool(tensor.isfinite().all()) for tensor in tensors):
         raise ValueError(f"it returned {what} that are not finite for six ordinary tokens; correct the function")
 
 
 @contextmanager
 def _tried(setting: str, name: str) -> Iterator[None]:
-    """Raise every error of the block as ConfigError. ValueErrors are ours and say already what is wrong."""
+    """Raise every error of the block as ConfigError. A ValueError of megappo already describes its cause."""
     try:
         with users_code("it failed", "fix it", but=(ValueError,)):
             yield

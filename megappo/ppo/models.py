@@ -1,4 +1,4 @@
-"""Builds the models of a run's roles on their layouts."""
+"""Construction of the models of all roles on their layouts."""
 
 from __future__ import annotations
 
@@ -28,13 +28,13 @@ from megappo.runtime.process import Runtime
 
 ROLES = ("actor", "critic", "reference")
 _Sources = tuple[WeightSource, WeightSource | None]
-"""Source of a model's weights, and of its adapters where it has some."""
+"""Sources of the weights and, for a model with LoRA, of the adapters."""
 
 
 def weight_sources(config: Config, roles: Sequence[str]) -> Mapping[Path, SafetensorsSource]:
-    """Weights of each folder that these roles use; empty with random weights.
+    """Return the weight source of each folder that these roles use. Empty with random weights.
 
-    Every rank checks the headers of all files before any model is built, so that all find the same mistake.
+    Every rank checks the headers of all files before any model is built, so that all ranks find the same error.
     """
     sources: dict[Path, SafetensorsSource] = {}
     if config.model.init == "random":
@@ -43,14 +43,14 @@ def weight_sources(config: Config, roles: Sequence[str]) -> Mapping[Path, Safete
     for role, path in model_paths(config).items():
         if role in roles:
             users.setdefault(model_folder(path), set()).add(role)
-    for folder, there in users.items():  # once for all roles that share a folder
+    for folder, roles_of_folder in users.items():  # once for all roles that share a folder
         sources[folder] = SafetensorsSource(folder, load_architecture(folder, config.model))
-        sources[folder].check(with_output_layer=there != {"critic"})
+        sources[folder].check(with_output_layer=roles_of_folder != {"critic"})
     return sources
 
 
 def _cuts(config: Config, derived: Derived) -> dict[str, Cut]:
-    """Cuts of actor and critic; the reference has the actor's."""
+    """Return the cuts of actor and critic. The reference uses the cut of the actor."""
     roles = {"actor": (config.actor, derived.actor), "critic": (config.critic, derived.critic)}
     return {
         name: Cut(numbers.grid, numbers.vpp, settings.layout.shards_sequences)
@@ -60,7 +60,7 @@ def _cuts(config: Config, derived: Derived) -> dict[str, Cut]:
 
 
 class ModelBuilder:
-    """Builds the models; every rank calls every method, in the same order."""
+    """Builds the models. Every rank must call every method, in the same order."""
 
     def __init__(
         self,
@@ -72,11 +72,11 @@ class ModelBuilder:
         resumed: bool = False,
         stop_token_ids: tuple[int, ...] = (),
     ) -> None:
-        """Check the weights of these roles' folders and make their process groups; a collective of the world.
+        """Check the weights of the roles' folders and create the process groups. A collective of the world.
 
-        `resumed`: whether a checkpoint will replace all built weights, so that `start_from` is not needed any more.
+        `resumed`: whether a checkpoint will replace all built weights, so that `start_from` is not read.
         `stop_token_ids`: tokens that the engine does not sample before `rollout.min_response_tokens`.
-        Raises ValueError on every rank where one of them cannot use a folder.
+        Raises ValueError on every rank if any rank cannot use a folder.
         """
         self._config, self._derived, self._runtime, self._resumed = config, derived, runtime, resumed
         self._stop_token_ids = stop_token_ids if config.rollout.min_response_tokens else ()
@@ -84,23 +84,23 @@ class ModelBuilder:
         cuts = {role: cut for role, cut in _cuts(config, derived).items() if role in roles}
         self._layouts = make_layouts(cuts, runtime.device.type, runtime.deadlines.collective_seconds)
         self.origins: list[str] = []
-        """A sentence for each model that begins with weights of another folder than its own."""
+        """Messages that name the weights of each model that starts with weights from another folder."""
 
     def mtp_layers(self) -> MTPLayers:
-        """Layers of the policy's model that predict further tokens (multi-token prediction), where it has some."""
+        """Return the multi-token prediction layers of the policy model, if the model has such layers."""
         folder = role_folder(self._config, "actor")
         source = self._sources.get(folder)
-        kept = None if source is None else source.of_mtp_layers()
-        return MTPLayers(load_architecture(folder, self._config.model), kept)
+        mtp_source = None if source is None else source.of_mtp_layers()
+        return MTPLayers(load_architecture(folder, self._config.model), mtp_source)
 
     def actor(self, *, trained: bool = True) -> Role:
-        """The policy, with an optimizer if it is `trained`."""
+        """Build the policy, with an optimizer if `trained` is true."""
         settings = self._config.actor
         weights = self._weights("actor", settings)
         return self._with_settings("actor", settings, self._derived.actor, weights, trained=trained)
 
     def reference(self, actor: Role) -> Role | None:
-        """The frozen policy on the actor's layout; None where there is no reference."""
+        """Build the frozen policy on the layout of the actor. Returns None without a reference."""
         settings = self._config.reference
         if settings is None:
             return None
@@ -112,16 +112,17 @@ class ModelBuilder:
         return self._at_rest(self._role(actor.placement, actor.layout, arch, (source, None), options))
 
     def critic(self) -> Role | None:
-        """The value model; None where there is no critic."""
+        """Build the value model. Returns None without a critic."""
         settings, numbers = self._config.critic, self._derived.critic
         if settings is None or numbers is None:
             return None
         arch, source, adapters = self._weights("critic", settings)
-        head = first_value_head((adapters, source))  # on every rank, as `_weights`, so that all raise alike
+        # Every rank reads the head, so that all ranks raise the same error.
+        head = first_value_head((adapters, source))
         if head is not None and settings.value_head_std and not self._resumed:
             raise ConfigError(
-                f"critic.value_head_std {settings.value_head_std:g} is for a new value head, but the critic's weights "
-                "have one; set it to 0 to keep that one, or name a folder without a head"
+                f"critic.value_head_std {settings.value_head_std:g} is for a new value head, but the critic's "
+                "weights have one; set it to 0 to keep the existing head, or name a folder without a head"
             )
         return self._with_settings("critic", settings, numbers, (arch, source, adapters))
 
@@ -134,7 +135,7 @@ class ModelBuilder:
         *,
         trained: bool = True,
     ) -> Role:
-        """The role of this name, with an optimizer if it is `trained`."""
+        """Build the role of this name, with an optimizer if `trained` is true."""
         arch, source, adapters = weights
         layers, grid = chunk_layers(self._config, name, settings, arch), numbers.grid
         placement = Placement(
@@ -153,13 +154,15 @@ class ModelBuilder:
         return self._at_rest(role)
 
     def _at_rest(self, role: Role) -> Role:
-        """Offload what the settings say before the next role is built."""
+        """Offload the tensors that the settings select before the next role is built."""
         role.rest()
         return role
 
     def _weights(self, role: str, settings: TrainedRoleSettings | None) -> tuple[ArchitectureConfig, *_Sources]:
-        """Architecture, weights and adapters of a role; read on every rank, so that an error is raised where it can be
-        reported."""
+        """Return the architecture, weights and adapters of a role.
+
+        Every rank reads them, so that every rank raises the same error.
+        """
         folder = role_folder(self._config, role)
         arch, seed = load_architecture(folder, self._config.model), self._config.run.seed
         lora = settings.lora.of(arch) if settings is not None and settings.lora is not None else None
@@ -195,11 +198,11 @@ class ModelBuilder:
         offload: OffloadSettings,
         trained: tuple[ArchitectureConfig, ActorSettings | CriticSettings] | None = None,
     ) -> BuildOptions:
-        """Build options of a role; `trained` is the architecture and settings of a trained one."""
-        kept: dict[str, Any] = {"stop_token_ids": self._stop_token_ids}
+        """Return the build options of a role. `trained` is the architecture and the settings of a trained role."""
+        role_options: dict[str, Any] = {"stop_token_ids": self._stop_token_ids}
         if trained is not None:
             arch, settings = trained
-            kept |= {
+            role_options |= {
                 "recompute": settings.recompute,
                 "recompute_modules": settings.recompute_modules,
                 "deallocate_pipeline_outputs": settings.layout.deallocate_pipeline_outputs,
@@ -207,9 +210,13 @@ class ModelBuilder:
                 "lora": None if settings.lora is None else settings.lora.of(arch),
             }
             if isinstance(settings, CriticSettings):
-                kept |= {"freeze": settings.freeze, "value_head_std": settings.value_head_std, "stop_token_ids": ()}
-            else:  # the reference is a policy of its own, whose routers choose as without an actor
-                kept["replays_routing"] = self._config.algorithm.replays_routing(arch.experts)
+                role_options |= {
+                    "freeze": settings.freeze,
+                    "value_head_std": settings.value_head_std,
+                    "stop_token_ids": (),
+                }
+            else:  # the reference is a separate policy: its routers choose experts independently of the actor
+                role_options["replays_routing"] = self._config.algorithm.replays_routing(arch.experts)
         return BuildOptions(
             dtype=DTYPES[self._config.model.dtype],
             device=self._runtime.device,
@@ -220,5 +227,5 @@ class ModelBuilder:
             accelerations=find_accelerations(self._config.model.accelerations),
             offload=offload,
             offload_directory=self._config.runtime.offload_directory,
-            **kept,
+            **role_options,
         )

@@ -1,4 +1,4 @@
-"""Finds settings with the name of a file or folder that does not exist."""
+"""Check for settings with the name of a missing file or folder."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from megappo.ppo.origins import check_origin
 
 
 def missing_files(config: Config) -> Iterator[tuple[str, str]]:
-    """(setting, sentence) for each file of data or functions, tokenizer and origin of weights that does not exist."""
+    """Yield (setting, message) for each missing file of data or functions, tokenizer and origin of weights."""
     for key, value in flat_settings(config.model_dump(mode="json")):
         if not isinstance(value, str):
             continue

@@ -1,6 +1,6 @@
-"""Weights that a run's models begin with: of another run, a Hugging Face folder or Megatron-LM (`start_from`).
+"""Initial weights of a run's models: from another run, a Hugging Face folder or Megatron-LM (`start_from`).
 
-The kind of a path is recognised by its content. `register_origin` adds another kind.
+The content of a path determines its kind. `register_origin` adds a kind.
 """
 
 from __future__ import annotations
@@ -29,64 +29,66 @@ from megappo.runtime.objects import agreed
 from megappo.runtime.process import Runtime
 
 _WITHOUT_MEANING = ("max_position_embeddings", "initializer_range")
-"""Fields of config.json that may differ between models whose weights are interchangeable."""
+"""Fields of config.json that may differ between models with interchangeable weights."""
 
 
 @dataclass(frozen=True)
-class Wanted:
-    """Request to an origin: weights of a role, or adapters."""
+class WeightRequest:
+    """Request for the weights of a role, or for adapters."""
 
     role: str
     arch: ArchitectureConfig
     step: str | None
-    """Text after the path's `@`: a step or `best`; None: there was none."""
+    """Text after the `@` of the path: a step or `best`. None without `@`."""
     runtime: Runtime | None
-    """The run's ranks, which all read; None: this process reads alone."""
+    """Runtime of the run if all its ranks read. None if only this process reads."""
     lora: LoraShape | None = None
-    """Shape of the wanted adapters; None: weights are wanted."""
+    """Shape of the requested adapters. None requests weights."""
 
 
 @dataclass(frozen=True)
 class Origin:
-    """Weights, or adapters, that a model begins with."""
+    """Initial weights or adapters of a model."""
 
     source: WeightSource
-    """Source of weights, or of adapters where these are wanted."""
+    """Source of the weights, or of the requested adapters."""
     summary: str
     tokens_from: Path | None = None
-    """Folder whose tokenizer made the tokens that the weights were trained on; None: unknown."""
+    """Folder of the tokenizer with which the weights were trained. None if unknown."""
 
 
 @dataclass(frozen=True)
 class OriginKind:
-    """A kind of place that holds weights."""
+    """Kind of place that contains weights."""
 
     summary: str
     recognises: Callable[[Path], bool]
-    """Whether an existing path is such a place, judged by its content."""
-    open: Callable[[Path, Wanted], Origin]
-    """Open the place; a collective of the world where there is a runtime. Raises ValueError on every rank where it
-    cannot be used."""
+    """Checks by content whether an existing path is such a place."""
+    open: Callable[[Path, WeightRequest], Origin]
+    """Opens the place. A collective of the world with a runtime.
+
+    Raises ValueError on every rank if the place cannot be used.
+    """
 
 
 def register_origin(name: str, kind: OriginKind) -> None:
-    """Add a kind of place that `start_from` may name; the first that recognises a path opens it."""
+    """Add a kind of place for `start_from`. The first kind that recognises a path opens the path."""
     _KINDS[name] = kind
 
 
 def open_origin(
     text: str, role: str, arch: ArchitectureConfig, runtime: Runtime | None = None, lora: LoraShape | None = None
 ) -> Origin:
-    """Weights, or adapters of shape `lora`, that `<role>.start_from: text` names; a collective of the world where there
-    is a runtime.
+    """Open the weights, or the adapters of shape `lora`, that `<role>.start_from: text` names.
 
-    Raises ValueError on every rank where one finds none, or none of this architecture.
+    A collective of the world with a runtime. Raises ValueError on every rank if any rank finds no weights of this
+    architecture.
     """
     try:
         path, step = _split(text)
         kind = _kind(path) if runtime is None else agreed(lambda: _kind(path))
-        wanted = Wanted(role, arch, step, runtime, lora)
-        return kind.open(path, wanted) if runtime is None else agreed(lambda: kind.open(path, wanted))
+        request = WeightRequest(role, arch, step, runtime, lora)
+        return kind.open(path, request) if runtime is None else agreed(lambda: kind.open(path, request))
     except (ValueError, OSError) as error:
         raise ValueError(f"{role}.start_from '{text}': {error}") from error
 
@@ -94,8 +96,11 @@ def open_origin(
 def open_start(
     config: Config, role: str, arch: ArchitectureConfig, runtime: Runtime | None = None, lora: LoraShape | None = None
 ) -> Origin | None:
-    """`open_origin` of a role's `start_from`, whose tokenizer must number the tokens as the run's does; None without
-    the setting. Raises ValueError or ConfigError on every rank where one refuses."""
+    """Return `open_origin` of a role's `start_from`. None without this setting.
+
+    The tokenizer of the origin must assign the same token ids as the tokenizer of the run. Raises ValueError or
+    ConfigError on every rank if a check fails on any rank.
+    """
     settings = config.trained.get(role)
     if settings is None or settings.start_from is None:
         return None
@@ -125,101 +130,104 @@ def _kind(path: Path) -> OriginKind:
 
 
 def _split(text: str) -> tuple[Path, str | None]:
-    """`runs/a@120` -> (runs/a, 120), unless a folder has that whole name. Raises ValueError where one of the two is
+    """Split `runs/a@120` into (runs/a, 120), unless a folder has the whole name. Raises ValueError if one part is
     empty."""
     path, at, step = text.rpartition("@")
     if not at or Path(text).exists():
         return Path(text), None
     if not path or not step:
-        raise ValueError("the @ stands between a run and its step; give RUN@STEP, RUN@best, or RUN alone")
+        raise ValueError("the @ separates a run from its step; give RUN@STEP, RUN@best, or RUN alone")
     return Path(path), step
 
 
-def _open_run(path: Path, wanted: Wanted) -> Origin:
-    folder, marker, sentences = find_checkpoint(checkpoints_directory(path), wanted.step or "latest", wanted.runtime)
-    _require_same_adapters(marker, wanted)
-    source = CheckpointSource(folder, wanted.role, wanted.arch, wanted.lora)
-    other = marker.content.get("architectures", {}).get(wanted.role)
-    if other is None:  # not in checkpoints of earlier versions
-        _, model = model_of(marker, wanted.role)
-        other = architecture_fields(_read(model, wanted))
-    _require_same(recorded_fields(other, wanted.arch), wanted)
-    what = "that" if wanted.lora is None else "the adapters"
+def _open_run(path: Path, request: WeightRequest) -> Origin:
+    folder, marker, sentences = find_checkpoint(checkpoints_directory(path), request.step or "latest", request.runtime)
+    _require_same_adapters(marker, request)
+    source = CheckpointSource(folder, request.role, request.arch, request.lora)
+    other = marker.content.get("architectures", {}).get(request.role)
+    if other is None:  # absent from checkpoints of older versions
+        _, model = model_of(marker, request.role)
+        other = architecture_fields(_read(model, request))
+    _require_same(recorded_fields(other, request.arch), request)
+    what = "that" if request.lora is None else "the adapters"
     model = settings_of(marker)["model"]
     tokens_from = Path(model.get("tokenizer") or model["path"])
-    return Origin(source, ". ".join([*sentences, f"the {wanted.role} begins with {what} of {folder}"]), tokens_from)
+    return Origin(source, ". ".join([*sentences, f"the {request.role} begins with {what} of {folder}"]), tokens_from)
 
 
-def _require_same_adapters(marker: Marker, wanted: Wanted) -> None:
-    """Raises ValueError unless the run trained what is wanted: all weights, or adapters of the same shape."""
-    settings = Config.model_validate(marker.content["settings"]).trained.get(wanted.role)
-    lora = None if settings is None or settings.lora is None else settings.lora.of(wanted.arch)
-    if lora is not None and wanted.lora is None:
+def _require_same_adapters(marker: Marker, request: WeightRequest) -> None:
+    """Raise ValueError unless the run trained what the request needs: all weights, or adapters of the same shape."""
+    settings = Config.model_validate(marker.content["settings"]).trained.get(request.role)
+    lora = None if settings is None or settings.lora is None else settings.lora.of(request.arch)
+    if lora is not None and request.lora is None:
         raise ValueError(
-            f"its {wanted.role} has adapters alone, and without {wanted.role}.lora all weights are trained; set "
-            f"{wanted.role}.lora as it was there, or merge them (`megappo export`) and name that folder"
+            f"its {request.role} has only adapters, but without {request.role}.lora all weights are trained; set "
+            f"{request.role}.lora as in that run, or merge the adapters (`megappo export`) and name the exported "
+            "folder"
         )
-    if lora is None and wanted.lora is not None:
-        raise ValueError(_WHOLE.format(role=wanted.role, place="`megappo export` it and name that folder"))
-    if lora != wanted.lora:
-        raise ValueError(f"its adapters are {show(vars(lora))}, {wanted.role}.lora wants {show(vars(wanted.lora))}")
+    if lora is None and request.lora is not None:
+        raise ValueError(_WHOLE.format(role=request.role, place="`megappo export` it and name that folder"))
+    if lora != request.lora:
+        raise ValueError(
+            f"its adapters are {show(vars(lora))}, {request.role}.lora requires {show(vars(request.lora))}"
+        )
 
 
 _WHOLE = (
-    "it holds whole weights, and {role}.lora trains adapters of the model that the settings name; {place} as the "
-    "model's path in place of start_from"
+    "it contains whole weights, but {role}.lora trains adapters of the model that the settings name; {place} as "
+    "the model's path instead of start_from"
 )
 
 
-def _open_peft(path: Path, wanted: Wanted) -> Origin:
-    if wanted.step is not None:
-        raise ValueError("a PEFT folder has no steps; remove what follows the @")
-    if wanted.lora is None:
+def _open_peft(path: Path, request: WeightRequest) -> Origin:
+    if request.step is not None:
+        raise ValueError("a PEFT folder has no steps; remove the @ and the text after it")
+    if request.lora is None:
         raise ValueError(
-            f"it holds adapters alone, and without {wanted.role}.lora all weights are trained; set {wanted.role}.lora "
-            "to their rank, alpha and targets, or merge them into their base (PEFT's merge_and_unload) and name that "
-            "folder"
+            f"it contains only adapters, but without {request.role}.lora all weights are trained; set "
+            f"{request.role}.lora to their rank, alpha and targets, or merge them into their base (PEFT's "
+            "merge_and_unload) and name the merged folder"
         )
-    source = PeftSource(path, wanted.arch, wanted.lora)
-    return Origin(source, f"the {wanted.role} begins with the adapters of {path}", path)
+    source = PeftSource(path, request.arch, request.lora)
+    return Origin(source, f"the {request.role} begins with the adapters of {path}", path)
 
 
-def _open_folder(path: Path, wanted: Wanted) -> Origin:
-    if wanted.step is not None:
-        raise ValueError("a Hugging Face folder has no steps; remove what follows the @")
-    _refuse_adapters(wanted)
-    other = _read(path, wanted)
-    _require_same(architecture_fields(other), wanted)
+def _open_folder(path: Path, request: WeightRequest) -> Origin:
+    if request.step is not None:
+        raise ValueError("a Hugging Face folder has no steps; remove the @ and the text after it")
+    _refuse_adapters(request)
+    other = _read(path, request)
+    _require_same(architecture_fields(other), request)
     source = SafetensorsSource(path, other)
-    source.check(with_output_layer=wanted.role != "critic")
-    return Origin(source, f"the {wanted.role} begins with {path}", path)
+    source.check(with_output_layer=request.role != "critic")
+    return Origin(source, f"the {request.role} begins with {path}", path)
 
 
-def _refuse_adapters(wanted: Wanted) -> None:
-    if wanted.lora is not None:
-        raise ValueError(_WHOLE.format(role=wanted.role, place="name it"))
+def _refuse_adapters(request: WeightRequest) -> None:
+    if request.lora is not None:
+        raise ValueError(_WHOLE.format(role=request.role, place="name it"))
 
 
-def _open_megatron(path: Path, wanted: Wanted) -> Origin:
-    _refuse_adapters(wanted)
-    folder = find_iteration(path, wanted.step)
-    return Origin(TorchDistSource(folder, wanted.role, wanted.arch), f"the {wanted.role} begins with {folder}", path)
+def _open_megatron(path: Path, request: WeightRequest) -> Origin:
+    _refuse_adapters(request)
+    folder = find_iteration(path, request.step)
+    return Origin(TorchDistSource(folder, request.role, request.arch), f"the {request.role} begins with {folder}", path)
 
 
-def _read(folder: Path, wanted: Wanted) -> ArchitectureConfig:
-    """Read a folder's architecture, without running code from the folder, which may be somebody else's."""
-    return read_architecture(folder, {**FAMILIES, wanted.arch.family: wanted.arch.declaration}, key="the model")
+def _read(folder: Path, request: WeightRequest) -> ArchitectureConfig:
+    """Read the architecture of a folder. Code in the folder is not run, because the folder may be untrusted."""
+    return read_architecture(folder, {**FAMILIES, request.arch.family: request.arch.declaration}, key="the model")
 
 
-def _require_same(other: Mapping[str, JSONValue], wanted: Wanted) -> None:
-    """Raises ValueError where weights of the other architecture would compute something else in the wanted one."""
+def _require_same(other: Mapping[str, JSONValue], request: WeightRequest) -> None:
+    """Raise ValueError if the other architecture gives the weights a different meaning."""
     # A critic has no output layer to tie.
-    without_meaning = (*_WITHOUT_MEANING, "tied_embeddings") if wanted.role == "critic" else _WITHOUT_MEANING
-    own = {name: v for name, v in architecture_fields(wanted.arch).items() if name not in without_meaning}
+    without_meaning = (*_WITHOUT_MEANING, "tied_embeddings") if request.role == "critic" else _WITHOUT_MEANING
+    own = {name: v for name, v in architecture_fields(request.arch).items() if name not in without_meaning}
     different = differing_fields(other, own)
     if different:
         raise ValueError(
-            f"it differs in {', '.join(different)} from the {wanted.role}'s config.json; give a model of the same "
+            f"it differs in {', '.join(different)} from the {request.role}'s config.json; give a model of the same "
             "architecture"
         )
 

@@ -1,4 +1,4 @@
-"""Probes engines after a sync: they respond to a short and a long prompt, and the actor scores these responses."""
+"""Probes of the engines after a sync: each engine responds to two prompts, and the actor scores the responses."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ from megappo.ppo.sampling import finish_rollout, request_samples, routing_of
 from megappo.types import Prompts, Samples
 
 _PROMPT_TOKENS = (8, 1024)
-"""Lengths of the two prompts. Engines run prompts of such different lengths with different kernels or CUDA graphs."""
+"""Lengths of the two prompts. Engines use different kernels or CUDA graphs for such different lengths."""
 _RESPONSE_TOKENS = 8
 
 
 def probe_engines(parts: RunComponents) -> dict[str, float]:
-    """Compare the log-probabilities of every engine's probe with the actor's; a collective of the world.
+    """Compare the log-probabilities of each engine's probe with the actor. A collective of the world.
 
-    Empty for an engine that cannot be probed. Raises SyncError beyond the servers' `probe_tolerance_nats`.
+    Empty for an engine that cannot be probed. Raises SyncError above `probe_tolerance_nats` of the servers.
     """
     engine, config = parts.engine, parts.config
     if not isinstance(engine, ServedEngine) or not config.rollout.servers.probes:
@@ -44,14 +44,17 @@ def probe_engines(parts: RunComponents) -> dict[str, float]:
         )
         for output_R, (index, answer) in zip(_as_the_actor_says(parts, samples), answers.items(), strict=True):
             gap = (output_R[: len(answer.logprobs)] - torch.tensor(answer.logprobs)).abs().max()
-            gaps[index] = float(torch.maximum(gap, torch.tensor(gaps.get(index, 0.0))))  # NaN stays
+            gaps[index] = float(torch.maximum(gap, torch.tensor(gaps.get(index, 0.0))))  # NaN is propagated
     given_nats = config.rollout.servers.probe_tolerance_nats
     gap_nats = engine.judge(gaps, given_nats or default_tolerance_nats(config.model.dtype))
     return {"sync/probe_gap": gap_nats, "sync/probe_seconds": time.monotonic() - started}
 
 
 def _requests(parts: RunComponents) -> list[GenerateRequest]:
-    """A short request, and a long one where the run's prompts may be longer: the concatenated training prompts, cut."""
+    """Return a short request, and a long request if the run may have longer prompts.
+
+    The tokens are concatenated training prompts, cut to the lengths of the requests.
+    """
     longest, total = parts.config.data.max_prompt_tokens, parts.config.rollout.max_total_tokens
     prompts = (parts.train_prompts[position] for position in range(len(parts.train_prompts)))
     tokens = itertools.chain.from_iterable(prompt.token_ids for prompt in prompts)
@@ -62,14 +65,14 @@ def _requests(parts: RunComponents) -> list[GenerateRequest]:
 
 
 def default_tolerance_nats(dtype: str) -> float:
-    """Largest difference of a token's log-probabilities that rounding in the models' `dtype` explains."""
+    """Return the largest difference of token log-probabilities that rounding in `dtype` of the models explains."""
     return 1e-3 if dtype == "float32" else 0.5
 
 
 def probe_rollout(parts: RunComponents) -> None:
-    """Compare engine and actor on one token per rank, in the same way as a step's responses; a collective of the world.
+    """Compare engine and actor on one token per rank, with the code for step responses. A collective of the world.
 
-    Nothing is compared without an engine (`rollout.load_from`). Raises MismatchError where they are not the same model.
+    Does nothing without an engine (`rollout.load_from`). Raises MismatchError if engine and actor are different models.
     """
     if parts.config.rollout.load_from is not None:
         return
@@ -84,8 +87,10 @@ def probe_rollout(parts: RunComponents) -> None:
 
 
 def _as_the_actor_says(parts: RunComponents, samples: Samples) -> Tensor:
-    """The actor's log-probabilities, (B, R). Its offloaded parts leave the device again, as the awake engine needs the
-    memory."""
+    """Return the log-probabilities of the actor, (B, R).
+
+    Offloads the actor afterwards, because the awake engine needs the memory.
+    """
     outputs_BR = place(parts.actor, announce(samples, parts.runtime.device)).forward()
     parts.actor.rest()
     return outputs_BR

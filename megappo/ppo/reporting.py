@@ -1,4 +1,4 @@
-"""Reports of a run: stage times on every rank; files, console and advice on the main rank."""
+"""Reports of a run: stage times on every rank, and files, console and advice on the main rank."""
 
 from __future__ import annotations
 
@@ -29,27 +29,27 @@ from megappo.runtime.process import Runtime
 from megappo.types import Episodes, Experience, Rollouts
 
 _JUMP_SAMPLES = 16
-# Counts that are only used to compute other metrics.
+# counts for the computation of other metrics
 _INTERNAL = ("step_tokens", "step_samples")
 _AWAITED = {
     "forward": "log-probabilities and values of all ranks' responses",
     "update_critic": "the slowest rank of each minibatch",
     "update_actor": "the slowest rank of each minibatch",
-    "sync": "the engines to take the weights over",
+    "sync": "the engines to load the weights",
     "evaluate": "answers to the validation prompts",
-    "checkpoint": "the disk, or the checkpoint before",
+    "checkpoint": "the disk, or the previous checkpoint",
     "export": "the model's files to be written",
 }
-"""What a stage waits for, unless its caller says so."""
+"""Work that a stage waits for, unless the caller specifies the work."""
 _FAILED = {
-    "reward": "each costs its sample reward.failure_score and counts in reward/failures",
-    "episode": "nothing of it is trained on, and episode/failures counts it",
+    "reward": "each sets its sample to reward.failure_score and counts in reward/failures",
+    "episode": "its tokens are not trained, and episode/failures counts it",
 }
 """Consequence of a failed sample."""
 
 
 class Reporter:
-    """Times the stages of a step and shows the step's metrics; must be closed in any case."""
+    """Times the stages of a step and shows the metrics of the step. The reporter must always be closed."""
 
     def __init__(
         self,
@@ -61,7 +61,7 @@ class Reporter:
         *,
         writes: bool = True,
     ) -> None:
-        """`on_stage` gets the name of each new stage, and a description of the work that the stage waits for.
+        """`on_stage` receives the name of each new stage, and a description of the work that the stage waits for.
 
         `check_directory` raises on all ranks if log files would be lost. `writes`: whether the run has anything to
         record.
@@ -77,7 +77,7 @@ class Reporter:
         self._timer = StageTimer(runtime.synchronize, self._view.stage, runtime.peak_since)
         self._advisor = Advisor(config.algorithm)
         self._stragglers = Stragglers()
-        self._told_failures: set[str] = set()
+        self._reported_failures: set[str] = set()
         self._distributions: dict[str, Distribution] = {}
         on_cuda, steps = runtime.device.type == "cuda", config.logging.profile_steps
         self._profiler = StepProfiler(config.run.path, steps, rank=runtime.rank, on_cuda=on_cuda)
@@ -90,14 +90,14 @@ class Reporter:
             self._record.continue_after(start)
 
     def stage(self, name: str, waits_for: str = "") -> AbstractContextManager[Lap]:
-        """Time a stage of the step. `waits_for` says what is outstanding, in case it never ends."""
+        """Time a stage of the step. `waits_for` describes the outstanding work, in case the stage hangs."""
         self._stage = (name, waits_for)
         self.goes_on()
         PROGRESS.enter(name, waits_for or _AWAITED.get(name, ""))
         return self._timed(name)
 
     def goes_on(self) -> None:
-        """Note that a part of the stage is done: its time limit counts from now."""
+        """Restart the time limit of the stage, because a part of the stage is done."""
         if self._on_stage is not None:
             self._on_stage(*self._stage)
 
@@ -108,8 +108,10 @@ class Reporter:
 
     @property
     def stage_peaks(self) -> Mapping[str, float]:
-        """Peak memory of this rank in each stage since the step began, in GB (1e9 bytes); on a CPU what the process has
-        at the end of it."""
+        """Peak memory of this rank in each stage of the step, in GB (1e9 bytes).
+
+        On a CPU: memory of the process at the end of the stage.
+        """
         return self._timer.peaks
 
     def begin_step(self, step: int) -> None:
@@ -121,8 +123,11 @@ class Reporter:
             self._view.begin_step(step)
 
     def end_step(self, metrics: Mapping[str, float], experience: Experience) -> dict[str, float]:
-        """`time/*`, throughput and memory of the step; a collective of the world, which also finds the slowest ranks
-        and the distributions of all ranks' `experience`, where a logger shows them."""
+        """Return `time/*`, throughput and memory of the step. A collective of the world.
+
+        Also determines the slowest ranks. If a logger shows distributions, determines the distributions of the
+        `experience` of all ranks.
+        """
         seconds = self._timer.total
         if self._profiler.is_running:
             self._write_profile()
@@ -142,22 +147,20 @@ class Reporter:
         }
 
     def _write_profile(self) -> None:
-        """Write the step's profile. A failure is only reported, as it must not end the run."""
+        """Write the profile of the step. A failure is only reported, because it must not end the run."""
         caught = (OSError, RuntimeError)
-        found, problem = attempt(self._profiler.end, caught)
-        of_ranks = all_gather_objects((found, problem))
+        trace, problem = attempt(self._profiler.end, caught)
+        of_ranks = all_gather_objects((trace, problem))
         if self._runtime.is_main:
             problem = next((problem for _, problem in of_ranks if problem), "")
             if not problem:
                 page, problem = attempt(
                     lambda: self._profiler.write_page([rank for rank, _ in of_ranks if rank]), caught
                 )
-            self.message(
-                f"the step is not traced: {problem}" if problem else f"where the step's time went is in {page}"
-            )
+            self.message(f"the step is not traced: {problem}" if problem else f"the profile of the step is in {page}")
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Write and show a finished step, with advice where the numbers ask for it; a collective of the world."""
+        """Write and show a finished step with advice on its metrics. A collective of the world."""
         self._check_directory()
         if self._record is None:
             return
@@ -165,7 +168,7 @@ class Reporter:
         log = self._record.log()
         log.log(step, shown)
         log.log_distributions(step, self._distributions)
-        self._distributions = {}  # a step that was open when the run was stopped has none
+        self._distributions = {}  # an open step of a stopped run has no distributions
         PROGRESS.leave()
         self._view.step(step, shown)
         for sentence in (*self._advisor.observe(step, shown), *self._stragglers.observe(step, self._slow)):
@@ -174,26 +177,28 @@ class Reporter:
     def note_evaluation(self, step: int, metrics: Mapping[str, float]) -> None:
         """Show an evaluation. An evaluation before the first step gets its own line in the log."""
         sets = [name.removesuffix("/failures") for name in metrics if name.endswith("/failures")]
-        words = ", ".join(f"{of.removeprefix('eval').strip('/')} {_result_of(of, metrics)}".strip() for of in sets)
+        results = ", ".join(f"{of.removeprefix('eval').strip('/')} {_result_of(of, metrics)}".strip() for of in sets)
         rates = [name for name in evaluation_results(metrics) if not name.endswith("/reward_mean")]
         shown = [f"; {evaluation_label(name, self._right_above)} {metrics[name]:.3f}" for name in rates]
-        self.message(f"step {step}: validation reward {words}{''.join(shown)}")
+        self.message(f"step {step}: validation reward {results}{''.join(shown)}")
         if step == 0 and self._record is not None:
             self._record.log().log(step, metrics)
 
     def note_failures(self, step: int, rollouts: Rollouts) -> None:
-        """Show the first failed reward and the first failed episode of the run; a collective of the world until
-        then."""
+        """Show the first failed reward and the first failed episode of the run.
+
+        A collective of the world until both have been shown.
+        """
         episodes = rollouts.episodes.of_samples if rollouts.episodes is not None else ()
         failed = {
             "reward": list(filter(None, rollouts.reward_failures or ())),
             "episode": [f"{episode.failure}: {episode.reason}" for episode in episodes if episode.failure],
         }
-        for kind in sorted(failed.keys() - self._told_failures):
+        for kind in sorted(failed.keys() - self._reported_failures):
             if reasons := first_of_ranks(failed[kind]):
-                self._told_failures.add(kind)
-                told = f"the first {kind} that failed: {one_line(reasons[0])}; {_FAILED[kind]}"
-                self.message(f"step {step}: {told}", warns=True)
+                self._reported_failures.add(kind)
+                text = f"the first {kind} that failed: {one_line(reasons[0])}; {_FAILED[kind]}"
+                self.message(f"step {step}: {text}", warns=True)
 
     def samples(self, step: int, rollouts: Rollouts, scores_B: Tensor) -> None:
         """Write some samples of this rank to the log."""
@@ -214,14 +219,14 @@ class Reporter:
                     **({"score_failure": failures[b]} if failures[b] else {}),
                     "tokens": int(rollouts.response_lengths_B[b]),
                     "end": rollouts.ends[b],
-                    **({} if episodes is None else _told_of(episodes, b)),
+                    **({} if episodes is None else _episode_fields(episodes, b)),
                 }
                 for b in chosen
             ],
         )
 
     def jump(self, step: int, jump: Jump) -> None:
-        """Write an unusual update and the samples with the largest effect on the update; a collective of the world."""
+        """Write an unusual update and the samples with the largest effect on the update. A collective of the world."""
         of_ranks = all_gather_objects(jump.samples)
         if self._record is None:
             return
@@ -234,7 +239,7 @@ class Reporter:
         )
 
     def message(self, text: str, *, warns: bool = False) -> None:
-        """Print a line on the main rank; one that `warns` stays visible."""
+        """Print a line on the main rank. A line with `warns` stays visible."""
         if self._runtime.is_main:
             tell(text, warns=warns)
 
@@ -249,7 +254,7 @@ class Reporter:
 
 
 def _result_of(evaluated: str, metrics: Mapping[str, float]) -> str:
-    """The mean reward of a validation set, and the share of graded answers if some answers have no grade."""
+    """Return the mean reward of a validation set, and the share of graded answers if some answers have no grade."""
     graded = 1 - metrics[f"{evaluated}/failures"]
     if not graded:
         return "unknown, because no answer has a grade"
@@ -257,9 +262,9 @@ def _result_of(evaluated: str, metrics: Mapping[str, float]) -> str:
     return mean if graded == 1 else f"{mean} of the {graded:.1%} with a grade"
 
 
-def _told_of(episodes: Episodes, b: int) -> dict[str, JSONValue]:
-    """Fields of a sample's record that describe its episode."""
+def _episode_fields(episodes: Episodes, b: int) -> dict[str, JSONValue]:
+    """Return the fields of a sample's record that describe its episode."""
     episode = episodes.of_samples[b]
-    told = {"failure": episode.failure, "reason": episode.reason}
+    outcome = {"failure": episode.failure, "reason": episode.reason}
     calls = {name: use.calls for name, use in episode.tools.items()}
-    return {"conversation": episodes.conversations[b], "tools": calls, **{k: v for k, v in told.items() if v}}
+    return {"conversation": episodes.conversations[b], "tools": calls, **{k: v for k, v in outcome.items() if v}}

@@ -1,4 +1,4 @@
-"""Tells the curriculum which prompts of a step were answered well."""
+"""Reports the well answered prompts of a step to the curriculum."""
 
 from __future__ import annotations
 
@@ -16,11 +16,10 @@ from megappo.types import Rollouts
 def note_right_prompts(
     step: int, rollouts: Rollouts, scores_B: Tensor, parts: RunComponents, before: Mapping[str, float]
 ) -> dict[str, float]:
-    """Tell the curriculum, if there is one, the prompts of all ranks whose mean reward was above its limit; a
-    collective of the world.
+    """Report prompts with a mean reward above the limit of the curriculum. A collective of the world.
 
-    Returns the number of these prompts, also by source of a mixture, and how many prompts rest. `before` has the
-    numbers of the step's earlier rounds.
+    Returns the number of these prompts, also by source of a mixture, and the number of resting prompts. `before`
+    contains the numbers of earlier rounds of the step. Returns {} without a curriculum.
     """
     curriculum = parts.curriculum
     if curriculum is None:
@@ -37,7 +36,7 @@ def note_right_prompts(
 
 
 def _right_positions(rollouts: Rollouts, scores_B: Tensor, above: float, parts: RunComponents) -> list[int]:
-    """Positions of this rank's well answered prompts, in their order; failed episodes do not count."""
+    """Return the positions of this rank's well answered prompts in order. Failed episodes do not count."""
     samples = parts.config.rollout.samples_per_prompt
     prompts = {i // samples: rollouts.prompts[b] for b, i in enumerate(rollouts.sample_ids_B.tolist())}
     rewards = rewards_of_groups(rollouts, scores_B, samples)

@@ -1,4 +1,4 @@
-"""A run from beginning to end."""
+"""Execution of a run from start to end."""
 
 from __future__ import annotations
 
@@ -36,16 +36,16 @@ from megappo.runtime.watchdog import GENERATING, Limits, Watchdog, watched
 
 
 def train(run: ResolvedRun) -> None:
-    """Train as the configuration says, from the newest checkpoint if there is one; every rank calls this.
+    """Train with this configuration from the newest checkpoint, if any. Every rank calls this function.
 
-    Raises Interrupted after a run that was asked to stop has written a checkpoint.
+    Raises Interrupted after an interrupted run has written a checkpoint.
     """
     config = run.config
-    # The watchdog starts before the lock, the first collective after the ranks have met.
+    # The watchdog starts before the lock, which is the first collective after the ranks have connected.
     with (
         start_runtime(config.runtime, run.deadlines, with_servers=config.rollout.broadcasts) as runtime,
         watched(_watchdog(config, runtime)) as watchdog,
-        locked_directory(config.run.path, runtime, private=config.run.private) as held,
+        locked_directory(config.run.path, runtime, private=config.run.private) as lock,
     ):
         check_ranks(config, runtime)
         seed_generators(config.run.seed, runtime.rank)
@@ -54,7 +54,7 @@ def train(run: ResolvedRun) -> None:
         on_stage = watchdog.enter if watchdog is not None else None
         with (
             interruptible(runtime) as interrupts,
-            closing(Reporter(config, run.derived, runtime, on_stage, held.check, writes=start.has_work)) as reporter,
+            closing(Reporter(config, run.derived, runtime, on_stage, lock.check, writes=start.has_work)) as reporter,
             runtime.failures.told(),
         ):
             resumed, inputs = start.checkpoint is not None, inputs_at(run, config)
@@ -62,26 +62,26 @@ def train(run: ResolvedRun) -> None:
             parts = assemble(config, run.derived, runtime, mode)
             if watchdog is not None:
                 parts.engine.on_tokens = watchdog.made_tokens
-            _train(parts, start, reporter, held)
+            _train(parts, start, reporter, lock)
 
 
 def inputs_at(run: ResolvedRun, started: Config) -> RunInputs | None:
-    """What was read already, unless chat templates read the clock and were given another time than the run has."""
+    """Return the inputs that were already read, or None if chat templates used another time than the run."""
     is_another_time = run.config.data.template_time != started.data.template_time
     return None if run.inputs is not None and run.inputs.reads_clock and is_another_time else run.inputs
 
 
-def _train(parts: RunComponents, start: Start, reporter: Reporter, held: HeldDirectory) -> None:
+def _train(parts: RunComponents, start: Start, reporter: Reporter, lock: HeldDirectory) -> None:
     checkpoints = Checkpoints(parts, start)
 
     def let_finish(failure: Failure) -> None:
-        if failure.hung_in != "checkpoint":  # a hanging checkpoint is not waited for again
+        if failure.hung_in != "checkpoint":  # do not wait for a hanging checkpoint again
             checkpoints.close()
 
     parts.runtime.failures.before_leaving(let_finish)
     try:
         with parts.runtime.failures.told():
-            _train_and_export(parts, start, reporter, checkpoints, held)
+            _train_and_export(parts, start, reporter, checkpoints, lock)
         parts.runtime.failures.done()
     finally:
         checkpoints.close()
@@ -89,7 +89,7 @@ def _train(parts: RunComponents, start: Start, reporter: Reporter, held: HeldDir
 
 
 def _train_and_export(
-    parts: RunComponents, start: Start, reporter: Reporter, checkpoints: Checkpoints, held: HeldDirectory
+    parts: RunComponents, start: Start, reporter: Reporter, checkpoints: Checkpoints, lock: HeldDirectory
 ) -> None:
     for sentence in (*data_lines(parts), *parts.origins, *start.sentences):
         reporter.message(sentence)
@@ -99,17 +99,17 @@ def _train_and_export(
         trainer.train()
     except Interrupted:
         PROGRESS.forget()
-        held.check()
+        lock.check()
         if trainer.is_resuming:
             reporter.message(
-                f"stopped before the run went on after step {start.step}; its checkpoint stays as it is, and the same "
-                "command continues from it"
+                f"stopped before the run continued after step {start.step}; its checkpoint is unchanged, and the "
+                "same command continues from it"
             )
             raise
         with reporter.stage("checkpoint"):
             reporter.message(checkpoints.save_interrupted(trainer.boundary_when_stopped()))
         raise
-    held.check()
+    lock.check()
     checkpoints.finish()
     with reporter.stage("export"):
         if parts.config.run.export_final_model:
@@ -132,11 +132,11 @@ def _watchdog(config: Config, runtime: Runtime) -> Watchdog | None:
 
 
 def _unwatched(_phase: str, _waits_for: str = "") -> None:
-    """Does nothing: stands for a watchdog's `enter` where there is none."""
+    """Do nothing. Used instead of the `enter` method of a watchdog."""
 
 
 def evaluate(run: ResolvedRun) -> dict[str, float]:
-    """Score the model on `data.validation` and `data.validation_sets`; every rank calls this."""
+    """Score the model on `data.validation` and `data.validation_sets`. Every rank calls this function."""
     config = run.config
     with (
         start_runtime(config.runtime, run.deadlines, with_servers=config.rollout.broadcasts) as runtime,
@@ -164,16 +164,16 @@ def evaluate(run: ResolvedRun) -> dict[str, float]:
 
 
 def data_lines(parts: RunComponents, *, training: bool = True) -> list[str]:
-    """Lines on the number of prompts, what was dropped or cut, and unknown tokens."""
+    """Return lines on the number of prompts, dropped and truncated prompts, and unknown tokens."""
     train, validation = parts.train_prompts, parts.validation_prompts
-    lines = [_count_words(train, "training prompts")] if training else []
+    lines = [_count_line(train, "training prompts")] if training else []
     lines += list(left_variables(os.environ)) if training else []
     lines += thinking_notes(parts.config, str(parts.tokenizer.chat_template or "")) if training else []
     lines += end_of_turn_notes(parts.config, parts.tokenizer, parts.stop_token_ids)
-    lines += [_count_words(data, f"validation prompts{name and f' of {name}'}") for name, data in validation.items()]
+    lines += [_count_line(data, f"validation prompts{name and f' of {name}'}") for name, data in validation.items()]
     sources = (train.sources if isinstance(train, MixedPrompts) else (train,)) if training else ()
     return lines + [w for data in (*sources, *validation.values()) if (w := unknown_words(data, parts.tokenizer))]
 
 
-def _count_words(data: TrainingPrompts | PromptDataset, called: str) -> str:
+def _count_line(data: TrainingPrompts | PromptDataset, called: str) -> str:
     return f"{len(data)} {called}, {data.dropped} dropped and {data.truncated} cut as too long"

@@ -1,4 +1,4 @@
-"""The record of a run in its directory: settings, metrics, samples and further logs."""
+"""Record of a run in its directory: settings, metrics, samples and other logs."""
 
 from __future__ import annotations
 
@@ -9,40 +9,42 @@ from megappo.ppo.start import Start
 
 
 class RunRecord:
-    """The files that the main rank writes.
+    """Files of the main rank.
 
-    The record describes steps that were trained. A run therefore does not change an existing record before the
-    first step begins, or before the first log entry. A run that fails earlier does not change the files.
+    The record describes trained steps. A run therefore does not change an existing record before the first step
+    begins, or before the first log entry. A run that fails earlier does not change the files.
     """
 
     def __init__(self, config: Config) -> None:
-        """Open the logs. Raises ConfigError if a configured logger cannot be created; otherwise as `MetricsLog`."""
+        """Open the logs. Raises ConfigError if a configured logger cannot be created, and raises like `MetricsLog`."""
         self._config, self._start = config, Start(config)
         self._is_continued, self._has_settings = True, False
         logs = config.logging.model_dump(include={"tensorboard", "wandb_project", "wandb_run", "loggers"})
         self._log = MetricsLog(config.run.path, config.run.name, config.model_dump(mode="json"), **logs)
 
     def continue_after(self, start: Start) -> None:
-        """Where the run begins. Log entries of later steps are dropped before the first new one. Raises ValueError for
-        a damaged file."""
+        """Set the starting point of the run. Log entries of later steps are dropped before the first new entry.
+
+        Raises ValueError if a file is damaged.
+        """
         self._start, self._is_continued = start, not start.sentences
         if start.sentences:
             self._log.check()
             read_changes(self._config.run.path)
 
     def begin_step(self) -> None:
-        """Prepare the record for entries of a step of these settings."""
+        """Prepare the record for entries of a step with these settings."""
         self.log()
         self._write_settings()
 
     def log(self) -> MetricsLog:
-        """Return the logs; entries of steps that the run repeats are dropped first. Raises OSError."""
+        """Return the logs. Entries of repeated steps are dropped first. Raises OSError."""
         if not self._is_continued:
             self._log.truncate_after(self._start.step, is_open=self._start.is_open)
             record_changes(self._config.run.path, self._start.step, self._start.changes)
             self._is_continued = True
         if self._start.checkpoint is None:
-            self._write_settings()  # `lost_steps` reads them with the log
+            self._write_settings()  # `lost_steps` reads the settings with the log
         return self._log
 
     def _write_settings(self) -> None:

@@ -1,4 +1,4 @@
-"""Rollouts from prompts: seeds, requests, and the engine's responses as padded tensors."""
+"""Rollouts from prompts: seeds, requests, and responses of the engine as padded tensors."""
 
 from __future__ import annotations
 
@@ -22,28 +22,30 @@ from megappo.types import Prompt, Prompts, Rollouts
 
 
 def sample_seed(seed: int, step: int, sample_id: int) -> int:
-    """A 63-bit seed that depends on run seed, step and sample only, not on scheduling."""
+    """Return a 63-bit seed that depends only on run seed, step and sample, not on scheduling."""
     return derived_seed(seed, step, sample_id)
 
 
 def share_of_rank(count: int, runtime: Runtime) -> tuple[int, int]:
-    """Start and stop of this rank's share of `count` items."""
+    """Return start and stop of this rank's share of `count` items."""
     return -(-count * runtime.rank // runtime.world_size), -(-count * (runtime.rank + 1) // runtime.world_size)
 
 
 def prompts_of_rank(dataset: PromptDataset | TrainingPrompts, indices: Sequence[int], runtime: Runtime) -> Prompts:
-    """This rank's contiguous share of the step's prompts. Shares differ by at most one, and the main rank, whose
-    samples are shown, never has a smaller one."""
+    """Return this rank's contiguous share of the prompts of a step.
+
+    Shares differ by at most one prompt. The main rank, which shows its samples, never has a smaller share.
+    """
     first, stop = share_of_rank(len(indices), runtime)
     return Prompts(tuple(dataset[i] for i in indices[first:stop]), first)
 
 
 @dataclass(frozen=True)
 class SampleRequests:
-    """Requests to the engine for this rank's prompts; samples of one prompt are consecutive."""
+    """Requests to the engine for this rank's prompts. Samples of one prompt are consecutive."""
 
     prompts: tuple[Prompt, ...]
-    """The prompt of each sample."""
+    """Prompt of each sample."""
     sample_ids: tuple[int, ...]
     samples_per_prompt: int
     requests: tuple[GenerateRequest, ...]
@@ -52,16 +54,16 @@ class SampleRequests:
 
 
 def room_behind(prompt: Prompt, max_total_tokens: int | None) -> int | None:
-    """Most tokens of a response to a prompt where their total is limited; None without a limit."""
+    """Return the maximum number of response tokens under the limit on total tokens. None without a limit."""
     return None if max_total_tokens is None else max_total_tokens - len(prompt.token_ids)
 
 
 def request_samples(
     prompts: Prompts, *, samples_per_prompt: int, seed_of: Callable[[int], int], max_total_tokens: int | None = None
 ) -> SampleRequests:
-    """Requests of `samples_per_prompt` samples of every prompt.
+    """Return requests for `samples_per_prompt` samples of every prompt.
 
-    `seed_of` returns the seed of a sample by its position in the step's global batch.
+    `seed_of` returns the seed of a sample by its position in the global batch of the step.
     """
     repeated = tuple(prompt for prompt in prompts.prompts for _ in range(samples_per_prompt))
     first = prompts.first_position * samples_per_prompt
@@ -80,17 +82,17 @@ def finish_rollout(
     rows: int | None = None,
     answerer: str = "the engine",
 ) -> Rollouts:
-    """The engine's responses as padded tensors, of shape (0, 1) where there are none. All have a routing or none; the
-    same holds for episodes.
+    """Return the responses of the engine as padded tensors, of shape (0, 1) without responses.
 
-    Raises RunError, which names the `answerer`, for log-probabilities that are not finite and for token ids of `rows`
-    or above; None: any id is allowed.
+    Either all responses have a routing, or no response has a routing. The same applies to episodes. Raises RunError,
+    with the name of the `answerer`, for non-finite log-probabilities and for token ids of `rows` or above. If `rows`
+    is None, any id is allowed.
     """
     check_answers(completions, rows, answerer, wanted.sample_ids)
     sample_ids = torch.tensor(wanted.sample_ids, dtype=torch.int64)
     token_ids = [own_tokens(c) for c in completions]
     inside = [ids if c.truncated else ids[:-1] for ids, c in zip(token_ids, completions, strict=True)]
-    # Tokens that decoding omits: named special tokens, and added ones that are only marked as special.
+    # Decoding omits these tokens: named special tokens, and added tokens that are only marked as special.
     special = {i for i, token in tokenizer.added_tokens_decoder.items() if token.special} | {*tokenizer.all_special_ids}
     lengths = torch.tensor([len(c.token_ids) for c in completions], dtype=torch.int64)
     mask_BR = torch.arange(max(lengths.tolist(), default=1))[None] < lengths[:, None]
@@ -119,7 +121,7 @@ def finish_rollout(
 
 
 def end_of(prompt: Prompt, completion: Completion, max_total_tokens: int | None) -> End:
-    """Why a response, or its episode, ended."""
+    """Return the reason why a response or its episode ended."""
     if completion.episode is not None:
         return completion.episode.end
     if not completion.truncated:
@@ -129,8 +131,9 @@ def end_of(prompt: Prompt, completion: Completion, max_total_tokens: int | None)
 
 
 def routing_of(completion: Completion) -> Tensor:
-    """Experts of each token of a completion. Raises RunError where the engine, which was asked for them, returned
-    none."""
+    """Return the experts of each token of a completion. Raises RunError if the engine did not return experts."""
     if completion.routing is None:
-        raise RunError("the engine did not say which experts computed a response; set algorithm.router_replay to false")
+        raise RunError(
+            "the engine did not report which experts computed a response; set algorithm.router_replay to false"
+        )
     return completion.routing

@@ -1,7 +1,8 @@
-"""Experience of steps on disk: written during training, and read to train on it again without an engine.
+"""Experience of steps on disk: written during training, and loaded for training without an engine.
 
-`logging.save_experience` and `rollout.save_to` write, `rollout.load_from` reads. The folder of a step has a file of
-each rank (`experience_files`) and `step.json`; it gets its name when it is complete.
+`logging.save_experience` and `rollout.save_to` enable writing. `rollout.load_from` enables loading. The folder of a
+step contains `step.json` and one file per rank (`experience_files`). The folder gets its final name when it is
+complete.
 """
 
 from __future__ import annotations
@@ -31,13 +32,13 @@ from megappo.types import Experience, Rollouts
 
 
 class ExperienceRecord:
-    """Writes the experience of steps; every rank calls every method."""
+    """Writes the experience of steps. Every rank must call every method."""
 
     def __init__(self, parts: RunComponents) -> None:
-        """Raises ConfigError where pyarrow is not installed."""
+        """Raises ConfigError if pyarrow is not installed."""
         self._settings, self._config, self._runtime = parts.config.saves_experience, parts.config, parts.runtime
         self._folder = parts.config.experience_folder
-        self._given_B = torch.zeros(0)
+        self._reward_scores_B = torch.zeros(0)
         self._text_of = cache(partial(token_text, parts.tokenizer))
         self._vocabulary = None
         if self._settings is not None:
@@ -45,12 +46,14 @@ class ExperienceRecord:
             self._vocabulary = vocabulary_digest(parts.tokenizer)
 
     def note(self, scores_B: Tensor) -> None:
-        """Note the scores of the step's samples as the reward returned them."""
-        self._given_B = scores_B
+        """Store the scores of the step's samples as returned by the reward."""
+        self._reward_scores_B = scores_B
 
     def write(self, step: int, experience: Experience) -> str:
-        """Write this rank's samples of a step that is to be saved. Returns a message for the user on failure, on every
-        rank: a failed record must not end the run."""
+        """Write this rank's samples of a step that the settings save. Returns a message for the user on failure.
+
+        Every rank returns the same message. A failed record must not end the run.
+        """
         settings = self._settings
         if settings is None or (settings.steps and step not in settings.steps):
             return ""
@@ -69,7 +72,7 @@ class ExperienceRecord:
             vocabulary=self._vocabulary,
             min_response_tokens=rollouts.min_response_tokens,
         )
-        path, samples = saved.file(self._runtime.rank), SavedSamples(experience, self._given_B)
+        path, samples = saved.file(self._runtime.rank), SavedSamples(experience, self._reward_scores_B)
         problem = (
             self._everywhere(lambda: _clear(saved.folder), on_main=True)
             or self._everywhere(lambda: write_samples(path, samples, rows, self._text_of))
@@ -78,63 +81,65 @@ class ExperienceRecord:
         return f"the experience of step {step} is not saved: {problem}" if problem else ""
 
     def _everywhere(self, work: Callable[[], None], *, on_main: bool = False) -> str:
-        """Reason why work failed on any rank; "" where it did not."""
+        """Return the error of the first rank on which the work failed, or ""."""
         problem = "" if on_main and not self._runtime.is_main else attempt(work, (OSError,))[1]
         return next(filter(None, all_gather_objects(problem)), "")
 
 
 def _clear(folder: Path) -> None:
-    """Create the folder, empty; an unfinished one is removed."""
+    """Create an empty folder. An unfinished folder of the same name is removed."""
     if folder.exists():
         shutil.rmtree(folder)
     folder.mkdir(parents=True)
 
 
 def _finish(saved: SavedStep, folder: Path) -> None:
-    """Write the marker and rename the folder; called after all files are written."""
-    told = {name: value for name, value in asdict(saved).items() if name != "folder"}
+    """Write the marker and rename the folder. Called after all files are written."""
+    content = {name: value for name, value in asdict(saved).items() if name != "folder"}
     with writing(saved.folder / MARKER):
-        (saved.folder / MARKER).write_text(json.dumps(told, indent=1) + "\n", encoding="utf-8")
+        (saved.folder / MARKER).write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
     if folder.exists():
         shutil.rmtree(folder)
     os.replace(saved.folder, folder)
 
 
-def read_some(saved: SavedStep, wanted: Collection[int]) -> SavedSamples:
-    """The samples of a step with these ids, in ascending order, whichever ranks saved them. Raises ValueError for
-    damaged or missing files."""
-    there, chosen = [saved.file(rank) for rank in range(saved.ranks)], frozenset(wanted)
-    found = [(path, [b for b, i in enumerate(sample_ids_of(path)) if i in chosen]) for path in there]
-    parts = [(read_samples(path), rows) for path, rows in found if rows] or [(read_samples(there[0]), list[int]())]
+def read_some(saved: SavedStep, sample_ids: Collection[int]) -> SavedSamples:
+    """Return the samples of a step with these ids in ascending order, from the files of any ranks.
+
+    Raises ValueError if files are damaged or missing.
+    """
+    paths, chosen = [saved.file(rank) for rank in range(saved.ranks)], frozenset(sample_ids)
+    matches = [(path, [b for b, i in enumerate(sample_ids_of(path)) if i in chosen]) for path in paths]
+    parts = [(read_samples(path), rows) for path, rows in matches if rows] or [(read_samples(paths[0]), list[int]())]
     whole = joined_samples(parts)
-    if len(whole.sample_ids) != len(wanted):
-        raise ValueError(f"{saved.folder} lacks samples that its {MARKER} says; bring the folder as it was saved")
+    if len(whole.sample_ids) != len(sample_ids):
+        raise ValueError(f"{saved.folder} lacks samples that are listed in {MARKER}; restore the saved folder")
     places = {sample_id: b for b, sample_id in enumerate(whole.sample_ids)}
-    return joined_samples([(whole, [places[i] for i in sorted(wanted)])])
+    return joined_samples([(whole, [places[i] for i in sorted(sample_ids)])])
 
 
 def joined_samples(parts: Sequence[tuple[SavedSamples, Sequence[int]]]) -> SavedSamples:
-    """Rows of several sets of samples, concatenated."""
+    """Return rows of several sets of samples, concatenated."""
     experience = joined([(samples.experience, rows) for samples, rows in parts])
     return SavedSamples(experience, torch.cat([samples.given_B[list(rows)] for samples, rows in parts]))
 
 
 def check_tokens(samples: SavedSamples, vocabulary: int) -> SavedSamples:
-    """Return the samples. Raises ValueError for token ids that the models have no embedding for."""
+    """Return the samples. Raises ValueError if the models have no embedding for a token id."""
     largest = max((int(tokens.max()) for tokens in samples.experience.scored.rollouts.sequences), default=0)
     if largest >= vocabulary:
         raise ValueError(
-            f"saved samples have token {largest}, and the models have {vocabulary}; load what was saved with this "
-            "tokenizer"
+            f"saved samples contain token {largest}, but the models have {vocabulary} tokens; load samples that "
+            "were saved with this tokenizer"
         )
     return samples
 
 
 class LoadedSteps(StepSamples):
-    """Gives steps the samples that another run saved.
+    """Provides steps with the samples that another run saved.
 
-    With the same number of ranks each reads its own file; otherwise each gets a share of the step's prompts. There is
-    no `more`: a saved step has the groups that dynamic sampling chose.
+    With the same number of ranks, each rank reads its own file. Otherwise each rank reads a share of the prompts.
+    `more` is not implemented, because a saved step contains the groups selected by dynamic sampling.
     """
 
     def __init__(self, parts: RunComponents, folder: Path) -> None:
@@ -146,7 +151,7 @@ class LoadedSteps(StepSamples):
         """Scores of the step's samples, before `reward.scale` and similar settings."""
 
     def of_step(self, step: int, *, weights_changed: bool) -> Rollouts:
-        """This rank's samples of a step. Raises ValueError on every rank where they cannot be read."""
+        """Return this rank's samples of a step. Raises ValueError on every rank if the samples cannot be read."""
         self._parts.stop.check()
         samples = agreed(lambda: check_tokens(self._read(step), self._parts.vocabulary))
         self.given_B = samples.given_B
@@ -154,7 +159,7 @@ class LoadedSteps(StepSamples):
 
     def _read(self, step: int) -> SavedSamples:
         if step not in self._steps:
-            raise ValueError(f"{self._folder} has no step {step}; end the run before it, by run.steps")
+            raise ValueError(f"{self._folder} has no step {step}; end the run before that step by run.steps")
         saved, runtime = self._steps[step], self._parts.runtime
         if saved.ranks == runtime.world_size:
             return read_samples(saved.file(runtime.rank))

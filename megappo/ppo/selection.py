@@ -1,7 +1,7 @@
-"""Dynamic sampling: a step keeps groups of samples whose rewards differ, from as many rounds as needed.
+"""Dynamic sampling: a step keeps groups of samples with differing rewards, from several rounds of rollouts.
 
-A group is the samples of one prompt. Where all have the same reward there is nothing to compare, so other prompts
-replace it (Yu et al. 2025, "DAPO", section 3.2).
+A group contains the samples of one prompt. A group with equal rewards has zero advantages, so other prompts replace
+it (Yu et al. 2025, "DAPO", section 3.2).
 """
 
 from __future__ import annotations
@@ -24,8 +24,10 @@ Whole = TypeVar("Whole", Experience, Rollouts)
 
 @dataclass(frozen=True)
 class _RewardedRound:
-    """This rank's samples of a round. `spread`: for the groups of all ranks, in the order of their prompts, whether
-    their rewards differ."""
+    """This rank's samples of a round.
+
+    `spread` covers the groups of all ranks in prompt order: True if the rewards of a group differ.
+    """
 
     rollouts: Rollouts
     scores_B: Tensor
@@ -35,7 +37,7 @@ class _RewardedRound:
 
 @dataclass
 class Selection:
-    """The rounds of a step; makes the same decisions on every rank."""
+    """Rounds of a step. All decisions are identical on every rank."""
 
     prompts: int
     """Number of groups that the step needs."""
@@ -44,38 +46,42 @@ class Selection:
     rounds: list[_RewardedRound] = field(default_factory=list)
 
     def add(self, rollouts: Rollouts, scores_B: Tensor, metrics: Totals) -> None:
-        """Add this rank's samples of a round, and the metrics of all ranks' rewards; a collective of the world."""
+        """Add this rank's samples of a round, and the reward metrics of all ranks. A collective of the world."""
         group_B, has_failed_B = rollouts.sample_ids_B // self.samples_per_prompt, rollouts.group_ids_B < 0
-        here = dict.fromkeys(group_B.tolist(), False)
+        own_groups = dict.fromkeys(group_B.tolist(), False)
         parts_BN, whole_B = rollouts.reward_parts_BN(scores_B)[~has_failed_B], group_B[~has_failed_B]
-        here |= zip(whole_B.tolist(), Groups.of(parts_BN, whole_B).differ_B.tolist(), strict=True)
-        found = {group: differs for part in all_gather_objects(here) for group, differs in part.items()}
-        self.rounds.append(_RewardedRound(rollouts, scores_B, metrics, tuple(found[group] for group in sorted(found))))
+        own_groups |= zip(whole_B.tolist(), Groups.of(parts_BN, whole_B).differ_B.tolist(), strict=True)
+        all_groups = {group: differs for part in all_gather_objects(own_groups) for group, differs in part.items()}
+        self.rounds.append(
+            _RewardedRound(rollouts, scores_B, metrics, tuple(all_groups[group] for group in sorted(all_groups)))
+        )
 
     @property
     def kept(self) -> int:
-        """Number of groups whose rewards differ."""
+        """Number of groups with differing rewards."""
         return sum(sum(of_round.spread) for of_round in self.rounds)
 
     @property
     def drawn(self) -> int:
-        """Number of groups of all rounds."""
+        """Number of groups in all rounds."""
         return sum(len(of_round.spread) for of_round in self.rounds)
 
     @property
     def wanted(self) -> int:
-        """Prompts of the next round, enough to fill the step by the share that was kept so far; 0: no further round."""
+        """Number of prompts for the next round, or 0 without a next round.
+
+        The number fills the step if the share of groups with differing rewards stays the same.
+        """
         missing = self.prompts - self.kept
         if missing <= 0 or len(self.rounds) == self.max_rounds:
             return 0
         return min(self.prompts, math.ceil(missing * self.drawn / max(1, self.kept)))
 
     def finish(self) -> tuple[Rollouts, Tensor, dict[str, float]]:
-        """This rank's part of the step's samples and their scores, renumbered; and metrics: `group/*`, and those of
-        the rewards of all rounds.
+        """Return this rank's renumbered samples of the step, their scores, and metrics.
 
-        The step takes the first groups with differing rewards, in the order of their prompts. Where they are too few,
-        the first groups with equal rewards fill it up.
+        The metrics are `group/*` and the reward metrics of all rounds. The step takes the first groups with differing
+        rewards in prompt order. The first groups with equal rewards fill the step if groups are missing.
         """
         every = [(differs, r, g) for r, of_round in enumerate(self.rounds) for g, differs in enumerate(of_round.spread)]
         chosen = sorted(every, key=lambda group: (not group[0], *group[1:]))[: self.prompts]
@@ -99,7 +105,7 @@ class Selection:
 
 
 def rewards_of_groups(rollouts: Rollouts, scores_B: Tensor, samples_per_prompt: int) -> dict[int, list[float]]:
-    """Rewards of the samples of each of this rank's groups, by number; without those of failed episodes."""
+    """Return the rewards of each of this rank's groups by group number, without failed episodes."""
     rewards: dict[int, list[float]] = {}
     columns = (rollouts.sample_ids_B, rollouts.total_rewards_B(scores_B), rollouts.group_ids_B < 0)
     for sample_id, total, has_failed in zip(*(column.tolist() for column in columns), strict=True):
@@ -108,13 +114,13 @@ def rewards_of_groups(rollouts: Rollouts, scores_B: Tensor, samples_per_prompt: 
 
 
 def renumbered(rollouts: Rollouts, sample_ids_B: Tensor, samples_per_prompt: int) -> Rollouts:
-    """The samples at other positions of the step's global batch; failed episodes stay groups of their own."""
+    """Return the samples at other positions of the global batch. Each failed episode remains a separate group."""
     group_ids_B = torch.where(rollouts.group_ids_B < 0, -1 - sample_ids_B, sample_ids_B // samples_per_prompt)
     return replace(rollouts, sample_ids_B=sample_ids_B, group_ids_B=group_ids_B)
 
 
 def joined(parts: Sequence[tuple[Whole, Sequence[int]]]) -> Whole:
-    """Rows of several rollouts or experiences, concatenated; those of the first, which are none, where none has one."""
+    """Concatenate rows of several rollouts or experiences. Without any row, return zero rows of the first part."""
     some = [(whole, list(rows)) for whole, rows in parts if rows] or [(parts[0][0], list[int]())]
     rollouts = [whole if isinstance(whole, Rollouts) else whole.scored.rollouts for whole, _ in some]
     lengths = [int(x.response_lengths_B[b]) for x, (_, rows) in zip(rollouts, some, strict=True) for b in rows]
@@ -122,25 +128,27 @@ def joined(parts: Sequence[tuple[Whole, Sequence[int]]]) -> Whole:
 
 
 def _joined_fields(parts: Sequence[tuple[Any, list[int]]], longest: int) -> dict[str, Any]:
-    """Concatenated fields of dataclasses. Fields are (B,) or (B, R) tensors, tuples of B, such dataclasses, or None on
-    all."""
-    found: dict[str, Any] = {}
+    """Concatenate the fields of dataclasses.
+
+    A field is a (B,) or (B, R) tensor, a tuple of B values, another such dataclass, or None in all parts.
+    """
+    columns: dict[str, Any] = {}
     for each in fields(parts[0][0]):
         values = [(getattr(whole, each.name), rows) for whole, rows in parts]
         first = values[0][0]
         if first is None:
-            found[each.name] = None
+            columns[each.name] = None
         elif isinstance(first, Tensor):
-            found[each.name] = torch.cat([_widened(x, longest)[rows] for x, rows in values])
+            columns[each.name] = torch.cat([_widened(x, longest)[rows] for x, rows in values])
         elif isinstance(first, Episodes | Rollouts | Scored):
-            found[each.name] = type(first)(**_joined_fields(values, longest))
+            columns[each.name] = type(first)(**_joined_fields(values, longest))
         else:
-            found[each.name] = tuple(x[b] for x, rows in values for b in rows)
-    return found
+            columns[each.name] = tuple(x[b] for x, rows in values for b in rows)
+    return columns
 
 
 def _widened(x: Tensor, longest: int) -> Tensor:
-    """(B, R) padded or cut at the right to (B, longest); (B,) unchanged."""
+    """Pad or cut a (B, R) tensor at the right to (B, longest). A (B,) tensor is unchanged."""
     if x.dim() == 1:
         return x
     return torch.nn.functional.pad(x, (0, max(0, longest - x.shape[1])))[:, :longest]

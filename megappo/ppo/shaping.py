@@ -1,5 +1,4 @@
-"""Shaping of a step's scores for training: penalties for long or truncated responses, scaling, normalisation,
-bounds."""
+"""Reward shaping for training: penalties for long or truncated responses, scaling, normalisation, bounds."""
 
 from __future__ import annotations
 
@@ -16,7 +15,7 @@ from megappo_kernels.whiten import rounding_of, without_rounding
 
 
 class RewardShaper:
-    """Computes the scores that are trained on; its state is the same on every rank."""
+    """Computes the training scores. The state is the same on every rank."""
 
     def __init__(self, config: Config, device: torch.device) -> None:
         self._config, self._device = config, device
@@ -24,23 +23,24 @@ class RewardShaper:
         """Count, mean and sum of squared deviations of all scores so far, before `reward.normalize`."""
 
     def state_dict(self) -> list[float]:
-        """State of `reward.normalize`, in JSON's types."""
+        """Return the state of `reward.normalize` as JSON types."""
         return [self._count, self._mean, self._squares]
 
     def load_state_dict(self, state: Sequence[float]) -> None:
-        """Restore what `state_dict` returned; empty for a run that did not normalize."""
+        """Restore the result of `state_dict`. Empty for a run that did not normalize."""
         if state:
             self._count, self._mean, self._squares = state
 
     def shape(self, scores_B: Tensor, rollouts: Rollouts) -> tuple[Tensor, dict[str, float]]:
-        """This rank's scores (B,) float32 as its samples are trained on, and metrics of the shaping over all ranks.
+        """Return this rank's training scores (B,) float32, and shaping metrics over all ranks. A collective of the
+        world.
 
-        Applies in this order, where the settings say so: `reward.truncated_score` for a response that a limit of the
-        whole response ended (ORZ), `reward.truncated_penalty` subtracted from it (TRL's penalty for a missing end),
-        `reward.overlong` (DAPO), `reward.normalize` by all scores so far, this step's included, and
-        clip(scale * score + shift). A collective of the whole world.
+        The settings enable these operations, in this order. `reward.truncated_score` replaces the score of a response
+        that ended at a limit of the whole response (ORZ). `reward.truncated_penalty` is subtracted from such a score
+        (as in TRL). `reward.overlong` adds the penalty of DAPO. `reward.normalize` uses all scores so far, including
+        this step. The last operation is clip(scale * score + shift).
         """
-        reward, given_B, tally = self._config.reward, scores_B, Tally()
+        reward, unshaped_B, tally = self._config.reward, scores_B, Tally()
         if not reward.is_shaped:
             return scores_B, {}
         scores_B = self._punished(scores_B, rollouts, tally)
@@ -51,7 +51,7 @@ class RewardShaper:
             low, high = reward.clip
             tally.mean("reward/clipped", (scores_B < low) | (scores_B > high), rollouts.scored_B)
             scores_B = scores_B.clamp(low, high)
-        tally.mean("reward/given", given_B, rollouts.scored_B)
+        tally.mean("reward/given", unshaped_B, rollouts.scored_B)
         return scores_B, tally.reduce(self._device) | self._running()
 
     def _punished(self, scores_B: Tensor, rollouts: Rollouts, tally: Tally) -> Tensor:
@@ -68,25 +68,27 @@ class RewardShaper:
         return scores_B
 
     def _normalized(self, scores_B: Tensor, scored_B: Tensor) -> Tensor:
-        """Scores divided by the unbiased running deviation, with `mean_std` after subtracting the running mean, as in
-        TRL and in PPO for games. If all scores are equal except for rounding errors, the scores are not divided. Failed
-        episodes do not count."""
+        """Divide scores by the unbiased running standard deviation. `mean_std` first subtracts the running mean.
+
+        TRL and PPO for games use the same normalisation. If all scores are equal except for rounding errors, the
+        scores are not divided. Failed episodes do not count.
+        """
         batch = Tally()
         batch.total("count", float(scored_B.sum()))
         batch.mean_and_std("scores", scores_B, scored_B)
-        found = batch.reduce(self._device)
-        if found["count"]:
-            self._add(found["count"], found["scores/mean"], found["scores/std"])
+        numbers = batch.reduce(self._device)
+        if numbers["count"]:
+            self._add(numbers["count"], numbers["scores/mean"], numbers["scores/std"])
         mean, std = torch.tensor([self._mean, self._std], dtype=torch.float64)
         rounding = rounding_of(torch.hypot(mean, std), scores_B.dtype)
-        # float64, because the rounding error of a large mean can be larger than the spread of the scores.
+        # float64, because the rounding error of a large mean can be larger than the spread of the scores
         wide_B = scores_B.double()
         if self._config.reward.normalize == "mean_std":
             wide_B = without_rounding(wide_B - mean, std, rounding)
         return (wide_B / std.where(std > rounding, 1.0)).to(scores_B.dtype)
 
     def _add(self, count: float, mean: float, std: float) -> None:
-        """Merge a step's statistics into the running ones (Chan et al. 1979)."""
+        """Merge the statistics of a step into the running statistics (Chan et al. 1979)."""
         total, apart = self._count + count, mean - self._mean
         self._squares += count * std**2 + apart**2 * self._count * count / total
         self._mean += apart * count / total

@@ -1,7 +1,7 @@
-"""Chooses which of the prompts in flight a step takes.
+"""Selection of the prompts in flight for a step.
 
-Every prompt gets a ticket when it is first sent; ranks identify it and its samples by the ticket. Decisions here use
-the same numbers on every rank.
+Every prompt gets a ticket when it is first sent. Ranks identify a prompt and its samples by the ticket. All decisions
+use the same numbers on every rank.
 """
 
 from __future__ import annotations
@@ -12,33 +12,33 @@ from dataclasses import dataclass
 
 @dataclass
 class Group:
-    """A prompt in flight with its samples, as every rank knows it."""
+    """A prompt in flight with its samples. Identical on every rank."""
 
     ticket: int
-    """Number of the prompt in the order in which the run's prompts were sent."""
+    """Number of the prompt in sending order."""
     prompt: int
     """Index among the training prompts."""
     version: int
-    """Version of the weights that its first tokens may come from."""
+    """Oldest version of the weights that may have sampled tokens of the group."""
     finished: bool = False
-    """Whether all of its samples are finished."""
+    """True if all samples of the group are finished."""
 
 
 def choose(
     groups: Sequence[Group], *, wanted: int, newest: int, max_lag: int, of_step: int | None = None
 ) -> list[Group] | None:
-    """The groups that a step takes, in the order of their tickets; None: the step waits.
+    """Return the groups for a step in ticket order, or None if the step must wait.
 
-    They are the finished ones that were sent first, so that a long response has no disadvantage against a short one
-    that was begun later. A step with enough groups still waits if it would leave so many old groups behind that some
-    would become older than `max_lag` syncs before later steps can take them: these would be the long responses.
+    A step takes the finished groups with the lowest tickets, so that long responses have no disadvantage. A step with
+    enough finished groups still waits if later steps could not take all remaining old groups within `max_lag` syncs.
+    The groups that would become too old are the groups with long responses.
 
     Args:
-        groups: all in flight, none of them older than `max_lag`, in the order of their tickets.
-        wanted: how many a step takes.
+        groups: all groups in flight in ticket order. No group is older than `max_lag`.
+        wanted: number of groups that the step takes.
         newest: version of the weights when the step is trained.
-        max_lag: largest difference of versions between those weights and a group's.
-        of_step: how many groups later steps take, where `wanted` is for a further round; default: `wanted`.
+        max_lag: largest allowed difference between `newest` and the version of a group.
+        of_step: number of groups of later steps if `wanted` belongs to another round. Default: `wanted`.
     """
     taken = [group for group in groups if group.finished][:wanted]
     if len(taken) < wanted:

@@ -1,4 +1,4 @@
-"""The PPO step. Everything else in this package is one of its stages.
+"""The PPO step. Each other module in this package implements a stage of the step.
 
 data -> rollout -> reward -> forward -> advantages -> update critic, actor -> weight sync (version + 1)
 """
@@ -59,15 +59,15 @@ from megappo.types import Experience, Rollouts, Scored
 
 @dataclass(frozen=True)
 class PlacedStep:
-    """A step's samples on the ranks of each role, until the step is over."""
+    """Samples of a step on the ranks of each role, until the end of the step."""
 
     actor: PlacedBatch | None
-    """Samples of the actor; None where it computes nothing (value pretraining)."""
+    """Samples of the actor. None if the actor computes nothing (value pretraining)."""
     critic: PlacedBatch | None
 
 
 class Trainer:
-    """Runs PPO on the parts of a run; every rank calls every method at the same time."""
+    """Runs PPO on the components of a run. Every rank must call every method at the same time."""
 
     def __init__(self, parts: RunComponents, reporter: Reporter, checkpoints: Checkpoints | None = None) -> None:
         self.parts, self.config, self.reporter, self.checkpoints = parts, parts.config, reporter, checkpoints
@@ -80,20 +80,20 @@ class Trainer:
         self.cache_gauge = CacheGauge(parts.engine, parts.runtime)
         self.step, self.weight_version = 0, 0
         self.actor_changed = True
-        """Whether the actor is newer than the engine's weights."""
+        """True if the actor is newer than the engine weights."""
         self.is_open = True
-        """Whether the updates of `step` are done but its evaluation and its log line are not."""
+        """True if the updates of `step` are done, but not its evaluation and log line."""
         self.engine_weights: list[Tensor] = []
-        """This rank's part of the actor as the engine has it, where that may be older than the actor."""
+        """This rank's part of the actor weights in the engine. They may be older than the actor."""
         self.metrics: dict[str, float] = {}
         self.next_metrics: dict[str, float] = {}
         self.jump_watches = {role.placement.name: JumpWatch(self.algorithm.jumps) for role in parts.trained}
         self.boundary = Boundary(self.state_dict(), {}, {})
         self.is_resuming = checkpoints is not None and checkpoints.resumed is not None
-        """Whether the checkpoint is not fully restored yet; a new checkpoint would then lack a part of it."""
+        """True until the checkpoint is fully restored. A new checkpoint would be incomplete before."""
 
     def train(self) -> None:
-        """Run all remaining steps, with evaluations and checkpoints in between."""
+        """Run all remaining steps with evaluations and checkpoints."""
         self.begin()
         if self.checkpoints is not None:
             self.checkpoints.start_clock()
@@ -104,7 +104,7 @@ class Trainer:
             self.checkpoint_if_due()
 
     def begin(self) -> None:
-        """Give the engine the actor's weights: the first version, or the one that a checkpoint was written with."""
+        """Sync the actor weights to the engine as the first version, or as the version in the checkpoint."""
         was_open = False
         resumed = self.checkpoints.resumed if self.checkpoints is not None else None
         if resumed is not None:
@@ -120,11 +120,11 @@ class Trainer:
         self.log_step()
         self.is_resuming = False
         if was_open and self.step:
-            self.checkpoint_if_due()  # the checkpoint has no evaluation of this step yet
+            self.checkpoint_if_due()  # the checkpoint does not contain an evaluation of this step
 
     def _give_weights_again(self, resumed: Resumed) -> None:
-        """Repeat the last sync under its version. With `rollout.ahead: 1` the engine may need weights older than the
-        actor's. Where a checkpoint lacks them, the engine gets the actor's weights under the next version."""
+        """Repeat the last sync under its version. With `rollout.ahead: 1` the engine may need older weights than the
+        actor. If a checkpoint lacks older weights, the engine gets the actor weights under the next version."""
         was_changed, actor = self.actor_changed, self.parts.actor
         older = resumed.engine_weights()
         newest = actor.exchange_weights(older) if older is not None else None
@@ -140,8 +140,7 @@ class Trainer:
         self.actor_changed = was_changed and not are_lost
 
     def log_step(self) -> None:
-        """Evaluate and log a step, and note the state of the run. A run that is asked to stop meanwhile does the rest
-        when it resumes."""
+        """Evaluate and log a step, and store the state of the run. An interrupted run does the rest when it resumes."""
         try:
             if self.is_open:
                 self.evaluate_if_due()
@@ -149,7 +148,7 @@ class Trainer:
                 if self.step:
                     self.reporter.log(self.step, self.metrics)
                 self.is_open = False
-            # What was begun for the next step is waited for here, as that step would do at once.
+            # Wait here for the responses of the next step, because that step would wait immediately.
             self.responses.settle(weights_changed=self.actor_changed)
             self._note_recovery()
         except Interrupted:
@@ -158,7 +157,7 @@ class Trainer:
         self._note_boundary()
 
     def checkpoint_if_due(self) -> None:
-        """Export the actor and write a checkpoint where they are due; stop if asked to, or where time is up."""
+        """Export the actor and write a checkpoint if due. Stop the run if it is interrupted or its time is over."""
         every = None if self.config.checkpoint is None else self.config.checkpoint.huggingface_every_steps
         if every is not None and self.step % every == 0:
             with self.reporter.stage("export") as elapsed:
@@ -176,21 +175,21 @@ class Trainer:
     def _note_boundary(self) -> None:
         self.responses.forget(self.step)
         is_behind = self.actor_changed and self.responses.needs_old_weights(self.step + 1)
-        kept, weights = self.responses.state_dict(self.step + 1), self.engine_weights if is_behind else []
-        self.boundary = Boundary(self.state_dict(), dict(self.metrics), kept, weights)
+        pending, weights = self.responses.state_dict(self.step + 1), self.engine_weights if is_behind else []
+        self.boundary = Boundary(self.state_dict(), dict(self.metrics), pending, weights)
 
     def boundary_when_stopped(self) -> Boundary:
-        """The boundary from which the run will resume, with the responses that it keeps."""
+        """Return the boundary from which the run will resume, with the responses to keep."""
         self.responses.pause(stops=True)
-        kept, state = self.responses.state_dict(self.boundary.step + 1), self.boundary.trainer
+        pending, state = self.responses.state_dict(self.boundary.step + 1), self.boundary.trainer
         if self.responses.draws_on:
             state = {**state, "cursor": self.responses.cursor_state()}
-            if self.parts.curriculum is not None:  # the cursor may have been told more since the boundary
+            if self.parts.curriculum is not None:  # the curriculum may have changed since the boundary
                 state["curriculum"] = self.parts.curriculum.state_dict(self.boundary.step)
-        return replace(self.boundary, trainer=state, responses=self.boundary.responses | kept)
+        return replace(self.boundary, trainer=state, responses=self.boundary.responses | pending)
 
     def state_dict(self) -> TrainerState:
-        """Trainer's state for a checkpoint besides models and random states, in JSON's types."""
+        """Return the state of the trainer as JSON types, without models and random states."""
         state: TrainerState = {
             "step": self.step,
             "weight_version": self.weight_version,
@@ -208,7 +207,7 @@ class Trainer:
         return state
 
     def load_state_dict(self, state: TrainerState) -> None:
-        """Restore the state of a checkpoint. Raises ValueError where the data are not those that the run began with."""
+        """Restore the state of a checkpoint. Raises ValueError if the data have changed since the start of the run."""
         self.parts.cursor.load_state_dict(state["cursor"])
         if self.parts.curriculum is not None:
             self.parts.curriculum.load_state_dict(state.get("curriculum", ()))
@@ -221,7 +220,7 @@ class Trainer:
             watch.load_state_dict(state["jumps"].get(name, ()))
 
     def ppo_step(self) -> None:
-        """One step, in the order of the data."""
+        """Run one step in the order of the data."""
         self.metrics, self.next_metrics = self.next_metrics, {}
         self.reporter.begin_step(self.step)
         rollouts, scores_B = self.sample()
@@ -238,9 +237,9 @@ class Trainer:
         self.is_open = True
 
     def sample(self) -> tuple[Rollouts, Tensor]:
-        """This rank's responses of the step and their scores; with dynamic sampling, of those that are kept."""
+        """Return this rank's responses of the step and their scores, after dynamic sampling."""
         if self.config.rollout.in_flight:
-            self._sync_if_behind()  # a run with `ahead: 1` before may be behind
+            self._sync_if_behind()  # a run that used `ahead: 1` before may have a stale engine
         rollouts, dynamic = self.generate(), self.config.rollout.dynamic_sampling
         if dynamic is None:
             self.release_engine(rollouts)
@@ -252,8 +251,8 @@ class Trainer:
             selection = Selection(settings.prompts_per_step, settings.samples_per_prompt, dynamic.max_rounds)
             self.parts.stop.check()
             selection.add(*self.reward(rollouts))
-            while wanted := selection.wanted:
-                more = self.generate(round_number=len(selection.rounds), prompts=wanted)
+            while missing_prompts := selection.wanted:
+                more = self.generate(round_number=len(selection.rounds), prompts=missing_prompts)
                 self.parts.stop.check()
                 selection.add(*self.reward(more))
             rollouts, scores_B, metrics = selection.finish()
@@ -262,15 +261,16 @@ class Trainer:
         return self.shape(rollouts, scores_B)
 
     def shape(self, rollouts: Rollouts, scores_B: Tensor) -> tuple[Rollouts, Tensor]:
-        """The step's samples, with the scores that they are trained on."""
+        """Return the step's samples with the scores for training."""
         self.record.note(scores_B)
         self.reporter.samples(self.step, rollouts, scores_B)
-        scores_B, found = self.shaper.shape(scores_B, rollouts)
-        self.metrics |= found | source_metrics(rollouts, scores_B, self.parts)
+        scores_B, reward_metrics = self.shaper.shape(scores_B, rollouts)
+        self.metrics |= reward_metrics | source_metrics(rollouts, scores_B, self.parts)
         return rollouts, scores_B
 
     def generate(self, round_number: int = 0, prompts: int = 0) -> Rollouts:
-        """The step's responses; with dynamic sampling, those to so many further prompts in a further round."""
+        """Return the step's responses, or the responses to `prompts` more prompts in a later round of dynamic
+        sampling."""
         with self.reporter.stage("rollout", f"the {self.config.rollout.batch_sequences} responses of all ranks"):
             if round_number:
                 rollouts = self.responses.more(self.step, round_number, prompts)
@@ -280,8 +280,8 @@ class Trainer:
         return rollouts
 
     def release_engine(self, rollouts: Rollouts) -> None:
-        """End the step's generation: the engine sleeps, or with `rollout.ahead: 1` starts on the next step's responses
-        before this step is trained on."""
+        """End the generation of the step: the engine sleeps. With `rollout.ahead: 1` the engine starts generating the
+        next step before this step is trained."""
         newest = self.weight_version + self.actor_changed
         self.metrics |= rollout_metrics(rollouts, self.parts.runtime, newest)
         self.metrics |= environment_metrics(rollouts, self.parts) | self.cache_gauge.metrics()
@@ -294,10 +294,10 @@ class Trainer:
             self.responses.begin(self.step + 1)
 
     def reward(self, rollouts: Rollouts) -> tuple[Rollouts, Tensor, Totals]:
-        """Score this rank's responses. Returns the rollouts with failed rewards noted, a score for each, and the
-        metrics of all ranks' rewards."""
+        """Score this rank's responses. Returns the rollouts with reward failures, the scores, and the reward
+        metrics."""
         failures = dict[int, str]()
-        assert self.parts.reward is not None, "samples that have scores come another way"
+        assert self.parts.reward is not None, "saved samples have scores"
         with self.reporter.stage("reward", f"{len(rollouts.responses)} scores of {self.config.reward.summary}"):
             scores_B, metrics = self.parts.reward.score(rollouts, failures)
             noted = tuple(failures.get(b, "") for b in range(len(scores_B)))
@@ -307,8 +307,8 @@ class Trainer:
         return rollouts, scores_B, metrics
 
     def forward(self, rollouts: Rollouts, scores_B: Tensor) -> tuple[PlacedStep, Scored]:
-        """Send the samples to the ranks of each role; compute old and reference log-probabilities and values of every
-        response token. The reference is on the actor's ranks."""
+        """Send the samples to the ranks of each role. Compute old log-probabilities, reference log-probabilities and
+        values of every response token. The reference is on the ranks of the actor."""
         parts = self.parts
         with self.reporter.stage("forward"):
             announced = announce(rollouts.with_minimum(self.config.rollout.min_response_tokens), parts.runtime.device)
@@ -320,7 +320,7 @@ class Trainer:
             reference = actor.for_role(parts.reference).forward() if parts.reference else None
             if parts.reference:
                 parts.reference.rest()
-            values = critic.forward() if critic else None  # it does not rest: its updates come next
+            values = critic.forward() if critic else None  # no offload: the critic updates come next
         self.metrics |= balance_metrics(filter(None, (actor, critic)))
         for role in parts.trained:
             if role is not parts.actor or compares:
@@ -332,7 +332,7 @@ class Trainer:
         return PlacedStep(actor, critic), Scored(rollouts, scores_B, old_logprob, reference, values)
 
     def estimate_advantages(self, scored: Scored) -> Experience:
-        """KL in the reward, advantages and returns, whitening over the global batch."""
+        """Compute KL in the reward, advantages and returns, and whiten over the global batch."""
         with self.reporter.stage("advantages"):
             experience, metrics = self.experience_maker.make(scored, self.config.rollout.batch_sequences)
             problem = self.record.write(self.step, experience)
@@ -342,13 +342,13 @@ class Trainer:
         return experience
 
     def update_critic(self, placed: PlacedStep, experience: Experience) -> None:
-        """Epochs of value updates."""
+        """Run the epochs of value updates."""
         if placed.critic is not None:
             with self.reporter.stage("update_critic"):
                 self.metrics |= self._run(critic_updates(placed.critic, experience, self.config), experience)
 
     def update_actor(self, placed: PlacedStep, experience: Experience) -> None:
-        """Epochs of policy updates; none while the critic warms up."""
+        """Run the epochs of policy updates. Does nothing during the warmup of the critic."""
         if self._actor_waits:
             return
         assert placed.actor is not None
@@ -362,15 +362,15 @@ class Trainer:
                 self.adapt_penalty(placed.actor, experience)
 
     def refresh_reference(self) -> None:
-        """Copy the actor to the reference, every `reference.refresh_every_steps` steps."""
+        """Copy the actor to the reference every `reference.refresh_every_steps` steps."""
         settings = self.config.reference
         if settings is not None and settings.refresh_every_steps and self.step % settings.refresh_every_steps == 0:
             assert self.parts.reference is not None
             self.parts.reference.take_weights(self.parts.actor)
 
     def adapt_penalty(self, actor: PlacedBatch, experience: Experience) -> None:
-        """Adjust the weight of KL(old || new) by the KL after the step's updates. It takes another forward pass, as
-        updates measure the KL before themselves, the first one 0."""
+        """Adjust the weight of KL(old || new) by the KL after the updates of the step. This needs another forward
+        pass, because each update measures the KL before the update."""
         with self.reporter.stage("forward"):
             new_logprob_BR = actor.forward()
             self.parts.actor.rest()
@@ -383,16 +383,16 @@ class Trainer:
         return self.config.critic is not None and self.step <= self.config.critic.warmup_steps
 
     def minibatches(self, role: str) -> list[frozenset[int]]:
-        """Sample ids of each update of actor or critic in this step."""
+        """Return the sample ids of each update of actor or critic in this step."""
         seed = sample_seed(self.config.run.seed, self.step, -2 if role == "critic" else -1)
         return draw_minibatches(self.config.trained[role], self.config.rollout.batch_sequences, seed)
 
     def _run(self, updates: RoleUpdates, experience: Experience) -> dict[str, float]:
-        """Run all updates of a role; log those that stand out, and keep what was refused. Returns metrics."""
-        name, found = updates.batch.role.placement.name, list[Update]()
+        """Run all updates of a role. Log unusual updates, save refused updates, and return metrics."""
+        name, results = updates.batch.role.placement.name, list[Update]()
         for done in updates.run():
             self.reporter.goes_on()
-            found.append(done.update)
+            results.append(done.update)
             if not done.update.finite:
                 self._refuse(updates, done)
             elif done.update.applied:
@@ -400,22 +400,24 @@ class Trainer:
                 if reasons:
                     samples = describe_samples(experience, done.chosen)
                     self.reporter.jump(self.step, Jump(name, done.number, reasons, samples))
-        return {f"{name}/{metric}": value for metric, value in step_metrics(found).items()}
+        return {f"{name}/{metric}": value for metric, value in step_metrics(results).items()}
 
     def _refuse(self, updates: RoleUpdates, refused: MinibatchUpdate) -> None:
-        """Keep the batch for a replay, and end the run where that is configured."""
+        """Save the batch for a replay, and end the run if configured."""
         name = updates.batch.role.placement.name
-        kept = self.checkpoints.keep_refused(updates, refused, self.boundary) if self.checkpoints is not None else ""
+        replay_note = (
+            self.checkpoints.keep_refused(updates, refused, self.boundary) if self.checkpoints is not None else ""
+        )
         if self.algorithm.on_nonfinite == "stop":
             sentences = refusal(name, self.metrics, refused.update.sums, self.algorithm)
-            raise NonFiniteUpdateError(f"{sentences} {kept}")
+            raise NonFiniteUpdateError(f"{sentences} {replay_note}")
 
     def sync_weights(self) -> None:
-        """Stream the actor's weights into the engine under the next version."""
+        """Stream the actor weights into the engine under the next version."""
         self.weight_version += 1
         with self.reporter.stage("sync") as elapsed:
-            # In this order: nothing is generated while weights change, and in-flight samples continue only on weights
-            # that the probe has checked.
+            # The order matters: no generation runs while weights change, and samples in flight continue only after
+            # the probe has checked the weights.
             self.responses.pause()
             moving = update_engine(self.parts, self.weight_version)
             self.metrics |= probe_engines(self.parts)
@@ -430,13 +432,12 @@ class Trainer:
             self.sync_weights()
 
     def _note_recovery(self) -> None:
-        """Take over the version of an engine that was restarted during a rollout and received the actor's newer
-        weights."""
+        """Adopt the version of an engine that was restarted during a rollout and received the newer actor weights."""
         if self.parts.engine.version != self.weight_version:
             self.weight_version, self.actor_changed = self.parts.engine.version, False
 
     def evaluate_if_due(self) -> None:
-        """Evaluate on the validation prompts, where that is due."""
+        """Evaluate on the validation prompts if due."""
         evaluation = self.config.evaluation
         if evaluation is not None and evaluation.is_due(self.step, self.parts.derived.steps):
             self.responses.settle(weights_changed=self.actor_changed)

@@ -1,4 +1,4 @@
-"""The updates of a role in a step: epochs x minibatches x microbatches, for actor and critic."""
+"""Updates of a role in a step: epochs x minibatches x microbatches, for actor and critic."""
 
 from __future__ import annotations
 
@@ -34,11 +34,14 @@ POSITIVE = "good"
 
 
 class NonFiniteUpdateError(RunError):
-    """A loss or gradient was not finite; the weights were left as they were."""
+    """A loss or gradient was not finite. The weights are unchanged."""
 
 
 def draw_minibatches(settings: TrainedRoleSettings, batch_sequences: int, seed: int) -> list[frozenset[int]]:
-    """Sample ids of each update of a step, in a new order each epoch; the same on every rank with the same seed."""
+    """Return the sample ids of each update of a step, in a new order each epoch.
+
+    The result is the same on every rank with the same seed.
+    """
     generator, ends = torch.Generator().manual_seed(seed), [0, *accumulate(settings.minibatch_sizes(batch_sequences))]
     orders = [torch.randperm(batch_sequences, generator=generator).tolist() for _ in range(settings.epochs)]
     return [frozenset(order[start:end]) for order in orders for start, end in pairwise(ends)]
@@ -46,28 +49,30 @@ def draw_minibatches(settings: TrainedRoleSettings, batch_sequences: int, seed: 
 
 @dataclass(frozen=True)
 class LossWeights:
-    """Inputs of a token's weight in the loss that do not depend on its own sequence."""
+    """Inputs of the weight of a token in the loss that do not depend on the sequence of the token."""
 
     mode: Aggregation
-    """How token losses are aggregated (`algorithm.loss_aggregation`)."""
+    """Aggregation of token losses (`algorithm.loss_aggregation`)."""
     tokens: int
-    """Tokens of the whole minibatch, over all ranks, that the loss counts."""
+    """Number of tokens in the loss of the whole minibatch, over all ranks."""
     sequences: int
-    """Samples of the whole minibatch, over all ranks, with a token that counts."""
+    """Number of samples with tokens in the loss of the whole minibatch, over all ranks."""
     norm_tokens: int
-    """The constant of `seq-mean-token-sum-norm`."""
+    """Constant of `seq-mean-token-sum-norm`."""
     nll: float = 0.0
-    """Weight of the negative log-likelihood of a positive sample's token: `algorithm.positive_nll_coef` divided by the
-    number of such tokens in the whole minibatch."""
+    """Weight of the negative log-likelihood of each token of positive samples.
+
+    The weight is `algorithm.positive_nll_coef` divided by the number of these tokens in the whole minibatch.
+    """
 
     def of(self, batch: PackedBatch, mask_W: Tensor) -> Tensor:
-        """(W,) float32 weights, 0 where `mask_W` is False."""
+        """Return (W,) float32 weights, 0 where `mask_W` is False."""
         counts = {"total_tokens": self.tokens, "total_sequences": self.sequences, "norm_tokens": self.norm_tokens}
         masks = mask_W.split(batch.response_lengths)
         return torch.cat([token_weights(mask=mask_R[None], mode=self.mode, **counts)[0] for mask_R in masks])
 
     def inputs(self, batch: PackedBatch) -> dict[str, Tensor]:
-        """Inputs of the loss of this rank's rows: the samples' fields, with `mask` as bool, and `weights`."""
+        """Return the loss inputs of this rank's rows: the fields of the samples, a bool `mask`, and `weights`."""
         mask_W = (batch.fields_W["mask"] > 0) & (not batch.is_filler)
         whole = {**batch.fields_W, "mask": mask_W, "weights": self.of(batch, mask_W)}
         if POSITIVE in whole:
@@ -82,35 +87,36 @@ class MinibatchUpdate:
     number: int
     """Number of the minibatch in the step, from 0."""
     chosen: tuple[int, ...]
-    """Positions in the batch of those of this rank's samples that the update used."""
+    """Positions in the batch of this rank's samples in the update."""
     weights: LossWeights
     update: Update
 
     @property
     def kl(self) -> float | None:
-        """KL(old || new) of the minibatch before the update, in nats per token; None for the critic."""
+        """KL(old || new) of the minibatch before the update, in nats per token. None for the critic."""
         total = self.update.sums.get("ppo_kl_k3")
         return None if total is None else total / max(self.update.sums["count"], 1.0)
 
 
 @dataclass(frozen=True)
 class RoleUpdates:
-    """Everything that the updates of a role in a step are computed from."""
+    """Inputs of the updates of a role in a step."""
 
     batch: PlacedBatch
     config: Config
     fields_BR: dict[str, Tensor]
-    """Fields that the loss needs of each of this rank's tokens; `mask` says which of them count."""
+    """Loss inputs of each of this rank's tokens. `mask` marks the tokens in the loss."""
     make_task: Callable[[LossWeights], PolicyTask | ValueTask]
     stop_above: tuple[str, float] | None = None
     penalty_coef: float = 0.0
-    """Weight of KL(old || new) in the loss, with `policy_loss: penalty`."""
+    """Weight of KL(old || new) in the loss with `policy_loss: penalty`."""
 
     def run(self) -> Iterator[MinibatchUpdate]:
-        """Run the minibatches, one update at a time; a collective of the world.
+        """Run the minibatches, one update at a time. A collective of the world.
 
-        Ends with an update that `stop_above` refuses. After an update that is not finite the role is unchanged until
-        the next one is asked for. At the end the role's weights are complete on every rank, and the role rests.
+        Ends after an update that `stop_above` refuses. After a non-finite update, the role is unchanged until the
+        next update is requested. At the end, the weights of the role are complete on every rank, and the role is
+        offloaded.
         """
         try:
             yield from self._run()
@@ -124,7 +130,7 @@ class RoleUpdates:
         mode, norm_tokens = self.config.algorithm.loss_aggregation, self.config.rollout.max_response_tokens
         PROGRESS.expect("minibatches", len(batch.minibatches))
         for number, minibatch in enumerate(batch.minibatches):
-            PROGRESS.add("minibatches", int(number > 0))  # the previous one is done
+            PROGRESS.add("minibatches", int(number > 0))  # the previous minibatch is done
             tokens = [counts[i] for i in minibatch if counts[i] > 0]
             if not tokens:
                 continue  # every sample was rejected
@@ -138,7 +144,7 @@ class RoleUpdates:
                 return
 
     def local_batch(self, chosen: Sequence[int]) -> dict[str, Any]:
-        """Some of this rank's samples with their fields, as tensors and plain values."""
+        """Return some of this rank's samples with their fields as tensors and plain values."""
         samples, rows = self.batch.samples, list(chosen)
         return {
             "sample_ids_B": samples.sample_ids_B[rows],
@@ -150,8 +156,10 @@ class RoleUpdates:
         }
 
     def _token_counts(self) -> list[dict[int, int]]:
-        """For every sample of the step, on every rank: its number of tokens that count, and of those in positive
-        samples."""
+        """Return two dictionaries by sample id: number of tokens in the loss, and of such tokens in positive samples.
+
+        The dictionaries contain every sample of the step, on every rank.
+        """
         mask_BR = self.fields_BR["mask"]
         good_BR = self.fields_BR.get(POSITIVE, torch.zeros_like(mask_BR))
         columns = [self.batch.samples.sample_ids_B, mask_BR.sum(-1), (good_BR & mask_BR).sum(-1)]
@@ -161,9 +169,9 @@ class RoleUpdates:
 
 
 def actor_updates(batch: PlacedBatch, experience: Experience, config: Config, penalty_coef: float) -> RoleUpdates:
-    """The updates of the policy; `penalty_coef` is the weight of KL(old || new) with `policy_loss: penalty`."""
+    """Return the policy updates. `penalty_coef` is the weight of KL(old || new) with `policy_loss: penalty`."""
     scored, algorithm = experience.scored, config.algorithm
-    given = {
+    candidates = {
         "old_logprob": scored.old_logprob_BR,
         "advantages": experience.advantages_BR,
         "mask": experience.loss_mask_BR,
@@ -171,21 +179,24 @@ def actor_updates(batch: PlacedBatch, experience: Experience, config: Config, pe
         "importance_weights": experience.importance_weights_BR,
         POSITIVE: good_tokens(experience, algorithm) if algorithm.positive_nll_coef else None,
     }
-    fields_BR = {name: values_BR for name, values_BR in given.items() if values_BR is not None}
+    fields_BR = {name: values_BR for name, values_BR in candidates.items() if values_BR is not None}
     make_task = partial(PolicyTask, find_objective(algorithm, penalty_coef))
     stop_above = None if algorithm.target_kl is None else ("ppo_kl_k3", algorithm.target_kl)
     return RoleUpdates(batch, config, fields_BR, make_task, stop_above, penalty_coef)
 
 
 def good_tokens(experience: Experience, algorithm: AlgorithmSettings) -> Tensor:
-    """(B, R) bool: tokens of positive samples, whose likelihood is increased (Yue et al. 2025, "VAPO", section 4.3)."""
+    """Return a (B, R) bool mask of the tokens of positive samples (Yue et al. 2025, "VAPO", section 4.3).
+
+    The loss increases the likelihood of these tokens.
+    """
     scored = experience.scored
     good_B = scored.rollouts.total_rewards_B(scored.scores_B) > algorithm.positive_nll_above
     return good_B[:, None] & experience.loss_mask_BR
 
 
 def critic_updates(batch: PlacedBatch, experience: Experience, config: Config) -> RoleUpdates:
-    """The updates of the value model."""
+    """Return the updates of the value model."""
     scored = experience.scored
     assert config.critic is not None and scored.values_BR is not None
     fields_BR = {
@@ -198,25 +209,25 @@ def critic_updates(batch: PlacedBatch, experience: Experience, config: Config) -
 
 @dataclass(frozen=True)
 class PolicyTask:
-    """Task of the actor in an update: its output layer computes the policy loss in the same pass."""
+    """Task of the actor in an update. The output layer computes the policy loss in the same pass."""
 
     objective: PolicyObjective
     weights: LossWeights
 
     def expect(self, head: LogprobHead, batch: PackedBatch) -> None:
-        """Give the output layer the objective and its inputs for the rows of this microbatch."""
+        """Set the objective and the inputs of the output layer for the rows of this microbatch."""
         sequences_N = batch.sequences_N if self.objective.sees_sequences else None
         inputs = PolicyInputs(**self.weights.inputs(batch), sequences=sequences_N)
         head.expect(batch, PolicyTarget(inputs, self.objective))
 
     def finish(self, head: LogprobHead, output_NC: Tensor, batch: PackedBatch) -> tuple[Tensor, Mapping[str, Tensor]]:
-        """The loss, and its metrics."""
+        """Return the loss and its metrics."""
         return output_NC[0, 0], head.report
 
 
 @dataclass(frozen=True)
 class ValueTask:
-    """Task of the critic in an update: the value loss of its output."""
+    """Task of the critic in an update: the value loss of the output."""
 
     value_clip: float | None
     weights: LossWeights
@@ -226,14 +237,16 @@ class ValueTask:
         head.expect(batch)
 
     def finish(self, head: ValueHead, output_NC: Tensor, batch: PackedBatch) -> tuple[Tensor, Mapping[str, Tensor]]:
-        """The loss, and its metrics."""
+        """Return the loss and its metrics."""
         result = ppo_value_loss(values=output_NC[:, 0], value_clip=self.value_clip, **self.weights.inputs(batch))
         return result.loss, result.metrics
 
 
 def step_metrics(updates: Sequence[Update]) -> dict[str, float]:
-    """Metrics of all updates of one role in a step: means per token over all minibatches; losses, norms and counts over
-    updates."""
+    """Return metrics of all updates of one role in a step.
+
+    Means per token cover all minibatches. Losses, norms and counts cover updates.
+    """
     applied = [u for u in updates if u.applied]
     numbers = {"updates": float(len(applied)), "skipped_updates": float(sum(not u.finite for u in updates))}
     if not updates:

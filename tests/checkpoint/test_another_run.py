@@ -226,7 +226,7 @@ def test_what_one_rank_does_not_see_every_rank_refuses(
 @pytest.mark.parametrize("text", ["{run}@", "@120"])
 def test_half_of_a_run_and_step_is_refused(world: Path, text: str) -> None:
     arch = read_architecture(world / "model")
-    with pytest.raises(ValueError, match="the @ stands between a run and its step; give RUN@STEP"):
+    with pytest.raises(ValueError, match="the @ separates a run from its step; give RUN@STEP"):
         open_origin(text.format(run=world / "run"), "actor", arch)
 
 

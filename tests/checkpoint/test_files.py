@@ -485,5 +485,7 @@ def test_a_replay_that_an_earlier_version_wrote_is_refused(tmp_path: Path) -> No
     folder = files.step_folder(tmp_path, 3)
     folder.mkdir()
     files.write_marker(folder, Marker(3, {}, {"world_size": 1, "refused": {"role": "actor", "minibatch": 1}}))
-    with pytest.raises(ValueError, match="holds no batch that this version repeats; name a folder in a run's `replay`"):
+    with pytest.raises(
+        ValueError, match="has no batch that this version can repeat; name a folder in a run's `replay`"
+    ):
         replay(str(folder), world_size=1)

@@ -187,7 +187,7 @@ def test_a_machine_that_confines_nobody_runs_no_program(monkeypatch: pytest.Monk
     """Unless the settings say so; elsewhere they run, and tools that run nothing of the model's are there."""
     monkeypatch.setattr("megappo.environments.tool_pool.why_not", lambda: "it is old")
     environment = ToolCalling(tools=("python",))
-    with pytest.raises(ValueError, match=r"'python' runs what the model wrote, .* \(it is old\); set .*confined="):
+    with pytest.raises(ValueError, match=r"'python' runs programs of the model, .* \(it is old\); set .*confined="):
         ToolPool(environment.tools, ToolSettings(), environment.programs)
     for settings in (ToolSettings(confined=False), ToolSettings(sandbox=SandboxSettings(url="http://127.0.0.1:9"))):
         ToolPool(environment.tools, settings, environment.programs).close()

@@ -410,7 +410,7 @@ def test_a_mean_without_values_is_absent() -> None:
     ("act", "reason"),
     [
         (lambda s: s.observe_token_ids([1, len(TOKENIZER)]), "is none of"),
-        (lambda s: s.observe_token_ids([True, "a"]), "'a', which is none of"),
+        (lambda s: s.observe_token_ids([True, "a"]), "'a', must be one of"),
         (lambda s: s.observe(3), "observed 3, must be a text"),
         (lambda s: s.reward("1"), "gave the reward '1', must be a number"),
         (lambda s: s.reward(None), "gave the reward null, must be a number"),

@@ -378,8 +378,8 @@ def test_a_prompt_that_does_not_fit_is_told() -> None:
         ("chat/completions", {"messages": [{"role": "user", "content": "x"}], "stop": ["."]}, "stop is ['.'], which"),
         ("chat/completions", {"messages": "x"}, "messages is 'x', must be a list"),
         ("chat/completions", {"messages": [{"role": "bot"}]}, "must have the role system, developer"),
-        ("chat/completions", {"messages": []}, "the last message must not be the model's"),
-        ("chat/completions", {"messages": [{"role": "assistant", "content": "x"}]}, "must not be the model's"),
+        ("chat/completions", {"messages": []}, "the last message must not be a message of the model"),
+        ("chat/completions", {"messages": [{"role": "assistant", "content": "x"}]}, "must not be a message of"),
         ("chat/completions", {"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "reads text alone"),
         ("chat/completions", {"messages": [{"role": "user", "content": 3}]}, "has the content 3, must be a text"),
         ("chat/completions", {"messages": [{"role": "user"}], "max_tokens": 0}, "max_tokens is 0, must be a whole"),
@@ -426,7 +426,7 @@ def test_a_key_is_of_one_episode_and_ends_with_it() -> None:
     async def tries_others(endpoint: AgentEndpoint, prompt: Prompt) -> None:
         assert endpoint.base_url.startswith("http://127.0.0.1:")
         for key in ("", "megappo-", *(other.api_key for other in seen)):
-            with pytest.raises(openai.AuthenticationError, match="the key is of no episode that goes on"):
+            with pytest.raises(openai.AuthenticationError, match="the key belongs to no running episode"):
                 await ask(endpoint, key or "none")
         await ask(endpoint, endpoint.api_key)
         seen.append(endpoint)
@@ -555,7 +555,7 @@ def test_an_agents_program_gets_the_secrets_that_are_named(monkeypatch: pytest.M
         Agent(command=["x"], variables="KEY")
     prompt = Prompt(0, (1,), "--upload-all", None, {})
     session = SimpleNamespace(prompt=prompt, serve=lambda _format: nullcontext(None))
-    with pytest.raises(AgentError, match="the task '--upload-all' as an argument would be taken for something else"):
+    with pytest.raises(AgentError, match="the program would misinterpret the task '--upload-all' as an argument"):
         asyncio.run(Agent(command=["x", "{prompt}"]).run(cast(Any, session)))
 
 
@@ -573,8 +573,8 @@ def test_an_agent_that_is_a_function() -> None:
 @pytest.mark.parametrize(
     ("arguments", "sentence"),
     [
-        ({}, "either the agent's function or its command"),
-        ({"function": "a:b", "command": ["x"]}, "either the agent's function or its command"),
+        ({}, "must contain either function or command of the agent"),
+        ({"function": "a:b", "command": ["x"]}, "must contain either function or command of the agent"),
         ({"function": "tests.environments.test_gateway:played"}, "has no async function 'played'"),
         ({"command": "python x"}, "must be a list of texts"),
         ({"command": ["x"], "format": "qwin"}, "must be qwen or llama3"),

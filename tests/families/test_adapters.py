@@ -255,9 +255,9 @@ def test_adapters_that_are_not_finite_are_named(world: Path, tmp_path: Path) -> 
 
 def test_weights_and_adapters_are_not_mixed(world: Path) -> None:
     arch = read_architecture(world / "dense")
-    with pytest.raises(ValueError, match=r"it holds adapters alone, and without actor\.lora all weights are trained"):
+    with pytest.raises(ValueError, match=r"it contains only adapters, but without actor\.lora all weights are trained"):
         open_origin(str(world / "dense-peft"), "actor", arch)
-    with pytest.raises(ValueError, match=r"it holds whole weights, and actor\.lora trains adapters of the model"):
+    with pytest.raises(ValueError, match=r"it contains whole weights, but actor\.lora trains adapters of the model"):
         open_origin(str(world / "dense"), "actor", arch, lora=shape_of(arch))
     with pytest.raises(ValueError, match=r"a PEFT folder has no steps"):
         open_origin(f"{world / 'dense-peft'}@3", "actor", arch, lora=shape_of(arch))

@@ -127,7 +127,7 @@ def test_the_check_of_settings_finds_what_is_not_there() -> None:
 def test_a_loss_that_large_rewards_made_is_not_blamed_on_the_learning_rate() -> None:
     for size in (1e20, 3e38, 1e10):
         large = refusal("critic", {"reward/min": -size, "reward/max": 0.0}, {}, PLAIN)
-        assert "scale what the reward gives" in large
+        assert "scale the rewards down" in large
     small = refusal("critic", {"reward/min": 0.0, "reward/max": 1.0}, {}, PLAIN)
     assert "Lower critic.optimizer.learning_rate, or set" in small
 

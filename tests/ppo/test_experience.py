@@ -435,7 +435,7 @@ def test_another_time_of_templates_is_another_run(monkeypatch: pytest.MonkeyPatc
     ("length", "said"),
     [
         ("run.steps=4", None),
-        ("run.steps=3", "run.steps is 3, which the run has done: nothing is left to train; raise it to go on"),
+        ("run.steps=3", "run.steps is 3, which the run has done: nothing is left to train; raise it to continue"),
         ("run.steps=2", "run.steps is 2, and the run in runs/base has done 3 already; set run.steps to 3 or more"),
     ],
 )

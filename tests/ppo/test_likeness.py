@@ -48,7 +48,7 @@ def test_who_differs_is_named_and_in_what(tmp_path: Path) -> None:
     assert compared(tmp_path / "same", facts, facts) == {""}
     (said,) = compared(tmp_path / "two", facts, facts | {"run.seed": 2})
     assert said.startswith(
-        "ranks were started with different things: run.seed is 1 on rank 0 and 2 on rank 1; start all"
+        "settings, files or software differ between ranks: run.seed is 1 on rank 0 and 2 on rank 1; start all"
     )
     other = facts | {"the device": "cpu", "the checksum of the training data": "b" * 64, "the version of sglang": "1"}
     (said,) = compared(tmp_path / "three", facts, facts, other)
@@ -67,5 +67,8 @@ def test_data_that_differ_end_the_run_before_any_model_is_built(tmp_path: Path) 
     source = {"train": {"source": f"{__name__}:sums_of_rank"}, "apply_chat_template": False, "max_prompt_tokens": 8}
     given = (f"data={json.dumps(source)}", "evaluation=null", "checkpoint=null", "run.steps=1")
     output = attempts(tmp_path, train(tmp_path / "run", *given, expect="2"))
-    assert "megappo: error: ranks were started with different things: the checksum of the training data is '" in output
+    assert (
+        "megappo: error: settings, files or software differ between ranks: the checksum of the training data is '"
+        in output
+    )
     assert "on rank 0 and '" in output and "Traceback" not in output

@@ -26,7 +26,7 @@ def test_what_a_stage_has_done_counts_for_its_limit(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("blocked", "sentence"), [(False, "where the step's time went is in "), (True, "the step is not traced: ")]
+    ("blocked", "sentence"), [(False, "the profile of the step is in "), (True, "the step is not traced: ")]
 )
 @pytest.mark.usefixtures("world_of_one")
 def test_a_traced_step_names_its_page_or_what_went_wrong(

@@ -71,10 +71,10 @@ def test_some_samples_of_several_ranks(tmp_path: Path) -> None:
     assert found.sample_ids == [1, 3] and found.experience.scored.rollouts.response_lengths_B.tolist() == [1, 3]
     assert found.given_B.tolist() == [float(given[1].given_B[1]), float(given[0].given_B[1])]
     assert read_some(saved, []).sample_ids == []
-    with pytest.raises(ValueError, match=r"step-000003 lacks samples that its step\.json says"):
+    with pytest.raises(ValueError, match=r"step-000003 lacks samples that are listed in step\.json"):
         read_some(saved, [3, 4])
     assert check_tokens(found, 16) is found
-    with pytest.raises(ValueError, match=r"saved samples have token 12, and the models have 12; load what was saved"):
+    with pytest.raises(ValueError, match=r"saved samples contain token 12, but the models have 12 tokens; load"):
         check_tokens(found, 12)
 
 

@@ -177,9 +177,9 @@ def test_a_run_starts_from_the_adapters_of_another(world: Path, tmp_path: Path) 
 
 def test_what_cannot_be_is_said(world: Path, tmp_path: Path) -> None:
     said = (world / "output").read_text()
-    assert "its actor has adapters alone, and without actor.lora all weights are trained" in said
-    assert "it holds whole weights, and actor.lora trains adapters of the model that the settings name" in said
-    assert "its adapters are {" in said and "actor.lora wants {" in said
+    assert "its actor has only adapters, but without actor.lora all weights are trained" in said
+    assert "it contains whole weights, but actor.lora trains adapters of the model that the settings name" in said
+    assert "its adapters are {" in said and "actor.lora requires {" in said
     assert "so its checkpoints hold other tensors; set it back, or choose another run.directory" in said
     assert "the weights of the actor's base are not those the run began with" in said
     assert "megappo/commands/train.py" not in said  # no traceback of ours

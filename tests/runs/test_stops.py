@@ -125,9 +125,12 @@ def test_a_checkpoint_that_cannot_be_written_is_written_later(tmp_path: Path) ->
         train(run, *settings),
     )
     told = f"the checkpoint of step 2 could not be written in {run / 'checkpoints'}: "
-    assert output.count(told) == 1 and "No space left on device; it is tried again, 3 times in a row at most" in output
+    assert (
+        output.count(told) == 1
+        and "No space left on device; the checkpoint is retried, 3 times in a row at most" in output
+    )
     assert "stopped after step 4 with a checkpoint" in output
-    assert "stopped before the run went on after step 4; its checkpoint stays as it is" in output
+    assert "stopped before the run continued after step 4; its checkpoint is unchanged" in output
     assert "Traceback" not in output
     assert_same_run(tmp_path / "whole", run, 5)
 
@@ -144,7 +147,7 @@ def test_without_checkpoints_a_signal_still_stops(tmp_path: Path) -> None:
     output = attempts(
         tmp_path, asked_to_stop(tmp_path / "run", 2, "reward", "SIGTERM", "1", "run.steps=3", "checkpoint=null")
     )
-    assert "stopped after step 1 without a checkpoint, as checkpoint is null" in output
+    assert "stopped after step 1 without a checkpoint, because checkpoint is null" in output
 
 
 def test_a_hang_is_reported_by_every_rank(tmp_path: Path) -> None:
@@ -221,7 +224,7 @@ def test_a_refused_update_is_kept_and_repeats(tmp_path: Path) -> None:
     assert "\n  loss nan\n" in output
     assert "samples with inputs of the loss that are not finite: none" in output
     assert "parameters with gradients that are not finite: decoder.final_layernorm.weight" in output
-    assert "was written by 2 ranks, there are 1; start as many" in output
+    assert "was written by 2 ranks, but there are 1; use the same number" in output
     assert "Traceback" not in output
 
 

@@ -1,1 +1,1 @@
-"""The HTTP gateway at which agents find the model: OpenAI's and Anthropic's protocols, recorded token by token."""
+"""HTTP gateway through which agents reach the model, with the OpenAI and Anthropic protocols and recorded tokens."""

@@ -1,4 +1,4 @@
-"""Anthropic's `POST /v1/messages`, as its SDKs write and read it."""
+"""Anthropic's `POST /v1/messages`, in the form that its SDKs write and read."""
 
 from __future__ import annotations
 
@@ -7,10 +7,10 @@ from collections.abc import Iterator, Mapping
 
 from megappo.config.tokens import Message
 from megappo.environments.gateway.wire import (
-    Asked,
+    AssistantTurn,
+    ChatRequest,
     Json,
     RefusedError,
-    Said,
     called,
     event,
     listed,
@@ -29,11 +29,13 @@ _REFUSED: dict[str, list[JSONValue]] = {
     "thinking": [{"type": "disabled"}],
     "mcp_servers": [[]],
 }
-"""Fields that are refused unless they have one of these values, which change nothing. A temperature is ignored: the run
-decides it."""
+"""Fields that are refused unless they have one of these values, which change nothing.
+
+A temperature is ignored, because the run determines sampling.
+"""
 
 
-def asked(body: Mapping[str, JSONValue]) -> Asked:
+def read_request(body: Mapping[str, JSONValue]) -> ChatRequest:
     """Read a request. Raises RefusedError."""
     refuse_unknown(body, _REFUSED)
     system = text_of(body.get("system"), "system")
@@ -41,7 +43,7 @@ def asked(body: Mapping[str, JSONValue]) -> Asked:
     for number, message in enumerate(required(body, "messages", list, "a list of messages")):
         messages += _messages(message, f"message {number}")
     tools = [] if body.get("tool_choice") == {"type": "none"} else listed(body, "tools")
-    return Asked(
+    return ChatRequest(
         tuple(messages),
         tuple(map(_tool, tools)),
         whole(body, "max_tokens"),
@@ -58,7 +60,7 @@ def _tool(tool: JSONValue) -> Json:
 
 
 def _messages(message: JSONValue, where: str) -> Iterator[Message]:
-    """Messages in OpenAI's form, in which results of tools are messages of their own before the user's text."""
+    """Yield messages in the OpenAI format. Tool results become separate messages before the text of the user."""
     role = message.get("role") if isinstance(message, dict) else None
     if not isinstance(message, dict) or role not in ("user", "assistant", "system"):
         raise RefusedError(f"{where} is {show(message)}, must have the role user or assistant")
@@ -76,22 +78,22 @@ def _messages(message: JSONValue, where: str) -> Iterator[Message]:
         yield {"role": role, "content": "".join(texts), **({"tool_calls": calls} if calls else {})}
 
 
-def answer(asked: Asked, said: Said) -> Json:
-    """The answer as one JSON object."""
+def answer(request: ChatRequest, turn: AssistantTurn) -> Json:
+    """Return the answer as one JSON object."""
     return {
-        **_head(asked, said),
-        "content": list(_blocks(said)),
-        "stop_reason": _stop_reason(said),
-        "usage": {"input_tokens": said.prompt_tokens, "output_tokens": said.own_tokens},
+        **_head(request, turn),
+        "content": list(_blocks(turn)),
+        "stop_reason": _stop_reason(turn),
+        "usage": {"input_tokens": turn.prompt_tokens, "output_tokens": turn.own_tokens},
     }
 
 
-def chunks(asked: Asked, said: Said) -> Iterator[bytes]:
-    """The answer as a stream of server-sent events, each block in one piece."""
-    begun = {**_head(asked, said), "content": [], "stop_reason": None}
-    usage = {"input_tokens": said.prompt_tokens, "output_tokens": 1}
+def chunks(request: ChatRequest, turn: AssistantTurn) -> Iterator[bytes]:
+    """Yield the answer as a stream of server-sent events, each block in one piece."""
+    begun = {**_head(request, turn), "content": [], "stop_reason": None}
+    usage = {"input_tokens": turn.prompt_tokens, "output_tokens": 1}
     yield _event("message_start", message=begun | {"usage": usage})
-    for index, block in enumerate(_blocks(said)):
+    for index, block in enumerate(_blocks(turn)):
         if block["type"] == "text":
             empty, delta = block | {"text": ""}, {"type": "text_delta", "text": block["text"]}
         else:
@@ -100,32 +102,32 @@ def chunks(asked: Asked, said: Said) -> Iterator[bytes]:
         yield _event("content_block_start", index=index, content_block=empty)
         yield _event("content_block_delta", index=index, delta=delta)
         yield _event("content_block_stop", index=index)
-    ended = {"stop_reason": _stop_reason(said), "stop_sequence": None}
-    yield _event("message_delta", delta=ended, usage={"output_tokens": said.own_tokens})
+    ended = {"stop_reason": _stop_reason(turn), "stop_sequence": None}
+    yield _event("message_delta", delta=ended, usage={"output_tokens": turn.own_tokens})
     yield _event("message_stop")
 
 
 def error(message: str, kind: str, code: str) -> Json:
-    """Body of an error response."""
+    """Return the body of an error response."""
     kind = {"authentication": "authentication_error", "server": "api_error"}.get(kind, "invalid_request_error")
     return {"type": "error", "error": {"type": kind, "message": message}}
 
 
-def _event(kind: str, **told: JSONValue) -> bytes:
-    return event({"type": kind, **told}, kind)
+def _event(kind: str, **fields: JSONValue) -> bytes:
+    return event({"type": kind, **fields}, kind)
 
 
-def _head(asked: Asked, said: Said) -> Json:
-    head = {"id": f"msg_{said.name}", "type": "message", "role": "assistant", "model": asked.model}
+def _head(request: ChatRequest, turn: AssistantTurn) -> Json:
+    head = {"id": f"msg_{turn.name}", "type": "message", "role": "assistant", "model": request.model}
     return {**head, "stop_sequence": None}
 
 
-def _blocks(said: Said) -> Iterator[Json]:
-    if said.text:
-        yield {"type": "text", "text": said.text}
-    for name, call in said.calls:
+def _blocks(turn: AssistantTurn) -> Iterator[Json]:
+    if turn.text:
+        yield {"type": "text", "text": turn.text}
+    for name, call in turn.calls:
         yield {"type": "tool_use", "id": name, "name": call.tool, "input": call.arguments}
 
 
-def _stop_reason(said: Said) -> str:
-    return "tool_use" if said.calls else "max_tokens" if said.truncated else "end_turn"
+def _stop_reason(turn: AssistantTurn) -> str:
+    return "tool_use" if turn.calls else "max_tokens" if turn.truncated else "end_turn"

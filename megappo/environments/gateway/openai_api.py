@@ -1,4 +1,4 @@
-"""OpenAI's `POST /v1/chat/completions`, as its SDKs write and read it."""
+"""OpenAI's `POST /v1/chat/completions`, in the form that its SDKs write and read."""
 
 from __future__ import annotations
 
@@ -7,10 +7,10 @@ from collections.abc import Iterator, Mapping
 
 from megappo.config.tokens import Message
 from megappo.environments.gateway.wire import (
-    Asked,
+    AssistantTurn,
+    ChatRequest,
     Json,
     RefusedError,
-    Said,
     arguments_of,
     called,
     event,
@@ -34,17 +34,19 @@ _REFUSED: dict[str, list[JSONValue]] = {
     "logit_bias": [{}],
     "modalities": [["text"]],
 }
-"""Fields that are refused unless they have one of these values, which change nothing. A seed, a temperature and
-penalties are ignored: the run decides them."""
+"""Fields that are refused unless they have one of these values, which change nothing.
+
+A seed, a temperature and penalties are ignored, because the run determines sampling.
+"""
 _ROLES = {"system": "system", "developer": "system", "user": "user", "assistant": "assistant", "tool": "tool"}
 
 
-def asked(body: Mapping[str, JSONValue]) -> Asked:
+def read_request(body: Mapping[str, JSONValue]) -> ChatRequest:
     """Read a request. Raises RefusedError."""
     refuse_unknown(body, _REFUSED)
     messages = required(body, "messages", list, "a list of messages")
     options = body.get("stream_options")
-    return Asked(
+    return ChatRequest(
         tuple(_message(message, number) for number, message in enumerate(messages)),
         () if body.get("tool_choice") == "none" else tuple(map(_tool, listed(body, "tools"))),
         whole(body, "max_completion_tokens", "max_tokens"),
@@ -63,19 +65,21 @@ def _tool(tool: JSONValue) -> Json:
 
 
 def _message(message: JSONValue, number: int) -> Message:
-    """The fields of a message that a chat template reads: SDKs send back more of an answer than they were given, or
-    less."""
+    """Return the fields of a message that a chat template reads.
+
+    SDKs may add or omit fields when they return an answer.
+    """
     where = f"message {number}"
     role = _ROLES.get(str(message.get("role"))) if isinstance(message, dict) else None
     if not isinstance(message, dict) or role is None:
         raise RefusedError(f"{where} is {show(message)}, must have the role {', '.join(_ROLES)}")
-    told: Json = {"role": role, "content": text_of(message.get("content"), where)}
+    fields: Json = {"role": role, "content": text_of(message.get("content"), where)}
     if calls := listed(message, "tool_calls"):
-        told["tool_calls"] = [_call(call, where) for call in calls]
+        fields["tool_calls"] = [_call(call, where) for call in calls]
     for key in ("name", "tool_call_id"):
         if message.get(key) is not None:
-            told[key] = message[key]
-    return told
+            fields[key] = message[key]
+    return fields
 
 
 def _call(call: JSONValue, where: str) -> Json:
@@ -85,54 +89,54 @@ def _call(call: JSONValue, where: str) -> Json:
     return called(str(call.get("id")), str(function.get("name")), arguments_of(function.get("arguments"), where))
 
 
-def answer(asked: Asked, said: Said) -> Json:
-    """The answer as one JSON object."""
-    message: Json = {"role": "assistant", "content": _content(said), "refusal": None}
-    if said.calls:
-        message["tool_calls"] = _calls(said)
-    choice: Json = {"index": 0, "message": message, "logprobs": None, "finish_reason": _finish_reason(said)}
-    return {**_head(asked, said, "chat.completion"), "choices": [choice], "usage": _usage(said)}
+def answer(request: ChatRequest, turn: AssistantTurn) -> Json:
+    """Return the answer as one JSON object."""
+    message: Json = {"role": "assistant", "content": _content(turn), "refusal": None}
+    if turn.calls:
+        message["tool_calls"] = _calls(turn)
+    choice: Json = {"index": 0, "message": message, "logprobs": None, "finish_reason": _finish_reason(turn)}
+    return {**_head(request, turn, "chat.completion"), "choices": [choice], "usage": _usage(turn)}
 
 
-def chunks(asked: Asked, said: Said) -> Iterator[bytes]:
-    """The answer as a stream of server-sent events, in one piece."""
-    head = _head(asked, said, "chat.completion.chunk")
-    delta: Json = {"role": "assistant", "content": _content(said)}
-    if said.calls:
-        delta["tool_calls"] = [{"index": i, **call} for i, call in enumerate(_calls(said))]
+def chunks(request: ChatRequest, turn: AssistantTurn) -> Iterator[bytes]:
+    """Yield the answer as a stream of server-sent events, in one piece."""
+    head = _head(request, turn, "chat.completion.chunk")
+    delta: Json = {"role": "assistant", "content": _content(turn)}
+    if turn.calls:
+        delta["tool_calls"] = [{"index": i, **call} for i, call in enumerate(_calls(turn))]
     yield event(head | {"choices": [{"index": 0, "delta": delta, "finish_reason": None}]})
-    yield event(head | {"choices": [{"index": 0, "delta": {}, "finish_reason": _finish_reason(said)}]})
-    if asked.stream_usage:
-        yield event(head | {"choices": [], "usage": _usage(said)})
+    yield event(head | {"choices": [{"index": 0, "delta": {}, "finish_reason": _finish_reason(turn)}]})
+    if request.stream_usage:
+        yield event(head | {"choices": [], "usage": _usage(turn)})
     yield event("[DONE]")
 
 
 def error(message: str, kind: str, code: str) -> Json:
-    """Body of an error response."""
+    """Return the body of an error response."""
     kind = {"authentication": "authentication_error", "server": "server_error"}.get(kind, "invalid_request_error")
     return {"error": {"message": message, "type": kind, "param": None, "code": code}}
 
 
-def _head(asked: Asked, said: Said, kind: str) -> Json:
-    return {"id": f"chatcmpl-{said.name}", "object": kind, "created": 0, "model": asked.model}
+def _head(request: ChatRequest, turn: AssistantTurn, kind: str) -> Json:
+    return {"id": f"chatcmpl-{turn.name}", "object": kind, "created": 0, "model": request.model}
 
 
-def _calls(said: Said) -> list[Json]:
+def _calls(turn: AssistantTurn) -> list[Json]:
     return [
         {"id": name, "type": "function", "function": {"name": call.tool, "arguments": json.dumps(call.arguments)}}
-        for name, call in said.calls
+        for name, call in turn.calls
     ]
 
 
-def _content(said: Said) -> str | None:
-    """The text of a message. An empty text stays one; null stands for a turn that only calls tools."""
-    return said.text if said.text or not said.calls else None
+def _content(turn: AssistantTurn) -> str | None:
+    """Return the text of a message. An empty text stays empty. None marks a turn with only tool calls."""
+    return turn.text if turn.text or not turn.calls else None
 
 
-def _finish_reason(said: Said) -> str:
-    return "tool_calls" if said.calls else "length" if said.truncated else "stop"
+def _finish_reason(turn: AssistantTurn) -> str:
+    return "tool_calls" if turn.calls else "length" if turn.truncated else "stop"
 
 
-def _usage(said: Said) -> Json:
-    total = said.prompt_tokens + said.own_tokens
-    return {"prompt_tokens": said.prompt_tokens, "completion_tokens": said.own_tokens, "total_tokens": total}
+def _usage(turn: AssistantTurn) -> Json:
+    total = turn.prompt_tokens + turn.own_tokens
+    return {"prompt_tokens": turn.prompt_tokens, "completion_tokens": turn.own_tokens, "total_tokens": total}

@@ -1,7 +1,8 @@
-"""Turns the conversations of an agent into trajectories of tokens.
+"""Converts the conversations of an agent into trajectories of tokens.
 
-An agent sends its whole conversation with every request. Where that continues a recorded one, the model's turns keep
-their recorded tokens, and only the messages after them are tokenized. Otherwise a new trajectory begins.
+An agent sends its whole conversation with every request. If a request continues a recorded conversation, turns of the
+model keep their recorded tokens, and only the messages after the turns are tokenized. Otherwise a new trajectory
+begins.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ from typing import TYPE_CHECKING
 
 from megappo.config.tokens import Message
 from megappo.environments.chat import PLACEHOLDER, ChatTokens
-from megappo.environments.gateway.wire import Asked, Json, RefusedError, Said, name_of
+from megappo.environments.gateway.wire import AssistantTurn, ChatRequest, Json, RefusedError, name_of
 from megappo.environments.protocol import Limit, LimitReached, NonsenseError, Reply
 from megappo.environments.tool_calls import CallFormat
 from megappo.environments.trajectory import Trajectory
@@ -25,7 +26,7 @@ if TYPE_CHECKING:
 
 @dataclass
 class _Conversation:
-    """Messages of a conversation, and the trajectory that they became."""
+    """Messages of a conversation and their trajectory."""
 
     tools: tuple[Json, ...]
     chat: ChatTokens
@@ -34,43 +35,46 @@ class _Conversation:
     replies: set[int] = field(default_factory=set)
     """Positions of the messages that the model wrote."""
 
-    def is_continued_by(self, asked: Asked) -> bool:
+    def is_continued_by(self, request: ChatRequest) -> bool:
         count = len(self.messages)
         return (
-            asked.tools == self.tools
-            and len(asked.messages) > count
-            and list(asked.messages[:count]) == self.messages
+            request.tools == self.tools
+            and len(request.messages) > count
+            and list(request.messages[:count]) == self.messages
             and bool(self.replies)
         )
 
-    def tokens_of(self, heard: Sequence[Message]) -> list[int]:
-        """Tokens of the messages that follow the last turn. Raises ValueError where the template changes earlier
+    def tokens_of(self, observed: Sequence[Message]) -> list[int]:
+        """Return the tokens of messages after the last turn. Raises ValueError if the template changes earlier
         turns."""
-        said: Message = {"role": "assistant", "content": PLACEHOLDER}
-        before = [said if i in self.replies else message for i, message in enumerate(self.messages)]
-        return self.chat.between(before, heard, closed=self.chat.ends(self.trajectory.tokens))
+        turn: Message = {"role": "assistant", "content": PLACEHOLDER}
+        before = [turn if i in self.replies else message for i, message in enumerate(self.messages)]
+        return self.chat.between(before, observed, closed=self.chat.ends(self.trajectory.tokens))
 
 
 class Recorder:
-    """Answers the requests of one episode's agent, one after the other."""
+    """Answers the requests of the agent of one episode sequentially."""
 
     def __init__(self, session: Session, call_format: CallFormat) -> None:
         self._session, self._format = session, call_format
         self._conversations: list[_Conversation] = []
         self._turn = asyncio.Lock()
         self.limit: Limit | None = None
-        """Limit that the episode has reached, once the agent was told so."""
+        """Limit that the episode has reached and that the agent was notified of."""
         self.error: RunError | None = None
         """Error that ends the run."""
 
-    async def answer(self, asked: Asked) -> Said:
-        """The model's next turn. Raises RefusedError for a request that cannot be answered, LimitReached, and RunError
-        for errors that end the run."""
+    async def answer(self, request: ChatRequest) -> AssistantTurn:
+        """Return the next turn of the model.
+
+        Raises RefusedError for a request that cannot be answered, LimitReached, and RunError for errors that end the
+        run.
+        """
         async with self._turn:
             try:
-                said = await self._next(asked)
+                turn = await self._next(request)
                 self.limit = None  # the agent has continued within its limits
-                return said
+                return turn
             except LimitReached as reached:
                 self.limit = reached.limit
                 raise
@@ -78,54 +82,56 @@ class Recorder:
                 self.error = error
                 raise
 
-    async def _next(self, asked: Asked) -> Said:
-        if not asked.messages or asked.messages[-1]["role"] == "assistant":
-            raise RefusedError("the last message must not be the model's, which writes the next one")
-        conversation = self._continued(asked) or self._begun(asked)
+    async def _next(self, request: ChatRequest) -> AssistantTurn:
+        if not request.messages or request.messages[-1]["role"] == "assistant":
+            raise RefusedError(
+                "the last message must not be a message of the model, because the model writes the next message"
+            )
+        conversation = self._continued(request) or self._begun(request)
         prompt_tokens = self._session.next_prompt_tokens
         try:
-            reply = await self._session.generate(asked.max_tokens)
-        except asyncio.CancelledError:  # the agent does not wait any more, and may ask once more
+            reply = await self._session.generate(request.max_tokens)
+        except asyncio.CancelledError:  # the agent no longer waits, and may repeat the request
             conversation.trajectory.drop_unanswered()
             raise
-        said = self._said(reply, asked.tools)
-        conversation.messages = [*asked.messages, said.message]
-        conversation.replies.add(len(asked.messages))
-        for _, call in said.calls:
-            if any(name_of(tool) == call.tool for tool in asked.tools):  # models may make up others
+        turn = self._assistant_turn(reply, request.tools)
+        conversation.messages = [*request.messages, turn.message]
+        conversation.replies.add(len(request.messages))
+        for _, call in turn.calls:
+            if any(name_of(tool) == call.tool for tool in request.tools):  # models may invent other tools
                 self._session.count_call(call.tool)
-        return replace(said, prompt_tokens=prompt_tokens)
+        return replace(turn, prompt_tokens=prompt_tokens)
 
-    def _continued(self, asked: Asked) -> _Conversation | None:
-        """The longest recorded conversation that the request continues, the newest of equal ones; None: there is
-        none."""
+    def _continued(self, request: ChatRequest) -> _Conversation | None:
+        """Return the longest recorded conversation that the request continues, or None. The newest of equal length
+        wins."""
         newest = reversed(self._conversations)
-        for conversation in sorted((c for c in newest if c.is_continued_by(asked)), key=lambda c: -len(c.messages)):
+        for conversation in sorted((c for c in newest if c.is_continued_by(request)), key=lambda c: -len(c.messages)):
             try:
-                heard = conversation.tokens_of(asked.messages[len(conversation.messages) :])
+                observed = conversation.tokens_of(request.messages[len(conversation.messages) :])
             except ValueError:
-                continue  # the template changes earlier turns, which the model would not recognise
-            self._go_on(conversation.trajectory, heard)
+                continue  # the template changes earlier turns, so the tokens would differ
+            self._go_on(conversation.trajectory, observed)
             return conversation
         return None
 
-    def _go_on(self, trajectory: Trajectory, heard: Sequence[int]) -> None:
+    def _go_on(self, trajectory: Trajectory, observed: Sequence[int]) -> None:
         try:
-            self._session.go_on(trajectory, heard)
+            self._session.go_on(trajectory, observed)
         except NonsenseError as error:
             raise RefusedError(str(error)) from error
 
-    def _begun(self, asked: Asked) -> _Conversation:
-        chat = self._session.chat_tokens(asked.tools)
+    def _begun(self, request: ChatRequest) -> _Conversation:
+        chat = self._session.chat_tokens(request.tools)
         try:
-            trajectory = self._session.begin(chat.opening(asked.messages))
-        except ValueError as error:  # also NonsenseError, for tokens that the model has no row for
+            trajectory = self._session.begin(chat.opening(request.messages))
+        except ValueError as error:  # also NonsenseError, for tokens without an embedding row
             raise RefusedError(str(error)) from error
-        self._conversations.append(_Conversation(asked.tools, chat, trajectory))
+        self._conversations.append(_Conversation(request.tools, chat, trajectory))
         return self._conversations[-1]
 
-    def _said(self, reply: Reply, tools: Sequence[Json]) -> Said:
-        """A reply in the form of the protocols; text that cannot be read as calls stays text."""
+    def _assistant_turn(self, reply: Reply, tools: Sequence[Json]) -> AssistantTurn:
+        """Return a reply in the form of the protocols. Text that cannot be parsed as calls remains text."""
         text, calls = reply.text, self._format.calls(reply.text) if tools else []
         if any(call.problem for call in calls):
             calls = []
@@ -133,4 +139,4 @@ class Recorder:
             text = self._format.prose(text)
         name = str(self._session.turns)
         named = tuple((f"call_{name}_{number}", call) for number, call in enumerate(calls))
-        return Said(name, text, named, reply.truncated, 0, len(reply.token_ids))
+        return AssistantTurn(name, text, named, reply.truncated, 0, len(reply.token_ids))

@@ -1,5 +1,7 @@
-"""The HTTP server of a rank's episodes, in their event loop; each episode has a key by which its requests are told
-apart."""
+"""HTTP server for the agents of a rank's episodes, in the event loop of the episodes.
+
+The key of a request identifies its episode.
+"""
 
 from __future__ import annotations
 
@@ -23,23 +25,23 @@ from megappo.network.http_client import without_proxies
 
 _LARGEST_BODY_BYTES = 64 * 10**6
 _NEVER_AGAIN = {"x-should-retry": "false"}
-"""Header by which both SDKs do not retry a request: the answer would be the same."""
+"""Header that prevents retries by both SDKs. A retry would get the same answer."""
 
 
 @dataclass(frozen=True)
 class AgentEndpoint:
-    """Address and key at which an agent finds the model, for one episode."""
+    """Address and key of the model for the agent of one episode."""
 
     base_url: str
-    """Base URL for OpenAI's SDKs; it ends in `/v1`."""
+    """Base URL for OpenAI SDKs. The URL ends in `/v1`."""
     anthropic_base_url: str
-    """Base URL for Anthropic's SDKs, which add `/v1` themselves."""
+    """Base URL for Anthropic SDKs, which add `/v1`."""
     api_key: str = field(repr=False)
 
     @property
     def environment(self) -> dict[str, str]:
-        """Environment variables of the agent: those that the SDKs read, and those that keep proxies from standing
-        before the model."""
+        """Environment variables for the agent: variables of the SDKs, and variables that exclude the gateway from
+        proxies."""
         return without_proxies(urlsplit(self.base_url).hostname or "") | {
             "OPENAI_BASE_URL": self.base_url,
             "OPENAI_API_KEY": self.api_key,
@@ -55,7 +57,7 @@ class _Serving:
 
 
 class Gateway:
-    """HTTP server on one interface, started when the first episode needs it."""
+    """HTTP server on one interface. The server starts when the first episode needs it."""
 
     def __init__(self, host: str) -> None:
         self._host = host
@@ -65,12 +67,12 @@ class Gateway:
         self._starts = asyncio.Lock()
 
     def again(self) -> Gateway:
-        """A new gateway for another event loop."""
+        """Return a new gateway for another event loop."""
         return Gateway(self._host)
 
     @asynccontextmanager
     async def serve(self, recorder: Recorder) -> AsyncIterator[AgentEndpoint]:
-        """See `Session.serve`. Raises RunError where it cannot listen."""
+        """See `Session.serve`. Raises RunError if the server cannot listen."""
         await self._listen()
         key = f"megappo-{secrets.token_urlsafe(24)}"
         served = self._served[key] = _Serving(recorder)
@@ -117,7 +119,7 @@ class Gateway:
 
 
 def _route(served: dict[str, _Serving], api: ModuleType) -> Callable[[web.Request], Awaitable[web.StreamResponse]]:
-    """The request handler of one protocol."""
+    """Return the request handler of one protocol."""
 
     def failed(status: int, message: str, kind: str, code: str) -> web.Response:
         return web.json_response(api.error(message, kind, code), status=status, headers=_NEVER_AGAIN)
@@ -130,24 +132,24 @@ def _route(served: dict[str, _Serving], api: ModuleType) -> Callable[[web.Reques
         try:
             if not isinstance(body, dict):
                 raise RefusedError("the request is no object")
-            asked = api.asked(body)
-            said = await recorder.answer(asked)
+            chat_request = api.read_request(body)
+            turn = await recorder.answer(chat_request)
         except RefusedError as refused:
             return failed(400, str(refused), "request", "invalid_value")
         except LimitReached as reached:
             code = "context_length_exceeded" if reached.limit in ("tokens", "positions") else "limit_reached"
-            return failed(400, f"{reached}, so that it is over", "request", code)
+            return failed(400, f"{reached}, so the episode is over", "request", code)
         except RunError as error:
             return failed(500, str(error), "server", "server_error")
-        if not asked.stream:
-            return web.json_response(api.answer(asked, said))
-        return web.Response(body=b"".join(api.chunks(asked, said)), content_type="text/event-stream")
+        if not chat_request.stream:
+            return web.json_response(api.answer(chat_request, turn))
+        return web.Response(body=b"".join(api.chunks(chat_request, turn)), content_type="text/event-stream")
 
     async def handle(request: web.Request) -> web.StreamResponse:
         key = request.headers.get("x-api-key") or request.headers.get("Authorization", "").removeprefix("Bearer ")
         mine = served.get(key)
         if mine is None:
-            return failed(401, "the key is of no episode that goes on", "authentication", "invalid_api_key")
+            return failed(401, "the key belongs to no running episode", "authentication", "invalid_api_key")
         task = asyncio.current_task()
         assert task is not None
         mine.answering.add(task)
