@@ -82,7 +82,7 @@ def test_servers_on_gpus_have_no_float32(capsys: pytest.CaptureFixture[str]) -> 
 def test_the_default_engine_keeps_its_rules(capsys: pytest.CaptureFixture[str]) -> None:
     words = ["rollout.engine=null", "rollout.when_stopped=keep", "rollout.sglang={deterministic: false}"]
     assert main(["plan", str(QUICKSTART), "--machine", "h100", *words]) == 2
-    assert "rollout.when_stopped is keep and rollout.sglang.deterministic false" in capsys.readouterr().err
+    assert "rollout.when_stopped is keep and rollout.sglang.deterministic is false" in capsys.readouterr().err
 
 
 @pytest.mark.waits
