@@ -468,7 +468,7 @@ def test_one_override_turns_evaluation_off() -> None:
     config = config_with("evaluation=null")
     assert config.data.validation is not None
     notes = derive(config, 1, SHAPE).notes
-    assert notes == ("data.validation is for `megappo eval` only, since there is no section evaluation",)
+    assert notes == ("data.validation is for `megappo eval` only, because there is no section evaluation",)
 
 
 def test_padded_vocabulary() -> None:
