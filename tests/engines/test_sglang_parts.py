@@ -663,7 +663,7 @@ SHAPE = ModelShape("llama", 64, 2, 4, 2, 16, 256, 16, 32, False)
         ),
         (
             ["rollout.sglang={placement: disaggregated, urls: ['http://a:1'], environment: {A: b}}"],
-            "rollout.sglang.environment is for own servers, and urls name others; remove it",
+            "rollout.sglang.environment is for servers of the run, but urls name external servers; remove it",
         ),
         (
             ["rollout.sglang.arguments={speculative-algorithm: NEXTN}"],
