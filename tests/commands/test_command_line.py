@@ -281,7 +281,7 @@ def test_one_process_is_told_how_many_there_should_be(
     servers = ("rollout.engine=sglang", "rollout.sglang={placement: colocated, tensor_parallel: 1}")
     assert main([command, str(QUICKSTART), *layouts, *servers]) == 2
     said = capsys.readouterr().err
-    assert f"this is 1 process, and the layouts need {fewest}; start {fewest} processes: torchrun " in said
+    assert f"this is 1 process, but the layouts need {fewest}; start {fewest} processes: torchrun " in said
     assert f"--nproc-per-node {fewest} -m megappo {command}" in said and calls == []
     assert main([command, str(QUICKSTART), *layouts]) == (0 if command == "eval" else 2)
     if command == "eval":
