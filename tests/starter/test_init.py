@@ -145,9 +145,9 @@ def test_settings_that_are_written_exist(model: Path, empty: Path) -> None:
 @pytest.mark.parametrize(
     ("words", "sentence"),
     [
-        (["--output", "there.yaml"], "there.yaml is there already; add --force to write over it"),
+        (["--output", "there.yaml"], "there.yaml exists already; add --force to overwrite it"),
         (["--output", "data"], "--output 'data' must end with .yaml"),
-        (["--output", "a b.yaml"], "--output 'a b.yaml' must end with .yaml, behind a name of letters"),
+        (["--output", "a b.yaml"], "--output 'a b.yaml' must end with .yaml, after a name of letters"),
         (["--gpus", "0", "--machine", "h100"], "--gpus is '0', must be a whole number from 1 to 16384"),
         (
             ["--gpus", "16", "--machine", "h100"],
