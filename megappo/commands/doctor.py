@@ -1,4 +1,4 @@
-"""`megappo doctor`: checks of one machine or of a job with several ranks."""
+"""`megappo doctor`: checks of one machine, or of a job on several ranks."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def run(arguments: argparse.Namespace) -> bool:
         _print(merge([(machine, [*own, problem])]), [machine], as_json_text)
         return False
     is_well = _together(machine, own, ranks, derived, as_json_text)
-    dist.destroy_process_group()  # only without an error: NCCL would wait for the other ranks
+    dist.destroy_process_group()  # skipped after an error, as NCCL would wait for the other ranks
     return is_well
 
 

@@ -117,7 +117,7 @@ class SavedRun:
         if not self._steps:
             raise ValueError(
                 f"{directory} has no saved experience (in {folder}); run it with 'logging.save_experience={{}}', or "
-                "for some steps and samples with 'logging.save_experience={steps: [1, 10], samples: 64}'"
+                "select steps and samples with 'logging.save_experience={steps: [1, 10], samples: 64}'"
             )
 
     def _folder(self) -> Path:

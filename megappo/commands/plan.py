@@ -60,6 +60,6 @@ def run(arguments: argparse.Namespace) -> bool:
         answer = [plan.verdict, advice, plan.bottleneck, other.sentence, plan.stopping.sentence(config)]
         print("\n".join(line for line in (*answer, *proposed.notes, plan.assumptions) if line))
         if chosen:
-            print("chosen where the configuration says nothing:")
+            print("chosen for settings that the configuration omits:")
             print("\n".join(f"  {choice.sentence}" for choice in chosen))
     return plan.fits

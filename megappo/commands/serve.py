@@ -3,7 +3,7 @@
 For a server on several machines, each machine runs `megappo serve` for its part of the server. All parts start and end
 together.
 
-The server is restarted after a crash or a hang. It ends with all its processes if this process is stopped or killed.
+The server is restarted after a crash or a hang. All its processes end when this process is stopped or killed.
 SIGINT and SIGHUP stop the server at once. A scheduler sends SIGTERM to engines and trainers at the same time. SIGTERM
 therefore stops the server after `linger_seconds`, because trainers may still need answers. SIGUSR1 and SIGUSR2 are
 signals for trainers and are ignored.

@@ -21,7 +21,7 @@ _CANDIDATES = ".=0a:,+-1b"
 _MOST_ANCHORS = 8
 _TOKENIZERS = 64
 _SPACE, _BYTE_SPACE = "▁", "Ġ"
-"""The space in the pieces of SentencePiece tokenizers and byte-level tokenizers."""
+"""Space in the pieces of SentencePiece tokenizers and byte-level tokenizers."""
 
 
 class _Anchor(NamedTuple):

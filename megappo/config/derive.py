@@ -223,7 +223,7 @@ def _notes(config: Config, roles: list[RoleSpec], world_size: int) -> Iterator[s
         yield f"memory and time of rollout.engine '{config.rollout.engine}' are planned as for the embedded engine"
     if config.data.evaluated and config.evaluation is None:
         key = "data.validation" if config.data.validation is not None else "data.validation_sets"
-        yield f"{key} is for `megappo eval` only, because there is no section evaluation"
+        yield f"{key} is used only by `megappo eval`, because the section evaluation is missing"
     for role in roles:
         pp, vpp = role.layout.pipeline_parallel, role.layout.virtual_pipeline_chunks
         if vpp > 1:

@@ -60,8 +60,8 @@ def _behind_a_turn(tokenizer: PreTrainedTokenizerBase, time: str | None) -> tupl
 def _end_of_turn(tokenizer: PreTrainedTokenizerBase, last: str, inner: str) -> tuple[int | None, str]:
     """Return the token that ends a turn, and its text.
 
-    Other templates end a turn with the tag of the next role (GLM) or with several tokens. In these cases the token is
-    None. The text is empty if the template does not mark the end of a turn.
+    Some templates have no such token. They end a turn with the tag of the next role (GLM) or with several tokens. The
+    token is then None. The text is empty if the template does not mark the end of a turn.
     """
     unknown = tokenizer.unk_token_id
     added = {token: str(piece) for token, piece in tokenizer.added_tokens_decoder.items() if token != unknown}

@@ -57,11 +57,11 @@ _TYPE_RULES = {
 _OFF = ("none", "null", "off", "no", "false", "disabled", "disable")
 """Words that users write to disable a section."""
 _MISSPELT = 0.85
-"""Minimum similarity (difflib's ratio) of a misspelt name. `beta` has 0.89 with `beta1`, and `kl_penalty` has only 0.82
-with `penalty`."""
+"""Minimum similarity (difflib's ratio) of a misspelt name. The similarity of `beta` and `beta1` is 0.89, that of
+`kl_penalty` and `penalty` only 0.82."""
 _MOST_SENTENCES = 20
 _SHORT_CHARACTERS = 40
-"""A shorter value can be part of an example."""
+"""Maximum length of a value in an example."""
 _LARGEST_EXACT_FLOAT = 2**53
 
 

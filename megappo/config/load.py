@@ -35,8 +35,8 @@ _PLANNED_LIMITS = {"collective_timeout_seconds", "phase_timeout_seconds"}
 """Settings of `runtime` that a run takes from its plan if the user does not set them."""
 _URLS, _ENGINES = ("rollout", "sglang", "urls"), ("rollout", "sglang", "engines")
 _REPLACED = {**dict(_ALTERNATIVES), **{other: key for key, other in _ALTERNATIVES}, _URLS: _ENGINES}
-"""Settings whose override removes another setting of the file: an alternative, or the number of own servers if external
-servers are named."""
+"""Pairs of settings. An override of the first setting removes the second one from the file: an alternative setting, or
+the number of servers if external servers are named."""
 
 
 def load_config(path: str | os.PathLike[str], overrides: Sequence[str] = ()) -> Config:
@@ -202,7 +202,7 @@ def _parse_override(override: str) -> tuple[Key, JSONValue]:
     if not equals or not all(key):
         raise ConfigError(f"{shown} must have the form section.key=value, such as run.steps=10")
     if len(key) > DEEPEST_NESTING:
-        raise ConfigError(f"{shown} has {len(key)} keys inside each other, must have at most {DEEPEST_NESTING}")
+        raise ConfigError(f"{shown} has {len(key)} nested keys, must have at most {DEEPEST_NESTING}")
     for depth in range(1, len(key) + 1):
         field = find_field(key[:depth])
         if field is None:

@@ -75,8 +75,8 @@ def option(name: str) -> str:
 
 
 def own_word_rules(arguments: Iterable[str], where: str) -> Iterator[str]:
-    """Check arguments of a judge's server. The arguments must not make the server accessible to others or change its
-    files."""
+    """Check arguments of a judge's server. The arguments must neither change its files nor make the server
+    accessible to others."""
     for argument in sorted(arguments):
         if option(argument) in _DOORS:
             yield f"{where} has {argument}, which a run decides for its own servers; remove it"

@@ -1,1 +1,1 @@
-"""Preparation of a run: resolved settings for all commands, and the inputs that are read before training."""
+"""Preparation of a run: resolved settings for all commands, and the inputs of the training."""

@@ -1,4 +1,4 @@
-"""Runs whose settings were checked against models, ranks and the machine. Every command starts from such a run."""
+"""Runs whose settings were checked against models, ranks and the machine."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ class ResolvedRun:
     rows: tuple[tuple[str, str], ...]
     """(name, description) pairs of the run's plan on this machine, for the start of the log."""
     inputs: RunInputs | None
-    """Inputs of the run. None unless the number of epochs required reading the data."""
+    """Inputs of the run. None unless `run.epochs` required the number of prompts."""
 
 
 def resolve_run(command: Literal["train", "eval"], config: Config) -> ResolvedRun:

@@ -32,7 +32,7 @@ class RunTarget:
     """Number of devices per node. Each device has one rank."""
     nodes: int
     scheduler: str
-    """Scheduler: `slurm`, or "" for none."""
+    """Name of the scheduler: `slurm`, or "" without a scheduler."""
     disk: str
     """Type of the file system of the working directory."""
 
@@ -62,7 +62,7 @@ def find_target(machine: str | None, devices: int | None, nodes: int | None, fol
 
     Missing arguments are detected on this machine, or with SLURM if only the cluster's nodes have GPUs.
 
-    Raises ConfigError for an unknown machine or an impossible number of devices.
+    Raises ConfigError for an unknown machine, too many devices per node, or missing GPUs.
     """
     own_gpus = _own_gpus()
     scheduler = "slurm" if shutil.which("sinfo") or "SLURM_JOB_ID" in os.environ else ""

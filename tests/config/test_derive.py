@@ -81,7 +81,7 @@ BROKEN: list[tuple[int, tuple[str, ...], list[str]]] = [
     (
         1,
         (*NO_CRITIC, "algorithm.lam={actor: 0.9}"),
-        ["algorithm.lam has several values", "'grpo' uses one lambda for actor and critic", "set one number, or set"],
+        ["algorithm.lam differs between actor and critic", "'grpo' uses one lambda", "set one number, or set"],
     ),
     (
         1,
@@ -94,7 +94,7 @@ BROKEN: list[tuple[int, tuple[str, ...], list[str]]] = [
     (
         1,
         ("reward.overlong={buffer_tokens: 70}", "rollout.max_response_tokens=64"),
-        ["reward.overlong.buffer_tokens 70 is above rollout.max_response_tokens 64", "at most that"],
+        ["reward.overlong.buffer_tokens 70 is above rollout.max_response_tokens 64", "lower it"],
     ),
     (
         1,
@@ -468,7 +468,7 @@ def test_one_override_turns_evaluation_off() -> None:
     config = config_with("evaluation=null")
     assert config.data.validation is not None
     notes = derive(config, 1, SHAPE).notes
-    assert notes == ("data.validation is for `megappo eval` only, because there is no section evaluation",)
+    assert notes == ("data.validation is used only by `megappo eval`, because the section evaluation is missing",)
 
 
 def test_padded_vocabulary() -> None:

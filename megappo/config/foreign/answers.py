@@ -9,15 +9,15 @@ ROLE = "ROLE"
 
 
 class Counterpart(NamedTuple):
-    """The answer for a name from another trainer."""
+    """Answer for a name from another trainer."""
 
     keys: tuple[str, ...]
     """Dotted keys of megappo's settings. There are several keys if the name corresponds to several settings, or if the
     name is ambiguous. Without keys, megappo has no equivalent setting."""
     note: str = ""
-    """A difference between the two settings, such as the unit. Without keys, the note is a reason or a remedy."""
+    """Difference between the two settings, such as the unit. Without keys, the note is a reason or a remedy."""
     trainers: tuple[str, ...] = ()
-    """The trainers that use the name, such as `verl`. Empty for a name that is shared by several trainers."""
+    """Trainers that use the name, such as `verl`. The tuple is empty for a name that several trainers share."""
 
 
 PROMPTS = "verl counts prompts, megappo counts samples: multiply by rollout.samples_per_prompt"

@@ -27,8 +27,8 @@ def estimator_rules(config: Config, estimator: Estimator) -> Iterator[str]:
         )
     if not config.algorithm.lam.is_one and not estimator.tells_lambdas_apart:
         yield (
-            f"algorithm.lam has several values, but algorithm.estimator '{estimator.name}' uses one lambda for actor "
-            "and critic; set one number, or set algorithm.estimator to gae"
+            f"algorithm.lam differs between actor and critic, but algorithm.estimator '{estimator.name}' uses one "
+            "lambda; set one number, or set algorithm.estimator to gae"
         )
     if config.algorithm.discount_at == "turn":
         yield from _turn_rules(config, estimator)

@@ -39,9 +39,9 @@ class SavedStep:
     samples_per_prompt: Annotated[int, Field(ge=1)]
     temperature: float
     vocabulary: str | None = None
-    """`vocabulary_digest` of that run's tokenizer. Folders of earlier versions have None."""
+    """`vocabulary_digest` of that run's tokenizer. The value is None in folders of earlier versions."""
     min_response_tokens: int | None = None
-    """`rollout.min_response_tokens` of that run. Folders of earlier versions have None."""
+    """`rollout.min_response_tokens` of that run. The value is None in folders of earlier versions."""
 
     @property
     def is_whole(self) -> bool:

@@ -70,7 +70,7 @@ def _follows_export(config: Config, step: int, _steps: int) -> bool:
 
 
 def _samples(config: Config) -> bool:
-    """Whether the run's own responses are scored, instead of loaded ones."""
+    """Return whether the run scores new responses instead of loaded ones."""
     return config.rollout.load_from is None
 
 
@@ -174,7 +174,7 @@ prefix matches, every run logs the metric."""
 
 
 def logged_metrics(config: Config, experts: Experts) -> list[str]:
-    """Returns the names of the metrics that a run with these settings logs, except for the metrics of tools."""
+    """Return the names of the metrics that a run with these settings logs, except for the metrics of tools."""
     return [name for name, of in _names(config) if _condition(of).applies(config, experts)]
 
 
@@ -236,14 +236,14 @@ def _condition(documented: str) -> _Condition:
 
 
 def _documented(name: str, config: Config) -> str | None:
-    """Returns the entry of `METRICS` for a metric, or None if the metric is unknown."""
+    """Return the entry of `METRICS` for a metric, or None if the metric is unknown."""
     if re.fullmatch(r"tool/[^/]+/(calls|failures|seconds)", name):
         return "tool/"
     return dict(_names(config)).get(name)
 
 
 def _names(config: Config) -> Iterator[tuple[str, str]]:
-    """Yields (name, entry in `METRICS`) for all metrics. Placeholders are replaced with the names of functions, judges,
+    """Yield (name, entry in `METRICS`) for all metrics. Placeholders are replaced by the names of functions, judges,
     sources, validation sets and stages of the run."""
     sets = config.data.validation_sets or {}
     filled: dict[str, Iterable[str]] = {

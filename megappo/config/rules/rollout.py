@@ -34,13 +34,12 @@ def length_rules(config: Config, shapes: dict[str, ModelShape]) -> Iterator[str]
 
 
 def kept_rules(config: Config) -> Iterator[str]:
-    """Check generation functions, dynamic sampling and shaping of scores against other settings that would disable
-    them."""
+    """Check that other settings do not disable a generation function, dynamic sampling or the shaping of scores."""
     rollout, overlong = config.rollout, config.reward.overlong
     if rollout.generation is not None and (rollout.ahead or rollout.episodes is not None):
         other = f"rollout.ahead is {rollout.ahead}" if rollout.ahead else "rollout.environment plays episodes"
         remedy = "rollout.ahead to 0" if rollout.ahead else "rollout.environment to null"
-        yield f"rollout.generation is given, but {other}, which does without it; set {remedy}, or generation to null"
+        yield f"rollout.generation is given, but {other}, which does not use it; set {remedy}, or generation to null"
     if rollout.dynamic_sampling is not None and rollout.samples_per_prompt < 2:
         yield (
             f"rollout.dynamic_sampling compares the samples of a prompt, but rollout.samples_per_prompt is "
@@ -54,7 +53,7 @@ def kept_rules(config: Config) -> Iterator[str]:
     if overlong is not None and overlong.buffer_tokens > rollout.max_response_tokens:
         yield (
             f"reward.overlong.buffer_tokens {overlong.buffer_tokens} is above rollout.max_response_tokens "
-            f"{rollout.max_response_tokens}; set it to at most that"
+            f"{rollout.max_response_tokens}; lower it to this limit"
         )
 
 

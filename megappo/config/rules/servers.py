@@ -14,8 +14,8 @@ from megappo.families.architecture import ArchitectureConfig, ModelShape
 
 
 def server_rules(config: Config, shape: ModelShape) -> Iterator[str]:
-    """Check the settings of SGLang servers against other settings and against the actor's model. `resolve` must have
-    chosen the engine."""
+    """Check that the settings of SGLang servers fit other settings and the actor's model. `resolve` must have chosen
+    the engine."""
     rollout = config.rollout
     if rollout.engine is None or rollout.load_from is not None:
         return
@@ -35,7 +35,7 @@ def server_rules(config: Config, shape: ModelShape) -> Iterator[str]:
     if rollout.when_stopped == "keep" and rollout.servers.deterministic is False:
         yield (
             "rollout.when_stopped is keep and rollout.sglang.deterministic is false, so short responses are kept, long "
-            "responses are sampled again, and lengths are biased; set when_stopped to drop, or deterministic to true"
+            "responses are sampled again, and responses get shorter; set when_stopped to drop, or deterministic to true"
         )
     tp, heads = rollout.servers.tensor_parallel, rollout.servers.attention_ranks
     unfit = [f"{shape.heads} (heads)"] if shape.heads % heads else []
@@ -75,7 +75,7 @@ def _attention_rules(servers: SGLangSettings, shape: ModelShape) -> Iterator[str
         yield f"{key} {groups} does not divide tensor_parallel {tp}; the nearest is {nearest}"
     able = [name for name, family in FAMILIES.items() if family.attends_in_groups]
     if shape.family not in able:
-        yield f"{key} is {groups}, which SGLang has for {either(able)}, not for {shape.family}; set it to 1"
+        yield f"{key} is {groups}, which SGLang supports for {either(able)}, but not for {shape.family}; set it to 1"
     elif shape.tied_embeddings:
         yield f"{key} is {groups}, but the model's embedding is its output layer, which other ranks share; set it to 1"
 
