@@ -643,7 +643,7 @@ SHAPE = ModelShape("llama", 64, 2, 4, 2, 16, 256, 16, 32, False)
         ),
         (
             ["rollout.sglang={tensor_parallel: 2, data_parallel_attention: 2}"],
-            "is 2, which SGLang has for qwen3 or qwen3_moe, not for llama; set it to 1",
+            "is 2, which SGLang supports for qwen3 or qwen3_moe, but not for llama",
         ),
         (
             ["rollout.sglang.arguments={attn-dp-size: 2}"],
