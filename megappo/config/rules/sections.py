@@ -23,8 +23,7 @@ def section_rules(config: Config, steps: int | None) -> Iterator[str]:
         )
     if config.checkpoint is None and not config.run.export_final_model:
         yield (
-            "checkpoint is null and run.export_final_model is false, so the run would save no weights; "
-            "set one of them"
+            "checkpoint is null and run.export_final_model is false, so the run would save no weights; set one of them"
         )
     reference = config.reference
     if reference is not None and config.model.init == "random" and config.actor.start_from is not None:
