@@ -1,6 +1,6 @@
-"""The subcommands: one module each, with `add_arguments(parser)` and `run(arguments)`.
+"""Subcommands. Each module has `add_arguments(parser)` and `run(arguments)`.
 
-A module is imported when its command is called, so that none waits for what another needs.
+A module is imported when its command is called, so that a command does not import the libraries of other commands.
 """
 
 from __future__ import annotations
@@ -14,61 +14,61 @@ from megappo.errors import ConfigError, expanded, shortened, whole_number
 
 
 class CommandModule(Protocol):
-    """The interface of a subcommand's module."""
+    """Interface of a subcommand's module."""
 
     def add_arguments(self, parser: argparse.ArgumentParser) -> None:
         """Declare the arguments of the command."""
 
     def run(self, arguments: argparse.Namespace) -> bool | None:
-        """Run the command; False: it ran, and its answer is no (exit code 1)."""
+        """Run the command. False means that the command ran with a negative result (exit code 1)."""
 
 
 @dataclass(frozen=True)
 class Command:
-    """A subcommand."""
+    """Subcommand and its properties."""
 
     help: str
     on_ranks: bool = False
-    """Whether a launcher may start it as several ranks."""
+    """Whether a launcher may start the command on several ranks."""
     takes_overrides: bool = False
-    """Whether `key=value` may follow its arguments."""
+    """Whether `key=value` arguments are allowed after the other arguments."""
     builds_models: bool = True
-    """Whether transformers may be asked for models, not for configurations and tokenizers alone."""
+    """Whether the command may build models with transformers, instead of reading only configurations and tokenizers."""
 
 
 COMMANDS = {
     "quickstart": Command(
-        "train a small model on single-digit sums, by two processes of this machine", takes_overrides=True
+        "train a small model on single-digit sums with two processes on this machine", takes_overrides=True
     ),
     "init": Command("write a commented configuration for this machine and a task", builds_models=False),
-    "train": Command("run PPO as a YAML file describes it", on_ranks=True, takes_overrides=True),
+    "train": Command("run PPO with the settings of a YAML file", on_ranks=True, takes_overrides=True),
     "plan": Command(
-        "say what a run will need and how fast it will be, before it is started",
+        "estimate the memory and the speed of a run before its start",
         takes_overrides=True,
         builds_models=False,
     ),
     "doctor": Command(
-        "say what of this machine, or of all ranks, is fine, slow or broken", on_ranks=True, takes_overrides=True
+        "report what is fine, slow or broken on this machine or on all ranks", on_ranks=True, takes_overrides=True
     ),
-    "serve": Command("run one SGLang server for trainers elsewhere, and keep it running", takes_overrides=True),
+    "serve": Command("run one SGLang server for trainers on other machines, and restart it", takes_overrides=True),
     "eval": Command("score a model on data.validation and data.validation_sets", on_ranks=True, takes_overrides=True),
     "export": Command("write a checkpoint of a run as a Hugging Face folder, or for Megatron-LM"),
-    "data": Command("write GSM8K, MATH, DAPO or Countdown as configurations read them"),
+    "data": Command("write GSM8K, MATH, DAPO or Countdown in the format of configurations"),
     "settings": Command("explain a setting, a section, a metric, or a name from other trainers"),
-    "completion": Command("print the script by which bash or zsh completes commands, options and settings"),
-    "report": Command("show how a metric went in a run, or in several"),
+    "completion": Command("print a script for bash or zsh that completes commands, options and settings"),
+    "report": Command("show the course of a metric in one run or several"),
     "inspect": Command("show samples that a run saved, token by token: mask, reward, value, return, advantage"),
 }
-"""Subcommands by name, which is also the name of the module in this package."""
+"""Subcommands by name. The name is also the name of the module in this package."""
 
 
 def module_of(command: str) -> CommandModule:
-    """The module of a subcommand, imported now."""
+    """Import and return the module of a subcommand."""
     return cast(CommandModule, import_module(f"{__name__}.{command}"))
 
 
 def path_option(text: str) -> str:
-    """A `type` of argparse for paths: `~` is expanded. Raises ArgumentTypeError for a variable in the path."""
+    """Expand `~` in a path, as a `type` of argparse. Raises ArgumentTypeError for a variable in the path."""
     try:
         return expanded(text)
     except ConfigError as error:
@@ -76,7 +76,7 @@ def path_option(text: str) -> str:
 
 
 def whole_option(name: str, text: str, least: int, most: int) -> int:
-    """The whole number that an option has. Raises ConfigError for anything else, and outside of the bounds."""
+    """Return an integer option. Raises ConfigError for other text and for a number out of bounds."""
     number = whole_number(text)
     if number is None or not least <= number <= most:
         raise ConfigError(f"{name} is '{shortened(text)}', must be a whole number from {least} to {most}")
@@ -84,14 +84,15 @@ def whole_option(name: str, text: str, least: int, most: int) -> int:
 
 
 def ranks_option(name: str, text: str | None) -> int | None:
-    """The number of devices or nodes that an option has; None where it is not given. Raises as `whole_option`."""
+    """Return an option for a number of devices or nodes, or None if it is not set. Raises the errors of
+    `whole_option`."""
     from megappo.config.base import LARGEST_WORLD
 
     return None if text is None else whole_option(name, text, 1, LARGEST_WORLD)
 
 
 def seconds_option(name: str, text: str, most: float) -> float:
-    """The seconds that an option has, from 0. Raises ConfigError for anything else, and above `most`."""
+    """Return an option in seconds. Raises ConfigError for other text, a negative number or a number above `most`."""
     try:
         seconds = float(text)
     except ValueError:
@@ -102,7 +103,7 @@ def seconds_option(name: str, text: str, most: float) -> float:
 
 
 def add_config_arguments(parser: argparse.ArgumentParser, *, optional: bool = False) -> None:
-    """Add the arguments of a configuration and its overrides."""
+    """Add the arguments for a configuration and its overrides."""
     parser.add_argument("config", metavar="CONFIG", nargs="?" if optional else None, type=path_option, help="YAML file")
     parser.add_argument(
         "overrides", nargs="*", metavar="key=value", help="override such as run.steps=10, or another file"
@@ -110,6 +111,6 @@ def add_config_arguments(parser: argparse.ArgumentParser, *, optional: bool = Fa
 
 
 def add_machine_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the arguments of the devices that a run is planned for."""
+    """Add the arguments for the devices of a planned run."""
     parser.add_argument("--machine", metavar="NAME", help="h100, cpu, ... or a YAML file (default: by runtime.device)")
     parser.add_argument("--gpus", metavar="N", help="devices, one per rank (default: the fewest the layouts need)")

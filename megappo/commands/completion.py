@@ -1,4 +1,4 @@
-"""`megappo completion`: the script by which a shell completes commands, their options, and settings as overrides."""
+"""`megappo completion`: a shell script that completes commands, options, and settings as overrides."""
 
 from __future__ import annotations
 
@@ -61,11 +61,11 @@ complete {files} -F _megappo megappo
 """
 _PRELUDES = {"bash": "", "zsh": "autoload -U +X bashcompinit && bashcompinit\n"}
 _FILES = {"bash": "-o default", "zsh": "-o default -o nospace"}
-"""How `complete` is told to offer files where there is nothing else; zsh has no `compopt`."""
+"""Options of `complete` that offer files as a fallback. zsh has no `compopt`."""
 
 
 class _Recorder(argparse.ArgumentParser):
-    """Keeps what a command declares."""
+    """Parser that records the arguments of a command."""
 
     def __init__(self) -> None:
         super().__init__(add_help=False)
@@ -78,8 +78,8 @@ class _Recorder(argparse.ArgumentParser):
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """What follows `megappo completion`."""
-    parser.add_argument("shell", choices=SHELLS, metavar="SHELL", help="bash or zsh, which reads the script")
+    """Add the arguments of `megappo completion`."""
+    parser.add_argument("shell", choices=SHELLS, metavar="SHELL", help="shell that reads the script: bash or zsh")
 
 
 def run(arguments: argparse.Namespace) -> None:
@@ -88,7 +88,7 @@ def run(arguments: argparse.Namespace) -> None:
 
 
 def script(shell: str) -> str:
-    """The script for one of SHELLS, which completes without starting Python."""
+    """Return the script for one of SHELLS. It completes without a start of Python."""
     options, values = [], []
     for name in COMMANDS:
         recorder = _Recorder()

@@ -1,4 +1,4 @@
-"""`megappo data prepare`: write a data set that configurations name."""
+"""`megappo data prepare`: a data set in the format of configurations."""
 
 from __future__ import annotations
 
@@ -12,19 +12,19 @@ _LARGEST_SEED = 2**63 - 1
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """What follows `megappo data`."""
+    """Add the arguments of `megappo data`."""
     parser.add_argument("action", choices=("prepare",), help="write the files of a data set")
     parser.add_argument("name", metavar="NAME", help="gsm8k, math, dapo (with AIME 2024) or countdown")
     parser.add_argument("out", metavar="OUT", type=path_option, help="folder for the parquet files, such as data/gsm8k")
     parser.add_argument(
-        "--from", dest="given", metavar="PATH", type=path_option, help="downloaded file or folder, in place of the hub"
+        "--from", dest="given", metavar="PATH", type=path_option, help="downloaded file or folder, instead of the hub"
     )
-    parser.add_argument("--seed", default="0", metavar="N", help="countdown's (default: %(default)s)")
-    parser.add_argument("--count", default="10000", metavar="N", help="countdown's training puzzles (%(default)s)")
+    parser.add_argument("--seed", default="0", metavar="N", help="seed of countdown (default: %(default)s)")
+    parser.add_argument("--count", default="10000", metavar="N", help="training puzzles of countdown (%(default)s)")
 
 
 def run(arguments: argparse.Namespace) -> None:
-    """Write the files of a data set, and print what was written."""
+    """Write the files of a data set, and print a summary."""
     from megappo.data.prepare import prepare
 
     seed = whole_option("--seed", arguments.seed, 0, _LARGEST_SEED)

@@ -1,4 +1,4 @@
-"""`megappo doctor`: all checks on one machine, or on all of a job where several ranks are started."""
+"""`megappo doctor`: checks of one machine, or of a job on several ranks."""
 
 from __future__ import annotations
 
@@ -26,15 +26,15 @@ from megappo.runtime.objects import all_gather_objects
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """What follows `megappo doctor`."""
+    """Add the arguments of `megappo doctor`."""
     parser.add_argument("--json", action="store_true", help="print the findings as JSON")
     add_config_arguments(parser, optional=True)
 
 
 def run(arguments: argparse.Namespace) -> bool:
-    """`megappo doctor`: check and print; every rank calls this, rank 0 prints. Returns whether nothing is broken.
+    """Run all checks. Every rank calls this function, and rank 0 prints. Return True if no finding is broken.
 
-    Raises ConfigError for settings that cannot run on so many ranks.
+    Raises ConfigError for settings that cannot run on the number of ranks.
     """
     ranks, path, as_json_text = read_ranks(os.environ), arguments.config, arguments.json
     outline = outline_run(load_config(path, arguments.overrides), path) if path is not None else None
@@ -52,30 +52,30 @@ def run(arguments: argparse.Namespace) -> bool:
         _print(merge([(machine, own)]), [machine], as_json_text)
         return not any_broken(own)
     problem = rendezvous_finding(ranks) or join(ranks)
-    if problem is not None:  # each rank speaks for itself, as nothing can be gathered
+    if problem is not None:  # each rank prints its own findings, because they cannot be gathered
         _print(merge([(machine, [*own, problem])]), [machine], as_json_text)
         return False
     is_well = _together(machine, own, ranks, derived, as_json_text)
-    dist.destroy_process_group()  # not on the way of an error, where NCCL would wait for the others
+    dist.destroy_process_group()  # skipped after an error, as NCCL would wait for the other ranks
     return is_well
 
 
 def _together(machine: str, own: list[Finding], ranks: Ranks, derived: Derived | None, as_json_text: bool) -> bool:
-    """Gather what the machines found, measure what is between them, print on rank 0."""
+    """Gather the findings of all machines, measure the network between them, and print on rank 0."""
     everyone = all_gather_objects((machine, own))
     machines = list(dict.fromkeys(name for name, _ in everyone))
-    found = merge(everyone)
-    found += differing_settings(found)
-    # `found` is the same on all ranks, so all of them enter the collectives below or none does.
-    if any_broken(found):
-        found.append(slow("group", "none was measured, as something is broken", "fix that first"))
+    findings = merge(everyone)
+    findings += differing_settings(findings)
+    # All ranks have the same `findings`, so they make the same decision about the collectives below.
+    if any_broken(findings):
+        findings.append(slow("group", "none was measured, because a check is broken", "fix that first"))
     else:
-        found.append(fine("rendezvous", f"{ranks.world_size} ranks met on {', '.join(machines)}"))
-        found.append(clock_finding(machine))
-        found += group_findings(group_kinds(derived, ranks.world_size), own_device(ranks))
+        findings.append(fine("rendezvous", f"{ranks.world_size} ranks met on {', '.join(machines)}"))
+        findings.append(clock_finding(machine))
+        findings += group_findings(group_kinds(derived, ranks.world_size), own_device(ranks))
     if ranks.rank == 0:
-        _print(found, machines, as_json_text)
-    return not any_broken(found)
+        _print(findings, machines, as_json_text)
+    return not any_broken(findings)
 
 
 def _print(findings: Sequence[Finding], machines: Sequence[str], as_json_text: bool) -> None:

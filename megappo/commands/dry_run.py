@@ -1,4 +1,4 @@
-"""`megappo train --dry-run`: everything of a run but training, in one process and without a GPU."""
+"""`megappo train --dry-run`: all parts of a run except training, in one process and without a GPU."""
 
 from __future__ import annotations
 
@@ -33,11 +33,11 @@ def dry_run(
     gpus_text: str | None = None,
     machine_name: str | None = None,
 ) -> None:
-    """Load tokenizer and data, score samples, look through the weights, plan; print what would run.
+    """Load tokenizer and data, score samples, check the weights, plan the run, and print the results.
 
-    Raises ConfigError with every problem, not only the first.
+    Raises ConfigError with all problems, not only the first one.
     """
-    given, machine = config, this_machine() if machine_name is None else find_machine(machine_name)
+    unresolved, machine = config, this_machine() if machine_name is None else find_machine(machine_name)
     gpus = ranks_option("--gpus", gpus_text)
     on_cuda = None if machine_name is None else machine.is_cuda
     outline = outline_run(config, config_path, world_size=gpus, on_cuda=on_cuda)
@@ -49,9 +49,9 @@ def dry_run(
             derived = derive(config, ranks, models.actor, models.critic, models.reference, prompts=len(inputs.training))
     print_rows(describe(config, derived))
     if machine_name is None:
-        here, (machine, fits) = machine, _fits_unnamed(given, models, ranks, machine)
-        advice = [fine("plan", "another machine is named with --machine")] if machine is not here else []
-        plan = chain(fits, _spent(given, models, ranks, machine), advice)
+        own_machine, (machine, fits) = machine, _fits_unnamed(unresolved, models, ranks, machine)
+        advice = [fine("plan", "--machine selects another machine")] if machine is not own_machine else []
+        plan = chain(fits, _spent(unresolved, models, ranks, machine), advice)
     else:
         fits = [fit_finding(config, models, machine, ranks, f"{ranks} x {machine.summary}")]
         plan = chain(fits, _spent(config, models, ranks, machine) if fits[0].state == "fine" else ())
@@ -78,7 +78,7 @@ def dry_run(
 
 
 def _read_inputs(config: Config) -> tuple[RunInputs | None, list[Finding]]:
-    """Returns the data of a run, or None and the findings that explain the error."""
+    """Return the data of a run, or None and the findings that explain the error."""
     inputs: list[RunInputs] = []
 
     def reading() -> Iterator[Finding]:
@@ -90,23 +90,23 @@ def _read_inputs(config: Config) -> tuple[RunInputs | None, list[Finding]]:
 
 
 def _of_machine(config: Config) -> Iterator[Finding]:
-    """What the run needs of this machine's software and disk."""
+    """Check this machine's software and disk for the run."""
     yield generation_finding(config)
     yield from disk(config.run.path)
 
 
-def _fits_unnamed(config: Config, models: Models, ranks: int, here: Machine) -> tuple[Machine, list[Finding]]:
-    """Returns a machine for the plan, and findings on whether the run fits.
+def _fits_unnamed(config: Config, models: Models, ranks: int, own_machine: Machine) -> tuple[Machine, list[Finding]]:
+    """Return a machine for the plan, and findings on whether the run fits.
 
     The machine is this machine if the run fits. Otherwise, it is the default machine of the table, without an error.
     """
     findings, instead = list[Finding](), ""
-    if here.is_cuda or config.runtime.device != "cuda":
+    if own_machine.is_cuda or config.runtime.device != "cuda":
         of_ranks = "1 rank" if ranks == 1 else f"{ranks} ranks"
-        where = f"{ranks} x {here.summary}" if here.is_cuda else f"{of_ranks} on {here.summary}"
-        fit = fit_finding(config, models, here, ranks, where)
+        where = f"{ranks} x {own_machine.summary}" if own_machine.is_cuda else f"{of_ranks} on {own_machine.summary}"
+        fit = fit_finding(config, models, own_machine, ranks, where)
         if fit.state == "fine":
-            return here, [fit]
+            return own_machine, [fit]
         findings.append(replace(fit, state="slow"))
         instead = " instead"
     machine = default_machine(config)
@@ -116,7 +116,7 @@ def _fits_unnamed(config: Config, models: Models, ranks: int, here: Machine) -> 
 
 
 def _spent(config: Config, models: Models, ranks: int, machine: Machine) -> Iterator[Finding]:
-    """What a step's time is spent on there, and what it would be with the other engine."""
+    """Report where a step spends its time, and the time with the other engine."""
     yield fine("plan", make_plan(config, models, machine, ranks).bottleneck)
     yield fine("plan", other_engine(config, models, machine, ranks).sentence)
 

@@ -1,4 +1,4 @@
-"""`megappo eval`: score a model on `data.validation` and `data.validation_sets`."""
+"""`megappo eval`: scores of a model on `data.validation` and `data.validation_sets`."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from megappo.config import load_config
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """What follows `megappo eval`."""
+    """Add the arguments of `megappo eval`."""
     parser.add_argument(
         "--weights", metavar="DIR", type=path_option, help="Hugging Face folder to score instead of model.path"
     )
@@ -18,5 +18,5 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> None:
-    """Evaluate on all ranks; rank 0 prints the metrics."""
+    """Evaluate on all ranks. Rank 0 prints the metrics."""
     evaluate(load_config(arguments.config, arguments.overrides), weights=arguments.weights)

@@ -1,4 +1,4 @@
-"""`megappo export`: a checkpoint of a run as a Hugging Face folder or as one of Megatron-LM's."""
+"""`megappo export`: a checkpoint of a run as a Hugging Face folder or as a Megatron-LM checkpoint."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from megappo.commands import path_option
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """What follows `megappo export`."""
+    """Add the arguments of `megappo export`."""
     parser.add_argument("run_directory", metavar="RUN_DIR", type=path_option, help="directory of the run")
     parser.add_argument("out", metavar="OUT", type=path_option, help="folder to write")
     parser.add_argument("--role", choices=ROLES, default="actor", help="(default: %(default)s)")
@@ -23,21 +23,21 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )  # fmt: skip
     parser.add_argument(
         "--without-mtp", action="store_true",
-        help="leave out the weights of layers that predict further tokens, which are read from the folder of the model",
+        help="leave out the weights of layers that predict additional tokens, which come from the folder of the model",
     )  # fmt: skip
     parser.add_argument(
         "--push-to-hub",
         metavar="OWNER/NAME",
-        help="upload what was written to the Hugging Face hub, as a private model",
+        help="upload the result to the Hugging Face hub as a private model",
     )
-    parser.add_argument("--public", action="store_true", help="create the model on the hub for everybody to see")
-    parser.add_argument("--family", metavar="NAME", help="the run's model.family, whose code is imported")
+    parser.add_argument("--public", action="store_true", help="make the model on the hub public")
+    parser.add_argument("--family", metavar="NAME", help="model.family of the run, whose code is imported")
     parser.add_argument(
         "--trust-remote-code", action="store_true", help="run code in the folders of the run's model and tokenizer"
     )
 
 
 def run(arguments: argparse.Namespace) -> None:
-    """Export, and print what the user should know."""
-    given = {name: value for name, value in vars(arguments).items() if name != "command"}
-    print("\n".join(export(**given)))  # each argument is one of its parameters
+    """Export, and print notes for the user."""
+    options = {name: value for name, value in vars(arguments).items() if name != "command"}
+    print("\n".join(export(**options)))  # each argument is a parameter of `export`

@@ -1,4 +1,4 @@
-"""`megappo init`: a first configuration, commented, for the devices of this machine or of its cluster."""
+"""`megappo init`: a first configuration with comments for the devices of this machine or its cluster."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ from megappo.starter.writing import next_commands, write
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """What follows `megappo init`."""
-    about = "; ".join(f"{name}: {words}" for name, words in TASKS.items())
+    """Add the arguments of `megappo init`."""
+    about = "; ".join(f"{name}: {description}" for name, description in TASKS.items())
     parser.add_argument("task", nargs="?", default="jsonl", choices=TASKS, metavar="TASK", help=about)
     parser.add_argument(
         "--model",
@@ -35,13 +35,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--output", metavar="FILE", type=path_option, help="configuration to write (default: TASK.yaml)"
     )
-    parser.add_argument("--force", action="store_true", help="write over a configuration that is there")
+    parser.add_argument("--force", action="store_true", help="overwrite an existing configuration")
 
 
 def run(arguments: argparse.Namespace) -> None:
-    """Write the configuration, and print what was written and what comes next.
+    """Write the configuration, and print the files and the next commands.
 
-    Raises ConfigError for a file that is there, and whatever of the options cannot be.
+    Raises ConfigError for an existing file and for invalid options.
     """
     output = _output(Path(arguments.output or f"{arguments.task}.yaml"), force=arguments.force)
     gpus, nodes = ranks_option("--gpus", arguments.gpus), ranks_option("--nodes", arguments.nodes)
@@ -64,10 +64,10 @@ def run(arguments: argparse.Namespace) -> None:
 def _output(output: Path, *, force: bool) -> Path:
     if output.suffix not in (".yaml", ".yml") or not re.fullmatch(r"[\w.-]+", output.stem):
         raise ConfigError(
-            f"--output '{shortened(str(output))}' must end with .yaml, behind a name of letters, digits, _, - and ."
+            f"--output '{shortened(str(output))}' must end with .yaml, after a name of letters, digits, _, - and ."
         )
     if output.is_dir() or (output.exists() and not force):
-        raise ConfigError(f"{output} is there already; add --force to write over it, or name another --output")
+        raise ConfigError(f"{output} exists already; add --force to overwrite it, or name another --output")
     return output
 
 

@@ -1,4 +1,4 @@
-"""`megappo inspect`: the samples of a step that a run saved, and one of them token by token, as GAE saw it."""
+"""`megappo inspect`: saved samples of a step, and the tokens of one sample with the inputs and results of GAE."""
 
 from __future__ import annotations
 
@@ -33,19 +33,19 @@ _SORTS = ("id", "reward", "length")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """What follows `megappo inspect`."""
+    """Add the arguments of `megappo inspect`."""
     parser.add_argument(
         "run_dir", metavar="RUN_DIR", type=path_option, help="directory of a run with logging.save_experience"
     )
-    parser.add_argument("--step", metavar="N", help="a step that was saved (default: the last)")
-    parser.add_argument("--sample", metavar="K", help="its tokens; without it, the step's samples are listed")
-    parser.add_argument("--text", metavar="WORDS", help="list samples with these in the prompt or the response")
+    parser.add_argument("--step", metavar="N", help="a saved step (default: the last)")
+    parser.add_argument("--sample", metavar="K", help="show the tokens of this sample instead of a list of samples")
+    parser.add_argument("--text", metavar="WORDS", help="list samples with this text in the prompt or the response")
     parser.add_argument(
-        "--reward", metavar="LOW:HIGH", help="list those with such a reward; --reward=-1:0, --reward=:0"
+        "--reward", metavar="LOW:HIGH", help="list samples with a reward in this range; --reward=-1:0, --reward=:0"
     )
-    parser.add_argument("--length", metavar="LOW:HIGH", help="list those with so many response tokens")
+    parser.add_argument("--length", metavar="LOW:HIGH", help="list samples with a response length in this range")
     parser.add_argument("--sort", choices=_SORTS, default="id", help="order of the list (default: %(default)s)")
-    parser.add_argument("--rows", metavar="N", default="40", help="most samples in the list (default: %(default)s)")
+    parser.add_argument("--rows", metavar="N", default="40", help="maximum length of the list (default: %(default)s)")
 
 
 def run(arguments: argparse.Namespace) -> None:
@@ -53,35 +53,35 @@ def run(arguments: argparse.Namespace) -> None:
     saved = SavedRun(Path(arguments.run_dir))
     step = saved.step(arguments.step)
     if arguments.sample is not None:
-        print("\n".join(saved.told_sample(step, arguments.sample)))
+        print("\n".join(saved.describe_sample(step, arguments.sample)))
         return
-    wanted = SampleSearch(
+    search = SampleSearch(
         arguments.text,
         _bounds("--reward", arguments.reward),
         _bounds("--length", arguments.length),
         arguments.sort,
         whole_option("--rows", arguments.rows, 1, _MOST_ROWS),
     )
-    print("\n".join(saved.told_step(step, wanted)))
+    print("\n".join(saved.describe_step(step, search)))
 
 
-def _bounds(option: str, given: str | None) -> tuple[float, float]:
-    """LOW:HIGH, either of which may be left out."""
-    if given is None:
+def _bounds(option: str, text: str | None) -> tuple[float, float]:
+    """Parse LOW:HIGH. Either bound may be omitted."""
+    if text is None:
         return -math.inf, math.inf
-    low, colon, high = given.partition(":")
+    low, colon, high = text.partition(":")
     try:
         bounds = float(low or "-inf"), float(high or "inf")
     except ValueError:
         bounds = math.nan, math.nan
     if not colon or not bounds[0] <= bounds[1]:
-        raise ConfigError(f"{option} is '{shortened(one_line(given))}', must be LOW:HIGH, such as 0.5:1, 0.5: or :1")
+        raise ConfigError(f"{option} is '{shortened(one_line(text))}', must be LOW:HIGH, such as 0.5:1, 0.5: or :1")
     return bounds
 
 
 @dataclass(frozen=True)
 class SampleSearch:
-    """Which samples are listed, and in which order."""
+    """Criteria and order of the listed samples."""
 
     text: str | None
     reward: tuple[float, float]
@@ -91,24 +91,24 @@ class SampleSearch:
 
     @property
     def chooses(self) -> bool:
-        """Whether any may be left out."""
+        """Whether the criteria may exclude samples."""
         return self.text is not None or {self.reward, self.length} != {(-math.inf, math.inf)}
 
     def among(self, lines: Sequence[SampleLine]) -> list[SampleLine]:
-        """The lines that the search wants, in its order: the largest rewards and lengths first."""
-        found = [line for line in lines if self._wants(line)]
+        """Return the matching lines in order. The largest rewards and lengths are first."""
+        matches = [line for line in lines if self._wants(line)]
         keys = {"id": lambda x: x.sample_id, "reward": lambda x: -x.reward, "length": lambda x: -x.length}
-        return sorted(found, key=keys[self.sort])
+        return sorted(matches, key=keys[self.sort])
 
     def _wants(self, line: SampleLine) -> bool:
-        is_said = self.text is None or any(self.text in text for text in (line.prompt, line.raw_response))
+        has_text = self.text is None or any(self.text in text for text in (line.prompt, line.raw_response))
         bounds = ((line.reward, self.reward), (line.length, self.length))
-        return is_said and all(low <= number <= high for number, (low, high) in bounds)
+        return has_text and all(low <= number <= high for number, (low, high) in bounds)
 
 
 class SavedRun:
-    """The experience that a run saved of its steps. Raises ValueError where it saved none, or the directory is not a
-    run's."""
+    """Saved experience of a run. Raises ValueError if the run saved none, or if the directory does not belong to a
+    run."""
 
     def __init__(self, directory: Path) -> None:
         self._directory = directory
@@ -117,85 +117,85 @@ class SavedRun:
         if not self._steps:
             raise ValueError(
                 f"{directory} has no saved experience (in {folder}); run it with 'logging.save_experience={{}}', or "
-                "for some steps and samples with 'logging.save_experience={steps: [1, 10], samples: 64}'"
+                "select steps and samples with 'logging.save_experience={steps: [1, 10], samples: 64}'"
             )
 
     def _folder(self) -> Path:
-        """The folder in which the run says that it saved experience."""
+        """Folder with the saved experience, according to the run's configuration."""
         if not self._directory.is_dir():
-            raise ValueError(f"{self._directory} is no directory; name that of a run")
+            raise ValueError(f"{self._directory} is no directory; name the directory of a run")
         return folder_of_run(self._directory, self._config[0])
 
     @cached_property
     def _config(self) -> tuple[Config | None, str]:
-        """Configuration of the run, or None and why none can be read."""
-        here = self._directory
-        path = next((p for p in (here / "config.yaml", here.parent / "config.yaml") if p.exists()), None)
+        """Configuration of the run, or None and the reason."""
+        folder = self._directory
+        path = next((p for p in (folder / "config.yaml", folder.parent / "config.yaml") if p.exists()), None)
         try:
-            return (load_config(path), "") if path is not None else (None, "no config.yaml beside it")
+            return (load_config(path), "") if path is not None else (None, "no config.yaml next to it")
         except ConfigError as error:
             return None, f"{path}: {reason(error)}"
 
-    def step(self, given: str | None) -> SavedStep:
-        """The saved step of a number, or the last one."""
-        if given is None:
+    def step(self, number_text: str | None) -> SavedStep:
+        """Return the saved step with a number, or the last saved step."""
+        if number_text is None:
             return self._steps[max(self._steps)]
-        number = whole_option("--step", given, 0, _LARGEST_STEP)
+        number = whole_option("--step", number_text, 0, _LARGEST_STEP)
         if number not in self._steps:
             near = nearest_numbers(number, self._steps)
             raise ConfigError(f"step {number} is not saved; saved are {first_of(sorted(self._steps), 8)}; take {near}")
         return self._steps[number]
 
-    def told_step(self, step: SavedStep, search: SampleSearch) -> Iterator[str]:
-        """The text on a step: a line for each sample that is wanted, and sums over all saved samples."""
+    def describe_step(self, step: SavedStep, search: SampleSearch) -> Iterator[str]:
+        """Yield the text for a step: one line per matching sample, and sums over all saved samples."""
         files = [step.file(rank) for rank in range(step.ranks)]
         lines = [line for path in files for line in read_lines(path)]
-        found = search.among(lines)
-        shown = found[: search.rows]
+        matches = search.among(lines)
+        shown = matches[: search.rows]
         of_all = step.prompts_per_step * step.samples_per_prompt
         yield f"step {step.step} of {self._directory}: {len(lines)} of its {of_all} samples are saved"
         yield from self._settings(step.step)
         if search.chooses:
-            yield f"{len(found)} are as asked for"
+            yield f"{len(matches)} match the criteria"
         yield ""
         yield from _listed(shown)
-        if len(found) > len(shown):
-            yield f"and {len(found) - len(shown)} more; --rows {len(found)} shows all"
+        if len(matches) > len(shown):
+            yield f"and {len(matches) - len(shown)} more; --rows {len(matches)} shows all"
         if lines:
-            yield from ("", "all saved samples together:", *_told_sums(read_sums(files)))
-        yield from ("", "--sample K shows one token by token; what the numbers say: megappo/observe/gae.md")
+            yield from ("", "all saved samples together:", *_sum_rows(read_sums(files)))
+        yield from ("", "--sample K shows one token by token; megappo/observe/gae.md explains the numbers")
 
-    def told_sample(self, step: SavedStep, given: str) -> Iterator[str]:
-        """The text on one sample, token by token."""
-        wanted, known = whole_option("--sample", given, 0, _LARGEST_STEP), list[int]()
+    def describe_sample(self, step: SavedStep, number_text: str) -> Iterator[str]:
+        """Yield the text for one sample, token by token."""
+        sample_id, known = whole_option("--sample", number_text, 0, _LARGEST_STEP), list[int]()
         for path in map(step.file, range(step.ranks)):
             ids = [line.sample_id for line in read_lines(path)]
-            if wanted in ids:
-                line, tokens, sums = read_sample(path, ids.index(wanted))
-                yield f"sample {wanted} of step {step.step} of {self._directory}"
+            if sample_id in ids:
+                line, tokens, sums = read_sample(path, ids.index(sample_id))
+                yield f"sample {sample_id} of step {step.step} of {self._directory}"
                 yield from self._settings(step.step)
-                yield from (*_told_line(line), "", *_told_tokens(tokens), "", *_told_sums(sums))
+                yield from (*_sample_rows(line), "", *_token_rows(tokens), "", *_sum_rows(sums))
                 return
             known += ids
         near = f"saved are {first_of(sorted(known), 8)}" if known else "none is saved"
-        raise ConfigError(f"step {step.step} has no sample {wanted}; {near}")
+        raise ConfigError(f"step {step.step} has no sample {sample_id}; {near}")
 
     def _settings(self, step: int) -> Iterator[str]:
-        """The settings of the last step of the run, and the changes after the selected step."""
+        """Yield the settings of the last step of the run, and the changes after the selected step."""
         config, problem = self._config
-        yield f"settings: {_told_algorithm(config.algorithm) if config else f'not known ({one_line(problem)})'}"
+        yield f"settings: {_format_algorithm(config.algorithm) if config else f'not known ({one_line(problem)})'}"
         for after, changes in read_changes(self._directory):
             if after >= step:
                 yield one_line(f"changed after step {after}: {'; '.join(changes)}")
 
 
-def _told_algorithm(algorithm: AlgorithmSettings) -> str:
+def _format_algorithm(algorithm: AlgorithmSettings) -> str:
     parts = [f"estimator {algorithm.estimator}", f"gamma {algorithm.gamma:g}", f"lambda {algorithm.lam.summary}"]
     kl = algorithm.kl_in_reward
     parts += [f"per {algorithm.discount_at}"] if algorithm.discount_at != "token" else []
     parts += [f"KL in the reward times {kl.coef:g} ({kl.controller})"] if kl is not None else []
     parts += ["advantages whitened"] if algorithm.whiten_advantages else []
-    parts += ["samples that the response limit cut are left out of the losses"] if algorithm.mask_truncated else []
+    parts += ["truncated samples are left out of the losses"] if algorithm.mask_truncated else []
     return one_line(", ".join(parts))
 
 
@@ -213,14 +213,14 @@ def _listed(lines: Sequence[SampleLine]) -> Iterator[str]:
     yield from _table(columns, left=("end", "prompt", "response", "right answer"))
 
 
-def _told_line(line: SampleLine) -> Iterator[str]:
+def _sample_rows(line: SampleLine) -> Iterator[str]:
     of = f" of {one_line(line.data_source)}" if line.data_source else ""
     failed = " (its episode failed)" if line.group_id < 0 else ""
     yield f"prompt {line.group_id}{of}{failed}: {_whole(line.prompt)}"
     yield f"response, {line.length} tokens, {line.end.description}: {_whole(line.raw_response)}"
     if line.answer is not None:
         yield f"right answer: {_whole(line.answer)}"
-    scored = "" if line.score == line.reward else f", which the reward gave as {_number(line.score)}"
+    scored = "" if line.score == line.reward else f", from the score {_number(line.score)}"
     yield f"reward: {_number(line.reward)}{scored}"
     if line.reward_failure:
         yield f"the reward failed: {_whole(line.reward_failure)}"
@@ -228,8 +228,9 @@ def _told_line(line: SampleLine) -> Iterator[str]:
         yield f"the episode failed: {_whole(line.episode_failure)}"
 
 
-def _told_tokens(tokens: SampleTokens) -> Iterator[str]:
-    """A row for each token. Tokens that GAE skips have no value, return or advantage; a reward on them is shown."""
+def _token_rows(tokens: SampleTokens) -> Iterator[str]:
+    """Yield a row for each token. Tokens that GAE skips have no value, return or advantage, but their reward is
+    shown."""
     own = [bool(x) for x in tokens.columns["mask"]]
     columns = {"position": [str(i) for i in range(len(own))], "id": [str(token) for token in tokens.ids]}
     if tokens.texts is not None:
@@ -241,7 +242,7 @@ def _told_tokens(tokens: SampleTokens) -> Iterator[str]:
     yield from _table(columns, left=("token",))
 
 
-def _told_sums(sums: StepSums) -> Iterator[str]:
+def _sum_rows(sums: StepSums) -> Iterator[str]:
     yield f"tokens: {sums.tokens}, the model's own {sums.own}, in the losses {sums.counted}"
     yield (
         f"rewards: sum {_number(sums.reward)}, on the last own token {_share(sums.reward_at_end)} of their size, "
@@ -261,7 +262,7 @@ def _told_sums(sums: StepSums) -> Iterator[str]:
 
 
 def _table(columns: Mapping[str, Sequence[str]], left: Sequence[str]) -> Iterator[str]:
-    """Rows of cells that hold nothing that a terminal would obey."""
+    """Yield the rows of a table. The cells must not contain control characters for terminals."""
     widths = {name: max(len(name), *map(len, cells), 0) for name, cells in columns.items()}
     for row in ([*columns], *(list(cells) for cells in zip(*columns.values(), strict=True))):
         placed = (
@@ -279,8 +280,8 @@ def _share(value: float) -> str:
     return "-" if math.isnan(value) else f"{value:.1%}"
 
 
-def _spread(found: TokenSpread) -> str:
-    return f"mean {_number(found.mean)}, standard deviation {_number(found.std)}"
+def _spread(spread: TokenSpread) -> str:
+    return f"mean {_number(spread.mean)}, standard deviation {_number(spread.std)}"
 
 
 def _start(text: str) -> str:

@@ -1,4 +1,4 @@
-"""`megappo plan`: what a configuration needs, before anything is queued."""
+"""`megappo plan`: the resources that a configuration needs, before a job is queued."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from megappo.runtime.packages import show_torch
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """What follows `megappo plan`."""
+    """Add the arguments of `megappo plan`."""
     parser.add_argument("--json", action="store_true", help="print the plan as JSON")
     parser.add_argument("--search", action="store_true", help="propose the fastest layouts for these devices instead")
     add_machine_arguments(parser)
@@ -26,40 +26,40 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> bool:
-    """`megappo plan`: print the plan of a configuration, or the fastest layouts for it; whether it fits.
+    """Print the plan of a configuration, or the fastest layouts for it. Return whether the run fits.
 
-    Raises ConfigError for settings that cannot run, an unknown machine or number of devices, and a search that finds
-    nothing.
+    Raises ConfigError for invalid settings, an unknown machine, an invalid number of devices, and a search without a
+    result.
     """
     config, as_json = load_config(arguments.config, arguments.overrides), arguments.json
     if config.model.trust_remote_code:
         show_torch()
-    asked = ranks_option("--gpus", arguments.gpus)
-    found = planning(config, arguments.machine, asked, models_beside(arguments.config))
-    models, machine, gpus = found.models, found.machine, found.gpus
+    requested_gpus = ranks_option("--gpus", arguments.gpus)
+    proposed = planning(config, arguments.machine, requested_gpus, models_beside(arguments.config))
+    models, machine, gpus = proposed.models, proposed.machine, proposed.gpus
     console = Console(file=sys.stdout)  # rich detects the encoding of a file only if the file is given
     if arguments.search:
         layouts = best_layouts(config, models, machine, gpus)
         if not layouts:
             raise ConfigError(remedy(config, models, machine, gpus)[0])
         if as_json:
-            print(to_json(None, layouts, found.notes))
+            print(to_json(None, layouts, proposed.notes))
         else:
             console.print(search_view(layouts, gpus, machine.name))
         return True
-    plan = found.plan
+    plan = proposed.plan
     other = other_engine(config, models, machine, gpus)
     chosen = list(choices(config, gpus, on_cuda=machine.is_cuda))
     advice, proposal = (None, None) if plan.fits else remedy(config, models, machine, gpus)
     if as_json:
-        notes = [*found.notes, *([advice] if advice else [])]
+        notes = [*proposed.notes, *([advice] if advice else [])]
         print(to_json(plan, [proposal] if proposal else [], notes, other, chosen))
     else:
         console.print(plan_view(plan))
-        # Sentences go out unwrapped, so that overrides can be copied.
+        # Sentences are not wrapped, so that overrides can be copied.
         answer = [plan.verdict, advice, plan.bottleneck, other.sentence, plan.stopping.sentence(config)]
-        print("\n".join(line for line in (*answer, *found.notes, plan.assumptions) if line))
+        print("\n".join(line for line in (*answer, *proposed.notes, plan.assumptions) if line))
         if chosen:
-            print("chosen where the configuration says nothing:")
+            print("chosen for settings that the configuration omits:")
             print("\n".join(f"  {choice.sentence}" for choice in chosen))
     return plan.fits

@@ -1,4 +1,4 @@
-"""`megappo quickstart`: the run of launch/quickstart.sh, in the folder and with the Python of whoever calls it."""
+"""`megappo quickstart`: the run of launch/quickstart.sh in the current folder and with the current Python."""
 
 from __future__ import annotations
 
@@ -8,13 +8,13 @@ import sys
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """What follows `megappo quickstart`."""
+    """Add the arguments of `megappo quickstart`."""
     parser.add_argument("overrides", nargs="*", metavar="key=value", help="override such as run.steps=10")
 
 
 def run(arguments: argparse.Namespace) -> None:
-    """Become the launcher, which stands in the package where pip installed it, and beside it in a clone."""
-    from megappo.config.shipped import shipped_file  # with all settings, which `--help` need not wait for
+    """Replace this process by the launcher. Installed packages contain it, and clones have it next to the package."""
+    from megappo.config.shipped import shipped_file  # imports all settings, which `--help` does not need
 
     launcher = shipped_file("launch", "quickstart.sh")
     environment = {**os.environ, "MEGAPPO_PYTHON": sys.executable}

@@ -1,4 +1,4 @@
-"""A run's result in a terminal: how a metric went, and where everything lies; of several runs, how they compare."""
+"""Report of a run in a terminal: the course of a metric and the paths of files. Several runs are compared."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ _WINDOW_STEPS = 5
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """What follows `megappo report`."""
+    """Add the arguments of `megappo report`."""
     parser.add_argument(
         "run_dirs", metavar="RUN_DIR", nargs="+", type=path_option, help="directory of a run; several are compared"
     )
@@ -46,7 +46,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> None:
-    """Print the report, or write it to files."""
+    """Print the report or write it to files."""
     if arguments.html is None and arguments.png is None:
         print(report(*arguments.run_dirs, metric=arguments.metric or _METRIC))
         return
@@ -72,13 +72,15 @@ def _picture(runs: Sequence[RunMetrics], metric: str | None) -> bytes:
 
 
 def report(*run_dirs: str, metric: str = _METRIC) -> str:
-    """A chart of `metric` over its steps, its first value and its last, and the paths to look at. Of several runs the
-    charts, and the metric at the last step that all have.
+    """Return a chart of `metric` over its steps, its first and last values, and the paths of files.
 
-    If every step has the metric, the last value aggregates the last five steps: the mean, or the maximum for metrics
-    that are maxima. Otherwise, for example for metrics of evaluations, it is the value of the last step that has the
-    metric. Raises ValueError where a directory is not a
-    run's or the metric was never logged.
+    For several runs, return the charts and the metric at the last step that all runs have.
+
+    If every step has the metric, the last value aggregates the last five steps. The aggregate is the mean, or the
+    maximum for metrics that are maxima. Otherwise, for example for metrics of evaluations, the last value is the value
+    of the last step that has the metric.
+
+    Raises ValueError if a directory does not belong to a run or the metric was never logged.
     """
     histories = [_read(Path(run_dir), metric) for run_dir in run_dirs]
     if len(histories) == 1:
@@ -88,20 +90,20 @@ def report(*run_dirs: str, metric: str = _METRIC) -> str:
 
 
 def _written(option: str, path: Path, content: bytes) -> str:
-    """Write a file, and say so. Raises ConfigError where there is no place for it, OSError for a full disk."""
+    """Write a file and return a message. Raises ConfigError for an invalid path and OSError for a full disk."""
     try:
         with writing(path):
             path.write_bytes(content)
     except (FileNotFoundError, NotADirectoryError, IsADirectoryError, PermissionError) as error:
         raise ConfigError(
-            f"{option} is '{path}', which cannot be written ({error.strerror}); name a file in a folder that is there"
+            f"{option} is '{path}', which cannot be written ({error.strerror}); name a file in an existing folder"
         ) from error
     return f"{path}: {len(content) / 1e3:,.0f} kB"
 
 
 @dataclass(frozen=True)
 class _History:
-    """A metric of a run, where it is finite."""
+    """Finite values of a metric in a run."""
 
     directory: Path
     steps: list[int]
@@ -109,7 +111,7 @@ class _History:
 
     @property
     def of_every_step(self) -> bool:
-        """Whether every step has the metric; evaluations skip steps."""
+        """Whether every step has the metric. Evaluations skip steps."""
         return self.steps[-1] - self.steps[0] + 1 == len(self.steps)
 
 
@@ -140,15 +142,15 @@ def _chart(history: _History, metric: str) -> list[str]:
     first = f"{values[0]:.3f} in the first step" if steps[0] == 1 else f"{values[0]:.3f} at step {steps[0]}"
     if history.of_every_step:
         over = f"over {len(values)} steps"
-        told = f"{first}, {_result(history, metric):.3f} in the last {min(_WINDOW_STEPS, len(values))}"
+        comparison = f"{first}, {_result(history, metric):.3f} in the last {min(_WINDOW_STEPS, len(values))}"
     else:
         over = f"at {len(values)} steps from {steps[0]} to {steps[-1]}"
-        told = f"{first}, {values[-1]:.3f} at step {steps[-1]}"
+        comparison = f"{first}, {values[-1]:.3f} at step {steps[-1]}"
     verdict = "rose" if _result(history, metric) > values[0] else "did not rise"
     return [
         f"{metric} {over}",
         curve(values, ends=(steps[0], steps[-1]), combine=partial(over_steps, metric)),
-        f"{metric} {verdict}: {told}",
+        f"{metric} {verdict}: {comparison}",
     ]
 
 
@@ -169,7 +171,7 @@ def _paths(directory: Path) -> list[str]:
 
 
 def _page(path: Path) -> list[str]:
-    """Lines of a page, with escapes in place of what a terminal would obey."""
+    """Return the lines of a page. Control characters for terminals are escaped."""
     try:
         return [line if line.isprintable() else one_line(line) for line in plain_text(path).rstrip().splitlines()]
     except (OSError, UnicodeDecodeError) as error:
@@ -182,5 +184,5 @@ def _comparison(histories: list[_History], metric: str) -> str:
         return f"no step has {metric} in all of these runs"
     step = max(common)
     values = [(history.values[history.steps.index(step)], history.directory) for history in histories]
-    told = ", ".join(f"{value:.3f} in {directory}" for value, directory in values)
-    return f"{metric} at step {step}, the last of all: {told}"
+    comparison = ", ".join(f"{value:.3f} in {directory}" for value, directory in values)
+    return f"{metric} at step {step}, the last of all: {comparison}"

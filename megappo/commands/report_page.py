@@ -1,5 +1,5 @@
-"""Collects what `megappo report --html` shows of runs. A file that is missing or damaged costs its part of the page,
-which says why; metrics.jsonl alone must be there."""
+"""Collects the content of `megappo report --html`. metrics.jsonl is required. If another file is missing or damaged,
+its part of the page is replaced by a note."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ _SETTING_CHARACTERS, _CHANGE_CHARACTERS = 300, 2_000
 
 
 def page_of(runs: Sequence[RunMetrics]) -> bytes:
-    """The page of some runs."""
+    """Return the page for one run or several."""
     points = points_of(sum(len(run.names) for run in runs))
     pages, settings = [], []
     for run in runs:
@@ -57,7 +57,7 @@ def page_of(runs: Sequence[RunMetrics]) -> bytes:
 
 
 def _part(notes: list[str], what: str, read: Callable[[], _Part]) -> _Part | None:
-    """A part of the page; where its file cannot be read, None and a note."""
+    """Return a part of the page. If its file cannot be read, return None and append a note."""
     try:
         return read()
     except (ValueError, OSError) as error:
@@ -85,21 +85,22 @@ def _of_run(run: RunMetrics, config: Config | None, notes: list[str]) -> dict[st
 
 
 def _experience(directory: Path, config: Config | None, notes: list[str], share: float) -> dict[str, Any]:
-    """Distributions and samples of the steps that were saved; without any, the samples that every run writes."""
-    saved, found, samples = _part(notes, "saved experience", partial(_saved, directory, config)), None, None
+    """Return distributions and samples of the saved steps. Without saved steps, return the samples that every run
+    writes."""
+    saved, distributions, samples = _part(notes, "saved experience", partial(_saved, directory, config)), None, None
     if saved:
         from megappo.observe.page.experience import histograms, saved_samples
 
-        found = _part(notes, "distributions", partial(histograms, saved))
+        distributions = _part(notes, "distributions", partial(histograms, saved))
         samples = _part(notes, "saved samples", partial(saved_samples, saved, share))
     return {
-        "histograms": found,
+        "histograms": distributions,
         "samples": samples or _part(notes, "samples", partial(written_samples, directory)) or [],
     }
 
 
 def _saved(directory: Path, config: Config | None) -> dict[int, list[Path]]:
-    """Files of each saved step."""
+    """Return the files of each saved step."""
     steps = saved_steps(folder_of_run(directory, config))
     return {number: [step.file(rank) for rank in range(step.ranks)] for number, step in steps.items()}
 
@@ -107,14 +108,14 @@ def _saved(directory: Path, config: Config | None) -> dict[int, list[Path]]:
 def _status(directory: Path, lines: Mapping[int, Line], config: Config | None) -> str:
     last = max(lines, default=0)
     planned = None if config is None else config.run.steps
-    told = f"step {last}" + ("" if planned is None else f" of {planned}")
+    progress = f"step {last}" + ("" if planned is None else f" of {planned}")
     hangs = len(list(directory.glob("hang-*")))
-    parts = [told, *(["the trained actor is in final/"] if (directory / "final").is_dir() else [])]
+    parts = [progress, *(["the trained actor is in final/"] if (directory / "final").is_dir() else [])]
     return ", ".join([*parts, *([f"{hangs} reports of hangs"] if hangs else [])])
 
 
 def _result(lines: Mapping[int, Line], config: Config | None) -> str:
-    """Returns the first and the last values of the results of evaluations and of the training reward."""
+    """Return the first and the last values of evaluation results and of the training reward."""
     right_above = {} if config is None else config.data.thresholds
     results = evaluation_results({name for line in lines.values() for name in line})
     windows = {name: (evaluation_label(name, right_above), 1) for name in results}
@@ -129,20 +130,20 @@ def _result(lines: Mapping[int, Line], config: Config | None) -> str:
 
 
 def _advice(lines: Mapping[int, Line], config: Config) -> list[list[Any]]:
-    """Step, condition and sentence of what the run was told, worked out from its metrics again."""
+    """Return (step, condition, sentence) for each advice of the run. The advice is computed from the metrics again."""
     advisor, names = Advisor(config.algorithm), {told(name): name for name in ADVICE}
-    said = ((step, sentence) for step in sorted(lines) for sentence in advisor.observe(step, lines[step]))
-    return [[step, names[sentence].replace("_", " "), sentence] for step, sentence in said][-_MOST_ADVICE:]
+    advice = ((step, sentence) for step in sorted(lines) for sentence in advisor.observe(step, lines[step]))
+    return [[step, names[sentence].replace("_", " "), sentence] for step, sentence in advice][-_MOST_ADVICE:]
 
 
 def _settings(config: Config) -> dict[str, str]:
-    """Settings by dotted key, without secrets."""
+    """Return settings by dotted key, without secrets."""
     flat = flat_settings(config.model_dump(mode="json"))
     texts = ((key, value if isinstance(value, str) else json.dumps(value)) for key, value in flat)
     return {key: shortened(one_line(text), _SETTING_CHARACTERS) for key, text in texts}
 
 
 def _compared(settings: Sequence[Mapping[str, str]]) -> Iterator[list[Any]]:
-    """Each setting with its value in each run; None where a run has none, or none is known."""
+    """Yield each setting with its value in each run. The value is None if the setting is missing or unknown."""
     for key in dict.fromkeys(key for of_run in settings for key in of_run):
         yield [key, [of_run.get(key) for of_run in settings]]

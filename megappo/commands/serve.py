@@ -1,12 +1,12 @@
-"""`megappo serve`: one SGLang server for trainers elsewhere, with the arguments that megappo's own servers get.
+"""`megappo serve`: one SGLang server for trainers on other machines, with the same arguments as megappo's own servers.
 
-For a server on several machines, each machine has a `megappo serve`, which runs a part of it. Parts start and end
+For a server on several machines, each machine runs `megappo serve` for its part of the server. All parts start and end
 together.
 
-The server is started again when it dies or hangs, and ends with all its processes when this process is told to stop or
-is killed. SIGINT and SIGHUP stop at once. SIGTERM, which a scheduler sends to engines and trainers together, stops
-after `linger_seconds`, in which the trainers may still need answers. SIGUSR1 and SIGUSR2 are ignored: they are for the
-trainers.
+The server is restarted after a crash or a hang. All its processes end when this process is stopped or killed.
+SIGINT and SIGHUP stop the server at once. A scheduler sends SIGTERM to engines and trainers at the same time. SIGTERM
+therefore stops the server after `linger_seconds`, because trainers may still need answers. SIGUSR1 and SIGUSR2 are
+signals for trainers and are ignored.
 """
 
 from __future__ import annotations
@@ -51,28 +51,28 @@ _JOIN_SECONDS = 5.0
 
 @dataclass(frozen=True)
 class Service:
-    """One server and where it listens."""
+    """One server and its address."""
 
     spec: ServerSpec
     port: int
     key: str = field(repr=False)
     index: int
-    """Number of the server among the engines of a run; names its log."""
+    """Number of the server among the engines of a run. The number is part of the log's name."""
     linger_seconds: float
     node: int = 0
-    """Number of this machine's part."""
+    """Number of the part on this machine."""
     meet: tuple[str, int] | None = None
-    """Where parts meet; None: the server stands on this machine alone."""
+    """Address where the parts meet. None means that the server runs only on this machine."""
 
 
 class StopRequest:
-    """The stop that signals have asked for."""
+    """Stop that signals have requested."""
 
     def __init__(self, linger_seconds: float) -> None:
         self._linger, self._deadline = linger_seconds, math.inf
 
     def receive(self, number: int, _frame: FrameType | None = None) -> None:
-        """A signal handler; a scheduler may repeat SIGTERM, which prolongs nothing."""
+        """Handle a signal. Schedulers may repeat SIGTERM, but the first deadline remains."""
         linger = self._linger if number == signal.SIGTERM else 0.0
         self._deadline = min(self._deadline, time.monotonic() + linger)
 
@@ -82,7 +82,7 @@ class StopRequest:
         return time.monotonic() >= self._deadline
 
     def wait(self, seconds: float) -> None:
-        """Sleep so long, or until it is due."""
+        """Sleep for `seconds`, or until the stop is due."""
         wait_until(lambda: self.due, seconds, every_seconds=min(seconds, POLL_SECONDS))
 
 
@@ -98,22 +98,22 @@ def _signals(stop: StopRequest) -> Iterator[None]:
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """What follows `megappo serve`."""
+    """Add the arguments of `megappo serve`."""
     parser.add_argument("--host", help="interface to listen on (default: rollout.sglang.host)")
-    parser.add_argument("--port", default="30000", help="port, 0: a free one (default: %(default)s)")
-    parser.add_argument("--index", default="0", help="number that names its log (default: %(default)s)")
-    parser.add_argument("--linger", default="0", metavar="SECONDS", help="go on so long after SIGTERM (default: 0)")
-    parser.add_argument("--part", default="0", help="of a server on several machines, number of this one's part")
-    parser.add_argument("--meet", metavar="HOST:PORT", help="and where its parts meet, on the machine of part 0")
-    parser.add_argument("--ranks", action="store_true", help="print machines of a server and devices on each, instead")
+    parser.add_argument("--port", default="30000", help="port; 0 selects a free port (default: %(default)s)")
+    parser.add_argument("--index", default="0", help="number in the name of the log (default: %(default)s)")
+    parser.add_argument("--linger", default="0", metavar="SECONDS", help="time to continue after SIGTERM (default: 0)")
+    parser.add_argument("--part", default="0", help="number of this machine's part, for a server on several machines")
+    parser.add_argument("--meet", metavar="HOST:PORT", help="address of the rendezvous on the machine of part 0")
+    parser.add_argument("--ranks", action="store_true", help="only print the machines of a server and devices on each")
     add_config_arguments(parser)
 
 
 def run(arguments: argparse.Namespace) -> None:
-    """`megappo serve`: serve until told to stop.
+    """Serve until a signal requests a stop. Port 0 selects a free port.
 
-    Port 0 takes a free one. Raises ConfigError for settings that cannot be served and an address that cannot be
-    listened on, and RunError where the server dies too often.
+    Raises ConfigError for settings that cannot be served and for an unusable address. Raises RunError if the server
+    fails too often.
     """
     config = load_config(arguments.config, arguments.overrides)
     if arguments.ranks:
@@ -133,7 +133,7 @@ def run(arguments: argparse.Namespace) -> None:
 
 
 def _parts(arguments: argparse.Namespace, nodes: int) -> dict[str, Any]:
-    """Which part is served, and where parts meet. Raises ConfigError where that does not fit the settings."""
+    """Return the part of this machine and the meeting address. Raises ConfigError if they do not fit the settings."""
     node = whole_option("--part", arguments.part, 0, nodes - 1)
     if (arguments.meet is None) != (nodes == 1):
         rule = "--meet is for more than one" if nodes == 1 else "their parts need --part N and --meet HOST:PORT"
@@ -147,7 +147,7 @@ def _parts(arguments: argparse.Namespace, nodes: int) -> dict[str, Any]:
 
 
 def make_service(config: Config, *, host: str | None, port: int, index: int, linger_seconds: float) -> Service:
-    """The server of these settings, checked. Raises as `run` does."""
+    """Check the settings and return their server. Raises the errors of `run`."""
     if not config.rollout.has_servers:
         raise ConfigError(f"rollout.engine is '{config.rollout.engine}', serve needs sglang; set rollout.engine=sglang")
     require_sglang()
@@ -162,16 +162,17 @@ def make_service(config: Config, *, host: str | None, port: int, index: int, lin
     check_address(host, port)
     folder, stops = role_folder(config, "actor", weights=False), read_tokens(config, training=False).stop_token_ids
     spec = ServerSpec.of(config, folder, stops, on_cuda=on_cuda, device_bytes=device_bytes())
-    # How many sequences it is asked for at once, only its clients know.
+    # The number of concurrent sequences depends on the clients.
     spec = replace(spec, host=host, memory_saver=False, seed=index, cache=replace(spec.cache, sequences=None))
     key = key_of(KEY_VARIABLE) or kept_key(spec.log_directory)
     return Service(_placed(spec), port or free_port(host), key, index, linger_seconds)
 
 
 def kept_key(folder: Path) -> str:
-    """The key of the servers of a run that were given none, in a file that only its owner reads; made by the first.
+    """Return the key of a run's servers if the environment has none. The first server creates the key in a file that
+    only its owner can read.
 
-    Raises ConfigError for a file that others read too.
+    Raises ConfigError if others can read the file.
     """
     path = folder / "key"
     folder.mkdir(parents=True, exist_ok=True)
@@ -189,7 +190,7 @@ def kept_key(folder: Path) -> str:
 
 
 def check_address(host: str, port: int) -> None:
-    """Raises ConfigError where nothing can listen."""
+    """Raise ConfigError if no server can listen on the address."""
     problem = listening_problem(host, port)
     if problem is not None:
         raise ConfigError(
@@ -199,7 +200,7 @@ def check_address(host: str, port: int) -> None:
 
 
 def _placed(spec: ServerSpec) -> ServerSpec:
-    """The specification with its GPUs, or without CUDA with its cores."""
+    """Return the specification with its GPUs, or with its cores if CUDA is unavailable."""
     import torch
 
     if not torch.cuda.is_available():
@@ -207,14 +208,14 @@ def _placed(spec: ServerSpec) -> ServerSpec:
     first, ranks, count = spec.settings.first_device or 0, spec.settings.node_ranks, torch.cuda.device_count()
     if first + ranks > count:
         raise ConfigError(
-            f"rollout.sglang.tensor_parallel {spec.settings.tensor_parallel} on {spec.settings.nodes} machines, from "
-            f"first_device {first} on, needs {first + ranks} GPUs, this machine has {count}; set rollout.sglang.nodes"
+            f"rollout.sglang.tensor_parallel {spec.settings.tensor_parallel} on {spec.settings.nodes} machines from "
+            f"first_device {first} needs {first + ranks} GPUs, but this machine has {count}; set rollout.sglang.nodes"
         )
     return replace(spec, devices=tuple(range(first, first + ranks)))
 
 
 def _supervise(service: Service, stop: StopRequest) -> None:
-    """Keep the server running until told to stop. Raises RunError where it is given up."""
+    """Keep the server running until a stop is due. Raises RunError if the server fails too often."""
     settings, rendezvous = service.spec.settings, _rendezvous_of(service, stop)
 
     def start(restarts: int) -> Server | None:
@@ -223,15 +224,16 @@ def _supervise(service: Service, stop: StopRequest) -> None:
             return None
         return start_server(service.spec, service.index, 0, restarts + 1, port=service.port, key=service.key, part=part)
 
-    # A bucket of a weight sync may keep it from answering for as long as the trainer waits for it.
+    # During a bucket of a weight sync, the server may not answer until the trainer's timeout.
     keep_running(start, stop, settings.sync_timeout_seconds + settings.health_timeout_seconds)
 
 
 def _rendezvous_of(service: Service, stop: StopRequest) -> MultiNodeRendezvous | None:
-    """The rendezvous of this part with the others, if there are any. Raises RunError where part 0 cannot be found."""
+    """Return the rendezvous with the other parts, or None for a single part. Raises RunError if part 0 cannot be
+    reached."""
     if service.meet is None:
         return None
-    settings, found, (address, port) = service.spec.settings, list[MultiNodeRendezvous](), service.meet
+    settings, joined_rendezvous, (address, port) = service.spec.settings, list[MultiNodeRendezvous](), service.meet
     if service.node == 0:
         try:
             return MultiNodeRendezvous.host(address, port, settings)
@@ -240,17 +242,17 @@ def _rendezvous_of(service: Service, stop: StopRequest) -> MultiNodeRendezvous |
 
     def joined() -> bool:
         with suppress(ServerFailure):
-            found.append(MultiNodeRendezvous.join(address, port, service.node, settings, _JOIN_SECONDS))
-        return bool(found) or stop.due
+            joined_rendezvous.append(MultiNodeRendezvous.join(address, port, service.node, settings, _JOIN_SECONDS))
+        return bool(joined_rendezvous) or stop.due
 
     if not wait_until(joined, settings.start_timeout_seconds, every_seconds=POLL_SECONDS):
         raise RunError(f"part 0 of the server does not listen at --meet {address}:{port}; start it there")
-    return found[0] if found else None
+    return joined_rendezvous[0] if joined_rendezvous else None
 
 
 def _begun(rendezvous: MultiNodeRendezvous | None, start: int, stop: StopRequest) -> ServerPart | None:
-    """The part for the next start; None: told to stop before that start was announced, or there are no parts. Raises
-    RunError where part 0 is gone."""
+    """Return the part for the next start, or None if a stop is due before the start or there are no parts. Raises
+    RunError if part 0 has ended."""
     if rendezvous is None:
         return None
     if rendezvous.node == 0:

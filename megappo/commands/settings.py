@@ -1,4 +1,4 @@
-"""`megappo settings`: explain a setting, a section, a metric, or a name from other trainers."""
+"""`megappo settings`: explanation of a setting, a section, a metric, or a name from other trainers."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 _WIDTH = 100
 _MOST_NAMED = 4
-"""Settings that are named in a sentence."""
+"""Maximum number of settings in a sentence."""
 _ALIKE = 0.8
 """Minimum similarity (difflib's ratio) of a suggested metric to an unknown name."""
 _SHORTEST_PART = 3
@@ -38,10 +38,10 @@ _USAGE = (
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """What follows `megappo settings`."""
+    """Add the arguments of `megappo settings`."""
     parser.add_argument("name", nargs="?", default="", metavar="NAME", help=_NAME_HELP)
     form = parser.add_mutually_exclusive_group()
-    form.add_argument("--schema", action="store_true", help="print the JSON schema that editors check YAML files by")
+    form.add_argument("--schema", action="store_true", help="print the JSON schema for editors of YAML files")
     form.add_argument("--markdown", action="store_true", help="print tables of all settings and metrics in Markdown")
 
 
@@ -58,12 +58,12 @@ def run(arguments: argparse.Namespace) -> None:
 
 
 def json_schema() -> dict[str, object]:
-    """The JSON schema of a configuration (JSON Schema 2020-12)."""
+    """Return the JSON schema of a configuration (JSON Schema 2020-12)."""
     return {"$schema": "https://json-schema.org/draft/2020-12/schema", **Config.model_json_schema()}
 
 
 def explanation(name: str) -> str:
-    """Returns the text on a name. If the name is empty, the text lists all sections.
+    """Return the text for a name. If the name is empty, the text lists all sections.
 
     A name is a section, a setting, a part of a name, a metric, or the name of a setting in other trainers. Raises
     ConfigError for an unknown name.
@@ -98,23 +98,23 @@ def _heading(name: str, other: Counterpart) -> str:
 
 
 def _similar(name: str, settings: Mapping[str, SettingFacts]) -> str:
-    """The text on a part of a name, on a value, or on the last part of an unknown name.
+    """Return the text for a part of a name, for a value, or for the last part of an unknown name.
 
     Raises ConfigError for an unknown name.
     """
     last = name.rpartition(".")[2]
     begins = re.compile(rf"(^|[._]){re.escape(name)}")
-    if len(name) >= _SHORTEST_PART and (found := [key for key in settings if begins.search(key)]):
-        return _texts(found, settings)
+    if len(name) >= _SHORTEST_PART and (keys := [key for key in settings if begins.search(key)]):
+        return _texts(keys, settings)
     if "." not in name:
-        if found := [key for key, setting in settings.items() if f"`{name}`" in setting.value + setting.meaning]:
-            return _texts(found, settings, f"'{name}' is a value of {first_of(found, _MOST_NAMED)}")
+        if keys := [key for key, setting in settings.items() if f"`{name}`" in setting.value + setting.meaning]:
+            return _texts(keys, settings, f"'{name}' is a value of {first_of(keys, _MOST_NAMED)}")
         if metrics := [metric for metric in _metrics() if metric.rpartition("/")[2] == name]:
             return "\n".join(_metric(metric) for metric in metrics)
-    found = [key for key in settings if key.rpartition(".")[2] == last]
-    shared = {key: len({*key.split(".")[:-1]} & {*name.split(".")[:-1]}) for key in found}
-    if found := [key for key in found if shared[key] == max(shared.values()) > 0]:
-        return _texts(found, settings, f"there is no setting '{name}', but")
+    keys = [key for key in settings if key.rpartition(".")[2] == last]
+    shared = {key: len({*key.split(".")[:-1]} & {*name.split(".")[:-1]}) for key in keys}
+    if keys := [key for key in keys if shared[key] == max(shared.values()) > 0]:
+        return _texts(keys, settings, f"there is no setting '{name}', but")
     near = misspelt_word(last, sorted({key.rpartition(".")[2] for key in settings}), SHORTEST)
     hint = f"the nearest is '{near}'" if near else "`megappo settings` lists all sections"
     raise ConfigError(f"no setting has '{name}' in its name; {hint}")
@@ -127,7 +127,7 @@ def _metrics() -> Mapping[str, MetricDoc]:
 
 
 def _metric(name: str) -> str:
-    """The text on a metric: the unit, the meaning and the healthy values.
+    """Return the text for a metric: the unit, the meaning and the healthy values.
 
     Raises ConfigError for an unknown metric.
     """
@@ -152,7 +152,8 @@ def _texts(keys: Sequence[str], settings: Mapping[str, SettingFacts], *before: s
 
 
 def _text(key: str, setting: SettingFacts | None) -> str:
-    """A setting with its meaning. None: a section of the top level, or a setting of an entry that the user names."""
+    """Format a setting with its meaning. None stands for a top-level section or for a setting of a user-defined
+    entry."""
     if setting is None:
         field = find_field(tuple(key.split(".")))
         facts, meaning = "", " ".join((field.description or "").split()) if field is not None else ""

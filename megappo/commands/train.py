@@ -1,4 +1,4 @@
-"""`megappo train`: run PPO, look at everything but training (`--dry-run`), or repeat a refused update (`--replay`)."""
+"""`megappo train`: run PPO, check a run without training (`--dry-run`), or repeat a rejected update (`--replay`)."""
 
 from __future__ import annotations
 
@@ -18,27 +18,27 @@ _MOST_TRACED = 100
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """What follows `megappo train`."""
+    """Add the arguments of `megappo train`."""
     parser.add_argument(
         "--dry-run", action="store_true", help="check the whole run in one process without a GPU, and do not train"
     )
     parser.add_argument(
-        "--replay", metavar="FOLDER", type=path_option, help="repeat an update that was refused as not finite, instead"
+        "--replay", metavar="FOLDER", type=path_option, help="only repeat an update that was rejected as not finite"
     )
     parser.add_argument(
-        "--profile", metavar="STEPS", help="trace these steps, such as 3 or 3,5-7, and say where their time goes"
+        "--profile", metavar="STEPS", help="trace these steps, such as 3 or 3,5-7, and report how their time is spent"
     )
     parser.add_argument(
         "--critic-only",
         action="store_true",
-        help="value pretraining: train the critic alone, on what another run saved (rollout.load_from)",
+        help="value pretraining: train only the critic on samples that another run saved (rollout.load_from)",
     )
     add_machine_arguments(parser)
     add_config_arguments(parser, optional=True)
 
 
 def run(arguments: argparse.Namespace) -> None:
-    """`megappo train`. Raises ConfigError where arguments contradict each other."""
+    """Train. Raises ConfigError for contradictory arguments."""
     if not arguments.dry_run and (arguments.machine or arguments.gpus):
         raise ConfigError(
             "--machine and --gpus are for plan and for train --dry-run; torchrun sets the processes of a run"
@@ -69,32 +69,31 @@ def run(arguments: argparse.Namespace) -> None:
 
 
 def _start_again(_number: int, _frame: FrameType | None) -> None:
-    """Handle a scheduler's SIGUSR1 before the run handles signals itself: nothing is to be saved yet, so end and be
-    requeued."""
+    """Handle a scheduler's SIGUSR1 before the run installs its own handlers. No state needs to be saved, so the process
+    exits and is requeued."""
     os._exit(REQUEUE)
 
 
 def _critic_only(config: Config) -> list[str]:
-    """Overrides that train the critic alone: without an engine nothing can be evaluated, and the actor does not
-    change."""
+    """Return overrides that train only the critic. Evaluation needs an engine, and the actor does not change."""
     if config.critic is None:
-        raise ConfigError("--critic-only trains the critic, and there is none; add the section critic")
+        raise ConfigError("--critic-only trains the critic, but there is none; add the section critic")
     own = [] if config.critic.pretraining is not None else ["critic.pretraining={}"]
     return [*own, "evaluation=null", "run.export_final_model=false"]
 
 
 def _steps(text: str) -> list[int]:
-    """Numbers and ranges of numbers. Raises ConfigError for anything else."""
-    found: list[int] = []
+    """Parse step numbers and ranges. Raises ConfigError for other text."""
+    steps: list[int] = []
     for part in text.split(","):
         first, dash, last = part.partition("-")
         ends = [whole_option("--profile", end, 1, 2**31 - 1) for end in (first, last if dash else first)]
         if ends[1] - ends[0] not in range(_MOST_TRACED):
             raise ConfigError(
-                f"--profile {shortened(part)} is no range of at most {_MOST_TRACED} steps; write 3-5, say"
+                f"--profile {shortened(part)} is no range of at most {_MOST_TRACED} steps; write a range such as 3-5"
             )
-        found += range(ends[0], ends[1] + 1)
-    return found
+        steps += range(ends[0], ends[1] + 1)
+    return steps
 
 
 def _refuse_lost_run(config: Config) -> None:

@@ -1,8 +1,7 @@
-"""The chat template of a run: the tokenizer's, or that of `data.chat_template`, with what `data.chat_template_options`
-tell it.
+"""Chat template of a run, from the tokenizer or from `data.chat_template`, with `data.chat_template_options` applied.
 
-The options become the first lines of the template itself, so that everything that renders with the tokenizer renders
-alike, an exported model too. A caller of the exported template can still set them to other values.
+The options become the first lines of the template. All code that renders with the tokenizer therefore uses the options,
+and an exported model contains them. A caller of the exported template can override the options.
 """
 
 from __future__ import annotations
@@ -24,42 +23,46 @@ if TYPE_CHECKING:
     from megappo.config.schema import Config
 
 THINKING_SWITCH = "enable_thinking"
-"""The option of Qwen3's, GLM-4.5's and SmolLM3's templates, which have models think where it is not given."""
+"""Option of the templates of Qwen3, GLM-4.5 and SmolLM3. Models with these templates think if the option is not set."""
 SHORT_RESPONSE_TOKENS = 4096
-"""Response limit, in tokens, up to which a model that thinks is mostly cut before it answers: Qwen3's authors advise
-32,768."""
+"""Response limit in tokens. Up to this limit, most responses of a thinking model are truncated before the answer.
+Qwen3's authors recommend 32,768 tokens."""
 
 
 def read_template(settings: dict[str, JSONValue], folder: Path) -> None:
-    """Replace a file name in `data.chat_template` by the file's text; the file is looked for in `folder`, then in the
-    working directory. Raises ConfigError for a file that cannot be read. A value that is neither a file nor a template
-    is left for validation to refuse."""
+    """Replace a file name in `data.chat_template` by the text of the file.
+
+    The file is searched in `folder`, then in the working directory. A value that is neither a file nor a template is
+    left unchanged and rejected by validation.
+
+    Raises ConfigError if the file cannot be read.
+    """
     data = settings.get("data")
-    if not isinstance(data, dict) or not isinstance(given := data.get("chat_template"), str) or is_template(given):
+    if not isinstance(data, dict) or not isinstance(value := data.get("chat_template"), str) or is_template(value):
         return
-    given = expanded(given, "data.chat_template")
-    found = next((place for place in (folder / given, Path(given)) if place.is_file()), None)
-    if found is None:
-        if link := link_to_nothing(folder / given) or link_to_nothing(Path(given)):
+    value = expanded(value, "data.chat_template")
+    path = next((place for place in (folder / value, Path(value)) if place.is_file()), None)
+    if path is None:
+        if link := link_to_nothing(folder / value) or link_to_nothing(Path(value)):
             raise ConfigError(f"data.chat_template: {link}")
         return
     try:
-        text = found.read_text(encoding="utf-8")
+        text = path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"data.chat_template {found} cannot be read: {reason(error)}; save it as UTF-8") from None
+        raise ConfigError(f"data.chat_template {path} cannot be read: {reason(error)}; save it as UTF-8") from None
     if not is_template(text):
-        raise ConfigError(f"data.chat_template {found} holds no template, which has {{{{ or {{%; name another file")
+        raise ConfigError(f"data.chat_template {path} holds no template with {{{{ or {{%; name another file")
     data["chat_template"] = text
 
 
 def set_template(tokenizer: PreTrainedTokenizerBase, data: DataSettings) -> None:
-    """Give a tokenizer the run's template. Raises ConfigError where that does not compile, or there is none."""
+    """Set the run's template in a tokenizer. Raises ConfigError if the template is missing or does not compile."""
     if data.chat_template is None and not data.chat_template_options:
         return
     template = tokenizer.chat_template if data.chat_template is None else data.chat_template
     if not template:
         raise ConfigError(
-            "data.chat_template_options is given, and the tokenizer has no chat template; set data.chat_template"
+            "data.chat_template_options is given, but the tokenizer has no chat template; set data.chat_template"
         )
     for name in data.chat_template_options:
         if name in tokenizer.special_tokens_map:
@@ -67,22 +70,24 @@ def set_template(tokenizer: PreTrainedTokenizerBase, data: DataSettings) -> None
                 f"data.chat_template_options has {name}, which is a token: {tokenizer.special_tokens_map[name]}; "
                 "remove it, or write the token into data.chat_template"
             )
-    head = "".join(map(_told, data.chat_template_options.items()))
+    head = "".join(map(_set_option, data.chat_template_options.items()))
     named = template if isinstance(template, dict) else {"": template}
-    told = {name: head + str(text) for name, text in named.items()}
-    tokenizer.chat_template = told if isinstance(template, dict) else told[""]
+    templates = {name: head + str(text) for name, text in named.items()}
+    tokenizer.chat_template = templates if isinstance(template, dict) else templates[""]
     _check_syntax(tokenizer, head.count("\n"))
 
 
-def _told(option: tuple[str, JSONValue]) -> str:
-    """The line that sets an option where nothing else does; `trim_blocks`, with which transformers renders, takes the
-    end of the line away."""
+def _set_option(option: tuple[str, JSONValue]) -> str:
+    """Return a template line that sets an option to its value if the caller does not set the option.
+
+    The line adds no newline to the output, because transformers renders with `trim_blocks`.
+    """
     name, value = option
     return f"{{% if {name} is not defined or {name} is none %}}{{% set {name} = {_literal(value)} %}}{{% endif %}}\n"
 
 
 def _literal(value: JSONValue) -> str:
-    """A value of the settings in Jinja's words."""
+    """Format a value of the settings as a Jinja literal."""
     if value is None or isinstance(value, bool):
         return str(value).lower()
     if isinstance(value, Mapping):
@@ -93,8 +98,8 @@ def _literal(value: JSONValue) -> str:
 
 
 def _check_syntax(tokenizer: PreTrainedTokenizerBase, own_lines: int) -> None:
-    """Raise ConfigError for a template that does not compile. Whether it renders the data's messages is seen when the
-    data are read."""
+    """Raise ConfigError for a template that does not compile. Messages of the data are rendered only when data are
+    read."""
     from jinja2 import TemplateSyntaxError
 
     try:
@@ -103,42 +108,42 @@ def _check_syntax(tokenizer: PreTrainedTokenizerBase, own_lines: int) -> None:
         line = max(error.lineno - own_lines, 0)
         where = f"line {line}" if line else "data.chat_template_options"
         raise ConfigError(f"data.chat_template does not compile ({where}: {reason(error)}); fix it") from None
-    except Exception:  # noqa: BLE001 - a template may refuse this conversation, and none of the run's
+    except Exception:  # noqa: BLE001 - a template may reject this test conversation but accept those of the run
         return
 
 
 def template_rules(config: Config) -> Iterator[str]:
-    """A template that is given is used."""
+    """Check that a configured template is used."""
     data = config.data
-    given = [f"data.{name}" for name in ("chat_template", "chat_template_options") if getattr(data, name)]
-    if given and not data.apply_chat_template and config.rollout.episodes is None:
+    configured = [f"data.{name}" for name in ("chat_template", "chat_template_options") if getattr(data, name)]
+    if configured and not data.apply_chat_template and config.rollout.episodes is None:
         yield (
-            f"{given[0]} is given, and nothing is rendered with data.apply_chat_template false; set that to true, or "
-            f"remove {given[0]}"
+            f"{configured[0]} is given, but data.apply_chat_template is false, so no template is used; set it to true, "
+            f"or remove {configured[0]}"
         )
 
 
 def template_in(folder: Path) -> str:
-    """The template of a tokenizer's folder, of which transformers prefers the file; "" where there is none to read."""
+    """Return the template of a tokenizer's folder, or "" if no template can be read. As in transformers, the file
+    `chat_template.jinja` has precedence."""
     file = folder / "chat_template.jinja"
     if file.is_file():
         return file.read_text(encoding="utf-8", errors="replace")
     for name in ("chat_template.json", "tokenizer_config.json"):
-        if (folder / name).is_file() and (found := read_object(folder / name).get("chat_template")):
-            return str(found)
+        if (folder / name).is_file() and (template := read_object(folder / name).get("chat_template")):
+            return str(template)
     return ""
 
 
 def thinking_notes(config: Config, template: str) -> Iterator[str]:
-    """A note on a model that thinks before it answers because its template is not told otherwise, and has little room
-    for it."""
+    """Warn about a model that thinks by default if the response limit is too short for thinking."""
     data, most = config.data, config.rollout.max_response_tokens
     template = data.chat_template or template
     if not data.apply_chat_template or THINKING_SWITCH not in template or most > SHORT_RESPONSE_TOKENS:
         return
     if THINKING_SWITCH not in data.chat_template_options:
         yield (
-            f"the chat template has the switch {THINKING_SWITCH}, which is not set, so that Qwen3 thinks, and "
-            f"rollout.max_response_tokens {most} is little for a model that does; set data.chat_template_options."
+            f"the chat template has the switch {THINKING_SWITCH}, which is not set, so that Qwen3 thinks, but "
+            f"rollout.max_response_tokens {most} is too low for a model that thinks; set data.chat_template_options."
             f"{THINKING_SWITCH}=false, or to true with more than {SHORT_RESPONSE_TOKENS} tokens"
         )

@@ -1,4 +1,4 @@
-"""Decodes and encodes texts that follow other text.
+"""Decoding and encoding of texts that follow other text.
 
 SentencePiece-like tokenizers (Llama 2, Mistral, Mixtral) add a leading space when they encode a text, and remove the
 leading space when they decode a text. Byte-level tokenizers with `add_prefix_space` also add a leading space. A
@@ -21,11 +21,11 @@ _CANDIDATES = ".=0a:,+-1b"
 _MOST_ANCHORS = 8
 _TOKENIZERS = 64
 _SPACE, _BYTE_SPACE = "▁", "Ġ"
-"""The space in the pieces of SentencePiece tokenizers and byte-level tokenizers."""
+"""Space in the pieces of SentencePiece tokenizers and byte-level tokenizers."""
 
 
 class _Anchor(NamedTuple):
-    """A text to put in front of another text."""
+    """Text that is placed before another text."""
 
     text: str
     token_ids: list[int]
@@ -34,7 +34,7 @@ class _Anchor(NamedTuple):
 def continuation_text(
     tokenizer: PreTrainedTokenizerBase, token_ids: Sequence[int], *, skip_special_tokens: bool = False
 ) -> str:
-    """The exact text of tokens that follow other tokens, with the space of their first one."""
+    """Return the exact text of tokens that follow other tokens, including the leading space of the first token."""
     anchors = _anchors(tokenizer)
     if anchors:
         ids = [*anchors[0].token_ids, *token_ids]
@@ -45,8 +45,10 @@ def continuation_text(
 
 
 def continuation_ids(tokenizer: PreTrainedTokenizerBase, text: str) -> list[int]:
-    """The tokens of a text that follows other text, without a space that the tokenizer puts in front of a whole text.
-    Halves of surrogate pairs, which JSON can hold and tokenizers refuse, become `?`."""
+    """Return the tokens of a text that follows other text, without a leading space added by the tokenizer.
+
+    JSON can contain halves of surrogate pairs, which tokenizers reject. They are replaced by `?`.
+    """
     text = text.encode("utf-8", "replace").decode()
     whole = _ids(tokenizer, text)
     if not text or continuation_text(tokenizer, whole) == text:
@@ -59,25 +61,25 @@ def continuation_ids(tokenizer: PreTrainedTokenizerBase, text: str) -> list[int]
 
 
 def token_text(tokenizer: PreTrainedTokenizerBase, token_id: int) -> str:
-    """The text of a token that follows others. A token that is part of a character has its name in the vocabulary."""
+    """Return the text of a token that follows other tokens, or its vocabulary name for a part of a character."""
     text = continuation_text(tokenizer, [token_id])
     return str(tokenizer.convert_ids_to_tokens(token_id)) if "\ufffd" in text else text
 
 
 @lru_cache(maxsize=_TOKENIZERS)
 def _anchors(tokenizer: PreTrainedTokenizerBase) -> tuple[_Anchor, ...]:
-    """Anchors of a tokenizer; none for a tokenizer that puts spaces between all tokens."""
+    """Return the anchors of a tokenizer. The tuple is empty if the tokenizer puts spaces between all tokens."""
     pieces = {piece.removeprefix(_SPACE) for piece in tokenizer.get_vocab()}
     characters = [piece for piece in sorted(pieces) if len(piece) == 1 and piece.isascii() and piece.isalnum()]
     known = [text for text in _CANDIDATES if text in pieces] or characters  # others may have no token
-    found = (_anchor(tokenizer, text) for text in known[:_MOST_ANCHORS])
-    return tuple(anchor for anchor in found if anchor is not None)
+    anchors = (_anchor(tokenizer, text) for text in known[:_MOST_ANCHORS])
+    return tuple(anchor for anchor in anchors if anchor is not None)
 
 
 def _anchor(tokenizer: PreTrainedTokenizerBase, text: str) -> _Anchor | None:
-    """Returns the text as an anchor.
+    """Return the text as an anchor.
 
-    Returns None if the tokens do not decode to the text, or if the decoder joins tokens with spaces.
+    Return None if the tokens do not decode to the text, or if the decoder joins tokens with spaces.
     """
     ids = _ids(tokenizer, text)
     pieces = "".join(map(str, tokenizer.convert_ids_to_tokens(ids * 2)))

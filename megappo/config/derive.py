@@ -1,4 +1,4 @@
-"""Every number that follows from the settings, the models and the world size, computed once and checked."""
+"""Computes and checks all numbers that follow from the settings, the models and the world size."""
 
 from __future__ import annotations
 
@@ -39,43 +39,44 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class RoleNumbers:
-    """Ranks, sizes and updates of a trained role."""
+    """Ranks, sizes and update counts of a trained role."""
 
     grid: Grid
     vpp: int
     padded_vocab_size: int
-    """Rows of the embedding over all tensor parallel ranks."""
+    """Number of embedding rows, summed over tensor parallel ranks."""
     minibatches_per_step: int
-    """Updates in one epoch of a step."""
+    """Number of updates in one epoch of a step."""
     updates_per_step: int
-    """Minibatches x epochs; `algorithm.target_kl` may end the actor's earlier."""
+    """Minibatches x epochs. `algorithm.target_kl` may end the actor's updates earlier."""
     total_updates: int
-    """Most updates of the run; the actor's begin after the critic's warm-up steps. 0: its length is not known."""
+    """Maximum number of updates in the run. The actor's updates begin after the critic's warm-up steps. The number is 0
+    if the length of the run is unknown."""
 
 
 @dataclass(frozen=True)
 class Derived:
-    """The numbers that follow from the settings on so many ranks."""
+    """Numbers that follow from the settings and the number of ranks."""
 
     world_size: int
     actor: RoleNumbers
     critic: RoleNumbers | None
     notes: tuple[str, ...]
-    """Notes on settings that are allowed but worth knowing, a sentence each."""
+    """Notes on valid but unusual settings, one sentence each."""
     known_steps: int | None = None
-    """PPO steps of the run; None: `run.epochs` of data that were not read."""
+    """Number of PPO steps. None means that the run is measured in `run.epochs` and the data were not read."""
     prompts: int | None = None
-    """Training prompts, where they were counted."""
+    """Number of training prompts. None means that the prompts were not counted."""
 
     @property
     def steps(self) -> int:
-        """PPO steps of a run whose length is known."""
-        assert self.known_steps is not None, "derive was not told the number of prompts"
+        """Number of PPO steps. The length of the run must be known."""
+        assert self.known_steps is not None, "derive needs the number of prompts"
         return self.known_steps
 
 
 def resolve(config: Config, *, on_cuda: bool) -> Config:
-    """The settings with what follows from the device filled in: the engine."""
+    """Return the settings with the engine that follows from the device."""
     engine = config.rollout.engine_on(on_cuda=on_cuda)
     return config.model_copy(update={"rollout": config.rollout.model_copy(update={"engine": engine})})
 
@@ -91,8 +92,15 @@ def derive(
 ) -> Derived:
     """Check every rule between sections and compute the run's numbers.
 
-    A critic or reference without a shape of its own has the actor's. `prompts`: how many there are to train on, without
-    which `run.epochs` are no number of steps yet. Raises ConfigError with a sentence per problem.
+    Args:
+        config: settings of the run.
+        world_size: number of ranks.
+        actor_shape: shape of the actor's model.
+        critic_shape: shape of the critic's model; None: same as the actor's.
+        reference_shape: shape of the reference's model; None: same as the actor's.
+        prompts: number of training prompts; without it, the number of steps for `run.epochs` is unknown.
+
+    Raises ConfigError with one sentence per problem.
     """
     steps = _steps(config, prompts)
     shapes = {"actor": actor_shape, "critic": critic_shape or actor_shape}
@@ -112,17 +120,17 @@ def derive(
 
 
 def _steps(config: Config, prompts: int | None) -> int | None:
-    """Steps of the run, enough that every prompt is taken at least `run.epochs` times; None where they depend on
-    prompts that were not counted."""
+    """Return the number of steps in which every prompt is used at least `run.epochs` times, or None if the prompts were
+    not counted."""
     if config.run.epochs is None or prompts is None:
         return config.run.steps
     return math.ceil(Fraction(str(config.run.epochs)) * prompts / config.rollout.prompts_per_step)
 
 
 def derive_run(config: Config, world_size: int, prompts: int | None = None) -> Derived:
-    """`derive` with the shapes read from the models that the settings name.
+    """Call `derive` with the shapes of the models that the settings name.
 
-    Raises ConfigError also for `run.epochs` without the number of training prompts.
+    Raises ConfigError also if `run.epochs` is set and the number of training prompts is unknown.
     """
     if config.run.epochs is not None and prompts is None:
         raise ConfigError(f"run.epochs {config.run.epochs:g} is no number of steps before data are read; set run.steps")
@@ -130,8 +138,8 @@ def derive_run(config: Config, world_size: int, prompts: int | None = None) -> D
 
 
 def check_run(config: Config, world_size: int, prompts: int | None = None) -> Derived:
-    """`derive_run` also without the number of training prompts, so that no rule waits for the data; gives the numbers
-    that are known then."""
+    """Check all rules as `derive_run` does, before the data are read. Without the number of training prompts, some
+    numbers of the result are unknown."""
     shapes = load_architectures(config)
     return derive(config, world_size, shapes["actor"], shapes.get("critic"), shapes.get("reference"), prompts=prompts)
 
@@ -139,7 +147,7 @@ def check_run(config: Config, world_size: int, prompts: int | None = None) -> De
 def _problems(
     config: Config, world_size: int, roles: list[RoleSpec], reference_shape: ModelShape | None, steps: int | None
 ) -> Iterator[str]:
-    """All broken rules; those that need a role's replicas are checked only where its ranks are right."""
+    """Yield all violated rules. Rules that need a role's replicas are skipped if the role's ranks are invalid."""
     yield from algorithm_rules(config)
     yield from section_rules(config, steps)
     yield from keep_best_rules(config, steps, {role.name: role.shape.experts for role in roles})
@@ -151,8 +159,8 @@ def _problems(
         yield from trained_weights.target_rules(role)
         yield from trained_weights.freeze_rules(role)
     placed = {role.name: list(placement_rules(role, world_size)) for role in roles}
-    for found in placed.values():
-        yield from found
+    for role_problems in placed.values():
+        yield from role_problems
     if not any(placed.values()):
         yield from coverage_rules(roles, world_size)
     shaped = {role.name: role for role in roles}
@@ -183,7 +191,8 @@ def _problems(
 
 
 def _trained_steps(config: Config, role: RoleSpec, steps: int | None) -> int:
-    """Steps in which a role is updated; 0: not known, or none. The actor waits while the critic warms up."""
+    """Return the number of steps that update a role, or 0 if the number is unknown. The actor is not updated during the
+    critic's warm-up steps."""
     if role.name == "actor" and config.pretrains_critic:
         return 0
     waits = config.critic.warmup_steps if role.name == "actor" and config.critic is not None else 0
@@ -191,7 +200,7 @@ def _trained_steps(config: Config, role: RoleSpec, steps: int | None) -> int:
 
 
 def role_numbers(config: Config, role: RoleSpec, world_size: int, steps: int) -> RoleNumbers:
-    """The numbers of a role that breaks no rule and is updated in `steps` steps."""
+    """Return the numbers of a valid role that is updated in `steps` steps."""
     settings, batch, tp = role.settings, config.rollout.batch_sequences, role.layout.tensor_parallel
     return RoleNumbers(
         grid=role.layout.grid(world_size),
@@ -211,10 +220,10 @@ def _notes(config: Config, roles: list[RoleSpec], world_size: int) -> Iterator[s
             f"rollout.prompts_per_step is {prompts}"
         )
     if config.rollout.engine is not None and config.rollout.engine not in ENGINES:
-        yield f"memory and time of rollout.engine '{config.rollout.engine}' are planned as those of the embedded engine"
+        yield f"memory and time of rollout.engine '{config.rollout.engine}' are planned as for the embedded engine"
     if config.data.evaluated and config.evaluation is None:
         key = "data.validation" if config.data.validation is not None else "data.validation_sets"
-        yield f"{key} is for `megappo eval` only, since there is no section evaluation"
+        yield f"{key} is used only by `megappo eval`, because the section evaluation is missing"
     for role in roles:
         pp, vpp = role.layout.pipeline_parallel, role.layout.virtual_pipeline_chunks
         if vpp > 1:
@@ -225,38 +234,38 @@ def _notes(config: Config, roles: list[RoleSpec], world_size: int) -> Iterator[s
 
 
 def describe(config: Config, derived: Derived) -> list[tuple[str, str]]:
-    """Returns rows of (name, description) that describe the run at the start of the log."""
+    """Return rows of (name, description) that describe the run at the start of the log."""
     rollout, run, has_steps = config.rollout, config.run, derived.known_steps is not None
     rows = [
-        ("run", f"{run.name}: {_length_words(config, derived)}, seed {run.seed}, in {run.path}"),
+        ("run", f"{run.name}: {_format_length(config, derived)}, seed {run.seed}, in {run.path}"),
         *([("settings", ", then ".join(run.files))] if len(run.files) > 1 else []),
         *_model_rows(config, derived),
-        ("data", f"{_source_words(config.data)}, reward {config.reward.summary}"),
+        ("data", f"{_format_sources(config.data)}, reward {config.reward.summary}"),
         (
             "step",
             f"{rollout.prompts_per_step} prompts x {rollout.samples_per_prompt} samples = "
             + f"{rollout.batch_sequences} sequences of at most {config.max_sequence_tokens} tokens",
         ),
-        ("rollout", f"{_engine_words(config)}, temperature {rollout.temperature:g}"),
+        ("rollout", f"{_format_engine(config)}, temperature {rollout.temperature:g}"),
         *_episode_rows(config),
         *_role_rows("actor", config, derived.actor, has_steps=has_steps),
     ]
     if derived.critic is not None:
         rows += _role_rows("critic", config, derived.critic, has_steps=has_steps)
-    rows.append(("algorithm", _algorithm_words(config)))
+    rows.append(("algorithm", _format_algorithm(config)))
     if config.evaluation is not None:
-        evaluated = "; ".join(words for _, words in _evaluated_rows(config))
+        evaluated = "; ".join(description for _, description in _evaluated_rows(config))
         rows.append(("evaluation", f"{evaluated}; every {config.evaluation.every_steps} steps"))
     return rows + [("note", note) for note in derived.notes]
 
 
 def describe_evaluation(config: Config, derived: Derived) -> list[tuple[str, str]]:
-    """`megappo eval` in the same rows: what it computes, and nothing of a run."""
+    """Return the rows of `describe` that apply to `megappo eval`."""
     return [
         *_model_rows(config, derived),
         *_evaluated_rows(config),
         ("reward", config.reward.summary),
-        ("rollout", _engine_words(config)),
+        ("rollout", _format_engine(config)),
         *_episode_rows(config),
     ]
 
@@ -267,7 +276,7 @@ def _model_rows(config: Config, derived: Derived) -> Iterator[tuple[str, str]]:
 
 
 def _evaluated_rows(config: Config) -> list[tuple[str, str]]:
-    """A row for each validation set: its prompts and how they are answered."""
+    """Return a row for each validation set, with its prompts and its sampling settings."""
     own_limit = config.evaluation.max_response_tokens if config.evaluation is not None else None
     most_tokens, rows = own_limit or config.rollout.max_response_tokens, []
     for name, source in config.data.evaluated.items():
@@ -275,13 +284,15 @@ def _evaluated_rows(config: Config) -> list[tuple[str, str]]:
         how = f"at temperature {source.temperature:g}" if source.temperature else "greedy"
         count = "1 answer" if source.samples == 1 else f"{source.samples} answers"
         pass_at = "".join(f", pass@{k}" for k in source.pass_at)
-        words = f"{prompts}{source.source}: {count} to each prompt, {how}, of at most {most_tokens} tokens{pass_at}"
-        rows.append((name or "validation", words))
+        description = (
+            f"{prompts}{source.source}: {count} to each prompt, {how}, of at most {most_tokens} tokens{pass_at}"
+        )
+        rows.append((name or "validation", description))
     return rows
 
 
-def _source_words(data: DataSettings) -> str:
-    """The training sources in words, with the shares of several."""
+def _format_sources(data: DataSettings) -> str:
+    """Format the training sources, with their shares if there are several."""
     if data.mixture is None:
         return ", ".join(source.source for source in data.sources.values())
     total = sum(source.weight for source in data.mixture.values())
@@ -297,8 +308,8 @@ def _episode_rows(config: Config) -> list[tuple[str, str]]:
     ]
 
 
-def _length_words(config: Config, derived: Derived) -> str:
-    """`2 epochs of 400 prompts = 16 steps`; without the steps where the data were not read."""
+def _format_length(config: Config, derived: Derived) -> str:
+    """Format the length as `2 epochs of 400 prompts = 16 steps`, without the steps if the data were not read."""
     if config.run.epochs is None:
         return f"{derived.steps} steps"
     epochs = f"{config.run.epochs:g} epoch{'' if config.run.epochs == 1 else 's'}"
@@ -307,14 +318,14 @@ def _length_words(config: Config, derived: Derived) -> str:
     return f"{epochs} of {derived.prompts} prompts = {derived.steps} steps"
 
 
-def _engine_words(config: Config) -> str:
+def _format_engine(config: Config) -> str:
     rollout, servers = config.rollout, config.rollout.servers
     if rollout.load_from is not None:
         return f"no engine: samples of {rollout.load_from}"
     if not rollout.has_servers:
         return f"{rollout.engine} on every rank"
     if servers.urls:
-        where = f"{len(servers.urls)} servers elsewhere"
+        where = f"{len(servers.urls)} external servers"
     else:
         count = "as many servers as fit" if servers.engines is None else f"{servers.engines} servers"
         where = f"{count}, TP {servers.tensor_parallel}, {servers.placement}"
@@ -323,7 +334,7 @@ def _engine_words(config: Config) -> str:
 
 
 def print_rows(rows: Iterable[tuple[str, str]], console: Console | None = None) -> None:
-    """Print rows of (name, what it is) as a table; the console defaults to stdout."""
+    """Print rows of (name, description) as a table. The default console writes to stdout."""
     from rich.console import Console
     from rich.table import Table
     from rich.text import Text
@@ -331,17 +342,17 @@ def print_rows(rows: Iterable[tuple[str, str]], console: Console | None = None) 
     table = Table(show_header=False, title="megappo", title_justify="left")
     table.add_column(style="bold", no_wrap=True)
     table.add_column(overflow="fold")
-    for name, words in rows:
-        table.add_row(name, Text(words))
+    for name, description in rows:
+        table.add_row(name, Text(description))
     (console or Console(file=sys.stdout)).print(table)  # rich detects the encoding of a file only if the file is given
 
 
 def _role_rows(name: str, config: Config, numbers: RoleNumbers, *, has_steps: bool) -> list[tuple[str, str]]:
-    """A role's layout and its updates. `has_steps`: whether the run's number of steps is known."""
+    """Return rows with a role's layout and updates. `has_steps` tells whether the number of steps is known."""
     settings, grid = config.trained[name], numbers.grid
     layout = f"ranks {format_ranks(grid.ranks)}: TP {grid.tp} x PP {grid.pp} x DP {grid.dp}"
-    further = {"CP": grid.cp, "EP": grid.ep, "VPP": numbers.vpp}
-    layout += "".join(f", {word} {size}" for word, size in further.items() if size > 1)
+    other_sizes = {"CP": grid.cp, "EP": grid.ep, "VPP": numbers.vpp}
+    layout += "".join(f", {word} {size}" for word, size in other_sizes.items() if size > 1)
     layout += ", sequence parallel" if settings.layout.shards_sequences else ""
     layout += ", distributed optimizer" if settings.optimizer.shards_state(grid) else ""
     lora = settings.lora
@@ -365,23 +376,23 @@ def _role_rows(name: str, config: Config, numbers: RoleNumbers, *, has_steps: bo
     ]
 
 
-def _algorithm_words(config: Config) -> str:
+def _format_algorithm(config: Config) -> str:
     algorithm = config.algorithm
     at = ", by turns" if algorithm.discount_at == "turn" else ""
-    words = [f"{algorithm.estimator} (gamma {algorithm.gamma:g}, lambda {algorithm.lam.summary}{at})"]
+    parts = [f"{algorithm.estimator} (gamma {algorithm.gamma:g}, lambda {algorithm.lam.summary}{at})"]
     if algorithm.policy_loss == "clip":
-        words.append(f"clip {algorithm.clip_low:g} low, {algorithm.clip_high:g} high")
+        parts.append(f"clip {algorithm.clip_low:g} low, {algorithm.clip_high:g} high")
     elif algorithm.policy_loss == "penalty":
-        words.append(f"adaptive penalty towards {algorithm.penalty.target:g} nats per token")
+        parts.append(f"adaptive penalty towards {algorithm.penalty.target:g} nats per token")
     elif algorithm.band_edges is not None:
-        words.append("policy loss {} ({:g} low, {:g} high)".format(algorithm.policy_loss, *algorithm.band_edges))
+        parts.append("policy loss {} ({:g} low, {:g} high)".format(algorithm.policy_loss, *algorithm.band_edges))
     else:
-        words.append(f"policy loss {algorithm.policy_loss}")
+        parts.append(f"policy loss {algorithm.policy_loss}")
     if algorithm.kl_in_reward is not None:
         kl = algorithm.kl_in_reward
         aim = f" towards {kl.target_nats:g} nats per {kl.per}" if kl.controller == "adaptive" else ""
-        words.append(f"KL in reward {kl.coef:g} ({kl.kind}, {kl.controller}{aim})")
+        parts.append(f"KL in reward {kl.coef:g} ({kl.kind}, {kl.controller}{aim})")
     if algorithm.kl_in_loss is not None:
-        words.append(f"KL in loss {algorithm.kl_in_loss.coef:g} ({algorithm.kl_in_loss.kind})")
-    words.append(f"old logprobs {algorithm.old_logprob}")
-    return ", ".join(words)
+        parts.append(f"KL in loss {algorithm.kl_in_loss.coef:g} ({algorithm.kl_in_loss.kind})")
+    parts.append(f"old logprobs {algorithm.old_logprob}")
+    return ", ".join(parts)

@@ -1,4 +1,4 @@
-"""How a chat template ends a turn of the model, compared with the tokens and texts that end a response."""
+"""Comparison of the end of a model turn in the chat template with the tokens and texts that end a response."""
 
 from __future__ import annotations
 
@@ -19,8 +19,11 @@ _QUESTION, _REPLY = "Begin.", "Done."
 def end_of_turn_notes(
     config: Config, tokenizer: PreTrainedTokenizerBase, stop_token_ids: Sequence[int]
 ) -> Iterator[str]:
-    """A note if the chat template ends a turn of the model with a token that does not end a response. This is common
-    with base models, whose only stop token ends a document. `ChatTokens.between` refuses episodes in this case."""
+    """Warn if the chat template ends a turn of the model with a token that does not end a response.
+
+    This is common with base models, whose only stop token ends a document. For episodes, `ChatTokens.between` raises an
+    error in this case.
+    """
     data, rollout = config.data, config.rollout
     if not data.apply_chat_template or not tokenizer.chat_template or rollout.episodes is not None:
         return
@@ -34,27 +37,32 @@ def end_of_turn_notes(
     remedy = f"add {text!r} to rollout.stop" if token is None else f"add {token} to rollout.stop_token_ids"
     yield (
         f"the chat template ends a turn of the model with {end}, which is no stop token and no text of rollout.stop, "
-        f"so that responses continue behind the end of the turn; {remedy}"
+        f"so that responses continue after the end of the turn; {remedy}"
     )
 
 
 def _behind_a_turn(tokenizer: PreTrainedTokenizerBase, time: str | None) -> tuple[str, str]:
-    """The text that a template puts after the last turn of the model, and after a turn that a user's message follows.
-    Both are empty for a template that renders no turns of the model."""
+    """Return the text after the last turn of the model and the text after a turn that a user message follows.
+
+    Both texts are empty if the template renders no turns of the model.
+    """
     turn: list[Message] = [{"role": "user", "content": _QUESTION}, {"role": "assistant", "content": _REPLY}]
     try:
         last = rendered(tokenizer, turn, goes_on=False, time=time)
         inner = rendered(tokenizer, [*turn, {"role": "user", "content": _QUESTION}], goes_on=False, time=time)
-    except Exception:  # noqa: BLE001 - a template may refuse this conversation, and none of the run's
+    except Exception:  # noqa: BLE001 - a template may reject this test conversation but accept those of the run
         return "", ""
-    if not 0 <= last.find(_QUESTION) < last.rfind(_REPLY) or _REPLY not in inner:  # it renders the last message only
+    if not 0 <= last.find(_QUESTION) < last.rfind(_REPLY) or _REPLY not in inner:  # only the last message is rendered
         return "", ""
     return last[last.rindex(_REPLY) + len(_REPLY) :], inner[inner.rindex(_REPLY) + len(_REPLY) :]
 
 
 def _end_of_turn(tokenizer: PreTrainedTokenizerBase, last: str, inner: str) -> tuple[int | None, str]:
-    """The token that ends a turn, and its text. A template without such a token may end turns with the tag of the next
-    role (GLM), or with several tokens; for these the token is None. The text is empty if nothing ends a turn."""
+    """Return the token that ends a turn, and its text.
+
+    Some templates have no such token. They end a turn with the tag of the next role (GLM) or with several tokens. The
+    token is then None. The text is empty if the template does not mark the end of a turn.
+    """
     unknown = tokenizer.unk_token_id
     added = {token: str(piece) for token, piece in tokenizer.added_tokens_decoder.items() if token != unknown}
     common = "".join(a for a, _ in takewhile(lambda pair: pair[0] == pair[1], zip(last, inner, strict=False))).strip()

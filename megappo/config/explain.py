@@ -1,4 +1,4 @@
-"""Validation errors as sentences: the dotted key, the value, the rule, the nearest valid name."""
+"""Formats validation errors as sentences with the dotted key, the value, the rule and the nearest valid name."""
 
 from __future__ import annotations
 
@@ -35,11 +35,11 @@ from megappo.observe.json_values import JSONValue
 
 _OF_EVALUATIONS = ("data", "validation_sets", ENTRY)
 _AKIN = {("evaluation",): _OF_EVALUATIONS, ("data", "validation"): _OF_EVALUATIONS}
-"""Section (value) in which a setting is looked for first when the user wrote it into another section (key)."""
+"""Alternative section (value) for a setting that the user wrote into a section (key). It is searched first."""
 _NAMES_AKIN = {"samples_per_prompt": "samples"}
 
-_OTHER_WORDS = {"gpu": "cuda", "bf16": "bfloat16", "fp32": "float32", "float": "float32", "ppo": "clip"}
-"""Words of other trainers, and ours for the same choice."""
+_OTHER_CHOICES = {"gpu": "cuda", "bf16": "bfloat16", "fp32": "float32", "float": "float32", "ppo": "clip"}
+"""Values of other trainers (keys) and megappo's values for the same choice."""
 
 _TYPE_RULES = {
     "int_type": "must be a whole number",
@@ -55,20 +55,20 @@ _TYPE_RULES = {
 }
 
 _OFF = ("none", "null", "off", "no", "false", "disabled", "disable")
-"""Words with which users disable a section."""
+"""Words that users write to disable a section."""
 _MISSPELT = 0.85
-"""Similarity (difflib's ratio) from which a name counts as misspelt: `beta` is 0.89 like `beta1`, `kl_penalty` only
-0.82 like `penalty`."""
+"""Minimum similarity (difflib's ratio) of a misspelt name. The similarity of `beta` and `beta1` is 0.89, that of
+`kl_penalty` and `penalty` only 0.82."""
 _MOST_SENTENCES = 20
 _SHORT_CHARACTERS = 40
-"""A shorter value can be a part of an example."""
+"""Maximum length of a value in an example."""
 _LARGEST_EXACT_FLOAT = 2**53
 
 
 def likely_keys(section: Key, name: str, value: JSONValue) -> list[Key]:
-    """The keys the user may have meant by an unknown `name` in `section`, best only; empty if nothing is alike.
+    """Return the best candidates for an unknown `name` in `section`, or an empty list if no key is similar.
 
-    A key of another section, or one that is only a little alike, is none where it takes nothing like the value.
+    A key of another section and a less similar key are candidates only if they accept the value.
     """
     siblings = names_in(section)
     other = _counterpart(section, name)
@@ -92,12 +92,12 @@ def likely_keys(section: Key, name: str, value: JSONValue) -> list[Key]:
     if close is not None and takes((*section, close), value):
         return [(*section, close)]
     elsewhere = misspelt_word(name, sorted({key[-1] for key in all_keys()}), SHORTEST)
-    found = [key for key in all_keys() if key[-1] == elsewhere and takes(key, value)]
-    return [key for key in found if not section or _is_near(key, section)][:3]
+    matches = [key for key in all_keys() if key[-1] == elsewhere and takes(key, value)]
+    return [key for key in matches if not section or _is_near(key, section)][:3]
 
 
 def _is_plausible(key: Key, section: Key) -> bool:
-    """Whether the user may have meant `key`, which has the same name, in `section`.
+    """Return whether the user may have meant `key`, which has the same name, in `section`.
 
     A nested setting with a one-word name, such as `reward.judge.prompt`, must be near `section`.
     """
@@ -105,39 +105,39 @@ def _is_plausible(key: Key, section: Key) -> bool:
 
 
 def _is_near(key: Key, section: Key) -> bool:
-    """Whether a setting is not nested, or shares a section with `section`."""
+    """Return whether a setting is not nested, or shares a section with `section`."""
     return len(key) <= 2 or bool({*key[:-1]} & {*section})
 
 
 def unknown_key(section: Key, name: str, value: JSONValue) -> str:
-    """The sentence on an unknown key that was to have `value`."""
+    """Return the sentence for an unknown key with `value`."""
     other = _counterpart(section, name) or Counterpart(())
     if other.note and not other.keys:
         return f"{dotted((*section, name))} is not a setting: {other.note}"
     likely = likely_keys(section, name, value)
-    here = f"the section {dotted(section)}" if section else "the top level"
+    place = f"the section {dotted(section)}" if section else "the top level"
     if other.keys and not likely:
         remedy = f"see {either(other.keys)}"
     elif likely:
         remedy = f"did you mean {either(dotted(key) for key in likely)}?"
     elif names := names_in(section):
-        remedy = f"{here} has {', '.join(names)}"
+        remedy = f"{place} has {', '.join(names)}"
     else:
-        remedy = "`megappo settings` lists what there is"
+        remedy = "`megappo settings` lists all settings"
     return f"{dotted((*section, name))} is not a setting; {remedy}" + (f" ({other.note})" if other.note else "")
 
 
 def _counterpart(section: Key, name: str) -> Counterpart | None:
-    """Returns the answer for a name from another trainer.
+    """Return the answer for a name from another trainer.
 
-    Returns None if the name is more likely a misspelt setting of this section.
+    Return None if the name is more likely a misspelt setting of this section.
     """
     other = counterpart(section, name)
     if other is None or is_dotted_name((*section, name)):
         return other
-    here = tuple(key for key in other.keys if _parted(key)[:-1] == section)
-    if here:
-        return other if here == other.keys else Counterpart(here)
+    section_keys = tuple(key for key in other.keys if _parted(key)[:-1] == section)
+    if section_keys:
+        return other if section_keys == other.keys else Counterpart(section_keys)
     slip = nearest_word(name, names_in(section), cutoff=_MISSPELT)
     return None if slip is not None and abs(len(slip) - len(name)) <= 1 else other
 
@@ -147,21 +147,21 @@ def _parted(key: str) -> Key:
 
 
 def explain(error: ValidationError, refused: Collection[Key] = ()) -> tuple[str, ...]:
-    """Returns one sentence per problem, and a limited number of sentences. Unknown keys are last.
+    """Return one sentence per problem, up to a limit. Unknown keys are last.
 
     If a misspelt key probably stands for a missing key, the missing key is left out. `refused` contains keys whose
-    values are already refused. The problems of these keys and of their sections are left out.
+    values are already rejected. The problems of these keys and of their sections are left out.
     """
     details = [d for d in error.errors(include_url=False) if not _is_of(_key(d["loc"]), refused)]
     details.sort(key=lambda detail: detail["type"] == "extra_forbidden")
     strange = [(_key(d["loc"]), d["input"]) for d in details if d["type"] == "extra_forbidden"][:_MOST_SENTENCES]
     unknown = [setting for key, value in strange for setting in _others_settings(key, value)][:_MOST_SENTENCES]
     misspelt = {key for name, value in unknown for key in likely_keys(name[:-1], name[-1], value)}
-    told = [d for d in details if not (d["type"] == "missing" and _key(d["loc"]) in misspelt)]
-    sentences = [_sentence(d) for d in told[:_MOST_SENTENCES] if d["type"] != "extra_forbidden"]
+    reported = [d for d in details if not (d["type"] == "missing" and _key(d["loc"]) in misspelt)]
+    sentences = [_sentence(d) for d in reported[:_MOST_SENTENCES] if d["type"] != "extra_forbidden"]
     sentences += [unknown_key(key[:-1], key[-1], value) for key, value in unknown[: _MOST_SENTENCES - len(sentences)]]
-    if len(told) > _MOST_SENTENCES:
-        sentences.append(f"{len(told) - _MOST_SENTENCES} more settings are wrong; correct these first")
+    if len(reported) > _MOST_SENTENCES:
+        sentences.append(f"{len(reported) - _MOST_SENTENCES} more settings are wrong; correct these first")
     return tuple(sentences)
 
 
@@ -170,12 +170,12 @@ def _is_of(key: Key, refused: Collection[Key]) -> bool:
 
 
 def unknown_keys(key: Key, value: JSONValue) -> list[str]:
-    """Returns a sentence on an unknown key, or a sentence for each setting in a section of a foreign trainer."""
+    """Return one sentence for an unknown key, or one per setting in a section of another trainer."""
     return [unknown_key(inner[:-1], inner[-1], of_inner) for inner, of_inner in _others_settings(key, value)]
 
 
 def _others_settings(key: Key, value: JSONValue) -> Iterator[tuple[Key, JSONValue]]:
-    """Yields an unknown key with its value, or the settings in the section of a foreign trainer."""
+    """Yield an unknown key with its value, or the settings in a section of another trainer."""
     leaves = list(itertools.islice(_leaves(key, value), _MOST_SENTENCES)) if isinstance(value, Mapping) else []
     if any(is_dotted_name(leaf) for leaf, _ in leaves):
         yield from leaves
@@ -211,7 +211,7 @@ def _sentence(detail: ErrorDetails) -> str:
         return f"{name} is missing; add it{_description(key)}"
     if kind == "literal_error":
         choices = _choices(key)
-        word = _OTHER_WORDS.get(str(value).lower(), str(value))
+        word = _OTHER_CHOICES.get(str(value).lower(), str(value))
         nearest = word if word in choices else nearest_word(word, choices, cutoff=ALIKE)
         return f"{name} is {show(value)}, must be {either(choices)}" + (
             f"; the nearest is '{nearest}'" if nearest else ""
@@ -236,7 +236,7 @@ def _description(key: Key) -> str:
 
 
 def _choices(key: Key) -> list[str]:
-    """The words that a Literal field takes, or a list of them."""
+    """Return the choices of a Literal field, or of a list of Literals."""
     field = find_field(without_places(key))
     assert field is not None
     literals = [
@@ -246,25 +246,25 @@ def _choices(key: Key) -> list[str]:
 
 
 def _bound(key: Key, kind: str, context: Mapping[str, float]) -> str:
-    """`must be above 0; the nearest is 1`: an open bound has a nearest value only among whole numbers."""
-    name, words = BOUNDS[kind]
+    """Format a bound as `must be above 0; the nearest is 1`. An open bound has a nearest value only for integers."""
+    name, relation = BOUNDS[kind]
     bound = context[name]
     field = find_field(without_places(key))
     whole = field is not None and "int" in str(field.annotation)
     step = {"gt": 1, "lt": -1}.get(name, 0)
     if step and not whole:
-        return f"must be {words} {bound}"
-    return f"must be {words} {bound}; the nearest is {bound + step}"
+        return f"must be {relation} {bound}"
+    return f"must be {relation} {bound}; the nearest is {bound + step}"
 
 
 def _as_fraction(value: JSONValue, context: Mapping[str, float]) -> str:
-    """What a percentage is where a part of the whole is wanted."""
+    """Convert a percentage for a setting that must be a fraction, such as `; 5% is 0.05`; otherwise return ""."""
     is_part = 1.0 in (context.get("lt"), context.get("le"))
     return f"; {value:g}% is {value / 100:g}" if is_part and isinstance(value, int | float) and 1 < value < 100 else ""
 
 
 def _example_of(key: Key, value: JSONValue) -> str:
-    """Returns an example if the setting must be a list or a mapping; otherwise ""."""
+    """Return an example if the setting must be a list or a mapping; otherwise return ""."""
     field = find_field(without_places(key))
     if field is not None and "tuple[" in str(field.annotation):
         is_one = isinstance(value, (str, int)) and len(str(value)) < _SHORT_CHARACTERS
@@ -277,14 +277,14 @@ def _example_of(key: Key, value: JSONValue) -> str:
 
 
 def _section_rule(key: Key, value: JSONValue) -> str:
-    """Returns the rule for a section, if the value is not a section."""
+    """Return the rule for a section whose value is not a section."""
     field, section = field_and_section(without_places(key))
     rule = "must be a section of `key: value` lines"
     if section is None:
         return rule
     if section.plain_forms:
         return f"must be {section.plain_forms}, or a section of `key: value` lines"
-    assert field is not None, "it has a section"
+    assert field is not None, "a section has a field"
     if is_nullable(field) and (value is False or str(value).lower() in _OFF):
         return f"{rule}; write null to disable the section"
     if value is True and not any(inner.is_required() for inner in section.model_fields.values()):
@@ -293,12 +293,12 @@ def _section_rule(key: Key, value: JSONValue) -> str:
 
 
 def _example(key: Key, example: Example) -> str:
-    """How a section is written, in a file and on the command line."""
+    """Return an example of a section as YAML and as an override."""
     return f", such as {in_yaml(example)}; as an override write {as_overrides(dotted(key), example)}"
 
 
 def _type_remedy(kind: str, value: JSONValue) -> str:
-    """What to write instead, where it follows from the value; otherwise ""."""
+    """Return the replacement that follows from the value, or "" if there is none."""
     if kind == "string_type" and isinstance(value, (bool, int, float)):
         return f"; put it in quotes: '{show(value)}'"
     if kind == "string_type" and value is None:
@@ -318,7 +318,7 @@ def _type_remedy(kind: str, value: JSONValue) -> str:
 
 
 def _number_in(text: str) -> str | None:
-    """The number that quoted text or text with underscores stands for."""
+    """Return the number in a quoted text or in a text with underscores, or None."""
     plain = text.strip().replace("_", "")
     try:
         float(plain)

@@ -1,4 +1,4 @@
-"""Checks of the text files of a Hugging Face folder, so that an error names a damaged file before a library fails on
+"""Checks of the text files of a Hugging Face folder. An error names the damaged file before a library fails to read
 it."""
 
 from __future__ import annotations
@@ -15,12 +15,12 @@ OF_TOKENIZERS = (
     "tokenizer_config.json", "tokenizer.json", "special_tokens_map.json", "added_tokens.json", "vocab.json",
     "merges.txt", "vocab.txt", "chat_template.json", "chat_template.jinja",
 )  # fmt: skip
-"""Files that transformers reads for a tokenizer; each JSON file among them holds an object."""
+"""Files that transformers reads for a tokenizer. Each JSON file among them must contain an object."""
 _AGAIN = "fetch or save it again"
 
 
 def read_object(path: Path) -> dict[str, Any]:
-    """The JSON object in a file. Raises ValueError with one sentence, which names the file, for anything else."""
+    """Return the JSON object in a file. Raises ValueError with a sentence that names the file for any other content."""
     try:
         content = json.loads(_text(path))
     except RecursionError:
@@ -33,8 +33,10 @@ def read_object(path: Path) -> dict[str, Any]:
 
 
 def check_texts(folder: Path, names: tuple[str, ...]) -> None:
-    """Raise ValueError for the first of these files that exists and cannot be read as the kind of file that it is;
-    raises also as `check_folder`."""
+    """Check that each of the files is missing or readable as its type.
+
+    Raises ValueError for the first unreadable file, and the errors of `check_folder`.
+    """
     check_folder(folder)
     for path in (folder / name for name in names):
         if path.exists():
@@ -44,7 +46,8 @@ def check_texts(folder: Path, names: tuple[str, ...]) -> None:
 
 @lru_cache
 def _check(path: Path, changed_ns: int, size: int) -> None:
-    """Check a file once for each state that it is in: tokenizers have many megabytes, and each role looks."""
+    """Check a file once per modification time and size. Tokenizer files have many megabytes, and each role checks
+    them."""
     if path.suffix == ".json":
         read_object(path)
     else:

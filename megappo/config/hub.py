@@ -1,11 +1,12 @@
-"""Models and tokenizers by their names on the Hugging Face hub: over the network, or from its cache on this machine.
+"""Models and tokenizers of the Hugging Face hub, from the network or from the local cache.
 
-A name is `OWNER/NAME`, or `OWNER/NAME@REVISION` with a branch, a tag or a commit of the repository; without one it is
-what the hub calls `main`.
+A name is `OWNER/NAME` or `OWNER/NAME@REVISION`. The revision is a branch, a tag or a commit of the repository. The
+default revision is `main`.
 
-Compute nodes often have no network, and the hub's client then retries for most of a minute and prints every try. So the
-hub is asked once whether it answers; where it does not, the cache is used, or a sentence says what is missing. For
-files that the cache lacks the wait is longer, as `HF_HUB_ETAG_TIMEOUT` says.
+Compute nodes often have no network. The hub's client then retries for most of a minute and prints every attempt.
+megappo therefore sends one request to test whether the hub answers. If the hub does not answer, the cache is used, or
+an error names the missing files. The time limit of the request is longer if the cache lacks files
+(`HF_HUB_ETAG_TIMEOUT`).
 """
 
 from __future__ import annotations
@@ -24,33 +25,33 @@ from megappo.network.proxies import client_proxy_problem
 _TEXTS = ("*.json", "*.model", "*.jinja", "*.txt", "*.py")
 _WEIGHTS = ("*.safetensors",)
 _OTHER_COPIES = ("*/*.safetensors", "consolidated*.safetensors")
-"""Patterns of files that hold the weights again in another format; a pattern's `*` crosses slashes."""
+"""Patterns of files that contain the same weights in another format. `*` also matches slashes."""
 PATIENCE_SECONDS = 3.0
-"""Seconds to wait for the hub where the cache already holds what is needed."""
+"""Seconds to wait for the hub if the cache already contains the required files."""
 
 
 class HubName(NamedTuple):
-    """A repository on the hub, and which of its revisions."""
+    """Repository on the hub and its revision."""
 
     repository: str
     revision: str | None
-    """A branch, a tag or a commit; None: `main`."""
+    """Branch, tag or commit. None means `main`."""
 
     @classmethod
     def of(cls, name: str) -> HubName:
-        """The parts of `OWNER/NAME` or `OWNER/NAME@REVISION`."""
+        """Split `OWNER/NAME` or `OWNER/NAME@REVISION`."""
         repository, at, revision = name.partition("@")
         return cls(repository, revision if at else None)
 
     @property
     def download_command(self) -> str:
-        """The command that brings it into the cache."""
-        words = ["hf", "download", self.repository]
-        return shlex.join([*words, *(["--revision", self.revision] if self.revision else [])])
+        """Command that downloads the repository into the cache."""
+        command = ["hf", "download", self.repository]
+        return shlex.join([*command, *(["--revision", self.revision] if self.revision else [])])
 
 
 def may_be_hub_name(path: str) -> bool:
-    """Whether a path that is no folder may be a model's name on the hub, `OWNER/NAME` or `OWNER/NAME@REVISION`."""
+    """Return whether a path may be a hub name, `OWNER/NAME` or `OWNER/NAME@REVISION`, because no such folder exists."""
     path, revision = HubName.of(path)
     if revision == "":
         return False
@@ -59,41 +60,46 @@ def may_be_hub_name(path: str) -> bool:
 
 
 def hub_folder(name: str, *, key: str = "model.path", weights: bool = False) -> Path:
-    """The folder of a model or tokenizer on the hub, fetched once per machine: texts, and with `weights` safetensors.
+    """Return the folder of a model or tokenizer of the hub. The folder is downloaded once per machine.
 
-    `key` names the setting in errors. Raises ConfigError for a name that the hub does not have, and where it cannot be
-    asked for what the cache lacks.
+    Args:
+        name: name on the hub.
+        key: setting that errors name.
+        weights: whether to download safetensors in addition to text files.
+
+    Raises ConfigError if the hub does not have the name, or if the hub cannot be reached and the cache lacks files.
     """
     if link := link_to_nothing(Path(name)):
         raise ConfigError(f"{key}: {link}")
     repository, revision = HubName.of(name)
     if revision == "":
-        raise ConfigError(f"{key} '{name}' has no revision behind its @; add a branch, a tag or a commit, or remove it")
+        raise ConfigError(f"{key} '{name}' has no revision after its @; add a branch, a tag or a commit, or remove it")
     is_path = repository.startswith((".", "/", "~")) or repository.count("/") > 1
     if is_path or ("/" in repository and Path(repository).parent.is_dir()):
         raise ConfigError(
             f"{key} '{name}': there is no such folder (from {Path.cwd()}); give a folder, or a hub name whose first "
-            "part is no folder here"
+            "part is no local folder"
         )
     from huggingface_hub import constants
 
-    kept, missing = _in_cache(name, key, weights)
+    cached, missing = _in_cache(name, key, weights)
     patience = float(constants.HF_HUB_ETAG_TIMEOUT) if missing else PATIENCE_SECONDS
     why = "HF_HUB_OFFLINE is set" if constants.HF_HUB_OFFLINE else silence(constants.ENDPOINT, patience)
     if why is None:
         return _fetch(name, key, weights)
-    if kept is not None and not missing:
-        return kept
+    if cached is not None and not missing:
+        return cached
     raise ConfigError(
         f"{key} '{name}' is no folder (from {Path.cwd()}), the hub's cache {constants.HF_HUB_CACHE} does not hold "
-        f"{missing}, and {why}; where there is network, such as on a login node, run "
+        f"{missing}, and {why}; on a machine with network access, such as a login node, run "
         f"`{HubName.of(name).download_command}` with the same HF_HOME and set HF_HUB_OFFLINE=1 here, or give "
         "the folder of a copy"
     )
 
 
 def http_package() -> ModuleType:
-    """The HTTP package of the hub's client, for the errors it raises: `httpx`, from huggingface_hub 2 on `httpx2`."""
+    """Return the HTTP package of the hub's client, which defines its errors: `httpx`, or `httpx2` since huggingface_hub
+    2."""
     from huggingface_hub.errors import HfHubHTTPError
 
     return importlib.import_module(HfHubHTTPError.__bases__[0].__module__.partition(".")[0])
@@ -105,14 +111,14 @@ def _fetch(name: str, key: str, weights: bool) -> Path:
     except (OSError, ValueError, http_package().HTTPError) as error:
         raise ConfigError(
             f"{key} '{name}' is neither a folder (from {Path.cwd()}) nor could it be fetched from the hub "
-            f"({reason(error)}); check the name{' and the revision' if '@' in name else ''}, `hf auth login` where it "
-            "is gated, or give the folder of a copy"
+            f"({reason(error)}); check the name{' and the revision' if '@' in name else ''}, run `hf auth login` for a "
+            "gated model, or give the folder of a copy"
         ) from error
 
 
 @functools.cache
 def _download(name: str, weights: bool) -> Path:
-    """The snapshot, asked for once per process: a run comes back for a model's configuration, tokenizer and weights."""
+    """Download the snapshot once per process. A run needs it for the configuration, the tokenizer and the weights."""
     from huggingface_hub import snapshot_download
 
     patterns = [*_TEXTS, *(_WEIGHTS if weights else ())]
@@ -123,13 +129,13 @@ def _download(name: str, weights: bool) -> Path:
 
 
 def cached_folder(name: str) -> Path | None:
-    """The snapshot of a model with its weights in the hub's cache on this machine; None where it is not there."""
+    """Return the snapshot of a model with its weights in the local cache of the hub, or None if it is incomplete."""
     folder, missing = _in_cache(name, "the model", True)
     return None if missing else folder
 
 
 def _in_cache(name: str, key: str, weights: bool) -> tuple[Path | None, str]:
-    """(the snapshot in the hub's cache on this machine, words for what it lacks; "" where it lacks nothing)."""
+    """Return the snapshot in the local cache and a phrase for its missing part, "" if the snapshot is complete."""
     from huggingface_hub import snapshot_download
 
     repository, revision = HubName.of(name)
@@ -144,22 +150,23 @@ def _in_cache(name: str, key: str, weights: bool) -> tuple[Path | None, str]:
 
 @functools.cache
 def silence(endpoint: str, patience_seconds: float) -> str | None:
-    """Why the hub cannot be asked; None where it answers. Looking up a name has no time limit, hence the thread."""
+    """Return why the hub cannot be reached, or None if the hub answers. Name resolution has no time limit, so the
+    request runs in a thread."""
     from huggingface_hub.utils import get_session
 
     http = http_package()
-    said = [f"{endpoint} does not answer in {patience_seconds:g} seconds (HF_HUB_ETAG_TIMEOUT raises that)"]
+    answers = [f"{endpoint} does not answer in {patience_seconds:g} seconds (increase HF_HUB_ETAG_TIMEOUT)"]
 
-    def ask() -> None:
+    def request() -> None:
         try:
             get_session().head(endpoint, timeout=patience_seconds)
-            said.append("")
+            answers.append("")
         except http.TimeoutException:
             return
         except (http.HTTPError, http.InvalidURL, OSError, ValueError, ImportError) as error:
-            said.append(client_proxy_problem() or f"{endpoint} cannot be reached ({reason(error, 60)})")
+            answers.append(client_proxy_problem() or f"{endpoint} cannot be reached ({reason(error, 60)})")
 
-    asking = threading.Thread(target=ask, daemon=True)
+    asking = threading.Thread(target=request, daemon=True)
     asking.start()
     asking.join(patience_seconds)
-    return said[-1] or None
+    return answers[-1] or None

@@ -1,8 +1,8 @@
-"""From a YAML file and `key=value` overrides to a validated configuration, and back.
+"""Reads a configuration from a YAML file and `key=value` overrides, validates it, and writes it.
 
-Relative paths in the file (`model.path`, `run.directory`, ...) are relative to the current working directory of the
-process, not to the file; they are kept as written. Python files of `path/to/file.py:name` are looked for beside the
-configuration first, and kept as whole paths.
+Relative paths in the file (`model.path`, `run.directory`, ...) are relative to the working directory of the process,
+not to the file. They are stored unchanged. Python files of `path/to/file.py:name` are searched in the folder of the
+configuration first. Their absolute paths are stored.
 """
 
 from __future__ import annotations
@@ -30,34 +30,37 @@ _ALTERNATIVES: tuple[tuple[Key, Key], ...] = (
     *(((role, "minibatch_sequences"), (role, "minibatches")) for role in ("actor", "critic")),
     *(((role, "optimizer", "warmup_updates"), (role, "optimizer", "warmup_ratio")) for role in ("actor", "critic")),
 )
-"""Pairs of settings of which only one may be given."""
+"""Pairs of settings that exclude each other."""
 _PLANNED_LIMITS = {"collective_timeout_seconds", "phase_timeout_seconds"}
-"""Settings of `runtime` that a run takes from its plan where they are not given, whatever their default."""
+"""Settings of `runtime` that a run takes from its plan if the user does not set them."""
 _URLS, _ENGINES = ("rollout", "sglang", "urls"), ("rollout", "sglang", "engines")
 _REPLACED = {**dict(_ALTERNATIVES), **{other: key for key, other in _ALTERNATIVES}, _URLS: _ENGINES}
-"""Settings whose override takes the place of another one in the file: of an alternative, and servers elsewhere of a
-number of own ones."""
+"""Pairs of settings. An override of the first setting removes the second one from the file: an alternative setting, or
+the number of servers if external servers are named."""
 
 
 def load_config(path: str | os.PathLike[str], overrides: Sequence[str] = ()) -> Config:
     """Read, override and validate the settings of a run.
 
-    An override is `a.b.c=value`; its value is YAML (`critic=null`, `reference={}`, `rollout.stop_token_ids=[1, 2]`),
-    later ones win, and sections that do not stand in the file are made. One that ends in .yaml or .yml and has no `=`
-    is another file, whose settings are laid over those before it one by one. Raises ConfigError with a sentence per
-    problem, for secrets before all else, as other sentences may show values.
+    An override is `a.b.c=value`. The value is YAML, such as `critic=null`, `reference={}` or
+    `rollout.stop_token_ids=[1, 2]`. Later overrides have precedence. Sections that are missing in the file are created.
+    An override that ends in .yaml or .yml and has no `=` is another file. Each of its settings replaces the earlier
+    value.
+
+    Raises ConfigError with one sentence per problem. Secrets are reported alone, because other sentences may show
+    values.
     """
     path = expanded(path, "the configuration")
     data = _read_sections(path)
-    given: list[tuple[Key, JSONValue]] = []
+    override_settings: list[tuple[Key, JSONValue]] = []
     files = _files_of(data, path)
     problems: dict[str, list[Key]] = {}
     for override in overrides:
         try:
-            given += _override(data, override, Path(path).parent, files)
+            override_settings += _override(data, override, Path(path).parent, files)
         except ConfigError as error:
             problems |= dict.fromkeys(error.problems, _meant(override))
-    _remove_replaced(data, dict(given))
+    _remove_replaced(data, dict(override_settings))
     if secrets := list(dict.fromkeys(secret_settings(data))):
         raise ConfigError([_no_secret(key) for key in secrets])
     _name_after(data, Path(path), files)
@@ -74,8 +77,10 @@ def load_config(path: str | os.PathLike[str], overrides: Sequence[str] = ()) -> 
 def _override(
     data: dict[str, JSONValue], override: str, folder: Path, files: list[JSONValue]
 ) -> list[tuple[Key, JSONValue]]:
-    """Applies an override to `data`, and returns the settings in the override. If the override is a file, its path is
-    added to `files`. Raises ConfigError if the override is wrong."""
+    """Apply an override to `data` and return its settings. The path of a file override is added to `files`.
+
+    Raises ConfigError if the override is invalid.
+    """
     if "=" not in override and override.endswith((".yaml", ".yml")):
         path = expanded(override, "the configuration")
         layer = _read_sections(path)
@@ -88,7 +93,7 @@ def _override(
 
 
 def _meant(override: str) -> list[Key]:
-    """Returns the settings that the user may have meant by a wrong override."""
+    """Return the settings that the user may have meant by an invalid override."""
     name, _, text = override.partition("=")
     key = tuple(name.strip().split("."))
     if find_field(key) is not None:
@@ -100,14 +105,14 @@ def _meant(override: str) -> list[Key]:
 
 
 def _files_of(data: dict[str, JSONValue], path: str | os.PathLike[str]) -> list[JSONValue]:
-    """The files that settings come from: the file itself, or the `run.files` of settings that a run wrote."""
+    """Return the files that the settings come from: the file itself, or `run.files` of settings that a run wrote."""
     run = data.get("run")
     written = run.pop("files", None) if isinstance(run, dict) else None
     return written if written and isinstance(written, list) else [str(path)]
 
 
 def _name_after(data: dict[str, JSONValue], path: Path, files: list[JSONValue]) -> None:
-    """Name a run without a name after its first file, and note all files in `run.files`."""
+    """Set the default name of a run from its first file, and store all files in `run.files`."""
     run = data.setdefault("run", {})
     if isinstance(run, dict):
         run.setdefault("name", path.stem)
@@ -115,41 +120,44 @@ def _name_after(data: dict[str, JSONValue], path: Path, files: list[JSONValue]) 
 
 
 def _read_sections(path: str | os.PathLike[str]) -> dict[str, JSONValue]:
-    """The settings in a file, with absolute paths of Python files, and the text of a chat template."""
+    """Return the settings in a file, with absolute paths of Python files and the text of a chat template."""
     data: JSONValue = parse_yaml(read_text(Path(path)), str(path))
     if data is None:
         needed = ", ".join(name for name, field in Config.model_fields.items() if field.is_required())
         raise ConfigError(f"{path} is empty; it needs the sections {needed}")
     if not isinstance(data, dict):
         raise ConfigError(f"{path} holds {show(data)}, must be sections of `key: value` lines")
-    found = _with_own_files(data, Path(path).parent)
-    assert isinstance(found, dict)
-    read_template(found, Path(path).parent)
-    return found
+    with_files = _with_own_files(data, Path(path).parent)
+    assert isinstance(with_files, dict)
+    read_template(with_files, Path(path).parent)
+    return with_files
 
 
 def _laid_over(
     data: dict[str, JSONValue], layer: Mapping[str, JSONValue], prefix: Key = ()
 ) -> list[tuple[Key, JSONValue]]:
-    """Lay the settings of another file over `data`, and return them. A value that is no section of the schema, such as
-    a mapping with names of the user's, is replaced as a whole."""
-    given: list[tuple[Key, JSONValue]] = []
+    """Merge the settings of another file into `data`, and return them.
+
+    A mapping that is no section of the schema, such as a mapping with user-defined names, is replaced as a whole.
+    """
+    merged: list[tuple[Key, JSONValue]] = []
     for name, value in layer.items():
-        key, there = (*prefix, str(name)), data.get(name)
+        key, present = (*prefix, str(name)), data.get(name)
         field = find_field(key)
         if isinstance(value, dict) and field is not None and section_of(field) is not None:
-            inner = data[name] = there if isinstance(there, dict) else {}
-            given += _laid_over(inner, value, key)
+            inner = data[name] = present if isinstance(present, dict) else {}
+            merged += _laid_over(inner, value, key)
         else:
             data[name] = value
-            given.append((key, value))
-    return given
+            merged.append((key, value))
+    return merged
 
 
 def save_config(config: Config, path: str | os.PathLike[str]) -> None:
-    """Write every setting, defaults included, so that `load_config(path)` gives an equal configuration.
+    """Write every setting, including defaults, so that `load_config(path)` returns an equal configuration.
 
-    Limits that a run takes from its plan are left out where none was given: their defaults would count as given.
+    Limits that a run takes from its plan are omitted if the user did not set them. Otherwise their defaults would count
+    as user settings.
     """
     target = Path(path)
     target.parent.mkdir(parents=True, exist_ok=True)
@@ -164,7 +172,7 @@ def save_config(config: Config, path: str | os.PathLike[str]) -> None:
 
 
 def flat_settings(settings: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """(dotted key, value) of settings in plain types; an empty section is a value."""
+    """Yield (dotted key, value) of settings in plain types. An empty section is a value."""
     for name, value in settings.items():
         if isinstance(value, Mapping) and value:
             yield from flat_settings(value, f"{prefix}{name}.")
@@ -173,7 +181,7 @@ def flat_settings(settings: Mapping[str, Any], prefix: str = "") -> Iterator[tup
 
 
 def read_text(path: Path) -> str:
-    """The text of a YAML file; raises ConfigError where there is none."""
+    """Return the text of a YAML file. Raises ConfigError if the file cannot be read."""
     try:
         with path.open(encoding="utf-8") as file:
             return file.read(LONGEST_TEXT_CHARACTERS + 1)  # one character above the limit of the parser
@@ -188,13 +196,13 @@ def read_text(path: Path) -> str:
 
 
 def _parse_override(override: str) -> tuple[Key, JSONValue]:
-    """`a.b=1` -> (("a", "b"), 1); the key must exist."""
+    """Parse `a.b=1` into (("a", "b"), 1). Raises ConfigError if the key does not exist."""
     name, equals, text = override.partition("=")
     key, shown = tuple(name.strip().split(".")), f"override '{shortened(override)}'"
     if not equals or not all(key):
         raise ConfigError(f"{shown} must have the form section.key=value, such as run.steps=10")
     if len(key) > DEEPEST_NESTING:
-        raise ConfigError(f"{shown} has {len(key)} keys inside each other, must have at most {DEEPEST_NESTING}")
+        raise ConfigError(f"{shown} has {len(key)} nested keys, must have at most {DEEPEST_NESTING}")
     for depth in range(1, len(key) + 1):
         field = find_field(key[:depth])
         if field is None:
@@ -210,8 +218,8 @@ def _parse_override(override: str) -> tuple[Key, JSONValue]:
 
 
 def _with_own_files(value: JSONValue, folder: Path) -> JSONValue:
-    """Settings in which `file.py:name`, also as a key, has the whole path of a file in `folder`, or else in the working
-    directory."""
+    """Return settings with absolute paths in each `file.py:name`, including keys. The file is searched in `folder`,
+    then in the working directory."""
     if isinstance(value, dict):
         return {_with_own_file(key, folder): _with_own_files(inner, folder) for key, inner in value.items()}
     if isinstance(value, list):
@@ -222,26 +230,26 @@ def _with_own_files(value: JSONValue, folder: Path) -> JSONValue:
 def _with_own_file(value: Given, folder: Path) -> Given | str:
     if not isinstance(value, str) or (file := own_file(value)) is None:
         return value
-    found = next((place for place in (folder / file, file) if place.is_file()), None)
-    return value if found is None else f"{found.resolve()}:{value.rpartition(':')[2]}"
+    path = next((place for place in (folder / file, file) if place.is_file()), None)
+    return value if path is None else f"{path.resolve()}:{value.rpartition(':')[2]}"
 
 
 def _no_secret(key: str) -> str:
-    remedy = "export it as a variable and name that (key: VARIABLE, or headers_from_environment: {NAME: VARIABLE})"
+    remedy = "export it as a variable and set its name (key: VARIABLE, or headers_from_environment: {NAME: VARIABLE})"
     if ".environment." in f".{key}":
-        remedy = "export it before the run starts, whose servers get it too"
+        remedy = "export it before the run starts, because servers inherit the environment"
     return f"{key} looks like a secret, which a run would write into its files; {remedy}"
 
 
 def _remove_replaced(data: dict[str, JSONValue], overrides: Mapping[Key, JSONValue]) -> None:
-    """Remove settings of the file in whose place an override puts another one."""
+    """Remove settings of the file that an override replaces by another setting."""
     for key, other in _REPLACED.items():
         if overrides.get(key) not in (None, []) and other not in overrides:
             _remove(data, other)
 
 
 def _remove(data: dict[str, JSONValue], key: Key) -> None:
-    """Remove a setting, where it is there."""
+    """Remove a setting if it exists."""
     section: JSONValue = data
     for name in key[:-1]:
         section = section.get(name) if isinstance(section, dict) else None
@@ -250,7 +258,7 @@ def _remove(data: dict[str, JSONValue], key: Key) -> None:
 
 
 def _set(data: dict[str, JSONValue], key: Key, value: JSONValue) -> None:
-    """Put an override's value in its place, making the sections on the way."""
+    """Store an override's value, and create missing sections."""
     for depth, name in enumerate(key[:-1], start=1):
         if data.get(name) is None:
             data[name] = {}

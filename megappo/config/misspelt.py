@@ -1,4 +1,4 @@
-"""Finds the known name that a misspelt name stands for."""
+"""Search for the known name that a misspelt name stands for."""
 
 from __future__ import annotations
 
@@ -13,18 +13,18 @@ SHORTEST = 5
 
 
 def misspelt_word(name: str, known: Iterable[str], shortest: int = 0) -> str | None:
-    """Returns the known name that `name` stands for, or None if no known name is similar enough.
+    """Return the known name that `name` stands for, or None if no known name is similar enough.
 
     Names that differ by more than a typo must share words. All words of `name` must match. One word may be different if
-    two or more words match. `critic_lr` is not `critic`, but `max_response_len` is `max_response_tokens`. Returns None
-    if `name` is shorter than `shortest`.
+    two or more words match. `critic_lr` does not match `critic`, but `max_response_len` matches `max_response_tokens`.
+    Names shorter than `shortest` have no match.
     """
     if len(name) < shortest:
         return None
     for candidate in nearest_words(name, known, 5, cutoff=_PART):
-        words = candidate.split("_")
+        candidate_parts = candidate.split("_")
         own = [word for word in name.lower().split("_") if word]
-        fitting = sum(nearest_word(word, words, cutoff=_WORD) is not None for word in own)
+        fitting = sum(nearest_word(word, candidate_parts, cutoff=_WORD) is not None for word in own)
         fits = fitting == len(own) or (fitting >= 2 and fitting == len(own) - 1)
         if fits or nearest_word(name, [candidate], cutoff=_WHOLE):
             return candidate

@@ -1,4 +1,4 @@
-"""The models that settings name: their folders, tokenizers and architectures, read before anything is built."""
+"""Reads the folders, tokenizers and architectures of a run's models before anything is built."""
 
 from __future__ import annotations
 
@@ -28,10 +28,10 @@ if TYPE_CHECKING:
 
 
 def load_architecture(path: str | Path, model: ModelSettings, *, key: str = "model.path") -> ArchitectureConfig:
-    """`read_architecture` as a run's settings have it: with a family of their own, and code from the model's folder."""
+    """Call `read_architecture` with a run's settings, including its custom family and code from the model's folder."""
     families = FAMILIES
     if model.family is not None:
-        own: Family = load(model.family, "model.family", lambda found: isinstance(found, Family), "family")
+        own: Family = load(model.family, "model.family", lambda family: isinstance(family, Family), "family")
         families = {**families, own.model_type: own}
     return read_architecture(path, families, trust_remote_code=model.trust_remote_code, key=key)
 
@@ -43,10 +43,16 @@ def read_architecture(
     trust_remote_code: bool = False,
     key: str = "model.path",
 ) -> ArchitectureConfig:
-    """The architecture of the model at a folder (relative to the working directory) or hub name.
+    """Return the architecture of a model. Relative folders are relative to the working directory.
 
-    `key` names the setting in errors. Raises ConfigError for a folder without a readable config.json, a hub name that
-    cannot be fetched and a model that is not supported.
+    Args:
+        path: folder or hub name.
+        families: supported model families by `model_type`.
+        trust_remote_code: whether code in the model's folder may run.
+        key: setting that errors name.
+
+    Raises ConfigError for a folder without a readable config.json, a hub name that cannot be downloaded, and an
+    unsupported model.
     """
     folder = Path(path)
     if not folder.is_dir():
@@ -57,7 +63,7 @@ def read_architecture(
     if not isinstance(model_type, str | None):
         raise ConfigError(f"{key}: model_type in {folder / 'config.json'} is {show(model_type)}, must be text; fix it")
     is_inner = bool(model_type) and any(family.within == model_type for family in families.values())
-    if model_type not in families and not is_inner:  # before transformers is imported, which has an error of its own
+    if model_type not in families and not is_inner:  # before the import of transformers, which raises a different error
         wrong = f"model_type '{model_type}' is not supported" if model_type else "its config.json has no model_type"
         text, remedy = f"{model_type}_text", f"use a model of {either(families)}"
         if text in families:
@@ -75,7 +81,7 @@ def read_architecture(
 
 
 def _refuse_no_model(path: str, key: str) -> None:
-    """Raise ConfigError for a path that is neither a folder nor a name of the hub, so that the hub is not asked."""
+    """Raise ConfigError for a path that is neither a folder nor a hub name, without a request to the hub."""
     if link := link_to_nothing(Path(path)):
         raise ConfigError(f"{key}: {link}")
     if Path(path).exists():
@@ -88,7 +94,7 @@ def _refuse_no_model(path: str, key: str) -> None:
 
 
 def read_config_json(folder: Path, *, key: str = "model.path") -> dict[str, Any]:
-    """The content of a model's config.json. Raises ConfigError if the file cannot be read."""
+    """Return the content of a model's config.json. Raises ConfigError if the file cannot be read."""
     path = folder / "config.json"
     if link := link_to_nothing(path):
         raise ConfigError(f"{key}: {link}")
@@ -105,7 +111,7 @@ def _hf_config(folder: Path, trust_remote_code: bool, key: str) -> PretrainedCon
     from transformers import AutoConfig
 
     try:
-        if trust_remote_code:  # code in other files of the folder takes part, so the result is not cached
+        if trust_remote_code:  # the result depends on code in other files of the folder, so it is not cached
             hf_config: PretrainedConfig = AutoConfig.from_pretrained(folder, trust_remote_code=True)
             return hf_config
         return copy.deepcopy(_plain_config(folder, (folder / "config.json").read_bytes()))
@@ -115,8 +121,8 @@ def _hf_config(folder: Path, trust_remote_code: bool, key: str) -> PretrainedCon
 
 @functools.lru_cache(maxsize=16)
 def _plain_config(folder: Path, _content: bytes) -> PretrainedConfig:
-    """The configuration that transformers reads, cached by content: it takes 0.1 s, and each rank would read it nine
-    times."""
+    """Return the configuration that transformers reads, cached by content. Reading takes 0.1 s, and each rank needs it
+    nine times."""
     from transformers import AutoConfig
 
     hf_config: PretrainedConfig = AutoConfig.from_pretrained(folder)
@@ -124,21 +130,25 @@ def _plain_config(folder: Path, _content: bytes) -> PretrainedConfig:
 
 
 def model_folder(path: str, *, weights: bool = True, key: str = "the model") -> Path:
-    """The local folder of a model; a hub name is fetched once per machine.
+    """Return the local folder of a model. A hub name is downloaded once per machine.
 
-    Fetches configuration and tokenizer, and safetensors with `weights`. `key` names the setting in errors. Raises
-    ConfigError where that fails.
+    Args:
+        path: folder or hub name.
+        weights: whether to download safetensors in addition to configuration and tokenizer.
+        key: setting that errors name.
+
+    Raises ConfigError if the download fails.
     """
     return Path(path) if Path(path).is_dir() else hub_folder(path, key=key, weights=weights)
 
 
 def role_folder(config: Config, role: str, *, weights: bool = True) -> Path:
-    """`model_folder` of a role; one without a model of its own has the actor's."""
+    """Return `model_folder` of a role. A role without a separate model has the actor's."""
     return model_folder(model_paths(config).get(role, config.model.path), weights=weights)
 
 
 def tokenizer_folder(model: ModelSettings) -> Path:
-    """The local folder of a model's tokenizer. Raises ConfigError where there is none."""
+    """Return the local folder of a model's tokenizer. Raises ConfigError if the download fails."""
     if model.tokenizer is None:
         return model_folder(model.path, weights=False)
     own = Path(model.tokenizer)
@@ -146,7 +156,7 @@ def tokenizer_folder(model: ModelSettings) -> Path:
 
 
 def load_tokenizer(config: Config) -> PreTrainedTokenizerBase:
-    """The tokenizer of a run, with its chat template. Raises ConfigError where there is none, or no such template."""
+    """Return the tokenizer of a run with its chat template. Raises ConfigError if one of the two cannot be loaded."""
     from transformers import AutoTokenizer
 
     model = config.model
@@ -162,7 +172,7 @@ def load_tokenizer(config: Config) -> PreTrainedTokenizerBase:
             raise ConfigError(f"{key}: {link}") from error
         raise ConfigError(
             f"{key} '{place}' holds no tokenizer that can be loaded ({reason(error)}); set "
-            "model.tokenizer to the folder or hub name of one"
+            "model.tokenizer to the folder or hub name of a tokenizer"
         ) from error
     set_template(tokenizer, config.data)
     return tokenizer
@@ -171,49 +181,52 @@ def load_tokenizer(config: Config) -> PreTrainedTokenizerBase:
 def resolve_stop_token_ids(
     folder: Path, tokenizer: PreTrainedTokenizerBase, extra: Sequence[int], rows: TokenRows | None = None
 ) -> tuple[int, ...]:
-    """Tokens that end a response: the tokenizer's, those of config.json and generation_config.json, at any of which
-    servers stop, and the configured ones.
+    """Return the tokens that end a response.
 
-    Raises ConfigError for one that is none of `rows`, which could never be sampled.
+    The tokens come from `extra`, from the tokenizer, and from config.json and generation_config.json, which servers
+    also use.
+
+    Raises ConfigError for a token outside of `rows`, because it can never be sampled.
     """
-    said = {"rollout.stop_token_ids has": list(extra)}
+    sources = {"rollout.stop_token_ids has": list(extra)}
     if (folder / "config.json").exists():
-        said[f"eos_token_id in {folder / 'config.json'} has"] = _ends_in(folder)
+        sources[f"eos_token_id in {folder / 'config.json'} has"] = _ends_in(folder)
     if tokenizer.eos_token_id is not None:
-        said["the tokenizer's eos_token is"] = [int(tokenizer.eos_token_id)]
+        sources["the tokenizer's eos_token is"] = [int(tokenizer.eos_token_id)]
     generation = folder / "generation_config.json"
     if generation.exists():
-        said[f"eos_token_id in {generation} has"] = _listed(read_object(generation).get("eos_token_id"), generation)
-    for place, ids in said.items():
+        sources[f"eos_token_id in {generation} has"] = _listed(read_object(generation).get("eos_token_id"), generation)
+    for place, ids in sources.items():
         if rows is not None and (problem := rows.problem(ids)):
             raise ConfigError(f"{place} {problem}, so that it never ends a response; change it, or use another model")
-    return tuple(sorted({token for ids in said.values() for token in ids}))
+    return tuple(sorted({token for ids in sources.values() for token in ids}))
 
 
 def _ends_in(folder: Path) -> list[int]:
-    """`eos_token_id` of a config.json; of a multimodal model, that of its language model."""
+    """Return `eos_token_id` of a config.json. A multimodal model has it in the section of its language model."""
     content = read_config_json(folder)
-    inner, said = content.get("text_config"), content.get("eos_token_id")
-    if said is None and isinstance(inner, dict):
-        said = inner.get("eos_token_id")
-    return _listed(said, folder / "config.json")
+    inner, eos = content.get("text_config"), content.get("eos_token_id")
+    if eos is None and isinstance(inner, dict):
+        eos = inner.get("eos_token_id")
+    return _listed(eos, folder / "config.json")
 
 
 def _listed(eos: JSONValue, path: Path) -> list[int]:
-    """An `eos_token_id` of a file as a list. Raises ConfigError where it is neither token nor tokens."""
-    given = eos if isinstance(eos, list) else [] if eos is None else [eos]
-    tokens = [token for token in given if type(token) is int]
-    if len(tokens) < len(given):
+    """Return an `eos_token_id` as a list. Raises ConfigError if it is neither a token nor a list of tokens."""
+    ids = eos if isinstance(eos, list) else [] if eos is None else [eos]
+    tokens = [token for token in ids if type(token) is int]
+    if len(tokens) < len(ids):
         raise ConfigError(f"eos_token_id in {path} is {show(eos)}, must be a token or a list of tokens; fix it")
     return tokens
 
 
 def token_rows(config: Config, tokenizer: PreTrainedTokenizerBase, *, training: bool = True) -> TokenRows:
-    """The rows of the smallest embedding among a run's models, whose roles all read the same tokens. Without `training`
-    only the actor counts.
+    """Return the rows of the smallest embedding among a run's models, because all roles read the same tokens.
 
-    Raises ConfigError as `load_architectures` does, for a role without rows for tokens that the actor may sample (those
-    of the tokenizer that the actor has a row for), and for a role whose folder numbers the tokens differently.
+    Without `training`, only the actor counts.
+
+    Raises the errors of `load_architectures`, and ConfigError in two cases: a role has no row for a token that the
+    actor may sample (a token of the tokenizer with a row in the actor), or a role's folder numbers tokens differently.
     """
     paths = model_paths(config)
     sizes = {
@@ -225,7 +238,7 @@ def token_rows(config: Config, tokenizer: PreTrainedTokenizerBase, *, training: 
     for role, size in sizes.items():
         if size < sampled:
             raise ConfigError(
-                f"{_key_of(role)} '{paths[role]}' has rows for {size} tokens (its vocab_size), and the actor samples "
+                f"{_key_of(role)} '{paths[role]}' has rows for {size} tokens (its vocab_size), but the actor samples "
                 f"from {sampled}; use a {role} with the actor's vocabulary"
             )
     for role in sizes:
@@ -235,7 +248,7 @@ def token_rows(config: Config, tokenizer: PreTrainedTokenizerBase, *, training: 
 
 
 def require_same_tokens(config: Config, tokenizer: PreTrainedTokenizerBase, folder: Path, key: str) -> None:
-    """`check_same_tokens` of the run's tokenizer and another folder, which the setting `key` names."""
+    """Call `check_same_tokens` for the run's tokenizer and another folder, which the setting `key` names."""
     own, trusts = tokenizer_folder(config.model), config.model.trust_remote_code
     check_same_tokens(tokenizer, own, folder, key, trust_remote_code=trusts)
 
@@ -245,7 +258,7 @@ def _key_of(role: str) -> str:
 
 
 def load_architectures(config: Config, place: Callable[[str], str] = str) -> dict[str, ArchitectureConfig]:
-    """The architecture of each of `model_paths`, read where `place` has its path; errors name its setting."""
+    """Return the architecture of each model in `model_paths`. `place` maps a path to the path to read."""
     return {
         role: load_architecture(place(path), config.model, key=_key_of(role))
         for role, path in model_paths(config).items()
@@ -253,6 +266,6 @@ def load_architectures(config: Config, place: Callable[[str], str] = str) -> dic
 
 
 def model_paths(config: Config) -> dict[str, str]:
-    """The folder or hub name of the actor's model, and of every other role with one of its own, by role."""
+    """Return the folder or hub name of the actor's model and of each other role with a separate model, by role."""
     roles = {"actor": config.model, "critic": config.critic, "reference": config.reference}
     return {role: of.path for role, of in roles.items() if of is not None and of.path is not None}

@@ -1,4 +1,4 @@
-"""Finds the settings for a name from other trainers: verl, slime, miles, OpenRLHF, NeMo-RL or TRL.
+"""Search for the settings that correspond to a name of verl, slime, miles, OpenRLHF, NeMo-RL or TRL.
 
 The names are data in `foreign/`, one file per trainer. Names that are shared by several trainers are in
 `foreign/common.py`.
@@ -28,26 +28,27 @@ _MOST_KEYS = 6
 
 
 def counterpart(section: Sequence[str], name: str) -> Counterpart | None:
-    """Returns the answer for a name in `section`, for the role of this section, or None for an unknown name.
+    """Return the answer for a name in `section`, for the role of this section, or None for an unknown name.
 
-    The whole name decides before its last parts do: `critic.model.path` is verl's, whatever `path` alone may mean.
+    The whole name has precedence over its last parts. `critic.model.path` is a name of verl, although `path` alone is
+    ambiguous.
     """
     parts = tuple(part.lower().lstrip("+-").replace("-", "_") for part in (*section, name) if part)
     if not parts:
         return None
-    found = _whole_names().get(".".join(parts)) if len(parts) > 1 else None
-    return found or _of_end(parts) or _of_common(parts) or _of_flags(parts) or _of_last_part(parts)
+    whole = _whole_names().get(".".join(parts)) if len(parts) > 1 else None
+    return whole or _of_end(parts) or _of_common(parts) or _of_flags(parts) or _of_last_part(parts)
 
 
 def is_dotted_name(key: Sequence[str]) -> bool:
-    """Whether a dotted name, such as `kl_ctrl.type`, is the name or the end of the name of a setting in a trainer."""
+    """Return whether a dotted name, such as `kl_ctrl.type`, is a setting of a trainer or the end of its name."""
     name = ".".join(key).lower()
     return len(key) > 1 and (name in _whole_names() or name in _names_by_end())
 
 
 @functools.cache
 def _whole_names() -> dict[str, Counterpart]:
-    """The answers of all trainers by the whole name.
+    """Return the answers of all trainers by the whole name.
 
     If two trainers share a name, the answer contains the settings and notes of both trainers.
     """
@@ -69,7 +70,7 @@ def _both(first: Counterpart, second: Counterpart) -> Counterpart:
 
 @functools.cache
 def _names_by_end() -> dict[str, list[str]]:
-    """Lists of whole names by the end of the name. An end has any number of parts."""
+    """Return lists of whole names by the end of the name. An end has any number of parts."""
     ends: dict[str, list[str]] = {}
     for name in _whole_names():
         parts = name.split(".")
@@ -79,21 +80,24 @@ def _names_by_end() -> dict[str, list[str]]:
 
 
 def _of_end(parts: Key) -> Counterpart | None:
-    """The answer for the last parts of whole names, such as `kl_ctrl.type`; it may begin with a section that is not in
-    the whole name, such as `actor` in `actor.megatron.tensor_model_parallel_size`."""
+    """Return the answer for the last parts of a whole name, such as `kl_ctrl.type`.
+
+    The name may begin with a section that is not in the whole name, such as `actor` in
+    `actor.megatron.tensor_model_parallel_size`.
+    """
     for begin in range(len(parts) - 1):
-        if found := _agreed(_names_by_end().get(".".join(parts[begin:]), ()), parts):
-            return found
+        if agreed := _agreed(_names_by_end().get(".".join(parts[begin:]), ()), parts):
+            return agreed
     return None
 
 
 def _of_last_part(parts: Key) -> Counterpart | None:
-    """The answer that all whole names with this last part share; single words are too general for that."""
+    """Return the answer that all whole names with this last part share. Single words are too general."""
     return _agreed(_names_by_end().get(parts[-1], ()), parts) if "_" in parts[-1] else None
 
 
 def _agreed(names: Sequence[str], parts: Key) -> Counterpart | None:
-    """The answer of several whole names, where they differ in the role alone."""
+    """Return the common answer of several whole names, or None if the answers differ in more than the role."""
     answers = [_whole_names()[name] for name in names]
     if len({tuple(dict.fromkeys(_without_role(key) for key in a.keys)) for a in answers}) != 1:
         return None
@@ -107,21 +111,21 @@ def _agreed(names: Sequence[str], parts: Key) -> Counterpart | None:
 
 
 def _of_flags(parts: Key) -> Counterpart | None:
-    """Returns the answer for a name without sections, or None if megappo has a setting with the same name."""
-    found = _whole_names().get(parts[-1]) if len(parts) == 1 or _is_section(parts[0]) else None
-    is_ours = found is not None and any(key.endswith(f".{parts[-1]}") for key in found.keys)
-    return None if is_ours else found
+    """Return the answer for a name without sections, or None if megappo has a setting with the same name."""
+    flag_answer = _whole_names().get(parts[-1]) if len(parts) == 1 or _is_section(parts[0]) else None
+    is_ours = flag_answer is not None and any(key.endswith(f".{parts[-1]}") for key in flag_answer.keys)
+    return None if is_ours else flag_answer
 
 
 def _of_common(parts: Key) -> Counterpart | None:
-    found = common.NAMES.get(".".join(parts[-2:])) if len(parts) > 1 else None
-    found = found or (common.NAMES.get(parts[-1]) if len(parts) == 1 or _is_section(parts[0]) else None)
-    return found and found._replace(keys=_for_roles(found.keys, parts[:-1]))
+    common_answer = common.NAMES.get(".".join(parts[-2:])) if len(parts) > 1 else None
+    common_answer = common_answer or (common.NAMES.get(parts[-1]) if len(parts) == 1 or _is_section(parts[0]) else None)
+    return common_answer and common_answer._replace(keys=_for_roles(common_answer.keys, parts[:-1]))
 
 
 @functools.cache
 def _is_section(name: str) -> bool:
-    """Whether a name is a top-level section of megappo or of a trainer in `TRAINERS`."""
+    """Return whether a name is a top-level section of megappo or of a trainer in `TRAINERS`."""
     from megappo.config.schema import Config  # the schema does not need this module
 
     return name in Config.model_fields or any(whole.startswith(f"{name}.") for whole in _whole_names())

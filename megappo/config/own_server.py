@@ -1,4 +1,4 @@
-"""Settings of a server that the run starts for a reward, and keeps running: of a judge, or of a frozen reward model."""
+"""Settings of a server that the run starts for a reward, for a judge or for a frozen reward model."""
 
 from __future__ import annotations
 
@@ -8,20 +8,20 @@ from megappo.config.engine import SGLangSettings
 
 class OwnServerSettings(Settings):
     machine: NonNegativeInt = 0
-    """Number of the trainers' machine that runs the server, in the order of their ranks."""
+    """Index of the trainer machine that runs the server. Machines are numbered in the order of their ranks."""
     first_device: NonNegativeInt | None = None
-    """First GPU of the server on that machine; default: the one after the trainers'."""
+    """First GPU of the server on that machine. The default is the GPU after the trainers' GPUs."""
     threads: Processes | None = None
-    """CPU threads of each rank, without CUDA; default: the machine's cores over all of them."""
+    """CPU threads of each rank without CUDA. The default divides the machine's cores by the number of ranks."""
     host: Text | None = None
-    """Interface that the server listens on, under a key of the run. Default: loopback, and where the trainers have
-    several machines, the one that leads to the others."""
+    """Network interface of the server, protected by a key of the run. The default is the loopback interface. With
+    trainers on several machines, the default is the interface that reaches the other machines."""
     max_restarts: NonNegativeInt = 5
-    """Restarts of the server over the whole run, after which the run stops."""
+    """Maximum number of server restarts in a run. The run stops if the server fails again."""
     start_timeout_seconds: Seconds = 600.0
-    """Longest time from the server's start to its first answer."""
+    """Maximum time in seconds from the start of the server to its first answer."""
     health_timeout_seconds: Seconds = 60.0
-    """The server is started again where it has not answered a health check for so long."""
+    """Maximum time in seconds without an answer to a health check. The server is then restarted."""
 
     @property
     def ranks(self) -> int:
@@ -30,7 +30,7 @@ class OwnServerSettings(Settings):
 
     @property
     def as_servers(self) -> SGLangSettings:
-        """The settings in the form of an SGLang server that megappo starts."""
+        """Settings in the form for an SGLang server that megappo starts."""
         return SGLangSettings(
             placement="disaggregated",
             engines=1,
@@ -43,6 +43,6 @@ class OwnServerSettings(Settings):
 
 class RewardModelServerSettings(OwnServerSettings):
     batch_tokens: PositiveInt = 16384
-    """Most tokens that the server computes at a time, padding included."""
+    """Maximum number of tokens that the server computes at once, including padding."""
     timeout_seconds: Seconds = 600.0
-    """Longest time for the answer to a request of 64 samples, earlier requests of other ranks included."""
+    """Maximum time in seconds for the answer to a request of 64 samples, including earlier requests of other ranks."""

@@ -1,4 +1,4 @@
-"""Examples of sections for values that were given in place of a section."""
+"""Examples of sections, for a value that the user wrote instead of a section."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from megappo.errors import show
 from megappo.observe.json_values import JSONValue
 
 _PREFERRED = ("path", "source", "function", "name")
-"""Names of settings that probably take the value, if no setting is required. The most likely name is first."""
+"""Names of settings that probably take the value if no setting is required. The most likely name is first."""
 _PLAIN = re.compile(r"[\w./~@+-]+(?::[\w./~@+-]+)*")
 """Text that needs no quotes inside `{}`."""
 Example: TypeAlias = "dict[str, str | Example]"
@@ -26,7 +26,7 @@ Example: TypeAlias = "dict[str, str | Example]"
 
 
 def section_example(section: type[Settings], value: JSONValue) -> Example:
-    """Returns an example of the section.
+    """Return an example of the section.
 
     Required settings get the value, or a placeholder if the value has the wrong type. If no setting is required, the
     setting that most likely takes the value gets the value.
@@ -36,36 +36,40 @@ def section_example(section: type[Settings], value: JSONValue) -> Example:
     if required:
         return {**required}
     taking = [name for name, field in plain.items() if _takes(field, value)]
-    inner = {name: found for name, field in section.model_fields.items() if (found := section_of(field)) is not None}
+    inner = {
+        name: inner_section
+        for name, field in section.model_fields.items()
+        if (inner_section := section_of(field)) is not None
+    }
     preferred = [name for name in _PREFERRED if name in taking]
     if not preferred and isinstance(value, str):
-        for name, found in inner.items():
-            if any(field.is_required() and _takes(field, value) for field in found.model_fields.values()):
-                return {name: section_example(found, value)}
+        for name, inner_section in inner.items():
+            if any(field.is_required() and _takes(field, value) for field in inner_section.model_fields.values()):
+                return {name: section_example(inner_section, value)}
     likely = next(iter([*preferred, *taking, *plain]), None)
     if likely is not None:
         return {likely: _text(plain[likely], value)}
-    name, found = next(iter(inner.items()))
-    return {name: section_example(found, value)}
+    name, inner_section = next(iter(inner.items()))
+    return {name: section_example(inner_section, value)}
 
 
 def in_yaml(example: Example) -> str:
-    """`{source: x.jsonl}`."""
+    """Format an example as YAML, such as `{source: x.jsonl}`."""
     shown = (f"{name}: {inner if isinstance(inner, str) else in_yaml(inner)}" for name, inner in example.items())
     return "{" + ", ".join(shown) + "}"
 
 
 def as_overrides(key: str, example: Example) -> str:
-    """`data.train.source=x.jsonl`, as a shell reads it."""
-    words = (
+    """Format an example as overrides for a shell, such as `data.train.source=x.jsonl`."""
+    overrides = (
         shlex.quote(f"{key}.{name}={inner}") if isinstance(inner, str) else as_overrides(f"{key}.{name}", inner)
         for name, inner in example.items()
     )
-    return " ".join(words)
+    return " ".join(overrides)
 
 
 def _text(field: FieldInfo, value: JSONValue) -> str:
-    """Returns the value as YAML text, or a placeholder if the field does not accept the value."""
+    """Return the value as YAML text, or a placeholder if the field does not accept the value."""
     if _takes(field, value):
         shown = show(value)
         return value if isinstance(value, str) and shown == repr(value) and _PLAIN.fullmatch(value) else shown

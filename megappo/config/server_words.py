@@ -1,4 +1,4 @@
-"""SGLang's own arguments and variables that a configuration may not give, as its settings do or as they break a run."""
+"""Arguments and environment variables of SGLang that a configuration must not set."""
 
 from __future__ import annotations
 
@@ -27,16 +27,16 @@ OWNED: dict[str, tuple[str, ...]] = {
     "run.seed": ("random-seed",),
     "runtime.device": ("device",),
 }  # fmt: skip
-"""Options of SGLang's command line that follow from a setting, by the setting, with argparse's abbreviations."""
+"""Options of SGLang's command line that follow from a setting (key), with the abbreviations of argparse."""
 REFUSED: dict[tuple[str, ...], str] = {
     ("pipeline-parallel-size", "pp-size", "pp"): "and a server in pipeline stages cannot be sent the actor's weights",
     ("attention-context-parallel-size", "attn-cp-size", "enable-prefill-cp"):
         "and a server with context parallelism has never been compared with the trainer",
     ("load-format", "custom-weight-loader"): "but a run sends its servers the actor's weights",
-    ("quantization",): "but the actor's weights are sent as they are and compared",
+    ("quantization",): "but the actor's weights are sent unchanged and compared",
     ("enable-lora", "lora-paths"): "but a run sends its servers merged weights",
     ("moe-a2a-backend", "enable-eplb", "init-expert-location", "ep-num-redundant-experts"):
-        "but where experts stand must be known to compare the weights there",
+        "but the location of experts must be known to compare their weights",
     ("enable-watermark", "watermark-config"): "and a watermark changes the distribution that tokens are sampled from",
     ("speculative-accept-threshold-single", "speculative-accept-threshold-acc"):
         "and a threshold accepts drafts that the model would not have sampled",
@@ -46,17 +46,17 @@ REFUSED: dict[tuple[str, ...], str] = {
     ("json-model-override-args", "skip-tokenizer-init", "skip-server-warmup", "extra-metric-labels", "port", "api-key",
      "admin-api-key", "config", "disaggregation-mode"): "which a run decides for its own servers",
 }  # fmt: skip
-"""Options that no run's server can have, and why."""
+"""Options that are not supported on servers of a run, and the reason."""
 _DOORS = ("host", "port", "api-key", "admin-api-key", "config", "model-path", "model", "extra-metric-labels")
-"""Options that the run decides for a judge's server; the user may give all others."""
+"""Options that the run sets for a judge's server. The user may set all other options."""
 OWNED_VARIABLES = {
     "CUDA_VISIBLE_DEVICES": "rollout.sglang.first_device",
     "OMP_NUM_THREADS": "rollout.sglang.threads",
     "SGLANG_HEALTH_CHECK_TIMEOUT": "rollout.sglang.health_timeout_seconds",
 }
-"""Variables that follow from settings."""
+"""Variables that follow from a setting (value)."""
 _REFUSED_VARIABLES = {
-    "SGLANG_RETURN_ORIGINAL_LOGPROB": "log-probabilities would not be those of the distribution that was sampled from",
+    "SGLANG_RETURN_ORIGINAL_LOGPROB": "log-probabilities would differ from those of the sampling distribution",
     "SGLANG_MAX_NEW_TOKENS_LIMIT": "responses would be shorter than rollout.max_response_tokens without a warning",
     "SGLANG_SIMULATE_ACC_LEN": "drafts would be accepted that the model would not have sampled",
     "TRITON_INTERPRET": "kernels would be interpreted",
@@ -70,29 +70,29 @@ _REFUSED_VARIABLES = {
 
 
 def option(name: str) -> str:
-    """An argument's name as SGLang's command line has it: `pp_size` and `--pp-size` are `pp-size`."""
+    """Format an argument's name as on SGLang's command line. `pp_size` and `--pp-size` become `pp-size`."""
     return name.strip().lstrip("-").replace("_", "-")
 
 
 def own_word_rules(arguments: Iterable[str], where: str) -> Iterator[str]:
-    """Rules on arguments of a server that a run starts for a judge: none opens it to others, or has it read other
-    files."""
-    for given in sorted(arguments):
-        if option(given) in _DOORS:
-            yield f"{where} has {given}, which a run decides for its own servers; remove it"
+    """Check arguments of a judge's server. The arguments must neither change its files nor make the server
+    accessible to others."""
+    for argument in sorted(arguments):
+        if option(argument) in _DOORS:
+            yield f"{where} has {argument}, which a run decides for its own servers; remove it"
 
 
 def word_rules(servers: SGLangSettings) -> Iterator[str]:
-    """Rules on SGLang's arguments and variables: none contradicts the settings."""
+    """Check that SGLang's arguments and variables do not contradict the settings."""
     settings = {name: key for key, names in OWNED.items() for name in names}
     reasons = {name: reason for names, reason in REFUSED.items() for name in names}
-    for given in sorted(servers.arguments):
-        name = option(given)
+    for argument in sorted(servers.arguments):
+        name = option(argument)
         if name in settings:
             key = settings[name]
-            yield f"rollout.sglang.arguments has {given}, which follows from {key}; remove it, and set that"
+            yield f"rollout.sglang.arguments has {argument}, which follows from {key}; remove it, and set that"
         elif name in reasons:
-            yield f"rollout.sglang.arguments has {given}, {reasons[name]}; remove it"
+            yield f"rollout.sglang.arguments has {argument}, {reasons[name]}; remove it"
     for name in sorted(servers.environment):
         if not name.isidentifier() or not name.isascii():
             yield f"rollout.sglang.environment has '{name}', which is no name of a variable; name one, such as SGLANG_X"
@@ -102,4 +102,4 @@ def word_rules(servers: SGLangSettings) -> Iterator[str]:
         elif name in _REFUSED_VARIABLES:
             yield f"rollout.sglang.environment has {name}, but {_REFUSED_VARIABLES[name]}; remove it"
     if servers.urls and servers.environment:
-        yield "rollout.sglang.environment is for own servers, and urls name others; remove it"
+        yield "rollout.sglang.environment is for servers of the run, but urls name external servers; remove it"

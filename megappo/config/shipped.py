@@ -1,4 +1,4 @@
-"""Where files are that megappo ships beside its Python code: configurations, models' config.json, launchers."""
+"""Paths of non-Python files that megappo ships: configurations, models' config.json and launchers."""
 
 from __future__ import annotations
 
@@ -6,7 +6,8 @@ from pathlib import Path
 
 
 def shipped_file(*parts: str) -> Path:
-    """A file or folder that stands beside the package in a clone, and in it where pip installed it."""
+    """Return the path of a shipped file or folder. Installed packages contain it, and clones have it next to the
+    package."""
     package = Path(__file__).parents[1]
     installed = package.joinpath("shipped", *parts)
     return installed if installed.exists() else package.parent.joinpath(*parts)

@@ -1,4 +1,4 @@
-"""Command lines for the shell in which the user started megappo."""
+"""Commands for the shell in which the user started megappo."""
 
 from __future__ import annotations
 
@@ -16,32 +16,32 @@ _LAUNCH = "MEGAPPO_LAUNCH"
 so the user's shell has neither `megappo` nor `torchrun`. pip installs both, and the variable is then unset."""
 
 
-def command_line(*words: str) -> str:
-    """A line that runs a command of megappo."""
-    return f"{_megappo()} {shlex.join(words)}"
+def command_line(*arguments: str) -> str:
+    """Return a line that runs a command of megappo."""
+    return f"{_megappo()} {shlex.join(arguments)}"
 
 
-def training_line(nodes: int, per_node: int, words: Sequence[str]) -> str:
-    """A line that starts a command on `nodes` machines with `per_node` processes each. `HOST` is a placeholder for the
-    first of several machines."""
+def training_line(nodes: int, per_node: int, arguments: Sequence[str]) -> str:
+    """Return a line that starts a command on `nodes` machines with `per_node` processes each. `HOST` is a placeholder
+    for the first of several machines."""
     if _LAUNCH in os.environ:
         options = [str(per_node)] if nodes == 1 else ["--nodes", str(nodes), "--head", "HOST:29500", str(per_node)]
-        return shlex.join([_script("torchrun.sh"), *options, *words])
+        return shlex.join([_script("torchrun.sh"), *options, *arguments])
     options = ["--nproc-per-node", str(per_node)]
     if nodes > 1:
         options = ["--nnodes", str(nodes), *options, "--rdzv-backend", "c10d", "--rdzv-endpoint", "HOST:29500"]
     program = "torchrun" if shutil.which("torchrun") else f"{_python()} -m torch.distributed.run"
-    return f"{program} {shlex.join([*options, '-m', 'megappo', *words])}"
+    return f"{program} {shlex.join([*options, '-m', 'megappo', *arguments])}"
 
 
 def sbatch_line(nodes: int, per_node: int, config: Path) -> str:
-    """A line that submits a run to SLURM. The job of a clone runs in the clone's folder, so the line has whole paths if
-    the working directory is a different folder."""
+    """Return a line that submits a run to SLURM. The job of a clone runs in the clone's folder, so the line has
+    absolute paths if the working directory is a different folder."""
     root, script = shipped_file(), shipped_file("launch", "slurm", "ppo.sbatch")
-    is_here, is_installed = root == Path.cwd(), root.name == "shipped"
-    file = config if is_here or is_installed else config.absolute()
-    words = ["sbatch", "--nodes", str(nodes), "--gpus-per-node", str(per_node), _shown(script), str(file)]
-    return shlex.join(words) if is_here else f"MEGAPPO_ROOT={shlex.quote(str(root))} {shlex.join(words)}"
+    in_clone, is_installed = root == Path.cwd(), root.name == "shipped"
+    file = config if in_clone or is_installed else config.absolute()
+    arguments = ["sbatch", "--nodes", str(nodes), "--gpus-per-node", str(per_node), _shown(script), str(file)]
+    return shlex.join(arguments) if in_clone else f"MEGAPPO_ROOT={shlex.quote(str(root))} {shlex.join(arguments)}"
 
 
 def _megappo() -> str:
@@ -61,6 +61,6 @@ def _python() -> str:
 
 
 def _shown(file: Path) -> str:
-    """The path relative to the working directory if the file is below the working directory, otherwise the whole
-    path."""
+    """Return the path relative to the working directory if the file is below the working directory, otherwise the
+    absolute path."""
     return str(file.relative_to(Path.cwd()) if file.is_relative_to(Path.cwd()) else file)

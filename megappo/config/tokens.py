@@ -1,4 +1,4 @@
-"""Texts to token ids and back, and the ids that a model's embedding has a row for."""
+"""Conversion between texts and token ids, and checks of token ids against a model's embedding."""
 
 from __future__ import annotations
 
@@ -19,16 +19,18 @@ if TYPE_CHECKING:
     from megappo.families.architecture import ModelShape
 
 Message = Mapping[str, JSONValue]
-"""A message of a chat as templates read it: `role`, `content` and whatever else a template knows."""
+"""Message of a chat as templates read it: `role`, `content` and other fields of the template."""
 
 
-def call_arguments(given: JSONValue) -> dict[str, JSONValue]:
-    """The arguments of a tool call as the object that chat templates need; OpenAI's protocol has JSON text there.
-    Raises ValueError, whose sentence continues "calls a tool with", for anything else."""
-    arguments = given
-    if isinstance(given, str):
+def call_arguments(value: JSONValue) -> dict[str, JSONValue]:
+    """Return the arguments of a tool call as an object for chat templates. OpenAI's protocol has JSON text instead.
+
+    Raises ValueError for other values. The error text continues the phrase "calls a tool with".
+    """
+    arguments = value
+    if isinstance(value, str):
         try:
-            arguments = json.loads(given or "{}")
+            arguments = json.loads(value or "{}")
         except (ValueError, RecursionError) as error:
             raise ValueError(f"arguments that are no JSON ({error})") from error
     if not isinstance(arguments, Mapping):
@@ -38,15 +40,15 @@ def call_arguments(given: JSONValue) -> dict[str, JSONValue]:
 
 @dataclass(frozen=True)
 class TokenRows:
-    """The rows of the smallest embedding among the models that read the same tokens; rows of padding are none."""
+    """Rows of the smallest embedding among the models that read the same tokens, without padding."""
 
     count: int
-    """`vocab_size` of its config.json: ids below it have a row."""
+    """`vocab_size` of the model's config.json. Ids below this number have a row."""
     model: str
     """Folder or hub name of the model with the smallest embedding."""
 
     def problem(self, token_ids: Sequence[int]) -> str:
-        """The first of these ids without a row, in words; "" where each has one."""
+        """Return a phrase for the first id without a row, or "" if each id has a row."""
         missing = without_row(token_ids, self.count)
         if missing is None:
             return ""
@@ -54,16 +56,16 @@ class TokenRows:
 
 
 def without_row(token_ids: Sequence[int], rows: int) -> int | None:
-    """The first id that an embedding of so many rows has none for."""
+    """Return the first id without a row in an embedding of `rows` rows, or None."""
     if not token_ids or (min(token_ids) >= 0 and max(token_ids) < rows):
         return None
     return next(token for token in token_ids if not 0 <= token < rows)
 
 
 def stop_token_rules(config: Config, shapes: Mapping[str, ModelShape]) -> Iterator[str]:
-    """Rule on stop tokens: they can be sampled, and read by every role; `shapes` is keyed by the model's name in
-    sentences."""
-    name, rows = min(((n, shape.vocab_size) for n, shape in shapes.items()), key=lambda found: found[1])
+    """Check that stop tokens can be sampled and have a row in every role. The keys of `shapes` are model names for
+    messages."""
+    name, rows = min(((n, shape.vocab_size) for n, shape in shapes.items()), key=lambda item: item[1])
     missing = without_row(config.rollout.stop_token_ids, rows)
     if missing is not None:
         yield (
@@ -73,7 +75,7 @@ def stop_token_rules(config: Config, shapes: Mapping[str, ModelShape]) -> Iterat
 
 
 def response_length_rules(config: Config) -> Iterator[str]:
-    """Rules on limits of responses: they leave room for one."""
+    """Check that the limits of prompts and responses leave room for a response."""
     rollout, prompt = config.rollout, config.data.max_prompt_tokens
     least, total = rollout.min_response_tokens, rollout.max_total_tokens
     if least > rollout.max_response_tokens:
@@ -83,19 +85,19 @@ def response_length_rules(config: Config) -> Iterator[str]:
         )
     if total is not None and total < prompt + max(least, 1):
         yield (
-            f"rollout.max_total_tokens {total} leaves no room for a response of {max(least, 1)} behind a prompt of "
+            f"rollout.max_total_tokens {total} leaves no room for a response of {max(least, 1)} after a prompt of "
             f"data.max_prompt_tokens {prompt}; set at least {prompt + max(least, 1)}, or lower data.max_prompt_tokens"
         )
 
 
 _PROBES = ("a", "0")
-"""Texts that most tokenizers have an ordinary token for."""
+"""Texts that are an ordinary token in most tokenizers."""
 
 
 def tokens_around(tokenizer: PreTrainedTokenizerBase, texts: Sequence[str] = ()) -> tuple[list[int], list[int]]:
-    """(tokens before, tokens behind) that a tokenizer adds to a text by itself, mostly bos and eos.
+    """Return the tokens that a tokenizer adds before and after a text, mostly bos and eos.
 
-    `texts`: some that the tokenizer is used for, in case it has no ordinary tokens for the built-in probes.
+    `texts` are further probes for tokenizers without ordinary tokens for the built-in probes.
     """
     special = {*tokenizer.all_special_ids}
     for text in (*_PROBES, *sorted(texts, key=len)):
@@ -110,9 +112,9 @@ def tokens_around(tokenizer: PreTrainedTokenizerBase, texts: Sequence[str] = ())
 
 
 def continued_ids(tokenizer: PreTrainedTokenizerBase, texts: Sequence[str]) -> list[list[int]]:
-    """Token ids of texts that a model is to continue: with the tokenizer's beginning of a text, and without its end.
+    """Return token ids of texts that a model continues. Start tokens of the tokenizer are added, end tokens are not.
 
-    A text that begins with these tokens already, as a rendered chat template does, gets no second beginning.
+    A text that already begins with the start tokens, such as a rendered chat template, is not changed.
     """
     before, _ = tokens_around(tokenizer, texts)
     plain: list[list[int]] = tokenizer(list(texts), add_special_tokens=False)["input_ids"]
@@ -120,7 +122,7 @@ def continued_ids(tokenizer: PreTrainedTokenizerBase, texts: Sequence[str]) -> l
 
 
 def whole_ids(tokenizer: PreTrainedTokenizerBase, text: str) -> list[int]:
-    """Token ids of a complete text, with the tokenizer's beginning and end, neither of them twice."""
+    """Return token ids of a complete text with the tokenizer's start and end tokens, without duplicates."""
     before, behind = tokens_around(tokenizer, [text])
     plain: list[int] = tokenizer(text, add_special_tokens=False)["input_ids"]
     begun = plain if plain[:1] == before[:1] else [*before, *plain]
@@ -128,24 +130,24 @@ def whole_ids(tokenizer: PreTrainedTokenizerBase, text: str) -> list[int]:
 
 
 def decoded(tokenizer: PreTrainedTokenizerBase, token_ids: Sequence[int], *, skip_special_tokens: bool = False) -> str:
-    """The exact text of these tokens: for tokenizers that say so (`clean_up_tokenization_spaces`), transformers would
-    remove blanks before punctuation."""
+    """Return the exact text of tokens. transformers would remove blanks before punctuation for tokenizers that set
+    `clean_up_tokenization_spaces`."""
     return str(
         tokenizer.decode(list(token_ids), skip_special_tokens=skip_special_tokens, clean_up_tokenization_spaces=False)
     )
 
 
 _CLOCK = "strftime_now"
-"""The function by which chat templates ask for the date (transformers 5.19, chat_template_utils)."""
+"""Function that returns the date to chat templates (transformers 5.19, chat_template_utils)."""
 
 
 def reads_clock(tokenizer: PreTrainedTokenizerBase) -> bool:
-    """Whether its chat template renders differently on another day."""
+    """Return whether the tokenizer's chat template depends on the date."""
     return _CLOCK in str(tokenizer.chat_template or "")
 
 
 def template_now() -> str:
-    """The time as `data.template_time` has it."""
+    """Return the current time in the format of `data.template_time`."""
     return strftime("%Y-%m-%d %H:%M:%S")
 
 
@@ -157,12 +159,20 @@ def rendered(
     tools: Sequence[JSONValue] | None = None,
     time: str | None = None,
 ) -> str:
-    """A conversation rendered by a tokenizer's chat template; with `goes_on` the text ends where the model is to speak.
+    """Render a conversation with a tokenizer's chat template.
 
-    `time`: date and time for a template that asks for them, see `data.template_time`; None: now. Raises whatever the
-    template raises.
+    Args:
+        tokenizer: tokenizer with the template.
+        messages: messages of the conversation.
+        goes_on: whether the text ends at the beginning of the model's turn.
+        tools: tools in the format of the template.
+        time: date and time for templates that use them (`data.template_time`); None: now.
+
+    Raises the errors of the template.
     """
     clock = {} if time is None or not reads_clock(tokenizer) else {_CLOCK: datetime.fromisoformat(time).strftime}
     chat = [dict(message) for message in messages]
-    given = None if tools is None else list(tools)
-    return str(tokenizer.apply_chat_template(chat, tokenize=False, add_generation_prompt=goes_on, tools=given, **clock))
+    tool_list = None if tools is None else list(tools)
+    return str(
+        tokenizer.apply_chat_template(chat, tokenize=False, add_generation_prompt=goes_on, tools=tool_list, **clock)
+    )

@@ -1,4 +1,4 @@
-"""Comparison of tokenizers: all models of a run read the token ids that the run's tokenizer makes."""
+"""Comparison of tokenizers. All models of a run must read the token ids of the run's tokenizer."""
 
 from __future__ import annotations
 
@@ -18,23 +18,27 @@ _VOCABULARIES = (
     "tokenizer.json", "tokenizer.model", "spiece.model", "spm.model", "sentencepiece.bpe.model", "tiktoken.model",
     "tekken.json", "vocab.json", "vocab.txt",
 )  # fmt: skip
-"""Files of which each is a vocabulary; a folder with one of them has a tokenizer."""
+"""Vocabulary files. A folder with one of these files has a tokenizer."""
 _NUMBERED_BY = (*_VOCABULARIES, "added_tokens.json", "tokenizer_config.json")
-"""Files that determine which id a token has."""
+"""Files that determine the id of each token."""
 
 
 def check_same_tokens(
     tokenizer: PreTrainedTokenizerBase, own: Path, other: Path, key: str, *, trust_remote_code: bool = False
 ) -> None:
-    """Raise ConfigError where the tokenizer of the folder `other` has another token at an id than the run's tokenizer.
+    """Check that the tokenizer in the folder `other` has the same token at each id as the run's tokenizer.
 
-    An id that only one of them has is not compared: a model may lack tokens that were added to its base. A folder
-    without a tokenizer is not compared either.
+    An id that only one tokenizer has is not compared, because a model may lack tokens that were added to its base. A
+    folder without a tokenizer is not compared.
 
     Args:
         tokenizer: the run's tokenizer, read from the folder `own`.
-        key: the setting that names `other`, for the error.
+        own: folder of the run's tokenizer.
+        other: folder of the other tokenizer.
+        key: setting that names `other`, for errors.
         trust_remote_code: whether code in the folder `other` may run.
+
+    Raises ConfigError if the tokenizers differ or if the other one cannot be loaded.
     """
     if not any((other / name).exists() for name in _VOCABULARIES) or _same_files(own, other):
         return
@@ -44,28 +48,28 @@ def check_same_tokens(
             raise ConfigError(
                 f"{key} '{other}' has a tokenizer with {others[token_id]!r} at token {token_id}, where the run's "
                 f"tokenizer has {tokens[token_id]!r}; use a model that was trained with the run's tokenizer, or remove "
-                "the tokenizer's files from the folder if it was"
+                "the tokenizer's files from the folder if the model was trained with the run's tokenizer"
             )
 
 
 def check_saved_tokens(tokenizer: PreTrainedTokenizerBase, folder: Path) -> None:
-    """Raise ConfigError where a run with another vocabulary saved the samples in `folder`, which `rollout.load_from`
-    names."""
+    """Check that the samples in `folder` (`rollout.load_from`) were saved with the run's vocabulary. Raises ConfigError
+    otherwise."""
     digests = {step.vocabulary for step in saved_steps(folder).values()} - {None}
     if digests and digests != {vocabulary_digest(tokenizer)}:
         raise ConfigError(
-            f"rollout.load_from '{folder}' has samples of a run with another tokenizer, whose ids stand for other "
+            f"rollout.load_from '{folder}' has samples of a run with another tokenizer, in which ids stand for other "
             "tokens; set model.tokenizer to the tokenizer of that run"
         )
 
 
 def vocabulary_digest(tokenizer: PreTrainedTokenizerBase) -> str:
-    """sha256 of all tokens and their ids."""
+    """Return the sha256 of all tokens and their ids."""
     return hashlib.sha256(json.dumps(sorted(tokenizer.get_vocab().items())).encode()).hexdigest()
 
 
 def _same_files(own: Path, other: Path) -> bool:
-    """Whether both folders have the same bytes in every file that numbers tokens."""
+    """Return whether both folders have the same bytes in every file that numbers tokens."""
 
     def content(folder: Path, name: str) -> bytes | None:
         return (folder / name).read_bytes() if (folder / name).exists() else None
@@ -83,7 +87,7 @@ def _load(folder: Path, key: str, trust_remote_code: bool) -> PreTrainedTokenize
     try:
         check_texts(folder, OF_TOKENIZERS)
         other: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(folder, trust_remote_code=trust_remote_code)
-    except Exception as error:  # transformers, and the folder's own code, over any content
+    except Exception as error:  # transformers and the code in the folder may raise any exception
         raise ConfigError(
             f"{key} '{folder}' has a tokenizer that cannot be compared with the run's ({reason(error)}); remove the "
             "tokenizer's files from the folder if its model was trained with the run's tokenizer"

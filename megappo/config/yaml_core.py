@@ -1,10 +1,10 @@
-"""YAML as its version 1.2 core schema reads it.
+"""YAML parser for the core schema of YAML 1.2.
 
-PyYAML follows YAML 1.1, where `1e-5` is text (its floats need a dot and a signed exponent), `010` is 8, `1:30` is 90,
-`no` is false and `2026-01-02` is a date. Each of those is a trap in a settings file, the first one in every learning
-rate. The loader here knows the core schema only: null, true/false, whole numbers (decimal, 0o, 0x), numbers, text,
-lists and mappings. It also refuses a key that stands twice in a mapping, of which PyYAML silently keeps the last, and
-what is too large or too deep to be settings, before it costs time or memory.
+PyYAML follows YAML 1.1, in which `1e-5` is text (floats need a dot and a signed exponent), `010` is 8, `1:30` is 90,
+`no` is false and `2026-01-02` is a date. Each case causes errors in settings, and the first one affects every learning
+rate. This loader supports only the core schema: null, true/false, integers (decimal, 0o, 0x), floats, text, lists and
+mappings. It also rejects duplicate keys, of which PyYAML silently keeps the last one. Input that is too large or too
+deeply nested for settings is rejected before it costs time or memory.
 """
 
 from __future__ import annotations
@@ -19,11 +19,12 @@ from megappo.observe.json_values import JSONValue
 
 LONGEST_TEXT_CHARACTERS = 100_000
 DEEPEST_NESTING = 50
-"""Most levels of sections and lists inside each other."""
+"""Maximum depth of nested sections and lists."""
 _MOST_VALUES = 5_000
 _LONGEST_INT_CHARACTERS = 40
 _NO_TEXT = re.compile("[\0\ud800-\udfff]")
-"""Characters that no text may hold: file names cannot hold NUL, and UTF-8 cannot hold half of a surrogate pair."""
+"""Characters that text must not contain. File names cannot contain NUL, and UTF-8 cannot encode half of a surrogate
+pair."""
 
 _TAG = "tag:yaml.org,2002:"
 _CORE_SCALARS = (
@@ -40,14 +41,14 @@ _CORE_SCALARS = (
 
 
 class _Refused(yaml.MarkedYAMLError):
-    """Valid YAML, but no settings."""
+    """Error for valid YAML that cannot be settings."""
 
     def __init__(self, problem: str, mark: yaml.Mark) -> None:
         super().__init__(problem=problem, problem_mark=mark)
 
 
 class _CoreLoader(yaml.SafeLoader):
-    """SafeLoader with the core schema's scalars, without duplicate keys, and with bounds."""
+    """SafeLoader with the core schema's scalars and size limits, without duplicate keys."""
 
     yaml_implicit_resolvers: ClassVar[dict[str, Any]] = {}
     yaml_constructors: ClassVar[dict[str | None, Any]] = {
@@ -60,10 +61,10 @@ class _CoreLoader(yaml.SafeLoader):
         super().__init__(text)
         self._begun = self._inside = 0
         self._sizes: dict[int, tuple[int, int]] = {}
-        """(values, levels) of every finished node by its id, each anchor's counted wherever it is used."""
+        """(values, levels) of every finished node by its id. The content of an anchor counts at each use."""
 
     def compose_node(self, parent: yaml.Node | None, index: yaml.Node | int | None) -> yaml.Node:
-        """Compose a node, unless it would be too deep or hold too much once its anchors are written out."""
+        """Compose a node. Raises _Refused if the node is too deep or too large with all anchors expanded."""
         mark, is_alias = self.peek_event().start_mark, self.check_event(yaml.AliasEvent)
         self._inside += 1
         self._begun += 1
@@ -85,26 +86,26 @@ class _CoreLoader(yaml.SafeLoader):
     def _check_size(self, values: int, levels: int, mark: yaml.Mark) -> None:
         if values > _MOST_VALUES or levels > DEEPEST_NESTING:
             raise _Refused(
-                f"there are more than {_MOST_VALUES} values or {DEEPEST_NESTING} levels, anchors written out, which no "
-                "settings need; remove some, or put data into a file of their own",
+                f"there are more than {_MOST_VALUES} values or {DEEPEST_NESTING} levels with anchors expanded, which "
+                "no settings need; remove some, or put data into a separate file",
                 mark,
             )
 
     def compose_mapping_node(self, anchor: str | None) -> yaml.MappingNode:
-        """Compose a mapping; a key that stands in it twice is an error."""
+        """Compose a mapping. Raises _Refused for a duplicate key."""
         node = super().compose_mapping_node(anchor)
         seen = set()
         for key, _ in node.value:
             if isinstance(key, yaml.ScalarNode):
                 if (key.tag, key.value) in seen:
                     raise _Refused(
-                        f"the key '{shortened(key.value)}' stands twice in this section; remove one", key.start_mark
+                        f"the key '{shortened(key.value)}' occurs twice in this section; remove one", key.start_mark
                     )
                 seen.add((key.tag, key.value))
         return node
 
     def construct_core_scalar(self, node: yaml.ScalarNode) -> bool | int | float | str | None:
-        """The value of a scalar, whose tag was resolved from its form or stands before it."""
+        """Return the value of a scalar. Its tag is explicit or follows from its form."""
         text, kind = str(self.construct_scalar(node)), node.tag.removeprefix(_TAG)
         if kind == "str":
             if _NO_TEXT.search(text):
@@ -119,16 +120,16 @@ class _CoreLoader(yaml.SafeLoader):
         if kind == "float":
             return float(text.lower().replace(".inf", "inf").replace(".nan", "nan"))
         if len(text) > _LONGEST_INT_CHARACTERS:
-            words = f"no setting takes a whole number of {len(text)} characters; write a smaller one"
-            raise _Refused(words, node.start_mark)
+            problem = f"no setting takes a whole number of {len(text)} characters; write a smaller one"
+            raise _Refused(problem, node.start_mark)
         return int(text, 0 if text[:2] in ("0o", "0x") else 10)
 
 
 class _CoreDumper(yaml.SafeDumper):
-    """Quotes text that either version of YAML would read as something else; never writes anchors."""
+    """Dumper that quotes text which either version of YAML would read as another type, and never writes anchors."""
 
     def ignore_aliases(self, data: JSONValue) -> bool:
-        """Write every value out in full."""
+        """Write every value in full."""
         return True
 
 
@@ -147,15 +148,15 @@ for _name, _, _first in _CORE_SCALARS:
 
 
 def parse_yaml(text: str, where: str) -> Any:
-    """The value of one YAML document; nothing in it is shared, even where the text uses anchors.
+    """Return the value of one YAML document. Values of anchors are copied for each use.
 
-    `where` names the text in errors. Raises ConfigError with the line of a syntax error, and for text that is too
-    large to be settings.
+    `where` names the text in errors. Raises ConfigError with the line of a syntax error, or if the text is too large
+    for settings.
     """
     if len(text) > LONGEST_TEXT_CHARACTERS:
         raise ConfigError(
             f"{where} has more than {LONGEST_TEXT_CHARACTERS} characters, which no settings need; give the YAML file "
-            "of a run, and put data into a file of their own"
+            "of a run, and put data into a separate file"
         )
     loader = None
     try:
@@ -169,13 +170,13 @@ def parse_yaml(text: str, where: str) -> Any:
         raise ConfigError(f"{place}: this is not valid YAML:{context} {shortened(error.problem, 200)}") from error
     except yaml.YAMLError as error:
         raise ConfigError(f"{where}: this is not valid YAML: {error}") from error
-    except (ValueError, OverflowError) as error:  # of an escape or a directive, whose number PyYAML does not check
+    except (ValueError, OverflowError) as error:  # PyYAML does not check numbers of escapes and directives
         place = f"{where}{_place(loader.get_mark() if loader is not None else None)}"
         raise ConfigError(f"{place}: this is not valid YAML: a number that is too large ({error})") from error
 
 
 def parse_value(text: str, where: str) -> Any:
-    """Returns the value of an override. The rules of YAML apply, but a single line cannot contain a comment.
+    """Return the value of an override. The rules of YAML apply, but a single line cannot contain a comment.
 
     A line of plain text is one value, even with special characters: `exp #2`, `&a b`. Raises ConfigError like
     `parse_yaml`, and if a comment follows a list, a mapping or a quoted text.
@@ -186,7 +187,7 @@ def parse_value(text: str, where: str) -> Any:
     try:
         tokens = [token for token in yaml.scan(line, Loader=yaml.SafeLoader) if isinstance(token, _TOKENS_OF_VALUES)]
     except (yaml.YAMLError, ValueError, OverflowError):
-        return parse_yaml(text, where)  # which raises, with the place
+        return parse_yaml(text, where)  # raises an error with the position
     is_text = all(isinstance(token, yaml.ScalarToken) and token.style in (None, "|", ">") for token in tokens)
     if len(line.splitlines()) > 1:  # parsed like a file, unless plain text contains a comment
         is_cut = is_text and len(tokens) == 1 and tokens[0].plain and line.count("#") > tokens[0].value.count("#")
@@ -207,12 +208,12 @@ def _place(mark: yaml.Mark | None) -> str:
 
 
 def dump_yaml(value: JSONValue) -> str:
-    """A value of mappings, lists and scalars as YAML that `parse_yaml` reads back to the same."""
+    """Format mappings, lists and scalars as YAML that `parse_yaml` reads as equal values."""
     return str(yaml.dump(value, Dumper=_CoreDumper, sort_keys=False, allow_unicode=True, width=110))
 
 
 def _unshared(value: JSONValue) -> JSONValue:
-    """A copy in which an anchor's value stands separately in each place, so that an override changes only one."""
+    """Return a copy without shared values, so that an override changes only one use of an anchor."""
     if isinstance(value, list):
         return [_unshared(item) for item in value]
     if isinstance(value, dict):

@@ -1,1 +1,1 @@
-"""Before a run: its settings become what every command works with, and what it reads is read once."""
+"""Preparation of a run: resolved settings for all commands, and the inputs of the training."""

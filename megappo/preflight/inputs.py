@@ -1,4 +1,4 @@
-"""What a run reads before it builds a model: tokenizer, prompts, and the environment that its prompts mention."""
+"""Inputs that a run reads before it builds a model: tokenizer, prompts and the environment."""
 
 from __future__ import annotations
 
@@ -19,18 +19,24 @@ from megappo.environments.registry import make_environment
 
 @dataclass(frozen=True)
 class ModelTokens:
-    """Token ids as the models of a run read and write them."""
+    """Token ids that the models of a run read and write."""
 
     tokenizer: PreTrainedTokenizerBase
     rows: TokenRows
-    """Token ids that every model has an embedding for."""
+    """Token ids with an embedding row in every model."""
     stop_token_ids: tuple[int, ...]
     """Token ids that end a response."""
 
 
 def read_tokens(config: Config, *, training: bool = True) -> ModelTokens:
-    """Tokenizer and stop tokens. `training`: whether all models of a run take part, or the policy alone. Raises
-    ConfigError where they do not fit the models."""
+    """Read the tokenizer and the stop tokens.
+
+    Args:
+        config: settings of the run.
+        training: whether all models of a run take part, or only the policy.
+
+    Raises ConfigError if the tokens do not fit the models.
+    """
     tokenizer = load_tokenizer(config)
     rows = token_rows(config, tokenizer, training=training)
     if training and config.rollout.load_from is not None:
@@ -41,26 +47,30 @@ def read_tokens(config: Config, *, training: bool = True) -> ModelTokens:
 
 @dataclass(frozen=True)
 class RunInputs:
-    """Everything that a run reads besides its models."""
+    """All inputs of a run except its models."""
 
     tokens: ModelTokens
     environment: Environment | None
-    """Plays episodes; None where responses are scored as they are."""
+    """Environment of episodes. None means that responses are scored directly."""
     training: TrainingPrompts
     validation: Mapping[str, PromptDataset]
-    """Prompts of each validation set by its name; see `DataSettings.evaluated`."""
+    """Prompts of each validation set by its name (see `DataSettings.evaluated`)."""
 
     @property
     def reads_clock(self) -> bool:
-        """Whether a chat template has put the time, `data.template_time`, into prompts."""
+        """Whether prompts contain the time that a chat template inserted (`data.template_time`)."""
         return any(prompts.reads_clock for prompts in (self.training, *self.validation.values()))
 
 
 def read_inputs(config: Config, *, training: bool = True, validation: bool | None = None) -> RunInputs:
-    """Read and tokenise everything.
+    """Read and tokenize all inputs.
 
-    `training`: as for `read_tokens`. `validation`: whether to read validation sets; by default where the settings or
-    an evaluation will use them. Raises ValueError for what cannot be read or made.
+    Args:
+        config: settings of the run.
+        training: see `read_tokens`.
+        validation: whether to read validation sets; None: only if the settings or an evaluation use them.
+
+    Raises ValueError if an input cannot be read or created.
     """
     tokens, episodes = read_tokens(config, training=training), config.rollout.episodes
     environment = None if episodes is None else make_environment(episodes)

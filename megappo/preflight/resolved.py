@@ -1,4 +1,4 @@
-"""A run whose settings were checked against models, ranks and machine: what every command starts from."""
+"""Runs whose settings were checked against models, ranks and the machine."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ if TYPE_CHECKING:
 
 
 def resolve_here(config: Config) -> Config:
-    """The settings with what follows from this machine's device filled in."""
+    """Return the settings with the values that follow from this machine's device."""
     if config.rollout.engine is not None:
-        return config  # and torch, which takes seconds to import, is not asked
+        return config  # without the import of torch, which takes seconds
     from megappo.runtime import device
 
     return resolve(config, on_cuda=device.runs_on_cuda(config.runtime))
@@ -31,7 +31,7 @@ def resolve_here(config: Config) -> Config:
 
 @dataclass(frozen=True)
 class RunOutline:
-    """A run that is looked at and not started: its settings, models and sizes."""
+    """Settings, models and sizes of a run that is not started."""
 
     config: Config
     models: Models
@@ -41,11 +41,16 @@ class RunOutline:
 def outline_run(
     config: Config, config_path: str, *, world_size: int | None = None, on_cuda: bool | None = None
 ) -> RunOutline:
-    """The run of a configuration file, on `world_size` ranks of a device, by its models' config.json alone.
+    """Return the run of a configuration file, based only on the config.json of its models.
 
-    By default on as many ranks as were started, where these are several, or the fewest on which the layouts stand, of
-    this machine's device. Models that are not on this machine are looked for beside the file. Raises ConfigError for
-    settings that break a rule there.
+    Args:
+        config: settings of the run.
+        config_path: configuration file. Models that are missing on this machine are searched next to the file.
+        world_size: number of ranks; None: the number of started ranks if several were started, otherwise the smallest
+            number that the layouts allow.
+        on_cuda: whether the ranks have CUDA devices; None: the device of this machine.
+
+    Raises ConfigError for settings that violate a rule.
     """
     config = resolve_here(config) if on_cuda is None else resolve(config, on_cuda=on_cuda)
     if world_size is None:
@@ -57,29 +62,30 @@ def outline_run(
 
 @dataclass(frozen=True)
 class ResolvedRun:
-    """A run that may start."""
+    """Run that is ready to start."""
 
     config: Config
-    """The settings, with what follows from this machine's device."""
+    """Settings with the values that follow from this machine's device."""
     derived: Derived
     engine: EngineFactory
     deadlines: Deadlines
     rows: tuple[tuple[str, str], ...]
-    """(name, what it is) of its plan on this machine, for the start of the log."""
+    """(name, description) pairs of the run's plan on this machine, for the start of the log."""
     inputs: RunInputs | None
-    """What the run reads, where it was read already as its epochs had to be counted."""
+    """Inputs of the run. None unless `run.epochs` required the number of prompts."""
 
 
 def resolve_run(command: Literal["train", "eval"], config: Config) -> ResolvedRun:
-    """Check a configuration against models, the ranks that were started and this machine, before anything is built.
+    """Check a configuration against models, started ranks and this machine, before anything is built.
 
-    Mistakes that no import of torch is needed for are refused before it. Raises ConfigError for settings, ValueError
-    for data, RunError for software and devices that are not there.
+    Errors that need no import of torch are raised before the import.
+
+    Raises ConfigError for settings, ValueError for data, and RunError for missing software and devices.
     """
     world_size = read_world_size(os.environ)
     if command == "eval" and world_size == 1:
         config = _in_one_process(resolve_here(config))
-    derived = _derived(command, config, world_size)  # refuses most mistakes before torch is imported
+    derived = _derived(command, config, world_size)  # finds most errors before torch is imported
     resolved = resolve_here(config)
     from megappo.engines.registry import find_engine
     from megappo.plan.here import plan_start, this_machine
@@ -89,7 +95,7 @@ def resolve_run(command: Literal["train", "eval"], config: Config) -> ResolvedRu
     find_accelerations(config.model.accelerations)  # hides broken libraries from Megatron-Core, before it is imported
     if resolved is not config:
         config, derived = resolved, _derived(command, resolved, world_size)
-    check_device(config.runtime)  # before an engine for it is asked for
+    check_device(config.runtime)  # before an engine is requested for the device
     engine, inputs = find_engine(config.rollout), None
     if config.run.epochs is not None:
         from megappo.preflight.inputs import read_inputs
@@ -115,28 +121,36 @@ def _check_shared_memory(config: Config, setup: Setup, world_size: int) -> None:
 
 
 def _in_one_process(config: Config) -> Config:
-    """Settings of an evaluation by one process alone: the engine inside it wants the whole model, whatever layouts the
-    trained models have. Servers keep the layout that they are fed from."""
+    """Return the settings for an evaluation in one process.
+
+    The embedded engine needs the whole model, so the layouts of the trained models are replaced. Servers keep the
+    layout, because their weights are sent from this layout.
+    """
     if config.rollout.has_servers:
         return config
-    given = {name: role.model_copy(update={"layout": LayoutSettings()}) for name, role in config.trained.items()}
-    return config.model_copy(update=given)
+    single_rank_layouts = {
+        name: role.model_copy(update={"layout": LayoutSettings()}) for name, role in config.trained.items()
+    }
+    return config.model_copy(update=single_rank_layouts)
 
 
 def _derived(command: str, config: Config, world_size: int) -> Derived:
-    """The run's numbers, but for steps that follow from its data. Raises ConfigError for settings that do not fit these
-    ranks; for a single process the error says how many are needed."""
+    """Compute the run's numbers, except steps that depend on the data.
+
+    Raises ConfigError for settings that do not fit the ranks. For a single process, the error contains the number of
+    required processes.
+    """
     try:
         return check_run(config, world_size)
     except ConfigError as error:
         if world_size > 1 or (fewest := fewest_ranks(config)) == 1:
             raise
         if not set(error.problems) - set(_problems(config, fewest)):
-            raise  # more ranks would change nothing
+            raise  # more ranks would not help
         raise ConfigError(
             [
                 *error.problems,
-                f"this is 1 process, and the layouts need {fewest}; start {fewest} processes: "
+                f"this is 1 process, but the layouts need {fewest}; start {fewest} processes: "
                 f"{training_line(*default_machine(config).nodes_of(fewest), [command, '...'])}",
             ]
         ) from None

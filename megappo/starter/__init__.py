@@ -1,1 +1,1 @@
-"""Writes a first configuration for the machine that it runs on (`megappo init`)."""
+"""Writer of a first configuration for the current machine (`megappo init`)."""

@@ -1,4 +1,4 @@
-"""Settings with reasons, and the YAML file that they make."""
+"""Settings with reasons, and their YAML file with comments."""
 
 from __future__ import annotations
 
@@ -16,30 +16,30 @@ _WIDTH = 110
 
 @dataclass(frozen=True)
 class Setting:
-    """A setting of a new configuration."""
+    """Setting of a new configuration."""
 
     key: str
-    """Dotted, such as `rollout.prompts_per_step`."""
+    """Dotted key, such as `rollout.prompts_per_step`."""
     value: JSONValue
     why: str = ""
-    """The reason, for its comment."""
+    """Reason of the value, written as a comment."""
 
 
 _Tree: TypeAlias = dict[str, "Setting | _Tree"]
-"""Settings in their sections."""
+"""Settings by section."""
 
 
 def overridden(settings: Iterable[Setting], changes: Iterable[Setting]) -> list[Setting]:
-    """The settings in their order with the values of `changes`, whose other keys follow. A change of a whole section
-    replaces the settings in it."""
-    kept = {setting.key: setting for setting in settings}
+    """Apply `changes` to the settings in their order, and append settings with new keys. A change of a whole section
+    replaces the settings of the section."""
+    by_key = {setting.key: setting for setting in settings}
     for setting in changes:
-        kept = {key: s for key, s in kept.items() if not key.startswith(f"{setting.key}.")} | {setting.key: setting}
-    return list(kept.values())
+        by_key = {key: s for key, s in by_key.items() if not key.startswith(f"{setting.key}.")} | {setting.key: setting}
+    return list(by_key.values())
 
 
 def to_yaml(settings: Iterable[Setting]) -> str:
-    """The settings as YAML, sections in the order in which they come first, each value with its reason."""
+    """Format the settings as YAML with their reasons. Sections are in the order of their first setting."""
     tree: _Tree = {}
     for setting in settings:
         *sections, name = setting.key.split(".")

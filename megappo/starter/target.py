@@ -1,4 +1,4 @@
-"""Where a new configuration will run: devices, nodes, scheduler and disk, as this machine says."""
+"""Detection of the devices, nodes, scheduler and disk for a new configuration."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from megappo.plan.machines import MACHINES, Machine
 
 _ANSWER_SECONDS = 20
 _SHARED = ("nfs", "lustre", "gpfs", "beegfs", "ceph", "wekafs", "fuse.glusterfs", "afs", "smb", "cifs", "fuse.juicefs")
-"""Beginnings of the types of file systems that several machines see."""
+"""Prefixes of the types of file systems that several machines share."""
 _GRES = re.compile(r"gpu:(?:([A-Za-z][\w.-]*):)?(\d+)")
 _SMI = ("nvidia-smi", "--query-gpu=name,memory.total", "--format=csv,noheader,nounits")
 _SINFO = ("sinfo", "--noheader", "--format", "%G")
@@ -25,63 +25,67 @@ _SINFO = ("sinfo", "--noheader", "--format", "%G")
 
 @dataclass(frozen=True)
 class RunTarget:
-    """Devices, scheduler and disk that a configuration is written for."""
+    """Devices, scheduler and disk of a new configuration."""
 
     machine: Machine
     devices: int
-    """Devices of a node, one for each rank."""
+    """Number of devices per node. Each device has one rank."""
     nodes: int
     scheduler: str
-    """`slurm`, or "" without one."""
+    """Name of the scheduler: `slurm`, or "" without a scheduler."""
     disk: str
     """Type of the file system of the working directory."""
 
     def alone(self) -> RunTarget:
-        """One of its devices."""
+        """Return a target with one of the devices."""
         return replace(self, devices=1, nodes=1)
 
     @property
     def ranks(self) -> int:
-        """Ranks of the run."""
+        """Number of ranks of the run."""
         return self.devices * self.nodes
 
     @property
     def summary(self) -> str:
-        """The devices in words."""
+        """Description of the devices."""
         each = f"{self.devices} x {self.machine.summary}" if self.machine.is_cuda else self.machine.summary
         return f"{self.nodes} nodes of {each}" if self.nodes > 1 else each
 
     @property
     def has_shared_disk(self) -> bool:
-        """Whether several machines see the working directory."""
+        """Whether several machines share the working directory."""
         return self.disk.startswith(_SHARED)
 
 
 def find_target(machine: str | None, devices: int | None, nodes: int | None, folder: Path) -> RunTarget:
-    """Where a run will be: what is None is asked of this machine, and of SLURM where its nodes have GPUs that this one
-    has not. Raises ConfigError for a machine that is none."""
-    here = _own_gpus()
+    """Detect the target of a run.
+
+    Missing arguments are detected on this machine, or with SLURM if only the cluster's nodes have GPUs.
+
+    Raises ConfigError for an unknown machine, too many devices per node, or missing GPUs.
+    """
+    own_gpus = _own_gpus()
     scheduler = "slurm" if shutil.which("sinfo") or "SLURM_JOB_ID" in os.environ else ""
-    found, count = here or (_slurm_gpus() if scheduler else None) or (this_cpu(), 1)
+    target, count = own_gpus or (_slurm_gpus() if scheduler else None) or (this_cpu(), 1)
     if machine is not None:
-        found, count = find_machine(machine), count if here else 1
-        if found.is_cuda and not here and devices is not None and devices > found.devices_per_node:
-            nodes_for = -(-devices // found.devices_per_node)
+        target, count = find_machine(machine), count if own_gpus else 1
+        if target.is_cuda and not own_gpus and devices is not None and devices > target.devices_per_node:
+            nodes_for = -(-devices // target.devices_per_node)
             raise ConfigError(
-                f"--gpus is {devices}, and counts the devices of a node, of which {found.name} has "
-                f"{found.devices_per_node}; for {devices} in all write --nodes {nodes_for} --gpus "
-                f"{found.devices_per_node}"
+                f"--gpus is {devices} and counts the devices of a node, but a node of {target.name} has "
+                f"{target.devices_per_node}; for {devices} in all write --nodes {nodes_for} --gpus "
+                f"{target.devices_per_node}"
             )
-    if not found.is_cuda and machine is None and (devices or nodes):
+    if not target.is_cuda and machine is None and (devices or nodes):
         raise ConfigError(
-            "neither nvidia-smi nor sinfo shows a GPU here, and --gpus or --nodes asks for some; name it by --machine "
+            "neither nvidia-smi nor sinfo shows a GPU here, but --gpus or --nodes requires GPUs; set --machine "
             "(h100, or cpu for ranks on CPUs)"
         )
-    return RunTarget(found, devices or count, nodes or 1, scheduler, file_system(folder))
+    return RunTarget(target, devices or count, nodes or 1, scheduler, file_system(folder))
 
 
-def _said(command: Sequence[str]) -> str:
-    """What a program prints; "" where it is not there, fails or does not answer."""
+def _output_of(command: Sequence[str]) -> str:
+    """Return the output of a program, or "" if the program is missing, fails or exceeds the time limit."""
     if shutil.which(command[0]) is None:
         return ""
     try:
@@ -92,23 +96,23 @@ def _said(command: Sequence[str]) -> str:
 
 
 def _own_gpus() -> tuple[Machine, int] | None:
-    rows = [line.rpartition(",") for line in _said(_SMI).splitlines()]
+    rows = [line.rpartition(",") for line in _output_of(_SMI).splitlines()]
     gpus = [(name.strip(), float(mebibytes) * 2**20) for name, _, mebibytes in rows if mebibytes.strip().isdecimal()]
     return (machine_like(*gpus[0]), len(gpus)) if gpus else None
 
 
 def _slurm_gpus() -> tuple[Machine, int] | None:
-    """GPUs of the node that has most, by SLURM's `gres`; one that it does not name is an H100."""
-    found = [(int(count), kind) for kind, count in _GRES.findall(_said(_SINFO))]
-    if not found:
+    """Return the GPUs of the largest node in SLURM's `gres`. A GPU of unknown type counts as an H100."""
+    counts = [(int(count), kind) for kind, count in _GRES.findall(_output_of(_SINFO))]
+    if not counts:
         return None
-    count, kind = max(found)
+    count, kind = max(counts)
     alike = [m for name, m in MACHINES.items() if m.is_cuda and name.split("-")[0] in kind.lower()]
     return (alike or [MACHINES["h100"]])[0], count
 
 
 def file_system(folder: Path, mounts: str | None = None) -> str:
-    """Type of the file system that a folder is on, by `/proc/mounts` or its text; "" where it cannot be told."""
+    """Return the type of a folder's file system from `/proc/mounts` or from `mounts`, or "" if it is unknown."""
     if mounts is None:
         try:
             mounts = Path("/proc/mounts").read_text()
@@ -116,4 +120,4 @@ def file_system(folder: Path, mounts: str | None = None) -> str:
             return ""
     rows = [line.split(" ") for line in mounts.splitlines()]
     above = [(len(row[1]), row[2]) for row in rows if len(row) > 2 and folder.resolve().is_relative_to(row[1])]
-    return max(reversed(above), key=lambda mount: mount[0], default=(0, ""))[1]  # of equals the last hides the others
+    return max(reversed(above), key=lambda mount: mount[0], default=(0, ""))[1]  # a later mount hides an earlier one

@@ -1,4 +1,4 @@
-"""What `megappo init` writes of each task, before the layout is searched."""
+"""Settings that `megappo init` writes for each task, except the layout."""
 
 from __future__ import annotations
 
@@ -13,36 +13,37 @@ from megappo.starter.commented_yaml import Setting
 from megappo.starter.target import RunTarget
 
 TASKS = {
-    "jsonl": "lines of your own, scored by a function of yours",
+    "jsonl": "custom prompts in JSON lines, scored by a custom function",
     "gsm8k": "grade school word problems",
     "tools": "word problems in several turns, with a calculator that the model may call",
     "lora": "grade school word problems, with low-rank adapters on one device",
 }
 _SMALL, _MIDDLE, _TINY = "Qwen/Qwen3-0.6B", "Qwen/Qwen3-8B", "HuggingFaceTB/SmolLM2-135M-Instruct"
 _THINKING = (_SMALL, _MIDDLE)
-"""Models that think where they are not told otherwise; `megappo plan` says so of any other."""
+"""Models that think by default. For other models, `megappo plan` prints a note."""
 
 
 @dataclass(frozen=True)
 class StarterRequest:
-    """Options of `megappo init`, with their defaults filled in."""
+    """Options of `megappo init` with their defaults."""
 
     task: str
     name: str
-    """Name of the run, and of the files beside the configuration."""
+    """Name of the run and of the files next to the configuration."""
     model: str | None
     data: Path
-    """A file of prompts, or the folder that `megappo data prepare` writes."""
+    """File of prompts, or the folder of `megappo data prepare`."""
     sums: Path
-    """Folder of the quickstart's model, which knows nothing but digits and signs."""
+    """Folder of the quickstart's model, which has tokens only for digits and signs."""
 
 
 @dataclass(frozen=True)
 class ModelFolder:
-    """Properties of a model's folder that decide settings. A model that is not on this machine has the defaults."""
+    """Properties of a model's folder that affect settings. Models that are missing on this machine have the
+    defaults."""
 
     positions: int = 40_960
-    """Tokens of the longest sequence."""
+    """Maximum sequence length in tokens."""
     has_template: bool = True
     """Whether the tokenizer has a chat template."""
     is_tiny: bool = False
@@ -57,7 +58,7 @@ class ModelFolder:
         is_tiny = folder.resolve() == request.sums.resolve()
         if is_tiny and request.task != "jsonl":
             raise ConfigError(
-                f"--model '{model}' has tokens for digits and signs only, and the prompts of {request.task} have "
+                f"--model '{model}' has tokens for digits and signs only, but the prompts of {request.task} have "
                 "words; use the task jsonl or another --model"
             )
         positions = read_config_json(folder).get("max_position_embeddings")
@@ -69,7 +70,7 @@ class ModelFolder:
 
 
 def models(request: StarterRequest, target: RunTarget) -> Sequence[str]:
-    """Models to try, the largest first."""
+    """Return the candidate models, largest first."""
     if request.model is not None:
         return (request.model,)
     if target.machine.is_cuda:
@@ -80,7 +81,7 @@ def models(request: StarterRequest, target: RunTarget) -> Sequence[str]:
 
 
 def settings_of(request: StarterRequest, target: RunTarget, model: str) -> list[Setting]:
-    """The settings of a task with a model. Raises ConfigError as `ModelFolder.read` does."""
+    """Return the settings of a task with a model. Raises the errors of `ModelFolder.read`."""
     folder = ModelFolder.read(model, request)
     prompt_tokens = 16 if folder.is_tiny else min(1024, folder.positions // 2)
     return [
@@ -95,34 +96,34 @@ def settings_of(request: StarterRequest, target: RunTarget, model: str) -> list[
 
 
 def _run(request: StarterRequest, target: RunTarget) -> Iterator[Setting]:
-    yield Setting("run.name", request.name, "everything that the run writes is in runs/ under this name")
-    yield Setting("run.steps", 200, "a run that is started again with more goes on from its newest checkpoint")
+    yield Setting("run.name", request.name, "the run writes all its files to runs/ under this name")
+    yield Setting("run.steps", 200, "a restart with a larger number continues from the newest checkpoint")
     if target.nodes > 1 and not target.has_shared_disk:
         disk = f", and this folder is on {target.disk}" if target.disk else ""
-        why = f"all nodes must see it{disk}: give a folder on a shared disk"
+        why = f"all nodes must see it{disk}: set a folder on a shared disk"
         yield Setting("run.directory", f"runs/{request.name}", why)
     yield Setting("run.seed", 1, "the same seed on the same machine gives the same run")
 
 
 def _model(target: RunTarget, model: str, folder: ModelFolder) -> Iterator[Setting]:
-    yield Setting("model.path", model, "a folder, or a name of the Hugging Face hub, which is fetched once per machine")
+    yield Setting("model.path", model, "a folder, or a Hugging Face name, which is downloaded once per machine")
     if folder.is_tiny:
         yield Setting("model.init", "random", "a model of 16 tokens for tests: set your model, and remove this")
     if target.machine.is_cuda:
         yield Setting("model.dtype", "bfloat16", "weights and activations; the optimizer keeps float32 copies")
     else:
         yield Setting("model.dtype", "float32", "as fast as bfloat16 on most CPUs, and exact")
-        yield Setting("runtime.device", "cpu", "no GPU was found here: remove it where there is one")
+        yield Setting("runtime.device", "cpu", "no GPU was found: remove this setting on a machine with GPUs")
 
 
 def _roles(request: StarterRequest, folder: ModelFolder) -> Iterator[Setting]:
     if request.task == "lora":
         for role in ("actor", "critic"):
-            why = "adapters are trained, and the weights stand still: no gradients and no optimizer state of them"
+            why = "only adapters are trained: the frozen weights have no gradients and no optimizer state"
             yield Setting(f"{role}.lora", {"rank": 16, "alpha": 32}, why if role == "actor" else "")
-        why = "adapters take some ten times the rate of whole models"
+        why = "adapters need about ten times the learning rate of whole models"
         yield Setting("actor.optimizer.learning_rate", 1.0e-5, why)
-        yield Setting("critic.optimizer.learning_rate", 5.0e-5, "the critic starts from nothing and may learn faster")
+        yield Setting("critic.optimizer.learning_rate", 5.0e-5, "the critic is untrained at first and can learn faster")
         yield Setting("reference.share_actor_base", True, "the actor without its adapters: no second model")
         return
     actor, critic = (1.0e-3, 2.0e-3) if folder.is_tiny else (1.0e-6, 1.0e-5)
@@ -132,78 +133,82 @@ def _roles(request: StarterRequest, folder: ModelFolder) -> Iterator[Setting]:
         else "the usual rate for whole models in PPO"
     )
     yield Setting("actor.optimizer.learning_rate", actor, why)
-    yield Setting("critic.optimizer.learning_rate", critic, "the critic starts from nothing and may learn faster")
-    yield Setting("reference", {}, "a frozen copy of the model, from which the KL term is measured")
+    yield Setting("critic.optimizer.learning_rate", critic, "the critic is untrained at first and can learn faster")
+    yield Setting("reference", {}, "a frozen copy of the model for the KL term")
 
 
 def _data(request: StarterRequest, model: str, folder: ModelFolder, prompt_tokens: int) -> Iterator[Setting]:
     if request.task == "jsonl":
         yield Setting(
-            "data.train.source", str(request.data), "lines with `prompt` and `answer`; parquet files do as well"
+            "data.train.source", str(request.data), "lines with `prompt` and `answer`; parquet files are supported, too"
         )
     else:
-        yield Setting("data.train.source", str(request.data / "train.parquet"), "megappo data prepare gsm8k writes it")
-        yield Setting("data.validation.source", str(request.data / "test.parquet"), "scored by evaluations alone")
+        yield Setting("data.train.source", str(request.data / "train.parquet"), "written by megappo data prepare gsm8k")
+        yield Setting("data.validation.source", str(request.data / "test.parquet"), "used only by evaluations")
     if not folder.has_template:
-        yield Setting("data.apply_chat_template", False, "this model has no chat template; others want theirs")
+        yield Setting(
+            "data.apply_chat_template", False, "this model has no chat template; remove this for models with one"
+        )
     elif model in _THINKING:
-        yield Setting("data.chat_template_options", {"enable_thinking": False}, "thoughts would have no room")
-    yield Setting("data.max_prompt_tokens", prompt_tokens, "longer prompts are left out, and the run prints how many")
+        yield Setting("data.chat_template_options", {"enable_thinking": False}, "responses are too short for thinking")
+    yield Setting("data.max_prompt_tokens", prompt_tokens, "longer prompts are dropped, and the run prints how many")
 
 
 def _rollout(request: StarterRequest, target: RunTarget, folder: ModelFolder, most_tokens: int) -> Iterator[Setting]:
     if target.machine.is_cuda:
-        yield Setting("rollout.engine", "sglang", "generates on the trainers' own GPUs, and sleeps while they train")
+        yield Setting("rollout.engine", "sglang", "generates on the trainers' GPUs, and sleeps during training")
     else:
         yield Setting("rollout.engine", "transformers", "inside the trainer: a small model needs no server")
     prompts = 64 if target.machine.is_cuda else 16
-    yield Setting("rollout.prompts_per_step", prompts, "prompts of a step; more make steadier and slower steps")
-    yield Setting("rollout.samples_per_prompt", 4, "answers to each prompt")
+    yield Setting(
+        "rollout.prompts_per_step", prompts, "prompts of a step; more prompts give less noise and slower steps"
+    )
+    yield Setting("rollout.samples_per_prompt", 4, "responses to each prompt")
     for role in ("actor", "critic"):
         yield Setting(f"{role}.minibatch_sequences", prompts, "a quarter of the samples: four updates in a step")
     if folder.is_tiny:
-        yield Setting("rollout.max_response_tokens", 4, "an answer of two digits and its end")
+        yield Setting("rollout.max_response_tokens", 4, "an answer of two digits and an end-of-sequence token")
     elif request.task == "tools":
         yield Setting(
-            "rollout.max_response_tokens", min(2048, most_tokens), "tokens of all turns and of the answers of tools"
+            "rollout.max_response_tokens", min(2048, most_tokens), "tokens of all turns and of the results of tools"
         )
     else:
         yield Setting(
-            "rollout.max_response_tokens", min(1024, most_tokens), "longer answers are cut: watch response/truncated"
+            "rollout.max_response_tokens",
+            min(1024, most_tokens),
+            "longer answers are truncated: watch response/truncated",
         )
     if request.task == "tools":
         tools = {"format": "qwen", "tools": ["calculator"]}
-        yield Setting("rollout.environment.name", "tools", "a reply that calls no tool ends the episode")
+        yield Setting("rollout.environment.name", "tools", "a turn without a tool call ends the episode")
         yield Setting("rollout.environment.arguments", tools, "format: llama3 for Llama 3; python is another tool")
-        yield Setting("rollout.environment.max_turns", 4, "replies of the model in an episode")
-        yield Setting("rollout.environment.max_calls", 8, "calls of tools in an episode")
+        yield Setting("rollout.environment.max_turns", 4, "turns of the model in an episode")
+        yield Setting("rollout.environment.max_calls", 8, "tool calls in an episode")
 
 
 def _reward(request: StarterRequest) -> Iterator[Setting]:
     if request.task == "jsonl":
-        why = "your function, in the file beside this one; it may take prompt, response, answer and metadata"
+        why = "your function in the file next to this one, with arguments prompt, response, answer and metadata"
         yield Setting("reward.function", f"{request.name}_reward.py:score", why)
     else:
-        yield Setting("reward.function", "gsm8k", "1 where the last number of the answer is the right one, otherwise 0")
+        yield Setting("reward.function", "gsm8k", "1 if the last number of the response is correct, otherwise 0")
 
 
 def _end(request: StarterRequest) -> Iterator[Setting]:
-    yield Setting(
-        "algorithm.lam", 1.0, "rewards come at the end: returns without the bias of a critic that still learns"
-    )
+    yield Setting("algorithm.lam", 1.0, "rewards come at the end: returns without the bias of an untrained critic")
     yield Setting("algorithm.kl_in_reward", {"kind": "kl", "coef": 0.001}, "keeps the policy near the reference")
     if request.task != "jsonl":
-        yield Setting("evaluation.every_steps", 20, "the validation set, answered greedily")
-    yield Setting("checkpoint.every_steps", 20, "what a killed run loses at most")
+        yield Setting("evaluation.every_steps", 20, "greedy answers to the validation set")
+    yield Setting("checkpoint.every_steps", 20, "a killed run loses at most this number of steps")
 
 
 EXAMPLE_LINES = "".join(f'{{"prompt": "{a}+{b}=", "answer": "{a + b}"}}\n' for a in range(10) for b in range(10))
-"""Prompts and answers for whoever has none yet: sums of two digits."""
-EXAMPLE_REWARD = '''"""The reward of a sample: whatever this function returns, as a number."""
+"""Example prompts and answers: sums of two digits."""
+EXAMPLE_REWARD = '''"""The reward of a sample: the number that this function returns."""
 
 
 def score(*, response: str, answer: str | None) -> float:
-    """1 for the right answer. It may take `prompt` and `metadata` as well (what else the prompt\'s line has)."""
+    """Return 1 for the right answer. Other arguments: `prompt` and `metadata` (other fields of the prompt\'s line)."""
     return float(answer is not None and response.strip() == answer)
 '''
-"""A reward function for whoever has none yet."""
+"""Example of a reward function."""

@@ -1,4 +1,5 @@
-"""Searches the layout of a new configuration, writes the file and what it names, and says what comes next."""
+"""Searches the layout of a new configuration, writes the configuration and its example files, and lists the next
+commands."""
 
 from __future__ import annotations
 
@@ -21,19 +22,24 @@ _LAYOUT = "by the search of `megappo plan --search`"
 
 
 @dataclass(frozen=True)
-class Written:
-    """What was written."""
+class StarterFiles:
+    """Files of a new configuration, and notes."""
 
     files: tuple[Path, ...]
     notes: tuple[str, ...]
-    """From where models were read that are not on this machine."""
+    """Sources of models that are missing on this machine."""
 
 
-def write(request: StarterRequest, target: RunTarget, output: Path, beside: Path) -> Written:
-    """Write the configuration of a task, and the example files that it names where they are not there.
+def write(request: StarterRequest, target: RunTarget, output: Path, model_configs: Path) -> StarterFiles:
+    """Write the configuration of a task, and its example files if they do not exist.
 
-    `beside`: a folder with the config.json of models that are not on this machine. Raises ConfigError where no model
-    fits the target, and for a model that cannot be read.
+    Args:
+        request: options of `megappo init`.
+        target: devices of the run.
+        output: configuration file.
+        model_configs: folder with the config.json of models that are missing on this machine.
+
+    Raises ConfigError if no model fits the target or a model cannot be read.
     """
     output.parent.mkdir(parents=True, exist_ok=True)
     draft = output.with_name(f".{output.stem}.{os.getpid()}.yaml")
@@ -41,16 +47,16 @@ def write(request: StarterRequest, target: RunTarget, output: Path, beside: Path
         for model in models(request, target):
             settings = settings_of(request, target, model)
             draft.write_text(to_yaml(settings), encoding="utf-8")
-            found = planning(load_config(draft), None, target.ranks, beside)
-            layouts = best_layouts(found.config, found.models, target.machine, target.ranks, count=1)
+            proposed = planning(load_config(draft), None, target.ranks, model_configs)
+            layouts = best_layouts(proposed.config, proposed.models, target.machine, target.ranks, count=1)
             if layouts:
                 chosen = overridden(settings, map(_setting, layouts[0].overrides))
                 draft.write_text(_head(request, target, output, layouts[0]) + to_yaml(chosen), encoding="utf-8")
                 load_config(draft)
                 files = [file for file, text in _examples(request, output) if _written_once(file, text)]
                 draft.replace(output)
-                return Written((output, *files), found.notes)
-        raise ConfigError(remedy(found.config, found.models, target.machine, target.ranks)[0])
+                return StarterFiles((output, *files), proposed.notes)
+        raise ConfigError(remedy(proposed.config, proposed.models, target.machine, target.ranks)[0])
     finally:
         draft.unlink(missing_ok=True)
 
@@ -67,7 +73,7 @@ def _examples(request: StarterRequest, output: Path) -> Iterator[tuple[Path, str
 
 
 def _written_once(file: Path, text: str) -> bool:
-    """Whether the file was not there, and is written."""
+    """Write a file if it does not exist. Return whether it was written."""
     if file.exists():
         return False
     file.write_text(text, encoding="utf-8")
@@ -75,17 +81,17 @@ def _written_once(file: Path, text: str) -> bool:
 
 
 def _head(request: StarterRequest, target: RunTarget, output: Path, proposal: Proposal) -> str:
-    roles = "; ".join(f"{name}: {words}" for name, words in proposal.roles.items())
+    roles = "; ".join(f"{name}: {description}" for name, description in proposal.roles.items())
     commands = "".join(f"#   {command}\n" for command in next_commands(request, target, output))
     return (
         f"# {TASKS[request.task].capitalize()}, for {target.summary}.\n"
         f"# {roles}; a step is planned at {proposal.step_seconds:.3g} seconds.\n"
-        f"# Every setting: megappo settings NAME. What is not said has defaults of recipes that worked.\n{commands}"
+        f"# Every setting: megappo settings NAME. Omitted settings have defaults of tested recipes.\n{commands}"
     )
 
 
 def next_commands(request: StarterRequest, target: RunTarget, output: Path) -> Sequence[str]:
-    """Commands for what comes next."""
+    """Return the commands for the next steps of the user."""
     config = str(output)
     data = [] if request.task == "jsonl" else [command_line("data", "prepare", "gsm8k", str(request.data))]
     where = ("--machine", target.machine.name, "--gpus", str(target.ranks)) if target.machine.is_cuda else ()

@@ -281,7 +281,7 @@ def test_one_process_is_told_how_many_there_should_be(
     servers = ("rollout.engine=sglang", "rollout.sglang={placement: colocated, tensor_parallel: 1}")
     assert main([command, str(QUICKSTART), *layouts, *servers]) == 2
     said = capsys.readouterr().err
-    assert f"this is 1 process, and the layouts need {fewest}; start {fewest} processes: torchrun " in said
+    assert f"this is 1 process, but the layouts need {fewest}; start {fewest} processes: torchrun " in said
     assert f"--nproc-per-node {fewest} -m megappo {command}" in said and calls == []
     assert main([command, str(QUICKSTART), *layouts]) == (0 if command == "eval" else 2)
     if command == "eval":
@@ -366,8 +366,8 @@ def test_steps_to_trace_are_settings(calls: list[tuple[Any, ...]], model: str) -
         ("0", "--profile is '0', must be a whole number from 1 to"),
         ("3-", "--profile is '', must be a whole number from 1 to"),
         ("x,3", "--profile is 'x', must be a whole number from 1 to"),
-        ("5-3", "--profile 5-3 is no range of at most 100 steps; write 3-5, say"),
-        ("1-1000000", "--profile 1-1000000 is no range of at most 100 steps; write 3-5, say"),
+        ("5-3", "--profile 5-3 is no range of at most 100 steps; write a range such"),
+        ("1-1000000", "--profile 1-1000000 is no range of at most 100 steps; write a range such"),
     ],
 )
 def test_what_is_no_step_is_refused(steps: str, words: str, model: str, capsys: pytest.CaptureFixture[str]) -> None:

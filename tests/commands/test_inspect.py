@@ -124,9 +124,9 @@ def test_samples_are_listed_and_found(run: Path, capsys: pytest.CaptureFixture[s
     assert listed(told(capsys, run, "--sort", "reward")) == ["0", "2", "1", "3"]
     assert listed(told(capsys, run, "--sort", "length")) == ["0", "2", "1", "3"]
     some = told(capsys, run, "--rows", 1, "--reward=:0")
-    assert "2 are as asked for" in some and "and 1 more; --rows 2 shows all" in some
+    assert "2 match the criteria" in some and "and 1 more; --rows 2 shows all" in some
     assert told(capsys, run / "experience")[1:] == lines[1:]
-    assert "0 are as asked for" in told(capsys, run, "--text", "nowhere")
+    assert "0 match the criteria" in told(capsys, run, "--text", "nowhere")
 
 
 @pytest.mark.parametrize("is_older", [False, True])
@@ -204,7 +204,7 @@ def test_what_is_not_there_is_a_sentence(
 
 
 def test_a_folder_of_no_run_is_a_sentence(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert "is no directory; name that of a run" in told(capsys, tmp_path / "none", code=2)[0]
+    assert "is no directory; name the directory of a run" in told(capsys, tmp_path / "none", code=2)[0]
     assert "has no saved experience" in told(capsys, tmp_path, code=2)[0]
 
 

@@ -149,4 +149,4 @@ def test_a_plan_says_where_thoughts_have_no_room(tmp_path: Path, tokens: int, mo
     notes = [note for note in planning(config, "h100", 1).notes if "enable_thinking" in note]
     assert len(notes) == said
     assert list(thinking_notes(config, SWITCH)) == notes
-    assert all(f"rollout.max_response_tokens {tokens} is little" in note for note in notes)
+    assert all(f"rollout.max_response_tokens {tokens} is too low" in note for note in notes)

@@ -81,7 +81,7 @@ BROKEN: list[tuple[int, tuple[str, ...], list[str]]] = [
     (
         1,
         (*NO_CRITIC, "algorithm.lam={actor: 0.9}"),
-        ["algorithm.lam is not one number", "'grpo' does not tell the actor's from the critic's", "give one, or set"],
+        ["algorithm.lam differs between actor and critic", "'grpo' uses one lambda", "set one number, or set"],
     ),
     (
         1,
@@ -94,7 +94,7 @@ BROKEN: list[tuple[int, tuple[str, ...], list[str]]] = [
     (
         1,
         ("reward.overlong={buffer_tokens: 70}", "rollout.max_response_tokens=64"),
-        ["reward.overlong.buffer_tokens 70 is above rollout.max_response_tokens 64", "at most that"],
+        ["reward.overlong.buffer_tokens 70 is above rollout.max_response_tokens 64", "lower it"],
     ),
     (
         1,
@@ -111,7 +111,7 @@ BROKEN: list[tuple[int, tuple[str, ...], list[str]]] = [
     (1, ("reference=null",), ["algorithm.kl_in_reward needs a reference", "add `reference: {}`"]),
     (1, ("reference=null", "algorithm.kl_in_reward=null", "algorithm.kl_in_loss.coef=1"), ["kl_in_loss needs a ref"]),
     (1, ("algorithm.kl_in_reward=null",), ["reference is given but no KL term", "reference=null"]),
-    (1, ("data.validation=null",), ["nothing to evaluate on", "add data.validation"]),
+    (1, ("data.validation=null",), ["there is no validation data", "add data.validation"]),
     (
         1,
         ("checkpoint.keep_best=eval/reward_mean", "checkpoint.every_steps=4"),
@@ -122,8 +122,8 @@ BROKEN: list[tuple[int, tuple[str, ...], list[str]]] = [
         ("checkpoint.keep_best=eval/reward_mean", "evaluation=null"),
         ["checkpoint.keep_best is 'eval/reward_mean', but the run has no evaluation; add evaluation"],
     ),
-    (1, ("reference.refresh_every_steps=3", "actor.lora={rank: 2, alpha: 4}"), ["with actor.lora only adapters are"]),
-    (1, ("run.max_hours=2", "checkpoint=null"), ["run.max_hours 2 stops the run with a checkpoint", "remove either"]),
+    (1, ("reference.refresh_every_steps=3", "actor.lora={rank: 2, alpha: 4}"), ["actor.lora trains only adapters"]),
+    (1, ("run.max_hours=2", "checkpoint=null"), ["run.max_hours 2 stops the run with a checkpoint", "remove one of"]),
     (1, ("critic.warmup_steps=11",), ["critic.warmup_steps 11 is above run.steps 10", "set 10 to train the"]),
     (1, ("reward={function: model, model_path: nowhere}",), ["reward.model_path 'nowhere' is not a folder"]),
     (2, ("actor.layout.first_rank=2",), ["first_rank 2 is outside the world of 2 ranks", "set at most 1"]),
@@ -188,7 +188,7 @@ BROKEN: list[tuple[int, tuple[str, ...], list[str]]] = [
     (
         1,
         ("actor.optimizer={learning_rate: 1, schedule: wsd, decay_ratio: 0.6, warmup_ratio: 0.5}",),
-        ["actor.optimizer.decay_ratio 0.6 has the learning rate fall before the warm-up of 10 of 20 updates is over"],
+        ["actor.optimizer.decay_ratio 0.6 starts the decay before the end of the warm-up of 10 of 20 updates"],
     ),
     (1, ("actor.microbatch_budget_tokens=127",), ["actor.microbatch_budget_tokens 127", "set at least 128"]),
     (1, ("critic.microbatch_budget_tokens=127",), ["critic.microbatch_budget_tokens 127", "set at least 128"]),
@@ -468,7 +468,7 @@ def test_one_override_turns_evaluation_off() -> None:
     config = config_with("evaluation=null")
     assert config.data.validation is not None
     notes = derive(config, 1, SHAPE).notes
-    assert notes == ("data.validation is for `megappo eval` only, since there is no section evaluation",)
+    assert notes == ("data.validation is used only by `megappo eval`, because the section evaluation is missing",)
 
 
 def test_padded_vocabulary() -> None:

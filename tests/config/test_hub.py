@@ -179,7 +179,7 @@ def test_what_the_cache_lacks_is_worth_the_patience_that_the_hub_has(
 
 def test_an_empty_revision_is_refused() -> None:
     assert hub.may_be_hub_name("Some/Model@v1") and not hub.may_be_hub_name("Some/Model@")
-    with pytest.raises(ConfigError, match=r"model.path 'Some/Model@' has no revision behind its @; add a"):
+    with pytest.raises(ConfigError, match=r"model.path 'Some/Model@' has no revision after its @; add a"):
         hub.hub_folder("Some/Model@")
 
 

@@ -195,7 +195,7 @@ def test_every_problem_has_its_sentence(tmp_path: Path) -> None:
 TEXTS: list[tuple[str, list[str]]] = [
     ("", ["is empty", "run, model, data, reward"]),
     ("- a\n- b\n", ["holds ['a', 'b']", "must be sections"]),
-    ("run:\n  name: a\n  steps: 1\n  name: b\n", ["line 4, column 3", "'name' stands twice", "remove one"]),
+    ("run:\n  name: a\n  steps: 1\n  name: b\n", ["line 4, column 3", "'name' occurs twice", "remove one"]),
     ("run: {name: a\nmodel: 3\n", ["line 2", "not valid YAML"]),
     ("run:\n\tname: a\n", ["line 2", "not valid YAML"]),
     ("run: !!python/object:os.system {}\n", ["line 1", "could not determine a constructor"]),
@@ -396,7 +396,7 @@ ABSURD = {
     "digits": ("run: {seed: " + "9" * 4300 + "}", "no setting takes a whole number of 4300 characters"),
     "hexadecimal digits": ("run: {seed: 0x" + "f" * 9000 + "}", "no setting takes a whole number of 9002 characters"),
     "unknown keys": ("\n".join(f"k{i}: 1" for i in range(2400)), "2384 more settings are wrong; correct these first"),
-    "an alias bomb": (BOMB, "more than 5000 values or 50 levels, anchors written out"),
+    "an alias bomb": (BOMB, "more than 5000 values or 50 levels with anchors expanded"),
     "too much text": ("# " + "x" * 100_000, "has more than 100000 characters"),
 }
 

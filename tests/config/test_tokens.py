@@ -263,7 +263,7 @@ def test_saved_samples_of_another_vocabulary_are_refused(tmp_path: Path) -> None
             recorded = {"vocabulary": vocabulary_digest(words)}
         (folder / "step.json").write_text(json.dumps({**marker, "temperature": 1.0, **recorded}))
         if is_refused:
-            with pytest.raises(ConfigError, match="has samples of a run with another tokenizer, whose ids"):
+            with pytest.raises(ConfigError, match="has samples of a run with another tokenizer, in which ids"):
                 read_tokens(config)
         else:
             read_tokens(config)
@@ -566,7 +566,7 @@ def test_the_stage_of_episodes_has_the_time_of_the_run() -> None:
         ("rollout.min_response_tokens=65", "rollout.min_response_tokens 65 is above rollout.max_response_tokens 64"),
         (
             "rollout.max_total_tokens=20",
-            "leaves no room for a response of 1 behind a prompt of data.max_prompt_tokens 20",
+            "leaves no room for a response of 1 after a prompt of data.max_prompt_tokens 20",
         ),
         ("rollout.max_total_tokens=21", ""),
     ],

@@ -627,10 +627,10 @@ SHAPE = ModelShape("llama", 64, 2, 4, 2, 16, 256, 16, 32, False)
     ("overrides", "words"),
     [
         (["rollout.engine=transformers"], "rollout.sglang is given but rollout.engine is 'transformers'"),
-        (["rollout.engine=transformers", "rollout.sglang=null", "rollout.ahead=1"], "has no processes of its own"),
+        (["rollout.engine=transformers", "rollout.sglang=null", "rollout.ahead=1"], "has no separate processes"),
         (["rollout.dtype=bfloat16"], "rollout.dtype is bfloat16"),
         (["rollout.ahead=1"], "set it to corrected or bypass"),
-        (["rollout.when_stopped=keep", "rollout.sglang.deterministic=false"], "samples the long ones anew"),
+        (["rollout.when_stopped=keep", "rollout.sglang.deterministic=false"], "long responses are sampled again"),
         (["rollout.sglang.tensor_parallel=3"], "rollout.sglang.tensor_parallel 3 does not divide"),
         (
             ["rollout.sglang={tensor_parallel: 4, nodes: 3}"],
@@ -646,7 +646,7 @@ SHAPE = ModelShape("llama", 64, 2, 4, 2, 16, 256, 16, 32, False)
         ),
         (
             ["rollout.sglang={tensor_parallel: 2, data_parallel_attention: 2}"],
-            "is 2, which SGLang has for qwen3 or qwen3_moe, not for llama; set it to 1",
+            "is 2, which SGLang supports for qwen3 or qwen3_moe, but not for llama",
         ),
         (
             ["rollout.sglang.arguments={attn-dp-size: 2}"],
@@ -666,11 +666,11 @@ SHAPE = ModelShape("llama", 64, 2, 4, 2, 16, 256, 16, 32, False)
         ),
         (
             ["rollout.sglang={placement: disaggregated, urls: ['http://a:1'], environment: {A: b}}"],
-            "rollout.sglang.environment is for own servers, and urls name others; remove it",
+            "rollout.sglang.environment is for servers of the run, but urls name external servers; remove it",
         ),
         (
             ["rollout.sglang.arguments={speculative-algorithm: NEXTN}"],
-            "has speculative-algorithm NEXTN, but a run sends its servers the actor's weights, and none of layers that",
+            "has speculative-algorithm NEXTN, but a run sends only the actor's weights and no weights of draft layers",
         ),
         (["rollout.sglang.arguments={nnodes: 2}"], "has nnodes, which follows from rollout.sglang.nodes; remove it"),
     ],
@@ -810,7 +810,7 @@ def test_a_run_says_which_variables_its_servers_do_not_get(
         (2, 2, 0, "expert_parallel 2, but the actor model has no experts; set it to 1"),
         (4, 3, 9, "expert_parallel 3 does not divide rollout.sglang.tensor_parallel 4; the nearest is 1"),
         (4, 4, 6, "tensor_parallel 4 and 6 (experts); the nearest is 2"),
-        (16, 1, 8, "leaves 16 ranks of a server to share out each expert, whose 24 (FFN hidden size)"),
+        (16, 1, 8, "1 splits each expert between 16 ranks, which do not divide the 24 (FFN hidden size)"),
         (4, 2, 8, ""),
     ],
 )

@@ -142,11 +142,11 @@ ENVIRONMENT = ("rollout.environment={name: tests.examples.lookup:Lookup}", "rewa
     ("overrides", "words"),
     [
         ((), "algorithm.discount_at is turn, but without rollout.environment a response is one turn; set it to token"),
-        ((*ENVIRONMENT, "algorithm.estimator=grpo", "critic=null"), "algorithm.estimator 'grpo' takes no `gae`"),
-        ((*ENVIRONMENT, "algorithm.estimator=rloo", "critic=null"), "algorithm.estimator 'rloo' takes no `gae`"),
+        ((*ENVIRONMENT, "algorithm.estimator=grpo", "critic=null"), "algorithm.estimator 'grpo' does not use `gae`"),
+        ((*ENVIRONMENT, "algorithm.estimator=rloo", "critic=null"), "algorithm.estimator 'rloo' does not use `gae`"),
         (
             (*ENVIRONMENT, "algorithm.estimator=tests.environments.test_turn_tables:own_estimator", "critic=null"),
-            "test_turn_tables:own_estimator' takes no `gae`, which knows where turns end",
+            "test_turn_tables:own_estimator' does not use `gae`, which finds the ends of turns",
         ),
         ((*ENVIRONMENT, "algorithm.lam={actor: {length_adaptive: 0.05}}"), "goes by the tokens of a sample, but"),
     ],

@@ -280,7 +280,7 @@ def test_weights_and_adapters_are_not_mixed(world: Path) -> None:
                 "reference={share_actor_base: true, path: configs/models/tiny_arithmetic}",
                 KL,
             ],
-            "names weights of its own; remove one of them",
+            "names other weights; remove one of them",
         ),
         (
             ["reference={share_actor_base: true, offload: true}", KL],

@@ -82,7 +82,7 @@ def test_servers_on_gpus_have_no_float32(capsys: pytest.CaptureFixture[str]) -> 
 def test_the_default_engine_keeps_its_rules(capsys: pytest.CaptureFixture[str]) -> None:
     words = ["rollout.engine=null", "rollout.when_stopped=keep", "rollout.sglang={deterministic: false}"]
     assert main(["plan", str(QUICKSTART), "--machine", "h100", *words]) == 2
-    assert "rollout.when_stopped is keep and rollout.sglang.deterministic false" in capsys.readouterr().err
+    assert "rollout.when_stopped is keep and rollout.sglang.deterministic is false" in capsys.readouterr().err
 
 
 @pytest.mark.waits
@@ -114,7 +114,7 @@ def test_a_dry_run_plans_for_other_machines_where_this_one_is_too_small(
     plans = [line.split(None, 2)[2] for line in capsys.readouterr().out.splitlines() if " plan  " in line]
     assert plans[0].startswith("2 ranks on a small machine: does not fit: rank 1 needs ")
     assert plans[1].startswith("2 x H100 SXM, 80 GB instead: fits: ")
-    assert plans[-1] == "another machine is named with --machine"
+    assert plans[-1] == "--machine selects another machine"
     assert main([*words, "runtime.device=cuda"]) == 0
     assert "\nfine    plan             2 x H100 SXM, 80 GB: fits: " in capsys.readouterr().out
 

@@ -77,7 +77,7 @@ def test_what_an_engine_keeps_of_a_token() -> None:
         ),
         (
             ["rollout.sglang={tensor_parallel: 16, nodes: 2, data_parallel_attention: 4}"],
-            "data_parallel_attention is 4, which SGLang has for",
+            "data_parallel_attention is 4, which SGLang supports for",
         ),
     ],
 )

@@ -63,11 +63,11 @@ def test_what_grows_with_a_sequence_and_what_does_not() -> None:
     [
         (
             ["actor.layout={context_parallel: 2}"],
-            "actor.layout.context_parallel 2 shares out the tokens of a sample, whose states pass from token to token",
+            "actor.layout.context_parallel 2 splits a sample between ranks, but the linear attention of a",
         ),
         (
             ["rollout.sglang={tensor_parallel: 8}"],
-            "rollout.sglang.verify is true, but SGLang has the weights of a qwen3_next in an order of its own",
+            "rollout.sglang.verify is true, but SGLang stores the weights of a qwen3_next in a different order",
         ),
         (["rollout.sglang={tensor_parallel: 32, verify: false}"], "32 does not divide 16 (heads) or 16 (key heads of"),
         (["actor.lora={rank: 4, alpha: 8}"], "adapters of a qwen3_next are not supported; train its weights"),

@@ -88,7 +88,7 @@ def test_files_that_are_none(tmp_path: Path) -> None:
         read_samples(path)
     (tmp_path / "step-000001").mkdir()
     (tmp_path / "step-000001" / MARKER).write_text("{}")
-    with pytest.raises(ValueError, match=r"step\.json cannot be read .*; bring the folder as it was saved"):
+    with pytest.raises(ValueError, match=r"step\.json cannot be read .*; restore the folder as it was saved"):
         saved_steps(tmp_path)
 
 
@@ -164,35 +164,35 @@ def test_what_cannot_be_loaded_is_refused(tmp_path: Path) -> None:
     for step in (1, 2):
         save(tmp_path, step)
     assert problems(load) == ""
-    assert "has no step 3, 4; set run.steps to 2, or save all steps there" in problems(load, "run.steps=4")
-    assert "has steps of 4 prompts x 4 samples, the run of 8 x 4" in problems(load, "rollout.prompts_per_step=8")
+    assert "has no step 3, 4; set run.steps to 2, or save all steps" in problems(load, "run.steps=4")
+    assert "has steps of 4 prompts x 4 samples, but the run has 8 x 4" in problems(load, "rollout.prompts_per_step=8")
     assert (
-        "rollout.temperature is 0.5, and log-probabilities in rollout.load_from are of 1; set it to that"
+        "rollout.temperature is 0.5, but the log-probabilities in rollout.load_from were computed at 1; set"
         in problems(load, "rollout.temperature=0.5")
     )
     marker = tmp_path / "step-000001" / MARKER
     recorded = marker.read_text()
     marker.write_text(json.dumps({**json.loads(recorded), "min_response_tokens": 3}))
     assert (
-        "rollout.min_response_tokens is 0, and log-probabilities in rollout.load_from are of 3; set it to that"
+        "rollout.min_response_tokens is 0, but the log-probabilities in rollout.load_from were computed with 3"
         in problems(load)
     )
     marker.write_text(recorded)
-    assert "starts no engine, which evaluation would ask" in problems(load, "evaluation={every_steps: 1}")
-    assert "draws no prompts, among which data.curriculum chooses" in problems(
+    assert "starts no engine, but evaluation needs one" in problems(load, "evaluation={every_steps: 1}")
+    assert "draws no prompts, but data.curriculum selects prompts" in problems(
         load, "data.curriculum={right_above: 0.9}"
     )
     assert f"experience would be saved to {tmp_path}, which rollout.load_from reads" in problems(
         load, f"rollout.save_to={tmp_path}"
     )
     assert "both given" in problems(load, "rollout.replay_arrivals=runs/a")
-    assert "nothing is named to train on; set rollout.load_from" in problems("critic.pretraining={}")
+    assert "there is no data to train on; set rollout.load_from" in problems("critic.pretraining={}")
     assert problems(load, "critic.pretraining={}", "run.steps=50") == ""
-    assert "has 32 samples, of which 20 are held out, fewer than the 16 of a step" in problems(
+    assert "has 32 samples, of which 20 are held out; fewer than the 16 samples of a step remain" in problems(
         load, "critic.pretraining={held_out_samples: 20}"
     )
     save(tmp_path, 3, saved=5)
-    assert "has 5 of the 16 samples of step 3; save all (logging.save_experience without samples)" in problems(
+    assert "has 5 of the 16 samples of step 3; save all samples (logging.save_experience without samples)" in problems(
         load, "run.steps=3"
     )
     config = load_config(BASE, [load, "critic.pretraining={}"])

@@ -125,7 +125,7 @@ def test_what_is_no_bound_is_refused(setting: str, sentence: str) -> None:
 def test_an_environment_scales_its_own_rewards() -> None:
     environment = "rollout.environment={name: guess}"
     problems = list(kept_rules(load_config(BASE, [environment, "reward.scale=2"])))
-    assert any("reward.normalize, scale, shift and clip are for the scores of" in problem for problem in problems)
+    assert any("reward.normalize, scale, shift and clip apply to the scores of" in problem for problem in problems)
     assert not list(kept_rules(load_config(BASE, [environment, "reward.truncated_penalty=1"])))
 
 

@@ -134,6 +134,6 @@ def test_the_page_tells_five_breaks_apart(runs: Mapping[str, Path], capsys: pyte
     capsys.readouterr()
     assert main(["inspect", str(runs["mask"])]) == 0
     said = capsys.readouterr().out
-    assert "samples that the response limit cut are left out of the losses" in said and ", in the losses " in said
+    assert "truncated samples are left out of the losses" in said and ", in the losses " in said
     assert main(["inspect", str(runs["lambda"]), "--sample", "0"]) == 0
     assert "lambda 0, KL in the reward times 0.01 (fixed)" in capsys.readouterr().out

@@ -61,7 +61,7 @@ def test_a_run_of_the_users_own_parts(tmp_path: Path) -> None:
     done = megappo_with(tmp_path, "outside.py", "train", "configs/quickstart.yaml", *overrides, processes=2)
     said = " ".join(done.stdout.replace("│", "").split())
     assert "of_mine:PlainEngine on every rank" in said
-    assert "of_mine:PlainEngine' are planned as those of the embedded engine" in said
+    assert "of_mine:PlainEngine' are planned as for the embedded engine" in said
     lines = read_metrics(tmp_path / "run" / "metrics.jsonl")
     assert [line["step"] for line in lines] == [0, 1, 2]
     assert all(line["mismatch/mean"] < 1e-4 and line["actor/updates"] > 0 for line in lines[1:])

@@ -98,7 +98,7 @@ def test_the_model_of_the_quickstart_passes_the_dry_run(
     assert settings["model"] == {"path": str(path), "init": "random", "dtype": "float32"}
     assert main(["train", "--dry-run", "tiny.yaml"]) == 0
     assert main(["init", "gsm8k", "--model", str(path)]) == 2
-    assert "has tokens for digits and signs only, and the prompts of gsm8k have words" in capsys.readouterr().err
+    assert "has tokens for digits and signs only, but the prompts of gsm8k have words" in capsys.readouterr().err
 
 
 @pytest.mark.waits
@@ -145,13 +145,13 @@ def test_settings_that_are_written_exist(model: Path, empty: Path) -> None:
 @pytest.mark.parametrize(
     ("words", "sentence"),
     [
-        (["--output", "there.yaml"], "there.yaml is there already; add --force to write over it"),
+        (["--output", "there.yaml"], "there.yaml exists already; add --force to overwrite it"),
         (["--output", "data"], "--output 'data' must end with .yaml"),
-        (["--output", "a b.yaml"], "--output 'a b.yaml' must end with .yaml, behind a name of letters"),
+        (["--output", "a b.yaml"], "--output 'a b.yaml' must end with .yaml, after a name of letters"),
         (["--gpus", "0", "--machine", "h100"], "--gpus is '0', must be a whole number from 1 to 16384"),
         (
             ["--gpus", "16", "--machine", "h100"],
-            "counts the devices of a node, of which h100 has 8; for 16 in all write --nodes 2 --gpus 8",
+            "counts the devices of a node, but a node of h100 has 8; for 16 in all write --nodes 2 --gpus 8",
         ),
         (["--gpus", "many"], "--gpus is 'many', must be a whole number"),
         (["--nodes", "2"], "neither nvidia-smi nor sinfo shows a GPU here"),

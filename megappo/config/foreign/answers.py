@@ -5,19 +5,19 @@ from __future__ import annotations
 from typing import NamedTuple
 
 ROLE = "ROLE"
-"""In a key of an answer: the actor or the critic, whichever the user's own key names."""
+"""Placeholder in the keys of an answer. It stands for the actor or the critic, as named by the user's key."""
 
 
 class Counterpart(NamedTuple):
-    """The answer for a name from another trainer."""
+    """Answer for a name from another trainer."""
 
     keys: tuple[str, ...]
     """Dotted keys of megappo's settings. There are several keys if the name corresponds to several settings, or if the
     name is ambiguous. Without keys, megappo has no equivalent setting."""
     note: str = ""
-    """A difference between the two settings, such as the unit. Without keys, the note is a reason or a remedy."""
+    """Difference between the two settings, such as the unit. Without keys, the note is a reason or a remedy."""
     trainers: tuple[str, ...] = ()
-    """The trainers that use the name, such as `verl`. Empty for a name that is shared by several trainers."""
+    """Trainers that use the name, such as `verl`. The tuple is empty for a name that several trainers share."""
 
 
 PROMPTS = "verl counts prompts, megappo counts samples: multiply by rollout.samples_per_prompt"
@@ -47,13 +47,15 @@ PROFILE = "a list of step numbers; all ranks are traced"
 
 
 def answer(keys: str, *names: str, note: str = "") -> dict[str, Counterpart]:
-    """The same answer for several names. Blanks separate the keys; without keys, megappo has no equivalent setting."""
+    """Map several names to one answer. Blanks separate the keys. Without keys, megappo has no equivalent setting."""
     return dict.fromkeys(names, Counterpart(tuple(keys.split()), note))
 
 
 def under(prefix: str, answers: dict[str, Counterpart], role: str = "") -> dict[str, Counterpart]:
-    """The answers with a prefix before each name, and with `role` in place of ROLE."""
+    """Add a prefix to each name of `answers` and replace ROLE by `role`."""
     return {
-        f"{prefix}.{name}": found._replace(keys=tuple(key.replace(ROLE, role or ROLE, 1) for key in found.keys))
-        for name, found in answers.items()
+        f"{prefix}.{name}": answer_of_name._replace(
+            keys=tuple(key.replace(ROLE, role or ROLE, 1) for key in answer_of_name.keys)
+        )
+        for name, answer_of_name in answers.items()
     }

@@ -193,8 +193,8 @@ _ROLLOUT = {
              note="evaluation samples from the whole distribution; data.validation_sets.NAME.temperature scales it"),
 }  # fmt: skip
 _REFERENCE = {
-    **{name: found._replace(note=found.note or OF_REFERENCE)
-       for name, found in under("megatron", _PARALLEL, "actor").items()},
+    **{name: answer_of_name._replace(note=answer_of_name.note or OF_REFERENCE)
+       for name, answer_of_name in under("megatron", _PARALLEL, "actor").items()},
     **answer("reference.offload", "fsdp_config.param_offload", "megatron.param_offload"),
     **answer("actor.layout.context_parallel", "ulysses_sequence_parallel_size",
              "fsdp_config.ulysses_sequence_parallel_size", note=OF_REFERENCE),

@@ -1,4 +1,5 @@
-"""Rules between settings, models and the world size, by what they are about.
+"""Rules between settings, models and the world size, grouped by topic.
 
-Each function yields a sentence per broken rule: the dotted key with its value, the rule, the nearest valid value.
+Each function yields one sentence per violated rule. The sentence contains the dotted key with its value, the rule and
+the nearest valid value.
 """

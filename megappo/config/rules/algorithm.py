@@ -1,4 +1,4 @@
-"""Rules on what the algorithm needs of other sections."""
+"""Rules between the algorithm section and other sections."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from megappo.config.schema import Config
 
 
 def algorithm_rules(config: Config) -> Iterator[str]:
-    """Rules on what the algorithm needs of the other sections; nothing of the user's code is imported."""
+    """Check the settings that the algorithm needs in other sections. User code is not imported."""
     if config.algorithm.estimator in NAMES:
         yield from estimator_rules(config, builtin(config.algorithm.estimator))
     terms = [f"algorithm.{name}" for name in ("kl_in_reward", "kl_in_loss") if getattr(config.algorithm, name)]
@@ -24,29 +24,29 @@ def algorithm_rules(config: Config) -> Iterator[str]:
     kl, samples = config.algorithm.kl_in_reward, config.rollout.batch_sequences
     if kl is not None and kl.controller == "adaptive" and samples > kl.horizon:
         yield (
-            f"algorithm.kl_in_reward.horizon {kl.horizon} must be at least the {samples} samples of a step, over which "
-            f"the weight is to move by no more than a fifth; set it to {samples} or more"
+            f"algorithm.kl_in_reward.horizon {kl.horizon} must be at least the {samples} samples of a step, so that "
+            f"the weight changes by at most a fifth per step; set it to {samples} or more"
         )
 
 
 _MOST_NATS_PER_TOKEN, _LEAST_NATS_PER_RESPONSE = 1.0, 0.1
-"""Largest sensible target per token, smallest per response: a policy above the first has left its reference, and one
-held below the second cannot move."""
+"""Largest plausible target per token and smallest per response. Above the first, the policy has diverged from its
+reference. Below the second, the policy cannot move."""
 
 
 def kl_target_notes(config: Config) -> Iterator[str]:
-    """A note on a target of the adaptive KL that is plausible only in the other unit."""
+    """Check that the target of the adaptive KL is plausible for its unit (per token or per response)."""
     kl = config.algorithm.kl_in_reward
     if kl is None or kl.controller != "adaptive":
         return
     target, key = kl.target_nats, "algorithm.kl_in_reward"
     if kl.per == "token" and target > _MOST_NATS_PER_TOKEN:
         yield (
-            f"{key}.target {target:g} is in nats per token, where a policy near its reference stays below "
-            f"{_MOST_NATS_PER_TOKEN:g}; set {key}.per: response if it is meant per response, or leave the target out"
+            f"{key}.target {target:g} is in nats per token, but a policy close to its reference stays below "
+            f"{_MOST_NATS_PER_TOKEN:g}; set {key}.per: response if the target is per response, or remove the target"
         )
     if kl.per == "response" and target < _LEAST_NATS_PER_RESPONSE:
         yield (
-            f"{key}.target {target:g} is in nats per response, which below {_LEAST_NATS_PER_RESPONSE:g} holds the "
-            f"policy still; set {key}.per: token if it is meant per token, or leave the target out"
+            f"{key}.target {target:g} is in nats per response, and a target below {_LEAST_NATS_PER_RESPONSE:g} keeps "
+            f"the policy from moving; set {key}.per: token if the target is per token, or remove the target"
         )

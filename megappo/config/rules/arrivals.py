@@ -1,4 +1,4 @@
-"""Rules for recorded arrivals and their replay, and the index of such a record."""
+"""Rules for recorded arrivals and their replay, and the index of a record."""
 
 from __future__ import annotations
 
@@ -17,61 +17,66 @@ INDEX = "steps.jsonl"
 
 
 class ArrivedStep(TypedDict):
-    """An entry of the index."""
+    """One entry of the index."""
 
     step: int
     sizes: list[int]
-    """Prompts of a step, and samples of each."""
+    """Number of prompts per step and number of samples per prompt."""
     ranks: int
     rounds: list[list[dict[str, int]]]
-    """`ticket`, `prompt` and `version` of each group, by the round of sampling that asked for it."""
+    """`ticket`, `prompt` and `version` of each group, listed by sampling round."""
     cursor: dict[str, JSONValue]
-    """Where the data's cursor stood after the step."""
+    """State of the data cursor after the step."""
     metrics: dict[str, float]
 
 
 def read_index(folder: Path) -> dict[int, ArrivedStep]:
-    """The index entry of each step in a folder that `rollout.record_arrivals` has filled.
+    """Return the index entry of each step in a folder that `rollout.record_arrivals` wrote.
 
-    A run that continues from a checkpoint trains on some steps again, so an entry replaces earlier entries of its step
-    and of later steps. Raises ValueError where the folder is not such a record.
+    A run that resumes from a checkpoint repeats some steps. A later entry therefore replaces earlier entries of the
+    same step and of higher steps.
+
+    Raises ValueError if the index cannot be read.
     """
     path = folder / INDEX
-    found: dict[int, ArrivedStep] = {}
+    entries: dict[int, ArrivedStep] = {}
     try:
-        # The last line is empty, or was cut when the run was killed.
+        # The last line is empty, or incomplete if the run was killed.
         for line in path.read_text(encoding="utf-8").split("\n")[:-1]:
             record: ArrivedStep = json.loads(line)
             step = int(record["step"])
-            found = {earlier: kept for earlier, kept in found.items() if earlier < step} | {step: record}
+            entries = {earlier: entry for earlier, entry in entries.items() if earlier < step} | {step: record}
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise ValueError(f"{path} cannot be read ({error})") from error
-    return found
+    return entries
 
 
 def arrivals_rules(config: Config) -> Iterator[str]:
-    """Recording and replay need prompts in flight (`rollout.ahead` of 2 and more); a record must be complete and of
-    steps of the same size."""
+    """Check the settings for recording and replay of arrivals.
+
+    Both need `rollout.ahead` of at least 2. A record must be complete, and its steps must have the sizes of the run's
+    steps.
+    """
     rollout = config.rollout
-    given, records = rollout.replay_arrivals, rollout.record_arrivals
-    for key, asked in (("record_arrivals", records), ("replay_arrivals", given is not None)):
-        if asked and not rollout.in_flight:
+    replayed, records = rollout.replay_arrivals, rollout.record_arrivals
+    for key, is_set in (("record_arrivals", records), ("replay_arrivals", replayed is not None)):
+        if is_set and not rollout.in_flight:
             yield (
-                f"rollout.{key} is set, but with rollout.ahead {rollout.ahead} a step waits for prompts of its own, "
-                f"and what it is trained on follows from the seed; remove {key}, or set ahead to 2 or more"
+                f"rollout.{key} is set, but with rollout.ahead {rollout.ahead} each step waits for its own prompts, "
+                f"so the seed already determines the training data; remove {key}, or set ahead to 2 or more"
             )
-        if asked and rollout.episodes is not None:
-            yield f"rollout.{key} is set, but episodes are not recorded; remove {key}, or rollout.environment"
-    if given is None or not rollout.in_flight:
+        if is_set and rollout.episodes is not None:
+            yield f"rollout.{key} is set, but episodes cannot be recorded; remove {key}, or remove rollout.environment"
+    if replayed is None or not rollout.in_flight:
         return
-    folder = Path(given)
+    folder = Path(replayed)
     if records:
-        yield "rollout.record_arrivals would record what rollout.replay_arrivals reads; remove one of them"
+        yield "rollout.record_arrivals records the same data that rollout.replay_arrivals reads; remove one of them"
     try:
         index = read_index(folder)
     except ValueError as error:
         yield (
-            f"rollout.replay_arrivals: {error}; name the folder `arrivals` in the run directory of a run with "
+            f"rollout.replay_arrivals: {error}; set it to the folder `arrivals` in the run directory of a run with "
             "rollout.record_arrivals: true"
         )
         return
@@ -79,17 +84,17 @@ def arrivals_rules(config: Config) -> Iterator[str]:
     others = [line.get("sizes") for line in index.values() if line.get("sizes") != sizes]
     if others:
         yield (
-            f"rollout.replay_arrivals '{folder}' has steps of {others[0]} prompts and samples of each, not of {sizes}; "
-            "set rollout.prompts_per_step and samples_per_prompt to those"
+            f"rollout.replay_arrivals '{folder}' has steps of {others[0]} prompts and samples per prompt, but the run "
+            f"has {sizes}; set rollout.prompts_per_step and samples_per_prompt to the sizes of the record"
         )
     if not index:
-        yield f"rollout.replay_arrivals '{folder}' has no step; name the folder of a run that has ended at least one"
+        yield f"rollout.replay_arrivals '{folder}' has no step; use the record of a run that completed a step"
         return
     last, steps = max(index), config.run.steps
     if steps is not None and steps > last:
         yield (
             f"rollout.replay_arrivals '{folder}' ends with step {last}, before run.steps {steps}; set run.steps to at "
-            "most that"
+            "most the last recorded step"
         )
     gaps = sorted({*range(min(index), min(steps or last, last) + 1)} - index.keys())
     if gaps:
@@ -99,4 +104,4 @@ def arrivals_rules(config: Config) -> Iterator[str]:
         )
     missing = [step for step in index if not folder_of_step(folder, step).is_dir()]
     if missing:
-        yield f"rollout.replay_arrivals '{folder}' has no files of step {missing[0]}; bring the whole folder"
+        yield f"rollout.replay_arrivals '{folder}' has no files for step {missing[0]}; copy the whole folder"

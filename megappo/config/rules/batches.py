@@ -1,4 +1,4 @@
-"""Rules of a role's minibatches, and of its learning rate, which follows their number."""
+"""Rules for a role's minibatches, and for learning rate schedules, which depend on the number of minibatches."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from megappo.errors import divisors, nearest_numbers
 
 
 def batch_rules(config: Config, role: RoleSpec, world_size: int) -> Iterator[str]:
-    """Rules on a role's minibatches and microbatches: they fit the step's samples."""
+    """Check that a role's minibatches and microbatches fit the samples of a step."""
     batch, grid = config.rollout.batch_sequences, role.layout.grid(world_size)
     dp = grid.dp
     size, key = role.settings.minibatch_sequences, f"{role.name}.minibatch_sequences"
@@ -36,18 +36,18 @@ def batch_rules(config: Config, role: RoleSpec, world_size: int) -> Iterator[str
 
 
 def _count_rules(role: RoleSpec, batch: int, dp: int) -> Iterator[str]:
-    """Rule on `minibatches`: every data parallel replica has a sample of each."""
+    """Check that `minibatches` gives each data parallel replica at least one sample per minibatch."""
     count = role.settings.minibatch_count(batch)
     if batch // count < dp:
         remedy = f"set at most {batch // dp}" if batch >= dp else "raise rollout.prompts_per_step"
         yield (
-            f"{role.name}.minibatches {count} leaves {batch // count} of the step's {batch} samples for one, and the "
-            f"{dp} data parallel replicas each need a sample; {remedy}"
+            f"{role.name}.minibatches {count} leaves {batch // count} of the step's {batch} samples per minibatch, but "
+            f"each of the {dp} data parallel replicas needs a sample; {remedy}"
         )
 
 
 def warmup_rules(role: RoleSpec, total_updates: int) -> Iterator[str]:
-    """Rules on warm-up and decay: the learning rate reaches its peak before it falls."""
+    """Check that the learning rate reaches its peak before the decay begins."""
     settings = role.settings.optimizer
     warmup, key = settings.warmup_updates, f"{role.name}.optimizer"
     if warmup and warmup >= total_updates:
@@ -57,6 +57,6 @@ def warmup_rules(role: RoleSpec, total_updates: int) -> Iterator[str]:
         )
     elif settings.schedule == "wsd" and settings.warmup(total_updates) + settings.decay(total_updates) > total_updates:
         yield (
-            f"{key}.decay_ratio {settings.decay_ratio:g} has the learning rate fall before the warm-up of "
-            f"{settings.warmup(total_updates)} of {total_updates} updates is over; lower one of them"
+            f"{key}.decay_ratio {settings.decay_ratio:g} starts the decay before the end of the warm-up of "
+            f"{settings.warmup(total_updates)} of {total_updates} updates; lower decay_ratio or warmup_updates"
         )

@@ -1,4 +1,4 @@
-"""What an estimator of advantages needs of the settings."""
+"""Rules between an advantage estimator and the settings."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from megappo.errors import either
 
 
 def estimator_rules(config: Config, estimator: Estimator) -> Iterator[str]:
-    """Rules on what the estimator needs of the other sections."""
+    """Check the settings that the estimator needs in other sections."""
     if estimator.needs_critic and config.critic is None:
         without = either(name for name in NAMES if not builtin(name).needs_critic)
         yield f"algorithm.estimator '{estimator.name}' needs a critic; add the section critic, or set {without}"
@@ -22,13 +22,13 @@ def estimator_rules(config: Config, estimator: Estimator) -> Iterator[str]:
     samples = config.rollout.samples_per_prompt
     if estimator.compares_samples and samples < 2:
         yield (
-            f"rollout.samples_per_prompt is {samples}, algorithm.estimator '{estimator.name}' compares the samples of "
-            "a prompt; set at least 2"
+            f"rollout.samples_per_prompt is {samples}, but algorithm.estimator '{estimator.name}' compares the samples "
+            "of a prompt; set at least 2"
         )
     if not config.algorithm.lam.is_one and not estimator.tells_lambdas_apart:
         yield (
-            f"algorithm.lam is not one number, but algorithm.estimator '{estimator.name}' does not tell the actor's "
-            "from the critic's; give one, or set algorithm.estimator to gae"
+            f"algorithm.lam differs between actor and critic, but algorithm.estimator '{estimator.name}' uses one "
+            "lambda; set one number, or set algorithm.estimator to gae"
         )
     if config.algorithm.discount_at == "turn":
         yield from _turn_rules(config, estimator)
@@ -42,6 +42,6 @@ def _turn_rules(config: Config, estimator: Estimator) -> Iterator[str]:
         )
     elif not estimator.discounts_by_turn:
         yield (
-            f"algorithm.discount_at is turn, but algorithm.estimator '{estimator.name}' takes no `gae`, which knows "
-            "where turns end; set it to token, or algorithm.estimator to gae or reinforce_plus_plus"
+            f"algorithm.discount_at is turn, but algorithm.estimator '{estimator.name}' does not use `gae`, which "
+            "finds the ends of turns; set it to token, or algorithm.estimator to gae or reinforce_plus_plus"
         )

@@ -1,4 +1,4 @@
-"""Rules of models with experts: layouts, and what goes by the engine's routing."""
+"""Rules for models with experts: layouts and replay of the engine's routing."""
 
 from __future__ import annotations
 
@@ -11,7 +11,8 @@ from megappo.families.architecture import ModelShape
 
 
 def layout_rules(role: RoleSpec, model_name: str) -> Iterator[str]:
-    """Rules on layouts of models with experts: ranks divide experts evenly, and each rank routes tokens of its own."""
+    """Check the layout of a model with experts. Ranks must divide the experts evenly, and each rank must route its own
+    tokens."""
     layout, experts, key = role.layout, role.shape.experts, f"{role.name}.layout"
     ep = layout.expert_parallel
     if ep > 1 and not experts:
@@ -28,11 +29,11 @@ def layout_rules(role: RoleSpec, model_name: str) -> Iterator[str]:
     if experts and layout.tensor_parallel > 1 and not layout.shards_sequences:
         yield (
             f"{key}.tensor_parallel {layout.tensor_parallel} of the {model_name} model with experts needs "
-            "sequence_parallel, by which each rank routes tokens of its own; it is false: remove it"
+            "sequence_parallel, so that each rank routes its own tokens; remove sequence_parallel: false"
         )
 
 
 def replay_rules(config: Config, shape: ModelShape) -> Iterator[str]:
-    """Rule on replay of routing: the actor has experts."""
+    """Check that the actor has experts if routing is replayed."""
     if config.algorithm.router_replay and not shape.experts:
         yield "algorithm.router_replay is true, but the actor model has no experts; remove it"

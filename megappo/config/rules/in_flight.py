@@ -1,4 +1,4 @@
-"""Rules for prompts that are always in flight: `rollout.ahead` of 2 and more."""
+"""Rules for runs that always have prompts in flight (`rollout.ahead` of at least 2)."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from megappo.families.architecture import ModelShape
 
 
 def longest_lag(config: Config) -> int:
-    """Most syncs between the weights that began a response and the weights that are trained on it.
+    """Return the largest number of weight syncs between the start of a response and training on the response.
 
-    The default is 1 with `gae`: a return mixes rewards with the current critic's values of states that an older policy
-    visited.
+    The default is 1 with `gae`, because a return combines rewards with the current critic's values of states that an
+    older policy visited.
     """
     rollout = config.rollout
     if rollout.max_lag is not None:
@@ -22,7 +22,7 @@ def longest_lag(config: Config) -> int:
 
 
 def in_flight_rules(config: Config, shape: ModelShape) -> Iterator[str]:
-    """Rules on settings that exclude prompts in flight; `shape` is the actor's."""
+    """Check the settings that exclude prompts in flight. `shape` describes the actor's model."""
     rollout = config.rollout
     yield from arrivals_rules(config)
     if rollout.has_servers:
@@ -30,45 +30,45 @@ def in_flight_rules(config: Config, shape: ModelShape) -> Iterator[str]:
     if not rollout.in_flight:
         if rollout.max_lag is not None:
             yield (
-                f"rollout.max_lag is {rollout.max_lag}, but with rollout.ahead {rollout.ahead} no response is older "
-                f"than {rollout.ahead}; remove it, or set ahead to 2 or more"
+                f"rollout.max_lag is {rollout.max_lag}, but with rollout.ahead {rollout.ahead} no response has a "
+                f"lag above {rollout.ahead}; remove max_lag, or set ahead to 2 or more"
             )
         return
     ahead, lag = rollout.ahead, longest_lag(config)
     if ahead > lag:
         default = ", its default with algorithm.estimator gae," if rollout.max_lag is None else ""
         yield (
-            f"rollout.ahead {ahead} is above rollout.max_lag {lag}{default} so that responses would be too old when "
-            f"their turn comes; set max_lag to at least {ahead}, or ahead to {lag}"
+            f"rollout.ahead {ahead} is above rollout.max_lag {lag}{default} so that responses would be too old for "
+            f"their training step; set max_lag to at least {ahead}, or ahead to {lag}"
         )
     if config.algorithm.replays_routing(shape.experts):
         yield (
-            f"rollout.ahead is {ahead}, but a response of several weights has no routing to replay; set "
+            f"rollout.ahead is {ahead}, but a response from several weight versions has no routing to replay; set "
             "algorithm.router_replay to false, or rollout.ahead to 1"
         )
     if rollout.when_stopped == "keep":
-        yield f"rollout.when_stopped is keep, but with rollout.ahead {ahead} all that is finished is kept; remove it"
+        yield f"rollout.when_stopped is keep, but rollout.ahead {ahead} keeps all finished responses; remove it"
 
 
 def _pause_rules(rollout: RolloutSettings) -> Iterator[str]:
-    """Rules on `rollout.sglang.pause`: servers that keep requests over a sync answer nothing else until they continue
-    them."""
+    """Check `rollout.sglang.pause`. Servers that retain requests during a sync answer no other requests until
+    generation continues."""
     servers, pause = rollout.servers, rollout.servers.pause
     if not servers.holds:
         return
     if not rollout.in_flight:
         yield (
-            f"rollout.sglang.pause is {pause}, but with rollout.ahead {rollout.ahead} nothing is under way when "
+            f"rollout.sglang.pause is {pause}, but with rollout.ahead {rollout.ahead} no request is running when "
             "weights change; set pause to abort, or ahead to 2 or more"
         )
     if not servers.verify or servers.probe:
         yield (
-            f"rollout.sglang.pause is {pause}, with which servers generate before any probe is answered; set probe to "
-            "false and verify to true, so that checksums alone prove a sync, or pause to abort"
+            f"rollout.sglang.pause is {pause}, so servers continue to generate before they can answer a probe; set "
+            "probe to false and verify to true to check a sync by checksums alone, or set pause to abort"
         )
     if rollout.episodes is not None:
         yield (
-            f"rollout.sglang.pause is {pause}, but turns of episodes are broken off when weights change; set pause to "
+            f"rollout.sglang.pause is {pause}, but turns of episodes are aborted when weights change; set pause to "
             "abort"
         )
     if servers.urls:

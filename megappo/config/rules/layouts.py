@@ -1,4 +1,4 @@
-"""Rules on roles' parallel layouts: their ranks, their models and the vocabulary."""
+"""Rules for the parallel layouts of roles: ranks, model sizes and vocabulary."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from megappo.families.architecture import ModelShape, padded_vocab_size
 
 
 def placement_rules(role: RoleSpec, world_size: int) -> Iterator[str]:
-    """Rules on a role's ranks: they lie in the world and hold whole copies of its model."""
+    """Check that a role's ranks exist and divide into complete model replicas."""
     layout, key = role.layout, f"{role.name}.layout"
     if layout.first_rank >= world_size:
         yield (
@@ -52,7 +52,7 @@ def placement_rules(role: RoleSpec, world_size: int) -> Iterator[str]:
 
 
 def coverage_rules(roles: Collection[RoleSpec], world_size: int) -> Iterator[str]:
-    """Rule on all roles together: every rank of the world belongs to one."""
+    """Check that every rank of the world belongs to a role."""
     covered = {rank for role in roles for rank in role.layout.grid(world_size).ranks}
     idle = [rank for rank in range(world_size) if rank not in covered]
     if not idle:
@@ -66,15 +66,19 @@ def coverage_rules(roles: Collection[RoleSpec], world_size: int) -> Iterator[str
 
 
 def parallel_rules(role: RoleSpec, model_name: str) -> Iterator[str]:
-    """Rules on a role's tensor and pipeline parallel sizes: they fit its model; `model_name` is `actor`, `critic` or
-    `reference`."""
+    """Check that tensor and pipeline parallel sizes fit the model.
+
+    Args:
+        role: trained role with the layout.
+        model_name: `actor`, `critic` or `reference`.
+    """
     layout, shape, key = role.layout, role.shape, f"{role.name}.layout"
     tp, pp, vpp = layout.tensor_parallel, layout.pipeline_parallel, layout.virtual_pipeline_chunks
     unfit = [f"{size} ({name})" for name, size in shape.shared_sizes.items() if size % tp]
     if unfit:
         nearest = nearest_numbers(tp, valid_tensor_parallel(shape))
-        sizes_words = f"{either(unfit)} of the {model_name} model"
-        yield f"{key}.tensor_parallel {tp} does not divide {sizes_words}; the nearest is {nearest}"
+        size_list = f"{either(unfit)} of the {model_name} model"
+        yield f"{key}.tensor_parallel {tp} does not divide {size_list}; the nearest is {nearest}"
     if layout.sequence_parallel and tp == 1:
         remedy = "remove it, or set tensor_parallel to 2"
         yield f"{key}.sequence_parallel needs tensor_parallel above 1; {remedy}"
@@ -93,32 +97,32 @@ def parallel_rules(role: RoleSpec, model_name: str) -> Iterator[str]:
         yield from _layer_list_rules(role, layout.pipeline_layers, model_name)
     if shape.delta_net is not None and layout.context_parallel > 1:
         yield (
-            f"{key}.context_parallel {layout.context_parallel} shares out the tokens of a sample, whose states pass "
-            f"from token to token in the linear attention of a {shape.family}; set it to 1, and tensor_parallel higher"
+            f"{key}.context_parallel {layout.context_parallel} splits a sample between ranks, but the linear attention "
+            f"of a {shape.family} passes states along the sample; set it to 1, and increase tensor_parallel"
         )
     yield from experts.layout_rules(role, model_name)
     yield from _recompute_rules(role, model_name)
 
 
-def _layer_list_rules(role: RoleSpec, given: tuple[int, ...], model_name: str) -> Iterator[str]:
-    """Rules on a list of layers: it has an entry for each chunk, and all layers of the model in it."""
+def _layer_list_rules(role: RoleSpec, layer_counts: tuple[int, ...], model_name: str) -> Iterator[str]:
+    """Check that a list of layers has one entry per chunk and that the entries add up to all layers of the model."""
     layout, key = role.layout, f"{role.name}.layout"
     pp, vpp = layout.pipeline_parallel, layout.virtual_pipeline_chunks
-    if len(given) != pp * vpp:
+    if len(layer_counts) != pp * vpp:
         yield (
-            f"{key}.pipeline_layers {show(list(given))} has {len(given)} entries, must have one for each of the "
-            f"pipeline_parallel {pp} x virtual_pipeline_chunks {vpp} = {pp * vpp} chunks; give {pp * vpp}, or set it "
-            "to auto"
+            f"{key}.pipeline_layers {show(list(layer_counts))} has {len(layer_counts)} entries, must have one for each "
+            f"of the pipeline_parallel {pp} x virtual_pipeline_chunks {vpp} = {pp * vpp} chunks; give {pp * vpp}, or "
+            "set it to auto"
         )
-    elif sum(given) != role.shape.layers:
+    elif sum(layer_counts) != role.shape.layers:
         yield (
-            f"{key}.pipeline_layers {show(list(given))} has {sum(given)} layers, must have the {role.shape.layers} of "
-            f"the {model_name} model; change its entries, or set it to auto"
+            f"{key}.pipeline_layers {show(list(layer_counts))} has {sum(layer_counts)} layers, must have the "
+            f"{role.shape.layers} of the {model_name} model; change its entries, or set it to auto"
         )
 
 
 def _recompute_rules(role: RoleSpec, model_name: str) -> Iterator[str]:
-    """Rules on recomputation: its modules are parts of the model's layers."""
+    """Check that the modules for recomputation exist in the model's layers."""
     settings = role.settings
     absent, present = ("mlp", "moe") if role.shape.experts else ("moe", "mlp")
     if settings.recompute == "selective" and not settings.recompute_modules:
@@ -131,7 +135,7 @@ def _recompute_rules(role: RoleSpec, model_name: str) -> Iterator[str]:
 
 
 def vocabulary_rules(config: Config, roles: Collection[RoleSpec]) -> Iterator[str]:
-    """Rules on padding of the vocabulary: tensor parallel ranks divide it evenly."""
+    """Check that tensor parallel ranks divide the padded vocabulary evenly."""
     multiple = config.model.pad_vocab_to_multiple_of
     if multiple == 1:
         return
@@ -149,12 +153,12 @@ def vocabulary_rules(config: Config, roles: Collection[RoleSpec]) -> Iterator[st
 
 
 def valid_tensor_parallel(shape: ModelShape) -> list[int]:
-    """Tensor parallel sizes of a role with such a model, ascending."""
+    """Return the tensor parallel sizes that a model supports, in ascending order."""
     return divisors(math.gcd(*shape.shared_sizes.values()))
 
 
 def _nearest_layouts(role: RoleSpec, ranks: int) -> str:
-    """The two tensor x pipeline sizes nearest to the role's that divide so many ranks and fit its model."""
+    """Return the two tensor x pipeline sizes that divide `ranks`, fit the model and are nearest to the role's sizes."""
     tp, pp = role.layout.tensor_parallel, role.layout.pipeline_parallel
     fitting = [
         (t, p) for t in valid_tensor_parallel(role.shape) for p in divisors(role.shape.layers) if ranks % (t * p) == 0
@@ -163,13 +167,13 @@ def _nearest_layouts(role: RoleSpec, ranks: int) -> str:
 
 
 def _nearest_pipelines(pp: int, vpp: int, layers: int) -> str:
-    """The two pipeline x chunk sizes nearest to the given ones that leave a layer for each chunk."""
+    """Return the two pipeline x chunk sizes that leave a layer for each chunk and are nearest to `pp` x `vpp`."""
     sizes = [(p, v) for p in range(1, layers + 1) for v in range(1, layers // p + 1)]
     fitting = [(p, v) for p, v in sizes if v == 1 or (p > 1 and vpp > 1)]
     return _nearest_pairs((pp, vpp), fitting)
 
 
-def _nearest_pairs(wanted: tuple[int, int], choices: Iterable[tuple[int, int]]) -> str:
-    """`2 x 1 or 1 x 2`: the two choices that change least."""
-    nearest = sorted(choices, key=lambda pair: (sum(abs(a - b) for a, b in zip(pair, wanted, strict=True)), pair))
+def _nearest_pairs(current: tuple[int, int], choices: Iterable[tuple[int, int]]) -> str:
+    """Return the two choices that change least, such as `2 x 1 or 1 x 2`."""
+    nearest = sorted(choices, key=lambda pair: (sum(abs(a - b) for a, b in zip(pair, current, strict=True)), pair))
     return either(f"{first} x {second}" for first, second in nearest[:2])

@@ -20,32 +20,32 @@ _NEAREST = 3
 
 
 class _Condition(NamedTuple):
-    """What a metric needs."""
+    """Condition under which a run logs a metric."""
 
     needs: str
-    """For people: a setting, or a part of a run."""
-    holds: Callable[[Config, Experts], bool]
+    """Readable name of a setting or of a part of a run."""
+    applies: Callable[[Config, Experts], bool]
     in_step: Callable[[Config, int, int], bool] = lambda _config, _step, _steps: True
-    """(config, step, steps of the run): whether the step logs the metric."""
+    """Function of (config, step, steps of the run) that returns whether the step logs the metric."""
 
 
-def _has(needs: str, holds: Callable[[Config], object]) -> _Condition:
-    return _Condition(needs, lambda config, _experts: bool(holds(config)))
+def _has(needs: str, applies: Callable[[Config], object]) -> _Condition:
+    return _Condition(needs, lambda config, _experts: bool(applies(config)))
 
 
 def _experts_of(role: str) -> _Condition:
-    def holds(config: Config, experts: Experts) -> bool:
+    def applies(config: Config, experts: Experts) -> bool:
         return role in config.trained and experts.get(role, 1) > 0
 
-    return _Condition(f"a model of the {role} with experts", holds)
+    return _Condition(f"a model of the {role} with experts", applies)
 
 
 def _uneven_experts_of(role: str) -> _Condition:
-    def holds(config: Config, experts: Experts) -> bool:
+    def applies(config: Config, experts: Experts) -> bool:
         settings = config.trained.get(role)
         return settings is not None and settings.router_aux_loss_coef > 0 and experts.get(role, 1) > 0
 
-    return _Condition(f"{role}.router_aux_loss_coef", holds)
+    return _Condition(f"{role}.router_aux_loss_coef", applies)
 
 
 def _is_after_warmup(config: Config, step: int, _steps: int) -> bool:
@@ -70,7 +70,7 @@ def _follows_export(config: Config, step: int, _steps: int) -> bool:
 
 
 def _samples(config: Config) -> bool:
-    """Whether the run's own responses are scored, instead of loaded ones."""
+    """Return whether the run scores new responses instead of loaded ones."""
     return config.rollout.load_from is None
 
 
@@ -174,8 +174,8 @@ prefix matches, every run logs the metric."""
 
 
 def logged_metrics(config: Config, experts: Experts) -> list[str]:
-    """Returns the names of the metrics that a run with these settings logs, except for the metrics of tools."""
-    return [name for name, of in _names(config) if _condition(of).holds(config, experts)]
+    """Return the names of the metrics that a run with these settings logs, except for the metrics of tools."""
+    return [name for name, of in _names(config) if _condition(of).applies(config, experts)]
 
 
 def keep_best_rules(config: Config, steps: int | None, experts: Experts | None = None) -> Iterator[str]:
@@ -187,30 +187,30 @@ def keep_best_rules(config: Config, steps: int | None, experts: Experts | None =
         experts: number of experts in the models of roles; the rule assumes experts for a role that is missing.
     """
     checkpoint, experts = config.checkpoint, experts or {}
-    if checkpoint is None or (wanted := checkpoint.keep_best) is None:
+    if checkpoint is None or (keep_best := checkpoint.keep_best) is None:
         return
-    name = wanted.removeprefix("-")
+    name = keep_best.removeprefix("-")
     of = _documented(name, config)
     logged = logged_metrics(config, experts)
     likely = [known for known in (f"{name}/mean", f"{name}_mean") if known in logged]
     near = ", ".join(f"'{known}'" for known in dict.fromkeys([*likely, *nearest_words(name, logged, _NEAREST)]))
     if of is None:
         yield (
-            f"checkpoint.keep_best is '{wanted}', must be a metric of the run (a `-` in front: lowest is best); "
+            f"checkpoint.keep_best is '{keep_best}', must be a metric of the run (a `-` in front: lowest is best); "
             f"the nearest are {near}"
         )
         return
     condition = _condition(of)
-    if not condition.holds(config, experts):
+    if not condition.applies(config, experts):
         needs = f"which is logged only with {condition.needs}; change the settings"
         if of.startswith("eval/"):
             needs = "but the run has no evaluation; add evaluation"
-        yield f"checkpoint.keep_best is '{wanted}', {needs}, or choose a different metric; the nearest are {near}"
+        yield f"checkpoint.keep_best is '{keep_best}', {needs}, or choose a different metric; the nearest are {near}"
     elif steps is not None:
-        yield from _step_rules(config, wanted, condition, steps)
+        yield from _step_rules(config, keep_best, condition, steps)
 
 
-def _step_rules(config: Config, wanted: str, condition: _Condition, steps: int) -> Iterator[str]:
+def _step_rules(config: Config, keep_best: str, condition: _Condition, steps: int) -> Iterator[str]:
     """Rules: a step with a checkpoint logs the metric. A checkpoint contains only the metrics of one step."""
     checkpoint, evaluation = config.checkpoint, config.evaluation
     assert checkpoint is not None
@@ -218,13 +218,13 @@ def _step_rules(config: Config, wanted: str, condition: _Condition, steps: int) 
         periods = [every for every in (checkpoint.every_steps, checkpoint.keep_every_steps) if every is not None]
         if all(math.lcm(every, evaluation.every_steps) >= steps for every in periods):
             yield (
-                f"checkpoint.keep_best is '{wanted}', and no step before the last has both an evaluation "
+                f"checkpoint.keep_best is '{keep_best}', and no step before the last has both an evaluation "
                 f"(evaluation.every_steps {evaluation.every_steps}) and a checkpoint (checkpoint.every_steps "
                 f"{checkpoint.every_steps}); set checkpoint.every_steps to {evaluation.every_steps}"
             )
     elif not any(checkpoint.is_due(n, steps) and condition.in_step(config, n, steps) for n in range(1, steps + 1)):
         yield (
-            f"checkpoint.keep_best is '{wanted}', which no step with a checkpoint logs (run.steps {steps}, "
+            f"checkpoint.keep_best is '{keep_best}', which no step with a checkpoint logs (run.steps {steps}, "
             f"checkpoint.every_steps {checkpoint.every_steps}); set checkpoint.every_steps to 1, or choose a "
             "different metric"
         )
@@ -236,14 +236,14 @@ def _condition(documented: str) -> _Condition:
 
 
 def _documented(name: str, config: Config) -> str | None:
-    """Returns the entry of `METRICS` for a metric, or None if the metric is unknown."""
+    """Return the entry of `METRICS` for a metric, or None if the metric is unknown."""
     if re.fullmatch(r"tool/[^/]+/(calls|failures|seconds)", name):
         return "tool/"
     return dict(_names(config)).get(name)
 
 
 def _names(config: Config) -> Iterator[tuple[str, str]]:
-    """Yields (name, entry in `METRICS`) for all metrics. Placeholders are replaced with the names of functions, judges,
+    """Yield (name, entry in `METRICS`) for all metrics. Placeholders are replaced by the names of functions, judges,
     sources, validation sets and stages of the run."""
     sets = config.data.validation_sets or {}
     filled: dict[str, Iterable[str]] = {

@@ -1,4 +1,4 @@
-"""A trained role as rules see it."""
+"""Description of a trained role for rules."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from megappo.families.architecture import ModelShape
 
 @dataclass(frozen=True)
 class RoleSpec:
-    """A trained role's name in the YAML file, its settings and its model."""
+    """Name of a trained role in the YAML file, its settings and its model."""
 
     name: str
     settings: ActorSettings | CriticSettings
@@ -18,5 +18,5 @@ class RoleSpec:
 
     @property
     def layout(self) -> LayoutSettings:
-        """The role's parallel layout."""
+        """Parallel layout of the role."""
         return self.settings.layout

@@ -1,4 +1,4 @@
-"""Rules on lengths, sampling and engines."""
+"""Rules for lengths, sampling and engines."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from megappo.families.rope import scaled_positions
 
 
 def length_rules(config: Config, shapes: dict[str, ModelShape]) -> Iterator[str]:
-    """Rules on lengths: prompt and response fit every model's positions; `shapes` is keyed by the model's name in
-    sentences."""
+    """Check that prompt and response fit the positions of every model. The keys of `shapes` are model names for
+    messages."""
     lengths = {"rollout": config.rollout.max_response_tokens}
     if config.evaluation is not None and config.evaluation.max_response_tokens is not None:
         lengths["evaluation"] = config.evaluation.max_response_tokens
@@ -34,13 +34,12 @@ def length_rules(config: Config, shapes: dict[str, ModelShape]) -> Iterator[str]
 
 
 def kept_rules(config: Config) -> Iterator[str]:
-    """Rules on generation functions, dynamic sampling and shaping of scores: each can take effect with the other
-    settings."""
+    """Check that other settings do not disable a generation function, dynamic sampling or the shaping of scores."""
     rollout, overlong = config.rollout, config.reward.overlong
     if rollout.generation is not None and (rollout.ahead or rollout.episodes is not None):
         other = f"rollout.ahead is {rollout.ahead}" if rollout.ahead else "rollout.environment plays episodes"
         remedy = "rollout.ahead to 0" if rollout.ahead else "rollout.environment to null"
-        yield f"rollout.generation is given, but {other}, which does without it; set {remedy}, or generation to null"
+        yield f"rollout.generation is given, but {other}, which does not use it; set {remedy}, or generation to null"
     if rollout.dynamic_sampling is not None and rollout.samples_per_prompt < 2:
         yield (
             f"rollout.dynamic_sampling compares the samples of a prompt, but rollout.samples_per_prompt is "
@@ -48,26 +47,27 @@ def kept_rules(config: Config) -> Iterator[str]:
         )
     if config.reward.is_rescaled and rollout.episodes is not None:
         yield (
-            "reward.normalize, scale, shift and clip are for the scores of functions, but rollout.environment gives "
-            "rewards of its own; scale them there, and remove these"
+            "reward.normalize, scale, shift and clip apply to the scores of functions, but rollout.environment returns "
+            "its own rewards; scale rewards in the environment, and remove these settings"
         )
     if overlong is not None and overlong.buffer_tokens > rollout.max_response_tokens:
         yield (
             f"reward.overlong.buffer_tokens {overlong.buffer_tokens} is above rollout.max_response_tokens "
-            f"{rollout.max_response_tokens}; set it to at most that"
+            f"{rollout.max_response_tokens}; lower it to this limit"
         )
 
 
 def engine_rules(config: Config) -> Iterator[str]:
-    """Rules on `rollout.ahead`: the engine has processes of its own, and samples of older weights are importance
-    weighted."""
+    """Check `rollout.ahead`. The engine must run in separate processes, and samples of older weights need importance
+    weights."""
     rollout = config.rollout
     answered = rollout.replays_arrivals or rollout.load_from is not None
     if rollout.ahead and rollout.engine == "transformers" and not answered:
         ahead, engine = rollout.ahead, rollout.engine
-        yield f"rollout.ahead is {ahead}, but the engine '{engine}' has no processes of its own; set it to 0"
+        yield f"rollout.ahead is {ahead}, but the engine '{engine}' has no separate processes; set it to 0"
     elif rollout.ahead and config.algorithm.old_logprob == "decoupled":
         yield (
-            f"rollout.ahead is {rollout.ahead}, so older weights than the actor's sample, which algorithm.old_logprob "
-            "'decoupled' takes no account of; set it to corrected or bypass, or rollout.ahead to 0"
+            f"rollout.ahead is {rollout.ahead}, so samples come from older weights than the actor's, but "
+            "algorithm.old_logprob 'decoupled' does not correct for them; set it to corrected or bypass, or "
+            "rollout.ahead to 0"
         )

@@ -1,4 +1,4 @@
-"""Rules on what SGLang servers need of other settings and of the model, and on their ranks among themselves."""
+"""Rules for SGLang servers: other settings, the model and the sizes of a server's parallel groups."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from megappo.families.architecture import ArchitectureConfig, ModelShape
 
 
 def server_rules(config: Config, shape: ModelShape) -> Iterator[str]:
-    """Rules on what SGLang servers need of the other settings and of the actor's model, once `resolve` has chosen the
-    engine."""
+    """Check that the settings of SGLang servers fit other settings and the actor's model. `resolve` must have chosen
+    the engine."""
     rollout = config.rollout
     if rollout.engine is None or rollout.load_from is not None:
         return
@@ -29,13 +29,13 @@ def server_rules(config: Config, shape: ModelShape) -> Iterator[str]:
         return
     if rollout.dtype not in (None, config.model.dtype):
         yield (
-            f"rollout.dtype is {rollout.dtype}, but SGLang takes the actor's tensors as they are; "
+            f"rollout.dtype is {rollout.dtype}, but SGLang uses the actor's tensors without conversion; "
             f"set it to model.dtype {config.model.dtype}, or remove it"
         )
     if rollout.when_stopped == "keep" and rollout.servers.deterministic is False:
         yield (
-            "rollout.when_stopped is keep and rollout.sglang.deterministic false, which keeps the short responses and "
-            "samples the long ones anew, which makes them shorter; set when_stopped to drop, or deterministic to true"
+            "rollout.when_stopped is keep and rollout.sglang.deterministic is false, so short responses are kept, long "
+            "responses are sampled again, and responses get shorter; set when_stopped to drop, or deterministic to true"
         )
     tp, heads = rollout.servers.tensor_parallel, rollout.servers.attention_ranks
     unfit = [f"{shape.heads} (heads)"] if shape.heads % heads else []
@@ -49,8 +49,8 @@ def server_rules(config: Config, shape: ModelShape) -> Iterator[str]:
         yield f"rollout.sglang.tensor_parallel {tp} does not divide {either(unfit)}; the nearest is {nearest}"
     if isinstance(shape, ArchitectureConfig) and not shape.declaration.fingerprinted and rollout.servers.verify:
         yield (
-            f"rollout.sglang.verify is true, but SGLang has the weights of a {shape.family} in an order of its own, "
-            "which cannot be compared with what was sent; set it to false"
+            f"rollout.sglang.verify is true, but SGLang stores the weights of a {shape.family} in a different order, "
+            "so checksums cannot be compared; set verify to false"
         )
     yield from word_rules(rollout.servers)
     yield from _node_rules(rollout.servers)
@@ -59,13 +59,14 @@ def server_rules(config: Config, shape: ModelShape) -> Iterator[str]:
     drafts = rollout.servers.arguments.get("speculative-algorithm", "NGRAM")
     if drafts != "NGRAM":  # NGRAM drafts tokens without weights
         yield (
-            f"rollout.sglang.arguments has speculative-algorithm {drafts}, but a run sends its servers the actor's "
-            "weights, and none of layers that draft tokens; remove it"
+            f"rollout.sglang.arguments has speculative-algorithm {drafts}, but a run sends only the actor's weights "
+            "and no weights of draft layers; remove it"
         )
 
 
 def _attention_rules(servers: SGLangSettings, shape: ModelShape) -> Iterator[str]:
-    """Rules on `data_parallel_attention`: SGLang has it for the model, and the places of the weights are known."""
+    """Check `data_parallel_attention`. SGLang must support the option for the model, and each rank must have a known
+    part of the weights."""
     tp, groups, key = servers.tensor_parallel, servers.data_parallel_attention, "rollout.sglang.data_parallel_attention"
     if groups == 1:
         return
@@ -74,13 +75,13 @@ def _attention_rules(servers: SGLangSettings, shape: ModelShape) -> Iterator[str
         yield f"{key} {groups} does not divide tensor_parallel {tp}; the nearest is {nearest}"
     able = [name for name, family in FAMILIES.items() if family.attends_in_groups]
     if shape.family not in able:
-        yield f"{key} is {groups}, which SGLang has for {either(able)}, not for {shape.family}; set it to 1"
+        yield f"{key} is {groups}, which SGLang supports for {either(able)}, but not for {shape.family}; set it to 1"
     elif shape.tied_embeddings:
         yield f"{key} is {groups}, but the model's embedding is its output layer, which other ranks share; set it to 1"
 
 
 def _node_rules(servers: SGLangSettings) -> Iterator[str]:
-    """Rule on `nodes`: each machine has as many of a server's ranks."""
+    """Check that `nodes` divides a server's ranks evenly."""
     tp, nodes = servers.tensor_parallel, servers.nodes
     if tp % nodes:
         nearest = nearest_numbers(nodes, divisors(tp))
@@ -88,8 +89,8 @@ def _node_rules(servers: SGLangSettings) -> Iterator[str]:
 
 
 def _expert_rules(servers: SGLangSettings, shape: ModelShape) -> Iterator[str]:
-    """Rules on a server's experts: its ranks divide experts and the matrices of each evenly, so that their places are
-    known."""
+    """Check that a server's ranks divide the experts and the matrices of each expert evenly, so that each rank has a
+    known part of the weights."""
     tp, ep, key = servers.tensor_parallel, servers.expert_parallel, "rollout.sglang.expert_parallel"
     if ep > 1 and not shape.experts:
         yield f"{key} {ep}, but the actor model has no experts; set it to 1"
@@ -101,6 +102,6 @@ def _expert_rules(servers: SGLangSettings, shape: ModelShape) -> Iterator[str]:
         fitting = [n for n in divisors(tp) if not shape.experts % n and not shape.ffn_hidden_size % (tp // n)]
         remedy = f"the nearest is {nearest_numbers(ep, fitting)}" if fitting else "lower tensor_parallel"
         yield (
-            f"{key} {ep} leaves {tp // ep} ranks of a server to share out each expert, whose {shape.ffn_hidden_size} "
-            f"(FFN hidden size) they do not divide; {remedy}"
+            f"{key} {ep} splits each expert between {tp // ep} ranks, which do not divide the {shape.ffn_hidden_size} "
+            f"(FFN hidden size) of an expert; {remedy}"
         )

@@ -1,4 +1,4 @@
-"""Rules on which weights of a role are trained: adapters, and what of a critic is frozen."""
+"""Rules for the trained weights of a role: adapters and frozen parts of a critic."""
 
 from __future__ import annotations
 
@@ -14,23 +14,23 @@ from megappo.families.frozen import freeze_problems
 
 
 def base_rules(config: Config) -> Iterator[str]:
-    """Rules on a reference that is the actor without its adapters."""
+    """Check a reference that is the actor without its adapters."""
     reference = config.reference
     if reference is not None and reference.refresh_every_steps and config.actor.lora is not None:
         yield (
-            "reference.refresh_every_steps is set, but with actor.lora only adapters are trained, which the reference "
-            "does without; remove one of them"
+            "reference.refresh_every_steps is set, but actor.lora trains only adapters, which the reference does not "
+            "use; remove one of them"
         )
     if reference is None or not reference.share_actor_base:
         return
     if config.actor.lora is None:
         yield (
-            "reference.share_actor_base is true, but without actor.lora the actor's weights are trained and are no "
-            "reference; add actor.lora, or remove share_actor_base"
+            "reference.share_actor_base is true, but without actor.lora the actor's weights are trained and cannot be "
+            "a reference; add actor.lora, or remove share_actor_base"
         )
     if reference.path is not None:
         yield (
-            f"reference.share_actor_base is true, but reference.path '{reference.path}' names weights of its own; "
+            f"reference.share_actor_base is true, but reference.path '{reference.path}' names other weights; "
             "remove one of them"
         )
     if reference.offload.parts:
@@ -41,7 +41,7 @@ def base_rules(config: Config) -> Iterator[str]:
 
 
 def target_rules(role: RoleSpec) -> Iterator[str]:
-    """Rules on adapters: they are for matrices of the model, and of a lower rank than these."""
+    """Check that adapters are for existing matrices and that their rank is below the smallest side of the matrices."""
     lora, arch, key = role.settings.lora, role.shape, f"{role.name}.lora"
     if lora is None or not isinstance(arch, ArchitectureConfig):
         return
@@ -52,8 +52,8 @@ def target_rules(role: RoleSpec) -> Iterator[str]:
     unknown = [] if lora.targets == "all" else [name for name in lora.targets if name not in possible]
     if unknown:
         yield (
-            f"{key}.targets has {show(unknown[0])}, which no matrix of a {arch.family}'s layers is called; there are "
-            f"{', '.join(possible)}, of which '{nearest_word(unknown[0], possible)}' is the nearest"
+            f"{key}.targets has {show(unknown[0])}, which is no matrix in a layer of a {arch.family}; the names are "
+            f"{', '.join(possible)}, and '{nearest_word(unknown[0], possible)}' is the nearest"
         )
         return
     least = least_side(arch, lora.of(arch).targets)
@@ -62,8 +62,8 @@ def target_rules(role: RoleSpec) -> Iterator[str]:
 
 
 def freeze_rules(role: RoleSpec) -> Iterator[str]:
-    """Rules on `freeze`: what it names exists, and every layer keeps something to train."""
+    """Check that the parts in `freeze` exist and that every layer keeps trainable weights."""
     settings, arch = role.settings, role.shape
     if isinstance(settings, CriticSettings) and settings.freeze and isinstance(arch, ArchitectureConfig):
         lora = None if settings.lora is None else settings.lora.of(arch)
-        yield from (f"{role.name}.freeze: {words}" for words in freeze_problems(arch, settings.freeze, lora))
+        yield from (f"{role.name}.freeze: {problem}" for problem in freeze_problems(arch, settings.freeze, lora))
