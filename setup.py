@@ -22,7 +22,7 @@ setup(
         "megappo_kernels": "kernels/megappo_kernels",
     },
     package_data={
-        "megappo": ["py.typed", "requirements.txt"],
+        "megappo": ["py.typed", "requirements.txt", "guides/*.md"],
         "megappo.observe.page": ["*.html", "*.css", "*.js", "*.LICENSE"],
         "megappo.shipped.configs": ["quickstart.yaml"],
         "megappo.shipped.configs.models.tiny_arithmetic": ["*.json"],

@@ -55,6 +55,7 @@ COMMANDS = {
     "export": Command("write a checkpoint of a run as a Hugging Face folder, or for Megatron-LM"),
     "data": Command("write GSM8K, MATH, DAPO or Countdown in the format of configurations"),
     "settings": Command("explain a setting, a section, a metric, or a name from other trainers"),
+    "guide": Command("print a guide, such as ppo or troubleshoot, or a section of a guide"),
     "completion": Command("print a script for bash or zsh that completes commands, options and settings"),
     "report": Command("show the course of a metric in one run or several"),
     "inspect": Command("show samples that a run saved, token by token: mask, reward, value, return, advantage"),

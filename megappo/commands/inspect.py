@@ -163,7 +163,7 @@ class SavedRun:
             yield f"and {len(matches) - len(shown)} more; --rows {len(matches)} shows all"
         if lines:
             yield from ("", "all saved samples together:", *_sum_rows(read_sums(files)))
-        yield from ("", "--sample K shows one token by token; megappo/observe/gae.md explains the numbers")
+        yield from ("", "--sample K shows one sample token by token; `megappo guide gae` explains the numbers")
 
     def describe_sample(self, step: SavedStep, number_text: str) -> Iterator[str]:
         """Yield the text for one sample, token by token."""

@@ -22,7 +22,7 @@ from megappo.observe.page.document import document
 from megappo.observe.page.records import jumps, profile, written_samples
 from megappo.observe.page.runs import RunMetrics
 from megappo.observe.plain_files import check_plain
-from megappo.ppo.advice import ADVICE, Advisor, told
+from megappo.ppo.advice import ADVICE, Advisor, advice_text
 
 _Part = TypeVar("_Part")
 _WINDOW_STEPS = 5
@@ -131,7 +131,7 @@ def _result(lines: Mapping[int, Line], config: Config | None) -> str:
 
 def _advice(lines: Mapping[int, Line], config: Config) -> list[list[Any]]:
     """Return (step, condition, sentence) for each advice of the run. The advice is computed from the metrics again."""
-    advisor, names = Advisor(config.algorithm), {told(name): name for name in ADVICE}
+    advisor, names = Advisor(config.algorithm), {advice_text(name): name for name in ADVICE}
     advice = ((step, sentence) for step in sorted(lines) for sentence in advisor.observe(step, lines[step]))
     return [[step, names[sentence].replace("_", " "), sentence] for step, sentence in advice][-_MOST_ADVICE:]
 

@@ -62,31 +62,31 @@ ADVICE = {
     "beyond 1e9: scale the rewards of reward.function down.",
 }
 """Advice for each condition. Dotted names are settings."""
-PAGES = {
-    "clipfrac": "trouble.md#the-policy-moves-too-far",
-    "masked": "trouble.md#the-policy-moves-too-far",
-    "explained_variance": "gae.md#the-critic-learns-too-slowly",
-    "critic_overshoots": "gae.md#the-critic-overshoots",
-    "kl_target": "trouble.md#kl-explodes",
-    "entropy": "trouble.md#entropy-collapses",
-    "same_reward": "trouble.md#the-reward-is-flat",
-    "same_in_groups": "trouble.md#the-reward-is-flat",
-    "truncated": "trouble.md#lengths-run-away",
-    "total_limit": "trouble.md#lengths-run-away",
-    "turn_cut": "trouble.md#lengths-run-away",
-    "mismatch": "trouble.md#the-mismatch-grows",
-    "actor_nonfinite": "trouble.md#an-update-is-not-finite",
-    "critic_nonfinite": "trouble.md#an-update-is-not-finite",
-    "own_estimator": "trouble.md#an-update-is-not-finite",
-    "own_loss": "trouble.md#an-update-is-not-finite",
-    "large_reward": "trouble.md#an-update-is-not-finite",
+GUIDES = {
+    "clipfrac": "troubleshoot 'the policy moves too far'",
+    "masked": "troubleshoot 'the policy moves too far'",
+    "explained_variance": "gae 'the critic learns too slowly'",
+    "critic_overshoots": "gae 'the critic overshoots'",
+    "kl_target": "troubleshoot 'kl explodes'",
+    "entropy": "troubleshoot 'entropy collapses'",
+    "same_reward": "troubleshoot 'the reward is flat'",
+    "same_in_groups": "troubleshoot 'the reward is flat'",
+    "truncated": "troubleshoot 'lengths run away'",
+    "total_limit": "troubleshoot 'lengths run away'",
+    "turn_cut": "troubleshoot 'lengths run away'",
+    "mismatch": "troubleshoot 'the mismatch grows'",
+    "actor_nonfinite": "troubleshoot 'an update is not finite'",
+    "critic_nonfinite": "troubleshoot 'an update is not finite'",
+    "own_estimator": "troubleshoot 'an update is not finite'",
+    "own_loss": "troubleshoot 'an update is not finite'",
+    "large_reward": "troubleshoot 'an update is not finite'",
 }
-"""Documentation of each condition: a file of megappo/observe and one of its headings."""
+"""Guide on each condition: arguments of `megappo guide`, which are a topic and the words of a heading."""
 
 
-def told(name: str) -> str:
-    """Return the advice on a condition and its documentation page."""
-    return f"{ADVICE[name]} More in megappo/observe/{PAGES[name]}"
+def advice_text(name: str) -> str:
+    """Return the advice on a condition, and the command that prints the guide."""
+    return f"{ADVICE[name]} More: megappo guide {GUIDES[name]}"
 
 
 def largest_reward(metrics: Mapping[str, float]) -> float:
@@ -150,7 +150,7 @@ class Advisor:
         for name in self._conditions(metrics):
             if step - self._last_steps.get(name, -_QUIET_STEPS) >= _QUIET_STEPS:
                 self._last_steps[name] = step
-                advice.append(told(name))
+                advice.append(advice_text(name))
         return advice
 
     def _conditions(self, metrics: Mapping[str, float]) -> list[str]:

@@ -1,4 +1,4 @@
-"""The reward of the worked run of megappo/observe/gae.md: whether an answer begins with a digit."""
+"""The reward of the worked run of megappo/guides/gae.md: whether an answer begins with a digit."""
 
 
 def digit(response: str) -> float:

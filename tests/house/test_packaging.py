@@ -21,6 +21,7 @@ from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
 from megappo import __version__
+from megappo.commands.guide import TOPICS
 from tests.support.places import ROOT
 
 pytestmark = [pytest.mark.slow, pytest.mark.waits]
@@ -56,6 +57,7 @@ def test_the_wheel_holds_both_packages_and_no_kernels(wheel: Path) -> None:
     assert "megappo/requirements.txt" in names, "the doctor reads it"
     page = ROOT / "megappo/observe/page"
     assert {str(p.relative_to(ROOT)) for p in page.iterdir() if p.is_file()} <= set(names), "the page of a report"
+    assert {f"megappo/guides/{topic}.md" for topic in TOPICS} <= set(names), "megappo guide prints them"
     scripts = {str(p.relative_to(ROOT)) for p in (ROOT / "launch").rglob("*.sh")} - {"launch/image.sh"}
     assert {f"megappo/shipped/{script}" for script in scripts} <= set(names), "launchers"
     entry = next(n for n in names if n.endswith("entry_points.txt"))

@@ -2,18 +2,18 @@
 
 import math
 import re
+import shlex
 from types import UnionType
 from typing import Any, Union, get_args, get_origin
 
 import pytest
 
-from megappo.commands.markdown import anchor
+from megappo.commands.guide import section_of, text_of
 from megappo.config.algorithm import AlgorithmSettings, KLInRewardSettings
 from megappo.config.base import Settings
 from megappo.config.schema import Config
 from megappo.observe.metric_docs import METRICS
-from megappo.ppo.advice import ADVICE, PAGES, Advisor, refusal, told
-from tests.support.places import ROOT
+from megappo.ppo.advice import ADVICE, GUIDES, Advisor, advice_text, refusal
 
 PLAIN = AlgorithmSettings()
 ADAPTIVE = AlgorithmSettings(kl_in_reward=KLInRewardSettings(coef=0.1, controller="adaptive", per="response"))
@@ -21,7 +21,7 @@ ADAPTIVE = AlgorithmSettings(kl_in_reward=KLInRewardSettings(coef=0.1, controlle
 
 def said(algorithm: AlgorithmSettings, steps: list[dict[str, float]]) -> list[tuple[int, str]]:
     """Step and condition of everything said."""
-    advisor, names = Advisor(algorithm), {told(name): name for name in ADVICE}
+    advisor, names = Advisor(algorithm), {advice_text(name): name for name in ADVICE}
     return [(step, names[s]) for step, metrics in enumerate(steps, start=1) for s in advisor.observe(step, metrics)]
 
 
@@ -144,8 +144,8 @@ def test_an_estimator_that_returns_nan_is_named(role: str, name: str) -> None:
     assert "algorithm.estimator 'mine.py:advantages' returned" in refusal(role, metrics, {}, OWN)
     assert f"Lower {role}.optimizer.learning_rate" in refusal(role, metrics, {}, PLAIN)
     refused = {**metrics, **REFUSED}
-    assert Advisor(OWN).observe(1, refused) == [told("own_estimator")]
-    assert Advisor(PLAIN).observe(1, refused) == [told("actor_nonfinite")]
+    assert Advisor(OWN).observe(1, refused) == [advice_text("own_estimator")]
+    assert Advisor(PLAIN).observe(1, refused) == [advice_text("actor_nonfinite")]
 
 
 @pytest.mark.parametrize(("sums", "what"), [({"pg_loss": math.nan}, "values"), ({"pg_loss": 1.0}, "slopes")])
@@ -156,8 +156,8 @@ def test_a_policy_loss_that_is_not_finite_is_named(sums: dict[str, float], what:
     assert "learning_rate" in refusal("critic", FINITE, sums, OWN)
     assert "learning_rate" in refusal("actor", FINITE, sums, PLAIN)
     assert "learning_rate" in refusal("actor", FINITE, {**sums, "ppo_kl": math.nan}, OWN)
-    assert Advisor(OWN).observe(1, {**FINITE, **REFUSED}) == [told("own_loss")]
-    assert Advisor(OWN).observe(1, {**FINITE, "critic/skipped_updates": 1.0}) == [told("critic_nonfinite")]
+    assert Advisor(OWN).observe(1, {**FINITE, **REFUSED}) == [advice_text("own_loss")]
+    assert Advisor(OWN).observe(1, {**FINITE, "critic/skipped_updates": 1.0}) == [advice_text("critic_nonfinite")]
 
 
 def test_values_that_swing_from_step_to_step_overshoot() -> None:
@@ -177,14 +177,13 @@ def test_a_critic_that_now_and_then_overshoots_is_too_slow() -> None:
 
 
 @pytest.mark.parametrize("name", ADVICE)
-def test_pages_of_advice_have_that_heading(name: str) -> None:
-    page, heading = PAGES[name].split("#")
-    text = (ROOT / "megappo" / "observe" / page).read_text()
-    assert heading in [anchor(line.lstrip("# ")) for line in text.splitlines() if line.startswith("#")]
-    assert told(name).endswith(f" More in megappo/observe/{PAGES[name]}")
+def test_guides_of_advice_have_the_section(name: str) -> None:
+    topic, heading = shlex.split(GUIDES[name])
+    assert section_of(topic, heading).lower().startswith(f"## {heading}")
+    assert advice_text(name).endswith(f" More: megappo guide {GUIDES[name]}")
 
 
-TROUBLE = (ROOT / "megappo" / "observe" / "trouble.md").read_text()
+TROUBLE = text_of("troubleshoot")
 SYMPTOMS = dict(part.split("\n", 1) for part in TROUBLE.split("\n## ")[1:])
 
 

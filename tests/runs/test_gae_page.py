@@ -1,4 +1,4 @@
-"""The worked run of megappo/observe/gae.md, and what is broken in it on purpose, are told apart as the page says."""
+"""The worked run of megappo/guides/gae.md, and what is broken in it on purpose, are told apart as the page says."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from megappo.config import load_config
 from megappo.config.rules.experience import saved_steps
 from megappo.observe.metrics import read_metrics
 from megappo.observe.saved_samples import StepSums, read_sums
-from megappo.ppo.advice import Advisor, told
+from megappo.ppo.advice import Advisor, advice_text
 from megappo.ppo.experience_files import read_samples
 from tests.support.attempts import attempts
 from tests.support.browser import browser, needs_browser
@@ -23,7 +23,7 @@ from tests.support.places import ROOT
 
 pytestmark = [pytest.mark.slow, pytest.mark.waits]
 
-PAGE = ROOT / "megappo" / "observe" / "gae.md"
+PAGE = ROOT / "megappo" / "guides" / "gae.md"
 
 
 def broken_on_the_page() -> dict[str, list[str]]:
@@ -57,7 +57,7 @@ def advice_of(run: Path) -> set[str]:
     """What the run said of its critic."""
     advisor = Advisor(load_config(run / "config.yaml").algorithm)
     said = {s for line in read_metrics(run / "metrics.jsonl") for s in advisor.observe(line["step"], line)}
-    return {name for name in ("explained_variance", "critic_overshoots") if told(name) in said}
+    return {name for name in ("explained_variance", "critic_overshoots") if advice_text(name) in said}
 
 
 @needs_browser
