@@ -389,7 +389,7 @@ def test_what_fits_is_its_own_nearest() -> None:
 def test_where_no_layout_fits_a_larger_machine_is_named() -> None:
     config, models = load(LARGE), models_of(LARGE)
     words, proposal = remedy(config, models, MACHINES["h100"], 16)
-    assert words == "no layout on 16 x h100 fits; 16 x h200 would do"
+    assert words == "no layout on 16 x h100 fits; 16 x h200 would fit"
     assert proposal is not None and apply(LARGE, proposal).fits
 
 

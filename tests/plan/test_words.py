@@ -108,7 +108,7 @@ def test_the_table_of_a_search() -> None:
     assert isinstance(table, Table) and table.title == "layouts on 8 x h100, the fastest first"
     rows = [[str(cell) for cell in row] for row in zip(*(column.cells for column in table.columns), strict=True)]
     assert rows == [
-        ["12.3", "71.3", "actor: TP 1\ncritic: TP 2\nas the configuration has it"],
+        ["12.3", "71.3", "actor: TP 1\ncritic: TP 2\nno changes to the configuration"],
         ["120.0", "9.0", "actor: TP 4\na=1 b=2"],
     ]
 
@@ -151,8 +151,8 @@ def test_servers_without_room_are_told() -> None:
     """Qwen3-8B has 16.4 GB of weights in bfloat16, and 0.6 GB of keys and values for 4,096 tokens: 17.0 GB. 0.2 of
     80 GB are 16.0."""
     words = (
-        "rollout.sglang.memory_fraction 0.2 gives a server 16.0 GB of each device, weights and the longest sequence "
-        "take 17.0 GB; raise it, or rollout.sglang.tensor_parallel 1"
+        "rollout.sglang.memory_fraction 0.2 gives a server 16.0 GB of each device, but weights and the longest "
+        "sequence take 17.0 GB; raise it, or rollout.sglang.tensor_parallel 1"
     )
     with pytest.raises(ConfigError) as refused:
         plan("rollout.sglang={memory_fraction: 0.2}", machine="h100")

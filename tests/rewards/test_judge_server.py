@@ -188,7 +188,9 @@ def test_a_judge_is_in_the_plan(tmp_path: Path) -> None:
     on_cpu = make_plan(config, models, MACHINES["cpu"], 2)
     cache = 2 * 4 * 1000 * 2 * 1 * 16  # keys and values, float32, tokens, layers, one of two heads, its width
     assert on_cpu.reward_servers == () and on_cpu.fullest.reward == pytest.approx(weights / 2 + cache, rel=0.05)
-    with pytest.raises(ConfigError, match=r"judge.server.memory_fraction 1e-08 gives it .* weights take .* raise it"):
+    with pytest.raises(
+        ConfigError, match=r"judge.server.memory_fraction 1e-08 gives the server .* weights take .* raise"
+    ):
         make_plan(judged(tmp_path, {"memory_fraction": 1e-8}, model=str(folder)), models, MACHINES["h100"], 2)
 
 
