@@ -450,7 +450,7 @@ def test_a_judge_may_move_between_two_parts_of_a_run() -> None:
     [
         ("/v1", "m", "fine", "serves m"),
         ("/v1/", "q", "broken", "serves m or n, not 'q'"),
-        ("/key", "m", "broken", "refuses its key"),
+        ("/key", "m", "broken", "rejects the key"),
         ("/other", "m", "broken", "HTTP 404"),
         ("", "m", "broken", "cannot be reached (Connection refused)"),
     ],
@@ -481,4 +481,4 @@ def test_a_dry_run_reports_texts_without_a_verdict(
     reward = {"judge": judge(protocol, prompt=prompt)}
     assert main(["train", "configs/quickstart.yaml", "--dry-run", f"reward={json.dumps(reward)}"]) == 0
     output = capsys.readouterr().out
-    assert "8 texts of a judge on the answers hold no verdict; the first: the judge did not finish its text" in output
+    assert "8 texts of a judge on the answers have no verdict; the first: the judge did not finish its text" in output

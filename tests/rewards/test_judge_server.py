@@ -202,11 +202,11 @@ def test_a_dry_run_and_the_doctor_know_of_it(
     reward = f"reward={json.dumps(config.reward.model_dump(exclude_defaults=True))}"
     words = ["train", "configs/quickstart.yaml", "--dry-run", reward]
     assert main(words) == 0
-    assert f"a judge, {worlds.TINY}, whose server the run starts" in capsys.readouterr().out
+    assert f"a judge, {worlds.TINY}, on a server that the run starts" in capsys.readouterr().out
     assert generation_finding(config).state == "fine"
     monkeypatch.setattr(software, "installed_version", lambda _name: None)
     finding = generation_finding(config)
-    assert (finding.state, finding.words) == ("broken", "a judge's own server is SGLang, which is not installed")
+    assert (finding.state, finding.words) == ("broken", "the server of a judge is SGLang, which is not installed")
     assert "give the judge a url" in finding.remedy
 
 
