@@ -120,7 +120,7 @@ class PlacedBatch:
         Args:
             number: index of the minibatch in `minibatches`.
             task: computes the weighted sum to differentiate and its metrics, including `loss` and `count`.
-            stop_above: a metric and its limit; the update is skipped if the mean of the metric per `count` is above the limit.
+            stop_above: a metric and its limit; the update is skipped if the mean of the metric per `count` is above it.
         """
         role, mine = self.role, None
         if isinstance(role, TrainedRole):

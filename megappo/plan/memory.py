@@ -86,7 +86,7 @@ class EngineMemory:
     kv_cache: float
     workspace: float
     idle: float
-    """Bytes during training."""
+    """Bytes during forward passes and updates of the trainers."""
     syncing: float
     """Bytes during a weight sync."""
 

@@ -59,7 +59,7 @@ class _Search(NamedTuple):
     user_config: Config
     """User's settings. Changes are counted from these settings."""
     config: Config
-    """Start of the search: the user's configuration, with or without a move of its roles to all ranks."""
+    """Configuration at the start of the search: the user's configuration, or the same with all roles on all ranks."""
     models: Models
     machine: Machine
     gpus: int
