@@ -53,7 +53,7 @@ def _without_cuda(device: str) -> Finding:
         return broken("gpu", text, "update the driver, or check CUDA_VISIBLE_DEVICES and the container's --gpus")
     if device == "cuda":
         return broken("gpu", "runtime.device is cuda, but there is no CUDA device", "use runtime.device: cpu")
-    return fine("gpu", "none; runs are on the CPU with gloo")
+    return fine("gpu", "none; runs use the CPU and gloo")
 
 
 def _gpus(device: str, ranks: Ranks) -> Iterator[Finding]:
@@ -76,7 +76,7 @@ def _gpus(device: str, ranks: Ranks) -> Iterator[Finding]:
     if busy:
         yield slow("gpu", f"{text}; other processes use {', '.join(busy)}", "end the processes that nvidia-smi lists")
     elif len(names) > 1:
-        yield slow("gpu", text, "use GPUs of one kind; the fast ones wait for the slow ones")
+        yield slow("gpu", text, "use GPUs of one model; fast GPUs wait for slow GPUs")
     else:
         yield fine("gpu", text)
 

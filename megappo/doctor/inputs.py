@@ -62,10 +62,10 @@ def prompt_findings(config: Config, models: Models, ranks: int, inputs: RunInput
         drawn, total = steps * config.rollout.prompts_per_step, sum(train.weights)
         for name, weight, prompts in zip(train.names, train.weights, train.sources, strict=True):
             passes = float(drawn * weight / total / len(prompts))
-            share = f"{steps} steps are {passes:.1f} of {name}, {float(weight / total):.1%} of all prompts"
+            share = f"{steps} steps are {passes:.1f} epochs of {name}, {float(weight / total):.1%} of all prompts"
             yield fine("epochs", share)
     else:
-        yield fine("epochs", f"{epoch:.1f} steps take every prompt once; {steps} steps are {steps / epoch:.1f}")
+        yield fine("epochs", f"{epoch:.1f} steps use every prompt once; {steps} steps are {steps / epoch:.1f} epochs")
     for prompts in inputs.validation.values():
         yield from _data_findings("validation", prompts, config, tokenizer)
     first = train[0]
@@ -113,7 +113,7 @@ def scored_findings(config: Config) -> Iterator[Finding]:
         limited = source.model_copy(update={"limit": _SCORED_SAMPLES})
         best, empty, notes = _scores(config, read_records(limited), stop)
         of = f" of {name}" if name else ""
-        text = f"{config.reward.summary} gives the answers{of} {best:.3g} and empty responses {empty:.3g}, in the mean"
+        text = f"{config.reward.summary} scores the answers{of} {best:.3g} and empty responses {empty:.3g} on average"
         yield fine("reward", text)
         if best <= empty:
             text = f"no written form of the answers{of} scores above an empty response"

@@ -131,7 +131,7 @@ def join(ranks: Ranks) -> Finding | None:
         dist.barrier()
     except (RuntimeError, OSError, RunError) as error:  # errors of gloo, torch's DistError, errors of `meet`
         remedy = "check that all ranks were started and that all ports are open between machines"
-        return broken("rendezvous", f"rank {ranks.rank} did not meet the others ({reason(error)})", remedy)
+        return broken("rendezvous", f"rank {ranks.rank} could not join the other ranks ({reason(error)})", remedy)
     return None
 
 

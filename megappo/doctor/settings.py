@@ -31,7 +31,7 @@ def weight_findings(config: Config) -> Iterator[Finding]:
     is missing."""
     for role, path in model_paths(config).items():
         if config.model.init == "random":
-            yield fine("weights", f"{role}: drawn from the seed; model.init is random")
+            yield fine("weights", f"{role}: initialised from the seed; model.init is random")
         elif not Path(path).is_dir():
             yield _of_hub(role, path)
         else:

@@ -69,7 +69,7 @@ def check_package(requirement: str) -> Finding | None:
     if version is None:
         return broken(name, "not installed", remedy)
     if not holds(version, bounds):
-        return broken(name, f"version {version}, needed is {bounds}", remedy)
+        return broken(name, f"version {version}, but {bounds} is required", remedy)
     return None
 
 
@@ -129,11 +129,11 @@ def generation_finding(config: Config | None) -> Finding:
     if version is None:
         if is_needed:
             text = "the server of a judge is SGLang" if judged else "rollout.engine is sglang"
-            instead = "give the judge a url" if judged else "set rollout.engine to transformers"
+            instead = "set a url for the judge" if judged else "set rollout.engine to transformers"
             return broken("generation", f"{text}, which is not installed", f"{how_to_install('sglang')}, or {instead}")
         return fine("generation", "transformers, embedded in every rank; SGLang is not installed")
     if not holds(version, SGLANG.removeprefix("sglang")):
-        return broken("generation", f"SGLang {version}, needed is {TRIED_VERSION}", f"pip install '{SGLANG}'")
+        return broken("generation", f"SGLang {version}, but {TRIED_VERSION} is required", f"pip install '{SGLANG}'")
     return fine(
         "generation", f"SGLang {version}" if is_needed else f"transformers, embedded; SGLang {version} is installed"
     )

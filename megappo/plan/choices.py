@@ -64,5 +64,5 @@ def _of_role(config: Config, name: str, role: ActorSettings | CriticSettings, ra
         why = f"{layout.tensor_parallel} ranks share the activations between tensor parallel regions"
         yield OpenSetting(f"{name}.layout.sequence_parallel", show(layout.shards_sequences), why)
     if optimizer.distributed is None and grid.copies > 1:
-        why = f"{grid.copies} ranks hold the same weights and share the optimizer's state"
+        why = f"{grid.copies} ranks have the same weights and share the optimizer's state"
         yield OpenSetting(f"{name}.optimizer.distributed", show(optimizer.shards_state(grid)), why)

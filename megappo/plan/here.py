@@ -101,7 +101,8 @@ def plan_start(config: Config, world_size: int, machine: Machine) -> StartPlan:
         ("layers", accelerations.sentence(dtype)),
         (
             "plan",
-            f"{machine.summary}: a step of {total:.3g} seconds, {rollout:.3g} of them for the rollout, at full length",
+            f"{machine.summary}: a step takes {total:.3g} seconds, and its rollout {rollout:.3g}, with all responses "
+            "at the maximum length",
         ),
         *((f"{r.name} pipeline", _format_layers(r.chunk_layers)) for r in setup.roles if r.chunk_layers is not None),
         ("other engine", other_engine(planned, models, machine, world_size).sentence),

@@ -223,9 +223,9 @@ def make_plan(config: Config, models: Models, machine: Machine, gpus: int) -> Pl
 
 def _verdict(fullest: RankMemory, usable_bytes: float, fits: bool) -> str:
     needs = "needs" if len(fullest.ranks) == 1 else "need"
-    whose = " of the servers" if fullest.of_servers else ""
+    owner = " of the servers" if fullest.of_servers else ""
     return (
-        f"{'fits' if fits else 'does not fit'}: {rank_words(fullest.ranks)}{whose} {needs} "
+        f"{'fits' if fits else 'does not fit'}: {rank_words(fullest.ranks)}{owner} {needs} "
         f"{format_size(fullest.peak)} in {fullest.peak_stage}, {format_size(usable_bytes)} are usable"
     )
 

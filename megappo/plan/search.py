@@ -133,7 +133,7 @@ def remedy(config: Config, models: Models, machine: Machine, gpus: int) -> tuple
             changes = f" with {' '.join(proposal.overrides)}" if proposal.overrides else ""
             return f"{failure}; {proposal.gpus} x {other.name} would fit{changes}", proposal
     return (
-        f"{failure}, nor on four times as many; shorten the response, or take a smaller model or critic.path",
+        f"{failure}, nor on four times the number; shorten the response, or use a smaller model or critic.path",
         None,
     )
 

@@ -91,7 +91,7 @@ def _memory_table(plan: Plan) -> Table:
     more = f" and {plan.server_gpus} of servers" if plan.server_gpus else ""
     if plan.reward_servers:
         more += f" and {sum(server.ranks for server in plan.reward_servers)} of rewards"
-    title = f"{plan.name} on {plan.gpus} x {plan.machine}{more}: {unit} on {rank_words(ranks.ranks)}, the fullest"
+    title = f"{plan.name} on {plan.gpus} x {plan.machine}{more}: {unit} on {rank_words(ranks.ranks)}, the highest peak"
     table = _table(title, "", "weights", "grads", "optimizer", "activ.", "head", "layer", "adds")
 
     def cells(*numbers: float) -> list[str]:
@@ -130,7 +130,7 @@ def _stage_table(plan: Plan) -> Table:
 def _host_table(plan: Plan) -> Table:
     """Return a table of host memory: the bytes of each role on the ranks with the highest peak, and the bytes that
     each stage moves."""
-    table = _table("the host, bytes of a rank", "", "holds", "moved")
+    table = _table("the host, bytes of a rank", "", "resident", "moved")
     for role in plan.fullest_trainers.roles:
         table.add_row(role.role, _prefixed(role.host), "")
     for stage in plan.stages:

@@ -59,8 +59,8 @@ def expect(found: dict[str, str], state: str, words: str, remedy: str) -> None:
 @pytest.mark.parametrize(
     ("name", "version", "check", "words", "remedy"),
     [
-        ("sglang", "0.4.1", "generation", "SGLang 0.4.1, needed is 0.5.23", "pip install 'sglang==0.5.23'"),
-        ("transformers", "4.51.0", "transformers", "version 4.51.0, needed is >=5", "pip install 'transformers>=5"),
+        ("sglang", "0.4.1", "generation", "SGLang 0.4.1, but 0.5.23 is required", "pip install 'sglang==0.5.23'"),
+        ("transformers", "4.51.0", "transformers", "version 4.51.0, but >=5", "pip install 'transformers>=5"),
         ("megatron-core", "0.12.0", "megatron-core", "version 0.12.0", "pip install 'megatron-core>=0.1"),
     ],
 )
@@ -133,7 +133,7 @@ def test_sglang_of_another_version(
     monkeypatch.syspath_prepend(tmp_path)
     code, found = findings(capsys, DISAGGREGATED)
     assert code == 1
-    expect(found["generation"], "broken", "SGLang 0.5.11, needed is 0.5.23", "pip install 'sglang==0.5.23'")
+    expect(found["generation"], "broken", "SGLang 0.5.11, but 0.5.23 is required", "pip install 'sglang==0.5.23'")
 
 
 @pytest.mark.usefixtures("sglang")
@@ -387,7 +387,7 @@ def test_gpus_without_a_rank_are_reported(
     if launched:
         monkeypatch.setenv("RANK", "0")
     with gpus(monkeypatch, [1.0] * 4):
-        words = [f.words for f in device_findings(None, Ranks(*ranks)) if f.state == "slow" and "no rank" in f.words]
+        words = [f.words for f in device_findings(None, Ranks(*ranks)) if f.state == "slow" and "unused" in f.words]
     here = ranks[3]
     assert words == ([f"{here} ranks run on this machine, so {idle} of its 4 GPUs are unused"] if idle else [])
 

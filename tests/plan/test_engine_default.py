@@ -173,7 +173,7 @@ def test_the_other_engine_has_the_best_settings_that_fit() -> None:
         best = min(fitting)
         assert found.rollout_seconds == best and len(fitting) < len(others)
         now = make_plan(config, models, machine, gpus).stages[0].seconds
-        said = f"would take {best:.3g} seconds for the rollout, "
+        said = f"the rollout would take {best:.3g} seconds, "
         said += f"{best / now:.2g} times as long: " if best > now else f"{now / best:.2g} times faster: "
         assert said in found.sentence
 
@@ -236,7 +236,7 @@ def test_a_run_is_told_its_plan_and_gets_its_deadlines() -> None:
     rows = dict(found.rows)
     assert rows["actor pipeline"] == "chunks of 3, 1 layers" and "critic pipeline" not in rows
     assert rows["layers"].startswith("torch's layers, as Transformer Engine "), "what it is without, and why"
-    assert "of them for the rollout" in rows["plan"] and rows["other engine"].startswith("the embedded engine instead")
+    assert "and its rollout" in rows["plan"] and rows["other engine"].startswith("with the embedded engine, ")
     assert found.deadlines.request_seconds == 1800.0
 
 

@@ -266,7 +266,7 @@ def test_larger_machines(millions: int, machine: str, would_do: str | None) -> N
     model = arch(vocab_size=millions * 10**6)
     said, proposal = remedy(load_config(MIDDLE, GIVEN), Models(model, model, model), MACHINES[machine], GPUS)
     assert (None if proposal is None else f"{proposal.gpus} x {proposal.machine}") == would_do
-    assert (would_do or "nor on four times as many; shorten the response") in said
+    assert (would_do or "nor on four times the number; shorten the response") in said
 
 
 @pytest.mark.parametrize(("given", "found"), [("0.75", 0.3), ("0.4", 0.3), ("0.36", 0.3), ("0.3", None), ("null", 0.3)])

@@ -61,8 +61,8 @@ def row_reads(cells: Sequence[str], numbers: Sequence[float], size: float) -> bo
 
 
 @pytest.mark.parametrize(("found", "unit", "whose"), [
-    (plan(), "GB", "qwen3_8b_8gpu_math on 8 x h200: GB on ranks 0-7, the fullest"),
-    (plan(*APART, gpus=16), "GB", "on 16 x h200 and 3 of servers: GB on ranks 0-7, the fullest"),
+    (plan(), "GB", "qwen3_8b_8gpu_math on 8 x h200: GB on ranks 0-7, the highest peak"),
+    (plan(*APART, gpus=16), "GB", "on 16 x h200 and 3 of servers: GB on ranks 0-7, the highest peak"),
     (plan(*EMBEDDED, "actor.layout={}", "critic.layout={}", gpus=1, small=True), "MB", "on 1 x h200: MB on rank 0,"),
 ])  # fmt: skip
 def test_the_tables_tell_the_plan(found: Plan, unit: str, whose: str) -> None:

@@ -468,7 +468,7 @@ def test_a_dry_run_asks_the_judge(
     words = ["train", "configs/quickstart.yaml", "--dry-run", f"reward={json.dumps({'judge': judge(server)})}"]
     assert main(words) == 0
     said = capsys.readouterr().out
-    found = re.search(r"a judge gives the answers (\S+) and empty responses (\S+), in the mean", said)
+    found = re.search(r"a judge scores the answers (\S+) and empty responses (\S+) on average", said)
     assert found and float(found[1]) > 0 and float(found[2]) == -0.5
 
 

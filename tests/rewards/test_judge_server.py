@@ -207,7 +207,7 @@ def test_a_dry_run_and_the_doctor_know_of_it(
     monkeypatch.setattr(software, "installed_version", lambda _name: None)
     finding = generation_finding(config)
     assert (finding.state, finding.words) == ("broken", "the server of a judge is SGLang, which is not installed")
-    assert "give the judge a url" in finding.remedy
+    assert "set a url for the judge" in finding.remedy
 
 
 @pytest.mark.parametrize(
