@@ -1,9 +1,8 @@
 """FLOPs, bytes moved and seconds of each stage of a step.
 
-The time of a stage is the largest of its arithmetic time, its memory time and the host time to launch its kernels
-(Williams et al. 2009, the roofline model). On a measured CPU, the time is the sum of these three parts, because a CPU
-does not overlap them. Communication time is added to the kernel time. Only gradient sums and weight gathers over
-replicas overlap with kernels.
+The time of a stage is the largest of its arithmetic time, memory time and host time for kernel launches (Williams et
+al. 2009, the roofline model), or their sum on a measured CPU, which does not overlap them. Communication time is
+added. Only gradient sums and weight gathers over replicas overlap with kernels.
 """
 
 from __future__ import annotations
@@ -25,8 +24,7 @@ _LAUNCHES_OF_EXPERTS, _LAUNCHES_OF_REPLAY = 1.2, 0.3
 The forward and backward pass of a dense layer launch 41 kernels if its norms, rope and SwiGLU are one kernel each.
 Routing adds 50 kernels and replay adds 12 kernels for any number of experts."""
 _TRAINING_PASSES = {"none": 3, "selective": 3, "full": 4}
-"""Cost of a microbatch in an update in units of its forward pass, by recomputation mode. The backward pass counts as
-two forward passes."""
+"""Cost of a microbatch in an update, in forward passes, by recomputation mode. The backward pass counts as two."""
 _PASSES_OVER_VOCABULARY, _PASSES_OVER_VOCABULARY_MEASURED, _WEIGHT_READS_MEASURED = 8, 36, 2
 """Cost of sampling in the embedded engine. The first two constants are the passes over the float32 scores of the
 vocabulary for each sampled token. On a measured CPU, the unit is a copy, which is faster than the exponentials and
@@ -70,7 +68,7 @@ class _StageWork:
         self, *, flops: float, memory_bytes: float, layers: float, times: float = 1.0, in_trainer: bool = False
     ) -> float:
         """Count the kernels of `layers` forward passes of a layer, repeated `times` times. `flops` and `memory_bytes`
-        are those of one rank in one repetition. Return the seconds of one repetition."""
+        are per rank and repetition. Return the seconds of one repetition."""
         machine = self.machine
         launch = machine.trainer_launch_seconds_per_layer if in_trainer else machine.launch_seconds_per_layer
         bounds = {
@@ -97,8 +95,7 @@ class _StageWork:
         self.link_bytes += times * n_bytes
 
     def move(self, n_bytes: float, *, step_bytes: float = 0.0) -> None:
-        """Count `n_bytes` moved between the device and host memory, and `step_bytes` of host memory traffic of an
-        optimizer step."""
+        """Count `n_bytes` moved to or from host memory, and `step_bytes` of host traffic of an optimizer step."""
         self.host_bytes += n_bytes
         self._seconds["host"] += n_bytes / (self.machine.host_bandwidth * ASSUMED.link_share)
         self._seconds["host"] += step_bytes / ASSUMED.host_memory_bandwidth
@@ -108,7 +105,7 @@ class _StageWork:
         self._seconds["links"] += seconds
 
     def wake(self) -> None:
-        """Count the time in which trainers release memory and sleeping servers allocate their memory again."""
+        """Count the time in which trainers release memory and sleeping servers wake up."""
         self._seconds["waking"] += ASSUMED.waking_seconds
 
     def cost(self, name: str) -> StageCost:
@@ -130,8 +127,8 @@ def step_seconds(stages: Sequence[StageCost], servers: Servers | None) -> float:
 
 
 def step_costs(setup: Setup, machine: Machine) -> tuple[StageCost, ...]:
-    """Return the stages of one step in their order. Every sample has the maximum length. Rewards and advantages are
-    not included."""
+    """Return the stages of one step in their order, with samples of the maximum length, without rewards and
+    advantages."""
     costs = [rollout_cost(setup.actor.arch, setup.work, machine), forward_cost(setup.roles, setup.work, machine)]
     costs += [update_cost(role, setup.work, machine) for role in setup.trained]
     return (*costs, sync_cost(setup, machine))
@@ -139,11 +136,10 @@ def step_costs(setup: Setup, machine: Machine) -> tuple[StageCost, ...]:
 
 def forward_cost(roles: Sequence[RoleSetup], work: Workload, machine: Machine) -> StageCost:
     """Return the cost of the forward passes over all samples, one role after the other. Offloaded weights are loaded
-    from the host before the pass.
+    first.
 
     Samples are sent to their replica first. Only their routing takes noticeable time. A replica receives the routing
-    of its samples for the forward pass, and again in each epoch, because the minibatches of each epoch contain other
-    samples.
+    of its samples for the forward pass, and in each epoch, because minibatches of each epoch contain other samples.
     """
     spent = _StageWork(machine, roles[0].dtype_bytes)
     for role in roles:
@@ -163,8 +159,8 @@ def update_cost(role: RoleSetup, work: Workload, machine: Machine) -> StageCost:
     """Return the cost of all updates of a role in a step: pipelines, gradient reduction and AdamW.
 
     AdamW reads the gradient, main weight and moments, and writes the main weight, moments and weight. Offloaded state
-    moves to the device and back once per step. For parameters that are updated on the host, every update sends the
-    gradients to the host and the main weights to the device.
+    moves to the device and back once per step. For parameters on the host, every update sends the gradients to the
+    host and the main weights to the device.
     """
     spent = _StageWork(machine, role.dtype_bytes)
     updates = role.updates_per_step
@@ -180,7 +176,7 @@ def update_cost(role: RoleSetup, work: Workload, machine: Machine) -> StageCost:
 
 
 def _resting_weights(role: RoleSetup) -> float:
-    """Return the bytes of a rank's weights if they are offloaded between uses, otherwise 0."""
+    """Return the bytes of a rank's weights if they are offloaded, otherwise 0."""
     weights = max(role.parameters(stage) for stage in range(role.grid.pp)) * role.dtype_bytes
     return float(weights) if role.offload.weights else 0.0
 
@@ -192,9 +188,9 @@ def _between_replicas(spent: _StageWork, role: RoleSetup, microbatch_seconds: fl
     of their bytes. The distributed optimizer uses a reduce-scatter of gradients and an all-gather of weights instead.
 
     With overlap, the sums run during the backward pass of the last microbatch of an update. The gathers of all updates
-    except the last run during the forward pass of the first microbatch of the next update. Communication proceeds
-    bucket by bucket. The bucket of the first layers is not hidden, because its gradients are computed last and its
-    weights are used first. On a CPU, communication and kernels share the cores, so no communication is hidden.
+    except the last run during the next forward pass. Communication proceeds bucket by bucket. The bucket of the first
+    layers is not hidden, because its gradients are computed last and its weights are used first. On a CPU,
+    communication and kernels share the cores, so no communication is hidden.
     """
     reduced = max(_replicated(role, stage) for stage in range(role.grid.pp))
     inside = spent.machine.same_node(role.grid.ranks[0], role.grid.ranks[-1])
@@ -214,8 +210,7 @@ def _between_replicas(spent: _StageWork, role: RoleSetup, microbatch_seconds: fl
 
 
 def _replicated(role: RoleSetup, stage: int) -> float:
-    """Return the number of parameters that a rank of a stage sends in a reduce-scatter or an all-gather, which is half
-    of an all-reduce."""
+    """Return the number of parameters that a rank of a stage sends in a reduce-scatter or an all-gather."""
     of_experts, d, copies = role.trained_expert_parameters(stage), role.grid.copies, role.grid.expert_replicas
     return (d - 1) / d * (role.trained_parameters(stage) - of_experts) + (copies - 1) / copies * of_experts
 
@@ -273,8 +268,7 @@ def _launches(role: RoleSetup) -> float:
 
 
 def _pass_flops(role: RoleSetup, work: Workload, *, train: bool) -> tuple[float, float]:
-    """Return the FLOPs per token in one layer and the FLOPs per response token in the head, for an update or for a
-    forward pass."""
+    """Return the FLOPs per token in one layer and per response token in the head, for an update or a forward pass."""
     if not train:
         layer, _, head = forward_flops(role.arch, work.sequence_tokens, is_critic=role.is_critic)
         return layer + adapter_flops(role.arch, role.lora), head
@@ -293,10 +287,9 @@ def _layer_communication(spent: _StageWork, role: RoleSetup, tokens: float, *, p
 
     Tensor parallelism all-reduces two hidden states per layer in the forward pass and two in the backward pass
     (Shoeybi et al. 2019). The gathers and scatters of sequence parallelism send the same number of bytes, and the
-    backward pass adds a gather per matrix. A pipeline stage sends its hidden states to the next stage and receives
-    their gradient. Expert parallelism sends every routed token to its expert and the result back, over the network if
-    the expert is on another node. Context parallelism gathers keys and values per layer and forward pass, and scatters
-    their gradients.
+    backward pass adds a gather per matrix. A stage sends hidden states to the next stage and receives their gradient.
+    Expert parallelism sends routed tokens to their experts and the results back, over the network if the expert is on
+    another node. Context parallelism gathers keys and values per layer and forward pass, and scatters their gradients.
     """
     hidden_bytes = role.dtype_bytes * tokens * role.arch.hidden_size
     # Number of layer computations with collectives: forward only, forward and backward, or both plus the second
@@ -329,12 +322,12 @@ def _layer_communication(spent: _StageWork, role: RoleSetup, tokens: float, *, p
 
 
 def rollout_cost(arch: ArchitectureConfig, work: Workload, machine: Machine) -> StageCost:
-    """Return the cost of the rollout on servers or with the embedded engine. In the embedded engine, each rank
-    prefills and decodes its prompts in batches.
+    """Return the cost of the rollout on servers or with the embedded engine, in which each rank generates its prompts
+    in batches.
 
     A decoding step reads all weights once. The cache of each sequence is read for attention, and read and written to
-    append by concatenation. With grouped queries, the cache is also repeated for every query head (a read, a write and
-    a read of the copy).
+    append by concatenation. Grouped queries also repeat it for every query head (a read, a write and a read of the
+    copy).
     """
     if not work.has_engine:
         return _StageWork(machine, work.engine_dtype_bytes).cost("rollout")
@@ -388,14 +381,12 @@ def _prefill_flops(arch: ArchitectureConfig, tokens: int) -> float:
 
 
 def _served_rollout(arch: ArchitectureConfig, servers: Servers, work: Workload, machine: Machine) -> StageCost:
-    """Return the cost of the rollout on servers.
-
-    A server decodes all sequences for which its cache has room, and starts the next sequence when one ends. S
-    sequences of R tokens therefore take S R / running decoding steps.
+    """Return the cost of the rollout on servers. A server decodes all sequences for which its cache has room, and
+    starts the next sequence when one ends. S sequences of R tokens therefore take S R / running decoding steps.
 
     A step reads the weights and the keys and values of the running sequences, and writes float32 logits. On a GPU, a
-    step is a CUDA graph and takes no host time per layer. With tensor parallelism, each layer adds two all-reduces
-    that do not overlap. They move 2 (t-1)/t of the hidden states and take at least `small_all_reduce_seconds`, or
+    step is a CUDA graph without host time per layer. Tensor parallelism adds two all-reduces per layer without
+    overlap. They move 2 (t-1)/t of the hidden states and take at least `small_all_reduce_seconds`, or
     `small_all_reduce_between_nodes_seconds` if a server spans several nodes. Deterministic inference multiplies the
     seconds on GPUs by `deterministic_slowdown`.
     """
@@ -427,23 +418,20 @@ def _served_rollout(arch: ArchitectureConfig, servers: Servers, work: Workload, 
 
 
 def _server_machine(machine: Machine, servers: Servers, work: Workload) -> Machine:
-    """Return the machine of one server rank: a GPU, or a share of a CPU machine. `machine` is the share of a trainer
-    rank."""
+    """Return the machine of one server rank: a GPU or a part of a CPU machine. `machine` is a trainer rank's part."""
     if not machine.shared_by_ranks:
         return machine
     return machine.per_rank(1) if not servers.shares_machine else machine.scaled(work.world_size / servers.ranks)
 
 
 def sync_cost(setup: Setup, machine: Machine) -> StageCost:
-    """Return the cost of the weight sync.
+    """Return the cost of the weight sync. Every rank that feeds an engine receives its missing weights and assembles
+    tensors. The rank then copies the tensors into the embedded engine. Servers load one bucket while the next bucket
+    is assembled, so the slower of the two determines the time.
 
-    Every rank that feeds an engine receives its missing weights and assembles tensors. The rank then copies the
-    tensors into the embedded engine. Servers load one bucket while the next bucket is assembled, so the slower of the
-    two determines the time.
-
-    If servers share the devices, each server rank copies its part from the memory of a trainer. Loading is then never
-    slower than assembling. Servers on other devices receive the whole model, and a rank broadcasts its pipeline stage
-    to one server after the other. Sleeping servers first allocate their memory again. Verification is not included.
+    If servers share the devices, each server rank copies its part from the memory of a trainer, which is never slower
+    than assembling. Servers on other devices receive the whole model, and a rank broadcasts its stage to one server
+    after the other. Sleeping servers first allocate their memory again. Verification is not included.
     """
     actor, servers = setup.actor, setup.work.servers
     if not setup.work.has_engine:
