@@ -1,1 +1,2 @@
-"""Checks of a machine, its links and a run: each is fine, slow or broken, with a remedy (doctor, `train --dry-run`)."""
+"""Checks of a machine, its links and a run, for `doctor` and `train --dry-run`. A check is fine, slow or broken, and
+has a remedy."""

@@ -1,5 +1,4 @@
-"""Checks of what SGLang servers need of this machine and of the network: shared memory for buckets, addresses,
-answers."""
+"""Checks of the requirements of SGLang servers: shared memory for buckets, addresses and responses."""
 
 from __future__ import annotations
 
@@ -37,7 +36,7 @@ _ANSWER_SECONDS = 10.0
 
 
 def engine_findings(config: Config, models: Models, ranks: Ranks, world_size: int) -> Iterator[Finding]:
-    """Findings on SGLang's servers; none where the settings choose another engine."""
+    """Yield findings on SGLang servers. Yield nothing if the settings choose another engine."""
     if not config.rollout.has_servers:
         return
     settings = config.rollout.servers
@@ -64,12 +63,12 @@ def engine_findings(config: Config, models: Models, ranks: Ranks, world_size: in
 
 
 def compiler_finding(environment: Mapping[str, str]) -> Finding:
-    """Whether servers find what they compile kernels with, without which none starts on a GPU."""
+    """Return a finding on the compilers for kernels. No server can start on a GPU without these compilers."""
     absent = compilers.missing(environment)
     if absent:
-        words = f"SGLang compiles kernels when a server starts, and this machine lacks {', '.join(absent)}"
-        remedy = "install it (`module load cuda`, or a CUDA image of the devel kind), or name the toolkit in CUDA_HOME"
-        return broken("compilers", words, remedy)
+        text = f"SGLang compiles kernels when a server starts, but this machine does not have {', '.join(absent)}"
+        remedy = "install it (`module load cuda`, or a CUDA devel image), or set CUDA_HOME to the toolkit"
+        return broken("compilers", text, remedy)
     return fine("compilers", f"servers compile kernels with {compilers.toolkit(environment)}")
 
 
@@ -85,14 +84,15 @@ def bucket_findings(needed_bytes: float, environment: Mapping[str, str]) -> Iter
 
 
 def server_finding(url: str, key: str, longest_tokens: int, least_tokens: int) -> Finding:
-    """Whether a server of `rollout.sglang.urls` answers, and to this key, and can serve the run. `longest_tokens`: of
-    prompt and response together; `least_tokens`: of a response."""
+    """Return a finding on a server of `rollout.sglang.urls`. The server must be reachable, accept the key, and support
+    the settings of the run. `longest_tokens` is the length of the longest prompt and response together. `least_tokens`
+    is the minimum length of a response."""
     parts = urlsplit(url)
     try:
         socket.create_connection((parts.hostname or "", parts.port or 80), timeout=_REACH_SECONDS).close()
     except OSError as error:
-        words = f"{url} of rollout.sglang.urls cannot be reached ({error.strerror or error})"
-        return broken("engines", words, "start it there (megappo serve), or fix the address")
+        text = f"{url} of rollout.sglang.urls cannot be reached ({error.strerror or error})"
+        return broken("engines", text, "start the server (megappo serve), or fix the address")
     endpoint = Endpoint(0, url.rstrip("/"), key, 0)
     try:
         if problem := key_problem(endpoint, _ANSWER_SECONDS):
@@ -101,52 +101,53 @@ def server_finding(url: str, key: str, longest_tokens: int, least_tokens: int) -
     except ServerFailure:
         answer = {}
     if "model_path" not in answer:
-        words = f"{url} of rollout.sglang.urls is a port of another program, which does not answer as SGLang does"
-        return broken("engines", words, "end that program, or start the server on another port (megappo serve --port)")
+        text = f"{url} of rollout.sglang.urls is the port of another program: the response is not from SGLang"
+        return broken("engines", text, "end that program, or start the server on another port (megappo serve --port)")
     return _fit_finding(endpoint, url, longest_tokens, least_tokens) or fine(
         "engines", f"{url} serves {answer['model_path']}"
     )
 
 
 def by_nccl() -> bool:
-    """Whether weights would go over NCCL."""
+    """Return whether weights are sent over NCCL."""
     return torch.cuda.is_available()
 
 
 def _fit_finding(endpoint: Endpoint, url: str, longest_tokens: int, least_tokens: int) -> Finding | None:
-    """A finding if a server and the trainers have different versions or settings, or if the server cannot generate the
-    longest response of the run."""
+    """Return a finding if a server and the trainers have different versions or settings, or if the server cannot
+    generate the longest response of the run. Otherwise return None."""
     try:
-        said = what_it_says(endpoint, _ANSWER_SECONDS)
+        server_settings = what_it_says(endpoint, _ANSWER_SECONDS)
     except ServerFailure:
-        return None  # it is busy, or older
-    problem, _ = stack_problem(url, said, by_nccl=by_nccl())
+        return None  # the server is busy or has an older version
+    problem, _ = stack_problem(url, server_settings, by_nccl=by_nccl())
     if problem is not None:
         return from_sentence("engines", "broken", problem)
     try:
-        check_lengths(url, said, longest_tokens)
-        check_sampling(url, said)
-        check_hooks(url, said, has_least_tokens=least_tokens > 0)
+        check_lengths(url, server_settings, longest_tokens)
+        check_sampling(url, server_settings)
+        check_hooks(url, server_settings, has_least_tokens=least_tokens > 0)
     except RunError as error:
         return from_sentence("engines", "broken", error)
     return None
 
 
 def nccl_finding() -> Finding:
-    """A finding with NCCL's settings for trainers and own servers; the doctor compares it over machines."""
+    """Return a finding with the NCCL settings of trainers and own servers. `megappo doctor` compares the findings of
+    all machines."""
     return fine(NCCL, f"{own_stack(os.environ).settings}, for trainers and servers")
 
 
 def differing_settings(findings: Sequence[Finding]) -> Iterator[Finding]:
-    """A finding where machines would join one group with different settings."""
-    found = [finding for finding in findings if finding.check == NCCL]
-    if len(found) > 1:
-        words = "; ".join(f"{', '.join(f.machines)}: {f.words.partition(', ')[0]}" for f in found)
-        yield broken(NCCL, f"machines differ ({words})", "export the same values on all of them")
+    """Yield a finding if machines have different NCCL settings for the same group."""
+    nccl_findings = [finding for finding in findings if finding.check == NCCL]
+    if len(nccl_findings) > 1:
+        text = "; ".join(f"{', '.join(f.machines)}: {f.words.partition(', ')[0]}" for f in nccl_findings)
+        yield broken(NCCL, f"machines differ ({text})", "export the same values on all machines")
 
 
 def _address(name: str, address: str) -> Iterator[Finding]:
     problem = listening_problem(address, 0)
     if problem is not None:
-        words = f"{name} is {address}, which is no address of this machine ({problem})"
-        yield broken("engines", words, "set it to one that `ip address` lists, or remove it")
+        text = f"{name} is {address}, which is not an address of this machine ({problem})"
+        yield broken("engines", text, "set it to an address from `ip address`, or remove it")

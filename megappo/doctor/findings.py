@@ -1,5 +1,5 @@
-"""Findings of checks: the one form in which doctor and dry run say what they found, on one machine and on all of
-them."""
+"""Findings of checks, the common output format of `doctor` and of a dry run, for one machine and for several
+machines."""
 
 from __future__ import annotations
 
@@ -15,24 +15,25 @@ State = Literal["fine", "slow", "broken"]
 
 @dataclass(frozen=True)
 class Finding:
-    """What one check found."""
+    """Result of one check."""
 
     check: str
     state: State
-    """`slow`: a run works, but not as fast or as safely as it could; `broken`: a run fails."""
+    """State of the check. With `slow`, a run works, but is slower or less safe than possible. With `broken`, a run
+    fails."""
     words: str
-    """What was found, with its units."""
+    """Description of the result with its units."""
     remedy: str = ""
-    """What to do; empty where it is fine."""
+    """Remedy; empty for the state `fine`."""
     machines: tuple[str, ...] = ()
-    """Host names it was found on; empty: it holds for the whole job."""
+    """Host names of the machines with this result; empty if the result is valid for the whole job."""
 
     def sentence(self, where: str = "") -> str:
-        """What was found, `where`, and what to do."""
+        """Return the description, `where` and the remedy as one sentence."""
         return f"{self.words}{where}; {self.remedy}" if self.remedy else f"{self.words}{where}"
 
     def line(self, all_machines: int = 1) -> str:
-        """The finding as one line."""
+        """Return the finding as one line."""
         where = ""
         if all_machines > 1 and self.machines:
             few = ", ".join(self.machines[:4]) + (", ..." if len(self.machines) > 4 else "")
@@ -40,30 +41,30 @@ class Finding:
         return f"{self.state:<7} {self.check:<16} {self.sentence(where)}"
 
 
-def fine(check: str, words: str) -> Finding:
-    """A finding that asks for nothing."""
-    return Finding(check, "fine", words)
+def fine(check: str, text: str) -> Finding:
+    """Return a finding that needs no action."""
+    return Finding(check, "fine", text)
 
 
-def slow(check: str, words: str, remedy: str) -> Finding:
-    """A finding of something that works and could be better."""
-    return Finding(check, "slow", words, remedy)
+def slow(check: str, text: str, remedy: str) -> Finding:
+    """Return a finding on something that works but can be improved."""
+    return Finding(check, "slow", text, remedy)
 
 
-def broken(check: str, words: str, remedy: str) -> Finding:
-    """A finding of something with which a run would fail."""
-    return Finding(check, "broken", words, remedy)
+def broken(check: str, text: str, remedy: str) -> Finding:
+    """Return a finding on something that makes a run fail."""
+    return Finding(check, "broken", text, remedy)
 
 
 def from_sentence(check: str, state: State, sentence: object) -> Finding:
-    """A finding with the sentence of a rule or of its error, whose last part, behind a semicolon, is the remedy."""
-    words, _, remedy = str(sentence).rpartition("; ")
-    return Finding(check, state, words, remedy) if words else Finding(check, state, remedy)
+    """Return a finding from the sentence of a rule or error. The part after the last semicolon is the remedy."""
+    text, _, remedy = str(sentence).rpartition("; ")
+    return Finding(check, state, text, remedy) if text else Finding(check, state, remedy)
 
 
 def until_refused(check: str, findings: Iterable[Finding]) -> Iterator[Finding]:
-    """Findings as they come, and a broken one for each problem of the error that ends them; an error that is a bug
-    goes on."""
+    """Yield the findings, and a broken finding for each problem of an error that ends the checks. Raise an unexpected
+    error again."""
     try:
         yield from findings
     except Exception as error:
@@ -73,10 +74,11 @@ def until_refused(check: str, findings: Iterable[Finding]) -> Iterator[Finding]:
         yield from (from_sentence(check, "broken", sentence) for sentence in verdict.sentences)
 
 
-def merge(found: Iterable[tuple[str, Sequence[Finding]]]) -> list[Finding]:
-    """The findings of (machine, findings) pairs; a finding of several machines appears once, with their names."""
+def merge(findings_of_machines: Iterable[tuple[str, Sequence[Finding]]]) -> list[Finding]:
+    """Return the findings of (machine, findings) pairs. Equal findings of several machines become one finding with the
+    names of these machines."""
     machines_of: dict[Finding, list[str]] = {}
-    for machine, findings in found:
+    for machine, findings in findings_of_machines:
         for finding in findings:
             names = machines_of.setdefault(finding, [])
             if machine not in names:
@@ -87,19 +89,20 @@ def merge(found: Iterable[tuple[str, Sequence[Finding]]]) -> list[Finding]:
 
 
 def any_broken(findings: Iterable[Finding]) -> bool:
-    """Whether a run would fail."""
+    """Return whether a run would fail."""
     return any(finding.state == "broken" for finding in findings)
 
 
 def as_text(findings: Sequence[Finding], machines: int) -> str:
-    """One line per finding, and how many of each kind there are."""
+    """Return one line per finding, and a line with the number of findings of each state."""
     counts = {state: sum(f.state == state for f in findings) for state in ("fine", "slow", "broken")}
     total = ", ".join(f"{count} {state}" for state, count in counts.items())
     return "\n".join([*(finding.line(machines) for finding in findings), total])
 
 
 def as_json(findings: Sequence[Finding], machines: Sequence[str]) -> str:
-    """`machines`, `findings` with the fields of `Finding`, and `broken`: whether a run would fail."""
+    """Return JSON with three keys: `machines`, `findings` with the fields of `Finding`, and `broken`, which is true if
+    a run would fail."""
     content = {
         "machines": list(machines),
         "broken": any_broken(findings),

@@ -1,4 +1,5 @@
-"""Checks of what a run reads and uses besides its models: prompts, rewards on samples, methods, origins of weights."""
+"""Checks of the inputs of a run in addition to its models: prompts, rewards of samples, methods and origins of
+weights."""
 
 from __future__ import annotations
 
@@ -33,12 +34,12 @@ from megappo.rewards.workers import RewardPool, RewardRequest
 
 _SCORED_SAMPLES = 8
 _ANSWER_FORMS = ("{}", "#### {}", "\\boxed{{{}}}", "<answer>{}</answer>")
-"""Forms of an answer that rewards understand; the best of them is reported."""
+"""Forms of an answer that rewards understand. The finding reports the form with the best score."""
 _SHOWN_CHARACTERS = 200
 
 
 def prompt_findings(config: Config, models: Models, ranks: int, inputs: RunInputs) -> Iterator[Finding]:
-    """Tokenizer, stop tokens, environment, and prompts of training and validation."""
+    """Yield findings on the tokenizer, stop tokens, environment, and prompts of training and validation."""
     tokenizer, rows, stops = inputs.tokens.tokenizer, inputs.tokens.rows, inputs.tokens.stop_token_ids
     yield fine("tokenizer", f"{type(tokenizer).__name__}, {len(tokenizer)} tokens")
     for note in thinking_notes(config, str(tokenizer.chat_template or "")):
@@ -61,10 +62,10 @@ def prompt_findings(config: Config, models: Models, ranks: int, inputs: RunInput
         drawn, total = steps * config.rollout.prompts_per_step, sum(train.weights)
         for name, weight, prompts in zip(train.names, train.weights, train.sources, strict=True):
             passes = float(drawn * weight / total / len(prompts))
-            words = f"{steps} steps are {passes:.1f} of {name}, {float(weight / total):.1%} of all prompts"
-            yield fine("epochs", words)
+            share = f"{steps} steps are {passes:.1f} epochs of {name}, {float(weight / total):.1%} of all prompts"
+            yield fine("epochs", share)
     else:
-        yield fine("epochs", f"{epoch:.1f} steps take every prompt once; {steps} steps are {steps / epoch:.1f}")
+        yield fine("epochs", f"{epoch:.1f} steps use every prompt once; {steps} steps are {steps / epoch:.1f} epochs")
     for prompts in inputs.validation.values():
         yield from _data_findings("validation", prompts, config, tokenizer)
     first = train[0]
@@ -76,12 +77,13 @@ def prompt_findings(config: Config, models: Models, ranks: int, inputs: RunInput
 def _data_findings(
     check: str, prompts: PromptDataset, config: Config, tokenizer: PreTrainedTokenizerBase
 ) -> Iterator[Finding]:
-    """A source's prompts, their lengths, and tokens that the tokenizer does not know."""
+    """Yield findings on the prompts of a source: their number, their lengths, and tokens that are unknown to the
+    tokenizer."""
     lengths = [len(prompts[i].token_ids) for i in range(len(prompts))]
     yield fine(
         check,
         f"{len(prompts)} prompts of {prompts.source}, {prompts.dropped} dropped and {prompts.truncated} cut as too "
-        f"long; {min(lengths)} to {max(lengths)} tokens, {sum(lengths) / len(lengths):.0f} in the mean, of at most "
+        f"long; {min(lengths)} to {max(lengths)} tokens, {sum(lengths) / len(lengths):.0f} on average, of at most "
         f"{config.data.max_prompt_tokens}",
     )
     if unknown := unknown_words(prompts, tokenizer):
@@ -89,7 +91,7 @@ def _data_findings(
 
 
 def scored_findings(config: Config) -> Iterator[Finding]:
-    """The reward function on samples: the answers themselves, and nothing at all."""
+    """Yield findings on the scores of the reward function for the correct answers and for empty responses."""
     packages = list(reward_findings(config))
     yield from packages
     if any_broken(packages):
@@ -97,33 +99,33 @@ def scored_findings(config: Config) -> Iterator[Finding]:
     for _, term in config.reward.terms.values():
         check_reward(term)
     if config.reward.function == OF_ENVIRONMENT:
-        yield fine("reward", "what the environment gives for turns, and nothing else")
+        yield fine("reward", "only the rewards that the environment returns for turns")
         return
     yield from reward_model_findings(config)
     if config.reward.function == MODEL:
         return
     servers = [judge.model for judge in config.reward.judges.values() if judge.server is not None]
     if servers:
-        yield fine("reward", f"a judge, {' and '.join(servers)}, whose server the run starts")
+        yield fine("reward", f"a judge, {' and '.join(servers)}, on a server that the run starts")
         return
     stop = load_tokenizer(config).eos_token or ""
     for name, source in config.data.sources.items():
         limited = source.model_copy(update={"limit": _SCORED_SAMPLES})
         best, empty, notes = _scores(config, read_records(limited), stop)
         of = f" of {name}" if name else ""
-        words = f"{config.reward.summary} gives the answers{of} {best:.3g} and empty responses {empty:.3g}, in the mean"
-        yield fine("reward", words)
+        text = f"{config.reward.summary} scores the answers{of} {best:.3g} and empty responses {empty:.3g} on average"
+        yield fine("reward", text)
         if best <= empty:
-            words = f"no written form of the answers{of} scores above an empty response"
-            yield slow("reward", words, "look at one by hand")
+            text = f"no written form of the answers{of} scores above an empty response"
+            yield slow("reward", text, "inspect an example by hand")
         if notes:
-            words = f"{len(notes)} texts of a judge on the answers{of} hold no verdict; the first: {one_line(notes[0])}"
-            yield slow("reward", words, "change the judge's prompt, pattern or max_tokens")
+            text = f"{len(notes)} texts of a judge on the answers{of} have no verdict; the first: {one_line(notes[0])}"
+            yield slow("reward", text, "change the judge's prompt, pattern or max_tokens")
 
 
 def _scores(config: Config, records: Sequence[Record], stop: str) -> tuple[float, float, list[str]]:
-    """Mean score of the answers in the form that scores best, mean score of empty responses, and the notes of judges
-    that gave no verdict on the answers. `stop` ends all responses."""
+    """Return three values: the mean score of the answers in the form with the best score, the mean score of empty
+    responses, and the notes of judges without a verdict on the answers. `stop` is appended to all responses."""
     with ExitStack() as open_pools:
         pools = [
             (name, weight, open_pools.enter_context(RewardPool(term.model_copy(update={"workers": 1}))))
@@ -154,15 +156,15 @@ def _prompt_text(record: Record) -> str:
 
 
 def method_findings(config: Config) -> Iterator[Finding]:
-    """Checks of the estimator and the policy loss on a few numbers."""
+    """Check the estimator and the policy loss on a few numbers."""
     check_methods(config)
     own = [name for name in (config.algorithm.estimator, config.algorithm.policy_loss) if is_import_path(name)]
     if own:
-        yield fine("algorithm", f"{' and '.join(own)}: imported, and tried on six tokens")
+        yield fine("algorithm", f"{' and '.join(own)}: imported, and tested on six tokens")
 
 
 def origin_findings(config: Config) -> Iterator[Finding]:
-    """Weights that the models of a new run start from, where these are not those of their own folder."""
+    """Yield findings on the initial weights of the models of a new run, if these weights come from another folder."""
     for role, settings in config.trained.items():
         arch = load_architecture(role_folder(config, role, weights=False), config.model)
         lora = None if settings.lora is None else settings.lora.of(arch)

@@ -1,4 +1,4 @@
-"""Whether the servers of judges that run already answer, to the key and by the name that the settings give."""
+"""Checks of running judge servers: a server must respond, accept the configured key, and serve the configured model."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _ANSWER_SECONDS = 10.0
 
 
 def judge_findings(config: Config) -> Iterator[Finding]:
-    """A finding for each judge whose server somebody else runs."""
+    """Yield a finding for each judge with a server that is started separately."""
     for name, judge in config.reward.judges.items():
         if judge.url is not None:
             yield _judge_finding(judge, judge.url, config.reward.key_of(name))
@@ -40,16 +40,16 @@ def _judge_finding(judge: JudgeSettings, address: str, key: str) -> Finding:
         body = body_of(error)
         shown = body and f": {body}"
         if error.code in (401, 403):
-            words = f"{address} of {key} refuses its key{shown}"
-            return broken("judge", words, f"set {key}.key to a variable that holds it")
+            text = f"{address} of {key} rejects the key{shown}"
+            return broken("judge", text, f"set {key}.key to a variable with the right key")
         return broken("judge", f"{url} answers HTTP {error.code} {error.reason}{shown}", f"fix {key}.url")
     except (OSError, http.client.HTTPException) as error:
         proxy = proxy_of(url)
         way = f" through the environment's proxy {proxy}" if proxy else ""
-        words = f"{address} of {key} cannot be reached{way} ({getattr(error, 'reason', error)})"
-        return broken("judge", words, "start it there, or fix the address")
+        text = f"{address} of {key} cannot be reached{way} ({getattr(error, 'reason', error)})"
+        return broken("judge", text, "start the server, or fix the address")
     except (ValueError, KeyError, TypeError, RecursionError):
-        return broken("judge", f"{url} does not answer as OpenAI's servers do", f"fix {key}.url, which ends in /v1")
+        return broken("judge", f"{url} does not answer as an OpenAI server does", f"fix {key}.url, which ends in /v1")
     if judge.model not in names:
         return broken("judge", f"{address} serves {either(names)}, not '{judge.model}'", f"set {key}.model to one")
     return fine("judge", f"{address} serves {judge.model}")

@@ -1,4 +1,4 @@
-"""Checks of what the settings need: the models' files, the reward's model, and memory for the roles."""
+"""Checks of the requirements of the settings: the files of the models, the reward model, and memory for the roles."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from megappo.reshard.sources import SafetensorsSource
 
 
 def settings_findings(config: Config, models: Models, world_size: int) -> Iterator[Finding]:
-    """The files of all models, and memory for every role on its ranks of this machine."""
+    """Yield findings on the files of all models, and on the memory for every role on its ranks of this machine."""
     yield from until_refused("weights", weight_findings(config))
     yield from until_refused("reward", reward_model_findings(config))
     machine = this_machine()
@@ -27,10 +27,11 @@ def settings_findings(config: Config, models: Models, world_size: int) -> Iterat
 
 
 def weight_findings(config: Config) -> Iterator[Finding]:
-    """Whether the files have every tensor of every model, by their headers. Raises ValueError where they have not."""
+    """Check that the files contain every tensor of every model by reading their headers. Raises ValueError if a tensor
+    is missing."""
     for role, path in model_paths(config).items():
         if config.model.init == "random":
-            yield fine("weights", f"{role}: drawn from the seed; model.init is random")
+            yield fine("weights", f"{role}: initialised from the seed; model.init is random")
         elif not Path(path).is_dir():
             yield _of_hub(role, path)
         else:
@@ -40,27 +41,27 @@ def weight_findings(config: Config) -> Iterator[Finding]:
             kind = "float8" if arch.stored_blocks else "MXFP4" if arch.stored_mxfp4 else ""
             stored = f" and {kind} weights have their scales" if kind else ""
             if role == "actor" and source.mtp_shapes:
-                stored += f"; {len(source.mtp_shapes)} of layers that predict further tokens are kept for exports"
+                stored += f"; {len(source.mtp_shapes)} of layers for multi-token prediction are kept for exports"
             yield fine(
                 "weights", f"{role}: all {count} tensors are in {path}, in the shapes of its config.json{stored}"
             )
 
 
 def _of_hub(role: str, path: str) -> Finding:
-    """Whether a model of the hub is on this machine."""
+    """Return a finding on whether a model of the hub is on this machine."""
     from huggingface_hub import try_to_load_from_cache
 
     name = HubName.of(path)
     if isinstance(try_to_load_from_cache(name.repository, "config.json", revision=name.revision), str):
         return fine("weights", f"{role}: {path} is in the cache of the hub")
-    words = f"{role}: {path} is not on this machine; a run will fetch it"
-    remedy = f"fetch it before ({name.download_command}), or set model.path to a folder of all machines"
-    return slow("weights", words, remedy)
+    text = f"{role}: {path} is not on this machine; a run will fetch it"
+    remedy = f"fetch it before the run ({name.download_command}), or set model.path to a folder on all machines"
+    return slow("weights", text, remedy)
 
 
 def reward_model_findings(config: Config) -> Iterator[Finding]:
-    """Whether the folder of the reward's model, if there is one, is a reward model's, and who holds it. Raises
-    ValueError where it is not."""
+    """Yield a finding on the folder of the reward model and on the processes that load the model. Yield nothing if
+    there is no reward model. Raises ValueError if the folder does not contain a reward model."""
     path = config.reward.model_path
     if path is None:
         return
@@ -73,10 +74,10 @@ def reward_model_findings(config: Config) -> Iterator[Finding]:
 
 
 def fit_finding(config: Config, models: Models, machine: Machine, ranks: int, where: str) -> Finding:
-    """The plan of the run on ranks of a machine, which `where` names."""
+    """Return a finding on whether the run fits on the ranks of a machine. `where` describes the machine."""
     try:
         plan = make_plan(config, models, machine, ranks)
     except ConfigError as error:
         return from_sentence("plan", "broken", f"{where}: does not fit: {error}")
-    words = f"{where}: {plan.verdict}"
-    return fine("plan", words) if plan.fits else broken("plan", words, remedy(config, models, machine, ranks)[0])
+    text = f"{where}: {plan.verdict}"
+    return fine("plan", text) if plan.fits else broken("plan", text, remedy(config, models, machine, ranks)[0])

@@ -1,4 +1,4 @@
-"""Versions, and the implementation that each feature will use."""
+"""Checks of versions, and of the implementation that each feature uses."""
 
 from __future__ import annotations
 
@@ -29,14 +29,14 @@ from megappo.runtime.sglang_cpu import TRIED_VERSION
 _REQUIREMENTS = Path(megappo.__file__).with_name("requirements.txt")
 REQUIRED = tuple(line for line in _REQUIREMENTS.read_text().splitlines() if not line.startswith("#"))
 SGLANG = f"sglang=={TRIED_VERSION}"
-# Versions with locks of all packages in launch/locks.
+# Python versions with locked packages in launch/locks.
 _PYTHONS = ((3, 11), (3, 12))
 _SHOWN = ("torch", "megatron-core", "transformers")
 _REWARD_PACKAGES = {"math_verify": "math-verify", "reasoning_gym": "reasoning-gym"}
 
 
 def software_findings(config: Config | None) -> Iterator[Finding]:
-    """Everything about installed packages."""
+    """Yield findings on installed packages."""
     yield _python()
     unfit = [finding for requirement in REQUIRED if (finding := check_package(requirement)) is not None]
     yield from unfit
@@ -50,31 +50,31 @@ def software_findings(config: Config | None) -> Iterator[Finding]:
     if any(f.check in ("torch", "megatron-core") for f in unfit):
         return
     yield _kernels()
-    found = find_accelerations(config.model.accelerations if config is not None else "torch")
+    accelerations = find_accelerations(config.model.accelerations if config is not None else "torch")
     megatron = _megatron()
     yield megatron
     if megatron.state == "fine":
-        yield from acceleration_findings(found, config)
+        yield from acceleration_findings(accelerations, config)
     yield _collectives()
 
 
 def check_package(requirement: str) -> Finding | None:
-    """A finding where a requirement, as requirements.txt writes it, does not hold."""
-    wanted = Requirement(requirement)
-    if wanted.marker is not None and not wanted.marker.evaluate():
-        return None  # it is for another Python
-    name, version = wanted.name, installed_version(wanted.name)
+    """Return a finding if a requirement in the syntax of requirements.txt is not met, otherwise None."""
+    parsed = Requirement(requirement)
+    if parsed.marker is not None and not parsed.marker.evaluate():
+        return None  # the requirement is for another Python version
+    name, version = parsed.name, installed_version(parsed.name)
     bounds = requirement.partition(";")[0].removeprefix(name)
     remedy = f"pip install '{name}{bounds}'"
     if version is None:
         return broken(name, "not installed", remedy)
     if not holds(version, bounds):
-        return broken(name, f"version {version}, needed is {bounds}", remedy)
+        return broken(name, f"version {version}, but {bounds} is required", remedy)
     return None
 
 
 def holds(version: str, bounds: str) -> bool:
-    """Whether a version keeps bounds such as `>=0.16,<0.20`."""
+    """Return whether a version is within bounds such as `>=0.16,<0.20`."""
     return SpecifierSet(bounds).contains(version, prereleases=True)
 
 
@@ -82,11 +82,11 @@ def _python() -> Finding:
     version = ".".join(map(str, sys.version_info[:3]))
     if sys.version_info[:2] in _PYTHONS:
         return fine("python", version)
-    return broken("python", f"{version} is not 3.11 or 3.12", "make the environment with one of them")
+    return broken("python", f"{version} is not 3.11 or 3.12", "create the environment with Python 3.11 or 3.12")
 
 
 def reward_findings(config: Config | None) -> Iterator[Finding]:
-    """The package that the settings' reward needs."""
+    """Yield findings on the packages that the configured rewards need."""
     functions = [str(term.function) for _, term in config.reward.terms.values()] if config is not None else []
     for package in sorted({_REWARD_PACKAGES[name] for name in functions if name in _REWARD_PACKAGES}):
         version = installed_version(package)
@@ -97,7 +97,7 @@ def reward_findings(config: Config | None) -> Iterator[Finding]:
 
 
 def logger_findings(config: Config) -> Iterator[Finding]:
-    """Check that wandb and the loggers of the user can be imported. No logger is started."""
+    """Check that wandb and the user's loggers can be imported. No logger is started."""
     imports: dict[str, Callable[[], object]] = {
         path: partial(find_logger, path, options) for path, options in config.logging.loggers.items()
     }
@@ -109,35 +109,39 @@ def logger_findings(config: Config) -> Iterator[Finding]:
         except ValueError as error:
             yield from_sentence("logger", "broken", str(error))
         else:
-            words = f"version {installed_version('wandb')}" if name == "wandb" else "imported, and takes its options"
-            yield fine("logger", f"{name}: {words}")
+            text = f"version {installed_version('wandb')}" if name == "wandb" else "imported, and accepts its options"
+            yield fine("logger", f"{name}: {text}")
 
 
 def generation_finding(config: Config | None) -> Finding:
-    """SGLang: needed where the settings ask for it, and in one version only."""
+    """Return a finding on the generation engine. SGLang must be installed in the supported version if the settings
+    require it."""
     engine = config.rollout.engine if config is not None else None
     if config is not None and engine is not None and is_import_path(engine):
         try:
             find_engine(config.rollout)
         except ValueError as error:
             return from_sentence("generation", "broken", error)
-        return fine("generation", f"{engine}, an engine of your own")
+        return fine("generation", f"{engine}, a custom engine")
     judged = config is not None and any(judge.server is not None for judge in config.reward.judges.values())
-    wanted = judged or (config is not None and config.rollout.has_servers)
+    is_needed = judged or (config is not None and config.rollout.has_servers)
     version = installed_version("sglang")
     if version is None:
-        if wanted:
-            words = "a judge's own server is SGLang" if judged else "rollout.engine is sglang"
-            instead = "give the judge a url" if judged else "set rollout.engine to transformers"
-            return broken("generation", f"{words}, which is not installed", f"{how_to_install('sglang')}, or {instead}")
+        if is_needed:
+            text = "the server of a judge is SGLang" if judged else "rollout.engine is sglang"
+            instead = "set a url for the judge" if judged else "set rollout.engine to transformers"
+            return broken("generation", f"{text}, which is not installed", f"{how_to_install('sglang')}, or {instead}")
         return fine("generation", "transformers, embedded in every rank; SGLang is not installed")
     if not holds(version, SGLANG.removeprefix("sglang")):
-        return broken("generation", f"SGLang {version}, needed is {TRIED_VERSION}", f"pip install '{SGLANG}'")
-    return fine("generation", f"SGLang {version}" if wanted else f"transformers, embedded; SGLang {version} is there")
+        return broken("generation", f"SGLang {version}, but {TRIED_VERSION} is required", f"pip install '{SGLANG}'")
+    return fine(
+        "generation", f"SGLang {version}" if is_needed else f"transformers, embedded; SGLang {version} is installed"
+    )
 
 
 def _kernels() -> Finding:
-    """Our kernels, and that Hugging Face's package of nearly the same name is not shadowed by a folder."""
+    """Return a finding on megappo's kernels. The check also verifies that no folder hides the package `kernels` of
+    Hugging Face."""
     if importlib.util.find_spec("megappo_kernels") is None:
         remedy = "pip install . again, or put the repository's kernels/ on PYTHONPATH"
         return broken("kernels", "megappo_kernels cannot be imported", remedy)
@@ -146,7 +150,7 @@ def _kernels() -> Finding:
     if origin is not None and Path(origin).parents[1].joinpath("megappo").is_dir():
         return broken("kernels", f"{origin} hides Hugging Face's kernels", f"remove {origin}")
     if not torch.cuda.is_available():
-        return fine("kernels", "torch; Triton's are for CUDA")
+        return fine("kernels", "torch; the Triton kernels need CUDA")
     if importlib.util.find_spec("triton") is None:
         return broken("kernels", "Triton is not installed", "pip install triton")
     return fine("kernels", f"Triton {installed_version('triton')}")
@@ -161,35 +165,35 @@ def _megatron() -> Finding:
         hide_cuda_only_packages()
     try:
         importlib.import_module("megatron.core.models.gpt.gpt_model")
-    except (ImportError, OSError) as error:  # OSError: a library that a compiled package needs
-        return broken("megatron", f"cannot be imported ({reason(error)})", "reinstall what it names, or remove it")
+    except (ImportError, OSError) as error:  # OSError: a missing library of a compiled package
+        return broken("megatron", f"cannot be imported ({reason(error)})", "reinstall the named package, or remove it")
     return fine("megatron", f"megatron-core {installed_version('megatron-core')} imports")
 
 
-def acceleration_findings(found: Accelerations, config: Config | None) -> Iterator[Finding]:
-    """Findings on the implementations of layers, gradient accumulation and the optimizer, and on what would make them
-    faster."""
+def acceleration_findings(used: Accelerations, config: Config | None) -> Iterator[Finding]:
+    """Yield findings on the implementations of layers, gradient accumulation and the optimizer, with remedies that
+    enable faster implementations."""
     selected = config is not None and config.model.accelerations == "auto"
-    impostor = found.apex.problem is not None and "another project" in found.apex.problem
+    impostor = used.apex.problem is not None and "another project" in used.apex.problem
     if impostor:
-        words, remedy = f"version {found.apex.version} {found.apex.problem}", "NVIDIA's is built from its sources"
-        yield slow("apex", words, f"pip uninstall apex; {remedy}")
+        text, remedy = f"version {used.apex.version} {used.apex.problem}", "NVIDIA's is built from its sources"
+        yield slow("apex", text, f"pip uninstall apex; {remedy}")
     if not torch.cuda.is_available():
         yield fine("layers", "Megatron's torch layers, torch's SDPA attention; Transformer Engine needs CUDA")
         yield fine("optimizer", "torch's AdamW")
         return
-    words = found.sentence(getattr(torch, config.model.dtype) if config is not None else torch.bfloat16)
+    text = used.sentence(getattr(torch, config.model.dtype) if config is not None else torch.bfloat16)
     if not selected:
-        yield fine("layers", words)
+        yield fine("layers", text)
         return
     remedies = []
-    if not found.engine.is_used:
-        absent = found.engine.version is None
+    if not used.engine.is_used:
+        absent = used.engine.version is None
         remedies.append(how_to_install("te") if absent else "reinstall Transformer Engine, or uninstall it")
-    if found.gradients_problem is not None:
+    if used.gradients_problem is not None:
         remedies.append(f"build NVIDIA's Apex with {FUSED_GRADIENTS}")
-    remedy = f"{' and '.join(remedies)}; launch/README.md says how"
-    yield slow("layers", words, remedy) if remedies else fine("layers", words)
+    remedy = f"{' and '.join(remedies)}; see launch/README.md"
+    yield slow("layers", text, remedy) if remedies else fine("layers", text)
 
 
 def _collectives() -> Finding:

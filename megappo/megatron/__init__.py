@@ -1,8 +1,8 @@
-"""The Megatron-Core side: layouts, models, schedules and roles.
+"""Models, layouts, schedules and roles with Megatron-Core.
 
-Megatron-Core reads CUDA's attributes while it is imported, so a machine without CUDA is prepared here, before any
-module of this room imports it. Transformer Engine and Apex, which it uses where it finds them, are hidden unless the
-run has selected them.
+Megatron-Core reads CUDA attributes during its import. A machine without CUDA is therefore prepared here, before other
+modules of this package import Megatron-Core. Transformer Engine and Apex are hidden from Megatron-Core unless the run
+has selected them.
 """
 
 import torch

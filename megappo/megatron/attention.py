@@ -1,9 +1,11 @@
 """Core attention and norm for machines without Transformer Engine.
 
-Megatron's own local attention refuses packed sequences (0.16.1 and 0.19.2, dot_product_attention.py:153) and builds an
-S x S mask; its local norm refuses sequence parallelism. Both fit Megatron's layer spec as they are.
-Shape legend: t tokens of a packed microbatch, h query heads, g key/value heads of this rank, d channels, S segments,
-L longest segment.
+Megatron's local attention does not support packed sequences (0.16.1 and 0.19.2, dot_product_attention.py:153) and
+builds an S x S mask. Its local norm does not support sequence parallelism. The replacements in this module fit
+Megatron's layer spec.
+
+Shape legend: t tokens of a packed microbatch, h query heads, g key/value heads of this rank, d channels, S segments, L
+longest segment.
 """
 
 from __future__ import annotations
@@ -36,39 +38,40 @@ if TYPE_CHECKING:
     from megappo.megatron.delta_rule import Chunks
     from megappo.megatron.router import MicrobatchRouting
 
-# A rectangle of S x L is one call of SDPA instead of S; it pays off while it is not mostly padding.
+# A rectangle of S x L takes one call of SDPA instead of S calls. The call is faster if the padding is small.
 _MOST_PADDING = 2.0
 
-# In torch 2.11 grouped queries need no argument.
+# In torch 2.11, grouped queries need no argument.
 _ASKS_FOR_GROUPS = "enable_gqa" in inspect.signature(varlen.varlen_attn).parameters
 
 
 @dataclass
 class PackedSegments(PackedSeqParams):
-    """Megatron's description of a packed microbatch, with segment lengths on the host too, so that reading them does
-    not synchronise with the device."""
+    """Megatron's description of a packed microbatch, with additional segment lengths on the host. The host can read
+    the lengths without synchronising with the device."""
 
     lengths: tuple[int, ...] = ()
     key_lengths: tuple[int, ...] = ()
-    """Number of keys that each segment's queries attend to: the segment's own length, or more for a context chunk that
-    has tokens before it."""
+    """Number of keys that the queries of each segment attend to: the length of the segment, or more for a context
+    chunk with tokens before it."""
     positions: Tensor = field(kw_only=True)
-    """int64: position of each token of this rank within its segment."""
+    """Position of each token of this rank within its segment (int64)."""
     slots: Tensor | None = None
-    """(t,) int64: row of each token in the padded (S, L) rectangle; None where segments are attended one by one."""
+    """Row of each token in the padded (S, L) rectangle, (t,) int64. None if segments are attended one after
+    the other."""
     chunks: PackedSegments | None = None
-    """This rank's chunks of the segments under context parallelism; None without it."""
+    """Chunks of the segments on this rank under context parallelism, otherwise None."""
     key_rows: Tensor | None = None
-    """Rows of the gathered keys that this rank's chunks attend to, set on `chunks` only; see `ContextShard.key_rows`.
-    """
+    """Rows of the gathered keys for the chunks of this rank. The field is set only on `chunks` (see
+    `ContextShard.key_rows`)."""
     routing: MicrobatchRouting | None = None
-    """Routing of the microbatch, for models with experts."""
+    """Routing of the microbatch for models with experts."""
     recurrence: Chunks | None = None
-    """Chunks of the gated delta rule, made by the first linear attention layer that the pack passes."""
+    """Chunks of the gated delta rule. The first linear attention layer sets them for the pack."""
 
 
 def segment_tensors(lengths: Sequence[int], shard: ContextShard = WHOLE) -> dict[str, Tensor]:
-    """Tensors that `packed_segments` needs on the device, made on the host."""
+    """Return the tensors that `packed_segments` needs on the device. The tensors are created on the host."""
     positions = torch.cat([torch.arange(n) for n in lengths])
     tensors = {"cu_seqlens": _cumulative(lengths), "positions": positions}
     if shard.size > 1:
@@ -89,7 +92,8 @@ def _cumulative(lengths: Sequence[int]) -> Tensor:
 def packed_segments(
     lengths: Sequence[int], tensors: Mapping[str, Tensor], shard: ContextShard = WHOLE
 ) -> PackedSegments:
-    """Describe a microbatch of segments that do not attend to each other. `tensors`: those of `segment_tensors`."""
+    """Return the description of a microbatch of segments that do not attend to each other. `tensors` are the tensors
+    of `segment_tensors`."""
     whole = {"cu_seqlens_q": tensors["cu_seqlens"], "cu_seqlens_kv": tensors["cu_seqlens"]}
     segments = _described(lengths, lengths, positions=tensors["positions"], slots=tensors.get("slots"), **whole)
     if shard.size > 1:
@@ -117,30 +121,30 @@ def _described(lengths: Sequence[int], key_lengths: Sequence[int], **tensors: An
 
 @dataclass(frozen=True)
 class Scores:
-    """How attention scores are transformed before the softmax."""
+    """Transformation of attention scores before the softmax."""
 
     scale: float
     """Factor on the scores."""
     cap: float | None = None
-    """Softcap of the scores: a score becomes cap * tanh(score / cap); None: no cap."""
+    """Softcap of the scores, which maps a score to cap * tanh(score / cap); None without a cap."""
     sinks_h: Tensor | None = None
-    """(h,) learned logit of each head that joins the softmax beside the keys' scores and has no value; None: no sinks.
-    """
+    """Learned logit of each head, (h,), which is an additional score of the softmax without a value. None without
+    sinks."""
 
     @property
     def are_plain(self) -> bool:
-        """Whether torch's attention computes the scores as they are: there is neither a cap nor sinks."""
+        """Whether the attention of torch supports the scores, which is true without cap and sinks."""
         return self.cap is None and self.sinks_h is None
 
 
 def _attend(query: Tensor, key: Tensor, value: Tensor, scores: Scores, window: int | None) -> Tensor:
-    """Causal attention of (b, heads, n, d) tensors whose last query sees all keys. With a window each token sees the
-    last `window` tokens.
+    """Return the causal attention of (b, heads, n, d) tensors. The last query attends to all keys. With a window, each
+    token attends to the last `window` tokens.
 
-    A long windowed sequence is computed in blocks of `window` queries, so that no mask exceeds window x 2 window.
-    Without a window, a chunk that is not the first of its segment takes one mask of all its queries x keys. torch's
-    attention has no caps or sinks: there, blocks have at most `PRODUCT_ROWS` queries and their scores are recomputed in
-    backward instead of being kept.
+    A long windowed sequence is computed in blocks of `window` queries, so no mask exceeds window x 2 window. Without a
+    window, a later chunk of a segment uses one mask of all its queries x keys. The attention of torch does not support
+    caps or sinks. Such scores are computed in blocks of at most `PRODUCT_ROWS` queries, and the backward pass
+    recomputes them.
     """
     length, before = query.shape[-2], key.shape[-2] - query.shape[-2]
     plain, scale, grouped = scores.are_plain, scores.scale, query.shape[1] != key.shape[1]
@@ -163,27 +167,27 @@ def _attend(query: Tensor, key: Tensor, value: Tensor, scores: Scores, window: i
 
 
 def _by_products(query: Tensor, key: Tensor, value: Tensor, mask: Tensor, scores: Scores) -> Tensor:
-    """Attention by plain matrix products in float32. The fused kernels keep scores in float32 too; products of bfloat16
-    would round them."""
+    """Return the attention by plain matrix products in float32. Fused kernels also keep scores in float32, and
+    products in bfloat16 would round the scores."""
     grouped = query.unflatten(1, (key.shape[1], -1)).float()  # (b, g, h/g, n, d)
-    found = grouped @ key.unsqueeze(2).float().transpose(-1, -2) * scores.scale
+    logits = grouped @ key.unsqueeze(2).float().transpose(-1, -2) * scores.scale
     if scores.cap is not None:
-        found = scores.cap * torch.tanh(found / scores.cap)
-    found = found.masked_fill(~mask, -torch.inf)
+        logits = scores.cap * torch.tanh(logits / scores.cap)
+    logits = logits.masked_fill(~mask, -torch.inf)
     if scores.sinks_h is None:
-        shares = found.softmax(-1)
+        shares = logits.softmax(-1)
     else:
-        sinks = scores.sinks_h.float().view(*grouped.shape[1:3], 1, 1).expand(*found.shape[:-1], 1)
-        shares = torch.cat([found, sinks], dim=-1).softmax(-1)[..., :-1]
+        sinks = scores.sinks_h.float().view(*grouped.shape[1:3], 1, 1).expand(*logits.shape[:-1], 1)
+        shares = torch.cat([logits, sinks], dim=-1).softmax(-1)[..., :-1]
     return (shares @ value.unsqueeze(2).float()).flatten(1, 2).to(query.dtype)
 
 
 def takes_packs(dtype: torch.dtype, head_dim: int, capability: tuple[int, int] | None) -> bool:
-    """Whether torch's variable-length attention computes heads of this type and size: a whole pack in one call, without
-    padding.
+    """Return whether the variable-length attention of torch supports heads of this type and size. This attention
+    computes a whole pack in one call without padding.
 
-    Its flash kernels (aten/src/ATen/native/transformers/cuda/flash_attn/flash_api.cpp) need Ampere or later. megappo
-    has no float16. `capability`: compute capability of the GPU, None on a CPU.
+    The flash kernels (aten/src/ATen/native/transformers/cuda/flash_attn/flash_api.cpp) need Ampere or later. megappo
+    does not support float16. `capability` is the compute capability of the GPU, or None on a CPU.
     """
     return capability is not None and capability >= (8, 0) and dtype == torch.bfloat16 and head_dim in range(8, 257, 8)
 
@@ -191,9 +195,9 @@ def takes_packs(dtype: torch.dtype, head_dim: int, capability: tuple[int, int] |
 def attend_pack(
     query: Tensor, key: Tensor, value: Tensor, segments: PackedSegments, *, scale: float, window: int | None
 ) -> Tensor:
-    """Attend all segments of a pack in one call of torch's variable-length attention.
+    """Return the attention of all segments of a pack, computed in one call of torch's variable-length attention.
 
-    Queries are (t, h, d), keys and values (t, g, d). With a window each token sees the last `window` tokens.
+    Queries are (t, h, d), keys and values (t, g, d). With a window, each token attends to the last `window` tokens.
     """
     grouped: dict[str, Any] = {"enable_gqa": query.shape[1] != key.shape[1]} if _ASKS_FOR_GROUPS else {}
     out = varlen.varlen_attn(
@@ -205,7 +209,7 @@ def attend_pack(
         segments.max_seqlen_q,
         segments.max_seqlen_kv,
         scale=scale,
-        # How many tokens before and after its own a token sees; (-1, 0) is the causal kernel.
+        # Numbers of visible tokens before and after each token. (-1, 0) selects the causal kernel.
         window_size=(-1 if window is None else window - 1, 0),
         **grouped,
     )
@@ -216,9 +220,9 @@ def attend_pack(
 class PackedCoreAttention(MegatronModule):
     """Causal self-attention of packed segments.
 
-    Computed by torch's variable-length attention where a GPU supports the type, by plain products for short bfloat16
-    segments on a CPU, and otherwise by torch's scaled_dot_product_attention. Used as `core_attention` of Megatron's
-    layer spec; the arguments are those that Megatron passes.
+    On a GPU that supports the type, torch's variable-length attention is used. Short bfloat16 segments on a CPU use
+    plain products. Other cases use scaled_dot_product_attention of torch. The module is the `core_attention` of
+    Megatron's layer spec, with the arguments that Megatron passes.
     """
 
     def __init__(
@@ -255,7 +259,8 @@ class PackedCoreAttention(MegatronModule):
         attention_bias: Tensor | None = None,
         packed_seq_params: PackedSeqParams | None = None,
     ) -> Tensor:
-        """query (t,h,d), key and value (t,g,d) -> (t, h*d). Under context parallelism t counts this rank's tokens."""
+        """Return (t, h*d) for queries (t,h,d), keys and values (t,g,d). With context parallelism, t is the number of
+        this rank's tokens."""
         assert isinstance(packed_seq_params, PackedSegments)
         segments = packed_seq_params.chunks or packed_seq_params
         if segments.key_rows is not None:
@@ -278,7 +283,8 @@ class PackedCoreAttention(MegatronModule):
     def _attend_rectangle(
         self, query: Tensor, key: Tensor, value: Tensor, segments: PackedSegments, scores: Scores
     ) -> Tensor:
-        """Attend all segments in one call, padded on the right; the causal mask hides padding from every real token."""
+        """Attend all segments in one call with padding on the right. The causal mask hides the padding from all real
+        tokens."""
         count, longest, slots = len(segments.lengths), max(segments.lengths), segments.slots
         assert slots is not None
 
@@ -292,10 +298,10 @@ class PackedCoreAttention(MegatronModule):
 
 
 class RMSNorm(torch.nn.RMSNorm):
-    """torch's RMSNorm with the attribute that Megatron's sequence parallelism needs.
+    """RMSNorm of torch with the attribute that sequence parallelism of Megatron needs.
 
-    Under sequence parallelism each tensor rank sees a part of the tokens; the attribute makes Megatron sum the weight's
-    gradient over tensor ranks.
+    With sequence parallelism, each tensor rank has a part of the tokens. The attribute makes Megatron sum the gradient
+    of the weight over tensor ranks.
     """
 
     def __init__(self, config: TransformerConfig, hidden_size: int, eps: float = 1e-5, **_unused: Any) -> None:
@@ -306,8 +312,8 @@ class RMSNorm(torch.nn.RMSNorm):
         """Whether the stored weight is the scale minus 1."""
 
     def forward(self, x: Tensor) -> Tensor:
-        """(..., H) -> (..., H). For zero-centered weights 1 + weight and the product are computed in float32; bfloat16
-        would round them."""
+        """Normalise (..., H). With zero-centered weights, 1 + weight and the product are computed in float32, because
+        bfloat16 would round both."""
         if not self.zero_centered:
             return row_norm(x, self.weight, self.epsilon)
         return rms_norm(x.float(), self.normalized_shape, 1 + self.weight.float(), self.epsilon).to(x.dtype)

@@ -1,4 +1,4 @@
-"""Hugging Face architecture and layout in, Megatron-Core GPT models out."""
+"""Construction of Megatron-Core GPT models from a Hugging Face architecture and a layout."""
 
 from __future__ import annotations
 
@@ -54,35 +54,35 @@ DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 @dataclass(frozen=True)
 class BuildOptions:
-    """Everything about a model that is neither architecture nor layout."""
+    """Options of a model in addition to its architecture and layout."""
 
     dtype: torch.dtype
     device: torch.device
     padded_vocab: int
     temperature: float = 1.0
     stop_token_ids: tuple[int, ...] = ()
-    """Tokens that the distributions of `below_minimum` response tokens exclude; empty: there is no minimum length."""
+    """Tokens that the distributions of `below_minimum` response tokens exclude; empty without a minimum length."""
     recompute: str = "none"
     recompute_modules: tuple[str, ...] = ("core_attn",)
     deallocate_pipeline_outputs: bool = True
     chunk_layers: tuple[int, ...] | None = None
-    """Layers of each chunk of the pipeline in the order in which a token passes them; None: equally many."""
+    """Layers of each chunk of the pipeline in the order of the forward pass. With None, layers are split evenly."""
     seed: int = 0
     value_head_std: float | None = None
-    """Standard deviation that a critic's value head is drawn with; None: the model is no critic."""
+    """Standard deviation of the initial value head of a critic; None if the model is not a critic."""
     replays_routing: bool = False
-    """Whether routers use the experts recorded with a sample instead of choosing."""
+    """Whether routers use the recorded experts of a sample instead of choosing experts."""
     router_aux_loss_coef: float = 0.0
     """Weight of the load-balancing loss of each layer's experts."""
     lora: LoraShape | None = None
-    """Low-rank adapters that are trained instead of the weights; None: the weights are trained."""
+    """Low-rank adapters that are trained instead of the weights; None if the weights are trained."""
     freeze: tuple[str, ...] = ()
-    """Names of parameters that are not trained, see `families.frozen`."""
+    """Names of parameters that are not trained (see `families.frozen`)."""
     accelerations: Accelerations = field(default_factory=Accelerations)
     offload: OffloadSettings = field(default_factory=OffloadSettings)
-    """Which tensors leave the device while the role rests."""
+    """Tensors that are offloaded between uses of the role."""
     offload_directory: Path | None = None
-    """Folder for offloaded tensors on machines without CUDA; None: the system's temporary folder."""
+    """Folder for offloaded tensors on machines without CUDA; None for the temporary folder of the system."""
 
     @property
     def is_critic(self) -> bool:
@@ -91,14 +91,14 @@ class BuildOptions:
 
     @property
     def has_engine_layers(self) -> bool:
-        """Whether layers are Transformer Engine's. These fuse a norm with the matrix behind it, so adapters cannot be
-        attached."""
+        """Whether layers are Transformer Engine layers. These layers fuse a norm with the next matrix, so adapters
+        cannot be attached."""
         return self.lora is None and self.accelerations.uses_engine_layers(self.dtype)
 
 
 @dataclass(frozen=True)
 class RoleModel:
-    """The model chunks of one rank: one, or `vpp` of them with an interleaved pipeline."""
+    """Model chunks of one rank: one chunk, or `vpp` chunks with an interleaved pipeline."""
 
     arch: ArchitectureConfig
     layout: Layout
@@ -106,7 +106,7 @@ class RoleModel:
     config: TransformerConfig
     chunks: list[GPTModel]
     switch: Switch | None = None
-    """Turns the adapters on and off; None for a model without adapters."""
+    """Switch that turns the adapters on and off; None for a model without adapters."""
 
     @property
     def is_critic(self) -> bool:
@@ -114,41 +114,43 @@ class RoleModel:
         return self.options.is_critic
 
     def parameters_here(self) -> list[LocalShard]:
-        """Shards of this rank's mapped parameters, in the map's order. A critic's map has no output layer."""
-        return self._held_of(
+        """Return the shards of the mapped parameters on this rank in the order of the map. The map of a critic has no
+        output layer."""
+        return self._shards_of(
             p for p in model_parameters(self.arch) if not (self.is_critic and p.megatron == OUTPUT_LAYER)
         )
 
     def adapters_here(self) -> list[LocalShard]:
-        """Shards of this rank's adapter matrices A and B, in the map's order."""
+        """Return the shards of the adapter matrices A and B on this rank in the order of the map."""
         lora = self.options.lora
-        return [] if lora is None else self._held_of(adapter_parameters(self.arch, lora))
+        return [] if lora is None else self._shards_of(adapter_parameters(self.arch, lora))
 
     def trained_here(self) -> list[LocalShard]:
-        """Shards that are trained on this rank: the adapters' where there are adapters, otherwise the weights'."""
+        """Return the shards that are trained on this rank: the shards of the adapters if there are adapters, otherwise
+        the shards of the weights."""
         return self.parameters_here() if self.options.lora is None else self.adapters_here()
 
     @cached_property
     def adapter_of(self) -> dict[str, LocalAdapterShard]:
-        """This rank's adapters by the name of the parameter that they adapt."""
-        lora, found = self.options.lora, {held.entry.megatron: held for held in self.adapters_here()}
+        """Adapters of this rank by the name of the parameter that they adapt."""
+        lora, shards = self.options.lora, {shard.entry.megatron: shard for shard in self.adapters_here()}
         return {
             adapter.base.megatron: LocalAdapterShard(
-                found[adapter.a.megatron],
-                found[adapter.b.megatron],
+                shards[adapter.a.megatron],
+                shards[adapter.b.megatron],
                 RowOrder.of(self.arch, adapter, self.layout.grid.tp),
             )
             for adapter in (adapters(self.arch, lora) if lora is not None else ())
-            if adapter.a.megatron in found
+            if adapter.a.megatron in shards
         }
 
-    def _held_of(self, parameters: Iterable[Parameter]) -> list[LocalShard]:
-        held = self._held()
-        return [LocalShard(p, *held[p.megatron]) for p in parameters if p.megatron in held]
+    def _shards_of(self, parameters: Iterable[Parameter]) -> list[LocalShard]:
+        named = self._named_parameters()
+        return [LocalShard(p, *named[p.megatron]) for p in parameters if p.megatron in named]
 
-    def _held(self) -> dict[str, tuple[nn.Parameter, int | None]]:
-        """Every parameter of this rank by its canonical name, with its index. A stacked parameter of experts has a name
-        and an index for each expert."""
+    def _named_parameters(self) -> dict[str, tuple[nn.Parameter, int | None]]:
+        """Return every parameter of this rank by its canonical name, with its index. A stacked parameter of experts
+        has a name and an index for each expert."""
         canonical = canonical_names(self.arch)
         return {
             global_name: (parameter, place)
@@ -158,23 +160,29 @@ class RoleModel:
         }
 
     def check_names(self) -> None:
-        """Raise RunError for a parameter that the map does not know, and for a mapped one that belongs on this rank and
-        was not built: it would be missing from every load, weight sync and export."""
-        held = self._held().keys()
+        """Check that this rank built exactly the mapped parameters. A missing parameter would be absent from every
+        load, weight sync and export.
+
+        Raises RunError if a parameter is not in the map, or if a mapped parameter of this rank was not built.
+        """
+        built = self._named_parameters().keys()
         lora = self.options.lora
         known = chain(model_parameters(self.arch), adapter_parameters(self.arch, lora) if lora is not None else ())
-        here = {p.megatron for p in known if self._belongs_here(p)}
+        expected = {p.megatron for p in known if self._is_local(p)}
         own = {OUTPUT_LAYER, "output_layer.bias"} if self.is_critic else set()
-        if self.arch.tied_embeddings:  # the last stage's copy of the embedding
+        if self.arch.tied_embeddings:  # copy of the embedding on the last stage
             own.add(OUTPUT_LAYER)
-        for names, words in ((held - here - own, "that the map does not know"), (here - held, "too few for the map")):
+        for names, problem in (
+            (built - expected - own, "parameters that are not in the map"),
+            (expected - built, "too few parameters for the map"),
+        ):
             if names:
                 raise RunError(
-                    f"Megatron-Core built a model with parameters {words}, such as {', '.join(sorted(names)[:3])}; "
-                    "install the versions that megappo asks for"
+                    f"Megatron-Core built a model with {problem}, such as {', '.join(sorted(names)[:3])}; "
+                    "install the versions that megappo requires"
                 )
 
-    def _belongs_here(self, parameter: Parameter) -> bool:
+    def _is_local(self, parameter: Parameter) -> bool:
         if parameter.layer is not None:
             layers = {layer.layer_number - 1: layer for chunk in self.chunks for layer in chunk.decoder.layers}
             layer = layers.get(parameter.layer)
@@ -187,14 +195,15 @@ class RoleModel:
 
 
 def transformer_config(arch: ArchitectureConfig, layout: Layout, options: BuildOptions) -> TransformerConfig:
-    """Megatron's configuration of this architecture on this layout."""
+    """Return Megatron's configuration of an architecture on a layout."""
     recompute: dict[str, str | int | list[str]] = {}
     if options.recompute == "full":
         recompute = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
     elif options.recompute == "selective":
         recompute = {"recompute_granularity": "selective", "recompute_modules": list(options.recompute_modules)}
     if not options.has_engine_layers:
-        # Without it Megatron's rotation of packs reads segment lengths on the host, four times a layer (see `rotary`).
+        # Otherwise, Megatron's rotation of packs reads segment lengths on the host, four times per layer (see
+        # `rotary`).
         rotate_packed_by(rotate)
     settings = arch.declaration.megatron(arch)
     pre_softmax = settings.pop("moe_router_pre_softmax", False)
@@ -210,7 +219,7 @@ def transformer_config(arch: ArchitectureConfig, layout: Layout, options: BuildO
         hidden_dropout=0.0,
         attention_dropout=0.0,
         init_method_std=arch.initializer_range,
-        perform_initialization=False,  # `_fill` writes all weights; `_mark_partition` sets what Megatron then omits
+        perform_initialization=False,  # `_fill` writes all weights; `_mark_partition` sets their attributes
         use_cpu_initialization=options.device.type == "cpu",
         params_dtype=options.dtype,
         bf16=options.dtype == torch.bfloat16,
@@ -223,22 +232,23 @@ def transformer_config(arch: ArchitectureConfig, layout: Layout, options: BuildO
         pipeline_model_parallel_layout=_stage_layers(arch, layout, options),
         sequence_parallel=layout.sequence_parallel,
         variable_seq_lengths=layout.grid.pp > 1,  # packed microbatches differ in length
-        moe_token_dispatcher_type="alltoall",  # the default refuses variable lengths, even without experts
+        moe_token_dispatcher_type="alltoall",  # the default does not support variable lengths
         expert_model_parallel_size=layout.grid.ep,
         expert_tensor_parallel_size=1,
-        # Between two stages an interleaved schedule would put activations and gradients for the same neighbour into
-        # one batch, where they are matched by order and get swapped; overlapped, each has a call of its own.
+        # Between two stages, an interleaved schedule would put activations and gradients for the same rank into one
+        # batch. The batch matches them by order and would swap them. With overlap, each has a separate call.
         overlap_p2p_comm=layout.vpp > 1,
         deallocate_pipeline_outputs=options.deallocate_pipeline_outputs,
         batch_p2p_comm=layout.vpp == 1,
-        calculate_per_token_loss=True,  # losses are already divided by the global count; Megatron must not divide again
+        calculate_per_token_loss=True,  # losses are already divided by the global count
         bias_dropout_fusion=False,
         masked_softmax_fusion=False,
         apply_rope_fusion=True,  # by `rotate`, or by Transformer Engine's kernel
         use_te_activation_func=is_swiglu(settings),  # `SwiGLU`, not Transformer Engine's
         add_bias_linear=settings.pop("add_bias_linear", False),
-        # Megatron refuses a softmax over the chosen experts where there is one (its weight is 1 and the router learns
-        # nothing); transformers computes it. So Megatron's check sees pre-softmax, and the field is set back below.
+        # Megatron rejects a softmax over the chosen experts if only one is chosen, because its weight is 1 and the
+        # router learns nothing. transformers computes this softmax. The check of Megatron therefore sees pre-softmax,
+        # and the field is reset below.
         moe_router_pre_softmax=pre_softmax or settings.get("moe_router_topk") == 1,
         **options.accelerations.switches(options.dtype),
         **settings,
@@ -258,22 +268,23 @@ def _stage_layers(arch: ArchitectureConfig, layout: Layout, options: BuildOption
 def layer_spec(
     config: TransformerConfig, layout: Layout, vp_stage: int | None, options: BuildOptions, arch: ArchitectureConfig
 ) -> ModuleSpec | TransformerBlockSubmodules:
-    """Spec of the layers: Transformer Engine's where it can run, else Megatron's own with our attention and norm."""
+    """Return the spec of the layers: Transformer Engine layers if they are supported, otherwise Megatron's layers with
+    megappo's attention and norm."""
     if options.has_engine_layers:
         parts = {"num_experts": config.num_moe_experts, "qk_layernorm": config.qk_layernorm}
         layer = get_gpt_layer_with_transformer_engine_spec(**parts)
         return _with_own_mlp(layer, config, arch, has_experts=arch.experts > 0)
     layers = get_num_layers_to_build(config, vp_stage=vp_stage, pp_rank=layout.stage)
     first = get_transformer_layer_offset(config, vp_stage=vp_stage, pp_rank=layout.stage)
-    here = [(n in arch.expert_layers, n in arch.special_layers) for n in range(first, first + layers)]
-    kinds = {kind: _own_layer(config, arch, has_experts=kind[0], is_special=kind[1]) for kind in set(here)}
-    return TransformerBlockSubmodules(layer_specs=[kinds[kind] for kind in here], layer_norm=RMSNorm)
+    kinds_of_layers = [(n in arch.expert_layers, n in arch.special_layers) for n in range(first, first + layers)]
+    kinds = {kind: _own_layer(config, arch, has_experts=kind[0], is_special=kind[1]) for kind in set(kinds_of_layers)}
+    return TransformerBlockSubmodules(layer_specs=[kinds[kind] for kind in kinds_of_layers], layer_norm=RMSNorm)
 
 
 def _with_own_mlp(
     layer: ModuleSpec, config: TransformerConfig, arch: ArchitectureConfig, *, has_experts: bool
 ) -> ModuleSpec:
-    """Put our experts or activation into the spec of a layer and return the spec."""
+    """Put megappo's experts or activation into the spec of a layer and return the spec."""
     if has_experts:
         use_grouped_experts(layer, shares_one=arch.shared_ffn_hidden_size > 0)
     elif config.use_te_activation_func:
@@ -341,17 +352,17 @@ def build_model(
 def _fill(model: RoleModel, parameters: Iterable[LocalShard], source: WeightSource) -> None:
     layout = model.layout
     place = (layout.tensor_rank, layout.grid.tp, model.options.padded_vocab)
-    for held in parameters:
-        _mark_partition(held.entry, held.parameter, layout)
-        held.shard.copy_(read_shard(source, model.arch, held.entry, held.shard, *place))
+    for local in parameters:
+        _mark_partition(local.entry, local.parameter, layout)
+        local.shard.copy_(read_shard(source, model.arch, local.entry, local.shard, *place))
 
 
 def _mark_partition(entry: Parameter, parameter: nn.Parameter, layout: Layout) -> None:
-    """Set the attributes of tensor parallel parameters that Megatron sets where it initialises weights itself. Without
-    them the gradient norm counts one shard for all.
+    """Set the attributes of tensor parallel parameters that Megatron sets during its own initialisation. Without these
+    attributes, the gradient norm counts one shard instead of all shards.
 
-    Experts are whole on their rank, whatever its tensor rank. Where one rank holds all experts Megatron would take them
-    for dense parameters and would miss the gradients from tokens of other tensor parallel ranks.
+    Experts are whole on their rank for all tensor ranks. If one rank has all experts, Megatron would treat them as
+    dense parameters and omit the gradients from tokens of other tensor parallel ranks.
     """
     if entry.expert is not None:
         parameter.allreduce = False  # type: ignore[attr-defined]
@@ -385,7 +396,7 @@ def _build_chunk(
         layer.mlp.token_dispatcher = TokenDispatcher(config, layout.groups)
         if arch.sigmoid_router:
             layer.mlp.router.correction_bias = nn.Parameter(torch.zeros(arch.experts), requires_grad=False)
-    model.to(options.device)  # Megatron creates the router's weight on the CPU, and torch the norms
+    model.to(options.device)  # the router's weight and the norms are created on the CPU
     ropes = [rope._replace(inverse_frequencies=rope.inverse_frequencies.to(options.device)) for rope in rotary(arch)]
     if options.has_engine_layers:
         model.rotary_pos_emb.inv_freq = ropes[0].inverse_frequencies
@@ -410,13 +421,13 @@ def _build_chunk(
 
 
 def first_value_head(sources: Iterable[WeightSource | None]) -> ValueHeadWeights | None:
-    """Value head of the first source that has one."""
+    """Return the value head of the first source that has one."""
     heads = (source.value_head() for source in sources if source is not None)
     return next((head for head in heads if head is not None), None)
 
 
 def _fill_value_head(model: RoleModel, sources: Iterable[WeightSource | None]) -> None:
-    """Replace the drawn value head by a trained one, where a source has one."""
+    """Replace the initial value head with a trained one if a source has a value head."""
     last = model.chunks[-1]
     head = first_value_head(sources) if model.is_critic and last.post_process else None
     if head is not None:
@@ -425,7 +436,8 @@ def _fill_value_head(model: RoleModel, sources: Iterable[WeightSource | None]) -
 
 
 def _fill_last_stage_copy(model: RoleModel, source: WeightSource) -> None:
-    """Fill the last stage's copy of a tied embedding: under a pipeline it trains a copy of the first stage's."""
+    """Fill the copy of a tied embedding on the last stage. A pipeline trains this copy of the first stage's
+    embedding."""
     last = model.chunks[-1]
     if model.arch.tied_embeddings and last.post_process and not last.pre_process and not model.is_critic:
         _fill(model, [LocalShard(embedding(model.arch), last.output_layer.weight)], source)

@@ -1,11 +1,11 @@
-"""The gated delta net of a layer: linear attention in place of attention, over packed segments.
+"""Gated delta net of a layer: linear attention over packed segments as a replacement for attention.
 
-Megatron-Core's own needs a library of kernels and refuses packs. This one uses torch's operations on every device.
-Tensor parallel ranks split the key heads, each with its value heads. Weights of one key head are contiguous (`grouped`
-of families), so that a rank's shard is a model with fewer heads.
+The gated delta net of Megatron-Core needs a library of kernels and does not support packs. This implementation uses
+torch operations on every device. Tensor parallel ranks split the key heads together with their value heads. The
+weights of one key head are contiguous (`grouped` of families), so the shard of a rank is a model with fewer heads.
 
-Shape legend: t tokens of a pack, H hidden size; g key heads of this rank, r value heads of each, k and v channels of a
-key and of a value.
+Shape legend: t tokens of a pack, H hidden size; g key heads of this rank, r value heads of each key head, k and v
+channels of a key and of a value.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 
 
 class GatedDeltaNet(MegatronModule):
-    """Replaces `self_attention` of Megatron's layer; the arguments are those that Megatron passes."""
+    """Replacement for `self_attention` of Megatron's layer, with the arguments that Megatron passes."""
 
     def __init__(
         self,
@@ -49,7 +49,7 @@ class GatedDeltaNet(MegatronModule):
         self.in_proj = ColumnParallelLinear(config.hidden_size, 2 * (shape.key_width + shape.value_width), **of_columns)
         self.gates_proj = ColumnParallelLinear(config.hidden_size, 2 * shape.value_heads, **of_columns)
         for linear in (self.in_proj, self.gates_proj):
-            linear.explicit_expert_comm = True  # their common input is gathered once, in forward
+            linear.explicit_expert_comm = True  # `forward` gathers their common input once
         self.out_proj = RowParallelLinear(shape.value_width, config.hidden_size, **of_rows)
         made = partial(new_weight, config)
         channels, heads = (2 * shape.key_width + shape.value_width) // tp, shape.value_heads // tp
@@ -60,7 +60,8 @@ class GatedDeltaNet(MegatronModule):
     def forward(
         self, hidden_states: Tensor, *_of_attention: Tensor | None, packed_seq_params: PackedSegments, **_more: Any
     ) -> tuple[Tensor, None]:
-        """[t, 1, H] -> [t, 1, H], or a sequence parallel rank's part of both; there is no bias."""
+        """Return [t, 1, H] for hidden states [t, 1, H], or a part of both on a sequence parallel rank. There is no
+        bias."""
         assert isinstance(packed_seq_params, PackedSegments)
         shape, segments = self.shape, packed_seq_params
         hidden_states = whole_input(hidden_states, self.group, sequence_parallel=self.config.sequence_parallel)
@@ -82,21 +83,21 @@ class GatedDeltaNet(MegatronModule):
         return output, None
 
     def _gated_norm(self, read: Tensor, gate: Tensor) -> Tensor:
-        """RMS norm over each head's channels, times silu of the gate. Tensor ranks have different heads and share the
-        weight."""
+        """Return the RMS norm over each head's channels, times silu of the gate. Tensor ranks have different heads and
+        share the weight."""
         weight = copy_to_tensor_model_parallel_region(self.norm_weight, group=self.group)
         normed = rms_norm(wide(read), read.shape[-1:], eps=self.config.layernorm_epsilon).to(read.dtype)
         return (weight * normed * silu(wide(gate))).to(read.dtype)
 
 
 class GatedSelfAttention(SelfAttention):
-    """Attention whose output is multiplied by the sigmoid of a gate. Each head's gate follows its query in the
-    projection."""
+    """Attention with an output gate: the output is multiplied by the sigmoid of a gate. Each head's gate follows its
+    query in the projection."""
 
     def get_query_key_value_tensors(
         self, hidden_states: Tensor, *_of_megatron: Tensor | None, **_more: bool
     ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """[t, 1, H] -> queries, keys, values and gates, [t, 1, heads, d] each."""
+        """Project [t, 1, H] to queries, keys, values and gates, [t, 1, heads, d] each."""
         mixed, _ = self.linear_qkv(hidden_states)
         d, groups = self.hidden_size_per_attention_head, self.num_query_groups_per_partition
         of_groups = mixed.unflatten(-1, (groups, -1))
@@ -105,5 +106,5 @@ class GatedSelfAttention(SelfAttention):
         return self.q_layernorm(query), self.k_layernorm(key), value, gate
 
     def _apply_output_gate(self, x: Tensor, gate: Tensor) -> Tensor:
-        """Multiply by the gate in eager mode: Megatron's version is compiled by torch."""
+        """Multiply by the gate in eager mode. Megatron's version is compiled by torch."""
         return x * torch.sigmoid(gate.flatten(2))

@@ -1,18 +1,19 @@
-"""The gated delta rule over packed segments: linear attention whose state starts anew in each segment.
+"""The gated delta rule over packed segments: linear attention with a state that is reset for each segment.
 
 A head's state S is a matrix of key by value channels. A token with key k, value v, decay g <= 0 and strength b in (0,
-1) changes it to S' = exp(g) S + k u^T with u = b (v - exp(g) S^T k): it corrects what the state stores for its key. The
-token's output is S'^T q (Yang et al. 2024, arXiv:2412.06464). Queries and keys are normalised to unit vectors, and
-queries divided by the root of their number of channels.
+1) changes the state to S' = exp(g) S + k u^T with u = b (v - exp(g) S^T k). The update corrects the stored value for
+the key. The output of the token is S'^T q (Yang et al. 2024, arXiv:2412.06464). Queries and keys are normalised to
+unit vectors. Queries are divided by the square root of their number of channels.
 
-Token by token this would take as many products as there are tokens. Here each segment is cut into chunks of
-`DELTA_CHUNK` tokens. Within a chunk all corrections solve one triangular system (the UT transform of Yang et al. 2024,
-arXiv:2406.06484), for all chunks of the pack at once. States are then passed from chunk to chunk, for all segments in
-parallel, so the sequential steps are the chunks of the longest segment. Arithmetic is float32 or wider, as in
-transformers. Backward recomputes the chunks: keeping a state for each would take far more memory than the inputs.
+A computation token by token would take one product per token. Here, each segment is split into chunks of `DELTA_CHUNK`
+tokens. All corrections within a chunk are the solution of one triangular system (the UT transform of Yang et al. 2024,
+arXiv:2406.06484), which is solved for all chunks of the pack at the same time. States are then passed from chunk to
+chunk in parallel for all segments, so the number of sequential steps is the number of chunks of the longest segment.
+The arithmetic is float32 or wider, as in transformers. The backward pass recomputes the chunks, because a stored state
+for each chunk would take far more memory than the inputs.
 
-Shape legend: t tokens of a pack, n chunks, c tokens of a chunk, s segments; g key heads, r value heads of each, k and v
-channels of a key and of a value.
+Shape legend: t tokens of a pack, n chunks, c tokens of a chunk, s segments; g key heads, r value heads of each key
+head, k and v channels of a key and of a value.
 """
 
 from __future__ import annotations
@@ -28,27 +29,28 @@ from torch.utils.checkpoint import checkpoint
 from megappo.families.architecture import DELTA_CHUNK as CHUNK
 from megappo.megatron.attention import PackedSegments
 
-# As transformers' `l2norm` of queries and keys.
+# The value is that of `l2norm` for queries and keys in transformers.
 _EPS = 1e-6
 
 
 @dataclass(frozen=True)
 class Chunks:
-    """How the tokens of a pack are laid out in chunks, none of which has tokens of two segments.
+    """Arrangement of the tokens of a pack in chunks. Each chunk has tokens of only one segment.
 
-    The first chunks of all segments come first, then all second chunks, so that the chunks of one step are neighbours.
-    Longer segments stand before shorter ones, so that the segments of a step are the first ones of the step before.
+    The first chunks of all segments come first, then all second chunks, so the chunks of one step are adjacent.
+    Segments are sorted from longest to shortest, so the segments of a step are a prefix of the segments of the
+    previous step.
     """
 
     slots_t: Tensor
-    """int64: row of each token among the rows of all chunks."""
+    """Row of each token among the rows of all chunks (int64)."""
     active: tuple[int, ...]
-    """Number of segments that have a first chunk, a second chunk, and so on."""
+    """Number of segments with a first chunk, with a second chunk, and so on."""
 
     @classmethod
     def of(cls, segments: PackedSegments) -> Chunks:
-        """Lay out the pack's segments. Computed on the pack's device from its tensors; the host knows the lengths and
-        does not wait."""
+        """Arrange the segments of the pack in chunks. The tensors are computed on the device of the pack. The host
+        already has the lengths and does not synchronise."""
         counts = sorted((-(-n // CHUNK) for n in segments.lengths), reverse=True)
         active = [sum(count > step for count in counts) for step in range(counts[0])]
         positions, device = segments.positions, segments.positions.device
@@ -63,19 +65,19 @@ class Chunks:
         return cls(chunk_t * CHUNK + positions % CHUNK, tuple(active))
 
     def put(self, x: Tensor) -> Tensor:
-        """(t, ...) -> (n, c, ...), zeros where a chunk has no token."""
+        """Convert (t, ...) to (n, c, ...), with zeros for missing tokens of a chunk."""
         n = sum(self.active)
         return x.new_zeros(n * CHUNK, *x.shape[1:]).index_copy(0, self.slots_t, x).unflatten(0, (n, CHUNK))
 
     def take(self, x: Tensor) -> Tensor:
-        """(n, c, ...) -> (t, ...)."""
+        """Convert (n, c, ...) to (t, ...)."""
         return x.flatten(0, 1).index_select(0, self.slots_t)
 
 
 def gated_delta_rule(
     query: Tensor, key: Tensor, value: Tensor, decay: Tensor, strength: Tensor, chunks: Chunks
 ) -> Tensor:
-    """Outputs (t, g, r, v) of all tokens, in the type of the values.
+    """Return the outputs (t, g, r, v) of all tokens in the type of the values.
 
     Queries and keys are (t, g, k), values (t, g, r, v), decays and strengths (t, g, r).
     """
@@ -94,37 +96,38 @@ def _read(query: Tensor, key: Tensor, value: Tensor, decay: Tensor, strength: Te
     later = torch.ones(CHUNK, CHUNK, dtype=torch.bool, device=q.device).triu(1)
     between = (total[..., :, None] - total[..., None, :]).masked_fill(later, -torch.inf).exp()
     seen = (q @ k.transpose(-1, -2))[:, :, None] * between
-    system = (k @ k.transpose(-1, -2))[:, :, None] * between * b[..., None]  # its diagonal counts as ones
+    system = (k @ k.transpose(-1, -2))[:, :, None] * between * b[..., None]  # the solver uses ones on the diagonal
     since = total.exp()[..., None]
     own = torch.cat([v, since * k[:, :, None]], dim=-1) * b[..., None]
     own = torch.linalg.solve_triangular(system, own, upper=False, unitriangular=True)
-    wanted, expected = own.split([v.shape[-1], k.shape[-1]], dim=-1)
+    corrections, expected = own.split([v.shape[-1], k.shape[-1]], dim=-1)
     q = since * q[:, :, None]
     k = (total[..., -1:] - total).exp()[..., None] * k[:, :, None]
-    read = _scan(q, k, wanted, expected, seen, since[..., -1:, :], chunks.active)
+    read = _scan(q, k, corrections, expected, seen, since[..., -1:, :], chunks.active)
     return chunks.take(read.permute(0, 3, 1, 2, 4)).to(value.dtype)
 
 
 def _scan(
-    q: Tensor, k: Tensor, wanted: Tensor, expected: Tensor, seen: Tensor, kept: Tensor, active: tuple[int, ...]
+    q: Tensor, k: Tensor, corrections: Tensor, expected: Tensor, seen: Tensor, carry: Tensor, active: tuple[int, ...]
 ) -> Tensor:
-    """(n, g, r, c, v): the outputs of all tokens, from the state before their chunk and from the tokens in it.
+    """Return the outputs (n, g, r, c, v) of all tokens, from the state before their chunk and from the tokens of their
+    chunk.
 
-    A chunk's corrections are those for an empty state (`wanted`) minus what the state already stores (`expected` times
-    it).
+    The corrections of a chunk are the corrections for an empty state (`corrections`) minus the values that the state
+    already stores (`expected` times the state).
     """
     reads, state = list[Tensor](), None
     for start, count in zip(itertools.accumulate(active, initial=0), active, strict=False):
-        here = slice(start, start + count)
-        written, read = wanted[here], None
+        rows = slice(start, start + count)
+        written, read = corrections[rows], None
         if state is not None:
             state = state[:count]
-            written = written - expected[here] @ state
-            read = q[here] @ state
-        of_chunk = seen[here] @ written
+            written = written - expected[rows] @ state
+            read = q[rows] @ state
+        of_chunk = seen[rows] @ written
         reads.append(of_chunk if read is None else read + of_chunk)
-        added = k[here].transpose(-1, -2) @ written
-        state = added if state is None else kept[here] * state + added
+        added = k[rows].transpose(-1, -2) @ written
+        state = added if state is None else carry[rows] * state + added
     return torch.cat(reads)
 
 
@@ -133,20 +136,20 @@ def _unit(x: Tensor) -> Tensor:
 
 
 def wide(x: Tensor) -> Tensor:
-    """The tensor in float32, or in its own type where that is wider."""
+    """Return the tensor in float32, or in its own type if that type is wider."""
     return x.to(torch.promote_types(x.dtype, torch.float32))
 
 
 def decays(a: Tensor, log_rate: Tensor, bias: Tensor) -> Tensor:
-    """(t, h) of numbers below zero: the logarithm of the factor by which each token decays each head's state."""
+    """Return (t, h) negative numbers: the logarithm of the factor by which each token decays the state of each head."""
     return -wide(log_rate).exp() * softplus(wide(a) + bias)
 
 
 def causal_convolution(x: Tensor, weight: Tensor, segments: PackedSegments) -> Tensor:
-    """Causal depthwise convolution of (t, d) with weights (d, 1, w): each token sees itself and the w - 1 tokens before
-    it in its segment.
+    """Return the causal depthwise convolution of (t, d) with weights (d, 1, w). Each output depends on its token and
+    on the w - 1 previous tokens of its segment.
 
-    One convolution of the whole pack, with zeros before each segment.
+    The whole pack is one convolution with zeros before each segment.
     """
     reach = weight.shape[-1] - 1
     segment_t = (segments.positions == 0).cumsum(0)

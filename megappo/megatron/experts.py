@@ -1,9 +1,10 @@
-"""The experts of a layer as grouped products, in place of Megatron's `SequentialMLP`.
+"""Experts of a layer as grouped products, which replace `SequentialMLP` of Megatron.
 
-Without Transformer Engine, Megatron-Core's experts are a list of MLPs that run one after the other and read the numbers
-of their rows on the host. Here they are two stacked weights and two grouped products.
+Without Transformer Engine, the experts of Megatron-Core are a list of MLPs that run one after the other. The host
+reads the number of rows of each expert. Here, the experts are two stacked weights and two grouped products.
 
-Shape legend: L experts of this rank, R rows that it receives for them; H hidden size, F intermediate size of an expert.
+Shape legend: L experts of this rank, R rows that the rank receives for its experts; H hidden size, F intermediate size
+of an expert.
 """
 
 from __future__ import annotations
@@ -30,11 +31,11 @@ if TYPE_CHECKING:
 
 
 def expert_products(rows_RI: Tensor, weight_LOI: Tensor, counts_L: Tensor) -> Tensor:
-    """(R, O): each row times the transposed weight of its expert. Rows are sorted by expert; `counts_L` is the number
-    of rows of each.
+    """Return (R, O): each row times the transposed weight of its expert. Rows are sorted by expert. `counts_L` is the
+    number of rows of each expert.
 
-    Where torch has no grouped product for the type or the widths, or there are no rows, the experts are computed one by
-    one and the host reads the counts.
+    Experts are computed one after the other if torch has no grouped product for the type or the widths, or if there
+    are no rows. The host then reads the counts.
     """
     if len(rows_RI) and takes_grouped(rows_RI.dtype, *weight_LOI.shape[1:]):
         return grouped_mm(rows_RI, weight_LOI.transpose(1, 2), offs=counts_L.cumsum(0, dtype=torch.int32))
@@ -44,8 +45,8 @@ def expert_products(rows_RI: Tensor, weight_LOI: Tensor, counts_L: Tensor) -> Te
 
 
 class _OfRows(torch.autograd.Function):
-    """Repeats each expert's bias for its rows. The gradient is a segmented sum: torch's gradient of a gather would add
-    rows in an undetermined order on a GPU."""
+    """Repetition of each expert's bias for its rows. The gradient is a segmented sum, because torch's gradient of a
+    gather adds rows in an undetermined order on a GPU."""
 
     @staticmethod
     def forward(ctx: Context, bias_LO: Tensor, counts_L: Tensor, n_rows: int) -> Tensor:
@@ -61,25 +62,26 @@ class _OfRows(torch.autograd.Function):
 
 
 class RowBias(nn.Module):
-    """Biases that are added to the rows of each expert. A module of its own, so that the parameter's name ends with
-    `.bias`: Megatron's optimizer applies no weight decay to such names."""
+    """Biases of the rows of each expert. The separate module makes the parameter's name end with `.bias`, and the
+    optimizer of Megatron applies no weight decay to such names."""
 
     def __init__(self, bias_LO: Tensor) -> None:
         super().__init__()
         self.bias = nn.Parameter(bias_LO)
 
     def forward(self, counts_L: Tensor, n_rows: int) -> Tensor:
-        """(R, O): the bias of each row's expert. Rows are sorted by expert; `counts_L`: the rows of each."""
-        found: Tensor = _OfRows.apply(self.bias, counts_L, n_rows)
-        return found
+        """Return (R, O): the bias of each row's expert. Rows are sorted by expert. `counts_L` is the number of rows of
+        each expert."""
+        bias_RO: Tensor = _OfRows.apply(self.bias, counts_L, n_rows)
+        return bias_RO
 
 
 class GroupedExperts(MegatronModule):
-    """This rank's experts of a layer; no expert is split over ranks."""
+    """Experts of a layer on this rank. No expert is split over ranks."""
 
     def __init__(self, n_experts: int, config: TransformerConfig, **_of_megatron: Any) -> None:
-        """The signature with which Megatron's layer calls it; ignored arguments are process groups and, in 0.19, a
-        name."""
+        """Create the experts with the arguments that Megatron's layer passes. The ignored arguments are process groups
+        and, in 0.19, a name."""
         super().__init__(config=config)
         hidden, ffn = config.hidden_size, config.moe_ffn_hidden_size
         assert ffn is not None
@@ -95,8 +97,8 @@ class GroupedExperts(MegatronModule):
         self.lora2: ExpertAdapter | None = None
 
     def forward(self, rows_RH: Tensor, counts_L: Tensor, weights_R: Tensor) -> tuple[Tensor, None]:
-        """(R, H): each row through its expert, biases included, times the row's weight; and None for the bias that the
-        caller would add."""
+        """Return (R, H), the output of each row's expert including biases, times the weight of the row. The second
+        value is None, because the caller has no bias to add."""
         inner = expert_products(rows_RH, self.weight1, counts_L)
         if self.bias1 is not None:
             inner = inner + self.bias1(counts_L, len(rows_RH))
@@ -111,7 +113,7 @@ class GroupedExperts(MegatronModule):
         return output, None
 
     def _weighted(self, inner: Tensor, weights_R: Tensor) -> Tensor:
-        """The activation times the rows' weights, which the router computes in float32."""
+        """Return the activation times the weights of the rows. The router computes these weights in float32."""
         if is_swiglu(vars(self.config)):
             return swiglu(inner, weights_R)
         activation = self.config.activation_func
@@ -126,7 +128,8 @@ class GroupedExperts(MegatronModule):
 
 
 def use_grouped_experts(layer: ModuleSpec, *, shares_one: bool = False) -> None:
-    """Put `GroupedExperts` into the spec of a layer. `shares_one`: the layer has an expert that every token passes."""
+    """Put `GroupedExperts` into the spec of a layer. `shares_one` is true if the layer has a shared expert for all
+    tokens."""
     inner = mlp_submodules(layer)
     inner.experts = GroupedExperts
     if shares_one:

@@ -1,7 +1,8 @@
-"""Features that Megatron-Core's GPT model has no setting for, added to its layers and around them; see
-`families.architecture.ArchitectureExtensions`.
+"""Features without a setting in the GPT model of Megatron-Core, which are added to its layers or around them (see
+`families.architecture.ArchitectureExtensions`).
 
-Two of them are elsewhere: caps and sinks of attention scores in `attention`, the cap of logits in `heads`.
+Two features are in other modules: caps and sinks of attention scores are in `attention`, and the cap of logits is in
+`heads`.
 """
 
 from __future__ import annotations
@@ -27,8 +28,8 @@ if TYPE_CHECKING:
 
 
 class NormedRowParallel(RowParallelLinear):
-    """A row parallel layer followed by a norm of its complete sums: of all tokens, or of a sequence parallel rank's
-    part.
+    """Row parallel layer with a norm of its complete sums. With sequence parallelism, the norm applies to the tokens
+    of the rank.
 
     The norm is a forward hook, so that an adapter adds to the product before the norm (see `lora`).
     """
@@ -40,18 +41,18 @@ class NormedRowParallel(RowParallelLinear):
 
 
 def core_attention(extensions: ArchitectureExtensions) -> ModuleSpec:
-    """Spec of `PackedCoreAttention` with the model's cap of attention scores and its sinks."""
+    """Return the spec of `PackedCoreAttention` with the model's cap of attention scores and its sinks."""
     return ModuleSpec(PackedCoreAttention, params={"scores_cap": extensions.scores_cap, "has_sinks": extensions.sinks})
 
 
 def norms_after(layer: ModuleSpec) -> None:
-    """Put a norm behind attention and behind the MLP of a dense layer's spec."""
+    """Add norms after attention and after the MLP to the spec of a dense layer."""
     layer.submodules.self_attention.submodules.linear_proj = NormedRowParallel
     mlp_submodules(layer).linear_fc2 = NormedRowParallel
 
 
 def around_layers(model: GPTModel, arch: ArchitectureConfig) -> None:
-    """Scale the outputs of the embedding and of each layer, and give each layer its kind of rope."""
+    """Scale the outputs of the embedding and of each layer, and set the kind of rope of each layer."""
     if model.pre_process and arch.extensions.embedding_scale != 1:
         model.embedding.register_forward_hook(partial(_scaled, arch.extensions.embedding_scale))
     kinds = rope_kinds(arch)
@@ -75,13 +76,13 @@ def _normed(
 
 
 def _scaled(scale: float, _embedding: nn.Module, _inputs: tuple[Tensor, ...], output: Tensor) -> Tensor:
-    return output * output.new_full((), scale)  # rounded to the embedding's type, as by transformers
+    return output * output.new_full((), scale)  # rounded to the type of the embedding, as in transformers
 
 
 def _with_rope(
     rope: Callable[[Tensor], Tensor], _layer: nn.Module, inputs: tuple[Tensor, ...], options: Mapping[str, Any]
 ) -> tuple[tuple[Tensor, ...], dict[str, Any]]:
-    """Select the layer's kind from the cosines and sines of all kinds of rope."""
+    """Select the layer's kind of rope from the cosines and sines of all kinds."""
     return inputs, {**options, "rotary_pos_emb": rope(options["rotary_pos_emb"])}
 
 

@@ -1,8 +1,8 @@
-"""Output layers that return what PPO needs instead of logits.
+"""Output layers that return values for PPO instead of logits.
 
-Both replace GPTModel's `output_layer` and keep its contract: `forward(hidden, weight, runtime_gather_output)` returns
-(output, None) with the output in Megatron's [rows, 1, channels]. Only rows that predict response tokens are computed:
-`expect` sets them before each microbatch.
+Both classes replace `output_layer` of GPTModel and keep its interface. `forward(hidden, weight,
+runtime_gather_output)` returns (output, None) with the output in Megatron's shape [rows, 1, channels]. Only rows that
+predict response tokens are computed. `expect` sets these rows before each microbatch.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from megappo_kernels.rows import Exclusion
 
 
 class _Head(nn.Module):
-    """Selects the expected rows of the hidden states, whole along the sequence."""
+    """Selection of the expected rows of the hidden states, with the whole sequence."""
 
     def __init__(self, layout: Layout) -> None:
         super().__init__()
@@ -33,10 +33,10 @@ class _Head(nn.Module):
         self._rows_N: Tensor | None = None
 
     def _select(self, hidden: Tensor, *, partial_gradients: bool) -> Tensor:
-        """(t, 1, H) hidden states, or their sequence parallel part -> the expected rows (n, H).
+        """Return the expected rows (n, H) of hidden states (t, 1, H) or of their sequence parallel part.
 
-        `partial_gradients`: whether each tensor rank's gradient is a part to be summed (the head is split over ranks)
-        or already the whole (the head is replicated).
+        `partial_gradients` is true if the gradient of each tensor rank is a part of a sum (the head is split over
+        ranks), and false if the gradient is complete (the head is replicated).
         """
         assert self._rows_N is not None, "expect() comes before each forward"
         if self.layout.sequence_parallel:
@@ -55,7 +55,8 @@ class PolicyTarget:
 
 
 class LogprobHead(_Head):
-    """Language model head: log-probabilities of the response tokens, or the policy loss of an update, float32."""
+    """Language model head. The output is the log-probabilities of the response tokens or the policy loss of an update,
+    float32."""
 
     def __init__(
         self,
@@ -67,10 +68,10 @@ class LogprobHead(_Head):
         stop_token_ids: Sequence[int],
         cap: float | None,
     ) -> None:
-        """`stop_token_ids`: tokens that the distributions of `below_minimum` rows exclude. `cap`: logits become
-        cap * tanh(logits / cap) before the temperature."""
+        """Create the head. `stop_token_ids` are the tokens that the distributions of `below_minimum` rows exclude.
+        With `cap`, logits become cap * tanh(logits / cap) before the temperature."""
         super().__init__(layout)
-        self.weight = weight  # None where the tied embedding of the same stage is passed to forward
+        self.weight = weight  # None if `forward` gets the tied embedding of the same stage
         self._where: dict[str, Any] = {
             "temperature": temperature, "tp_group": layout.groups.tp, "valid_vocab": vocab_size, "softcap": cap,
             "sequence_parallel": layout.sequence_parallel,
@@ -80,10 +81,10 @@ class LogprobHead(_Head):
         self._exclusion: Exclusion | None = None
         self._target: PolicyTarget | None = None
         self.report: Mapping[str, Tensor] = {}
-        """Metrics of the last microbatch's loss."""
+        """Metrics of the loss of the last microbatch."""
 
     def expect(self, batch: PackedBatch, target: PolicyTarget | None = None) -> None:
-        """Set the next microbatch, and the loss to compute, if any."""
+        """Set the next microbatch and, if given, the loss target."""
         self._rows_N, self._labels_N, self._target = batch.rows_N, batch.labels_N, target
         rows_N = batch.below_minimum_N
         self._exclusion = None if rows_N is None else Exclusion(rows_N, self._stop_token_ids)
@@ -91,9 +92,11 @@ class LogprobHead(_Head):
     def forward(
         self, hidden: Tensor, weight: Tensor | None = None, runtime_gather_output: bool | None = None
     ) -> tuple[Tensor, None]:
-        """[t, 1, H] -> [n, 1, 1] log-probabilities in nats, or with a target the loss as [1, 1, 1].
+        """Return log-probabilities in nats as [n, 1, 1] for hidden states [t, 1, H], or with a target the loss as [1,
+        1, 1].
 
-        With a target, forward already adds the weight's gradient to its `main_grad` (see `ppo_head_loss`).
+        With a target, the forward pass already adds the gradient of the weight to its `main_grad` (see
+        `ppo_head_loss`).
         """
         assert self._labels_N is not None
         matrix = weight if weight is not None else self.weight
@@ -119,7 +122,8 @@ class LogprobHead(_Head):
 
 
 class ValueHead(_Head):
-    """Scalar head of the critic, replicated over tensor ranks. It computes in float32 whatever the trunk's type."""
+    """Scalar head of the critic, replicated over tensor ranks. The head computes in float32 for all types of the
+    trunk."""
 
     def __init__(self, layout: Layout, hidden_size: int, dtype: torch.dtype, device: torch.device) -> None:
         super().__init__(layout)
@@ -133,7 +137,7 @@ class ValueHead(_Head):
     def forward(
         self, hidden: Tensor, weight: Tensor | None = None, runtime_gather_output: bool | None = None
     ) -> tuple[Tensor, None]:
-        """[t, 1, H] -> [n, 1, 1]: the value of the state before each response token."""
+        """Return the value of the state before each response token, [n, 1, 1], for hidden states [t, 1, H]."""
         rows_NH = self._select(hidden, partial_gradients=False).float()
         values_N = rows_NH @ self.weight.float().T + self.bias.float()
         return values_N.unsqueeze(1), None

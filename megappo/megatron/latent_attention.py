@@ -1,15 +1,17 @@
-"""Latent attention of a layer: keys and values of all heads are projected from one latent per token, over packed
-segments.
+"""Latent attention of a layer over packed segments. Keys and values of all heads are projected from one latent per
+token.
 
-Megatron-Core's own handles packs only with Transformer Engine. This one uses the core attention of every other family,
-so packs, context parallelism and recomputation work alike. Each token's latents and the rotated key that heads share
-are computed by the rank that has the token under sequence parallelism, gathered in one collective, and multiplied there
-by the rows of each rank's heads.
+The latent attention of Megatron-Core supports packs only with Transformer Engine. This implementation uses the same
+core attention as all other families, so packs, context parallelism and recomputation work in the same way.
 
-Values have fewer channels than queries and keys, which no kernel for packs supports: they are padded with zeros.
+With sequence parallelism, each rank computes the latents and the shared rotated key of its own tokens. These are
+gathered in one collective and multiplied by the rows of each rank's heads.
 
-Shape legend: t tokens of a pack, l of them on this tensor rank under sequence parallelism, else all; H hidden size; h
-heads of this rank; d channels of a query and key, r of them rotated, v of a value.
+Values have fewer channels than queries and keys. No kernel for packs supports different widths, so values are padded
+with zeros.
+
+Shape legend: t tokens of a pack, l tokens on this tensor rank (fewer than t only with sequence parallelism); H hidden
+size; h heads of this rank; d channels of a query and key, r rotated channels, v channels of a value.
 """
 
 from __future__ import annotations
@@ -40,17 +42,17 @@ class DownProjection(nn.Module):
     def __init__(self, config: TransformerConfig, outputs: int) -> None:
         super().__init__()
         self.weight = nn.Parameter(new_weight(config, outputs, config.hidden_size))
-        # Under sequence parallelism each rank has the gradient of its own tokens; the attribute makes Megatron sum
-        # them.
+        # With sequence parallelism, each rank has the gradient of its own tokens. The attribute makes Megatron sum the
+        # gradients.
         self.weight.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
 
     def forward(self, hidden_states: Tensor) -> Tensor:
-        """(..., H) -> (..., outputs)"""
+        """Project (..., H) to (..., outputs)."""
         return linear(hidden_states, self.weight)
 
 
 class LatentSelfAttention(MegatronModule):
-    """Replaces `self_attention` of Megatron's layer; the arguments are those that Megatron passes."""
+    """Replacement for `self_attention` of Megatron's layer, with the arguments that Megatron passes."""
 
     def __init__(
         self,
@@ -68,7 +70,7 @@ class LatentSelfAttention(MegatronModule):
         self.linear_down_proj = DownProjection(config, (rank or 0) + shape.token_width)
         self.kv_layernorm = RMSNorm(config, shape.rank, eps=LATENT_NORM_EPS)
         self.linear_kv_up_proj = ColumnParallelLinear(shape.rank, heads * shape.made_dim, **of_columns)
-        self.linear_kv_up_proj.explicit_expert_comm = True  # its input is gathered in forward
+        self.linear_kv_up_proj.explicit_expert_comm = True  # `forward` gathers the input
         if rank is None:
             self.linear_q_proj = ColumnParallelLinear(hidden, heads * self.head_dim, **of_columns)
         else:
@@ -89,16 +91,16 @@ class LatentSelfAttention(MegatronModule):
         packed_seq_params: PackedSegments,
         **_more: Any,
     ) -> tuple[Tensor, None]:
-        """[l, 1, H] with cosine and sine (2, t, 1, r) -> [l, 1, H]; there is no bias."""
+        """Return [l, 1, H] for hidden states [l, 1, H] with cosine and sine (2, t, 1, r). There is no bias."""
         shape, rank = self.shape, self.shape.query_rank
         down = self.linear_down_proj(hidden_states)
         of_query, latent, shared_key = down.split([rank or 0, shape.rank, shape.rotary_dim], dim=-1)
-        found = [self.kv_layernorm(latent), shared_key]
+        parts = [self.kv_layernorm(latent), shared_key]
         if rank is not None:
-            found.append(self.q_layernorm(of_query))
+            parts.append(self.q_layernorm(of_query))
         is_part = self.config.sequence_parallel
-        whole = whole_input(torch.cat(found, dim=-1), self.group, sequence_parallel=is_part)
-        latent, shared_key, *of_query_too = whole.split([part.shape[-1] for part in found], dim=-1)
+        whole = whole_input(torch.cat(parts, dim=-1), self.group, sequence_parallel=is_part)
+        latent, shared_key, *of_query_too = whole.split([part.shape[-1] for part in parts], dim=-1)
         query, _ = self.linear_q_up_proj(of_query_too[0]) if of_query_too else self.linear_q_proj(hidden_states)
         made, _ = self.linear_kv_up_proj(latent)
         plain, turned = query.view(-1, self.heads, self.head_dim).split([shape.plain_dim, shape.rotary_dim], dim=-1)
@@ -112,16 +114,17 @@ class LatentSelfAttention(MegatronModule):
         return output, None
 
     def _rotated(self, x: Tensor, cosine: Tensor, sine: Tensor) -> Tensor:
-        """Rotate (t, heads, r). Interleaved channels are reordered first, for queries and keys alike, so that their
-        products stay the same."""
+        """Rotate (t, heads, r). Interleaved channels of queries and keys are reordered in the same way first, which
+        does not change the products."""
         if self.shape.interleaved:
             x = x.unflatten(-1, (-1, 2)).transpose(-1, -2).flatten(-2)
         return rotate_pairs(x, cosine, sine)
 
     def _attend(self, query: Tensor, key: Tensor, value: Tensor, segments: PackedSegments) -> Tensor:
-        """Core attention, recomputed in backward where the settings say so: (t, h, d) each -> (t, h d)."""
+        """Return the core attention of (t, h, d) queries, keys and values as (t, h d). The settings determine whether
+        the backward pass recomputes the core attention."""
         core: Callable[..., Tensor] = self.core_attention
         attend = partial(core, attention_mask=None, packed_seq_params=segments)
         heads = (query, key, value)
-        found: Tensor = checkpoint(attend, False, *heads) if self.attends_again else attend(*heads)
-        return found
+        output: Tensor = checkpoint(attend, False, *heads) if self.attends_again else attend(*heads)
+        return output

@@ -1,6 +1,6 @@
-"""Process groups of the roles. Roles have groups of their own, so an actor and a critic of different layouts may share
-ranks or be apart. Megatron's global parallel state is not used. Groups with the same ranks are created once and shared.
-"""
+"""Process groups of the roles. Each role has separate groups, so an actor and a critic with different layouts may
+share ranks or use different ranks. The global parallel state of Megatron is not used. Groups with the same ranks are
+created once and shared."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Cut:
-    """How a role's model is split over ranks; the input of `make_layouts`."""
+    """Split of a role's model over ranks, which is the input of `make_layouts`."""
 
     grid: Grid
     vpp: int = 1
@@ -30,7 +30,7 @@ class Cut:
 
 @dataclass(frozen=True)
 class Layout:
-    """A role's grid, this rank's place in it and its process groups; made by `make_layouts` on every rank."""
+    """Grid of a role, with this rank's place and process groups. `make_layouts` creates the layout on every rank."""
 
     grid: Grid
     vpp: int
@@ -40,7 +40,7 @@ class Layout:
     context_rank: int
     tensor_rank: int
     expert_replica: int
-    """Index of the replica of the experts that this rank holds a part of."""
+    """Index of this rank's replica of the experts."""
     expert_rank: int
     """Index of this rank's share of the experts, below `grid.ep`."""
     groups: ProcessGroupCollection
@@ -54,52 +54,52 @@ class Layout:
 
     @property
     def shard(self) -> ContextShard:
-        """This rank's part of each pack."""
+        """Part of each pack on this rank."""
         return ContextShard(self.grid.cp, self.context_rank)
 
     @property
     def token_multiple(self) -> int:
-        """Number that this rank's tokens must be a multiple of: sequence parallelism gives each tensor rank equally
-        many."""
+        """Divisor of the number of this rank's tokens. Sequence parallelism needs the same number of tokens on each
+        tensor rank."""
         return self.grid.tp if self.sequence_parallel else 1
 
     @property
     def sample_group(self) -> dist.ProcessGroup | None:
-        """Ranks that split the tokens of each sample; None where this rank has all tokens."""
+        """Group of ranks that split the tokens of each sample, or None if this rank has all tokens."""
         shared = self.grid.cp > 1 or self.sequence_parallel
         return self.groups.tp_cp if shared else None
 
     @property
     def reports_losses(self) -> bool:
-        """Whether this rank reports the losses of its context rank's rows: tensor rank 0 of the last stage."""
+        """Whether this rank reports the losses of its context rank's rows (tensor rank 0 of the last stage)."""
         return self.is_last_stage and self.tensor_rank == 0
 
     @property
     def hands_out_results(self) -> bool:
-        """Whether this rank returns its replica's results."""
+        """Whether this rank returns the results of its replica."""
         return self.reports_losses and self.context_rank == 0
 
 
 @dataclass(frozen=True)
 class Outside:
-    """Stands for a layout on a rank that is not in the role."""
+    """Placeholder for a layout on a rank that is not in the role."""
 
 
 def make_layouts(cuts: Mapping[str, Cut], device_type: str, timeout_seconds: float) -> dict[str, Layout | Outside]:
-    """Create the process groups of all roles; a collective of the world. Returns each role's layout, or `Outside` on
-    ranks that are not in the role."""
-    wanted = {role: _wanted_groups(role, cut.grid) for role, cut in cuts.items()}
-    kinds = [kind for of_role in wanted.values() for kind in of_role.values()]
+    """Create the process groups of all roles. All ranks must call this function. Return the layout of each role, or
+    `Outside` on ranks that are not in the role."""
+    kinds_of_roles = {role: _group_kinds(role, cut.grid) for role, cut in cuts.items()}
+    kinds = [kind for of_role in kinds_of_roles.values() for kind in of_role.values()]
     own = iter(make_groups(kinds, device_type, datetime.timedelta(seconds=timeout_seconds)))
-    groups = {role: {name: next(own) for name in of_role} for role, of_role in wanted.items()}
+    groups = {role: {name: next(own) for name in of_role} for role, of_role in kinds_of_roles.items()}
     return {role: _layout(cut, groups[role]) for role, cut in cuts.items()}
 
 
-def _wanted_groups(role: str, grid: Grid) -> dict[str, WantedGroups]:
-    """Every kind of group that a role needs, by Megatron's name for it.
+def _group_kinds(role: str, grid: Grid) -> dict[str, WantedGroups]:
+    """Return every kind of group of a role, by its name in Megatron.
 
-    Groups of experts stay separate from others with the same ranks: Megatron compares groups to tell apart the gradient
-    norms of dense and expert parameters.
+    Groups of experts are separate from other groups with the same ranks, because Megatron compares groups to
+    distinguish the gradient norms of dense and expert parameters.
     """
     shares, copies, stages = grid.expert_groups, grid.expert_replicas, grid.pipeline_groups
     dense: dict[str, Sequence[Sequence[int]]] = {
@@ -137,7 +137,8 @@ def _layout(cut: Cut, own: Mapping[str, dist.ProcessGroup | None]) -> Layout | O
         tp=own["tp"],
         pp=own["pp"],
         mp=own["mp"],
-        # None on ranks outside: torch's own placeholder, an int, crashes Megatron (finalize_model_grads.py:229).
+        # None on ranks outside of the group. The placeholder of torch, an int, crashes Megatron
+        # (finalize_model_grads.py:229).
         embd=own["embd"],
         pos_embd=own["pos_embd"],
         cp=own["cp"],
@@ -146,7 +147,7 @@ def _layout(cut: Cut, own: Mapping[str, dist.ProcessGroup | None]) -> Layout | O
         expt_tp=own["alone"],
         tp_ep=own["ep"],
         tp_ep_pp=own["tp_ep_pp"],
-        dp=own["dp_cp"],  # only its size is read, for buckets; nothing is sent over it
+        dp=own["dp_cp"],  # Megatron reads only the size, for buckets
         dp_cp=own["dp_cp"],
         tp_dp_cp=own["tp_dp_cp"],
         expt_dp=own["expt_dp"],

@@ -1,4 +1,4 @@
-"""Shards of mapped parameters on this rank, however Megatron stores them."""
+"""Shards of mapped parameters on this rank, independent of their storage in Megatron."""
 
 from __future__ import annotations
 
@@ -18,17 +18,18 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class LocalShard:
-    """This rank's shard of a mapped parameter."""
+    """Shard of a mapped parameter on this rank."""
 
     entry: Parameter
     parameter: nn.Parameter
-    """The parameter that Megatron trains: the shard itself, or a stack of the shards of all experts of this rank."""
+    """Parameter that Megatron trains: the shard, or a stack of the shards of all experts of this rank."""
     place: int | None = None
-    """Index of the shard in a stacked `parameter`; None where the parameter is the shard."""
+    """Index of the shard in a stacked `parameter`; None if the parameter is the shard."""
 
     @property
     def shard(self) -> Tensor:
-        """The shard's weights without gradient; they share the parameter's memory, which must be on the device."""
+        """Weights of the shard without gradient. The tensor shares the memory of the parameter, which must be on the
+        device."""
         return self.part_of(self.parameter.detach())
 
     @property
@@ -42,7 +43,7 @@ class LocalShard:
         return self.parameter.shape if self.place is None else self.parameter.shape[1:]
 
     def part_of(self, tensor: Tensor) -> Tensor:
-        """The shard's part of a tensor that has the parameter's shape."""
+        """Return the part of the shard in a tensor with the shape of the parameter."""
         return tensor if self.place is None else tensor[self.place]
 
     @property
@@ -54,7 +55,7 @@ class LocalShard:
 
 
 class LocalAdapterShard(NamedTuple):
-    """Adapter matrices A and B that are added to a parameter of this rank."""
+    """Adapter matrices A and B of a parameter of this rank."""
 
     a: LocalShard
     b: LocalShard
@@ -62,9 +63,9 @@ class LocalAdapterShard(NamedTuple):
 
 
 def global_names(chunk: GPTModel, name: str, canonical: Mapping[str, str]) -> Iterator[tuple[str, int | None]]:
-    """Global names of a chunk's parameter, each with its index in a stacked parameter or None.
+    """Yield the global names of a chunk's parameter, each with its index in a stacked parameter or None.
 
-    Megatron numbers the layers of a chunk from 0 and stacks experts; the map numbers the layers of the whole model and
+    Megatron numbers the layers of a chunk from 0 and stacks experts. The map numbers the layers of the whole model and
     has a name for each expert.
     """
     parts = name.split(".")

@@ -1,18 +1,20 @@
 """Low-rank adapters on Megatron's parallel layers and on grouped experts.
 
-A layer computes W x + scale B A x, where W requires no gradient. What follows the product in a layer, such as the norms
-behind Gemma's, applies to that sum. Between A and B there are only `rank` numbers for each token and matrix; these are
-what tensor parallel ranks exchange:
+A layer computes W x + scale B A x, and W requires no gradient. Later operations of the layer, such as the norms after
+Gemma's products, apply to this sum. Between A and B, there are only `rank` numbers for each token and matrix. Tensor
+parallel ranks exchange these numbers:
 
-- Column parallel: A is replicated and takes the rank's part of the sequence. Its output is gathered along the sequence,
-  or copied with a sum in backward, and multiplied by the rows of B that belong to the rank's rows of W.
-- Row parallel: A has the rank's columns, its output is summed over ranks (and scattered along the sequence), and B is
+- Column parallel: A is replicated and gets the rank's part of the sequence. The output of A is gathered along the
+  sequence, or copied with a sum in the backward pass. The result is multiplied by the rows of B that correspond to the
+  rank's rows of W.
+- Row parallel: A has the rank's columns, and its output is summed over ranks (and scattered along the sequence). B is
   replicated.
 
-The gradient of a replicated factor is that of all tokens, or under sequence parallelism that of the rank's tokens,
-which Megatron sums as it does for norms (`sequence_parallel`).
+The gradient of a replicated factor is the gradient of all tokens. With sequence parallelism, it is the gradient of the
+rank's tokens, and Megatron sums it over ranks in the same way as for norms (`sequence_parallel`).
 
-Shape legend: P rows of all A of a parameter, O rows of its B, I inputs, L experts of this rank, R rows for them.
+Shape legend: P rows of all A of a parameter, O rows of its B, I inputs, L experts of this rank, R rows for these
+experts.
 """
 
 from __future__ import annotations
@@ -43,18 +45,19 @@ if TYPE_CHECKING:
     from megatron.core.tensor_parallel import ColumnParallelLinear, RowParallelLinear
 
 Product = Callable[[Tensor, Tensor], Tensor]
-"""Multiplies inputs by a matrix, or by a stack of matrices."""
+"""Product of inputs with a matrix or with a stack of matrices."""
 
 
 class Switch:
-    """Turns the adapters of a model on and off."""
+    """Switch that turns the adapters of a model on and off."""
 
     def __init__(self) -> None:
         self.is_on = True
 
     @contextmanager
     def off(self) -> Iterator[None]:
-        """Within the context the model computes as without adapters, to the last bit."""
+        """Turn the adapters off within the context. The model then computes bit-identical results to a model without
+        adapters."""
         self.is_on = False
         try:
             yield
@@ -65,8 +68,7 @@ class Switch:
 class LowRank(nn.Module):
     """Adapter matrices A and B of one parameter of Megatron.
 
-    `add_to` calls the module itself, because Megatron's hooks wait for weights that other ranks update only in module
-    calls.
+    `add_to` calls the module, because Megatron's hooks wait for weights from other ranks only in module calls.
     """
 
     def __init__(self, a: Tensor, b: Tensor, scale: float, order: RowOrder, switch: Switch) -> None:
@@ -75,13 +77,13 @@ class LowRank(nn.Module):
         self.scale, self.order, self.switch = scale, order, switch
 
     def add_to(self, output: Tensor, *inputs: Tensor) -> Tensor:
-        """The layer's output, plus the adapters' where they are on."""
+        """Return the output of the layer, plus the output of the adapters if they are on."""
         added: Tensor = self(output, *inputs) if self.switch.is_on else output
         return added
 
     def _expanded(self, low: Tensor, product: Product) -> Tensor:
-        """(..., P) -> (..., outputs of the parameter): the output of each A times its B, placed at the rows of its
-        matrix."""
+        """Convert (..., P) to (..., outputs of the parameter). The output of each A is multiplied by its B and placed
+        at the rows of its matrix."""
         order, lead = self.order, self.b.shape[:-2]
         lows = iter((low * self.scale).chunk(sum(order.adapted), dim=-1))
         of_groups = self.b.view(*lead, order.groups, -1, self.b.shape[-1])
@@ -105,7 +107,7 @@ class LinearAdapter(LowRank):
         self._layout, self._of_rows = layout, of_rows
 
     def forward(self, output: Tensor, inputs: Tensor) -> Tensor:
-        """Add the adapters' output to the layer's output."""
+        """Add the output of the adapters to the output of the layer."""
         return output + self._expanded(self._between_ranks(linear(inputs, self.a)), linear)
 
     def _between_ranks(self, low: Tensor) -> Tensor:
@@ -123,7 +125,7 @@ class ExpertAdapter(LowRank):
     """Adapter of all experts of this rank."""
 
     def forward(self, output_RO: Tensor, rows_RI: Tensor, counts_L: Tensor) -> Tensor:
-        """Add the adapters' output to the output of the experts' matrix."""
+        """Add the output of the adapters to the output of the experts' matrix."""
 
         def product(rows: Tensor, matrix: Tensor) -> Tensor:
             return expert_products(rows, matrix, counts_L)
@@ -134,8 +136,8 @@ class ExpertAdapter(LowRank):
 def attach_adapters(
     arch: ArchitectureConfig, layout: Layout, lora: LoraShape, chunks: Sequence[GPTModel], *, is_critic: bool
 ) -> Switch:
-    """Attach uninitialised adapters beside the matrices of these chunks, and freeze every weight except a critic's
-    head."""
+    """Attach uninitialised adapters to the matrices of the chunks, and freeze all weights except the head of
+    a critic."""
     switch = Switch()
     templates = list(adapters(arch, lora, experts=range(min(1, arch.experts))))
     for chunk in chunks:
@@ -152,19 +154,19 @@ def attach_adapters(
     return switch
 
 
-def freeze(held: Iterable[LocalShard], frozen: Iterable[Parameter], chunks: Sequence[GPTModel]) -> None:
-    """Stop training those parameters of a rank that are frozen."""
+def freeze(shards: Iterable[LocalShard], frozen: Iterable[Parameter], chunks: Sequence[GPTModel]) -> None:
+    """Stop training the frozen parameters of a rank."""
     names = {parameter.megatron for parameter in frozen}
-    for one in held:
-        if one.entry.megatron in names:
-            one.parameter.requires_grad_(False)
+    for shard in shards:
+        if shard.entry.megatron in names:
+            shard.parameter.requires_grad_(False)
     if names and chunks[0].pre_process:
         chunks[0].embedding.register_forward_hook(_begin_gradients)
 
 
 def _begin_gradients(_embedding: nn.Module, _inputs: tuple[Tensor, ...], hidden: Tensor) -> None:
-    """Make the embedding's output require a gradient: layers that are recomputed in backward get no gradient where no
-    input requires one."""
+    """Make the output of the embedding require a gradient. Layers with recomputation in the backward pass get no
+    gradient if no input requires one."""
     if torch.is_grad_enabled():
         hidden.requires_grad_()
 
@@ -172,10 +174,10 @@ def _begin_gradients(_embedding: nn.Module, _inputs: tuple[Tensor, ...], hidden:
 def _attach(
     layer: nn.Module, adapter: Adapter, shapes: Sequence[Shape], rest: tuple[float, RowOrder, Switch], layout: Layout
 ) -> None:
-    """Attach an adapter beside one parameter of a layer."""
+    """Attach an adapter to one parameter of a layer."""
     base = adapter.base
     path = base.megatron.split(".")[3:]
-    if base.expert is not None:  # one parameter for all experts: mlp.experts.weight1 of mlp.experts.0.weight1
+    if base.expert is not None:  # all experts share one parameter: mlp.experts.0.weight1 is in mlp.experts.weight1
         experts = layer.get_submodule(".".join(path[:-2]))
         weight = getattr(experts, path[-1])
         a, b = (weight.new_empty(len(weight), *shape) for shape in shapes)
@@ -194,11 +196,11 @@ def _attach(
     ) -> tuple[Tensor, Tensor | None]:
         return lora.add_to(output[0], inputs[0]), *output[1:]
 
-    parallel.register_forward_hook(add, prepend=True)  # to the product itself, before a norm that is a hook too
+    parallel.register_forward_hook(add, prepend=True)  # before a norm, which is also a hook
 
 
 def merged(weight_OI: Tensor, a_PI: Tensor, b_OR: Tensor, scale: float, order: RowOrder) -> Tensor:
-    """A new tensor: the shard of a matrix with its adapters added in float32, rounded once."""
+    """Return the shard of a matrix with its adapters added in float32 as a new tensor. The result is rounded once."""
     matrices = iter(a_PI.float().chunk(sum(order.adapted)))
     adapted = [rows for rows, has_one in zip(order.rows, order.adapted, strict=True) if has_one]
     columns = iter(b_OR.float().view(order.groups, -1, b_OR.shape[-1]).split(adapted, dim=1))

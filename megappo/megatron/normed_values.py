@@ -1,6 +1,7 @@
-"""Attention with normed values, as in Gemma 4: some layers have wider heads and use their keys as values.
+"""Attention with normed values, as in Gemma 4. Some layers have wider heads and use their keys as values.
 
-Shape legend: t tokens of a pack, H hidden size; h query heads and g key/value heads of this rank, d channels of each.
+Shape legend: t tokens of a pack, H hidden size; h query heads and g key/value heads of this rank, d channels of each
+head.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from megappo.families.architecture import WideAttention
 
 
 class QueriesAndKeys(ColumnParallelLinear):
-    """Replaces `linear_qkv`, without the rows for values that Megatron asks for."""
+    """Replacement for `linear_qkv` without the rows for values, which Megatron requests."""
 
     def __init__(self, input_size: int, output_size: int, *, config: TransformerConfig, **of_megatron: Any) -> None:
         assert config.kv_channels is not None and config.num_query_groups is not None
@@ -28,12 +29,12 @@ class QueriesAndKeys(ColumnParallelLinear):
 
 
 class NormedValueSelfAttention(SelfAttention):
-    """Replaces `self_attention` of Megatron's layer; the arguments are those that Megatron passes. `wide`: sizes of the
-    layer's heads where they differ from the model's."""
+    """Replacement for `self_attention` of Megatron's layer, with the arguments that Megatron passes. `wide` contains
+    the sizes of the layer's heads if they differ from the model's sizes."""
 
     def __init__(self, config: TransformerConfig, *, wide: WideAttention | None = None, **of_megatron: Any) -> None:
         if wide is not None:
-            config = copy.copy(config)  # checked already, as the model's
+            config = copy.copy(config)  # the configuration of the model is already validated
             config.kv_channels, config.num_query_groups = wide.head_dim, wide.kv_heads
         self.keys_are_values = wide is not None
         super().__init__(config=config, **of_megatron)
@@ -41,7 +42,7 @@ class NormedValueSelfAttention(SelfAttention):
     def get_query_key_value_tensors(
         self, hidden_states: Tensor, *_of_megatron: Tensor | None, **_more: bool
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """[t, 1, H] -> queries [t, 1, h, d], keys and values [t, 1, g, d]."""
+        """Project [t, 1, H] to queries [t, 1, h, d] and to keys and values [t, 1, g, d]."""
         mixed, _ = self.linear_qkv(hidden_states)
         d, groups = self.hidden_size_per_attention_head, self.num_query_groups_per_partition
         of_groups = mixed.unflatten(-1, (groups, -1))

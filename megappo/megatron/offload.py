@@ -1,8 +1,7 @@
-"""Offloading of a role: weights, gradients and optimizer state leave the device while the role rests.
+"""Offload of a role: weights, gradients and optimizer state leave the device between uses of the role.
 
-Running a role brings its tensors back: weights for a forward pass, everything for an update. Readers of weights or
-state (the weight stream, checkpoints, exports) read them where they are and bring nothing back. `rest` is called when a
-role's turn ends.
+A forward pass loads the weights, and an update loads all tensors. The weight stream, checkpoints and exports read
+weights and state in their current location without a transfer. `rest` is called after each use of a role.
 """
 
 from __future__ import annotations
@@ -19,19 +18,19 @@ from megappo.runtime.resting import Movable, RestingPlace
 
 @dataclass(frozen=True)
 class RoleTensors:
-    """The tensors of a role on one rank, as functions that are called each time, since an optimizer's state grows."""
+    """Tensors of a role on one rank. The fields are functions, because the state of an optimizer grows."""
 
     weights: Callable[[], Iterable[Tensor]]
     gradients: Callable[[], Iterable[Tensor]] = tuple
-    """Buffers in which gradients are accumulated; every update begins with zeros."""
+    """Buffers that accumulate gradients. Every update begins with zeros."""
     optimizer: Callable[[], Iterable[Tensor]] = tuple
-    """Adam's moments, and main weights that are not the model's weights."""
+    """Moments of Adam, and main weights that are separate from the model's weights."""
     optimizer_bytes: Callable[[], int] = int
-    """Size in bytes of the optimizer's tensors once the moments exist."""
+    """Size of the optimizer's tensors in bytes, including moments that do not exist yet."""
 
 
 class RoleStorage:
-    """Moves a role's tensors on this rank to and from the device, as the settings say."""
+    """Storage of a role on this rank, which moves the role's tensors to and from the device."""
 
     def __init__(self, options: BuildOptions, tensors: RoleTensors) -> None:
         moved, self._tensors, self._on_cpu = options.offload, tensors, options.device.type == "cpu"
@@ -40,7 +39,7 @@ class RoleStorage:
         self._optimizer = Movable(_place(options)) if moved.optimizer else None
 
     def rest(self) -> None:
-        """Move everything that the settings name off the device, while the device computes what comes next."""
+        """Move the offloaded tensors off the device. The device can run other work at the same time."""
         if self._gradients is not None:
             self._gradients.leave(self._tensors.gradients())
         if self._optimizer is not None:
@@ -51,30 +50,30 @@ class RoleStorage:
             trim_heap()
 
     def bring_weights(self) -> None:
-        """Bring the weights back for a forward pass, which does not change them."""
+        """Load the weights for a forward pass, which does not change them."""
         if self._weights is not None:
             self._weights.come_back(unchanged=True)
             self._weights.arrive()
 
     def bring_all(self) -> None:
-        """Bring weights and gradients back and start copying the optimizer's state; call `await_optimizer` before using
-        it."""
+        """Load weights and gradients, and start the copy of the optimizer state. Call `await_optimizer` before using
+        the optimizer state."""
         for part in self._moved():
             part.come_back()
         if self._weights is not None:
             self._weights.arrive()
 
     def await_optimizer(self) -> None:
-        """Wait for the copies of the optimizer's state that `bring_all` started."""
+        """Wait for the copies of the optimizer state that `bring_all` started."""
         if self._optimizer is not None:
             self._optimizer.arrive()
 
     def read(self, tensor: Tensor, elements: slice = slice(None)) -> Tensor:
-        """Elements of a flattened tensor of the role, wherever it is; read-only."""
+        """Return elements of a flattened tensor of the role in any location, read-only."""
         for part in self._moved():
-            found = part.read(tensor, elements)
-            if found is not None:
-                return found
+            values = part.read(tensor, elements)
+            if values is not None:
+                return values
         return tensor.detach().flatten()[elements]
 
     def _moved(self) -> Iterator[Movable]:

@@ -23,30 +23,31 @@ from megappo.runtime.megatron_cpu import gather_one_by_one
 from megappo.runtime.megatron_patches import fix_gradient_norm, param_groups_of_role
 
 _STYLES = {"inverse_sqrt": "inverse-square-root", "wsd": "WSD"}
-"""Megatron's names of schedules, where they differ from ours."""
+"""Names of schedules in Megatron that differ from megappo's names."""
 PIECE = 2**17
-"""Elements that are converted at once, so that their float32 copy stays in a core's cache (adding in pieces is part of
-benchmarks/results/2026-11-23-update-cpu.md)."""
+"""Number of elements that are converted at the same time. Their float32 copy fits into the cache of a core (see the
+addition in pieces in benchmarks/results/2026-11-23-update-cpu.md)."""
 
 
 class AccumulatedParameter(Protocol):
-    """A parameter with the attributes of Megatron's gradient buffers, and one of ours."""
+    """Parameter with the attributes of Megatron's gradient buffers and one additional attribute."""
 
     grad: Tensor | None
     main_grad: Tensor
     grad_added_to_main_grad: bool
     has_zero_main_grad: bool
-    """Whether `main_grad` stands for zeros, whatever is stored there."""
+    """Whether `main_grad` represents zeros, independent of the stored values."""
 
     def register_post_accumulate_grad_hook(self, hook: Callable[[AccumulatedParameter], None]) -> RemovableHandle:
-        """Call the hook whenever `grad` is complete."""
+        """Call the hook each time `grad` is complete."""
 
 
 def add_to_main_grad(parameter: AccumulatedParameter) -> None:
-    """Add a parameter's gradient to Megatron's float32 one and drop it. Zeros (`has_zero_main_grad`) are overwritten.
+    """Add the gradient of a parameter to Megatron's float32 gradient and free the gradient. Zeros
+    (`has_zero_main_grad`) are overwritten.
 
-    Megatron's hook, which runs after this one, would make a float32 copy of the whole gradient. This is a function of
-    the parameter alone: Python's garbage collector does not see objects that hooks hold.
+    Megatron's hook runs after this hook and would create a float32 copy of the whole gradient. The function depends
+    only on the parameter, because Python's garbage collector does not see objects that hooks reference.
     """
     is_zero, parameter.has_zero_main_grad = parameter.has_zero_main_grad, False
     added = parameter.grad_added_to_main_grad and not getattr(parameter, "zero_out_wgrad", False)
@@ -62,11 +63,10 @@ def add_to_main_grad(parameter: AccumulatedParameter) -> None:
 
 
 def clip_gradients(optimizers: Iterable[MegatronOptimizer], grad_norm: float) -> None:
-    """Scale the gradients of Megatron's optimizers, whose norm is `grad_norm`, down to the norm that the settings
-    allow.
+    """Scale the gradients of Megatron's optimizers down if their norm `grad_norm` exceeds the configured norm.
 
-    Megatron's `clip_grad_by_total_norm_fp32` copies each gradient where there is no Apex. torch's fused AdamW divides
-    gradients while it reads them.
+    Megatron's `clip_grad_by_total_norm_fp32` copies each gradient if Apex is not installed. The fused AdamW of torch
+    scales gradients while it reads them.
     """
     for inner in optimizers:
         allowed = inner.config.clip_grad
@@ -85,7 +85,8 @@ def _is_fused(optimizer: torch.optim.Optimizer | PartlyOnHost) -> bool:
 def rate_schedule(
     optimizer: MegatronOptimizer, settings: OptimizerSettings, total_updates: int
 ) -> OptimizerParamScheduler:
-    """Learning rate schedule of a role with so many updates in the run; call its `step` after each."""
+    """Return the learning rate schedule of a role with `total_updates` updates in the run. Call `step` of the schedule
+    after each update."""
     warmup = settings.warmup(total_updates)
     return OptimizerParamScheduler(
         optimizer,
@@ -106,7 +107,7 @@ def rate_schedule(
 
 
 class RoleOptimizer:
-    """Gradients, AdamW and the schedule of a role on one rank; constructing it is a collective of the role's ranks."""
+    """Gradients, AdamW and the schedule of a role on one rank. All ranks of the role must construct it together."""
 
     def __init__(self, model: RoleModel, settings: OptimizerSettings, total_updates: int) -> None:
         bf16, on_cuda = model.options.dtype == torch.bfloat16, model.options.device.type == "cuda"
@@ -116,7 +117,7 @@ class RoleOptimizer:
             grad_reduce_in_fp32=True,
             overlap_grad_reduce=settings.reduces_in_backward(on_cuda=on_cuda),
             overlap_param_gather=self._gathers_late,
-            align_param_gather=self._gathers_late,  # `step` begins the gathers of all chunks
+            align_param_gather=self._gathers_late,  # `step` starts the gathers of all chunks
             use_distributed_optimizer=settings.shards_state(grid),
         )
         self.chunks = [
@@ -124,7 +125,7 @@ class RoleOptimizer:
             for chunk in model.chunks
         ]
         model.config.finalize_model_grads_func = finalize_summed_grads
-        if ddp.overlap_grad_reduce:  # gradients are accumulated over microbatches before they are reduced
+        if ddp.overlap_grad_reduce:  # gradients are accumulated over microbatches before the reduction
             without_sync = [chunk.no_sync for chunk in self.chunks]
             model.config.no_sync_func = without_sync if len(without_sync) > 1 else without_sync[0]
         config = OptimizerConfig(
@@ -148,9 +149,9 @@ class RoleOptimizer:
                 config, self.chunks, use_gloo_process_groups=False, pg_collection=model.layout.groups
             )
         inners = getattr(self.megatron, "chained_optimizers", [self.megatron])
-        self._inners = [inner for inner in inners if inner.optimizer is not None]  # where all dense weights are frozen
-        self._added_here: list[AccumulatedParameter] = []
-        """Parameters whose gradients `add_to_main_grad` accumulates."""
+        self._inners = [inner for inner in inners if inner.optimizer is not None]  # None if dense weights are frozen
+        self._accumulated: list[AccumulatedParameter] = []
+        """Parameters with gradients that `add_to_main_grad` accumulates."""
         if bf16 and not on_cuda:
             self._spare_memory(adds_at_once=ddp.overlap_grad_reduce)
         for inner in self._inners if settings.on_host else ():
@@ -159,21 +160,21 @@ class RoleOptimizer:
         self.state = OptimizerState(self._inners, model.layout.groups.dp_cp, model.layout.groups.expt_dp)
         self._schedule = rate_schedule(self.megatron, settings, total_updates)
         self.updates = 0
-        """Updates applied so far."""
+        """Number of applied updates."""
 
     def _spare_memory(self, *, adds_at_once: bool) -> None:
-        """Pass over a CPU's memory as rarely as possible.
+        """Reduce the number of passes over the memory of a CPU.
 
-        torch's AdamW takes five times as long where it is not fused, which Megatron does not ask for and torch reads at
-        every step. The fused one rounds differently by the last bits of float32, which is nothing beside bfloat16's;
-        float32 models keep the loop.
+        The AdamW of torch takes five times as long if it is not fused. Megatron does not request the fused version,
+        and torch reads the option at every step. The fused version differs in the last bits of float32, which are far
+        below the precision of bfloat16. Float32 models keep the loop.
         """
         for inner in self._inners:
             for group in inner.optimizer.param_groups:
                 group["fused"] = True
         if not adds_at_once:
-            self._added_here += (p for chunk in self.chunks for p in chunk.parameters() if p.requires_grad)
-        for parameter in self._added_here:
+            self._accumulated += (p for chunk in self.chunks for p in chunk.parameters() if p.requires_grad)
+        for parameter in self._accumulated:
             parameter.has_zero_main_grad = False
             parameter.register_post_accumulate_grad_hook(add_to_main_grad)
 
@@ -184,17 +185,17 @@ class RoleOptimizer:
 
     @property
     def place(self) -> int:
-        """Where the schedule stands among the role's updates of the run: after `updates`, unless a step had another
-        number of them before."""
+        """Position of the schedule among the role's updates of the run. The position equals `updates` unless the
+        number of updates per step was different earlier."""
         return int(self._schedule.num_steps)
 
     def continue_after(self, updates: int, place: int) -> None:
-        """Go on after so many updates, at this place of the schedule."""
+        """Continue after `updates` updates, at the position `place` of the schedule."""
         self.updates, self._schedule.num_steps = updates, 0
         self._schedule.step(increment=place)
 
     def tensors(self) -> RoleTensors:
-        """All tensors of the role on the device."""
+        """Return all tensors of the role on the device."""
         return RoleTensors(
             weights=lambda: (p for chunk in self.chunks for p in chunk.parameters()),
             gradients=lambda: (b.grad_data for c in self.chunks for b in (*c.buffers, *c.expert_parallel_buffers)),
@@ -217,23 +218,24 @@ class RoleOptimizer:
         return total
 
     def _weight_storages(self) -> set[int]:
-        """Identities of the storages that hold weights. The distributed optimizer's main weights of a float32 model
-        share them."""
+        """Return the identities of the storages of the weights. The main weights of a float32 model share these
+        storages in the distributed optimizer."""
         return {p.untyped_storage()._cdata for chunk in self.chunks for p in chunk.parameters()}
 
     def zero_grad(self) -> None:
         """Reset the gradients of the last minibatch."""
         for chunk in self.chunks:
             chunk.zero_grad_buffer()
-        for parameter in self._added_here:
+        for parameter in self._accumulated:
             parameter.has_zero_main_grad = True
         self.megatron.zero_grad()
 
     def step(self) -> tuple[bool, float]:
-        """Apply the gradients unless their norm is not finite; returns (applied, norm before clipping)."""
+        """Apply the gradients unless their norm is not finite. Return whether they were applied, and the norm before
+        clipping."""
         self.megatron.prepare_grads()
         grad_norm = float(self.megatron.get_grad_norm())
-        # The norm is global: either all ranks of the role take part in the gather of the step below, or none.
+        # The norm is global, so either all ranks of the role join the gather of the step below or no rank does.
         if not math.isfinite(grad_norm):
             return False, grad_norm
         clip_gradients(self._inners, grad_norm)
@@ -248,8 +250,8 @@ class RoleOptimizer:
         return True, grad_norm
 
     def settle_weights(self) -> None:
-        """Wait until weights that other ranks updated have arrived; a part of the model waits for its own before it
-        runs."""
+        """Wait for all weights that other ranks updated. A forward pass waits only for the weights of the next part of
+        the model."""
         for chunk in self.chunks if self._gathers_late else ():
             for group in [*chunk.bucket_groups, *chunk.expert_parallel_bucket_groups]:
                 if group.param_gather_handle is not None:

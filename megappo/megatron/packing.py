@@ -1,6 +1,6 @@
-"""Assigns samples to data parallel replicas and packs them into microbatches.
+"""Assignment of samples to data parallel replicas and microbatches.
 
-Pure functions of the lengths in integers: every rank computes the same plan from the all-gathered lengths.
+All functions are pure functions of integer lengths. Every rank computes the same plan from the all-gathered lengths.
 """
 
 from __future__ import annotations
@@ -18,22 +18,22 @@ class Microbatch:
 
     sample_ids: tuple[int, ...]
     is_filler: bool = False
-    """Whether it repeats a sample with zero weight, because a schedule needs a multiple of microbatches."""
+    """Whether the microbatch repeats a sample with zero weight, because a schedule needs a multiple of microbatches."""
 
 
 @dataclass(frozen=True)
 class MicrobatchPlan:
-    """replicas[d] lists the microbatches of data parallel replica d in order."""
+    """Plan of microbatches. replicas[d] lists the microbatches of data parallel replica d in order."""
 
     replicas: tuple[tuple[Microbatch, ...], ...]
     busiest_flops: int
-    """FLOPs of the busiest replica, fillers included. Where replicas wait for each other in every microbatch: the sum
-    over microbatches of the costliest one."""
+    """FLOPs of the busiest replica, including fillers. If replicas wait for each other in every microbatch, the value
+    is the sum over microbatches of the most expensive one."""
     mean_flops: float
     """Mean FLOPs of the replicas, without fillers."""
 
     def replica_of(self) -> dict[int, int]:
-        """The replica that processes each sample, by ascending sample id; fillers are left out."""
+        """Return the replica of each sample in ascending order of sample ids, without fillers."""
         places = (
             (sample_id, replica)
             for replica, microbatches in enumerate(self.replicas)
@@ -45,9 +45,10 @@ class MicrobatchPlan:
 
 
 def balance(costs: Sequence[int], n_bins: int) -> list[list[int]]:
-    """Distribute items over bins so that the sums are close (longest processing time first, Graham 1969).
+    """Distribute items over bins with similar sums (longest processing time first, Graham 1969).
 
-    Returns lists of item indices in increasing order; deterministic, ties go to the emptier, then the lower bin.
+    Return lists of item indices in increasing order. The result is deterministic. Ties go to the bin with fewer items,
+    then to the lower bin.
     """
     heap = [(0, 0, b) for b in range(n_bins)]
     bins: list[list[int]] = [[] for _ in range(n_bins)]
@@ -59,10 +60,10 @@ def balance(costs: Sequence[int], n_bins: int) -> list[list[int]]:
 
 
 def pack(lengths: Sequence[int], budget_tokens: int, cost: SampleCost) -> list[list[int]]:
-    """Pack items into the fewest bins of at most `budget_tokens` tokens with about equal costs, the costliest bin
-    first.
+    """Pack items into the fewest bins of at most `budget_tokens` tokens with similar costs. The bin with the highest
+    cost is first.
 
-    Raises ValueError where a single item exceeds the budget.
+    Raises ValueError if a single item exceeds the budget.
     """
     if not lengths:
         return []
@@ -74,24 +75,24 @@ def pack(lengths: Sequence[int], budget_tokens: int, cost: SampleCost) -> list[l
     costs = [cost.of(n) for n in lengths]
 
     def packed(n_bins: int) -> list[list[int]] | None:
-        # Bins of equal costs may be over the budget where bins of equal tokens are not.
+        # Bins of equal costs may exceed the budget even if bins of equal tokens do not.
         for evened in (costs, lengths):
             bins = balance(evened, n_bins)
             if max(sum(lengths[i] for i in b) for b in bins) <= budget_tokens:
                 return sorted((b for b in bins if b), key=lambda b: -sum(costs[i] for i in b))
         return None
 
-    halves = sum(2 * n > budget_tokens for n in lengths)  # no two of these fit into one bin
+    halves = sum(2 * n > budget_tokens for n in lengths)  # two of these never fit into one bin
     return fewest(max(-(-sum(lengths) // budget_tokens), halves), packed)
 
 
 def fewest(n_bins: int, packed: Callable[[int], list[list[int]] | None]) -> list[list[int]]:
-    """Find the first number of bins from `n_bins` on that can be packed, by doubling steps and then bisection of the
-    last one."""
-    found, step = packed(n_bins), 1
-    while found is None:
+    """Find the first number of bins, starting at `n_bins`, that can be packed. The search doubles its steps and then
+    bisects the last step."""
+    bins, step = packed(n_bins), 1
+    while bins is None:
         n_bins, step = n_bins + step, 2 * step
-        found = packed(n_bins)
+        bins = packed(n_bins)
     too_few = n_bins - step // 2
     while n_bins - too_few > 1:
         middle = (too_few + n_bins) // 2
@@ -99,8 +100,8 @@ def fewest(n_bins: int, packed: Callable[[int], list[list[int]] | None]) -> list
         if fewer is None:
             too_few = middle
         else:
-            n_bins, found = middle, fewer
-    return found
+            n_bins, bins = middle, fewer
+    return bins
 
 
 def plan_microbatches(
@@ -112,18 +113,18 @@ def plan_microbatches(
     multiple_of: int = 1,
     in_step: bool = False,
 ) -> MicrobatchPlan:
-    """Spread samples over replicas by cost and pack each replica's share by the budget.
+    """Distribute samples over replicas by cost and pack the samples of each replica by the budget.
 
     Args:
         lengths: tokens of each sample id; the order of the mapping does not matter.
         cost: cost model of a sample.
         replicas: data parallel size.
-        budget_tokens: most tokens in a microbatch.
-        multiple_of: every replica gets a multiple of this many microbatches (interleaved pipelines need it).
-        in_step: every replica gets equally many microbatches (experts spread over replicas need it).
+        budget_tokens: largest number of tokens in a microbatch.
+        multiple_of: factor of the number of microbatches on every replica (interleaved pipelines need it).
+        in_step: whether every replica gets the same number of microbatches (experts spread over replicas need it).
 
-    A replica's missing microbatches are repetitions of the shortest sample that carry no weight, so every replica has
-    at least one microbatch.
+    Missing microbatches of a replica repeat the shortest sample with zero weight. Every replica has at least one
+    microbatch.
     """
     ids = sorted(lengths)
     costs = {i: cost.of(lengths[i]) for i in ids}

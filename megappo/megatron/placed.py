@@ -1,9 +1,10 @@
-"""The samples of a step on the ranks of a role: sent there once, used by every forward pass and update of the step.
+"""Samples of a step on the ranks of a role. The samples are sent once and used by all forward passes and updates of
+the step.
 
-Lengths are announced once for all roles. Lengths and minibatches determine where each sample goes: to the replicas that
-process it in the forward pass or in a minibatch of the step, at most 1 + epochs of them (and those that use it as a
-filler). So a rank holds no more than (1 + epochs) / replicas of the batch, and the plan of each minibatch is balanced
-on its own.
+Lengths are announced once for all roles. Lengths and minibatches determine the replicas of each sample: a sample is
+sent to the replicas that process it in the forward pass or in a minibatch of the step. There are at most 1 + epochs of
+these replicas, plus the replicas that use the sample as a filler. A rank therefore has at most (1 + epochs) / replicas
+of the batch, and each minibatch has its own balanced plan.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ from megappo.types import RoutingShape, Samples
 
 @dataclass(frozen=True)
 class Announced:
-    """This rank's samples, and what every rank knows about the samples of all ranks, in the order of ranks and of each
+    """Samples of this rank, and the metadata of the samples of all ranks. The order is that of the ranks and of each
     rank's samples."""
 
     samples: Samples
@@ -39,7 +40,8 @@ class Announced:
 
 
 def announce(samples: Samples, device: torch.device) -> Announced:
-    """Tell all ranks about this rank's samples, whose ids are unique over all ranks; a collective of the world."""
+    """Send the ids and lengths of this rank's samples to all ranks. Sample ids are unique over all ranks. All ranks
+    must call this function."""
     tokens_B = torch.tensor([len(s) for s in samples.sequences], dtype=torch.int64)
     local_B3 = torch.stack([samples.sample_ids_B, tokens_B, samples.response_lengths_B], dim=1).to(device)
     announced = Announced(samples, {}, {}, {})
@@ -52,7 +54,7 @@ def announce(samples: Samples, device: torch.device) -> Announced:
 
 @dataclass(frozen=True)
 class PlacedBatch:
-    """The samples of all ranks as one role holds them. Every method is a collective of the world, except `for_role`."""
+    """Samples of all ranks on the ranks of one role. All ranks must call each method except `for_role`."""
 
     role: Role
     announced: Announced
@@ -63,35 +65,37 @@ class PlacedBatch:
     forward_plan: MicrobatchPlan
     update_plans: tuple[MicrobatchPlan, ...]
     """Microbatches of each minibatch, in the order of `minibatches`."""
-    there: Routes
-    """Routes of the samples, from the rank that generated each one to the ranks of the role that process it."""
-    back: Routes
-    """Routes of the forward pass's results, from the output ranks to the rank that each sample came from."""
+    sample_routes: Routes
+    """Routes of the samples from the rank that generated them to the ranks of the role that process them."""
+    result_routes: Routes
+    """Routes of the results of the forward pass, from the output ranks to the rank of each sample."""
 
     @property
     def samples(self) -> Samples:
-        """The samples that this rank generated and sent."""
+        """Samples that this rank generated and sent."""
         return self.announced.samples
 
     def forward(self) -> Tensor:
-        """The model's output at each response token of this rank's samples: a policy's log-probabilities of the sampled
-        tokens, or a critic's values. (B, R) float32 on the CPU, padded with 0; R is 1 where there is no sample."""
+        """Return the output of the model at each response token of this rank's samples. The output of a policy is the
+        log-probabilities of the sampled tokens, and the output of a critic is the values. The tensor is (B, R) float32
+        on the CPU, padded with 0. R is 1 if there is no sample."""
         outputs = self.role.run_forward(self.forward_plan, self.here)
         device = self.role.runtime.device
-        found = exchange(outputs, self.back, self.announced.responses, dtype=torch.float32, device=device)
+        received = exchange(outputs, self.result_routes, self.announced.responses, dtype=torch.float32, device=device)
         lengths = self.samples.response_lengths_B.tolist()
         output_BR = torch.zeros(len(lengths), max(lengths, default=1))
         for output_R, sample_id, n in zip(output_BR, self.samples.sample_ids_B.tolist(), lengths, strict=True):
-            output_R[:n] = found[sample_id]
+            output_R[:n] = received[sample_id]
         return output_BR
 
     def for_role(self, role: Role) -> PlacedBatch:
-        """The batch for another role with the same placement; nothing is sent."""
+        """Return the batch for another role with the same placement. No data is sent."""
         assert role.placement == self.role.placement
         return replace(self, role=role)
 
     def with_fields(self, fields_BR: Mapping[str, Tensor]) -> PlacedBatch:
-        """The batch with further numbers for each response token, which are sent to the ranks that have the samples.
+        """Return the batch with additional values for each response token. The values are sent to the ranks with the
+        samples.
 
         All ranks pass the same names in the same order.
         """
@@ -99,10 +103,10 @@ class PlacedBatch:
         mine = zip(self.samples.sample_ids_B.tolist(), self.samples.response_lengths_B.tolist(), strict=True)
         outgoing = {sample_id: fields_FBR[:, b, :n] for b, (sample_id, n) in enumerate(mine)}
         sizes = {sample_id: len(fields_BR) * n for sample_id, n in self.announced.responses.items()}
-        found = exchange(outgoing, self.there, sizes, dtype=torch.float32, device=self.role.runtime.device)
+        values = exchange(outgoing, self.sample_routes, sizes, dtype=torch.float32, device=self.role.runtime.device)
         here = {
             sample_id: replace(
-                sample, fields=dict(zip(fields_BR, found[sample_id].view(len(fields_BR), -1), strict=True))
+                sample, fields=dict(zip(fields_BR, values[sample_id].view(len(fields_BR), -1), strict=True))
             )
             for sample_id, sample in self.here.items()
         }
@@ -115,8 +119,8 @@ class PlacedBatch:
 
         Args:
             number: index of the minibatch in `minibatches`.
-            task: computes the weighted sum to differentiate and its metrics, `loss` and `count` among them.
-            stop_above: a metric and the mean per `count` above which the update is refused.
+            task: computes the weighted sum to differentiate and its metrics, including `loss` and `count`.
+            stop_above: a metric and its limit; the update is skipped if the mean of the metric per `count` is above it.
         """
         role, mine = self.role, None
         if isinstance(role, TrainedRole):
@@ -127,10 +131,10 @@ class PlacedBatch:
 
 
 def place(role: Role, announced: Announced, minibatches: Iterable[Collection[int]] = ()) -> PlacedBatch:
-    """Send every rank's samples to the ranks of the role; a collective of the world.
+    """Send the samples of every rank to the ranks of the role. All ranks must call this function.
 
     Args:
-        minibatches: sample ids of each update to come, the same on every rank.
+        minibatches: sample ids of each planned update, the same on every rank.
     """
     minibatches, placement = tuple(minibatches), role.placement
     grid, tokens = placement.grid, announced.tokens
@@ -147,10 +151,10 @@ def place(role: Role, announced: Announced, minibatches: Iterable[Collection[int
     ]
     samples, rank = announced.samples, role.runtime.rank
     replicas = _replicas(plans)
-    there = make_routes(announced.homes, replicas, ranks_of=grid.replica_ranks, own=grid.replica_of(rank))
+    sample_routes = make_routes(announced.homes, replicas, ranks_of=grid.replica_ranks, own=grid.replica_of(rank))
     outgoing = dict(zip(samples.sample_ids_B.tolist(), samples.sequences, strict=True))
-    found = exchange(outgoing, there, tokens, dtype=torch.int64, device=role.runtime.device)
-    routing, marks = _send_routing(role, announced, replicas), _send_marks(role, announced, there)
+    sequences = exchange(outgoing, sample_routes, tokens, dtype=torch.int64, device=role.runtime.device)
+    routing, marks = _send_routing(role, announced, replicas), _send_marks(role, announced, sample_routes)
     answering = {i: grid.output_rank(replica) for i, replica in plans[0].replica_of().items()}
     responses = announced.responses
     return PlacedBatch(
@@ -158,46 +162,47 @@ def place(role: Role, announced: Announced, minibatches: Iterable[Collection[int
         announced=announced,
         here={
             i: PlacedSample(i, tokens_T, responses[i], routing=routing.get(i), below_minimum_R=marks.get(i))
-            for i, tokens_T in found.items()
+            for i, tokens_T in sequences.items()
         },
         minibatches=minibatches,
         forward_plan=plans[0],
         update_plans=tuple(plans[1:]),
-        there=there,
-        back=make_routes(answering, {i: (home,) for i, home in announced.homes.items()}, own=rank),
+        sample_routes=sample_routes,
+        result_routes=make_routes(answering, {i: (home,) for i, home in announced.homes.items()}, own=rank),
     )
 
 
 def _replicas(plans: Iterable[MicrobatchPlan]) -> dict[int, list[int]]:
-    """Replicas that process each sample in any of the plans, in ascending order."""
-    found: defaultdict[int, set[int]] = defaultdict(set)
+    """Return the replicas that process each sample in any of the plans, in ascending order."""
+    replicas_of_samples: defaultdict[int, set[int]] = defaultdict(set)
     for plan in plans:
         for replica, microbatches in enumerate(plan.replicas):
             for sample_id in (i for microbatch in microbatches for i in microbatch.sample_ids):
-                found[sample_id].add(replica)
-    return {sample_id: sorted(replicas) for sample_id, replicas in found.items()}
+                replicas_of_samples[sample_id].add(replica)
+    return {sample_id: sorted(replicas) for sample_id, replicas in replicas_of_samples.items()}
 
 
-def _send_marks(role: Role, announced: Announced, there: Routes) -> dict[int, Tensor]:
-    """`below_minimum` of each sample that this rank processes; empty for a role that excludes no token."""
+def _send_marks(role: Role, announced: Announced, routes: Routes) -> dict[int, Tensor]:
+    """Return `below_minimum` of each sample that this rank processes. The result is empty for a role that excludes no
+    token."""
     samples = announced.samples
     if samples.below_minimum is None or not role.options.stop_token_ids:
         return {}
     outgoing = dict(zip(samples.sample_ids_B.tolist(), [m.byte() for m in samples.below_minimum], strict=True))
-    received = exchange(outgoing, there, announced.responses, dtype=torch.uint8, device=role.runtime.device)
+    received = exchange(outgoing, routes, announced.responses, dtype=torch.uint8, device=role.runtime.device)
     return {sample_id: marks_R.bool() for sample_id, marks_R in received.items()}
 
 
 def _send_routing(role: Role, announced: Announced, replicas: Mapping[int, Collection[int]]) -> dict[int, Tensor]:
-    """Recorded routing of each sample that this rank processes, for this rank's layers; empty where the role does not
-    replay it."""
+    """Return the recorded routing of each sample that this rank processes, for the layers of this rank. The result is
+    empty if the role does not replay the routing."""
     samples, grid, layers = announced.samples, role.placement.grid, role.placement.stage_layers
     if samples.routing is None or not role.options.replays_routing:
         return {}
     shape, place = RoutingShape.of(role.arch), grid.place(role.runtime.rank)
     assert shape is not None
-    # Each stage is sent its own layers. The id of such a part is sample x stages + stage; stages of replicas are
-    # numbered alike.
+    # Each stage receives only its own layers. The id of such a part is sample x stages + stage. Stages of replicas are
+    # numbered in the same way.
     stages = range(grid.pp)
     homes = {i * grid.pp + stage: home for i, home in announced.homes.items() for stage in stages}
     to_stages = {
@@ -216,8 +221,8 @@ def _send_routing(role: Role, announced: Announced, replicas: Mapping[int, Colle
         ranks_of=lambda group: grid.stage_of_replica(*divmod(group, grid.pp)),
         own=None if place is None else place[0] * grid.pp + place[1],
     )
-    found = exchange(outgoing, routes, sizes, dtype=torch.uint8, device=role.runtime.device)
+    received = exchange(outgoing, routes, sizes, dtype=torch.uint8, device=role.runtime.device)
     return {
         i // grid.pp: flat.view(shape.dtype).view(-1, len(layers[i % grid.pp]), shape.experts_per_token)
-        for i, flat in found.items()
+        for i, flat in received.items()
     }

@@ -1,7 +1,7 @@
-"""Actor, critic and reference: models on their layouts, each represented on every rank of the world.
+"""Actor, critic and reference: models on their layouts. Each role has an object on every rank of the world.
 
-A rank without a part of a role's model has an `AbsentRole` in its place, so that all ranks call the same methods.
-`place` sends samples to the ranks of a role, see `placed`; this file has what a role does with the samples it holds.
+A rank without a part of a role's model has an `AbsentRole`, so all ranks call the same methods. `place` sends samples
+to the ranks of a role (see `placed`). This module computes with the samples on a rank.
 """
 
 from __future__ import annotations
@@ -34,21 +34,22 @@ from megappo_kernels.metrics import combine, stacked
 
 @dataclass(frozen=True)
 class Placement:
-    """Layout of a role, known on every rank."""
+    """Layout of a role, available on every rank."""
 
     name: str
     grid: Grid
     budget_tokens: int
     microbatch_multiple: int
-    """A replica's microbatches are a multiple of this: the pipeline size where it is interleaved, else 1."""
+    """Divisor of the number of a replica's microbatches: the pipeline size with an interleaved pipeline,
+    otherwise 1."""
     cost: SampleCost
-    """Cost model by which samples are spread over replicas and microbatches."""
+    """Cost model for the distribution of samples over replicas and microbatches."""
     stage_layers: tuple[tuple[int, ...], ...] = ()
     """Numbers of the layers of each pipeline stage, in the order of its chunks."""
 
 
 class Role(ABC):
-    """A role as seen by one rank of the world, which has a part of the model or none."""
+    """Role on one rank of the world, which has a part of the model or no part."""
 
     def __init__(self, placement: Placement, arch: ArchitectureConfig, options: BuildOptions, runtime: Runtime) -> None:
         self.placement, self.arch, self.options, self.runtime = placement, arch, options, runtime
@@ -56,47 +57,47 @@ class Role(ABC):
     @property
     @abstractmethod
     def layout(self) -> Layout | Outside:
-        """This rank's place in the role's grid, or `Outside`."""
+        """Place of this rank in the role's grid, or `Outside`."""
 
     @abstractmethod
     def run_forward(self, plan: MicrobatchPlan, samples: Mapping[int, PlacedSample]) -> dict[int, Tensor]:
-        """Compute the output (R,) float32 at the response tokens of each sample; empty on ranks that do not return
-        results."""
+        """Compute the output (R,) float32 at the response tokens of each sample. The result is empty on ranks that do
+        not return results."""
 
     def routing_report(self) -> Tensor:
-        """(layers, experts + 2) int64 in host memory: the counts of `RouterChoice` over this rank's tokens of the last
-        forward pass, with 0 for layers on other ranks."""
+        """Return (layers, experts + 2) int64 in host memory: the counts of `RouterChoice` over this rank's tokens of
+        the last forward pass. Layers on other ranks have counts of 0."""
         return torch.zeros(self.arch.layers, self.arch.experts + FURTHER, dtype=torch.int64)
 
     @abstractmethod
     def parameters(self) -> list[nn.Parameter]:
-        """Parameters of this rank's part of the model."""
+        """Return the parameters of this rank's part of the model."""
 
     @abstractmethod
     def rest(self) -> None:
-        """End the role's turn: wait for weights that are still on their way after an update, and move off the device
-        what the settings name (see `megappo.megatron.offload`)."""
+        """End the use of the role: wait for pending weights after an update, and offload the tensors that the settings
+        select (see `megappo.megatron.offload`)."""
 
     @abstractmethod
     def wake(self) -> None:
-        """Bring the whole role to the device so that it can be changed; `run_forward` and `run_update` do so by
+        """Load the whole role onto the device before a change. `run_forward` and `run_update` load the role
         themselves."""
 
     @abstractmethod
     def read(self, parameter: nn.Parameter) -> Tensor:
-        """A parameter's weights on the device, wherever they are stored; read-only."""
+        """Return the weights of a parameter on the device, read-only, from any storage location."""
 
     @abstractmethod
-    def read_shard(self, held: LocalShard) -> Tensor:
-        """A shard's weights on the device, with its adapters added where there are some; read-only."""
+    def read_shard(self, shard: LocalShard) -> Tensor:
+        """Return the weights of a shard on the device, read-only, including its adapters."""
 
     @abstractmethod
     def mapped_parameters(self) -> list[LocalShard]:
-        """Shards of the map on this rank, see `RoleModel.parameters_here`."""
+        """Return the shards of the map on this rank (see `RoleModel.parameters_here`)."""
 
     @abstractmethod
     def trained_parameters(self) -> list[LocalShard]:
-        """Shards that are trained on this rank, see `RoleModel.trained_here`."""
+        """Return the shards that are trained on this rank (see `RoleModel.trained_here`)."""
 
     def copy_weights(self) -> list[Tensor]:
         """Copy this rank's trained parameters to host memory."""
@@ -107,7 +108,8 @@ class Role(ABC):
 
     @torch.no_grad()
     def exchange_weights(self, weights: Sequence[Tensor]) -> list[Tensor]:
-        """Replace the model's weights by those of an earlier `copy_weights`; returns a copy of the replaced ones."""
+        """Replace the weights of the model with the weights of an earlier `copy_weights`. Return a copy of the
+        replaced weights."""
         before = self.copy_weights()
         self.wake()
         for parameter, tensor in zip(self._changing(), weights, strict=True):
@@ -125,7 +127,7 @@ class Role(ABC):
 
 
 class AbsentRole(Role):
-    """A role on a rank outside of it: the rank sends samples and receives results."""
+    """Role on a rank that has no part of the model. The rank sends samples and receives results."""
 
     layout = Outside()
 
@@ -144,8 +146,8 @@ class AbsentRole(Role):
     def read(self, parameter: nn.Parameter) -> Tensor:
         raise AssertionError(f"{self.placement.name} has no weights on this rank")
 
-    def read_shard(self, held: LocalShard) -> Tensor:
-        return self.read(held.parameter)
+    def read_shard(self, shard: LocalShard) -> Tensor:
+        return self.read(shard.parameter)
 
     def mapped_parameters(self) -> list[LocalShard]:
         return []
@@ -155,7 +157,7 @@ class AbsentRole(Role):
 
 
 class LocalRole(Role):
-    """A role on one of its ranks."""
+    """Role on one of its ranks."""
 
     def __init__(self, placement: Placement, model: RoleModel, runtime: Runtime) -> None:
         super().__init__(placement, model.arch, model.options, runtime)
@@ -163,14 +165,14 @@ class LocalRole(Role):
         self._chunks: Sequence[Chunk] = model.chunks
         self._report: Tensor | None = None
         self.storage = RoleStorage(model.options, self._tensors())
-        """Moves the role's tensors to and from the device."""
+        """Storage that moves the role's tensors to and from the device."""
 
     def _tensors(self) -> RoleTensors:
         return RoleTensors(weights=lambda: [p for chunk in self.model.chunks for p in chunk.parameters()])
 
     @property
     def layout(self) -> Layout:
-        """See `Role.layout`."""
+        """Layout of the role (see `Role.layout`)."""
         return self.model.layout
 
     def parameters(self) -> list[nn.Parameter]:
@@ -186,15 +188,15 @@ class LocalRole(Role):
     def read(self, parameter: nn.Parameter) -> Tensor:
         return self.storage.read(parameter).view(parameter.shape)
 
-    def read_shard(self, held: LocalShard) -> Tensor:
-        adapter, shape = self.model.adapter_of.get(held.entry.megatron), self.options.lora
+    def read_shard(self, shard: LocalShard) -> Tensor:
+        adapter, shape = self.model.adapter_of.get(shard.entry.megatron), self.options.lora
         if adapter is None or shape is None:
-            return self._as_it_is(held)
-        a, b = self._as_it_is(adapter.a), self._as_it_is(adapter.b)
-        return merged(self._as_it_is(held), a, b, shape.scale, adapter.order)
+            return self._stored(shard)
+        a, b = self._stored(adapter.a), self._stored(adapter.b)
+        return merged(self._stored(shard), a, b, shape.scale, adapter.order)
 
-    def _as_it_is(self, held: LocalShard) -> Tensor:
-        return self.storage.read(held.parameter, held.elements).view(held.shape)
+    def _stored(self, shard: LocalShard) -> Tensor:
+        return self.storage.read(shard.parameter, shard.elements).view(shard.shape)
 
     def mapped_parameters(self) -> list[LocalShard]:
         return self.model.parameters_here()
@@ -224,14 +226,14 @@ class LocalRole(Role):
     def routing_report(self) -> Tensor:
         report = super().routing_report()
         if self._report is not None:
-            here = [n for n in self.placement.stage_layers[self.layout.stage] if n in self.arch.expert_layers]
-            report[here] = self._report.cpu()
+            local_layers = [n for n in self.placement.stage_layers[self.layout.stage] if n in self.arch.expert_layers]
+            report[local_layers] = self._report.cpu()
         return report
 
     def _packed(
         self, plan: MicrobatchPlan, samples: Mapping[int, PlacedSample], *, balance: float = 0.0
     ) -> list[PackedBatch]:
-        """Pack the plan's microbatches of this rank's replica. `balance`: see `pack_samples`."""
+        """Pack the microbatches of this rank's replica. `balance` is an argument of `pack_samples`."""
         if not self.options.replays_routing and any(sample.routing is not None for sample in samples.values()):
             samples = {i: replace(sample, routing=None) for i, sample in samples.items()}
         return [
@@ -248,14 +250,14 @@ class LocalRole(Role):
 
 
 class _Forward:
-    """Returns the output of the output layer: log-probabilities or values."""
+    """Task that returns the output of the output layer: log-probabilities or values."""
 
     def expect(self, head: LogprobHead | ValueHead, batch: PackedBatch) -> None:
         """Set the rows and the tokens that they predict."""
         head.expect(batch)
 
     def finish(self, head: LogprobHead | ValueHead, output_NC: Tensor, batch: PackedBatch) -> tuple[Tensor, Tensor]:
-        """The output unchanged, with its sum for the schedule; nothing is differentiated."""
+        """Return the unchanged output, with its sum for the schedule. Nothing is differentiated."""
         return output_NC.sum(), output_NC[:, 0].detach().float()
 
 
@@ -268,14 +270,14 @@ class Update:
     sums: dict[str, float]
     """Summed metrics of the minibatch, as in `megappo_kernels.metrics`."""
     grad_norm: float
-    """Global L2 norm before clipping; NaN where the update was refused before gradients were reduced."""
+    """Global L2 norm before clipping; NaN if the update was skipped before the gradients were reduced."""
     learning_rate: float
     router_aux_loss: float | None = None
-    """Mean load-balancing loss of a layer, without its weight; None where there is none."""
+    """Mean load-balancing loss of a layer without its weight; None without this loss."""
 
 
 class TrainedRole(LocalRole):
-    """A role with gradients and an optimizer, on one of its ranks."""
+    """Role with gradients and an optimizer, on one of its ranks."""
 
     def __init__(self, placement: Placement, model: RoleModel, runtime: Runtime, optimizer: RoleOptimizer) -> None:
         self.optimizer = optimizer
@@ -300,7 +302,7 @@ class TrainedRole(LocalRole):
         task: Task[Head, Mapping[str, Tensor]],
         stop_above: tuple[str, float] | None,
     ) -> Update:
-        """Run one optimizer update on all replicas' microbatches; see `PlacedBatch.update`."""
+        """Run one optimizer update on the microbatches of all replicas (see `PlacedBatch.update`)."""
         balance = self.options.router_aux_loss_coef / len(plan.replica_of())
         batches, optimizer = self._packed(plan, samples, balance=balance), self.optimizer
         self.storage.bring_all()
@@ -308,7 +310,7 @@ class TrainedRole(LocalRole):
         reports = run_schedule(self._chunks, self.layout, batches, task, train=True)
         sums, uneven = self._reduce(batches, reports)
         rate = optimizer.learning_rate
-        # The sums are those of the whole role, so that all of its ranks refuse the update or none does.
+        # The sums cover the whole role, so either all of its ranks skip the update or no rank does.
         if stop_above is not None and sums[stop_above[0]] > stop_above[1] * sums["count"]:
             return Update(False, True, sums, float("nan"), rate, uneven)
         finite_loss = bool(torch.isfinite(torch.tensor(sums["loss"])))
@@ -320,7 +322,7 @@ class TrainedRole(LocalRole):
         self, batches: Sequence[PackedBatch], reports: Sequence[Mapping[str, Tensor]]
     ) -> tuple[dict[str, float], float | None]:
         """Combine the metrics of all microbatches, context ranks and replicas, and the load-balancing losses of all
-        layers. A collective of the role; every rank gets the result."""
+        layers. All ranks of the role must call this method, and every rank gets the result."""
         local: dict[str, float] = {}
         if self.layout.reports_losses:
             real = [r for b, r in zip(batches, reports, strict=True) if not b.is_filler] or [
@@ -329,19 +331,19 @@ class TrainedRole(LocalRole):
             combined = combine(stacked(real))
             numbers = torch.stack([value.double() for value in combined.values()]).tolist()  # one read for all
             local = dict(zip(combined, numbers, strict=True))
-        found = all_gather_objects(
+        results = all_gather_objects(
             (local, summed_losses(batch.segments.routing for batch in batches)), self.layout.role_group
         )
-        parts = [part for part, _ in found if part]
+        parts = [part for part, _ in results if part]
         of_role = {name: torch.tensor([part[name] for part in parts], dtype=torch.float64) for name in parts[0]}
         weight = self.options.router_aux_loss_coef * len(self.arch.expert_layers)
-        uneven = sum(loss for _, loss in found) / weight if weight else None
+        uneven = sum(loss for _, loss in results) / weight if weight else None
         return {name: float(value) for name, value in combine(of_role).items()}, uneven
 
 
 class SharedBase(LocalRole):
-    """A reference that is the actor with its adapters off, on one of its ranks. It has no weights of its own: they rest
-    and return with the actor's."""
+    """Reference that is the actor with its adapters off, on one of its ranks. The reference has no separate weights,
+    so its weights are offloaded and loaded with the actor's weights."""
 
     def __init__(self, actor: TrainedRole) -> None:
         Role.__init__(self, actor.placement, actor.arch, replace(actor.options, replays_routing=False), actor.runtime)
@@ -351,8 +353,8 @@ class SharedBase(LocalRole):
     def rest(self) -> None:
         self._actor.rest()
 
-    def read_shard(self, held: LocalShard) -> Tensor:
-        return self._as_it_is(held)
+    def read_shard(self, shard: LocalShard) -> Tensor:
+        return self._stored(shard)
 
     def run_forward(self, plan: MicrobatchPlan, samples: Mapping[int, PlacedSample]) -> dict[int, Tensor]:
         assert self.model.switch is not None
@@ -361,5 +363,5 @@ class SharedBase(LocalRole):
 
 
 def base_of(actor: Role) -> Role:
-    """The model under a trained role's adapters, on every rank."""
+    """Return the model without the adapters of a trained role, on every rank."""
     return SharedBase(actor) if isinstance(actor, TrainedRole) else actor

@@ -1,9 +1,10 @@
 """Rotary positions of a packed microbatch.
 
-Megatron's own rotation of packed sequences reads the segments' lengths on the host, twice for queries and twice for
-keys of every layer, and recomputes cosine and sine each time. Here they are computed once per microbatch, for the
-positions in the pack. Shape legend: t tokens of a packed microbatch, h heads, d channels; the kinds of rope of a
-model's layers may differ in d.
+Megatron's rotation of packed sequences reads the lengths of segments on the host, twice for queries and twice for keys
+of every layer. It also recomputes cosine and sine each time. Here, cosine and sine are computed once per microbatch
+for the positions in the pack.
+
+Shape legend: t tokens of a packed microbatch, h heads, d channels. Kinds of rope of a model may differ in d.
 """
 
 from __future__ import annotations
@@ -25,10 +26,11 @@ if TYPE_CHECKING:
 
 
 class PackedRotary(nn.Module):
-    """Replaces GPTModel's `rotary_pos_emb`, with the two methods that GPTModel calls."""
+    """Replacement for `rotary_pos_emb` of GPTModel, with the two methods that GPTModel calls."""
 
     def __init__(self, ropes: Sequence[Rope]) -> None:
-        """`ropes`: one of each kind of layer, with frequencies on the model's device."""
+        """Create the module. `ropes` has one rope for each kind of layer, with frequencies on the device of
+        the model."""
         super().__init__()
         self.ropes = ropes
 
@@ -40,20 +42,22 @@ class PackedRotary(nn.Module):
         _config: TransformerConfig,
         packed_seq_params: PackedSegments,
     ) -> Tensor:
-        """The value that GPTModel passes to `forward`: the position of every token, (t,), instead of a length."""
+        """Return the input of `forward`, which GPTModel passes on: the positions of all tokens, (t,), instead of a
+        length."""
         return packed_seq_params.positions
 
     def forward(self, positions: Tensor, *, packed_seq: bool, cp_group: dist.ProcessGroup) -> Tensor:
-        """(t,) -> (2, t, 1, d): scaled cosine and sine in float32, as servers compute them.
+        """Return scaled cosine and sine in float32 for positions (t,), as (2, t, 1, d). Servers compute the same
+        values.
 
-        They are one tensor, because Megatron would take a pair for queries and keys. Several kinds of rope are
-        flattened and concatenated; `of_kind` selects one of them.
+        The result is one tensor, because Megatron would interpret a pair as values for queries and keys. Several kinds
+        of rope are flattened and concatenated. `of_kind` selects one of them.
         """
         kinds = [self._cosine_sine(positions.float(), rope) for rope in self.ropes]
         return kinds[0] if len(kinds) == 1 else torch.cat([kind.flatten() for kind in kinds])
 
     def of_kind(self, number: int, flat: Tensor) -> Tensor:
-        """(2, t, 1, d): cosine and sine of the kind with this number."""
+        """Return cosine and sine of the kind with the index `number`, (2, t, 1, d)."""
         channels = [2 * len(rope.inverse_frequencies) for rope in self.ropes]
         tokens = len(flat) // (2 * sum(channels))
         kind = flat.split([2 * tokens * d for d in channels])[number]
@@ -67,8 +71,8 @@ class PackedRotary(nn.Module):
 
 
 def rotate(x: Tensor, _cu_seqlens: Tensor, cosine_sine: Tensor, **_of_context_parallelism: int) -> Tensor:
-    """Rotate channels i and i + r/2, for i < r/2, of (t, h, d) by the token's angles, (2, t, 1, r). Channels from r on
-    stay."""
+    """Rotate channels i and i + r/2, for i < r/2, of (t, h, d) by the angles of the token, (2, t, 1, r). The other
+    channels are unchanged."""
     cosine, sine = cosine_sine
     rotated = cosine.shape[-1]
     if rotated == x.shape[-1]:

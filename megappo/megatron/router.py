@@ -1,20 +1,24 @@
-"""Chooses the experts of each token: those with the largest scores, or those that the engine used when it sampled.
+"""Choice of the experts of each token: the experts with the largest scores, or the experts that the engine used for
+sampling.
 
-Engine and trainer round differently. Where two experts score almost alike, the same token may go to different ones: its
-log-probability jumps, and the update learns from a policy that did not sample (Ma et al. 2025, arXiv:2510.11370). With
-the engine's choice replayed, routers still compute every score and gradient; only the choice of scores is given. The
-weights of a token's experts are computed from these scores as they would be from the largest.
+Engine and trainer round differently. If two experts have nearly equal scores, engine and trainer may choose different
+experts for the same token. The log-probability of the token then differs strongly, and the update learns from a policy
+that did not sample (Ma et al. 2025, arXiv:2510.11370). With replayed choices, routers still compute all scores and
+gradients. Only the choice of experts is fixed. The weights of a token's experts are computed from their scores as
+usual.
 
-Megatron's routers have a field for this, `router_replay`, with a class of its own (moe/router_replay.py). That class
-keeps recorded choices in lists that all roles of a process share and that a pipeline consumes in turn. Here they belong
-to the microbatch: each layer gets them with the microbatch's segments, in forward and when it is recomputed.
+Routers of Megatron have a field for this purpose, `router_replay`, with a separate class (moe/router_replay.py). That
+class keeps recorded choices in lists. All roles of a process share these lists, and a pipeline consumes the lists in
+turn. Here, the choices belong to the microbatch. Each layer gets them with the segments of the microbatch, in the
+forward pass and during recomputation.
 
-A second loss can spread tokens evenly over experts within each sample, as in DeepSeek-V3 (arXiv:2412.19437, eq. 17 to
-20; Megatron's `seq_aux_loss`). What a sample adds does not depend on other samples of its microbatch, so no layout
-changes the result. The loss is summed over layers; Megatron's autograd function adds it to backward.
+An additional loss can balance the tokens over experts within each sample, as in DeepSeek-V3 (arXiv:2412.19437, eq. 17
+to 20; `seq_aux_loss` of Megatron). The loss of a sample does not depend on other samples of its microbatch, so the
+result is the same for all layouts. The loss is summed over layers. An autograd function of Megatron adds the loss to
+the backward pass.
 
-Shape legend: l tokens of a microbatch on this context rank, T of them on this tensor rank; L layers of this rank, E
-experts, K of them for each token; S samples.
+Shape legend: l tokens of a microbatch on this context rank, T tokens of the microbatch on this tensor rank; L layers
+of this rank, E experts, K experts of each token; S samples.
 """
 
 from __future__ import annotations
@@ -36,37 +40,38 @@ if TYPE_CHECKING:
     from megatron.core.transformer.transformer_layer import TransformerLayer
 
 MLPOutput: TypeAlias = tuple[Tensor, Tensor | None]
-"""Output of a layer's MLP or experts, and the bias that Megatron would add to it."""
+"""Output of a layer's MLP or experts, with the bias that Megatron would add to the output."""
 FURTHER = 2
-"""Counts in a report behind those of the experts: tokens with given experts, and tokens whose experts that changed."""
+"""Number of counts in a report after the counts of the experts: tokens with replayed experts, and tokens with changed
+experts."""
 
 
 @dataclass(frozen=True)
 class Balance:
-    """Inputs of a microbatch's load-balancing loss."""
+    """Inputs of the load-balancing loss of a microbatch."""
 
     samples: int
     sample_l: Tensor
-    """int64: the sample that each token belongs to."""
+    """Sample of each token (int64)."""
     weights_l: Tensor
-    """float32: weight of the loss, divided by the square of the number of the sample's tokens; 0 for padding."""
+    """Weight of the loss, divided by the square of the number of the sample's tokens (float32); 0 for padding."""
 
 
 @dataclass
 class MicrobatchRouting:
-    """Inputs of a rank's routers for a microbatch, and their reports."""
+    """Inputs of the routers of a rank for a microbatch, and the reports of the routers."""
 
     counted_l: Tensor
-    """bool: tokens that count; false for padding and for the samples of a filler."""
+    """Tokens that count in the reports (bool); false for padding and for the samples of a filler."""
     given_LlK: Tensor | None = None
-    """Given experts of each token; a token without K different ones is routed by the router. None: routers choose
-    all."""
+    """Replayed experts of each token. The router chooses the experts of a token without K different replayed experts.
+    With None, routers choose all experts."""
     balance: Balance | None = None
-    """Inputs of the load-balancing loss; None where there is none."""
+    """Inputs of the load-balancing loss; None without this loss."""
     reports: dict[int, Tensor] = field(default_factory=dict)
     """Counts of `RouterChoice` by layer. A recomputed layer writes the same counts again."""
     losses: dict[int, Tensor] = field(default_factory=dict)
-    """Load-balancing loss of this rank's tokens by layer, its weight included."""
+    """Weighted load-balancing loss of this rank's tokens by layer."""
 
 
 def routing_tensors(
@@ -78,13 +83,13 @@ def routing_tensors(
     counts: bool,
     balance: float = 0.0,
 ) -> dict[str, Tensor]:
-    """Inputs of the routers for a pack, on the host; `told_routers` takes them on the device.
+    """Return the inputs of the routers for a pack in host memory. `told_routers` uses these tensors on the device.
 
     Args:
         lengths: tokens of each sample.
-        padded: tokens that each sample takes up in the pack, followed by those of the segment that fills it up.
+        padded: tokens of each sample in the pack including padding, followed by the tokens of the filling segment.
         places_l: positions of this rank's tokens in the pack.
-        routings: (tokens - 1, L, K) of each sample, or nothing.
+        routings: (tokens - 1, L, K) of each sample, or an empty sequence.
         counts: whether the samples count; false for fillers.
         balance: weight of a sample in the load-balancing loss.
     """
@@ -92,37 +97,38 @@ def routing_tensors(
     counted = torch.zeros(starts[-1], dtype=torch.bool)
     for start, length in zip(starts, lengths, strict=False):
         counted[start : start + length] = counts
-    found = {"counted": counted[places_l]}
+    tensors = {"counted": counted[places_l]}
     if routings:
-        nobody = torch.iinfo(routings[0].dtype).max
-        given = torch.full((starts[-1], *routings[0].shape[1:]), nobody, dtype=routings[0].dtype)
+        no_expert = torch.iinfo(routings[0].dtype).max
+        expert_choices = torch.full((starts[-1], *routings[0].shape[1:]), no_expert, dtype=routings[0].dtype)
         for start, routing in zip(starts, routings, strict=False):
-            given[start : start + len(routing)] = routing
-        found["given"] = given[places_l].transpose(0, 1).contiguous()
+            expert_choices[start : start + len(routing)] = routing
+        tensors["given"] = expert_choices[places_l].transpose(0, 1).contiguous()
     if balance:
         sample, weights = torch.zeros(starts[-1], dtype=torch.int64), torch.zeros(starts[-1])
         for number, (start, length) in enumerate(zip(starts, lengths, strict=False)):
             sample[start : start + length] = number
             weights[start : start + length] = counts * balance / length**2
-        found |= {"sample": sample[places_l], "balance": weights[places_l]}
-    return found
+        tensors |= {"sample": sample[places_l], "balance": weights[places_l]}
+    return tensors
 
 
 def told_routers(tensors: Mapping[str, Tensor], samples: int) -> MicrobatchRouting:
-    """Make the routing of a pack of so many samples from the tensors of `routing_tensors`, on the device."""
+    """Return the routing of a pack of `samples` samples from the tensors of `routing_tensors` on the device."""
     balance = Balance(samples, tensors["sample"], tensors["balance"]) if "balance" in tensors else None
     return MicrobatchRouting(tensors["counted"], tensors.get("given"), balance)
 
 
 def _members(experts_TK: Tensor, n_experts: int) -> Tensor:
-    """(T, E) bool: which experts each token has."""
+    """Return (T, E) bool: true for the experts of each token."""
     members = torch.zeros(len(experts_TK), n_experts, dtype=torch.bool, device=experts_TK.device)
     return members.scatter_(1, experts_TK, True)
 
 
 def _within_best_groups(scores_TE: Tensor, groups: int, chosen: int) -> Tensor:
-    """(T, E): the scores of experts in the best groups, -inf elsewhere. A group is ranked by the sum of its two largest
-    scores (DeepSeek-AI 2024, arXiv:2412.19437, and transformers); Megatron takes K / `chosen` of them."""
+    """Return (T, E): the scores of experts in the best groups, and -inf for other experts. The rank of a group is the
+    sum of its two largest scores (DeepSeek-AI 2024, arXiv:2412.19437, and transformers). Megatron uses the K /
+    `chosen` largest scores of a group."""
     of_groups_TGe = scores_TE.unflatten(1, (groups, -1))
     best_TG = of_groups_TGe.topk(2, dim=-1).values.sum(-1).topk(chosen, dim=-1).indices
     others_TG = torch.ones_like(of_groups_TGe[..., 0], dtype=torch.bool).scatter_(1, best_TG, False)
@@ -130,17 +136,17 @@ def _within_best_groups(scores_TE: Tensor, groups: int, chosen: int) -> Tensor:
 
 
 class RouterChoice:
-    """Replaces `router_replay` of a layer's router, which calls it for a choice of experts.
+    """Replacement for `router_replay` of a layer's router, which calls this class for a choice of experts.
 
-    It counts (E + 2,) int64 of each microbatch: the tokens that went to each expert, the tokens with given experts, and
-    those of them that the router would have sent elsewhere.
+    The class counts (E + 2,) int64 of each microbatch: the tokens of each expert, the tokens with replayed experts,
+    and the replayed tokens for which the router would choose other experts.
     """
 
     def __init__(
         self, layer: TransformerLayer, number: int, tensor_rank: int, sharing: dist.ProcessGroup | None = None
     ) -> None:
-        """`number`: index of the layer among this rank's layers with experts. `sharing`: ranks that split the tokens of
-        each sample."""
+        """Attach to the router of a layer. `number` is the index of the layer among this rank's layers with experts.
+        `sharing` is the group of ranks that split the tokens of each sample."""
         self._number, self._tensor_rank, self._sharing = number, tensor_rank, sharing
         config = layer.mlp.router.config
         self._scores_are_shares = config.moe_router_pre_softmax
@@ -150,7 +156,8 @@ class RouterChoice:
         layer.mlp.router.router_replay = self
         layer.register_forward_pre_hook(self._begin, with_kwargs=True)
         if layer.mlp.moe_layer_recompute:
-            # Megatron would recompute the experts in backward, when the router already holds a later microbatch.
+            # Megatron would recompute the experts in the backward pass with the microbatch that the router processed
+            # last.
             layer.mlp.moe_layer_recompute, layer.mlp.forward = False, partial(self._recomputed, layer.mlp.forward)
 
     def _begin(
@@ -168,8 +175,8 @@ class RouterChoice:
             self._microbatch = microbatch
             return forward(hidden, **options)
 
-        found: MLPOutput = checkpoint(of_microbatch, False, hidden)
-        return found
+        output: MLPOutput = checkpoint(of_microbatch, False, hidden)
+        return output
 
     def get_replay_topk(
         self,
@@ -179,7 +186,7 @@ class RouterChoice:
         of_groups: int | None,
         largest: Callable[..., tuple[Tensor, Tensor]],
     ) -> tuple[Tensor, Tensor]:
-        """(T, K) scores of the chosen experts, and (T, K) their indices; the signature is that of Megatron's router."""
+        """Return (T, K) scores of the chosen experts and (T, K) indices. Megatron's router determines the signature."""
         if self._scores_are_sigmoids:
             biased_TE = scores_TE + self._router.correction_bias
             if groups is not None and of_groups is not None:
@@ -192,34 +199,35 @@ class RouterChoice:
         if microbatch is None:
             return values_TK, experts_TK
         n_tokens, n_experts = scores_TE.shape
-        here = slice(self._tensor_rank * n_tokens, (self._tensor_rank + 1) * n_tokens)
-        counted_T, members_TE = microbatch.counted_l[here], _members(experts_TK, n_experts)
+        own = slice(self._tensor_rank * n_tokens, (self._tensor_rank + 1) * n_tokens)
+        counted_T, members_TE = microbatch.counted_l[own], _members(experts_TK, n_experts)
         known_T = changed_T = torch.zeros_like(counted_T)
         if microbatch.given_LlK is not None:
-            given_TK = microbatch.given_LlK[self._number, here].long()
-            nearest_TK = given_TK.clamp(0, n_experts - 1)  # equal to the given index where that is an expert's
-            given_TE = _members(nearest_TK, n_experts)
-            known_T = (nearest_TK == given_TK).all(1) & (given_TE.sum(1) == chosen)
-            changed_T = known_T & (given_TE & ~members_TE).any(1)
-            experts_TK = torch.where(known_T[:, None], given_TK, experts_TK)
-            members_TE = torch.where(known_T[:, None], given_TE, members_TE)
+            replayed_TK = microbatch.given_LlK[self._number, own].long()
+            nearest_TK = replayed_TK.clamp(0, n_experts - 1)  # equal to the replayed index if the index is valid
+            replayed_TE = _members(nearest_TK, n_experts)
+            known_T = (nearest_TK == replayed_TK).all(1) & (replayed_TE.sum(1) == chosen)
+            changed_T = known_T & (replayed_TE & ~members_TE).any(1)
+            experts_TK = torch.where(known_T[:, None], replayed_TK, experts_TK)
+            members_TE = torch.where(known_T[:, None], replayed_TE, members_TE)
             values_TK = scores_TE.gather(1, experts_TK)
-        further = torch.stack([known_T, changed_T], dim=1)
-        counted = torch.cat([members_TE, further], dim=1) & counted_T[:, None]
+        counts_T2 = torch.stack([known_T, changed_T], dim=1)
+        counted = torch.cat([members_TE, counts_T2], dim=1) & counted_T[:, None]
         microbatch.reports[self._number] = counted.sum(0)
         if microbatch.balance is not None and torch.is_grad_enabled():
-            loss = self._balancing_loss(scores_TE, members_TE, microbatch.balance, here) / chosen
+            loss = self._balancing_loss(scores_TE, members_TE, microbatch.balance, own) / chosen
             microbatch.losses[self._number] = loss.detach()
             values_TK = MoEAuxLossAutoScaler.apply(values_TK, loss)
         return values_TK, experts_TK
 
-    def _balancing_loss(self, scores_TE: Tensor, members_TE: Tensor, balance: Balance, here: slice) -> Tensor:
-        """Weighted load-balancing loss of this rank's tokens, times K.
+    def _balancing_loss(self, scores_TE: Tensor, members_TE: Tensor, balance: Balance, own: slice) -> Tensor:
+        """Return the weighted load-balancing loss of this rank's tokens, times K.
 
-        For a sample of T tokens it is E sum_e n_e sum_t p_te / T^2, where n_e tokens go to expert e and p_te is its
-        share of a token's softmax, or of the token's sum of sigmoids. It equals K where both are uniform.
+        For a sample of T tokens, the loss is E sum_e n_e sum_t p_te / T^2. n_e is the number of tokens of expert e.
+        p_te is the expert's share of a token's softmax, or of the token's sum of sigmoids. The loss equals K if both
+        are uniform.
         """
-        sample_T, weights_T = balance.sample_l[here], balance.weights_l[here]
+        sample_T, weights_T = balance.sample_l[own], balance.weights_l[own]
         if self._scores_are_sigmoids:
             shares_TE = scores_TE / scores_TE.sum(-1, keepdim=True)
         else:
@@ -233,16 +241,17 @@ class RouterChoice:
 
 
 def summed_reports(microbatches: Iterable[MicrobatchRouting | None]) -> Tensor | None:
-    """(L, E + 2): the counts of all microbatches, one row for each layer with experts; None without any."""
-    found = [
+    """Return (L, E + 2): the counts of all microbatches, with one row for each layer with experts. Return None if
+    there are no reports."""
+    reports = [
         torch.stack([microbatch.reports[number] for number in sorted(microbatch.reports)])
         for microbatch in microbatches
         if microbatch is not None and microbatch.reports
     ]
-    return torch.stack(found).sum(0) if found else None
+    return torch.stack(reports).sum(0) if reports else None
 
 
 def summed_losses(microbatches: Iterable[MicrobatchRouting | None]) -> float:
-    """Load-balancing loss summed over microbatches and this rank's layers, its weight included."""
+    """Return the weighted load-balancing loss, summed over microbatches and the layers of this rank."""
     losses = [loss for microbatch in microbatches if microbatch is not None for loss in microbatch.losses.values()]
     return float(torch.stack(losses).sum()) if losses else 0.0

@@ -1,12 +1,12 @@
-"""Dispatch of tokens to their experts and back, without reading the routing on the host.
+"""Dispatch of tokens to their experts and back. The host does not read the routing.
 
-Megatron-Core's dispatcher finds the rows of routed tokens by `masked_select`, twice, and sorts received rows with each
-expert's count as a host number: in every layer and pass, even where one rank has all experts. Here orders are computed
-on the device from known sizes. The host reads only one thing, where ranks split the experts: how many rows they send
-each other, which collectives need.
+The dispatcher of Megatron-Core selects the rows of routed tokens with two calls of `masked_select`, and sorts received
+rows by the counts of experts on the host. These steps run in every layer and pass, even if one rank has all experts.
+Here, the device computes all orders from known sizes. The host reads only the numbers of rows that ranks exchange,
+because collectives need these numbers if ranks split the experts.
 
-Shape legend: T tokens of this rank, E experts, K of them for each token, N = T K rows; P ranks that split the experts,
-L experts of this rank, R rows that it receives; H hidden size.
+Shape legend: T tokens of this rank, E experts, K experts of each token, N = T K rows; P ranks that split the experts,
+L experts of this rank, R rows that the rank receives; H hidden size.
 """
 
 from __future__ import annotations
@@ -26,20 +26,20 @@ from megappo_kernels.autograd import Context
 
 @dataclass(frozen=True)
 class Reordering:
-    """Maps old rows to new ones; each old row has K copies among the new rows."""
+    """Mapping of old rows to new rows. Each old row has K copies among the new rows."""
 
     sources_N: Tensor
-    """(N,) int64: the old row that each new row is a copy of."""
+    """Old row of each new row, (N,) int64."""
     copies_TK: Tensor
-    """(T, K) int64: the new rows that are copies of each old row."""
+    """New rows that are copies of each old row, (T, K) int64."""
 
     def spread(self, rows: Tensor) -> Tensor:
-        """(T, H) -> (N, H)."""
+        """Convert (T, H) to (N, H)."""
         spread: Tensor = _Spread.apply(rows, self.sources_N, self.copies_TK)
         return spread
 
     def collect(self, rows: Tensor) -> Tensor:
-        """(N, H) -> (T, H): the sum over the copies of each row; the gradient of `spread`."""
+        """Convert (N, H) to (T, H) by a sum over the copies of each row. This sum is the gradient of `spread`."""
         collected: Tensor = _Collect.apply(rows, self.sources_N, self.copies_TK)
         return collected
 
@@ -50,7 +50,7 @@ def _sums(rows: Tensor, copies_TK: Tensor) -> Tensor:
 
 
 class _Spread(torch.autograd.Function):
-    """Gather of rows whose gradient is a sum in a fixed order; torch's gradient of a gather adds rows in an
+    """Gather of rows with a gradient that adds rows in a fixed order. Torch's gradient of a gather adds rows in an
     undetermined order on a GPU."""
 
     @staticmethod
@@ -75,10 +75,10 @@ class _Collect(torch.autograd.Function):
 
 
 def by_expert(experts_N: Tensor, chosen: int) -> tuple[Reordering, Tensor]:
-    """Order rows by expert, and by token within an expert. Returns the reordering of tokens, and (N,) the old index of
-    each row.
+    """Order rows by expert, and by token within an expert. Return the reordering of tokens, and the old index of each
+    row as (N,).
 
-    `experts_N`: the expert of each row; rows are in the order of tokens, `chosen` rows each.
+    `experts_N` is the expert of each row. Rows are in the order of tokens, with `chosen` rows for each token.
     """
     order_N = experts_N.argsort(stable=True)
     places_N = torch.empty_like(order_N).scatter_(0, order_N, torch.arange(len(order_N), device=order_N.device))
@@ -86,13 +86,14 @@ def by_expert(experts_N: Tensor, chosen: int) -> tuple[Reordering, Tensor]:
 
 
 def by_own_expert(counts_PL: Tensor, n_rows: int) -> Reordering:
-    """Order received rows by expert, and by sender within an expert. They arrive by sender; `counts_PL`: rows from each
-    sender for each expert."""
+    """Order received rows by expert, and by sender within an expert. Received rows are ordered by sender. `counts_PL`
+    is the number of rows from each sender for each expert."""
     return Reordering(_transposed(counts_PL, n_rows), _transposed(counts_PL.T, n_rows).unsqueeze(1))
 
 
 def _transposed(counts_AB: Tensor, n_rows: int) -> Tensor:
-    """(R,): where the rows in the order (b, a) are in the order (a, b); each pair has a run of `counts_AB` rows."""
+    """Return (R,): the positions of the rows of the order (b, a) in the order (a, b). Each pair has a run of
+    `counts_AB` rows."""
     shifts_AB = _starts(counts_AB) - _starts(counts_AB.T).T
     rows = torch.arange(n_rows, device=counts_AB.device)
     return rows + shifts_AB.T.flatten().repeat_interleave(counts_AB.T.flatten(), output_size=n_rows)
@@ -104,7 +105,8 @@ def _starts(counts_AB: Tensor) -> Tensor:
 
 
 class _OnItsWay:
-    """Numbers whose copy to the host is started now and read later, without waiting for other work of the device."""
+    """Numbers with an asynchronous copy to the host. A later read waits only for the copy and for no other work of the
+    device."""
 
     def __init__(self, numbers: Tensor) -> None:
         self._numbers = numbers.to("cpu", non_blocking=True)
@@ -119,39 +121,40 @@ class _OnItsWay:
 
 
 class TokenDispatcher(MoETokenDispatcher):
-    """Sends rows to their experts and back; Megatron's layer calls the methods in the order in which they stand here.
+    """Dispatcher that sends rows to their experts and back. The layer of Megatron calls the methods in the order of
+    their definitions.
 
-    No token is dropped and nothing is padded. An expert is whole on its rank.
+    No token is dropped and no padding is added. Each expert is on one rank.
     """
 
     def __init__(self, config: TransformerConfig, groups: ProcessGroupCollection) -> None:
         super().__init__(config=config, pg_collection=groups)
         assert self.tp_size == 1 and config.num_moe_experts and config.moe_expert_capacity_factor is None
-        self._experts_here = config.num_moe_experts // self.ep_size
+        self._local_experts = config.num_moe_experts // self.ep_size
 
     def dispatch_preprocess(self, tokens: Tensor, routing_map: Tensor, probs: Tensor) -> tuple[Tensor, Tensor]:
-        """Returns (N, H) rows and their (N,) weights. `tokens` is (..., H); the routing map and the weights `probs` are
+        """Return (N, H) rows and their (N,) weights. `tokens` is (..., H). The routing map and the weights `probs` are
         (T, E)."""
         self._shape, chosen = tokens.shape, self.config.moe_router_topk
         n_tokens, n_experts = routing_map.shape
         cells_N = routing_map.flatten().nonzero_static(size=n_tokens * chosen).flatten()
         self._by_expert, order_N = by_expert(cells_N % n_experts, chosen)
-        self._counts_PL = routing_map.sum(0).view(self.ep_size, self._experts_here)
+        self._counts_PL = routing_map.sum(0).view(self.ep_size, self._local_experts)
         if self.ep_size > 1:
-            self._tell_counts()
+            self._exchange_counts()
         weights_N = probs.flatten().index_select(0, cells_N.index_select(0, order_N))
         return self._by_expert.spread(tokens.reshape(-1, self._shape[-1])), weights_N
 
-    def _tell_counts(self) -> None:
-        """Exchange counts with the other ranks: from the rows sent to each expert to the rows received for each of this
-        rank's experts."""
+    def _exchange_counts(self) -> None:
+        """Exchange counts with the other ranks. The input is the number of rows that this rank sends to each expert,
+        and the result is the number of rows that it receives for each of its experts."""
         sent_PL, self._counts_PL = self._counts_PL, torch.empty_like(self._counts_PL)
-        # Before the all-to-all of rows: that one needs its sizes on the host, and this leaves time to copy them.
+        # The all-to-all of rows needs its sizes on the host. An earlier exchange of counts leaves time for the copy.
         dist.all_to_all_single(self._counts_PL, sent_PL, group=self.ep_group)
         self._splits = _OnItsWay(torch.stack([sent_PL.sum(1), self._counts_PL.sum(1)]))
 
     def token_dispatch(self, hidden_states: Tensor, probs: Tensor) -> tuple[Tensor, Tensor]:
-        """(R, H) and (R,): rows and weights that all ranks send to this rank's experts."""
+        """Return (R, H) rows and (R,) weights that all ranks send to the experts of this rank."""
         if self.ep_size == 1:
             return hidden_states, probs
         self._sent, self._received = self._splits.read()
@@ -159,7 +162,7 @@ class TokenDispatcher(MoETokenDispatcher):
         return received[0], received[1]
 
     def dispatch_postprocess(self, hidden_states: Tensor, probs: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Rows, the count of each expert, and weights, ordered by this rank's experts."""
+        """Return rows, the number of rows of each expert, and weights, ordered by the experts of this rank."""
         counts_L = self._counts_PL.sum(0)
         if self.ep_size == 1:
             return hidden_states, counts_L, probs
@@ -168,21 +171,21 @@ class TokenDispatcher(MoETokenDispatcher):
         return self._by_own_expert.spread(hidden_states), counts_L, weights_R
 
     def combine_preprocess(self, hidden_states: Tensor) -> Tensor:
-        """Rows in the order in which they arrived."""
+        """Return rows in the order of their arrival."""
         if self.ep_size == 1:
             return hidden_states
         rows = self._by_own_expert.collect(hidden_states)
-        del self._by_own_expert  # autograd keeps what backward needs
+        del self._by_own_expert  # autograd keeps the tensors for the backward pass
         return rows
 
     def token_combine(self, hidden_states: Tensor) -> Tensor:
-        """(N, H): rows sent back to the ranks they came from."""
+        """Return (N, H): rows after their return to the ranks of their tokens."""
         if self.ep_size == 1:
             return hidden_states
         return all_to_all(self.ep_group, hidden_states, self._sent, self._received)
 
     def combine_postprocess(self, hidden_states: Tensor) -> Tensor:
-        """(..., H): the sum over each token's experts."""
+        """Return (..., H): the sum over the experts of each token."""
         output = self._by_expert.collect(hidden_states).view(self._shape)
         del self._by_expert
         return output

@@ -1,7 +1,7 @@
-"""Microbatches through Megatron's pipeline schedules.
+"""Execution of microbatches with the pipeline schedules of Megatron.
 
-Shape legend: t tokens of a packed microbatch (padding included), l of them on this rank; W response tokens in it, N of
-them predicted on this rank. Without context parallelism l = t and N = W.
+Shape legend: t tokens of a packed microbatch including padding, l of these tokens on this rank; W response tokens in
+the microbatch, N of these predicted on this rank. Without context parallelism, l = t and N = W.
 """
 
 from __future__ import annotations
@@ -34,18 +34,19 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class PlacedSample:
-    """One sample on a rank that processes it, in the host's memory."""
+    """Sample on a rank that processes it, in host memory."""
 
     sample_id: int
     tokens_T: Tensor
-    """int64: the prompt, then the response."""
+    """Tokens of the prompt and the response (int64)."""
     response_tokens: int
     fields: Mapping[str, Tensor] = field(default_factory=dict)
-    """(R,) float32 each: what an update needs per response token."""
+    """Values per response token that an update needs, (R,) float32 each."""
     routing: Tensor | None = None
-    """(T - 1, L, K): experts that the engine used for each token, in this rank's layers; None: routers choose."""
+    """Experts that the engine used for each token in this rank's layers, (T - 1, L, K). With None, routers choose the
+    experts."""
     below_minimum_R: Tensor | None = None
-    """bool: response tokens that were sampled without the stop tokens; None: there are none."""
+    """Response tokens that were sampled without the stop tokens (bool); None without such tokens."""
 
 
 @dataclass(frozen=True)
@@ -57,17 +58,17 @@ class PackedBatch:
     tokens_1l: Tensor
     segments: PackedSegments
     rows_N: Tensor
-    """(N,) int64: rows among this rank's tokens whose output predicts a response token."""
+    """Rows of this rank's tokens that predict a response token, (N,) int64."""
     labels_N: Tensor
-    """(N,) int64: the response token that each row predicts."""
+    """Response token that each row predicts, (N,) int64."""
     sequences_N: Tensor
-    """(N,) int64: index in `sample_ids` of the sample that each row belongs to."""
+    """Index in `sample_ids` of the sample of each row, (N,) int64."""
     own_N: Tensor
-    """(N,) int64: index of each row's response token among the W of the pack."""
+    """Index of each row's response token among the W response tokens of the pack, (N,) int64."""
     below_minimum_N: Tensor | None
-    """(N,) bool: rows whose token was sampled without the stop tokens; None: there are none."""
+    """Rows with a token that was sampled without the stop tokens, (N,) bool; None without such tokens."""
     fields_W: Mapping[str, Tensor]
-    """float32: the samples' fields, concatenated."""
+    """Concatenated fields of the samples (float32)."""
     is_filler: bool
 
 
@@ -80,12 +81,12 @@ def pack_samples(
     is_filler: bool = False,
     balance: float | None = None,
 ) -> PackedBatch:
-    """Pack samples, which have the same fields, and keep the tokens of a context shard. The host does not wait for the
+    """Pack samples with the same fields, and keep the tokens of a context shard. The host does not wait for the
     device.
 
-    Under context parallelism each sample is padded at its end, where nothing attends to the padding. A shard is filled
-    up to a multiple of `multiple_of` tokens by a segment of its own, whose output is not read. `balance`: weight of a
-    sample in the load-balancing loss; None for a model without experts.
+    With context parallelism, each sample is padded at its end, where no token attends to the padding. An additional
+    segment fills a shard up to a multiple of `multiple_of` tokens. The output of this segment is not read. `balance`
+    is the weight of a sample in the load-balancing loss, or None for a model without experts.
     """
     responses = [s.response_tokens for s in samples]
     padded = [shard.padded(len(s.tokens_T)) for s in samples]
@@ -99,47 +100,47 @@ def pack_samples(
     sequences_W = torch.cat([torch.full((r,), i) for i, r in enumerate(responses)])
     rows_N, own_N = shard.find(predicting_W, padded)
     fields = {name: torch.cat([s.fields[name] for s in samples]) for name in samples[0].fields}
-    found = {"rows": rows_N, "labels": labels_W[own_N], "sequences": sequences_W[own_N], "own": own_N}
+    host_tensors = {"rows": rows_N, "labels": labels_W[own_N], "sequences": sequences_W[own_N], "own": own_N}
     marks = [s.below_minimum_R for s in samples if s.below_minimum_R is not None]
     if marks:
-        found["below_minimum"] = torch.cat(marks)[own_N]
+        host_tensors["below_minimum"] = torch.cat(marks)[own_N]
     places_l = shard.places(padded)
-    found |= {"tokens": torch.cat(tokens)[places_l], **segment_tensors(padded, shard)}
+    host_tensors |= {"tokens": torch.cat(tokens)[places_l], **segment_tensors(padded, shard)}
     if balance is not None:
         lengths, routings = [len(s.tokens_T) for s in samples], [s.routing for s in samples if s.routing is not None]
-        found |= routing_tensors(lengths, padded, places_l, routings, counts=not is_filler, balance=balance)
-    there = to_device(found | {f"field {name}": values_W for name, values_W in fields.items()}, device)
-    segments = packed_segments(padded, there, shard)
-    segments.routing = told_routers(there, len(samples)) if balance is not None else None
+        host_tensors |= routing_tensors(lengths, padded, places_l, routings, counts=not is_filler, balance=balance)
+    tensors = to_device(host_tensors | {f"field {name}": values_W for name, values_W in fields.items()}, device)
+    segments = packed_segments(padded, tensors, shard)
+    segments.routing = told_routers(tensors, len(samples)) if balance is not None else None
     return PackedBatch(
         sample_ids=tuple(s.sample_id for s in samples),
         response_lengths=tuple(responses),
-        tokens_1l=there["tokens"].unsqueeze(0),
+        tokens_1l=tensors["tokens"].unsqueeze(0),
         segments=segments,
-        rows_N=there["rows"],
-        labels_N=there["labels"],
-        sequences_N=there["sequences"],
-        own_N=there["own"],
-        below_minimum_N=there.get("below_minimum"),
-        fields_W={name: there[f"field {name}"] for name in fields},
+        rows_N=tensors["rows"],
+        labels_N=tensors["labels"],
+        sequences_N=tensors["sequences"],
+        own_N=tensors["own"],
+        below_minimum_N=tensors.get("below_minimum"),
+        fields_W={name: tensors[f"field {name}"] for name in fields},
         is_filler=is_filler,
     )
 
 
 Chunk: TypeAlias = "GPTModel | DistributedDataParallel"
-"""Chunk of a model, trained ones in Megatron's data parallel wrapper."""
+"""Chunk of a model. Trained chunks have Megatron's data parallel wrapper."""
 Head = TypeVar("Head", bound=nn.Module, contravariant=True)
 Report = TypeVar("Report", covariant=True)
 
 
 class Task(Protocol[Head, Report]):
-    """Purpose of a pass through the model: what the output layer computes and what is reported."""
+    """Computation of a pass through the model: the output of the output layer and the report."""
 
     def expect(self, head: Head, batch: PackedBatch) -> None:
-        """Tell the output layer, on the last stage, what to compute for the next microbatch."""
+        """Set the computation of the output layer for the next microbatch, on the last stage."""
 
     def finish(self, head: Head, output_NC: Tensor, batch: PackedBatch) -> tuple[Tensor, Report]:
-        """Turn the output layer's output into (the scalar to differentiate, the report)."""
+        """Convert the output of the output layer to a scalar for differentiation and a report."""
 
 
 def run_schedule(
@@ -150,10 +151,10 @@ def run_schedule(
     *,
     train: bool,
 ) -> list[Report]:
-    """Run all microbatches forward (and backward) through the pipeline.
+    """Run the forward passes (and backward passes) of all microbatches through the pipeline.
 
-    Gradients are summed over microbatches, context ranks and data parallel replicas. Returns the reports of `task` for
-    each microbatch in order on the last stage, and an empty list elsewhere.
+    Gradients are summed over microbatches, context ranks and data parallel replicas. On the last stage, return the
+    reports of `task` for each microbatch in order. On other stages, return an empty list.
     """
 
     def forward_step(
@@ -168,9 +169,10 @@ def run_schedule(
 
         def finish(output_1NC: Tensor) -> tuple[Tensor, Tensor, Report]:
             scalar, report = task.finish(gpt.output_layer, output_1NC.squeeze(0), batch)
-            # Three values: Megatron would multiply the first of two by the context parallel size (0.16.1 / 0.19.2,
-            # schedules.py:269/340). The second is its token count, which `calculate_per_token_loss` would divide by.
-            # The first is a clone, because `deallocate_pipeline_outputs` frees it and cannot free a view.
+            # The function returns three values, because Megatron would multiply the first of two values by the context
+            # parallel size (0.16.1 / 0.19.2, schedules.py:269/340). The second value is the token count of Megatron,
+            # by which `calculate_per_token_loss` would divide. The first value is a clone, because
+            # `deallocate_pipeline_outputs` frees the tensor and cannot free a view.
             return scalar.clone(), torch.zeros((), dtype=torch.int32, device=scalar.device), report
 
         return output, finish
@@ -199,7 +201,8 @@ def run_schedule(
 
 
 def _p2p(chunks: Sequence[Chunk], layout: Layout) -> P2PCommunicator | None:
-    """Communicator of the pipeline; the schedules need it together with the process groups. None for a single stage."""
+    """Return the communicator of the pipeline, which the schedules need together with the process groups. Return None
+    for a single stage."""
     if layout.grid.pp == 1:
         return None
     from megatron.core.pipeline_parallel.p2p_communication import P2PCommunicator
@@ -208,5 +211,6 @@ def _p2p(chunks: Sequence[Chunk], layout: Layout) -> P2PCommunicator | None:
 
 
 def finalize_summed_grads(models: list[DistributedDataParallel], num_tokens: Tensor | None, **groups: Any) -> None:
-    """Megatron's finalisation of gradients without its division by tokens: our loss weights are already global."""
+    """Finalise gradients with Megatron, without its division by the number of tokens. The loss weights are already
+    global."""
     finalize_model_grads(models, None, **groups)

@@ -1,10 +1,11 @@
 """Attention of short bfloat16 segments on a CPU by plain matrix products.
 
-torch's flash kernel for CPUs is made for long sequences: for segments of 73 tokens it takes four times as long, mostly
-in backward. Scores and softmax are float32, as in fused kernels. Attention probabilities are kept for backward in
-bfloat16, where a kernel would recompute them. Shape legend: t tokens of a pack, h query heads, g key/value heads, d
-channels, r = h / g; S segments of a rectangle, L the longest of them, Q = S g r L rows of queries in all rectangles, K
-= S g L rows of keys.
+The flash kernel of torch for CPUs is designed for long sequences. For segments of 73 tokens, the kernel takes four
+times as long, mostly in the backward pass. Scores and softmax are float32, as in fused kernels. Attention
+probabilities are kept for the backward pass in bfloat16, where a kernel would recompute them.
+
+Shape legend: t tokens of a pack, h query heads, g key/value heads, d channels, r = h / g; S segments of a rectangle, L
+the longest segment of the rectangle, Q = S g r L rows of queries in all rectangles, K = S g L rows of keys.
 """
 
 from __future__ import annotations
@@ -21,56 +22,57 @@ from megappo.families.architecture import SHORT_SEGMENT
 from megappo_kernels.autograd import ContextWith
 
 _LEAST_SHARE = 0.8
-"""Least length of a segment, as a share of the longest one of its rectangle; a shorter one begins another rectangle."""
+"""Minimum length of a segment in a rectangle, as a share of the longest segment. A shorter segment starts another
+rectangle."""
 BLOCK_BYTES = 2**21
-"""Bytes of float32 scores that are computed at once, so that they stay in a CPU's caches."""
+"""Bytes of float32 scores in one block. A block fits into the caches of a CPU."""
 
 
 def takes_products(query: Tensor, lengths: Sequence[int], window: int | None) -> bool:
-    """Whether plain products are faster for segments that attend to themselves only. In float32 torch's kernel is as
-    fast."""
+    """Return whether plain products are faster for segments that attend only to themselves. In float32, the kernel of
+    torch is equally fast."""
     if query.is_cuda or query.dtype != torch.bfloat16:
         return False
     return max(lengths) <= min(SHORT_SEGMENT, window or SHORT_SEGMENT)
 
 
 def attend_short(query: Tensor, key: Tensor, value: Tensor, lengths: tuple[int, ...], scale: float) -> Tensor:
-    """Causal attention of segments: (t, h, d) queries, (t, g, d) keys and values -> (t, h, d)."""
-    found: Tensor = _Products.apply(query, key, value, _places(lengths, query.shape[1], key.shape[1]), scale)
-    return found
+    """Return the causal attention of segments: (t, h, d) queries, (t, g, d) keys and values -> (t, h, d)."""
+    output: Tensor = _Products.apply(query, key, value, _places(lengths, query.shape[1], key.shape[1]), scale)
+    return output
 
 
 @dataclass(frozen=True)
 class _Rectangle:
-    """Segments of similar lengths, and their rows among those of all rectangles."""
+    """Segments of similar lengths, with their rows among the rows of all rectangles."""
 
     segments: int
     longest: int
     queries: slice
     keys: slice
     bias_LL: Tensor
-    """float32: added to the score of each query (row) and key (column): -inf where the key is masked, else 0."""
+    """Bias for the score of each query (row) and key (column), float32: -inf for masked keys, otherwise 0."""
 
 
 @dataclass(frozen=True)
 class _Places:
-    """Mapping between the rows of a pack and rectangles, each S x g x r x L, one after the other. Padding repeats the
-    segment's last token: the causal mask hides it from all others, and it gets no gradient."""
+    """Mapping between the rows of a pack and consecutive rectangles of S x g x r x L rows. Padding repeats the last
+    token of the segment. The causal mask hides padding from all other tokens, and padding gets no gradient."""
 
     rectangles: tuple[_Rectangle, ...]
     queries_Q: Tensor
     """Row of (t h, d) for each row of the rectangles."""
     keys_K: Tensor
     of_queries: Tensor
-    """(t h,): row of the rectangles for each row of the pack."""
+    """Row of the rectangles for each row of the pack, (t h,)."""
     of_keys: Tensor
     padding: Tensor
-    """Rows of queries in the rectangles that are padding."""
+    """Padding rows of queries in the rectangles."""
 
 
 @lru_cache(maxsize=32)
 def _places(lengths: tuple[int, ...], heads: int, groups: int) -> _Places:
-    """Mapping for these lengths; cached, because all layers of a microbatch share it."""
+    """Return the mapping for the lengths. The mapping is cached because all layers of a microbatch share it."""
     starts = torch.tensor([0, *lengths]).cumsum(0)
     rectangles, queries, keys, real = list[_Rectangle](), list[Tensor](), list[Tensor](), list[Tensor]()
     of_queries, of_keys = torch.empty(int(starts[-1]), heads).long(), torch.empty(int(starts[-1]), groups).long()
@@ -99,7 +101,7 @@ def _places(lengths: tuple[int, ...], heads: int, groups: int) -> _Places:
 
 
 def _similar(lengths: Sequence[int]) -> Iterator[list[int]]:
-    """Indices of segments, grouped by similar length, the longest of each group first."""
+    """Yield groups of segment indices with similar lengths. Each group starts with its longest segment."""
     members: list[int] = []
     for i in sorted(range(len(lengths)), key=lambda i: -lengths[i]):
         if members and lengths[i] < _LEAST_SHARE * lengths[members[0]]:
@@ -142,18 +144,18 @@ class _Products(torch.autograd.Function):
     ) -> tuple[Tensor | None, ...]:
         queries_Qd, keys_Kd, values_Kd, *shares = ctx.saved_tensors
         places, scale, (shape, of_key_shape) = ctx.kept
-        given_Qd = _rows(grad, places.queries_Q).index_fill_(0, places.padding, 0)
+        grad_Qd = _rows(grad, places.queries_Q).index_fill_(0, places.padding, 0)
         of_queries, of_keys, of_values = (torch.empty_like(x) for x in (queries_Qd, keys_Kd, values_Kd))
         for rectangle, share in zip(places.rectangles, shares, strict=True):
             rows, columns = rectangle.queries, rectangle.keys
-            q, given, of_q = (x[rows].view(*share.shape[:2], -1) for x in (queries_Qd, given_Qd, of_queries))
+            q, grad_out, of_q = (x[rows].view(*share.shape[:2], -1) for x in (queries_Qd, grad_Qd, of_queries))
             k, v, of_k, of_v = (
                 x[columns].view(len(share), rectangle.longest, -1) for x in (keys_Kd, values_Kd, of_keys, of_values)
             )
             for block in _blocks(q, rectangle.longest):
-                torch.bmm(share[block].transpose(1, 2), given[block], out=of_v[block])
-                of_share, wide = torch.bmm(given[block], v[block].transpose(1, 2)).float(), share[block].float()
-                # The softmax backward as autograd calls it: wide * (of_share - its mean weighted by the shares).
+                torch.bmm(share[block].transpose(1, 2), grad_out[block], out=of_v[block])
+                of_share, wide = torch.bmm(grad_out[block], v[block].transpose(1, 2)).float(), share[block].float()
+                # Backward of softmax as in autograd: wide * (of_share - mean of of_share weighted by the shares).
                 of_scores = torch._softmax_backward_data(of_share, wide, -1, wide.dtype).mul_(scale).to(q.dtype)
                 torch.bmm(of_scores, k[block], out=of_q[block])
                 torch.bmm(of_scores.transpose(1, 2), q[block], out=of_k[block])
@@ -171,11 +173,11 @@ def _rows(x: Tensor, places: Tensor) -> Tensor:
 
 
 def _shape(query: Tensor, key: Tensor, rectangle: _Rectangle) -> tuple[int, int]:
-    """Rows of queries that share a key head, and channels."""
+    """Return the number of query rows that share a key head, and the number of channels."""
     return query.shape[1] // key.shape[1] * rectangle.longest, query.shape[2]
 
 
 def _blocks(queries: Tensor, longest: int) -> Iterator[slice]:
-    """Blocks of (segment, key head) pairs, each with at most `BLOCK_BYTES` of scores."""
+    """Yield blocks of (segment, key head) pairs with at most `BLOCK_BYTES` of scores each."""
     step = max(1, BLOCK_BYTES // (4 * queries.shape[1] * longest))
     return (slice(start, start + step) for start in range(0, len(queries), step))

@@ -1,4 +1,4 @@
-"""Layers of a pipeline's chunks, as Megatron queries them."""
+"""Layers of the chunks of a pipeline, in the form that Megatron queries."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ from megatron.core.transformer.pipeline_parallel_layer_layout import PipelinePar
 
 
 class StageLayers(PipelineParallelLayerLayout):
-    """Megatron's own pipeline layout for a rank whose stage is given.
+    """Pipeline layout of Megatron for a rank with an explicit stage.
 
-    Megatron-Core 0.16 queries its layout without a stage, which then reads stage and chunk from global state. Roles
-    with groups of their own do not set that state.
+    Megatron-Core 0.16 queries its layout without a stage. The layout then reads stage and chunk from global state,
+    which roles with separate process groups do not set.
     """
 
     def __init__(self, chunk_layers: Sequence[int], stages: int, stage: int) -> None:
-        """`chunk_layers`: layers of each chunk, in the order in which a token passes the chunks."""
+        """Create the layout. `chunk_layers` is the number of layers of each chunk, in the order of the forward pass."""
         rows = [["decoder"] * count for count in chunk_layers]
         super().__init__([["embedding", *rows[0]], *rows[1:-1], [*rows[-1], "loss"]], stages)
         self._stage = stage
@@ -24,14 +24,14 @@ class StageLayers(PipelineParallelLayerLayout):
     def get_num_layers_to_build(
         self, layer_type: LayerType = LayerType.decoder, vp_stage: int | None = None, pp_rank: int | None = None
     ) -> int:
-        """Layers of a chunk, by default of this rank's first."""
+        """Return the number of layers of a chunk. The default is the first chunk of this rank."""
         stage = self._stage if pp_rank is None else pp_rank
         return int(self.layout[stage][vp_stage or 0].count(layer_type))
 
     def get_layer_offset(
         self, layer_type: LayerType = LayerType.decoder, vp_stage: int | None = None, pp_rank: int | None = None
     ) -> int:
-        """Layers before a chunk, by default before this rank's first."""
+        """Return the number of layers before a chunk. The default is the first chunk of this rank."""
         stage, chunk = self._stage if pp_rank is None else pp_rank, vp_stage or 0
         return sum(
             self.layout[s][c].count(layer_type)

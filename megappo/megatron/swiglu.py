@@ -1,4 +1,4 @@
-"""SwiGLU in Megatron's layers: one kernel on CUDA, with or without Transformer Engine."""
+"""SwiGLU in the layers of Megatron: one kernel on CUDA, with or without Transformer Engine."""
 
 from __future__ import annotations
 
@@ -19,28 +19,28 @@ if TYPE_CHECKING:
 
 
 def is_swiglu(settings: Mapping[str, Any]) -> bool:
-    """Whether these fields of Megatron's TransformerConfig make an MLP that is silu(gate) * up."""
+    """Return whether fields of Megatron's TransformerConfig describe an MLP with silu(gate) * up."""
     return settings.get("activation_func") is silu and bool(settings.get("gated_linear_unit"))
 
 
 class SwiGLU(nn.Module):
-    """Replaces `activation_func` of an MLP's submodules. Megatron builds it where `use_te_activation_func` is true: the
-    only hook for an activation that takes gate and up in one tensor."""
+    """Replacement for `activation_func` of an MLP's submodules. Megatron builds the module if `use_te_activation_func`
+    is true. This setting is the only hook for an activation with gate and up in one tensor."""
 
     def __init__(self, config: TransformerConfig) -> None:
         super().__init__()
 
     def forward(self, gate_up: Tensor) -> Tensor:
-        """(t, 1, 2F) -> (t, 1, F)."""
+        """Convert (t, 1, 2F) to (t, 1, F)."""
         return swiglu(gate_up)
 
 
 def mlp_submodules(layer: ModuleSpec) -> MLPSubmodules | MoESubmodules:
-    """Submodules of the MLP or of the experts in a layer's spec."""
+    """Return the submodules of the MLP or of the experts in a layer's spec."""
     return submodules(layer.submodules.mlp)
 
 
 def submodules(module: ModuleSpec | partial[nn.Module]) -> MLPSubmodules | MoESubmodules:
-    """Submodules of a module's spec: Megatron-Core 0.16 has a spec, 0.19 a function (`functools.partial`) that builds
-    the module."""
+    """Return the submodules of a module's spec. Megatron-Core 0.16 has a spec. Megatron-Core 0.19 has a function
+    (`functools.partial`) that builds the module."""
     return module.keywords["submodules"] if isinstance(module, partial) else module.submodules

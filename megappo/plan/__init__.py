@@ -1,4 +1,4 @@
-"""The plan of a run, made before it is queued: bytes on every rank, FLOPs and seconds of every stage.
+"""Planner of a run: bytes on every rank, and FLOPs and seconds of every stage.
 
-Everything here is arithmetic on the settings and the models' config.json; nothing is built and no device is touched.
+A plan is computed from the settings and the `config.json` of the models. No model is built and no device is used.
 """

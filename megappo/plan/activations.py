@@ -1,24 +1,25 @@
-"""Bytes of activations: what forward keeps for backward, and what a pass needs while it runs.
+"""Activation memory: tensors that the forward pass keeps for the backward pass, and workspaces of a pass.
 
-Follows the accounting of Korthikanti et al. 2022, "Reducing activation recomputation in large transformer models"
-(arXiv:2205.05198), section 4, tensor by tensor, for the layers that `megappo.megatron` builds: RMSNorm, grouped
-queries, rotary positions, an attention that keeps no score matrix, SwiGLU, packed microbatches of t tokens, no
-dropout. Per token and layer, with e bytes per element, H hidden size, Q and K the widths of queries and of keys, d the
-head size, F the feed-forward size, h and g the heads:
+The count follows Korthikanti et al. 2022, "Reducing activation recomputation in large transformer models"
+(arXiv:2205.05198), section 4, tensor by tensor. The layers are those of `megappo.megatron`: RMSNorm, grouped queries,
+rotary positions, an attention that keeps no score matrix, SwiGLU, packed microbatches of t tokens, and no dropout.
+
+The table lists the bytes per token and layer. e is the number of bytes per element, H the hidden size, Q and K the
+widths of queries and of keys, d the head size, F the feed-forward size, and h and g the numbers of heads:
 
     residual   2 e H            inputs of the two norms, and 4 bytes each for their scale
-               2 e H            their outputs, which the matrices behind them keep
+               2 e H            their outputs, the inputs of the next matrices
     attention  e (Q + 2K)       output of the QKV matrix
                e Q              queries made contiguous for their norm, 4 (h + g) for its scale  [q/k norms]
                e (Q + K)        after rotation
                e (2Q + 2K) + 4h inputs and output of the attention kernel, its log-sum-exp       [not recomputed]
                e Q              input of the output matrix
-               2 e K (CP - 1/2) keys and values of other ranks' tokens, for each of this rank's  [not recomputed]
+               2 e K (CP - 1/2) keys and values of other ranks, for each token of this rank     [not recomputed]
     SwiGLU     3 e F            gate and up, product
-    norms      2 e H            inputs of norms behind attention and MLP, in models that have them
-    experts    4 E + 56 k       router: float32 weights; those of the chosen experts, and permutations for both ways
+    norms      2 e H            inputs of norms after attention and MLP, if the model has them
+    experts    4 E + 56 k       router: float32 weights, weights of the chosen experts, both permutations
                k e (H + 3 F)    for each of k experts its input, gate and up, weighted product
-               k e H            biases of the experts' outputs, in models that have them
+               k e H            biases of the experts' outputs, if the model has them
                8 E              with a load-balancing loss: float32 shares of tokens, and their factors
     delta net  e (8 Q + 7 V)    linear attention, Q and V the widths of its keys and values, h its value heads: output
                16 V             of its matrices, input and output of the convolution, silu; recurrence's output, float32
@@ -27,21 +28,25 @@ head size, F the feed-forward size, h and g the heads:
                e (N + R) + e V  of N latents, with R shared channels of a key; both together; input of the output matrix
     adapters   2 e r n          output of A, before and after its scale, for each of n matrices
 
-Linear attention replaces attention in some layers; a model that has it is counted by the mean of its layers. The
-workspace of a chunk of the recurrence exists only while the recurrence runs, as backward computes it again.
+Linear attention replaces attention in some layers. A model with linear attention uses the mean of its layers. The
+workspace of a chunk of the recurrence exists only while the recurrence runs, because the backward pass recomputes the
+workspace.
 
-F is that of one expert, and routing is taken to be even: a rank's experts receive as many tokens as the rank sends.
-Tensor parallelism divides attention and SwiGLU; sequence parallelism divides the residual part too (their section 4.2).
-Context parallelism divides the tokens; the keys and values that attention sees, copied for each of a rank's two chunks
-of a sample, are (CP + 1/2) times those of its own tokens. On a CPU the QKV matrix's output and the rotated tensors are
-then not kept besides.
-Selective recomputation drops the attention kernel's own tensors (section 5) or those of the MLP or experts, as
-`recompute_modules` says, and holds them again for the layer whose backward runs. Full recomputation keeps the layer's
-input only, e H, and all tensors of one layer while its backward runs. Cosine and sine of the positions, 2 e d, are kept
-once for all layers that a microbatch passes on a rank. A pipeline stage that does not free what it sent keeps e H more
-for each microbatch in flight and the one before them. Transformer Engine's fused attention keeps less. On a CPU more is
-kept, as SwiGLU, and norms in float32, are several operations: see `_norm_input` and `per_token` of the blocks. Short
-samples in bfloat16 keep attention probabilities there (`shares_bytes`).
+F is the size of one expert. Routing is assumed to be even: the experts of a rank receive the same number of tokens as
+the rank sends. Tensor parallelism divides attention and SwiGLU. Sequence parallelism also divides the residual part
+(section 4.2 of the paper). Context parallelism divides the tokens. Attention copies the visible keys and values for
+each of the two chunks of a sample on a rank, which makes (CP + 1/2) times the keys and values of the rank's own
+tokens. On a CPU, the output of the QKV matrix and the rotated tensors are then not kept in addition.
+
+Selective recomputation drops the tensors of the attention kernel (section 5), of the MLP or of the experts, depending
+on `recompute_modules`. The dropped tensors exist again for the layer that runs its backward pass. Full recomputation
+keeps only the input of the layer, e H, and all tensors of one layer during its backward pass. Cosine and sine of the
+positions, 2 e d, are kept once for all layers that a microbatch passes on a rank. A pipeline stage that does not free
+its sent outputs keeps e H more for each microbatch in flight and for the previous one.
+
+Fused attention of Transformer Engine keeps less. A CPU keeps more, because SwiGLU and norms in float32 are several
+operations (see `_norm_input` and `per_token` of the blocks). On a CPU, attention of short samples in bfloat16 also
+keeps its probabilities (`shares_bytes`).
 """
 
 from __future__ import annotations
@@ -53,14 +58,15 @@ from megappo_kernels.blocks import BLOCK, CHUNK_BYTES
 
 
 def layer_bytes_per_token(role: RoleSetup, *, recompute: str, fused: bool) -> float:
-    """Activation bytes that forward keeps per token and layer on one rank; the module's table."""
+    """Return the activation bytes that the forward pass keeps per token and layer on one rank. The module docstring
+    lists the tensors."""
     arch, e = role.arch, role.dtype_bytes
     rows = role.grid.tp if role.sequence_parallel else 1
     hidden, q, kv = arch.hidden_size, arch.mean_query_width, arch.mean_key_width
     if recompute == "full":
         return e * hidden / rows
     residual = 2.0 * (_norm_input(role, hidden, fused=fused) + e * hidden)
-    if arch.extensions.norms_after:  # their outputs are added to the residual, and not kept
+    if arch.extensions.norms_after:  # their outputs are added to the residual and are not kept
         residual += 2.0 * _norm_input(role, hidden, fused=fused)
     attention = float(e * (q + 2 * kv) + e * (q + kv) + e * q)
     dropped = role.recompute_modules if recompute == "selective" else ()
@@ -68,8 +74,8 @@ def layer_bytes_per_token(role: RoleSetup, *, recompute: str, fused: bool) -> fl
         attention = float(e * arch.heads * arch.latent.value_dim)
         attention += e * (q + 2 * kv) if "core_attn" in dropped else 0
     if "core_attn" not in dropped:
-        if role.grid.cp > 1 and not fused and arch.latent is None:  # only the kernel's copies are kept
-            attention = float(e * (2 * q + 2 * kv) if _key_norm_holds_qkv(role) else e * q)
+        if role.grid.cp > 1 and not fused and arch.latent is None:  # only the copies of the kernel are kept
+            attention = float(e * (2 * q + 2 * kv) if _key_norm_retains_qkv(role) else e * q)
         attention += e * (2 * q + 2 * kv * seen_per_token(role)) + 4 * arch.heads
     attention *= len(arch.attention_layers) / arch.layers
     of_blocks = arch.declaration.per_token(arch, e, fused=fused, without=dropped).kept_bytes
@@ -80,9 +86,9 @@ def layer_bytes_per_token(role: RoleSetup, *, recompute: str, fused: bool) -> fl
 
 
 def _latent_bytes(role: RoleSetup, rows: int, *, fused: bool) -> float:
-    """Activation bytes per token that latent attention keeps: the inputs of the latents' norms, the key that heads
-    share, and the inputs of the matrices of heads. The norms of a token run on one of `rows` ranks; every rank holds
-    the gathered latents of all tokens."""
+    """Return the activation bytes per token that latent attention keeps: the inputs of the latents' norms, the key
+    that heads share, and the inputs of the matrices of heads. The norms of a token run on one of `rows` ranks. Every
+    rank keeps the gathered latents of all tokens."""
     net, e = role.arch.latent, role.dtype_bytes
     if net is None:
         return 0.0
@@ -92,29 +98,31 @@ def _latent_bytes(role: RoleSetup, rows: int, *, fused: bool) -> float:
 
 
 def shares_bytes(role: RoleSetup, work: Workload) -> float:
-    """Activation bytes per token and layer that attention of short samples keeps on a CPU in bfloat16, beyond the table
-    of the module: attention probabilities, e h for each token of the longest sample. Queries, keys and values are
-    copies there, so nothing keeps the QKV matrix's output (unless a norm of keys does) nor the rotated tensors, and the
-    kernel's output and log-sum-exp do not exist.
+    """Return the additional activation bytes per token and layer for attention of short samples in bfloat16 on a CPU.
 
-    Where the longest sample is above `SHORT_SEGMENT`, shorter ones may share its microbatch; the difference is then
-    counted only if it is positive.
+    This attention keeps its probabilities, e h for each token of the longest sample. Queries, keys and values are
+    copies, so the rotated tensors are not kept. The output of the QKV matrix is kept only if a norm of keys
+    keeps it as an input. The output and log-sum-exp of the kernel do not exist.
+
+    If the longest sample is above `SHORT_SEGMENT`, a microbatch may contain both kinds of samples. The difference is
+    then counted only if it is positive.
     """
     arch, e = role.arch, role.dtype_bytes
     if work.on_cuda or e != 2 or arch.extensions.attends_by_products or role.grid.cp > 1:
         return 0.0
     without = e * (3 * arch.mean_query_width + 3 * arch.mean_key_width) + 4 * arch.heads
-    if arch.latent is not None:  # whose heads keep nothing but the copies in either case
+    if arch.latent is not None:  # heads keep only the copies in both cases
         without = e * arch.query_width + 4 * arch.heads
-    if _key_norm_holds_qkv(role):
+    if _key_norm_retains_qkv(role):
         without -= e * (arch.mean_query_width + 2 * arch.mean_key_width)
     most = e * arch.heads * min(work.sequence_tokens, SHORT_SEGMENT)
-    further = (most - without) * len(arch.attention_layers) / arch.layers
-    return (max(further, 0) if work.sequence_tokens > SHORT_SEGMENT else further) / role.grid.tp
+    difference = (most - without) * len(arch.attention_layers) / arch.layers
+    return (max(difference, 0) if work.sequence_tokens > SHORT_SEGMENT else difference) / role.grid.tp
 
 
 def adapted_ranks(role: RoleSetup) -> int:
-    """Elements that lie between A and B for each token, summed over all adapters of the layer with most of them."""
+    """Return the number of elements between A and B for each token, summed over all adapters of a layer. The layer
+    with the most elements counts."""
     lora, routed = role.lora, role.arch.experts_per_token
     if lora is None:
         return 0
@@ -127,21 +135,22 @@ def adapted_ranks(role: RoleSetup) -> int:
 
 
 def seen_per_token(role: RoleSetup) -> float:
-    """Keys that attention holds for each token of a rank: its own, and under context parallelism those of others."""
+    """Return the number of keys that attention keeps for each token of a rank: one, or more under context parallelism
+    because keys of other ranks are included."""
     return role.grid.cp + 0.5 if role.grid.cp > 1 else 1.0
 
 
-def _key_norm_holds_qkv(role: RoleSetup) -> bool:
-    """Whether the QKV matrix's output stays alive on a CPU because a norm of keys keeps its input as it is."""
+def _key_norm_retains_qkv(role: RoleSetup) -> bool:
+    """Return whether a norm of keys keeps the output of the QKV matrix as its input on a CPU."""
     family = role.arch.declaration
     return "qk_layernorm" in family.switches(role.arch) and not family.norms_in_float32(role.arch, role.dtype_bytes)
 
 
 def _norm_input(role: RoleSetup, channels: int, *, fused: bool) -> float:
-    """Bytes that a norm of `channels` channels keeps per token, besides its output.
+    """Return the bytes that a norm of `channels` channels keeps per token in addition to its output.
 
-    One kernel keeps its input and a float32 scale; the norm of megappo for bfloat16 on a CPU does the same. Torch's
-    composite norm on a CPU works in float32 and keeps the normalised input as well.
+    A fused kernel keeps its input and a float32 scale, as does megappo's norm for bfloat16 on a CPU. Torch's composite
+    norm on a CPU computes in float32 and also keeps the normalised input.
     """
     if not role.arch.declaration.norms_in_float32(role.arch, role.dtype_bytes):
         return role.dtype_bytes * channels + 4
@@ -149,11 +158,11 @@ def _norm_input(role: RoleSetup, channels: int, *, fused: bool) -> float:
 
 
 def passes_in_flight(role: RoleSetup, stage: int, microbatches: int) -> int:
-    """Passes of a microbatch through a chunk whose activations a rank holds at once.
+    """Return the number of chunk passes of microbatches that have activations on a rank at the same time.
 
-    One forward one backward: stage i of p holds min(m, p - i) microbatches. Interleaved with v chunks: 2 (p - i - 1) +
-    (v - 1) p + 1 (Narayanan et al. 2021, arXiv:2104.04473, section 2.2, and Megatron's `num_warmup_microbatches`), at
-    most all of them.
+    With one forward one backward, stage i of p stages keeps min(m, p - i) microbatches. With v interleaved chunks, a
+    stage keeps 2 (p - i - 1) + (v - 1) p + 1 passes, and at most all passes (Narayanan et al. 2021, arXiv:2104.04473,
+    section 2.2, and Megatron's `num_warmup_microbatches`).
     """
     pp, vpp = role.grid.pp, role.vpp
     if vpp == 1:
@@ -162,10 +171,12 @@ def passes_in_flight(role: RoleSetup, stage: int, microbatches: int) -> int:
 
 
 def layers_in_flight(role: RoleSetup, stage: int, microbatches: int) -> int:
-    """Layers whose activations a rank holds at once, a layer counted once per microbatch in flight.
+    """Return the number of layers with activations on a rank at the same time. A layer counts once per microbatch in
+    flight.
 
-    Each chunk takes p microbatches before the next one does, backward from the last chunk to the first. Once
-    `passes_in_flight` are there, one ends for each that begins, and which layers those have repeats after p v.
+    Each chunk processes p microbatches before the next chunk does. The backward pass runs from the last chunk to the
+    first. After the first `passes_in_flight` passes, one pass ends when another pass begins. The layers of these
+    passes repeat after p v passes.
     """
     pp, vpp, chunks = role.grid.pp, role.vpp, role.chunks(stage)
     passes = passes_in_flight(role, stage, microbatches)
@@ -177,48 +188,51 @@ def layers_in_flight(role: RoleSetup, stage: int, microbatches: int) -> int:
 
 
 def kept_bytes(role: RoleSetup, stage: int, work: Workload) -> float:
-    """Activations of a stage at their peak in a minibatch."""
+    """Return the peak activation bytes of a stage in a minibatch."""
     tokens = role.rank_tokens(work.sequence_tokens)
-    per_token, whole = (
+    per_token, unrecomputed = (
         layer_bytes_per_token(role, recompute=recompute, fused=work.on_cuda) for recompute in (role.recompute, "none")
     )
     shares = shares_bytes(role, work)
-    whole += shares
+    unrecomputed += shares
     if role.recompute == "none" or (role.recompute == "selective" and "core_attn" not in role.recompute_modules):
         per_token += shares
     microbatches = role.microbatches(work.sequence_tokens)
     in_flight, passes = (count(role, stage, microbatches) for count in (layers_in_flight, passes_in_flight))
     rotated = role.arch.rotary_channels or role.arch.head_dim
-    kept = (in_flight * per_token + passes * 2 * 4 * rotated) * tokens  # cosine and sine are float32
+    n_bytes = (in_flight * per_token + passes * 2 * 4 * rotated) * tokens  # cosine and sine are float32
     if not role.frees_outputs:
-        # The schedule drops one when the next is there. The last chunk of the last stage has a loss instead.
+        # The schedule frees an output when the next output exists. The last chunk of the last stage has a loss instead
+        # of an output.
         sent = float(min(passes + 1, microbatches * role.vpp))
         sent *= 1.0 if stage < role.grid.pp - 1 else 1 - 1 / role.vpp
         rows = role.grid.tp if role.sequence_parallel else 1
-        kept += sent * role.dtype_bytes * role.arch.hidden_size * tokens / rows
+        n_bytes += sent * role.dtype_bytes * role.arch.hidden_size * tokens / rows
     if role.recompute == "selective" and (role.grid.cp > 1 or {"mlp", "moe"} & set(role.recompute_modules)):
-        kept += (whole - per_token) * tokens
+        n_bytes += (unrecomputed - per_token) * tokens
     if role.recompute == "full":
-        kept += whole * tokens
+        n_bytes += unrecomputed * tokens
     if stage == role.grid.pp - 1:
         rows = role.grid.tp if role.sequence_parallel else 1
-        kept += _norm_input(role, role.arch.hidden_size, fused=work.on_cuda) * tokens / rows
-    return kept + routing_bytes(role, stage, work)
+        n_bytes += _norm_input(role, role.arch.hidden_size, fused=work.on_cuda) * tokens / rows
+    return n_bytes + routing_bytes(role, stage, work)
 
 
 def routing_bytes(role: RoleSetup, stage: int, work: Workload) -> float:
-    """Bytes of the replayed expert routing of a minibatch, all its microbatches together, in the layers of a stage."""
+    """Return the bytes of the replayed expert routing in the layers of a stage, for all microbatches of a minibatch."""
     tokens = role.replica_sequences * role.grid.padded(work.sequence_tokens) / role.grid.cp
     return role.routing_bytes * role.stage_layers[stage] * tokens
 
 
 def head_bytes(role: RoleSetup, stage: int, work: Workload, *, train: bool) -> float:
-    """Workspace of the output layer over the rows of one microbatch.
+    """Return the workspace of the output layer over the rows of one microbatch, in bytes.
 
-    Language model head, training: the selected rows twice, their gradient in float32 and in their own type; a chunk of
-    float32 logits and its gradient in the weights' type, which the kernel cuts to a budget; the placeholder for the
-    weight's gradient, which goes straight into the gradient buffer. A forward pass alone: the rows and a block of
-    logits. An upper bound: rows are taken to be all tokens. Value head: its rows in float32, and their gradient.
+    The language model head in training has the selected rows twice, and their gradient in float32 and in the type of
+    the rows. A chunk of float32 logits and its gradient in the type of the weights is limited by a budget of the
+    kernel. A placeholder represents the gradient of the weight, which is written directly into the gradient buffer.
+
+    A forward pass has only the rows and a block of logits. The value is an upper bound, because all tokens count as
+    rows. The value head has its rows in float32 and their gradient.
     """
     if stage != role.grid.pp - 1:
         return 0.0
@@ -238,11 +252,11 @@ def head_bytes(role: RoleSetup, stage: int, work: Workload, *, train: bool) -> f
 
 
 def products_bytes(role: RoleSetup, work: Workload) -> float:
-    """Workspace of attention with soft-capped scores or with sinks, which runs as plain matrix products in float32, for
-    one block of queries.
+    """Return the workspace in bytes of attention with soft-capped scores or with sinks. This attention runs as plain
+    matrix products in float32 over one block of queries.
 
-    It holds the scores, the outputs of tanh (or the scores with sinks beside them) and of softmax, and their gradient;
-    queries, keys and values. Segments side by side are padded to at most twice their tokens.
+    The workspace contains the scores, the outputs of tanh (or the scores with sinks) and of softmax, their gradient,
+    and queries, keys and values. Adjacent segments are padded to at most twice their tokens.
     """
     if not role.arch.extensions.attends_by_products:
         return 0.0
@@ -253,14 +267,16 @@ def products_bytes(role: RoleSetup, work: Workload) -> float:
 
 
 def transient_bytes(role: RoleSetup, stage: int, work: Workload, *, train: bool) -> float:
-    """Workspace of the one layer that runs, beyond the activations that are kept.
+    """Return the workspace of the running layer in bytes, without the kept activations.
 
-    Forward: its widest tensors, gate and up, silu(gate), up and the product, between two residual streams. Backward:
-    the gradients of those, and the gradient of the largest weight before it is added to the gradient buffer. Sequence
-    parallelism gathers the hidden states of all tokens in a buffer, context parallelism keys and values. Experts: those
-    tensors for every routed token, its product times the expert's weight in float32, and its hidden state sorted for
-    sending, as received and sorted by expert, and back. The adapters' outputs for gate and up exist twice: in parts,
-    and concatenated.
+    The forward pass has the widest tensors of the layer between two residual streams: gate and up, silu(gate), up and
+    the product. The backward pass has the gradients of these tensors, and the gradient of the largest weight before
+    the sum with the gradient buffer.
+
+    Sequence parallelism gathers the hidden states of all tokens into a buffer, and context parallelism gathers keys
+    and values. Experts have the same tensors for every routed token, the product times the expert's weight in float32,
+    and the hidden states in sorted order for sending, receiving and return. The outputs of adapters for gate and up
+    exist twice: as parts and concatenated.
     """
     tokens, e = role.rank_tokens(work.sequence_tokens), role.dtype_bytes
     hidden = role.arch.hidden_size

@@ -1,4 +1,4 @@
-"""Defaults that depend on the rest of a configuration, each with its reason, for `megappo plan`."""
+"""Defaults that depend on other settings of a configuration, with their reasons, for `megappo plan`."""
 
 from __future__ import annotations
 
@@ -9,28 +9,29 @@ from megappo.config import Config, resolve
 from megappo.config.roles import ActorSettings, CriticSettings
 from megappo.errors import show
 
-_RATES = {"actor": "as DAPO, Open-Reasoner-Zero and verl have it", "critic": "as Open-Reasoner-Zero has it"}
+_RATES = {"actor": "as in DAPO, Open-Reasoner-Zero and verl", "critic": "as in Open-Reasoner-Zero"}
 
 
 @dataclass(frozen=True)
 class OpenSetting:
-    """A setting that the configuration leaves open."""
+    """A setting that the configuration does not set."""
 
     setting: str
     """Name of the setting, such as `actor.minibatches`."""
     value: str
-    """The chosen value, written as an override takes it."""
+    """Chosen value in the syntax of an override."""
     why: str
 
     @property
     def sentence(self) -> str:
-        """`actor.minibatches=4: ...`, of which an override can be copied."""
+        """Setting, value and reason, such as `actor.minibatches=4: ...`. The first part can be copied as an
+        override."""
         return f"{self.setting}={self.value}: {self.why}"
 
 
 def choices(config: Config, ranks: int, *, on_cuda: bool) -> Iterator[OpenSetting]:
-    """The open settings that change what is trained, how fast, or how much memory it takes. `config` is a configuration
-    as it was loaded, before `resolve` fills in defaults."""
+    """Return the unset settings that affect training, speed or memory. `config` is a configuration as loaded, before
+    `resolve` fills in defaults."""
     if config.rollout.engine is None and config.rollout.load_from is None:
         engine = resolve(config, on_cuda=on_cuda).rollout.engine
         yield OpenSetting(
@@ -38,7 +39,7 @@ def choices(config: Config, ranks: int, *, on_cuda: bool) -> Iterator[OpenSettin
         )
     if "prompts_per_step" not in config.rollout.model_fields_set:
         prompts = str(config.rollout.prompts_per_step)
-        yield OpenSetting("rollout.prompts_per_step", prompts, "published recipes have 128 to 1,024")
+        yield OpenSetting("rollout.prompts_per_step", prompts, "published recipes use 128 to 1,024")
     if "max_prompt_tokens" not in config.data.model_fields_set:
         yield OpenSetting("data.max_prompt_tokens", str(config.data.max_prompt_tokens), "OpenRLHF's default")
     if "max_response_tokens" not in config.rollout.model_fields_set:
@@ -60,8 +61,8 @@ def _of_role(config: Config, name: str, role: ActorSettings | CriticSettings, ra
         why = f"not below the longest sample, {config.max_sequence_tokens} tokens"
         yield OpenSetting(f"{name}.microbatch_budget_tokens", str(role.microbatch_budget_tokens), why)
     if layout.sequence_parallel is None and layout.tensor_parallel > 1:
-        why = f"{layout.tensor_parallel} ranks share what lies between tensor parallel regions"
+        why = f"{layout.tensor_parallel} ranks share the activations between tensor parallel regions"
         yield OpenSetting(f"{name}.layout.sequence_parallel", show(layout.shards_sequences), why)
     if optimizer.distributed is None and grid.copies > 1:
-        why = f"{grid.copies} ranks hold the same weights and share the optimizer's state"
+        why = f"{grid.copies} ranks have the same weights and share the optimizer's state"
         yield OpenSetting(f"{name}.optimizer.distributed", show(optimizer.shards_state(grid)), why)

@@ -1,8 +1,8 @@
 """FLOPs, bytes moved and seconds of each stage of a step.
 
-A stage is as slow as the slowest of its arithmetic, its memory traffic and the host that starts its kernels (Williams
-et al. 2009, the roofline model), or on a measured CPU, which does one thing after the other, their sum; plus its
-communication, of which only sums and gathers over replicas run beside kernels.
+The time of a stage is the largest of its arithmetic time, memory time and host time for kernel launches (Williams et
+al. 2009, the roofline model), or their sum on a measured CPU, which does not overlap them. Communication time is
+added. Only gradient sums and weight gathers over replicas overlap with kernels.
 """
 
 from __future__ import annotations
@@ -21,17 +21,18 @@ from megappo.plan.sync import sync_traffic
 
 _LAUNCHES_OF_EXPERTS, _LAUNCHES_OF_REPLAY = 1.2, 0.3
 """Kernel launches that routing and its replay add to a layer with experts, in units of the launches of a dense layer.
-Forward and backward of a dense layer start 41 kernels where its norms, rope and SwiGLU are one kernel each; routing
-adds 50 and replay 12, however many experts there are."""
+The forward and backward pass of a dense layer launch 41 kernels if its norms, rope and SwiGLU are one kernel each.
+Routing adds 50 kernels and replay adds 12 kernels for any number of experts."""
 _TRAINING_PASSES = {"none": 3, "selective": 3, "full": 4}
-"""Cost of a microbatch in an update in units of its forward pass, by recomputation; backward counts as two."""
+"""Cost of a microbatch in an update, in forward passes, by recomputation mode. The backward pass counts as two."""
 _PASSES_OVER_VOCABULARY, _PASSES_OVER_VOCABULARY_MEASURED, _WEIGHT_READS_MEASURED = 8, 36, 2
-"""Sampling in the embedded engine. The first two are passes over the float32 scores of the vocabulary for each sampled
-token; on a measured CPU they are in units of a copy, which is faster than the exponentials and sums of sampling. The
-third is how often a measured CPU reads each weight: products of a few rows read weights at half the speed of a copy."""
+"""Cost of sampling in the embedded engine. The first two constants are the passes over the float32 scores of the
+vocabulary for each sampled token. On a measured CPU, the unit is a copy, which is faster than the exponentials and
+sums of sampling. The third constant is the number of times that a measured CPU reads each weight, because products
+with few rows read weights at half the speed of a copy."""
 _BUCKET_ELEMENTS, _BUCKET_ELEMENTS_OF_A_REPLICA = 40_000_000, 1_000_000
-"""Default `bucket_size` of Megatron-Core's `DistributedDataParallel` (0.16.1 and 0.19.2): max(40,000,000, 1,000,000 x
-data parallel size) elements."""
+"""Default `bucket_size` of `DistributedDataParallel` in Megatron-Core 0.16.1 and 0.19.2, in elements: max(40,000,000,
+1,000,000 x data parallel size)."""
 
 
 @dataclass(frozen=True)
@@ -40,22 +41,22 @@ class StageCost:
 
     name: str
     flops: float
-    """FLOPs of all ranks together, recomputation included."""
+    """FLOPs of all ranks together, including recomputation."""
     memory_bytes: float
     """Bytes of device memory that the busiest rank reads and writes."""
     link_bytes: float
     """Bytes that the busiest rank sends."""
     seconds: float
     bound_by: str
-    """`compute`, `memory`, `launches`, `links`, `host` or `waking`: the largest part of the seconds."""
+    """Largest part of the seconds: `compute`, `memory`, `launches`, `links`, `host` or `waking`."""
     hidden_seconds: float = 0.0
-    """Seconds of communication that overlap kernels; `seconds` leaves them out."""
+    """Seconds of communication that overlap with kernels. `seconds` does not include them."""
     host_bytes: float = 0.0
-    """Bytes moved between the busiest rank's device and its host."""
+    """Bytes moved between the device and the host of the busiest rank."""
 
 
 class _StageWork:
-    """Adds up the work of a stage on its busiest rank."""
+    """Sum of the work of a stage on its busiest rank."""
 
     def __init__(self, machine: Machine, dtype_bytes: int, compute_share: float | None = None) -> None:
         self.machine = machine
@@ -66,8 +67,8 @@ class _StageWork:
     def run(
         self, *, flops: float, memory_bytes: float, layers: float, times: float = 1.0, in_trainer: bool = False
     ) -> float:
-        """Count kernels: `flops` and `memory_bytes` of one rank in `layers` forward passes of a layer, `times` over.
-        Returns the seconds of one time."""
+        """Count the kernels of `layers` forward passes of a layer, repeated `times` times. `flops` and `memory_bytes`
+        are per rank and repetition. Return the seconds of one repetition."""
         machine = self.machine
         launch = machine.trainer_launch_seconds_per_layer if in_trainer else machine.launch_seconds_per_layer
         bounds = {
@@ -82,33 +83,33 @@ class _StageWork:
             self._seconds[name] += times * bounds[name]
         return sum(bounds[name] for name in counted)
 
-    def send(self, n_bytes: float, *, inside_node: bool, times: float = 1.0, beside: float = 0.0) -> None:
-        """Count bytes that a rank sends; each time, up to `beside` seconds of kernels hide the transfer."""
+    def send(self, n_bytes: float, *, inside_node: bool, times: float = 1.0, kernel_seconds: float = 0.0) -> None:
+        """Count bytes that a rank sends, repeated `times` times. In each repetition, `kernel_seconds` of kernels can
+        hide a part of the transfer."""
         machine = self.machine
         bandwidth = machine.intra_node_bandwidth if inside_node else machine.inter_node_bandwidth
         seconds = n_bytes / (bandwidth * ASSUMED.link_share)
-        hidden = min(seconds, beside)
+        hidden = min(seconds, kernel_seconds)
         self._seconds["links"] += times * (seconds - hidden)
         self.hidden_seconds += times * hidden
         self.link_bytes += times * n_bytes
 
     def move(self, n_bytes: float, *, step_bytes: float = 0.0) -> None:
-        """Count `n_bytes` moved to or from the host's memory, and `step_bytes` that an optimizer step reads and writes
-        there."""
+        """Count `n_bytes` moved to or from host memory, and `step_bytes` of host traffic of an optimizer step."""
         self.host_bytes += n_bytes
         self._seconds["host"] += n_bytes / (self.machine.host_bandwidth * ASSUMED.link_share)
         self._seconds["host"] += step_bytes / ASSUMED.host_memory_bandwidth
 
     def wait(self, seconds: float) -> None:
-        """Count messages whose latency matters and whose bytes do not."""
+        """Count the latency of small messages."""
         self._seconds["links"] += seconds
 
     def wake(self) -> None:
-        """Count the time in which trainers release memory and sleeping servers take theirs back."""
+        """Count the time in which trainers release memory and sleeping servers wake up."""
         self._seconds["waking"] += ASSUMED.waking_seconds
 
     def cost(self, name: str) -> StageCost:
-        """The counted work as the cost of the stage `name`."""
+        """Return the counted work as the cost of the stage `name`."""
         seconds = self._seconds
         bound_by = max(seconds, key=lambda part: seconds[part])
         total, hidden = sum(seconds.values()), self.hidden_seconds
@@ -116,8 +117,8 @@ class _StageWork:
 
 
 def step_seconds(stages: Sequence[StageCost], servers: Servers | None) -> float:
-    """Seconds of a step. Stages run one after the other; with servers on devices of their own and `rollout.ahead`, the
-    rollout runs beside all other stages."""
+    """Return the seconds of a step. Stages run one after the other. The rollout overlaps with all other stages if
+    servers have separate devices and `rollout.ahead` is set."""
     seconds = {stage.name: stage.seconds for stage in stages}
     if servers is None or not (servers.ahead and servers.beside):
         return math.fsum(seconds.values())
@@ -126,17 +127,19 @@ def step_seconds(stages: Sequence[StageCost], servers: Servers | None) -> float:
 
 
 def step_costs(setup: Setup, machine: Machine) -> tuple[StageCost, ...]:
-    """The stages of one step in their order, every sample at its longest; rewards and advantages are left out."""
+    """Return the stages of one step in their order, with samples of the maximum length, without rewards and
+    advantages."""
     costs = [rollout_cost(setup.actor.arch, setup.work, machine), forward_cost(setup.roles, setup.work, machine)]
     costs += [update_cost(role, setup.work, machine) for role in setup.trained]
     return (*costs, sync_cost(setup, machine))
 
 
 def forward_cost(roles: Sequence[RoleSetup], work: Workload, machine: Machine) -> StageCost:
-    """Forward passes over all samples, one role after the other. Weights that rest on the host come back for them.
+    """Return the cost of the forward passes over all samples, one role after the other. Offloaded weights are loaded
+    first.
 
-    Samples are sent to their replica first. Only their routing takes noticeable time: a replica receives the routing of
-    its samples for this pass, and again in each epoch, whose minibatches hold other samples.
+    Samples are sent to their replica first. Only their routing takes noticeable time. A replica receives the routing
+    of its samples for the forward pass, and in each epoch, because minibatches of each epoch contain other samples.
     """
     spent = _StageWork(machine, roles[0].dtype_bytes)
     for role in roles:
@@ -153,11 +156,11 @@ def forward_cost(roles: Sequence[RoleSetup], work: Workload, machine: Machine) -
 
 
 def update_cost(role: RoleSetup, work: Workload, machine: Machine) -> StageCost:
-    """All updates of a role in a step: pipelines, gradient reduction, AdamW.
+    """Return the cost of all updates of a role in a step: pipelines, gradient reduction and AdamW.
 
-    AdamW reads gradient, main weight and moments, and writes main weight, moments and weight. State that rests on the
-    host comes and goes once per step. For parameters that are updated on the host, gradients go there and main weights
-    come back in every update.
+    AdamW reads the gradient, main weight and moments, and writes the main weight, moments and weight. Offloaded state
+    moves to the device and back once per step. For parameters on the host, every update sends the gradients to the
+    host and the main weights to the device.
     """
     spent = _StageWork(machine, role.dtype_bytes)
     updates = role.updates_per_step
@@ -173,7 +176,7 @@ def update_cost(role: RoleSetup, work: Workload, machine: Machine) -> StageCost:
 
 
 def _resting_weights(role: RoleSetup) -> float:
-    """Bytes of a rank's weights where they are offloaded while the role rests; otherwise 0."""
+    """Return the bytes of a rank's weights if they are offloaded, otherwise 0."""
     weights = max(role.parameters(stage) for stage in range(role.grid.pp)) * role.dtype_bytes
     return float(weights) if role.offload.weights else 0.0
 
@@ -181,20 +184,21 @@ def _resting_weights(role: RoleSetup) -> float:
 def _between_replicas(spent: _StageWork, role: RoleSetup, microbatch_seconds: float) -> None:
     """Count the communication between replicas in all updates of a step.
 
-    Ranks with the same weights, data and context parallel ones, all-reduce float32 gradients, 2 (d-1)/d of their bytes
-    in a ring; the distributed optimizer reduce-scatters gradients and all-gathers weights instead. With overlap, the
-    sums run beside backward of an update's last microbatch, and the gathers of all updates but the last run beside
-    forward of the next update's first microbatch. They run bucket by bucket. The bucket of the first layers is not
-    hidden: its gradients come last and its weights are needed first. On a CPU communication and kernels share the
-    cores, and nothing is hidden.
+    Ranks with the same weights (data and context parallel ranks) all-reduce float32 gradients. A ring moves 2 (d-1)/d
+    of their bytes. The distributed optimizer uses a reduce-scatter of gradients and an all-gather of weights instead.
+
+    With overlap, the sums run during the backward pass of the last microbatch of an update. The gathers of all updates
+    except the last run during the next forward pass. Communication proceeds bucket by bucket. The bucket of the first
+    layers is not hidden, because its gradients are computed last and its weights are used first. On a CPU,
+    communication and kernels share the cores, so no communication is hidden.
     """
     reduced = max(_replicated(role, stage) for stage in range(role.grid.pp))
     inside = spent.machine.same_node(role.grid.ranks[0], role.grid.ranks[-1])
     first = first_bucket_share(role)
 
-    def send(n_bytes: float, times: int, beside: float) -> None:
+    def send(n_bytes: float, times: int, kernel_seconds: float) -> None:
         spent.send(first * n_bytes, inside_node=inside, times=times)
-        spent.send((1 - first) * n_bytes, inside_node=inside, times=times, beside=(1 - first) * beside)
+        spent.send((1 - first) * n_bytes, inside_node=inside, times=times, kernel_seconds=(1 - first) * kernel_seconds)
 
     updates, forward = role.updates_per_step, microbatch_seconds / _TRAINING_PASSES[role.recompute]
     backward = microbatch_seconds - forward
@@ -206,16 +210,16 @@ def _between_replicas(spent: _StageWork, role: RoleSetup, microbatch_seconds: fl
 
 
 def _replicated(role: RoleSetup, stage: int) -> float:
-    """Parameters that a rank of a stage sends in half an all-reduce, that is in a reduce-scatter or an all-gather."""
+    """Return the number of parameters that a rank of a stage sends in a reduce-scatter or an all-gather."""
     of_experts, d, copies = role.trained_expert_parameters(stage), role.grid.copies, role.grid.expert_replicas
     return (d - 1) / d * (role.trained_parameters(stage) - of_experts) + (copies - 1) / copies * of_experts
 
 
 def first_bucket_share(role: RoleSetup) -> float:
-    """Share of the first stage's parameters that is in the bucket of its first layers.
+    """Return the share of the first stage's parameters in the bucket of its first layers.
 
-    Megatron-Core's `DistributedDataParallel` fills buckets from the last layer to the first until they hold 40 million
-    elements, or a million for each replica; the embedding, which comes last, is never cut.
+    `DistributedDataParallel` of Megatron-Core fills buckets from the last layer to the first. A bucket has at least 40
+    million elements, or one million for each replica. The embedding is the last parameter and is never split.
     """
     embedding = 0 if role.lora is not None else role.padded_vocab // role.grid.tp * role.arch.hidden_size
     bucket = max(_BUCKET_ELEMENTS, _BUCKET_ELEMENTS_OF_A_REPLICA * role.grid.copies)
@@ -223,10 +227,11 @@ def first_bucket_share(role: RoleSetup) -> float:
 
 
 def _pipeline(spent: _StageWork, role: RoleSetup, work: Workload, *, train: bool, times: float) -> float:
-    """Microbatches through the stages, `times` over. Returns the seconds of one microbatch's kernels on one rank.
+    """Count the microbatches of a pipeline, repeated `times` times. Return the seconds of one microbatch's kernels on
+    one rank.
 
-    m microbatches through p stages of v chunks take m + (p-1)/v times the slowest stage (Narayanan et al. 2021,
-    section 2.2).
+    A pipeline of m microbatches, p stages and v chunks takes m + (p-1)/v times the slowest stage (Narayanan et al.
+    2021, section 2.2).
     """
     arch, e = role.arch, role.dtype_bytes
     microbatches = role.microbatches(work.sequence_tokens)
@@ -258,12 +263,12 @@ def _pipeline(spent: _StageWork, role: RoleSetup, work: Workload, *, train: bool
 
 
 def _launches(role: RoleSetup) -> float:
-    """Kernel launches of a layer, in units of a dense layer's."""
+    """Return the kernel launches of a layer in units of the launches of a dense layer."""
     return 1 + (_LAUNCHES_OF_EXPERTS if role.arch.experts else 0) + (_LAUNCHES_OF_REPLAY if role.routing_bytes else 0)
 
 
 def _pass_flops(role: RoleSetup, work: Workload, *, train: bool) -> tuple[float, float]:
-    """FLOPs per token in one layer, and per response token in the head, of an update or of a forward pass."""
+    """Return the FLOPs per token in one layer and per response token in the head, for an update or a forward pass."""
     if not train:
         layer, _, head = forward_flops(role.arch, work.sequence_tokens, is_critic=role.is_critic)
         return layer + adapter_flops(role.arch, role.lora), head
@@ -280,15 +285,15 @@ def _pass_flops(role: RoleSetup, work: Workload, *, train: bool) -> tuple[float,
 def _layer_communication(spent: _StageWork, role: RoleSetup, tokens: float, *, passes: int, slots: float) -> None:
     """Count the communication inside layers and between stages.
 
-    Tensor parallelism all-reduces two hidden states per layer and pass, forward and backward once each (Shoeybi et al.
-    2019). Sequence parallelism's gathers and scatters send as many bytes, and gather once more per matrix in backward.
-    A pipeline stage sends its hidden states to the next stage, and their gradient back. Expert parallelism sends every
-    routed token to its expert and its result back; experts on other nodes are reached over the network. Context
-    parallelism gathers keys and values per layer and forward pass, and scatters their gradients.
+    Tensor parallelism all-reduces two hidden states per layer in the forward pass and two in the backward pass
+    (Shoeybi et al. 2019). The gathers and scatters of sequence parallelism send the same number of bytes, and the
+    backward pass adds a gather per matrix. A stage sends hidden states to the next stage and receives their gradient.
+    Expert parallelism sends routed tokens to their experts and the results back, over the network if the expert is on
+    another node. Context parallelism gathers keys and values per layer and forward pass, and scatters their gradients.
     """
     hidden_bytes = role.dtype_bytes * tokens * role.arch.hidden_size
-    # Layer computations whose collectives run: forward alone, forward and backward, or those with full recomputation's
-    # second forward.
+    # Number of layer computations with collectives: forward only, forward and backward, or both plus the second
+    # forward pass of full recomputation.
     one_way = {1: 1, 3: 2, 4: 3}[passes]
     collectives = 2.0 * one_way + (1.0 if role.sequence_parallel and passes > 1 else 0.0)
     ring = 2 * (role.grid.tp - 1) / role.grid.tp
@@ -317,10 +322,12 @@ def _layer_communication(spent: _StageWork, role: RoleSetup, tokens: float, *, p
 
 
 def rollout_cost(arch: ArchitectureConfig, work: Workload, machine: Machine) -> StageCost:
-    """Servers, or the embedded engine: each rank prefills and decodes its prompts in batches.
+    """Return the cost of the rollout on servers or with the embedded engine, in which each rank generates its prompts
+    in batches.
 
-    A decoding step reads all weights once and each sequence's cache: to attend, to append by concatenation (a read and
-    a write) and, with grouped queries, to repeat it for every query head (a read, a write and a read of that).
+    A decoding step reads all weights once. The cache of each sequence is read for attention, and read and written to
+    append by concatenation. Grouped queries also repeat it for every query head (a read, a write and a read of the
+    copy).
     """
     if not work.has_engine:
         return _StageWork(machine, work.engine_dtype_bytes).cost("rollout")
@@ -336,7 +343,7 @@ def rollout_cost(arch: ArchitectureConfig, work: Workload, machine: Machine) -> 
     kv_bytes = float(e * arch.cached_width)
     groups = arch.heads // arch.kv_heads
     traffic = kv_bytes * (3 if groups == 1 else 3 + 2 * groups)
-    if arch.latent is not None:  # keys and values expanded from latents are written and read, and keys concatenated
+    if arch.latent is not None:  # expanded keys and values are written and read, and keys are concatenated
         traffic += 2.0 * e * arch.layers * arch.heads * (arch.latent.made_dim + arch.head_dim)
     _, of_token, context = _generation_flops(arch, work)
     turns = [work.prompt_tokens + work.response_tokens * turn // work.turns for turn in range(work.turns)]
@@ -357,8 +364,8 @@ def rollout_cost(arch: ArchitectureConfig, work: Workload, machine: Machine) -> 
 
 
 def _generation_flops(arch: ArchitectureConfig, work: Workload) -> tuple[float, float, float]:
-    """(FLOPs of the prompt, FLOPs of a response token halfway through the response, tokens before that token), of one
-    sequence."""
+    """Return three numbers for one sequence: the FLOPs of the prompt, the FLOPs of a response token halfway through
+    the response, and the number of tokens before that token."""
     _, trunk, head = model_sizes(arch)
     attention = generation_flops_of_pair(arch, served=work.servers is not None)
     context = work.prompt_tokens + work.response_tokens / 2
@@ -367,20 +374,20 @@ def _generation_flops(arch: ArchitectureConfig, work: Workload) -> tuple[float, 
 
 
 def _prefill_flops(arch: ArchitectureConfig, tokens: int) -> float:
-    """FLOPs to prefill `tokens` tokens of one sequence before the engine generates."""
+    """Return the FLOPs to prefill `tokens` tokens of one sequence before generation."""
     _, trunk, head = model_sizes(arch)
     attention = 4.0 * len(arch.attention_layers) * arch.heads * arch.multiplied_head_dim * tokens
     return tokens * (2.0 * trunk + attention + recurrence_flops(arch)) + 2.0 * head
 
 
 def _served_rollout(arch: ArchitectureConfig, servers: Servers, work: Workload, machine: Machine) -> StageCost:
-    """The rollout on servers. A server decodes as many sequences together as have room for their keys and
-    values, and starts the next one when one ends, so its S sequences of R tokens take S R / running decoding steps.
+    """Return the cost of the rollout on servers. A server decodes all sequences for which its cache has room, and
+    starts the next sequence when one ends. S sequences of R tokens therefore take S R / running decoding steps.
 
-    A step reads the weights and the keys and values of the running sequences, and writes float32 logits. On a GPU it is
-    a CUDA graph, which costs no host time per layer. Under tensor parallelism two all-reduces per layer run one after
-    the other; they move 2 (t-1)/t of the hidden states and take at least `small_all_reduce_seconds`, or
-    `small_all_reduce_between_nodes_seconds` where a server spans several nodes. Deterministic inference multiplies the
+    A step reads the weights and the keys and values of the running sequences, and writes float32 logits. On a GPU, a
+    step is a CUDA graph without host time per layer. Tensor parallelism adds two all-reduces per layer without
+    overlap. They move 2 (t-1)/t of the hidden states and take at least `small_all_reduce_seconds`, or
+    `small_all_reduce_between_nodes_seconds` if a server spans several nodes. Deterministic inference multiplies the
     seconds on GPUs by `deterministic_slowdown`.
     """
     e, tp = work.engine_dtype_bytes, servers.tensor_parallel
@@ -411,20 +418,20 @@ def _served_rollout(arch: ArchitectureConfig, servers: Servers, work: Workload, 
 
 
 def _server_machine(machine: Machine, servers: Servers, work: Workload) -> Machine:
-    """The machine of one server rank: a GPU, or its part of a CPU machine. `machine` is a trainer rank's part."""
+    """Return the machine of one server rank: a GPU or a part of a CPU machine. `machine` is a trainer rank's part."""
     if not machine.shared_by_ranks:
         return machine
     return machine.per_rank(1) if not servers.shares_machine else machine.scaled(work.world_size / servers.ranks)
 
 
 def sync_cost(setup: Setup, machine: Machine) -> StageCost:
-    """The weight sync. Every rank that feeds an engine receives the weights that it lacks and assembles tensors. It
-    then copies them into the embedded engine; or servers load a bucket while the next one is assembled, and the slower
-    of the two counts.
+    """Return the cost of the weight sync. Every rank that feeds an engine receives its missing weights and assembles
+    tensors. The rank then copies the tensors into the embedded engine. Servers load one bucket while the next bucket
+    is assembled, so the slower of the two determines the time.
 
-    Loading on the same devices, where each rank of a server copies its part out of a trainer's memory, is never slower
-    than assembling. A server elsewhere receives the whole model, and a rank broadcasts its pipeline stage to one server
-    after the other. Servers that sleep first take their memory back. Verification is left out.
+    If servers share the devices, each server rank copies its part from the memory of a trainer, which is never slower
+    than assembling. Servers on other devices receive the whole model, and a rank broadcasts its stage to one server
+    after the other. Sleeping servers first allocate their memory again. Verification is not included.
     """
     actor, servers = setup.actor, setup.work.servers
     if not setup.work.has_engine:

@@ -1,4 +1,4 @@
-"""Counts the weights of a model that is on the hub alone: `python -m megappo.plan.declared FOLDER` prints them."""
+"""Count the weights of a model that is only on the hub. `python -m megappo.plan.declared FOLDER` prints the number."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from megappo.runtime.heap import collections_put_off
 
 
 def declared_parameters(folder: Path) -> int:
-    """Weights of the model that transformers would build from a folder's configuration; built on the meta device,
-    without memory."""
+    """Return the number of weights of the model that transformers would build from the configuration in `folder`. The
+    model is built on the meta device and takes no memory."""
     import torch
     from transformers import AutoConfig, AutoModelForSequenceClassification
 

@@ -1,4 +1,4 @@
-"""Number of elements of weights and adapters on one tensor parallel rank, all of them or the frozen ones."""
+"""Numbers of elements of weights and adapters on one tensor parallel rank, in total or frozen."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from megappo.families.frozen import frozen_parameters
 from megappo.families.parameters import EMBEDDING, OUTPUT_LAYER, model_parameters, shard_shape
 
 FIRST = -1
-"""Key, in place of a layer's number, for parameters before all layers. Those after them have the number behind the last
-layer's."""
+"""Key for parameters before all layers, used instead of a layer number. Parameters after all layers have the number of
+layers as their key."""
 
 
 @lru_cache(maxsize=4096)
@@ -25,11 +25,12 @@ def stage_parameters(
     is_critic: bool,
     special_layers: tuple[int, ...] = (),
 ) -> tuple[int, ...]:
-    """Parameters on one tensor parallel rank of each pipeline stage without experts, from the map that loads them.
+    """Return the number of parameters without experts on one tensor parallel rank of each pipeline stage, counted from
+    the map that loads them.
 
-    `stage_layers`: how many each stage has. `special_layers`: how many of them are unlike the others; nothing: all
-    layers are alike. Tied embeddings under a pipeline stand on the first and, once more, on the last
-    stage. A critic has a value head of hidden size + 1 in place of the output layer.
+    `stage_layers` is the number of layers of each stage. `special_layers` is the number of special layers of each
+    stage; if empty, all layers have the same size. Under a pipeline, tied embeddings are on the first stage and again
+    on the last stage. A critic has a value head of hidden size + 1 instead of the output layer.
     """
     counts = {p: math.prod(shard_shape(arch, p, tp, padded_vocab)) for p in model_parameters(arch, experts=())}
     of_layers = Counter[int | None]()
@@ -53,34 +54,34 @@ def stage_parameters(
 
 @lru_cache(maxsize=256)
 def layer_adapters(arch: ArchitectureConfig, lora: LoraShape, tp: int, layer: int) -> int:
-    """Elements of a layer's adapters on one tensor parallel rank, those of experts left out."""
-    here = [p for p in adapter_parameters(arch, lora, experts=()) if p.layer == layer]
-    return sum(math.prod(shard_shape(arch, p, tp, arch.vocab_size)) for p in here)
+    """Return the number of elements of a layer's adapters on one tensor parallel rank, without adapters of experts."""
+    adapters = [p for p in adapter_parameters(arch, lora, experts=()) if p.layer == layer]
+    return sum(math.prod(shard_shape(arch, p, tp, arch.vocab_size)) for p in adapters)
 
 
 @lru_cache(maxsize=256)
 def adapter_elements(arch: ArchitectureConfig, lora: LoraShape) -> int:
-    """Elements of all adapters."""
-    first = adapter_parameters(arch, lora, experts=range(min(1, arch.experts)))  # experts are alike
+    """Return the number of elements of all adapters."""
+    first = adapter_parameters(arch, lora, experts=range(min(1, arch.experts)))  # all experts have the same size
     return sum(p.elements * (1 if p.expert is None else arch.experts) for p in first)
 
 
 @lru_cache(maxsize=256)
-def largest_adapter(arch: ArchitectureConfig, lora: LoraShape, tp: int, experts_here: int) -> int:
-    """Elements of the largest A or B on one tensor parallel rank, where the A (or B) of all its experts of a layer are
-    one parameter."""
+def largest_adapter(arch: ArchitectureConfig, lora: LoraShape, tp: int, experts_per_rank: int) -> int:
+    """Return the number of elements of the largest A or B on one tensor parallel rank. The A (or B) matrices of all
+    experts of a rank in a layer count as one parameter."""
     every = adapter_parameters(arch, lora, experts=range(min(1, arch.experts)))
-    here = [p for p in every if p.layer in (0, arch.layers - 1)]
-    held = [1 if p.expert is None else experts_here for p in here]
-    return max(n * math.prod(shard_shape(arch, p, tp, arch.vocab_size)) for n, p in zip(held, here, strict=True))
+    adapters = [p for p in every if p.layer in (0, arch.layers - 1)]
+    counts = [1 if p.expert is None else experts_per_rank for p in adapters]
+    return max(n * math.prod(shard_shape(arch, p, tp, arch.vocab_size)) for n, p in zip(counts, adapters, strict=True))
 
 
 @lru_cache(maxsize=64)
 def frozen_elements(
     arch: ArchitectureConfig, freeze: tuple[str, ...], lora: LoraShape | None, tp: int, padded_vocab: int
 ) -> tuple[Counter[int], Counter[int]]:
-    """(by layer, elements of frozen weights on one tensor parallel rank; by layer, those of one expert). With `lora`,
-    elements of the adapters of what is frozen."""
+    """Return two counters by layer for one tensor parallel rank: elements of frozen dense weights, and elements of the
+    frozen weights of one expert. With `lora`, count the adapters of the frozen weights instead."""
     dense, of_expert = Counter[int](), Counter[int]()
     for parameter in frozen_parameters(arch, freeze, lora):
         count = math.prod(shard_shape(arch, parameter, tp, padded_vocab))

@@ -1,4 +1,4 @@
-"""Inputs of the planner: the roles and the work of one step, taken from the settings."""
+"""Inputs of the planner, derived from the settings: the roles and the work of one step."""
 
 from __future__ import annotations
 
@@ -27,14 +27,14 @@ RoleSettings = ActorSettings | CriticSettings
 
 @dataclass(frozen=True)
 class Models:
-    """Architectures of a run; critic and reference without a path of their own have the actor's."""
+    """Architectures of a run. A critic or reference without its own path has the architecture of the actor."""
 
     actor: ArchitectureConfig
     critic: ArchitectureConfig
     reference: ArchitectureConfig
 
     def of(self, name: str) -> ArchitectureConfig:
-        """The architecture of a role."""
+        """Return the architecture of a role."""
         return {"actor": self.actor, "critic": self.critic, "reference": self.reference}[name]
 
 
@@ -56,34 +56,34 @@ class RoleSetup:
     dtype_bytes: int
     trained: bool = True
     recompute_modules: tuple[str, ...] = ("core_attn",)
-    """Modules that selective recomputation computes again."""
+    """Modules that selective recomputation recomputes."""
     frees_outputs: bool = True
-    """Whether a pipeline stage frees what it has sent."""
+    """Whether a pipeline stage frees its outputs after sending."""
     reduces_in_backward: bool = False
-    """Gradients are summed over replicas beside the last microbatch's backward pass."""
+    """Whether gradients are summed over replicas during the backward pass of the last microbatch."""
     gathers_in_forward: bool = False
-    """Updated weights are gathered beside the next update's first forward pass."""
+    """Whether updated weights are gathered during the first forward pass of the next update."""
     chunk_layers: tuple[int, ...] | None = None
-    """Layers of each chunk of the pipeline in the order in which a token passes them; None: equally many."""
+    """Layers of each chunk of the pipeline in the order of the forward pass. With None, layers are split evenly."""
     routing_bytes: int = 0
-    """Bytes of a token's routing in one layer, where the engine's routing is replayed; 0 otherwise."""
+    """Bytes of a token's routing in one layer if the engine's routing is replayed, otherwise 0."""
     offload: OffloadSettings = field(default_factory=OffloadSettings)
-    """Parts of the role that leave the device while it rests."""
+    """Parts of the role that are offloaded between uses."""
     on_host: float = 0.0
-    """Fraction of the optimizer's state that lives on the host."""
+    """Fraction of the optimizer state on the host."""
     balances_experts: bool = False
-    """Whether there is a load-balancing loss."""
+    """Whether the role has a load-balancing loss."""
     lora: LoraShape | None = None
-    """Adapters that are trained in place of the weights."""
+    """Adapters that are trained instead of the weights."""
     freeze: tuple[str, ...] = ()
     """Parts of the model that are not trained; see `families.frozen`."""
     scored_steps: float = 1.0
     """Fraction of the steps in which the role scores the samples."""
     shares_weights: bool = False
-    """Whether the role computes with the actor's weights and has none of its own."""
+    """Whether the role shares the weights of the actor instead of having its own."""
     changes: bool = False
-    """Whether the role is not trained but takes the actor's weights every so many steps, so that checkpoints hold its
-    own."""
+    """Whether the role copies the weights of the actor at an interval of steps instead of being trained. Checkpoints
+    then include the weights of the role."""
 
     @property
     def is_critic(self) -> bool:
@@ -91,25 +91,25 @@ class RoleSetup:
         return self.name == "critic"
 
     def chunks(self, stage: int) -> tuple[int, ...]:
-        """Layers of each chunk on a rank of a stage."""
+        """Return the number of layers of each chunk on a rank of a stage."""
         layers = self.chunk_layers or even_layers(self.arch.layers, self.grid.pp * self.vpp)
         return layers[stage :: self.grid.pp]
 
     @cached_property
     def stage_layers(self) -> tuple[int, ...]:
-        """Number of layers on a rank of each stage, all its chunks together."""
+        """Number of layers of all chunks on a rank of each stage."""
         return tuple(sum(self.chunks(stage)) for stage in range(self.grid.pp))
 
     def _stage_count(self, layers: Collection[int]) -> tuple[int, ...]:
-        """Number of the given layers on each stage."""
+        """Return how many of the layers with the numbers in `layers` are on each stage."""
         counts = self.chunk_layers or even_layers(self.arch.layers, self.grid.pp * self.vpp)
         ends = itertools.accumulate(counts)
-        here = [sum(end - n <= layer < end for layer in layers) for n, end in zip(counts, ends, strict=True)]
-        return tuple(sum(here[stage :: self.grid.pp]) for stage in range(self.grid.pp))
+        chunk_counts = [sum(end - n <= layer < end for layer in layers) for n, end in zip(counts, ends, strict=True)]
+        return tuple(sum(chunk_counts[stage :: self.grid.pp]) for stage in range(self.grid.pp))
 
     @cached_property
     def stage_special_layers(self) -> tuple[int, ...]:
-        """Number of layers on a rank of each stage that are unlike the others (`ArchitectureConfig.special_layers`)."""
+        """Number of special layers on a rank of each stage (`ArchitectureConfig.special_layers`)."""
         return self._stage_count(self.arch.special_layers)
 
     @cached_property
@@ -117,35 +117,36 @@ class RoleSetup:
         return self._stage_count(range(self.arch.dense_layers))
 
     def expert_layers(self, stage: int) -> int:
-        """Number of layers with experts on a rank of a stage; all layers of a dense model, which has zero experts in
-        each."""
+        """Return the number of layers with experts on a rank of a stage. For a dense model, return the number of all
+        layers, because they count as layers with zero experts."""
         return self.stage_layers[stage] - self._stage_dense_layers[stage]
 
     def in_forward_pass(self, batch_sequences: int) -> RoleSetup:
-        """The role's setup for a forward pass over all samples of the step."""
+        """Return the setup of the role for a forward pass over all samples of the step."""
         return replace(self, minibatch_sequences=batch_sequences)
 
     def microbatch_tokens(self, sequence_tokens: int) -> int:
-        """Most tokens in a microbatch: the budget, or all samples of a replica where those are fewer."""
+        """Return the largest number of tokens in a microbatch: the budget, or all samples of a replica if they have
+        fewer tokens."""
         return min(self.microbatch_budget_tokens, self.replica_sequences * self.grid.padded(sequence_tokens))
 
     def rank_tokens(self, sequence_tokens: int) -> int:
-        """Most tokens of a microbatch on one of the ranks that share it out."""
+        """Return the largest number of tokens of a microbatch on one context parallel rank."""
         return -(-self.microbatch_tokens(sequence_tokens) // self.grid.cp)
 
     @property
     def replica_sequences(self) -> int:
-        """Samples of a minibatch on one data parallel replica."""
+        """Number of samples of a minibatch on one data parallel replica."""
         return -(-self.minibatch_sequences // self.grid.dp)
 
     def microbatches(self, sequence_tokens: int) -> int:
-        """Microbatches of a minibatch on one replica, all samples at their longest."""
+        """Return the number of microbatches of a minibatch on one replica. All samples have the maximum length."""
         per_microbatch = max(1, self.microbatch_budget_tokens // self.grid.padded(sequence_tokens))
         count = -(-self.replica_sequences // per_microbatch)
         return -(-count // self.grid.pp) * self.grid.pp if self.vpp > 1 else count
 
     def parameters(self, stage: int) -> int:
-        """Parameters on one rank of a stage, adapters included."""
+        """Return the number of parameters on one rank of a stage, including adapters."""
         return self._stage_parameters[stage]
 
     @cached_property
@@ -157,22 +158,23 @@ class RoleSetup:
         return tuple(map(sum, zip(shared, of_experts, of_adapters, strict=True)))
 
     def router_biases(self, stage: int) -> int:
-        """Biases by which routers choose experts, in float32, on one rank of a stage."""
+        """Return the number of float32 router biases on one rank of a stage."""
         return self.expert_layers(stage) * self.arch.experts if self.arch.sigmoid_router else 0
 
     def fixed_parameters(self, stage: int) -> int:
-        """Parameters on one rank of a stage that are never trained: router biases and scalars of layers."""
+        """Return the number of parameters on one rank of a stage that are never trained: router biases and layer
+        scalars."""
         scalars = self.stage_layers[stage] if self.arch.extensions.layer_scalars else 0
         return self.router_biases(stage) + scalars
 
     def weight_bytes(self, stage: int) -> float:
-        """Bytes of all parameters on one rank of a stage."""
+        """Return the bytes of all parameters on one rank of a stage."""
         biases = self.router_biases(stage)
         return float(self.dtype_bytes * (self.parameters(stage) - biases) + 4 * biases)
 
     def trained_parameters(self, stage: int) -> int:
-        """Parameters on one rank of a stage that have gradients; with adapters only the adapters, and a critic's
-        head."""
+        """Return the number of parameters with gradients on one rank of a stage. With adapters, only the adapters and
+        the value head of a critic have gradients."""
         if self.lora is None:
             return self.parameters(stage) - self.fixed_parameters(stage) - sum(self._frozen(stage))
         return self._adapters(stage) - sum(self._frozen(stage)) + self._trained_head(stage)
@@ -184,19 +186,20 @@ class RoleSetup:
         return dense * first + others * last + self._expert_adapters(stage)
 
     def _frozen(self, stage: int) -> tuple[int, int]:
-        """Parameters that are frozen on one rank of a stage, or adapters of these: dense ones, and of experts."""
+        """Return the number of frozen dense parameters and frozen expert parameters on one rank of a stage. With
+        adapters, return the numbers of their adapters."""
         if not self.freeze:
             return 0, 0
         dense, of_expert = frozen_elements(self.arch, self.freeze, self.lora, self.grid.tp, self.padded_vocab)
-        here = [n for n in range(self.arch.layers) if self._stage_count((n,))[stage]]
+        layers = [n for n in range(self.arch.layers) if self._stage_count((n,))[stage]]
         ends = dense[FIRST] * (stage == 0) + dense[self.arch.layers] * (stage == self.grid.pp - 1)
-        return ends + sum(dense[n] for n in here), self.experts_per_rank * sum(of_expert[n] for n in here)
+        return ends + sum(dense[n] for n in layers), self.experts_per_rank * sum(of_expert[n] for n in layers)
 
     def _trained_head(self, stage: int) -> int:
         return self.arch.hidden_size + 1 if self.is_critic and stage == self.grid.pp - 1 else 0
 
     def trained_expert_parameters(self, stage: int) -> int:
-        """Parameters of experts on one rank of a stage that have gradients."""
+        """Return the number of expert parameters with gradients on one rank of a stage."""
         every = self.expert_parameters(stage) if self.lora is None else self._expert_adapters(stage)
         return every - self._frozen(stage)[1]
 
@@ -209,65 +212,66 @@ class RoleSetup:
         return self.arch.experts // self.grid.ep
 
     def expert_parameters(self, stage: int) -> int:
-        """Weights on one rank of a stage that belong to experts."""
+        """Return the number of expert weights on one rank of a stage."""
         return self.expert_layers(stage) * self.experts_per_rank * expert_parameters(self.arch)
 
     def optimizer_parameters(self, stage: int) -> float:
-        """Parameters whose optimizer state one rank of a stage holds."""
+        """Return the number of parameters with optimizer state on one rank of a stage."""
         if not self.distributed_optimizer:
             return self.trained_parameters(stage)
         of_experts = self.trained_expert_parameters(stage)
         return (self.trained_parameters(stage) - of_experts) / self.grid.copies + of_experts / self.grid.expert_replicas
 
     def largest_weight(self, stage: int) -> int:
-        """Elements of the largest weight that is trained on one rank of a stage."""
+        """Return the number of elements of the largest trained weight on one rank of a stage."""
         if self.lora is not None:
             return largest_adapter(self.arch, self.lora, self.grid.tp, self.experts_per_rank)
-        holds_vocabulary = stage == 0 or (stage == self.grid.pp - 1 and not self.is_critic)
-        vocabulary = self.padded_vocab // self.grid.tp * self.arch.hidden_size if holds_vocabulary else 0
+        has_vocabulary = stage == 0 or (stage == self.grid.pp - 1 and not self.is_critic)
+        vocabulary = self.padded_vocab // self.grid.tp * self.arch.hidden_size if has_vocabulary else 0
         return max(vocabulary, largest_of_layer(self.arch, self.grid.tp, self.experts_per_rank))
 
 
 @dataclass(frozen=True)
 class Workload:
-    """The work of one step."""
+    """Work of one step."""
 
     world_size: int
     batch_sequences: int
     prompt_tokens: int
     response_tokens: int
     sequences_per_rank: int
-    """Samples that the fullest rank generates."""
+    """Largest number of samples that one rank generates."""
     generate_batch_sequences: int
     sync_bucket_bytes: int
     engine_dtype_bytes: int
     on_cuda: bool
-    """Whether ranks compute on GPUs, where a norm is one kernel and AdamW updates all parameters at once."""
+    """Whether ranks compute on GPUs. On GPUs, a norm is one kernel and AdamW updates all parameters at once."""
     cache_sequences: int
-    """Most sequences that the engine generates together, evaluation included."""
+    """Largest number of sequences that the engine generates together, including evaluation."""
     cache_tokens: int
-    """Tokens of the longest of these sequences."""
+    """Number of tokens of the longest of these sequences."""
     reward_bytes: float
-    """Weights of a reward model that every rank holds; without CUDA its share of the rewards' servers too."""
+    """Bytes of the weights of a reward model on every rank. Without CUDA, the value includes a share of the reward
+    servers."""
     servers: Servers | None = None
-    """The SGLang servers; None with the embedded engine."""
+    """SGLang servers; None with the embedded engine."""
     engine_sleeps: bool = False
-    """Whether the embedded engine gives its weights' memory to the trainers between rollouts."""
+    """Whether the embedded engine releases the memory of its weights for training between rollouts."""
     has_engine: bool = True
-    """Whether samples are generated; saved ones are loaded otherwise, and no weights leave the trainer."""
+    """Whether samples are generated. Otherwise, saved samples are loaded, and no weights leave the trainer."""
     turns: int = 1
-    """Turns of an episode. The embedded engine computes all earlier tokens anew in each turn; servers have them in
-    their caches."""
+    """Number of turns of an episode. The embedded engine recomputes all earlier tokens in each turn. Servers read
+    earlier tokens from their caches."""
 
     @property
     def sequence_tokens(self) -> int:
-        """Longest prompt and response."""
+        """Number of tokens of the longest prompt and response together."""
         return self.prompt_tokens + self.response_tokens
 
 
 @dataclass(frozen=True)
 class Setup:
-    """A run as the planner sees it."""
+    """Input of the planner for one run."""
 
     actor: RoleSetup
     critic: RoleSetup | None
@@ -276,24 +280,24 @@ class Setup:
 
     @property
     def trained(self) -> tuple[RoleSetup, ...]:
-        """The roles with gradients, in the order in which a step updates them."""
+        """Trained roles in the order of their updates."""
         return tuple(role for role in (self.critic, self.actor) if role is not None and role.trained)
 
     @property
     def roles(self) -> tuple[RoleSetup, ...]:
-        """All roles, in the order in which a step runs them forward."""
+        """All roles in the order of their forward passes."""
         return tuple(role for role in (self.actor, self.reference, self.critic) if role is not None)
 
 
-NO_FLOAT32 = "its kernels for GPUs have no float32, which model.dtype is"
-"""rmsnorm of sglang-kernel 0.4.5 and 0.4.10 has none: a server ends while it captures graphs."""
+NO_FLOAT32 = "model.dtype is float32, which its GPU kernels do not support"
+"""The rmsnorm kernels of sglang-kernel 0.4.5 and 0.4.10 do not support float32. A server exits while it captures CUDA
+graphs."""
 
 
 def make_setup(config: Config, models: Models, world_size: int, *, on_cuda: bool, device_bytes: float = 0.0) -> Setup:
-    """The planner's view of settings that break no rule; SGLang takes its share of `device_bytes`.
+    """Return the planner's input for valid settings. SGLang uses its share of `device_bytes`.
 
-    Raises ConfigError where SGLang is to generate and does not compute the actor's model, or has no room for as many
-    servers.
+    Raises ConfigError if SGLang cannot run the actor's model, or if the number of servers does not fit.
     """
     if resolve(config, on_cuda=on_cuda).rollout.has_servers:
         if why := unserved(config, models.actor, on_cuda=on_cuda):
@@ -304,13 +308,13 @@ def make_setup(config: Config, models: Models, world_size: int, *, on_cuda: bool
     actor = trained_role(config, "actor", models, world_size, on_cuda=on_cuda)
     critic = None if config.critic is None else trained_role(config, "critic", models, world_size, on_cuda=on_cuda)
     reference = None if config.reference is None else reference_role(config, actor, models)
-    if config.pretrains_critic:  # the actor has its weights and computes nothing
+    if config.pretrains_critic:  # the actor keeps its weights and computes nothing
         actor, reference = replace(actor, trained=False, updates_per_step=0, scored_steps=0.0), None
     return Setup(actor, critic, reference, workload(config, world_size, on_cuda=on_cuda, device_bytes=device_bytes))
 
 
 def unserved(config: Config, actor: ArchitectureConfig, *, on_cuda: bool) -> str:
-    """Why SGLang does not compute the actor's model on a device; "" where it does."""
+    """Return the reason why SGLang cannot run the actor's model on a device. Return "" if SGLang can run it."""
     if on_cuda and config.model.dtype == "float32":
         return NO_FLOAT32
     why = actor.declaration.unserved(actor, Served(on_cuda, config.max_sequence_tokens))
@@ -318,7 +322,7 @@ def unserved(config: Config, actor: ArchitectureConfig, *, on_cuda: bool) -> str
 
 
 def workload(config: Config, world_size: int, *, on_cuda: bool, device_bytes: float = 0.0) -> Workload:
-    """The work of one step."""
+    """Return the work of one step."""
     rollout, evaluation = config.rollout, config.evaluation
     sequences_per_rank = -(-rollout.prompts_per_step // world_size) * rollout.samples_per_prompt
     longest = max(rollout.max_response_tokens, (evaluation.max_response_tokens or 0) if evaluation else 0)
@@ -333,7 +337,7 @@ def workload(config: Config, world_size: int, *, on_cuda: bool, device_bytes: fl
         sync_bucket_bytes=rollout.sync_bucket_bytes,
         engine_dtype_bytes=DTYPE_BYTES[rollout.dtype or config.model.dtype],
         on_cuda=on_cuda,
-        # How many prompts an evaluation has is not known before its data are read.
+        # The number of evaluation prompts is unknown until the data is read.
         cache_sequences=batch if evaluation else min(batch, sequences_per_rank),
         cache_tokens=rollout.total_tokens(config.data.max_prompt_tokens, longest),
         reward_bytes=reward_bytes(config.reward, world_size, on_cuda=on_cuda),
@@ -353,7 +357,7 @@ def trained_role(
     on_cuda: bool,
     settings: RoleSettings | None = None,
 ) -> RoleSetup:
-    """The setup of actor or critic on its layout, with its own settings or `settings`."""
+    """Return the setup of the actor or critic on its layout, with its own settings or with `settings`."""
     arch, settings = models.of(name), settings or config.trained[name]
     numbers = role_numbers(config, RoleSpec(name, settings, arch), world_size, 1)
     return RoleSetup(
@@ -389,10 +393,10 @@ def _routing_bytes(arch: ArchitectureConfig) -> int:
 
 
 def reference_role(config: Config, actor: RoleSetup, models: Models, settings: RoleSettings | None = None) -> RoleSetup:
-    """The reference's setup on the actor's layout, with the actor's own settings or `settings`."""
-    layers, given = chunk_layers(config, "actor", settings or config.actor, models.reference), config.reference
-    assert given is not None
+    """Return the setup of the reference on the actor's layout, with the actor's settings or with `settings`."""
+    layers, own = chunk_layers(config, "actor", settings or config.actor, models.reference), config.reference
+    assert own is not None
     untrained = replace(actor, trained=False, recompute="none", updates_per_step=0, scored_steps=1.0, lora=None)
-    untrained = replace(untrained, name="reference", arch=models.reference, chunk_layers=layers, offload=given.offload)
-    untrained = replace(untrained, routing_bytes=0, balances_experts=False, shares_weights=given.share_actor_base)
-    return replace(untrained, changes=given.refresh_every_steps is not None)
+    untrained = replace(untrained, name="reference", arch=models.reference, chunk_layers=layers, offload=own.offload)
+    untrained = replace(untrained, routing_bytes=0, balances_experts=False, shares_weights=own.share_actor_base)
+    return replace(untrained, changes=own.refresh_every_steps is not None)

@@ -1,4 +1,4 @@
-"""Machines that are not in the table, described by a YAML file."""
+"""Machines from a YAML file instead of the table."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from megappo.config.load import read_text
 from megappo.config.yaml_core import parse_yaml
 from megappo.errors import ALIKE, ConfigError, either, expanded, nearest_word, show
 from megappo.plan.machines import MACHINES, Machine
-from megappo.plan.measured import HERE, measure_here
+from megappo.plan.measured import LOCAL, measure_cpu
 
 _TEXTS = ("words", "kind")
 _KINDS = ("gpu", "cpu")
@@ -23,26 +23,27 @@ _UNITS = {
     "intra_node_gigabytes_per_second": ("intra_node_bandwidth", 1e9),
     "inter_node_gigabytes_per_second": ("inter_node_bandwidth", 1e9),
 }
-"""Numbers of the file: the field of `Machine` that each is, and its unit."""
+"""Numeric keys of the file, with their fields of `Machine` and units."""
 _HOST = "host_gigabytes_per_second"
-"""Key of the bandwidth between a device and the host's memory; may be left out."""
+"""Optional key of the bandwidth between a device and host memory."""
 _KEYS = (*_TEXTS, *_UNITS, "devices_per_node")
 _MOST = 1e9
-"""Largest number in the file: a larger one has a mistaken unit."""
+"""Largest accepted number in the file. A larger number indicates a wrong unit."""
 
 
 def find_machine(text: str) -> Machine:
-    """The machine of a name, the one that a YAML file describes, or for `here` this one's CPU, measured.
+    """Return a machine by its name in the table or by the path of a YAML file. For `here`, return the measured CPU of
+    this machine.
 
-    Raises ConfigError for a name that is not in the table, and for a file that describes none.
+    Raises ConfigError for an unknown name or an invalid file.
     """
     if text in MACHINES:
         return MACHINES[text]
-    if text == HERE:
-        return measure_here()
+    if text == LOCAL:
+        return measure_cpu()
     if text.endswith((".yaml", ".yml")) or "/" in text:
         return read_machine(Path(expanded(text, "--machine")))
-    known = [*MACHINES, HERE]
+    known = [*MACHINES, LOCAL]
     alike = nearest_word(text, known, cutoff=ALIKE)
     near = [name for name in known if name.startswith(text.lower())] or ([alike] if alike is not None else [])
     raise ConfigError(
@@ -52,13 +53,14 @@ def find_machine(text: str) -> Machine:
 
 
 def read_machine(path: Path) -> Machine:
-    """A machine by a file like configs/machines/rtx4090.yaml; its name is the file's.
+    """Return the machine that a file like configs/machines/rtx4090.yaml describes. The name of the machine is the name
+    of the file.
 
     Raises ConfigError with a sentence per mistake.
     """
     content = parse_yaml(read_text(path), str(path))
     if not isinstance(content, dict):
-        raise ConfigError(f"{path} holds {show(content)}, must describe a machine by {', '.join(_KEYS)}")
+        raise ConfigError(f"{path} contains {show(content)}, must describe a machine by {', '.join(_KEYS)}")
     problems = [f"{path}: {problem}" for problem in _problems(content)]
     if problems:
         raise ConfigError(problems)
@@ -82,7 +84,7 @@ def _problems(content: Mapping[Any, Any]) -> Iterator[str]:
                 yield f"{key} is {show(content[key])}, must be {problem}"
         elif key not in _KEYS:
             nearest = nearest_word(str(key), (*_KEYS, _HOST))
-            yield f"{show(key)} is no figure of a machine; the nearest is '{nearest}' of {', '.join(_KEYS)}"
+            yield f"{show(key)} is not a key of a machine; the nearest is '{nearest}' of {', '.join(_KEYS)}"
     for key in _KEYS:
         if key not in content:
             yield f"{key} is missing; a machine has {', '.join(_KEYS)}"
@@ -91,7 +93,7 @@ def _problems(content: Mapping[Any, Any]) -> Iterator[str]:
 
 
 def _wrong(key: str, value: object) -> str | None:
-    """The description of what the key takes where the value is wrong; None where it is right."""
+    """Return a description of the accepted values if the value is invalid, otherwise None."""
     if key == "kind":
         return None if value in _KINDS else either(_KINDS)
     if key == "words":

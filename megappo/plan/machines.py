@@ -1,4 +1,4 @@
-"""Devices: their published peaks, and the share of these that is assumed to be reached."""
+"""Devices with their published peak rates, and the share of these rates that the planner assumes."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ class Machine:
 
     name: str
     summary: str
-    """Name of the device as its maker calls it, for people."""
+    """Manufacturer's name of the device, for display."""
     bfloat16_flops: float
     """Dense FLOP/s in bfloat16."""
     float32_flops: float
@@ -27,17 +27,17 @@ class Machine:
     devices_per_node: int
     is_cuda: bool
     shared_by_ranks: bool = False
-    """Whether the figures are those of a whole machine that all ranks share."""
+    """Whether the numbers describe a whole machine that all ranks share."""
     host_bandwidth: float = 32e9
-    """Bytes per second between a device and the host's memory; default: PCIe Gen4 x16. Without CUDA: between memory and
-    a file in memory."""
+    """Bytes per second between a device and host memory (default: PCIe Gen4 x16). Without CUDA, the bandwidth between
+    memory and a file in memory."""
     is_measured: bool = False
-    """Whether the figures were measured on this CPU instead of read off a data sheet. Its operations run one after the
-    other, so that arithmetic, memory traffic and host time add up instead of hiding behind the slowest."""
+    """Whether the rates were measured on this CPU instead of taken from a data sheet. On a measured CPU, arithmetic,
+    memory traffic and host time add up, because operations run one after the other."""
 
     @property
     def compute_share(self) -> float:
-        """Share of `flops` that a layer reaches, its matrix products and what stands between them."""
+        """Share of `flops` that a layer reaches, including the operations between its matrix products."""
         return ASSUMED.measured_compute_share if self.is_measured else ASSUMED.compute_share
 
     @property
@@ -47,30 +47,32 @@ class Machine:
 
     @property
     def launch_seconds_per_layer(self) -> float:
-        """Host time of one layer forward in the embedded engine."""
+        """Host time of the forward pass of one layer in the embedded engine, in seconds."""
         return ASSUMED.measured_launch_seconds_per_layer if self.is_measured else ASSUMED.launch_seconds_per_layer
 
     @property
     def trainer_launch_seconds_per_layer(self) -> float:
-        """Host time of one layer forward in the trainer; backward takes twice as long."""
+        """Host time of the forward pass of one layer in the trainer, in seconds. The backward pass takes twice as
+        long."""
         of_gpus = ASSUMED.trainer_launch_seconds_per_layer
         return ASSUMED.measured_launch_seconds_per_layer if self.is_measured else of_gpus
 
     @property
     def bandwidth_share(self) -> float:
-        """Share of `memory_bandwidth` that is reached."""
+        """Share of `memory_bandwidth` that a stage reaches."""
         return 1.0 if self.is_measured else ASSUMED.bandwidth_share
 
     def flops(self, dtype_bytes: int) -> float:
-        """Peak FLOP/s in a type of so many bytes."""
+        """Return the peak FLOP/s for a data type with `dtype_bytes` bytes per element."""
         return self.bfloat16_flops if dtype_bytes == 2 else self.float32_flops
 
     def per_rank(self, ranks: int) -> Machine:
-        """One rank's part of the machine when `ranks` ranks share it; a GPU belongs to one rank."""
+        """Return one rank's part of a machine that `ranks` ranks share. A GPU belongs to one rank and is returned
+        unchanged."""
         return self.scaled(1 / ranks) if self.shared_by_ranks else self
 
     def scaled(self, share: float) -> Machine:
-        """A share of the machine."""
+        """Return a share of the machine."""
         return replace(
             self,
             bfloat16_flops=self.bfloat16_flops * share,
@@ -82,74 +84,74 @@ class Machine:
         )
 
     def same_node(self, first_rank: int, last_rank: int) -> bool:
-        """Whether all ranks from the first to the last are in one node."""
+        """Return whether all ranks from the first to the last are in one node."""
         return self.shared_by_ranks or first_rank // self.devices_per_node == last_rank // self.devices_per_node
 
     def nodes_of(self, ranks: int) -> tuple[int, int]:
-        """The number of nodes and of ranks on each node, for the fewest nodes. All nodes have the same number of ranks,
-        and at most one rank per device."""
+        """Return the fewest nodes for `ranks` ranks, and the number of ranks on each node. All nodes have the same
+        number of ranks, and at most one rank per device."""
         fewest = 1 if self.shared_by_ranks else -(-ranks // self.devices_per_node)
         nodes = next(count for count in range(fewest, ranks + 1) if ranks % count == 0)
         return nodes, ranks // nodes
 
     @property
     def usable_bytes(self) -> float:
-        """Memory that a plan may fill."""
+        """Memory of a device in bytes that a plan may fill."""
         reserve = ASSUMED.cuda_reserve_bytes if self.is_cuda else ASSUMED.process_reserve_bytes
         return self.memory_bytes * ASSUMED.memory_share - reserve
 
 
 @dataclass(frozen=True)
 class Assumptions:
-    """Assumptions that no data sheet gives; the same for every machine."""
+    """Assumptions that are not in any data sheet. They are the same for every machine."""
 
     compute_share: float = 0.4
     """Share of the peak FLOP/s that a layer reaches. Megatron-LM reports 0.42 to 0.56 (Korthikanti et al. 2022, table
     5)."""
     measured_compute_share: float = 0.6
-    """Share of a measured CPU's FLOP/s in one product that whole layers reach: attention, norms, rope and softmax are
-    slower. This and the three below are fitted to CPU seconds of one thread, on cores that others used too, in steps of
-    two sizes of SmolLM2-135M's shapes with 8 layers (AVX512-BF16)."""
+    """Share of a measured CPU's FLOP/s in one product that whole layers reach. Attention, norms, rope and softmax are
+    slower than products. This value and the next three values are fitted to the CPU seconds of one thread on shared
+    cores. The fit uses steps of two sizes with the shapes of SmolLM2-135M and 8 layers (AVX512-BF16)."""
     measured_decode_share: float = 0.5
-    """Share of a measured CPU's FLOP/s in one product that decoding reaches, whose products have a few rows."""
+    """Share of a measured CPU's FLOP/s in one product that decoding reaches. Products of decoding have few rows."""
     measured_launch_seconds_per_layer: float = 0.8e-3
-    """Host time of one transformers layer on a CPU, whose norms and rope are several operations."""
+    """Host time in seconds of one transformers layer on a CPU, where each norm and rope is several operations."""
     measured_layers_between_tokens: int = 5
-    """Host time of transformers' `generate` between two tokens, in units of a layer's."""
+    """Host time of transformers' `generate` between two tokens, in units of the host time of a layer."""
     bandwidth_share: float = 0.7
-    """Share of the memory bandwidth that is reached."""
+    """Share of the memory bandwidth that a stage reaches."""
     link_share: float = 0.7
     """Share of a link's bandwidth that large collectives reach."""
     launch_seconds_per_layer: float = 0.4e-3
-    """Host time to start the kernels of one layer forward in the embedded engine, without CUDA graphs."""
+    """Host time in seconds to launch the forward kernels of one layer in the embedded engine, without CUDA graphs."""
     trainer_launch_seconds_per_layer: float = 1.4e-3
-    """Host time to start the kernels of one layer forward in the trainer. Python starts 59 kernels for each layer and
-    microbatch of an update: an update of four microbatches of 8,192 tokens of Qwen3-0.6B took 0.507 s on an H100, in
-    the median of nine, whose kernels need 0.397 (benchmarks/results/2026-11-23-h100.md)."""
+    """Host time in seconds to launch the forward kernels of one layer in the trainer. Python launches 59 kernels for
+    each layer and microbatch of an update. On an H100, an update of four microbatches of 8,192 tokens of Qwen3-0.6B
+    took 0.507 s (median of nine), and its kernels took 0.397 s (benchmarks/results/2026-11-23-h100.md)."""
     small_all_reduce_seconds: float = 10e-6
     """Seconds of an all-reduce of a few hundred kilobytes within a node, between the kernels of a CUDA graph."""
     small_all_reduce_between_nodes_seconds: float = 40e-6
     """Seconds of such an all-reduce between nodes."""
     waking_seconds: float = 0.8
-    """Seconds of a weight sync until sleeping servers have their memory back and the trainer has released its own: 0.70
-    to 0.85 in nine syncs on an H100, whether the server takes back 4 or 34 GB (`wake` in
+    """Seconds of a weight sync until sleeping servers have allocated their memory and the trainer has released its
+    own. Nine syncs on an H100 took 0.70 to 0.85 s, for servers that allocate 4 to 34 GB (`wake` in
     benchmarks/results/2026-11-26-h100-whole-step.md and 2026-11-26-h100-experts-and-losses.md)."""
     deterministic_slowdown: float = 1.34
-    """Factor by which SGLang's deterministic inference lengthens a rollout on GPUs: its authors measured 34.35% more
+    """Factor by which deterministic inference of SGLang lengthens a rollout on GPUs. Its authors measured 34.35% more
     (https://lmsys.org/blog/2025-09-22-sglang-deterministic)."""
     host_memory_bandwidth: float = 50e9
-    """Bytes per second of the host's memory for each GPU: sixteen DDR5 channels of two sockets shared by eight GPUs."""
+    """Bytes per second of host memory for each GPU: sixteen DDR5 channels of two sockets, shared by eight GPUs."""
     checkpoint_bytes_per_second: float = 2e9
     """Bytes per second that a node writes to a shared disk."""
     memory_share: float = 0.95
-    """Share of the memory that can be filled before fragmentation gets in the way."""
+    """Share of the memory that a plan may fill. The rest is reserved for fragmentation."""
     cuda_reserve_bytes: float = 3e9
     """CUDA context, NCCL buffers and cuBLAS workspaces of a rank."""
     process_reserve_bytes: float = 1e9
-    """Python and its libraries, of a rank on a CPU."""
+    """Memory of Python and its libraries for a rank on a CPU."""
 
     def sentence(self, machine: Machine) -> str:
-        """The assumptions as they stand under a plan."""
+        """Return the assumptions as a sentence for the output of a plan."""
         reached = "measured" if machine.is_measured else "peak"
         return (
             f"assumed: {machine.compute_share:.0%} of {reached} FLOP/s, "
@@ -159,13 +161,13 @@ class Assumptions:
             "per layer and forward pass (none when SGLang decodes on GPUs, where a small all-reduce takes "
             f"{1e6 * self.small_all_reduce_seconds:g} us, between nodes "
             f"{1e6 * self.small_all_reduce_between_nodes_seconds:g}, and deterministic inference "
-            f"{self.deterministic_slowdown:g} times as long), {self.waking_seconds:g} s of a sync until servers that "
-            f"sleep are awake, {self.checkpoint_bytes_per_second / 1e9:g} GB/s of a "
+            f"{self.deterministic_slowdown:g} times as long), {self.waking_seconds:g} s of a sync to wake sleeping "
+            f"servers, {self.checkpoint_bytes_per_second / 1e9:g} GB/s of a "
             f"checkpoint per node, {self.host_memory_bandwidth / 1e9:g} GB/s of the host's memory per GPU, "
             f"{self.memory_share:.0%} of memory less "
             f"{self.cuda_reserve_bytes / 1e9:g} GB per GPU for CUDA and NCCL, "
-            f"{self.process_reserve_bytes / 1e9:g} GB per rank on a CPU; every sample at its longest, rewards and data "
-            "loading left out"
+            f"{self.process_reserve_bytes / 1e9:g} GB per rank on a CPU; every sample has the maximum length; rewards "
+            "and data loading are not included"
         )
 
 
@@ -173,19 +175,19 @@ ASSUMED = Assumptions()
 
 
 _GEN5 = ("h100", "h800", "h200", "h20", "b200")
-"""GPUs on PCIe Gen5 x16, 64 GB/s in each direction by their data sheets; the data sheets of the others say Gen4, 32
-GB/s."""
+"""GPUs on PCIe Gen5 x16, which has 64 GB/s in each direction (data sheets). The data sheets of the other GPUs list
+Gen4, which has 32 GB/s."""
 
 
 def _gpu(
-    name: str, words: str, float32: float, memory: float, bandwidth: float, intra_node: float, inter_node: float
+    name: str, summary: str, float32: float, memory: float, bandwidth: float, intra_node: float, inter_node: float
 ) -> Machine:
-    """A GPU, eight in a node; the first of its `words` names it in the table of peaks."""
-    peak = peak_flops(words.replace(",", " ").split()[0])
+    """Return a GPU in a node of eight. The first word of `summary` is its name in the table of peaks."""
+    peak = peak_flops(summary.replace(",", " ").split()[0])
     assert peak is not None
     host = 64e9 if name in _GEN5 else 32e9
     return Machine(
-        name, words, peak, float32, memory, bandwidth, intra_node, inter_node, 8, is_cuda=True, host_bandwidth=host
+        name, summary, peak, float32, memory, bandwidth, intra_node, inter_node, 8, is_cuda=True, host_bandwidth=host
     )
 
 
@@ -215,7 +217,8 @@ MACHINES = {
         # together, ConnectX-7 of 400 Gb/s. NVIDIA HGX platform page, HGX B200: 600 TFLOP/s FP32 for eight.
         _gpu("b200", "B200 SXM, 180 GB", 75e12, 180e9, 8e12, 900e9, 50e9),
         # NVIDIA L40S data sheet: 91.6 TFLOP/s FP32, 48 GB, 864 GB/s, no NVLink, PCIe Gen4 x16 of 64 GB/s in both
-        # directions together. It names no network: 8 devices in a node, 200 Gb/s for each, are an assumption.
+        # directions together. The data sheet lists no network: 8 devices in a node and 200 Gb/s for each are
+        # assumptions.
         _gpu("l40s", "L40S PCIe, 48 GB", 91.6e12, 48e9, 864e9, 32e9, 25e9),
         # Intel Xeon Platinum 8480+ (ark.intel.com): 56 cores, 2.0 GHz base, eight DDR5-4800 channels of 38.4 GB/s.
         # Intel 64 optimization manual, per core and cycle: 2,048 bfloat16 operations with AMX, 64 float32 ones with two

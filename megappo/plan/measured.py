@@ -1,4 +1,4 @@
-"""The CPU that this process runs on, by what it does in a second or two instead of by a data sheet."""
+"""CPU of this machine, with rates that are measured for one or two seconds instead of taken from a data sheet."""
 
 from __future__ import annotations
 
@@ -9,16 +9,16 @@ from collections.abc import Callable
 from megappo.plan.machines import Machine
 from megappo.runtime.memory_limits import machine_bytes
 
-HERE = "here"
-"""Name of the measured machine for `--machine`."""
+LOCAL = "here"
+"""Name of the measured machine in `--machine`."""
 _ROWS, _INNER, _COLUMNS = 512, 768, 2048
-"""Shape of the matrix product that is timed: a microbatch through a matrix of a small model."""
+"""Shape of the timed matrix product, which multiplies a microbatch with a matrix of a small model."""
 _COPY_BYTES = 128 << 20
 _ROUNDS = 25
 
 
-def measure_here() -> Machine:
-    """Rates that all cores of this machine reach together: of products in bfloat16 and float32, and of a copy."""
+def measure_cpu() -> Machine:
+    """Return a machine with the rates that all cores reach together: products in bfloat16 and float32, and a copy."""
     import torch
 
     cores, total = len(os.sched_getaffinity(0)), machine_bytes()
@@ -34,7 +34,7 @@ def measure_here() -> Machine:
     copied = 2.0 * _COPY_BYTES / _fastest(lambda: target.copy_(source))
     torch.set_num_threads(threads)
     return Machine(
-        HERE,
+        LOCAL,
         f"this machine, measured: {cores} cores, {rates[torch.bfloat16] / 1e12:.2f} TFLOP/s in bfloat16, "
         f"{rates[torch.float32] / 1e12:.2f} in float32, {copied / 1e9:.0f} GB/s, {total / 1e9:.0f} GB",
         rates[torch.bfloat16],
@@ -52,7 +52,8 @@ def measure_here() -> Machine:
 
 
 def _fastest(work: Callable[[], object]) -> float:
-    """Seconds of the fastest of some calls; other processes on the same cores slow the rest down."""
+    """Return the seconds of the fastest of several calls. Other processes on the same cores slow the other
+    calls down."""
     work()
     seconds = []
     for _ in range(_ROUNDS):

@@ -1,4 +1,4 @@
-"""Bytes on every rank: what stays, and what each stage of a step adds for a while."""
+"""Memory of every rank in bytes: resident memory, and the temporary memory of each stage of a step."""
 
 from __future__ import annotations
 
@@ -25,13 +25,13 @@ from megappo.reshard.slices import copy_ranks
 
 @dataclass(frozen=True)
 class RoleMemory:
-    """Bytes of a role on one rank."""
+    """Memory of a role on one rank in bytes."""
 
     role: str
     stage: int
     """Pipeline stage."""
     parameters: int
-    """Number of parameters, in elements."""
+    """Number of parameters."""
     weights: float
     gradients: float
     optimizer: float
@@ -40,24 +40,24 @@ class RoleMemory:
     head: float
     """Workspace of the output layer in an update."""
     transient: float
-    """Workspace of the one layer that runs, in an update."""
+    """Workspace of the running layer in an update."""
     optimizer_step: float
-    """Workspace of AdamW's step, when the activations are already freed."""
+    """Workspace of AdamW's step, after the activations are freed."""
     forward: float
     """Workspace of a forward pass over all samples."""
     moved: tuple[str, ...] = ()
-    """Which of `weights`, `gradients` and `optimizer` leave the device while the role rests."""
+    """Parts among `weights`, `gradients` and `optimizer` that are offloaded between uses of the role."""
     host: float = 0.0
-    """Bytes on the host of a GPU, or in a file: what rests there, and the optimizer's part that lives there."""
+    """Bytes in host memory or in a file: the offloaded parts, and the part of the optimizer on the host."""
 
     @property
     def resident(self) -> float:
-        """Bytes of weights, gradients and optimizer state that are on the device when an update begins."""
+        """Bytes of weights, gradients and optimizer state on the device at the start of an update."""
         return self.weights + self.gradients + self.optimizer
 
     @property
     def at_rest(self) -> float:
-        """Bytes that stay on the device while other roles or the engine run."""
+        """Bytes on the device while other roles or the engine run."""
         parts = {"weights": self.weights, "gradients": self.gradients, "optimizer": self.optimizer}
         return sum(n_bytes for name, n_bytes in parts.items() if name not in self.moved)
 
@@ -79,19 +79,20 @@ class RoleMemory:
 
 @dataclass(frozen=True)
 class EngineMemory:
-    """Bytes of the engine on one rank: the whole model where it is embedded, a share of it in a server."""
+    """Memory of the engine on one rank in bytes. The embedded engine has the whole model on each rank, and a server
+    has a share of the model."""
 
     weights: float
     kv_cache: float
     workspace: float
     idle: float
-    """Bytes while the trainers compute."""
+    """Bytes during forward passes and updates of the trainers."""
     syncing: float
-    """Bytes while it takes new weights."""
+    """Bytes during a weight sync."""
 
     @property
     def total(self) -> float:
-        """Bytes while it generates."""
+        """Bytes during generation."""
         return self.weights + self.kv_cache + self.workspace
 
 
@@ -100,44 +101,46 @@ NO_ENGINE = EngineMemory(0.0, 0.0, 0.0, 0.0, 0.0)
 
 @dataclass(frozen=True)
 class RankMemory:
-    """Bytes on ranks that hold the same parts of the models."""
+    """Memory of ranks with the same parts of the models, in bytes."""
 
     ranks: tuple[int, ...]
     roles: tuple[RoleMemory, ...]
     engine: EngineMemory
     sync: float
-    """Buckets of the weight stream."""
+    """Bytes of the buckets of the weight stream."""
     reward: float
-    """Weights of the reward model."""
+    """Bytes of the weights of the reward model."""
     stages: dict[str, float]
-    """Bytes by stage of the step while it runs, resident bytes included."""
+    """Bytes during each stage of the step, including resident bytes."""
     of_servers: bool = False
-    """Whether these are ranks of servers on devices of their own, numbered from 0, instead of trainer ranks."""
+    """Whether the ranks are ranks of servers on separate devices, numbered from 0, instead of trainer ranks."""
 
     @property
     def peak_stage(self) -> str:
-        """The stage that needs most."""
+        """Name of the stage with the highest memory."""
         return max(self.stages, key=lambda name: self.stages[name])
 
     @property
     def peak(self) -> float:
-        """Bytes in that stage."""
+        """Bytes in the stage with the highest memory."""
         return self.stages[self.peak_stage]
 
 
 @lru_cache(maxsize=65536)
 def role_memory(role: RoleSetup, stage: int, work: Workload) -> RoleMemory:
-    """Bytes of a role on one rank of a stage, by Megatron's mixed precision.
+    """Return the memory of a role on one rank of a stage with Megatron's mixed precision.
 
-    Per parameter in bfloat16: 2 bytes of weight, 4 of gradient (`grad_reduce_in_fp32`), 12 of optimizer state (main
-    weight and the two moments of AdamW in float32). In float32: 4, 4 and 8 (the weight is its own main weight). The
-    distributed optimizer divides its state, and nothing else, by the data parallel size (Rajbhandari et al. 2020,
-    "ZeRO", stage 1); the state of experts is divided by the number of ranks that hold the same experts. A role that is
-    not trained has weights only; a role with adapters has gradients and state of the adapters only.
+    A bfloat16 parameter takes 2 bytes of weight, 4 bytes of gradient (`grad_reduce_in_fp32`), and 12 bytes of
+    optimizer state (main weight and two moments of AdamW in float32). A float32 parameter takes 4, 4 and 8 bytes,
+    because the weight is its own main weight.
 
-    State on the host holds moments, a main weight and a gradient in float32 per parameter, 16 bytes; without CUDA it
-    takes the same memory as the rest. Main weights of a bfloat16 model come from the host for the moment in which they
-    are cast to weights.
+    The distributed optimizer divides only its state by the data parallel size (Rajbhandari et al. 2020, "ZeRO", stage
+    1). The state of experts is divided by the number of ranks with the same experts. A role that is not trained has
+    only weights. A role with adapters has gradients and state only for the adapters.
+
+    State on the host takes 16 bytes per parameter: two moments, a main weight and a gradient in float32. Without CUDA,
+    host memory and device memory are the same memory. Main weights of a bfloat16 model are copied from the host
+    briefly for the cast to weights.
     """
     count = role.parameters(stage)
     untrained = role.in_forward_pass(work.batch_sequences)
@@ -152,8 +155,8 @@ def role_memory(role: RoleSetup, stage: int, work: Workload) -> RoleMemory:
     stateful, mixed = role.optimizer_parameters(stage), role.dtype_bytes == 2
     on_host, on_device = role.on_host * stateful, (1 - role.on_host) * stateful
     optimizer = (12 if mixed else 8) * on_device + (0.0 if work.on_cuda else 16 * on_host)
-    # Torch's AdamW takes the roots of all second moments at once on CUDA; on a CPU one parameter after the other, and
-    # none where it is fused, for bfloat16.
+    # On CUDA, AdamW of torch computes the roots of all second moments at once. On a CPU, AdamW computes the roots for
+    # one parameter after the other. A fused AdamW for bfloat16 stores no roots.
     roots = 4.0 * (on_device if work.on_cuda else 0 if mixed else role.largest_weight(stage))
     rests = ("weights" in moved) * weights + ("optimizer" in moved) * optimizer
     return RoleMemory(
@@ -174,14 +177,16 @@ def role_memory(role: RoleSetup, stage: int, work: Workload) -> RoleMemory:
 
 
 def engine_memory(arch: ArchitectureConfig, work: Workload) -> EngineMemory:
-    """Bytes of the embedded engine, which holds a whole model on every rank: weights, the batch's keys and values, and
-    a workspace.
+    """Return the memory of the embedded engine, which has a whole model on every rank: weights, keys and values of the
+    batch, and a workspace.
 
-    The cache holds 2 layers K e bytes for each token of each sequence. It grows by concatenation, so one layer's cache
-    exists twice; with grouped queries one layer's is also repeated for every query head, since a batch of unequal
-    prompts has a mask. With latent attention it holds the latents, and keys and values of one layer are expanded from
-    them. Prefill's widest layer and the sampler's float32 copies of the last logits never coincide with a full cache,
-    but both are small beside it, so their maximum is added.
+    The cache takes 2 layers K e bytes for each token of each sequence. The cache grows by concatenation, so the cache
+    of one layer exists twice. With grouped queries, the cache of one layer is also repeated for every query head,
+    because a batch of unequal prompts has a mask. With latent attention, the cache contains the latents, and the keys
+    and values of one layer are expanded from the latents.
+
+    The widest layer of prefill and the float32 logits of the sampler do not exist at the same time as a full cache.
+    Both are small compared with the cache, so their maximum is added.
     """
     e = work.engine_dtype_bytes
     kv_width = max(arch.key_widths)
@@ -194,7 +199,7 @@ def engine_memory(arch: ArchitectureConfig, work: Workload) -> EngineMemory:
     else:
         layer_copies = 2.0 * e * tokens * (kv_width + (q_width if q_width > kv_width else 0))
     prefill = e * batch * work.prompt_tokens * (3 * arch.ffn_hidden_size + 2 * arch.hidden_size)
-    if arch.extensions.attends_by_products:  # whole score matrices, three in the engine's type and one in float32
+    if arch.extensions.attends_by_products:  # score matrices: three in the engine's type, one in float32
         prefill += (3 * e + 4) * batch * arch.heads * work.prompt_tokens**2
     sampler = batch * arch.vocab_size * (e + 3 * 4)
     weights = float(model_sizes(arch)[0] * e)
@@ -203,15 +208,15 @@ def engine_memory(arch: ArchitectureConfig, work: Workload) -> EngineMemory:
 
 
 def server_memory(arch: ArchitectureConfig, servers: Servers, work: Workload) -> EngineMemory:
-    """Bytes of one rank of a server (`megappo.plan.servers`).
+    """Return the memory of one rank of a server (`megappo.plan.servers`).
 
-    Beside trainers on a GPU it has a CUDA context of its own. Asleep it keeps nothing but the context; woken for a
-    weight sync it holds its weights, and keys and values only after the sync.
+    A server that shares a GPU with trainers has a separate CUDA context. A sleeping server keeps only the context.
+    During a weight sync, a server has its weights, and allocates keys and values only after the sync.
     """
     e = work.engine_dtype_bytes
     weights = e * server_weights(arch, servers.tensor_parallel, servers.attention_groups)
     cache = cache_tokens(arch, servers, e) * token_bytes(arch, servers.attention_ranks, e)
-    if not work.on_cuda:  # the host's memory also holds the recorded experts of cached tokens
+    if not work.on_cuda:  # host memory also has the recorded experts of cached tokens
         cache += cache_tokens(arch, servers, e) * noted_bytes(arch, servers)
     mean = work.prompt_tokens + work.response_tokens / 2
     wanted = -(-work.batch_sequences // servers.count)
@@ -224,38 +229,41 @@ def server_memory(arch: ArchitectureConfig, servers: Servers, work: Workload) ->
 
 
 def _on_trainers(arch: ArchitectureConfig, work: Workload) -> EngineMemory:
-    """The engine's bytes on one of the trainer's ranks. Without CUDA they share the machine with all servers."""
+    """Return the memory of the engine on one trainer rank. Without CUDA, the trainer ranks share the machine with all
+    servers."""
     servers = work.servers
     if not work.has_engine or (servers is not None and servers.beside):
         return NO_ENGINE
     if servers is None:
         return engine_memory(arch, work)
-    found = server_memory(arch, servers, work)
+    memory = server_memory(arch, servers, work)
     if not servers.shares_machine:
-        return found
+        return memory
     share = servers.ranks / work.world_size
-    return EngineMemory(*(share * part for part in astuple(found)))
+    return EngineMemory(*(share * part for part in astuple(memory)))
 
 
 def bucket_bytes(setup: Setup) -> float:
-    """Bytes that a rank receives of one bucket of the weight stream, at least the largest tensor. Where it feeds one
-    rank of a server it receives only its slice of either."""
+    """Return the bytes that a rank receives of one bucket of the weight stream. A bucket has at least the size of the
+    largest tensor. A rank that feeds one rank of a server receives only its slice."""
     arch, e, parts = setup.actor.arch, setup.actor.dtype_bytes, _parts(setup)
     return max(min(setup.work.sync_bucket_bytes, e * model_sizes(arch)[0] / parts), e * largest_tensor(arch) / parts)
 
 
 def sync_bytes(setup: Setup) -> float:
-    """Bytes of the weight stream on a rank: a bucket, the messages that it is made of, and those that the rank sends.
+    """Return the bytes of the weight stream on a rank: a bucket, the received messages for the bucket, and the sent
+    messages.
 
-    Of the c ranks that hold a copy of the model, each receives (c-1)/c of a bucket from the others, and sends them 1/c
-    of every different part of a bucket. Whole tensors are one part; slices are as many parts as a server has ranks, or
-    as there are other ranks where those are fewer.
+    Each of the c ranks with a copy of the model receives (c-1)/c of a bucket from the others, and sends 1/c of every
+    different part of a bucket. Whole tensors are one part. The number of slices is the number of ranks of a server,
+    but at most the number of other ranks.
 
-    Servers need two buffers, one of which is loaded while the other is filled, and copies of a layer's experts that
-    wait to be compared with the engine's, one for each pipeline stage where all stages send in turns.
+    Servers need two buffers, because one buffer is loaded while the other is filled. Servers also need copies of a
+    layer's experts for the comparison with the experts of the engine. There is one copy for each pipeline stage if all
+    stages send in turns.
 
-    With adapters a rank's part of a bucket is merged first: weight, product and sum exist in float32 for one parameter
-    at a time.
+    With adapters, the part of a bucket on a rank is merged first. The weight, the product and the sum exist in float32
+    for one parameter at a time.
     """
     if not setup.work.has_engine:
         return 0.0
@@ -271,36 +279,37 @@ def sync_bytes(setup: Setup) -> float:
 
 
 def _parts(setup: Setup) -> int:
-    """Number of slices that a tensor is cut into, each for other ranks; 1 on a machine that all ranks share, where they
-    lie in one place."""
+    """Return the number of slices of a tensor that go to different ranks. Return 1 on a machine that all ranks share,
+    because the slices are in shared memory."""
     servers = setup.work.servers
     return servers.tensor_parallel if servers is not None and servers.sliced and not servers.shares_machine else 1
 
 
 def rank_memory(setup: Setup) -> tuple[RankMemory, ...]:
-    """Memory of every rank, ranks that hold the same pipeline stages together, in the order of their first rank."""
+    """Return the memory of every rank. Ranks with the same pipeline stages are grouped, in the order of their first
+    rank."""
     places: dict[tuple[int | None, ...], list[int]] = {}
     for rank in range(setup.work.world_size):
         places.setdefault(tuple(role.grid.stage_of(rank) for role in setup.roles), []).append(rank)
     engine, sync, reward = _on_trainers(setup.actor.arch, setup.work), sync_bytes(setup), setup.work.reward_bytes
-    found = []
+    memories = []
     for stages, ranks in places.items():
-        held = tuple(
+        parts = tuple(
             role_memory(role, stage, setup.work)
             for role, stage in zip(setup.roles, stages, strict=True)
             if stage is not None
         )
-        found.append(RankMemory(tuple(ranks), held, engine, sync, reward, _stages(held, engine, sync, reward)))
+        memories.append(RankMemory(tuple(ranks), parts, engine, sync, reward, _stages(parts, engine, sync, reward)))
     servers = setup.work.servers
     if servers is not None and servers.beside:
         own, bucket = server_memory(setup.actor.arch, servers, setup.work), bucket_bytes(setup)
         used = {"rollout": own.total, "sync": own.syncing + bucket}
-        found.append(RankMemory(tuple(range(servers.ranks)), (), own, bucket, 0.0, used, of_servers=True))
-    return tuple(found)
+        memories.append(RankMemory(tuple(range(servers.ranks)), (), own, bucket, 0.0, used, of_servers=True))
+    return tuple(memories)
 
 
 def _stages(roles: tuple[RoleMemory, ...], engine: EngineMemory, sync: float, reward: float) -> dict[str, float]:
-    """Bytes during each stage of a step."""
+    """Return the bytes during each stage of a step."""
     roles_stay = reward + sum(role.at_rest for role in roles)
     stays = roles_stay + engine.idle
     stages = {"rollout": roles_stay + engine.total}

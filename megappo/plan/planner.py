@@ -1,4 +1,4 @@
-"""A plan: memory on every rank, seconds of every stage, whether it fits and what it waits for."""
+"""Plan of a run: memory on every rank, seconds of every stage, whether the run fits, and its bottleneck."""
 
 from __future__ import annotations
 
@@ -20,74 +20,74 @@ from megappo.plan.machine_file import find_machine
 from megappo.plan.machines import ASSUMED, MACHINES, Machine
 from megappo.plan.memory import RankMemory, rank_memory
 from megappo.plan.rewards import RewardServerMemory, reward_server_memory
-from megappo.plan.sizes import size_words
+from megappo.plan.sizes import format_size
 from megappo.plan.stopping import Stopping, stopping
 from megappo.plan.sync import misplaced_server
 
-_BOUND_WORDS = {
+_BOUND_NAMES = {
     "compute": "arithmetic",
     "memory": "memory bandwidth",
     "launches": "kernel launches",
     "links": "communication",
     "host": "the link to the host's memory",
-    "waking": "servers that wake",
+    "waking": "waking servers",
 }
 
 
 @dataclass(frozen=True)
 class Plan:
-    """The plan of a configuration on a machine."""
+    """Plan of a configuration on a machine."""
 
     name: str
     """Name of the run (`run.name`)."""
     model: str
     machine: str
     gpus: int
-    """Devices of the trainers."""
+    """Number of trainer devices."""
     server_gpus: int
-    """Devices that servers have to themselves."""
+    """Number of devices that are used only by servers."""
     fits: bool
     usable_bytes: float
-    """Memory of a device that a plan may fill."""
+    """Memory of a device in bytes that the plan may fill."""
     ranks: tuple[RankMemory, ...]
     stages: tuple[StageCost, ...]
     step_seconds: float
     tokens_per_second: float
-    """Prompt and response tokens of the step by its seconds, all ranks."""
+    """Prompt and response tokens per second over all ranks."""
     stopping: Stopping
-    """Lead time for a scheduler, and how often to write a checkpoint."""
+    """Lead time for a scheduler, and the recommended interval between checkpoints."""
     verdict: str
-    """Whether it fits, and where it is fullest."""
+    """Sentence on whether the plan fits and on the ranks with the highest peak."""
     bottleneck: str
     assumptions: str
     reward_servers: tuple[RewardServerMemory, ...] = ()
-    """Servers of rewards, on devices of their own; without CUDA they are counted in each rank's `reward`."""
+    """Reward servers on separate devices. Without CUDA, their memory is part of each rank's `reward`."""
 
     @property
     def fullest(self) -> RankMemory:
-        """The ranks with the highest peak."""
+        """Ranks with the highest peak."""
         return max(self.ranks, key=lambda ranks: ranks.peak)
 
     @property
     def fullest_trainers(self) -> RankMemory:
-        """The trainer ranks with the highest peak."""
+        """Trainer ranks with the highest peak."""
         return max((r for r in self.ranks if not r.of_servers), key=lambda ranks: ranks.peak)
 
 
 @dataclass(frozen=True)
 class PlannedModels:
-    """Architectures of a configuration's models and where they were read."""
+    """Architectures of the models of a configuration, with notes on the files that were read."""
 
     models: Models
     notes: tuple[str, ...]
 
 
 def read_models(config: Config, beside: Path | None) -> PlannedModels:
-    """Architectures from the models' config.json: no weights, no tokenizer.
+    """Return the architectures from the config.json of the models, without weights or tokenizer.
 
-    With `beside`, a folder that is not on this machine, or a hub name, is read from `beside`/NAME, or from
-    configs/models/NAME, where that holds a config.json, NAME being the last part of the path, without a revision.
-    Raises ConfigError for a model that is found nowhere or not supported.
+    With `beside`, a hub name or a folder that is not on this machine is read from `beside`/NAME or from
+    configs/models/NAME if that folder has a config.json. NAME is the last part of the path without a revision. Raises
+    ConfigError if a model is missing or not supported.
     """
     notes: list[str] = []
 
@@ -102,27 +102,27 @@ def read_models(config: Config, beside: Path | None) -> PlannedModels:
         notes.append(f"{path} is planned from {local / 'config.json'}")
         return str(local)
 
-    found = load_architectures(config, where)
-    actor = found["actor"]
-    models = Models(actor, found.get("critic", actor), found.get("reference", actor))
+    architectures = load_architectures(config, where)
+    actor = architectures["actor"]
+    models = Models(actor, architectures.get("critic", actor), architectures.get("reference", actor))
     return PlannedModels(models, tuple(dict.fromkeys(notes)))
 
 
 def models_beside(configuration: str | os.PathLike[str]) -> Path:
-    """The folder in which `read_models` looks for models that are not on this machine: `models` beside the
-    configuration file, or one folder higher."""
-    here = Path(configuration).parent
-    return next((folder for folder in (here / "models", here / ".." / "models") if folder.is_dir()), here / "models")
+    """Return the folder in which `read_models` searches for models that are not on this machine. The folder is
+    `models` next to the configuration file or one level above."""
+    base = Path(configuration).parent
+    return next((folder for folder in (base / "models", base / ".." / "models") if folder.is_dir()), base / "models")
 
 
 def default_machine(config: Config) -> Machine:
-    """The machine of a plan that names none: the CPU where the settings ask for it, an H100 otherwise."""
+    """Return the default machine of a plan: the CPU if `runtime.device` is cpu, otherwise an H100."""
     return MACHINES["cpu" if config.runtime.device == "cpu" else "h100"]
 
 
 def fewest_ranks(config: Config, *, on_cuda: bool = False) -> int:
-    """The fewest ranks on which the layouts of a configuration stand, and with CUDA a server that shares their
-    devices."""
+    """Return the fewest ranks for the layouts of a configuration. With CUDA, the ranks also provide enough devices for
+    one colocated server."""
     open_sizes, ends = [], []
     for layout in (settings.layout for settings in config.trained.values()):
         size = layout.grid(LARGEST_WORLD).model_ranks
@@ -135,23 +135,23 @@ def fewest_ranks(config: Config, *, on_cuda: bool = False) -> int:
     for world in range(max(ends), LARGEST_WORLD):
         if all((world - first) % size == 0 for first, size in open_sizes):
             return world
-    return min(max(ends), LARGEST_WORLD)  # `derive` then refuses what does not fit
+    return min(max(ends), LARGEST_WORLD)  # `derive` then rejects the layouts
 
 
 @dataclass(frozen=True)
 class Planning:
-    """The subject of a plan: a configuration on so many devices of a machine."""
+    """Subject of a plan: a configuration on a number of devices of a machine."""
 
     config: Config
     models: Models
     machine: Machine
     gpus: int
     notes: tuple[str, ...]
-    """Notes for the user: from where models were read that are not on this machine, and settings that are unwise."""
+    """Notes for the user: sources of models that are not on this machine, and inadvisable settings."""
 
     @property
     def plan(self) -> Plan:
-        """The plan of this configuration. Raises as `make_plan` does."""
+        """Plan of this configuration. Raises ConfigError as `make_plan` does."""
         return make_plan(self.config, self.models, self.machine, self.gpus)
 
 
@@ -161,28 +161,31 @@ def planning(
     gpus: int | None = None,
     beside: str | os.PathLike[str] | None = None,
 ) -> Planning:
-    """The subject of a plan, with defaults for arguments that are None: the machine of `runtime.device`, the fewest
-    devices that the layouts need, and models only from where the configuration says. Raises ConfigError as
-    `find_machine` and `read_models` do, and for a number of devices that no run has."""
+    """Return the subject of a plan. Arguments that are None have defaults: the machine of `runtime.device`, the fewest
+    devices that the layouts need, and the model paths of the configuration.
+
+    Raises ConfigError as `find_machine` and `read_models` do, and for an invalid number of devices.
+    """
     if gpus is not None and not 1 <= gpus <= LARGEST_WORLD:
-        raise ConfigError(f"gpus is {gpus}, must be a whole number from 1 to {LARGEST_WORLD}; give fewer or more")
+        raise ConfigError(f"gpus is {gpus}, must be a whole number from 1 to {LARGEST_WORLD}; change the number")
     named = default_machine(config) if machine is None else find_machine(os.fspath(machine))
-    found = read_models(config, None if beside is None else Path(beside))
-    notes = (*found.notes, *thinking_notes(config, _template(config, known=not found.notes)))
+    loaded = read_models(config, None if beside is None else Path(beside))
+    notes = (*loaded.notes, *thinking_notes(config, _template(config, known=not loaded.notes)))
     return Planning(
-        config, found.models, named, fewest_ranks(config, on_cuda=named.is_cuda) if gpus is None else gpus, notes
+        config, loaded.models, named, fewest_ranks(config, on_cuda=named.is_cuda) if gpus is None else gpus, notes
     )
 
 
 def _template(config: Config, *, known: bool) -> str:
-    """The chat template of the tokenizer; "" where its folder is not on this machine. `known`: all models are."""
+    """Return the chat template of the tokenizer. Return "" if the folder of the tokenizer is not on this machine.
+    `known` is true if all models are on this machine."""
     place = config.model.tokenizer or config.model.path
-    is_here = Path(place).is_dir() or (known and config.model.tokenizer is None)
-    return template_in(tokenizer_folder(config.model)) if is_here else ""
+    is_local = Path(place).is_dir() or (known and config.model.tokenizer is None)
+    return template_in(tokenizer_folder(config.model)) if is_local else ""
 
 
 def make_plan(config: Config, models: Models, machine: Machine, gpus: int) -> Plan:
-    """Plan a configuration on so many devices. Raises ConfigError where its rules do not hold on that world, and where
+    """Plan a configuration on `gpus` devices. Raises ConfigError if a rule is broken for this number of devices or if
     a server has no room for the longest sequence."""
     config = resolve(config, on_cuda=machine.is_cuda)
     derive(config, gpus, models.actor, models.critic, models.reference)
@@ -220,10 +223,10 @@ def make_plan(config: Config, models: Models, machine: Machine, gpus: int) -> Pl
 
 def _verdict(fullest: RankMemory, usable_bytes: float, fits: bool) -> str:
     needs = "needs" if len(fullest.ranks) == 1 else "need"
-    whose = " of the servers" if fullest.of_servers else ""
+    owner = " of the servers" if fullest.of_servers else ""
     return (
-        f"{'fits' if fits else 'does not fit'}: {rank_words(fullest.ranks)}{whose} {needs} "
-        f"{size_words(fullest.peak)} in {fullest.peak_stage}, {size_words(usable_bytes)} are usable"
+        f"{'fits' if fits else 'does not fit'}: {rank_words(fullest.ranks)}{owner} {needs} "
+        f"{format_size(fullest.peak)} in {fullest.peak_stage}, {format_size(usable_bytes)} are usable"
     )
 
 
@@ -231,5 +234,5 @@ def _bottleneck(stages: tuple[StageCost, ...], seconds: float) -> str:
     longest = max(stages, key=lambda stage: stage.seconds)
     return (
         f"{longest.name} takes {longest.seconds / seconds:.0%} of the predicted {seconds:.3g} seconds of a step, "
-        f"bound by {_BOUND_WORDS[longest.bound_by]}"
+        f"bound by {_BOUND_NAMES[longest.bound_by]}"
     )

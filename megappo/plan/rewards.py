@@ -1,7 +1,8 @@
-"""What rewards hold on devices: a frozen model on every rank or in a process of its own, and the servers of judges.
+"""Device memory of rewards: a frozen model on every rank or in a separate process, and the servers of judges.
 
-A rank of a judge's server with tensor parallelism t holds, with e bytes per element, e N / t of the N weights in its
-folder, and keys and values in the rest of `memory_fraction` of its GPU; without CUDA those of `max_total_tokens`.
+A judge server with tensor parallelism t splits the N weights of its folder over its ranks. With e bytes per element,
+each rank has e N / t bytes of weights. Keys and values take the rest of `memory_fraction` of the GPU. Without CUDA,
+the number of tokens is `max_total_tokens`.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from megappo.config.hub import cached_folder
 from megappo.config.judge import JudgeServerSettings
 from megappo.config.model_files import model_folder
 from megappo.config.reward import RewardSettings
-from megappo.plan.sizes import DTYPE_BYTES, size_words
+from megappo.plan.sizes import DTYPE_BYTES, format_size
 from megappo.reshard.files import counted_files
 
 _DECLARED = "megappo.plan.declared"
@@ -27,7 +28,7 @@ _DECLARED = "megappo.plan.declared"
 
 @dataclass(frozen=True)
 class RewardServerMemory:
-    """Bytes of each rank of a server that the run starts for its rewards."""
+    """Memory of each rank of a reward server that the run starts, in bytes."""
 
     name: str
     ranks: int
@@ -42,9 +43,12 @@ class RewardServerMemory:
 
 @lru_cache(maxsize=8)
 def reward_parameters(path: str | None) -> int:
-    """Weights of a reward model, by the headers of the safetensors files in its folder or in the hub's cache; of one
-    that is on the hub alone, by its configuration. 0 without a path. Raises ConfigError for a file that is none, and
-    for an index that is none."""
+    """Return the number of weights of a reward model. The number is read from the headers of the safetensors files in
+    the folder or in the hub cache. For a model that is only on the hub, the number follows from its configuration.
+    Return 0 if `path` is None.
+
+    Raises ConfigError for an invalid safetensors file or index.
+    """
     from safetensors import SafetensorError, safe_open
 
     if path is None:
@@ -62,23 +66,31 @@ def reward_parameters(path: str | None) -> int:
             with safe_open(file, framework="numpy") as opened:
                 total += sum(math.prod(opened.get_slice(name).get_shape()) for name in opened.keys())  # noqa: SIM118
         except SafetensorError as error:
-            raise ConfigError(f"{file} of a reward is no whole safetensors file ({error}); copy it anew") from error
+            raise ConfigError(
+                f"{file} of a reward model is not a complete safetensors file ({error}); copy the file again"
+            ) from error
     return total
 
 
 def _declared_parameters(folder: Path) -> int:
-    """Weights of the model that transformers would build from a folder's configuration, by a process of its own: this
-    one may have kept torch from transformers (`megappo.runtime.packages`)."""
+    """Return the number of weights of the model that transformers would build from the configuration in `folder`.
+
+    The model is built in a separate process, because this process may have hidden torch from transformers
+    (`megappo.runtime.packages`).
+    """
     command = [sys.executable, "-m", _DECLARED, str(folder.absolute())]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     if done.returncode:
-        said = done.stderr.strip().splitlines() or [f"exit code {done.returncode}"]
-        raise ConfigError(f"reward.model_path {folder}: its config.json is of no model that classifies ({said[-1]})")
+        error_lines = done.stderr.strip().splitlines() or [f"exit code {done.returncode}"]
+        raise ConfigError(
+            f"reward.model_path {folder}: its config.json does not describe a classification model ({error_lines[-1]})"
+        )
     return int(done.stdout)
 
 
 def reward_bytes(reward: RewardSettings, world_size: int, *, on_cuda: bool) -> float:
-    """Bytes of rewards on one trainer rank; without CUDA its share of the rewards' servers too."""
+    """Return the bytes of rewards on one trainer rank. Without CUDA, the value includes a share of the reward
+    servers."""
     has_copy = reward.model_server is None and reward.model_remote is None
     own = _model_bytes(reward, on_cuda=on_cuda) if has_copy else 0.0
     if on_cuda:
@@ -93,20 +105,20 @@ def _model_bytes(reward: RewardSettings, *, on_cuda: bool) -> float:
 def reward_server_memory(
     reward: RewardSettings, device_bytes: float, *, on_cuda: bool
 ) -> tuple[RewardServerMemory, ...]:
-    """Memory of each server that the run starts for its rewards. Raises ConfigError where weights leave a GPU no
-    room."""
-    found = []
+    """Return the memory of each reward server that the run starts. Raises ConfigError if the weights do not fit on a
+    GPU."""
+    servers = []
     if reward.model_server is not None and (weights := _model_bytes(reward, on_cuda=on_cuda)):
         if on_cuda and weights >= device_bytes:
             raise ConfigError(
-                f"reward.model_path has {size_words(weights)} of weights, the one device of reward.model_server "
-                f"{size_words(device_bytes)}; use a smaller model, or have a judge's server hold one on several"
+                f"reward.model_path has {format_size(weights)} of weights, but the device of reward.model_server has "
+                f"{format_size(device_bytes)}; use a smaller model, or a judge server with several devices"
             )
-        found.append(RewardServerMemory("reward model", 1, weights, 0.0))
+        servers.append(RewardServerMemory("reward model", 1, weights, 0.0))
     for name, judge in reward.judges.items():
         if judge.server is not None:
-            found.append(_judge_memory(reward, name, device_bytes, on_cuda=on_cuda))
-    return tuple(found)
+            servers.append(_judge_memory(reward, name, device_bytes, on_cuda=on_cuda))
+    return tuple(servers)
 
 
 def _judge_memory(reward: RewardSettings, name: str, device_bytes: float, *, on_cuda: bool) -> RewardServerMemory:
@@ -120,8 +132,9 @@ def _judge_memory(reward: RewardSettings, name: str, device_bytes: float, *, on_
         if weights >= static:
             key = f"{reward.key_of(name)}.server"
             raise ConfigError(
-                f"{key}.memory_fraction {server.memory_fraction:g} gives it {size_words(static)} of each device, "
-                f"weights take {size_words(weights)}; raise it, or {key}.tensor_parallel {server.tensor_parallel}"
+                f"{key}.memory_fraction {server.memory_fraction:g} gives the server {format_size(static)} of each "
+                f"device, but weights take {format_size(weights)}; raise it, or {key}.tensor_parallel "
+                f"{server.tensor_parallel}"
             )
         cache = static - weights
     else:
@@ -130,12 +143,12 @@ def _judge_memory(reward: RewardSettings, name: str, device_bytes: float, *, on_
 
 
 def _numbers_of_tokens(folder: str, server: JudgeServerSettings) -> float:
-    """Elements of keys and values of all tokens that a rank of the server holds, by the fields that transformers writes
-    into config.json: a judge may be of a family that megappo does not train."""
-    told = read_object(Path(folder) / "config.json")
-    told = told.get("text_config", told)
-    heads = told.get("num_attention_heads", 1)
-    width = told.get("head_dim") or told.get("hidden_size", 0) // heads
-    kv_heads = max(1.0, (told.get("num_key_value_heads") or heads) / server.tensor_parallel)
+    """Return the number of elements of keys and values of all tokens on a rank of the server. The sizes come from the
+    standard fields of config.json, because the family of a judge need not be supported for training."""
+    model_config = read_object(Path(folder) / "config.json")
+    model_config = model_config.get("text_config", model_config)
+    heads = model_config.get("num_attention_heads", 1)
+    width = model_config.get("head_dim") or model_config.get("hidden_size", 0) // heads
+    kv_heads = max(1.0, (model_config.get("num_key_value_heads") or heads) / server.tensor_parallel)
     tokens = server.as_servers.held_tokens(on_cuda=False) or 0
-    return 2.0 * tokens * told.get("num_hidden_layers", 0) * kv_heads * width
+    return 2.0 * tokens * model_config.get("num_hidden_layers", 0) * kv_heads * width

@@ -1,9 +1,11 @@
-"""Layouts that fit: the one nearest to a configuration's, and the fastest ones for a number of devices.
+"""Layouts that fit: the layout nearest to the configured one, and the fastest layouts for a number of devices.
 
-The search goes over TP, PP, EP, recomputation, the microbatch budget, sequence parallelism and the distributed
-optimizer of each trained role, and over the engine's batch or its share of the memory. The one for speed goes over CP
-and what leaves the device while a role rests as well, and over the TP of servers. Roles are sized one by one, those
-that others beat in memory and in order are dropped, and what is left is combined in order until something fits.
+The search varies TP, PP, EP, recomputation, the microbatch budget, sequence parallelism and the distributed optimizer
+of each trained role. It also varies the batch of the engine or its share of the memory. A search for speed
+additionally varies CP, offload and the TP of servers.
+
+Settings are computed for each role separately. Settings that are worse than others in both memory and order are
+dropped. The remaining settings are combined in order until a combination fits.
 """
 
 from __future__ import annotations
@@ -32,73 +34,74 @@ from megappo.plan.servers import Servers
 _DEEPEST_PIPELINE = 16
 _RECOMPUTE = ("none", "selective", "full")
 _CONTEXTS, _CONTEXT_TOKENS = (2, 4, 8), 8192
-"""Sizes of CP that are tried, where each CP rank then has at least so many tokens of the longest sample."""
+"""Sizes of CP to try, and the least number of tokens of the longest sample on each CP rank."""
 _SERVER_RANKS = (1, 2, 4, 8, 16)
 
 
 @dataclass(frozen=True)
 class Proposal:
-    """Settings that fit."""
+    """Proposed settings that fit."""
 
     overrides: tuple[str, ...]
-    """`key=value` arguments that turn the given configuration into this one."""
+    """Overrides (`key=value`) that change the user's configuration to the proposal."""
     machine: str
     gpus: int
     peak_bytes: float
-    """Peak bytes on the fullest rank."""
+    """Largest peak in bytes over all ranks."""
     step_seconds: float
     roles: dict[str, str]
-    """Each trained role's layout in words."""
+    """Description of the layout of each trained role."""
 
 
 class _Search(NamedTuple):
-    """The task of a search."""
+    """Task of a search."""
 
-    given: Config
-    """The user's settings, from which changes are counted."""
+    user_config: Config
+    """User's settings. Changes are counted from these settings."""
     config: Config
-    """The configuration that the search starts from: the given one, or the given one with its roles on all ranks."""
+    """Configuration at the start of the search: the user's configuration, or the same with all roles on all ranks."""
     models: Models
     machine: Machine
     gpus: int
     by_speed: bool
-    """Whether proposals are ordered by predicted seconds, then changes; otherwise by changes, then seconds."""
+    """Whether proposals are ordered by predicted seconds first and by changes second, or the reverse."""
 
     def order(self, changes: float, seconds: float) -> tuple[float, float]:
-        """Sort key: the preferred proposal is smallest."""
+        """Return the sort key. The preferred proposal has the smallest key."""
         return (seconds, changes) if self.by_speed else (changes, seconds)
 
 
 class _Choice(NamedTuple):
-    """One role's settings, sized."""
+    """Settings of one role with their predicted sizes."""
 
     settings: RoleSettings
     role: RoleSetup
     changes: float
     seconds: float
     at_rest: float
-    """Bytes that stay on the device while the role rests, mean over all ranks of the world."""
+    """Bytes on the device between uses of the role, as a mean over all ranks of the world."""
     peak: float
-    """Peak bytes of the role in its forward passes and updates."""
+    """Peak bytes of the role during its forward passes and updates."""
 
 
 class _Batch(NamedTuple):
-    """A size of the engine's batches, or of its memory."""
+    """Batch size or memory share of the engine."""
 
     rollout: RolloutSettings
     changes: float
     seconds: float
     """Seconds of the rollout."""
     n_bytes: float
-    """Bytes of the engine on a trainer's device during the rollout."""
+    """Bytes of the engine on the device of a trainer during the rollout."""
 
 
 def nearest_fit(
     config: Config, models: Models, machine: Machine, gpus: int, *, everywhere: bool = False
 ) -> Proposal | None:
-    """The settings that fit and change the given ones least, the faster of equals; None where nothing fits.
+    """Return the settings that fit with the fewest changes. Of settings with equal changes, return the fastest. Return
+    None if no settings fit.
 
-    `everywhere`: all roles on all devices, wherever the given ones stand.
+    `everywhere` places all roles on all devices, regardless of the configured placement.
     """
     config = resolve(config, on_cuda=machine.is_cuda)
     start = _everywhere(config) if everywhere else config
@@ -106,10 +109,11 @@ def nearest_fit(
 
 
 def best_layouts(config: Config, models: Models, machine: Machine, gpus: int, count: int = 5) -> list[Proposal]:
-    """The fastest settings for the configuration's models, step and lengths with all roles on all devices: one for
-    each combination of TP and PP, the fastest first. Empty where nothing fits.
+    """Return the fastest settings for the models, step and lengths of the configuration, with all roles on all
+    devices. The list has one proposal for each combination of TP and PP, from fastest to slowest. The list is empty if
+    no settings fit.
 
-    Raises ConfigError for what no layout fixes.
+    Raises ConfigError if a setting is invalid for every layout.
     """
     config = resolve(config, on_cuda=machine.is_cuda)
     _check_step(config, models)
@@ -118,30 +122,37 @@ def best_layouts(config: Config, models: Models, machine: Machine, gpus: int, co
 
 
 def remedy(config: Config, models: Models, machine: Machine, gpus: int) -> tuple[str, Proposal | None]:
-    """One sentence on what to change where a configuration does not fit, and the settings it speaks of."""
+    """Return one sentence that proposes a change to a configuration that does not fit, and the proposed settings."""
     proposal = nearest_fit(config, models, machine, gpus)
     if proposal is not None:
         return f"the nearest layout that fits: {' '.join(proposal.overrides)}", proposal
-    here = f"no layout on {gpus} x {machine.name} fits"
+    failure = f"no layout on {gpus} x {machine.name} fits"
     for other, times in [(machine, 2), (machine, 4), *((m, n) for m in _larger(machine) for n in (1, 2, 4))]:
         proposal = nearest_fit(config, models, other, times * gpus, everywhere=True)
         if proposal is not None:
             changes = f" with {' '.join(proposal.overrides)}" if proposal.overrides else ""
-            return f"{here}; {proposal.gpus} x {other.name} would do{changes}", proposal
-    return f"{here}, nor on four times as many; shorten the response, or take a smaller model or critic.path", None
+            return f"{failure}; {proposal.gpus} x {other.name} would fit{changes}", proposal
+    return (
+        f"{failure}, nor on four times the number; shorten the response, or use a smaller model or critic.path",
+        None,
+    )
 
 
 def _larger(machine: Machine) -> list[Machine]:
-    """GPUs of the table with more memory than this one, each with more than those before it."""
-    found = [machine]
+    """Return the GPUs of the table with more memory than this machine, in increasing order of memory."""
+    machines = [machine]
     for other in MACHINES.values():
-        if other.is_cuda and machine.is_cuda and other.memory_bytes > found[-1].memory_bytes:
-            found.append(other)
-    return found[1:]
+        if other.is_cuda and machine.is_cuda and other.memory_bytes > machines[-1].memory_bytes:
+            machines.append(other)
+    return machines[1:]
 
 
 def _check_step(config: Config, models: Models) -> None:
-    """Refuse what breaks a rule on every layout: what is wrong on one rank with room for the longest sample."""
+    """Check the settings that are independent of the layout. All roles are checked on one rank with room for the
+    longest sample.
+
+    Raises ConfigError if a setting is invalid.
+    """
     longest = config.max_sequence_tokens
     for name, settings in config.trained.items():
         budget = max(longest, settings.microbatch_budget_tokens)
@@ -151,7 +162,7 @@ def _check_step(config: Config, models: Models) -> None:
 
 
 def _everywhere(config: Config) -> Config:
-    """The configuration with its roles on all ranks."""
+    """Return the configuration with its roles on all ranks."""
     for name, settings in config.trained.items():
         layout = settings.layout.model_copy(update={"first_rank": 0, "ranks": None})
         config = config.model_copy(update={name: settings.model_copy(update={"layout": layout})})
@@ -159,7 +170,7 @@ def _everywhere(config: Config) -> Config:
 
 
 def _fits(task: _Search) -> Iterator[Proposal]:
-    """Proposals that fit, in the order of the search, each combination of TP and PP once."""
+    """Yield proposals that fit, in the order of the search. Each combination of TP and PP occurs once."""
     choices = [list(_choices(task, name)) for name in task.config.trained]
     share, batches = task.machine.per_rank(task.gpus), list(_engine_batches(task))
     sized = []
@@ -183,7 +194,7 @@ def _fits(task: _Search) -> Iterator[Proposal]:
 
 
 def _fits_memory(task: _Search, roles: Sequence[_Choice], rollout: RolloutSettings, usable_bytes: float) -> bool:
-    # Whether the embedded engine sleeps follows from the roles' offload settings.
+    # The offload settings of the roles determine whether the embedded engine sleeps.
     settings = {choice.role.name: choice.settings for choice in roles}
     config = task.config.model_copy(update={**settings, "rollout": rollout})
     actor, critic = roles[0].role, roles[1].role if len(roles) > 1 else None
@@ -193,11 +204,11 @@ def _fits_memory(task: _Search, roles: Sequence[_Choice], rollout: RolloutSettin
 
 
 def _choices(task: _Search, name: str) -> Iterator[_Choice]:
-    """The role's Pareto-optimal settings for each TP and PP: no other takes as little memory and comes earlier in the
-    order."""
+    """Yield the Pareto-optimal settings of a role for each TP and PP. Settings are dropped if other settings come
+    earlier in the order and need no more memory."""
     work = _work(task, task.config)
     share, reference = task.machine.per_rank(task.gpus), task.config.reference
-    found: dict[tuple[int, int], list[_Choice]] = {}
+    by_sizes: dict[tuple[int, int], list[_Choice]] = {}
     for settings in _settings(task, name):
         on_cuda = task.machine.is_cuda
         role = trained_role(task.config, name, task.models, task.gpus, on_cuda=on_cuda, settings=settings)
@@ -213,148 +224,150 @@ def _choices(task: _Search, name: str) -> Iterator[_Choice]:
                 seconds += sync_cost(Setup(role, None, None, work), share).seconds
             changes = _distance(task.config.trained[name], settings)
             choice = _Choice(settings, role, changes, seconds, at_rest, peak)
-            found.setdefault((role.grid.tp, role.grid.pp), []).append(choice)
-    for same_sizes in found.values():
-        kept: list[_Choice] = []
+            by_sizes.setdefault((role.grid.tp, role.grid.pp), []).append(choice)
+    for same_sizes in by_sizes.values():
+        undominated: list[_Choice] = []
         for choice in sorted(same_sizes, key=lambda c: task.order(c.changes, c.seconds)):
-            if not any(k.at_rest <= choice.at_rest and k.peak <= choice.peak for k in kept):
-                kept.append(choice)
-        yield from kept
+            if not any(other.at_rest <= choice.at_rest and other.peak <= choice.peak for other in undominated):
+                undominated.append(choice)
+        yield from undominated
 
 
 def _settings(task: _Search, name: str) -> Iterator[RoleSettings]:
-    """Every setting of a role that the search knows and that its model, its ranks and the step allow."""
-    given = task.config.trained[name]
+    """Yield all settings of a role in the search space that the model, the ranks and the step allow."""
+    settings = task.config.trained[name]
     arch = task.models.of(name)
     longest = task.config.max_sequence_tokens
-    budgets = sorted({given.microbatch_budget_tokens, *(longest * 2**n for n in range(4))})
+    budgets = sorted({settings.microbatch_budget_tokens, *(longest * 2**n for n in range(4))})
     experts = divisors(max(1, arch.experts))
     pipelines = range(1, min(_DEEPEST_PIPELINE, arch.layers) + 1)
-    contexts, offloads = _contexts(task, given), _offloads(task, given)
+    contexts, offloads = _contexts(task, settings), _offloads(task, settings)
     for tp, pp, ep, cp in itertools.product(valid_tensor_parallel(arch), pipelines, experts, contexts):
         in_node = task.machine.shared_by_ranks or tp <= task.machine.devices_per_node
         if tp * pp * cp > task.gpus or not in_node:
             continue
-        vpp = given.layout.virtual_pipeline_chunks
+        vpp = settings.layout.virtual_pipeline_chunks
         chunks = vpp if pp > 1 and arch.layers >= pp * vpp else 1
         sizes: dict[str, Any] = {"tensor_parallel": tp, "pipeline_parallel": pp, "virtual_pipeline_chunks": chunks}
         sizes["context_parallel"] = cp
-        if pp != given.layout.pipeline_parallel and isinstance(given.layout.pipeline_layers, tuple):
+        if pp != settings.layout.pipeline_parallel and isinstance(settings.layout.pipeline_layers, tuple):
             sizes["pipeline_layers"] = "auto"
         sizes |= {"expert_parallel": ep} if arch.experts else {}
-        said = given.layout.sequence_parallel
-        for sequence_parallel in _switch(said) if tp > 1 else [None if said else said]:
-            layout = given.layout.model_copy(update={**sizes, "sequence_parallel": sequence_parallel})
-            placed = given.model_copy(update={"layout": layout, "microbatch_budget_tokens": max(budgets)})
+        configured = settings.layout.sequence_parallel
+        for sequence_parallel in _switch(configured) if tp > 1 else [None if configured else configured]:
+            layout = settings.layout.model_copy(update={**sizes, "sequence_parallel": sequence_parallel})
+            placed = settings.model_copy(update={"layout": layout, "microbatch_budget_tokens": max(budgets)})
             if not _is_valid(task, RoleSpec(name, placed, arch)):
                 continue
-            switches = itertools.product(_RECOMPUTE, budgets, _switch(given.optimizer.distributed), offloads)
+            switches = itertools.product(_RECOMPUTE, budgets, _switch(settings.optimizer.distributed), offloads)
             for recompute, budget, distributed, offload in switches:
-                optimizer = given.optimizer.model_copy(update={"distributed": distributed})
+                optimizer = settings.optimizer.model_copy(update={"distributed": distributed})
                 changes = {"recompute": recompute, "microbatch_budget_tokens": budget, "optimizer": optimizer}
                 changes["offload"] = offload
                 if budget >= placed.layout.grid(task.gpus).padded(longest):
                     yield placed.model_copy(update=changes)
 
 
-def _switch(given: bool | None) -> list[bool | None]:
-    """The given value; where that is false, also the default (None), which shards."""
-    return [False, None] if given is False else [given]
+def _switch(value: bool | None) -> list[bool | None]:
+    """Return the values to try. A configured value of false is tried together with the default (None), which enables
+    sharding. Other values are returned unchanged."""
+    return [False, None] if value is False else [value]
 
 
-def _contexts(task: _Search, given: RoleSettings) -> list[int]:
-    """Sizes of CP to try: the given one; in a search for speed also those that leave each rank enough of the longest
-    sample."""
+def _contexts(task: _Search, settings: RoleSettings) -> list[int]:
+    """Return the sizes of CP to try: the configured size. A search for speed also tries sizes that leave each rank
+    enough tokens of the longest sample."""
     if not task.by_speed:
-        return [given.layout.context_parallel]
+        return [settings.layout.context_parallel]
     fitting = (cp for cp in _CONTEXTS if cp * _CONTEXT_TOKENS <= task.config.max_sequence_tokens)
-    return sorted({given.layout.context_parallel, 1, *fitting})
+    return sorted({settings.layout.context_parallel, 1, *fitting})
 
 
-def _offloads(task: _Search, given: RoleSettings) -> list[OffloadSettings]:
-    """Offload settings to try: the given ones; in a search for speed on GPUs also nothing and everything."""
+def _offloads(task: _Search, settings: RoleSettings) -> list[OffloadSettings]:
+    """Return the offload settings to try: the configured settings. A search for speed on GPUs also tries no offload
+    and full offload."""
     if not (task.by_speed and task.machine.is_cuda):
-        return [given.offload]
+        return [settings.offload]
     nothing, everything = OffloadSettings(), OffloadSettings(weights=True, gradients=True, optimizer=True)
-    return [given.offload, *(offload for offload in (nothing, everything) if offload != given.offload)]
+    return [settings.offload, *(offload for offload in (nothing, everything) if offload != settings.offload)]
 
 
 def _is_valid(task: _Search, role: RoleSpec) -> bool:
-    """Whether the rules of a run allow a role's layout; `_propose` asks the others."""
+    """Return whether the rules of a run allow the layout of a role. `_propose` checks the other rules."""
     if any(placement_rules(role, task.gpus)) or any(parallel_rules(role, role.name)):
         return False
     return not any(vocabulary_rules(task.config, [role])) and not any(batch_rules(task.config, role, task.gpus))
 
 
-def _distance(given: RoleSettings, tried: RoleSettings) -> float:
-    """How far settings are from the given ones. Each doubling of TP, PP, CP or EP and a change of the offload count 1;
-    a doubling of the microbatch budget and a step of recomputation count a half; each switch counts a quarter."""
+def _distance(original: RoleSettings, tried: RoleSettings) -> float:
+    """Return the distance between two settings. Each doubling of TP, PP, CP or EP counts 1, as does a change of
+    offload. A doubling of the microbatch budget and a step of recomputation each count 0.5. Each switch counts 0.25."""
 
     def doublings(a: int, b: int) -> float:
         return abs(math.log2(a / b))
 
     return (
-        doublings(given.layout.tensor_parallel, tried.layout.tensor_parallel)
-        + doublings(given.layout.pipeline_parallel, tried.layout.pipeline_parallel)
-        + doublings(given.layout.expert_parallel, tried.layout.expert_parallel)
-        + 0.5 * abs(_RECOMPUTE.index(given.recompute) - _RECOMPUTE.index(tried.recompute))
-        + 0.5 * doublings(given.microbatch_budget_tokens, tried.microbatch_budget_tokens)
-        + 0.25 * (given.layout.sequence_parallel != tried.layout.sequence_parallel)
-        + 0.25 * (given.optimizer.distributed != tried.optimizer.distributed)
-        + doublings(given.layout.context_parallel, tried.layout.context_parallel)
-        + (given.offload != tried.offload)
+        doublings(original.layout.tensor_parallel, tried.layout.tensor_parallel)
+        + doublings(original.layout.pipeline_parallel, tried.layout.pipeline_parallel)
+        + doublings(original.layout.expert_parallel, tried.layout.expert_parallel)
+        + 0.5 * abs(_RECOMPUTE.index(original.recompute) - _RECOMPUTE.index(tried.recompute))
+        + 0.5 * doublings(original.microbatch_budget_tokens, tried.microbatch_budget_tokens)
+        + 0.25 * (original.layout.sequence_parallel != tried.layout.sequence_parallel)
+        + 0.25 * (original.optimizer.distributed != tried.optimizer.distributed)
+        + doublings(original.layout.context_parallel, tried.layout.context_parallel)
+        + (original.offload != tried.offload)
     )
 
 
 def _engine_batches(task: _Search) -> Iterator[_Batch]:
-    """The engine's Pareto-optimal settings in memory and order: for the embedded engine its batch and halves of it; for
-    SGLang beside trainers its TP and its share of the memory."""
-    given, arch, share = task.config.rollout, task.models.actor, task.machine.per_rank(task.gpus)
-    found = []
-    for rollout, changes in _rollouts(task, given):
+    """Yield the Pareto-optimal settings of the engine in memory and order. The embedded engine varies its batch by
+    halving. SGLang servers on trainer devices vary TP and the share of memory."""
+    settings, arch, share = task.config.rollout, task.models.actor, task.machine.per_rank(task.gpus)
+    batches = []
+    for rollout, changes in _rollouts(task, settings):
         work = _work(task, task.config.model_copy(update={"rollout": rollout}))
         if work.servers is None:
             n_bytes = engine_memory(arch, work).total
         else:
             n_bytes = 0.0 if work.servers.beside else server_memory(arch, work.servers, work).total
-        found.append(_Batch(rollout, changes, rollout_cost(arch, work, share).seconds, n_bytes))
-    kept: list[_Batch] = []
-    for batch in sorted(found, key=lambda b: task.order(b.changes, b.seconds)):
-        if not any(k.n_bytes <= batch.n_bytes for k in kept):
-            kept.append(batch)
-    yield from kept
+        batches.append(_Batch(rollout, changes, rollout_cost(arch, work, share).seconds, n_bytes))
+    undominated: list[_Batch] = []
+    for batch in sorted(batches, key=lambda b: task.order(b.changes, b.seconds)):
+        if not any(other.n_bytes <= batch.n_bytes for other in undominated):
+            undominated.append(batch)
+    yield from undominated
 
 
-def _rollouts(task: _Search, given: RolloutSettings) -> Iterator[tuple[RolloutSettings, float]]:
-    """Settings of the engine with their distance from the given ones: half a change for a halving of the batch or a
-    tenth of the memory, one for a doubling of TP."""
-    yield given, 0.0
+def _rollouts(task: _Search, settings: RolloutSettings) -> Iterator[tuple[RolloutSettings, float]]:
+    """Yield settings of the engine with their distance from the configured ones. A halving of the batch or a change of
+    memory by a tenth counts 0.5. A doubling of TP counts 1."""
+    yield settings, 0.0
     servers = _work(task, task.config).servers
     if servers is None:
-        batch, halvings = given.generate_batch_sequences, 0
+        batch, halvings = settings.generate_batch_sequences, 0
         while batch := batch // 2:
             halvings += 1
-            yield given.model_copy(update={"generate_batch_sequences": batch}), 0.5 * halvings
+            yield settings.model_copy(update={"generate_batch_sequences": batch}), 0.5 * halvings
     elif servers.colocated and servers.static_bytes:
-        its = given.servers
+        its = settings.servers
         last = math.ceil(10 * its.memory_fraction)
         for tp in _server_ranks(task, servers):
             for tenth in range(1, 10 if task.by_speed else last):
                 changes = abs(math.log2(tp / its.tensor_parallel)) + 0.5 * max(1, abs(last - tenth))
                 other = its.model_copy(update={"tensor_parallel": tp, "memory_fraction": tenth / 10})
-                yield given.model_copy(update={"sglang": other}), changes
+                yield settings.model_copy(update={"sglang": other}), changes
 
 
 def _server_ranks(task: _Search, servers: Servers) -> list[int]:
-    """Sizes of TP to try for servers inside a node; only the given one where the search is not for speed, or where
-    servers span nodes or attend in groups."""
-    given, arch = servers.tensor_parallel, task.models.actor
+    """Return the sizes of TP to try for servers inside a node. Return only the configured size if the search is not
+    for speed, if servers span nodes, or if servers attend in groups."""
+    tensor_parallel, arch = servers.tensor_parallel, task.models.actor
     if not task.by_speed or servers.nodes > 1 or servers.attention_groups > 1:
-        return [given]
+        return [tensor_parallel]
     most = min(task.machine.devices_per_node, task.gpus)
     even = task.config.rollout.servers.expert_parallel
     fitting = {n for n in _SERVER_RANKS if n <= most and task.gpus % n == 0 and arch.heads % n == 0 and n % even == 0}
-    return sorted(fitting | {given})
+    return sorted(fitting | {tensor_parallel})
 
 
 def _work(task: _Search, config: Config) -> Workload:
@@ -363,7 +376,8 @@ def _work(task: _Search, config: Config) -> Workload:
 
 
 def _propose(task: _Search, settings: dict[str, RoleSettings], rollout: RolloutSettings) -> Proposal | None:
-    """The settings as overrides of the given ones, planned in full; None where a rule or the memory refuses them."""
+    """Return the settings as overrides of the user's configuration, with a complete plan. Return None if the settings
+    break a rule or do not fit into memory."""
     tried = task.config.model_copy(update={**settings, "rollout": rollout})
     try:
         plan = make_plan(tried, task.models, task.machine, task.gpus)
@@ -371,28 +385,28 @@ def _propose(task: _Search, settings: dict[str, RoleSettings], rollout: RolloutS
         return None
     if not plan.fits:
         return None
-    overrides = list(_overrides(task.given, tried))
-    words = {name: _words(task, s) for name, s in settings.items()}
-    return Proposal(tuple(overrides), task.machine.name, task.gpus, plan.fullest.peak, plan.step_seconds, words)
+    overrides = list(_overrides(task.user_config, tried))
+    layouts = {name: _format_layout(task, s) for name, s in settings.items()}
+    return Proposal(tuple(overrides), task.machine.name, task.gpus, plan.fullest.peak, plan.step_seconds, layouts)
 
 
-def _overrides(given: Config, tried: Config) -> Iterator[str]:
-    """`key=value` for each setting of `tried` that is another in `given`."""
-    if tried.rollout.sglang is not None and given.rollout.sglang is None:
-        given = given.model_copy(update={"rollout": given.rollout.model_copy(update={"sglang": given.rollout.servers})})
-    before = dict(flat_settings(given.model_dump()))
+def _overrides(base: Config, tried: Config) -> Iterator[str]:
+    """Yield `key=value` for each setting of `tried` that differs from `base`."""
+    if tried.rollout.sglang is not None and base.rollout.sglang is None:
+        base = base.model_copy(update={"rollout": base.rollout.model_copy(update={"sglang": base.rollout.servers})})
+    before = dict(flat_settings(base.model_dump()))
     for key, value in flat_settings(tried.model_dump()):
         if before.get(key) != value:
             yield f"{key}={value if isinstance(value, str) else show(value)}"
 
 
-def _words(task: _Search, settings: RoleSettings) -> str:
+def _format_layout(task: _Search, settings: RoleSettings) -> str:
     layout = settings.layout
-    words = [f"TP {layout.tensor_parallel} x PP {layout.pipeline_parallel} x DP {layout.grid(task.gpus).dp}"]
-    words += [f"CP {layout.context_parallel}"] if layout.context_parallel > 1 else []
-    words += [f"EP {layout.expert_parallel}"] if layout.expert_parallel > 1 else []
-    words += ["sequence parallel"] if layout.shards_sequences else []
-    words += ["distributed optimizer"] if settings.optimizer.shards_state(layout.grid(task.gpus)) else []
-    words += ["off the device while it rests"] if settings.offload.parts else []
-    words += [f"recompute {settings.recompute}", f"{settings.microbatch_budget_tokens} tokens"]
-    return ", ".join(words)
+    parts = [f"TP {layout.tensor_parallel} x PP {layout.pipeline_parallel} x DP {layout.grid(task.gpus).dp}"]
+    parts += [f"CP {layout.context_parallel}"] if layout.context_parallel > 1 else []
+    parts += [f"EP {layout.expert_parallel}"] if layout.expert_parallel > 1 else []
+    parts += ["sequence parallel"] if layout.shards_sequences else []
+    parts += ["distributed optimizer"] if settings.optimizer.shards_state(layout.grid(task.gpus)) else []
+    parts += ["offload between uses"] if settings.offload.parts else []
+    parts += [f"recompute {settings.recompute}", f"{settings.microbatch_budget_tokens} tokens"]
+    return ", ".join(parts)

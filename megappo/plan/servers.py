@@ -1,15 +1,15 @@
-"""SGLang servers as the planner sees them: which there are, and what a rank of one holds.
+"""SGLang servers in the planner: the servers of a run and the memory of each of their ranks.
 
-A rank of a server with tensor parallelism t holds, with e bytes per element:
+A rank of a server with tensor parallelism t has the following memory, with e bytes per element:
 
-    weights     e N / t, N the model's weights; norms and routers whole, key and value matrices as often as t exceeds
-                their heads; heads and embedding over the ranks of a group where several groups attend apart
-    keys,       2 e layers max(heads / t, 1) head_dim per token, heads those of keys and values, or e layers latent, for
-    values      as many tokens as fit into memory_fraction of the device beside the weights, or max_total_tokens
+    weights     e N / t, N the model's weights; norms and routers are whole; key and value matrices are repeated if t
+                exceeds their heads; heads and embedding are split over an attention group if there are several groups
+    keys,       2 e layers max(heads / t, 1) head_dim per token with the key-value heads, or e layers latent; the number
+    values      of tokens is max_total_tokens, or as large as memory_fraction of the device allows next to the weights
     workspace   a chunk of 8192 prompt tokens through its widest layer, or float32 logits of the running sequences;
-                4 bytes for each of the chunk's experts in each layer, where routing is replayed
+                4 bytes for each of the chunk's experts in each layer, if routing is replayed
 
-What is reserved for keys and values is taken when a server starts, whatever it is asked.
+A server allocates the memory for keys and values when it starts, independent of its load.
 """
 
 from __future__ import annotations
@@ -22,68 +22,69 @@ from megappo.families.architecture import ArchitectureConfig
 from megappo.plan.sizes import attention_parameters, model_sizes, whole_parameters
 
 _PREFILL_TOKENS = 8192
-"""SGLang 0.5.23's default of `--chunked-prefill-size` on GPUs of 60 to 160 GB (arg_groups/memory_hook.py)."""
-_STATES_BESIDE_CACHE = 0.9
-"""Ratio of the memory for states of linear attention to that for keys and values: the default of SGLang 0.5.23's
-`--mamba-full-memory-ratio`."""
+"""Default of `--chunked-prefill-size` in SGLang 0.5.23 on GPUs of 60 to 160 GB (arg_groups/memory_hook.py)."""
+_STATES_TO_CACHE = 0.9
+"""Ratio of the memory for states of linear attention to the memory for keys and values (default of
+`--mamba-full-memory-ratio` in SGLang 0.5.23)."""
 
 
 @dataclass(frozen=True)
 class Servers:
-    """The servers of a run."""
+    """Servers of a run."""
 
     count: int
     tensor_parallel: int
     colocated: bool
     """Whether the servers share the trainers' devices."""
     shares_machine: bool
-    """Whether, without CUDA, the servers are on the machine that the trainers' ranks share."""
+    """Whether the servers share the machine of the trainer ranks, without CUDA."""
     sleeps: bool
-    """Whether a server gives its memory to the trainers between rollouts."""
+    """Whether a server releases its memory for training between rollouts."""
     ahead: bool
-    """Whether servers generate while the trainers update."""
+    """Whether servers generate during updates."""
     static_bytes: float
-    """Bytes of a device for weights, keys and values; 0 where a number of tokens is set instead."""
+    """Bytes of a device for weights, keys and values; 0 if the number of tokens is set instead."""
     max_total_tokens: int | None
     deterministic: bool
-    """Whether a server computes a response from its prompt and seed alone, which costs speed on GPUs."""
+    """Whether a response depends only on its prompt and seed. Deterministic inference is slower on GPUs."""
     most_sequences: int
-    """Most sequences that all ranks together keep at one server."""
+    """Largest number of sequences that all ranks together have in flight at one server."""
     notes_experts: bool = False
-    """Whether a server returns which experts computed each token; counts only for a model with experts."""
+    """Whether a server returns the chosen experts of each token. The value is relevant only for a model with
+    experts."""
     sliced: bool = False
-    """Whether each rank of a server receives its own slices in a weight sync."""
+    """Whether each rank of a server receives a separate slice of the weights in a weight sync."""
     reached_from_everywhere: bool = False
     """Whether ranks of every machine can feed a server."""
     nodes: int = 1
-    """Machines over which a server's ranks are spread."""
+    """Number of machines of one server."""
     attention_groups: int = 1
-    """Groups of a server's ranks with attention of their own (SGLang's DP attention)."""
+    """Number of attention groups among the ranks of a server (DP attention of SGLang)."""
 
     @property
     def attention_ranks(self) -> int:
-        """Ranks of a server over which the heads of attention are spread."""
+        """Number of ranks of a server that share the attention heads."""
         return self.tensor_parallel // self.attention_groups
 
     @property
     def ranks(self) -> int:
-        """Devices of all servers."""
+        """Number of devices of all servers."""
         return self.count * self.tensor_parallel
 
     def own_ranks(self, world_size: int) -> int:
-        """Devices of all servers on which no rank of a run of so many trains."""
+        """Return the number of devices that servers have in addition to the devices of `world_size` trainer ranks."""
         if self.beside:
             return self.ranks
         return 0 if self.shares_machine else max(0, self.ranks - world_size)
 
     @property
     def beside(self) -> bool:
-        """Whether they generate on devices of their own."""
+        """Whether servers have separate devices."""
         return not (self.colocated or self.shares_machine)
 
 
 def find_servers(config: Config, world_size: int, *, on_cuda: bool, device_bytes: float) -> Servers | None:
-    """The servers of a configuration; None with the embedded engine."""
+    """Return the servers of a configuration, or None with the embedded engine."""
     if not resolve(config, on_cuda=on_cuda).rollout.has_servers:
         return None
     settings = config.rollout.servers
@@ -107,18 +108,18 @@ def find_servers(config: Config, world_size: int, *, on_cuda: bool, device_bytes
 
 
 def server_weights(arch: ArchitectureConfig, tensor_parallel: int, attention_groups: int = 1) -> float:
-    """Weights on one rank of a server, in elements."""
+    """Return the number of weights on one rank of a server, in elements."""
     whole, heads = whole_parameters(arch), tensor_parallel // attention_groups
     kv_heads = map(arch.kv_heads_of, arch.attention_layers)
-    copies = [1 / min(heads, held) - 1 / heads for held in kv_heads]
+    copies = [1 / min(heads, count) - 1 / heads for count in kv_heads]
     repeated = 2 * arch.hidden_size * sum(map(operator.mul, arch.key_widths, copies))
     repeated += attention_parameters(arch) * (1 / heads - 1 / tensor_parallel)
     return (model_sizes(arch)[0] - whole) / tensor_parallel + whole + repeated
 
 
 def token_bytes(arch: ArchitectureConfig, attention_ranks: int, element_bytes: int) -> float:
-    """Bytes of one token's keys and values on one of the ranks over which a server's heads are spread; latents are
-    whole on each rank."""
+    """Return the bytes of one token's keys and values on one of the `attention_ranks` ranks. Each rank has the whole
+    latents."""
     if arch.latent is not None:
         return float(element_bytes * arch.cached_width)
     of_layers = (max(arch.kv_heads_of(n) / attention_ranks, 1) * arch.head_dim_of(n) for n in arch.attention_layers)
@@ -126,27 +127,28 @@ def token_bytes(arch: ArchitectureConfig, attention_ranks: int, element_bytes: i
 
 
 def cache_tokens(arch: ArchitectureConfig, servers: Servers, element_bytes: int) -> float:
-    """Tokens whose keys and values a server holds, or each of its groups; 0 where the weights leave no room."""
+    """Return the number of tokens in the cache of a server, or in the cache of each attention group. Return 0 if the
+    weights leave no room for a cache."""
     limit = float("inf") if servers.max_total_tokens is None else float(servers.max_total_tokens)
     if not servers.static_bytes:
         return limit
     weights = server_weights(arch, servers.tensor_parallel, servers.attention_groups)
     room = servers.static_bytes - element_bytes * weights
     if arch.delta_net is not None:
-        room /= 1 + _STATES_BESIDE_CACHE
+        room /= 1 + _STATES_TO_CACHE
     return max(0.0, min(limit, room / token_bytes(arch, servers.attention_ranks, element_bytes)))
 
 
 def running_sequences(
     arch: ArchitectureConfig, servers: Servers, element_bytes: int, *, wanted: int, mean_tokens: float
 ) -> float:
-    """Sequences that a server decodes at the same time, of the `wanted` ones that it is asked for."""
+    """Return the number of sequences that a server decodes at the same time, out of `wanted` requested sequences."""
     room = servers.attention_groups * cache_tokens(arch, servers, element_bytes) / mean_tokens
     return max(1.0, min(float(wanted), float(servers.most_sequences), room))
 
 
 def server_workspace(arch: ArchitectureConfig, servers: Servers, element_bytes: int, sequences: float) -> float:
-    """Bytes that a rank of a server needs beside weights, keys and values."""
+    """Return the bytes of a server rank in addition to weights, keys and values."""
     prefill = (
         element_bytes * _PREFILL_TOKENS * (3 * arch.ffn_hidden_size / servers.tensor_parallel + 4 * arch.hidden_size)
     )
@@ -155,6 +157,6 @@ def server_workspace(arch: ArchitectureConfig, servers: Servers, element_bytes: 
 
 
 def noted_bytes(arch: ArchitectureConfig, servers: Servers) -> float:
-    """Bytes in which a rank of a server records a token's experts: on the device while it computes the token, then in
-    the host's memory as long as the token's keys and values are cached."""
+    """Return the bytes in which a server rank records a token's experts. The record is on the device while the token
+    is computed. The record is then in host memory as long as the keys and values of the token are cached."""
     return 4.0 * arch.layers * arch.experts_per_token if servers.notes_experts else 0.0

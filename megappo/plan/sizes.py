@@ -1,4 +1,4 @@
-"""Numbers of weights, counted from the map that loads them, and how bytes are worded."""
+"""Numbers of weights, counted from the map that loads the weights, and the format of byte counts."""
 
 from __future__ import annotations
 
@@ -13,7 +13,8 @@ DTYPE_BYTES = {"float32": 4, "bfloat16": 2}
 
 @lru_cache(maxsize=64)
 def model_sizes(arch: ArchitectureConfig) -> tuple[int, int, int]:
-    """(all weights of the Hugging Face model, those of the layers, those of the output matrix)."""
+    """Return the number of all weights of the Hugging Face model, of the weights of its layers, and of its output
+    matrix."""
     total = sum(p.elements for p in model_parameters(arch, experts=()))
     total += len(arch.expert_layers) * arch.experts * expert_parameters(arch)
     head = arch.vocab_size * arch.hidden_size
@@ -22,29 +23,31 @@ def model_sizes(arch: ArchitectureConfig) -> tuple[int, int, int]:
 
 @lru_cache(maxsize=64)
 def largest_tensor(arch: ArchitectureConfig) -> int:
-    """Elements of the largest Megatron parameter, whole: the least that the weight stream moves at once."""
+    """Return the number of elements of the largest whole Megatron parameter. The weight stream sends at least this
+    parameter at once."""
     return max(p.elements for p in model_parameters(arch, experts=(0,)))
 
 
 @lru_cache(maxsize=64)
 def whole_parameters(arch: ArchitectureConfig) -> int:
-    """Weights that every tensor parallel rank holds all of: norms and routers."""
+    """Return the number of weights that are not sharded by tensor parallelism: norms and routers."""
     return sum(p.elements for p in model_parameters(arch, experts=()) if p.axis is None)
 
 
 @lru_cache(maxsize=256)
-def largest_of_layer(arch: ArchitectureConfig, tp: int, experts_here: int) -> int:
-    """Elements of the largest weight of a layer on one tensor parallel rank, where the rank's experts of a layer are
-    one weight."""
-    here = [p for p in model_parameters(arch, experts=(0,)) if p.layer in (0, arch.layers - 1)]
-    shapes = [shard_shape(arch, p, tp, arch.vocab_size) for p in here]
-    held = [1 if p.expert is None else experts_here for p in here]
-    return max(n * math.prod(shape) for n, shape in zip(held, shapes, strict=True))
+def largest_of_layer(arch: ArchitectureConfig, tp: int, experts_per_rank: int) -> int:
+    """Return the number of elements of the largest weight of a layer on one tensor parallel rank. The experts of a
+    rank in a layer count as one weight."""
+    parameters = [p for p in model_parameters(arch, experts=(0,)) if p.layer in (0, arch.layers - 1)]
+    shapes = [shard_shape(arch, p, tp, arch.vocab_size) for p in parameters]
+    counts = [1 if p.expert is None else experts_per_rank for p in parameters]
+    return max(n * math.prod(shape) for n, shape in zip(counts, shapes, strict=True))
 
 
 def state_bytes(arch: ArchitectureConfig, element_bytes: int) -> float:
-    """Bytes that an engine keeps of a sequence, of any length, in layers of linear attention: states in float32, and
-    the inputs that the convolutions of the next tokens need."""
+    """Return the bytes that an engine stores per sequence in layers of linear attention. The size does not depend on
+    the sequence length. The bytes are states in float32 and the inputs that the convolutions of the next tokens need.
+    """
     net = arch.delta_net
     if net is None:
         return 0.0
@@ -53,11 +56,12 @@ def state_bytes(arch: ArchitectureConfig, element_bytes: int) -> float:
 
 
 def generation_flops_of_pair(arch: ArchitectureConfig, *, served: bool) -> float:
-    """FLOPs of attention in all layers between a generated token and one token before it: the scores, and the weighted
-    values.
+    """Return the FLOPs of attention in all layers between a generated token and one earlier token. The FLOPs include
+    the scores and the weighted values.
 
     With latent attention, the embedded engine expands keys and values from the latents again for each generated token.
-    Servers multiply queries and outputs by those matrices instead (DeepSeek-AI 2024, arXiv:2405.04434, section 2.1.2).
+    Servers multiply queries and outputs by the expansion matrices instead (DeepSeek-AI 2024, arXiv:2405.04434, section
+    2.1.2).
     """
     layers, net = len(arch.attention_layers), arch.latent
     if net is None:
@@ -69,12 +73,12 @@ def generation_flops_of_pair(arch: ArchitectureConfig, *, served: bool) -> float
 
 @lru_cache(maxsize=64)
 def attention_parameters(arch: ArchitectureConfig) -> int:
-    """Weights of all layers and of the embedding that are spread over the ranks of one attention group, where ranks
-    attend in groups."""
-    found = (p for p in model_parameters(arch, experts=()) if p.is_of_attention and p.axis is not None)
-    return sum(p.elements for p in found)
+    """Return the number of weights that are sharded over the ranks of one attention group (attention of all layers and
+    the embedding), if ranks attend in groups."""
+    parameters = (p for p in model_parameters(arch, experts=()) if p.is_of_attention and p.axis is not None)
+    return sum(p.elements for p in parameters)
 
 
-def size_words(n_bytes: float) -> str:
-    """`1.5 GB` or `20.0 MB`."""
+def format_size(n_bytes: float) -> str:
+    """Return a size as text, such as `1.5 GB` or `20.0 MB`."""
     return f"{n_bytes / 1e9:.1f} GB" if n_bytes >= 1e9 else f"{n_bytes / 1e6:.1f} MB"

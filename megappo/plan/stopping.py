@@ -1,8 +1,8 @@
-"""How long a run takes to stop, and how often it should write a checkpoint.
+"""Time that a run needs to stop, and the interval between checkpoints.
 
-A signal stops the run while an engine generates, and between a step's stages; but once a step has begun its updates,
-it is finished: critic, actor, weight sync. Then the run waits for a checkpoint that is still being written, and writes
-the last one. The scheduler's lead time has to cover all of that.
+A signal stops the run during generation and between the stages of a step. After the updates of a step have begun, the
+run first finishes the critic update, the actor update and the weight sync. The run then waits for a checkpoint that is
+being written and writes a final checkpoint. The lead time of the scheduler must cover this time.
 """
 
 from __future__ import annotations
@@ -19,46 +19,48 @@ from megappo.plan.machines import ASSUMED, Machine
 from megappo.plan.sizes import model_sizes
 
 _SLACK = 1.5
-"""Factor by which a plan may be too short: a whole step on an H100 took 1.15 times the plan, published runs 0.9 to 1.8
-times (benchmarks/results/2026-11-26-h100-whole-step.md, 2026-11-21-plan-published.md)."""
+"""Safety factor on planned seconds. A whole step on an H100 took 1.15 times the planned time, and published runs took
+0.9 to 1.8 times (benchmarks/results/2026-11-26-h100-whole-step.md, 2026-11-21-plan-published.md)."""
 _ROUND_SECONDS = 60
-"""A scheduler's signal may be a minute late; the lead time is rounded up to minutes for that."""
+"""Unit of the lead time in seconds. The lead time is rounded up to minutes, because the signal of a scheduler may be a
+minute late."""
 _LOST_SECONDS = 1800.0
-"""Most seconds of work that a killed run should lose."""
+"""Largest amount of work in seconds that a killed run should lose."""
 _INTERVALS = (1, 2, 5, 10, 20, 50)
 
 
 @dataclass(frozen=True)
 class Stopping:
-    """Lead time for a scheduler, and the interval for `checkpoint`."""
+    """Lead time for a scheduler, and recommended settings of `checkpoint`."""
 
     uninterruptible_seconds: float
-    """The longest piece of a step that is finished before the run stops."""
+    """Longest time in seconds for which a step continues before the run stops."""
     checkpoint_bytes: float
     checkpoint_seconds: float
-    """Seconds to write a checkpoint, by the assumed bandwidth of a node."""
+    """Seconds to write a checkpoint at the assumed bandwidth of a node."""
     lead_seconds: int
-    """Seconds that the scheduler must leave between its signal and its kill."""
+    """Required seconds between the signal and the kill of the scheduler."""
     every_steps: int
-    """Recommended `checkpoint.every_steps`: at most half an hour of work is lost, unless a step or the writing takes
-    longer, and a checkpoint is written before the next one is due."""
+    """Recommended `checkpoint.every_steps`. At most half an hour of work is lost unless a step or a checkpoint takes
+    longer. A checkpoint is written before the next one is due."""
     lost_seconds: float
-    """Seconds of work that a run loses when it is killed at the worst moment, with checkpoints as often as
-    recommended."""
+    """Seconds of work that a run loses at most if it is killed and checkpoints are written at the recommended
+    interval."""
 
     def sentence(self, config: Config) -> str:
-        """What to tell the scheduler, and what to change."""
-        words = (
+        """Return the advice on the lead time and the checkpoint interval as a sentence."""
+        advice = (
             f"stopping takes up to {self.lead_seconds} seconds: sbatch --signal=USR1@{self.lead_seconds}; a checkpoint "
             f"of {_size(self.checkpoint_bytes)}"
         )
-        given = config.checkpoint.every_steps if config.checkpoint is not None else None
-        if given is None:
-            return f"{words}, were there one: checkpoint is null, and a run that ends early is lost"
-        if given == self.every_steps:
-            return f"{words} every {_steps(given)} loses at most {self.lost_seconds / 60:.2g} minutes"
+        every_steps = config.checkpoint.every_steps if config.checkpoint is not None else None
+        if every_steps is None:
+            return f"{advice} is not written: checkpoint is null, and a run that ends early is lost"
+        if every_steps == self.every_steps:
+            return f"{advice} every {_steps(every_steps)} loses at most {self.lost_seconds / 60:.2g} minutes"
         return (
-            f"{words}, every {_steps(given)}: checkpoint.every_steps={self.every_steps} would suit the time of a step"
+            f"{advice} is written every {_steps(every_steps)}; checkpoint.every_steps={self.every_steps} suits the "
+            "time of a step"
         )
 
 
@@ -71,7 +73,7 @@ def _size(n_bytes: float) -> str:
 
 
 def stopping(setup: Setup, stages: Sequence[StageCost], machine: Machine, step_seconds: float) -> Stopping:
-    """Lead time and checkpoint interval of a run; `machine` and `stages` are one rank's."""
+    """Return the lead time and checkpoint interval of a run. `machine` and `stages` are those of one rank."""
     seconds = {stage.name: stage.seconds for stage in stages}
     finished = math.fsum(s for name, s in seconds.items() if name.startswith("update_") or name == "sync")
     piece = max(seconds["forward"], finished)
@@ -93,8 +95,8 @@ def stopping(setup: Setup, stages: Sequence[StageCost], machine: Machine, step_s
 
 
 def _state_bytes(role: RoleSetup) -> float:
-    """Bytes of a role in a checkpoint, all in float32: weights, and two moments of those that are trained. Adapters are
-    written without the weights that they adapt."""
+    """Return the bytes of a role in a checkpoint. All tensors are float32: the weights, and two moments of each
+    trained weight. Adapters are written without the base weights."""
     arch, value_head = role.arch, role.arch.hidden_size + 1 if role.is_critic else 0
     if role.lora is not None:
         return 12.0 * (adapter_elements(arch, role.lora) + value_head)

@@ -1,4 +1,4 @@
-"""Bytes that each rank receives in a weight sync, computed from the plan of slices that the sync itself follows."""
+"""Bytes that each rank receives in a weight sync, computed from the slice plan of the weight sync."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ from megappo.reshard.feeding import Feeding
 from megappo.reshard.slices import Holdings, Receiver, copy_ranks
 
 _SAMPLED_RANKS = 8
-"""Receivers whose bytes are counted. Each count goes through all parameters of the model, so that not every rank of a
-large world is counted."""
+"""Number of receivers for which bytes are counted. Each count visits all parameters of the model, so counting every
+rank of a large run would be slow."""
 
 
 @dataclass(frozen=True)
@@ -33,16 +33,16 @@ class SyncTraffic:
 
 
 def sync_traffic(setup: Setup, ranks_per_node: int) -> SyncTraffic:
-    """Traffic of the busiest rank, found among a few receivers that are spread over all of them."""
-    found, holdings = receivers(setup, ranks_per_node), _holdings_of(setup)
+    """Return the traffic of the busiest rank. The busiest rank is chosen from a sample of evenly spaced receivers."""
+    feeding_ranks, holdings = receivers(setup, ranks_per_node), _holdings_of(setup)
     arch, servers, e = setup.actor.arch, setup.work.servers, setup.actor.dtype_bytes
     whole = float(e * model_sizes(arch)[0])
-    ranks = sorted({receiver.rank for receiver in found})
+    ranks = sorted({receiver.rank for receiver in feeding_ranks})
     sampled = {*ranks[:: max(1, len(ranks) // _SAMPLED_RANKS)], *ranks[-1:]}
     received = float(max(received_bytes(setup, ranks_per_node, sampled).values(), default=0))
     if servers is None:
         return SyncTraffic(received, whole, 0.0)
-    if servers.colocated and not found:  # each rank writes its part of one copy
+    if servers.colocated and not feeding_ranks:  # each rank writes its part of one copy
         return SyncTraffic(received, whole / min(setup.work.world_size, copy_ranks(setup.actor.grid)), 0.0)
     if servers.colocated:
         return SyncTraffic(
@@ -50,7 +50,7 @@ def sync_traffic(setup: Setup, ranks_per_node: int) -> SyncTraffic:
         )
     stages = {stage: float(holdings.stage_bytes(stage, e)) for stage in range(setup.actor.grid.pp)}
     made, sent = Counter[int](), Counter[int]()
-    for receiver in found:
+    for receiver in feeding_ranks:
         made[receiver.rank] += int(stages[receiver.stage or 0])
     for feeder in _feeders(setup, ranks_per_node):
         sent[feeder.rank] += int(stages[feeder.stage or 0])
@@ -58,15 +58,18 @@ def sync_traffic(setup: Setup, ranks_per_node: int) -> SyncTraffic:
 
 
 def receivers(setup: Setup, ranks_per_node: int) -> list[Receiver]:
-    """Ranks that receive weights: every rank for the embedded engine, the ranks that feed servers otherwise; none where
-    servers read memory that all ranks write."""
+    """Return the ranks that receive weights.
+
+    With the embedded engine, every rank receives weights. With servers, only the ranks that feed a server receive
+    weights. The list is empty if servers read from shared memory to which all ranks write.
+    """
     if setup.work.servers is None:
         return [Receiver(rank) for rank in range(setup.work.world_size)]
     return list(dict.fromkeys(_feeders(setup, ranks_per_node)))
 
 
 def _feeders(setup: Setup, ranks_per_node: int) -> Sequence[Receiver]:
-    """The ranks that feed each server."""
+    """Return the ranks that feed each server."""
     servers, feeding = setup.work.servers, _feeding(setup, ranks_per_node)
     assert servers is not None
     return () if feeding.shares_memory else _feeders_of_all(feeding, servers.count, setup.actor.grid)
@@ -74,12 +77,14 @@ def _feeders(setup: Setup, ranks_per_node: int) -> Sequence[Receiver]:
 
 @lru_cache(maxsize=256)
 def _feeders_of_all(feeding: Feeding, servers: int, grid: Grid) -> tuple[Receiver, ...]:
-    """Cached, as a search asks for the same of each of a layout's many variants, and a large world has many."""
+    """Return the ranks that feed each server. The result is cached because a search requests the same ranks for many
+    variants of a layout."""
     return tuple(receiver for index in range(servers) for receiver in feeding.feeders(index, grid))
 
 
 def misplaced_server(setup: Setup, ranks_per_node: int) -> str | None:
-    """Why the first server does not stand on nodes of so many devices; None where all do."""
+    """Return a message if the first server does not fit on nodes with `ranks_per_node` devices. Return None if the
+    server fits."""
     servers = setup.work.servers
     if servers is None or not setup.work.on_cuda:
         return None
@@ -88,15 +93,15 @@ def misplaced_server(setup: Setup, ranks_per_node: int) -> str | None:
         nodes = -(-servers.tensor_parallel // ranks_per_node)
         return (
             f"rollout.sglang.tensor_parallel {servers.tensor_parallel} puts {ranks} ranks of a server on a node, which "
-            f"has {ranks_per_node} devices; set rollout.sglang.nodes to {nodes}, or lower it"
+            f"has {ranks_per_node} devices; set rollout.sglang.nodes to {nodes}, or lower tensor_parallel"
         )
     problem = _feeding(setup, ranks_per_node).problem(0)
-    return None if problem is None else f"rollout.sglang.nodes is {servers.nodes}, but {problem}; set it to fit"
+    return None if problem is None else f"rollout.sglang.nodes is {servers.nodes}, but {problem}; choose another number"
 
 
 def _feeding(setup: Setup, ranks_per_node: int) -> Feeding:
-    """How servers are fed. Servers that have no room on a node are taken to be started separately, to be named by
-    `rollout.sglang.urls`."""
+    """Return the assignment of ranks to servers. If a node has too few devices for the servers, the plan assumes that
+    the servers are started separately and listed in `rollout.sglang.urls`."""
     servers, world = setup.work.servers, setup.work.world_size
     assert servers is not None
     apart = servers.beside and servers.ranks > ranks_per_node
@@ -112,21 +117,21 @@ def _feeding(setup: Setup, ranks_per_node: int) -> Feeding:
 
 
 def received_bytes(setup: Setup, ranks_per_node: int, ranks: Collection[int] | None = None) -> dict[int, int]:
-    """Bytes that each rank, or each of `ranks`, receives from other ranks."""
-    found = dict.fromkeys(range(setup.work.world_size) if ranks is None else ranks, 0)
+    """Return the bytes that each rank, or each rank in `ranks`, receives from other ranks."""
+    n_bytes = dict.fromkeys(range(setup.work.world_size) if ranks is None else ranks, 0)
     for receiver in receivers(setup, ranks_per_node):
-        if receiver.rank in found:
-            found[receiver.rank] += sum(_sources(_holdings_of(setup), receiver, setup.actor.dtype_bytes).values())
-    return found
+        if receiver.rank in n_bytes:
+            n_bytes[receiver.rank] += sum(_sources(_holdings_of(setup), receiver, setup.actor.dtype_bytes).values())
+    return n_bytes
 
 
 def sent_bytes(setup: Setup, ranks_per_node: int) -> dict[int, int]:
-    """Bytes that each rank sends to other ranks."""
-    found = dict.fromkeys(range(setup.work.world_size), 0)
+    """Return the bytes that each rank sends to other ranks."""
+    n_bytes = dict.fromkeys(range(setup.work.world_size), 0)
     for receiver in receivers(setup, ranks_per_node):
-        for rank, n_bytes in _sources(_holdings_of(setup), receiver, setup.actor.dtype_bytes).items():
-            found[rank] += n_bytes
-    return found
+        for rank, received in _sources(_holdings_of(setup), receiver, setup.actor.dtype_bytes).items():
+            n_bytes[rank] += received
+    return n_bytes
 
 
 def _holdings_of(setup: Setup) -> Holdings:

@@ -1,7 +1,8 @@
-"""A plan in a terminal and as JSON.
+"""Output of a plan for terminals and as JSON.
 
-In the table of memory, GB are 1e9 bytes; `activ.` is what forward keeps for backward, `head` and `layer` the workspaces
-of the output layer and of the layer that runs, `adds` the most that any stage adds to what it finds.
+In the memory table, a GB is 1e9 bytes. `activ.` is the memory of activations that the forward pass keeps for the
+backward pass. `head` and `layer` are the workspaces of the output layer and of the running layer. `adds` is the
+largest amount that any stage adds to the resident memory.
 """
 
 from __future__ import annotations
@@ -33,10 +34,10 @@ def to_json(
     other: OtherEngine | None = None,
     chosen: Sequence[OpenSetting] = (),
 ) -> str:
-    """Everything in bytes, FLOPs and seconds: `plan` and `other_engine` (null in a search), `layouts` (what was
-    proposed), `choices` (what the configuration leaves open), `notes`.
+    """Return a plan as JSON, in bytes, FLOPs and seconds.
 
-    Each entry of `plan.ranks` has `peak_stage` and `peak_bytes` besides its parts.
+    The keys are `plan` and `other_engine` (null in a search), `layouts` (the proposals), `choices` (the unset
+    settings) and `notes`. Each entry of `plan.ranks` has `peak_stage` and `peak_bytes` in addition to its parts.
     """
     content: dict[str, Any] = {"plan": None}
     if plan is not None:
@@ -50,7 +51,7 @@ def to_json(
 
 
 def plan_view(plan: Plan) -> RenderableType:
-    """Memory of the fullest ranks, and the stages."""
+    """Return tables of the memory on the ranks with the highest peak and of the stages."""
     tables = [_memory_table(plan), _stage_table(plan)]
     if any(role.host for role in plan.fullest_trainers.roles):
         tables.append(_host_table(plan))
@@ -58,23 +59,23 @@ def plan_view(plan: Plan) -> RenderableType:
 
 
 def search_view(proposals: Sequence[Proposal], gpus: int, machine: str) -> RenderableType:
-    """Proposed layouts, the fastest first."""
+    """Return a table of the proposed layouts, from fastest to slowest."""
     table = Table(title=f"layouts on {gpus} x {machine}, the fastest first", title_justify="left", show_lines=True)
     table.add_column("s/step", justify="right", no_wrap=True)
     table.add_column("peak GB", justify="right", no_wrap=True)
     table.add_column("layout and overrides", overflow="fold")
     for proposal in proposals:
-        layouts = "\n".join(f"{name}: {words}" for name, words in proposal.roles.items())
+        layouts = "\n".join(f"{name}: {layout}" for name, layout in proposal.roles.items())
         table.add_row(
             f"{proposal.step_seconds:.1f}",
             f"{proposal.peak_bytes / _GIGA:.1f}",
-            Text(f"{layouts}\n{' '.join(proposal.overrides) or 'as the configuration has it'}"),
+            Text(f"{layouts}\n{' '.join(proposal.overrides) or 'no changes to the configuration'}"),
         )
     return table
 
 
 def _table(title: str, first: str, *numbers: str) -> Table:
-    """A table without rows: a column of names, and columns of numbers."""
+    """Return a table without rows that has a column of names and columns of numbers."""
     table = Table(title=title, title_justify="left", box=SIMPLE_HEAD)
     table.add_column(first, no_wrap=True)
     for name in numbers:
@@ -83,13 +84,14 @@ def _table(title: str, first: str, *numbers: str) -> Table:
 
 
 def _memory_table(plan: Plan) -> Table:
-    """One row per role on the fullest ranks: what stays, and what a stage adds."""
+    """Return a table with one row per role on the ranks with the highest peak: resident memory and the memory that a
+    stage adds."""
     ranks: RankMemory = plan.fullest_trainers
     unit, size = ("GB", _GIGA) if plan.fullest.peak >= _GIGA else ("MB", 1e6)
     more = f" and {plan.server_gpus} of servers" if plan.server_gpus else ""
     if plan.reward_servers:
         more += f" and {sum(server.ranks for server in plan.reward_servers)} of rewards"
-    title = f"{plan.name} on {plan.gpus} x {plan.machine}{more}: {unit} on {rank_words(ranks.ranks)}, the fullest"
+    title = f"{plan.name} on {plan.gpus} x {plan.machine}{more}: {unit} on {rank_words(ranks.ranks)}, the highest peak"
     table = _table(title, "", "weights", "grads", "optimizer", "activ.", "head", "layer", "adds")
 
     def cells(*numbers: float) -> list[str]:
@@ -113,7 +115,7 @@ def _memory_table(plan: Plan) -> Table:
 
 
 def _stage_table(plan: Plan) -> Table:
-    """One row per stage of a step."""
+    """Return a table with one row per stage of a step."""
     rate = f"{plan.tokens_per_second:.3g} tokens/s"
     title = f"a step of {plan.step_seconds:.3g} s, {rate}; FLOP of all ranks, bytes of one"
     table = _table(title, "stage", "peak B", "FLOP", "memory B", "links B", "seconds")
@@ -126,8 +128,9 @@ def _stage_table(plan: Plan) -> Table:
 
 
 def _host_table(plan: Plan) -> Table:
-    """Bytes on the host: what each role on the fullest ranks keeps there, and what each stage moves there or back."""
-    table = _table("the host, bytes of a rank", "", "holds", "moved")
+    """Return a table of host memory: the bytes of each role on the ranks with the highest peak, and the bytes that
+    each stage moves."""
+    table = _table("the host, bytes of a rank", "", "resident", "moved")
     for role in plan.fullest_trainers.roles:
         table.add_row(role.role, _prefixed(role.host), "")
     for stage in plan.stages:
@@ -136,7 +139,7 @@ def _host_table(plan: Plan) -> Table:
 
 
 def _prefixed(number: float) -> str:
-    """A number with an SI prefix: 1.5e12 is `1.5 T`."""
+    """Return a number with an SI prefix. For example, 1.5e12 becomes `1.5 T`."""
     for prefix, size in (("P", 1e15), ("T", 1e12), ("G", 1e9), ("M", 1e6), ("k", 1e3)):
         if number >= size:
             return f"{_short(number / size)} {prefix}"

@@ -223,7 +223,7 @@ def test_eval(calls: list[tuple[Any, ...]], model: str, tmp_path: Path, capsys: 
     assert [call[0] for call in calls] == ["evaluate", "evaluate"]
     said = capsys.readouterr().out
     assert "rollout" in said
-    assert "stopping" not in said and "a step of" not in said  # an evaluation has no steps
+    assert "stopping" not in said and "a step takes" not in said  # an evaluation has no steps
     config = calls[1][1]
     assert (config.model.path, config.model.init) == (str(tmp_path), "pretrained")
     assert (config.model.tokenizer, config.run.seed) == ("t", 9)

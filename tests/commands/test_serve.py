@@ -260,7 +260,7 @@ def test_what_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys
     assert "--meet is 'node7', must be HOST:PORT" in refused(capsys, CONFIG, two, "--meet", "node7")
     monkeypatch.setattr("megappo.commands.serve.runs_on_cuda", lambda settings: True)
     said = refused(capsys, CONFIG, "model.dtype=float32")
-    assert "its kernels for GPUs have no float32, which model.dtype is; set model.dtype to bfloat16, or name" in said
+    assert "model.dtype is float32, which its GPU kernels do not support; set model.dtype to bfloat16, or name" in said
 
 
 def test_a_model_that_needs_a_gpu_is_refused_on_a_cpu(

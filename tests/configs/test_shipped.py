@@ -107,7 +107,7 @@ def test_on_gpus_sglang_generates_and_is_the_faster_engine(path: Path) -> None:
     other = other_engine(config, models, find_machine(words[-3]), int(words[-1]))
     if models.actor.declaration.unserved(models.actor, Served(on_cuda=True, tokens=1)):
         assert config.rollout.engine == "transformers" and other.engine == "sglang"
-        assert "SGLang would not do: " in other.sentence
+        assert "SGLang is not possible: " in other.sentence
         return
     assert config.rollout.engine == "sglang" and other.engine == "transformers"
     assert other.rollout_seconds is None or other.rollout_seconds > 2 * plan.stages[0].seconds

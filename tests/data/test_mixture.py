@@ -244,9 +244,9 @@ def test_a_dry_run_says_what_every_source_gives(capsys: pytest.CaptureFixture[st
     said = " ".join(capsys.readouterr().out.split())
     assert "28.6% few (megappo.data.arithmetic:sums)" in " ".join(said.replace("│", "").split())
     assert "data 4 prompts of megappo" in said and "data 9 prompts of megappo" in said
-    assert "epochs 10 steps are 35.7 of few, 28.6% of all prompts" in said
-    assert "epochs 10 steps are 39.7 of many, 71.4% of all prompts" in said
-    assert "gives the answers of few 1 and empty" in said and "gives the answers of many 1 and empty" in said
+    assert "epochs 10 steps are 35.7 epochs of few, 28.6% of all prompts" in said
+    assert "epochs 10 steps are 39.7 epochs of many, 71.4% of all prompts" in said
+    assert "scores the answers of few 1 and empty" in said and "scores the answers of many 1 and empty" in said
 
 
 def test_a_run_goes_on_with_other_sources_by_force_only() -> None:

@@ -147,6 +147,6 @@ def test_a_slow_group_is_named() -> None:
     measured[kind.groups[1]] = Measured(9e-5, 20e9)
     found = judge(kind, measured, "cuda")
     assert found.state == "slow"
-    assert found.words.endswith("20.00 GB/s, 90 us in the slowest (ranks 8-15), 300.00 GB/s in the middle one")
+    assert found.words.endswith("20.00 GB/s, 90 us in the slowest (ranks 8-15), 300.00 GB/s in the median")
     everywhere = dict.fromkeys(kind.groups, Measured(1e-3, 1e9))
     assert "below 10 GB/s" in judge(kind, everywhere, "cuda").words

@@ -24,7 +24,7 @@ def test_four_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
     findings = {f["check"]: f for f in found["findings"]}
     assert findings["rendezvous"]["words"].startswith("4 ranks met on ")
     assert findings["clock"]["state"] == "slow"
-    assert re.match(r"clocks are (29\.9|30\.\d) seconds apart", findings["clock"]["words"])
+    assert re.match(r"clocks differ by (29\.9|30\.\d) seconds", findings["clock"]["words"])
     groups = [f["words"] for f in found["findings"] if f["check"] == "group"]
     measured = r"\(\d groups?\): \d+\.\d\d GB/s, \d+ us"
     names = ["world", "actor TP 2, critic TP 2", "actor DP 2", "critic PP 2"]

@@ -185,14 +185,16 @@ def test_transformer_engine_names_are_the_parameters_of_the_map(llama_8b: Archit
 
 def test_a_parameter_that_the_map_does_not_know_is_an_error(llama_8b: ArchitectureConfig) -> None:
     names = [*transformer_engine_names(llama_8b), "decoder.layers.3.mlp.linear_fc1.layer_norm_bias"]
-    with pytest.raises(RunError, match=r"parameters that the map does not know, such as decoder.layers.3.*norm_bias"):
+    with pytest.raises(RunError, match=r"parameters that are not in the map, such as decoder.layers.3.*norm_bias"):
         held_model(llama_8b, names).check_names()
 
 
 def test_an_entry_of_the_map_that_nobody_holds_is_an_error(llama_8b: ArchitectureConfig, world_of_one: None) -> None:
     names = [name for name in transformer_engine_names(llama_8b) if "layers.7.mlp.linear_fc1.layer" not in name]
     model = held_model(llama_8b, names)
-    with pytest.raises(RunError, match=r"too few for the map, such as decoder.layers.7.pre_mlp_layernorm.weight"):
+    with pytest.raises(
+        RunError, match=r"too few parameters for the map, such as decoder.layers.7.pre_mlp_layernorm.weight"
+    ):
         model.check_names()
     role = LocalRole(
         Placement("actor", Grid((0,), 1, 1), 1, 1, SampleCost(1, 0)), model, Runtime(0, 1, 0, torch.device("cpu"))

@@ -56,8 +56,10 @@ def test_the_command_says_why(short: Path, capsys: pytest.CaptureFixture[str]) -
     assert main(command) == 0
     lines = capsys.readouterr().out.splitlines()
     found = lines[lines.index("chosen for settings that the configuration omits:") + 1 :]
-    assert "  actor.layout.sequence_parallel=true: 2 ranks share what lies between tensor parallel regions" in found
-    assert "  actor.optimizer.distributed=true: 4 ranks hold the same weights and share the optimizer's state" in found
+    assert (
+        "  actor.layout.sequence_parallel=true: 2 ranks share the activations between tensor parallel regions" in found
+    )
+    assert "  actor.optimizer.distributed=true: 4 ranks have the same weights and share the optimizer's state" in found
     assert "  critic={}: algorithm.estimator gae needs one" in found
     assert len(found) == len(OPEN) + 1
     assert main([*command, "--json"]) == 0

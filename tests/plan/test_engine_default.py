@@ -71,11 +71,11 @@ def test_settings_of_servers_need_servers(capsys: pytest.CaptureFixture[str]) ->
 def test_servers_on_gpus_have_no_float32(capsys: pytest.CaptureFixture[str]) -> None:
     """Their kernels end the server after a minute; where the other engine generates, the plan says why not SGLang."""
     assert main(["plan", str(QUICKSTART), "--machine", "h100", "rollout.engine=null"]) == 2
-    said = "its kernels for GPUs have no float32, which model.dtype is"
+    said = "model.dtype is float32, which its GPU kernels do not support"
     remedy = "set model.dtype to bfloat16, or rollout.engine to transformers"
     assert f"rollout.engine is sglang, but {said}; {remedy}" in capsys.readouterr().err
     assert main(["plan", str(QUICKSTART), "--machine", "h100"]) == 0
-    assert f"SGLang would not do: {said}" in capsys.readouterr().out
+    assert f"SGLang is not possible: {said}" in capsys.readouterr().out
     assert main(["plan", str(QUICKSTART), "--machine", "cpu", "rollout.engine=sglang"]) == 0
 
 
@@ -97,7 +97,7 @@ def test_a_dry_run_checks_the_engine_that_the_run_would_have_here(
     assert main(words) == 0
     said = capsys.readouterr().out
     assert "transformers on every rank" in said and "SGLang is not installed" in said
-    assert "plan             2 ranks on this machine's " in said and "SGLang instead would take" in said
+    assert "plan             2 ranks on this machine's " in said and "with SGLang, the rollout would take" in said
     assert "H100" not in said
     assert main([*words, "--machine", "h100"]) == 2  # that is where it is to run
     assert "rollout.engine is sglang, which is not installed" in capsys.readouterr().err
@@ -173,7 +173,7 @@ def test_the_other_engine_has_the_best_settings_that_fit() -> None:
         best = min(fitting)
         assert found.rollout_seconds == best and len(fitting) < len(others)
         now = make_plan(config, models, machine, gpus).stages[0].seconds
-        said = f"would take {best:.3g} seconds for the rollout, "
+        said = f"the rollout would take {best:.3g} seconds, "
         said += f"{best / now:.2g} times as long: " if best > now else f"{now / best:.2g} times faster: "
         assert said in found.sentence
 
@@ -198,7 +198,7 @@ def test_engines_that_take_as_long_are_told_so() -> None:
     """Where starting kernels is all that takes time: one batch of a rank's 200 samples makes as many steps as a server
     that runs all 400 of them, two batches make twice as many."""
     instant = machine(is_cuda=False, shared_by_ranks=True, memory_bytes=1e15)
-    for batch, words in ((200, "as long as now: "), (100, "2 times faster: ")):
+    for batch, words in ((200, "the same time as now: "), (100, "2 times faster: ")):
         config = load_config(QUICKSTART, ["rollout.engine=transformers", f"rollout.generate_batch_sequences={batch}"])
         models = read_models(config, None).models
         assert words in other_engine(config, models, instant, 2).sentence
@@ -209,8 +209,11 @@ def test_an_engine_that_does_not_fit_is_told() -> None:
     models = read_models(config, ROOT / "configs" / "models").models
     other = other_engine(config, models, MACHINES["h100"], 32)
     assert (other.rollout_seconds, other.overrides) == (None, ())
-    whole = "the embedded engine does not fit: it holds a whole model on every rank"
-    assert other.sentence == f"{whole}, also while it trains; where a role has `offload` it leaves the device then"
+    whole = "the embedded engine does not fit: the engine keeps a whole model on every rank"
+    assert (
+        other.sentence
+        == f"{whole}, also during training; with `offload` of a role, the engine leaves the device during training"
+    )
     config = load_config(EXPERTS, ["actor.offload=true"])
     assert other_engine(config, models, MACHINES["h100"], 32).sentence == whole
 
@@ -222,7 +225,7 @@ def test_sglang_is_faster_on_a_gpu(capsys: pytest.CaptureFixture[str]) -> None:
     assert content["other_engine"]["engine"] == "transformers"
     assert content["other_engine"]["rollout_seconds"] > 2 * rollout
     assert main(["plan", str(SMALL), "--machine", "h100", "--gpus", "1"]) == 0
-    assert "\nthe embedded engine instead would take " in capsys.readouterr().out
+    assert "\nwith the embedded engine, the rollout would take " in capsys.readouterr().out
 
 
 def test_a_run_is_told_its_plan_and_gets_its_deadlines() -> None:
@@ -233,7 +236,7 @@ def test_a_run_is_told_its_plan_and_gets_its_deadlines() -> None:
     rows = dict(found.rows)
     assert rows["actor pipeline"] == "chunks of 3, 1 layers" and "critic pipeline" not in rows
     assert rows["layers"].startswith("torch's layers, as Transformer Engine "), "what it is without, and why"
-    assert "of them for the rollout" in rows["plan"] and rows["other engine"].startswith("the embedded engine instead")
+    assert "and its rollout" in rows["plan"] and rows["other engine"].startswith("with the embedded engine, ")
     assert found.deadlines.request_seconds == 1800.0
 
 
@@ -257,8 +260,9 @@ def test_windows_of_shared_out_samples_need_torchs_attention(tmp_path: Path, mon
     with pytest.raises(ConfigError) as caught:
         plan_start(config, 2, MACHINES["cpu"])
     assert str(caught.value) == (
-        "actor.layout.context_parallel is 2 and the actor model has a sliding window, which Transformer "
-        "Engine 2.10.0 has no ring for; set model.accelerations to torch, or actor.layout.context_parallel to 1"
+        "actor.layout.context_parallel is 2 and the actor model has a sliding window, for which "
+        "Transformer Engine 2.10.0 has no ring attention; set model.accelerations to torch, or "
+        "actor.layout.context_parallel to 1"
     )
     plan_start(load_config(QUICKSTART, [*settings[1:], "rollout.engine=transformers"]), 2, MACHINES["cpu"])
 

@@ -200,7 +200,7 @@ def test_a_machine_without_gpus(tmp_path: Path) -> None:
         ("memory_gigabytes: 24", "memory_gigabytes: 24 GB", "memory_gigabytes is '24 GB', must be a number above 0"),
         ("memory_gigabytes: 24", "memory_gigabytes: .inf", "memory_gigabytes is inf, must be a number above 0"),
         ("memory_gigabytes: 24", "memory_bytes: 24", "memory_gigabytes is missing; a machine has words, kind"),
-        ("memory_gigabytes: 24", "memory_gigabyte: 24", "no figure of a machine; the nearest is 'memory_gigabytes'"),
+        ("memory_gigabytes: 24", "memory_gigabyte: 24", "not a key of a machine; the nearest is 'memory_gigabytes'"),
         ("kind: gpu", "kind: tpu", "kind is 'tpu', must be gpu or cpu"),
         ("kind: gpu", "kind: [gpu]", "kind is ['gpu'], must be gpu or cpu"),
         ("words: RTX 4090, 24 GB", "words: 4090", "words is 4090, must be text"),

@@ -49,7 +49,7 @@ def test_nothing_generates(models: Models) -> None:
     assert (left["rollout"].seconds, left["sync"].seconds) == (0, 0)
     config = load_config(CONFIG, list(LOADED))
     other = other_engine(config, models, MACHINE, 8)
-    assert other.overrides == () and other.sentence == "no engine is needed: samples are those of saved"
+    assert other.overrides == () and other.sentence == "no engine is needed: samples are loaded from saved"
 
 
 def test_value_pretraining_trains_the_critic_alone(models: Models) -> None:

@@ -213,7 +213,7 @@ def words(config: Config) -> str:
     said = [f"TP {tp} x PP {pp} x DP {GPUS // tp // pp // cp}"] + [f"CP {cp}"] * (cp > 1)
     said += [f"EP {ep}"] * (ep > 1) + ["sequence parallel"] * actor.layout.shards_sequences
     said += ["distributed optimizer"] * actor.optimizer.shards_state(actor.layout.grid(GPUS))
-    said += ["off the device while it rests"] * bool(actor.offload.parts)
+    said += ["offload between uses"] * bool(actor.offload.parts)
     return ", ".join([*said, f"recompute {actor.recompute}", f"{actor.microbatch_budget_tokens} tokens"])
 
 
@@ -242,7 +242,7 @@ def test_what_else_would_do() -> None:
         first = next((m, n) for m, n in others if nearest_fit(config, models, m, n, everywhere=True) is not None)
         assert proposal is not None and (proposal.machine, proposal.gpus) == (first[0].name, first[1])
         changes = f" with {' '.join(proposal.overrides)}" if proposal.overrides else ""
-        assert said == f"no layout on 6 x h100 fits; {first[1]} x {first[0].name} would do{changes}"
+        assert said == f"no layout on 6 x h100 fits; {first[1]} x {first[0].name} would fit{changes}"
         found.append(first[1])
     assert found == [12, 24, 6]
 
@@ -266,7 +266,7 @@ def test_larger_machines(millions: int, machine: str, would_do: str | None) -> N
     model = arch(vocab_size=millions * 10**6)
     said, proposal = remedy(load_config(MIDDLE, GIVEN), Models(model, model, model), MACHINES[machine], GPUS)
     assert (None if proposal is None else f"{proposal.gpus} x {proposal.machine}") == would_do
-    assert (would_do or "nor on four times as many; shorten the response") in said
+    assert (would_do or "nor on four times the number; shorten the response") in said
 
 
 @pytest.mark.parametrize(("given", "found"), [("0.75", 0.3), ("0.4", 0.3), ("0.36", 0.3), ("0.3", None), ("null", 0.3)])

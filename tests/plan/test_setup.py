@@ -69,7 +69,7 @@ def test_weights_of_a_reward_model_that_is_on_the_hub_alone(tmp_path: Path, monk
     layer = 4 * 8 * 8 + 3 * 8 * 16 + 2 * 8
     assert reward_parameters("Some/Reward") == 32 * 8 + layer + 8 + 8
     (tmp_path / "config.json").write_text(json.dumps({"model_type": "xyzzy"}))
-    with pytest.raises(ConfigError, match="is of no model that classifies") as caught:
+    with pytest.raises(ConfigError, match="does not describe a classification model") as caught:
         reward_parameters("Another/Reward")
     assert len(str(caught.value).splitlines()) == 1
 

@@ -81,7 +81,7 @@ def test_what_a_plan_says_of_stopping(capsys: pytest.CaptureFixture[str]) -> Non
         ([], f"every {every} steps loses at most {lost / 60:.2g} minutes"),
         (
             ["checkpoint.every_steps=200"],
-            f"every 200 steps: checkpoint.every_steps={every} would suit the time of a step",
+            f"is written every 200 steps; checkpoint.every_steps={every} suits the time of a step",
         ),
         (["checkpoint=null"], "checkpoint is null, and a run that ends early is lost"),
     ):

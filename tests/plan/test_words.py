@@ -61,8 +61,8 @@ def row_reads(cells: Sequence[str], numbers: Sequence[float], size: float) -> bo
 
 
 @pytest.mark.parametrize(("found", "unit", "whose"), [
-    (plan(), "GB", "qwen3_8b_8gpu_math on 8 x h200: GB on ranks 0-7, the fullest"),
-    (plan(*APART, gpus=16), "GB", "on 16 x h200 and 3 of servers: GB on ranks 0-7, the fullest"),
+    (plan(), "GB", "qwen3_8b_8gpu_math on 8 x h200: GB on ranks 0-7, the highest peak"),
+    (plan(*APART, gpus=16), "GB", "on 16 x h200 and 3 of servers: GB on ranks 0-7, the highest peak"),
     (plan(*EMBEDDED, "actor.layout={}", "critic.layout={}", gpus=1, small=True), "MB", "on 1 x h200: MB on rank 0,"),
 ])  # fmt: skip
 def test_the_tables_tell_the_plan(found: Plan, unit: str, whose: str) -> None:
@@ -108,7 +108,7 @@ def test_the_table_of_a_search() -> None:
     assert isinstance(table, Table) and table.title == "layouts on 8 x h100, the fastest first"
     rows = [[str(cell) for cell in row] for row in zip(*(column.cells for column in table.columns), strict=True)]
     assert rows == [
-        ["12.3", "71.3", "actor: TP 1\ncritic: TP 2\nas the configuration has it"],
+        ["12.3", "71.3", "actor: TP 1\ncritic: TP 2\nno changes to the configuration"],
         ["120.0", "9.0", "actor: TP 4\na=1 b=2"],
     ]
 
@@ -151,8 +151,8 @@ def test_servers_without_room_are_told() -> None:
     """Qwen3-8B has 16.4 GB of weights in bfloat16, and 0.6 GB of keys and values for 4,096 tokens: 17.0 GB. 0.2 of
     80 GB are 16.0."""
     words = (
-        "rollout.sglang.memory_fraction 0.2 gives a server 16.0 GB of each device, weights and the longest sequence "
-        "take 17.0 GB; raise it, or rollout.sglang.tensor_parallel 1"
+        "rollout.sglang.memory_fraction 0.2 gives a server 16.0 GB of each device, but weights and the longest "
+        "sequence take 17.0 GB; raise it, or rollout.sglang.tensor_parallel 1"
     )
     with pytest.raises(ConfigError) as refused:
         plan("rollout.sglang={memory_fraction: 0.2}", machine="h100")

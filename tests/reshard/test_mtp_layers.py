@@ -125,7 +125,7 @@ def test_a_dry_run_counts_them_apart(tmp_path: Path, capsys: pytest.CaptureFixtu
     dry_run(load_config(quickstart, settings), str(quickstart), [])
     said = " ".join(capsys.readouterr().out.split())
     assert f"actor: all {own} tensors are in" in said
-    assert f"{len(further)} of layers that predict further tokens are kept for exports" in said
+    assert f"{len(further)} of layers for multi-token prediction are kept for exports" in said
 
 
 def test_ranks_share_out_their_checksum(tmp_path: Path) -> None:

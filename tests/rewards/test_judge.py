@@ -450,7 +450,7 @@ def test_a_judge_may_move_between_two_parts_of_a_run() -> None:
     [
         ("/v1", "m", "fine", "serves m"),
         ("/v1/", "q", "broken", "serves m or n, not 'q'"),
-        ("/key", "m", "broken", "refuses its key"),
+        ("/key", "m", "broken", "rejects the key"),
         ("/other", "m", "broken", "HTTP 404"),
         ("", "m", "broken", "cannot be reached (Connection refused)"),
     ],
@@ -468,7 +468,7 @@ def test_a_dry_run_asks_the_judge(
     words = ["train", "configs/quickstart.yaml", "--dry-run", f"reward={json.dumps({'judge': judge(server)})}"]
     assert main(words) == 0
     said = capsys.readouterr().out
-    found = re.search(r"a judge gives the answers (\S+) and empty responses (\S+), in the mean", said)
+    found = re.search(r"a judge scores the answers (\S+) and empty responses (\S+) on average", said)
     assert found and float(found[1]) > 0 and float(found[2]) == -0.5
 
 
@@ -481,4 +481,4 @@ def test_a_dry_run_reports_texts_without_a_verdict(
     reward = {"judge": judge(protocol, prompt=prompt)}
     assert main(["train", "configs/quickstart.yaml", "--dry-run", f"reward={json.dumps(reward)}"]) == 0
     output = capsys.readouterr().out
-    assert "8 texts of a judge on the answers hold no verdict; the first: the judge did not finish its text" in output
+    assert "8 texts of a judge on the answers have no verdict; the first: the judge did not finish its text" in output

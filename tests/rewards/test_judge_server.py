@@ -188,7 +188,9 @@ def test_a_judge_is_in_the_plan(tmp_path: Path) -> None:
     on_cpu = make_plan(config, models, MACHINES["cpu"], 2)
     cache = 2 * 4 * 1000 * 2 * 1 * 16  # keys and values, float32, tokens, layers, one of two heads, its width
     assert on_cpu.reward_servers == () and on_cpu.fullest.reward == pytest.approx(weights / 2 + cache, rel=0.05)
-    with pytest.raises(ConfigError, match=r"judge.server.memory_fraction 1e-08 gives it .* weights take .* raise it"):
+    with pytest.raises(
+        ConfigError, match=r"judge.server.memory_fraction 1e-08 gives the server .* weights take .* raise"
+    ):
         make_plan(judged(tmp_path, {"memory_fraction": 1e-8}, model=str(folder)), models, MACHINES["h100"], 2)
 
 
@@ -200,12 +202,12 @@ def test_a_dry_run_and_the_doctor_know_of_it(
     reward = f"reward={json.dumps(config.reward.model_dump(exclude_defaults=True))}"
     words = ["train", "configs/quickstart.yaml", "--dry-run", reward]
     assert main(words) == 0
-    assert f"a judge, {worlds.TINY}, whose server the run starts" in capsys.readouterr().out
+    assert f"a judge, {worlds.TINY}, on a server that the run starts" in capsys.readouterr().out
     assert generation_finding(config).state == "fine"
     monkeypatch.setattr(software, "installed_version", lambda _name: None)
     finding = generation_finding(config)
-    assert (finding.state, finding.words) == ("broken", "a judge's own server is SGLang, which is not installed")
-    assert "give the judge a url" in finding.remedy
+    assert (finding.state, finding.words) == ("broken", "the server of a judge is SGLang, which is not installed")
+    assert "set a url for the judge" in finding.remedy
 
 
 @pytest.mark.parametrize(

@@ -320,7 +320,9 @@ def test_what_cannot_be_loaded_is_one_sentence(
     (tmp_path / "model" / "config.json").write_text(json.dumps(told))
     (tmp_path / "model" / "model.safetensors").write_bytes(b"garbage")
     reward_parameters.cache_clear()  # which has read the file as it was
-    with pytest.raises(ConfigError, match=r"model.safetensors of a reward is no whole safetensors file .*; copy it"):
+    with pytest.raises(
+        ConfigError, match=r"model.safetensors of a reward model is not a complete safetensors file .*; "
+    ):
         make_plan(config, read_models(config, None).models, MACHINES["cpu"], 2)
     given = {"model-path": str(tmp_path / "model"), "dtype": "float32", "device": "cpu", "batch-tokens": 9}
     (tmp_path / "given.json").write_text(json.dumps(given))

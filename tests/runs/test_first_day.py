@@ -67,7 +67,7 @@ def command(folder: Path, *words: str, processes: int = 0) -> str:
 
 def test_a_first_day(mine: Path) -> None:
     """Look before, train, train for longer on another layout, export the best, load it, compare, look at a sample."""
-    assert "my_reward.py:mine gives the answers 1.1 and empty responses 0" in command(
+    assert "my_reward.py:mine scores the answers 1.1 and empty responses 0" in command(
         mine, "train", "mine.yaml", "--dry-run"
     )
     assert not (mine / "runs").exists()

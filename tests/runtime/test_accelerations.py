@@ -88,7 +88,7 @@ def test_neither_is_there(shelf: Shelf) -> None:
     assert (check, state) == ("layers", "slow")
     assert words == "torch's layers, as Transformer Engine is not installed; torch's Adam"
     assert remedy.startswith(
-        f"pip install '.[te]' in megappo's repository and build NVIDIA's Apex with {FUSED_GRADIENTS}; launch/README"
+        f"pip install '.[te]' in megappo's repository and build NVIDIA's Apex with {FUSED_GRADIENTS}; see launch/README"
     )
 
 

@@ -202,7 +202,7 @@ def test_the_start_and_the_doctor_say_so(tmp_path: Path, runtime: Runtime, capsy
             raise AssertionError("a second job is let in")
     assert "has no locks, so the file lock.holder holds the directory for this run" in capsys.readouterr().err
     assert not (tmp_path / "run" / NAME).exists()
-    assert any("has no locks; the file lock.holder holds" in f.words for f in disk(tmp_path) if f.state == "slow")
+    assert any("has no locks; the file lock.holder replaces" in f.words for f in disk(tmp_path) if f.state == "slow")
 
 
 def test_a_file_system_with_locks_needs_no_file(tmp_path: Path, runtime: Runtime) -> None:

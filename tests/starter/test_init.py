@@ -125,7 +125,7 @@ def test_without_words_it_writes_a_run_of_its_own_for_this_machine(
     Path("jsonl_reward.py").write_text("def score(response: str) -> float:\n    return 0.5\n")
     assert main(["init", "--force"]) == 0 and "0.5" in Path("jsonl_reward.py").read_text()
     assert main(["plan", "jsonl.yaml"]) == 0 and main(["train", "--dry-run", "jsonl.yaml"]) == 0
-    assert "gives the answers 0.5 and empty responses 0.5" in capsys.readouterr().out
+    assert "scores the answers 0.5 and empty responses 0.5" in capsys.readouterr().out
 
 
 def test_settings_that_are_written_exist(model: Path, empty: Path) -> None:
