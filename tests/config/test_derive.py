@@ -359,7 +359,7 @@ def test_an_override_takes_the_place_of_its_alternative() -> None:
 
 
 def test_float16_is_refused_with_the_reason() -> None:
-    with pytest.raises(ConfigError, match="'float16' ends at 65504 and loses small gradients.*; set bfloat16"):
+    with pytest.raises(ConfigError, match="'float16' has a maximum of 65504 and loses small gradients.*; set bfloat16"):
         config_with("model.dtype=float16")
 
 

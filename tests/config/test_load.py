@@ -80,7 +80,7 @@ MALFORMED: list[tuple[dict[str, Any], list[str]]] = [
     ({"actor.paths": 3}, ["actor.paths is not a setting; the section actor has "]),
     ({"logging.xyzzy": 3}, ["logging.xyzzy", "the section logging has tensorboard, wandb_project"]),
     ({"qqqq": {}}, ["qqqq is not a setting", "the top level has run, runtime, model"]),
-    ({"run.steps": REMOVED}, ["run: steps is missing; add it (PPO steps), or epochs (passes over data.train)"]),
+    ({"run.steps": REMOVED}, ["run: steps is missing; set steps (PPO steps) or epochs (passes over data.train)"]),
     ({"run.epochs": 2}, ["run: steps 10 and epochs 2 are both given; keep one of them"]),
     ({"run.epochs": 0}, ["run.epochs is 0", "must be above 0"]),
     ({"reward": REMOVED}, ["reward is missing", "add it (Scoring)"]),
@@ -138,8 +138,8 @@ MALFORMED: list[tuple[dict[str, Any], list[str]]] = [
         {"algorithm.lam": {"actor": {"number": 0.5, "length_adaptive": 0.1}}},
         ["algorithm.lam.actor: number and length_adaptive are given together; give one of them"],
     ),
-    ({"rollout.generation": "segments"}, ["rollout: generation is 'segments', must be a path; write package.module"]),
-    ({"rollout.generation_options": {"tokens": 1}}, ["generation_options are for a function of your own", "remove"]),
+    ({"rollout.generation": "segments"}, ["rollout: generation is 'segments', must be an import path; write package"]),
+    ({"rollout.generation_options": {"tokens": 1}}, ["generation_options need a function in generation", "remove"]),
     ({"algorithm.clip_low": 1}, ["algorithm.clip_low is 1", "must be below 1"]),
     ({"algorithm.dual_clip": 1.0}, ["algorithm.dual_clip is 1.0", "must be above 1"]),
     ({"actor.optimizer.learning_rate": "1e-5x"}, ["learning_rate is '1e-5x'", "must be a number"]),
@@ -438,7 +438,7 @@ def test_divisors_take_the_square_root_in_steps() -> None:
 
 @pytest.mark.parametrize("name", ["../../x", "..", ".", "/tmp/x", "a/../b", "a//b", "a/"])
 def test_a_run_stays_in_runs(tmp_path: Path, name: str) -> None:
-    assert f"run.name: '{name}' is no folder below runs/" in str(refusal(tmp_path, {"run.name": name}))
+    assert f"run.name: '{name}' is not a folder below runs/" in str(refusal(tmp_path, {"run.name": name}))
     assert load_config(written(tmp_path, {"run.name": "group/x..y"})).run.path == Path("runs/group/x..y")
 
 
