@@ -387,8 +387,8 @@ ABSURD = {
         "rollout: {stop_token_ids: [18446744073709551616]}",
         "stop_token_ids.0 is 18446744073709551616",
     ),
-    "a long name": (f"run: {{name: {'x' * 5000}}}", "run.name: a path of 5000 bytes whose longest part has 5000"),
-    "a long path": (f"model: {{path: {'x/' * 4000}y}}", "model.path: a path of 8001 bytes"),
+    "a long name": (f"run: {{name: {'x' * 5000}}}", "run.name: the path has 5000 bytes and its longest part has 5000"),
+    "a long path": (f"model: {{path: {'x/' * 4000}y}}", "model.path: the path has 8001 bytes"),
     "prompts": (
         "rollout: {prompts_per_step: 1000000000000}",
         "prompts_per_step is 1000000000000, must be at most",
