@@ -132,7 +132,7 @@ MALFORMED: list[tuple[dict[str, Any], list[str]]] = [
         ["algorithm.estimator: 'groupo'", "is none of gae", "did you mean 'grpo'"],
     ),
     ({"algorithm.gamma": 1.5}, ["algorithm.gamma is 1.5", "at most 1.0; the nearest is 1.0"]),
-    ({"algorithm.lam": 2}, ["algorithm.lam: 2 is neither a number from 0 to 1 nor {actor: 0.95,", "write either"]),
+    ({"algorithm.lam": 2}, ["algorithm.lam: 2 is neither a number from 0 to 1 nor {actor: 0.95,", "write one of"]),
     ({"algorithm.lam": {"actor": "x"}}, ["algorithm.lam.actor: 'x' is neither a number", "{length_adaptive: 1.5}"]),
     (
         {"algorithm.lam": {"actor": {"number": 0.5, "length_adaptive": 0.1}}},
