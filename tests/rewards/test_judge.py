@@ -409,7 +409,7 @@ def test_judges_that_cannot_be_meant(changes: dict[str, Any], sentence: str) -> 
 def test_a_judge_stands_where_a_function_does(tmp_path: Path) -> None:
     for reward, sentence in [
         ({"judge": GOOD, "function": "exact"}, "function and judge are given together; give one of them"),
-        ({"judge": GOOD, "batch": True}, "a judge has settings of its own"),
+        ({"judge": GOOD, "batch": True}, "belong to a function, but a judge is set"),
         ({"functions": {"a": {}}}, "none of function, judge is given; give one of them"),
         ({"functions": {"a": {"judge": GOOD, "function": "exact"}}}, "function and judge are given together"),
     ]:

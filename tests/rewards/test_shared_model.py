@@ -267,7 +267,7 @@ def test_a_server_elsewhere_that_fails_costs_samples(tmp_path: Path, monkeypatch
 @pytest.mark.parametrize(
     ("reward", "words"),
     [
-        ({"function": "exact", "model_path": None}, "model_remote is asked with the tokenizer of model_path, which is"),
+        ({"function": "exact", "model_path": None}, "model_remote needs the tokenizer of model_path, which is"),
         ({"model_server": {}}, "model_server and model_remote are both given"),
         ({"model_remote": {"url": "rewards:80"}}, "url is 'rewards:80', must look like http://HOST:PORT"),
         ({"model_remote": {"url": "http://rewards", "key": "my-key"}}, "key is no name of an environment variable"),
@@ -354,5 +354,5 @@ def test_the_plan_the_doctor_and_a_dry_run_know_of_it(tmp_path: Path, capsys: py
 
 
 def test_without_a_model_there_is_no_server_for_it() -> None:
-    with pytest.raises(ConfigError, match="model_server holds the model of model_path, which is null"):
+    with pytest.raises(ConfigError, match="model_server needs the model of model_path, which is null"):
         load_config("configs/quickstart.yaml", ["reward.model_server={}"])
