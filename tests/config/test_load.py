@@ -512,5 +512,5 @@ def test_servers_elsewhere_take_the_place_of_own_ones() -> None:
     config, urls = ROOT / "configs/sglang_disaggregated.yaml", "rollout.sglang.urls=['http://a:30000']"
     servers = load_config(config, [urls]).rollout.servers
     assert servers.urls == ("http://a:30000",) and servers.engines is None
-    with pytest.raises(ConfigError, match="engines 2 starts own servers, urls names others; remove engines, or set it"):
+    with pytest.raises(ConfigError, match="engines 2 starts own servers, but urls name external servers; set"):
         load_config(config, [urls, "rollout.sglang.engines=2"])
