@@ -270,7 +270,7 @@ def test_a_server_elsewhere_that_fails_costs_samples(tmp_path: Path, monkeypatch
         ({"function": "exact", "model_path": None}, "model_remote needs the tokenizer of model_path, which is"),
         ({"model_server": {}}, "model_server and model_remote are both given"),
         ({"model_remote": {"url": "rewards:80"}}, "url is 'rewards:80', must look like http://HOST:PORT"),
-        ({"model_remote": {"url": "http://rewards", "key": "my-key"}}, "key is no name of an environment variable"),
+        ({"model_remote": {"url": "http://rewards", "key": "my-key"}}, "key is not a name of an environment variable"),
     ],
 )
 def test_what_cannot_be_asked_elsewhere_is_refused(tmp_path: Path, reward: dict[str, Any], words: str) -> None:
