@@ -134,7 +134,7 @@ def test_scores_are_those_of_a_copy_also_after_it_has_died(
         own = RewardModel(folder, dtype=torch.float32, device=HERE.device)
         torch.testing.assert_close(shared.score(texts, responses), own.score(texts, responses), atol=1e-5, rtol=1e-5)
         assert shared.score([], []).shape == (0,)
-        with pytest.raises(RunError, match="become no token of the reward model"):
+        with pytest.raises(RunError, match="have no token in the reward model"):
             shared.score([""], [""])
         monkeypatch.delenv("http_proxy")  # a server elsewhere may be behind one
         monkeypatch.setenv("REWARD_KEY", started.places[SERVED].key)
@@ -144,7 +144,7 @@ def test_scores_are_those_of_a_copy_also_after_it_has_died(
         read = RemoteRewardModel(folder, RemoteModelSettings.model_validate(elsewhere)).try_each(
             ["", "3+1="], ["", "4"]
         )
-        assert "become no token of the reward model" in str(read[0])
+        assert "have no token in the reward model" in str(read[0])
         assert read[1] == pytest.approx(float(own.score(["3+1="], ["4"])), abs=1e-5)
         monkeypatch.setenv("REWARD_KEY", "guessed")
         with pytest.raises(RewardError, match=r"/classify: HTTP 401"):
