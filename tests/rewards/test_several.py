@@ -136,8 +136,8 @@ def test_prompts_that_no_function_is_for_are_told_before_a_run() -> None:
         check_prompts(settings, [replace(p, answer="1/2") for p in prompts], "data")
     others = [*of_sources(rollouts("", ""), "code", "talk").prompts, replace(prompts[0], metadata={})]
     sentence = (
-        r"prompt 0 of 'data': its data_source is 'code', and reward.functions are for sums, talk; add it to the "
-        r"data_sources of one, or a function without them \(and so for 1 more prompts\)"
+        r"prompt 0 of 'data': its data_source is 'code', but reward.functions are for sums, talk; add the data_source "
+        r"to a function, or add a function without data_sources \(and so for 1 more prompts\)"
     )
     with pytest.raises(ValueError, match=sentence):
         check_prompts(settings, others, "data")

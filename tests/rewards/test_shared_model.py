@@ -297,7 +297,7 @@ def test_one_that_is_not_there_is_waited_for_and_given_up(tmp_path: Path) -> Non
             raise RunError(reasons[0])
 
     absent = SharedRewardModel(ServerPlace("http://127.0.0.1:9", "", "key"), settings, check)
-    with pytest.raises(RunError, match=r"cannot be reached .* nor after reward.model_server.start_timeout_seconds"):
+    with pytest.raises(RunError, match=r"cannot be reached .* also after reward.model_server.start_timeout_seconds"):
         absent.score(["a"], ["b"])
     reasons.append("given up")
     with pytest.raises(RunError, match="given up"):
