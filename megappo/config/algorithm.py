@@ -48,7 +48,7 @@ class KLInRewardSettings(Settings):
 
     def broken_rules(self) -> Iterator[str]:
         if self.controller == "adaptive" and self.coef == 0.0:
-            yield "coef is 0 and the adaptive controller multiplies coef; set coef above 0, such as 0.001"
+            yield "the adaptive controller multiplies coef, so coef stays 0; set coef above 0, such as 0.001"
 
 
 class KLInLossSettings(Settings):

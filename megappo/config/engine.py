@@ -98,7 +98,7 @@ class SGLangSettings(Settings):
     max_inflight_sequences: PositiveInt = 512
     """Maximum number of sequences that a rank has at a server."""
     max_restarts: NonNegativeInt = 5
-    """Maximum number of restarts of a server in the whole run. The run stops after more restarts."""
+    """Maximum number of restarts of a server in the whole run. The run stops if a server needs another restart."""
     sync_attempts: PositiveInt = 3
     """Number of attempts of a weight sync of a server before the run stops."""
     start_timeout_seconds: Seconds = 600.0

@@ -175,7 +175,8 @@ class RolloutSettings(Settings):
     record_arrivals: bool = False
     """Whether to write the samples of each step to `<directory>/arrivals`. Needs an `ahead` of at least 2."""
     replay_arrivals: PathText | None = None
-    """Folder `arrivals` of a run that recorded its samples. Steps train on identical samples, without generation."""
+    """Folder `arrivals` of a run that recorded its samples. Steps train on the same samples bit for bit, and the
+    engine generates no samples for training."""
     save_to: PathText | None = None
     """Folder for saved experience. All steps are saved unless `logging.save_experience` selects steps. Default:
     `<directory>/experience` if `logging.save_experience` is set."""

@@ -161,7 +161,5 @@ def own_gpus(config: Config, server: OwnServerSettings, key: str, ranks_here: in
         begin = ranks_here if rollout.first_device is None else rollout.first_device
         end = begin + (rollout.engines or 1) * rollout.node_ranks
         if first < end and last >= begin:
-            raise RunError(
-                f"{placed}, but rollout servers use {begin} to {end - 1}; set first_device to {end}"
-            )
+            raise RunError(f"{placed}, but rollout servers use {begin} to {end - 1}; set first_device to {end}")
     return tuple(range(first, last + 1))

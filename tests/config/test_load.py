@@ -151,7 +151,7 @@ MALFORMED: list[tuple[dict[str, Any], list[str]]] = [
     ),
     (
         {"actor.optimizer.overlap_param_gather": True, "actor.optimizer.distributed": False},
-        ["actor.optimizer: overlap_param_gather is true, but with distributed false", "remove one of them"],
+        ["actor.optimizer: overlap_param_gather is true, but every rank updates", "remove one of them"],
     ),
     (
         {"actor.optimizer.overlap_param_gather": True, "actor.optimizer.distributed": True},

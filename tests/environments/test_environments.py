@@ -815,7 +815,7 @@ def test_an_environment_that_cannot_be_used_is_refused(settings: dict[str, Any],
     [
         (["reward.function=environment"], "rollout.environment has no environment with rewards"),
         (["reward.function=environment", "rollout.environment={name: single_turn}"], "has no environment with rewards"),
-        (["rollout.environment={name: guess, max_turn_tokens: 99999}"], "holds for all turns together"),
+        (["rollout.environment={name: guess, max_turn_tokens: 99999}"], "the limit of all turns together"),
     ],
 )
 def test_settings_that_do_not_go_together_are_refused(overrides: list[str], sentence: str) -> None:

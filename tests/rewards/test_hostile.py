@@ -179,7 +179,7 @@ def test_what_is_no_expression_is_refused(tmp_path: Path) -> None:
         _attempt(read_literal, text)
     assert not touched.exists() and time.monotonic() - start < 20
     assert read_whole("((0x12 + 3) << 0x2) - -5") == ((0x12 + 3) << 2) + 5
-    with pytest.raises(ValueError, match="too many to shift by"):
+    with pytest.raises(ValueError, match="bits is too large"):
         read_whole("1 << 99999999999")
 
 

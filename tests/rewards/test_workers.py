@@ -353,9 +353,7 @@ def test_a_worker_that_leaks_is_replaced() -> None:
 
 def test_a_function_that_is_too_large_is_refused() -> None:
     """Its workers would be started again after their first samples, without an end."""
-    sentence = (
-        r"uses 0.0\d+ GB after the import of reward.function '.*', above reward.worker_memory_gigabytes 0.01; "
-    )
+    sentence = r"uses 0.0\d+ GB after the import of reward.function '.*', above reward.worker_memory_gigabytes 0.01; "
     with pytest.raises(ValueError, match=sentence):
         RewardPool(settings(worker_memory_gigabytes=0.01))
 
