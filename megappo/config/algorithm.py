@@ -94,9 +94,11 @@ class CorrectionSettings(Settings):
     cap: PositiveFloat = 2.0
     """Maximum importance weight. Larger weights are truncated."""
     reject_above: PositiveFloat | None = None
-    """Importance weight above which a token, or a sample with one weight per response, is excluded from the loss."""
+    """Upper limit of importance weights. Tokens, or samples with one weight per response, are excluded above the
+    limit."""
     reject_below: PositiveFloat | None = None
-    """Importance weight below which a token, or a sample with one weight per response, is excluded from the loss."""
+    """Lower limit of importance weights. Tokens, or samples with one weight per response, are excluded below the
+    limit."""
 
     def broken_rules(self) -> Iterator[str]:
         if self.reject_above is not None and self.reject_below is not None and self.reject_below >= self.reject_above:
@@ -204,7 +206,7 @@ class AlgorithmSettings(Settings):
     """Weight of the negative log-likelihood of good samples in the policy loss (VAPO: 0.1). The term is a mean over
     response tokens of good samples in the minibatch."""
     positive_nll_above: float = Field(default=0.0, ge=-1e9, le=1e9)
-    """Reward above which a sample is a good sample."""
+    """Reward threshold. Samples with a higher reward are good samples."""
     mask_truncated: bool = False
     """Whether to exclude samples from the losses of actor and critic if `rollout.max_response_tokens` or
     `rollout.max_total_tokens` ended the sample (DAPO's overlong filtering). Samples with a turn cut by
@@ -228,9 +230,10 @@ class AlgorithmSettings(Settings):
     """Whether the actor sends each token to the experts that the engine selected, in forward passes and updates.
     Default: true if the model has experts and the engine returns its selection."""
     mismatch_warn_nats: PositiveFloat = 0.05
-    """Mean |engine - trainer| logprob per token of the actor's weights, above which a warning is printed."""
+    """Limit of the mean |engine - trainer| logprob per token of the actor's weights. A warning is printed above the
+    limit."""
     mismatch_stop_nats: PositiveFloat = 1.0
-    """Mean |engine - trainer| logprob per token of the actor's weights, above which the run stops."""
+    """Limit of the mean |engine - trainer| logprob per token of the actor's weights. The run stops above the limit."""
     mismatch_every_steps: PositiveInt = 1
     """Number of steps between comparisons of engine and trainer log-probabilities, starting with the first step. With
     `old_logprob: bypass`, only comparisons need the forward pass of the actor. Other steps skip it."""

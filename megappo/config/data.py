@@ -80,7 +80,7 @@ class ValidationSetSettings(DataSourceSettings):
     pass_at: Annotated[tuple[PositiveInt, ...], Field(strict=False)] = ()
     """Values of k for `pass@k`, the unbiased estimate of the probability that one of k answers is correct."""
     right_above: _Reward = 0.5
-    """Reward above which an answer is correct."""
+    """Reward threshold. Answers with a higher reward are correct."""
 
     def broken_rules(self) -> Iterator[str]:
         above = max(self.pass_at, default=0)
@@ -101,12 +101,12 @@ class ValidationSetSettings(DataSourceSettings):
 
 class CurriculumSettings(Settings):
     right_above: _Reward
-    """Mean reward of the samples of a prompt in a step, above which the prompt rests."""
+    """Threshold of a prompt's mean reward in a step. Prompts with a higher mean reward rest."""
     rest_epochs: Annotated[int, Field(gt=0, le=10_000)] = 1
     """Number of passes over its source that skip a resting prompt, starting with the next pass."""
     most_resting: Annotated[float, Field(gt=0.0, lt=1.0)] = 0.5
-    """Maximum share of a source that a pass skips. If more prompts would rest, prompts whose rest ends first take
-    part. Among equal prompts, the last prompts of the source take part."""
+    """Maximum share of a source that a pass skips. If more prompts would rest, the pass includes the prompts with the
+    earliest end of rest. Among equal prompts, the pass includes the last prompts of the source."""
 
 
 class DataSettings(Settings):
@@ -116,7 +116,7 @@ class DataSettings(Settings):
     """Several named sources instead of `train`: a mapping from names to the settings of a source and its `weight` (1).
     The metrics of a source have the prefix `source/NAME/`."""
     curriculum: CurriculumSettings | None = None
-    """Not null: prompts with good answers rest for some passes over their source."""
+    """Not null: exclude prompts with good answers from some passes over their source."""
     validation: DataSourceSettings | None = None
     """Prompts of the periodic evaluation and of `megappo eval`. Each prompt gets one greedy answer."""
     validation_sets: dict[str, ValidationSetSettings] | None = None
@@ -131,7 +131,7 @@ class DataSettings(Settings):
     chat_template_options: Annotated[dict[Text, Any], Field(max_length=100)] = Field(default_factory=dict)
     """Variables of the template in addition to messages and tools, such as `{enable_thinking: false}`."""
     system_prompt: str | None = None
-    """System message for prompts that have none."""
+    """System message of prompts without a system message."""
     template_time: str | None = None
     """Date or time for chat templates that use the current time, such as 2025-11-25 or 2025-11-25 09:30:00. Null: the
     start time of the run, which checkpoints contain. Evaluations and dry runs use their own start time."""

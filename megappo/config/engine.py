@@ -60,10 +60,11 @@ class SGLangSettings(Settings):
     """Number of groups of a server's ranks (SGLang's DP attention). Each group serves separate requests and has all
     attention heads, which suits models with fewer key-value heads than ranks. The number divides `tensor_parallel`."""
     nodes: Ranks = 1
-    """Number of machines of each own server, with equal numbers of ranks. The number divides `tensor_parallel`."""
+    """Number of machines of each server that the run starts. Every machine has the same number of the server's ranks.
+    The number divides `tensor_parallel`."""
     urls: Urls = ()
-    """Addresses of running servers, such as http://10.0.0.5:30000, instead of own servers (disaggregated). The
-    environment variable MEGAPPO_SGLANG_API_KEY contains their key, if they need a key."""
+    """Addresses of running servers, such as http://10.0.0.5:30000 (disaggregated). The run then starts no servers. The
+    environment variable MEGAPPO_SGLANG_API_KEY contains the key of the servers, if they need a key."""
     first_device: NonNegativeInt | None = None
     """First GPU of the servers on this machine. Default: the first GPU of the trainers if colocated, otherwise the
     first GPU after the trainers."""
@@ -74,8 +75,8 @@ class SGLangSettings(Settings):
     threads: Processes | None = None
     """CPU threads of each server rank without CUDA. Default: the machine's cores divided by its server ranks."""
     host: Text | None = None
-    """Interface of own servers. Every request needs the key of the run. Default: loopback, or the interface of each
-    machine that leads to the other machines if the trainers have several machines."""
+    """Interface of the servers that the run starts. Every request needs the key of the run. Default: loopback, or on
+    each machine the interface towards the other machines if the trainers have several machines."""
     sync_address: Text | None = None
     """Address at which servers reach the ranks of the first machine. Only these ranks then feed servers. Default: the
     address of each machine towards a server, and ranks of all machines feed servers."""
@@ -114,10 +115,10 @@ class SGLangSettings(Settings):
     sync_timeout_seconds: Seconds = 300.0
     """Maximum time of a request of a weight sync."""
     arguments: ServerArguments = Field(default_factory=dict)
-    """Additional arguments of own servers, with SGLang's names: `{chunked-prefill-size: 4096}`."""
+    """Additional arguments of the servers that the run starts, with SGLang's names: `{chunked-prefill-size: 4096}`."""
     environment: Variables = Field(default_factory=dict)
-    """Additional environment variables of own servers, such as `{SGLANG_LOG_GC: 1}`. Variables of the run that begin
-    with `SGLANG_` are not passed to the servers."""
+    """Additional environment variables of the servers that the run starts, such as `{SGLANG_LOG_GC: 1}`. The servers
+    do not get the run's variables that begin with `SGLANG_`."""
 
     def count(self, world_size: int, *, on_cuda: bool) -> int:
         """Return the number of servers: the number of `urls`, or the number that a run of `world_size` ranks starts."""

@@ -1,4 +1,4 @@
-"""Settings of episodes with several turns (`rollout.environment`), and their rules with other sections."""
+"""Settings of multi-turn episodes (`rollout.environment`), and their rules with other sections."""
 
 from __future__ import annotations
 
@@ -76,10 +76,10 @@ class EnvironmentSettings(Settings):
     """Maximum length of a turn. Default: the remainder of `rollout.max_response_tokens`, which applies to all turns
     and to the texts of the environment between the turns. A turn cut at this limit does not end the episode."""
     max_seconds: Seconds = 60.0
-    """Maximum time of an episode in its environment, without engine and tools. An episode above the limit counts as
-    hanging and has failed."""
+    """Maximum time of an episode in its environment, without engine and tools. A longer episode counts as hanging and
+    fails."""
     max_failure_fraction: Fraction = 0.5
-    """Fraction of failed episodes of a step above which the run stops."""
+    """Maximum fraction of failed episodes of a step. The run stops above this fraction."""
     tools: ToolSettings = ToolSettings()
     """Worker processes of the environment's tools."""
     gateway_host: Text = "127.0.0.1"

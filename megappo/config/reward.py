@@ -112,7 +112,7 @@ class RewardSettings(Settings):
     failure_score: float = Field(default=0.0, ge=-1e9, le=1e9)
     """Score of a sample if its reward failed or exceeded the time limit."""
     max_failure_fraction: Fraction = 0.5
-    """Fraction of failed rewards of a step above which the run stops."""
+    """Maximum fraction of failed rewards of a step. The run stops above this fraction."""
     overlong: OverlongSettings | None = None
     """Not null: penalty for answers near the limit `rollout.max_response_tokens` (DAPO)."""
     truncated_score: _Score | None = None

@@ -83,8 +83,8 @@ class LayoutSettings(Settings):
     expert_parallel: Ranks = 1
     """Number of ranks of a pipeline stage that share the experts of each layer (EP)."""
     sequence_parallel: bool | None = None
-    """Whether to shard activations between tensor parallel regions along the sequence (SP). Default: true if
-    `tensor_parallel` is above 1, as in Megatron's guides and in published runs."""
+    """Whether to shard activations between tensor parallel regions along the sequence (SP). Default: true with
+    `tensor_parallel` above 1, which follows Megatron's guides and published runs."""
     first_rank: int = Field(default=0, ge=0, lt=LARGEST_WORLD)
     """First global rank of the role."""
     ranks: Ranks | None = None
@@ -119,7 +119,7 @@ class OptimizerSettings(Settings):
     decay_ratio: Annotated[float, Field(gt=0.0, le=1.0)] = 0.1
     """Share of the last updates of the run in which `wsd` decays."""
     warmup_updates: NonNegativeInt = 0
-    """Number of optimizer updates of linear warm-up from 0."""
+    """Number of optimizer updates in which the learning rate rises linearly from 0."""
     warmup_ratio: Decay = 0.0
     """Linear warm-up as a share of all updates of the run, rounded down, instead of `warmup_updates`."""
     weight_decay: NonNegativeFloat = 0.0
@@ -131,10 +131,10 @@ class OptimizerSettings(Settings):
     eps: PositiveFloat = 1e-8
     """Epsilon of AdamW."""
     clip_grad_norm: NonNegativeFloat = 1.0
-    """Maximum global L2 norm of gradients. Larger gradients are scaled down. 0: no clipping."""
+    """Maximum global L2 norm of the gradients. Gradients are scaled down to this norm. 0: no clipping."""
     distributed: bool | None = None
     """Whether to shard optimizer state over data and context parallel ranks (Megatron's distributed optimizer).
-    Default: true if there is more than one such rank, as in Megatron's guides and in published runs."""
+    Default: true for more than one such rank, which follows Megatron's guides and published runs."""
     on_host: Fraction = 0.0
     """Minimum fraction of the optimizer state that stays in host memory. The state is the moments and, with bfloat16,
     the main weights. The host updates its part, which starts with the largest parameters."""
@@ -215,8 +215,9 @@ Offload = Annotated[OffloadSettings, BeforeValidator(_all_or_parts)]
 
 
 class LoraSettings(Settings):
-    """Low-rank adapters (Hu et al. 2021, "LoRA") that are trained instead of the weights. As in PEFT, an adapter adds
-    alpha / rank B A x to a matrix's output for input x. A has PEFT's initialisation, and B is zero at first."""
+    """Low-rank adapters (Hu et al. 2021, "LoRA") that are trained instead of the weights. As in PEFT, an adapter
+    adds alpha / rank B A x to a matrix's output for input x. A is initialised as in PEFT, and B is initialised with
+    zeros."""
 
     rank: PositiveInt
     """Number of rows of A and columns of B (PEFT's `r`). Maximum: the smaller side of any adapted matrix."""
@@ -372,7 +373,7 @@ class CriticSettings(TrainedRoleSettings):
     warmup_steps: NonNegativeInt = 0
     """Number of first steps that update only the critic (critic warm-up, or value pretraining)."""
     pretraining: PretrainingSettings | None = None
-    """Not null: value pretraining on saved experience, without an engine and without actor updates."""
+    """Not null: value pretraining on saved experience. The run starts no engine and does not update the actor."""
 
 
 def _weights_alone(value: Given) -> Given | dict[str, Given]:
@@ -388,10 +389,10 @@ class ReferenceSettings(Settings):
     """Number of steps between copies of the actor's weights to the reference. KL terms then refer to a recent actor.
     Checkpoints contain the copied weights. Null: no copies."""
     share_actor_base: bool = False
-    """Whether to compute with the actor's weights, with `actor.lora` switched off, instead of a copy of the weights."""
+    """Whether to use the actor's weights without its adapters (`actor.lora`) instead of a copy of the weights."""
     offload: Annotated[OffloadSettings, BeforeValidator(_weights_alone)] = OffloadSettings()
     """Whether the weights leave the device while the role is idle: `true`, `false`, or `{weights: true}`. The
-    reference has neither gradients nor an optimizer."""
+    reference has no gradients and no optimizer."""
 
     def broken_rules(self) -> Iterator[str]:
         other = "path" if self.path is not None else "share_actor_base" if self.share_actor_base else ""
