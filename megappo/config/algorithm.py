@@ -1,4 +1,4 @@
-"""The settings of PPO itself."""
+"""Settings of the PPO algorithm."""
 
 from __future__ import annotations
 
@@ -31,26 +31,24 @@ class KLInRewardSettings(Settings):
     kind: KLKind = "kl"
     """Estimator of KL(actor || reference) per token."""
     coef: NonNegativeFloat
-    """Weight; the starting weight with an adaptive controller."""
+    """Weight of the KL term. An adaptive controller starts with this weight."""
     controller: Literal["fixed", "adaptive"] = "fixed"
-    """`adaptive` moves the weight towards `target` (Ziegler et al. 2019)."""
+    """Controller of the weight. `adaptive` moves the weight towards `target` (Ziegler et al. 2019)."""
     per: Literal["token", "response"] = "token"
-    """What the adaptive controller measures: the mean KL per token, or the mean over responses of the KL summed over
-    each."""
+    """Measure of the adaptive controller: mean KL per token, or mean over responses of the KL sum of a response."""
     target: PositiveFloat | None = None
-    """KL in nats the adaptive controller aims at, per token or response as `per` says; null: 0.01 per token, 6 per
-    response."""
+    """Target KL of the adaptive controller in nats, in the unit `per`. Null: 0.01 per token, 6 per response."""
     horizon: PositiveInt = 10000
-    """Samples over which the adaptive controller moves, at least those of a step."""
+    """Number of samples over which the adaptive controller moves the weight, at least the samples of a step."""
 
     @property
     def target_nats(self) -> float:
-        """`target`, or the default of the unit."""
+        """Value of `target`, or the default for the unit `per`."""
         return self.target if self.target is not None else _DEFAULT_TARGET_NATS[self.per]
 
     def broken_rules(self) -> Iterator[str]:
         if self.controller == "adaptive" and self.coef == 0.0:
-            yield "the adaptive controller multiplies coef, so 0 stays 0; set coef above 0, such as 0.001"
+            yield "the adaptive controller multiplies coef, so coef stays 0; set coef above 0, such as 0.001"
 
 
 class KLInLossSettings(Settings):
@@ -62,58 +60,60 @@ class KLInLossSettings(Settings):
 
 class PenaltySettings(Settings):
     coef: PositiveFloat = 1.0
-    """Starting weight of KL(old || new); it stays within 1,024 times this, up and down."""
+    """Initial weight of KL(old || new). The weight stays within a factor of 1,024 above and below this value."""
     target: PositiveFloat = 0.01
-    """KL(old || new) per token in nats, after a step's updates, to which the weight is adapted; measuring it takes one
-    more forward pass of the actor (Schulman et al. 2017, section 4)."""
+    """Target of KL(old || new) in nats per token after the updates of a step. The weight adapts to this target. The
+    measurement takes one more forward pass of the actor (Schulman et al. 2017, section 4)."""
 
 
 class BandSettings(Settings):
     low: Annotated[float, Field(gt=0, le=1)] | None = None
-    """Lower edge of the band: ratios from 1 - low on are left alone; `dppo_tv` measures the drop in probability
-    instead, `dppo_kl` in nats. 1: no lower edge. Default: 0.8 with `dis` (SAO), 1 with `cispo` (ScaleRL), 3e-4 with
-    `gspo` (its paper), 0.2 with `dppo_tv`, 0.05 with `dppo_kl` (DPPO)."""
+    """Lower edge of the band. Ratios of at least 1 - low are unchanged. `dppo_tv` measures the drop in probability
+    instead, `dppo_kl` measures nats. 1: no lower edge. Default: 0.8 with `dis` (SAO), 1 with `cispo` (ScaleRL), 3e-4
+    with `gspo` (its paper), 0.2 with `dppo_tv`, 0.05 with `dppo_kl` (DPPO)."""
     high: PositiveFloat | None = None
-    """Upper edge of the band: ratios up to 1 + high are left alone; `dppo_tv` measures the rise in probability instead,
-    `dppo_kl` in nats. Default: 3 with `dis`, 4 with `cispo`, 4e-4 with `gspo`, 0.2 with `dppo_tv`, 0.05 with `dppo_kl`,
-    from the same sources."""
+    """Upper edge of the band. Ratios of at most 1 + high are unchanged. `dppo_tv` measures the rise in probability
+    instead, `dppo_kl` measures nats. Default: 3 with `dis`, 4 with `cispo`, 4e-4 with `gspo`, 0.2 with `dppo_tv`, 0.05
+    with `dppo_kl`, from the same sources."""
     cap: PositiveFloat | None = None
-    """Largest weight of a token with `dppo_tv` and `dppo_kl`; default: 20 (verl)."""
+    """Maximum weight of a token with `dppo_tv` and `dppo_kl`. Default: 20 (verl)."""
 
 
 class GateSettings(Settings):
     positive: Annotated[float, Field(gt=0, le=50)] = 1.0
-    """Temperature of tokens whose advantage is above 0: the larger, the faster gradients fade as ratios leave 1 (Gao et
-    al. 2025, "SAPO")."""
+    """Temperature of tokens with an advantage above 0. Gradients fade faster with a higher temperature when ratios
+    leave 1 (Gao et al. 2025, "SAPO")."""
     negative: Annotated[float, Field(gt=0, le=50)] = 1.05
     """Temperature of the other tokens."""
 
 
 class CorrectionSettings(Settings):
     level: Literal["token", "sequence", "geometric"] = "token"
-    """One importance weight per token, or one per response: `sequence`, the product over its tokens, or `geometric`,
-    their geometric mean, which does not grow with the length."""
+    """Unit of importance weights. `token`: one weight per token. `sequence`: one weight per response, the product over
+    its tokens. `geometric`: one weight per response, the geometric mean, which does not grow with the length."""
     cap: PositiveFloat = 2.0
-    """Largest importance weight; larger ones are truncated to it."""
+    """Maximum importance weight. Larger weights are truncated."""
     reject_above: PositiveFloat | None = None
-    """Tokens, or samples with a weight per response, are left out of the loss where the weight is larger."""
+    """Upper limit of importance weights. Tokens, or samples with one weight per response, are excluded above the
+    limit."""
     reject_below: PositiveFloat | None = None
-    """Tokens, or samples with a weight per response, are left out of the loss where the weight is smaller."""
+    """Lower limit of importance weights. Tokens, or samples with one weight per response, are excluded below the
+    limit."""
 
     def broken_rules(self) -> Iterator[str]:
         if self.reject_above is not None and self.reject_below is not None and self.reject_below >= self.reject_above:
             yield (
-                f"reject_below {self.reject_below:g} must be less than reject_above {self.reject_above:g}, or no "
-                "weight is kept; lower it"
+                f"reject_below {self.reject_below:g} must be less than reject_above {self.reject_above:g}; lower "
+                "reject_below"
             )
 
 
 class JumpSettings(Settings):
     grad_norm_ratio: Annotated[float, Field(gt=1, le=1e9)] | None = 10.0
-    """An update is recorded whose gradient norm is more than so many times the median of the role's last 50; null:
-    off."""
+    """Ratio of an update's gradient norm to the median of the last 50 norms of the role. Updates above the ratio are
+    recorded. Null: off."""
     kl_nats: PositiveFloat | None = 0.5
-    """An actor update is recorded whose minibatch has a KL(old || new) above this, in nats per token; null: off."""
+    """Limit of KL(old || new) of a minibatch in nats per token, above which an actor update is recorded. Null: off."""
 
 
 def _is_fraction(value: object) -> bool:
@@ -121,14 +121,14 @@ def _is_fraction(value: object) -> bool:
 
 
 def _number_or(form: str, *keys: str) -> BeforeValidator:
-    """Validator of a number, which stands for a section with the number in each of `keys`, or such a section."""
+    """Return a validator of a number or a section. A number expands to a section with the number in each of `keys`."""
 
     def read(value: Given) -> Given | dict[str, Given]:
         if _is_fraction(value):
             return dict.fromkeys(keys, value)
         if isinstance(value, Mapping | Settings):
             return value
-        raise ValueError(f"{show(value)} is neither a number from 0 to 1 nor {form}; write either")
+        raise ValueError(f"{show(value)} is neither a number from 0 to 1 nor {form}; write one of these forms")
 
     return BeforeValidator(read)
 
@@ -137,8 +137,9 @@ class ActorLambdaSettings(Settings):
     number: Fraction | None = None
     """Lambda of all samples."""
     length_adaptive: PositiveFloat | None = None
-    """Lambda of each sample is 1 - 1 / (this x its tokens), never below 0. A share of exp(-1 / this) of a score reaches
-    the first token: 0.51 with the 1.5 of SAO and CompactionRL, 2e-9 with the 0.05 of VAPO."""
+    """Factor of a lambda that depends on the length of a sample: 1 - 1 / (this factor x tokens), at least 0. The share
+    of a score that reaches the first token is exp(-1 / this factor): 0.51 with 1.5 (SAO, CompactionRL), 2e-9 with 0.05
+    (VAPO)."""
 
     def broken_rules(self) -> Iterator[str]:
         yield from rule_of_one(number=self.number, length_adaptive=self.length_adaptive)
@@ -148,9 +149,9 @@ class LambdaSettings(Settings):
     actor: Annotated[ActorLambdaSettings, _number_or("{length_adaptive: 1.5}", "number")] = ActorLambdaSettings(
         number=1.0
     )
-    """Lambda of the advantages that the policy is trained with: a number, or `{length_adaptive: 1.5}`."""
+    """Lambda of the policy's advantages: a number, or `{length_adaptive: 1.5}`."""
     critic: Fraction = 1.0
-    """Lambda of the returns that the critic is trained on."""
+    """Lambda of the critic's returns."""
 
     @property
     def is_one(self) -> bool:
@@ -159,7 +160,7 @@ class LambdaSettings(Settings):
 
     @property
     def summary(self) -> str:
-        """The lambdas in words, for people."""
+        """Readable text of both lambdas."""
         adaptive = self.actor.length_adaptive
         actor = f"{self.actor.number:g}" if adaptive is None else f"1 - 1 / ({adaptive:g} x tokens)"
         return actor if self.is_one else f"{actor}, of the critic {self.critic:g}"
@@ -167,94 +168,95 @@ class LambdaSettings(Settings):
 
 class AlgorithmSettings(Settings):
     estimator: Text = "gae"
-    """`gae` (with critic), `grpo`, `rloo` or `reinforce_plus_plus` (without), or one of your own:
-    `package.module:function`."""
+    """Advantage estimator: `gae` (with a critic), `grpo`, `rloo`, `reinforce_plus_plus` (without a critic), or a
+    custom estimator (`package.module:function`)."""
     estimator_options: dict[str, Any] = Field(default_factory=dict)
-    """Keyword arguments of an estimator of your own."""
+    """Keyword arguments of a custom estimator."""
     gamma: Fraction = 1.0
-    """Discount per token, or per turn."""
+    """Discount per token, or per turn (`discount_at`)."""
     discount_at: Literal["token", "turn"] = "token"
-    """Where gamma and lambda apply: at every token, or only where a turn of an episode ends, so that a whole turn is
-    one time step (`gae_timestep_unit` of AReaL)."""
+    """Positions at which gamma and lambda apply. `token`: every token. `turn`: only ends of turns of an episode, so
+    that a whole turn is one time step (`gae_timestep_unit` of AReaL)."""
     lam: Annotated[LambdaSettings, _number_or("{actor: 0.95, critic: 1.0}", "actor", "critic")] = LambdaSettings()
-    """GAE's lambda: a number, or one for the actor and one for the critic. A score counts lambda^n at a token n tokens
-    before it: with 0.95 nothing is left after a thousand tokens."""
+    """Lambda of GAE: one number, or separate numbers for actor and critic. The weight of a score at a token n tokens
+    earlier is lambda^n. With 0.95, the weight is almost zero after a thousand tokens."""
     whiten_advantages: bool = True
-    """Whiten over the global batch where the estimator allows it."""
+    """Whether to whiten advantages over the global batch, if the estimator allows whitening."""
     policy_loss: Text = "clip"
-    """`clip` (PPO-clip), `penalty` (an adaptive KL penalty against the old policy), `dis` (of SAO: tokens outside a
-    band around the engine's own probabilities are left out), `cispo` (ratios as bounded weights), `gspo` (ratios of
-    sequences), `sapo` (a soft gate), `dppo_tv` or `dppo_kl` (tokens are left out by their change of probability), or
-    one of your own: `package.module:function`."""
+    """Policy loss: `clip` (PPO-clip), `penalty` (adaptive KL penalty against the old policy), `dis` (SAO: ignores
+    tokens outside a band around the engine's probabilities), `cispo` (ratios as bounded weights), `gspo` (ratios of
+    sequences), `sapo` (a soft gate), `dppo_tv` or `dppo_kl` (ignore tokens by their change of probability), or a
+    custom loss (`package.module:function`)."""
     policy_loss_options: dict[str, Any] = Field(default_factory=dict)
-    """Keyword arguments of a policy loss of your own."""
+    """Keyword arguments of a custom policy loss."""
     clip_low: Annotated[float, Field(gt=0, lt=1)] = 0.2
-    """Ratios are clipped below at 1 - clip_low."""
+    """Lower clip range. Ratios are clipped to at least 1 - clip_low."""
     clip_high: PositiveFloat = 0.2
-    """Ratios are clipped above at 1 + clip_high."""
+    """Upper clip range. Ratios are clipped to at most 1 + clip_high."""
     dual_clip: Annotated[float, Field(gt=1, le=1e9)] | None = 3.0
-    """Lower bound c*A of the objective where A < 0 (Ye et al. 2020); null: off."""
+    """Factor c of the lower bound c*A of the objective for A < 0 (Ye et al. 2020). Null: off."""
     band: BandSettings | None = None
-    """Band within which `policy_loss: dis`, `cispo`, `gspo`, `dppo_tv` and `dppo_kl` leave ratios alone; default: the
-    loss's own. `clip` has clip_low and clip_high instead."""
+    """Band in which `policy_loss: dis`, `cispo`, `gspo`, `dppo_tv` and `dppo_kl` do not change ratios. Default: the
+    band of the loss. `clip` has clip_low and clip_high instead."""
     gate: GateSettings | None = None
-    """Settings of `policy_loss: sapo`; default: the paper's."""
+    """Settings of `policy_loss: sapo`. Default: the values of the paper."""
     entropy_coef: NonNegativeFloat = 0.0
     """Weight of the entropy bonus."""
     positive_nll_coef: NonNegativeFloat = 0.0
-    """Weight of the negative log-likelihood of good samples in the policy loss, per response token of good samples in
-    the minibatch (VAPO: 0.1)."""
+    """Weight of the negative log-likelihood of good samples in the policy loss (VAPO: 0.1). The term is a mean over
+    response tokens of good samples in the minibatch."""
     positive_nll_above: float = Field(default=0.0, ge=-1e9, le=1e9)
-    """Samples whose reward is above this are good ones."""
+    """Reward threshold. Samples with a higher reward are good samples."""
     mask_truncated: bool = False
-    """Leave samples that `rollout.max_response_tokens` or `rollout.max_total_tokens` ended out of the losses of actor
-    and critic (DAPO's overlong filtering). Samples whose turn `max_turn_tokens` cut, and episodes that `max_turns` or
-    `max_calls` ended, stay in the losses."""
+    """Whether to exclude samples from the losses of actor and critic if `rollout.max_response_tokens` or
+    `rollout.max_total_tokens` ended the sample (DAPO's overlong filtering). Samples with a turn cut by
+    `max_turn_tokens`, and episodes ended by `max_turns` or `max_calls`, remain in the losses."""
     loss_aggregation: Aggregation = "token-mean"
-    """How token losses are aggregated to one number, over the global minibatch."""
+    """Aggregation of token losses to one number over the global minibatch."""
     kl_in_reward: KLInRewardSettings | None = None
-    """KL to the reference subtracted from the token rewards."""
+    """KL to the reference, subtracted from token rewards."""
     kl_in_loss: KLInLossSettings | None = None
-    """KL to the reference added to the policy loss."""
+    """KL to the reference, added to the policy loss."""
     penalty: PenaltySettings = PenaltySettings()
     """Settings of `policy_loss: penalty`."""
     target_kl: PositiveFloat | None = None
-    """Actor updates of a step end once KL(old || new) of a minibatch passes this (nats per token)."""
+    """Limit of KL(old || new) of a minibatch in nats per token. The actor updates of a step end above this limit."""
     old_logprob: Literal["decoupled", "bypass", "corrected"] = "decoupled"
-    """Where old log-probabilities come from: recomputed by the trainer (`decoupled`), the engine's (`bypass`), or
-    recomputed with importance weights for the gap between engine and trainer (`corrected`)."""
+    """Source of old log-probabilities: recomputation by the trainer (`decoupled`), the engine (`bypass`), or
+    recomputation with importance weights for the gap between engine and trainer (`corrected`)."""
     correction: CorrectionSettings = CorrectionSettings()
     """Settings of `old_logprob: corrected`."""
     router_replay: bool | None = None
-    """In the actor's forward passes and updates, send each token to the experts that the engine sent it to; default:
-    where the model has experts and the engine returns them."""
+    """Whether the actor sends each token to the experts that the engine selected, in forward passes and updates.
+    Default: true if the model has experts and the engine returns its selection."""
     mismatch_warn_nats: PositiveFloat = 0.05
-    """Mean |engine - trainer| logprob per token of the actor's own weights from which a warning is printed."""
+    """Limit of the mean |engine - trainer| logprob per token of the actor's weights. A warning is printed above the
+    limit."""
     mismatch_stop_nats: PositiveFloat = 1.0
-    """Mean |engine - trainer| logprob per token of the actor's own weights from which the run stops."""
+    """Limit of the mean |engine - trainer| logprob per token of the actor's weights. The run stops above the limit."""
     mismatch_every_steps: PositiveInt = 1
-    """Log-probabilities of engine and trainer are compared in the first step and in every so many after it. With
-    `old_logprob: bypass` nothing else needs the actor's forward pass, which is left out in the other steps."""
+    """Number of steps between comparisons of engine and trainer log-probabilities, starting with the first step. With
+    `old_logprob: bypass`, only comparisons need the forward pass of the actor. Other steps skip it."""
     on_nonfinite: Literal["stop", "skip"] = "stop"
-    """What follows a non-finite loss or gradient, whose update is never applied: the end of the run (`stop`), or the
-    next update (`skip`)."""
+    """Reaction to a non-finite loss or gradient. `stop` ends the run, and `skip` continues with the next update. The
+    non-finite update is never applied."""
     jumps: JumpSettings = JumpSettings()
-    """Updates that are written to jumps.jsonl with the samples they were made of."""
+    """Limits above which an update and its samples are recorded in jumps.jsonl."""
 
     @property
     def band_edges(self) -> tuple[float, float] | None:
-        """(low, high) of the policy loss's band, its defaults where none are given; None where it has no band."""
-        own, given = BANDS.get(self.policy_loss), self.band or BandSettings()
-        if own is None:
+        """(low, high) of the policy loss's band, with defaults for missing values, or None if the loss has no band."""
+        default, band = BANDS.get(self.policy_loss), self.band or BandSettings()
+        if default is None:
             return None
-        return (own[0] if given.low is None else given.low, own[1] if given.high is None else given.high)
+        return (default[0] if band.low is None else band.low, default[1] if band.high is None else band.high)
 
     def replays_routing(self, experts: int) -> bool:
-        """Whether an actor with so many experts replays the engine's routing where the engine returns it."""
+        """Return whether an actor with `experts` experts replays the routing that the engine returns."""
         return experts > 0 and self.router_replay is not False
 
     def compares_in(self, step: int) -> bool:
-        """Whether the actor scores what the engine sampled in this step."""
+        """Return whether the actor scores the engine's samples in this step."""
         return (step - 1) % self.mismatch_every_steps == 0
 
     @field_validator("estimator", "policy_loss")
@@ -269,27 +271,27 @@ class AlgorithmSettings(Settings):
     def broken_rules(self) -> Iterator[str]:
         for key, name in (("estimator", self.estimator), ("policy_loss", self.policy_loss)):
             if getattr(self, f"{key}_options") and not is_import_path(name):
-                yield f"{key}_options are for functions of your own, and {key} is '{name}'; remove them"
+                yield f"{key}_options are for custom functions, but {key} is '{name}'; remove {key}_options"
         yield from self._unused()
         if self.discount_at == "turn" and self.lam.actor.length_adaptive is not None:
-            yield "lam.actor.length_adaptive goes by the tokens of a sample, but discount_at is turn; give a number"
+            yield "lam.actor.length_adaptive depends on the tokens of a sample, but discount_at is turn; give a number"
         if self.policy_loss == "dis" and self.old_logprob != "bypass":
             yield (
-                f"policy_loss is dis, whose ratios are to the engine's own log-probabilities, but old_logprob is "
+                f"policy_loss is dis, which needs ratios to the engine's log-probabilities, but old_logprob is "
                 f"{self.old_logprob}; set old_logprob: bypass"
             )
         if self.mismatch_every_steps > 1 and self.old_logprob != "bypass":
             yield (
                 f"mismatch_every_steps is {self.mismatch_every_steps}, but with old_logprob {self.old_logprob} every "
-                "step needs the actor's scores; remove it, or set old_logprob: bypass"
+                "step needs the actor's scores; remove mismatch_every_steps, or set old_logprob: bypass"
             )
 
     def _unused(self) -> Iterator[str]:
-        """A sentence for each setting that belongs to another policy loss."""
+        """Yield a sentence for each setting that belongs to another policy loss."""
         loss = self.policy_loss
         if self.band is not None and loss not in BANDS:
             instead = {"clip": "set clip_low and clip_high", "sapo": "set gate"}.get(loss, "remove it")
-            yield f"band is given, but policy_loss '{loss}' has none; {instead}, or policy_loss to {either(BANDS)}"
+            yield f"band is given, but policy_loss '{loss}' has no band; {instead}, or policy_loss to {either(BANDS)}"
         if self.band is not None and self.band.cap is not None and not loss.startswith("dppo_"):
             yield f"band.cap is {self.band.cap:g}, but policy_loss '{loss}' caps no weights; remove it"
         if self.gate is not None and loss != "sapo":

@@ -11,10 +11,10 @@ from pydantic import AfterValidator, BaseModel, ConfigDict, Field, model_validat
 from megappo.errors import expanded
 
 LARGEST_WORLD = 1 << 14
-"""Most ranks of a run."""
+"""Maximum number of ranks of a run."""
 Given = TypeVar("Given")
-"""A value as the user gave it, which is handed on unless a function replaces it."""
-_LONGEST_PATH_BYTES, _LONGEST_NAME_BYTES = 4095, 255  # what Linux takes
+"""Type of a value from the user. A validator returns the value unchanged or replaces it."""
+_LONGEST_PATH_BYTES, _LONGEST_NAME_BYTES = 4095, 255  # limits of Linux
 
 
 def _expanded_path(path: Path) -> Path:
@@ -26,19 +26,19 @@ def _fits_a_file_system(path: str | Path) -> str | Path:
     longest = max(len(part) for part in text.split(b"/"))
     if len(text) > _LONGEST_PATH_BYTES or longest > _LONGEST_NAME_BYTES:
         raise ValueError(
-            f"a path of {len(text)} bytes whose longest part has {longest}; file systems take {_LONGEST_PATH_BYTES} "
-            f"and {_LONGEST_NAME_BYTES}, so shorten it"
+            f"the path has {len(text)} bytes and its longest part has {longest}; the limits of file systems are "
+            f"{_LONGEST_PATH_BYTES} and {_LONGEST_NAME_BYTES}, so shorten the path"
         )
     return path
 
 
-# Every number has an upper bound: far above what a run can use, far below what costs minutes or all memory before
-# anything says so. Positions of tokens are 32-bit numbers in attention kernels.
+# Every number has an upper bound. The bound is far above useful values, and far below values that would cost minutes
+# or all memory before an error appears. Attention kernels use 32-bit token positions.
 PositiveInt = Annotated[int, Field(gt=0, lt=2**31)]
 NonNegativeInt = Annotated[int, Field(ge=0, lt=2**31)]
 PositiveFloat = Annotated[float, Field(gt=0.0, le=1e9)]
 NonNegativeFloat = Annotated[float, Field(ge=0.0, le=1e9)]
-Seconds = Annotated[float, Field(gt=0.0, le=1e6)]  # waiting for more milliseconds than 2^31 is an error of the system
+Seconds = Annotated[float, Field(gt=0.0, le=1e6)]  # the system cannot wait for more than 2^31 milliseconds
 WholeSeconds = Annotated[int, Field(gt=0, le=10**6)]
 Ranks = Annotated[int, Field(gt=0, le=LARGEST_WORLD)]
 Processes = Annotated[int, Field(gt=0, le=4096)]
@@ -47,7 +47,7 @@ Bytes = Annotated[int, Field(gt=0, le=2**40)]
 Fraction = Annotated[float, Field(ge=0.0, le=1.0)]
 Decay = Annotated[float, Field(ge=0.0, lt=1.0)]
 StepNumbers = Annotated[tuple[PositiveInt, ...], Field(strict=False)]
-TokenIds = Annotated[tuple[NonNegativeInt, ...], Field(strict=False)]  # YAML has lists, strict mode wants tuples
+TokenIds = Annotated[tuple[NonNegativeInt, ...], Field(strict=False)]  # YAML has lists, strict mode requires tuples
 Text = Annotated[str, Field(min_length=1, max_length=1000)]
 PathOrName = Annotated[str, Field(min_length=1), AfterValidator(_fits_a_file_system)]
 """A path, or a name that an external server or library resolves."""
@@ -57,15 +57,15 @@ PathFromText = Annotated[Path, Field(strict=False), AfterValidator(_expanded_pat
 
 
 def rule_of_one(remedy: str = "give one of them", **settings: object) -> Iterator[str]:
-    """A rule: exactly one of these settings is given."""
-    given = [name for name, value in settings.items() if value is not None]
-    if len(given) != 1:
-        words = f"{' and '.join(given)} are given together" if given else f"none of {', '.join(settings)} is given"
-        yield f"{words}; {remedy}"
+    """Check that exactly one of these settings is set. Yield a sentence for a violation."""
+    names = [name for name, value in settings.items() if value is not None]
+    if len(names) != 1:
+        problem = f"{' and '.join(names)} are given together" if names else f"none of {', '.join(settings)} is given"
+        yield f"{problem}; {remedy}"
 
 
 class Settings(BaseModel):
-    """Base of every section: frozen, no unknown keys, no silent coercion of strings to numbers."""
+    """Base class of every section: frozen, without unknown keys, without silent conversion of strings to numbers."""
 
     model_config = ConfigDict(
         frozen=True,
@@ -77,10 +77,12 @@ class Settings(BaseModel):
     )
 
     plain_forms: ClassVar[str] = ""
-    """What may stand in place of the section, such as `true or false`; "": nothing."""
+    """Values that are valid instead of the section, such as `true or false`. The empty string means that there are
+    none."""
 
     def broken_rules(self) -> Iterator[str]:
-        """A sentence for each rule between settings of the section that they break; the first is told."""
+        """Yield a sentence for each violated rule between settings of the section. Only the first sentence is
+        reported."""
         yield from ()
 
     @model_validator(mode="after")

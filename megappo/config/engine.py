@@ -24,107 +24,110 @@ ENGINES = {
     "transformers": "megappo.engines.transformers_engine:embedded_engine",
     "sglang": "megappo.engines.sglang.engine:served_engine",
 }
-"""Names for `rollout.engine`, and the import path of what makes each; see `megappo.engines.protocol.EngineFactory`."""
+"""Values of `rollout.engine` and the import paths of their factories (`megappo.engines.protocol.EngineFactory`)."""
 CPU_TOKENS = 65536
-"""Tokens whose keys and values a server on a CPU holds where no number is set."""
+"""Default number of tokens in the key-value cache of a server on a CPU."""
 LEAST_REQUEST_SECONDS = 1800.0
-"""Seconds after which a server that owes an answer is asked whether it still works; longer where the plan says so."""
+"""Minimum seconds without an answer before a server's progress is checked. The plan can require a longer time."""
 
 
-def _variables(given: Given) -> Given | dict[str, Any]:
-    """Numbers in the given mapping as text, which environment variables need."""
-    if not isinstance(given, dict):
-        return given
-    return {name: str(value) if type(value) in (int, float) else value for name, value in given.items()}
+def _variables(value: Given) -> Given | dict[str, Any]:
+    """Convert numbers in a mapping to text, because environment variables are text."""
+    if not isinstance(value, dict):
+        return value
+    return {name: str(item) if type(item) in (int, float) else item for name, item in value.items()}
 
 
 Variables = Annotated[dict[str, Annotated[str, AfterValidator(expanded_values)]], BeforeValidator(_variables)]
 ServerArguments = dict[str, Annotated[Any, AfterValidator(expanded_values)]]
-"""Command-line arguments of a server, with the names that SGLang uses."""
+"""Command-line arguments of a server, with SGLang's names."""
 Urls = Annotated[tuple[Text, ...], Field(strict=False)]
 
 
 class SGLangSettings(Settings):
     placement: Literal["colocated", "disaggregated"] = "colocated"
-    """`colocated`: on the trainers' devices, weights by shared memory or CUDA IPC. `disaggregated`: on devices or
-    machines of their own, weights by broadcast groups (NCCL or gloo), one with each rank that feeds a server."""
+    """Devices of the servers. `colocated`: the trainers' devices, with weight syncs by shared memory or CUDA IPC.
+    `disaggregated`: separate devices or machines, with weight syncs by broadcast groups (NCCL or gloo). Each rank that
+    feeds a server has one group."""
     engines: Ranks | None = None
-    """Servers to start; default: colocated on GPUs as many as the ranks hold, else 1."""
+    """Number of servers to start. Default: as many servers as fit on the ranks if colocated on GPUs, else 1."""
     tensor_parallel: Ranks = 1
-    """Ranks of each server (TP)."""
+    """Number of ranks of each server (TP)."""
     expert_parallel: Ranks = 1
-    """Shares into which each layer's experts are divided (SGLang's EP). TP / EP ranks hold each share and split the
-    matrices of its experts among themselves; divides `tensor_parallel`."""
+    """Number of shares of the experts of each layer (SGLang's EP). Each share has TP / EP ranks, which split the
+    matrices of its experts. The number divides `tensor_parallel`."""
     data_parallel_attention: Ranks = 1
-    """Groups of a server's ranks that each attend to requests of their own and hold all heads (SGLang's DP attention):
-    for models with fewer key and value heads than ranks. Divides `tensor_parallel`."""
+    """Number of groups of a server's ranks (SGLang's DP attention). Each group serves separate requests and has all
+    attention heads, which suits models with fewer key-value heads than ranks. The number divides `tensor_parallel`."""
     nodes: Ranks = 1
-    """Machines of each own server, each with as many of its ranks; divides `tensor_parallel`."""
+    """Number of machines of each server that the run starts. Every machine has the same number of the server's ranks.
+    The number divides `tensor_parallel`."""
     urls: Urls = ()
-    """Servers that run already, such as http://10.0.0.5:30000, instead of own ones (disaggregated). Their key, if they
-    want one, is read from the environment variable MEGAPPO_SGLANG_API_KEY."""
+    """Addresses of running servers, such as http://10.0.0.5:30000 (disaggregated). The run then starts no servers. The
+    environment variable MEGAPPO_SGLANG_API_KEY contains the key of the servers, if they need a key."""
     first_device: NonNegativeInt | None = None
-    """First GPU of the servers on this machine; default: the trainers' (colocated), or the first after them."""
+    """First GPU of the servers on this machine. Default: the first GPU of the trainers if colocated, otherwise the
+    first GPU after the trainers."""
     memory_fraction: Annotated[float, Field(gt=0.0, lt=1.0)] = 0.6
-    """Share of a GPU's total memory for weights, keys and values of a server, whatever is free when it starts."""
+    """Share of a GPU's total memory for weights, keys and values of a server, regardless of the free memory."""
     max_total_tokens: PositiveInt | None = None
-    """Tokens whose keys and values a server holds; default: what memory_fraction allows, on a CPU 65536."""
+    """Number of tokens in a server's key-value cache. Default: the number from memory_fraction, on a CPU 65536."""
     threads: Processes | None = None
-    """CPU threads of each server rank, without CUDA; default: the machine's cores over all of them."""
+    """CPU threads of each server rank without CUDA. Default: the machine's cores divided by its server ranks."""
     host: Text | None = None
-    """Interface that own servers listen on; every request needs the key of the run. Default: loopback, and where the
-    trainers have several machines, on each the one that leads to the others."""
+    """Interface of the servers that the run starts. Every request needs the key of the run. Default: loopback, or on
+    each machine the interface towards the other machines if the trainers have several machines."""
     sync_address: Text | None = None
-    """Address of the first machine at which servers reach its ranks; only its ranks feed servers then. Default: each
-    machine's address towards a server, and ranks of all machines feed servers."""
+    """Address at which servers reach the ranks of the first machine. Only these ranks then feed servers. Default: the
+    address of each machine towards a server, and ranks of all machines feed servers."""
     deterministic: bool | None = None
-    """A response depends on its prompt and seed, not on what else the server computes (SGLang's deterministic
-    inference); false is faster on GPUs and ignores seeds. Default: true on a CPU and with `when_stopped: keep`."""
+    """Whether a response depends only on its prompt and seed, and not on other requests (SGLang's deterministic
+    inference). False is faster on GPUs and ignores seeds. Default: true on a CPU and with `when_stopped: keep`."""
     sleep: bool = True
-    """Colocated servers on GPUs give their memory to the trainer between rollouts."""
+    """Whether colocated servers on GPUs release their memory to the trainer between rollouts."""
     verify: bool = True
-    """Compare a checksum of every engine parameter with the source after each sync, and the log-probabilities of a
-    probe."""
+    """Whether to verify each sync with checksums of all engine parameters and with log-probabilities of a probe."""
     probe: bool = True
-    """With `verify`: also compare the log-probabilities of a probe; false: checksums alone prove a sync."""
+    """Whether `verify` includes the log-probabilities of a probe. If false, checksums are the only verification."""
     pause: Literal["abort", "retract", "in_place"] = "abort"
-    """What happens to running requests when weights change, with `rollout.ahead` of 2 and more. `abort`: they return
-    what they have and are sent again. `retract`, `in_place`: servers keep them, and continue without keys and values of
-    the older weights, or with them; not with `probe`, as they continue before any probe is answered."""
+    """Treatment of running requests when weights change, with an `ahead` of at least 2. `abort`: requests return their
+    partial responses and are sent again. `retract`: servers keep the requests without keys and values of older
+    weights. `in_place`: servers keep both. The last two exclude `probe`, because requests continue before a probe is
+    answered."""
     probe_tolerance_nats: PositiveFloat | None = None
-    """Largest gap of the probe; default: 1e-3 with float32 on both sides, 0.5 otherwise."""
+    """Maximum difference of the probe. Default: 1e-3 with float32 on both sides, otherwise 0.5."""
     max_inflight_sequences: PositiveInt = 512
-    """Most sequences that one rank keeps at one server."""
+    """Maximum number of sequences that a rank has at a server."""
     max_restarts: NonNegativeInt = 5
-    """Restarts of one server, over the whole run, after which the run stops."""
+    """Maximum number of restarts of a server in the whole run. The run stops if a server needs another restart."""
     sync_attempts: PositiveInt = 3
-    """Times a weight sync of a server is tried before the run stops."""
+    """Number of attempts of a weight sync of a server before the run stops."""
     start_timeout_seconds: Seconds = 600.0
-    """Longest time from a server's start to its first answer."""
+    """Maximum time from the start of a server to its first answer."""
     request_timeout_seconds: Seconds | None = None
-    """A server that owes an answer for longer is asked whether it still makes tokens, and restarted where it makes
-    none; default: four times what the plan says that a rollout takes, at least 1800."""
+    """Time without an answer to a request after which the server's progress is checked. A server without progress is
+    restarted. Default: four times the planned duration of a rollout, at least 1800."""
     stall_timeout_seconds: Seconds = 60.0
-    """A server that owes answers and gives none for so long is sent a health check, and restarted where it does not
-    answer that."""
+    """Time without any answer to open requests after which a server gets a health check. A server that fails the check
+    is restarted."""
     health_timeout_seconds: Seconds = 60.0
-    """Longest time for the answer to a health check."""
+    """Maximum time for the answer to a health check."""
     sync_timeout_seconds: Seconds = 300.0
-    """Longest time for one request of a weight sync."""
+    """Maximum time of a request of a weight sync."""
     arguments: ServerArguments = Field(default_factory=dict)
-    """More arguments for own servers, by SGLang's names: `{chunked-prefill-size: 4096}`."""
+    """Additional arguments of the servers that the run starts, with SGLang's names: `{chunked-prefill-size: 4096}`."""
     environment: Variables = Field(default_factory=dict)
-    """More variables for own servers' processes, which get none of the run's own that begin with `SGLANG_`:
-    `{SGLANG_LOG_GC: 1}`."""
+    """Additional environment variables of the servers that the run starts, such as `{SGLANG_LOG_GC: 1}`. The servers
+    do not get the run's variables that begin with `SGLANG_`."""
 
     def count(self, world_size: int, *, on_cuda: bool) -> int:
-        """Number of servers: those of `urls`, or what a run of so many ranks starts."""
+        """Return the number of servers: the number of `urls`, or the number that a run of `world_size` ranks starts."""
         on_trainers = on_cuda and self.placement == "colocated"
         own = max(1, world_size // self.tensor_parallel) if on_trainers else 1
         return len(self.urls) or self.engines or own
 
     def count_problem(self, world_size: int, *, on_cuda: bool) -> str | None:
-        """Why so many servers have no room on the GPUs of a run of so many ranks; None where they have."""
+        """Return a sentence if the GPUs of `world_size` ranks have no room for `engines` servers, otherwise None."""
         if not on_cuda or self.placement != "colocated" or self.engines is None:
             return None
         most = max(1, world_size // self.tensor_parallel)
@@ -132,20 +135,20 @@ class SGLangSettings(Settings):
             return None
         return (
             f"rollout.sglang.engines {self.engines} x tensor_parallel {self.tensor_parallel} is "
-            f"{self.engines * self.tensor_parallel} GPUs, but colocated servers stand on those of the {world_size} "
-            f"ranks; set engines to at most {most}, or remove it"
+            f"{self.engines * self.tensor_parallel} GPUs, but colocated servers share the GPUs of {world_size} ranks; "
+            f"set engines to at most {most}, or remove engines"
         )
 
     @property
     def takes_slices(self) -> bool:
-        """Whether each rank of a server receives its own slices, which are loaded as they are. Parameters must then be
-        laid out as fingerprints expect; `arguments` may change that where fingerprints are not compared."""
+        """Whether each rank of a server receives its own slices and loads the slices unchanged. Parameters then need
+        the layout of the fingerprints. `arguments` can change the layout if fingerprints are not compared."""
         even = self.expert_parallel == self.data_parallel_attention == 1
         return self.placement == "colocated" and self.tensor_parallel > 1 and self.verify and even
 
     @property
     def holds(self) -> bool:
-        """Whether servers keep running requests while their weights change."""
+        """Whether servers keep running requests during a weight sync."""
         return self.pause != "abort"
 
     @property
@@ -155,31 +158,31 @@ class SGLangSettings(Settings):
 
     @property
     def reached_from_everywhere(self) -> bool:
-        """Whether every machine's ranks can feed a server, not only those of the first."""
+        """Whether ranks of every machine can feed a server, not only the ranks of the first machine."""
         return bool(self.urls) and self.sync_address is None
 
     @property
     def attention_ranks(self) -> int:
-        """Ranks of a server that attend to the same requests; one where there are more groups than ranks, which
-        the rules refuse."""
+        """Number of ranks of a server that serve the same requests. The number is 1 if there are more groups than
+        ranks, which the rules reject."""
         return max(1, self.tensor_parallel // self.data_parallel_attention)
 
     @property
     def node_ranks(self) -> int:
-        """Ranks of a server on each of its machines."""
+        """Number of ranks of a server on each of its machines."""
         return max(1, self.tensor_parallel // self.nodes)
 
     def held_tokens(self, *, on_cuda: bool) -> int | None:
-        """Tokens whose keys and values a server holds; None for as many as `memory_fraction` allows."""
+        """Return the number of tokens in a server's key-value cache. None means the number from `memory_fraction`."""
         return self.max_total_tokens or (None if on_cuda else CPU_TOKENS)
 
     def broken_rules(self) -> Iterator[str]:
         if self.urls and self.placement == "colocated":
-            yield "urls name servers elsewhere, which are not colocated; set placement: disaggregated"
+            yield "urls name external servers, which cannot be colocated; set placement: disaggregated"
         if self.urls and self.engines is not None:
-            yield f"engines {self.engines} starts own servers, urls names others; remove engines, or set it to null"
+            yield f"engines {self.engines} starts own servers, but urls name external servers; set engines to null"
         if self.urls and self.nodes > 1:
-            yield f"nodes {self.nodes} is for own servers, and urls name others; remove nodes"
+            yield f"nodes {self.nodes} is for own servers, but urls name external servers; remove nodes"
         for url in self.urls:
             if not url.startswith("http://"):
                 yield f"'{url}' in urls must look like http://HOST:PORT"

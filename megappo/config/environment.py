@@ -1,4 +1,4 @@
-"""Settings of episodes of several turns (`rollout.environment`), and their rules with other sections."""
+"""Settings of multi-turn episodes (`rollout.environment`), and their rules with other sections."""
 
 from __future__ import annotations
 
@@ -21,77 +21,76 @@ ENVIRONMENTS = {
     "reasoning_gym": "megappo.environments.reasoning:ReasoningGym",
     "agent": "megappo.environments.agent:Agent",
 }
-"""Names for `rollout.environment.name`, and the import path of each; `megappo.environments.protocol` says what
-they are."""
+"""Values of `rollout.environment.name` and their import paths (see `megappo.environments.protocol`)."""
 
 
 class SandboxSettings(Settings):
     url: Text
-    """Where a service of SandboxFusion's protocol listens, such as `http://10.0.0.7:8080`; `/run_code` is added."""
+    """Address of a service with SandboxFusion's protocol, such as `http://10.0.0.7:8080`. `/run_code` is appended."""
     concurrent: PositiveInt = 16
-    """Programs of a rank that the service runs at the same time."""
+    """Maximum number of programs of a rank that run in the service at the same time."""
     retries: NonNegativeInt = 3
-    """How often the service is asked again where it fails or does not answer."""
+    """Maximum number of retries if the service fails or does not answer."""
     deadline_seconds: Seconds = 60.0
-    """Longest time of a call, retries included, after which the sample fails."""
+    """Maximum duration of a call including retries. The sample of a call above the limit fails."""
 
     @field_validator("url")
     @classmethod
     def _is_http(cls, url: str) -> str:
         if not url.startswith(("http://", "https://")):
-            raise ValueError(f"'{url}' is no address of a service; write http://HOST:PORT")
+            raise ValueError(f"'{url}' is not an address of a service; write http://HOST:PORT")
         return url
 
 
 class ToolSettings(Settings):
     workers: Processes = 4
-    """Worker processes per rank, each of which runs one call at a time."""
+    """Number of worker processes per rank. Each worker runs one call at a time."""
     timeout_seconds: Seconds = 10.0
-    """Longest time of a call; then all processes that it started are killed."""
+    """Maximum duration of a call. All processes of the call are killed at the limit."""
     memory_gigabytes: PositiveFloat = 1.0
-    """Most memory (GB, 1e9 bytes) of a call, all its processes together."""
+    """Maximum memory (GB, 1e9 bytes) of all processes of a call."""
     processes: PositiveInt = 16
-    """Most processes of a call at the same time."""
+    """Maximum number of concurrent processes of a call."""
     output_characters: int = Field(default=4000, gt=0, le=16000)
-    """A longer result is cut in its middle."""
+    """Maximum length of a result. A longer result is cut in its middle."""
     confined: bool = True
-    """Programs that the model writes get a folder of their own to write in, the interpreter and the system's programs
-    to read, and no network, by Linux's Landlock and seccomp. A run does not start where these are missing."""
+    """Whether programs of the model are confined by Landlock and seccomp of Linux: a separate writable folder, read
+    access to the interpreter and system programs, no network. A run does not start if either feature is missing."""
     sandbox: SandboxSettings | None = None
-    """Run the programs that the model writes in a service over HTTP, instead of in workers of this machine.
-    `timeout_seconds` and `memory_gigabytes` hold for them there."""
+    """Service over HTTP that runs the programs of the model, instead of workers on this machine. `timeout_seconds` and
+    `memory_gigabytes` apply in the service too."""
 
 
 class EnvironmentSettings(Settings):
     name: Text = SINGLE_TURN
-    """`single_turn`: a prompt and a response. `tools`: a model that may call a calculator, or Python. `guess`: a number
-    is guessed with hints. `reasoning_gym`: its tasks in several tries. `agent`: a function or a program that speaks
-    OpenAI's or Anthropic's protocol. Or one of your own: `package.module:Class`."""
+    """Environment. `single_turn`: one prompt and one response. `tools`: the model can call a calculator or Python.
+    `guess`: the model guesses a number with hints. `reasoning_gym`: several attempts at its tasks. `agent`: a function
+    or program with the protocol of OpenAI or Anthropic. `package.module:Class`: a custom environment."""
     arguments: dict[str, Any] = Field(default_factory=dict)
     """Keyword arguments of the environment."""
     max_turns: PositiveInt = 8
-    """Most turns of the model in an episode; it ends after them."""
+    """Maximum number of model turns in an episode. The episode ends after the last turn."""
     max_calls: NonNegativeInt = 16
-    """Most calls of tools in an episode; it ends where the model wants more."""
+    """Maximum number of tool calls in an episode. The episode ends if the model makes more calls."""
     max_turn_tokens: PositiveInt | None = None
-    """Longest turn; default: what is left of `rollout.max_response_tokens`, which holds for all turns and what the
-    environment says between them together. A turn that is cut here does not end the episode."""
+    """Maximum length of a turn. Default: the remainder of `rollout.max_response_tokens`, which applies to all turns
+    and to the texts of the environment between the turns. A turn cut at this limit does not end the episode."""
     max_seconds: Seconds = 60.0
-    """Longest time of an episode in its environment, engine and tools aside; an episode that takes longer counts as
-    hanging and has failed."""
+    """Maximum time of an episode in its environment, without engine and tools. A longer episode counts as hanging and
+    fails."""
     max_failure_fraction: Fraction = 0.5
-    """The run stops when more than this fraction of a step's episodes failed."""
+    """Maximum fraction of failed episodes of a step. The run stops above this fraction."""
     tools: ToolSettings = ToolSettings()
     """Worker processes of the environment's tools."""
     gateway_host: Text = "127.0.0.1"
-    """The address of this machine at which agents reach the model over HTTP, each episode with a key of its own, on a
-    free port. An address other than loopback lets agents on other machines connect."""
+    """Address of this machine at which agents reach the model over HTTP on a free port. Each episode has a separate
+    key. Agents on other machines can connect if the address is not loopback."""
 
     @field_validator("gateway_host")
     @classmethod
     def _is_one_interface(cls, host: str) -> str:
         if host in ("0.0.0.0", "::", "*"):
-            raise ValueError(f"'{host}' is every address of the machine; name the one that agents shall use")
+            raise ValueError(f"'{host}' means every address of the machine; set a single address for agents")
         return host
 
     @field_validator("name")
@@ -102,13 +101,13 @@ class EnvironmentSettings(Settings):
 
 
 def environment_rules(config: Config) -> Iterator[str]:
-    """Rules on what episodes need of the other settings."""
+    """Yield a sentence for each conflict of episodes with other settings."""
     rollout, function = config.rollout, config.reward.function
     environment = rollout.episodes
     if environment is None:
         if function == "environment":
             yield (
-                "reward.function is environment, but rollout.environment names none that rewards; "
+                "reward.function is environment, but rollout.environment has no environment with rewards; "
                 "set rollout.environment.name, or another reward.function"
             )
         return
@@ -116,5 +115,6 @@ def environment_rules(config: Config) -> Iterator[str]:
     if most is not None and most > rollout.max_response_tokens:
         yield (
             f"rollout.environment.max_turn_tokens {most} is above rollout.max_response_tokens "
-            f"{rollout.max_response_tokens}, which holds for all turns together; set at most that"
+            f"{rollout.max_response_tokens}, the limit of all turns together; set max_turn_tokens to at most "
+            f"{rollout.max_response_tokens}"
         )

@@ -1,4 +1,4 @@
-"""Fields and sections of the configuration by dotted key, and the values that a field accepts."""
+"""Fields and sections of the configuration by dotted key, and the accepted values of fields."""
 
 from __future__ import annotations
 
@@ -18,23 +18,24 @@ from megappo.observe.json_values import JSONValue
 Key = tuple[str, ...]
 
 ENTRY = "NAME"
-"""Stands for the name of an entry in keys of mappings whose names the user chooses."""
+"""Placeholder for the name of an entry in keys of mappings with names that the user chooses."""
 BOUNDS = {
     "greater_than": ("gt", "above"),
     "greater_than_equal": ("ge", "at least"),
     "less_than": ("lt", "below"),
     "less_than_equal": ("le", "at most"),
 }
-"""Name of a bound in pydantic and its words, by the type of the error."""
+"""Name of a bound in pydantic and its readable text, by the type of the error."""
 
 
 def dotted(key: Key) -> str:
-    """`actor.optimizer.learning_rate`."""
+    """Return a key in dotted form, such as `actor.optimizer.learning_rate`."""
     return ".".join(shortened(part) for part in key)
 
 
 def section_of(field: FieldInfo) -> type[Settings] | None:
-    """The settings class of a section, which may be nullable. Returns None for a plain value and for a mapping."""
+    """Return the settings class of a section, which can be nullable. Return None for a plain value and for a
+    mapping."""
     if typing.get_origin(field.annotation) is dict:
         return None
     for annotation in (field.annotation, *typing.get_args(field.annotation)):
@@ -44,7 +45,7 @@ def section_of(field: FieldInfo) -> type[Settings] | None:
 
 
 def entries_of(field: FieldInfo) -> type[Settings] | None:
-    """The settings class of the entries if the field is a mapping from names to sections; otherwise None."""
+    """Return the settings class of the entries if the field is a mapping from names to sections, otherwise None."""
     for annotation in (field.annotation, *typing.get_args(field.annotation)):
         if typing.get_origin(annotation) is dict:
             entry = typing.get_args(annotation)[1]
@@ -53,18 +54,19 @@ def entries_of(field: FieldInfo) -> type[Settings] | None:
 
 
 def find_field(key: Key) -> FieldInfo | None:
-    """The field at a dotted key of the configuration. For an entry of a mapping, the field of the mapping."""
+    """Return the field at a dotted key of the configuration. For an entry of a mapping, return the field of the
+    mapping."""
     return field_and_section(key)[0]
 
 
 def names_in(key: Key) -> list[str]:
-    """Names of the settings in the section at `key`; () is the top level."""
+    """Return the names of the settings in the section at `key`. The key () is the top level."""
     section = field_and_section(key)[1]
     return list(section.model_fields) if section is not None else []
 
 
 def field_and_section(key: Key) -> tuple[FieldInfo | None, type[Settings] | None]:
-    """The field at a key, and the section that it holds."""
+    """Return the field at a key, and the section that the field contains."""
     section: type[Settings] | None = Config
     field, entries = None, None
     for name in key:
@@ -81,7 +83,7 @@ def field_and_section(key: Key) -> tuple[FieldInfo | None, type[Settings] | None
 
 @functools.cache
 def all_keys() -> tuple[Key, ...]:
-    """Every key of the configuration, including sections. Entries of mappings are not included."""
+    """Return every key of the configuration, including sections. Entries of mappings are not included."""
 
     def walk(section: type[Settings], prefix: Key) -> Iterator[Key]:
         for name, field in section.model_fields.items():
@@ -94,20 +96,20 @@ def all_keys() -> tuple[Key, ...]:
 
 @functools.cache
 def keys_of_entries() -> tuple[Key, ...]:
-    """Every key of an entry of a mapping, such as `data.mixture.NAME.weight`."""
+    """Return every key of an entry of a mapping, such as `data.mixture.NAME.weight`."""
     fields = [(key, find_field(key)) for key in all_keys()]
     entries = [(key, entries_of(field)) for key, field in fields if field is not None]
     return tuple((*key, ENTRY, name) for key, entry in entries if entry is not None for name in entry.model_fields)
 
 
 def is_section(key: Key) -> bool:
-    """Whether a key is a section, or a mapping of the user's names to sections."""
+    """Return whether a key is a section, or a mapping from names of the user to sections."""
     field = find_field(key)
     return field is not None and (section_of(field) is not None or entries_of(field) is not None)
 
 
 def takes(key: Key, value: JSONValue) -> bool:
-    """Whether a setting takes values of this kind; bounds are checked elsewhere."""
+    """Return whether a setting accepts values of this type. Bounds are not checked."""
     if is_section(key):
         return isinstance(value, Mapping)
     try:
@@ -125,16 +127,16 @@ def _adapter(key: Key) -> TypeAdapter[Any]:
 
 
 def adapter_of(field: FieldInfo) -> TypeAdapter[Any]:
-    """Validates values of a field without conversions."""
+    """Return an adapter that validates values of a field without conversions."""
     kind = typing.cast(Any, typing.Annotated)[(field.annotation, *(field.metadata or [None]))]
     return TypeAdapter(kind, config=ConfigDict(strict=True))
 
 
 def is_nullable(field: FieldInfo) -> bool:
-    """Whether null is a valid value of a setting."""
+    """Return whether null is a valid value of a setting."""
     return type(None) in typing.get_args(field.annotation)
 
 
 def without_places(key: Key) -> Key:
-    """The key without positions in lists."""
+    """Return the key without positions in lists."""
     return tuple(part for part in key if not part.isdigit())

@@ -1,4 +1,4 @@
-"""Settings of a judge: a language model that reads answers and says what they are worth (`reward.judge`)."""
+"""Settings of a judge, a language model that reads and scores answers (`reward.judge`)."""
 
 from __future__ import annotations
 
@@ -29,105 +29,105 @@ from megappo.config.own_server import OwnServerSettings
 from megappo.errors import expanded, link_to_nothing, shortened, show
 
 FIELDS = ("question", "answer", "reference")
-"""Names of fields that can appear in braces in a prompt."""
+"""Names of the fields in braces in a prompt."""
 _BRACES = re.compile(r"\{\{(\w+)\}\}|\{([A-Za-z_]\w*)\}")
 _OWN_FIELDS = dict.fromkeys(
-    ("model", "prompt", "temperature", "max_tokens"), "use the judge's setting of this name"
+    ("model", "prompt", "temperature", "max_tokens"), "use the setting of the judge with this name"
 ) | {
     "messages": "use the setting prompt",
-    "n": "one text of a judge is read; remove it",
-    "stream": "a judge's text is read as a whole; remove it",
+    "n": "only one text per request is read; remove it",
+    "stream": "streams of text are not supported; remove it",
 }
 """Fields of a request that `extra_body` cannot set, with the remedy."""
 Template = tuple[tuple[str, str], ...]
-"""Texts of a prompt, each with the name of the field that follows it, "" at the end."""
+"""Parts of a prompt: pairs of a text and the name of the field after the text. The last name is ""."""
 _Score = Annotated[float, Field(ge=-1e9, le=1e9)]
 _Scale = Annotated[tuple[_Score, _Score], Field(strict=False)]
 
 
 class JudgeServerSettings(OwnServerSettings):
     tensor_parallel: Ranks = 1
-    """Ranks of the server (TP), each with a GPU of its own."""
+    """Number of ranks of the server (TP). Each rank has one GPU."""
     memory_fraction: Annotated[float, Field(gt=0.0, lt=1.0)] = 0.85
     """Share of a GPU's memory for weights, keys and values."""
     max_total_tokens: PositiveInt | None = None
-    """Tokens whose keys and values the server holds; default: what memory_fraction allows, on a CPU 65536."""
+    """Number of tokens in the server's key-value cache. Default: the number from memory_fraction, on a CPU 65536."""
     arguments: ServerArguments = Field(default_factory=dict)
-    """Further arguments of the server, by SGLang's names: `{context-length: 8192}`."""
+    """Additional arguments of the server, with SGLang's names: `{context-length: 8192}`."""
 
     @property
     def ranks(self) -> int:
-        """See `OwnServerSettings.ranks`."""
+        """Number of GPUs of the server (`OwnServerSettings.ranks`)."""
         return self.tensor_parallel
 
     @property
     def as_servers(self) -> SGLangSettings:
-        """See `OwnServerSettings.as_servers`."""
+        """Settings of an SGLang server (`OwnServerSettings.as_servers`)."""
         own = ("tensor_parallel", "memory_fraction", "max_total_tokens", "arguments")
         return super().as_servers.model_copy(update={name: getattr(self, name) for name in own})
 
 
 class JudgeSettings(Settings):
     url: Text | None = None
-    """A server that runs already and speaks OpenAI's protocol, such as http://10.0.0.7:30000/v1."""
+    """Address of a running server with OpenAI's protocol, such as http://10.0.0.7:30000/v1."""
     server: JudgeServerSettings | None = None
-    """An SGLang server that the run starts, in place of `url`; `{}`: with its defaults."""
+    """SGLang server that the run starts, instead of `url`. `{}`: default settings."""
     model: PathOrName
-    """The name under which the server knows the judge's model; of an own server the model's folder."""
+    """Name of the judge's model in requests. For an own server, the folder of the model."""
     key: Text | None = None
-    """The environment variable that holds the server's key; a server that the run starts has a key of the run."""
+    """Name of the environment variable with the server's key. A server that the run starts has a generated key."""
     chat: bool = True
-    """The prompt is a user's message, in the chat template of the judge's model; false: the text that it continues."""
+    """Whether the prompt is a user message in the judge's chat template. If false, the judge continues the prompt as
+    text."""
     prompt: Annotated[str, Field(min_length=1, max_length=100_000)] | None = None
-    """Text that the judge is asked, with `{question}`, `{answer}` (the response) and `{reference}` (the data's answer)
-    in it. `{{name}}` stands for a literal `{name}`."""
+    """Prompt of the judge with the fields `{question}`, `{answer}` (the response) and `{reference}` (the answer in the
+    data). `{{name}}` becomes a literal `{name}`."""
     prompt_file: PathText | None = None
-    """A file with the text, in place of `prompt`."""
+    """File with the prompt, instead of `prompt`."""
     pattern: Text | None = None
-    """A regular expression with one group, which matches a number; the last match after the judge's thoughts counts."""
+    """Regular expression with one group that matches a number. The last match after the judge's thoughts counts."""
     scale: _Scale | None = None
-    """Lowest and highest number that `pattern` may find, which become the scores 0 and 1. Default: any number, as it
-    is."""
+    """Minimum and maximum number of `pattern`, which become the scores 0 and 1. Default: scores are the plain
+    numbers."""
     choices: dict[str, _Score] = Field(default_factory=dict)
-    """Words and the score of each word, in place of `pattern`. The last of these words after the judge's thoughts
-    counts."""
+    """Mapping of words to scores, instead of `pattern`. The last of these words after the judge's thoughts counts."""
     unreadable: _Score = 0.0
     """Score of a sample if the judge's text is truncated, or contains no number or choice."""
     temperature: NonNegativeFloat | None = 0.0
     """Sampling temperature of the judge. 0 is greedy decoding, which gives an answer the same score every time. With
     null, the field is omitted from requests, and the server's default applies."""
     max_tokens: PositiveInt | None = 512
-    """Longest text of the judge, thoughts included, in tokens; null: requests leave the field out."""
+    """Maximum length of the judge's text in tokens, including thoughts. Null: requests omit the field."""
     extra_body: dict[str, Any] | None = None
-    """Further fields of each request, such as `{max_completion_tokens: 2048}` or `{chat_template_kwargs:
+    """Additional fields of each request, such as `{max_completion_tokens: 2048}` or `{chat_template_kwargs:
     {enable_thinking: false}}`."""
     concurrency: Annotated[int, Field(gt=0, le=4096)] = 256
-    """Most requests of a rank at the same time."""
+    """Maximum number of concurrent requests of a rank."""
     timeout_seconds: Seconds = 120.0
-    """Longest time of a request, tries included, after which its sample has failed."""
+    """Maximum duration of a request including retries. The sample of a request above the limit has failed."""
     retries: NonNegativeInt = 10
     """Maximum number of retries of a failed request, with increasing delays, within `timeout_seconds`."""
 
     @field_validator("model")
     @classmethod
     def _expand(cls, model: str, info: ValidationInfo) -> str:
-        """Expands the model folder if the run starts the server. At a `url`, the name of the model is kept as is."""
+        """Expand the model folder if the run starts the server. The name of a model at a `url` stays unchanged."""
         return model if info.data.get("server") is None else expanded(model)
 
     @property
     def sampling(self) -> dict[str, Any]:
         """Fields of a request, except the model and the prompt."""
-        given = {"temperature": self.temperature, "max_tokens": self.max_tokens}
-        return {name: value for name, value in given.items() if value is not None} | (self.extra_body or {})
+        fields = {"temperature": self.temperature, "max_tokens": self.max_tokens}
+        return {name: value for name, value in fields.items() if value is not None} | (self.extra_body or {})
 
     @property
     def template(self) -> Template:
-        """The prompt in parts. Raises ValueError for a file that cannot be read or is no prompt for a judge."""
+        """Parts of the prompt. Raises ValueError if a file cannot be read or the prompt is invalid."""
         return _parts(self._text(), "prompt" if self.prompt_file is None else f"prompt_file '{self.prompt_file}'")
 
     @property
     def folder_problem(self) -> str | None:
-        """What the model of an own server lacks; None where it seems whole."""
+        """Sentence about the first problem of an own server's model folder, or None if no problem is detected."""
         if self.server is None:
             return None
         folder = Path(self.model)
@@ -142,37 +142,37 @@ class JudgeSettings(Settings):
             named.is_file() and "chat_template" in read_object(named)
         )
         if self.chat and not has_template:
-            return f"model '{self.model}' has no chat template; set chat to false, and the prompt is continued"
+            return f"model '{self.model}' has no chat template; set chat to false for a plain text prompt"
         return None
 
     def _text(self) -> str:
         if self.prompt_file is None:
-            assert self.prompt is not None, "a validator saw to it"
+            assert self.prompt is not None, "a validator requires prompt or prompt_file"
             return self.prompt
         try:
             return Path(self.prompt_file).read_text(encoding="utf-8")
         except (OSError, UnicodeDecodeError) as error:
             if link := link_to_nothing(Path(self.prompt_file)):
                 raise ValueError(f"prompt_file: {link}") from None
-            words = error.strerror if isinstance(error, OSError) else "it is not UTF-8 text"
+            reason = error.strerror if isinstance(error, OSError) else "it is not UTF-8 text"
             raise ValueError(
-                f"prompt_file '{self.prompt_file}' cannot be read ({words}, from {Path.cwd()}); give a file of text"
+                f"prompt_file '{self.prompt_file}' cannot be read ({reason}, from {Path.cwd()}); give a text file"
             ) from None
 
     def broken_rules(self) -> Iterator[str]:
-        yield from rule_of_one("give url, or server: {} for one of the run's own", url=self.url, server=self.server)
+        yield from rule_of_one("set url, or server: {} for an own server", url=self.url, server=self.server)
         if self.url is not None:
             yield from address_rules(self.url, self.key, "http://HOST:PORT/v1")
         if self.server is not None and self.key is not None:
-            yield "key is for a server that runs already, one of the run's own has its own; remove it"
+            yield "key is for a running server, but a server of the run has a generated key; remove key"
         yield from rule_of_one(prompt=self.prompt, prompt_file=self.prompt_file)
         if self.prompt is not None:
             _parts(self.prompt, "prompt")
         yield from rule_of_one(pattern=self.pattern, choices=self.choices or None)
         if self.pattern is None and self.scale is not None:
-            yield "scale is for the numbers of pattern, choices have scores of their own; remove it"
+            yield "scale applies to the numbers of pattern, but choices have separate scores; remove scale"
         if self.scale is not None and self.scale[0] >= self.scale[1]:
-            yield f"scale is {show(list(self.scale))}, must rise; give its lowest number first"
+            yield f"scale is {show(list(self.scale))}, must be increasing; give the lowest number first"
         if self.choices and (len(self.choices) < 2 or not all(choice.strip() for choice in self.choices)):
             yield f"choices are {show(self.choices)}, must be two or more words; write them as WORD: SCORE"
         if self.pattern is not None:
@@ -180,38 +180,39 @@ class JudgeSettings(Settings):
         try:
             json.dumps(self.extra_body, allow_nan=False)
         except (TypeError, ValueError) as error:
-            yield f"extra_body is no JSON ({error}); give plain numbers, texts, lists and mappings"
+            yield f"extra_body is not JSON ({error}); give plain numbers, texts, lists and mappings"
         for name in self.extra_body or ():
             if remedy := _OWN_FIELDS.get(name):
                 yield f"extra_body has {name}; {remedy}"
 
 
 def address_rules(url: str, key: str | None, like: str) -> Iterator[str]:
-    """Rules: the address of a server, and the name of the variable with its key rather than the key."""
+    """Yield a sentence for an invalid server address, and for a key that is not the name of an environment variable."""
     if not re.match(r"https?://[^/\s]+", url):
-        yield f"url is '{url}', must look like {like}; change it"
+        yield f"url is '{url}', must look like {like}; correct url"
     if key is not None and not re.fullmatch(r"[A-Za-z_]\w*", key):
-        yield "key is no name of an environment variable; give the name of one that holds the key"
+        yield "key is not a name of an environment variable; give the name of the variable that contains the key"
 
 
 def _check_pattern(pattern: str) -> None:
     try:
         groups = regex.compile(pattern).groups
     except regex.error as error:
-        raise ValueError(f"pattern '{pattern}' is no regular expression ({error}); fix it") from None
+        raise ValueError(f"pattern '{pattern}' is not a regular expression ({error}); fix it") from None
     if groups != 1:
         raise ValueError(
-            f"pattern '{pattern}' has {groups} groups, must have one, around the number; (?:...) groups nothing"
+            f"pattern '{pattern}' has {groups} groups, must have one group around the number; write other groups as "
+            "(?:...)"
         )
 
 
 def _parts(text: str, name: str) -> Template:
-    """A text cut at its fields. Raises ValueError for a field that there is not, and where the answer is none."""
+    """Split a prompt at its fields. Raises ValueError for an unknown field and for a prompt without `{answer}`."""
     parts, literal, end = list[tuple[str, str]](), "", 0
-    for found in _BRACES.finditer(text):
-        literal += text[end : found.start()]
-        end = found.end()
-        own, field = found.groups()
+    for match in _BRACES.finditer(text):
+        literal += text[end : match.start()]
+        end = match.end()
+        own, field = match.groups()
         if own is not None:
             literal += f"{{{own}}}"
         elif field in FIELDS:
@@ -221,8 +222,8 @@ def _parts(text: str, name: str) -> Template:
             names = ", ".join(f"{{{name}}}" for name in FIELDS)
             word = shortened(field)
             raise ValueError(
-                f"{name} has {{{word}}}, which is none of {names}; write {{{{{word}}}}} for the word itself"
+                f"{name} has {{{word}}}, which is none of {names}; write {{{{{word}}}}} for the literal text"
             )
     if "answer" not in (field for _, field in parts):
-        raise ValueError(f"{name} has no {{answer}}, so that the judge would not see what it judges; add it")
+        raise ValueError(f"{name} has no {{answer}}, so the judge would not see the answer; add {{answer}}")
     return (*parts, (literal + text[end:], ""))

@@ -1,4 +1,4 @@
-"""Settings of what a run writes and shows (`logging`)."""
+"""Settings of files, loggers and the console (`logging`)."""
 
 from __future__ import annotations
 
@@ -10,49 +10,48 @@ from megappo.config.base import NonNegativeInt, PositiveInt, Settings, StepNumbe
 
 
 class SaveExperienceSettings(Settings):
-    """Samples as steps train on them, to be looked at, or trained on again (`rollout.load_from`)."""
+    """Saved samples of training steps, for inspection or for training again (`rollout.load_from`)."""
 
     steps: StepNumbers = ()
-    """Numbers of the steps; default: all."""
+    """Numbers of the saved steps. Default: all steps."""
     samples: PositiveInt | None = None
-    """Number of samples saved of each step, the first ones; default: all, which `rollout.load_from` needs."""
+    """Number of saved samples of each step, counted from the first. Default: all (needed by `rollout.load_from`)."""
 
 
 class WandbSettings(Settings):
-    """How the run appears at Weights & Biases."""
+    """Display of the run in Weights & Biases."""
 
     entity: Text | None = None
-    """The user or team; default: that of the account."""
+    """User or team. Default: the entity of the account."""
     group: Text | None = None
-    """Name under which runs are shown together."""
+    """Name of the group of runs."""
     tags: Annotated[tuple[Text, ...], Field(strict=False)] = ()
-    """Words to find the run by."""
+    """Search tags of the run."""
     mode: Literal["online", "offline"] | None = None
-    """`offline` keeps everything in the run directory for `wandb sync`; default: `WANDB_MODE`, or online."""
+    """`offline` writes everything to the run directory for `wandb sync`. Default: `WANDB_MODE`, or online."""
     samples: bool = False
-    """Send the samples of `logging.sample_texts` as tables: prompts and what the model wrote leave this machine."""
+    """Whether to send the samples of `logging.sample_texts` as tables. Prompts and responses leave this machine."""
 
 
 class LoggingSettings(Settings):
     tensorboard: bool = True
-    """Write TensorBoard events to `<directory>/tensorboard`."""
+    """Whether to write TensorBoard events to `<directory>/tensorboard`."""
     wandb_project: Text | None = None
-    """Log to this Weights & Biases project too. A run that is continued goes on there under the same id."""
+    """Weights & Biases project of the run. Null: no logging there. A resumed run continues with the same id."""
     wandb_run: WandbSettings = WandbSettings()
-    """How the run appears there."""
+    """Display of the run in Weights & Biases."""
     loggers: dict[Text, dict[str, Any]] = Field(default_factory=dict)
-    """Loggers of your own: `{"package.module:name": {option: value}}`, called with their options as keyword
-    arguments."""
+    """Custom loggers: `{"package.module:name": {option: value}}`. The options are keyword arguments."""
     console: Literal["auto", "live", "plain", "quiet"] = "auto"
-    """`live`: a progress view that is redrawn; `plain`: a line per step; `auto`: live on a terminal."""
+    """Console output. `live`: a redrawn progress view. `plain`: a line per step. `auto`: live on a terminal."""
     sample_texts: NonNegativeInt = 2
-    """Samples per step written to `<directory>/samples.jsonl`."""
+    """Number of samples per step in `<directory>/samples.jsonl`."""
     save_experience: SaveExperienceSettings | None = None
-    """Not null: write samples with everything that their updates use to `<directory>/experience`, as parquet."""
+    """Not null: save samples with all data of their updates to `<directory>/experience` as parquet."""
     profile_steps: StepNumbers = ()
-    """Steps to trace: a torch trace of every rank and a page about all of them in `<directory>/profile`."""
+    """Steps to profile. `<directory>/profile` contains a torch trace of every rank and a summary page."""
 
     @property
     def shows_distributions(self) -> bool:
-        """Whether any logger may want the distributions of a step's samples and tokens."""
+        """Whether a logger can show distributions of the samples and tokens of a step."""
         return self.tensorboard or self.wandb_project is not None or bool(self.loggers)

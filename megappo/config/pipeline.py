@@ -1,7 +1,7 @@
-"""The number of layers in each chunk of a pipeline.
+"""Number of layers in each chunk of a pipeline.
 
-Chunks are numbered in the order in which a token passes them, which is Megatron's: of p stages, chunk c of stage s is
-number c p + s. Without interleaving a stage is one chunk.
+Chunks have Megatron's order, which is the order of a forward pass. With p stages, chunk c of stage s has the number c
+p + s. Without interleaving, a stage is one chunk.
 """
 
 from __future__ import annotations
@@ -19,8 +19,10 @@ from megappo.families.flops import update_flops
 def chunk_layers(
     config: Config, name: str, settings: ActorSettings | CriticSettings, arch: ArchitectureConfig
 ) -> tuple[int, ...] | None:
-    """Layers of each chunk of a role with such settings and such a model, as `layout.pipeline_layers` says; None:
-    equally many. `name` is `actor` or `critic`; a reference has the actor's settings."""
+    """Return the number of layers of each chunk of a role (`layout.pipeline_layers`), or None for equal numbers.
+
+    `name` is `actor` or `critic`. A reference has the settings of the actor.
+    """
     layout = settings.layout
     stages, chunks = layout.pipeline_parallel, layout.virtual_pipeline_chunks
     if isinstance(layout.pipeline_layers, tuple):
@@ -40,13 +42,13 @@ def chunk_layers(
 
 
 def even_layers(layers: int, chunks: int) -> tuple[int, ...]:
-    """Layers of each chunk, equally many in each."""
+    """Return equal numbers of layers for each chunk."""
     assert layers % chunks == 0, f"{layers} layers, {chunks} chunks"
     return (layers // chunks,) * chunks
 
 
 def stage_layers(chunk_layers: Sequence[int], stages: int) -> tuple[tuple[int, ...], ...]:
-    """Numbers of the layers of each stage, chunk by chunk; `chunk_layers`: how many each chunk has."""
+    """Return the layer indices of each stage, chunk by chunk. `chunk_layers` is the number of layers of each chunk."""
     ends = list(itertools.accumulate(chunk_layers))
     of_chunks = [range(end - count, end) for end, count in zip(ends, chunk_layers, strict=True)]
     return tuple(tuple(n for chunk in of_chunks[stage::stages] for n in chunk) for stage in range(stages))
@@ -54,13 +56,14 @@ def stage_layers(chunk_layers: Sequence[int], stages: int) -> tuple[tuple[int, .
 
 @lru_cache(maxsize=256)
 def balanced_layers(layers: int, stages: int, chunks: int, *, head_in_layers: float) -> tuple[int, ...]:
-    """Layers of each of `stages` x `chunks` chunks, one at least, so that the stage with most work has the least
-    possible, and within a stage the chunk with most.
+    """Return the number of layers of each of `stages` x `chunks` chunks.
 
-    `head_in_layers`: work of the head, which the last chunk has besides, in layers. An embedding is looked up and has
-    none. Of equal stages the later gets a layer more: it holds fewer microbatches at once, and no embedding.
+    Each chunk has at least one layer. The result minimizes the maximum work of a stage, and then the maximum work of a
+    chunk within a stage. `head_in_layers` is the additional work of the head in the last chunk, in units of a layer.
+    The embedding is a table lookup without work. Among equal stages, the later stage gets the next layer, because the
+    later stage holds fewer microbatches and no embedding.
 
-    Giving each layer to the stage with least work is optimal, as all layers are the same (Graham 1969).
+    Adding each layer to the stage with the least work is optimal, because all layers have equal work (Graham 1969).
     """
     counts = [1] * (stages * chunks)
 

@@ -31,37 +31,38 @@ _TAKEN_NAMES = (
     "mean", "std", "min", "max", "failures", "timeouts", "overlong", "given", "clipped", "running_mean",
     "running_std", "group_spread",
 )  # fmt: skip
-"""Names of metrics `reward/...` that every run has, which a function cannot take."""
+"""Names of metrics `reward/...` that every run logs. A reward function cannot have one of these names."""
 MODEL = "model"
-"""The name of the reward model among functions."""
+"""Name of the reward model among reward functions."""
 JUDGE = "megappo.rewards.judge:scores"
-"""Import path of the function that asks a judge."""
+"""Import path of the function that sends requests to a judge."""
 SERVER = "megappo.rewards.http:scores"
-"""Import path of the function that asks a reward server."""
+"""Import path of the function that sends requests to a reward server."""
 _STARTING_SECONDS = 5.0
 _Score = Annotated[float, Field(ge=-1e9, le=1e9)]
 
 
 class OverlongSettings(Settings):
     buffer_tokens: PositiveInt
-    """Number of tokens before the limit in which an answer is punished, linearly more from one to the next."""
+    """Number of last tokens before the limit with a penalty. The penalty grows linearly over these tokens."""
     penalty: Annotated[PositiveFloat, Field(le=1e9)] = 1.0
-    """Score that an answer at the limit loses."""
+    """Penalty of an answer at the limit, subtracted from its score."""
 
 
 class RewardTermSettings(Settings):
     function: Text | None = None
-    """A rule, or `package.module:function`."""
+    """Built-in rule or `package.module:function`."""
     judge: JudgeSettings | None = None
-    """A language model that judges answers, in place of `function`."""
+    """Language model that judges answers, instead of `function`."""
     weight: float = Field(default=1.0, ge=-1e9, le=1e9)
     """Factor of the score in the sum."""
     options: dict[str, Any] = Field(default_factory=dict)
     """Keyword arguments of the function."""
     batch: bool = False
-    """The Python function takes lists and returns a list, one score per sample."""
+    """Whether the Python function takes lists and returns a list with one score per sample."""
     data_sources: Annotated[list[Text], Field(min_length=1)] | None = None
-    """Values of a prompt's `data_source` that the function scores; it adds nothing to other prompts; null: all."""
+    """Values of `data_source` of the prompts that the function scores. The function adds nothing to other prompts.
+    Null: all prompts."""
 
     def broken_rules(self) -> Iterator[str]:
         yield from rule_of_one(function=self.function, judge=self.judge)
@@ -70,16 +71,16 @@ class RewardTermSettings(Settings):
 
 class RemoteModelSettings(Settings):
     url: Text
-    """Where a server holds the model: SGLang's with `--is-embedding`, or another that answers token ids at `/classify`
-    as it does, such as http://10.0.0.5:30000."""
+    """Address of a server with the model, such as http://10.0.0.5:30000: SGLang with `--is-embedding`, or a server
+    that accepts token ids at `/classify` in the same format."""
     key: Text | None = None
-    """Name of the environment variable that holds the server's key; null: the server wants none."""
+    """Name of the environment variable with the key of the server. Null: the server needs no key."""
     concurrency: Annotated[int, Field(gt=0, le=4096)] = 64
-    """Most requests of a rank at the same time, one for each sample."""
+    """Maximum number of concurrent requests of a rank. Each request has one sample."""
     timeout_seconds: Seconds = 120.0
-    """Longest time of a request, tries included, after which its sample has failed."""
+    """Maximum duration of a request including retries. The sample of a request above the limit has failed."""
     retries: NonNegativeInt = 10
-    """How often a request is sent again in that time, after growing pauses, where the server fails."""
+    """Maximum number of retries of a failed request, with increasing delays, within `timeout_seconds`."""
 
     def broken_rules(self) -> Iterator[str]:
         yield from address_rules(self.url, self.key, "http://HOST:PORT")
@@ -87,70 +88,70 @@ class RemoteModelSettings(Settings):
 
 class RewardSettings(Settings):
     function: Text | None = None
-    """`exact`, `number`, `gsm8k`, `math_verify`, `reasoning_gym`, `model`, `package.module:function`, or `environment`:
-    nothing but what `rollout.environment` gives, which other functions' scores are added to. Default: `functions`.
-    """
+    """`exact`, `number`, `gsm8k`, `math_verify`, `reasoning_gym`, `model`, `package.module:function`, or
+    `environment`. With `environment`, the score is the reward of `rollout.environment` alone. Scores of other
+    functions are added to that reward. Default: `functions`."""
     functions: dict[str, RewardTermSettings] = Field(default_factory=dict)
-    """Several functions in place of `function`, each by a name, under which its mean is a metric (`reward/NAME`): a
-    mapping of names to `{function, weight, options, batch, data_sources}` or `{judge, weight, data_sources}`. The
-    reward is their weighted sum."""
+    """Several named functions instead of `function`: a mapping from names to `{function, weight, options, batch,
+    data_sources}` or `{judge, weight, data_sources}`. The reward is the weighted sum of the scores. The metric
+    `reward/NAME` is the mean score of a function."""
     judge: JudgeSettings | None = None
-    """A language model that reads and scores answers, in place of `function`."""
+    """Language model that reads and scores answers, instead of `function`."""
     options: dict[str, Any] = Field(default_factory=dict)
     """Keyword arguments of the function."""
     batch: bool = False
-    """The Python function takes lists and returns a list, one score per sample."""
+    """Whether the Python function takes lists and returns a list with one score per sample."""
     workers: Processes | None = None
-    """Worker processes per rank, of each function; default: half of its share of the machine's cores, 8 at most, and
-    one with `batch`."""
+    """Number of worker processes per rank for each function. Default: half of the rank's share of the machine's cores,
+    at most 8, and 1 with `batch`."""
     timeout_seconds: Seconds = 10.0
-    """Time limit per sample; a worker that exceeds it is killed and replaced."""
+    """Time limit per sample. A worker that exceeds the limit is killed and replaced."""
     worker_memory_gigabytes: PositiveFloat = 8.0
-    """Memory (GB, 1e9 bytes) from which a worker is replaced after its samples, so that a function that leaks does not
-    end the run. A worker that holds twice as much is killed, and the sample that it is scoring has failed."""
+    """Memory (GB, 1e9 bytes) above which a worker is replaced after its samples, so that a memory leak does not end
+    the run. A worker with more than twice this memory is killed, and its current sample has failed."""
     failure_score: float = Field(default=0.0, ge=-1e9, le=1e9)
-    """Score of a sample whose reward failed or ran out of time."""
+    """Score of a sample if its reward failed or exceeded the time limit."""
     max_failure_fraction: Fraction = 0.5
-    """The run stops when more than this fraction of a step's rewards failed."""
+    """Maximum fraction of failed rewards of a step. The run stops above this fraction."""
     overlong: OverlongSettings | None = None
-    """Not null: answers near the length limit of `rollout.max_response_tokens` lose a part of their score (DAPO)."""
+    """Not null: penalty for answers near the limit `rollout.max_response_tokens` (DAPO)."""
     truncated_score: _Score | None = None
-    """Score of a sample that `rollout.max_response_tokens` or `rollout.max_total_tokens` ended, in place of the
-    function's (ORZ: 0); null: the function's."""
+    """Score of a sample that `rollout.max_response_tokens` or `rollout.max_total_tokens` ended (ORZ: 0). Null: the
+    score of the function."""
     truncated_penalty: Annotated[float, Field(ge=0.0, le=1e9)] = 0.0
-    """Score that such a sample loses (TRL's penalty for a missing end)."""
+    """Penalty of such a sample, subtracted from its score (TRL's penalty for a missing end)."""
     normalize: Literal["std", "mean_std"] | None = None
-    """How training scales scores after these penalties: divided by their standard deviation over all samples so far
-    (`std`), with their mean subtracted before (`mean_std`); null: not at all. A checkpoint keeps both numbers."""
+    """Normalization of scores after these penalties. `std` divides by the standard deviation over all samples so far.
+    `mean_std` subtracts the mean first. Null: no normalization. A checkpoint contains both numbers."""
     scale: Annotated[PositiveFloat, Field(le=1e9)] = 1.0
-    """Factor of all scores in training, after `normalize`."""
+    """Factor of all training scores, after `normalize`."""
     shift: float = Field(default=0.0, ge=-1e9, le=1e9)
-    """Number added to all scores in training, after `scale`."""
+    """Number added to all training scores, after `scale`."""
     clip: Annotated[tuple[_Score, _Score], Field(strict=False)] | None = None
-    """Lowest and highest score in training, after `shift`, such as [-10, 10]; null: no bounds."""
+    """Lower and upper bound of training scores, after `shift`, such as [-10, 10]. Null: no bounds."""
     model_path: PathText | None = None
     """Folder or hub name of the reward model (AutoModelForSequenceClassification) for `function: model`."""
     model_server: RewardModelServerSettings | None = None
-    """Not null, `{}` for its defaults: one process of the run holds the reward model for all ranks, in place of a copy
-    on each."""
+    """Not null (`{}` for defaults): one process of the run loads the reward model for all ranks, instead of a copy per
+    rank."""
     model_remote: RemoteModelSettings | None = None
-    """Not null: a server elsewhere holds the reward model; only configuration and tokenizer of `model_path` are
-    read."""
+    """Not null: an external server has the reward model. The run reads only configuration and tokenizer of
+    `model_path`."""
 
     @property
     def is_shaped(self) -> bool:
-        """Whether training changes the scores that functions give."""
+        """Whether training changes the scores of the functions."""
         penalties = (self.overlong, self.truncated_score, self.truncated_penalty or None)
         return self.is_rescaled or any(penalty is not None for penalty in penalties)
 
     @property
     def is_rescaled(self) -> bool:
-        """Whether training gives scores another unit or bounds."""
+        """Whether training changes the scale or the bounds of scores."""
         return (self.normalize, self.scale, self.shift, self.clip) != (None, 1.0, 0.0, None)
 
     @property
     def model_holder(self) -> str:
-        """Who loads a reward model, for people."""
+        """Readable text about the process that loads a reward model."""
         if self.model_remote is not None:
             return f"the server at {self.model_remote.url} has loaded"
         if self.model_server is not None:
@@ -158,22 +159,22 @@ class RewardSettings(Settings):
         return "every rank loads"
 
     def model_dtype(self, *, on_cuda: bool) -> Literal["float32", "bfloat16"]:
-        """Type in which a reward model computes."""
+        """Return the data type in which a reward model computes."""
         return "bfloat16" if on_cuda else "float32"
 
     @property
     def asks_model(self) -> bool:
-        """Whether the reward model is the function, or one of them."""
+        """Whether the reward model is one of the functions."""
         return any(term.function == MODEL for _, term in self.terms.values())
 
     def is_for(self, term: str, metadata: Mapping[str, JSONValue]) -> bool:
-        """Whether one of `terms` scores the answers to a prompt with this metadata."""
+        """Return whether a function of `terms` scores the answers to a prompt with this metadata."""
         chosen = self.functions[term].data_sources if term else None
         return chosen is None or metadata.get("data_source") in chosen
 
     @property
     def terms(self) -> dict[str, tuple[float, RewardSettings]]:
-        """(weight, settings with this function alone) of each function, by its name; a single one has the name ""."""
+        """(weight, settings with only this function) for each function name. A single function has the name ""."""
         if self.function is not None:
             return {"": (1.0, self)}
         if self.judge is not None:
@@ -181,16 +182,16 @@ class RewardSettings(Settings):
         return {name: (term.weight, self._alone(term)) for name, term in self.functions.items()}
 
     def _alone(self, term: RewardTermSettings | RewardSettings) -> RewardSettings:
-        """The settings for one function alone; a judge is a function of many samples at once."""
+        """Return settings with only this function. A judge is a function of many samples at once."""
         together = term.batch or term.judge is not None
         own = {"function": term.function or JUDGE, "judge": term.judge, "options": term.options, "functions": {}}
         return self.model_copy(update={**own, "batch": together, "workers": 1 if together else self.workers})
 
     def call_seconds(self, samples: int) -> float:
-        """Time limit of one call of the function with so many samples."""
+        """Return the time limit in seconds of a function call with `samples` samples."""
         if self.judge is not None:
             rounds, own = -(-samples // self.judge.concurrency), self.judge.server
-            away = 2 * own.start_timeout_seconds if own is not None else 0.0  # at its first start, or when it has died
+            away = 2 * own.start_timeout_seconds if own is not None else 0.0  # first start, or restart after a crash
             return _STARTING_SECONDS + away + rounds * self.judge.timeout_seconds
         return self.timeout_seconds * (samples if self.batch else 1)
 
@@ -200,40 +201,40 @@ class RewardSettings(Settings):
         return {name or "judge": term.judge for name, (_, term) in self.terms.items() if term.judge is not None}
 
     def key_of(self, judge: str) -> str:
-        """Dotted key of the settings of one of `judges`."""
+        """Return the dotted key of the settings of a judge in `judges`."""
         return "reward.judge" if self.judge is not None else f"reward.functions.{judge}.judge"
 
     @property
     def summary(self) -> str:
-        """The functions, for people."""
+        """Readable list of the functions."""
         return ", ".join("a judge" if term.judge else str(term.function) for _, term in self.terms.values())
 
     def broken_rules(self) -> Iterator[str]:
         yield from rule_of_one(function=self.function, judge=self.judge, functions=self.functions or None)
         if self.functions and (self.options or self.batch):
-            yield "options and batch are those of a single function; write them into functions"
+            yield "options and batch belong to a single function; move them to the entries of functions"
         yield from _judge_alone(self.judge, self.options, batch=self.batch)
         for name, term in self.functions.items():
             if not name.isidentifier() or name in _TAKEN_NAMES:
-                yield f"functions has '{name}', which is no name of a metric of its own; use letters, digits and _"
+                yield f"functions has '{name}', which is not a valid or free metric name; use letters, digits and _"
             if term.function == "environment":
-                yield "functions has 'environment', which stands alone; set function to it"
+                yield "functions has 'environment', which cannot be combined; set function: environment"
         if [term.function for term in self.functions.values()].count(MODEL) > 1:
-            yield "functions has 'model' twice, and there is one reward model; remove one of them"
+            yield "functions has 'model' twice, but a run has one reward model; remove one of them"
         if self.clip is not None and self.clip[0] >= self.clip[1]:
-            yield f"clip is {list(self.clip)}, must be a lower and a higher number, such as [-10, 10]"
+            yield f"clip is {list(self.clip)}, must be a lower and an upper bound, such as [-10, 10]"
         if self.asks_model != (self.model_path is not None):
             yield "model_path belongs to function: model; set both or neither"
         if self.model_server is not None and self.model_path is None:
-            yield "model_server holds the model of model_path, which is null; set both or neither"
+            yield "model_server needs the model of model_path, which is null; set both or neither"
         if self.model_remote is not None and self.model_path is None:
-            yield "model_remote is asked with the tokenizer of model_path, which is null; set both or neither"
+            yield "model_remote needs the tokenizer of model_path, which is null; set both or neither"
         if self.model_remote is not None and self.model_server is not None:
-            yield "model_server and model_remote are both given; the model is in one of them, remove the other"
+            yield "model_server and model_remote are both given; remove one of them"
 
 
 def reward_rules(reward: RewardSettings) -> Iterator[str]:
-    """Rules: files and models in the settings exist, and judges are valid."""
+    """Yield a sentence for each missing file or model, and for each invalid judge."""
     path = reward.model_path
     if path is not None and (link := link_to_nothing(Path(path))):
         yield f"reward.model_path: {link}"
@@ -255,4 +256,4 @@ def reward_rules(reward: RewardSettings) -> Iterator[str]:
 
 def _judge_alone(judge: JudgeSettings | None, options: Mapping[str, JSONValue], *, batch: bool) -> Iterator[str]:
     if judge is not None and (options or batch):
-        yield "options and batch are those of a function; a judge has settings of its own, so remove them"
+        yield "options and batch belong to a function, but a judge is set; remove options and batch"

@@ -1,4 +1,4 @@
-"""The reward of the quickstart's sums."""
+"""Reward of the arithmetic problems of the quickstart."""
 
 from __future__ import annotations
 
@@ -14,8 +14,9 @@ def answer_then_end(
     metadata: dict[str, JSONValue],
     end_token: str = "<eos>",
 ) -> float:
-    """1 where the response, special tokens shown, is the answer and then the end token, and nothing else.
+    """Return 1 if the response with special tokens is exactly the answer followed by the end token, otherwise 0.
 
-    Without special tokens `<pad>3`, cut at the length limit, is the answer 3 too, and a model learns never to stop.
+    Without special tokens, `<pad>3` cut at the length limit would be the answer 3 too. A model would then never learn
+    to stop.
     """
     return float(raw_response == answer + end_token)

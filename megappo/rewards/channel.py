@@ -1,8 +1,8 @@
-"""Messages between a pool and a reward worker, which nothing else can be mistaken for.
+"""Authenticated messages between a pool and a reward worker.
 
-A reward function may write into any file descriptor of its process. Requests go through a socket that a worker can only
-read. Answers go through a socket that preserves message boundaries, as JSON behind a key that the pool made: whatever a
-function writes there is recognised, does not shift other messages, and is never unpickled.
+A reward function can write to any file descriptor of its process. Requests use a socket that a worker can only read.
+Answers use a socket that preserves message boundaries. An answer is JSON after a key that the pool generated.
+Therefore, data of a function is recognized, does not shift other messages, and is never unpickled.
 """
 
 from __future__ import annotations
@@ -20,27 +20,27 @@ from typing import Any
 _TRANSFER_SECONDS = 10
 _KEY_BYTES = 16
 _LARGEST_MESSAGE_BYTES = 2**18
-"""A longer message would be truncated. A tool's text has at most 16,000 characters (`output_characters`), of which JSON
-makes up to twelve bytes each."""
+"""Maximum size of a message. Longer messages would be truncated. The text of a tool has at most 16,000 characters
+(`output_characters`), and JSON encodes a character in at most twelve bytes."""
 
 
 class ForeignMessageError(Exception):
-    """The socket of a worker held something other than the worker's answer."""
+    """Error for data on the socket of a worker that is not an answer of the worker."""
 
 
 class PoolEnd:
-    """The trainer's side of one worker."""
+    """End of the trainer for one worker."""
 
     def __init__(self) -> None:
         ours, theirs = socket.socketpair()
         theirs.shutdown(socket.SHUT_WR)
-        # A stopped process must not block a send for ever: it ends with OSError after a while.
+        # A stopped process must not block a send forever. The timeout ends the send with OSError.
         ours.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, struct.pack("ll", _TRANSFER_SECONDS, 0))
-        # Each owner closes a descriptor of its own: one that is closed twice may be somebody else's by then.
+        # Each owner has a separate descriptor. A second close could close an unrelated, reused descriptor.
         self._hang_up, self._requests = ours, Connection(os.dup(ours.fileno()), readable=False)
         self.answers, their_answers = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        """Socket that is readable when an answer waits, or when the worker has ended."""
-        # Linux refuses a message that is longer than this buffer, whose default is 212,992 bytes.
+        """Socket that becomes readable when an answer arrives or the worker ends."""
+        # Linux rejects messages that exceed this buffer. The default is 212,992 bytes.
         their_answers.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, _LARGEST_MESSAGE_BYTES)
         self._theirs = (theirs, their_answers)
         self._key = secrets.token_bytes(_KEY_BYTES)
@@ -51,20 +51,22 @@ class PoolEnd:
         return self._theirs[0].fileno(), self._theirs[1].fileno()
 
     def started(self, first: Any) -> None:
-        """Call this when the worker process runs: closes this side's copies of its descriptors, and sends it the key
-        and its first message."""
+        """Close this side's copies of the worker's descriptors, then send the key and the first message to the worker.
+
+        The caller must call this method as soon as the worker process runs.
+        """
         for end in self._theirs:
             end.close()
         self.send((self._key, first))
 
     def send(self, requests: Any) -> None:
-        """Send requests to the worker. Raises OSError where it has ended or does not read."""
+        """Send requests to the worker. Raises OSError if the worker has ended or does not read."""
         self._requests.send(requests)
 
     def receive(self) -> list[Any] | None:
-        """The next answer, None where there is none yet.
+        """Return the next answer, or None if no answer has arrived.
 
-        Raises EOFError where the worker has ended, ForeignMessageError for what it did not sign.
+        Raises EOFError if the worker has ended, and ForeignMessageError for a message without the key.
         """
         try:
             message = self.answers.recv(_LARGEST_MESSAGE_BYTES, socket.MSG_DONTWAIT)
@@ -78,8 +80,8 @@ class PoolEnd:
         return answer
 
     def close(self) -> None:
-        """Close the channel; the worker sees the end of its requests, even where a forked process of the trainer still
-        holds the socket."""
+        """Close the channel. The worker receives the end of its requests, even if a forked process of the trainer
+        still has the socket."""
         self._hang_up.shutdown(socket.SHUT_RDWR)
         self._hang_up.close()
         self._requests.close()
@@ -87,25 +89,25 @@ class PoolEnd:
 
 
 class WorkerEnd:
-    """The side of the process that calls the function."""
+    """End of the process that calls the reward function."""
 
     def __init__(self, requests: int, answers: int) -> None:
         self._requests = Connection(requests, writable=False)
         self._answers = socket.socket(fileno=answers)
         self._key, self.first = self._requests.recv()
-        """`first` is what came with the key."""
-        # A process that the function forks must not keep them open: the pool would not see that the worker has ended.
+        """`first` is the message that came with the key."""
+        # A process that the function forks must not keep the sockets open. Otherwise the pool misses the worker's end.
         os.register_at_fork(after_in_child=self._close)
 
     def _close(self) -> None:
         for end in (self._requests, self._answers):
-            with suppress(OSError):  # the function may have closed it
+            with suppress(OSError):  # the function may have closed the socket
                 end.close()
 
     def receive(self) -> Any:
-        """The next requests. Raises EOFError where the pool is gone."""
+        """Return the next requests. Raises EOFError if the pool has closed the channel."""
         return self._requests.recv()
 
     def send(self, answer: Sequence[float | str | None]) -> None:
-        """Send an answer of numbers, texts and None. Raises ConnectionError where the pool is gone."""
+        """Send an answer of numbers, texts and None. Raises ConnectionError if the pool has closed the channel."""
         self._answers.send(self._key + json.dumps(answer).encode())

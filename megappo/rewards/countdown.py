@@ -1,4 +1,4 @@
-"""The reward of countdown's puzzles, which `megappo data prepare countdown` makes."""
+"""Reward of countdown puzzles from `megappo data prepare countdown`."""
 
 from __future__ import annotations
 
@@ -24,25 +24,26 @@ _OPERATORS: dict[type[ast.operator], Callable[[Fraction, Fraction], Fraction]] =
 def expression_of_target(
     *, prompt: str, response: str, answer: str | None, metadata: dict[str, Any], format_score: float = 0.0
 ) -> float:
-    """1 where the text between the last <answer> tags is an expression of each of `metadata`'s `numbers` once, by +, -,
-    *, / and parentheses, whose exact value is its `target`; `format_score` for another expression of numbers.
+    """Return 1 for a solution of the puzzle, `format_score` for another expression of numbers, and 0 for other text.
 
-    Raises ValueError for a record that is no puzzle.
+    The expression is the text between the last <answer> tags. A solution contains each of `metadata`'s `numbers` once,
+    only +, -, *, / and parentheses, and has exactly the value `target`.
+
+    Raises ValueError for a record that is not a puzzle.
     """
     numbers, target = metadata.get("numbers"), metadata.get("target")
     if not isinstance(numbers, list) or not isinstance(target, int):
-        raise ValueError("countdown's reward needs numbers and target with every prompt; prepare countdown's data")
-    found, used = _TAGGED.findall(response), list[int]()
+        raise ValueError("the countdown reward needs numbers and target with every prompt; prepare the countdown data")
+    tagged, used = _TAGGED.findall(response), list[int]()
     try:
-        value = _value(ast.parse(_text(found[-1] if found else ""), mode="eval").body, used)
+        value = _value(ast.parse(_text(tagged[-1] if tagged else ""), mode="eval").body, used)
     except (SyntaxError, ValueError, ZeroDivisionError, RecursionError, MemoryError):
-        return 0.0  # the model wrote something else
+        return 0.0  # the text is not an expression
     return 1.0 if sorted(used) == sorted(numbers) and value == target else format_score
 
 
 def _text(expression: str) -> str:
-    """The expression with Python's operators. Raises ValueError for text that is no expression of a few numbers, or too
-    long for one."""
+    """Return the expression with Python's operators. Raises ValueError for other text and for text that is too long."""
     plain = expression.strip().translate(_SIGNS)
     if len(plain) > _LONGEST_CHARACTERS or not _ALLOWED.fullmatch(plain):
         raise ValueError("not an expression of some numbers")
@@ -50,7 +51,7 @@ def _text(expression: str) -> str:
 
 
 def _value(node: ast.expr, used: list[int]) -> Fraction:
-    """The exact value of an expression; its numbers are appended to `used`. Raises ValueError for anything else."""
+    """Return the exact value of an expression and append its numbers to `used`. Raises ValueError for other nodes."""
     if isinstance(node, ast.Constant) and type(node.value) is int:
         used.append(node.value)
         return Fraction(node.value)

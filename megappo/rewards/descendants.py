@@ -1,7 +1,7 @@
-"""All descendants of a process, those in sessions of their own included, and how they are ended.
+"""Control of all descendants of a process, including descendants in separate sessions.
 
-A process whose parent ends becomes a child of its nearest ancestor that is a subreaper (`prctl(2)`), so that no process
-that a reward function starts can leave its worker's supervisor.
+If the parent of a process ends, its nearest ancestor that is a subreaper becomes the new parent (`prctl(2)`).
+Therefore, no process that a reward function starts can escape the supervisor of its worker.
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ _POLL_SECONDS = 0.01
 
 
 def die_with_parent(number: int) -> None:
-    """Have the kernel send this process a signal when the thread that made it ends."""
+    """Request a signal from the kernel when the thread that created this process ends."""
     _prctl(_PR_SET_PDEATHSIG, number)
 
 
 def adopt_orphans() -> None:
-    """Make this process the parent of every descendant whose own has ended."""
+    """Make this process the new parent of every descendant whose parent ends."""
     _prctl(_PR_SET_CHILD_SUBREAPER, 1)
 
 
@@ -37,7 +37,7 @@ def _prctl(option: int, value: int) -> None:
 
 
 def reap() -> set[int] | None:
-    """Process ids of the children that have ended since; None where no child is left."""
+    """Reap ended children. Return their process ids, or None if no child remains."""
     ended: set[int] = set()
     try:
         while pid := os.waitpid(-1, os.WNOHANG)[0]:
@@ -48,9 +48,9 @@ def reap() -> set[int] | None:
 
 
 def end_descendants() -> None:
-    """SIGKILL all descendants of this process, which has adopted its orphans, until it has no child.
+    """Kill all descendants of this process with SIGKILL until no child remains. The process must have adopted orphans.
 
-    A process that cannot be killed, such as another user's, is left after `_KILL_SECONDS`.
+    Processes that cannot be killed, such as processes of another user, remain after `_KILL_SECONDS`.
     """
 
     def all_ended() -> bool:
@@ -65,7 +65,7 @@ def end_descendants() -> None:
 
 
 def end_marked(variable: str, value: str) -> None:
-    """SIGKILL every process with this environment variable: it finds the orphans of a supervisor that was killed."""
+    """Kill every process with this environment variable by SIGKILL, such as orphans of a killed supervisor."""
     for process in psutil.process_iter():
         with suppress(psutil.Error):
             if process.environ().get(variable) == value:

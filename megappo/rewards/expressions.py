@@ -1,8 +1,8 @@
-"""Reads expressions as sympy's `parse_expr` does, which evaluates Python code; here nothing is executed.
+"""Reader of expressions in the syntax of sympy's `parse_expr`, without the execution of code. Imports sympy.
 
-sympy turns the text into Python code of numbers, symbols, operators and functions. That code is walked as a syntax
-tree, and each node becomes what `eval` would have made of it, from a table without attributes, indices, texts or other
-names. Results that would grow beyond `_MOST_BITS` are refused before they are computed. Imports sympy.
+sympy translates text to Python code of numbers, symbols, operators and functions, and then evaluates that code. This
+module walks the syntax tree of the code instead. A table maps each node to the value that `eval` would return. The
+table has no attributes, indices, strings or other names. A result above `_MOST_BITS` is rejected before computation.
 """
 
 from __future__ import annotations
@@ -22,10 +22,10 @@ from sympy.parsing import sympy_parser
 
 _MOST_CHARACTERS = 20_000
 _MOST_BITS = 5000.0
-"""Largest size of a number, in bits, or of the height and degree of an expression together, where a symbol counts one
+"""Maximum size in bits of a number, or of the height and degree of an expression together. A symbol counts as one
 bit."""
 _MOST_COUNTED = 400
-"""Largest whole number whose factorial is computed."""
+"""Largest integer whose factorial is computed."""
 _LONGEST_SHIFT = 10_000
 _EXPONENT = re.compile(r"[eE][-+]?(\d+)")
 
@@ -54,7 +54,7 @@ _NAMED = ("Symbol", "Function")
 class _Sized(NamedTuple):
     value: Any
     bits: float
-    """Upper bound of the bits of the number, or of the expression's numbers and degree."""
+    """Upper bound of the bits of the number, or of the numbers and the degree of the expression."""
 
 
 def read_expression(
@@ -64,10 +64,13 @@ def read_expression(
     global_dict: sympy_parser.DICT | None = None,
     evaluate: bool = True,
 ) -> sympy.Basic:
-    """The result of `sympy.parse_expr`, which has the same arguments, for numbers, symbols, arithmetic and common
-    functions. Raises ValueError or SyntaxError for anything else."""
+    """Return the result of `sympy.parse_expr` with the same arguments, for numbers, symbols, arithmetic and common
+    functions.
+
+    Raises ValueError or SyntaxError for other text.
+    """
     if len(text) > _MOST_CHARACTERS or any(mark in text for mark in "'\"\\`#@"):
-        raise ValueError("this is no expression")
+        raise ValueError("the text is not an expression")
     names = dict(local_dict or {})
     code = sympy_parser.stringify_expr(text, names, _known() if global_dict is None else global_dict, transformations)
     tree = ast.parse(code.strip(), mode="eval") if evaluate else sympy_parser.evaluateFalse(code)
@@ -75,21 +78,23 @@ def read_expression(
 
 
 SYMPY = ModuleType("sympy")
-"""The module sympy with `read_expression` as its `parse_expr`, for scorers that call `sympy.parse_expr`."""
+"""Module sympy with `read_expression` as its `parse_expr`, for scorers that call `sympy.parse_expr`."""
 vars(SYMPY).update({**vars(sympy), "parse_expr": read_expression})
 
 
 def read_literal(text: Any) -> Any:
-    """The value of a Python literal of lists, tuples, dictionaries, texts and numbers, in place of `eval`, which would
-    run any code. Raises as `ast.literal_eval`."""
+    """Return the value of a Python literal of lists, tuples, dictionaries, strings and numbers.
+
+    The function replaces `eval`, which would run any code. Raises the errors of `ast.literal_eval`.
+    """
     if not isinstance(text, str) or len(text) > _MOST_CHARACTERS:
-        raise ValueError("this is no literal")
+        raise ValueError("the text is not a literal")
     return ast.literal_eval(text)
 
 
 def read_whole(text: str) -> int:
-    """The value of an expression of whole numbers with +, -, *, << and >>. Raises ValueError or SyntaxError for
-    anything else."""
+    """Return the value of an expression of integers with +, -, *, << and >>. Raises ValueError or SyntaxError
+    otherwise."""
     return _whole(ast.parse(text.strip(), mode="eval").body)
 
 
@@ -104,15 +109,15 @@ def _whole(node: ast.AST) -> int:
         case ast.BinOp(left=left, op=ast.LShift() | ast.RShift() as op, right=right):
             bits = _whole(right)
             if bits > _LONGEST_SHIFT:
-                raise ValueError(f"{bits} bits are too many to shift by")
+                raise ValueError(f"a shift by {bits} bits is too large")
             return _whole(left) << bits if isinstance(op, ast.LShift) else _whole(left) >> bits
-    raise ValueError(f"{type(node).__name__} has no place between whole numbers")
+    raise ValueError(f"{type(node).__name__} is not supported in an expression of integers")
 
 
 @cache
 def _known() -> sympy_parser.DICT:
-    """The names that `parse_expr` takes for functions and constants instead of symbols."""
-    builtin = {name: found for name, found in vars(builtins).items() if isinstance(found, type(len))}
+    """Return the names that `parse_expr` reads as functions and constants instead of symbols."""
+    builtin = {name: value for name, value in vars(builtins).items() if isinstance(value, type(len))}
     return {name: getattr(sympy, name) for name in sympy.__all__} | builtin | {"max": sympy.Max, "min": sympy.Min}
 
 
@@ -129,14 +134,14 @@ def _read(node: ast.AST, names: Mapping[str, sympy.Basic]) -> _Sized:
             return _Sized(_OPERATORS[type(op)](of.value), of.bits)
         case ast.BinOp(left=left, op=op, right=right) if type(op) in _OPERATORS:
             return _operated(op, _read(left, names), _read(right, names))
-        case ast.Call(func=ast.Name(id=name), args=[ast.Constant(value=str() as said)], keywords=[]):
-            return _named(name, said)
+        case ast.Call(func=ast.Name(id=name), args=[ast.Constant(value=str() as text)], keywords=[]):
+            return _named(name, text)
         case ast.Call(func=ast.Call() as function, args=arguments, keywords=[]):
-            given = [_read(argument, names) for argument in arguments]
-            return _checked(_read(function, names).value(*(g.value for g in given)), 1 + sum(g.bits for g in given))
+            values = [_read(argument, names) for argument in arguments]
+            return _checked(_read(function, names).value(*(v.value for v in values)), 1 + sum(v.bits for v in values))
         case ast.Call(func=ast.Name(id=name), args=arguments, keywords=keywords) if name in _FUNCTIONS:
             return _called(name, [_read(argument, names) for argument in arguments], keywords)
-    raise ValueError(f"{type(node).__name__} has no place in an expression")
+    raise ValueError(f"{type(node).__name__} is not supported in an expression")
 
 
 def _operated(op: ast.operator, left: _Sized, right: _Sized) -> _Sized:
@@ -145,35 +150,38 @@ def _operated(op: ast.operator, left: _Sized, right: _Sized) -> _Sized:
     return _Sized(_OPERATORS[type(op)](left.value, right.value), bits)
 
 
-def _named(name: str, said: str) -> _Sized:
-    """A number with a point, a symbol or an unknown function, which the parser writes as texts."""
+def _named(name: str, text: str) -> _Sized:
+    """Return a decimal number, a symbol or an unknown function. The parser writes all of them as strings."""
     if name in _NAMED:
-        return _Sized(getattr(sympy, name)(said), 1)
+        return _Sized(getattr(sympy, name)(text), 1)
     if name != "Float":
-        raise ValueError(f"{name} of a text has no place in an expression")
-    exponent = _EXPONENT.search(said)
-    bits = 4 * len(said) + (4.0 * float(exponent[1][:9]) if exponent else 0.0)
+        raise ValueError(f"{name} of a string is not supported in an expression")
+    exponent = _EXPONENT.search(text)
+    bits = 4 * len(text) + (4.0 * float(exponent[1][:9]) if exponent else 0.0)
     _check(bits)
-    return _Sized(sympy.Float(said), bits)
+    return _Sized(sympy.Float(text), bits)
 
 
-def _called(name: str, given: list[_Sized], keywords: list[ast.keyword]) -> _Sized:
+def _called(name: str, values: list[_Sized], keywords: list[ast.keyword]) -> _Sized:
     if not all(k.arg == "evaluate" and isinstance(k.value, ast.Constant) and k.value.value is False for k in keywords):
-        raise ValueError("arguments with names have no place in an expression")
-    bits = 1 + sum(g.bits for g in given)
-    if name in _POWERS and len(given) == 2:
-        bits = given[0].bits * _raised(given[1])
-    elif name in _EXPONENTIALS and given:
-        bits = 2 * _raised(given[0])
+        raise ValueError("keyword arguments are not supported in an expression")
+    bits = 1 + sum(v.bits for v in values)
+    if name in _POWERS and len(values) == 2:
+        bits = values[0].bits * _raised(values[1])
+    elif name in _EXPONENTIALS and values:
+        bits = 2 * _raised(values[0])
     elif name in _COUNTED:
-        bits += 8 * max((_counted(g.value) for g in given), default=0)
+        bits += 8 * max((_counted(v.value) for v in values), default=0)
     _check(bits)
-    return _Sized(_FUNCTIONS[name](*(g.value for g in given), **{k.arg: False for k in keywords if k.arg}), bits)
+    return _Sized(_FUNCTIONS[name](*(v.value for v in values), **{k.arg: False for k in keywords if k.arg}), bits)
 
 
 def _counted(value: int | sympy.Basic) -> float:
-    """Size of a whole number whose factorial is computed; 0 for an expression with symbols, of which none is computed;
-    infinite for numbers above `_MOST_COUNTED`."""
+    """Return the size of an integer whose factorial is computed.
+
+    The size is 0 for an expression with symbols, because no factorial is computed. The size is infinite for numbers
+    above `_MOST_COUNTED`.
+    """
     value = sympy.sympify(value, strict=True)
     if value.free_symbols:
         return 0.0
@@ -181,7 +189,7 @@ def _counted(value: int | sympy.Basic) -> float:
 
 
 def _raised(exponent: _Sized) -> float:
-    """Factor by which an exponent multiplies the bits of its base."""
+    """Return the factor by which an exponent multiplies the bits of its base."""
     value = sympy.sympify(exponent.value, strict=True)
     if value.is_Rational or value.is_Float:
         return max(1.0, abs(float(value))) if exponent.bits < 1000 else math.inf
@@ -197,4 +205,4 @@ def _checked(value: int | sympy.Basic, bits: float) -> _Sized:
 
 def _check(bits: float) -> None:
     if not bits <= _MOST_BITS:
-        raise ValueError("this grows beyond what an expression may be")
+        raise ValueError("the value exceeds the maximum size of an expression")

@@ -1,8 +1,8 @@
-"""A reward server of your own, over HTTP: `reward.function: megappo.rewards.http:scores` with `reward.batch: true`.
+"""Custom reward server over HTTP: `reward.function: megappo.rewards.http:scores` with `reward.batch: true`.
 
-Each sample is a POST of a JSON object with `prompt`, `response`, `answer`, `metadata`, `conversation` and `truncated`,
-which the server answers with `{"score": NUMBER}`. Many requests run at the same time; a sample without an answer within
-its deadline, tries included, fails alone.
+Each sample is a POST of a JSON object with `prompt`, `response`, `answer`, `metadata`, `conversation` and `truncated`.
+The server answers with `{"score": NUMBER}`. Many requests run at the same time. A sample without an answer at its
+deadline fails, and other samples are not affected. The deadline includes retries.
 """
 
 from __future__ import annotations
@@ -35,20 +35,19 @@ A = TypeVar("A")
 
 
 class Unscored(str):
-    """The reason why a sample has no score, in place of the score."""
+    """Reason for a missing score of a sample, in place of the score."""
 
 
 @dataclass(frozen=True)
 class ServerPlace:
-    """Address and key of a server that gives rewards."""
+    """Address and key of a server of rewards."""
 
     url: str
     model: str
-    """Name by which the server knows its model."""
+    """Name of the model in requests."""
     key: str = field(repr=False)
     starting_seconds: float | None = None
-    """Seconds for which a server that the run starts may refuse connections, while it starts; None: somebody else runs
-    the server."""
+    """Seconds in which a server of the run may refuse connections during its start. None: an external server."""
 
 
 def scores(
@@ -66,10 +65,10 @@ def scores(
     deadline_seconds: float = 9.0,
     concurrent: int = 64,
 ) -> list[float | str]:
-    """The server's score of each sample, or in its place what went wrong.
+    """Return the server's score of each sample, or the reason of a failure in its place.
 
-    `key`: the environment variable that holds the server's key, sent as a bearer's; `headers_from_environment`: names
-    of headers, and of the variables that hold their values. Raises as `secret_headers`.
+    `key` is the environment variable of the server's key, which is sent as a bearer token. `headers_from_environment`
+    maps names of headers to the environment variables of their values. Raises the errors of `secret_headers`.
     """
     all_headers = {**(headers or {}), **secret_headers(key, headers_from_environment)}
     columns: dict[str, Sequence[JSONValue]] = {
@@ -85,7 +84,7 @@ def scores(
 
 
 def _score_of(answer: JSONValue) -> float:
-    """The score in an answer of a reward server. Raises as the `read` of `post`."""
+    """Return the score in an answer of a reward server. Raises the errors of `read` in `post`."""
     score = answer.get("score") if isinstance(answer, dict) else None
     if isinstance(score, bool) or not isinstance(score, int | float):
         raise_reported_error(answer)
@@ -94,8 +93,11 @@ def _score_of(answer: JSONValue) -> float:
 
 
 def raise_reported_error(answer: JSONValue) -> None:
-    """Raise for an answer of status 200 that reports an error. Raises ValueError for status codes of requests that must
-    not be retried, otherwise ConnectionError, and `post` then retries the request."""
+    """Raise for an answer of status 200 that reports an error.
+
+    Raises ValueError for status codes of requests that must not be retried. Raises ConnectionError otherwise, and
+    `post` then retries the request.
+    """
     if not isinstance(answer, dict):
         return
     error = answer if answer.get("object") == "error" else answer.get("error") or answer.get("errors")
@@ -111,14 +113,14 @@ def raise_reported_error(answer: JSONValue) -> None:
 
 
 def each(work: Callable[[T], float | str], items: Iterable[T], concurrent: int) -> list[float | str]:
-    """The result of `work` for each item, or the words of the error that it raised; `concurrent` items at a time."""
+    """Return the result of `work` for each item, or the text of its error. At most `concurrent` items run at a time."""
 
     def attempt(item: T) -> float | str:
         try:
             return work(item)
         except (ValueError, OSError) as error:
             return Unscored(reason(error, _REASON_CHARACTERS))
-        except Exception as error:  # noqa: BLE001 - whatever a server says or a sample holds costs that sample alone
+        except Exception as error:  # noqa: BLE001 - any server answer or sample content fails only this sample
             return Unscored(failure_words(error, _REASON_CHARACTERS))
 
     with ThreadPoolExecutor(concurrent) as pool:
@@ -126,14 +128,14 @@ def each(work: Callable[[T], float | str], items: Iterable[T], concurrent: int) 
 
 
 def key_in(variable: str | None, whose: str) -> str:
-    """The key in an environment variable, as `key_of`; "" for None. Raises ValueError where there is none."""
+    """Return the key in an environment variable (`key_of`), or "" for None. Raises ValueError for an empty variable."""
     key = key_of(variable) if variable is not None else ""
     if variable is not None and not key:
-        is_name = variable.isupper()  # otherwise it may be the key itself, which no sentence shows
+        is_name = variable.isupper()  # otherwise the setting may be the key itself, which must not be shown
         named, file = (variable, f"{variable}_FILE") if is_name else ("that is named", "NAME_FILE")
         raise ValueError(
-            f"{whose} key is to be in the environment variable {named}, which is empty; export it, or in {file} the "
-            "path of a file that holds it"
+            f"{whose} key is to be in the environment variable {named}, which is empty; export it, or set {file} to "
+            "the path of a file with the key"
         )
     return key
 
@@ -141,9 +143,9 @@ def key_in(variable: str | None, whose: str) -> str:
 def secret_headers(
     key: str | None = None, headers_from_environment: Mapping[str, str] | None = None, **_others: JSONValue
 ) -> dict[str, str]:
-    """The HTTP headers of a reward server that environment variables hold. Raises ValueError where one is empty."""
-    found = {"Authorization": f"Bearer {key_in(key, _SERVERS)}"} if key is not None else {}
-    return found | {name: key_in(variable, _SERVERS) for name, variable in (headers_from_environment or {}).items()}
+    """Return HTTP headers for a reward server from environment variables. Raises ValueError for an empty variable."""
+    headers = {"Authorization": f"Bearer {key_in(key, _SERVERS)}"} if key is not None else {}
+    return headers | {name: key_in(variable, _SERVERS) for name, variable in (headers_from_environment or {}).items()}
 
 
 def post(
@@ -169,10 +171,10 @@ def post(
     for an answer that is not JSON. An incomplete answer is retried.
     """
     tries, body = Tries(deadline_seconds, most_tries), _encoded(content)
-    back_by: float | None = None
+    start_deadline: float | None = None
     answered = ""
     while True:
-        asked_seconds = 0.0
+        retry_after_seconds = 0.0
         request = urllib.request.Request(url, body, {"Content-Type": "application/json", **headers})
         try:
             answer = fetch(request, timeout_seconds=tries.seconds_left, own=absent_seconds > 0)
@@ -184,29 +186,31 @@ def post(
             problem = f"HTTP {error.code} {error.reason}{body_shown and f': {body_shown}'}"
             if error.code not in TRANSIENT:
                 raise OSError(f"{_place(url)}: {problem}{_elsewhere(error)}") from error
-            asked_seconds, answered = asked_pause(error.headers), problem
-        except (OSError, http.client.HTTPException) as error:  # nobody listens, the connection broke, or time is up
+            retry_after_seconds, answered = asked_pause(error.headers), problem
+        except (OSError, http.client.HTTPException) as error:  # refused, broken connection, or timeout
             cause = getattr(error, "reason", error)
             problem = str(cause) or type(error).__name__
-            if isinstance(cause, TimeoutError):  # what was left for this try may have been too little for an answer
+            if isinstance(cause, TimeoutError):  # the remaining time of this try may have been too short
                 problem = f"{answered}, then {problem}" if answered else problem
             else:
                 answered = problem
             if isinstance(cause, ConnectionRefusedError):
-                back_by = back_by or time.monotonic() + absent_seconds
-                if time.monotonic() < back_by:
+                start_deadline = start_deadline or time.monotonic() + absent_seconds
+                if time.monotonic() < start_deadline:
                     tries.begin_again(LONGEST_PAUSE_SECONDS + deadline_seconds)
             else:
-                back_by = None
-        pause_seconds = tries.pause(asked_seconds)
+                start_deadline = None
+        pause_seconds = tries.pause(retry_after_seconds)
         if pause_seconds is None:
             raise OSError(f"{_place(url)}: {problem}, after {tries.count} {'try' if tries.count == 1 else 'tries'}")
         threading.Event().wait(pause_seconds)
 
 
 def body_of(error: urllib.error.HTTPError) -> str:
-    """The first 200 characters of the body of a refused request, as a single line without secrets; "" if the body is
-    empty or cannot be read. Closes the response."""
+    """Return the first 200 characters of the body of a refused request, as a single line without secrets.
+
+    The result is "" if the body is empty or cannot be read. The function closes the response.
+    """
     try:
         with error:
             body = error.read(_BODY_BYTES)
@@ -216,19 +220,19 @@ def body_of(error: urllib.error.HTTPError) -> str:
 
 
 def _encoded(content: JSONValue) -> bytes:
-    """JSON of the content. Raises ValueError with the name of a field whose value JSON does not have."""
+    """Return the JSON of the content. Raises ValueError with the name of a field that JSON does not support."""
     try:
         return json.dumps(content, allow_nan=False).encode()
     except (TypeError, ValueError):
         name, value = next(_without_json(content, ""), ("the content", content))
         raise ValueError(
-            f"{name} is {shortened(one_line(repr(value)))} ({type(value).__name__}), which JSON does not have; convert "
-            "it to a number or a text in the data"
+            f"{name} is {shortened(one_line(repr(value)))} ({type(value).__name__}), which JSON does not support; "
+            "convert the value to a number or a text in the data"
         ) from None
 
 
 def _without_json(value: object, name: str) -> Iterator[tuple[str, object]]:
-    """Names and values of the parts of `value` that JSON does not support."""
+    """Yield names and values of the parts of `value` that JSON does not support."""
     if isinstance(value, dict):
         for key, part in value.items():
             if not isinstance(key, str | int | float | None):
@@ -242,16 +246,15 @@ def _without_json(value: object, name: str) -> Iterator[tuple[str, object]]:
 
 
 def _parsed(answer: bytes) -> JSONValue:
-    """The JSON of an answer. Raises ConnectionError for what may be the beginning of JSON, ValueError for anything else
-    that is not JSON."""
-    if not answer:  # it broke off where the server told no length
+    """Return the JSON of an answer. Raises ConnectionError for a possible beginning of JSON, otherwise ValueError."""
+    if not answer:  # the connection broke off and the server sent no length
         raise ConnectionError("an empty answer")
     try:
         return json.loads(answer)
     except (json.JSONDecodeError, UnicodeDecodeError) as error:
         if answer.lstrip()[:1] in (b"{", b"[", b'"'):
-            raise ConnectionError(f"an answer that breaks off: ...{_shown(answer[-_END_BYTES:])}") from error
-        raise ValueError(f"no JSON but {_shown(answer[:_END_BYTES])}") from error
+            raise ConnectionError(f"an incomplete answer: ...{_shown(answer[-_END_BYTES:])}") from error
+        raise ValueError(f"not JSON: {_shown(answer[:_END_BYTES])}") from error
     except RecursionError:
         raise ValueError("JSON that is nested too deeply") from None
 
@@ -261,11 +264,11 @@ def _shown(answer: bytes) -> str:
 
 
 def _place(url: str) -> str:
-    """A server as an error names it, with the proxy through which it was asked."""
+    """Return the name of a server in errors, with the proxy of the request."""
     proxy = proxy_of(url)
     return f"{url} through the environment's proxy {proxy}" if proxy else url
 
 
 def _elsewhere(error: urllib.error.HTTPError) -> str:
-    found = error.headers.get("Location") if error.headers else None
-    return f" to {shortened(one_line(found))}, which is not followed; set the address to it" if found else ""
+    target = error.headers.get("Location") if error.headers else None
+    return f" to {shortened(one_line(target))}, which is not followed; set the address to it" if target else ""

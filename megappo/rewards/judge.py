@@ -1,6 +1,6 @@
-"""A language model as a reward: a server is asked to judge an answer, and its text is turned into a score.
+"""Language model as a reward. A server generates a judgement of an answer, and the judgement becomes a score.
 
-This is the part that runs in a worker; the settings are those of `megappo.config.judge`.
+This module runs in a worker. `megappo.config.judge` defines the settings.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 _SHOWN_CHARACTERS = 120
 _MATCH_SECONDS = 1.0
-"""Time limit of the pattern on one answer of the judge: a pattern with nested repetitions may take for ever."""
+"""Time limit of the pattern for one text of the judge. A pattern with nested repetitions can take forever."""
 
 
 _FINISHED = frozenset(("stop", "eos", "eos_token", "stop_sequence", "end_turn"))
@@ -61,7 +61,7 @@ class JudgeText:
 
     text: str
     problem: str = ""
-    """Why the text holds no verdict: the judge did not finish it. "" for a finished text."""
+    """Reason why the judge did not finish the text, or "" for a finished text."""
 
 
 @dataclass(frozen=True)
@@ -75,8 +75,9 @@ class Asking:
     timeout_seconds: float
     most_tries: int
 
-    def ask(self, prompt: str) -> JudgeText:
-        """The judge's text. Raises as `post`, and ValueError for an answer that is not one of OpenAI's protocol."""
+    def request(self, prompt: str) -> JudgeText:
+        """Return the judge's text. Raises the errors of `post`, and ValueError for answers outside OpenAI's
+        protocol."""
         content: dict[str, JSONValue] = (
             {"messages": [{"role": "user", "content": prompt}]} if self.chat else {"prompt": prompt}
         )
@@ -91,7 +92,7 @@ class Asking:
         )
 
     def _read(self, answer: Any) -> JudgeText:
-        """The text in an answer of the server. Raises as the `read` of `post`."""
+        """Return the text in an answer of the server. Raises the errors of `read` in `post`."""
         raise_reported_error(answer)
         try:
             choice = answer["choices"][0]
@@ -103,7 +104,7 @@ class Asking:
             text = _plain_text(choice["message"]["content"] if self.chat else choice["text"])
         except (KeyError, IndexError, TypeError, AttributeError):
             shown = one_line(str(answer))[:_SHOWN_CHARACTERS]
-            raise ValueError(f"answered {shown}, which is no completion") from None
+            raise ValueError(f"answered {shown}, which is not a completion") from None
         if not finish or finish in _FINISHED:
             return JudgeText(text)
         remedy = "; raise max_tokens" if finish in _CUT else ""
@@ -111,8 +112,11 @@ class Asking:
 
 
 def _plain_text(content: Any) -> str:
-    """The text of a message's content. The content is a text, a list of parts, or null if a model used all tokens for
-    its thoughts. Parts without a text, such as thoughts, are left out. Raises TypeError for anything else."""
+    """Return the text of a message's content.
+
+    The content is a text, a list of parts, or null if a model used all tokens for its thoughts. Parts without a text,
+    such as thoughts, are skipped. Raises TypeError for other content.
+    """
     if content is None or isinstance(content, str):
         return content or ""
     if isinstance(content, dict):
@@ -132,7 +136,7 @@ def _part_text(part: Any) -> str:
 
 @dataclass(frozen=True)
 class Reading:
-    """How a judge's text becomes a score."""
+    """Conversion of the text of a judge to a score."""
 
     pattern: str | None
     scale: tuple[float, float] | None
@@ -140,66 +144,67 @@ class Reading:
     unreadable: float
 
     def score(self, answer: JudgeText) -> float:
-        """The score of the last number or choice after the judge's thoughts. The score is `unreadable`, with a note, if
-        the text contains no verdict or the judge did not finish the text."""
+        """Return the score of the last number or choice after the judge's thoughts.
+
+        The score is `unreadable`, with a note, if the text contains no verdict or the judge did not finish the text.
+        """
         problem, verdict = answer.problem, _after_thoughts(answer.text)
         if not problem and verdict is None:
             problem = "the judge did not end its thoughts; raise max_tokens"
         if problem or verdict is None:
             return Noted(self.unreadable, f"{problem}: ...{answer.text[-_SHOWN_CHARACTERS:]}")
-        found = self._last(verdict)
-        if found is None:
+        match = self._last(verdict)
+        if match is None:
             return Noted(self.unreadable, f"no verdict in ...{verdict[-_SHOWN_CHARACTERS:]}")
         if self.pattern is None:
-            return self.choices[found]
+            return self.choices[match]
         low, high = self.scale or (-math.inf, math.inf)
         try:
-            number = float(found)
+            number = float(match)
         except ValueError:
-            return Noted(self.unreadable, f"'{found[:_SHOWN_CHARACTERS]}' is no number")
+            return Noted(self.unreadable, f"'{match[:_SHOWN_CHARACTERS]}' is not a number")
         if not (math.isfinite(number) and low <= number <= high):
             return Noted(self.unreadable, f"{number} is not from {low} to {high}")
         return number if self.scale is None else (number - low) / (high - low)
 
     def _last(self, text: str) -> str | None:
-        """The last number or choice, as it is written. Raises ValueError where the pattern is not done in time."""
-        import regex  # reward workers that judge nothing start without it
+        """Return the text of the last number or choice. Raises ValueError if the pattern exceeds its time limit."""
+        import regex  # only workers of judges import this library
 
         pattern = self.pattern
-        if pattern is None:  # whole words, and the longer of two that begin alike
-            words = "|".join(map(re.escape, sorted(self.choices, key=len, reverse=True)))
-            pattern = rf"(?<!\w)({words})(?!\w)"
-        try:  # `concurrent` releases the GIL, so that other verdicts of the batch go on
+        if pattern is None:  # whole words, and the longer of two words with the same beginning
+            alternatives = "|".join(map(re.escape, sorted(self.choices, key=len, reverse=True)))
+            pattern = rf"(?<!\w)({alternatives})(?!\w)"
+        try:  # `concurrent` releases the GIL for the other verdicts of the batch
             matches = regex.finditer(pattern, text, timeout=_MATCH_SECONDS, concurrent=True)
-            found = [match[1] for match in matches if match[1] is not None]
+            verdicts = [match[1] for match in matches if match[1] is not None]
         except TimeoutError:
             raise ValueError(
                 f"the judge's pattern takes more than {_MATCH_SECONDS:g} s on the judge's text; remove nested "
                 "repetitions from the pattern"
             ) from None
-        return found[-1] if found else None
+        return verdicts[-1] if verdicts else None
 
 
 def _after_thoughts(text: str) -> str | None:
-    """The text after the last tag that ends thoughts. Returns None if the remaining text begins thoughts that do not
-    end."""
+    """Return the text after the last tag that ends thoughts, or None if unfinished thoughts begin in this text."""
     rest = _THOUGHTS_END.split(text)[-1]
     return None if _THOUGHTS_BEGIN.search(rest) else rest
 
 
 def judge_key(settings: JudgeSettings) -> str:
-    """The key of the judge's server, "" where it wants none. Raises ValueError where its variable is empty."""
+    """Return the key of the judge's server, or "" without a key. Raises ValueError if the key's variable is empty."""
     return key_in(settings.key, "a judge's")
 
 
 def judge_place(settings: JudgeSettings) -> ServerPlace:
-    """The place of a judge whose server runs already. Raises as `judge_key`."""
-    assert settings.url is not None, "an own server has its place when it is started"
+    """Return the place of a judge with a running server. Raises the errors of `judge_key`."""
+    assert settings.url is not None, "the place of an own server is defined at its start"
     return ServerPlace(settings.url, settings.model, judge_key(settings))
 
 
 def judge_options(settings: JudgeSettings, place: ServerPlace, messages_key: str) -> dict[str, Any]:
-    """The options of `scores`. Raises ValueError where the prompt cannot be read."""
+    """Return the options of `scores`. Raises ValueError if the prompt cannot be read."""
     asking = Asking(
         place=place,
         chat=settings.chat,
@@ -228,25 +233,27 @@ def scores(
     messages_key: str,
     concurrent: int,
 ) -> list[float | str]:
-    """The judge's score of each sample, or in its place what went wrong. `messages_key`: where the metadata hold the
-    messages of a prompt that is a chat."""
+    """Return the judge's score of each sample, or the reason of a failure in its place.
+
+    `messages_key` is the key in the metadata for the messages of a prompt that is a chat.
+    """
     remember(asking.place.key)
     wants_reference = any(field == "reference" for _, field in template)
 
     def score(sample: tuple[str, str, str | None]) -> float:
         question, response, reference = sample
         if wants_reference and reference is None:
-            raise ValueError("the judge's prompt has a {reference}, and this prompt of the data has no answer")
+            raise ValueError("the judge's prompt has a {reference}, but this prompt of the data has no answer")
         fields = {"question": question, "answer": response, "reference": reference or "", "": ""}
-        return reading.score(asking.ask("".join(text + fields[field] for text, field in template)))
+        return reading.score(asking.request("".join(text + fields[field] for text, field in template)))
 
     questions = [_question(prompt, known.get(messages_key)) for prompt, known in zip(prompts, metadata, strict=True)]
     return each(score, zip(questions, responses, answers, strict=True), concurrent)
 
 
 def _question(prompt: str, messages: Sequence[Mapping[str, JSONValue]] | None) -> str:
-    """The question to the model: of a chat the user's message, or where more was said, each message with its role."""
-    said = [message for message in messages or () if message["role"] != "system"]
-    if len(said) < 2:
-        return str(said[0]["content"]) if said else prompt
-    return "\n\n".join(f"{message['role']}: {message['content']}" for message in said)
+    """Return the question to the model: the user's message, or each message with its role in a longer chat."""
+    turns = [message for message in messages or () if message["role"] != "system"]
+    if len(turns) < 2:
+        return str(turns[0]["content"]) if turns else prompt
+    return "\n\n".join(f"{message['role']}: {message['content']}" for message in turns)

@@ -1,5 +1,5 @@
-"""Counts the failures of all ranks while rewards are computed. If there are too many failures, the run ends without
-waiting for the remaining scores."""
+"""Limit of failed rewards over all ranks during the computation of rewards. A run that exceeds the limit ends without
+the remaining scores."""
 
 from __future__ import annotations
 
@@ -27,8 +27,8 @@ class FailureLimit:
         notices.count(f"{self._key}/ranks", 1)
 
     def of(self, function: str) -> Callable[[int], bool]:
-        """Returns a function for a reward function. The returned function gets the number of failures on this rank, and
-        returns whether all ranks together exceed the limit."""
+        """Return a function that checks the limit for a reward function. Its argument is the number of failures on
+        this rank. The result is true if all ranks together exceed the limit."""
         key, posted, polled = f"{self._key}/failures/{function}", 0, -_POLL_SECONDS
 
         def are_too_many(failures: int) -> bool:

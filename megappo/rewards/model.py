@@ -1,4 +1,4 @@
-"""A frozen reward model."""
+"""Frozen reward model."""
 
 from __future__ import annotations
 
@@ -19,22 +19,22 @@ from megappo.plugins import users_code
 
 @contextmanager
 def _loading(path: str) -> Iterator[None]:
-    """Raise transformers' errors about a folder as ValueError with one sentence."""
+    """Convert errors of transformers about a folder to ValueError with a single sentence."""
     try:
         check_texts(Path(path), ("config.json", *OF_TOKENIZERS))
         yield
-    except Exception as error:  # transformers, and the folder's own code, over any content
+    except Exception as error:  # transformers and the code in the folder can raise any error
         if "contains custom code" in str(error):
             raise ValueError(
                 f"reward.model_path '{path}' cannot be loaded without running code in its folder; read that code and "
                 "set model.trust_remote_code to true, or use another reward model"
             ) from error
-        words = f"{type(error).__name__}: {reason(error)}"
-        raise ValueError(f"reward.model_path '{path}' cannot be loaded ({words}); check the folder") from error
+        problem = f"{type(error).__name__}: {reason(error)}"
+        raise ValueError(f"reward.model_path '{path}' cannot be loaded ({problem}); check the folder") from error
 
 
 def batches_of(lengths: Sequence[int], batch_tokens: int) -> Iterator[list[int]]:
-    """Indices in batches of similar lengths, each at most `batch_tokens` when padded to its longest."""
+    """Yield indices in batches of similar lengths. A padded batch has at most `batch_tokens` tokens."""
     batch: list[int] = []
     for i in sorted(range(len(lengths)), key=lengths.__getitem__):
         if batch and (len(batch) + 1) * lengths[i] > batch_tokens:
@@ -46,7 +46,7 @@ def batches_of(lengths: Sequence[int], batch_tokens: int) -> Iterator[list[int]]
 
 
 def check_folder(path: str, *, trust_remote_code: bool = False) -> PretrainedConfig:
-    """The configuration of a reward model. Raises ValueError for a folder without one, and for several labels."""
+    """Return the configuration of a reward model. Raises ValueError for a missing configuration or several labels."""
     with _loading(path):
         config = AutoConfig.from_pretrained(path, trust_remote_code=trust_remote_code)
     if config.num_labels != 1:
@@ -57,12 +57,16 @@ def check_folder(path: str, *, trust_remote_code: bool = False) -> PretrainedCon
 
 
 class RewardTexts:
-    """Token ids of prompt and response for a reward model, by its own tokenizer. A text longer than the model's
-    positions loses its beginning."""
+    """Token ids of prompt and response for a reward model, from the model's tokenizer.
+
+    A text with more tokens than the model has positions loses its beginning.
+    """
 
     def __init__(self, path: str, *, trust_remote_code: bool = False, template_time: str | None = None) -> None:
-        """Raises ValueError for a folder without configuration or tokenizer, and several labels. `template_time`: see
-        `data.template_time`."""
+        """Load configuration and tokenizer. Raises ValueError if either is missing, or if there are several labels.
+
+        `template_time`: see `data.template_time`.
+        """
         self._template_time = template_time or template_now()
         config = check_folder(path, trust_remote_code=trust_remote_code)
         with _loading(path):
@@ -72,18 +76,19 @@ class RewardTexts:
 
     @property
     def has_chat_template(self) -> bool:
-        """Whether prompts may be chat messages."""
+        """Whether prompts can be chat messages."""
         return bool(self._tokenizer.chat_template)
 
     def ids(self, prompt: str | Sequence[Message], response: str) -> list[int]:
-        """Tokens of a text with its response behind it, or of chat messages with the response as the assistant's.
+        """Return the token ids of a text and its response, or of chat messages with the response as the assistant's
+        message.
 
-        Raises ValueError for what the model cannot read.
+        Raises ValueError for input that the model cannot process.
         """
         if isinstance(prompt, str):
             ids = whole_ids(self._tokenizer, prompt + response)
         elif not self.has_chat_template:
-            raise ValueError("the reward model's tokenizer has no chat template; give it prompts as text")
+            raise ValueError("the reward model's tokenizer has no chat template; use prompts that are text")
         else:
             chat = [*prompt, {"role": "assistant", "content": response}]
             problem = "the reward model's chat template fails on a prompt and its response"
@@ -94,21 +99,21 @@ class RewardTexts:
         return list(ids if self._longest_tokens is None else ids[-self._longest_tokens :])
 
     def check(self, ids: Sequence[int]) -> None:
-        """Raise ValueError for token ids that the model cannot read."""
+        """Raise ValueError for token ids that the model cannot process."""
         if not ids:
-            raise ValueError("a prompt and its response become no token of the reward model; use another reward model")
-        if max(ids) >= self._vocabulary:  # on a GPU this would end the process
+            raise ValueError("a prompt and its response have no token in the reward model; use another reward model")
+        if max(ids) >= self._vocabulary:  # such an id would end the process on a GPU
             raise ValueError(
                 f"the reward model's tokenizer makes token {max(ids)}, its vocabulary has {self._vocabulary}; "
-                "use the tokenizer it was trained with"
+                "use the tokenizer of the model's training"
             )
 
 
 class RewardModel:
-    """`AutoModelForSequenceClassification` with one label, over prompt and response as text.
+    """`AutoModelForSequenceClassification` with one label, for prompts and responses that are text.
 
-    The text is tokenised by the reward model's own tokenizer, its score read at the last token. A text longer than the
-    model's positions loses its beginning.
+    The tokenizer of the reward model tokenises the text. The score is the output at the last token. A text with more
+    tokens than the model has positions loses its beginning.
     """
 
     def __init__(
@@ -121,10 +126,10 @@ class RewardModel:
         trust_remote_code: bool = False,
         template_time: str | None = None,
     ) -> None:
-        """Load the model. Raises ValueError for a folder without a model, several labels, or weights without a score
-        head.
+        """Load the model.
 
-        `batch_tokens` bounds a batch, padding included; a longer text is a batch of its own.
+        Raises ValueError for a folder without a model, several labels, or weights without a score head. `batch_tokens`
+        is the maximum size of a batch including padding. A longer text is a separate batch.
         """
         self.texts = RewardTexts(path, trust_remote_code=trust_remote_code, template_time=template_time)
         with _loading(path):
@@ -149,21 +154,21 @@ class RewardModel:
 
     @property
     def has_chat_template(self) -> bool:
-        """Whether prompts may be chat messages."""
+        """Whether prompts can be chat messages."""
         return self.texts.has_chat_template
 
     def score(self, prompts: Sequence[str | Sequence[Message]], responses: Sequence[str]) -> Tensor:
-        """(B,) float32 on the CPU; a sample's score does not depend on its neighbours.
+        """Return scores (B,), float32 on the CPU. The score of a sample does not depend on the other samples of the
+        batch.
 
-        A text is followed by its response as it is; chat messages and the response as the assistant's are rendered by
-        the reward model's chat template.
+        The response is appended to a prompt that is text. The chat template of the reward model renders chat messages
+        together with the response as the assistant's message.
         """
         return self.score_ids([self.texts.ids(p, r) for p, r in zip(prompts, responses, strict=True)])
 
     @torch.inference_mode()
     def score_ids(self, ids: Sequence[Sequence[int]]) -> Tensor:
-        """Scores (B,) of texts given as token ids, float32 on the CPU. Raises ValueError for ids that the model cannot
-        read."""
+        """Return scores (B,) of token ids, float32 on the CPU. Raises ValueError for ids that the model cannot use."""
         for sequence in ids:
             self.texts.check(sequence)
         scores_B = torch.empty(len(ids))
@@ -172,11 +177,11 @@ class RewardModel:
         return scores_B
 
     def _score_batch(self, ids: Sequence[Sequence[int]]) -> Tensor:
-        """Scores of one batch, padded on the right: a causal trunk never attends to the padding, and the score is read
-        at the last token of the text.
+        """Return scores of one batch with padding on the right.
 
-        The head is applied here because transformers finds the last token by looking for the padding token, which may
-        also be the token that ends the text.
+        A causal trunk never attends to the padding. The score is the output at the last token of the text. The head is
+        applied here because transformers searches for the padding token to locate the last token. The padding token
+        can also be the token that ends the text.
         """
         tokens = pad_sequence([torch.tensor(sequence) for sequence in ids], batch_first=True).to(self._device)
         lengths = torch.tensor([len(sequence) for sequence in ids], device=self._device)

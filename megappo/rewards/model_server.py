@@ -1,12 +1,12 @@
-"""One frozen reward model for all ranks of a run, in a process of its own: JSON over HTTP, under a key of the run.
+"""Process with a frozen reward model for all ranks of a run, which serves JSON over HTTP with a key of the run.
 
     python -m megappo.rewards.model_server --config FILE
 
-`POST /score {"prompts": [...], "responses": [...]}` is answered by `{"scores": [...]}`, or `{"refused": SENTENCE}`
-where the model cannot read them. `POST /classify {"input_ids": [...]}` is answered by
-`{"embedding": [SCORE]}`, as SGLang answers it, for runs elsewhere (`reward.model_remote`). The other paths are those by
-which SGLang's servers are kept running, so that this one is kept by the same code: `/model_info` once it can score,
-`/server_info` with the labels that it was given, `/health_generate`, and `/freeze_gc`.
+`POST /score {"prompts": [...], "responses": [...]}` returns `{"scores": [...]}`, or `{"refused": SENTENCE}` for input
+that the model cannot process. `POST /classify {"input_ids": [...]}` returns `{"embedding": [SCORE]}` in SGLang's
+format, for external runs (`reward.model_remote`). The other paths have SGLang's names, so that the same code keeps
+this server running: `/model_info` answers once the model can score, `/server_info` returns the labels of the
+configuration, and `/health_generate` and `/freeze_gc` are supported.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ if TYPE_CHECKING:
 
 
 _LARGEST_BODY_BYTES = 2**31
-"""Largest request: thousands of the longest conversations."""
+"""Maximum size of a request. The size is sufficient for thousands of the longest conversations."""
 
 
 class _ScoreServer(ThreadingHTTPServer):
@@ -53,8 +53,11 @@ class _ScoreServer(ThreadingHTTPServer):
     def handle_error(
         self, request: socket.socket | tuple[bytes, socket.socket], client_address: tuple[str, int]
     ) -> None:
-        """End the process on an error of the model, so that its keeper starts it again, or gives it up and shows the
-        end of this log where that does not help. An OSError is ignored: the client may be gone."""
+        """End the process on an error of the model.
+
+        The thread that keeps the server running then starts a new process. If the new process does not help, the run
+        fails with the end of this log. The method ignores OSError, because the client may be gone.
+        """
         if isinstance(sys.exception(), OSError):
             return
         traceback.print_exc()
@@ -67,24 +70,24 @@ class _ScoreHandler(BaseHTTPRequestHandler):
 
     def do_GET(self) -> None:
         if not hmac.compare_digest((self.headers.get("Authorization") or "").encode(), self.server.key):
-            self.close_connection = True  # what follows is not read
-            return self._say(401, {"refused": "another key is wanted"})
+            self.close_connection = True  # the rest of the request is not read
+            return self._reply(401, {"refused": "the key is wrong"})
         length = whole_number(self.headers.get("Content-Length") or "0")
         if length is None or length > _LARGEST_BODY_BYTES:
             self.close_connection = True
-            return self._say(400, {"refused": f"a body has at most {_LARGEST_BODY_BYTES} bytes, and says how many"})
-        given = self.rfile.read(length)
+            return self._reply(400, {"refused": f"Content-Length must be at most {_LARGEST_BODY_BYTES} bytes"})
+        body = self.rfile.read(length)
         if self.path == "/score":
-            return self._say(200, self._scores(**json.loads(given)))
+            return self._reply(200, self._scores(**json.loads(body)))
         if self.path == "/classify":
-            return self._classify(**json.loads(given))
+            return self._classify(**json.loads(body))
         if self.path == "/server_info":
-            return self._say(200, {"extra_metric_labels": self.server.labels})
+            return self._reply(200, {"extra_metric_labels": self.server.labels})
         if self.path == "/freeze_gc":
             gc.freeze()
         elif self.path not in ("/model_info", "/health_generate"):
-            return self._say(404, {"refused": f"there is no {self.path}"})
-        return self._say(200, {"has_chat_template": self.server.model.has_chat_template})
+            return self._reply(404, {"refused": f"the path {self.path} does not exist"})
+        return self._reply(200, {"has_chat_template": self.server.model.has_chat_template})
 
     do_POST = do_GET
 
@@ -100,10 +103,10 @@ class _ScoreHandler(BaseHTTPRequestHandler):
             with self.server.one_at_a_time:
                 scores = self.server.model.score_ids([input_ids]).tolist()
         except ValueError as error:
-            return self._say(400, {"refused": str(error)})
-        return self._say(200, {"embedding": scores})
+            return self._reply(400, {"refused": str(error)})
+        return self._reply(200, {"embedding": scores})
 
-    def _say(self, status: int, content: dict[str, JSONValue]) -> None:
+    def _reply(self, status: int, content: dict[str, JSONValue]) -> None:
         body = json.dumps(content).encode()
         self.send_response(status)
         self.send_header("Content-Type", "application/json")
@@ -112,7 +115,7 @@ class _ScoreHandler(BaseHTTPRequestHandler):
         self.wfile.write(body)
 
     def log_message(self, format: str, *args: str | int) -> None:
-        """Log no requests: the log is for errors."""
+        """Ignore the log message of a request. The log is for errors."""
 
 
 def _load(arguments: dict[str, Any]) -> RewardModel:
@@ -132,7 +135,7 @@ def _load(arguments: dict[str, Any]) -> RewardModel:
 
 
 def main() -> int:
-    """Load the model and answer until ended."""
+    """Load the model and answer requests until the process ends."""
     parser = argparse.ArgumentParser()
     parser.add_argument("--config", type=Path, required=True)
     arguments = json.loads(parser.parse_args().config.read_text())

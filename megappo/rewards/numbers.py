@@ -1,4 +1,4 @@
-"""What counts as a score: a number that float32 can hold. Standard library only, as reward workers import it."""
+"""Valid scores: numbers that float32 can represent. Imports only the standard library, for reward workers."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ _LARGEST_FLOAT32 = 3.4028234663852886e38
 
 
 def as_float(number: SupportsFloat) -> float:
-    """A number as float64, infinite where it has more digits than that can hold."""
+    """Return a number as float64. The result is infinite if float64 cannot represent the number."""
     try:
         return float(number)
     except OverflowError:
@@ -17,7 +17,7 @@ def as_float(number: SupportsFloat) -> float:
 
 
 def score_problem(score: float) -> str:
-    """Why a number is no score, for the end of a sentence; "" for one that is."""
+    """Return the end of a sentence about an invalid score, or "" for a valid score."""
     if math.isfinite(score) and abs(score) <= _LARGEST_FLOAT32:
         return ""
     return f"{score}, must be finite and within float32"

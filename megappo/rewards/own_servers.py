@@ -1,4 +1,4 @@
-"""Servers that a run starts for its rewards: which rank starts each, where it runs, and how it is ended."""
+"""Servers that a run starts for its rewards."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ _END_SECONDS = 60.0
 
 
 class _EndEvent:
-    """An event that `keep_running` takes as `Ending`."""
+    """Event that implements `Ending` for `keep_running`."""
 
     def __init__(self) -> None:
         self._event = threading.Event()
@@ -38,14 +38,14 @@ class _EndEvent:
         return self._event.is_set()
 
 
-class _Kept:
-    """A server and the thread that keeps it running."""
+class _RunningServer:
+    """Server and the thread that keeps the server running."""
 
     def __init__(self, spec: ServerSpec, called: str, port: int, key: str) -> None:
         self._spec, self._port, self._key, self._ending = spec, port, key, _EndEvent()
         self.called = called
         self.problem: str | None = None
-        """Reason why the server was given up; None: it was not."""
+        """Reason for a server that failed permanently, otherwise None."""
         self._thread = threading.Thread(target=self._keep, name="megappo-reward-server", daemon=True)
         self._thread.start()
 
@@ -59,7 +59,7 @@ class _Kept:
         return start_server(self._spec, 0, 0, restarts + 1, port=self._port, key=self._key)
 
     def end(self) -> None:
-        """Tell the server to end; `wait` returns when all its processes are gone."""
+        """Request the end of the server. `wait` returns after all its processes have ended."""
         self._ending.end()
 
     def wait(self) -> None:
@@ -68,56 +68,59 @@ class _Kept:
 
 @dataclass(frozen=True)
 class OwnServers:
-    """The servers of a run's own rewards."""
+    """Servers that the run starts for its rewards."""
 
     places: Mapping[str, ServerPlace] = field(default_factory=dict)
-    """Places of the servers, by the names of the judges or the model that they serve; the same on all ranks."""
-    kept: Sequence[_Kept] = ()
+    """Places of the servers by the names of their judges or of the model. All ranks have the same places."""
+    running: Sequence[_RunningServer] = ()
     """Servers that this rank has started."""
 
     def check(self) -> None:
-        """Raise RunError where a server of this rank was given up."""
-        for kept in self.kept:
-            if kept.problem is not None:
-                raise RunError(f"{kept.called}'s server cannot be kept running: {kept.problem}")
+        """Raise RunError if a server of this rank has failed permanently."""
+        for server in self.running:
+            if server.problem is not None:
+                raise RunError(f"{server.called}'s server cannot be kept running: {server.problem}")
 
     def close(self) -> None:
-        """End this rank's servers and all their processes."""
-        for kept in self.kept:
-            kept.end()
-        for kept in self.kept:
-            kept.wait()
+        """End the servers of this rank and all their processes."""
+        for server in self.running:
+            server.end()
+        for server in self.running:
+            server.wait()
 
 
 @dataclass(frozen=True)
 class OwnServer:
-    """A server to start."""
+    """Server to start."""
 
     settings: OwnServerSettings
     key: str
     """Dotted key of the server's settings."""
     called: str
-    """Whose server it is, for people."""
+    """Readable name of the server's user."""
     spec: Callable[[int], ServerSpec]
-    """Makes the specification, given the number of ranks that train on the server's machine; called on the rank that
-    starts it. Raises RunError."""
+    """Function that returns the specification. Its argument is the number of training ranks on the server's machine.
+    Only the rank that starts the server calls the function. Raises RunError."""
     path: str = ""
-    """Path behind the server's address in requests."""
+    """Path after the server's address in requests."""
 
 
-def start_servers(wanted: Mapping[str, OwnServer], runtime: Runtime) -> OwnServers:
-    """Start servers without waiting for them, each on the first rank of its machine; a collective of the world. Raises
-    ValueError on every rank where one cannot be started."""
+def start_servers(servers: Mapping[str, OwnServer], runtime: Runtime) -> OwnServers:
+    """Start servers without waiting for them, each on the first rank of its machine. The call is a collective of the
+    world.
+
+    Raises ValueError on every rank if a server cannot be started.
+    """
     hosts = all_gather_objects(machine_here())
     mine, machines = hosts[runtime.rank], list(dict.fromkeys(hosts))
     address = address_among(hosts, mine) if len(machines) > 1 else "127.0.0.1"
 
-    def started() -> tuple[dict[str, ServerPlace], list[_Kept]]:
-        places, kept = {}, []
-        for name, server in wanted.items():
+    def started() -> tuple[dict[str, ServerPlace], list[_RunningServer]]:
+        places, running = {}, []
+        for name, server in servers.items():
             own, key = server.settings, server.key
             if own.machine >= len(machines):
-                raise RunError(f"{key}.machine is {own.machine}, the trainers have {len(machines)}, from 0 on")
+                raise RunError(f"{key}.machine is {own.machine}, must be below {len(machines)} (number of machines)")
             if hosts.index(machines[own.machine]) != runtime.rank:
                 continue
             spec = server.spec(hosts.count(mine))
@@ -126,36 +129,37 @@ def start_servers(wanted: Mapping[str, OwnServer], runtime: Runtime) -> OwnServe
             spec, port, secret = replace(spec, host=host, address=reached), free_port(host), secrets.token_hex(16)
             url = f"http://{named_in_url(reached)}:{port}{server.path}"
             places[name] = ServerPlace(url, spec.called, secret, own.start_timeout_seconds)
-            kept.append(_Kept(spec, server.called, port, secret))
-        return places, kept
+            running.append(_RunningServer(spec, server.called, port, secret))
+        return places, running
 
-    # Raises on every rank where one fails, so that none waits for it in the gather behind.
-    places, kept = agreed(started, (RunError, OSError))
+    # Raises on every rank if one rank fails, so that no rank waits in the following gather.
+    places, running = agreed(started, (RunError, OSError))
     everywhere = {name: place for of_rank in all_gather_objects(places) for name, place in of_rank.items()}
-    return OwnServers(everywhere, kept)
+    return OwnServers(everywhere, running)
 
 
 def own_cores() -> tuple[int, ...]:
-    """CPU cores that a server may use here."""
+    """Return the CPU cores that a server can use on this machine."""
     return tuple(sorted(os.sched_getaffinity(0)))
 
 
 def own_gpus(config: Config, server: OwnServerSettings, key: str, ranks_here: int) -> tuple[int, ...]:
-    """GPUs of a server by their number among those that this process sees; `ranks_here` train on the machine. Raises
-    RunError where there are too few, or others use them."""
+    """Return the GPUs of a server by their numbers among the GPUs visible to this process.
+
+    `ranks_here` is the number of training ranks on the machine. Raises RunError if there are too few GPUs, or if
+    trainers or rollout servers use the GPUs.
+    """
     first = ranks_here if server.first_device is None else server.first_device
     last, count = first + server.ranks - 1, torch.cuda.device_count()
-    words = f"{key} would stand on the GPUs {first} to {last}"
+    placed = f"{key} would use the GPUs {first} to {last}"
     if last >= count:
-        raise RunError(f"{words}, but a rank sees {count} here; start fewer ranks, or set first_device or machine")
+        raise RunError(f"{placed}, but a rank sees {count} GPUs; start fewer ranks, or set first_device or machine")
     if first < ranks_here:
-        raise RunError(f"{words}, where {ranks_here} ranks train; set first_device to {ranks_here} or more")
+        raise RunError(f"{placed}, but {ranks_here} ranks train there; set first_device to {ranks_here} or more")
     rollout = config.rollout.servers
     if config.rollout.has_servers and rollout.placement == "disaggregated" and not rollout.urls and not server.machine:
         begin = ranks_here if rollout.first_device is None else rollout.first_device
         end = begin + (rollout.engines or 1) * rollout.node_ranks
         if first < end and last >= begin:
-            raise RunError(
-                f"{words}, where the servers of the rollout stand, on {begin} to {end - 1}; set first_device to {end}"
-            )
+            raise RunError(f"{placed}, but rollout servers use {begin} to {end - 1}; set first_device to {end}")
     return tuple(range(first, last + 1))

@@ -1,4 +1,4 @@
-"""Reward functions by their names in the configuration, and their arguments."""
+"""Reward functions by name, and their arguments."""
 
 from __future__ import annotations
 
@@ -17,26 +17,26 @@ if TYPE_CHECKING:
     from megappo.types import Prompt
 
 RewardCallable = Callable[..., Any]
-"""A rule or a user's function. It takes what its author wrote, see `argument_names`, and options; what it returns is
-checked in the worker."""
+"""Rule or custom function. The function receives the arguments of its parameters (`argument_names`) and the options.
+The worker checks the result."""
 OF_ENVIRONMENT = "environment"
-"""Name for rewards of the environment alone, without a function."""
+"""Name for rewards of the environment, without a function."""
 _PER_SAMPLE = ("prompt", "response", "answer", "metadata")
 _PER_BATCH = ("prompts", "responses", "answers", "metadata")
-_FURTHER = ("raw_response", "prompt_token_ids", "token_ids", "truncated", "conversation")
-"""Further arguments, for functions that have parameters for them."""
+_ADDITIONAL = ("raw_response", "prompt_token_ids", "token_ids", "truncated", "conversation")
+"""Additional arguments for functions with parameters of these names."""
 OF_EACH = {
     "prompts": "prompt", "responses": "response", "answers": "answer", "raw_responses": "raw_response",
     "conversations": "conversation",
 }  # fmt: skip
-"""For arguments of batch functions with another name: the argument of one sample that they are a list of."""
+"""Arguments of batch functions with a different name than the argument of a single sample."""
 _VERLS = {"solution_str", "ground_truth"}
 """Parameters of verl's functions of one sample. Functions of many samples add an `s` to these names."""
 _OF_BATCH = {one: many for many, one in OF_EACH.items()}
 
 
 class RewardChoice(NamedTuple):
-    """The reward function as it is sent to a worker, which does not import the configuration."""
+    """Reward function in the form for a worker, which does not import the configuration."""
 
     function: str
     options: dict[str, Any]
@@ -47,8 +47,11 @@ ChosenReward: TypeAlias = "RewardSettings | RewardChoice"
 
 
 def check_reward(settings: RewardSettings) -> None:
-    """Raises ValueError if the reward cannot be used: the name is unknown, the import fails, the function does not take
-    the options, the key of a server is missing, or a server requires a SOCKS proxy."""
+    """Check that the reward is usable.
+
+    Raises ValueError if the name is unknown, the import fails, the function does not accept the options, the key of a
+    server is missing, or a server requires a SOCKS proxy.
+    """
     if settings.judge is not None:
         judge_key(settings.judge)
         if settings.judge.url is not None:
@@ -57,7 +60,7 @@ def check_reward(settings: RewardSettings) -> None:
     if settings.function in ("model", OF_ENVIRONMENT):
         unused = [name for name, value in (("options", settings.options), ("batch", settings.batch)) if value]
         if unused:
-            raise ValueError(f"reward.function '{settings.function}' takes no reward.{unused[0]}; remove it")
+            raise ValueError(f"reward.function '{settings.function}' does not use reward.{unused[0]}; remove it")
         return
     if resolve(settings) is scores:
         secret_headers(**settings.options)
@@ -65,8 +68,11 @@ def check_reward(settings: RewardSettings) -> None:
 
 
 def check_prompts(settings: RewardSettings, prompts: Sequence[Prompt], source: str) -> None:
-    """Raises ValueError for prompts whose answers no function is for, or with whose own answer a rule cannot compare,
-    before a run begins; `source` names where they are from."""
+    """Check prompts from `source` before a run.
+
+    Raises ValueError for a prompt without a matching reward function, and for a reference answer that a rule cannot
+    compare.
+    """
     rules = {name: str(term.function) for name, (_, term) in settings.terms.items()}
     problems: dict[str, list[tuple[int, str]]] = {}
     for prompt in prompts:
@@ -76,17 +82,17 @@ def check_prompts(settings: RewardSettings, prompts: Sequence[Prompt], source: s
         for rule in own:
             if rule in GOLDS and (problem := _gold_problem(rule, prompt.answer)):
                 problems.setdefault(rule, []).append((prompt.index, problem))
-    for _, found in sorted(problems.items()):
-        first, problem = found[0]
-        others = f" (and so for {len(found) - 1} more prompts)" if len(found) > 1 else ""
+    for _, reports in sorted(problems.items()):
+        first, problem = reports[0]
+        others = f" (and so for {len(reports) - 1} more prompts)" if len(reports) > 1 else ""
         raise ValueError(f"prompt {first} of '{source}': {problem}{others}")
 
 
 def _without_function(settings: RewardSettings, prompt: Prompt) -> str:
     named = sorted({source for term in settings.functions.values() for source in term.data_sources or ()})
     return (
-        f"its data_source is {show(prompt.metadata.get('data_source'))}, and reward.functions are for "
-        f"{', '.join(named)}; add it to the data_sources of one, or a function without them"
+        f"its data_source is {show(prompt.metadata.get('data_source'))}, but reward.functions are for "
+        f"{', '.join(named)}; add the data_source to a function, or add a function without data_sources"
     )
 
 
@@ -99,12 +105,12 @@ def _gold_problem(rule: str, answer: str | None) -> str:
 
 
 def resolve(settings: ChosenReward) -> RewardCallable:
-    """The reward function, ready to be called with samples and `settings.options`: a rule, or a Python function.
+    """Return the reward function, ready for calls with samples and `settings.options`: a rule or a Python function.
 
-    Raises ValueError with the nearest name, or with what of a Python path or of the options does not fit.
+    Raises ValueError with the nearest name for an unknown name, and for an unsuitable Python path or option.
     """
     name = settings.function
-    assert name is not None, "one of several functions has settings of its own"
+    assert name is not None, "each of several functions has separate settings"
     if name not in RULES:
         check_choice(name, [*RULES, "model", OF_ENVIRONMENT], "reward.function")
         function = load_function(name, "reward.function")
@@ -112,7 +118,7 @@ def resolve(settings: ChosenReward) -> RewardCallable:
         _check_call(function, settings)
         return function
     if settings.batch:
-        raise ValueError(f"reward.batch is for Python functions, '{name}' scores sample by sample; remove it")
+        raise ValueError(f"reward.batch is for Python functions, but '{name}' scores single samples; remove it")
     _check_call(RULES[name], settings)
     _check_rule_options(RULES[name], settings)
     warm_up(name)
@@ -120,10 +126,10 @@ def resolve(settings: ChosenReward) -> RewardCallable:
 
 
 def argument_names(function: RewardCallable, *, batch: bool) -> tuple[str, ...]:
-    """The keyword arguments that a reward function is called with: those of `_offered` that it has parameters for.
+    """Return the names of keyword arguments in calls of a reward function: the names in `_offered` with a parameter.
 
-    A function with `**kwargs` gets only the four basic arguments besides: it may pass the others on to a function that
-    does not expect them. A function written in C whose parameters are not known gets the four basic ones too.
+    A function with `**kwargs` receives only the four basic arguments in addition, because the function may pass all
+    its arguments to another function. A function in C with unknown parameters receives the four basic arguments.
     """
     signature = signature_of(function)
     basic = _PER_BATCH if batch else _PER_SAMPLE
@@ -135,15 +141,18 @@ def argument_names(function: RewardCallable, *, batch: bool) -> tuple[str, ...]:
 
 
 def _offered(*, batch: bool) -> tuple[str, ...]:
-    """Every argument that a reward function may have a parameter for."""
+    """Return every argument that a reward function can have a parameter for."""
     if batch:
-        return (*_PER_BATCH, *(_OF_BATCH.get(name, name) for name in _FURTHER))
-    return (*_PER_SAMPLE, *_FURTHER)
+        return (*_PER_BATCH, *(_OF_BATCH.get(name, name) for name in _ADDITIONAL))
+    return (*_PER_SAMPLE, *_ADDITIONAL)
 
 
 def _check_kind(function: RewardCallable, settings: ChosenReward) -> None:
-    """Raise ValueError if the parameter names belong to a function of one sample and `reward.batch` is true, or to a
-    function of lists and `reward.batch` is false."""
+    """Check that the parameters match `reward.batch`.
+
+    Raises ValueError if the parameters belong to a function of one sample and `reward.batch` is true, or to a function
+    of lists and `reward.batch` is false.
+    """
     signature = signature_of(function)
     if signature is None:
         return
@@ -170,7 +179,7 @@ def _check_call(function: RewardCallable, settings: ChosenReward) -> None:
     signature = signature_of(function)
     if signature is not None and "solution_str" in signature.parameters and not settings.batch:
         remedy = (
-            "what verl calls solution_str is response here, and ground_truth answer; data_source and extra_info are in "
+            "rename verl's solution_str to response and ground_truth to answer; data_source and extra_info are in "
             "metadata"
         )
     what = f"reward.function '{settings.function}'"
@@ -183,7 +192,7 @@ def _check_rule_options(rule: RewardCallable, settings: ChosenReward) -> None:
         hint = hints[name]
         choices = get_args(hint) if get_origin(hint) is Literal else (True, False)
         if not any(value is choice or (isinstance(value, str) and value == choice) for choice in choices):
-            words = " or ".join(str(choice).lower() for choice in choices)
+            allowed = " or ".join(str(choice).lower() for choice in choices)
             raise ValueError(
-                f"reward.options.{name} is {value!r}, must be {words} for '{settings.function}'; change it"
+                f"reward.options.{name} is {value!r}, must be {allowed} for '{settings.function}'; change it"
             )

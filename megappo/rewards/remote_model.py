@@ -1,7 +1,7 @@
-"""A frozen reward model on a server elsewhere, which is sent token ids and answers with a score.
+"""Frozen reward model on an external server, which receives token ids and returns scores.
 
-Each sample is a POST of `{"input_ids": [...]}` to `/classify`, answered by `{"embedding": [SCORE]}`. SGLang does so for
-sequence classification models, and so does `megappo.rewards.model_server`.
+Each sample is a POST of `{"input_ids": [...]}` to `/classify`, and the answer is `{"embedding": [SCORE]}`. SGLang
+supports these requests for sequence classification models, and so does `megappo.rewards.model_server`.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _SHOWN_CHARACTERS = 120
 
 
 class RemoteRewardModel:
-    """Scores from a server; this process tokenises the texts, with the model's own tokenizer."""
+    """Scores from a server. This process tokenises the texts with the model's tokenizer."""
 
     def __init__(
         self,
@@ -33,8 +33,11 @@ class RemoteRewardModel:
         trust_remote_code: bool = False,
         template_time: str | None = None,
     ) -> None:
-        """`path`: folder with the model's configuration and tokenizer. Raises ValueError if the folder has no
-        tokenizer, the variable of the key is empty, or the server requires a SOCKS proxy."""
+        """Load the model's configuration and tokenizer from the folder `path`.
+
+        Raises ValueError if the folder has no tokenizer, the variable of the key is empty, or the server requires a
+        SOCKS proxy.
+        """
         key = key_in(settings.key, "the reward model's")
         check_proxy(settings.url)
         self._texts = RewardTexts(path, trust_remote_code=trust_remote_code, template_time=template_time)
@@ -48,7 +51,7 @@ class RemoteRewardModel:
         return self._texts.has_chat_template
 
     def try_each(self, prompts: Sequence[str | Sequence[Message]], responses: Sequence[str]) -> list[float | str]:
-        """The score of each sample, or in its place what went wrong."""
+        """Return the score of each sample, or the reason of a failure in its place."""
         read = [
             attempt(partial(self._texts.ids, prompt, response), (ValueError,))
             for prompt, response in zip(prompts, responses, strict=True)
@@ -70,7 +73,7 @@ class RemoteRewardModel:
 
 
 def _score_of(answer: JSONValue) -> float:
-    """The score in an answer of the server. Raises as the `read` of `post`."""
+    """Return the score in an answer of the server. Raises the errors of `read` in `post`."""
     raise_reported_error(answer)
     embedding = answer.get("embedding") if isinstance(answer, dict) else None
     score = embedding[0] if isinstance(embedding, list) and len(embedding) == 1 else None

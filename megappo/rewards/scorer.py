@@ -1,4 +1,4 @@
-"""Scores of a step's responses, from functions, judges, reward models and environments."""
+"""Scores of the responses of a step, from functions, judges, reward models and environments."""
 
 from __future__ import annotations
 
@@ -34,27 +34,27 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class _Verdicts:
-    """Statistics of a judge on one step's samples of this rank."""
+    """Statistics of a judge for the samples of this rank in one step."""
 
     samples: int
     notes: tuple[str, ...]
-    """The reasons for texts without a verdict; one reason for each sample without a verdict."""
+    """Reasons for texts without a verdict, one for each such sample."""
     seconds: float
 
 
 @dataclass(frozen=True)
 class _Worth:
-    """Scores of this rank's samples."""
+    """Scores of the samples of this rank."""
 
     result: RewardResult
     of_terms: Mapping[str, Tensor] = field(default_factory=dict)
-    """Scores (B,) of each of several functions, by its name."""
+    """Scores (B,) of each of several functions, by name."""
     verdicts: Mapping[str, _Verdicts] = field(default_factory=dict)
-    """Statistics of judges, by the names of `RewardSettings.judges`."""
+    """Statistics of judges, by the names in `RewardSettings.judges`."""
 
 
 class RewardScorer:
-    """Applies the configured rewards; every rank scores its own responses."""
+    """Application of the configured rewards. Every rank scores its own responses."""
 
     def __init__(
         self,
@@ -66,11 +66,12 @@ class RewardScorer:
         template_time: str | None = None,
         notices: Notices | None = None,
     ) -> None:
-        """Start workers or load the model. Raises ValueError for a function or model that cannot be used.
+        """Start workers or load the model. Raises ValueError for an unusable function or model.
 
-        `servers`: of judges and a model that have their own, which end with the scorer. `trust_remote_code`: code in
-        the reward model's folder may run. `template_time`: what its chat template is told, see `DataSettings`.
-        `notices`: messages between ranks, with which ranks count the failures of all ranks while they score.
+        `servers` are own servers of judges and a model, which end together with the scorer. `trust_remote_code`
+        permits code from the reward model's folder. `template_time` is the time for the chat template of the reward
+        model (`DataSettings`). `notices` transfers messages between ranks, so that ranks count the failures of all
+        ranks during scoring.
         """
         self._servers, self._trust_remote_code, self._template_time = servers, trust_remote_code, template_time
         for _, term in settings.terms.values():
@@ -78,12 +79,12 @@ class RewardScorer:
         self._settings, self._device, self._notices, self._calls = settings, device, notices, 0
         self._judges_with_note = set[str]()
         self._pools: dict[str, RewardPool] = {}
-        """Worker pools, by the names of `RewardSettings.terms`."""
+        """Worker pools by the names in `RewardSettings.terms`."""
         self._model: RewardModel | SharedRewardModel | None = None
         self._remote: RemoteRewardModel | None = None
         try:
             if settings.model_path is not None:
-                self._load_or_ask(settings.model_path)
+                self._load_or_connect(settings.model_path)
             for name, (_, term) in settings.terms.items():
                 if term.function not in (MODEL, OF_ENVIRONMENT):
                     self._pools[name] = self._pool(name, term)
@@ -91,8 +92,8 @@ class RewardScorer:
             self.close()
             raise
 
-    def _load_or_ask(self, path: str) -> None:
-        """Load the reward model, or connect to the process or server that holds it."""
+    def _load_or_connect(self, path: str) -> None:
+        """Load the reward model, or connect to the process or server with the model."""
         settings = self._settings
         if self._servers is not None and settings.model_server is not None:
             from megappo.rewards.shared_model import SERVED, SharedRewardModel
@@ -118,12 +119,12 @@ class RewardScorer:
         return RewardPool(term, self._servers.places[name or "judge"], self._servers.check)
 
     def score(self, rollouts: Rollouts, failures: MutableMapping[int, str] | None = None) -> tuple[Tensor, Totals]:
-        """Scores (B,) float32 of this rank, and `reward/failures`, `reward/timeouts`, the mean of each of several
-        functions and how judges did, over all ranks.
+        """Return scores (B,) float32 of this rank, and metrics over all ranks.
 
-        `failures` is filled with why a sample of this rank has the score of a failure, by its place. A collective of
-        the whole world. Raises RewardError on every rank where too many failed over all of them, so that none waits for
-        one that has stopped.
+        The metrics are `reward/failures`, `reward/timeouts`, the mean score of each of several functions, and
+        statistics of judges. `failures` receives the reason for the failure score of each failed sample of this rank,
+        by its position. The call is a collective of the whole world. Raises RewardError on every rank if too many
+        samples of all ranks failed, so that no rank waits for a stopped rank.
         """
         from megappo.runtime.tally import Tally
 
@@ -140,7 +141,7 @@ class RewardScorer:
         metrics = tally.reduce_totals(self._device)
         self._show_notes(scored.verdicts, metrics)
         failed, samples = map(int, metrics.means["reward/failures"])
-        # Both numbers are sums over all ranks, so all ranks take this branch, and its collective, together.
+        # Both numbers are sums over all ranks, so all ranks take this branch and its collective together.
         if failed > self._settings.max_failure_fraction * samples:
             late = int(metrics.means["reward/timeouts"][0])
             raise too_many_failures(self._settings, failed, samples, first_of_ranks(result.failures), late=late)
@@ -149,7 +150,7 @@ class RewardScorer:
         return result.scores, metrics
 
     def _show_notes(self, verdicts: Mapping[str, _Verdicts], metrics: Totals) -> None:
-        """Print the first text of each judge without a verdict. Collective if a judge has its first such text."""
+        """Print the first text without a verdict of each judge. Collective if a judge has its first such text."""
         for name in sorted(verdicts.keys() - self._judges_with_note):
             if metrics.means[f"reward/{name}/unreadable"][0] > 0:
                 self._judges_with_note.add(name)
@@ -162,11 +163,11 @@ class RewardScorer:
                     )
 
     def score_local(self, rollouts: Rollouts, failures: MutableMapping[int, str] | None = None) -> Tensor:
-        """Scores (B,) float32 of this rank, without any collective.
+        """Return scores (B,) float32 of this rank without any collective.
 
         Without `failures`, raises RewardError if too many samples of this rank failed. With `failures`, all ranks must
-        call this function. The function then adds the failures of this rank to `failures`, as `score` does, and the
-        limit applies to the failures of all ranks.
+        call this method. The method then adds the failures of this rank to `failures`, as `score` does, and the limit
+        applies to the failures of all ranks.
         """
         result = self._result(rollouts, None if failures is None else self._limit(len(rollouts.responses))).result
         if failures is not None:
@@ -176,7 +177,7 @@ class RewardScorer:
         return result.scores
 
     def _limit(self, samples: int) -> FailureLimit | None:
-        """The limit of failures in this call. All ranks make the call."""
+        """Return the limit of failures for this call. All ranks make the call."""
         self._calls += 1
         if self._notices is None:
             return None
@@ -184,76 +185,75 @@ class RewardScorer:
         return FailureLimit(self._notices, self._calls, samples, most, ranks=ranks)
 
     def _result(self, rollouts: Rollouts, limit: FailureLimit | None) -> _Worth:
-        """Scores of all samples. Samples of failed episodes are given to no function and have the score of a
-        failure."""
+        """Return scores of all samples. Samples of failed episodes skip the functions and get the failure score."""
         if rollouts.episodes is None:
             return self._scored(rollouts, range(len(rollouts.responses)), limit)
         failed_B = rollouts.episodes.failed_B
         whole = (~failed_B).nonzero()[:, 0].tolist()
-        found = self._scored(rollouts, whole, limit)
+        scored = self._scored(rollouts, whole, limit)
 
         def with_failed(scores: Tensor) -> Tensor:
             scores_B = torch.full(failed_B.shape, self._settings.failure_score, dtype=torch.float32)
             scores_B[whole] = scores
             return scores_B
 
-        scores_B = with_failed(found.result.scores)
+        scores_B = with_failed(scored.result.scores)
         totals_B = rollouts.total_rewards_B(scores_B)
         beyond = self._finite(totals_B, "the score with the environment's rewards is").failures
         scores_B[[b for b, _ in beyond]] = self._settings.failure_score
-        failures = sorted([(whole[i], reason) for i, reason in found.result.failures] + beyond)
-        every = {name: with_failed(scores) for name, scores in found.of_terms.items()}
-        late = frozenset(whole[i] for i in found.result.late)
-        return _Worth(RewardResult(scores_B, failures, late), every, found.verdicts)
+        failures = sorted([(whole[i], reason) for i, reason in scored.result.failures] + beyond)
+        every = {name: with_failed(scores) for name, scores in scored.of_terms.items()}
+        late = frozenset(whole[i] for i in scored.result.late)
+        return _Worth(RewardResult(scores_B, failures, late), every, scored.verdicts)
 
     def _scored(self, rollouts: Rollouts, chosen: Sequence[int], limit: FailureLimit | None) -> _Worth:
-        """Scores of the samples `chosen`, in that order, by each function that is for their prompts."""
-        judges, found, verdicts = self._settings.judges, dict[str, RewardResult](), dict[str, _Verdicts]()
+        """Return scores of the samples `chosen` in this order, by each function that applies to their prompts."""
+        judges, results, verdicts = self._settings.judges, dict[str, RewardResult](), dict[str, _Verdicts]()
         requests = [_request(rollouts, b) for b in chosen] if self._pools else []
         for name, (_, term) in self._settings.terms.items():
             if term.function == OF_ENVIRONMENT:
                 return _Worth(RewardResult(torch.zeros(len(chosen)), []))
             own = [i for i, b in enumerate(chosen) if self._settings.is_for(name, rollouts.prompts[b].metadata)]
             if term.function == MODEL:
-                found[name] = _spread(self._by_model(rollouts, [chosen[i] for i in own]), own, len(chosen))
+                results[name] = _spread(self._by_model(rollouts, [chosen[i] for i in own]), own, len(chosen))
                 continue
             started = time.monotonic()
             result = self._pools[name].run([requests[i] for i in own], None if limit is None else limit.of(name))
-            found[name] = _spread(result, own, len(chosen))
+            results[name] = _spread(result, own, len(chosen))
             if (metric := name or "judge") in judges:
                 notes = tuple(note for _, note in result.notes)
                 verdicts[metric] = _Verdicts(len(own), notes, time.monotonic() - started)
-        of_terms = {name: result.scores for name, result in found.items() if name}
-        return _Worth(self._sum(found), of_terms, verdicts)
+        of_terms = {name: result.scores for name, result in results.items() if name}
+        return _Worth(self._sum(results), of_terms, verdicts)
 
     def _by_model(self, rollouts: Rollouts, chosen: Sequence[int]) -> RewardResult:
-        """Scores of the samples `chosen` by the reward model."""
+        """Return scores of the samples `chosen` by the reward model."""
         model = self._remote or self._model
         assert model is not None, "settings with `model` have a path"
-        chat = model.has_chat_template  # then prompts go to it as messages
-        prompts, said = [rollouts.prompts[b] for b in chosen], [rollouts.responses[b] for b in chosen]
-        asked = [p.metadata.get(CHAT_MESSAGES, p.text) if chat else p.text for p in prompts]
+        chat = model.has_chat_template  # prompts are then sent as messages
+        prompts, responses = [rollouts.prompts[b] for b in chosen], [rollouts.responses[b] for b in chosen]
+        inputs = [p.metadata.get(CHAT_MESSAGES, p.text) if chat else p.text for p in prompts]
         if self._remote is None:
             assert self._model is not None
-            return self._finite(self._model.score(asked, said), "the reward model gave")
-        found = self._remote.try_each(asked, said)
-        failures = [(i, score) for i, score in enumerate(found) if isinstance(score, str)]
-        numbers = [self._settings.failure_score if isinstance(score, str) else score for score in found]
+            return self._finite(self._model.score(inputs, responses), "the reward model gave")
+        scores = self._remote.try_each(inputs, responses)
+        failures = [(i, score) for i, score in enumerate(scores) if isinstance(score, str)]
+        numbers = [self._settings.failure_score if isinstance(score, str) else score for score in scores]
         return RewardResult(torch.tensor(numbers, dtype=torch.float32), failures)
 
-    def _sum(self, found: dict[str, RewardResult]) -> RewardResult:
-        """The weighted sum; a sample that failed with any function has the score of a failure."""
-        if "" in found:
-            return found[""]
+    def _sum(self, results: dict[str, RewardResult]) -> RewardResult:
+        """Return the weighted sum. A sample that failed with any function has the failure score."""
+        if "" in results:
+            return results[""]
         weights = {name: weight for name, (weight, _) in self._settings.terms.items()}
-        total = torch.stack([weights[name] * result.scores for name, result in found.items()]).sum(0)
-        if not total.isfinite().all():  # terms beyond float32 may have a sum within it
-            exact = sum(weights[name] * result.scores.double() for name, result in found.items())
+        total = torch.stack([weights[name] * result.scores for name, result in results.items()]).sum(0)
+        if not total.isfinite().all():  # terms beyond float32 can have a sum within float32
+            exact = sum(weights[name] * result.scores.double() for name, result in results.items())
             total = torch.where(total.isfinite(), total, torch.as_tensor(exact).float())
-        late = {i for result in found.values() for i in result.late}
+        late = {i for result in results.values() for i in result.late}
         failures = {
             i: f"{name}: {reason}"
-            for name, result in found.items()
+            for name, result in results.items()
             for i, reason in result.failures
             if i not in late or i in result.late  # a time-out takes precedence over other failures
         }
@@ -261,16 +261,18 @@ class RewardScorer:
         summed = self._finite(total, "the weighted sum of reward.functions is")
         return RewardResult(summed.scores, sorted([*failures.items(), *summed.failures]), frozenset(late))
 
-    def _finite(self, scores: Tensor, words: str) -> RewardResult:
-        """The scores, with a failure for each that is not finite or beyond float32; `words` begin the sentence about
-        it."""
+    def _finite(self, scores: Tensor, subject: str) -> RewardResult:
+        """Return the scores with a failure for each score that is not finite or exceeds float32.
+
+        `subject` is the beginning of the sentence about a failure.
+        """
         problems = [(i, score_problem(score)) for i, score in enumerate(scores.tolist())]
-        failures = [(i, f"{words} {problem}") for i, problem in problems if problem]
+        failures = [(i, f"{subject} {problem}") for i, problem in problems if problem]
         scores = scores.masked_fill(~scores.isfinite(), self._settings.failure_score)
         return RewardResult(scores, failures)
 
     def close(self) -> None:
-        """End the workers, and the servers."""
+        """End the workers and the servers."""
         for pool in self._pools.values():
             pool.close()
         if self._servers is not None:
@@ -278,7 +280,7 @@ class RewardScorer:
 
 
 def _spread(result: RewardResult, places: Sequence[int], samples: int) -> RewardResult:
-    """The result of a subset, at `places` of `samples` samples, as a result of all; the others have 0."""
+    """Return the result of a subset at `places` as a result of all `samples` samples. The other samples have 0."""
     if len(places) == samples:
         return result
     scores_B = torch.zeros(samples)
@@ -304,11 +306,11 @@ def _request(rollouts: Rollouts, b: int) -> RewardRequest:
 
 
 def _conversation(rollouts: Rollouts, b: int) -> list[Message]:
-    """Messages of the prompt, then those of the response or the episode, with their roles."""
+    """Return the messages of the prompt and of the response or the episode, with their roles."""
     prompt = rollouts.prompts[b]
     begun = list(prompt.metadata.get(CHAT_MESSAGES, [{"role": "user", "content": prompt.text}]))
     if rollouts.episodes is None:
         return [*begun, {"role": "assistant", "content": rollouts.responses[b]}]
     roles = {"model": "assistant", "environment": "environment"}
-    said = rollouts.episodes.conversations[b]
-    return [*begun, *({"role": roles[turn["by"]], "content": turn["text"]} for turn in said)]
+    turns = rollouts.episodes.conversations[b]
+    return [*begun, *({"role": roles[turn["by"]], "content": turn["text"]} for turn in turns)]

@@ -1,4 +1,4 @@
-"""A frozen reward model that all ranks share: the process of the run that holds it, and the client in each rank."""
+"""Frozen reward model that all ranks share: the process of the run with the model, and the client in each rank."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from megappo.runtime.process import Runtime
 from megappo.runtime.waiting import wait_until
 
 SERVED = "reward model"
-"""Name of the process, also in `OwnServers.places`; it has a space, so that no judge has the same name."""
+"""Name of the process, also in `OwnServers.places`. The name has a space, so no judge can have the same name."""
 REQUEST_SAMPLES = 64
 _KEY = "reward.model_server"
 _PAUSE_SECONDS = 0.5
@@ -43,7 +43,7 @@ class _ModelServerSpec(ServerSpec):
     template_time: str | None = None
 
     def arguments(self, port: int, key: str) -> dict[str, JSONValue]:
-        """See `megappo.rewards.model_server`."""
+        """Return the configuration of `megappo.rewards.model_server`."""
         return {
             "model-path": str(self.model_folder),
             "dtype": self.dtype,
@@ -58,12 +58,15 @@ class _ModelServerSpec(ServerSpec):
 
 
 def model_servers(config: Config, runtime: Runtime) -> dict[str, OwnServer]:
-    """The process to start that holds `reward.model_path`, where `reward.model_server` wants one; a collective of the
-    world then. Raises ValueError on every rank for a folder that cannot be one."""
+    """Return the process that serves `reward.model_path`, if `reward.model_server` is set.
+
+    The call is then a collective of the world. Raises ValueError on every rank for a folder that is not a reward
+    model.
+    """
     server, path = config.reward.model_server, config.reward.model_path
     if server is None:
         return {}
-    assert path is not None, "a validator saw to it"
+    assert path is not None, "a validator requires model_path"
 
     def checked() -> Path:
         folder = model_folder(path, key="reward.model_path").absolute()
@@ -75,7 +78,7 @@ def model_servers(config: Config, runtime: Runtime) -> dict[str, OwnServer]:
 
 
 def _spec(
-    config: Config, server: RewardModelServerSettings, folder: Path, ranks_here: int, *, on_cuda: bool
+    config: Config, server: RewardModelServerSettings, folder: Path, local_ranks: int, *, on_cuda: bool
 ) -> ServerSpec:
     return _ModelServerSpec(
         model_folder=folder,
@@ -85,7 +88,7 @@ def _spec(
         trust_remote_code=config.model.trust_remote_code,
         log_directory=config.run.path.absolute() / "engines",
         cache=PlannedCache(None, 0),
-        devices=own_gpus(config, server, _KEY, ranks_here) if on_cuda else (),
+        devices=own_gpus(config, server, _KEY, local_ranks) if on_cuda else (),
         cores=() if on_cuda else own_cores(),
         called=SERVED,
         key=_KEY,
@@ -95,38 +98,42 @@ def _spec(
 
 
 class SharedRewardModel:
-    """Scores from the process that holds the model; used like a `RewardModel`."""
+    """Client of the process with the model. The interface is the interface of `RewardModel`."""
 
     def __init__(self, place: ServerPlace, settings: RewardModelServerSettings, check: Callable[[], None]) -> None:
-        """`check` raises where the process is given up, on the rank that started it."""
+        """Create the client. `check` raises an error if the process has failed, on the rank that started the
+        process."""
         self._endpoint = Endpoint(0, place.url, place.key, 0, called=SERVED)
         self._settings, self._check = settings, check
         self._has_chat_template: bool | None = None
 
     @property
     def has_chat_template(self) -> bool:
-        """See `RewardModel.has_chat_template`; waits for the process to have loaded it. Raises as `score`."""
+        """Value of `RewardModel.has_chat_template`, once the process has loaded the model. Raises as `score`."""
         if self._has_chat_template is None:
-            self._has_chat_template = bool(self._ask("/model_info", {})["has_chat_template"])
+            self._has_chat_template = bool(self._request("/model_info", {})["has_chat_template"])
         return self._has_chat_template
 
     def score(self, prompts: Sequence[str | Sequence[Message]], responses: Sequence[str]) -> Tensor:
-        """See `RewardModel.score`. Raises RunError for a text that the model cannot read, and where nobody answers
-        in the time that the process may take to start and to answer."""
+        """Return scores as `RewardModel.score` does.
+
+        Raises RunError for a text that the model cannot process, and if the process does not answer within its start
+        and request timeouts.
+        """
         scores_B = torch.empty(len(responses))
-        # Alike in length, so that little of a batch is padding.
+        # Requests contain samples of similar length to reduce padding.
         order = sorted(range(len(responses)), key=lambda i: len(str(prompts[i])) + len(responses[i]))
         for first in range(0, len(order), REQUEST_SAMPLES):
             chosen = order[first : first + REQUEST_SAMPLES]
-            asked, said = [prompts[i] for i in chosen], [responses[i] for i in chosen]
-            answer = self._ask("/score", {"prompts": asked, "responses": said})
+            questions, texts = [prompts[i] for i in chosen], [responses[i] for i in chosen]
+            answer = self._request("/score", {"prompts": questions, "responses": texts})
             if "refused" in answer:
                 raise RunError(str(answer["refused"]))
             scores_B[chosen] = torch.tensor(answer["scores"], dtype=torch.float32)
         return scores_B
 
-    def _ask(self, path: str, content: dict[str, JSONValue]) -> dict[str, JSONValue]:
-        """The answer of the process; the request is repeated while the process starts, or starts again."""
+    def _request(self, path: str, content: dict[str, JSONValue]) -> dict[str, JSONValue]:
+        """Return the answer of the process. The request is repeated during a start or restart of the process."""
         most_seconds = self._settings.timeout_seconds
         answers, failures = list[dict[str, JSONValue]](), list[str]()
 
@@ -142,7 +149,7 @@ class SharedRewardModel:
             is_answered, self._settings.start_timeout_seconds + most_seconds, every_seconds=_PAUSE_SECONDS
         ):
             raise RunError(
-                f"{failures[-1]}, nor after {_KEY}.start_timeout_seconds and timeout_seconds; look at engines/"
+                f"{failures[-1]}, also after {_KEY}.start_timeout_seconds and timeout_seconds; see engines/"
                 f"{SERVED.replace(' ', '-')}.log in the run directory"
             )
         return answers[0]

@@ -1,9 +1,10 @@
-"""Replacements of functions with which scoring libraries would execute text that a model wrote.
+"""Replacements of functions that would execute text of a model in scoring libraries.
 
-Some scorers of reasoning-gym (0.1.25) `eval` a response, or a question of the data; others, and math-verify (0.9), pass
-it to sympy's `parse_expr`, which calls `eval`. `make_safe` replaces these calls by readers of literals and expressions,
-so that ordinary responses score as before. `nothing_executed` is the second line of defence: text that is compiled to
-code while a response is scored is an error, in any version of these libraries and of those that they call.
+Some scorers of reasoning-gym (0.1.25) `eval` a response or a question of the data. Other scorers, and math-verify
+(0.9), pass the text to sympy's `parse_expr`, which calls `eval`. `make_safe` replaces these calls with readers of
+literals and expressions, and the scores of ordinary responses stay the same. `nothing_executed` is the second line of
+defence: compilation of text to code during scoring is an error, in every version of these libraries and of their
+dependencies.
 """
 
 from __future__ import annotations
@@ -34,15 +35,14 @@ SCORERS: dict[str, dict[str, tuple[str, str]]] = {
     },
     "math_verify": {"math_verify.parser": _PARSE},
 }
-"""By library and module: the name in the module that executes responses or data, and its replacement in
-`expressions`."""
+"""Name that executes text of responses or data in each library's modules, and its replacement in `expressions`."""
 _scoring = threading.local()
 P = ParamSpec("P")
 T = TypeVar("T")
 
 
 class ExecutedError(RuntimeError):
-    """A scorer was about to execute text."""
+    """Error for a scorer that was about to execute text."""
 
 
 @cache
@@ -57,7 +57,7 @@ def make_safe(library: str) -> None:
 
 @contextmanager
 def nothing_executed() -> Iterator[None]:
-    """Within the block, this thread raises ExecutedError where any library executes text as code."""
+    """Context in which this thread raises ExecutedError if a library executes text as code."""
     _scoring.on = True
     try:
         yield
@@ -67,8 +67,10 @@ def nothing_executed() -> Iterator[None]:
 
 @cache
 def _watch(read: Callable[P, T]) -> None:
-    """Replace sympy's own `parse_expr` and add the audit hook, once for the process. sympy itself calls `parse_expr`,
-    as in `Number("2")`; while a response is scored, `read` is called instead."""
+    """Replace sympy's `parse_expr` and add the audit hook, once per process.
+
+    Code of sympy also calls `parse_expr`, for example `Number("2")`. During scoring, `read` is called instead.
+    """
     parser = import_module("sympy.parsing.sympy_parser")
     original: Callable[P, T] = parser.parse_expr
 
@@ -81,16 +83,16 @@ def _watch(read: Callable[P, T]) -> None:
 
 def _audit(event: str, arguments: tuple[Any, ...]) -> None:
     if event == "exec" and getattr(_scoring, "on", False) and _is_text(arguments[0]) and not _imports(sys._getframe(1)):
-        raise ExecutedError("a scorer was about to execute what stands in a response")
+        raise ExecutedError("a scorer was about to execute text of a response")
 
 
 def _is_text(code: object) -> bool:
-    """Whether code was compiled from text rather than from a module's file."""
+    """Return whether code was compiled from text rather than from the file of a module."""
     return not isinstance(code, CodeType) or code.co_filename.startswith("<")
 
 
 def _imports(frame: FrameType | None) -> bool:
-    """Whether a module is being imported, which may make classes out of texts of its own."""
+    """Return whether a module import is in progress. An import can create classes from text of the module."""
     while frame is not None:
         if frame.f_code.co_filename.startswith("<frozen importlib"):
             return True

@@ -1,6 +1,6 @@
-"""Environment variables for code that a model wrote, and for code that handles what a model wrote.
+"""Environment variables for code of a model, and for code that processes text of a model.
 
-Standard library only: workers import it.
+Imports only the standard library, for workers.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ import re
 from collections.abc import Collection, Mapping
 
 MARK = "MEGAPPO_REWARD_WORKER"
-"""Variable by which the processes of a worker are found."""
+"""Variable that identifies the processes of a worker."""
 _PLAIN = frozenset(
     (
         "PATH", "HOME", "USER", "LOGNAME", "SHELL", "PWD", "LANG", "LANGUAGE", "TZ", "TERM", "TMPDIR", "TMP", "TEMP",
@@ -23,10 +23,10 @@ _SECRET = re.compile(r"TOKEN(?!IZERS)|SECRET|PASS|CREDENTIAL|AUTH|JWT|COOKIE|_PA
 
 
 def plain_variables(environment: Mapping[str, str]) -> dict[str, str]:
-    """Variables that any program needs, without any that holds a secret."""
+    """Return general variables of programs, without variables that contain secrets."""
     return {n: value for n, value in environment.items() if n in _PLAIN or n.startswith(_PLAIN_PREFIXES)}
 
 
 def without_secrets(environment: Mapping[str, str], but: Collection[str] = ()) -> dict[str, str]:
-    """All variables but those whose names look like secrets; `but` names exceptions."""
+    """Return all variables except variables with names that look like secrets. `but` contains exceptions."""
     return {n: value for n, value in environment.items() if n in but or not _SECRET.search(n)}

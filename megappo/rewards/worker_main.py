@@ -1,13 +1,14 @@
-"""A reward worker: `python -m megappo.rewards.worker_main REQUESTS ANSWERS`, started by `workers.RewardPool`.
+"""Reward worker: `python -m megappo.rewards.worker_main REQUESTS ANSWERS`, started by `workers.RewardPool`.
 
-It is two processes. The pool starts the supervisor, which forks the worker and adopts its orphans. When the worker
-ends, the pool hangs up or the trainer is gone, the supervisor ends all descendants of the worker and then itself.
+A reward worker has two processes. The pool starts the supervisor. The supervisor forks the worker and adopts its
+orphans. When the worker ends, the pool closes the channel or the trainer has ended, the supervisor ends all
+descendants of the worker and then itself.
 
-The worker receives a RewardChoice once and answers ("ready", its process id) or ("broken", reason). Then it receives
-lists of pickled requests, the fields of `workers.RewardRequest` by name, and answers each of them in order with (score,
-None), (score, note) or (None, reason).
+The worker first receives a RewardChoice and answers ("ready", its process id) or ("broken", reason). Then the worker
+receives lists of pickled requests, which are the fields of `workers.RewardRequest` by name. The worker answers each
+request in order with (score, None), (score, note) or (None, reason).
 
-It imports nothing heavy: a killed worker is replaced in the time that its imports take.
+The module imports nothing heavy, because the imports determine the time to replace a killed worker.
 """
 
 from __future__ import annotations
@@ -37,12 +38,11 @@ Answer = tuple[float | None, str | None]
 
 
 def _number(value: Any) -> Answer:
-    """A score that fits float32, or the reason why `value` is none; an error in the value's own methods is a reason
-    too."""
+    """Return a score that fits float32, or a reason. An error in the methods of `value` is a reason too."""
     try:
         return _read(value)
-    except BaseException as error:  # noqa: BLE001 - of a user's object: signals end no worker
-        return None, f"returned what is no number: {failure_words(error, _REASON_CHARACTERS)}"[:_REASON_CHARACTERS]
+    except BaseException as error:  # noqa: BLE001 - any error of a user's object fails only its sample
+        return None, f"returned no valid number: {failure_words(error, _REASON_CHARACTERS)}"[:_REASON_CHARACTERS]
 
 
 def _read(value: Any) -> Answer:
@@ -56,38 +56,44 @@ def _read(value: Any) -> Answer:
     return number, value.note[:_REASON_CHARACTERS] if isinstance(value, Noted) else None
 
 
-def _answers(choice: RewardChoice, function: RewardCallable, names: Sequence[str], asked: list[bytes]) -> list[Answer]:
-    """Answers of one call of the function: for one sample, or with a batch function for all of them, which fail
-    together."""
+def _answers(
+    choice: RewardChoice, function: RewardCallable, names: Sequence[str], requests: list[bytes]
+) -> list[Answer]:
+    """Return the answers of one call of the function: for one sample, or for all samples of a batch function.
+
+    All samples of a batch function fail together.
+    """
     try:
-        samples = [pickle.loads(pickled) for pickled in asked]
+        samples = [pickle.loads(pickled) for pickled in requests]
         if not choice.batch:
-            found = function(**{name: samples[0][name] for name in names}, **choice.options)
-            if issubclass(type(found), list | tuple):  # an object may give another __class__
+            result = function(**{name: samples[0][name] for name in names}, **choice.options)
+            if issubclass(type(result), list | tuple):  # `type` ignores a custom __class__
                 return [(None, "returned a list, must be a number; set reward.batch: true for a function of lists")]
-            return [_number(found)]
+            return [_number(result)]
         columns = {name: [sample[OF_EACH.get(name, name)] for sample in samples] for name in names}
-        return _numbers(function(**columns, **choice.options), len(asked))
-    except BaseException as error:  # noqa: BLE001 - what a user's function raises is a failed sample
-        return [(None, failure_words(error, _REASON_CHARACTERS))] * len(asked)
+        return _numbers(function(**columns, **choice.options), len(requests))
+    except BaseException as error:  # noqa: BLE001 - any error of a user's function fails only its samples
+        return [(None, failure_words(error, _REASON_CHARACTERS))] * len(requests)
 
 
-def _numbers(found: Any, count: int) -> list[Answer]:
-    """The scores of a batch function's result, one for each sample."""
-    # A list of them would hold characters, bytes or keys, or be in any order.
-    if isinstance(found, str | bytes | bytearray | memoryview | Mapping | Set):
-        return [(None, f"returned a {type(found).__name__}, must be a list of numbers")] * count
-    if not isinstance(found, Iterable):
-        problem = f"returned {found!r}, must be a list of numbers; set reward.batch: false for a function of one sample"
+def _numbers(result: Any, count: int) -> list[Answer]:
+    """Return the scores of a batch function's result, one for each sample."""
+    # Iteration over these types yields characters, bytes or keys, or has no defined order.
+    if isinstance(result, str | bytes | bytearray | memoryview | Mapping | Set):
+        return [(None, f"returned a {type(result).__name__}, must be a list of numbers")] * count
+    if not isinstance(result, Iterable):
+        problem = (
+            f"returned {result!r}, must be a list of numbers; set reward.batch: false for a function of one sample"
+        )
         return [(None, problem[:_REASON_CHARACTERS])] * count
-    values = list(found)
+    values = list(result)
     if len(values) != count:
         return [(None, f"returned {len(values)} scores for {count} samples")] * count
     return [_number(value) for value in values]
 
 
 def _serve(pool: WorkerEnd) -> None:
-    """Answer until the pool is gone, which raises EOFError or ConnectionError."""
+    """Answer requests until the pool closes the channel, which raises EOFError or ConnectionError."""
     choice: RewardChoice = pool.first
     process = os.getpid()
     try:
@@ -99,14 +105,14 @@ def _serve(pool: WorkerEnd) -> None:
     names = argument_names(function, batch=choice.batch)
     while True:
         pickled: list[bytes] = pool.receive()
-        for asked in [pickled] if choice.batch else [[request] for request in pickled]:
-            for answer in _answers(choice, function, names, asked):
-                if os.getpid() != process:  # the function forked: a second answer would become the next sample's score
+        for requests in [pickled] if choice.batch else [[request] for request in pickled]:
+            for answer in _answers(choice, function, names, requests):
+                if os.getpid() != process:  # a forked process must not send an answer for the next sample
                     os._exit(0)
                 pool.send(answer)
 
 
-def _leave_stopping_to_the_pool() -> None:
+def _ignore_stop_signals() -> None:
     """Ignore signals that stop a job. Schedulers and terminals send these signals to all processes of a job. A worker
     that exits immediately would fail its samples. Processes that the function starts can be stopped as usual."""
     stopping = (signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP)
@@ -117,14 +123,14 @@ def _leave_stopping_to_the_pool() -> None:
 
 
 def _work(requests: int, answers: int, supervisor: int, serve: Callable[[WorkerEnd], None]) -> None:
-    """Run the worker, in a session of its own: a function may signal its whole process group."""
-    die_with_parent(signal.SIGKILL)  # a function that hangs would never notice that the pool is gone
+    """Run the worker in a separate session, because a function can send signals to its whole process group."""
+    die_with_parent(signal.SIGKILL)  # a hanging function would not notice the end of the pool
     if os.getppid() != supervisor:
         return
     os.setsid()
-    _leave_stopping_to_the_pool()
+    _ignore_stop_signals()
     for descriptor in (requests, answers):
-        os.set_inheritable(descriptor, False)  # a function's own children would keep the sockets open
+        os.set_inheritable(descriptor, False)  # children of the function must not keep the sockets open
     try:
         serve(WorkerEnd(requests, answers))
     except (EOFError, ConnectionError):
@@ -132,16 +138,16 @@ def _work(requests: int, answers: int, supervisor: int, serve: Callable[[WorkerE
 
 
 def _supervise(worker: int, requests: int, trainer: int) -> None:
-    """Wait until the worker, the pool or the trainer is gone, then end all descendants of the worker.
+    """Wait until the worker, the pool or the trainer has ended, then end all descendants of the worker.
 
-    The pool hangs up by shutting down its end of `requests`. That end of a killed trainer can stay open in a process
-    that the trainer forked; then the signal of the parent's death (`die_with_parent`) tells.
+    The pool shuts down its end of `requests` to close the channel. A process that a killed trainer forked can keep
+    this end open. In this case the signal of the parent's death (`die_with_parent`) reports the end of the trainer.
     """
     awake, bell = socket.socketpair()
     for end in (awake, bell):
         end.setblocking(False)
     signal.set_wakeup_fd(bell.fileno(), warn_on_full_buffer=False)
-    # These signals only wake the loop below, which looks at worker and trainer itself.
+    # These signals only wake the following loop, which checks the worker and the trainer.
     for number in (signal.SIGCHLD, signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2):
         signal.signal(number, lambda *_: None)
     die_with_parent(signal.SIGTERM)
@@ -163,17 +169,17 @@ def _runs(worker: int) -> bool:
 
 
 def main(serve: Callable[[WorkerEnd], None] = _serve) -> None:
-    """Have a worker serve until the pool hangs up."""
+    """Run a worker until the pool closes the channel."""
     adapt_streams()
     requests, answers = int(sys.argv[1]), int(sys.argv[2])
     trainer, supervisor = os.getppid(), os.getpid()
-    os.dup2(2, 1)  # what a function prints must not end up in the parent's output
+    os.dup2(2, 1)  # output of a function must not appear in the output of the parent
     adopt_orphans()
     worker = os.fork()
     if worker == 0:
         _work(requests, answers, supervisor, serve)
         return
-    os.close(answers)  # its end must be seen when the worker ends
+    os.close(answers)  # the pool must notice the end of the worker
     _supervise(worker, requests, trainer)
 
 

@@ -1,4 +1,4 @@
-"""Reward functions in processes of their own, which can be killed: a hanging function costs its sample, not the run."""
+"""Reward functions in separate processes that can be killed. A hanging function fails only its own sample."""
 
 from __future__ import annotations
 
@@ -36,61 +36,61 @@ from megappo.runtime.launchers import read_ranks
 from megappo.types import CHAT_MESSAGES
 
 _START_SECONDS = 120.0
-# Longer than the seconds for which a supervisor tries to kill what it has adopted (`descendants._KILL_SECONDS`).
+# Longer than the time in which a supervisor tries to kill adopted processes (`descendants._KILL_SECONDS`).
 _END_SECONDS = 15.0
 _LOOK_SECONDS = 0.5
 _LARGEST_CHUNK, _MOST_WORKERS = 64, 8
 TIMED_OUT = "ran out of time"
-"""Reason of a failure that passed `reward.timeout_seconds`."""
+"""Reason of a failure that exceeded `reward.timeout_seconds`."""
 _DIED = "ended its worker process"
 _WROTE = "wrote into file descriptors that are not its own"
 _SCORES = "scores of this rank"
-_HELD = "held more than twice reward.worker_memory_gigabytes"
+_TOO_LARGE = "used more than twice reward.worker_memory_gigabytes"
 
 
 class RewardError(RunError):
-    """Too many rewards failed, or a worker cannot be started."""
+    """Error for too many failed rewards, or for a worker that cannot be started."""
 
 
 @dataclass(frozen=True)
 class RewardRequest:
-    """The part of a sample that a reward function receives."""
+    """Part of a sample that a reward function receives."""
 
     prompt: str
     response: str
     raw_response: str
-    """The response with special tokens."""
+    """Response with special tokens."""
     answer: str | None
     metadata: dict[str, Any]
     prompt_token_ids: Sequence[int] = ()
     token_ids: Sequence[int] = ()
-    """Token ids after the prompt, the stop token included."""
+    """Token ids after the prompt, including the stop token."""
     truncated: bool = False
-    """Whether a limit of the whole response ended it, see `End.is_truncated`."""
+    """Whether a limit of the whole response ended the response (`End.is_truncated`)."""
     conversation: Sequence[Message] = ()
-    """Messages of the prompt and those after it, each with `role` and `content`; the role is `assistant` for the
-    model's turns, `environment` for what an environment said."""
+    """Messages of the prompt and later messages, each with `role` and `content`. The role is `assistant` for turns of
+    the model, and `environment` for texts of an environment."""
 
 
 @dataclass(frozen=True)
 class RewardResult:
-    """Scores (B,) float32 on the CPU, and (index, reason) of the samples that got the failure score instead."""
+    """Scores (B,) float32 on the CPU, and (index, reason) of samples that have the failure score instead."""
 
     scores: Tensor
     failures: list[tuple[int, str]]
     late: frozenset[int] = frozenset()
     """Indices of failures that timed out."""
     notes: tuple[tuple[int, str], ...] = ()
-    """(index, note) of scores with a note that are no failures."""
+    """(index, note) of scores with a note that are not failures."""
 
     @property
     def timeouts(self) -> int:
-        """Failures that ran out of time."""
+        """Number of failures that timed out."""
         return len(self.late)
 
 
 class Worker:
-    """One worker process and its supervisor, from their start to their end."""
+    """Worker process and its supervisor, from start to end."""
 
     def __init__(
         self,
@@ -98,67 +98,70 @@ class Worker:
         program: str = "megappo.rewards.worker_main",
         variables: Callable[[Mapping[str, str]], dict[str, str]] = dict,
     ) -> None:
-        """`choice`: the first message to the worker's program; `variables`: chooses its environment variables from this
-        process's."""
+        """Start the worker and its supervisor.
+
+        `choice` is the first message to the worker's program. `variables` selects environment variables of this
+        process for the worker.
+        """
         self.ready = self.has_scored = False
         self.pending: deque[int] = deque()
-        """Indices of the requests that the worker is working on, in order."""
+        """Indices of the worker's current requests, in order."""
         self.deadline = time.monotonic() + _START_SECONDS
         self.channel = PoolEnd()
         self.pid: int | None = None
-        """Process id of the process that calls the function, once it has imported it."""
+        """Id of the process that calls the function, available after its import."""
         self._mark = secrets.token_hex(16)
         descriptors = self.channel.their_descriptors
         command = [sys.executable, "-m", program, *map(str, descriptors)]
-        # The parent's import path, so that a function found here is found there.
+        # The worker has the parent's import path, so that the same functions can be imported.
         path = os.pathsep.join(p or os.getcwd() for p in sys.path)
         self.supervisor = subprocess.Popen(
             command,
             pass_fds=descriptors,
             stdin=subprocess.DEVNULL,
             env=variables(os.environ) | {"PYTHONPATH": path, "OMP_NUM_THREADS": "1", MARK: self._mark},
-            process_group=0,  # the terminal's Ctrl-C is for the trainer
+            process_group=0,  # Ctrl-C in the terminal must reach only the trainer
         )
-        with suppress(OSError):  # that it has ended already is noticed where its answer is read
+        with suppress(OSError):  # the end of a worker is detected when its answer is read
             self.channel.started(choice)
 
     @property
     def speaks(self) -> bool:
-        """Whether a message, or the end of the worker, waits to be read."""
+        """Whether a message, or the end of the worker, can be read."""
         return bool(wait([self.channel.answers], timeout=0))
 
     @property
     def resident_gigabytes(self) -> float:
-        """Resident memory of the worker's process, in 1e9 bytes; 0 where it has ended."""
+        """Resident memory of the worker's process in 1e9 bytes, or 0 for a process that has ended."""
         try:
             return float(psutil.Process(self.pid).memory_info().rss) / 1e9
         except psutil.Error:
             return 0.0
 
     def kill(self) -> None:
-        """End the worker with all its descendants, those in sessions of their own included."""
+        """End the worker with all its descendants, including descendants in separate sessions."""
         self.hang_up()
         self.wait()
 
     def hang_up(self) -> None:
-        """Tell the supervisor to end the worker; waits for nothing."""
+        """Close the channel, so that the supervisor ends the worker. The method does not wait."""
         self.channel.close()
-        self.supervisor.send_signal(signal.SIGCONT)  # a stopped one would not see that its pool hung up
+        self.supervisor.send_signal(signal.SIGCONT)  # a stopped supervisor would not notice the closed channel
 
     def wait(self) -> None:
-        """Wait, after `hang_up`, until the worker and all its descendants have ended."""
+        """Wait until the worker and all its descendants have ended, after `hang_up`."""
         try:
             self.supervisor.wait(_END_SECONDS)
         except subprocess.TimeoutExpired:
             self.supervisor.kill()
             self.supervisor.wait()
-        if self.supervisor.returncode != 0:  # it was killed, and what it had adopted is nobody's
+        if self.supervisor.returncode != 0:  # a killed supervisor leaves its adopted processes behind
             end_marked(MARK, self._mark)
 
 
 @dataclass
 class _Job:
-    """One call of `RewardPool.run`."""
+    """State of a call of `RewardPool.run`."""
 
     pickled: list[bytes]
     waiting: deque[int]
@@ -184,8 +187,11 @@ class _Job:
 
 
 def worker_count(settings: RewardSettings, environment: Mapping[str, str]) -> int:
-    """Number of processes that a rank has for a function; by default half of its share of the machine's cores, which is
-    divided by the ranks on the machine as far as the launcher's variables say."""
+    """Return the number of worker processes of a rank for a function.
+
+    The default is half of the rank's share of the machine's cores. The share depends on the number of ranks on the
+    machine, if the launcher's variables contain this number.
+    """
     if settings.workers is not None:
         return settings.workers
     if settings.batch:
@@ -195,18 +201,19 @@ def worker_count(settings: RewardSettings, environment: Mapping[str, str]) -> in
 
 
 class RewardPool(AbstractContextManager["RewardPool"]):
-    """Worker processes that apply one reward function; use as a context manager or `close` it."""
+    """Worker processes that apply one reward function. Use the pool as a context manager, or `close` the pool."""
 
     def __init__(
         self, settings: RewardSettings, place: ServerPlace | None = None, check: Callable[[], None] = lambda: None
     ) -> None:
-        """Start the workers and wait until each has imported the function.
+        """Start the workers and wait until each worker has imported the function.
 
-        `place`: of a judge's own server. `check` is called now and then, and raises what ends the run.
-        Raises ValueError where the function cannot be used, RewardError where a worker ends or hangs in the import.
+        `place` is the place of a judge's own server. `check` is called regularly and raises errors that end the run.
+
+        Raises ValueError if the function is unusable, and RewardError if a worker ends or hangs during the import.
         """
         if settings.batch and (settings.workers or 1) > 1:
-            raise ValueError(f"reward.workers is {settings.workers}, but reward.batch makes one call; set workers: 1")
+            raise ValueError(f"reward.workers is {settings.workers}, but reward.batch uses one worker; set workers: 1")
         self._settings = settings
         assert settings.function is not None, "a pool has one function"
         self._check, self._look = check, 0.0
@@ -226,20 +233,20 @@ class RewardPool(AbstractContextManager["RewardPool"]):
             raise
 
     def _check_memory(self) -> None:
-        """Raise ValueError where workers hold more than they may before they have scored anything, as each would be
-        replaced after its first samples."""
-        held, most = max(worker.resident_gigabytes for worker in self.workers), self._settings.worker_memory_gigabytes
-        if held > most:
+        """Raise ValueError if workers exceed their memory limit before the first score. Such workers would be replaced
+        after each chunk of samples."""
+        used, most = max(worker.resident_gigabytes for worker in self.workers), self._settings.worker_memory_gigabytes
+        if used > most:
             raise ValueError(
-                f"a worker holds {held:.3g} GB once it has imported reward.function '{self._settings.function}', more "
-                f"than reward.worker_memory_gigabytes {most:g}; raise that, or import less"
+                f"a worker uses {used:.3g} GB after the import of reward.function '{self._settings.function}', above "
+                f"reward.worker_memory_gigabytes {most:g}; raise the limit, or import less"
             )
 
     def __exit__(self, *_exc: object) -> None:
         self.close()
 
     def close(self) -> None:
-        """End all workers, at the same time: a scheduler that stops a run leaves little."""
+        """End all workers at the same time, because a scheduler that stops a run leaves little time."""
         for worker in self.workers:
             worker.hang_up()
         for worker in self.workers:
@@ -247,7 +254,7 @@ class RewardPool(AbstractContextManager["RewardPool"]):
         self.workers = []
 
     def score(self, requests: Sequence[RewardRequest]) -> RewardResult:
-        """Score all requests; failures cost only their own sample (all of them, with a batch function).
+        """Score all requests. A failure affects only its own sample, or all samples of a batch function.
 
         Raises RewardError if more than `max_failure_fraction` of the requests failed.
         """
@@ -262,15 +269,15 @@ class RewardPool(AbstractContextManager["RewardPool"]):
     def run(self, requests: Sequence[RewardRequest], are_too_many: Callable[[int], bool] | None = None) -> RewardResult:
         """Score all requests.
 
-        `are_too_many` receives the number of failures, and returns whether the run will end because of the failures. If
-        a sample timed out and `are_too_many` returns true, this function does not wait for the remaining samples.
-        They get `reward.failure_score`.
+        `are_too_many` receives the number of failures, and returns whether the run will end because of the failures.
+        If a sample timed out and `are_too_many` returns true, this method does not wait for the remaining samples. The
+        remaining samples get `reward.failure_score`.
         """
         assert self.workers, "the pool is closed"
         pickled = [_pickled(index, request) for index, request in enumerate(requests)]
         job = _Job(pickled, deque(range(len(pickled))))
         for worker in [w for w in self.workers if w.ready and (w.speaks or w.supervisor.poll() is not None)]:
-            self._replace(worker)  # ended between two calls, by whatever: no sample's fault
+            self._replace(worker)  # the worker ended between two calls, so no sample fails
         PROGRESS.expect(_SCORES, len(requests))
         self._show_late(job)
         try:
@@ -280,13 +287,13 @@ class RewardPool(AbstractContextManager["RewardPool"]):
         finally:
             PROGRESS.drop(_SCORES)
             for worker in [w for w in self.workers if w.pending]:
-                self._replace(worker)  # the call has ended, and nobody reads its answers
+                self._replace(worker)  # answers of an ended call must not reach the next call
         every = [job.scores.get(index, self._settings.failure_score) for index in range(len(requests))]
         scores = torch.tensor(every, dtype=torch.float32)
         return RewardResult(scores, sorted(job.failures.items()), frozenset(job.late), tuple(sorted(job.notes.items())))
 
     def _hand_out(self, job: _Job) -> None:
-        """Give idle workers their next requests: fewer towards the end, so that they finish together."""
+        """Send the next requests to idle workers. Chunks become smaller at the end, so that workers finish together."""
         for worker in [w for w in self.workers if w.ready and not w.pending]:
             if worker.has_scored and worker.resident_gigabytes > self._settings.worker_memory_gigabytes:
                 self._replace(worker)
@@ -304,9 +311,9 @@ class RewardPool(AbstractContextManager["RewardPool"]):
             worker.deadline = time.monotonic() + self._settings.call_seconds(count)
 
     def _collect(self, job: _Job) -> None:
-        """Wait for answers and take them, or take the worker whose time is up."""
+        """Wait for answers and record them, or replace a worker whose time limit has passed."""
         busy = [worker for worker in self.workers if worker.pending or not worker.ready]
-        assert busy, "unanswered requests, but no worker has them"
+        assert busy, "no worker has the unanswered requests"
         self._check()
         patience = max(0.0, min(worker.deadline for worker in busy) - time.monotonic())
         ready = wait([worker.channel.answers for worker in busy], timeout=min(patience, _LOOK_SECONDS))
@@ -320,10 +327,10 @@ class RewardPool(AbstractContextManager["RewardPool"]):
             self._end_the_large(job)
 
     def _end_the_large(self, job: _Job) -> None:
-        """Replace workers that hold too much memory while they score: the trainer needs the same machine's memory."""
+        """Replace workers that use too much memory during a call, because the trainer shares the machine's memory."""
         for worker in [w for w in self.workers if w.pending]:
             if worker.resident_gigabytes > 2 * self._settings.worker_memory_gigabytes:
-                self._lose(worker, job, _HELD)
+                self._lose(worker, job, _TOO_LARGE)
 
     def _receive(self, worker: Worker, job: _Job) -> None:
         try:
@@ -340,15 +347,15 @@ class RewardPool(AbstractContextManager["RewardPool"]):
         else:
             worker.deadline = time.monotonic() + self._settings.timeout_seconds
 
-    def _welcome(self, worker: Worker, state: str, found: int | str) -> None:
+    def _welcome(self, worker: Worker, state: str, detail: int | str) -> None:
         if state == "broken":
-            raise ValueError(found)
-        worker.pid, worker.ready = int(found), True
+            raise ValueError(detail)
+        worker.pid, worker.ready = int(detail), True
 
     def _lose(self, worker: Worker, job: _Job, reason: str) -> None:
-        """Replace a worker; the sample that it was scoring fails, its others wait for another worker."""
+        """Replace a worker. Its current sample fails, and its other samples wait for another worker."""
         if not worker.ready:
-            raise RewardError(f"reward.function '{self._settings.function}' {reason} while it was imported; fix it")
+            raise RewardError(f"reward.function '{self._settings.function}' {reason} during its import; fix the import")
         failed = [*worker.pending] if self._settings.batch else [worker.pending.popleft()] if worker.pending else []
         for index in failed:
             job.record(index, None, reason)
@@ -364,13 +371,13 @@ class RewardPool(AbstractContextManager["RewardPool"]):
         PROGRESS.remark(_SCORES, f"{len(job.late)} timed out ({limit})")
 
     def _replace(self, worker: Worker) -> None:
-        """Replace a worker by a new one; the others work on while it starts."""
+        """Replace a worker by a new worker. The other workers continue during the start."""
         worker.kill()
         self.workers[self.workers.index(worker)] = self._worker()
 
     def _worker(self) -> Worker:
-        """A new worker. A built-in rule reads what a model wrote and needs no secret, so its worker gets no environment
-        variables with secrets."""
+        """Start a worker. The worker of a built-in rule gets no environment variables with secrets, because a rule
+        reads text of a model and needs no secret."""
         is_rule = self._settings.function in RULES
         return Worker(self._choice, variables=plain_variables if is_rule else dict)
 
@@ -378,7 +385,7 @@ class RewardPool(AbstractContextManager["RewardPool"]):
 def too_many_failures(
     settings: RewardSettings, failed: int, total: int, failures: Sequence[tuple[int, str]], *, late: int = 0
 ) -> RewardError:
-    """The error that ends a run. `late`: failures that ran out of time."""
+    """Return the error that ends a run. `late` is the number of failures that timed out."""
     first = failures[0][1] if failures else "on another rank"
     timed_out = f" ({late} ran out of time, reward.timeout_seconds is {settings.timeout_seconds:g})" if late else ""
     remedy = "raise reward.timeout_seconds, or fix the reward" if late else "fix the reward or its data"
@@ -390,5 +397,5 @@ def too_many_failures(
 
 def _pickled(index: int, request: RewardRequest) -> bytes:
     problem = f"the metadata of sample {index} cannot be sent to a reward worker"
-    with users_code(problem, "keep plain values in them"):
+    with users_code(problem, "use plain values in the metadata"):
         return pickle.dumps(vars(request))

@@ -103,13 +103,13 @@ def test_prompts_and_exported_tokenizers_have_it(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("given", "sentence"),
     [
-        ("data.chat_template=gone.jinja", "'gone.jinja' is no file beside the configuration or in "),
+        ("data.chat_template=gone.jinja", "'gone.jinja' is not a file next to the configuration or in "),
         ("data.chat_template='{% for %}'", "data.chat_template does not compile (line 1: "),
         ("data.chat_template=\"{{ 1 }}\\n{% if %}\"", "data.chat_template does not compile (line 2: "),
-        ("data.chat_template_options={messages: 1}", "messages is told by the data; remove it"),
-        ("data.chat_template_options={strftime_now: 1}", "strftime_now is told by data.template_time; remove it"),
-        ("data.chat_template_options={'a b': 1}", "'a b' is no name in a template; use letters"),
-        ("data.chat_template_options={if: 1}", "'if' is no name in a template"),
+        ("data.chat_template_options={messages: 1}", "messages is set by the data; remove it"),
+        ("data.chat_template_options={strftime_now: 1}", "strftime_now is set by data.template_time; remove it"),
+        ("data.chat_template_options={'a b': 1}", "'a b' is not a valid variable name; use letters"),
+        ("data.chat_template_options={if: 1}", "'if' is not a valid variable name"),
         ("data.chat_template_options={a: 1}", "the tokenizer has no chat template; set data.chat_template"),
     ],
 )  # fmt: skip

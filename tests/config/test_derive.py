@@ -287,7 +287,7 @@ def test_reference_stands_on_the_actors_layout() -> None:
 def test_layers_of_a_stage_are_numbers_above_zero(layers: str) -> None:
     with pytest.raises(ConfigError) as caught:
         config_with(f"actor.layout={{pipeline_parallel: 2, pipeline_layers: {layers}}}")
-    rule = "must be auto, balanced or a list of whole numbers above 0 such as [3, 1]"
+    rule = "must be auto, balanced or a list of positive integers such as [3, 1]"
     assert caught.value.problems == (f"actor.layout.pipeline_layers: {layers} {rule}",)
 
 
@@ -343,7 +343,7 @@ def test_minibatches_by_their_number_differ_by_one_sample() -> None:
         ),
         (
             {"minibatches": 2, "optimizer": {"learning_rate": 1.0, "decay_ratio": 0.2}},
-            "decay_ratio is of the schedule wsd, and schedule is constant; remove it",
+            "decay_ratio belongs to the schedule wsd, but schedule is constant; remove",
         ),
     ],
 )
@@ -359,7 +359,7 @@ def test_an_override_takes_the_place_of_its_alternative() -> None:
 
 
 def test_float16_is_refused_with_the_reason() -> None:
-    with pytest.raises(ConfigError, match="'float16' ends at 65504 and loses small gradients.*; set bfloat16"):
+    with pytest.raises(ConfigError, match="'float16' has a maximum of 65504 and loses small gradients.*; set bfloat16"):
         config_with("model.dtype=float16")
 
 
@@ -393,7 +393,7 @@ def test_a_best_checkpoint_may_be_found_before_the_last_step() -> None:
 
 @pytest.mark.parametrize("other", [{"path": "elsewhere"}, {"share_actor_base": True}])
 def test_a_reference_of_its_own_is_not_refreshed(other: dict[str, Any]) -> None:
-    with pytest.raises(ValidationError, match="refresh_every_steps 3 has the reference take the actor's weights"):
+    with pytest.raises(ValidationError, match="refresh_every_steps 3 copies the actor's weights to"):
         ReferenceSettings.model_validate({"refresh_every_steps": 3, **other})
 
 

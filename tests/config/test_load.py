@@ -80,7 +80,7 @@ MALFORMED: list[tuple[dict[str, Any], list[str]]] = [
     ({"actor.paths": 3}, ["actor.paths is not a setting; the section actor has "]),
     ({"logging.xyzzy": 3}, ["logging.xyzzy", "the section logging has tensorboard, wandb_project"]),
     ({"qqqq": {}}, ["qqqq is not a setting", "the top level has run, runtime, model"]),
-    ({"run.steps": REMOVED}, ["run: steps is missing; add it (PPO steps), or epochs (passes over data.train)"]),
+    ({"run.steps": REMOVED}, ["run: steps is missing; set steps (PPO steps) or epochs (passes over data.train)"]),
     ({"run.epochs": 2}, ["run: steps 10 and epochs 2 are both given; keep one of them"]),
     ({"run.epochs": 0}, ["run.epochs is 0", "must be above 0"]),
     ({"reward": REMOVED}, ["reward is missing", "add it (Scoring)"]),
@@ -132,14 +132,14 @@ MALFORMED: list[tuple[dict[str, Any], list[str]]] = [
         ["algorithm.estimator: 'groupo'", "is none of gae", "did you mean 'grpo'"],
     ),
     ({"algorithm.gamma": 1.5}, ["algorithm.gamma is 1.5", "at most 1.0; the nearest is 1.0"]),
-    ({"algorithm.lam": 2}, ["algorithm.lam: 2 is neither a number from 0 to 1 nor {actor: 0.95,", "write either"]),
+    ({"algorithm.lam": 2}, ["algorithm.lam: 2 is neither a number from 0 to 1 nor {actor: 0.95,", "write one of"]),
     ({"algorithm.lam": {"actor": "x"}}, ["algorithm.lam.actor: 'x' is neither a number", "{length_adaptive: 1.5}"]),
     (
         {"algorithm.lam": {"actor": {"number": 0.5, "length_adaptive": 0.1}}},
         ["algorithm.lam.actor: number and length_adaptive are given together; give one of them"],
     ),
-    ({"rollout.generation": "segments"}, ["rollout: generation is 'segments', must be a path; write package.module"]),
-    ({"rollout.generation_options": {"tokens": 1}}, ["generation_options are for a function of your own", "remove"]),
+    ({"rollout.generation": "segments"}, ["rollout: generation is 'segments', must be an import path; write package"]),
+    ({"rollout.generation_options": {"tokens": 1}}, ["generation_options need a function in generation", "remove"]),
     ({"algorithm.clip_low": 1}, ["algorithm.clip_low is 1", "must be below 1"]),
     ({"algorithm.dual_clip": 1.0}, ["algorithm.dual_clip is 1.0", "must be above 1"]),
     ({"actor.optimizer.learning_rate": "1e-5x"}, ["learning_rate is '1e-5x'", "must be a number"]),
@@ -151,7 +151,7 @@ MALFORMED: list[tuple[dict[str, Any], list[str]]] = [
     ),
     (
         {"actor.optimizer.overlap_param_gather": True, "actor.optimizer.distributed": False},
-        ["actor.optimizer: overlap_param_gather is true, but with distributed false", "remove one of them"],
+        ["actor.optimizer: overlap_param_gather is true, but every rank updates", "remove one of them"],
     ),
     (
         {"actor.optimizer.overlap_param_gather": True, "actor.optimizer.distributed": True},
@@ -387,8 +387,8 @@ ABSURD = {
         "rollout: {stop_token_ids: [18446744073709551616]}",
         "stop_token_ids.0 is 18446744073709551616",
     ),
-    "a long name": (f"run: {{name: {'x' * 5000}}}", "run.name: a path of 5000 bytes whose longest part has 5000"),
-    "a long path": (f"model: {{path: {'x/' * 4000}y}}", "model.path: a path of 8001 bytes"),
+    "a long name": (f"run: {{name: {'x' * 5000}}}", "run.name: the path has 5000 bytes and its longest part has 5000"),
+    "a long path": (f"model: {{path: {'x/' * 4000}y}}", "model.path: the path has 8001 bytes"),
     "prompts": (
         "rollout: {prompts_per_step: 1000000000000}",
         "prompts_per_step is 1000000000000, must be at most",
@@ -438,7 +438,7 @@ def test_divisors_take_the_square_root_in_steps() -> None:
 
 @pytest.mark.parametrize("name", ["../../x", "..", ".", "/tmp/x", "a/../b", "a//b", "a/"])
 def test_a_run_stays_in_runs(tmp_path: Path, name: str) -> None:
-    assert f"run.name: '{name}' is no folder below runs/" in str(refusal(tmp_path, {"run.name": name}))
+    assert f"run.name: '{name}' is not a folder below runs/" in str(refusal(tmp_path, {"run.name": name}))
     assert load_config(written(tmp_path, {"run.name": "group/x..y"})).run.path == Path("runs/group/x..y")
 
 
@@ -512,5 +512,5 @@ def test_servers_elsewhere_take_the_place_of_own_ones() -> None:
     config, urls = ROOT / "configs/sglang_disaggregated.yaml", "rollout.sglang.urls=['http://a:30000']"
     servers = load_config(config, [urls]).rollout.servers
     assert servers.urls == ("http://a:30000",) and servers.engines is None
-    with pytest.raises(ConfigError, match="engines 2 starts own servers, urls names others; remove engines, or set it"):
+    with pytest.raises(ConfigError, match="engines 2 starts own servers, but urls name external servers; set"):
         load_config(config, [urls, "rollout.sglang.engines=2"])

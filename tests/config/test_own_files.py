@@ -125,5 +125,5 @@ def test_what_is_wrong_with_a_file_is_said(path: str, sentence: str, folder: Pat
 
 
 def test_a_mistake_in_the_configuration_is_the_configurations(folder: Path) -> None:
-    with pytest.raises(ConfigError, match="must be a path; write package.module:function or path/to/file.py:function"):
+    with pytest.raises(ConfigError, match="must be an import path; write package.module:function or path/to/file.py:"):
         load_config(folder / "run.yaml", ["rollout.generation=mine"])

@@ -69,7 +69,7 @@ def test_a_key_in_the_place_of_its_variable_is_not_shown() -> None:
     judge = {"url": "http://j/v1", "model": "m", "key": TOKEN, "prompt": "{answer}", "pattern": "(a)"}
     with pytest.raises(ConfigError) as told:
         load_config(BASE, [f"reward={json.dumps({'judge': judge})}"])
-    assert TOKEN not in str(told.value) and "give the name of one that holds the key" in str(told.value)
+    assert TOKEN not in str(told.value) and "give the name of the variable that contains the key" in str(told.value)
 
 
 def test_a_key_may_stand_in_a_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

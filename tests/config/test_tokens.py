@@ -534,7 +534,7 @@ def test_a_time_is_written_as_a_date_or_a_date_and_a_time(tmp_path: Path) -> Non
 
     assert (given("2024-07-26"), given(f"'{MOMENT}'")) == ("2024-07-26 00:00:00", MOMENT)
     for wrong in ("yesterday", "'2024-13-01'", "'26 Jul 2024'"):
-        with pytest.raises(ConfigError, match=r"data\.template_time.* is no time; write it as 2025-11-25"):
+        with pytest.raises(ConfigError, match=r"data\.template_time.* is not a time; write it as 2025-11-25"):
             given(wrong)
 
 

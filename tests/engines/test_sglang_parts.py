@@ -841,11 +841,11 @@ def test_shipped_settings_go_together() -> None:
     ("sglang", "words"),
     [
         ("{urls: ['http://a:1']}", "set placement: disaggregated"),
-        ("{urls: ['http://a:1'], placement: disaggregated, engines: 2}", "remove engines, or set it to null"),
+        ("{urls: ['http://a:1'], placement: disaggregated, engines: 2}", "external servers; set engines to null"),
         ("{urls: ['a:1'], placement: disaggregated}", "must look like http://HOST:PORT"),
         (
             "{urls: ['http://a:1'], placement: disaggregated, nodes: 2}",
-            "nodes 2 is for own servers, and urls name others",
+            "nodes 2 is for own servers, but urls name external",
         ),
     ],
 )

@@ -813,9 +813,9 @@ def test_an_environment_that_cannot_be_used_is_refused(settings: dict[str, Any],
 @pytest.mark.parametrize(
     ("overrides", "sentence"),
     [
-        (["reward.function=environment"], "rollout.environment names none that rewards"),
-        (["reward.function=environment", "rollout.environment={name: single_turn}"], "names none that rewards"),
-        (["rollout.environment={name: guess, max_turn_tokens: 99999}"], "holds for all turns together"),
+        (["reward.function=environment"], "rollout.environment has no environment with rewards"),
+        (["reward.function=environment", "rollout.environment={name: single_turn}"], "has no environment with rewards"),
+        (["rollout.environment={name: guess, max_turn_tokens: 99999}"], "the limit of all turns together"),
     ],
 )
 def test_settings_that_do_not_go_together_are_refused(overrides: list[str], sentence: str) -> None:

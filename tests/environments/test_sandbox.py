@@ -168,5 +168,5 @@ def test_settings_of_a_sandbox_that_cannot_be_used() -> None:
     settings = ToolSettings(sandbox=SandboxSettings(url="http://127.0.0.1:1"))
     with pytest.raises(ValueError, match="no tool of the environment runs programs"):
         ToolPool({}, settings, ToolCalling().programs)
-    with pytest.raises(ValueError, match="'127.0.0.1:8080' is no address of a service"):
+    with pytest.raises(ValueError, match="'127.0.0.1:8080' is not an address of a service"):
         SandboxSettings(url="127.0.0.1:8080")

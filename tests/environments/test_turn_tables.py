@@ -148,7 +148,7 @@ ENVIRONMENT = ("rollout.environment={name: tests.examples.lookup:Lookup}", "rewa
             (*ENVIRONMENT, "algorithm.estimator=tests.environments.test_turn_tables:own_estimator", "critic=null"),
             "test_turn_tables:own_estimator' does not use `gae`, which finds the ends of turns",
         ),
-        ((*ENVIRONMENT, "algorithm.lam={actor: {length_adaptive: 0.05}}"), "goes by the tokens of a sample, but"),
+        ((*ENVIRONMENT, "algorithm.lam={actor: {length_adaptive: 0.05}}"), "depends on the tokens of a sample, but"),
     ],
 )
 def test_who_knows_of_no_turns_is_refused(overrides: tuple[str, ...], words: str) -> None:

@@ -266,7 +266,7 @@ def test_weights_and_adapters_are_not_mixed(world: Path) -> None:
 @pytest.mark.parametrize(
     ("overrides", "sentence"),
     [
-        (["actor.lora={rank: 4, alpha: 8, dropout: 0.1}"], "dropout 0.1 would change the policy between its samples"),
+        (["actor.lora={rank: 4, alpha: 8, dropout: 0.1}"], "dropout 0.1 would change the policy between rollout"),
         (["actor.lora={rank: 4, alpha: 8, targets: []}"], "must be all, or a list of different names"),
         (["actor.lora={rank: 4, alpha: 8, targets: [q_proj, q_proj]}"], "must be all, or a list of different names"),
         (["actor.lora={rank: 4, alpha: 8, targets: [q_prj]}"], "of which 'q_proj' is the nearest"),

@@ -75,7 +75,7 @@ def test_one_word_is_a_list_of_one() -> None:
         ),
         ("qwen3_moe", "['*.experts.1.*']", "some experts of a layer would be frozen and some not; write *"),
         ("qwen3", "['model.layers.2.*']", "nothing of layer 2 is left to train; freeze less of it"),
-        ("qwen3", "[attention, attention]", "must be attention, embeddings, or a list of at most 100 different words"),
+        ("qwen3", "[attention, attention]", "must be attention, embeddings, or a list of at most 100 different parts"),
         ("qwen3", "3", "3 must be attention, embeddings, or a list"),
     ],
 )

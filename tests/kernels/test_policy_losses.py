@@ -185,8 +185,8 @@ def test_a_band_is_the_losss_own_or_as_given() -> None:
     ("overrides", "words"),
     [
         (["policy_loss=dis"], "old_logprob is decoupled; set old_logprob: bypass"),
-        (["band.low=0.1"], "band is given, but policy_loss 'clip' has none; set clip_low and clip_high"),
-        (["policy_loss=sapo", "band.low=0.1"], "policy_loss 'sapo' has none; set gate, or policy_loss to dis"),
+        (["band.low=0.1"], "band is given, but policy_loss 'clip' has no band; set clip_low and clip_high"),
+        (["policy_loss=sapo", "band.low=0.1"], "policy_loss 'sapo' has no band; set gate, or policy_loss to dis"),
         (["policy_loss=cispo", "band.cap=3"], "band.cap is 3, but policy_loss 'cispo' caps no weights; remove it"),
         (["gate.positive=2"], "gate is given, but policy_loss is 'clip'; remove it, or set policy_loss: sapo"),
         (["policy_loss=cispo", "band.low=1.5"], "algorithm.band.low"),

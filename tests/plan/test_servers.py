@@ -149,7 +149,7 @@ def test_colocated_servers_need_the_gpus_of_ranks() -> None:
     """More servers than these hold are refused; of a server that is larger the plan names the GPUs beyond them."""
     with pytest.raises(
         ConfigError,
-        match="engines 5 x tensor_parallel 2 is 10 GPUs, but .* of the 8 ranks; set engines to at most 4, or",
+        match="engines 5 x tensor_parallel 2 is 10 GPUs, but .* of 8 ranks; set engines to at most 4, or",
     ):
         plan(engines=5, tensor_parallel=2)
     assert plan(engines=4, tensor_parallel=2) == plan(tensor_parallel=2)

@@ -302,9 +302,7 @@ def test_what_cannot_be_used_gets_a_sentence(overrides: tuple[str, ...], words: 
 
 
 def test_options_are_for_functions_of_ones_own() -> None:
-    with pytest.raises(
-        ConfigError, match="policy_loss_options are for functions of your own, and policy_loss is 'clip'"
-    ):
+    with pytest.raises(ConfigError, match="policy_loss_options are for custom functions, but policy_loss is 'clip'"):
         config("algorithm.policy_loss_options={high: 1}")
     with pytest.raises(ConfigError, match="estimator_options are for"):
         config("algorithm.estimator_options={high: 1}")

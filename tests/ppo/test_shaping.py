@@ -108,7 +108,7 @@ def test_equal_scores_are_not_divided() -> None:
 @pytest.mark.parametrize(
     ("setting", "sentence"),
     [
-        ("reward.clip=[1, 1]", "clip is [1.0, 1.0], must be a lower and a higher number"),
+        ("reward.clip=[1, 1]", "clip is [1.0, 1.0], must be a lower and an upper bound"),
         ("reward.clip=[.nan, 1]", "reward.clip.0 is nan, must be a finite number"),
         ("reward.clip=3", "reward.clip is 3"),
         ("reward.normalize=running", "reward.normalize is 'running', must be std or mean_std"),

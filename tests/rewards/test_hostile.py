@@ -179,7 +179,7 @@ def test_what_is_no_expression_is_refused(tmp_path: Path) -> None:
         _attempt(read_literal, text)
     assert not touched.exists() and time.monotonic() - start < 20
     assert read_whole("((0x12 + 3) << 0x2) - -5") == ((0x12 + 3) << 2) + 5
-    with pytest.raises(ValueError, match="too many to shift by"):
+    with pytest.raises(ValueError, match="bits is too large"):
         read_whole("1 << 99999999999")
 
 
@@ -191,7 +191,7 @@ def test_text_that_becomes_code_is_an_error_in_every_scorer() -> None:
             with pytest.raises(ExecutedError):
                 run("1 + 1")
         assert sympy.sympify("1 + 1") == 2 and sympy.Number("2.5") == 2.5
-        with pytest.raises(ValueError, match="Attribute has no place"):
+        with pytest.raises(ValueError, match="Attribute is not supported"):
             sympy.sympify("print.__self__")
     assert sympy.sympify("print.__self__") is builtins
     assert eval("1 + 1") == 2

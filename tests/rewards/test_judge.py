@@ -375,29 +375,29 @@ GOOD = {"url": "http://judge:1/v1", "model": "m", "prompt": "{answer}", "pattern
 @pytest.mark.parametrize(
     ("changes", "sentence"),
     [
-        ({"url": None}, "none of url, server is given; give url, or server: {}"),
+        ({"url": None}, "none of url, server is given; set url, or server: {}"),
         ({"server": {}}, "url and server are given together"),
-        ({"url": None, "server": {}, "key": "KEY"}, "key is for a server that runs already"),
+        ({"url": None, "server": {}, "key": "KEY"}, "key is for a running server"),
         ({"url": "judge:8000"}, "url is 'judge:8000', must look like http://HOST:PORT/v1"),
         ({"model": None}, "model"),
-        ({"key": "sk-123"}, "key is no name of an environment variable; give the name of one"),
+        ({"key": "sk-123"}, "key is not a name of an environment variable; give the name of the"),
         ({"prompt": None}, "none of prompt, prompt_file is given"),
         ({"prompt_file": "x"}, "prompt and prompt_file are given together"),
         ({"prompt": "{answer} {referense}"}, r"has \{referense\}, which is none of \{question\}, \{answer\}"),
-        ({"prompt": "{question} {{answer}}"}, r"prompt has no \{answer\}, so that the judge would not see"),
+        ({"prompt": "{question} {{answer}}"}, r"prompt has no \{answer\}, so the judge would not see"),
         ({"pattern": None}, "none of pattern, choices is given"),
         ({"choices": {"a": 1.0, "b": 2.0}}, "pattern and choices are given together"),
         ({"pattern": None, "choices": {"a": 1.0}}, "must be two or more words"),
         ({"pattern": None, "choices": {"a": 1.0, " ": 1.0}}, "must be two or more words"),
-        ({"pattern": None, "choices": {"a": 1.0, "b": 0.0}, "scale": [0, 1]}, "scale is for the numbers of pattern"),
-        ({"pattern": "(a"}, "is no regular expression"),
+        ({"pattern": None, "choices": {"a": 1.0, "b": 0.0}, "scale": [0, 1]}, "scale applies to the numbers"),
+        ({"pattern": "(a"}, "is not a regular expression"),
         ({"pattern": "(a)(b)"}, "has 2 groups, must have one"),
-        ({"scale": [5, 1]}, r"scale is \[5.0, 1.0\], must rise"),
+        ({"scale": [5, 1]}, r"scale is \[5.0, 1.0\], must be increasing"),
         ({"temperature": -1}, "temperature"),
         ({"concurrency": 0}, "concurrency"),
-        ({"extra_body": {"max_tokens": 9}}, "extra_body has max_tokens; use the judge's setting of this name"),
-        ({"extra_body": {"n": 2}}, "extra_body has n; one text of a judge is read; remove it"),
-        ({"extra_body": {"top_p": float("nan")}}, "extra_body is no JSON"),
+        ({"extra_body": {"max_tokens": 9}}, "extra_body has max_tokens; use the setting of the judge with this name"),
+        ({"extra_body": {"n": 2}}, "extra_body has n; only one text per request is read; remove it"),
+        ({"extra_body": {"top_p": float("nan")}}, "extra_body is not JSON"),
     ],
 )
 def test_judges_that_cannot_be_meant(changes: dict[str, Any], sentence: str) -> None:
@@ -409,7 +409,7 @@ def test_judges_that_cannot_be_meant(changes: dict[str, Any], sentence: str) -> 
 def test_a_judge_stands_where_a_function_does(tmp_path: Path) -> None:
     for reward, sentence in [
         ({"judge": GOOD, "function": "exact"}, "function and judge are given together; give one of them"),
-        ({"judge": GOOD, "batch": True}, "a judge has settings of its own"),
+        ({"judge": GOOD, "batch": True}, "belong to a function, but a judge is set"),
         ({"functions": {"a": {}}}, "none of function, judge is given; give one of them"),
         ({"functions": {"a": {"judge": GOOD, "function": "exact"}}}, "function and judge are given together"),
     ]:

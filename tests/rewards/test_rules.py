@@ -87,7 +87,7 @@ def test_an_answer_is_needed(rule: str) -> None:
 
 @pytest.mark.parametrize("rule", ["number", "gsm8k"])
 def test_an_answer_without_number_is_an_error(rule: str) -> None:
-    with pytest.raises(ValueError, match="holds no number"):
+    with pytest.raises(ValueError, match="contains no number"):
         score(rule, "1", "one")
 
 
@@ -125,9 +125,9 @@ def test_an_answer_that_is_not_one_number_pays_nothing(rule: str, gold: str) -> 
         ({"function": "number"}, ["3", "1/2", "4", "1 to 2"], "prompt 1 of 'data': the answer '1/2' is not exactly one "
          "number; use another reward than 'number', such as math_verify or exact .and so for 1 more prompts."),
         ({"function": "number"}, ["3", None], "prompt 1 of 'data': the reward 'number' needs an answer"),
-        ({"function": "number"}, [""], "holds no number"),
+        ({"function": "number"}, [""], "contains no number"),
         ({"function": "gsm8k"}, ["#### 3", "2\n#### 3/4"], "prompt 1 .* is not exactly one number; the reward 'gsm8k'"),
-        ({"functions": {"a": {"function": "exact"}, "b": {"function": "number"}}}, ["x"], "holds no number"),
+        ({"functions": {"a": {"function": "exact"}, "b": {"function": "number"}}}, ["x"], "contains no number"),
     ],
 )  # fmt: skip
 def test_answers_are_refused_before_a_run(reward: dict[str, Any], answers: list[str | None], sentence: str) -> None:
@@ -186,7 +186,7 @@ def test_dollars_of_an_answer_are_money_or_delimiters(gold: str, right: str, wro
 @pytest.mark.parametrize("gold", ["", "$", r"\$", "$$"])
 def test_an_answer_of_dollars_alone_is_no_expression(gold: str) -> None:
     pytest.importorskip("math_verify")
-    with pytest.raises(ValueError, match="is no mathematical expression"):
+    with pytest.raises(ValueError, match="is not a mathematical expression"):
         score("math_verify", "1", gold)
 
 
@@ -244,7 +244,7 @@ def verls(data_source, solution_str, ground_truth, extra_info=None): return 1.0
         ({"function": "exact", "options": {"wich": "last"}}, "unexpected keyword argument 'wich'"),
         ({"function": "number", "options": {"which": "middle"}}, "'middle', must be last or first"),
         ({"function": "gsm8k", "options": {"strict": 1}}, "is 1, must be true or false"),
-        ({"function": "model", "model_path": "m", "options": {"a": 1}}, "takes no reward.options"),
+        ({"function": "model", "model_path": "m", "options": {"a": 1}}, "does not use reward.options"),
         ({"function": "no_such_module:f"}, "module 'no_such_module' cannot be imported"),
         ({"function": "broken_rewards:f"}, r"failed \(ZeroDivisionError"),
         ({"function": "leaving_rewards:f"}, r"failed \(SystemExit: 3"),
@@ -265,7 +265,7 @@ def verls(data_source, solution_str, ground_truth, extra_info=None): return 1.0
         ),
         (
             {"function": "user_rules:verls"},
-            "called without arguments: .*; what verl calls solution_str is response here",
+            "called without arguments: .*; rename verl's solution_str to response",
         ),
         ({"function": "user_rules:good", "options": {"malus": 1}}, "unexpected keyword argument 'malus'"),
         (

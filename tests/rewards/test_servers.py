@@ -55,8 +55,8 @@ REFUSED = {
     "digits": (whole(b'{"score": ' + b"1" * 5000 + b"}"), "digits"),
     "no head": (b"I am no HTTP server\r\n\r\n", "I am no HTTP server"),
     "long head": (b"HTTP/1.1 200 OK\r\nX: " + b"x" * 70_000, "header line"),
-    "page": (whole(b"<html>Sign in</html>"), "no JSON but <html>"),
-    "terminal": (whole(b"\x1b[31m"), r"no JSON but \x1b[31m"),
+    "page": (whole(b"<html>Sign in</html>"), "not JSON: <html>"),
+    "terminal": (whole(b"\x1b[31m"), r"not JSON: \x1b[31m"),
     "moved": (
         b"HTTP/1.1 302 Found\r\nLocation: http://127.0.0.1:9/\r\nContent-Length: 0\r\n\r\n",
         "HTTP 302 Found to http://127.0.0.1:9/, which is not followed",
@@ -171,7 +171,7 @@ def test_whatever_a_server_says_costs_its_own_sample() -> None:
 @pytest.mark.parametrize(
     ("value", "words"),
     [
-        (datetime.date(2026, 1, 2), "metadata.x is datetime.date(2026, 1, 2) (date), which JSON does not have"),
+        (datetime.date(2026, 1, 2), "metadata.x is datetime.date(2026, 1, 2) (date), which JSON does not support"),
         (Decimal("0.5"), "metadata.x is Decimal('0.5') (Decimal)"),
         ({"y": [1.0, float("nan")]}, "metadata.x.y[1] is nan (float)"),
         (float("-inf"), "metadata.x is -inf (float)"),

@@ -136,8 +136,8 @@ def test_prompts_that_no_function_is_for_are_told_before_a_run() -> None:
         check_prompts(settings, [replace(p, answer="1/2") for p in prompts], "data")
     others = [*of_sources(rollouts("", ""), "code", "talk").prompts, replace(prompts[0], metadata={})]
     sentence = (
-        r"prompt 0 of 'data': its data_source is 'code', and reward.functions are for sums, talk; add it to the "
-        r"data_sources of one, or a function without them \(and so for 1 more prompts\)"
+        r"prompt 0 of 'data': its data_source is 'code', but reward.functions are for sums, talk; add the data_source "
+        r"to a function, or add a function without data_sources \(and so for 1 more prompts\)"
     )
     with pytest.raises(ValueError, match=sentence):
         check_prompts(settings, others, "data")
@@ -164,7 +164,7 @@ def test_a_reward_model_is_one_of_several(tmp_path: Path) -> None:
         ({"a": {"function": "model"}}, None, "model_path belongs to function: model; set both or neither"),
         ({"a": {"function": "exact"}}, "folder", "model_path belongs to function: model; set both or neither"),
         ({"a": {"function": "model"}, "b": {"function": "model"}}, "folder", "functions has 'model' twice"),
-        ({"a": {"function": "environment"}}, None, "functions has 'environment', which stands alone"),
+        ({"a": {"function": "environment"}}, None, "functions has 'environment', which cannot be combined"),
         ({"a": {"function": "exact", "data_sources": []}}, None, "data_sources"),
     ],
 )
@@ -233,8 +233,8 @@ def test_functions_see_the_whole_conversation() -> None:
     ("word", "sentence"),
     [
         ("reward.functions={a: {function: exact}}", "function and functions are given together; give one of them"),
-        ("reward={functions: {mean: {function: exact}}}", "'mean', which is no name of a metric of its own"),
-        ("reward={functions: {a: {function: exact}}, batch: true}", "options and batch are those of a single function"),
+        ("reward={functions: {mean: {function: exact}}}", "'mean', which is not a valid or free metric name"),
+        ("reward={functions: {a: {function: exact}}, batch: true}", "options and batch belong to a single function"),
         ("reward={workers: 1}", "none of function, judge, functions is given"),
     ],
 )

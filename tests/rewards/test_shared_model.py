@@ -134,7 +134,7 @@ def test_scores_are_those_of_a_copy_also_after_it_has_died(
         own = RewardModel(folder, dtype=torch.float32, device=HERE.device)
         torch.testing.assert_close(shared.score(texts, responses), own.score(texts, responses), atol=1e-5, rtol=1e-5)
         assert shared.score([], []).shape == (0,)
-        with pytest.raises(RunError, match="become no token of the reward model"):
+        with pytest.raises(RunError, match="have no token in the reward model"):
             shared.score([""], [""])
         monkeypatch.delenv("http_proxy")  # a server elsewhere may be behind one
         monkeypatch.setenv("REWARD_KEY", started.places[SERVED].key)
@@ -144,7 +144,7 @@ def test_scores_are_those_of_a_copy_also_after_it_has_died(
         read = RemoteRewardModel(folder, RemoteModelSettings.model_validate(elsewhere)).try_each(
             ["", "3+1="], ["", "4"]
         )
-        assert "become no token of the reward model" in str(read[0])
+        assert "have no token in the reward model" in str(read[0])
         assert read[1] == pytest.approx(float(own.score(["3+1="], ["4"])), abs=1e-5)
         monkeypatch.setenv("REWARD_KEY", "guessed")
         with pytest.raises(RewardError, match=r"/classify: HTTP 401"):
@@ -267,10 +267,10 @@ def test_a_server_elsewhere_that_fails_costs_samples(tmp_path: Path, monkeypatch
 @pytest.mark.parametrize(
     ("reward", "words"),
     [
-        ({"function": "exact", "model_path": None}, "model_remote is asked with the tokenizer of model_path, which is"),
+        ({"function": "exact", "model_path": None}, "model_remote needs the tokenizer of model_path, which is"),
         ({"model_server": {}}, "model_server and model_remote are both given"),
         ({"model_remote": {"url": "rewards:80"}}, "url is 'rewards:80', must look like http://HOST:PORT"),
-        ({"model_remote": {"url": "http://rewards", "key": "my-key"}}, "key is no name of an environment variable"),
+        ({"model_remote": {"url": "http://rewards", "key": "my-key"}}, "key is not a name of an environment variable"),
     ],
 )
 def test_what_cannot_be_asked_elsewhere_is_refused(tmp_path: Path, reward: dict[str, Any], words: str) -> None:
@@ -297,7 +297,7 @@ def test_one_that_is_not_there_is_waited_for_and_given_up(tmp_path: Path) -> Non
             raise RunError(reasons[0])
 
     absent = SharedRewardModel(ServerPlace("http://127.0.0.1:9", "", "key"), settings, check)
-    with pytest.raises(RunError, match=r"cannot be reached .* nor after reward.model_server.start_timeout_seconds"):
+    with pytest.raises(RunError, match=r"cannot be reached .* also after reward.model_server.start_timeout_seconds"):
         absent.score(["a"], ["b"])
     reasons.append("given up")
     with pytest.raises(RunError, match="given up"):
@@ -356,5 +356,5 @@ def test_the_plan_the_doctor_and_a_dry_run_know_of_it(tmp_path: Path, capsys: py
 
 
 def test_without_a_model_there_is_no_server_for_it() -> None:
-    with pytest.raises(ConfigError, match="model_server holds the model of model_path, which is null"):
+    with pytest.raises(ConfigError, match="model_server needs the model of model_path, which is null"):
         load_config("configs/quickstart.yaml", ["reward.model_server={}"])

@@ -183,8 +183,8 @@ def requests(*responses: str) -> list[RewardRequest]:
         ("list", "returned a list, must be a number; set reward.batch: true for a function of lists"),
         ("mute", "Mute: Mute"),
         ("KeyboardInterrupt", "KeyboardInterrupt"),
-        ("nameless", "returned what is no number: Mute"),
-        *((f"odd {word}", f"returned what is no number: {error}") for word, error in ODD.items()),
+        ("nameless", "returned no valid number: Mute"),
+        *((f"odd {word}", f"returned no valid number: {error}") for word, error in ODD.items()),
     ],
 )
 def test_a_failure_costs_its_own_sample(response: str, reason: str) -> None:
@@ -353,9 +353,7 @@ def test_a_worker_that_leaks_is_replaced() -> None:
 
 def test_a_function_that_is_too_large_is_refused() -> None:
     """Its workers would be started again after their first samples, without an end."""
-    sentence = (
-        r"holds 0.0\d+ GB once it has imported reward.function '.*', more than reward.worker_memory_gigabytes 0.01; "
-    )
+    sentence = r"uses 0.0\d+ GB after the import of reward.function '.*', above reward.worker_memory_gigabytes 0.01; "
     with pytest.raises(ValueError, match=sentence):
         RewardPool(settings(worker_memory_gigabytes=0.01))
 
@@ -365,7 +363,7 @@ def test_a_call_that_takes_the_memory_costs_its_own_sample_at_once() -> None:
         start = time.monotonic()
         result = pool.score(requests("fine", "grow", "fine"))
         assert time.monotonic() - start < 10 and result.scores.tolist() == [1.0, -1.0, 1.0]
-        assert result.failures == [(1, "held more than twice reward.worker_memory_gigabytes")] and not result.timeouts
+        assert result.failures == [(1, "used more than twice reward.worker_memory_gigabytes")] and not result.timeouts
 
 
 def test_a_stopped_worker_is_replaced() -> None:
