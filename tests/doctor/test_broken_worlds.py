@@ -81,7 +81,7 @@ def test_the_other_apex(tmp_path: Path) -> None:
     path = worlds.fake_package(tmp_path, "apex", "0.9.10")
     done = worlds.megappo("doctor", PYTHONPATH=path, CUDA_HOME=str(tmp_path))
     assert (
-        "slow    apex             version 0.9.10 is another project of that name; pip uninstall apex" in done.stdout
+        "slow    apex             version 0.9.10 is a different project with the same name; pip uninstall apex" in done.stdout
     ), done.stderr
     assert done.stderr == "", "what it imports warns of nothing"
 
@@ -363,7 +363,7 @@ def test_more_ranks_than_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
     with gpus(monkeypatch, [1.0] * 4):
         found = {f.check: f for f in device_findings(None, Ranks(0, 8, 0, 8))}
     assert found["gpu"].state == "broken"
-    assert found["gpu"].words == "8 ranks stand on this machine, which shows 4 CUDA devices"
+    assert found["gpu"].words == "8 ranks are on this machine, which has 4 visible CUDA devices"
     assert found["gpu"].remedy == "start at most 4 per machine"
 
 
