@@ -14,7 +14,7 @@ from megappo.observe.messages import tell
 from megappo.runtime.interfaces import ANY_PORT, GLOO_INTERFACE, LOOPBACK, interface_of
 from megappo.runtime.launchers import Ranks, job_of
 from megappo.runtime.resolver import names_from_files
-from megappo.runtime.store import Place, address_towards, addresses_of, another_connection, loops_back, store_at
+from megappo.runtime.store import Place, address_towards, addresses_of, another_connection, is_loopback_ip, store_at
 from megappo.runtime.waiting import wait_until
 
 _USUAL_SECONDS = 60.0
@@ -72,7 +72,7 @@ def _address_towards(host: str) -> str:
         own = address_towards(host, ANY_PORT)
     except OSError:
         return ""
-    return "" if loops_back(own) else own
+    return "" if is_loopback_ip(own) else own
 
 
 def _address_of(rank: int) -> str:

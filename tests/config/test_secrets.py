@@ -102,7 +102,7 @@ def test_a_file_with_a_key_is_read_by_its_user_alone(tmp_path: Path, monkeypatch
     monkeypatch.delenv("JUDGE_KEY", raising=False)
     for mode in (0o644, 0o640, 0o620):
         file.chmod(mode)
-        with pytest.raises(ConfigError, match=rf"other users can read or write \(mode {mode:04o}\); chmod 600 it") as told:
+        with pytest.raises(ConfigError, match=rf"users can read or write \(mode {mode:04o}\); chmod 600 it") as told:
             key_of("JUDGE_KEY")
         assert FILED not in str(told.value)
     for mode in (0o600, 0o400):

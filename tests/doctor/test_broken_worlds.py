@@ -81,7 +81,8 @@ def test_the_other_apex(tmp_path: Path) -> None:
     path = worlds.fake_package(tmp_path, "apex", "0.9.10")
     done = worlds.megappo("doctor", PYTHONPATH=path, CUDA_HOME=str(tmp_path))
     assert (
-        "slow    apex             version 0.9.10 is a different project with the same name; pip uninstall apex" in done.stdout
+        "slow    apex             version 0.9.10 is a different project with the same name; pip uninstall apex"
+        in done.stdout
     ), done.stderr
     assert done.stderr == "", "what it imports warns of nothing"
 
@@ -614,8 +615,8 @@ def test_a_run_on_a_busy_port_says_so(tmp_path: Path) -> None:
     assert done.returncode == 1
     said = [line for line in done.stderr.splitlines() if line.startswith("megappo: error: ")]
     assert len(said) == 1, done.stderr
-    assert f"rank 0 of 2 could not meet the others at 127.0.0.1:{port}" in said[0]
+    assert f"rank 0 of 2 could not connect to the others at 127.0.0.1:{port}" in said[0]
     assert (
-        "set MASTER_ADDR and MASTER_PORT to rank 0's machine and a free port of it, and ask `megappo doctor`" in said[0]
+        "set MASTER_ADDR and MASTER_PORT to rank 0's machine and a free port on it, and run `megappo doctor`" in said[0]
     )
     assert "Traceback" not in done.stderr

@@ -188,7 +188,7 @@ def test_a_rank_that_ends_without_a_word(body: Body, tmp_path: Path) -> None:
     first, second = ends(tmp_path, body)
     assert (first.code, second.code) == (1, -signal.SIGKILL)
     assert first.seconds < 5
-    assert re.search(r"megappo: error on rank 1: process \d+ on \S+ ended without a message, as after a kill", first.said)
+    assert re.search(r"megappo: error on rank 1: process \d+ on \S+ ended without a message, as after", first.said)
     assert "Traceback" not in first.said
 
 
