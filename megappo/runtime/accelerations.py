@@ -28,7 +28,7 @@ without an entry sets no limit."""
 UNTESTED = "no run has executed Transformer Engine's parts yet, so compare with model.accelerations torch first"
 """Warning of a run and of the doctor if Transformer Engine is used."""
 FUSED_GRADIENTS = "fused_weight_gradient_mlp_cuda"
-"""Extension of Apex with which Megatron-Core accumulates weight gradients, also in layers of Transformer Engine."""
+"""Extension of Apex for the accumulation of weight gradients. Layers of Transformer Engine also use the extension."""
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,4 @@
-"""Common exit of all ranks after an error of one rank. A run of several ranks has no other exit after an error.
+"""Exit of all ranks after an error of one rank. Every error in a run with several ranks uses this module.
 
 The rank with the error first prints the error, and then posts it in the store. Every rank ends within seconds with this
 error, even if the rank waits in a collective. No rank destroys its process groups in the meantime, because NCCL would
@@ -164,7 +164,8 @@ class Failures:
         """Report an error of this rank and end all ranks. This rank ends as soon as it calls `leave`, or after some
         seconds.
 
-        Does nothing with one rank, where the error is raised, or if the failure of another rank is already known.
+        With one rank the function returns, and the caller raises the error. The function also does nothing if the
+        failure of another rank is already known.
         """
         if self._world_size == 1 or _is_no_failure(error):
             return

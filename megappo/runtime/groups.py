@@ -15,7 +15,7 @@ from megappo.runtime.launchers import Ranks
 
 @dataclass(frozen=True)
 class WantedGroups:
-    """Groups of one kind. Each rank is in at most one of them."""
+    """Groups of one kind. A rank belongs to at most one group of each kind."""
 
     name: str
     """Description of the groups in reports of NCCL, because torch's own group names are numbers or hashes."""
@@ -49,8 +49,8 @@ def collective_backend(device_type: str, *, carries_objects: bool = False) -> st
 def allow_connections() -> None:
     """Raise the soft limit of open files to the hard limit of this process.
 
-    A gloo group has one connection to each of its ranks, and the store of rank 0 has two connections from each rank. At
-    512 ranks these exceed the usual soft limit of 1024.
+    A gloo group has one connection to each of its ranks, and the store of rank 0 has two connections from each rank.
+    The number of connections of 512 ranks is greater than the usual soft limit of 1024.
     """
     most = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
     resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))

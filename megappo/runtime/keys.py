@@ -14,10 +14,11 @@ _MOST_CHARACTERS = 65_536
 def key_of(variable: str) -> str:
     """Return the key in an environment variable, or in the file that `<variable>_FILE` names.
 
-    Containers mount secrets as such files. Returns "" if neither variable is set. Later messages mask the key.
+    For example, a container may mount a secret as a file. Returns "" if neither variable is set. Later messages mask
+    the key.
 
-    Raises ConfigError if the file cannot be read, is empty or has several lines. As ssh does, it also refuses a file of
-    this user that other users can access. The owner of a file of another user decides about its access.
+    Raises ConfigError if the file cannot be read, is empty or has several lines. Like ssh, the function also refuses a
+    file of this user that other users can access. The permissions of a file of another user are not checked.
     """
     key, named = os.environ.get(variable, ""), os.environ.get(f"{variable}_FILE", "")
     if not key and named:

@@ -192,7 +192,7 @@ def left_variables(environment: Mapping[str, str]) -> Iterator[str]:
 
 
 def _job_end(environment: Mapping[str, str]) -> float | None:
-    """Return the end of the job in seconds since 1970, or None without a plausible number."""
+    """Return the end of the job in seconds since 1970, or None if the variable is missing or invalid."""
     end = whole_number(environment.get(_JOB_END, ""))
     return float(end) if end is not None and end < _LATEST_END else None
 

@@ -43,7 +43,7 @@ class HeldDirectory:
     def check(self) -> None:
         """Raise RunError on every rank if the directory is gone or was replaced; a collective.
 
-        Otherwise, nobody could open the log files, and another job might use the new directory.
+        In both cases users cannot open the log files, and another job may use the new directory.
         """
         problem = broadcast_object(_loss(self._directory, self._file) if self._file is not None else None)
         if problem is not None:

@@ -2,8 +2,8 @@
 
 Megatron uses CUDA in places without kernels: `device="cuda"` for a counter, `.cuda()` of an index, the type name of a
 gradient buffer, and the generator of a random state. `install()` redirects all of them to the CPU, once per process and
-permanently. `install()` raises an error on a machine with CUDA. Replacements that GPUs also need are in
-`megatron_patches`.
+permanently. `install()` raises an error on a machine with CUDA. The module `megatron_patches` contains the replacements
+for GPUs and CPUs.
 """
 
 from __future__ import annotations
@@ -146,7 +146,7 @@ def install() -> None:
     replace_attributes(torch, **{name: _on_cpu(getattr(torch, name)) for name in FACTORIES})
     # `.cuda()`: rope_utils.py:64, data.py:84.
     replace_attributes(torch.Tensor, cuda=lambda tensor, *_args, **_kwargs: tensor, type=_type_as_on_cuda)
-    # Without these two replacements, the tracker's fork() silently neither switches nor restores the generator.
+    # Without both replacements, fork() of the tracker does not switch the generator, and raises no error.
     megatron_random._get_cuda_rng_state, megatron_random._set_cuda_rng_state = _get_rng_state, _set_rng_state
 
 
@@ -156,8 +156,8 @@ def gather_one_by_one() -> None:
 
     torch's gloo stores the name of a finished collective, and two of its threads write this name without a lock (2.14,
     ProcessGroupGloo.cpp, runLoop). The name of a coalesced gather is too long to be stored inside the string object, so
-    both threads free its memory. The process crashes some allocations later. This happens in about one of a hundred
-    steps with two concurrent gathers.
+    both threads free its memory. The process crashes some allocations later. With two concurrent gathers, about 1% of
+    the steps crash.
     """
     from megatron.core.distributed import param_and_grad_buffer
 

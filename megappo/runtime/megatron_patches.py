@@ -27,9 +27,11 @@ T = TypeVar("T")
 def silence_megatron() -> None:
     """Suppress warnings of every import and use of Megatron-Core to which a user cannot respond.
 
-    The warnings are about: missing Transformer Engine and Apex, a deprecated default and the deprecated GPTModel
-    (0.19), two deprecated collectives of sequence parallelism and the distributed optimizer (torch 2.14), an
-    experimental model that megappo does not use, and missing CUDA for CUDA extensions that megappo does not build.
+    - Transformer Engine and Apex are missing.
+    - A default and the class GPTModel are deprecated (0.19).
+    - Two collectives of sequence parallelism and the distributed optimizer are deprecated (torch 2.14).
+    - A model that megappo does not use is experimental.
+    - CUDA extensions that megappo does not build cannot find CUDA.
     """
     noise = "Transformer Engine|Apex|full scope is deprecated|MimoModelConfig is experimental"
     noise += "|distributed.all_gather_into_tensor. is deprecated|distributed.reduce_scatter_tensor. is deprecated"

@@ -2,7 +2,7 @@
 
 A process may end without a message, for example if the kernel kills it for a lack of memory. The watching rank then
 reports the end at once, with the number of the rank. This also works if no connection breaks, for example for a rank
-that waits at the store. Every rank watches one other rank.
+that waits at the store. Each rank watches the process of the next rank.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ _PROCESS, _DONE = "megappo/process", "megappo/done"
 
 @dataclass(frozen=True)
 class NextRank:
-    """Process of another rank on this machine."""
+    """The process of the next rank on this machine."""
 
     rank: int
     process: psutil.Process

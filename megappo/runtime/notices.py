@@ -1,4 +1,4 @@
-"""Messages between ranks outside of collectives, through the store at which they met."""
+"""Messages between ranks outside of collectives, through the common store of the ranks."""
 
 from __future__ import annotations
 

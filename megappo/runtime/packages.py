@@ -51,8 +51,8 @@ def quicken_transformers(*, builds_models: bool = True) -> None:
 
     Without `builds_models`, torch is also hidden from transformers. From version 5 on, reading a config.json imports
     the generation code of transformers and torch's compiler. This takes four CPU seconds, only to use the name of a
-    dtype. With torch hidden, transformers has configurations and tokenizers but no models. This lasts until the process
-    ends, unless `show_torch` is called before transformers is imported.
+    dtype. Without torch, transformers can load configurations and tokenizers but no models. This lasts until the
+    process ends, unless `show_torch` is called before transformers is imported.
     """
     find_spec = importlib.util.find_spec
     if not builds_models:

@@ -98,7 +98,7 @@ class Runtime:
             torch.cuda.synchronize()
 
     def release_cached_memory(self) -> None:
-        """Return the cache of torch's allocator to the GPU for other processes. Does nothing on a CPU.
+        """Return the cache of torch's allocator to the GPU for other processes. A CPU has no such cache.
 
         An engine that wakes before this call finds too little free memory on a full GPU.
         """

@@ -1,8 +1,8 @@
 """Offload of device memory to the host.
 
-The functions move whole storages instead of tensors. An offloaded storage has no bytes on the device. Tensors that view
-the storage stay valid, and have their values again after the storage is restored. Copies use a separate stream, in
-parallel with computation. Without CUDA, the replacements of `megatron_cpu.install` make the same calls synchronous.
+The functions move whole storages instead of tensors. An offloaded storage has no bytes on the device. Views of the
+storage stay valid, and their values are available again after the storage is restored. Copies run in parallel with
+computation on a separate stream. Without CUDA, the replacements of `megatron_cpu.install` make the calls synchronous.
 """
 
 from __future__ import annotations

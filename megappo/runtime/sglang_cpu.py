@@ -53,9 +53,9 @@ def require_sglang() -> None:
 def activate() -> str | None:
     """Return the name of the platform class, or None on a machine with CUDA, where SGLang has its own platform.
 
-    SGLang calls this function before it imports most of its modules. Servers of megappo thereby save four of eleven CPU
-    seconds. They do not import flashinfer, which needs CUDA. They do not collect garbage among imported objects, which
-    are permanent. transformers also searches for fewer packages.
+    SGLang calls this function before most of its imports. This saves four of the eleven CPU seconds of the start of a
+    server. The server does not import flashinfer, which needs CUDA. It does not search permanent imported objects for
+    garbage, and transformers searches for fewer packages.
     """
     if torch.cuda.is_available():
         return None
@@ -170,7 +170,7 @@ def _replace_gpu_code_of_attention_groups() -> None:
 
     - `get_cpu_graph_seq_len_fill_value` (forward_batch_info.py:2014) is the length of a padding sequence. Attention in
       plain torch lacks this function.
-    - `_is_cpu` in the same file (:1948) and `memcpy_func` (dp_attention.py:644) are for SGLang's own CPU build.
+    - `_is_cpu` in the same file (:1948) and `memcpy_func` (dp_attention.py:644) belong to SGLang's own CPU build.
     - `all_gather_into_tensor` (parallel_state.py:1372) is an operator only for CUDA.
     """
     backend = importlib.import_module("sglang.srt.layers.attention.torch_native_backend")
@@ -186,9 +186,9 @@ def _replace_gpu_code_of_attention_groups() -> None:
 def enable_batch_invariant_mode(enable_bmm: bool = True) -> None:
     """Make each row of a matrix product in this process bitwise independent of the other rows; permanent.
 
-    The libraries of torch's products use different algorithms for few rows (differences of about 1e-7 in float32).
-    Products of fewer than 16 rows are therefore padded to 16 rows. Attention already computes each sequence separately,
-    so `enable_bmm` has no effect.
+    The libraries of torch's products use different algorithms for few rows (differences of about 1e-7 in float32). To
+    avoid these algorithms, products are padded to at least 16 rows. Attention already computes each sequence
+    separately, so `enable_bmm` has no effect.
     """
     library = torch.library.Library("aten", "IMPL")
     library.impl("mm", _mm, "CPU")

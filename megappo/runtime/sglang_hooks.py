@@ -20,7 +20,7 @@ TRIED_VERSION = "0.5.23"
 SAMPLES_FOR_A_RUN = "MEGAPPO_SAMPLES_FOR_A_RUN"
 """Environment variable of the servers that sample for a run. Other servers, for example of a judge, are not changed."""
 HOOKS_LABEL = {"megappo_hooks": "1"}
-"""Label with which a server reports these hooks; see SGLang's `--extra-metric-labels`."""
+"""Label of a server with these hooks; see SGLang's `--extra-metric-labels`."""
 
 
 def has_hooks() -> bool:

@@ -39,11 +39,13 @@ def listening_store(
     other processes.
 
     A store of torch listens on every interface, without authentication. This store listens only on the interface of
-    `address`, unless other machines may know the interface by a different address. There are two such cases. First,
-    `address` may not belong to this machine (address translation). Second, some ranks may be on other machines
-    (`on_one_machine` false) while `address` is a name for the loopback interface or for several addresses. Many
-    distributions configure /etc/hosts and resolvers in this way. Raises OSError if the store cannot listen on the
-    address.
+    `address`, with two exceptions in which other machines may use a different address of this machine:
+
+    - `address` does not belong to this machine, for example because of address translation.
+    - Some ranks are on other machines (`on_one_machine` false), and `address` is a name for the loopback interface or
+      for several addresses. Many distributions configure /etc/hosts and resolvers in this way.
+
+    Raises OSError if the store cannot listen on the address.
     """
     places = addresses_of(address, port)
     return store_at(address, places, world_size, timeout, on_one_machine=on_one_machine)
@@ -83,15 +85,17 @@ def _bound(host: str, port: int) -> Iterator[socket.socket]:
 
 
 def free_port(host: str) -> int:
-    """Return a free port of the interface, below Linux's ephemeral ports. Another connection could take an ephemeral
-    port before a process listens on the port. Raises OSError if this machine does not have the interface."""
+    """Return a free port of the interface. Raises OSError if this machine does not have the interface.
+
+    The port is below Linux's ephemeral ports, which other connections may take at any time.
+    """
     with _bound(host, 0):
         return free_ports(host, 1)
 
 
 def free_ports(host: str, count: int) -> int:
-    """Return the first of `count` consecutive free ports, below Linux's ephemeral ports. Raises OSError if there are no
-    such ports."""
+    """Return the first of `count` consecutive free ports, below Linux's ephemeral ports. Raises OSError if no such
+    range is found."""
     draw = random.SystemRandom()  # forks of one process, and runs with one seed, must draw different ports
     for first in (draw.choice(_LOW_PORTS[:-count]) for _ in range(_TRIES)):
         if all(listening_problem(host, port) is None for port in range(first, first + count)):

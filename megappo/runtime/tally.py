@@ -1,4 +1,4 @@
-"""Means, deviations and extremes over all ranks, with at most three collectives in total."""
+"""Means, standard deviations and extremes over all ranks. All of them together use at most three collectives."""
 
 from __future__ import annotations
 

@@ -95,8 +95,8 @@ def _failure_order(of_rank: tuple[int, ProcessFailure]) -> tuple[int, bool]:
 
 
 def _how(code: int) -> str:
-    """Return how a worker without a reason ended. The code is negative if a signal ended the worker. The code is above
-    128 if a shell was between torchrun and the worker."""
+    """Return how a worker without a reason ended. The code is negative if a signal ended the worker, or greater than
+    128 if a shell ran between torchrun and the worker."""
     number = -code if code < 0 else code - 128
     if number not in set(signal.Signals):
         return f"with code {code}"

@@ -58,8 +58,8 @@ class Watchdog:
     the hanging rank and the waiting ranks at the same moment.
 
     A phase does not exceed its limit while any rank completes parts of the phase, such as a microbatch or a bucket of
-    weights (see `StageProgress.parts`). The limit starts again after each part. In phases that generate, the limit also
-    starts again after new tokens of an engine of any rank. Ranks count their progress in the common store.
+    weights (see `StageProgress.parts`). Each part resets the timer. In phases that generate, new tokens of any engine
+    also reset the timer. Ranks count their progress in the common store.
     """
 
     def __init__(
@@ -166,7 +166,7 @@ class Watchdog:
         waits = f" (this rank waits for {self._waits_for})" if self._waits_for else ""
         return (
             f"phase {self._phase} has lasted for {seconds:.0f} seconds{waits}, above the limit of {self._limit:.0f}; "
-            f"the stacks of all ranks are in {self._folder}; if nothing hangs there, raise "
+            f"the stacks of all ranks are in {self._folder}; if no rank hangs, increase "
             f"runtime.phase_timeouts_seconds.{self._phase}"
         )
 

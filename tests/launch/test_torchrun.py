@@ -165,8 +165,8 @@ def test_a_busy_port_of_the_head_is_an_error() -> None:
     assert conf("127.0.0.1", free, "--rdzv-conf", "is_host=0") == "is_host=0"
     with listening() as taken:
         port = taken.getsockname()[1]
-        words = rf"no process can listen at the head 127.0.0.1:{port}, which is this machine \(Address already in use\); "
-        with pytest.raises(ConfigError, match=words + "choose another port"):
+        words = rf"no process can listen at the head 127.0.0.1:{port}, which is this machine \(Address already in use\)"
+        with pytest.raises(ConfigError, match=words + "; choose another port"):
             conf("127.0.0.1", port)
         assert conf("127.0.0.1", port, MEGAPPO_IS_HEAD="no") == "is_host=false"
         assert conf("192.0.2.1", port) == "is_host=false"
