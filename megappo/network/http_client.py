@@ -20,7 +20,7 @@ from ipaddress import ip_address
 from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
 
-from megappo.network.proxies import address_of, is_socks, proxy_words
+from megappo.network.proxies import address_of, is_socks, proxy_variable
 
 if TYPE_CHECKING:
     from _typeshed import WriteableBuffer
@@ -70,7 +70,7 @@ def check_proxy(url: str) -> None:
         return
     parts = urlsplit(url)
     raise ValueError(
-        f"requests to {parts.hostname} would use {proxy_words(*proxy)}, but rewards support only HTTP proxies; "
+        f"requests to {parts.hostname} would use {proxy_variable(*proxy)}, but rewards support only HTTP proxies; "
         f"set {parts.scheme}_proxy to an HTTP proxy, or add {parts.hostname} to no_proxy"
     )
 

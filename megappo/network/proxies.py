@@ -20,7 +20,7 @@ def client_proxy_problem() -> str | None:
     kind = next((kind for kind in ("http", "https", "all") if is_socks(proxies.get(kind, ""))), None)
     if kind is None or "*" in proxies.get("no", "").replace(" ", "").split(","):
         return None
-    proxy_text = proxy_words(kind, proxies[kind])
+    proxy_text = proxy_variable(kind, proxies[kind])
     if proxies[kind].lower().partition("://")[0] not in ("socks5", "socks5h"):
         return f"httpx cannot use the proxy {proxy_text}; use socks5://HOST:PORT, or an HTTP proxy"
     if find_spec("socksio") is None:
@@ -33,7 +33,7 @@ def is_socks(proxy: str) -> bool:
     return proxy.lower().startswith("socks")
 
 
-def proxy_words(kind: str, proxy: str) -> str:
+def proxy_variable(kind: str, proxy: str) -> str:
     """Return the name and the value of a variable, without the password. `kind`: `http`, `https` or `all`."""
     name = next((n for n in (f"{kind}_proxy", f"{kind}_proxy".upper()) if os.environ.get(n) == proxy), f"{kind}_proxy")
     return f"{name}={proxy.partition('://')[0]}://{address_of(proxy)}"
