@@ -239,7 +239,7 @@ def test_what_others_can_change_is_not_run(machine: Machine) -> None:
             change(path)
             refused = machine.start(clone)
             said = refused.communicate(timeout=60)[0]
-            assert refused.returncode == 2 and f"other users than you and root can write to {path}"  in said, said
+            assert refused.returncode == 2 and f"other users than you and root can write to {path}" in said, said
             trusting = machine.start(clone, MEGAPPO_SHARED_CACHE="yes")
             assert trusting.communicate(timeout=60)[0].splitlines()[-1] == f"uses {folder}"
             path.chmod(0o755)
