@@ -1,7 +1,8 @@
-"""What pyproject.toml cannot say: where the packages are, and what of other files they bring along.
+"""Package folders and data files, which pyproject.toml cannot describe.
 
-`kernels/` has no `__init__.py`: Hugging Face ships a package of that name, which one here would shadow. The package
-in it is mapped by name instead. So are the quickstart and the launchers, which keep their places beside each other.
+`kernels/` has no `__init__.py`, because this package would hide the package `kernels` of Hugging Face. The package in
+this folder is therefore mapped by name. The quickstart and the launchers are also mapped by name, so that their
+relative paths do not change.
 """
 
 from setuptools import find_packages, setup

@@ -1,16 +1,17 @@
 #!/usr/bin/env bash
-# Sourced by the other scripts: puts a Python environment on PATH that can train with the engine inside the trainer, or
-# with `ensure_environment full` with SGLang too; the full one serves for the light one. launch/locks lists every file
-# in them. They live in a cache folder, named by a hash of the lock, the Python version and the processor, so that clones,
-# branches and versions live side by side. Nothing is deleted unless you ask for it:
-#   launch/environment.sh prune [DAYS]    removes environments that were not used for DAYS days (default 7)
-# On a login node, before jobs start on nodes without a network:
-#   launch/environment.sh build [--gpu] [--wheels FOLDER]    builds the environment; --gpu: the full one, for nodes with GPUs
-# Set MEGAPPO_PYTHON to the interpreter of your environment to use exactly this file, MEGAPPO_CACHE to keep environments
-# elsewhere than in ~/.cache/megappo, MEGAPPO_PYTHON_VERSION to 3.11 or 3.12 to select the Python version.
+# The other scripts source this file. It puts a Python environment on PATH. The light environment can train with the
+# engine inside the trainer. The full environment (`ensure_environment full`) also has SGLang, and replaces the light
+# one if it exists. launch/locks lists every file of the environments. They are in a cache folder. Their names are hashes
+# of the lock, the Python version and the processor, so different clones, branches and versions do not conflict. This
+# command removes environments that were not used for DAYS days (default 7). No other command deletes environments:
+#   launch/environment.sh prune [DAYS]
+# This command builds an environment on a login node for nodes without a network. --gpu builds the full environment:
+#   launch/environment.sh build [--gpu] [--wheels FOLDER]
+# Variables: MEGAPPO_PYTHON is the interpreter of an existing environment, which is then used instead. MEGAPPO_CACHE is
+# the folder of the environments (default ~/.cache/megappo). MEGAPPO_PYTHON_VERSION selects Python 3.11 or 3.12.
 
-ROOT=$(CDPATH="" cd -- "$(dirname "${BASH_SOURCE[0]}")/.." && pwd) # an exported CDPATH has cd print the folder
-if [[ $ROOT == */megappo/shipped ]]; then # pip installed this file, in an environment with all packages
+ROOT=$(CDPATH="" cd -- "$(dirname "${BASH_SOURCE[0]}")/.." && pwd) # with an exported CDPATH, cd would print the folder
+if [[ $ROOT == */megappo/shipped ]]; then # pip installed this file in an environment with all packages
     [[ $ROOT =~ ^(.*)/lib(64)?/python3\.[0-9]+/[^/]+/megappo/shipped$ ]] && installed=${BASH_REMATCH[1]}/bin/python
     export MEGAPPO_PYTHON=${MEGAPPO_PYTHON:-${installed:-$(type -P python)}}
 else
@@ -24,9 +25,9 @@ export PYTHONPATH="$ROOT:$ROOT/kernels${PYTHONPATH:+:$PYTHONPATH}"
 export TOKENIZERS_PARALLELISM=false
 export OMP_WAIT_POLICY=${OMP_WAIT_POLICY:-PASSIVE} # for scripts that import torch before megappo
 
-# find_python light|full: the interpreter that an environment of this kind is made with. The full set prefers Python
-# 3.12, for which there is the Megatron-Core that images for GPUs have; the light one 3.11. MEGAPPO_PYTHON_VERSION
-# chooses for both. Interpreters of pyenv and uv count where they are not active, too.
+# find_python light|full: prints the interpreter for a new environment. The full environment prefers Python 3.12, because
+# its Megatron-Core is the version of the GPU images. The light environment prefers Python 3.11. MEGAPPO_PYTHON_VERSION
+# selects the version of both. Inactive interpreters of pyenv and uv are also found.
 find_python() {
     local version candidate versions="3.12 3.11"
     [ "$1" = full ] || versions="3.11 3.12"
@@ -34,7 +35,7 @@ find_python() {
     "") ;;
     3.11 | 3.12) versions=$MEGAPPO_PYTHON_VERSION ;;
     *)
-        echo "megappo: error: MEGAPPO_PYTHON_VERSION is '$MEGAPPO_PYTHON_VERSION'; give 3.11 or 3.12" >&2
+        echo "megappo: error: MEGAPPO_PYTHON_VERSION is '$MEGAPPO_PYTHON_VERSION', must be 3.11 or 3.12; change it" >&2
         return 1
         ;;
     esac
@@ -51,7 +52,7 @@ find_python() {
     return 1
 }
 
-python_candidates() { # version, such as 3.12
+python_candidates() { # version, for example 3.12
     local folder
     type -ap "python$1" python3 || true
     for folder in "${PYENV_ROOT:-$HOME/.pyenv}/versions/$1".* \
@@ -60,7 +61,7 @@ python_candidates() { # version, such as 3.12
     done | sort -rV
 }
 
-pins_of() { # light|full, interpreter: the file in launch/locks
+pins_of() { # light|full, interpreter: prints the lock file
     local version
     version=$("$2" --version)
     [[ $version =~ [0-9]+\.[0-9]+ ]] && echo "launch/locks/$1-${BASH_REMATCH[0]}.txt"
@@ -74,10 +75,11 @@ environment_cache() {
     echo "${MEGAPPO_CACHE:-${XDG_CACHE_HOME:-$HOME/.cache}/megappo}"
 }
 
-# environment_lock FOLDER: opens the lock of this environment as ENVIRONMENT_LOCK. Whoever builds or removes it holds it
-# alone; whoever uses it shares it, with all its children, for as long as one of them lives, on every node.
+# environment_lock FOLDER: opens the lock of this environment as ENVIRONMENT_LOCK. A process that builds or removes the
+# environment needs the exclusive lock. A process that uses the environment shares the lock with all its children, on
+# every node, until the last of them ends.
 environment_lock() {
-    if [ -e "$1.lock" ] && [ ! -w "$1.lock" ]; then # of a cache that another user keeps; reading is enough to share it
+    if [ -e "$1.lock" ] && [ ! -w "$1.lock" ]; then # in the cache of another user; a shared lock needs only read access
         exec {ENVIRONMENT_LOCK}<"$1.lock"
     else
         exec {ENVIRONMENT_LOCK}<>"$1.lock"
@@ -91,12 +93,12 @@ environment_unlock() {
 take_environment_lock() { # flock's option: -s to use, -x to build
     flock "$1" "$ENVIRONMENT_LOCK" || {
         echo "megappo: error: files in $(environment_cache) cannot be locked; set MEGAPPO_CACHE to a folder on another" \
-            "file system, or MEGAPPO_PYTHON to an environment of your own" >&2
+            "file system, or MEGAPPO_PYTHON to the interpreter of a different environment" >&2
         return 2
     }
 }
 
-environment_for() { # the words of a command line: is SGLang in them, in a configuration that they name, or the default?
+environment_for() { # arguments of a command: prints full if they or their configuration select SGLang, otherwise light
     local word
     for word; do
         if [[ $word =~ engine=sglang ]] || { [ -f "$word" ] && grep -q 'engine: *sglang' "$word"; }; then
@@ -110,14 +112,14 @@ environment_for() { # the words of a command line: is SGLang in them, in a confi
             return
         fi
     done
-    if nvidia-smi -L >/dev/null 2>&1; then # runs on GPUs generate with SGLang where nothing else is said
+    if nvidia-smi -L >/dev/null 2>&1; then # by default, runs on GPUs generate with SGLang
         echo full
     else
         echo light
     fi
 }
 
-gpus_here() { # how many GPUs a process sees
+gpus_here() { # prints the number of visible GPUs
     if [ -n "${CUDA_VISIBLE_DEVICES+given}" ]; then
         tr ',' '\n' <<<"$CUDA_VISIBLE_DEVICES" | grep -c . || true
     else
@@ -125,12 +127,12 @@ gpus_here() { # how many GPUs a process sees
     fi
 }
 
-# Whether only this user and root can change a folder, where there is one: what lies in it is run.
+# Whether only this user and root can change a folder, because programs in the folder are executed. True without a folder.
 environment_is_own() {
     [ -z "$(find -L "$1" -maxdepth 0 \( -perm /022 -o -not \( -user "$(id -u)" -o -user 0 \) \) 2>/dev/null)" ]
 }
 
-umask_for_own() { # so that nobody else can change these programs, whatever the user's umask is
+umask_for_own() { # prevents changes of the programs by other users, for any umask of this user
     umask "$(printf '%04o' $(($(umask) | 022)))"
 }
 
@@ -139,19 +141,19 @@ check_environment_owner() { # folders
     [ "${MEGAPPO_SHARED_CACHE:-no}" != yes ] || return 0
     for folder; do
         environment_is_own "$folder" || {
-            echo "megappo: error: others than you and root can write to $folder, whose programs would be run; chmod go-w" \
-                "it, set MEGAPPO_CACHE to a folder of your own, or MEGAPPO_SHARED_CACHE=yes where you trust them" >&2
+            echo "megappo: error: other users than you and root can write to $folder, which contains programs; chmod go-w" \
+                "it, set MEGAPPO_CACHE to a folder of your own, or MEGAPPO_SHARED_CACHE=yes if you trust these users" >&2
             return 2
         }
     done
 }
 
-named_interpreter() { # the file that MEGAPPO_PYTHON names, by its whole path
+named_interpreter() { # prints the absolute path of the file in MEGAPPO_PYTHON
     local file
     file=$(type -P -- "$MEGAPPO_PYTHON") || file=""
     if [ ! -f "$file" ] || [ ! -x "$file" ]; then
         echo "megappo: error: MEGAPPO_PYTHON is '$MEGAPPO_PYTHON', must be an executable file; set it to the" \
-            "interpreter of an environment, such as /opt/venv/bin/python, or unset it" >&2
+            "interpreter of an environment, for example /opt/venv/bin/python, or unset it" >&2
         return 2
     fi
     echo "$(CDPATH="" cd -- "$(dirname "$file")" && pwd)/${file##*/}"
@@ -160,8 +162,8 @@ named_interpreter() { # the file that MEGAPPO_PYTHON names, by its whole path
 ensure_environment() { # full, light, or light-alone (light, even if a full environment exists)
     if [ -n "${MEGAPPO_PYTHON:-}" ]; then
         MEGAPPO_PYTHON=$(named_interpreter) || exit 2
-        export MEGAPPO_PYTHON # the scripts call this file, and not `python`
-        PATH="$(dirname "$MEGAPPO_PYTHON"):$PATH" # to find tools of the environment, such as ruff
+        export MEGAPPO_PYTHON # the scripts call this file instead of `python`
+        PATH="$(dirname "$MEGAPPO_PYTHON"):$PATH" # for tools of the environment, such as ruff
         return
     fi
     local python base folder kind=full
@@ -178,8 +180,8 @@ ensure_environment() { # full, light, or light-alone (light, even if a full envi
     environment_lock "$folder"
     take_environment_lock -s || exit 2
     while [ ! -e "$folder/complete" ]; do
-        # Unlocked first: on NFS two that share the lock and both want it alone would wait for each other. Meanwhile
-        # another process may build the environment, so this one looks again.
+        # The shared lock is released first. On NFS, two processes that share the lock and both need the exclusive lock
+        # would wait for each other. Another process may build the environment meanwhile, so the loop checks again.
         flock -u "$ENVIRONMENT_LOCK"
         take_environment_lock -x || exit 2
         if [ ! -e "$folder/complete" ] && ! (umask_for_own && build_environment "$folder" "$python" "$kind"); then
@@ -188,14 +190,14 @@ ensure_environment() { # full, light, or light-alone (light, even if a full envi
         fi
         take_environment_lock -s || exit 2
     done
-    touch "$folder/complete" 2>/dev/null || true # notes the last use for prune; fails in a cache that another user owns
+    touch "$folder/complete" 2>/dev/null || true # records the last use for prune; fails in the cache of another user
     export VIRTUAL_ENV="$folder"
     PATH="$folder/bin:$PATH"
 }
 
 PIP_PIN="pip==26.3 --hash=sha256:f3b60b20ffaadd4415ed7957212a38ac63fa4c5fa375bd0f4a797777940fad13"
 
-# What `du` says of a built environment, with a margin for what pip unpacks beside it.
+# Size of a built environment according to `du`, with a margin for temporary files of pip.
 declare -A ENVIRONMENT_GIB=([light]=4 [full]=13)
 
 check_space_for() { # folder, light|full
@@ -212,7 +214,7 @@ check_space_for() { # folder, light|full
 build_environment() { # folder, interpreter, light|full
     local pins
     pins=$(pins_of "$3" "$2")
-    rm -rf "$1" # what a build that was interrupted left
+    rm -rf "$1" # remains of an interrupted build
     check_space_for "${1%/*}" "$3" || return
     echo "megappo: building the environment of $pins in $1 with $("$2" --version) from $2 (a few minutes, once)" >&2
     "$2" -m venv "$1" &&
@@ -221,24 +223,24 @@ build_environment() { # folder, interpreter, light|full
         touch "$1/complete"
 }
 
-install_pip() { # interpreter: the one that installs the rest
+install_pip() { # interpreter: installs the version of pip that installs all other packages
     "$1" -m pip install --quiet --disable-pip-version-check --no-deps --require-hashes -r <(echo "$PIP_PIN")
 }
 
-install_pins() { # interpreter, file: first what has hashes, then what has none, with what its build needs
+install_pins() { # interpreter, file: installs packages with hashes, then packages without hashes
     local install=("$1" -m pip install --quiet --disable-pip-version-check) bare='^[a-z0-9._-]+==[^ ]+$'
     "${install[@]}" --no-deps --require-hashes -r <(grep -vE "$bare" "$2") || return
     ! grep -qE "$bare" "$2" || "${install[@]}" -r <(grep -E "$bare" "$2")
 }
 
-# Whether a process of this machine has files of the folder mapped: one that these scripts did not start holds no lock.
+# Whether a process of this machine has files of the folder mapped. Processes of other programs do not use the lock.
 environment_is_mapped() {
     grep -qsF "$1/" /proc/[0-9]*/maps
 }
 
 prune_environments() { # days
     [[ $1 =~ ^[0-9]+$ ]] || {
-        echo "megappo: error: '$1' is no number of days; usage: launch/environment.sh prune [DAYS]" >&2
+        echo "megappo: error: '$1' is not a number of days; usage: launch/environment.sh prune [DAYS]" >&2
         exit 2
     }
     local python folder own="" freed=0 size
@@ -259,7 +261,7 @@ prune_environments() { # days
             echo "kept     $folder: it was used in the last $1 days"
         else
             size=$(du -sm "$folder" | cut -f1)
-            rm -rf "$folder" # the lock stays: somebody may be waiting for it
+            rm -rf "$folder" # keeps the lock, because another process may wait for it
             echo "removed  $folder: $size MB"
             freed=$((freed + size))
         fi
@@ -292,7 +294,7 @@ build_for_nodes() { # [--gpu] [--wheels FOLDER]
         exit 2
     fi
     ensure_environment "$kind"
-    echo "built $VIRTUAL_ENV; nodes that see this folder use it"
+    echo "built $VIRTUAL_ENV; all nodes with access to this folder use it"
 }
 
 environment_usage() {

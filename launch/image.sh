@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
-# What Dockerfile and megappo.def do inside a CUDA image with compiler, cuDNN and NCCL headers: a Python environment in
-# /opt/venv with everything that is pinned, and megappo from /opt/megappo. Takes an hour or more, nearly all of it Apex and
-# Transformer Engine; MAX_JOBS bounds the compilers that run at once, each of which wants some GB.
+# Dockerfile and megappo.def run this script in a CUDA image with a compiler and the headers of cuDNN and NCCL. The script
+# creates a Python environment with all pinned packages in /opt/venv, and installs megappo from /opt/megappo. This takes an
+# hour or more, mostly for Apex and Transformer Engine. MAX_JOBS limits the number of compilers; each needs some GB.
 set -euo pipefail
 
 export DEBIAN_FRONTEND=noninteractive PIP_NO_CACHE_DIR=1
@@ -15,9 +15,9 @@ cd /opt/megappo
 source launch/environment.sh
 install_pip "$(type -P python)"
 install_pins "$(type -P python)" "$(pins_of full "$(type -P python)")"
-# The build's own needs, which pip does not install without isolation.
+# Build dependencies, which pip does not install without build isolation.
 pip install cmake ninja packaging pybind11 setuptools wheel
-# Architectures: A100 (8.0), H100 and H200 (9.0), B200 (10.0), Blackwell's workstation GPUs (12.0).
+# Architectures: A100 (8.0), H100 and H200 (9.0), B200 (10.0), workstation GPUs of Blackwell (12.0).
 export MAX_JOBS=${MAX_JOBS:-8} TORCH_CUDA_ARCH_LIST=${TORCH_CUDA_ARCH_LIST:-"8.0 9.0 10.0 12.0"}
 export APEX_CPP_EXT=1 APEX_CUDA_EXT=1
 pip install --no-build-isolation -r launch/requirements-cuda.txt

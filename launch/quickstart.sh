@@ -1,12 +1,12 @@
 #!/usr/bin/env bash
-# Trains a small model from random weights on single-digit sums: PPO with a critic, actor under TP2, critic under PP2,
-# on two processes of this machine; with one GPU both stand whole on one process, as NCCL gives each process a GPU of
-# its own. The run is in ./runs. Usage: launch/quickstart.sh [key=value ...]
-# `megappo quickstart` runs this file, also where pip installed megappo.
+# Trains a small model from random weights on single-digit sums with PPO and a critic, on two processes of this machine.
+# The actor uses TP2, the critic PP2. With one GPU there is one process and no split, because NCCL needs a separate GPU for
+# each process. The run is in ./runs. Usage: launch/quickstart.sh [key=value ...]
+# `megappo quickstart` runs this file, also in an environment in which pip installed megappo.
 set -euo pipefail
 source "$(dirname "${BASH_SOURCE[0]}")/environment.sh"
 ensure_environment "$(environment_for "$ROOT/configs/quickstart.yaml" "$@")"
-export GLOO_SOCKET_IFNAME=${GLOO_SOCKET_IFNAME:-lo} # nothing here is another machine's business
+export GLOO_SOCKET_IFNAME=${GLOO_SOCKET_IFNAME:-lo} # all processes are on this machine
 run=runs/quickstart-$(date +%Y%m%d-%H%M%S)
 processes=2 layouts=()
 if [ "$(gpus_here)" = 1 ]; then

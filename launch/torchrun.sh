@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Runs megappo on the processes of one machine, or with --nodes the same line on each of several machines.
+# Runs megappo on the processes of one machine. With --nodes, start the same command on each of several machines.
 # Usage: launch/torchrun.sh [--nodes N --head HOST:PORT] PROCESSES_PER_MACHINE train CONFIG [key=value ...]
 set -euo pipefail
 usage() {
@@ -29,12 +29,12 @@ source "$(dirname "${BASH_SOURCE[0]}")/environment.sh"
 ensure_environment "$(environment_for "$@")"
 export OMP_NUM_THREADS=${OMP_NUM_THREADS:-1}
 if [ "$nodes" = 1 ]; then
-    # As --standalone, but without torchrun's stores, which listen on every interface: it meets itself at a file, and
-    # megappo's rank 0 serves the ranks on the loopback interface.
+    # Equivalent to --standalone, but without torchrun's stores, which listen on every interface. The rendezvous is a
+    # file, and rank 0 of megappo serves the ranks on the loopback interface.
     export TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1
     rendezvous=(--rdzv-backend c10d --rdzv-conf store_type=file --rdzv-id "megappo-$$" --local-addr 127.0.0.1)
 else
-    # The same on all machines, and no other user's or run's.
+    # The id is equal on all machines, and differs from the ids of other users and runs.
     id=megappo-$(id -un)-$(printf '%s\n' "$nodes" "$head" "$processes" "$@" | sha256sum | cut -c1-16)
     rendezvous=(--nnodes "$nodes" --rdzv-backend c10d --rdzv-endpoint "$head" --rdzv-id "$id")
 fi

@@ -1,4 +1,4 @@
-"""The command line in a process of its own: `megappo` and `python -m megappo`."""
+"""Entry point of the commands `megappo` and `python -m megappo`."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ from megappo.runtime.heap import collect_as_usual, put_off_collections, with_roo
 
 
 def start() -> int:
-    """Run the command of `sys.argv`; returns the exit code. What it changes of imports stays for the process."""
+    """Run the command of `sys.argv`. Returns the exit code. Changes of the import system are permanent."""
     prepare_streams()
-    put_off_collections()  # until ranks have met, or the command has ended
+    put_off_collections()  # until the ranks are connected or the command ends
     if command := COMMANDS.get(sys.argv[1] if len(sys.argv) > 1 else ""):
         from megappo.runtime.packages import quicken_transformers
 

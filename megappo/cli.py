@@ -1,8 +1,8 @@
-"""The command line: a subcommand of `megappo.commands`, and what its end means to whoever started it.
+"""The command line: runs a subcommand of `megappo.commands` and reports its errors.
 
-Settings, models and layout are checked on every rank before anything else starts; what a user can fix is one line
-per problem on stderr and exit code 2. Rank 0 says it at once; another rank waits for that, and says it where it is
-still alive: launchers end all ranks with the first, and a file may be missing on one node alone.
+Every rank first checks settings, models and layout. A problem that a user can fix is one line on stderr, with exit code
+2. Rank 0 prints the problem at once, and launchers then end all ranks. The other ranks wait, and print the problem only
+if they are still alive, because a file may be missing on a single node.
 """
 
 from __future__ import annotations
@@ -18,32 +18,33 @@ from megappo.commands import COMMANDS, module_of
 from megappo.errors import RUN_ERROR, USER_ERROR, Verdict, nearest_word, verdict_of
 
 _ALIKE = 0.8
-"""Similarity (difflib's ratio) from which an option counts as misspelt."""
-RANK_0_SPEAKS_WITHIN = 15.0  # seconds: the start of one rank may be so much later than another's
+"""Smallest similarity (difflib's ratio) of an option that counts as misspelt."""
+RANK_0_SPEAKS_WITHIN = 15.0  # seconds: the largest difference between the start times of two ranks
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run a command; returns the exit code: 0, or one of `megappo.errors`."""
+    """Run a command. Returns the exit code: 0, or a code of `megappo.errors`."""
     arguments = parse(sys.argv[1:] if argv is None else argv)
     try:
         if COMMANDS[arguments.command].on_ranks:
-            from megappo.runtime.launchers import adopt_launcher  # with all settings, which `--help` need not wait for
+            from megappo.runtime.launchers import adopt_launcher  # imports all settings, which `--help` does not need
 
             adopt_launcher(os.environ)
         code = RUN_ERROR if module_of(arguments.command).run(arguments) is False else 0
-        if arguments.command != "train":  # the output of other commands is their result, and a full disk loses it
+        if arguments.command != "train":  # the output of other commands is their result, so a full disk is an error
             sys.stdout.flush()
         return code
     except (Exception, KeyboardInterrupt) as error:
         verdict = verdict_of(error)
-        if verdict.is_unforeseen:  # its traceback is shown
+        if verdict.is_unforeseen:  # the traceback is shown
             raise
         _report(verdict)
         return verdict.code
 
 
 def parse(argv: Sequence[str]) -> argparse.Namespace:
-    """The command and its arguments, `overrides` among them; what is unknown ends the process with exit code 2."""
+    """Return the command and its arguments, including `overrides`. Unknown arguments end the process with exit code
+    2."""
     parser = argparse.ArgumentParser(prog="megappo", description="PPO for large language models.")
     parser.add_argument("--version", action="version", version=f"megappo {__version__}")
     commands = parser.add_subparsers(dest="command", required=True, metavar=f"{{{','.join(COMMANDS)}}}")
@@ -51,8 +52,7 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
     chosen = argv[0] if argv and argv[0] in COMMANDS else None
     if chosen is not None:
         module_of(chosen).add_arguments(parsers[chosen])
-    # argparse gives positional arguments away before it sees an option, so overrides after `--weights DIR` are left
-    # over in `extra`.
+    # argparse assigns positional arguments before later options, so overrides after `--weights DIR` are in `extra`.
     arguments, extra = parser.parse_known_args(argv)
     command = COMMANDS[arguments.command]
     strange = [word for word in extra if word.startswith("-") or not command.takes_overrides]
@@ -66,14 +66,14 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
 
 
 def _remedy(word: str, usage: str, *, takes_overrides: bool) -> str:
-    """What to write in place of an unknown option: the command's own that is like it, or the setting of its name."""
+    """Return the remedy for an unknown option: a similar option of the command, or the setting with its name."""
     name, _, value = word.lstrip("-").partition("=")
     near = nearest_word(f"--{name}", re.findall(r"--[\w-]+", usage), cutoff=_ALIKE)
     if near is not None:
         return f"; did you mean {near}?"
     if not takes_overrides or not word.startswith("--"):
         return ""
-    from megappo.config.fields import find_field  # with all settings, which other command lines do not wait for
+    from megappo.config.fields import find_field  # imports all settings, which other command lines do not need
     from megappo.config.other_names import counterpart
 
     section, _, last = name.replace("-", "_").rpartition(".")
@@ -91,7 +91,7 @@ def _report(verdict: Verdict) -> None:
     waits = not is_main(os.environ) and verdict.code == USER_ERROR
     place = f" on rank {os.environ['RANK']}" if waits else ""
     sentences = [f"megappo: error{place}: {problem}" for problem in verdict.sentences]
-    if waits:  # a launcher ends this process meanwhile, and takes what rank 0 told it
+    if waits:  # meanwhile the launcher ends this process with the error of rank 0
         pause(RANK_0_SPEAKS_WITHIN)
     if sentences and not tell_torchrun(os.environ, sentences, verdict.code):
         print("\n".join(sentences), file=sys.stderr)

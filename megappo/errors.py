@@ -1,8 +1,8 @@
-"""Errors that end a run for a reason its user should read, the exit codes of all ends, and how sentences are worded.
+"""Errors with a message for the user, all exit codes, and functions for the text of messages.
 
-A sentence names the value, the rule and the remedy, and shows no secret: what this process read as one, or what looks
-like one by its form (a bearer's token, keys of known services, a password in an address) or its name. Standard library
-only: reward workers start with it.
+A message contains the value, the rule and the remedy, and no secrets. Secrets are the keys that this process has read,
+and texts with the form or the name of a secret. Examples of forms are bearer tokens, keys of known services, and
+passwords in URLs. This module imports only the standard library, because reward workers import it at their start.
 """
 
 from __future__ import annotations
@@ -24,16 +24,17 @@ from typing import Any, NamedTuple
 RUN_ERROR = 1
 USER_ERROR = 2
 REQUEUE = 85
-"""Stopped by SIGTERM, SIGUSR1 or SIGHUP with a checkpoint: start the same command again (EX_TEMPFAIL of sysexits.h)."""
+"""The run stopped with a checkpoint after SIGTERM, SIGUSR1 or SIGHUP. The same command continues the run (EX_TEMPFAIL
+of sysexits.h)."""
 FAULT = 71
-"""A device or the communication of ranks failed (an Xid, an ECC error, an NCCL abort), not the settings or code of the
-user (EX_OSERR of sysexits.h)."""
+"""A device or the communication of ranks failed (an Xid, an ECC error, an NCCL abort). The settings and the code of the
+user are not the reason (EX_OSERR of sysexits.h)."""
 HANG = 79
-"""The watchdog ended a run in which nothing went on; starting it again is worth a try."""
+"""The watchdog ended a run without progress. A restart may succeed."""
 STOPPED_BY_USER = 130
-"""Ctrl-C."""
+"""The user stopped the run with Ctrl-C."""
 _FAULTS = {"AcceleratorError", "DistBackendError"}
-"""Types of torch, which this module does not import."""
+"""Names of torch's exception types, because this module does not import torch."""
 _DISK_ERRORS = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EIO, errno.ESTALE)
 _ROOM_ERRORS = (errno.ENOSPC, errno.EDQUOT)
 _FREE = " free"
@@ -43,7 +44,7 @@ _REASON_CHARACTERS = 300
 # Numbers of 64 bits have at most 19 digits.
 _MOST_DIGITS = 19
 _HIDDEN = "(hidden)"
-# `redacted` replaces a secret wherever it occurs: a shorter one would be cut out of ordinary words.
+# `redacted` replaces every occurrence of a secret. A shorter secret would also be removed from ordinary words.
 _SHORTEST_KNOWN = 6
 _KNOWN: set[str] = set()
 """Secrets that this process has read."""
@@ -67,20 +68,20 @@ _HEADERS = "headers"
 
 
 class RunError(RuntimeError):
-    """The run cannot go on; the message says why and what to do. The command line exits with code 1."""
+    """The run cannot continue. The message contains the reason and the remedy. The command line exits with code 1."""
 
 
 class ConfigError(ValueError):
-    """Settings that cannot be run; `problems` holds one sentence each. The command line exits with code 2."""
+    """The settings are invalid. `problems` has one sentence per problem. The command line exits with code 2."""
 
     def __init__(self, problems: str | Iterable[str]) -> None:
-        found = (problems,) if isinstance(problems, str) else tuple(problems)
-        self.problems: tuple[str, ...] = tuple(one_line(problem) for problem in found)
+        sentences = (problems,) if isinstance(problems, str) else tuple(problems)
+        self.problems: tuple[str, ...] = tuple(one_line(problem) for problem in sentences)
         super().__init__("\n".join(self.problems))
 
 
 class Interrupted(Exception):
-    """The run was asked to stop; every rank raises it at the same point, between two updates."""
+    """The run received a stop signal. Every rank raises this exception at the same point, between two updates."""
 
     def __init__(self, number: signal.Signals) -> None:
         super().__init__(number.name)
@@ -88,22 +89,22 @@ class Interrupted(Exception):
 
     @property
     def exit_code(self) -> int:
-        """The exit code that the launcher should see."""
+        """Exit code for the launcher."""
         return STOPPED_BY_USER if self.signal == signal.SIGINT else REQUEUE
 
 
 class Verdict(NamedTuple):
-    """The exit code and the sentences with which an error ends a process."""
+    """Exit code and sentences of a process that an error ends."""
 
     code: int
     sentences: tuple[str, ...] = ()
-    """Sentences for the user; none where a signal ended the process, which needs no reason."""
+    """Sentences for the user; empty after a signal."""
     is_unforeseen: bool = False
-    """Whether the error is a bug, whose traceback says more than a sentence."""
+    """Whether the error is a bug, for which the traceback is shown."""
 
 
 def verdict_of(error: BaseException) -> Verdict:
-    """The exit code of an error that ends a process, and the sentences for the user."""
+    """Return the exit code and the sentences for an error that ends a process."""
     match error:
         case Interrupted():
             return Verdict(error.exit_code)
@@ -113,7 +114,7 @@ def verdict_of(error: BaseException) -> Verdict:
             return Verdict(RUN_ERROR, (one_line(str(error)),))
         case OSError() if error.errno in _DISK_ERRORS:
             where = f"{error.filename}: " if error.filename else ""
-            remedy = "make room or fix the disk and start again, a run continues from its newest checkpoint"
+            remedy = "free some space or repair the disk and start again, a run continues from its newest checkpoint"
             return Verdict(RUN_ERROR, (f"writing failed, {where}{error.strerror}; {remedy}",))
         case ConfigError():
             return Verdict(USER_ERROR, error.problems)
@@ -126,20 +127,23 @@ def verdict_of(error: BaseException) -> Verdict:
 
 
 def _is_fault(error: BaseException) -> bool:
-    """Whether torch reports a failure of a device or of NCCL. A failed assertion in a kernel is not a fault, but an
-    error of the program, for example an index that is out of range. OutOfMemoryError is not a fault."""
+    """Return whether torch reports a failure of a device or of NCCL.
+
+    A failed assertion in a kernel is an error of the program instead of a fault, for example an index out of range.
+    OutOfMemoryError is not a fault.
+    """
     types = {kind.__name__ for kind in type(error).__mro__ if kind.__module__.partition(".")[0] == "torch"}
     return bool(types & _FAULTS) and "device-side assert" not in str(error)
 
 
 def _place(error: BaseException) -> str:
-    """` (file:line)` where an error was raised; "" where it has no traceback."""
+    """Return ` (file:line)` of the line that raised an error, or "" without a traceback."""
     place = _innermost(error)
     return "" if place is None else f" ({place[0].f_code.co_filename}:{place[1]})"
 
 
 def _innermost(error: BaseException) -> tuple[FrameType, int] | None:
-    """Frame and line in which an error was raised; None where it has no traceback."""
+    """Return the frame and the line that raised an error, or None without a traceback."""
     return next(reversed([*walk_tb(error.__traceback__)]), None)
 
 
@@ -155,8 +159,8 @@ def writing(path: str | PathLike[str]) -> Iterator[None]:
     except OSError as error:
         if error.errno in _ROOM_ERRORS and _FREE not in str(error.strerror):
             file = error.filename or str(path)
-            words = f"{os.strerror(error.errno)} ({_free_words(Path(file))})"
-            raise OSError(error.errno, words, file) from error
+            message = f"{os.strerror(error.errno)} ({_free_space(Path(file))})"
+            raise OSError(error.errno, message, file) from error
         # Without an errno, a file name would replace the message.
         if error.filename is None and error.errno is not None:
             error.filename = str(path)
@@ -169,8 +173,8 @@ def writing(path: str | PathLike[str]) -> Iterator[None]:
             raise OSError(int(number[1]), os.strerror(int(number[1]))) from error
 
 
-def _free_words(file: Path) -> str:
-    """The free space on the disk of a file."""
+def _free_space(file: Path) -> str:
+    """Return a text with the free space on the disk of a file."""
     folder = next((place for place in (file, *file.parents) if place.is_dir()), Path())
     try:
         disk = os.statvfs(folder)
@@ -182,35 +186,36 @@ def _free_words(file: Path) -> str:
 
 
 def how_to_install(extra: str) -> str:
-    """The remedy where the libraries of an extra of pyproject.toml are missing. It names the repository, as megappo is
-    on no package index."""
+    """Return the remedy for missing libraries of an extra of pyproject.toml. megappo is not on a package index, so the
+    text refers to the repository."""
     return f"pip install '.[{extra}]' in megappo's repository"
 
 
 def raised_by_megappo(error: ValueError) -> bool:
-    """Whether our own code refused a value; a ValueError from a library is a bug and keeps its traceback."""
+    """Return whether megappo's own code raised the error. A ValueError of a library is a bug, so its traceback is
+    shown."""
     place = _innermost(error)
     return place is not None and str(place[0].f_globals.get("__name__")).split(".")[0] == "megappo"
 
 
 def remember(secret: str) -> None:
-    """Hide a secret that this process has read in all later texts of it."""
+    """Hide a secret in all later texts of this process."""
     if len(secret) >= _SHORTEST_KNOWN:
         _KNOWN.add(secret)
 
 
 def redacted(text: str) -> str:
-    """The text with `(hidden)` where secrets stood in it."""
+    """Return the text with secrets replaced by `(hidden)`."""
     for secret in _KNOWN:
         text = text.replace(secret, _HIDDEN)
-    text = _FORMS.sub(lambda found: (found["before"] or "") + _HIDDEN, text)
+    text = _FORMS.sub(lambda match: (match["before"] or "") + _HIDDEN, text)
     return _NAMED.sub(lambda f: f[0] if _VARIABLE.fullmatch(f["secret"]) else f["name"] + _HIDDEN, text)
 
 
 def secret_settings(settings: object, key: tuple[str, ...] = ()) -> Iterator[str]:
-    """Dotted keys of settings, in plain types, whose value is a secret by its form or by its name.
+    """Yield the dotted keys of settings (plain types) with the form or the name of a secret.
 
-    The name of an environment variable that holds one, such as `API_KEY`, is none, but for HTTP's headers.
+    The name of an environment variable with a secret, such as `API_KEY`, is not a secret, except in HTTP headers.
     """
     if isinstance(settings, Mapping):
         for name, value in settings.items():
@@ -229,26 +234,26 @@ def _is_named_secret(key: tuple[str, ...], value: str) -> bool:
 
 
 def one_line(text: str) -> str:
-    """A text on one line, without secrets, with escapes in place of what a terminal would obey."""
+    """Return a text on one line, without secrets and with escaped control characters."""
     return "".join(c if c.isprintable() else repr(c)[1:-1] for c in " ".join(redacted(text).split()))
 
 
 def shortened(text: str, characters: int = _SHOWN_CHARACTERS) -> str:
-    """At most so many characters of a text."""
+    """Return at most `characters` characters of a text."""
     return text if len(text) <= characters else text[: characters - 3] + "..."
 
 
 def reason(error: BaseException, characters: int = _REASON_CHARACTERS) -> str:
-    """The message of another program's error, fit for the middle of a sentence; its type where it has no message."""
+    """Return the message of an error for use inside a sentence, or the type of an error without a message."""
     try:
-        said = one_line(str(error))
-    except Exception:  # noqa: BLE001 - of a class that somebody else wrote
-        said = ""
-    return shortened(said or type(error).__name__, characters)
+        message = one_line(str(error))
+    except Exception:  # noqa: BLE001 - `__str__` of a foreign class may raise any exception
+        message = ""
+    return shortened(message or type(error).__name__, characters)
 
 
 def show(value: object) -> str:
-    """A value as the user would write it in YAML, shortened and without secrets."""
+    """Return a value as in YAML, shortened and without secrets."""
     if value is None:
         return "null"
     if isinstance(value, bool):
@@ -257,35 +262,35 @@ def show(value: object) -> str:
 
 
 def either(choices: Iterable[object]) -> str:
-    """`a`, `a or b`, `a, b or c`."""
+    """Return the choices as `a`, `a or b`, or `a, b or c`."""
     texts = [str(choice) for choice in choices]
     return texts[0] if len(texts) == 1 else f"{', '.join(texts[:-1])} or {texts[-1]}"
 
 
 def first_of(items: Collection[object], most: int, separator: str = ", ") -> str:
-    """`a, b, c and 4 more`."""
+    """Return the first `most` items and the number of the others, for example `a, b, c and 4 more`."""
     shown = separator.join(str(item) for item, _ in zip(items, range(most), strict=False))
     return f"{shown} and {len(items) - most} more" if len(items) > most else shown
 
 
 ALIKE = 0.5
-"""Similarity (difflib's ratio) from which a word is worth naming in place of another one."""
+"""Smallest similarity (difflib's ratio) of a word that an error message suggests."""
 
 
 def nearest_word(word: str, choices: Iterable[str], cutoff: float = 0.0) -> str | None:
-    """Returns the choice most similar to `word`, or None if no similarity reaches `cutoff` (0 to 1)."""
+    """Return the choice most similar to `word`, or None if no similarity reaches `cutoff` (0 to 1)."""
     return next(iter(nearest_words(word, choices, 1, cutoff)), None)
 
 
 def nearest_words(word: str, choices: Iterable[str], most: int, cutoff: float = 0.0) -> list[str]:
-    """Returns the `most` choices that are most similar to `word`, in descending order. See `nearest_word`."""
+    """Return the `most` choices that are most similar to `word`, in descending order. See `nearest_word`."""
     by_lower = {choice.lower(): choice for choice in choices}
-    found = difflib.get_close_matches(word[:_SHOWN_CHARACTERS].lower(), by_lower, n=most, cutoff=cutoff)
-    return [by_lower[choice] for choice in found]
+    matches = difflib.get_close_matches(word[:_SHOWN_CHARACTERS].lower(), by_lower, n=most, cutoff=cutoff)
+    return [by_lower[choice] for choice in matches]
 
 
 def nearest_numbers(value: int, choices: Iterable[int]) -> str:
-    """The nearest of `choices` below and above `value`, as words; `choices` must not be empty."""
+    """Return a text with the nearest choices below and above `value`. `choices` must not be empty."""
     ordered = sorted(set(choices))
     below = [choice for choice in ordered if choice <= value]
     above = [choice for choice in ordered if choice > value]
@@ -293,12 +298,12 @@ def nearest_numbers(value: int, choices: Iterable[int]) -> str:
 
 
 def whole_number(text: str) -> int | None:
-    """The number of plain digits that a program or user wrote; None for anything else, and for absurdly many digits."""
+    """Return the number in a text of at most 19 ASCII digits, or None for any other text."""
     return int(text) if text.isascii() and text.isdigit() and len(text) <= _MOST_DIGITS else None
 
 
 def divisors(number: int) -> list[int]:
-    """All divisors of a positive number, ascending, in as many steps as its square root."""
+    """Return all divisors of a positive number in ascending order. Takes O(sqrt(number)) steps."""
     low = [d for d in range(1, math.isqrt(number) + 1) if number % d == 0]
     return sorted({*low, *(number // d for d in low)})
 
@@ -312,7 +317,7 @@ _PATH_IN_TEXT = re.compile(rf"(?:^|(?<=[/:])){_SHELL_VARIABLE.pattern}")
 
 
 def expanded(path: str | os.PathLike[str], setting: str = "") -> str:
-    """The path with the home folder in place of a leading `~` or `~user`.
+    """Return the path with a leading `~` or `~user` replaced by the home folder.
 
     `setting` begins the error message. Raises ConfigError if the user does not exist on this machine, or if the path
     contains a variable such as `$HOME`. A dollar sign in the name of an existing file or folder is not a variable.
@@ -326,14 +331,14 @@ def expanded(path: str | os.PathLike[str], setting: str = "") -> str:
     if text.startswith("~") and home == text:
         user = text.partition("/")[0]
         raise ConfigError(
-            f"{place}{show(text)} begins with {user}, and this machine has no such user; write the whole path, or "
+            f"{place}{show(text)} begins with {user}, but this machine has no such user; write the whole path, or "
             f"./{text} for a name that begins with ~"
         )
     return home
 
 
 def expanded_values(value: Any) -> Any:
-    """Returns options of an external program, with `~/` expanded at the start of each text, at any depth.
+    """Return options of an external program, with `~/` expanded at the start of each text, at any depth.
 
     A text is not always a path. A variable is therefore refused only at the start of a text, and after `/` or `:`.
     Raises ConfigError for a refused variable.
@@ -350,20 +355,20 @@ def expanded_values(value: Any) -> Any:
 
 
 def home_expanded(word: str) -> str:
-    """Returns an argument of an external program, with a leading `~/` replaced by the home folder."""
+    """Return an argument of an external program, with a leading `~/` replaced by the home folder."""
     return os.path.expanduser(word) if word.startswith("~/") else word
 
 
 def link_to_nothing(path: Path) -> str:
-    """Returns an error text if the path or one of its parent folders is a broken link; otherwise ""."""
+    """Return an error text if the path or one of its parent folders is a broken link, otherwise ""."""
     for place in (path, *path.parents):
         if place.is_symlink() and not place.exists():
-            return f"{place} is a link to {os.readlink(place)}, which does not exist; bring it back, or renew the link"
+            return f"{place} is a link to {os.readlink(place)}, which does not exist; restore it, or replace the link"
     return ""
 
 
 def _variable_refused(text: str, variable: str) -> str:
     return (
-        f"{show(text)} has the variable {variable}, and paths are taken as they are written; write the whole path, or "
-        "let the shell replace the variable on the command line, outside of single quotes"
+        f"{show(text)} has the variable {variable}, but variables in paths are not expanded; write the whole path, or "
+        "let the shell expand the variable on the command line, outside of single quotes"
     )

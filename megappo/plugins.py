@@ -1,4 +1,4 @@
-"""Users' plug-ins, named as `package.module:name` or `path/to/file.py:name`, wherever the settings take one."""
+"""Plug-ins of users. Settings name them as `package.module:name` or `path/to/file.py:name`."""
 
 from __future__ import annotations
 
@@ -26,10 +26,9 @@ _MOST_NAMED = 5
 
 @contextmanager
 def users_code(problem: str, remedy: str, but: tuple[type[Exception], ...] = ()) -> Iterator[None]:
-    """Raise whatever the block raises, except `but`, as ValueError with one sentence: the problem, the error, the
-    remedy.
+    """Convert any exception of the block except `but` to ValueError with one sentence: problem, error, remedy.
 
-    For blocks that run a user's functions, or the code of their objects and templates, which may raise anything.
+    For blocks that run functions, objects or templates of a user, which may raise any exception.
     """
     try:
         yield
@@ -40,14 +39,14 @@ def users_code(problem: str, remedy: str, but: tuple[type[Exception], ...] = ())
 
 
 def failure_words(error: BaseException, characters: int = 300) -> str:
-    """An error of a user's code on one line: the type, the message, and `file:line` of the code where it is known."""
-    words, line = f"{type(error).__name__}: {reason(error, characters)}", raised_at(error)
-    return f"{shortened(words, max(characters - len(line) - 3, 60))} ({line})" if line else shortened(words, characters)
+    """Return an error of a user's code on one line: the type, the message, and `file:line` if known."""
+    text, line = f"{type(error).__name__}: {reason(error, characters)}", raised_at(error)
+    return f"{shortened(text, max(characters - len(line) - 3, 60))} ({line})" if line else shortened(text, characters)
 
 
 def raised_at(error: BaseException) -> str:
-    """`file:line` of the innermost line of the user's own code that an error came through, or else of an installed
-    library; "" where it is all megappo's."""
+    """Return `file:line` of the innermost line of the user's own code in a traceback, otherwise of an installed
+    library. Returns "" if the traceback contains only code of megappo."""
     lines = [(frame.f_code.co_filename, number) for frame, number in traceback.walk_tb(error.__traceback__)]
     others = [(file, number) for file, number in lines if not file.startswith((_MEGAPPO, "<"))]
     installed = {file for file, _ in others if "site-packages" in file or "dist-packages" in file}
@@ -57,15 +56,15 @@ def raised_at(error: BaseException) -> str:
 
 
 def is_import_path(name: str) -> bool:
-    """Whether a setting names something of the user's rather than one of our choices."""
+    """Return whether a setting names a plug-in instead of a built-in choice."""
     return ":" in name
 
 
 def check_choice(
     name: str, choices: Iterable[str], setting: str = "", others: Mapping[str, str] = MappingProxyType({})
 ) -> None:
-    """Raise ValueError for a name that is neither a built-in choice nor an import path; `setting` begins the sentence.
-    `others`: choices by the names that other trainers have for them."""
+    """Raise ValueError for a name that is neither a built-in choice nor an import path. `setting` begins the message.
+    `others`: choices by their names in other trainers."""
     known = list(choices)
     if name in known or is_import_path(name):
         return
@@ -73,18 +72,18 @@ def check_choice(
     near = others.get(name) or nearest_word(name, known, cutoff=ALIKE)
     hint = f"did you mean '{near}'?" if near else "choose one of them"
     if name.endswith(".py"):
-        hint = f"write {name}:NAME, with the name of what the file defines"
+        hint = f"write {name}:NAME, with a name that the file defines"
     raise ValueError(f"{setting} '{name}' is none of {all_forms}; {hint}".strip())
 
 
 def own_file(path: str) -> Path | None:
-    """Returns the file of `path/to/file.py:name` with `~` expanded, or None if `path` has a different form."""
+    """Return the file of `path/to/file.py:name` with `~` expanded, or None if `path` has a different form."""
     place, _, name = path.rpartition(":")
     return Path(os.path.expanduser(place)) if place.endswith(".py") and name.isidentifier() else None
 
 
 def own_files(settings: object) -> dict[str, str]:
-    """sha256 by path of the Python files that settings name, at any depth, and that are there."""
+    """Return the sha256 by path of all existing Python files that settings name, at any depth."""
     if isinstance(settings, Mapping):
         return own_files([*settings.keys(), *settings.values()])
     if isinstance(settings, list | tuple):
@@ -104,21 +103,21 @@ def check_own_file(path: str, file: Path, setting: str) -> None:
 
 
 def load_function(path: str, setting: str) -> Callable[..., Any]:
-    """Import `package.module:function` or `path/to/file.py:function`; `setting` names the place in errors."""
+    """Import `package.module:function` or `path/to/file.py:function`. Errors begin with `setting`."""
     return load(path, setting, callable, "function")
 
 
 def load(path: str, setting: str, is_one: Callable[[Any], bool], word: str) -> Any:
-    """Import `package.module:name` or `path/to/file.py:name`; `setting` and `word` name the place and the kind of thing
-    in errors.
+    """Import `package.module:name` or `path/to/file.py:name`. Errors begin with `setting`, and use `word` for the kind
+    of object.
 
-    Raises ValueError for what cannot be imported or is none by `is_one`.
+    Raises ValueError if the import fails, or if `is_one` returns False for the object.
     """
     module_name, _, name = path.rpartition(":")
     file = own_file(path)
     if file is None and (not name or not all(part.isidentifier() for part in module_name.split("."))):
         raise ValueError(
-            f"{setting} '{path}' is no path of a {word}; write package.module:{word} or path/to/file.py:{word}"
+            f"{setting} '{path}' is not the path of a {word}; write package.module:{word} or path/to/file.py:{word}"
         )
     if file is not None:
         check_own_file(path, file, setting)
@@ -128,20 +127,20 @@ def load(path: str, setting: str, is_one: Callable[[Any], bool], word: str) -> A
     except ImportError as error:
         what, remedy = f": module '{module_name}'", "install it or set PYTHONPATH"
         if file is not None:
-            what, remedy = "", "install what it imports, or put that beside the file"
+            what, remedy = "", "install the modules that it imports, or put them next to the file"
         raise ValueError(f"{setting} '{path}'{what} cannot be imported ({reason(error)}); {remedy}") from error
-    found = getattr(module, name, None)
-    if not is_one(found):
-        there = [n for n, v in vars(module).items() if is_one(v) and not _is_strange(n, v, module)]
-        near = nearest_word(name, there, cutoff=ALIKE)
-        hint = f"it has {first_of(there, _MOST_NAMED)}" if there else "define it there"
+    loaded = getattr(module, name, None)
+    if not is_one(loaded):
+        names = [n for n, v in vars(module).items() if is_one(v) and not _is_strange(n, v, module)]
+        near = nearest_word(name, names, cutoff=ALIKE)
+        hint = f"it has {first_of(names, _MOST_NAMED)}" if names else "define it in the module"
         hint = f"did you mean '{module_name}:{near}'?" if near else hint
         raise ValueError(f"{setting} '{path}': module '{module_name}' has no {word} '{name}'; {hint}")
-    return found
+    return loaded
 
 
 def _module_of(file: Path) -> ModuleType:
-    """The module of a file, run once in a process. It may import what stands beside it."""
+    """Return the module of a file, which is executed once per process. It may import modules of the same folder."""
     file = file.resolve()
     name = f"{file.stem}_{zlib.crc32(str(file).encode()):08x}"
     if name in sys.modules:
@@ -160,13 +159,13 @@ def _module_of(file: Path) -> ModuleType:
 
 
 def _is_strange(name: str, value: object, module: ModuleType) -> bool:
-    """Whether a module's name should not be suggested: it is private, or imported."""
+    """Return whether a name should not be suggested, because the name is private or imported."""
     imported = (inspect.isroutine(value) or inspect.isclass(value)) and value.__module__ != module.__name__
     return imported or name.startswith("_")
 
 
 def signature_of(function: Callable[..., Any]) -> inspect.Signature | None:
-    """The parameters of a function; None for some that are written in C."""
+    """Return the signature of a function, or None for some functions in C."""
     try:
         return inspect.signature(function)
     except ValueError:
@@ -182,9 +181,9 @@ def check_call(
     remedy: str,
     offered: Sequence[str] = (),
 ) -> None:
-    """Raise ValueError where a function does not take these keyword arguments: `names` and `options`.
+    """Raise ValueError if a function does not accept the keyword arguments `names` and `options`.
 
-    `offered`: the names that it may have parameters for, where `names` are those of them that it has.
+    `offered`: all optional parameter names, if `names` contains only the names that the function has.
     """
     signature, names = signature_of(function), list(names)
     try:

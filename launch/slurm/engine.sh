@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
-# One task of the engines' step. `engine.sh describe WORDS...` prints over how many nodes an engine stands, how many devices
-# of each it takes, and how many GPUs and CPUs the node has; `engine.sh serve WORDS...` runs this task's engine, or its part
-# of one.
+# A task of the engine step. `engine.sh describe WORDS...` prints the number of nodes of an engine, its number of devices on
+# each node, and the number of GPUs and CPUs of the node. `engine.sh serve WORDS...` runs the engine of this task, or its
+# part of an engine.
 set -euo pipefail
 action=$1
 shift

@@ -1,6 +1,6 @@
-# Sourced by ppo_disaggregated.sbatch after job.sh: SGLang on nodes of its own, as a step beside the trainers' step.
+# ppo_disaggregated.sbatch sources this file after job.sh. SGLang runs on separate nodes, as a concurrent step of the job.
 
-# Which nodes train and which generate: two components of a heterogeneous job, or the job's first and last nodes.
+# Select the nodes of trainers and engines: two components of a heterogeneous job, or the first and last nodes of the job.
 split_nodes() {
     ENGINE_NODELIST=${SLURM_JOB_NODELIST_HET_GROUP_1:-}
     if [ -n "$ENGINE_NODELIST" ]; then
@@ -19,14 +19,14 @@ split_nodes() {
     fi
 }
 
-# The address that a name means here, where it may be another's: a node's own name often means loopback there.
+# Prints the address of a name on this node. On the node itself, the name of the node is often a loopback address.
 number_of() {
     local found
     found=$(getent ahosts "$1" | awk 'NR == 1 {print $1}')
     echo "${found:-$1}"
 }
 
-# place_engines WORDS...: how many engines, where they listen (URLS), and the key of the job.
+# place_engines WORDS...: determine the number of engines, their addresses (URLS), and the key of the job.
 place_engines() {
     local described node address port width ranks gpus number=0 taken=''
     described=$(srun "${ENGINE_PLACE[@]}" --nodes 1 --ntasks 1 "${SRUN_CONTAINER[@]}" "${IN_CONTAINER[@]}" \
@@ -35,11 +35,11 @@ place_engines() {
     ENGINES_PER_NODE=${MEGAPPO_ENGINES_PER_NODE:-$((gpus > 0 ? gpus / ranks : 1))}
     [[ $ENGINES_PER_NODE =~ ^[0-9]+$ ]] || fail "MEGAPPO_ENGINES_PER_NODE is '$ENGINES_PER_NODE', must be a whole number"
     if [ "$ENGINES_PER_NODE" = 0 ] || { [ "$gpus" != 0 ] && [ $((ENGINES_PER_NODE * ranks)) -gt "$gpus" ]; }; then
-        fail "$ENGINES_PER_NODE engines of rollout.sglang.tensor_parallel $((width * ranks)) do not stand on $width nodes of" \
-            "$gpus GPUs; lower it, or set rollout.sglang.nodes"
+        fail "$ENGINES_PER_NODE engines of rollout.sglang.tensor_parallel $((width * ranks)) do not fit on $width nodes of" \
+            "$gpus GPUs; decrease tensor_parallel, or set rollout.sglang.nodes"
     fi
     if [ $((ENGINE_NODES % width)) != 0 ]; then
-        fail "engines of rollout.sglang.nodes $width do not stand on $ENGINE_NODES nodes; make those a multiple of it"
+        fail "$ENGINE_NODES engine nodes are not a multiple of rollout.sglang.nodes $width; change one of them"
     fi
     URLS=() MEGAPPO_ENGINE_PORTS='' MEGAPPO_ENGINE_MEETINGS='' MEGAPPO_ENGINE_ADDRESSES=''
     for node in $(scontrol show hostnames "$ENGINE_NODELIST"); do
@@ -47,17 +47,17 @@ place_engines() {
         MEGAPPO_ENGINE_ADDRESSES+="$(number_of "$address") "
         number=$((number + 1))
         if [ $(((number - 1) % width)) != 0 ]; then
-            continue # the node before has the first parts of its engines
+            continue # the previous node has the first parts of the engines
         fi
         for _ in $(seq "$ENGINES_PER_NODE"); do
-            # No number twice in the job: nodes may share an address.
+            # Each port is used only once in the job, because nodes may share an address.
             port=$(free_port "$address" $taken) && taken+=" $port"
             URLS+=("http://$address:$port") MEGAPPO_ENGINE_PORTS+="$port "
             port=$(free_port "$address" $taken) && taken+=" $port"
             MEGAPPO_ENGINE_MEETINGS+="$address:$port "
         done
     done
-    # Through the environment, as everybody may read command lines.
+    # The key is passed in the environment, because all users can read command lines.
     MEGAPPO_SGLANG_API_KEY=$(head -c 32 /dev/urandom | od -An -tx1 | tr -d ' \n')
     export MEGAPPO_SGLANG_API_KEY MEGAPPO_ENGINE_PORTS MEGAPPO_ENGINE_HOST MEGAPPO_ENGINE_LINGER
     export MEGAPPO_ENGINE_RANKS=$ranks MEGAPPO_ENGINES_OF_NODE=$ENGINES_PER_NODE MEGAPPO_ENGINE_WIDTH=$width
@@ -67,8 +67,8 @@ place_engines() {
     TRAINER_WORDS+=("rollout.sglang.urls=[$(printf "'%s'," "${URLS[@]}")]")
 }
 
-# start_engines WORDS...: the engines' step, in the background. Trainers that lose it are told to stop; TRAINERS is the
-# name of their step.
+# start_engines WORDS...: start the step of the engines in the background. If this step ends, the trainers receive a stop
+# signal. TRAINERS is the name of their step.
 start_engines() {
     ENGINE_LOGS=$LOGS/engines
     mkdir -p "$ENGINE_LOGS"
@@ -77,19 +77,19 @@ start_engines() {
 }
 
 run_engines() {
-    trap : TERM # a cancelled job signals this shell too; it ends when the engines do
+    trap : TERM # a cancelled job also signals this shell, which ends together with the engines
     local code=0 options=(--job-name engines --nodes "$ENGINE_NODES" --ntasks $((ENGINE_NODES * ENGINES_PER_NODE)))
     options+=(--ntasks-per-node "$ENGINES_PER_NODE" --distribution=block --kill-on-bad-exit=1)
     if [ "$ENGINE_CPUS" -ge "$ENGINES_PER_NODE" ]; then
         options+=(--cpus-per-task $((ENGINE_CPUS / ENGINES_PER_NODE)))
     fi
     if [ -n "${SLURM_GPUS_ON_NODE:-}" ]; then
-        options+=(--gpu-bind=none) # an engine is told which GPUs are its own
+        options+=(--gpu-bind=none) # each engine gets the numbers of its GPUs as an option
     fi
     MEGAPPO_RANK_LOGS=$ENGINE_LOGS srun "${ENGINE_PLACE[@]}" "${options[@]}" "${SRUN_CONTAINER[@]}" \
         "${IN_CONTAINER[@]}" bash "$ROOT/launch/slurm/engine.sh" serve "$@" || code=$?
     if [ ! -e "$ENGINE_LOGS/stopping" ]; then
-        echo "megappo: the engines' step ended (exit code $code), so the trainers are told to stop; see $ENGINE_LOGS" >&2
+        echo "megappo: the step of the engines ended (exit code $code), so the trainers are stopped; see $ENGINE_LOGS" >&2
         tail -qn 3 "$ENGINE_LOGS"/engine-*.log >&2
         signal_step "${TRAINERS:-train}" TERM
         for _ in $(seq 60); do
@@ -112,7 +112,7 @@ end_engines() {
     wait "$ENGINES" 2>/dev/null || true
 }
 
-# signal_step NAME SIGNAL: to the steps of that name, where there are any.
+# signal_step NAME SIGNAL: send a signal to all steps with this name.
 signal_step() {
     local step
     for step in $(squeue --noheader --steps --job "$(job_name)${SLURM_JOB_ID_HET_GROUP_1:+,$SLURM_JOB_ID_HET_GROUP_1}" \

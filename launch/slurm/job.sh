@@ -1,8 +1,8 @@
-# Sourced by the batch scripts, after settings.sh: environment, ranks and logs of a job. Needs ROOT.
+# The batch scripts source this file after settings.sh. It sets the environment, the ranks and the logs of a job. Needs ROOT.
 
-REQUEUE_CODE=85 # what megappo exits with where it wants to be started again
-HANG_CODE=79    # and what its watchdog ends a hanging run with
-PORTS_FROM=10000 PORTS=20000 # below those that Linux gives to connections by itself
+REQUEUE_CODE=85 # exit code of megappo for a requested restart
+HANG_CODE=79    # exit code of a run that the watchdog ended
+PORTS_FROM=10000 PORTS=20000 # below Linux's ephemeral ports
 
 source "$ROOT/launch/slurm/requeue.sh"
 
@@ -11,10 +11,11 @@ fail() {
     exit 2
 }
 
-# prepare_job WORDS...: environment for these words of megappo, log folder, record of both, rank 0's address. PLACE are
-# the options with which srun finds the trainers' nodes; all of the job's, unless a script changes them and NODES.
+# prepare_job WORDS...: prepare the environment for these arguments of megappo, the log folder, a record of both, and the
+# address of rank 0. PLACE contains srun's options for the nodes of the trainers. By default these are all nodes of the job.
+# A script may change PLACE and NODES.
 prepare_job() {
-    [[ $ROOT == */megappo/shipped ]] || cd "$ROOT" # what pip installed is no place for runs
+    [[ $ROOT == */megappo/shipped ]] || cd "$ROOT" # runs do not belong in a folder of pip
     PLACE=()
     [[ $MEGAPPO_LAUNCHER =~ ^(srun|torchrun)$ ]] || fail "MEGAPPO_LAUNCHER is '$MEGAPPO_LAUNCHER', must be srun or torchrun"
     NODES=$SLURM_JOB_NUM_NODES
@@ -73,7 +74,7 @@ enter_environment() {
     set -u
 }
 
-# The job as SLURM's commands want it: the number of an array's last task is the array's, and means all its tasks.
+# Prints the name of the job for SLURM's commands. The job id of the last task of an array would select all its tasks.
 job_name() {
     if [ -n "${SLURM_ARRAY_TASK_ID:-}" ]; then
         echo "${SLURM_ARRAY_JOB_ID}_$SLURM_ARRAY_TASK_ID"
@@ -82,7 +83,7 @@ job_name() {
     fi
 }
 
-# SRUN_CONTAINER: options of srun; IN_CONTAINER: what stands before a command.
+# Sets SRUN_CONTAINER to options of srun, and IN_CONTAINER to a prefix of commands.
 container_command() {
     SRUN_CONTAINER=() IN_CONTAINER=()
     if [ -z "$MEGAPPO_CONTAINER" ]; then
@@ -102,13 +103,13 @@ container_command() {
     esac
 }
 
-# When SLURM ends this job, in seconds since 1970, for versions that do not tell its processes (22.05 as Debian has it);
-# nothing where it has no end.
+# Prints the end of this job in seconds since 1970, for versions of SLURM that do not set the variable (22.05 in Debian).
+# Prints nothing for a job without an end.
 end_of_job() {
     SLURM_TIME_FORMAT=%s scontrol --oneliner show job "$(job_name)" | sed -n '1s/.* EndTime=\([0-9]*\) .*/\1/p'
 }
 
-# A node's name, or the address SLURM has for it where no name server knows the name.
+# Prints the name of a node, or SLURM's address of the node if the name cannot be resolved.
 address_of() {
     if getent hosts "$1" >/dev/null; then
         echo "$1"
@@ -117,7 +118,7 @@ address_of() {
     fi
 }
 
-# free_port ADDRESS [TAKEN...]: a port that nothing listens on there, and none of these.
+# free_port ADDRESS [TAKEN...]: print a port without a listener at the address, except the TAKEN ports.
 free_port() {
     local address=$1 port
     shift
@@ -130,14 +131,14 @@ free_port() {
     done
 }
 
-# Which variables job.txt records: those that change how a run computes, and no name that a secret may stand under.
+# Variables that job.txt records: variables with an effect on the run, without names that may belong to secrets.
 RECORDED='^((SLURM|MEGAPPO|CUDA|NVIDIA|NCCL|GLOO|UCX|FI|OMP|MKL|OPENBLAS|ONEDNN|DNNL|TORCH|TORCHINDUCTOR|PYTORCH|ATEN|TRITON'
 RECORDED+='|SGLANG|NVTE|CONDA|APPTAINER|SINGULARITY|LMOD)_[A-Z0-9_]*|(PATH|LD_LIBRARY_PATH|LD_PRELOAD|PYTHONPATH|VIRTUAL_ENV'
 RECORDED+='|LOADEDMODULES|HOME|USER|HOSTNAME|LANG|TZ|HF_HOME|HF_HUB_CACHE|HF_HUB_OFFLINE|WANDB_MODE'
 RECORDED+='|MASTER_ADDR|https?_proxy|HTTPS?_PROXY|no_proxy|NO_PROXY))$'
 SECRET='(TOKEN|SECRET|PASS|PWD|CREDENTIAL|AUTH|JWT|_PAT$|KEY)'
 
-# Job, code and variables, without secrets.
+# Prints the job, the version of the code and the variables, without secrets.
 record_environment() {
     local variable name value
     echo "date: $(date --iso-8601=seconds)"
@@ -153,13 +154,13 @@ record_environment() {
     done < <(env -0 | sort -z)
 }
 
-# What stands between :// and @ in an address.
+# Masks the text between :// and @ in addresses.
 mask_credentials() {
     sed -E 's#([A-Za-z][A-Za-z0-9+.-]*://)[^[:space:]"'\'',]*@#\1***@#g'
 }
 
-# run_ranks STEP WORDS...: megappo with these words on every rank. Logs and exit codes are in LOGS/STEP; returns 85
-# where a rank asked for a requeue.
+# run_ranks STEP WORDS...: run megappo with these arguments on every rank. Logs and exit codes are in LOGS/STEP. Returns 85
+# if a rank requested a requeue.
 run_ranks() {
     local step=$1 code=0 follower per_node=$RANKS_PER_NODE
     shift
@@ -177,27 +178,27 @@ run_ranks() {
         options+=(--cpus-per-task $((SLURM_CPUS_ON_NODE / per_node)))
     fi
     if [ -n "${MEGAPPO_STEP_MINUTES:-}" ]; then
-        options+=(--time "$MEGAPPO_STEP_MINUTES") # the step's, within the job's
+        options+=(--time "$MEGAPPO_STEP_MINUTES") # time limit of the step
     fi
     if [ -n "${SLURM_GPUS_ON_NODE:-}" ]; then
-        options+=(--gpu-bind=none) # NCCL wants to see the node's other GPUs
+        options+=(--gpu-bind=none) # NCCL needs access to the other GPUs of the node
     fi
     : >"$MEGAPPO_RANK_LOGS/rank-0.log"
     tail -n +1 -F "$MEGAPPO_RANK_LOGS/rank-0.log" 2>/dev/null &
     follower=$!
     srun "${options[@]}" "${SRUN_CONTAINER[@]}" "${IN_CONTAINER[@]}" "${start[@]}" || code=$?
-    sleep 2 # for the follower to print rank 0's last lines
-    kill "$follower" 2>/dev/null || true # a signal to the whole job ends it too
+    sleep 2 # time for the follower to print the last lines of rank 0
+    kill "$follower" 2>/dev/null || true # a signal to the whole job also ends the follower
     wait "$follower" 2>/dev/null || true
     if grep -qsx -e "$REQUEUE_CODE" -e "$HANG_CODE" "$MEGAPPO_RANK_LOGS"/exit-*; then
         return "$REQUEUE_CODE"
     fi
-    # The ranks' exit codes decide: torchrun's agents may lose each other when all ranks have ended well.
+    # The exit codes of the ranks decide, because torchrun's agents may lose their connections after a normal end.
     if [ "$(cat "$MEGAPPO_RANK_LOGS"/exit-* 2>/dev/null | grep -cx 0)" = $((NODES * RANKS_PER_NODE)) ]; then
         return 0
     fi
     show_cause
-    [ "$code" != 0 ] || code=1 # srun saw no failure, but a rank did not get as far as to write its code
+    [ "$code" != 0 ] || code=1 # srun reports no failure, but a rank did not write its exit code
     return "$code"
 }
 

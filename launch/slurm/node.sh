@@ -1,8 +1,8 @@
 #!/usr/bin/env bash
-# torchrun on one node of a job, node order being rank order. Usage: node.sh NODES RANKS_PER_NODE WORDS...
-# The exit codes of its ranks make this task's: torchrun's agents fail where they lose each other or are signalled,
-# also when all ranks end as they should, and srun kills the other nodes' ranks after a task that fails. SIGUSR1 goes
-# to the ranks directly, since torchrun would kill them 30 seconds later.
+# Runs torchrun on one node of a job. Ranks are in the order of nodes. Usage: node.sh NODES RANKS_PER_NODE WORDS...
+# The exit code of this task follows from the exit codes of its ranks. torchrun's agents fail after a lost connection or a
+# signal, even if all ranks end normally, and srun kills the ranks of other nodes after a failed task. This script sends
+# SIGUSR1 directly to the ranks, because torchrun would kill them 30 seconds later.
 set -uo pipefail
 nodes=$1 ranks=$2
 shift 2
@@ -12,16 +12,16 @@ restore='import os, signal, sys; signal.signal(signal.SIGUSR1, signal.SIG_DFL); 
 
 forward() {
     local rank
-    touch "$stop" # for ranks that have not started yet
+    touch "$stop" # for ranks that start later
     for rank in $(seq "$first" $((first + ranks - 1))); do
-        # torchrun gives each a process group of its own, which its shell leads.
+        # torchrun starts each rank in a separate process group, whose leader is the shell of the rank.
         [ ! -s "$MEGAPPO_RANK_LOGS/pid-$rank" ] || kill -USR1 -- "-$(cat "$MEGAPPO_RANK_LOGS/pid-$rank")" 2>/dev/null
     done
 }
 
-unset "${!PET_@}" # options of torchrun that a scheduler left
+unset "${!PET_@}" # torchrun's options from a scheduler
 trap forward USR1
-trap : HUP INT TERM # torchrun gets them too, and tells its ranks
+trap : HUP INT TERM # torchrun also receives these signals, and stops its ranks
 (
     trap '' USR1
     MEGAPPO_STOP_FILE=$stop exec "${MEGAPPO_PYTHON:-python}" -m megappo.runtime.torchrun --nnodes "$nodes" --node-rank "$SLURM_NODEID" \

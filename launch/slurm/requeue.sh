@@ -21,7 +21,7 @@ requeue() {
     if [ "$state" != RUNNING ]; then
         echo "megappo: the job is $state, so it is not put back into the queue here"
     elif [ "${SLURM_RESTART_COUNT:-0}" -ge "$MEGAPPO_MOST_REQUEUES" ]; then
-        echo "megappo: put back ${SLURM_RESTART_COUNT} times already (MEGAPPO_MOST_REQUEUES); sbatch it again to go on"
+        echo "megappo: put back ${SLURM_RESTART_COUNT} times already (MEGAPPO_MOST_REQUEUES); sbatch it again to continue"
     else
         echo "megappo: back into the queue"
         if [ -z "$excluded" ]; then

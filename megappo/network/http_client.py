@@ -1,8 +1,8 @@
-"""Opens URLs. Servers inside the job or on its own networks are reached without the environment's proxies.
+"""HTTP client. Requests to servers of the job and of private networks do not use the proxies of the environment.
 
-`http_proxy` and similar variables are for hosts outside. A name without a dot, and one all of whose addresses are
-loopback or private, is reached directly; so is any other server that the caller knows to belong to the run. Standard
-library only, as reward workers start with it.
+`http_proxy` and similar variables apply to other hosts. Requests to a name without a dot are direct. Requests to a name
+with only loopback or private addresses are direct too. The caller can select direct requests for other servers of the
+run. This module imports only the standard library, because reward workers import it at their start.
 """
 
 from __future__ import annotations
@@ -20,28 +20,28 @@ from ipaddress import ip_address
 from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
 
-from megappo.network.proxies import address_of, is_socks, proxy_words
+from megappo.network.proxies import address_of, is_socks, proxy_variable
 
 if TYPE_CHECKING:
     from _typeshed import WriteableBuffer
 
-# Far above any score or verdict; it bounds what a broken server makes a rank hold in memory.
+# This limit is far above the size of any score or verdict. It bounds the memory that a broken server can fill.
 _LARGEST_ANSWER_BYTES = 16 * 10**6
 _LOOPBACK = ("localhost", "127.0.0.1", "::1")
 
 
 def fetch(request: urllib.request.Request, *, timeout_seconds: float, own: bool = False) -> bytes:
-    """Body of the response, received entirely within `timeout_seconds`. `own`: the server is the run's, wherever it
-    listens.
+    """Return the body of the response, received entirely within `timeout_seconds`. `own`: the server belongs to the
+    run, so no proxy is used.
 
-    Raises HTTPError for a status other than success. Redirections are not followed, because headers contain keys.
-    Raises OSError or HTTPException if the server does not answer in time or the response is incomplete. Raises
-    ValueError if the response has more than 16 MB, or as `check_proxy` does.
+    Raises HTTPError if the status is not a success. Redirections are not followed, because headers contain keys.
+    Raises OSError or HTTPException if the server does not respond in time or the response is incomplete. Raises
+    ValueError if the response has more than 16 MB, or if `check_proxy` raises it.
     """
     if not own:
         check_proxy(request.full_url)
-    found = None if own else _proxy_for(request.full_url)
-    proxies = {} if found is None else {urlsplit(request.full_url).scheme: found[1]}
+    proxy = None if own else _proxy_for(request.full_url)
+    proxies = {} if proxy is None else {urlsplit(request.full_url).scheme: proxy[1]}
     opener = urllib.request.OpenerDirector()
     for handler in (
         urllib.request.ProxyHandler(proxies), _Http(), _Https(), _Redirections(),
@@ -51,32 +51,32 @@ def fetch(request: urllib.request.Request, *, timeout_seconds: float, own: bool 
     with opener.open(request, timeout=max(0.01, timeout_seconds)) as answer:
         body: bytes = answer.read(_LARGEST_ANSWER_BYTES + 1)
         if len(body) > _LARGEST_ANSWER_BYTES:
-            raise ValueError(f"an answer of more than {_LARGEST_ANSWER_BYTES} bytes")
+            raise ValueError(f"the response has more than {_LARGEST_ANSWER_BYTES} bytes")
         if answer.length:  # `read` with a size does not raise for a short body
             raise http.client.IncompleteRead(body, answer.length)
         return body
 
 
 def proxy_of(url: str) -> str | None:
-    """HOST:PORT of the environment's proxy for a URL; None without a proxy."""
-    found = _proxy_for(url)
-    return None if found is None else address_of(found[1])
+    """Return HOST:PORT of the environment's proxy for a URL, or None without a proxy."""
+    proxy = _proxy_for(url)
+    return None if proxy is None else address_of(proxy[1])
 
 
 def check_proxy(url: str) -> None:
-    """Raises ValueError if the environment selects a SOCKS proxy for a URL. `fetch` supports HTTP proxies only."""
-    found = _proxy_for(url)
-    if found is None or not is_socks(found[1]):
+    """Raise ValueError if the environment selects a SOCKS proxy for a URL. `fetch` supports HTTP proxies only."""
+    proxy = _proxy_for(url)
+    if proxy is None or not is_socks(proxy[1]):
         return
     parts = urlsplit(url)
     raise ValueError(
-        f"{parts.hostname} would be asked through {proxy_words(*found)}, and rewards are asked through HTTP proxies "
-        f"only; set {parts.scheme}_proxy to an HTTP proxy, or add {parts.hostname} to no_proxy"
+        f"requests to {parts.hostname} would use {proxy_variable(*proxy)}, but rewards support only HTTP proxies; "
+        f"set {parts.scheme}_proxy to an HTTP proxy, or add {parts.hostname} to no_proxy"
     )
 
 
 def _proxy_for(url: str) -> tuple[str, str] | None:
-    """The variable of the environment's proxy for a URL, as (`http`, `https` or `all`, value); None without a proxy."""
+    """Return the variable of the environment's proxy for a URL as (`http`, `https` or `all`, value), or None."""
     parts, proxies = urlsplit(url), urllib.request.getproxies()
     host, kind = parts.hostname or "", parts.scheme if proxies.get(parts.scheme) else "all"
     if (
@@ -108,18 +108,18 @@ def _addresses(host: str) -> tuple[str, ...]:
 
 
 def without_proxies(host: str) -> dict[str, str]:
-    """Environment variables that make HTTP clients reach a host of the job, and loopback, directly; their former
-    entries stay."""
-    held = os.environ.get("no_proxy") or os.environ.get("NO_PROXY") or ""
-    names = [name for name in map(str.strip, held.split(",")) if name]
+    """Return environment variables with which HTTP clients use no proxy for a host of the job and for loopback.
+    Existing entries of the variables are kept."""
+    entries = os.environ.get("no_proxy") or os.environ.get("NO_PROXY") or ""
+    names = [name for name in map(str.strip, entries.split(",")) if name]
     hosts = "*" if "*" in names else ",".join(dict.fromkeys([*names, *_LOOPBACK, host]))
     return {"no_proxy": hosts, "NO_PROXY": hosts}
 
 
 @cache
 def _certificates() -> ssl.SSLContext:
-    """Called with the lock held: reading the machine's certificates takes 50 ms, and every request of a batch wants
-    them at once."""
+    """Read the certificates of the machine, which takes 50 ms. Callers hold the lock, because all requests of a batch
+    start at the same time."""
     return ssl.create_default_context()
 
 
@@ -127,8 +127,8 @@ _certificates_lock = threading.Lock()
 
 
 class _InTime(io.RawIOBase):
-    """Bytes of a socket until a deadline. A server that sends a byte a second would meet every timeout of a single
-    read."""
+    """Raw stream of a socket with a total deadline. Without the total deadline, a server could send one byte per second
+    without exceeding the timeout of a single read."""
 
     def __init__(self, raw: io.RawIOBase, connection: socket.socket, deadline: float) -> None:
         self._raw, self._connection, self._deadline = raw, connection, deadline
@@ -174,7 +174,8 @@ class _Http(urllib.request.HTTPHandler):
 
 
 class _Https(urllib.request.AbstractHTTPHandler):
-    """Reads certificates for a request over https only, which `urllib.request.HTTPSHandler` does when it is made."""
+    """Handler of https that reads certificates at the first request. `urllib.request.HTTPSHandler` already reads them
+    in its constructor."""
 
     https_request = urllib.request.AbstractHTTPHandler.do_request_
 
@@ -185,7 +186,7 @@ class _Https(urllib.request.AbstractHTTPHandler):
 
 
 class _Redirections(urllib.request.HTTPRedirectHandler):
-    """Follows no redirection: it would send keys to another server, and turn a POST into a GET."""
+    """Handler that rejects redirections. They would send keys to another server, and turn a POST into a GET."""
 
     def redirect_request(self, *_: Any) -> None:
         return None

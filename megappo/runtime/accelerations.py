@@ -1,8 +1,8 @@
-"""Transformer Engine and Apex: whether a run can use them, why not, and what they switch on.
+"""Availability of Transformer Engine and Apex in a run, and the parts of the model that use them.
 
-Megatron-Core uses both wherever it can import them, and guards against ImportError alone. So a broken or unselected
-library is hidden from it, which `find_accelerations` must do before `megatron.core` is imported. Both are opt-in: no
-test and no GPU run has executed the layers, the context parallel attention or the Adam of Transformer Engine.
+Megatron-Core uses both libraries if it can import them, and catches only ImportError. `find_accelerations` must
+therefore hide a broken or unselected library before `megatron.core` is imported. Both libraries are opt-in: no test and
+no GPU run has executed the layers, the context parallel attention or the Adam of Transformer Engine.
 """
 
 from __future__ import annotations
@@ -23,26 +23,26 @@ from megappo.runtime.packages import installed_version
 
 Choice = Literal["auto", "torch"]
 ENGINES = {"0.16": ">=2.9.0a0,<2.12"}
-"""Versions of Transformer Engine that a Megatron-Core release supports, by its own metadata; releases that are missing
-here set no bound."""
+"""Versions of Transformer Engine that each Megatron-Core release supports, from the metadata of the release. A release
+without an entry sets no limit."""
 UNTESTED = "no run has executed Transformer Engine's parts yet, so compare with model.accelerations torch first"
-"""What a run and the doctor report where Transformer Engine is used."""
+"""Warning of a run and of the doctor if Transformer Engine is used."""
 FUSED_GRADIENTS = "fused_weight_gradient_mlp_cuda"
-"""Apex's extension that Megatron-Core prefers for accumulating weight gradients, in Transformer Engine's layers too."""
+"""Extension of Apex for the accumulation of weight gradients. Layers of Transformer Engine also use the extension."""
 
 
 @dataclass(frozen=True)
 class Library:
-    """One of the two libraries on this machine."""
+    """One of the two libraries in this environment."""
 
     name: str
     version: str | None
     problem: str | None = None
-    """Why the library is not used, as the end of a sentence that begins with its name; None: it is used."""
+    """Reason that the library is not used, as a predicate of the name of the library; None if the library is used."""
 
     @property
     def is_used(self) -> bool:
-        """Whether the library can be imported here and is wanted."""
+        """Whether the library can be imported and is selected."""
         return self.problem is None
 
     @property
@@ -58,42 +58,42 @@ class Accelerations:
     engine: Library = Library("Transformer Engine", None, "was not looked for")
     apex: Library = Library("Apex", None, "was not looked for")
     gradients_problem: str | None = "was not looked for"
-    """Why Apex's extension does not accumulate gradients; None: it does."""
+    """Reason that the extension of Apex does not accumulate gradients; None if the extension is used."""
     own_layers: bool = False
     """Whether the model has features that Transformer Engine's layers lack."""
 
     def for_model(self, *, own_layers: bool) -> Accelerations:
-        """The same accelerations, for a model that may need megappo's own layers."""
+        """Return the same accelerations for a model that may need the layers of megappo."""
         return replace(self, own_layers=own_layers)
 
     def uses_engine_layers(self, dtype: torch.dtype) -> bool:
-        """Whether layers are Transformer Engine's: it supports packed sequences in 16 bits only."""
+        """Return whether the layers are from Transformer Engine, which supports packed sequences only in bfloat16."""
         return self.engine.is_used and dtype == torch.bfloat16 and not self.own_layers
 
     def switches(self, dtype: torch.dtype) -> dict[str, bool]:
-        """Fields of Megatron-Core's TransformerConfig for a model of this type."""
+        """Return fields of Megatron-Core's TransformerConfig for a model of this dtype."""
         return {"gradient_accumulation_fusion": self.gradients_problem is None and dtype == torch.bfloat16}
 
     @property
     def adam(self) -> str:
-        """Library whose Adam Megatron-Core uses: Transformer Engine, else Apex, else torch."""
+        """Library of the Adam optimizer: Transformer Engine if used, otherwise Apex if used, otherwise torch."""
         return next((x.name for x in (self.engine, self.apex) if x.is_used), "torch")
 
     def sentence(self, dtype: torch.dtype) -> str:
-        """A sentence on which library does what in a model of this type, and why the rest is torch's."""
+        """Return a text with the library of each part of a model of this dtype, and the reasons for parts of torch."""
         parts, used = [], self.switches(dtype)
         if self.uses_engine_layers(dtype):
             parts.append(f"{self.engine.summary} (attention, norms, rope)")
         elif self.engine.is_used and self.own_layers:
-            parts.append(f"torch's layers, as the model has what those of {self.engine.summary} have not")
+            parts.append(f"torch's layers, because the layers of {self.engine.summary} lack features of the model")
         elif self.engine.is_used:
-            parts.append(f"torch's layers, as {self.engine.summary} attends to packs in bfloat16 only")
+            parts.append(f"torch's layers, because {self.engine.summary} supports packed sequences only in bfloat16")
         else:
-            parts.append(f"torch's layers, as {self.engine.summary} {self.engine.problem}")
+            parts.append(f"torch's layers, because {self.engine.summary} {self.engine.problem}")
         if used["gradient_accumulation_fusion"]:
             parts.append(f"{self.apex.summary} adds up weight gradients")
         elif self.engine.is_used or self.apex.is_used:
-            parts.append(f"torch adds up weight gradients, as {FUSED_GRADIENTS} {self.gradients_problem}")
+            parts.append(f"torch adds up weight gradients, because {FUSED_GRADIENTS} {self.gradients_problem}")
         parts.append(f"{self.adam}'s Adam")
         if self.engine.is_used:
             parts.append(UNTESTED)
@@ -102,9 +102,9 @@ class Accelerations:
 
 @functools.cache
 def find_accelerations(choice: Choice) -> Accelerations:
-    """Find what this process can use; the rest is hidden from later imports.
+    """Find the libraries that this process can use, and hide the others from later imports.
 
-    `choice`: the setting `model.accelerations`. The first call of a process decides: what it hides stays hidden.
+    `choice` is the setting `model.accelerations`. A library that the first call hides stays hidden in this process.
     """
     unwanted = None
     if not torch.cuda.is_available():
@@ -126,7 +126,7 @@ def find_accelerations(choice: Choice) -> Accelerations:
 
 
 def decide_accelerations() -> None:
-    """Hide both libraries from `megatron.core`, unless `find_accelerations` was called in this process before."""
+    """Hide both libraries from `megatron.core`, unless this process has already called `find_accelerations`."""
     if not find_accelerations.cache_info().currsize:
         find_accelerations("torch")
 
@@ -140,12 +140,12 @@ def _transformer_engine(unwanted: str | None) -> Library:
 
 
 def _refusal(version: str | None) -> str | None:
-    """Why the installed Megatron-Core cannot use this version of Transformer Engine; None where it can."""
+    """Return the reason that Megatron-Core does not support this version of Transformer Engine, or None."""
     megatron = installed_version("megatron-core") or ""
     bounds = ENGINES.get(".".join(megatron.split(".")[:2]))
     if version is None or bounds is None or SpecifierSet(bounds).contains(version, prereleases=True):
         return None
-    return f"is none of {bounds}, which Megatron-Core {megatron} was made for; 0.19, on Python 3.12, takes later ones"
+    return f"is not in {bounds}, the range of Megatron-Core {megatron}; 0.19, on Python 3.12, supports later versions"
 
 
 def _apex(unwanted: str | None) -> Library:
@@ -154,17 +154,17 @@ def _apex(unwanted: str | None) -> Library:
         return Library("Apex", version, "is not installed")
     folders = [Path(folder) for folder in spec.submodule_search_locations or ()]
     if not any((folder / "optimizers").is_dir() for folder in folders):
-        return Library("Apex", version, "is another project of that name")
+        return Library("Apex", version, "is a different project with the same name")
     return Library("Apex", version, unwanted or _import_problem("apex.optimizers"))
 
 
 def _import_problem(module: str) -> str | None:
-    """Why a module cannot be imported; None where it can, and it is imported then."""
+    """Import a module. Returns the reason if the import fails, otherwise None."""
     try:
         importlib.import_module(module)
     except ModuleNotFoundError as error:
         return "is not installed" if error.name == module else f"cannot be imported ({reason(error)})"
-    except Exception as error:  # noqa: BLE001 - a build for another torch or CUDA raises what it likes
+    except Exception as error:  # noqa: BLE001 - a build for a different torch or CUDA may raise any exception
         return f"cannot be imported ({reason(error)})"
     return None
 

@@ -1,4 +1,4 @@
-"""Replaces attributes of other people's modules and classes."""
+"""Replacement of attributes of modules and classes of other projects."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ from typing import Any
 
 
 def replace_attributes(owner: ModuleType | type, **attributes: Any) -> None:
-    """Replace attributes of a module or a class by others, for good."""
+    """Replace attributes of a module or a class permanently."""
     for name, value in attributes.items():
         setattr(owner, name, value)
 
 
 @contextmanager
 def replaced_attributes(owner: ModuleType | type, **attributes: Any) -> Iterator[None]:
-    """Within the context, attributes of a module or a class are others."""
+    """Replace attributes of a module or a class within the context."""
     before = {name: getattr(owner, name) for name in attributes}
     replace_attributes(owner, **attributes)
     try:

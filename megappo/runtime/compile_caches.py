@@ -1,7 +1,7 @@
-"""Folders in which compilers keep kernels: on the node's own disk by default.
+"""Cache folders of compilers, by default on the local disk of the node.
 
-A home folder is often on a slow shared file system with a quota, and all ranks of a job compile at the same time. On a
-node without a writable home folder, the compilers would fail.
+A home folder is often on a slow shared file system with a quota, and all ranks of a job compile at the same time.
+Compilers fail on a node without a writable home folder.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from pathlib import Path
 from megappo.errors import ConfigError
 
 _FOLDER = "MEGAPPO_COMPILE_CACHE"
-"""Variable with the folder of all compile caches."""
+"""Environment variable with the common folder of all compile caches."""
 _RANK_CACHES = {
     "TRITON_CACHE_DIR": "triton",
     "TORCHINDUCTOR_CACHE_DIR": "inductor",
@@ -25,7 +25,7 @@ _SERVER_CACHES = {**_RANK_CACHES, "SGLANG_CACHE_DIR": "sglang"}
 
 
 def rank_caches(environment: Mapping[str, str]) -> dict[str, str]:
-    """Returns the variables of Triton, Inductor and FlashInfer that `environment` does not set, with their folders.
+    """Return the variables of Triton, Inductor and FlashInfer that `environment` does not set, with their folders.
 
     Raises ConfigError if `MEGAPPO_COMPILE_CACHE` names a folder that cannot be used.
     """
@@ -33,7 +33,7 @@ def rank_caches(environment: Mapping[str, str]) -> dict[str, str]:
 
 
 def server_caches(environment: Mapping[str, str]) -> dict[str, str]:
-    """As `rank_caches`, with the variable of SGLang."""
+    """Return the variables of `rank_caches` and the variable of SGLang, with their folders."""
     return _missing(environment, _SERVER_CACHES)
 
 
@@ -44,13 +44,14 @@ def _missing(environment: Mapping[str, str], caches: Mapping[str, str]) -> dict[
         if named:
             raise ConfigError(f"{_FOLDER} is '{named}', must be a folder that only you can write to; change it")
         return {}  # the compilers use their own defaults
-    has_home = "TRITON_HOME" in environment  # moves the cache of Triton, too
+    has_home = "TRITON_HOME" in environment  # this variable moves the cache of Triton
     is_set = {name for name in caches if environment.get(name)} | ({"TRITON_CACHE_DIR"} if has_home else set())
     return {name: str(folder / part) for name, part in caches.items() if name not in is_set}
 
 
 def _is_own(folder: Path, *, follow_links: bool) -> bool:
-    """Whether only this user can change the folder, which is created if necessary. Compilers execute files in it."""
+    """Return whether only this user can change the folder, because compilers execute files from it. Creates the folder
+    if necessary."""
     try:
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         status = os.stat(folder, follow_symlinks=follow_links)

@@ -1,4 +1,4 @@
-"""How long parts of a run may last before they count as hung."""
+"""Time limits after which parts of a run are considered hung."""
 
 from __future__ import annotations
 
@@ -11,19 +11,19 @@ from megappo.config.schema import RuntimeSettings
 
 @dataclass(frozen=True)
 class Deadlines:
-    """Limits in seconds: those that the settings give, and those that follow from a plan."""
+    """Limits in seconds, from the settings and from a plan."""
 
     collective_seconds: float
     """Timeout of collectives."""
     phase_seconds: float | None
-    """Limit of a phase that has none of its own; None: no phase is watched."""
+    """Default limit of a phase; None: phases have no limit."""
     of_phases: Mapping[str, float] = field(default_factory=dict)
-    """Limits of phases that have one of their own."""
+    """Limits of individual phases, which replace the default."""
     request_seconds: float = LEAST_REQUEST_SECONDS
-    """A server that has not answered a request for so long is asked whether it works on it."""
+    """Time without a response after which the state of a request is queried at the server."""
 
     @classmethod
     def of(cls, settings: RuntimeSettings) -> Deadlines:
-        """The limits that the settings give, without a plan."""
+        """Return the limits of the settings, without a plan."""
         limits = settings.phase_timeouts_seconds
         return cls(settings.collective_timeout_seconds, settings.phase_timeout_seconds, limits)

@@ -1,4 +1,4 @@
-"""The device of a rank and its preparation: where runs on GPUs and on CPUs begin to differ."""
+"""The device of a rank and its preparation. Runs on GPUs and runs on CPUs first differ in this module."""
 
 from __future__ import annotations
 
@@ -19,37 +19,42 @@ ALLOCATOR_VARIABLES = ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF")
 
 
 def runs_on_cuda(settings: RuntimeSettings) -> bool:
-    """Whether a run of these settings would compute on GPUs here."""
+    """Return whether a run with these settings would compute on GPUs of this machine."""
     return settings.device == "cuda" or (settings.device == "auto" and torch.cuda.is_available())
 
 
 def sees_one_device(visible: int) -> bool:
-    """Whether each rank, where it sees this many devices, was given one of its own. That device is number 0 on every
-    rank."""
+    """Return whether the launcher assigned one device to each rank. `visible` is the number of devices that this rank
+    sees. The assigned device has index 0 on every rank."""
     return visible == 1 and binds_one_device(os.environ)
 
 
 def device_index(ranks: Ranks, visible: int) -> int:
-    """CUDA device index of a rank on a machine with this many visible devices. Raises RunError where there are too
-    few."""
+    """Return the CUDA device index of a rank. `visible` is the number of devices that this rank sees.
+
+    Raises RunError if the machine has fewer devices than ranks.
+    """
     if sees_one_device(visible):
         return 0
     needed = max(ranks.local_rank + 1, ranks.local_world_size or 0)
     if needed > visible:
         raise RunError(
-            f"{needed} ranks stand on this machine, which shows {visible} CUDA device{'s' if visible > 1 else ''}; "
+            f"{needed} ranks are on this machine, which has {visible} visible CUDA device{'s' if visible > 1 else ''}; "
             f"start at most {visible} per machine"
         )
     return ranks.local_rank
 
 
 def device_bytes() -> float:
-    """Memory of a GPU of this machine in bytes (all are assumed alike); 0 without CUDA."""
+    """Return the memory of GPU 0 in bytes, or 0 without CUDA. All GPUs of the machine are assumed to be equal."""
     return float(torch.cuda.get_device_properties(0).total_memory) if torch.cuda.is_available() else 0.0
 
 
 def own_device(ranks: Ranks) -> torch.device:
-    """Device of this process, made CUDA's current one. Raises RunError where there are too few."""
+    """Return the device of this process and make it CUDA's current device.
+
+    Raises RunError if the machine has fewer devices than ranks.
+    """
     if not torch.cuda.is_available():
         return torch.device("cpu")
     device = torch.device("cuda", device_index(ranks, torch.cuda.device_count()))
@@ -58,7 +63,7 @@ def own_device(ranks: Ranks) -> torch.device:
 
 
 def thread_pool(workers: int, name: str) -> ThreadPoolExecutor:
-    """Threads whose current CUDA device is the caller's: CUDA keeps it per thread, and each starts with device 0."""
+    """Return a pool of threads with the CUDA device of the caller. By default, each new thread has device 0."""
     if not torch.cuda.is_initialized():
         return ThreadPoolExecutor(workers, thread_name_prefix=name)
     device = torch.cuda.current_device()
@@ -66,21 +71,21 @@ def thread_pool(workers: int, name: str) -> ThreadPoolExecutor:
 
 
 def allocator_options(options: str) -> dict[str, str]:
-    """Options of torch's allocator by name, from the value of one of its variables."""
+    """Return the options in the value of a variable of torch's allocator, by name."""
     pairs = (option.partition(":") for option in options.split(",") if option.strip())
     return {name.strip(): value.strip() for name, _, value in pairs}
 
 
 @contextmanager
 def plain_segments() -> Iterator[None]:
-    """Within the context torch allocates GPU memory that other processes can open by CUDA IPC, even with
+    """Allocate GPU memory that other processes can open by CUDA IPC within the context, even with
     `expandable_segments`.
 
-    Expandable segments are shared as file descriptors of this process, which `ptrace_scope` and containers may keep
-    others from taking.
+    torch shares expandable segments as file descriptors of this process. `ptrace_scope` or a container may prevent
+    other processes from opening them.
     """
-    told = [allocator_options(os.environ.get(name, "")) for name in ALLOCATOR_VARIABLES]
-    if not any(options.get("expandable_segments", "").lower() == "true" for options in told):
+    options_of_variables = [allocator_options(os.environ.get(name, "")) for name in ALLOCATOR_VARIABLES]
+    if not any(options.get("expandable_segments", "").lower() == "true" for options in options_of_variables):
         yield
         return
     torch._C._accelerator_setAllocatorSettings("expandable_segments:False")
@@ -91,7 +96,7 @@ def plain_segments() -> Iterator[None]:
 
 
 def check_device(settings: RuntimeSettings) -> None:
-    """Raises ValueError where the settings ask for another kind of device than this machine has."""
+    """Raise ValueError if the settings select a different kind of device than this machine has."""
     if runs_on_cuda(settings) != torch.cuda.is_available():
         if settings.device == "cuda":
             raise ValueError("runtime.device is cuda, but this machine shows no CUDA device; use runtime.device: cpu")
@@ -99,28 +104,35 @@ def check_device(settings: RuntimeSettings) -> None:
 
 
 def share_cores() -> None:
-    """Let threads of this process wait for their turn rather than preempt one that computes (SCHED_BATCH of Linux;
-    elsewhere this does nothing). Threads and processes that it starts later do so, too.
+    """Use the scheduling policy SCHED_BATCH of Linux, under which a thread does not preempt a thread that computes.
 
-    On a CPU ranks share cores, and gloo wakes a thread for every message. One that finds the lock of its connection
-    taken tries again at once (gloo/transport/tcp/pair.cc:653), for as long as the holder that it has preempted does not
-    run: a tenth of the CPU time of four ranks on two cores (benchmarks/results/2026-11-27-ranks-on-shared-cores.md).
+    Later threads and child processes inherit the policy. On other systems this function does nothing.
+
+    Ranks on a CPU share cores, and gloo wakes a thread for every message. If the lock of the connection is taken, the
+    thread retries at once (gloo/transport/tcp/pair.cc:653). The thread then spins until the preempted holder of the
+    lock runs again. These retries took a tenth of the CPU time of four ranks on two cores
+    (benchmarks/results/2026-11-27-ranks-on-shared-cores.md).
     """
-    if hasattr(os, "SCHED_BATCH") and os.sched_getscheduler(0) == os.SCHED_OTHER:  # or whoever started it chose another
-        with suppress(OSError):  # where a sandbox forbids it; a run does the same without
+    # A different policy was chosen by the parent process and is not changed.
+    if hasattr(os, "SCHED_BATCH") and os.sched_getscheduler(0) == os.SCHED_OTHER:
+        with suppress(OSError):  # a sandbox may forbid the change, which affects only the speed
             os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))
 
 
 def prepare_device(settings: RuntimeSettings, ranks: Ranks) -> torch.device:
-    """Device of a rank, ready for Megatron-Core. Raises ValueError where the settings ask for another kind."""
+    """Prepare the device of a rank for Megatron-Core, and return it.
+
+    Raises ValueError if the settings select a different kind of device. Raises RunError if the machine has fewer
+    devices than ranks.
+    """
     check_device(settings)
     # Megatron's tensor parallel layers overlap communication and computation, which relies on launch order.
     os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")
     device = own_device(ranks)
     if device.type == "cpu":
-        cores, here = len(os.sched_getaffinity(0)), ranks.local_world_size or ranks.world_size
-        torch.set_num_threads(settings.threads_per_rank or max(1, cores // here))
-        # Compiled fusions bring nothing on gloo and cost seconds at every new shape.
+        cores, local_ranks = len(os.sched_getaffinity(0)), ranks.local_world_size or ranks.world_size
+        torch.set_num_threads(settings.threads_per_rank or max(1, cores // local_ranks))
+        # Compiled fusions do not help on gloo, and they cost seconds for every new shape.
         os.environ.setdefault("TORCHDYNAMO_DISABLE", "1")
         keep_freed_memory()
         share_cores()

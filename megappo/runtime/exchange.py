@@ -1,6 +1,6 @@
-"""Sends samples directly to the ranks that process them, and results back; no rank ever holds the whole batch.
+"""Direct exchange of samples and results between ranks. No rank has the whole batch.
 
-All ranks know who sends what to whom, so sizes are not announced: an exchange is one all-to-all.
+All ranks know the routes and sizes in advance. An exchange is therefore a single all-to-all.
 """
 
 from __future__ import annotations
@@ -15,8 +15,10 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class Routes:
-    """Ids of the tensors that this rank sends to each rank of the world, and receives from each, in sending order. The
-    entries of sender and receiver for each other are the same."""
+    """Ids of the tensors that this rank sends to each rank of the world, and receives from each, in sending order.
+
+    The outgoing ids of a sender equal the incoming ids of the receiver.
+    """
 
     outgoing: Sequence[Sequence[int]]
     incoming: Sequence[Sequence[int]]
@@ -29,14 +31,13 @@ def make_routes(
     ranks_of: Callable[[int], Sequence[int]] = lambda rank: (rank,),
     own: int | None,
 ) -> Routes:
-    """Routes of this rank, where every id goes from one rank to some. All ranks pass the same arguments, in the same
-    order.
+    """Return the routes of this rank. All ranks pass the same arguments in the same order, except `own`.
 
     Args:
-        sources: the rank that has each id.
-        destinations: groups of ranks that receive each id, by number.
-        ranks_of: the ranks of a group; by default a group is one rank.
-        own: this rank's group, None where it is in none.
+        sources: source rank of each id.
+        destinations: numbers of the groups that receive each id.
+        ranks_of: ranks of a group; by default a group is one rank.
+        own: group of this rank; None if this rank is in no group.
     """
     rank, world = dist.get_rank(), dist.get_world_size()
     outgoing: list[list[int]] = [[] for _ in range(world)]
@@ -59,17 +60,17 @@ def exchange(
     dtype: torch.dtype,
     device: torch.device,
 ) -> dict[int, Tensor]:
-    """Send `tensors` on their routes; a collective of the world.
+    """Send `tensors` along their routes; a collective of the world.
 
     Args:
-        tensors: what this rank sends, by id, of any shape, all on one device.
-        routes: sender and receivers of each tensor; a tensor may go to several ranks or to none.
-        sizes: number of elements of every tensor that arrives here, by id.
-        dtype: of all tensors.
-        device: where the collective runs.
+        tensors: outgoing tensors of this rank by id, of any shape, all on one device.
+        routes: sender and receivers of each tensor; a tensor may have several receivers or none.
+        sizes: number of elements of every incoming tensor, by id.
+        dtype: dtype of all tensors.
+        device: device of the collective.
 
     Returns:
-        The tensors that arrived, by id, flat and in host memory.
+        The incoming tensors by id, flattened, in host memory.
     """
     pieces = [tensors[i].flatten() for ids in routes.outgoing for i in ids]
     outgoing = torch.cat(pieces).to(device, dtype) if pieces else torch.empty(0, dtype=dtype, device=device)
@@ -85,7 +86,7 @@ def exchange(
 
 
 def all_gather_varying(local: Tensor, *, group: dist.ProcessGroup | None = None) -> list[Tensor]:
-    """Gather tensors (n_r, ...) whose first dimension differs between ranks; same dtype and trailing shape."""
+    """Gather tensors (n_r, ...) whose first dimension differs between ranks. Dtype and other dimensions are equal."""
     world = dist.get_world_size(group)
     counts = torch.empty(world, 1, dtype=torch.int64, device=local.device)
     dist.all_gather(list(counts), torch.full((1,), len(local), device=local.device), group=group)

@@ -1,4 +1,4 @@
-"""Process groups: each is created once for all users of the same ranks, in few calls whatever the size of the world."""
+"""Process groups. Kinds with the same ranks share one group, and the number of calls does not grow with the world."""
 
 from __future__ import annotations
 
@@ -15,31 +15,31 @@ from megappo.runtime.launchers import Ranks
 
 @dataclass(frozen=True)
 class WantedGroups:
-    """Groups of one kind; no rank is in two of them."""
+    """Groups of one kind. A rank belongs to at most one group of each kind."""
 
     name: str
-    """Description of the groups in NCCL's reports; torch's own names for groups say nothing."""
+    """Description of the groups in reports of NCCL, because torch's own group names are numbers or hashes."""
     groups: Sequence[Sequence[int]]
-    """Global ranks."""
+    """Global ranks of each group."""
     apart: str = ""
-    """Groups with different values here are not shared, even with the same ranks."""
+    """Sharing key: groups with different values are not shared, even with the same ranks."""
     carries_objects: bool = False
-    """Whether Python objects are sent over the groups."""
+    """Whether the groups transfer Python objects."""
 
 
 class _Members(NamedTuple):
-    """Identity of a group; all kinds with the same one share it."""
+    """Identity of a group. All kinds with the same identity share the group."""
 
     apart: str
     ranks: tuple[int, ...]
 
 
 def collective_backend(device_type: str, *, carries_objects: bool = False) -> str:
-    """torch's backend of a group: for tensors on the device, and for Python objects where it carries some.
+    """Return torch's backend of a group for tensors on the device, and for Python objects if the group carries objects.
 
-    Objects use gloo even where there are GPUs: a rank that waits inside NCCL keeps its GPU busy with a spinning kernel,
-    while a server may still generate there. Groups without objects have no gloo, which connects every rank to every
-    other when the group is made.
+    Objects use gloo even on GPUs. A rank that waits inside NCCL occupies its GPU with a spinning kernel, while a server
+    may still generate on this GPU. Groups without objects do not use gloo, because gloo connects each rank to all
+    others when the group is created.
     """
     if device_type == "cpu":
         return "gloo"
@@ -47,14 +47,17 @@ def collective_backend(device_type: str, *, carries_objects: bool = False) -> st
 
 
 def allow_connections() -> None:
-    """Raise the limit of open files to this process's hard limit. A group on gloo has a connection to each of its
-    ranks, and rank 0's store two from each, which at 512 ranks exceeds the usual soft limit of 1024."""
+    """Raise the soft limit of open files to the hard limit of this process.
+
+    A gloo group has one connection to each of its ranks, and the store of rank 0 has two connections from each rank.
+    The number of connections of 512 ranks is greater than the usual soft limit of 1024.
+    """
     most = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
     resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
 
 
 def join_world(device_type: str, ranks: Ranks, timeout: datetime.timedelta, store: dist.Store | None = None) -> None:
-    """Meet the other ranks at a store; None: the one that the environment names."""
+    """Join the process group of all ranks. `store`: by default, torch opens the store that the environment names."""
     backend = collective_backend(device_type, carries_objects=True)
     dist.init_process_group(backend, store=store, rank=ranks.rank, world_size=ranks.world_size, timeout=timeout)
 
@@ -62,11 +65,12 @@ def join_world(device_type: str, ranks: Ranks, timeout: datetime.timedelta, stor
 def make_groups(
     kinds: Sequence[WantedGroups], device_type: str, timeout: datetime.timedelta
 ) -> list[dist.ProcessGroup | None]:
-    """This rank's group of each kind, None where it is in none; a collective of the world.
+    """Return the group of this rank for each kind, or None if this rank is in no group of the kind. A collective of the
+    world.
 
-    A group is created by its members alone. torch names it after its ranks and the number of groups that the process
-    has created, so its members must have created equally many. All ranks therefore go through the same rounds and
-    create one group in each: a group of this rank alone where no other is due.
+    Only the members call torch's function for a group. torch derives the name of a group from its ranks and from the
+    number of groups that the process has created. All members must therefore have created the same number of groups.
+    For this reason all ranks create one group per round. A rank without a group in a round creates a group of itself.
     """
     due: dict[_Members, WantedGroups] = {}
     for kind in kinds:
@@ -94,8 +98,10 @@ def _members(kind: WantedGroups, ranks: Sequence[int]) -> _Members:
 
 
 def _rounds(due: Iterable[_Members]) -> list[dict[int, _Members]]:
-    """Groups that each rank creates in each round: a group is put into the first round in which all its ranks are free.
-    There are at most as many rounds as kinds, as the groups of a kind fit into one."""
+    """Return the groups of each round by rank. A group is in the first round in which all its ranks are free.
+
+    There are at most as many rounds as kinds, because all groups of a kind fit into one round.
+    """
     rounds: list[dict[int, _Members]] = []
     for members in due:
         free = next((of_round for of_round in rounds if of_round.keys().isdisjoint(members.ranks)), None)
@@ -108,8 +114,10 @@ def _rounds(due: Iterable[_Members]) -> list[dict[int, _Members]]:
 def _new_group(
     ranks: Sequence[int], backend: str, timeout: datetime.timedelta, name: str, *, by_members: bool = True
 ) -> dist.ProcessGroup:
-    """`by_members`: only the members call this. Without an explicit timeout a group would have torch's default (10
-    minutes on NCCL), not the world's."""
+    """Create a group. `by_members`: only the members call this function.
+
+    Without an explicit timeout, torch uses its default (10 minutes on NCCL) instead of the timeout of the world.
+    """
     group = dist.new_group(
         list(ranks), timeout=timeout, backend=backend, use_local_synchronization=by_members, group_desc=name
     )
@@ -118,12 +126,11 @@ def _new_group(
 
 
 def make_host_group(name: str, timeout: datetime.timedelta) -> dist.ProcessGroup:
-    """A gloo group of all ranks for a thread, whose collectives must not be mixed with others'; a collective of the
-    world."""
+    """Return a new gloo group of all ranks, for collectives of a separate thread. A collective of the world."""
     return _new_group(range(dist.get_world_size()), "gloo", timeout, name, by_members=False)
 
 
 def leave_at_once(group: dist.ProcessGroup) -> None:
-    """Leave a group whose other members may be gone: without waiting, and torch forgets the group."""
+    """Abort and destroy a group without waiting for its other members, which may be gone."""
     group.abort()  # ends its pending collectives
     dist.destroy_process_group(group)

@@ -1,4 +1,4 @@
-"""Memory of a process: the C allocator's for CPU tensors, which only glibc lets us set, Python's garbage and frames."""
+"""Memory of a process: the C allocator (glibc only), Python's garbage collector, and the stack of Python frames."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ _M_TRIM_THRESHOLD, _M_TOP_PAD, _M_MMAP_MAX = -1, -2, -4
 """Parameters of `mallopt`, from glibc's malloc.h."""
 
 _SELDOM = 1_000_000, 10, 10
-"""Thresholds of `gc.set_threshold`: new objects between two collections, and collections between those of older
-generations."""
+"""Arguments of `gc.set_threshold` for rare collections: number of new objects between two collections, and number of
+collections between two collections of each older generation."""
 
 _SLOTS_OF_FRAMES = 2**16
-"""Values of a frame that takes half of a MiB; the other half has room for 2000 frames of 30 values."""
+"""Stack size of a frame of half a MiB. The other half of its chunk has room for 2000 frames of 30 values."""
 
 
 @functools.cache
@@ -28,18 +28,21 @@ def _usual() -> tuple[int, int, int]:
 
 
 def put_off_collections() -> None:
-    """Hardly collect garbage until `collect_as_usual`; for a process that only imports.
+    """Make garbage collections rare until `collect_as_usual`, for a process that only imports modules.
 
-    Imports create a million objects that stay, and by default Python scans all of them whenever they have grown by a
-    quarter: one of the six CPU seconds of a rank's imports.
+    Imports create a million permanent objects. By default, Python scans all objects whenever their number has grown by
+    a quarter. These scans take one of the six CPU seconds of the imports of a rank.
     """
     _usual()
     gc.set_threshold(*_SELDOM)
 
 
 def collect_as_usual() -> None:
-    """Collect garbage as before `put_off_collections`, but never the objects that exist now: Python looks for garbage
-    once more when a process ends, too. Does nothing without that call."""
+    """Restore the garbage collection from before `put_off_collections`, without the objects that exist now.
+
+    Excluded objects also save time at exit, when Python collects once more. Does nothing if `put_off_collections` was
+    not called.
+    """
     if gc.get_threshold() == _SELDOM:
         gc.freeze()
         gc.set_threshold(*_usual())
@@ -47,7 +50,7 @@ def collect_as_usual() -> None:
 
 @contextmanager
 def collections_put_off() -> Iterator[None]:
-    """Hardly collect garbage in a block that mostly imports, and as usual after it."""
+    """Make garbage collections rare in a block that mostly imports modules, and restore them afterwards."""
     put_off_collections()
     try:
         yield
@@ -56,12 +59,12 @@ def collections_put_off() -> Iterator[None]:
 
 
 def with_room_for_frames(program: Callable[[], T]) -> T:
-    """Call a program so that no loop in it is slow for where it stands in the stack.
+    """Call a program in a chunk of the frame stack that is large enough for its calls.
 
-    Python keeps a thread's frames in chunks of 16 KiB, and gives one back as soon as it is empty (3.11 on,
-    `_PyThreadState_PopFrame`). A loop whose calls cross the end of a chunk maps and unmaps memory at each call, which
-    takes a hundred times as long. The frame of this function claims so much that its chunk is of a MiB, in which those
-    above it have room, too. What they do not touch takes no memory.
+    Python stores the frames of a thread in chunks of 16 KiB, and frees a chunk as soon as it is empty (since Python
+    3.11, `_PyThreadState_PopFrame`). A loop whose calls cross the end of a chunk maps and unmaps memory at each call,
+    and becomes a hundred times slower. The frame of this function requests a large stack, so Python allocates a chunk
+    of 1 MiB. Later frames fit into the same chunk. Untouched pages of the chunk take no memory.
     """
     return program()
 
@@ -75,10 +78,10 @@ def _c_library() -> ctypes.CDLL:
 
 
 def keep_freed_memory() -> None:
-    """Let this process reuse freed memory instead of returning it to the system, until `trim_heap` does.
+    """Make the allocator reuse freed memory instead of returning it to the system, until `trim_heap`.
 
-    Activations of every layer are allocated and freed again. By default glibc returns free memory at the end of the
-    heap, and each tensor of more than 32 MiB; the kernel then clears every page anew, which takes up to a tenth of an
+    Each layer allocates and frees its activations repeatedly. By default, glibc returns free memory at the end of the
+    heap, and each tensor of more than 32 MiB. The kernel then clears every page again. This takes up to a tenth of an
     update on a CPU (benchmarks/results/2026-11-24-update-cpu.md).
     """
     mallopt = getattr(_c_library(), "mallopt", None)
@@ -89,7 +92,7 @@ def keep_freed_memory() -> None:
 
 
 def trim_heap() -> None:
-    """Return the memory that the allocator keeps to the system."""
+    """Return the free memory of the allocator to the system."""
     trim = getattr(_c_library(), "malloc_trim", None)
     if trim is not None:
         trim(0)

@@ -1,7 +1,7 @@
-"""A file that holds a run directory where the file system has no locks.
+"""A file that replaces the lock of a run directory on a file system without locks.
 
-The file is created with O_EXCL, which is atomic on network file systems too (open(2)), and names the process. A process
-that is killed leaves the file. A later start removes the file if the process no longer exists on the same
+The file contains the identity of the process. It is created with O_EXCL, which is atomic also on network file systems
+(open(2)). A killed process leaves the file. A later start removes the file if the process no longer exists on the same
 machine, or if SLURM has restarted the same job.
 """
 
@@ -39,11 +39,11 @@ class Holder:
 
     @property
     def summary(self) -> str:
-        """The process as an error names it."""
+        """Name of the process in error messages."""
         return f"process {self.process} on {self.host}" + (f", job {self.job}" if self.job else "")
 
     def is_gone(self, reader: Holder) -> bool:
-        """Whether it is certain for `reader`, a running process, that this process has ended."""
+        """Return whether `reader`, a running process, can be certain that this process has ended."""
         if self.job and self.job == reader.job and self.restarts < reader.restarts:
             return True
         if self.host != reader.host:
@@ -54,7 +54,7 @@ class Holder:
 
 
 def this_process(environment: Mapping[str, str]) -> Holder:
-    """This process."""
+    """Return the identity of this process."""
     return Holder(
         socket.gethostname(),
         boot_id(),
@@ -67,13 +67,13 @@ def this_process(environment: Mapping[str, str]) -> Holder:
 
 
 def boot_id() -> str:
-    """Identity of this machine since its last start."""
+    """Return the identity of the current boot of this machine."""
     return Path("/proc/sys/kernel/random/boot_id").read_text(encoding="utf-8").strip()
 
 
 def start_ticks(process: int) -> int | None:
-    """Clock ticks between boot and the start of a process of this machine; None if the process does not exist
-    (proc_pid_stat(5), field 22)."""
+    """Return the clock ticks between boot and the start of a process of this machine; None if the process does not
+    exist (proc_pid_stat(5), field 22)."""
     try:
         text = Path(f"/proc/{process}/stat").read_text(encoding="utf-8", errors="replace")
     except OSError:
@@ -82,9 +82,11 @@ def start_ticks(process: int) -> int | None:
 
 
 def take(path: Path, own: Holder) -> Holder | None:
-    """Create the file for `own`. The file of a process that no longer exists is removed first. Returns the holder of
-    the file if the process of the holder may still be running, otherwise None. Raises OSError if the file cannot be
-    written."""
+    """Create the file for `own`. The file of a process that no longer exists is removed first.
+
+    Returns the holder of the file if the process of the holder may still be running, otherwise None. Raises OSError if
+    the file cannot be written.
+    """
     while True:
         try:
             descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o644)
@@ -93,7 +95,7 @@ def take(path: Path, own: Holder) -> Holder | None:
             if holder is None:
                 if not path.exists():
                     continue  # removed in the meantime
-                return Holder("a machine that is not known", "", "", 0, 0)
+                return Holder("an unknown machine", "", "", 0, 0)
             if not holder.is_gone(own):
                 return holder
             _remove(path, holder)
@@ -110,13 +112,13 @@ def take(path: Path, own: Holder) -> Holder | None:
 
 
 def release(path: Path, own: Holder) -> None:
-    """Remove the file if it names `own`."""
+    """Remove the file if it contains `own`."""
     if read(path) == own:
         path.unlink(missing_ok=True)
 
 
 def read(path: Path) -> Holder | None:
-    """The holder that a file names. Returns None if the file does not exist or is not valid."""
+    """Return the holder in a file, or None if the file does not exist or is not valid."""
     try:
         return Holder(**json.loads(path.read_text(encoding="utf-8")))
     except (OSError, ValueError, TypeError):
@@ -124,8 +126,8 @@ def read(path: Path) -> Holder | None:
 
 
 def _remove(path: Path, gone: Holder) -> None:
-    """Remove the file of a process that is gone. The file is renamed first. If several processes remove the file at
-    the same time, only one succeeds, and a new file is not removed."""
+    """Remove the file of a process that is gone. The file is first renamed. If several processes remove the file at the
+    same time, only one succeeds, and a new file is not removed."""
     aside = path.with_name(f"{path.name}.{socket.gethostname()}.{os.getpid()}")
     with suppress(FileNotFoundError):
         os.rename(path, aside)

@@ -23,7 +23,7 @@ _CHANGE = threading.Lock()
 
 
 def interface_of(address: str) -> str | None:
-    """Name of the interface with this IP address; None if this machine does not have the address."""
+    """Return the name of the interface with this IP address; None if this machine does not have the address."""
     plain = address.partition("%")[0]  # IPv6 addresses of one link end with the name of the interface
     for name, addresses in psutil.net_if_addrs().items():
         if any(plain == of_interface.address.partition("%")[0] for of_interface in addresses):
@@ -32,8 +32,8 @@ def interface_of(address: str) -> str | None:
 
 
 def interface_towards(host: str) -> str | None:
-    """Name of the interface on the route to a host. If the address belongs to this machine, the interface with this
-    address.
+    """Return the name of the interface on the route to a host. If the address belongs to this machine, this is the
+    interface with the address.
 
     Returns None if there is no route to the host. Also returns None if the name is a loopback address on this machine,
     because the name may have a different address on other machines.
@@ -48,8 +48,8 @@ def interface_towards(host: str) -> str | None:
 
 @contextmanager
 def reached_at(address: str) -> Iterator[None]:
-    """Within the context, gloo listens on the interface with `address` instead of loopback, for groups with members on
-    other machines."""
+    """Make gloo listen on the interface with `address` instead of loopback within the context. Groups with members on
+    other machines need this."""
     if os.environ.get(GLOO_INTERFACE) != LOOPBACK or is_loopback(address):
         yield
         return

@@ -1,8 +1,8 @@
-"""Signals that ask a run to stop: it finishes or drops its step, writes a checkpoint and ends.
+"""Signals that stop a run. The run finishes or drops its step, writes a checkpoint and ends.
 
-A rank that waits in a collective runs no Python, so a thread reads signals from the descriptor that the interpreter's C
-handler writes them to. A signal to one rank is passed to all others through the store, so that they stop generating
-too; a collective then decides that all of them stop at the same place.
+A rank that waits in a collective runs no Python code. A thread therefore reads signals from the wake-up descriptor, to
+which the C handler of the interpreter writes them. The rank passes a signal to all other ranks through the store, so
+that they stop generating too. A collective then stops all ranks at the same point.
 """
 
 from __future__ import annotations
@@ -26,42 +26,42 @@ from megappo.runtime.process import Runtime
 # SLURM sends SIGUSR1 before the time limit (launch/slurm/*.sbatch). Schedulers send SIGTERM. A terminal sends SIGHUP
 # when it is closed.
 _SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT, signal.SIGHUP)
-# A terminal sends Ctrl-C to every process, and torchrun sends it to its workers once more.
+# A terminal sends Ctrl-C to every process, and torchrun sends it to its workers a second time.
 _ONE_PRESS_SECONDS = 1.0
-_TOLD = "megappo/asked-to-stop"
+_STOP_NOTICE = "megappo/asked-to-stop"
 
 
 class Stop(Protocol):
-    """Tells long-running code whether the run was asked to stop."""
+    """State of a stop request, for long-running code."""
 
     @property
     def asked(self) -> bool:
-        """Whether this rank knows of a stop; costs nothing. A caller that drops its work because of it must then call
+        """Whether this rank has received a stop request; a cheap check. A caller that drops its work must then call
         `check`."""
         ...
 
     def check(self) -> None:
-        """Raise Interrupted on every rank if any of them knows of it; a collective of the world."""
+        """Raise Interrupted on every rank if any rank has received a stop request; a collective of the world."""
         ...
 
 
 class NeverStop:
-    """A `Stop` for programs that take no signals, such as benchmarks."""
+    """A `Stop` for programs without signal handling, such as benchmarks."""
 
     asked = False
 
     def check(self) -> None:
-        """Does nothing."""
+        """Do nothing."""
 
 
 class Interrupts:
-    """Listens to signals from `start` to `stop`, both called in the main thread of the process."""
+    """Signal handling between `start` and `stop`. The main thread of the process calls both methods."""
 
     def __init__(self, runtime: Runtime) -> None:
         self._runtime = runtime
         self._signal = 0
-        self._heard = 0
-        """Number of the signal that another rank received; 0: none."""
+        self._signal_of_others = 0
+        """Number of a signal that another rank received; 0: no signal."""
         self._pressed = 0.0
         self._old_handlers: dict[signal.Signals, signal._HANDLER] = {}
         self._old_descriptor = -1
@@ -70,8 +70,8 @@ class Interrupts:
 
     @property
     def asked(self) -> bool:
-        """See `Stop.asked`. A signal of another rank is known here within a second or two."""
-        return bool(self._signal or self._heard)
+        """See `Stop.asked`. A signal of another rank arrives within two seconds."""
+        return bool(self._signal or self._signal_of_others)
 
     def start(self) -> None:
         """Install the signal handlers."""
@@ -79,14 +79,14 @@ class Interrupts:
         os.set_blocking(self._write, False)
         self._old_descriptor = signal.set_wakeup_fd(self._write, warn_on_full_buffer=False)
         # nohup ignores SIGHUP, so that a run continues after its terminal is closed.
-        is_kept = signal.getsignal(signal.SIGHUP) == signal.SIG_IGN
-        numbers = [number for number in _SIGNALS if number != signal.SIGHUP or not is_kept]
+        ignores_hangup = signal.getsignal(signal.SIGHUP) == signal.SIG_IGN
+        numbers = [number for number in _SIGNALS if number != signal.SIGHUP or not ignores_hangup]
         self._old_handlers = {number: signal.signal(number, _nothing) for number in numbers}
         threading.Thread(target=self._listen, args=(self._read,), name="signals", daemon=True).start()
-        self._notices.listen(_TOLD, self._hear)
+        self._notices.listen(_STOP_NOTICE, self._hear)
 
     def stop(self) -> None:
-        """Restore the previous handlers; may be called twice."""
+        """Restore the previous handlers. A second call does nothing."""
         if self._write < 0:
             return
         for number, handler in self._old_handlers.items():
@@ -96,12 +96,12 @@ class Interrupts:
         self._write = -1
 
     def check(self) -> None:
-        """Raise Interrupted on every rank if any of them was asked to stop; a collective of the world."""
-        # In host memory, so over gloo: servers on the GPUs of waiting ranks may still generate for others.
-        asked = torch.tensor([max(self._signal, self._heard)])
-        dist.all_reduce(asked, op=dist.ReduceOp.MAX)
-        if int(asked):
-            raise Interrupted(signal.Signals(int(asked)))
+        """Raise Interrupted on every rank if any rank has received a stop signal; a collective of the world."""
+        # The tensor is in host memory and uses gloo, because servers on the GPUs of waiting ranks may still generate.
+        number = torch.tensor([max(self._signal, self._signal_of_others)])
+        dist.all_reduce(number, op=dist.ReduceOp.MAX)
+        if int(number):
+            raise Interrupted(signal.Signals(int(number)))
 
     def _listen(self, descriptor: int) -> None:
         while received := os.read(descriptor, 1):
@@ -117,21 +117,21 @@ class Interrupts:
                 MESSAGES.tell_last("stopped at once; the run continues from its newest checkpoint")
             os._exit(STOPPED_BY_USER)  # children end with it; an unfinished checkpoint has no marker
         is_first, self._pressed = not self._signal, self._pressed if self._signal else now
-        # SIGINT is the lowest number: what a scheduler sends decides over a key pressed before.
+        # SIGINT is the lowest number, so the signal of a scheduler takes precedence over an earlier Ctrl-C.
         self._signal = max(self._signal, number)
         if is_first:
-            if not self._heard:
-                self._tell_stopping(number)
-            with contextlib.suppress(dist.DistError):  # the store's holder is gone, and so is the run
-                self._notices.post(_TOLD, str(number))
+            if not self._signal_of_others:
+                self._print_stopping(number)
+            with contextlib.suppress(dist.DistError):  # the store is gone, and the run ends anyway
+                self._notices.post(_STOP_NOTICE, str(number))
 
     def _hear(self, number: str) -> None:
-        """Handle a signal that another rank, or this one, has posted."""
-        self._heard = int(number)
+        """Handle a signal that any rank has posted, including this one."""
+        self._signal_of_others = int(number)
         if not self._signal and self._write >= 0:
-            self._tell_stopping(self._heard)
+            self._print_stopping(self._signal_of_others)
 
-    def _tell_stopping(self, number: int) -> None:
+    def _print_stopping(self, number: int) -> None:
         if self._runtime.is_main:
             name = signal.Signals(number).name
             tell(f"{name}: stopping with a checkpoint as soon as the step allows; Ctrl-C twice stops at once")
@@ -139,7 +139,7 @@ class Interrupts:
 
 @contextlib.contextmanager
 def interruptible(runtime: Runtime) -> Iterator[Interrupts]:
-    """Listen to signals while the block runs."""
+    """Handle signals while the block runs."""
     interrupts = Interrupts(runtime)
     interrupts.start()
     try:
@@ -149,4 +149,4 @@ def interruptible(runtime: Runtime) -> Iterator[Interrupts]:
 
 
 def _nothing(_number: int, _frame: FrameType | None) -> None:
-    """Handler that does nothing: the interpreter writes only signals with a handler to the wake-up descriptor."""
+    """Do nothing. The interpreter writes only signals with a Python handler to the wake-up descriptor."""

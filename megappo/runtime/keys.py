@@ -1,4 +1,4 @@
-"""Keys and tokens that a run reads from outside of its configuration."""
+"""Keys and tokens from environment variables and files outside of the configuration."""
 
 from __future__ import annotations
 
@@ -12,12 +12,13 @@ _MOST_CHARACTERS = 65_536
 
 
 def key_of(variable: str) -> str:
-    """The key in an environment variable, or in the file that `<variable>_FILE` names, as containers mount secrets.
+    """Return the key in an environment variable, or in the file that `<variable>_FILE` names.
 
-    "" where there is neither. Messages mask the key from then on.
+    For example, a container may mount a secret as a file. Returns "" if neither variable is set. Later messages mask
+    the key.
 
-    Raises ConfigError where the file cannot be read, has no text or several lines, or belongs to this user and is open
-    to others, as ssh refuses such a key. For a file of another owner, that owner decides who reads it.
+    Raises ConfigError if the file cannot be read, is empty or has several lines. Like ssh, the function also refuses a
+    file of this user that other users can access. The permissions of a file of another user are not checked.
     """
     key, named = os.environ.get(variable, ""), os.environ.get(f"{variable}_FILE", "")
     if not key and named:
@@ -30,18 +31,18 @@ def _read(path: Path, variable: str) -> str:
     named = f"{variable} names {path}, which"
     try:
         with open(os.open(path, os.O_RDONLY | os.O_NONBLOCK), encoding="utf-8") as file:
-            found = os.fstat(file.fileno())
-            if not stat.S_ISREG(found.st_mode):
-                raise ConfigError(f"{named} is no plain file; name a file with a key in it")
-            if found.st_uid == os.getuid() and found.st_mode & 0o077:
+            status = os.fstat(file.fileno())
+            if not stat.S_ISREG(status.st_mode):
+                raise ConfigError(f"{named} is not a regular file; name a file that contains a key")
+            if status.st_uid == os.getuid() and status.st_mode & 0o077:
                 raise ConfigError(
-                    f"{named} others can read or write (mode {stat.S_IMODE(found.st_mode):04o}); chmod 600 it, or "
-                    "where a container mounts it, give it the mode 0400 there (defaultMode of Kubernetes)"
+                    f"{named} other users can read or write (mode {stat.S_IMODE(status.st_mode):04o}); chmod 600 it, "
+                    "or for a file that a container mounts, set its mode to 0400 (defaultMode of Kubernetes)"
                 )
             key = file.read(_MOST_CHARACTERS).strip()
     except (OSError, UnicodeDecodeError) as error:
-        said = error.strerror or type(error).__name__ if isinstance(error, OSError) else "it is no text"
-        raise ConfigError(f"{named} cannot be read ({said}); name a file with a key in it") from error
+        problem = error.strerror or type(error).__name__ if isinstance(error, OSError) else "the content is not text"
+        raise ConfigError(f"{named} cannot be read ({problem}); name a file that contains a key") from error
     if not key or len(key.splitlines()) > 1:
-        raise ConfigError(f"{named} must hold a key in one line; write it there")
+        raise ConfigError(f"{named} must contain a key on one line; write the key into the file")
     return key

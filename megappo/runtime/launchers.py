@@ -1,8 +1,8 @@
-"""Reads ranks from the launcher of the processes: torchrun, `srun` or `mpirun`.
+"""Ranks from the launcher of the processes: torchrun, `srun` or `mpirun`.
 
-The rest of the program reads torchrun's variables only: `RANK`, `WORLD_SIZE`, `LOCAL_RANK`, `LOCAL_WORLD_SIZE`,
-`MASTER_ADDR`, `MASTER_PORT`. Where another launcher started this process, they are set from its variables here.
-Variables that are already set are never changed.
+All other modules read only the variables of torchrun: `RANK`, `WORLD_SIZE`, `LOCAL_RANK`, `LOCAL_WORLD_SIZE`,
+`MASTER_ADDR`, `MASTER_PORT`. If a different launcher started this process, this module sets these variables from the
+variables of the launcher. Variables that are already set are never changed.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from megappo.runtime.holder import start_ticks
 
 RANK_VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
 EXIT_CODE = "exit_code"
-"""Field of torchrun's error file that holds a failed worker's exit code."""
+"""Field of torchrun's error file with the exit code of a failed worker."""
 _PORTS = range(10000, 30000)  # below Linux's ephemeral ports (from 32768)
 _MPI = (
     ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_RANK", "OMPI_COMM_WORLD_LOCAL_SIZE"),
@@ -45,33 +45,34 @@ _LATEST_END = 10**11
 
 @dataclass(frozen=True)
 class Ranks:
-    """The numbers that torchrun sets for each process."""
+    """Numbers that torchrun sets for each process."""
 
     rank: int
     world_size: int
     local_rank: int
     local_world_size: int | None
-    """Ranks on this machine; None where the launcher does not say."""
+    """Ranks on this machine; None: the launcher does not report the number."""
 
 
 @dataclass(frozen=True)
 class Place(Ranks):
-    """Ranks of a process that `srun` or `mpirun` started, with more that these launchers say."""
+    """Ranks of a process that `srun` or `mpirun` started, with the job and the first machine."""
 
     job: str
     """Name of the job, the same on all ranks."""
     first_machine: str | None
-    """Host name of rank 0's machine; None: not known."""
+    """Host name of the machine of rank 0; None: unknown."""
 
 
 def launcher_of(environment: Mapping[str, str]) -> str:
-    """Launcher of this process: `torchrun` (or any other that sets its variables), `slurm`, `mpi` or `none`."""
+    """Return the launcher of this process: `torchrun` (or another launcher with its variables), `slurm`, `mpi` or
+    `none`."""
     if "RANK" in environment or "WORLD_SIZE" in environment:
         return "torchrun"
-    # mpirun starts daemons with srun, so its ranks have the variables of the daemons' step too.
+    # mpirun starts its daemons with srun, so its ranks also have the variables of a SLURM step.
     if any(environment.keys() >= set(names) for names in _MPI):
         return "mpi"
-    # A batch script has SLURM's job variables too, but is no task: only `srun` sets those of a step.
+    # A batch script also has SLURM's job variables but is not a task. Only `srun` sets the variables of a step.
     if "SLURM_STEP_NUM_TASKS" in environment and "SLURM_PROCID" in environment:
         return "slurm"
     if any(names[0] in environment for names in _MPI):
@@ -82,7 +83,7 @@ def launcher_of(environment: Mapping[str, str]) -> str:
 def adopt_launcher(environment: MutableMapping[str, str]) -> None:
     """Set torchrun's variables from those of `srun` or `mpirun`, if one of them started this process.
 
-    Raises ConfigError where a variable is no number, or rank 0's machine is unknown.
+    Raises ConfigError if a variable is not a number, or if the machine of rank 0 is unknown.
     """
     place = find_place(environment)
     if place is None:
@@ -97,13 +98,13 @@ def adopt_launcher(environment: MutableMapping[str, str]) -> None:
 
 
 def job_of(environment: Mapping[str, str]) -> str:
-    """Name of the user's job after `adopt_launcher`, the same on all of its ranks; "" where the launcher has no
+    """Return the name of the job after `adopt_launcher`, which is the same on all ranks; "" if the launcher sets no
     name."""
     return environment.get(_JOB) or environment.get("TORCHELASTIC_RUN_ID", "")
 
 
 def find_place(environment: Mapping[str, str]) -> Place | None:
-    """Place of this process according to `srun` or `mpirun`; None where torchrun or nothing started it."""
+    """Return the ranks of this process according to `srun` or `mpirun`; None with torchrun or without a launcher."""
     match launcher_of(environment):
         case "slurm":
             return _slurm_place(environment)
@@ -113,12 +114,12 @@ def find_place(environment: Mapping[str, str]) -> Place | None:
 
 
 def is_main(environment: Mapping[str, str]) -> bool:
-    """Whether this process is rank 0, the only one, or has no rank in the environment."""
+    """Return whether this process is rank 0 or has no rank in the environment."""
     return environment.get("RANK", "") in ("", "0")
 
 
 def read_world_size(environment: Mapping[str, str]) -> int:
-    """Number of ranks of the run; 1 where the environment does not say. Raises ConfigError for an impossible number."""
+    """Return the number of ranks, by default 1. Raises ConfigError for an invalid number."""
     size = _number(environment, "WORLD_SIZE", 1)
     if not 1 <= size <= LARGEST_WORLD:
         raise ConfigError(f"WORLD_SIZE is {size}, must be from 1 to {LARGEST_WORLD}; start fewer processes")
@@ -126,7 +127,8 @@ def read_world_size(environment: Mapping[str, str]) -> int:
 
 
 def read_ranks(environment: Mapping[str, str]) -> Ranks:
-    """Ranks from torchrun's variables; one process without them. Raises ConfigError for contradictory values."""
+    """Return the ranks from the variables of torchrun, by default a single process. Raises ConfigError for
+    contradictory values."""
     world_size = read_world_size(environment)
     if world_size > 1 and "RANK" not in environment:
         raise ConfigError(f"WORLD_SIZE is {world_size}, but RANK is not set; start with torchrun, srun or mpirun")
@@ -138,18 +140,20 @@ def read_ranks(environment: Mapping[str, str]) -> Ranks:
 
 
 def tell_torchrun(environment: Mapping[str, str], sentences: Sequence[str], code: int) -> bool:
-    """Write why this worker ends, and its exit code, to torchrun's error file: torchrun prints it at the end in place
-    of a traceback. The code is in the file too, as torchrun may end a worker after that but before it exits.
+    """Write the reason of the end of this worker and its exit code to torchrun's error file. torchrun prints this
+    reason at its end instead of a traceback.
 
-    Returns whether torchrun will print it, so that nobody else has to: of workers that it restarts it prints the last
-    end only.
+    The file contains the exit code because torchrun may kill the worker before the worker exits by itself.
+
+    Returns whether torchrun will print the reason. torchrun prints only the last end of a worker that it restarts, so
+    with restarts this function returns False.
     """
     path = environment.get("TORCHELASTIC_ERROR_FILE")
     if path is None:
         return False
-    words = "\n".join(sentences)
-    now = time.time_ns() // 10**9  # torch shows when each worker failed; nothing here depends on it
-    message = {"message": words, "extraInfo": {"py_callstack": words, "timestamp": str(now), EXIT_CODE: code}}
+    text = "\n".join(sentences)
+    now = time.time_ns() // 10**9  # torch displays the time of each failure; megappo does not use this time
+    message = {"message": text, "extraInfo": {"py_callstack": text, "timestamp": str(now), EXIT_CODE: code}}
     try:
         Path(path).write_text(json.dumps({"message": message}), encoding="utf-8")
     except OSError:
@@ -158,18 +162,21 @@ def tell_torchrun(environment: Mapping[str, str], sentences: Sequence[str], code
 
 
 def note_for_job(environment: Mapping[str, str], name: str, number: int) -> None:
-    """Write a number to the folder of the rank logs, for launch/slurm/requeue.sh. Does nothing outside of a SLURM job
-    that megappo's scripts started."""
+    """Write a number to the folder of the rank logs for launch/slurm/requeue.sh. Does nothing outside of a SLURM job of
+    megappo's scripts."""
     folder = environment.get("MEGAPPO_RANK_LOGS")
     if folder is not None:
-        with suppress(OSError):  # the script then does not put the job back into the queue
+        with suppress(OSError):  # without the file, the script does not requeue the job
             Path(folder, name).write_text(f"{number}\n", encoding="utf-8")
 
 
 def seconds_to_end(environment: Mapping[str, str]) -> float | None:
-    """Seconds until SLURM ends the job, from `SLURM_JOB_END_TIME`. launch/slurm/job.sh queries the time if SLURM does
-    not set the variable. Returns None if the time is unknown or earlier than the start of this process. Such a time
-    belongs to another job. Only this function uses the time of day, because SLURM provides no other clock."""
+    """Return the seconds until SLURM ends the job, from `SLURM_JOB_END_TIME`.
+
+    launch/slurm/job.sh queries the time if SLURM does not set the variable. Returns None if the time is unknown. An end
+    before the start of this process belongs to a different job, and also returns None. Only this function uses the time
+    of day, because SLURM provides no other clock.
+    """
     end = _job_end(environment)
     if end is None or end < _started_at():
         return None
@@ -177,39 +184,42 @@ def seconds_to_end(environment: Mapping[str, str]) -> float | None:
 
 
 def left_variables(environment: Mapping[str, str]) -> Iterator[str]:
-    """A sentence for each variable of an earlier job that is still set. The run ignores these variables."""
+    """Yield a sentence for each variable of an earlier job that is still set. The run ignores these variables."""
     end = _job_end(environment)
     if end is not None and end < _started_at():
-        words = f"{_JOB_END} is {end:.0f}, a time before this run started"
-        yield f"{words}, and is ignored: another job has left it; unset it"
+        text = f"{_JOB_END} is {end:.0f}, a time before this run started"
+        yield f"{text}, and is ignored, because the variable belongs to an earlier job; unset it"
 
 
 def _job_end(environment: Mapping[str, str]) -> float | None:
-    """The end of the job in seconds since 1970; None without a plausible number."""
+    """Return the end of the job in seconds since 1970, or None if the variable is missing or invalid."""
     end = whole_number(environment.get(_JOB_END, ""))
     return float(end) if end is not None and end < _LATEST_END else None
 
 
 def _started_at() -> float:
-    """Start time of this process in seconds since 1970."""
+    """Return the start time of this process in seconds since 1970."""
     return time.time() - seconds_since_start()
 
 
 def may_print(environment: Mapping[str, str]) -> bool:
-    """Whether this process prints the result of a command that takes no ranks. Only the first process of a launcher
-    prints. Processes without a launcher print; in a pod, they may have a RANK but no LOCAL_RANK."""
+    """Return whether this process prints the result of a command that does not use ranks.
+
+    With a launcher, only the first process prints. A process without a launcher always prints. In a pod, such a process
+    may have a RANK but no LOCAL_RANK.
+    """
     return is_main(environment) or "LOCAL_RANK" not in environment
 
 
 def seconds_since_start() -> float:
-    """Seconds since the start of this process. Imports are included."""
+    """Return the seconds since the start of this process, including imports."""
     ticks = start_ticks(os.getpid())
     assert ticks is not None, "this process runs"
     return time.clock_gettime(time.CLOCK_BOOTTIME) - ticks / os.sysconf("SC_CLK_TCK")
 
 
 def binds_one_device(environment: Mapping[str, str]) -> bool:
-    """Whether a launcher may have restricted each rank to a device of its own (`--gpus-per-task`, `--gpu-bind`)."""
+    """Return whether the launcher may have restricted each rank to one device (`--gpus-per-task`, `--gpu-bind`)."""
     if "TORCHELASTIC_RUN_ID" in environment:
         return False
     return "SLURM_STEP_NUM_TASKS" in environment or any(names[0] in environment for names in _MPI)
@@ -220,8 +230,8 @@ def _slurm_place(environment: Mapping[str, str]) -> Place:
     per_node = tasks_per_node(environment.get("SLURM_STEP_TASKS_PER_NODE", "1"))
     if node >= len(per_node) and whole_number(environment.get("SLURM_HET_SIZE", "1")) != 1:
         raise ConfigError(
-            "this process is in a later component of a heterogeneous step, and SLURM's variables describe this "
-            "component alone; start all ranks in one component (srun --het-group=0)"
+            "this process is in a later component of a heterogeneous step, and SLURM's variables describe only this "
+            "component; start all ranks in one component (srun --het-group=0)"
         )
     if node >= len(per_node):
         raise ConfigError(
@@ -241,7 +251,7 @@ def _slurm_place(environment: Mapping[str, str]) -> Place:
 def _mpi_place(environment: Mapping[str, str]) -> Place:
     names = next(names for names in _MPI if names[0] in environment)
     rank, world_size, local_rank, local_world_size = (_number(environment, name) for name in names)
-    # A nameless job is identified by what all its ranks share: their parent process on one machine, else the command.
+    # All ranks of a job without a name share their parent process on one machine, and the command on several machines.
     nameless = str(os.getppid()) if local_world_size == world_size else " ".join([os.getcwd(), *sys.argv])
     job = next((environment[name] for name in _MPI_JOB if name in environment), nameless)
     return Place(rank, world_size, local_rank, local_world_size, job, first_machine=None)
@@ -259,15 +269,15 @@ def _number(environment: Mapping[str, str], name: str, default: int | None = Non
 
 
 def tasks_per_node(text: str) -> list[int]:
-    """SLURM's `8(x2),4` as [8, 8, 4]. Raises ConfigError for any other form."""
+    """Return the numbers in SLURM's list, for example [8, 8, 4] for `8(x2),4`. Raises ConfigError for other forms."""
     counts: list[int] = []
     for part in text.split(","):
-        found = re.fullmatch(r"(\d+)(?:\(x(\d+)\))?", part)
-        if found is None:
+        match = re.fullmatch(r"(\d+)(?:\(x(\d+)\))?", part)
+        if match is None:
             raise ConfigError(
                 f"SLURM's tasks per node are '{shortened(text)}', must look like 8(x2),4; start with srun"
             )
-        ranks, nodes = whole_number(found[1]), whole_number(found[2] or "1")
+        ranks, nodes = whole_number(match[1]), whole_number(match[2] or "1")
         if ranks is None or nodes is None or ranks > LARGEST_WORLD or nodes > LARGEST_WORLD:
             raise ConfigError(
                 f"SLURM's tasks per node are '{shortened(text)}', more than {LARGEST_WORLD}; start with srun"
@@ -277,27 +287,27 @@ def tasks_per_node(text: str) -> list[int]:
 
 
 def first_host(node_list: str) -> str:
-    """First host of SLURM's host list: gpu03 for `gpu[03-05,9],login`. Empty for an empty list."""
+    """Return the first host of SLURM's host list, for example gpu03 for `gpu[03-05,9],login`; "" for an empty list."""
     first = re.match(r"(?:\[[^\]]*\]|[^,\[])*", node_list)
     assert first is not None
     return re.sub(r"\[([^\],-]+)[^\]]*\]", r"\1", first[0])
 
 
 def _master_address(place: Place) -> str:
-    """Address of rank 0's machine for other ranks."""
+    """Return the address of the machine of rank 0 for other ranks."""
     if place.local_world_size == place.world_size:
         return "127.0.0.1"
     if place.first_machine is None:
         raise ConfigError(
-            f"mpirun started {place.world_size} ranks on several machines, but does not tell rank 0's; set MASTER_ADDR "
-            "to its name, such as mpirun -x MASTER_ADDR=node1"
+            f"mpirun started {place.world_size} ranks on several machines, but does not report the machine of rank 0; "
+            "set MASTER_ADDR to its name, for example mpirun -x MASTER_ADDR=node1"
         )
     if _resolves(place.first_machine):
         return place.first_machine
     address = _slurm_address(place.first_machine)
     if address is None:
         raise ConfigError(
-            f"the first machine of the job, '{place.first_machine}', has no address here; set MASTER_ADDR to one"
+            f"the first machine of the job, '{place.first_machine}', has no known address; set MASTER_ADDR to one"
         )
     return address
 
@@ -311,7 +321,7 @@ def _resolves(host: str) -> bool:
 
 
 def _slurm_address(node: str) -> str | None:
-    """Address that SLURM itself uses for a node whose name cannot be resolved."""
+    """Return SLURM's own address of a node whose name cannot be resolved."""
     if shutil.which("scontrol") is None:
         return None
     command: Sequence[str] = ("scontrol", "--oneliner", "show", "node", node)
@@ -319,12 +329,13 @@ def _slurm_address(node: str) -> str | None:
         done = subprocess.run(command, capture_output=True, text=True, timeout=_SCONTROL_SECONDS, check=False)
     except subprocess.TimeoutExpired:
         return None
-    found = re.search(r"\bNodeAddr=(\S+)", done.stdout)
-    return found[1] if found is not None and _resolves(found[1]) else None
+    match = re.search(r"\bNodeAddr=(\S+)", done.stdout)
+    return match[1] if match is not None and _resolves(match[1]) else None
 
 
 def _port(environment: Mapping[str, str], job: str) -> int:
-    """Port that all ranks compute without communication: SLURM's reserved one, or a hash of the job's name."""
+    """Return the port of the store, which all ranks compute without communication: SLURM's reserved port, otherwise a
+    hash of the name of the job."""
     reserved = re.match(r"\d+", environment.get("SLURM_STEP_RESV_PORTS", ""))
     if reserved is not None:
         return int(reserved[0])

@@ -14,7 +14,7 @@ from megappo.observe.messages import tell
 from megappo.runtime.interfaces import ANY_PORT, GLOO_INTERFACE, LOOPBACK, interface_of
 from megappo.runtime.launchers import Ranks, job_of
 from megappo.runtime.resolver import names_from_files
-from megappo.runtime.store import Place, address_towards, addresses_of, another_connection, loops_back, store_at
+from megappo.runtime.store import Place, address_towards, addresses_of, another_connection, is_loopback_ip, store_at
 from megappo.runtime.waiting import wait_until
 
 _USUAL_SECONDS = 60.0
@@ -72,7 +72,7 @@ def _address_towards(host: str) -> str:
         own = address_towards(host, ANY_PORT)
     except OSError:
         return ""
-    return "" if loops_back(own) else own
+    return "" if is_loopback_ip(own) else own
 
 
 def _address_of(rank: int) -> str:
@@ -84,26 +84,26 @@ def _agent_serves() -> bool:
 
 
 def _answering(places: Sequence[Place], patience: datetime.timedelta) -> Place:
-    """The first address that accepts a connection. If no address accepts a connection in time, the first address."""
+    """Return the first address that accepts a connection, or the first address if none accepts one in time."""
     if len({place[0] for _, _, place in places}) == 1:
         return places[0]
-    found: list[Place] = []
+    answering: list[Place] = []
 
     def answers() -> bool:
         for family, kind, place in places:
             with socket.socket(family, kind) as probe:
                 probe.settimeout(_CONNECT_SECONDS)
                 if probe.connect_ex(place) == 0:
-                    found.append((family, kind, place))
+                    answering.append((family, kind, place))
                     return True
         return False
 
     wait_until(answers, patience.total_seconds(), every_seconds=_POLL_SECONDS)
-    return found[0] if found else places[0]
+    return answering[0] if answering else places[0]
 
 
 def _store(address: str, places: Sequence[Place], ranks: Ranks, patience: datetime.timedelta) -> dist.Store:
-    """Connect to the store of the agent of torchrun. Without such a store, rank 0 serves a store."""
+    """Connect to the store of the agent of torchrun. Without such a store, rank 0 serves a new store."""
     host, port = str(places[0][2][0]), int(places[0][2][1])
     if _agent_serves():
         of_agent = dist.TCPStore(host, port, ranks.world_size, is_master=False, timeout=patience)
@@ -116,8 +116,8 @@ def _store(address: str, places: Sequence[Place], ranks: Ranks, patience: dateti
     else:
         served = dist.TCPStore(host, port, ranks.world_size, is_master=False, timeout=patience)
         served.wait([_JOB_KEY], min(patience, _JOB_PATIENCE))
-        if (found := served.get(_JOB_KEY).decode(errors="replace")) != job_of(os.environ):
-            raise OSError(f"the job '{one_line(found)}' meets there, this is '{one_line(job_of(os.environ))}'")
+        if (job := served.get(_JOB_KEY).decode(errors="replace")) != job_of(os.environ):
+            raise OSError(f"the store belongs to the job '{one_line(job)}', this is '{one_line(job_of(os.environ))}'")
     return dist.PrefixStore(f"default_pg {job_of(os.environ)}", served)
 
 
@@ -138,8 +138,8 @@ def await_all(store: dist.Store, ranks: Ranks, patience: datetime.timedelta) -> 
             if ranks.rank == 0 and seconds < patience.total_seconds():
                 tell(f"waiting for {whom} to start")
     raise RunError(
-        f"{whom} did not come within {patience.total_seconds():g} seconds; see their logs, and whether their machines "
-        "are up and reach this one"
+        f"{whom} did not connect within {patience.total_seconds():g} seconds; see their logs, and check that their "
+        "machines are up and can connect to this machine"
     )
 
 

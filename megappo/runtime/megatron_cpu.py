@@ -1,9 +1,9 @@
-"""Stands for CUDA in stock Megatron-Core 0.16 to 0.19 on a machine without it.
+"""Replacement of CUDA in unmodified Megatron-Core 0.16 to 0.19 on a machine without CUDA.
 
-Megatron names CUDA in places that have nothing to do with kernels: `device="cuda"` for a counter, `.cuda()` on an
-index, the type name of a gradient buffer, the generator of a random state. `install()` makes all of them mean the CPU,
-once per process and for good. It refuses to run where CUDA exists. What is replaced on GPUs too is in
-`megatron_patches`.
+Megatron uses CUDA in places without kernels: `device="cuda"` for a counter, `.cuda()` of an index, the type name of a
+gradient buffer, and the generator of a random state. `install()` redirects all of them to the CPU, once per process and
+permanently. `install()` raises an error on a machine with CUDA. The module `megatron_patches` contains the replacements
+for GPUs and CPUs.
 """
 
 from __future__ import annotations
@@ -26,15 +26,15 @@ from megappo.runtime.attributes import replace_attributes, replaced_attributes
 
 _CPU = torch.device("cpu")
 _Ignored: TypeAlias = "torch.device | _NoStream | int | str | None"
-"""What Megatron passes to streams, events and random states, and what means nothing on a CPU: a device, another stream
-or event, or a switch."""
+"""Arguments of streams, events and random states that have no effect on a CPU: a device, another stream or event, or a
+flag."""
 FACTORIES = ("empty", "empty_like", "full", "ones", "tensor", "zeros", "zeros_like")
-"""Functions of torch that Megatron 0.16.1 / 0.19.2 gives `device="cuda"` or `pin_memory`: schedules.py:596/749
+"""Functions of torch that Megatron 0.16.1 / 0.19.2 calls with `device="cuda"` or `pin_memory`: schedules.py:596/749
 (counters), clip_grads.py:103/108 (norms), optimizer.py:481/315 (found_inf), rope_utils.py:62-64 (indices)."""
 
 
 class _NoStream:
-    """Replaces CUDA streams and events that Megatron makes; on a CPU every operation is already in order."""
+    """Replacement of Megatron's CUDA streams and events. On a CPU every operation is already in order."""
 
     def __init__(self, *_args: _Ignored, **_kwargs: _Ignored) -> None:
         pass
@@ -51,13 +51,13 @@ class _NoStream:
     wait_stream = wait_event = synchronize = record = wait = _nothing
 
     def record_event(self, *_args: _Ignored, **_kwargs: _Ignored) -> _NoStream:
-        """A completed event. Megatron's own dispatcher waits for it (token_dispatcher.py:895), which a benchmark
-        compares with ours."""
+        """Return a completed event. Megatron's own dispatcher waits for this event (token_dispatcher.py:895). A
+        benchmark compares this dispatcher with the dispatcher of megappo."""
         return _NoStream()
 
 
 def _on_cpu(factory: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
-    """A function of torch that makes a tensor, for which `device="cuda"` is the CPU and memory is never pinned."""
+    """Wrap a factory function of torch: `device="cuda"` becomes the CPU, and memory is never pinned."""
 
     @functools.wraps(factory)
     def made(*args: Any, **options: Any) -> torch.Tensor:
@@ -71,11 +71,11 @@ def _on_cpu(factory: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]
 
 
 def _type_as_on_cuda(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> str | torch.Tensor:
-    """`Tensor.type`, which names the type that a tensor would have on a GPU; the distributed optimizer compares names
-    (distrib_optimizer.py:361/401)."""
-    found: str | torch.Tensor = _tensor_type(tensor, *args, **kwargs)
-    # A tensor without memory (FakeTensor) asks this function for its type, too.
-    return re.sub(r"^torch\.(cuda\.)?", "torch.cuda.", found) if isinstance(found, str) else found
+    """Replace `Tensor.type` by the type name that the tensor would have on a GPU. The distributed optimizer compares
+    these names (distrib_optimizer.py:361/401)."""
+    result: str | torch.Tensor = _tensor_type(tensor, *args, **kwargs)
+    # A tensor without memory (FakeTensor) also gets its type from this function.
+    return re.sub(r"^torch\.(cuda\.)?", "torch.cuda.", result) if isinstance(result, str) else result
 
 
 _tensor_type = torch.Tensor.type
@@ -90,10 +90,10 @@ def _set_rng_state(state: torch.Tensor, *_args: _Ignored, **_kwargs: _Ignored) -
 
 
 def hide_cuda_only_packages() -> None:
-    """Hide packages that come with an inference server and that Megatron imports where it finds them.
+    """Hide packages that are installed with an inference server and that Megatron would import.
 
-    flash_mla needs libcuda and dies with OSError, which megatron.core does not guard against. flashinfer, for an
-    inference that is not used, and flash_attn, for attention on GPUs, take seconds to import.
+    flash_mla needs libcuda and raises OSError, which megatron.core does not catch. flashinfer and flash_attn take
+    seconds to import. They are for unused inference code and for attention on GPUs.
     """
     for package in ("flash_mla", "flashinfer", "flash_attn"):
         sys.modules.setdefault(package, None)  # type: ignore[arg-type]
@@ -101,13 +101,12 @@ def hide_cuda_only_packages() -> None:
 
 @contextmanager
 def _without_compiler() -> Iterator[None]:
-    """Within the context, `torch.compile` as a decorator leaves functions as they are, where compilation is disabled
-    anyway.
+    """Make the decorator `torch.compile` return functions unchanged within the context, if compilation is disabled.
 
-    Megatron decorates its fusions with it (jit.py:24, moe/router.py:918), for which torch imports Dynamo and Inductor:
-    two of the ten CPU seconds that a rank takes to start.
+    Megatron decorates its fusions with `torch.compile` (jit.py:24, moe/router.py:918). torch then imports Dynamo and
+    Inductor, which takes two of the ten CPU seconds of the start of a rank.
     """
-    if os.environ.get("TORCHDYNAMO_DISABLE", "1") != "1":  # wanted by whoever set it
+    if os.environ.get("TORCHDYNAMO_DISABLE", "1") != "1":  # the user has enabled compilation
         yield
         return
     with replaced_attributes(
@@ -118,11 +117,11 @@ def _without_compiler() -> Iterator[None]:
 
 @functools.cache
 def install() -> None:
-    """Fill in what Megatron reads from `torch.cuda`; must be called before `megatron.core` is imported."""
+    """Replace the parts of `torch.cuda` that Megatron uses. Must be called before `megatron.core` is imported."""
     if torch.cuda.is_available():
         raise RuntimeError("the CPU stand-ins for CUDA must not be installed on a machine that has CUDA")
     hide_cuda_only_packages()
-    # Which calls of Megatron read them (0.16.1 / 0.19.2): `current_device` param_and_grad_buffer.py:800/1180,
+    # Calls of Megatron that use these functions (0.16.1 / 0.19.2): `current_device` param_and_grad_buffer.py:800/1180,
     # mappings.py:141/145; `synchronize` p2p_communication.py:398/419; streams token_dispatcher.py:445/469; random
     # states random.py:235/303.
     replace_attributes(
@@ -134,8 +133,8 @@ def install() -> None:
         manual_seed=torch.manual_seed,
     )
     for name in ("Stream", "Event", "stream", "current_stream", "default_stream"):
-        setattr(torch.cuda, name, type(name, (_NoStream,), {}))  # torch.compile wants each to be an object of its own
-    # isinstance() of 0.16.1's module.py:20-22 needs classes here, not functions.
+        setattr(torch.cuda, name, type(name, (_NoStream,), {}))  # torch.compile needs a different object for each name
+    # isinstance() in module.py:20-22 of 0.16.1 needs classes instead of functions.
     for name in ("FloatTensor", "HalfTensor", "BFloat16Tensor", "IntTensor"):
         setattr(torch.cuda, name, getattr(torch, name))
 
@@ -143,22 +142,22 @@ def install() -> None:
         import_module("megatron.core.models.gpt.gpt_layer_specs")  # imports all parts of the models
         import megatron.core.tensor_parallel.random as megatron_random
 
-    _device_constructors()  # torch keeps them as they are now, which `with torch.device(...)` compares calls with
+    _device_constructors()  # torch caches the original functions, with which `with torch.device(...)` compares calls
     replace_attributes(torch, **{name: _on_cpu(getattr(torch, name)) for name in FACTORIES})
     # `.cuda()`: rope_utils.py:64, data.py:84.
     replace_attributes(torch.Tensor, cuda=lambda tensor, *_args, **_kwargs: tensor, type=_type_as_on_cuda)
-    # Without these two nothing raises, but the tracker's fork() neither switches nor restores the generator.
+    # Without both replacements, fork() of the tracker does not switch the generator, and raises no error.
     megatron_random._get_cuda_rng_state, megatron_random._set_cuda_rng_state = _get_rng_state, _set_rng_state
 
 
 @functools.cache
 def gather_one_by_one() -> None:
-    """Make the distributed optimizer gather the weights of each bucket separately; for gloo.
+    """Make the distributed optimizer gather the weights of each bucket separately, for gloo.
 
-    torch's gloo keeps the name of a finished collective, which two of its threads write without a lock (2.14,
+    torch's gloo stores the name of a finished collective, and two of its threads write this name without a lock (2.14,
     ProcessGroupGloo.cpp, runLoop). The name of a coalesced gather is too long to be stored inside the string object, so
-    both threads free it. The process dies some allocations later, in about one of a hundred steps where two are
-    gathered at once.
+    both threads free its memory. The process crashes some allocations later. With two concurrent gathers, about 1% of
+    the steps crash.
     """
     from megatron.core.distributed import param_and_grad_buffer
 
@@ -175,8 +174,8 @@ def gather_one_by_one() -> None:
 
 @contextmanager
 def _not_coalesced(module: ModuleType) -> Iterator[None]:
-    """Within the context, Megatron's `_coalescing_manager` starts gathers at once and waits for all of them
-    together."""
+    """Make Megatron's `_coalescing_manager` start gathers at once and wait for all of them together, within the
+    context."""
     gather, works = module.dist_all_gather_func, _Works()
 
     def noted(*args: Any, **kwargs: Any) -> None:
@@ -189,7 +188,7 @@ def _not_coalesced(module: ModuleType) -> Iterator[None]:
 
 
 class _Works(list[dist.Work]):
-    """Collectives that are waited for together."""
+    """Collectives with a common wait."""
 
     def wait(self) -> None:
         for work in self:

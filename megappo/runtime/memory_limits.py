@@ -1,6 +1,7 @@
-"""Limits of the control groups of this process on its memory: SLURM's, Kubernetes', Docker's or systemd's.
+"""Memory limits of the control groups of this process, from SLURM, Kubernetes, Docker or systemd.
 
-Both versions of control groups are read (cgroups(7)), with all parents of the group: the narrowest limit counts.
+Both versions of control groups are supported (cgroups(7)). A group is also limited by its parents, so the smallest
+limit applies.
 """
 
 from __future__ import annotations
@@ -11,22 +12,22 @@ from dataclasses import dataclass
 from pathlib import Path
 
 _V1_UNLIMITED = 1 << 60
-"""Version 1 has a number near 2^63 where there is no limit."""
+"""Lower bound of the numbers that mean no limit in version 1. The usual number is near 2^63."""
 
 
 @dataclass(frozen=True)
 class MemoryLimit:
-    """The memory that control groups give to this process, with all other processes of its groups."""
+    """Memory limit of control groups, for this process together with all other processes of its groups."""
 
     total_bytes: float = math.inf
-    """The narrowest limit; infinite without one."""
+    """Smallest limit; infinite without a limit."""
     free_bytes: float = math.inf
-    """The least memory that a group has left, with the page cache that the kernel would free."""
+    """Smallest amount of free memory of a group. Page cache that the kernel can reclaim counts as free."""
 
 
 def memory_limit(proc: Path = Path("/proc")) -> MemoryLimit:
-    """The narrowest limits of all groups of this process; infinite without control groups. `proc`: the process file
-    system."""
+    """Return the smallest limits of all groups of this process, infinite without control groups. `proc`: the process
+    file system."""
     limits = list(_limits(proc))
     return MemoryLimit(
         min((limit for limit, _ in limits), default=math.inf), min((free for _, free in limits), default=math.inf)
@@ -34,7 +35,8 @@ def memory_limit(proc: Path = Path("/proc")) -> MemoryLimit:
 
 
 def machine_bytes() -> float:
-    """The memory that processes of this machine may have: all of the machine's, or the limit of this process."""
+    """Return the memory for processes on this machine: the memory of the machine, or the limit of this process if
+    smaller."""
     import psutil
 
     return min(float(psutil.virtual_memory().total), memory_limit().total_bytes)
@@ -44,9 +46,9 @@ def _limits(proc: Path) -> Iterator[tuple[float, float]]:
     """Yield (limit, free bytes) for each group with a limit, starting with the innermost group."""
     for mount, folder, version in _groups(proc):
         while True:
-            found = _limit_v2(folder) if version == 2 else _limit_v1(folder)
-            if found is not None:
-                yield found
+            limit = _limit_v2(folder) if version == 2 else _limit_v1(folder)
+            if limit is not None:
+                yield limit
             if folder == mount or mount not in folder.parents:
                 break
             folder = folder.parent
@@ -105,7 +107,7 @@ def _number(path: Path) -> float | None:
 
 
 def _statistic(folder: Path, name: str) -> float:
-    """A number of memory.stat; 0 if the number is missing."""
+    """Return a number of memory.stat, or 0 if the number is missing."""
     try:
         lines = (folder / "memory.stat").read_text(encoding="utf-8").splitlines()
     except OSError:

@@ -1,4 +1,4 @@
-"""Settings that both ends of a broadcast group must share: trainers and servers, which may be on other machines."""
+"""NCCL settings that trainers and servers of a broadcast group must share. They may be on different machines."""
 
 from __future__ import annotations
 
@@ -11,18 +11,18 @@ import torch
 import torch.distributed as dist
 
 SETTINGS = {"NCCL_CUMEM_ENABLE": "0", "NCCL_NVLS_ENABLE": "0"}
-"""Values that SGLang sets in its servers unless the user does (0.5.23, entrypoints/engine.py). A trainer with NCCL's
-own defaults would register memory in a way that the other end of a group does not."""
+"""Values that SGLang sets in its servers by default (0.5.23, entrypoints/engine.py). A trainer with NCCL's own defaults
+would register memory in a different way than the servers of its group."""
 
 
-# Read by torch when a group on NCCL is made.
+# torch reads this variable when it creates a group on NCCL.
 _ON_ERROR, _NOTHING = "TORCH_NCCL_ASYNC_ERROR_HANDLING", "0"
 
 
 @contextmanager
 def errors_are_the_callers() -> Iterator[None]:
-    """Within the context, groups are made without torch's NCCL watchdog, which would end this process when the other
-    end of a group dies. The caller that waits for a collective has to notice the loss."""
+    """Create groups without torch's NCCL watchdog within the context. If the other end of a group dies, the watchdog
+    would end this process. The caller that waits for a collective has to detect the loss."""
     before = os.environ.get(_ON_ERROR)
     os.environ[_ON_ERROR] = _NOTHING
     try:
@@ -35,8 +35,8 @@ def errors_are_the_callers() -> Iterator[None]:
 
 
 def share_settings(environment: MutableMapping[str, str]) -> None:
-    """Set NCCL's variables for trainers and their servers, before NCCL reads them; the user's own values hold for
-    both."""
+    """Set NCCL's variables for trainers and their servers, before NCCL reads them. Values of the user take precedence
+    for both."""
     for name, value in SETTINGS.items():
         environment.setdefault(name, value)
 
@@ -46,52 +46,52 @@ class Stack:
     """Versions and NCCL settings of one end of a group."""
 
     torch: str
-    """Version without the build: 2.14.1."""
+    """Version without the build, for example 2.14.1."""
     nccl: str
-    """Version of NCCL; empty where torch has none."""
+    """Version of NCCL; "" if torch was built without NCCL."""
     cumem: str
     nvls: str
     """Values of NCCL's variables in the environment."""
 
     @property
     def versions(self) -> str:
-        """Sentence part with the versions."""
+        """Versions as part of a sentence."""
         return f"torch {self.torch} and {f'NCCL {self.nccl}' if self.nccl else 'no NCCL'}"
 
     @property
     def settings(self) -> str:
-        """Sentence part with the settings."""
+        """Settings as part of a sentence."""
         return f"NCCL_CUMEM_ENABLE={self.cumem} and NCCL_NVLS_ENABLE={self.nvls}"
 
     def labels(self) -> dict[str, str]:
-        """Labels with which a server publishes its stack; see `read_labels`."""
+        """Return the labels with which a server publishes its stack; see `read_labels`."""
         return {f"megappo_{name}": value for name, value in asdict(self).items()}
 
 
 def own_stack(environment: Mapping[str, str]) -> Stack:
-    """Stack of this process, or of a server that it starts in this environment."""
+    """Return the stack of this process, or of a server that this process starts with this environment."""
     nccl = ".".join(map(str, torch.cuda.nccl.version())) if dist.is_nccl_available() else ""
     cumem, nvls = (environment.get(name, default) for name, default in SETTINGS.items())
     return Stack(torch.__version__.partition("+")[0], nccl, cumem, nvls)
 
 
 def read_labels(labels: Mapping[str, str] | None) -> Stack | None:
-    """Stack from a server's `Stack.labels`; None for a server without them."""
+    """Return the stack from the labels of a server (`Stack.labels`), or None for a server without these labels."""
     values = [(labels or {}).get(f"megappo_{name}") for name in Stack.__dataclass_fields__]
     return Stack(*map(str, values)) if None not in values else None
 
 
 def group_problem(server: str, theirs: Stack, ours: Stack, *, by_nccl: bool) -> str | None:
-    """Why trainers and this server cannot form a group, with a remedy; None where they can. Without NCCL only torch
-    must be the same."""
+    """Return the reason that trainers and this server cannot form a group, with a remedy, or None. Without NCCL only
+    the versions of torch must be equal."""
     if theirs.torch != ours.torch or (by_nccl and theirs.nccl != ours.nccl):
         return (
             f"{server} has {theirs.versions}, the trainers have {ours.versions}, and a group that broadcasts weights "
-            "wants the same at both ends; install the same versions"
+            "needs the same at both ends; install the same versions"
         )
     if by_nccl and theirs.settings != ours.settings:
         return (
             f"{server} was started with {theirs.settings}, the trainers with {ours.settings}, and a group that "
-            "broadcasts weights wants the same at both ends; export the same values before starting both"
+            "broadcasts weights needs the same at both ends; export the same values before starting both"
         )
     return None

@@ -1,7 +1,8 @@
-"""The next rank on this machine, whose end this rank notices while it waits for something else.
+"""Detection of the end of the next rank on the same machine.
 
-A silent end, such as a kill by the kernel for lack of memory, is thus known at once, with the rank, even where no
-connection breaks, as for a rank that waits at the store. Every rank watches one other.
+A process may end without a message, for example if the kernel kills it for a lack of memory. The watching rank then
+reports the end at once, with the number of the rank. This also works if no connection breaks, for example for a rank
+that waits at the store. Each rank watches the process of the next rank.
 """
 
 from __future__ import annotations
@@ -18,8 +19,8 @@ _PROCESS, _DONE = "megappo/process", "megappo/done"
 
 
 @dataclass(frozen=True)
-class Neighbour:
-    """A process on this machine."""
+class NextRank:
+    """The process of the next rank on this machine."""
 
     rank: int
     process: psutil.Process
@@ -30,20 +31,20 @@ class Neighbour:
         return has_ended(self.process)
 
     def is_done(self, notices: Notices) -> bool:
-        """Whether the process announced its end. Raises DistError where the store is gone."""
+        """Return whether the rank has announced its end. Raises DistError if the store is gone."""
         return notices.count(f"{_DONE}/{self.rank}") > 0
 
     @property
     def summary(self) -> str:
-        """Sentence on how the process ended."""
+        """Sentence about the end of the process."""
         return (
-            f"process {self.process.pid} on {socket.gethostname()} ended without a word, as one does that the kernel "
-            "kills for a lack of memory; `dmesg` there says whether it did"
+            f"process {self.process.pid} on {socket.gethostname()} ended without a message, as after a kill by the "
+            "kernel for a lack of memory; check `dmesg` on this machine"
         )
 
 
 def has_ended(process: psutil.Process) -> bool:
-    """Whether a process is gone, or waits for its parent to notice."""
+    """Return whether a process is gone, or is a zombie."""
     try:
         return not process.is_running() or process.status() == psutil.STATUS_ZOMBIE
     except psutil.Error:
@@ -51,32 +52,35 @@ def has_ended(process: psutil.Process) -> bool:
 
 
 def introduce(notices: Notices, rank: int, local_rank: int) -> None:
-    """Post which process this rank is. Raises DistError."""
+    """Post the rank and the process of this rank in the store. Raises DistError if the store is gone."""
     notices.post(f"{_PROCESS}/{socket.gethostname()}/{local_rank}", f"{rank} {os.getpid()} {_began(os.getpid())}")
 
 
-def find_neighbour(notices: Notices, local_rank: int, local_world_size: int) -> Neighbour | None:
-    """The rank after this one on the machine; None where it has not been introduced, or is invisible from here, as from
-    another container. Raises DistError."""
-    said = notices.text(f"{_PROCESS}/{socket.gethostname()}/{(local_rank + 1) % local_world_size}")
-    if not said:
+def find_neighbour(notices: Notices, local_rank: int, local_world_size: int) -> NextRank | None:
+    """Return the rank after this one on the machine.
+
+    Returns None if this rank has not been introduced, or if its process is invisible, for example in another container.
+    Raises DistError if the store is gone.
+    """
+    text = notices.text(f"{_PROCESS}/{socket.gethostname()}/{(local_rank + 1) % local_world_size}")
+    if not text:
         return None
-    rank, pid, began = said.split()
+    rank, pid, began = text.split()
     try:
         process = psutil.Process(int(pid))
-        return Neighbour(int(rank), process) if _began(process.pid) == began else None
+        return NextRank(int(rank), process) if _began(process.pid) == began else None
     except psutil.Error:
         return None
 
 
-def say_done(notices: Notices, rank: int) -> None:
-    """Announce that this rank is about to end normally. Raises DistError."""
+def announce_done(notices: Notices, rank: int) -> None:
+    """Announce that this rank is about to end normally. Raises DistError if the store is gone."""
     notices.count(f"{_DONE}/{rank}", 1)
     notices.count(_DONE, 1)
 
 
 def all_done(notices: Notices, world_size: int) -> bool:
-    """Whether all ranks have announced their end. Raises DistError."""
+    """Return whether all ranks have announced their end. Raises DistError if the store is gone."""
     return notices.count(_DONE) >= world_size
 
 

@@ -16,15 +16,15 @@ from pathlib import Path
 from typing import Any
 
 _OF_IMAGES = ("torchvision", "scipy")
-"""Packages that transformers imports for images where they are installed."""
+"""Packages that transformers imports for images if they are installed."""
 _hidden: set[str] = set()
-"""Packages that transformers does not find in this process."""
+"""Packages that are hidden from transformers in this process."""
 _NAME = re.compile(r"^Name: *(.*\S)", re.MULTILINE)
-_ASKING, _LISTING = "transformers.utils.import_utils", "create_import_structure_from_path"
+_CALLER, _LISTING = "transformers.utils.import_utils", "create_import_structure_from_path"
 
 
 def installed_version(name: str) -> str | None:
-    """Version of an installed package, None where it is not there."""
+    """Return the version of an installed package, or None if the package is not installed."""
     try:
         return importlib.metadata.version(name)
     except importlib.metadata.PackageNotFoundError:
@@ -32,26 +32,27 @@ def installed_version(name: str) -> str | None:
 
 
 def packages_digest() -> str:
-    """Names and versions of all installed packages in 12 digits, by the names of their folders."""
+    """Return a digest of 12 digits of the names and versions of all installed packages."""
     folders = {folder.name for place in sys.path for folder in Path(place).glob("*.dist-info")}
     return hashlib.sha256("\n".join(sorted(folders)).encode()).hexdigest()[:12]
 
 
 def quicken_transformers(*, builds_models: bool = True) -> None:
-    """Make imports of transformers in this process faster, by one and a half CPU seconds; for a process that handles
-    texts and calls this before it imports transformers.
+    """Make imports of transformers in this process faster, by 1.5 CPU seconds. For processes that handle texts. Must be
+    called before transformers is imported.
 
-    - `importlib.metadata.packages_distributions`, which transformers calls on import (5.19, utils/import_utils.py:51),
-      reads what packages declare: the standard library's version inspects every file of every package.
-    - What transformers imports for images is not found: torchvision imports torch's compiler. Other importers of
-      torchvision or scipy still get them.
-    - The two thousand files in which transformers looks for names of models are read once, not once for each of the two
-      modules that list them.
+    - transformers calls `importlib.metadata.packages_distributions` on import (5.19, utils/import_utils.py:51). The
+      replacement reads only the declarations of packages. The version of the standard library inspects every file of
+      every package.
+    - Packages for images are hidden from transformers, because torchvision imports torch's compiler. Other modules can
+      still import torchvision and scipy.
+    - transformers searches two thousand files for the names of models. These files are read once instead of once for
+      each of two modules.
 
-    Without `builds_models` transformers does not find torch either: from 5 on, reading a config.json imports
-    transformers' generation and with it torch's compiler, in four CPU seconds, and of all that uses the name of a
-    dtype. It then has configurations and tokenizers, and no models, until the process ends; it has all where
-    `show_torch` is called before it is imported.
+    Without `builds_models`, torch is also hidden from transformers. From version 5 on, reading a config.json imports
+    the generation code of transformers and torch's compiler. This takes four CPU seconds, only to use the name of a
+    dtype. Without torch, transformers can load configurations and tokenizers but no models. This lasts until the
+    process ends, unless `show_torch` is called before transformers is imported.
     """
     find_spec = importlib.util.find_spec
     if not builds_models:
@@ -59,10 +60,10 @@ def quicken_transformers(*, builds_models: bool = True) -> None:
         os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")  # "PyTorch was not found"
 
     def find(name: str, package: str | None = None) -> ModuleSpec | None:
-        asking = sys._getframe(1).f_globals
-        if asking.get("__name__") != _ASKING:
+        caller = sys._getframe(1).f_globals
+        if caller.get("__name__") != _CALLER:
             return find_spec(name, package)
-        _read_folders_once(asking)
+        _read_folders_once(caller)
         return None if name in _hidden else find_spec(name, package)
 
     _hidden.update(_OF_IMAGES)
@@ -71,45 +72,47 @@ def quicken_transformers(*, builds_models: bool = True) -> None:
 
 
 def _read_folders_once(module: dict[str, Any]) -> None:
-    """Replace transformers' function that lists what a folder defines by one that remembers it: its own memory has 128
-    places for 500 folders, and knows a folder by one of its spellings. The function is there when transformers asks for
-    the first package after it has imported the module, before it lists models."""
+    """Replace transformers' function that lists the definitions of a folder by a function with an unlimited cache.
+
+    The original cache has 128 entries for 500 folders, and treats different spellings of a folder as different folders.
+    transformers defines the function before it first searches for a package, and lists models later.
+    """
     listing = module.get(_LISTING)
     if listing is None or listing.__module__ == __name__:
         return
     remembered = functools.cache(inspect.unwrap(listing))
 
     def listed(path: str | os.PathLike[str]) -> Any:
-        """`path`: a folder, or a file in it."""
+        """List the definitions of a folder. `path`: the folder, or a file in the folder."""
         return remembered(os.path.dirname(path) if os.path.isfile(path) else os.fspath(path))
 
     module[_LISTING] = listed
 
 
 def show_torch() -> None:
-    """Let transformers have torch, where it has not been imported yet: a model's own code may want it."""
+    """Make torch visible to transformers, if transformers is not imported yet. The code of a model may need torch."""
     _hidden.discard("torch")
 
 
 def packages_distributions() -> dict[str, list[str]]:
-    """Replaces `importlib.metadata.packages_distributions`: reads what distributions declare, whether the files exist
-    or not."""
-    found = defaultdict(list)
+    """Replace `importlib.metadata.packages_distributions`. Reads the declarations of distributions without checking
+    that the files exist."""
+    packages = defaultdict(list)
     for distribution in importlib.metadata.distributions():
         declared, name = (distribution.read_text("top_level.txt") or "").split(), _name(distribution)
         for package in declared or _recorded_packages(distribution):
-            found[package].append(name)
-    return dict(found)
+            packages[package].append(name)
+    return dict(packages)
 
 
 def _name(distribution: importlib.metadata.Distribution) -> str:
-    """The distribution's name, without parsing all that the file says beside."""
-    found = _NAME.search((distribution.read_text("METADATA") or "").partition("\n\n")[0])
-    return distribution.metadata["Name"] if found is None else found[1]
+    """Return the name of a distribution, without parsing the rest of its metadata."""
+    match = _NAME.search((distribution.read_text("METADATA") or "").partition("\n\n")[0])
+    return distribution.metadata["Name"] if match is None else match[1]
 
 
 def _recorded_packages(distribution: importlib.metadata.Distribution) -> set[str]:
-    """Top-level packages and modules in a distribution's list of files."""
+    """Return the top-level packages and modules in the file list of a distribution."""
     record = distribution.read_text("RECORD")
     paths = [str(p) for p in distribution.files or ()] if record is None else record.splitlines()
     firsts = {path.partition(",")[0].partition("/")[::2] for path in paths}

@@ -1,4 +1,4 @@
-"""One process of the run: its rank, device and collectives."""
+"""A process of the run: rank, device and collectives."""
 
 from __future__ import annotations
 
@@ -31,40 +31,40 @@ from megappo.runtime.store import another_connection
 from megappo.runtime.waiting import pause, wait_until
 
 _MOST_START_SECONDS = 1800
-"""The longest that ranks wait for each other at the start."""
+"""Longest time that ranks wait for each other at the start."""
 _LOOK_SECONDS = 0.02
-"""Interval between two looks at a GPU's free memory."""
+"""Interval between two measurements of the free memory of a GPU."""
 
 
 @dataclass(frozen=True)
 class Memory:
-    """Memory of a rank and its device in GB (1e9 bytes)."""
+    """Memory of a rank and of its device in GB (1e9 bytes)."""
 
     peak_gigabytes: float
-    """Peak of this rank: tensors on CUDA, since `peak_since` was called last; the process so far on a CPU."""
+    """Peak memory of this rank. On CUDA: of tensors since the last call of `peak_since`. On a CPU: of the process."""
     reserved_gigabytes: float
-    """Memory that this rank keeps from others: torch's allocator with its cache; on a CPU the process."""
+    """Memory that other processes cannot use: torch's allocator with its cache on CUDA, the process on a CPU."""
     free_gigabytes: float
-    """Free memory of the device, or of the machine on a CPU, whoever uses the rest."""
+    """Free memory of the device, or of the machine on a CPU."""
 
 
 @dataclass(frozen=True)
 class Runtime:
-    """Rank, world size and device of this process, and what depends on them."""
+    """Rank, world size and device of this process, and objects that depend on them."""
 
     rank: int
     world_size: int
     local_rank: int
     device: torch.device
     local_world_size: int = 1
-    """Ranks on this machine, as far as the launcher says."""
+    """Ranks on this machine; 1 if the launcher does not report the number."""
     deadlines: Deadlines = field(default_factory=lambda: Deadlines.of(RuntimeSettings()))
     store: dist.Store | None = None
-    """Connection to the store of the ranks for messages outside of collectives; None: the run opens one."""
+    """Connection to the store of the ranks for messages outside of collectives; None: the run opens a connection."""
 
     @property
     def is_main(self) -> bool:
-        """True on the rank that prints and writes."""
+        """Whether this rank prints and writes files."""
         return self.rank == 0
 
     @property
@@ -74,12 +74,12 @@ class Runtime:
 
     @property
     def backend(self) -> str:
-        """Backend of collectives on this rank's device."""
+        """Backend of collectives on the device of this rank."""
         return collective_backend(self.device.type)
 
     @property
     def device_name(self) -> str:
-        """The GPU's product name, "" for a CPU."""
+        """Product name of the GPU, "" on a CPU."""
         return torch.cuda.get_device_name() if self.on_cuda else ""
 
     @functools.cached_property
@@ -89,28 +89,28 @@ class Runtime:
 
     @functools.cached_property
     def failures(self) -> Failures:
-        """Handler of this rank's errors and of those of other ranks."""
+        """Handler for errors of this rank and of other ranks."""
         return Failures(Ranks(self.rank, self.world_size, self.local_rank, self.local_world_size), self.notices)
 
     def synchronize(self) -> None:
-        """Wait for the device, so that measured times of stages are true."""
+        """Wait for the device, so that measured times of stages are correct."""
         if self.on_cuda:
             torch.cuda.synchronize()
 
     def release_cached_memory(self) -> None:
-        """Return the cache of torch's allocator to the GPU, for other processes; on a CPU there is none.
+        """Return the cache of torch's allocator to the GPU for other processes. A CPU has no such cache.
 
-        An engine that wakes before this call finds too little memory on a full GPU.
+        An engine that wakes before this call finds too little free memory on a full GPU.
         """
         if self.on_cuda:
             gc.collect()  # reference cycles hold tensors
             torch.cuda.synchronize()
-            torch.cuda.ipc_collect()  # memory that other processes had opened and closed again
+            torch.cuda.ipc_collect()  # memory that other processes have closed
             torch.cuda.empty_cache()
 
     def await_freed_memory(self, most_seconds: float = 5.0) -> bool:
-        """Wait while other processes free GPU memory, until two polls find the same amount; False where that takes
-        longer."""
+        """Wait while other processes free GPU memory, until two measurements are equal. Returns False if this takes
+        more than `most_seconds` seconds."""
         if not self.on_cuda:
             return True
         seen = [torch.cuda.mem_get_info()[0]]
@@ -123,7 +123,7 @@ class Runtime:
         return wait_until(is_over, most_seconds, every_seconds=_LOOK_SECONDS)
 
     def memory(self) -> Memory:
-        """Memory that this rank and its device use now."""
+        """Return the current memory of this rank and its device."""
         if self.on_cuda:
             free, _ = torch.cuda.mem_get_info()
             return Memory(torch.cuda.max_memory_allocated() / 1e9, torch.cuda.memory_reserved() / 1e9, free / 1e9)
@@ -131,8 +131,10 @@ class Runtime:
         return Memory(peak / 1e9, _resident_bytes() / 1e9, psutil.virtual_memory().available / 1e9)
 
     def peak_since(self) -> float:
-        """Peak memory of this rank since the last call, in GB (1e9 bytes): tensors on CUDA. A CPU knows no peak of a
-        part of the run; there it is what the process has now."""
+        """Return the peak memory of tensors of this rank on CUDA since the last call, in GB (1e9 bytes).
+
+        A CPU has no peak for a part of the run. There the function returns the current memory of the process.
+        """
         if not self.on_cuda:
             return _resident_bytes() / 1e9
         peak = torch.cuda.max_memory_allocated() / 1e9
@@ -141,8 +143,8 @@ class Runtime:
 
 
 def _resident_bytes() -> int:
-    """Memory of this process, by the kernel's count of pages. It is asked for twice in each stage of a step, and psutil
-    takes five times as long."""
+    """Return the memory of this process from the page count of the kernel. Each stage of a step calls this function
+    twice, and psutil takes five times as long."""
     with open("/proc/self/statm", "rb") as counts:
         return int(counts.read().split()[1]) * resource.getpagesize()
 
@@ -158,9 +160,9 @@ def _join(deadlines: Deadlines, device: torch.device, ranks: Ranks) -> dist.Stor
         join_world(device.type, ranks, timeout, store)
     except (dist.DistError, OSError) as error:
         raise RunError(
-            f"rank {ranks.rank} of {ranks.world_size} could not meet the others at {os.environ['MASTER_ADDR']}:"
+            f"rank {ranks.rank} of {ranks.world_size} could not connect to the others at {os.environ['MASTER_ADDR']}:"
             f"{os.environ['MASTER_PORT']} ({reason(error)}); set MASTER_ADDR and MASTER_PORT to rank 0's machine and a "
-            "free port of it, and ask `megappo doctor`"
+            "free port on it, and run `megappo doctor`"
         ) from error
     return other_connection
 
@@ -169,15 +171,16 @@ def _join(deadlines: Deadlines, device: torch.device, ranks: Ranks) -> dist.Stor
 def start_runtime(
     settings: RuntimeSettings, deadlines: Deadlines | None = None, *, with_servers: bool = False
 ) -> Iterator[Runtime]:
-    """Join the process group and prepare Megatron-Core for this machine; leave the group at the end. `deadlines`: by
-    default those of the settings.
+    """Join the process group and prepare Megatron-Core for this machine. The group is destroyed at the end of the
+    block. `deadlines`: by default from the settings.
 
-    An error of the block ends all ranks: every one of them prints it and its process ends, see `Failures`. With one
-    rank it is raised instead. `Interrupted`, which all ranks raise, is always raised.
+    With several ranks, an error in the block ends the processes of all ranks, and every rank prints the error (see
+    `Failures`). With one rank, the error is raised. All ranks raise `Interrupted` at the same point, so this exception
+    is always raised.
 
-    Reads `RANK`, `WORLD_SIZE`, `LOCAL_RANK`, `LOCAL_WORLD_SIZE`, `MASTER_ADDR`, `MASTER_PORT`; without them the run is
-    one process. `srun` and `mpirun` are understood too. Raises ValueError where `runtime.device` asks for CUDA and
-    there is none or too few devices, RunError where the other ranks cannot be met.
+    Reads `RANK`, `WORLD_SIZE`, `LOCAL_RANK`, `LOCAL_WORLD_SIZE`, `MASTER_ADDR`, `MASTER_PORT`, or the variables of
+    `srun` or `mpirun`. Without these variables the run is a single process. Raises ValueError if `runtime.device` does
+    not match the machine. Raises RunError if there are too few devices, or if the other ranks cannot be reached.
     """
     adopt_launcher(os.environ)
     ranks = read_ranks(os.environ)
@@ -189,8 +192,8 @@ def start_runtime(
     if "MASTER_ADDR" not in os.environ:
         os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT="0")  # a single process: any free port
     store = _join(deadlines, device, ranks)
-    here = ranks.local_world_size or 1
-    runtime = Runtime(ranks.rank, ranks.world_size, ranks.local_rank, device, here, deadlines, store)
+    local_ranks = ranks.local_world_size or 1
+    runtime = Runtime(ranks.rank, ranks.world_size, ranks.local_rank, device, local_ranks, deadlines, store)
     runtime.failures.start()
     try:
         _prepare_megatron()
@@ -204,16 +207,16 @@ def start_runtime(
 
 
 def _leave_group(runtime: Runtime) -> None:
-    """Destroy the process group of a run that all ranks end at the same place; elsewhere NCCL would wait for the
-    others."""
+    """Destroy the process group after an end that all ranks reach at the same point. Otherwise NCCL would wait for the
+    other ranks."""
     runtime.failures.stop()
     dist.destroy_process_group()
 
 
 def _prepare_megatron() -> None:
-    """Create the buffer of sequence parallel gathers, the one global of Megatron that process groups do not replace.
+    """Create the buffer of sequence parallel gathers, the only global of Megatron that process groups do not replace.
 
-    0.16.1 / 0.19.2 read it in dot_product_attention.py:189 and tensor_parallel/layers.py:482, 519 / 570, 614.
+    0.16.1 / 0.19.2 use the buffer in dot_product_attention.py:189 and tensor_parallel/layers.py:482, 519 / 570, 614.
     """
     from megatron.core import parallel_state
 

@@ -1,4 +1,4 @@
-"""Switches name servers off while many ranks connect."""
+"""Name resolution without name servers, for the time in which many ranks connect."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ _FILES, _DEFAULT = b"files", b"files dns"
 
 @contextmanager
 def names_from_files() -> Iterator[None]:
-    """Within the context, this process resolves host names only from /etc/hosts.
+    """Resolve host names only from /etc/hosts in this process within the context.
 
-    The store of torch looks up the name of each peer for log messages (`formatSockAddr` in
-    torch/csrc/distributed/c10d/socket.cpp, torch 2.11 to 2.14). A single thread of the server looks up all names, so
-    each connection waits for the name server. torch has no option against this. This function therefore calls
+    The store of torch resolves the name of each peer for log messages (`formatSockAddr` in
+    torch/csrc/distributed/c10d/socket.cpp, torch 2.11 to 2.14). A single thread of the server resolves all names, so
+    each connection waits for the name server. torch has no option to disable this. This function therefore calls
     `__nss_configure_lookup` of glibc. Within the context, other threads of the process cannot use a name server. With a
-    different C library, nothing changes.
+    different C library, this function does nothing.
     """
     configure = getattr(ctypes.CDLL(None), "__nss_configure_lookup", None)
     if configure is None:
@@ -35,10 +35,10 @@ def names_from_files() -> Iterator[None]:
 
 
 def _configured() -> bytes:
-    """Sources of host names in the configuration of this machine."""
+    """Return the sources of host names in the configuration of this machine."""
     try:
         lines = _SWITCH.read_bytes()
     except OSError:
         return _DEFAULT
-    found = re.search(rb"^[ \t]*hosts:[ \t]*([^#\n]*[^#\s])", lines, re.MULTILINE)
-    return found[1] if found is not None else _DEFAULT
+    match = re.search(rb"^[ \t]*hosts:[ \t]*([^#\n]*[^#\s])", lines, re.MULTILINE)
+    return match[1] if match is not None else _DEFAULT

@@ -1,4 +1,4 @@
-"""When a failed request is tried again: one policy for all HTTP clients."""
+"""Retry policy of failed requests for all HTTP clients."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ TRANSIENT = frozenset((408, 425, 429, 500, 502, 503, 504, *range(520, 525), 529)
 LONGEST_PAUSE_SECONDS = 5.0
 _FIRST_PAUSE_SECONDS = 0.1
 _CHANCE = random.SystemRandom()
-"""A generator of its own: checkpoints restore the states of all others, and pauses need not be reproducible."""
+"""Separate generator: checkpoints restore the states of all other generators, and pauses need not be reproducible."""
 
 
 class Tries:
-    """The tries of one request, until a deadline or a maximum number.
+    """The attempts of one request, until a deadline or a maximum number.
 
-    Pauses double. Each is drawn from the upper half of its range, as clients that a server refused together would
-    otherwise return together. None is shorter than the server asks for.
+    The range of the pauses doubles after each attempt. Each pause is drawn from the upper half of its range. Otherwise
+    clients that a server refused together would retry at the same time. No pause is shorter than the server requests.
     """
 
     def __init__(self, deadline_seconds: float, most: float = math.inf) -> None:
@@ -29,7 +29,7 @@ class Tries:
         self.begin_again(deadline_seconds)
 
     def begin_again(self, deadline_seconds: float) -> None:
-        """Reset the number of tries and the deadline."""
+        """Reset the number of attempts and the deadline."""
         self.count, self._deadline, self._pause = 0, time.monotonic() + deadline_seconds, _FIRST_PAUSE_SECONDS
 
     @property
@@ -37,22 +37,22 @@ class Tries:
         """Seconds until the deadline; negative after it."""
         return self._deadline - time.monotonic()
 
-    def pause(self, asked_seconds: float = 0.0) -> float | None:
-        """Count a failed try; returns seconds until the next one, None where there is to be none."""
+    def pause(self, least_seconds: float = 0.0) -> float | None:
+        """Count a failed attempt. Returns the seconds until the next attempt, or None if there is no further
+        attempt."""
         self.count += 1
-        seconds = max(_CHANCE.uniform(self._pause / 2, self._pause), asked_seconds)
+        seconds = max(_CHANCE.uniform(self._pause / 2, self._pause), least_seconds)
         self._pause = min(2 * self._pause, LONGEST_PAUSE_SECONDS)
         return None if self.count >= self._most or seconds >= self.seconds_left else seconds
 
 
 def asked_pause(headers: Mapping[str, str] | Message | None) -> float:
-    """Seconds for which a server asks not to be called (`Retry-After`, in seconds or as a date); 0 where it does not
-    ask."""
+    """Return the pause in seconds that a server requests (`Retry-After`, in seconds or as a date), by default 0."""
     text, date = ("", "") if headers is None else (headers.get(name) or "" for name in ("Retry-After", "Date"))
     if text.strip().isdecimal():
         return float(text)
-    try:  # the difference of two times of the server's clock
+    try:  # the difference of two times on the clock of the server
         until, now = parsedate_to_datetime(text), parsedate_to_datetime(date)
         return max(0.0, (until - now).total_seconds())
-    except (ValueError, TypeError):  # missing, no date, or without a time zone
+    except (ValueError, TypeError):  # a missing or invalid date, or a date without a time zone
         return 0.0

@@ -1,6 +1,6 @@
-"""Changes to SGLang in the servers that sample for a run, on any device; runs in the servers' processes.
+"""Hooks in the SGLang servers that sample for a run, on any device. This module runs in the processes of the servers.
 
-SGLang calls `register_sampling_hooks` in every process, through the entry point of `sglang_cpu`.
+SGLang calls `register_sampling_hooks` in every process through the entry point of `sglang_cpu`.
 """
 
 from __future__ import annotations
@@ -16,26 +16,25 @@ if TYPE_CHECKING:
     from sglang.srt.sampling.penaltylib import BatchedMinNewTokensPenalizer
 
 TRIED_VERSION = "0.5.23"
-"""The version of SGLang that these hooks, and the replacements of `sglang_cpu`, were written for."""
+"""Version of SGLang for which these hooks and the replacements of `sglang_cpu` were written."""
 SAMPLES_FOR_A_RUN = "MEGAPPO_SAMPLES_FOR_A_RUN"
-"""Environment variable of the servers that sample for a run. Other servers, such as a judge's, stay as SGLang has
-them."""
+"""Environment variable of the servers that sample for a run. Other servers, for example of a judge, are not changed."""
 HOOKS_LABEL = {"megappo_hooks": "1"}
-"""Label with which a server reports that it has these hooks; see SGLang's `--extra-metric-labels`."""
+"""Label of a server with these hooks; see SGLang's `--extra-metric-labels`."""
 
 
 def has_hooks() -> bool:
-    """Whether the installed SGLang is the version that the hooks were written for."""
+    """Return whether the hooks were written for the installed version of SGLang."""
     return installed_version("sglang") == TRIED_VERSION
 
 
 def register_sampling_hooks() -> None:
-    """Register the hooks in this process, where it belongs to a server that samples for a run.
+    """Register the hooks in this process if the process belongs to a server that samples for a run.
 
-    - A request that comes back after a retraction has tokens, but SGLang counts `min_new_tokens` from 0 again
-      (sampling/penaltylib/min_new_tokens.py:76), so that more positions lack the stop tokens.
-    - Some texts end a response, and lack at its first positions, although no request names their tokens
-      (utils/hf_transformers/common.py:778).
+    - After a retraction, a request already has tokens, but SGLang counts `min_new_tokens` from 0 again
+      (sampling/penaltylib/min_new_tokens.py:76). More positions would then exclude the stop tokens.
+    - SGLang attaches additional stop tokens to some tokenizers (utils/hf_transformers/common.py:778). These tokens end
+      a response, and are excluded at its first positions, although no request contains them.
     """
     if SAMPLES_FOR_A_RUN not in os.environ or not has_hooks():
         return
@@ -48,7 +47,7 @@ def register_sampling_hooks() -> None:
 
 
 def _count_existing_tokens(_result: None, penalizer: BatchedMinNewTokensPenalizer) -> None:
-    """Begin at the number of tokens that each request has."""
+    """Start the count at the number of tokens that each request already has."""
     lengths = [[len(request.output_ids)] for request in penalizer.orchestrator.reqs()]
     counts = penalizer.len_output_tokens
     penalizer.len_output_tokens = torch.tensor(lengths, dtype=counts.dtype, device=counts.device).view(counts.shape)

@@ -1,8 +1,8 @@
-"""Copies a rank's slices into the parameters of an SGLang engine; runs in the server's processes.
+"""Loader that copies slices of a rank into the parameters of an SGLang engine. It runs in the processes of the server.
 
-SGLang cuts whole Hugging Face tensors itself, so every rank of a server would have to receive all of them. Its option
-`--custom-weight-loader` names a function for tensors in another form: this one takes the content of the rank's
-parameters, in the order in which it is stored there.
+SGLang's own loaders cut whole Hugging Face tensors, so every rank of a server would have to receive all of them. The
+option `--custom-weight-loader` of SGLang names a function for tensors in a different form. The function in this module
+receives the content of the parameters of the rank, in the order in which the engine stores the content.
 """
 
 from __future__ import annotations
@@ -22,37 +22,37 @@ LOADER = "megappo.runtime.sglang_slices.load_slices"
 
 
 def has_loader() -> bool:
-    """Whether the installed SGLang is the version that this was tried with; others receive whole tensors."""
+    """Return whether the installed SGLang is the tested version. Other versions receive whole tensors."""
     return installed_version("sglang") == TRIED_VERSION
 
 
 class SlicePlace(NamedTuple):
-    """Place of a run of bytes in an engine's parameter."""
+    """Place of a range of bytes in a parameter of an engine."""
 
     name: str
-    """Name of the engine's parameter."""
+    """Name of the parameter."""
     part: int
     parts: int
-    """Index of the part among `parts` equal ones of the parameter, such as an expert; the whole parameter where `parts`
-    is 1."""
+    """Index of the part among `parts` equal parts of the parameter, for example an expert. If `parts` is 1, the part is
+    the whole parameter."""
     zeros: int
-    """Elements of padding after the run."""
+    """Elements of padding after the range."""
     dtype: str
     start: int
-    """First byte of the run in its payload."""
+    """First byte of the range in its payload."""
     stop: int
 
 
 def describe(places: Sequence[SlicePlace]) -> str:
-    """Description for `load_slices`, sent as the name of a tensor."""
+    """Return the description of the places for `load_slices`. The description is sent as the name of a tensor."""
     return json.dumps(places)
 
 
 def load_slices(model: nn.Module, described: Sequence[tuple[str, Tensor]]) -> None:
-    """Copy runs of bytes to the places that their descriptions name, and update what the model derives from its
-    parameters, as latent attention does from `kv_b_proj`.
+    """Copy ranges of bytes to the places in their descriptions, and update values that the model derives from its
+    parameters. For example, latent attention derives values from `kv_b_proj`.
 
-    Raises ValueError for a parameter that is missing or laid out differently; SGLang ends with that message.
+    Raises ValueError for a parameter that is missing or has a different layout. SGLang ends with the message.
     """
     parameters, filled = dict(model.named_parameters()), set()
     for description, flat_bytes in described:
@@ -72,7 +72,7 @@ def _fill(place: SlicePlace, parameter: Tensor | None, run: Tensor) -> None:
     if not parameter.is_contiguous() or parameter.dtype != run.dtype or parameter.numel() != elements:
         raise ValueError(
             f"the engine holds {place.name} as {tuple(parameter.shape)} of {parameter.dtype}, not as {elements} "
-            f"elements of {run.dtype}; remove what changes that from rollout.sglang.arguments, or set "
+            f"elements of {run.dtype}; remove arguments that change the layout from rollout.sglang.arguments, or set "
             "rollout.sglang.verify: false"
         )
     target = parameter.data.view(place.parts, -1)[place.part]

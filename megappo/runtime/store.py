@@ -1,4 +1,4 @@
-"""Addresses and ports of this machine, and the key-value store at which processes meet."""
+"""Addresses and ports of this machine, and the key-value store to which all processes connect."""
 
 from __future__ import annotations
 
@@ -20,27 +20,31 @@ _TRIES = 100
 
 
 def another_connection(store: dist.Store) -> dist.Store:
-    """Another connection to the same store, for another thread: a call that waits there does not block this one."""
-    connected: dist.Store = cast(Any, store).clone()  # in torch's types only from 2.14 on
+    """Open another connection to the same store for another thread. Waiting calls of one connection do not block the
+    other."""
+    connected: dist.Store = cast(Any, store).clone()  # torch declares the method from 2.14 on
     return connected
 
 
 def addresses_of(host: str, port: int) -> list[Place]:
-    """Socket addresses of a host. Raises OSError for a name that cannot be resolved."""
-    found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
-    return [(family, kind, place) for family, kind, _, _, place in found]
+    """Return the socket addresses of a host. Raises OSError for a name that cannot be resolved."""
+    infos = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
+    return [(family, kind, place) for family, kind, _, _, place in infos]
 
 
 def listening_store(
     address: str, port: int, world_size: int, timeout: datetime.timedelta, *, on_one_machine: bool = False
 ) -> dist.TCPStore:
-    """torch's store for `world_size` processes to meet at `address`:`port` (0: a free one), served by this process,
-    which does not wait for the others.
+    """Serve a store of torch for `world_size` processes at `address`:`port` (0: a free port), without waiting for the
+    other processes.
 
-    torch's own listens on every interface, without authentication. This one listens on that of `address` alone, except
-    where the others may know it by another. That is so when `address` is none of this machine's (behind address
-    translation), or when some ranks are on other machines (`on_one_machine` false) and it is a name that resolves to
-    the loopback interface here, or to several interfaces, as /etc/hosts and resolvers of many distributions have it.
+    A store of torch listens on every interface, without authentication. This store listens only on the interface of
+    `address`, with two exceptions in which other machines may use a different address of this machine:
+
+    - `address` does not belong to this machine, for example because of address translation.
+    - Some ranks are on other machines (`on_one_machine` false), and `address` is a name for the loopback interface or
+      for several addresses. Many distributions configure /etc/hosts and resolvers in this way.
+
     Raises OSError if the store cannot listen on the address.
     """
     places = addresses_of(address, port)
@@ -50,12 +54,12 @@ def listening_store(
 def store_at(
     address: str, places: Sequence[Place], world_size: int, timeout: datetime.timedelta, *, on_one_machine: bool
 ) -> dist.TCPStore:
-    """As `listening_store`, with the result of `addresses_of`. This function does not resolve names."""
+    """Serve a store as `listening_store` does, from the result of `addresses_of`. This function resolves no names."""
     family, kind, place = places[0]
     own, port = str(place[0]), int(place[1])
-    found = {str(place[0]) for _, _, place in places}
-    is_plain = found == {address} or address == "localhost"
-    if not (is_plain or on_one_machine) and (len(found) > 1 or any(map(loops_back, found))):
+    hosts = {str(place[0]) for _, _, place in places}
+    is_plain = hosts == {address} or address == "localhost"
+    if not (is_plain or on_one_machine) and (len(hosts) > 1 or any(map(is_loopback_ip, hosts))):
         return dist.TCPStore(own, port, world_size, True, timeout, False)
     with socket.socket(family, kind) as listener:
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -72,7 +76,7 @@ def store_at(
 
 @contextmanager
 def _bound(host: str, port: int) -> Iterator[socket.socket]:
-    """A socket bound to an address of this machine; raises OSError where that fails."""
+    """Bind a socket to an address of this machine. Raises OSError if this fails."""
     family, kind, _, _, place = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)[0]
     with socket.socket(family, kind) as probe:
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -81,15 +85,17 @@ def _bound(host: str, port: int) -> Iterator[socket.socket]:
 
 
 def free_port(host: str) -> int:
-    """A port of the interface that nobody listens on, below Linux's ephemeral ports: another connection may take one of
-    those before anybody listens. Raises OSError where the interface is none of this machine's."""
+    """Return a free port of the interface. Raises OSError if this machine does not have the interface.
+
+    The port is below Linux's ephemeral ports, which other connections may take at any time.
+    """
     with _bound(host, 0):
         return free_ports(host, 1)
 
 
 def free_ports(host: str, count: int) -> int:
-    """First of so many consecutive ports that nobody listens on, below Linux's ephemeral ports. Raises OSError where
-    there are none."""
+    """Return the first of `count` consecutive free ports, below Linux's ephemeral ports. Raises OSError if no such
+    range is found."""
     draw = random.SystemRandom()  # forks of one process, and runs with one seed, must draw different ports
     for first in (draw.choice(_LOW_PORTS[:-count]) for _ in range(_TRIES)):
         if all(listening_problem(host, port) is None for port in range(first, first + count)):
@@ -98,11 +104,11 @@ def free_ports(host: str, count: int) -> int:
 
 
 def address_towards(host: str, port: int) -> str:
-    """Source address of packets from this machine to a host. If the host has several addresses, loopback addresses are
-    tried last. Raises OSError if there is no route to the host."""
+    """Return the source address of packets from this machine to a host. If the host has several addresses, loopback
+    addresses are tried last. Raises OSError if there is no route to the host."""
     places = socket.getaddrinfo(host, port, type=socket.SOCK_DGRAM)
     problem = OSError(errno.EHOSTUNREACH, "no route to host")
-    for family, kind, _, _, place in sorted(places, key=lambda found: loops_back(str(found[4][0]))):
+    for family, kind, _, _, place in sorted(places, key=lambda info: is_loopback_ip(str(info[4][0]))):
         with socket.socket(family, kind) as probe:
             try:
                 probe.connect(place)  # sends nothing
@@ -113,7 +119,7 @@ def address_towards(host: str, port: int) -> str:
 
 
 def is_address(host: str) -> bool:
-    """Whether a host is an IP address rather than a name."""
+    """Return whether a host is an IP address instead of a name."""
     try:
         ip_address(host)
     except ValueError:
@@ -122,17 +128,17 @@ def is_address(host: str) -> bool:
 
 
 def is_loopback(host: str) -> bool:
-    """Whether only this machine can reach an address. Raises OSError for a name that cannot be resolved."""
-    return all(loops_back(str(place[4][0])) for place in socket.getaddrinfo(host, None, type=socket.SOCK_STREAM))
+    """Return whether only this machine can reach an address. Raises OSError for a name that cannot be resolved."""
+    return all(is_loopback_ip(str(place[4][0])) for place in socket.getaddrinfo(host, None, type=socket.SOCK_STREAM))
 
 
-def loops_back(address: str) -> bool:
-    """Whether an IP address belongs to the loopback interface."""
+def is_loopback_ip(address: str) -> bool:
+    """Return whether an IP address belongs to the loopback interface."""
     return address.startswith("127.") or address == "::1"
 
 
 def listening_problem(host: str, port: int) -> str | None:
-    """Why nothing can listen at an address (port 0: any port); None where something can."""
+    """Return the reason that no process can listen at an address, or None. Port 0 means any port."""
     try:
         with _bound(host, port):
             return None

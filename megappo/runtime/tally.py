@@ -1,4 +1,4 @@
-"""Means, deviations and extremes over all ranks, with at most three collectives for all of them."""
+"""Means, standard deviations and extremes over all ranks. All of them together use at most three collectives."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class Totals(Mapping[str, float]):
 
     @classmethod
     def combined(cls, parts: Sequence[Totals]) -> Totals:
-        """The metrics of all values of several parts: each mean is weighted by its own counts."""
+        """Combine the metrics of several parts. Each mean is weighted by its counts."""
         means, sums, maxima = dict[str, tuple[float, float]](), dict[str, float](), dict[str, float]()
         for part in parts:
             for name, (total, count) in part.means.items():
@@ -54,34 +54,34 @@ class Totals(Mapping[str, float]):
 
 
 class Tally:
-    """Collects local sums; `reduce` turns them into global numbers. Every rank adds the same names."""
+    """Local sums of this rank, which `reduce` turns into global numbers. Every rank adds the same names."""
 
     def __init__(self) -> None:
         self._sums: dict[str, tuple[float, float]] = {}
         self._maxima: dict[str, float] = {}
         self._spreads: dict[str, tuple[float, float, float]] = {}
-        """Count, mean and sum of squared deviations of this rank's values."""
+        """Count, mean and sum of squared deviations of the values of this rank."""
 
     def mean(self, name: str, values: Tensor, mask: Tensor | None = None) -> None:
-        """The mean of `values` where `mask` is True (everywhere without a mask)."""
+        """Add the mean of `values` where `mask` is True, by default of all values."""
         chosen = (values if mask is None else values[mask]).double()
         self._sums[name] = (float(chosen.sum()), float(chosen.numel()))
 
     def total(self, name: str, value: float) -> None:
-        """A sum over ranks."""
+        """Add a sum over ranks."""
         self._sums[name] = (value, -1.0)
 
     def maximum(self, name: str, values: Tensor, mask: Tensor | None = None) -> None:
-        """The maximum of `values` where `mask` is True."""
+        """Add the maximum of `values` where `mask` is True, by default of all values."""
         chosen = values if mask is None else values[mask]
         self._maxima[name] = float(chosen.max()) if chosen.numel() else float("-inf")
 
     def minimum(self, name: str, values: Tensor, mask: Tensor | None = None) -> None:
-        """The minimum of `values` where `mask` is True."""
+        """Add the minimum of `values` where `mask` is True, by default of all values."""
         self.maximum(f"-{name}", -values, mask)
 
     def mean_and_std(self, name: str, values: Tensor, mask: Tensor | None = None) -> None:
-        """`name`/mean and `name`/std (population)."""
+        """Add `name`/mean and `name`/std (population)."""
         self.mean(f"{name}/mean", values, mask)
         total, count = self._sums[f"{name}/mean"]
         mean = total / max(count, 1.0)
@@ -89,29 +89,29 @@ class Tally:
         self._spreads[name] = (count, mean, float(squares))
 
     def reduce_totals(self, device: torch.device) -> Totals:
-        """The global sums, counts and extremes, which are equal on all ranks. Deviations are not included. Collective
-        over all ranks."""
+        """Return the global sums, counts and extremes, which are equal on all ranks. Deviations are not included. A
+        collective over all ranks."""
         both_2N = torch.tensor([*zip(*self._sums.values(), strict=True)], dtype=torch.float64, device=device)
         maxima = torch.tensor(list(self._maxima.values()), dtype=torch.float64, device=device)
         dist.all_reduce(both_2N)
         if self._maxima:
             dist.all_reduce(maxima, op=dist.ReduceOp.MAX)
-        found = [*zip(self._sums, *both_2N.tolist(), strict=True)]
+        reduced = [*zip(self._sums, *both_2N.tolist(), strict=True)]
         return Totals(
-            means={name: (total, count) for name, total, count in found if count >= 0},
-            sums={name: total for name, total, count in found if count < 0},
+            means={name: (total, count) for name, total, count in reduced if count >= 0},
+            sums={name: total for name, total, count in reduced if count < 0},
             maxima=dict(zip(self._maxima, maxima.cpu().tolist(), strict=True)),
         )
 
     def reduce(self, device: torch.device) -> dict[str, float]:
-        """The global numbers, which are equal on all ranks. Collective over all ranks. A mean, deviation or extreme
-        without a value is absent."""
+        """Return the global numbers, which are equal on all ranks. A mean, deviation or extreme without a value is
+        absent. A collective over all ranks."""
         totals = self.reduce_totals(device)
         return {**totals, **self._deviations(totals, device)}
 
     def _deviations(self, means: Mapping[str, float], device: torch.device) -> dict[str, float]:
-        """Standard deviations from the means of all ranks (Chan et al. 1979). A mean of squares less the square of the
-        mean would lose its digits where the mean is large."""
+        """Compute standard deviations from the means of all ranks (Chan et al. 1979). The difference between the mean
+        of squares and the square of the mean would be inaccurate for large means."""
         if not self._spreads:
             return {}
         rows = [

@@ -1,10 +1,10 @@
-"""torchrun whose last line is the reason of a failure: `python -m megappo.runtime.torchrun` takes torchrun's arguments.
+"""torchrun with the reason of a failure as its last line. `python -m megappo.runtime.torchrun` has torchrun's options.
 
-torchrun itself ends with a traceback of its own code, and with exit code 1 whatever its workers' was. Here the worker
-that failed first gives the exit code, and its sentence comes last.
+torchrun itself ends with a traceback of its own code, and with exit code 1 for any exit code of its workers. This
+module ends with the exit code of the worker that failed first, and prints the error of this worker last.
 
-Where another program already listens at the head's port, torchrun's own rendezvous joins it and reads pickles from
-there. Here the head's machine serves the rendezvous, and a busy port is an error.
+If another program already listens at the port of the head, torchrun's own rendezvous connects to this program and reads
+pickles from it. In this module the machine of the head serves the rendezvous, and a busy port is an error.
 """
 
 from __future__ import annotations
@@ -27,9 +27,12 @@ if TYPE_CHECKING:
 
 
 def with_head(arguments: argparse.Namespace, environment: Mapping[str, str]) -> argparse.Namespace:
-    """Arguments extended by whether this machine serves the rendezvous: it does if the endpoint is its address, unless
-    `MEGAPPO_IS_HEAD=no`. Raises ConfigError where it cannot listen there."""
-    from megappo.runtime.store import listening_problem  # brings torch, which waits for `main`
+    """Return the arguments with the role of this machine in the rendezvous.
+
+    The machine serves the rendezvous if the endpoint is its address, unless `MEGAPPO_IS_HEAD=no`. Raises ConfigError if
+    the machine cannot listen at the endpoint.
+    """
+    from megappo.runtime.store import listening_problem  # imports torch, so the import waits until `main`
 
     conf, (host, _, port) = arguments.rdzv_conf or "", arguments.rdzv_endpoint.rpartition(":")
     if arguments.rdzv_backend != "c10d" or not host or "is_host" in conf or "store_type=file" in conf:
@@ -39,7 +42,7 @@ def with_head(arguments: argparse.Namespace, environment: Mapping[str, str]) -> 
     problem = listening_problem(host, int(port)) if is_head else None
     if problem is not None:
         raise ConfigError(
-            f"nothing can listen at the head {arguments.rdzv_endpoint}, which is this machine ({problem}); choose "
+            f"no process can listen at the head {arguments.rdzv_endpoint}, which is this machine ({problem}); choose "
             "another port, or export MEGAPPO_IS_HEAD=no on other machines of the job that share its address"
         )
     arguments.rdzv_conf = ",".join(filter(None, [conf, f"is_host={str(is_head).lower()}"]))
@@ -47,7 +50,7 @@ def with_head(arguments: argparse.Namespace, environment: Mapping[str, str]) -> 
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the workers; returns the exit code of the one that failed first, 0 where all ended well."""
+    """Run the workers. Returns the exit code of the worker that failed first, or 0 if no worker failed."""
     with collections_put_off():
         from torch.distributed.elastic.multiprocessing.api import SignalException
         from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
@@ -61,10 +64,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(f"megappo: error: {error}", file=sys.stderr)
         return USER_ERROR
     except ChildFailedError as error:
-        rank, failure = min(error.failures.items(), key=_when_and_whether_it_says_why)
-        said = _said(failure)
-        code = said.get("extraInfo", {}).get(EXIT_CODE, failure.exitcode)
-        print(said.get("message") or f"megappo: error: rank {rank} ended {_how(code)}", file=sys.stderr)
+        rank, failure = min(error.failures.items(), key=_failure_order)
+        error_file = _error_file(failure)
+        code = error_file.get("extraInfo", {}).get(EXIT_CODE, failure.exitcode)
+        print(error_file.get("message") or f"megappo: error: rank {rank} ended {_how(code)}", file=sys.stderr)
         return code if code > 0 else 128 - code
     except SignalException as stopped:
         print(f"megappo: ended by {stopped.sigval.name}", file=sys.stderr)
@@ -72,32 +75,32 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return 0
 
 
-class _Said(TypedDict, total=False):
-    """Content of torchrun's error file, as far as it is read here."""
+class _ErrorFile(TypedDict, total=False):
+    """Content of torchrun's error file, with the fields that this module reads."""
 
     message: str
     extraInfo: dict[str, int]
 
 
-def _said(failure: ProcessFailure) -> _Said:
-    """What a failed worker wrote to torchrun's error file; empty where it could not."""
+def _error_file(failure: ProcessFailure) -> _ErrorFile:
+    """Return the content of the error file of a failed worker; empty if the worker could not write the file."""
     return failure.message if isinstance(failure.message, dict) else {}
 
 
-def _when_and_whether_it_says_why(of_rank: tuple[int, ProcessFailure]) -> tuple[int, bool]:
-    """Sort key: the time of a failure, then whether it has a reason. torch's times are whole seconds; within one, a
-    failure with a reason comes first."""
+def _failure_order(of_rank: tuple[int, ProcessFailure]) -> tuple[int, bool]:
+    """Return a sort key: the time of the failure, then whether the failure has no reason. torch's times are whole
+    seconds. Within a second, a failure with a reason comes first."""
     _, failure = of_rank
-    return failure.timestamp, not _said(failure)
+    return failure.timestamp, not _error_file(failure)
 
 
 def _how(code: int) -> str:
-    """How a worker ended that could not say it: the code is negative where a signal ended it, and above 128 where a
-    shell was between it and torchrun."""
+    """Return how a worker without a reason ended. The code is negative if a signal ended the worker, or greater than
+    128 if a shell ran between torchrun and the worker."""
     number = -code if code < 0 else code - 128
     if number not in set(signal.Signals):
         return f"with code {code}"
-    killed = ", as where the machine lacks memory" if number == signal.SIGKILL else ""
+    killed = ", for example for a lack of memory" if number == signal.SIGKILL else ""
     return f"by {signal.Signals(number).name}{killed}"
 
 

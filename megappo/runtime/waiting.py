@@ -1,4 +1,4 @@
-"""Waiting by polling, for events that nobody announces."""
+"""Waiting by polling, for events without a notification."""
 
 from __future__ import annotations
 
@@ -6,10 +6,10 @@ import time
 from collections.abc import Callable
 
 
-def wait_until(holds: Callable[[], bool], seconds: float, *, every_seconds: float) -> bool:
-    """Poll until `holds` is true, for at most so many seconds; returns whether it became true."""
+def wait_until(condition: Callable[[], bool], seconds: float, *, every_seconds: float) -> bool:
+    """Poll until `condition` is true, for at most `seconds` seconds. Returns whether it became true."""
     deadline = time.monotonic() + seconds
-    while not holds():
+    while not condition():
         if time.monotonic() >= deadline:
             return False
         time.sleep(every_seconds)
@@ -17,5 +17,5 @@ def wait_until(holds: Callable[[], bool], seconds: float, *, every_seconds: floa
 
 
 def pause(seconds: float) -> None:
-    """Sleep for so many seconds."""
+    """Sleep for `seconds` seconds."""
     time.sleep(seconds)

@@ -216,10 +216,10 @@ def test_what_one_rank_does_not_see_every_rank_refuses(
     open_origin(str(world / "model"), "actor", arch, two)
     for problems in (["it is not there"], ["", "it is not there"]):
         others[:] = problems
-        with pytest.raises(ValueError, match=r"it is not there \(on rank 1, not on every other\)"):
+        with pytest.raises(ValueError, match=r"it is not there \(on rank 1, but not on every rank\)"):
             open_origin(str(world / "model"), "actor", arch, two)
     others[:] = [""]
-    with pytest.raises(ValueError, match=r"does not exist .*\(on rank 0, not on every other\)"):
+    with pytest.raises(ValueError, match=r"does not exist .*\(on rank 0, but not on every rank\)"):
         open_origin(str(tmp_path / "nothing"), "actor", arch, two)
 
 

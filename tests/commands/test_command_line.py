@@ -340,8 +340,8 @@ def test_a_disk_that_cannot_be_written_is_a_sentence(
     trainer["train"] = train
     assert main(["train", str(BASE), model]) == 1
     assert capsys.readouterr().err == (
-        "megappo: error: writing failed, runs/x/metrics.jsonl: No space left on device; make room or fix the disk and "
-        "start again, a run continues from its newest checkpoint\n"
+        "megappo: error: writing failed, runs/x/metrics.jsonl: No space left on device; free some space or repair "
+        "the disk and start again, a run continues from its newest checkpoint\n"
     )
     trainer["train"] = lambda run: Path("/no/such/file").read_text()
     with pytest.raises(FileNotFoundError):

@@ -34,7 +34,7 @@ def dangling(path: Path) -> Path:
 
 
 def sentence_on(path: Path) -> str:
-    return re.escape(f"{path} is a link to ../blobs/gone, which does not exist; bring it back, or renew the link")
+    return re.escape(f"{path} is a link to ../blobs/gone, which does not exist; restore it, or replace the link")
 
 
 def judge(path: Path) -> str:

@@ -111,7 +111,7 @@ def test_a_file_is_run_once_in_a_process(folder: Path) -> None:
         ("nowhere.py:reward", r"nowhere.py:reward': there is no file .*/nowhere.py; create it, or correct the path"),
         ("mine.py:rewrad", "has no function 'rewrad'; did you mean '.*mine.py:reward'"),
         ("broken.py:f", r"broken.py' failed \(ZeroDivisionError"),
-        ("lacking.py:f", r"lacking.py:f' cannot be imported \(No module named 'not_there'\); install what it imports"),
+        ("lacking.py:f", r"lacking.py:f' cannot be imported \(No module named 'not_there'\); install the modules"),
         ("mine.py:", "write package.module:function or path/to/file.py:function"),
     ],
 )

@@ -69,8 +69,8 @@ def test_a_variable_in_a_path_is_refused(key: str, home: Path) -> None:
     with pytest.raises(ConfigError) as refused:
         load_config(BASE, [*PATHS[key], f"{key}=${{SCRATCH}}/one"])
     (problem,) = refused.value.problems
-    assert problem.startswith(f"{key}: '${{SCRATCH}}/one' has the variable ${{SCRATCH}}, and paths are taken as they")
-    assert problem.endswith("let the shell replace the variable on the command line, outside of single quotes")
+    assert problem.startswith(f"{key}: '${{SCRATCH}}/one' has the variable ${{SCRATCH}}, but variables in paths are")
+    assert problem.endswith("let the shell expand the variable on the command line, outside of single quotes")
 
 
 @pytest.mark.parametrize("text", ["/data/$USER/x", "$HOME", "runs_$JOB", "/a/$(hostname)/b", "${OUT"])
@@ -90,7 +90,7 @@ def test_a_dollar_sign_in_the_name_of_an_existing_folder_is_no_variable(tmp_path
 
 
 def test_an_unknown_user_is_refused(home: Path) -> None:
-    with pytest.raises(ConfigError, match="begins with ~nobody-here, and this machine has no such user; write"):
+    with pytest.raises(ConfigError, match="begins with ~nobody-here, but this machine has no such user; write"):
         load_config(BASE, ["run.directory=~nobody-here/x"])
 
 

@@ -77,7 +77,7 @@ def test_a_key_may_stand_in_a_file(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     monkeypatch.delenv("JUDGE_KEY", raising=False)
     assert key_of("JUDGE_KEY") == ""
     monkeypatch.setenv("JUDGE_KEY_FILE", str(file))
-    for content, words in ((None, "cannot be read"), ("", "a key in one line"), ("one\ntwo\n", "a key in one line")):
+    for content, words in ((None, "cannot be read"), ("", "a key on one line"), ("one\ntwo\n", "a key on one line")):
         if content is not None:
             file.write_text(content)
             file.chmod(0o600)
@@ -102,7 +102,7 @@ def test_a_file_with_a_key_is_read_by_its_user_alone(tmp_path: Path, monkeypatch
     monkeypatch.delenv("JUDGE_KEY", raising=False)
     for mode in (0o644, 0o640, 0o620):
         file.chmod(mode)
-        with pytest.raises(ConfigError, match=rf"others can read or write \(mode {mode:04o}\); chmod 600 it") as told:
+        with pytest.raises(ConfigError, match=rf"users can read or write \(mode {mode:04o}\); chmod 600 it") as told:
             key_of("JUDGE_KEY")
         assert FILED not in str(told.value)
     for mode in (0o600, 0o400):
@@ -114,7 +114,7 @@ def test_a_file_with_a_key_is_read_by_its_user_alone(tmp_path: Path, monkeypatch
     assert key_of("JUDGE_KEY") == FILED
     for path in (pipe, "/dev/zero", tmp_path):
         monkeypatch.setenv("JUDGE_KEY_FILE", str(path))
-        with pytest.raises(ConfigError, match="is no plain file|cannot be read"):
+        with pytest.raises(ConfigError, match="is not a regular file|cannot be read"):
             key_of("JUDGE_KEY")
     file.write_bytes(FILED.encode() + b"\xff")
     monkeypatch.setenv("JUDGE_KEY_FILE", str(file))

@@ -82,7 +82,8 @@ def test_the_other_apex(tmp_path: Path) -> None:
     path = worlds.fake_package(tmp_path, "apex", "0.9.10")
     done = worlds.megappo("doctor", PYTHONPATH=path, CUDA_HOME=str(tmp_path))
     assert (
-        "slow    apex             version 0.9.10 is another project of that name; pip uninstall apex" in done.stdout
+        "slow    apex             version 0.9.10 is a different project with the same name; pip uninstall apex"
+        in done.stdout
     ), done.stderr
     assert done.stderr == "", "what it imports warns of nothing"
 
@@ -385,7 +386,7 @@ def test_more_ranks_than_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
     with gpus(monkeypatch, [1.0] * 4):
         found = {f.check: f for f in device_findings(None, Ranks(0, 8, 0, 8))}
     assert found["gpu"].state == "broken"
-    assert found["gpu"].words == "8 ranks stand on this machine, which shows 4 CUDA devices"
+    assert found["gpu"].words == "8 ranks are on this machine, which has 4 visible CUDA devices"
     assert found["gpu"].remedy == "start at most 4 per machine"
 
 
@@ -634,8 +635,8 @@ def test_a_run_on_a_busy_port_says_so(tmp_path: Path) -> None:
     assert done.returncode == 1
     said = [line for line in done.stderr.splitlines() if line.startswith("megappo: error: ")]
     assert len(said) == 1, done.stderr
-    assert f"rank 0 of 2 could not meet the others at 127.0.0.1:{port}" in said[0]
+    assert f"rank 0 of 2 could not connect to the others at 127.0.0.1:{port}" in said[0]
     assert (
-        "set MASTER_ADDR and MASTER_PORT to rank 0's machine and a free port of it, and ask `megappo doctor`" in said[0]
+        "set MASTER_ADDR and MASTER_PORT to rank 0's machine and a free port on it, and run `megappo doctor`" in said[0]
     )
     assert "Traceback" not in done.stderr

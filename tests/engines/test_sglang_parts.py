@@ -246,7 +246,7 @@ def test_without_sglang_a_run_says_what_to_install(monkeypatch: pytest.MonkeyPat
         sglang_cpu.require_sglang()
     monkeypatch.setattr(importlib.metadata, "version", lambda _name: "0.6.0")
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    with pytest.raises(RunError, match="SGLang 0.6.0 is installed, on a CPU only 0.5.23 runs"):
+    with pytest.raises(RunError, match="SGLang is 0.6.0, must be 0.5.23 on a CPU"):
         sglang_cpu.require_sglang()
 
 

@@ -355,7 +355,7 @@ def test_a_family_of_the_users_is_read_beside_ours(tmp_path: Path) -> None:
     [
         ("FAMILIE", "has no family 'FAMILIE'; did you mean 'tests.support.outside_family:FAMILY'?"),
         ("SquaredReluMlp", "has no family 'SquaredReluMlp'; it has FAMILY"),
-        ("", "model.family 'tests.support.outside_family:' is no path of a family; write package.module:family"),
+        ("", "model.family 'tests.support.outside_family:' is not the path of a family; write package.module:family"),
     ],
 )
 def test_what_is_no_family(tmp_path: Path, family: str, words: str) -> None:

@@ -219,11 +219,11 @@ def _judge_words(fault: Fault, ended: Ended) -> str:
     match fault.kind:
         case "stop" if ended.codes[fault.rank] == -signal.SIGTERM:  # before the run listens to it, with the others
             there.remove(fault.rank)
-            codes, code, wanted = {ended.codes[rank] for rank in there}, 1, "ended without a word"
+            codes, code, wanted = {ended.codes[rank] for rank in there}, 1, "ended without a message"
         case "stop":
             code, wanted = REQUEUE, ""  # which needs no reason
         case "kill":
-            code, wanted = 1, rf"error on rank {fault.rank}: process \d+ on \S+ ended without a word"
+            code, wanted = 1, rf"error on rank {fault.rank}: process \d+ on \S+ ended without a message"
         case "hang":
             code, wanted = HANG, r"error( on rank \d+)?: phase \w+ has lasted for"
         case "raise":

@@ -216,7 +216,7 @@ def test_an_interpreter_that_is_not_active_is_found(machine: Machine) -> None:
     of_pyenv = str(home / "pyenv" / "versions" / "3.12.10" / "bin" / "python3.12")
     assert chosen(machine, PYENV_ROOT=str(home / "pyenv"), UV_PYTHON_INSTALL_DIR=str(home)) == of_pyenv
     assert chosen(machine, MEGAPPO_PYTHON_VERSION="3.11") == f"{home}/bin/python3.11"
-    assert "MEGAPPO_PYTHON_VERSION is '3.10'; give 3.11 or 3.12" in chosen(machine, MEGAPPO_PYTHON_VERSION="3.10")
+    assert "MEGAPPO_PYTHON_VERSION is '3.10', must be 3.11 or 3.12" in chosen(machine, MEGAPPO_PYTHON_VERSION="3.10")
     (home / "bin" / "python3.11").unlink()
     said = chosen(machine, UV_PYTHON_INSTALL_DIR=str(home))
     assert "no Python 3.12 or 3.11 with its venv module found; install one, or set MEGAPPO_PYTHON" in said
@@ -239,7 +239,7 @@ def test_what_others_can_change_is_not_run(machine: Machine) -> None:
             change(path)
             refused = machine.start(clone)
             said = refused.communicate(timeout=60)[0]
-            assert refused.returncode == 2 and f"others than you and root can write to {path}, whose" in said, said
+            assert refused.returncode == 2 and f"other users than you and root can write to {path}" in said, said
             trusting = machine.start(clone, MEGAPPO_SHARED_CACHE="yes")
             assert trusting.communicate(timeout=60)[0].splitlines()[-1] == f"uses {folder}"
             path.chmod(0o755)
@@ -386,7 +386,7 @@ def test_a_login_node_builds_the_environment_of_the_nodes_with_gpus(machine: Mac
     wheels.mkdir()
     done = machine.run(clone, "build", "--gpu", "--wheels", str(wheels))
     assert done.returncode == 0, done.stderr
-    assert done.stdout == f"built {machine.use(clone, 'full')}; nodes that see this folder use it\n"
+    assert done.stdout == f"built {machine.use(clone, 'full')}; all nodes with access to this folder use it\n"
     assert len(machine.builds.read_text().splitlines()) == 1
     links = (machine.folder / "builds.wheels").read_text()
     assert links == f"1 file://{machine.folder}/my%20wheels\n"
@@ -410,7 +410,7 @@ def test_wrong_words_of_a_build(machine: Machine, words: list[str], variables: d
 
 
 def test_prune_wants_a_number_of_days(machine: Machine) -> None:
-    assert "'all' is no number of days; usage:" in machine.prune(machine.clone("one"), "all")
+    assert "'all' is not a number of days; usage:" in machine.prune(machine.clone("one"), "all")
 
 
 @pytest.mark.parametrize(

@@ -358,7 +358,7 @@ def test_engines_that_end_take_the_trainers_with_them(site: Site) -> None:
     engine_site(site)
     done = site.sbatch("a.yaml", script=DISAGGREGATED, DESCRIBED="1 2 8 96", DEAD="yes", **GPUS)
     assert done.returncode == 1
-    assert "the engines' step ended (exit code 1), so the trainers are told to stop" in done.stderr
+    assert "the step of the engines ended (exit code 1), so the trainers are stopped" in done.stderr
     assert "out of memory" in done.stderr
     assert "scancel --signal=TERM 7.2" in site.words.read_text()
 
@@ -370,12 +370,12 @@ def test_engines_that_end_take_the_trainers_with_them(site: Site) -> None:
         ({"MEGAPPO_ENGINE_NODES": "3"}, "MEGAPPO_ENGINE_NODES is '3', must be"),
         (
             {"DESCRIBED": "1 16 8 96"},
-            "0 engines of rollout.sglang.tensor_parallel 16 do not stand on 1 nodes of 8 GPUs",
+            "0 engines of rollout.sglang.tensor_parallel 16 do not fit on 1 nodes of 8 GPUs",
         ),
-        ({"DESCRIBED": "2 8 8 96"}, "engines of rollout.sglang.nodes 2 do not stand on 1 nodes; make those a multiple"),
+        ({"DESCRIBED": "2 8 8 96"}, "1 engine nodes are not a multiple of rollout.sglang.nodes 2"),
         (
             {"MEGAPPO_ENGINES_PER_NODE": "5"},
-            "5 engines of rollout.sglang.tensor_parallel 2 do not stand on 1 nodes of 8",
+            "5 engines of rollout.sglang.tensor_parallel 2 do not fit on 1 nodes of 8",
         ),
         (
             {"SLURM_JOB_NODELIST_HET_GROUP_1": "n3", "SLURM_HET_SIZE": "3"},

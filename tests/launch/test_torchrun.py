@@ -71,7 +71,7 @@ sys.exit(2)
 @pytest.mark.parametrize(
     ("worker", "code", "words"),
     [
-        (KILLED, 137, "megappo: error: rank 1 ended by SIGKILL, as where the machine lacks memory"),
+        (KILLED, 137, "megappo: error: rank 1 ended by SIGKILL, for example for a lack of memory"),
         (TOLD, 2, "megappo: error: the seed is too small"),
     ],
     ids=["who_is_killed_says_nothing", "who_has_said_why_is_ended_by_torchrun"],
@@ -165,8 +165,8 @@ def test_a_busy_port_of_the_head_is_an_error() -> None:
     assert conf("127.0.0.1", free, "--rdzv-conf", "is_host=0") == "is_host=0"
     with listening() as taken:
         port = taken.getsockname()[1]
-        words = rf"nothing can listen at the head 127.0.0.1:{port}, which is this machine \(Address already in use\); "
-        with pytest.raises(ConfigError, match=words + "choose another port"):
+        words = rf"no process can listen at the head 127.0.0.1:{port}, which is this machine \(Address already in use\)"
+        with pytest.raises(ConfigError, match=words + "; choose another port"):
             conf("127.0.0.1", port)
         assert conf("127.0.0.1", port, MEGAPPO_IS_HEAD="no") == "is_host=false"
         assert conf("192.0.2.1", port) == "is_host=false"

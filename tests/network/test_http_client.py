@@ -61,7 +61,7 @@ def only_proxies(monkeypatch: pytest.MonkeyPatch, **variables: str) -> None:
 def test_a_socks_proxy_is_refused_before_a_request(monkeypatch: pytest.MonkeyPatch, variable: str, scheme: str) -> None:
     only_proxies(monkeypatch, **{variable: f"{scheme}://me:hidden@10.0.0.9:1080"})
     words = (
-        f"8.8.8.8 would be asked through {variable}={scheme}://10.0.0.9:1080, and .* set https_proxy to an HTTP proxy"
+        f"requests to 8.8.8.8 would use {variable}={scheme}://10.0.0.9:1080, but .* set https_proxy to an HTTP proxy"
     )
     with pytest.raises(ValueError, match=words):
         check_proxy("https://8.8.8.8/v1")
@@ -89,6 +89,6 @@ def test_the_error_names_a_proxy_that_httpx_cannot_use(monkeypatch: pytest.Monke
                 httpx.Client().close()
             except (ImportError, ValueError):
                 assert problem is not None and f"all_proxy={value.replace('me:hidden@', '')}" in problem
-                assert "; pip install socksio" in problem or "; write socks5://HOST:PORT" in problem
+                assert "; pip install socksio" in problem or "; use socks5://HOST:PORT" in problem
             else:
                 assert problem is None, (value, others)

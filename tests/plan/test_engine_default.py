@@ -235,7 +235,7 @@ def test_a_run_is_told_its_plan_and_gets_its_deadlines() -> None:
     found = plan_start(config.model_copy(update={"actor": actor}), 2, MACHINES["cpu"])
     rows = dict(found.rows)
     assert rows["actor pipeline"] == "chunks of 3, 1 layers" and "critic pipeline" not in rows
-    assert rows["layers"].startswith("torch's layers, as Transformer Engine "), "what it is without, and why"
+    assert rows["layers"].startswith("torch's layers, because Transformer Engine "), "what it is without, and why"
     assert "and its rollout" in rows["plan"] and rows["other engine"].startswith("with the embedded engine, ")
     assert found.deadlines.request_seconds == 1800.0
 

@@ -189,7 +189,7 @@ def test_two_jobs_in_a_directory(tmp_path: Path) -> None:
         file.write("process 1234 on elsewhere")
         file.flush()
         output = attempts(tmp_path, train(held, "run.steps=1", expect="2"))
-    assert f"run.directory '{held}' is in use by process 1234 on elsewhere; wait for its end" in output
+    assert f"run.directory '{held}' is in use by process 1234 on elsewhere; wait until this job ends" in output
     assert "Traceback" not in output
     assert os.listdir(held) == ["lock"]
 
@@ -199,7 +199,7 @@ def test_a_run_whose_directory_is_removed_ends_with_a_sentence(tmp_path: Path) -
     run = tmp_path / "run"
     remove = {"rank": 1, "step": 2, "at": "forward", "remove": True}
     output = attempts(tmp_path, train(run, "run.steps=3", expect="1", kill=remove))
-    assert f"run.directory '{run}' or the file `lock` in it was removed or replaced while the run was going" in output
+    assert f"run.directory '{run}' or the file `lock` in it was removed or replaced during the run" in output
     assert "step 1/3" in output and "step 2/3" not in output
     assert "Traceback" not in output and not run.exists()
 

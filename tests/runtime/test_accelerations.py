@@ -72,7 +72,7 @@ def test_both_are_there(shelf: Shelf) -> None:
     assert not any(found.switches(torch.float32).values()), "no attention for packs in float32"
     own = found.for_model(own_layers=True)  # of a model that has what Transformer Engine's layers have not
     assert found.uses_engine_layers(torch.bfloat16) and not own.uses_engine_layers(torch.bfloat16)
-    assert own.sentence(torch.bfloat16).startswith("torch's layers, as the model has what those of Transformer Engine")
+    assert own.sentence(torch.bfloat16).startswith("torch's layers, because the layers of Transformer Engine")
     ((check, state, words, _),) = said(found)
     assert (check, state) == ("layers", "fine")
     assert words == (
@@ -86,7 +86,7 @@ def test_neither_is_there(shelf: Shelf) -> None:
     assert not any(found.switches(torch.bfloat16).values())
     ((check, state, words, remedy),) = said(found)
     assert (check, state) == ("layers", "slow")
-    assert words == "torch's layers, as Transformer Engine is not installed; torch's Adam"
+    assert words == "torch's layers, because Transformer Engine is not installed; torch's Adam"
     assert remedy.startswith(
         f"pip install '.[te]' in megappo's repository and build NVIDIA's Apex with {FUSED_GRADIENTS}; see launch/README"
     )
@@ -110,7 +110,7 @@ def test_a_broken_one_is_told_and_hidden(shelf: Shelf, body: str, words: str) ->
         importlib.import_module("transformer_engine.pytorch")
     ((_, state, sentence, remedy),) = said(found)
     assert state == "slow" and f"Transformer Engine 2.10.0 cannot be imported ({words}" in sentence
-    assert f"torch adds up weight gradients, as {FUSED_GRADIENTS} is not installed; Apex's Adam" in sentence
+    assert f"torch adds up weight gradients, because {FUSED_GRADIENTS} is not installed; Apex's Adam" in sentence
     assert "reinstall Transformer Engine, or uninstall it" in remedy
 
 
@@ -122,7 +122,7 @@ def test_megatron_core_refuses_versions_that_it_was_not_made_for(shelf: Shelf, m
     monkeypatch.setattr(accelerations, "installed_version", lambda name: here.get(name) or real(name))
     refused = find_accelerations("auto")
     assert not refused.engine.is_used
-    assert "2.20.2 is none of >=2.9.0a0,<2.12, which Megatron-Core 0.16.1 was made for; 0.19" in said(refused)[0][2]
+    assert "2.20.2 is not in >=2.9.0a0,<2.12, the range of Megatron-Core 0.16.1; 0.19" in said(refused)[0][2]
     find_accelerations.cache_clear()
     for name in HIDDEN:
         sys.modules.pop(name, None)
@@ -134,7 +134,7 @@ def test_another_project_is_not_taken_for_apex(shelf: Shelf) -> None:
     shelf.put("apex", "0.9.10")
     found = find_accelerations("auto")
     assert not found.apex.is_used and found.adam == "torch"
-    assert said(found)[0][:3] == ("apex", "slow", "version 0.9.10 is another project of that name")
+    assert said(found)[0][:3] == ("apex", "slow", "version 0.9.10 is a different project with the same name")
 
 
 def test_torch_alone_where_the_settings_say_so(shelf: Shelf) -> None:

@@ -188,7 +188,7 @@ def test_a_rank_that_ends_without_a_word(body: Body, tmp_path: Path) -> None:
     first, second = ends(tmp_path, body)
     assert (first.code, second.code) == (1, -signal.SIGKILL)
     assert first.seconds < 5
-    assert re.search(r"megappo: error on rank 1: process \d+ on \S+ ended without a word, as one does", first.said)
+    assert re.search(r"megappo: error on rank 1: process \d+ on \S+ ended without a message, as after", first.said)
     assert "Traceback" not in first.said
 
 
@@ -199,7 +199,7 @@ def test_a_rank_of_another_machine_that_ends_without_a_word(tmp_path: Path, monk
     first, second = ends(tmp_path, killed)
     assert (first.code, second.code) == (FAULT, -signal.SIGKILL)
     assert first.seconds < 2 * WITHIN_SECONDS
-    assert "another rank ended without a word, or cannot be reached any more" in first.said
+    assert "another rank ended without a message or is unreachable" in first.said
     assert "Traceback" not in first.said
 
 
@@ -224,7 +224,7 @@ def test_a_run_that_stopped_ends_whatever_cannot_be_closed(tmp_path: Path) -> No
     """With the code that asks for another start, before a scheduler kills it."""
     for ended in ends(tmp_path, stopped):
         assert ended.code == 85 and ended.seconds < 30, ended
-        assert "what is to be closed does not end within 20 seconds" in ended.said
+        assert "a resource was not closed within 20 seconds" in ended.said
 
 
 def test_one_rank_alone_says_its_error_whatever_cannot_be_closed(tmp_path: Path) -> None:
@@ -240,7 +240,7 @@ def done(runtime: Runtime) -> None:
 def test_a_run_that_is_done_ends_well_whatever_cannot_be_closed(tmp_path: Path) -> None:
     for ended in ends(tmp_path, done):
         assert ended.code == 0 and ended.seconds < WITHIN_SECONDS
-        assert "what is to be closed does not end within 1 seconds" in ended.said
+        assert "a resource was not closed within 1 seconds" in ended.said
 
 
 def test_one_rank_alone_raises_what_it_raised(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -200,7 +200,7 @@ def test_the_start_and_the_doctor_say_so(tmp_path: Path, runtime: Runtime, capsy
         assert (tmp_path / "run" / NAME).exists()
         with pytest.raises(ValueError, match="is in use by process"), locked_directory(tmp_path / "run", runtime):
             raise AssertionError("a second job is let in")
-    assert "has no locks, so the file lock.holder holds the directory for this run" in capsys.readouterr().err
+    assert "has no locks, so the file lock.holder reserves the directory for this run" in capsys.readouterr().err
     assert not (tmp_path / "run" / NAME).exists()
     assert any("has no locks; the file lock.holder replaces" in f.words for f in disk(tmp_path) if f.state == "slow")
 

@@ -92,7 +92,7 @@ def test_torchrun_inside_srun_wins() -> None:
 def test_an_unknown_first_machine(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     environment = SLURM | {"SLURM_STEP_NODELIST": "no-such-host-[1-2]"}
     monkeypatch.setenv("PATH", str(tmp_path))
-    with pytest.raises(ConfigError, match="'no-such-host-1', has no address here; set MASTER_ADDR"):
+    with pytest.raises(ConfigError, match="'no-such-host-1', has no known address; set MASTER_ADDR"):
         adopted(environment)
     scontrol = tmp_path / "scontrol"
     scontrol.write_text("#!/bin/sh\necho NodeName=$4 NodeAddr=127.0.0.9 NodeHostName=x\n")
@@ -105,7 +105,7 @@ def test_mpi() -> None:
     assert read_ranks(found) == Ranks(1, 2, 1, 2)
     assert found["MASTER_ADDR"] == "127.0.0.1"
     assert found["MASTER_PORT"] == adopted(OPEN_MPI | {"OMPI_COMM_WORLD_RANK": "0"})["MASTER_PORT"]
-    with pytest.raises(ConfigError, match="set MASTER_ADDR to its name, such as mpirun -x MASTER_ADDR=node1"):
+    with pytest.raises(ConfigError, match="set MASTER_ADDR to its name, for example mpirun -x MASTER_ADDR=node1"):
         adopted(HYDRA)
     assert read_ranks(adopted(HYDRA | {"MASTER_ADDR": "node1"})) == Ranks(3, 4, 1, 2)
 
@@ -167,7 +167,7 @@ def test_a_rank_of_another_job_is_told() -> None:
         ours.kill()
         ours.communicate()
     uid = os.getuid()
-    assert f"(the job '{uid} ours' meets there, this is '{uid} theirs'); set MASTER_ADDR and MASTER_PORT" in said
+    assert f"(the store belongs to the job '{uid} ours', this is '{uid} theirs'); set MASTER_ADDR and" in said
 
 
 @pytest.mark.parametrize(
@@ -203,7 +203,7 @@ def test_devices_of_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
             monkeypatch.delenv(name)
     assert device_index(Ranks(9, 16, 1, 8), visible=8) == 1
     assert device_index(Ranks(9, 16, 1, None), visible=2) == 1
-    with pytest.raises(RunError, match="8 ranks stand on this machine, which shows 4 CUDA devices; start at most 4"):
+    with pytest.raises(RunError, match="8 ranks are on this machine, which has 4 visible CUDA devices; start at"):
         device_index(Ranks(0, 16, 0, 8), visible=4)
     with pytest.raises(RunError, match="shows 1 CUDA device;"):
         device_index(Ranks(1, 2, 1, 2), visible=1)
@@ -264,7 +264,7 @@ def test_a_rank_that_does_not_come_is_named() -> None:
 
     other = threading.Thread(target=of_rank_1)
     other.start()
-    with pytest.raises(RunError, match="ranks 2, 3 of 4 did not come within 1 seconds; see their logs"):
+    with pytest.raises(RunError, match="ranks 2, 3 of 4 did not connect within 1 seconds; see their logs"):
         await_all(store, Ranks(0, 4, 0, 4), seconds)
     other.join()
 

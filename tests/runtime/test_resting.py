@@ -105,6 +105,6 @@ def test_a_full_disk_is_told_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyP
 
     monkeypatch.setattr(os, "posix_fallocate", full)
     with pytest.raises(
-        RunError, match=rf"has no room in {tmp_path}: No space left on device; give runtime.offload_dir"
+        RunError, match=rf"does not fit in {tmp_path}: No space left on device; set runtime.offload_dir"
     ):
         RestingPlace(CPU, tmp_path).reserve(10)

@@ -83,11 +83,11 @@ def test_a_directory_that_is_lost_ends_the_run(
             run.mkdir()
             (run / "lock").touch()
         if how != "another job":
-            with pytest.raises(RunError, match="or the file `lock` in it was removed or replaced while the run was"):
+            with pytest.raises(RunError, match="or the file `lock` in it was removed or replaced during the run"):
                 held.check()
             return
         with locked_directory(run, runtime) as second:
-            with pytest.raises(RunError, match=f"run.directory '{run}' .* where another job may be; bring back"):
+            with pytest.raises(RunError, match=f"run.directory '{run}' .* may belong to another job now; restore"):
                 held.check()
             second.check()
             monkeypatch.setattr(room, "PATIENCE_SECONDS", 0.0)

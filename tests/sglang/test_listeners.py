@@ -107,7 +107,7 @@ def test_what_listens_is_what_the_table_says(tmp_path: Path) -> None:
     """Two ranks with a gateway, an SGLang server, reward workers: all on loopback, HTTP only with a key."""
     pytest.importorskip("openai")
     text = (ROOT / "launch/README.md").read_text().partition("## What listens where")[2]
-    rows = re.findall(r"^\| (.+?) \| (.+?) \| (.*?) ?\|$", text.partition("\n\nWhat is promised")[0], re.MULTILINE)
+    rows = re.findall(r"^\| (.+?) \| (.+?) \| (.*?) ?\|$", text.partition("\n\n[SECURITY.md]")[0], re.MULTILINE)
     assert [row[0] for row in rows if row[0] not in ("what", "---")] == list(TABLE)
     where = {what: place for what, place, _ in rows}
     write_chat("configs/models/tiny_arithmetic", str(tmp_path / "chat"))

@@ -87,7 +87,7 @@ def main() -> None:
     assert broadcast_object(f"of {rank}", src=1) == "of 1"
     assert all_gather_objects((rank,)) == [(r,) for r in range(world)]
     assert agreed(lambda: rank) == rank
-    for fails_on, words in (({1}, "no room (on rank 1, not on every other)"), (set(range(world)), "no room")):
+    for fails_on, words in (({1}, "no room (on rank 1, but not on every rank)"), (set(range(world)), "no room")):
         said = agreed_problem(fails_on)
         assert said == words, (rank, said)
     gathered = all_gather_varying(torch.full((rank, 2), rank), group=group)
