@@ -318,11 +318,11 @@ def test_what_has_no_end_is_not_read(tmp_path: Path) -> None:
     marker = Marker(1, {name: Stamp(1, "a") for name in ("zero", "pipe", "lost")}, {})
     write_marker(folder, marker)
     found = problems(folder, sorted(read_marker(folder).files.items()))
-    no = "cannot be read: it is no plain file"
+    no = "cannot be read: the path is not a regular file"
     assert found == ["lost is missing", f"pipe {no}", f"zero {no}"]
     (folder / MARKER).unlink()
     (folder / MARKER).symlink_to("/dev/zero")
-    with pytest.raises(DamagedError, match="checkpoint.json cannot be read: it is no plain file"):
+    with pytest.raises(DamagedError, match="checkpoint.json cannot be read: the path is not a regular file"):
         read_marker(folder)
 
 
