@@ -61,7 +61,16 @@ class PlainView(View):
         clock: Callable[[], float] = time.time,
         right_above: Mapping[str, float] = _NO_THRESHOLDS,
     ) -> None:
-        """`clock`: seconds since 1970; lines show its local time of day. `right_above`: see `evaluation_label`."""
+        """Create the view.
+
+        Args:
+            stream: output stream.
+            total_steps: number of steps of the run.
+            progress: progress of the current stage.
+            every_seconds: interval between lines in a long stage.
+            clock: seconds since 1970. Lines show the local time of day.
+            right_above: see `evaluation_label`.
+        """
         super().__init__(stream)
         self._right_above = right_above
         self._clock = clock

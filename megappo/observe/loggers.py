@@ -82,7 +82,7 @@ class Contained:
     """Calls one logger. Reports the first of several consecutive failures, and the recovery."""
 
     def __init__(self, name: str) -> None:
-        """`name`: name of the logger in messages, for example `metrics.jsonl`."""
+        """Create the wrapper. `name`: name of the logger in messages, for example `metrics.jsonl`."""
         self._name, self._fails = name, False
 
     def __call__(self, work: Callable[[], object]) -> None:

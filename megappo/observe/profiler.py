@@ -31,7 +31,7 @@ class StepProfiler:
     """Traces the selected steps on every rank."""
 
     def __init__(self, directory: Path, steps: Iterable[int], *, rank: int, on_cuda: bool) -> None:
-        """`directory`: the run directory."""
+        """Create a profiler for the given steps. `directory`: the run directory."""
         self._folder, self._steps, self._rank, self._on_cuda = directory / FOLDER, frozenset(steps), rank, on_cuda
         self._step = 0
         self._running: profile | None = None

@@ -292,9 +292,7 @@ def test_a_larger_vocabulary_is_no_padding(world: Path) -> None:
     said = refused(world, vocab_size=VOCAB - 5)
     assert f"{VOCAB} tokens, padded in steps of 4 (config.json: vocab_size {VOCAB - 5})" in said
     said = refused(world, vocab_size=VOCAB + 1)
-    assert (
-        f"'embedding.word_embeddings.weight' in {folder} has shape ({VOCAB}, 32), config.json requires at least" in said
-    )
+    assert f"word_embeddings.weight' in {folder} has shape ({VOCAB}, 32), config.json requires at least" in said
 
 
 def unknown_tensor(metadata: Metadata) -> None:
@@ -346,10 +344,7 @@ CRAFTED: dict[str, tuple[Callable[[Metadata], None], str]] = {
     "unknown": (unknown_tensor, "contains decoder.layers.mlp.router.expert_bias, which a llama of its config.json"),
     "missing": (missing_tensor, "contains no tensor 'decoder.layers.self_attention.linear_qkv.weight'"),
     "missing part": (missing_part, "is damaged: 'decoder.layers.mlp.linear_fc2.weight' is incomplete"),
-    "part outside": (
-        part_outside,
-        "is damaged: 'decoder.layers.mlp.linear_fc2.weight' has a part outside of the tensor",
-    ),
+    "part outside": (part_outside, "is damaged: 'decoder.layers.mlp.linear_fc2.weight' has a part outside of the"),
     "part nowhere": (part_nowhere, "is damaged: 'decoder.layers.mlp.linear_fc2.weight' has a part without a location"),
     "float8": (float8, "is of type torch.float8_e4m3fn, which cannot be read; use weights of type torch.float64"),
     "another folder": (in_another_folder, ".metadata has invalid content (ValueError: tensors in '../__0"),
@@ -371,7 +366,7 @@ def test_shapes_of_another_architecture_are_named(world: Path) -> None:
         world, ffn_hidden_size=40
     )
     torch.save({}, folder / "common.pt")
-    words = f"tensor 'decoder.layers.mlp.linear_fc1.weight' in {folder} has shape (2, 96, 32), config.json requires (2,"
+    words = f"'decoder.layers.mlp.linear_fc1.weight' in {folder} has shape (2, 96, 32), config.json requires (2, 80"
     assert words in refused(world, ffn_hidden_size=40)
     assert "contains output_layer.weight, which a llama of its config.json does not have" in refused(
         world, tied_embeddings=True
@@ -397,7 +392,7 @@ def test_a_common_file_that_is_none_is_a_sentence(world: Path, content: bytes | 
         torch.save([content], path)
     else:
         path.write_bytes(content)
-    words = "cannot be read: No such file" if content is None else "is not what Megatron-LM"
+    words = "cannot be read: No such file" if content is None else "has content that Megatron-LM does not"
     assert f"{path} {words}" in refused(world)
 
 

@@ -108,7 +108,9 @@ def read_arguments(folder: Path, metadata: Metadata) -> Mapping[str, Pickled] | 
     except OSError as error:
         raise ValueError(f"{path} cannot be read: {error.strerror}") from error
     except (*PICKLE_ERRORS, zipfile.BadZipFile, RuntimeError) as error:
-        raise ValueError(f"{path} is not what Megatron-LM writes ({type(error).__name__}: {error})") from error
+        raise ValueError(
+            f"{path} has content that Megatron-LM does not write ({type(error).__name__}: {error})"
+        ) from error
 
 
 def _place(folder: Path, metadata: Metadata) -> tuple[Path, int, int]:

@@ -84,8 +84,8 @@ class TokenView {
     this.place = Math.max(0, Math.min(this.spans.length - 1, place));
     this.spans[this.place].classList.add("here");
     const numbers = [...this.columns].map(([name, column]) => `${COLUMN_LABELS[name]} ${formatted(column[this.place])}`);
-    const whose = this.sample.own[this.place] ? "" : " of the environment";
-    this.description.textContent = `Token ${this.place}${whose}, ${JSON.stringify(this.sample.tokens[this.place])}: ${numbers.join(", ")}`;
+    const origin = this.sample.own[this.place] ? "" : " of the environment";
+    this.description.textContent = `Token ${this.place}${origin}, ${JSON.stringify(this.sample.tokens[this.place])}: ${numbers.join(", ")}`;
   }
 
   onKey(event) {
