@@ -1,4 +1,4 @@
-"""The model card of an exported model: what it was trained from, on what, with which settings, and what came of it."""
+"""Model card of an exported model: base model, data, settings and results."""
 
 from __future__ import annotations
 
@@ -26,46 +26,46 @@ _FIGURES = (
     "reward/mean", "reward/std", "response/length", "kl/mean", "actor/entropy", "critic/explained_variance",
     "mismatch/mean",
 )  # fmt: skip
-"""Metrics of training that the card has, the mean of the last steps; of evaluations it has all."""
+"""Training metrics on the card, averaged over the last steps. The card contains all metrics of evaluations."""
 _CLASSES = {"actor": "AutoModelForCausalLM", "critic": "AutoModelForTokenClassification"}
 _CLASS_OF_ADAPTERS = "AutoPeftModelForCausalLM"
 _CRITIC = (
-    "The one logit at a token is the value of the state after it. transformers has this class for most families; "
-    "megappo reads the folder as `critic.path` for all."
+    "The logit of a token is the value of the state after the token. transformers supports this class for most "
+    "families. megappo reads the folder as `critic.path` for all families."
 )
 _SHOWN_CHARACTERS = 200
 
 
 def write_card(out: Path, config: Config, run_dir: Path, *, role: str, step: int, adapters: bool = False) -> list[str]:
-    """Write the card (README.md) into the folder of an exported model, in place of an older one; returns what to tell
-    the user.
+    """Write the card (README.md) to the folder of an exported model and replace an older card. Return messages for the
+    user.
 
     Args:
         config: settings of the run.
-        run_dir: directory of the run, whose metrics.jsonl has the figures; without that file the card has none.
+        run_dir: directory of the run. metrics.jsonl contains the results; without the file, the card has no results.
         role: `actor` or `critic`.
-        step: the last step of the model's training.
-        adapters: whether the folder holds adapters alone.
+        step: last training step of the model.
+        adapters: whether the folder contains only adapters.
     """
-    path, lines, changes, told = run_dir / "metrics.jsonl", list[dict[str, JSONValue]](), list[str](), list[str]()
+    path, lines, changes, messages = run_dir / "metrics.jsonl", list[dict[str, JSONValue]](), list[str](), list[str]()
     try:
         changes = change_notes(run_dir, before_step=step)
         lines = [line for line in read_metrics(path) if line["step"] <= step] if path.exists() else []
     except (OSError, ValueError) as error:
-        told = [f"the model card has no figures, as {reason(error)}"]
+        messages = [f"the model card has no results: {reason(error)}"]
     card = model_card(config, lines, role=role, step=step, adapters=adapters, changes=changes)
     with writing(out):
         (out / CARD).write_text(card, encoding="utf-8")
-    return told
+    return messages
 
 
 def exported_step(folder: Path) -> int | None:
-    """The step after which the actor in a folder was exported; None if the folder has no model card of an actor."""
+    """Return the step of an exported actor, or None if the folder has no model card of an actor."""
     try:
-        found = re.search(r"^# .*: actor after step (\d+)$", plain_text(folder / CARD), re.MULTILINE)
+        match = re.search(r"^# .*: actor after step (\d+)$", plain_text(folder / CARD), re.MULTILINE)
     except (OSError, UnicodeDecodeError):
         return None
-    return int(found[1]) if found is not None else None
+    return int(match[1]) if match is not None else None
 
 
 def model_card(
@@ -77,15 +77,15 @@ def model_card(
     adapters: bool = False,
     changes: Sequence[str] = (),
 ) -> str:
-    """The text of a card: YAML for the hub between dashes, then Markdown.
+    """Return the text of a card: YAML front matter for the hub, then Markdown.
 
     Args:
         config: settings of the last step.
-        lines: the lines of `metrics.jsonl` until `step`.
-        role: as `write_card`.
-        step: as `write_card`.
-        adapters: as `write_card`.
-        changes: a sentence for each time that the settings changed (`changes.jsonl`).
+        lines: lines of `metrics.jsonl` until `step`.
+        role: see `write_card`.
+        step: see `write_card`.
+        adapters: see `write_card`.
+        changes: a sentence for each change of settings (`changes.jsonl`).
     """
     base = model_paths(config).get(role, config.model.path)
     head: dict[str, str | list[str]] = {
@@ -99,25 +99,27 @@ def model_card(
     front = yaml.safe_dump(head, sort_keys=False, allow_unicode=True)
     title = f"{config.run.name}: {role} after step {step}"
     tables = _tables(config, lines, changes)
-    parts = [f"---\n{front}---", f"# {_text(title)}", _origin_words(config, base, role), *tables]
+    parts = [f"---\n{front}---", f"# {_text(title)}", _origin(config, base, role), *tables]
     library, model_class = head["library_name"], _CLASS_OF_ADAPTERS if adapters else _CLASSES[role]
     load = f"from {library} import {model_class}\n\nmodel = {model_class}.from_pretrained(FOLDER)"
-    parts += [f"## Load it\n\n```python\n{load}\n```", *([_CRITIC] if role == "critic" else [])]
+    parts += [f"## Usage\n\n```python\n{load}\n```", *([_CRITIC] if role == "critic" else [])]
     return "\n\n".join(parts) + "\n"
 
 
-def _origin_words(config: Config, base: str, role: str) -> str:
-    began = "random weights in the form of" if config.model.init == "random" else "the weights of"
+def _origin(config: Config, base: str, role: str) -> str:
+    base_weights = "random weights for" if config.model.init == "random" else "the weights of"
     versions = ", ".join(f"{name} {installed_version(name)}" for name in ("torch", "megatron-core", "transformers"))
-    return f"The {role} of a run of megappo {megappo.__version__} ({versions}), which began with {began} {_code(base)}."
+    return (
+        f"The {role} of a run of megappo {megappo.__version__} ({versions}), trained from {base_weights} {_code(base)}."
+    )
 
 
 def _tables(config: Config, lines: Sequence[Mapping[str, JSONValue]], changes: Sequence[str]) -> Iterator[str]:
     rows = [*_settings(config), *(("changed", _text(change)) for change in changes)]
-    yield "## How it was trained\n\n" + _table(("setting", "value"), rows)
+    yield "## Training\n\n" + _table(("setting", "value"), rows)
     if figures := [*_figures(lines)]:
-        said = f"The mean of the last {min(_WINDOW_STEPS, len(lines))} steps; of evaluations, the last one."
-        yield f"## What came of it\n\n{said}\n\n" + _table(("metric", "value"), figures)
+        text = f"Mean of the last {min(_WINDOW_STEPS, len(lines))} steps, and results of the last evaluation."
+        yield f"## Results\n\n{text}\n\n" + _table(("metric", "value"), figures)
 
 
 def _settings(config: Config) -> Iterator[tuple[str, str]]:
@@ -154,12 +156,12 @@ def _table(head: tuple[str, str], rows: Iterator[tuple[str, str]] | Sequence[tup
 
 
 def _code(text: str) -> str:
-    """A text between backticks, which nothing in it ends."""
+    """Return a text in backticks. Backticks in the text are replaced."""
     return f"`{_short(text).replace('`', chr(39)).replace('|', '/')}`"
 
 
 def _text(text: str) -> str:
-    """A text of which Markdown makes nothing but text."""
+    """Return a text with escaped Markdown characters."""
     return "".join(f"\\{c}" if c in "\\`*_{}[]<>()#+!|" else c for c in _short(text))
 
 

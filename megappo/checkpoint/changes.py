@@ -1,4 +1,4 @@
-"""Settings that differ between a checkpoint and the run that continues from it."""
+"""Settings that differ between a checkpoint and the resumed run."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _UNMENTIONED = (
     "run.export_final_model", "runtime", "logging", "rollout.save_to",
     "rollout.sglang.request_timeout_seconds", "actor.offload", "critic.offload", "reference.offload",
 )  # fmt: skip
-"""Settings whose changes are not mentioned: nothing that is learned depends on them."""
+"""Settings without effect on training. Their changes are not reported."""
 _DANGEROUS = (
     "run.seed", "model", "actor.start_from", "critic.start_from", "critic.path",
     "critic.value_head_std", "critic.pretraining", "rollout.load_from",
@@ -35,7 +35,7 @@ _DANGEROUS = (
     "algorithm.policy_loss_options", "rollout.environment.name", "rollout.environment.arguments",
     "rollout.generation", "rollout.generation_options",
 )  # fmt: skip
-"""Changes of these settings make a different run: they change the models, the data, the task or the objective."""
+"""Settings that define the run: models, data, task and objective. Their changes require `run.force_resume`."""
 _JUDGES_SERVER = re.compile(r"\.judge\.(url|key|concurrency|timeout_seconds|retries|server(\..+)?)$")
 """Settings of a judge that do not change the scores: address, concurrency, timeout and retries."""
 _REWARD_SERVER = re.compile(
@@ -50,13 +50,13 @@ _LENGTHS = ("run.steps", "run.epochs")
 
 @dataclass(frozen=True)
 class Changes:
-    """Differences between a checkpoint's settings and the run's, one sentence for each setting."""
+    """Differences between the settings of a checkpoint and a run, one sentence per setting."""
 
     harmless: tuple[str, ...]
     dangerous: tuple[str, ...]
 
     def is_of(self, key: str) -> bool:
-        """Whether the setting has a different value."""
+        """Return whether a setting has a different value."""
         return any(sentence.startswith(f"{key}: ") for sentence in (*self.harmless, *self.dangerous))
 
 
@@ -66,21 +66,24 @@ def compare_settings(
     steps: tuple[int, int],
     digests: Mapping[str, str] = MappingProxyType({}),
 ) -> Changes:
-    """Compare two configurations in JSON's types. `steps`: the old and the new number of steps of the run.
+    """Compare two configurations in JSON types. `steps`: old and new number of steps of the run.
 
-    `digests`: for each file with a function of the earlier configuration, the SHA-256 by path. A function in a moved
-    file is not a change.
+    `digests`: SHA-256 by path, for each file with a function of the earlier configuration. A function in a moved file
+    is not a change.
     """
     old, new = dict(flat_settings(before)), dict(flat_settings(now))
     for key in _SOURCES & old.keys():
         old[key] = str(old[key]).removeprefix(OLD_PYTHON_PREFIX)
-    if old.get("data.template_time") is None:  # from before runs recorded the time of their start
+    if old.get("data.template_time") is None:  # checkpoints of versions that did not record the start time
         old["data.template_time"] = new.get("data.template_time")
-    if "algorithm.lam" in old:  # from before actor and critic had their own
+    if "algorithm.lam" in old:  # checkpoints of versions with a single lambda
         old["algorithm.lam.actor.number"] = old["algorithm.lam.critic"] = old.pop("algorithm.lam")
     harmless: list[str] = []
     dangerous: list[str] = []
-    hidden = {*secret_settings(before), *secret_settings(now)}  # a version accepted them; they do not define the task
+    hidden = {
+        *secret_settings(before),
+        *secret_settings(now),
+    }  # an older version accepted secrets, which do not define the task
     decays = any(_decays(new, role) or _decays(old, role) for role in ("actor", "critic"))
     for key in sorted(old.keys() | new.keys()):
         if old.get(key) == new.get(key) or key in hidden or _is_in(key, _UNMENTIONED):
@@ -102,18 +105,17 @@ def compare_settings(
 def former_files(
     before: Mapping[str, JSONValue], now: Mapping[str, JSONValue], digests: Mapping[str, str]
 ) -> dict[str, str]:
-    """Old paths by new paths, for files of functions that were moved after the checkpoint."""
-    old, found = dict(flat_settings(before)), {}
+    """Return old paths by new paths, for files of functions that were moved after the checkpoint."""
+    old, paths = dict(flat_settings(before)), {}
     for key, value in flat_settings(now):
         former = former_file(old.get(key), value, digests)
         if former is not None:
-            found[str(own_file(str(value)))] = former
-    return found
+            paths[str(own_file(str(value)))] = former
+    return paths
 
 
 def former_file(before: JSONValue, now: JSONValue, digests: Mapping[str, str]) -> str | None:
-    """The old path of the file if both values of a setting name the same function and the file was moved; otherwise
-    None.
+    """Return the old path of a moved file, if both values of a setting name the same function. Otherwise return None.
 
     Two functions are the same if the files have the same content, or if the files have the same name and the old file
     no longer exists.
@@ -129,41 +131,41 @@ def former_file(before: JSONValue, now: JSONValue, digests: Mapping[str, str]) -
 
 
 def tensor_changes(before: Mapping[str, JSONValue], now: Config) -> str | None:
-    """Why the checkpoint's tensors cannot be those of these settings' roles; None where they can. Adapters are other
-    tensors than weights, and frozen parameters have no moments."""
+    """Return why the tensors of a checkpoint do not fit the settings, or None if the tensors fit. Adapters and weights
+    are different tensors, and frozen parameters have no moments."""
     for role, settings in now.trained.items():
         old = _section(before, role).get("lora")
         new = None if settings.lora is None else settings.lora.model_dump(mode="json")
         if old != new:
-            return f"{role}.lora {show(old)} and not {show(new)}, so its checkpoints hold other tensors"
+            return f"{role}.lora {show(old)} instead of {show(new)}, so its checkpoints contain other tensors"
     if now.critic is not None:
-        told = _section(before, "critic").get("freeze")
-        frozen = sorted(map(str, told)) if isinstance(told, Sequence) else []
+        value = _section(before, "critic").get("freeze")
+        frozen = sorted(map(str, value)) if isinstance(value, Sequence) else []
         if frozen != sorted(now.critic.freeze):
-            words = f"critic.freeze {show(frozen)} and not {show(sorted(now.critic.freeze))}"
-            return f"{words}, so its checkpoints hold other moments"
+            difference = f"critic.freeze {show(frozen)} instead of {show(sorted(now.critic.freeze))}"
+            return f"{difference}, so its checkpoints contain other moments"
     return None
 
 
 def keep_kl_unit(before: Mapping[str, JSONValue], config: Config) -> tuple[Mapping[str, JSONValue], Config]:
-    """Keep the unit of an adaptive KL, and its target, from the checkpoint where the new settings do not name them.
+    """Take the unit and the target of an adaptive KL from the checkpoint, unless the new settings name them.
 
-    Returns the checkpoint's settings with their unit, which is the response in checkpoints from before there was a
-    choice, and the settings to continue with.
+    Return the settings of the checkpoint with an explicit unit, and the settings of the resumed run. Checkpoints of
+    older versions without this setting use the unit `response`.
     """
     algorithm_before = _section(before, "algorithm")
     old, kl = algorithm_before.get("kl_in_reward"), config.algorithm.kl_in_reward
     if not isinstance(old, Mapping) or kl is None:
         return before, config
     old = {"per": "response", **old}
-    kept = {} if "per" in kl.model_fields_set else {"per": old["per"]}
-    if "target" not in kl.model_fields_set and kept.get("per", kl.per) == old["per"]:
-        kept["target"] = old.get("target")
+    restored = {} if "per" in kl.model_fields_set else {"per": old["per"]}
+    if "target" not in kl.model_fields_set and restored.get("per", kl.per) == old["per"]:
+        restored["target"] = old.get("target")
     try:
-        kept_kl = type(kl).model_validate(kl.model_dump(exclude_unset=True) | kept)
+        restored_kl = type(kl).model_validate(kl.model_dump(exclude_unset=True) | restored)
     except ValidationError as error:
-        raise ConfigError(f"the checkpoint's algorithm.kl_in_reward is {show(old)}, which no run has") from error
-    algorithm = config.algorithm.model_copy(update={"kl_in_reward": kept_kl})
+        raise ConfigError(f"the checkpoint has algorithm.kl_in_reward {show(old)}, which is not valid") from error
+    algorithm = config.algorithm.model_copy(update={"kl_in_reward": restored_kl})
     return (
         {**before, "algorithm": {**algorithm_before, "kl_in_reward": old}},
         config.model_copy(update={"algorithm": algorithm}),
@@ -171,8 +173,8 @@ def keep_kl_unit(before: Mapping[str, JSONValue], config: Config) -> tuple[Mappi
 
 
 def _section(settings: Mapping[str, JSONValue], name: str) -> Mapping[str, JSONValue]:
-    found = settings.get(name)
-    return found if isinstance(found, Mapping) else {}
+    section = settings.get(name)
+    return section if isinstance(section, Mapping) else {}
 
 
 def _is_in(key: str, sections: tuple[str, ...]) -> bool:
@@ -180,8 +182,8 @@ def _is_in(key: str, sections: tuple[str, ...]) -> bool:
 
 
 def _is_of_reward_server(settings: Mapping[str, JSONValue], key: str) -> bool:
-    found = _REWARD_SERVER.match(key)
-    return found is not None and settings.get(f"{found[1]}function") == SERVER
+    match = _REWARD_SERVER.match(key)
+    return match is not None and settings.get(f"{match[1]}function") == SERVER
 
 
 def _decays(settings: Mapping[str, JSONValue], role: str) -> bool:
@@ -190,7 +192,7 @@ def _decays(settings: Mapping[str, JSONValue], role: str) -> bool:
 
 
 def _shown(settings: Mapping[str, JSONValue], key: str) -> str:
-    """The value for people; of a long path to a function the end, in which paths differ."""
+    """Return the value as readable text. A long path to a function is reduced to the end of the path."""
     if key not in settings:
         return "not set"
     value = settings[key]

@@ -51,37 +51,44 @@ def export_run(
     without_mtp: bool = False,
     own: OwnCode = NO_CODE,
 ) -> list[str]:
-    """`megappo export RUN_DIR OUT`: actor or critic of a checkpoint in one of FORMATS, by one process without GPUs,
-    whether the run has finished or not. Returns what to tell the user.
+    """Export an actor or critic (`megappo export RUN_DIR OUT`), in one process without GPUs. The run may be unfinished.
 
-    `step` is a number, `best` or `latest`. `without_mtp`: multi-token prediction layers are left out. `own`: code that
-    may run; code that only the checkpoint names does not. Raises ValueError where there is no such checkpoint or role,
-    where its family is not the one of `own`, where the model's config.json or multi-token prediction layers have
-    changed, and where OUT is not empty. A failed export leaves nothing in OUT.
+    Args:
+        run_dir: directory of the run.
+        out: output folder, missing or empty. A failed export leaves nothing in the folder.
+        role: `actor` or `critic`.
+        step: step number, `best` or `latest`.
+        form: one of FORMATS.
+        without_mtp: exclude multi-token prediction layers.
+        own: code that may run. Code that only the checkpoint names does not run.
+
+    Return messages for the user. Raises ValueError if the checkpoint or the role does not exist, if the model family
+    differs from `own`, if the model's config.json or multi-token prediction layers have changed, or if the output
+    folder is not empty.
     """
     directory, target = Path(run_dir), Path(out)
     if not (directory / "config.yaml").exists():
-        raise ValueError(f"{directory} holds no config.yaml; name the directory of a run")
+        raise ValueError(f"{directory} contains no config.yaml; name the directory of a run")
     if target.exists() and (not target.is_dir() or any(target.iterdir())):
-        raise ValueError(f"{target} is not an empty folder; name a new one to export to")
+        raise ValueError(f"{target} is not an empty folder; name a new folder")
     folder, marker, sentences = find_checkpoint(checkpoints_directory(directory), step)
     _require_own_family(folder, marker, own)
     config, model = model_of(marker, role, own)
     arch = load_architecture(model, config.model)
     settings = config.trained[role].lora if role in config.trained else None
     lora = None if settings is None else settings.of(arch)
-    held = CheckpointSource(folder, role, arch, lora)
+    stored = CheckpointSource(folder, role, arch, lora)
     if form == "peft":
         _check_peft(lora, role)
-    source = held if lora is None or form == "peft" else _merged(held, lora, arch, config, marker, role)
+    source = stored if lora is None or form == "peft" else _merged(stored, lora, arch, config, marker, role)
     mtp = MTPLayers(arch)
     if role == "actor" and form == FORMATS[0] and not without_mtp:
         mtp = _mtp_layers(arch, config, marker)
     with ExitStack() as undo:
-        undo.callback(_take_back, target, keep=target.exists())
+        undo.callback(_undo_export, target, keep=target.exists())
         if lora is not None and form == "peft":
             dtype = DTYPES[config.model.dtype]
-            write_peft(target, arch, lora, ((n, t.to(dtype)) for n, t in held.tensors()), model_paths(config)[role])
+            write_peft(target, arch, lora, ((n, t.to(dtype)) for n, t in stored.tensors()), model_paths(config)[role])
         elif form == "torch_dist":
             write_torch_dist(target, arch, source, DTYPES[config.model.dtype], role=role, step=marker.step)
         else:
@@ -95,22 +102,24 @@ def export_run(
 def _require_own_family(folder: Path, marker: Marker, own: OwnCode) -> None:
     named = settings_of(marker)["model"].get("family")
     if own.family != named:
-        remedy = "leave --family out" if named is None else f"give --family {named} if that code is yours"
-        raise ValueError(f"{folder} is of model.family {show(named)}, --family is {show(own.family)}; {remedy}")
+        remedy = "remove --family" if named is None else f"set --family {named} if you trust this code"
+        raise ValueError(f"{folder} has model.family {show(named)}, but --family is {show(own.family)}; {remedy}")
 
 
 def _check_peft(lora: LoraShape | None, role: str) -> None:
     if lora is None:
-        raise ValueError(f"the run trained all weights of the {role} and no adapters; leave out --format peft")
+        raise ValueError(f"the run trained all weights of the {role} and no adapters; remove --format peft")
     if role == "critic":
-        raise ValueError("a critic's value head has no place in a PEFT folder; leave out --format peft to merge it")
+        raise ValueError(
+            "a PEFT folder cannot contain the value head of a critic; remove --format peft to merge the adapters"
+        )
 
 
 def _merged(
     adapters: CheckpointSource, lora: LoraShape, arch: ArchitectureConfig, config: Config, marker: Marker, role: str
 ) -> MergedSource:
-    """The adapters merged into their base. Raises ValueError where the base's weights are not those that the run began
-    with."""
+    """Return the adapters merged into their base. Raises ValueError if the base weights differ from the start of the
+    run."""
     folder = role_folder(config, role)
     if config.model.init == "random":
         base: WeightSource = RandomSource(arch, config.run.seed)
@@ -120,36 +129,36 @@ def _merged(
     _require_same(
         merged.base_tensors(),
         marker.content["identity"][role + BASE],
-        f"the weights in {folder} are not those the run's adapters are for",
-        "bring the folder back, or export with --format peft",
+        f"the weights in {folder} differ from the base of the run's adapters",
+        "restore the folder, or export with --format peft",
     )
     return merged
 
 
 def _mtp_layers(arch: ArchitectureConfig, config: Config, marker: Marker) -> MTPLayers:
-    """The multi-token prediction layers; none where the run's model had none. Raises ValueError where they are not
-    those that it had. A checkpoint of an earlier megappo does not mention them, and is exported without."""
+    """Return the multi-token prediction layers of the run's model, if any. Raises ValueError if the layers differ from
+    the start of the run. Checkpoints of older versions do not record these layers, and are exported without them."""
     before, none = marker.content.get("identity", {}).get("actor" + MTP), whole_digest({})
     if before in (None, none):
         return MTPLayers(arch)
-    remedy = "bring the folder back, or export without them (--without-mtp)"
+    remedy = "restore the folder, or export without these layers (--without-mtp)"
     try:
-        found = mtp_layers_in(role_folder(config, "actor"), arch)
+        layers = mtp_layers_in(role_folder(config, "actor"), arch)
     except ValueError as error:
         raise ValueError(
-            f"the layers that predict further tokens are in {config.model.path} alone, which cannot be read: {error}; "
-            f"for these layers, {remedy}"
+            f"the multi-token prediction layers are only in {config.model.path}, which cannot be read: "
+            f"{error}; {remedy}"
         ) from error
-    problem = f"the layers that predict further tokens in {config.model.path} are not those that the run began with"
-    _require_same(found.tensors(), before, problem, remedy)
-    return found
+    problem = f"the multi-token prediction layers in {config.model.path} differ from the start of the run"
+    _require_same(layers.tensors(), before, problem, remedy)
+    return layers
 
 
 def _require_same(tensors: Iterable[tuple[str, Tensor]], before: str, problem: str, remedy: str) -> None:
-    """Raise ValueError where the digest of tensors is not the one that the run had."""
+    """Compare the digest of tensors with the digest of the run. Raises ValueError if the digests differ."""
     digest = whole_digest({name: tensor_digest(tensor) for name, tensor in tensors})
     if digest != before:
-        raise ValueError(f"{problem} (sha256 {digest[:12]}, then {before[:12]}); {remedy}")
+        raise ValueError(f"{problem} (sha256 {digest[:12]}, at the start {before[:12]}); {remedy}")
 
 
 def _write_huggingface(
@@ -166,8 +175,8 @@ def _write_huggingface(
     write_policy(target, arch, whole, tokenizer, started_from=model, stop_token_ids=stops)
 
 
-def _take_back(folder: Path, *, keep: bool) -> None:
-    """Remove what was written to a folder that was empty, and the folder too unless it was there before."""
+def _undo_export(folder: Path, *, keep: bool) -> None:
+    """Remove the content of an export folder. Unless `keep`, also remove the folder."""
     for part in list(folder.glob("*")):
         if part.is_dir():
             shutil.rmtree(part)
@@ -179,6 +188,6 @@ def _take_back(folder: Path, *, keep: bool) -> None:
 
 def _head_tensors(source: TensorSource, dtype: torch.dtype) -> Iterator[tuple[str, Tensor]]:
     head = source.value_head()
-    assert head is not None, "a critic's checkpoint has one"
+    assert head is not None, "a critic's checkpoint has a value head"
     for name, tensor in zip(EXPORTED, head, strict=True):
         yield name, tensor.to(dtype)

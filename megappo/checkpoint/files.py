@@ -1,4 +1,4 @@
-"""The files of a checkpoint's folder, its marker, and checks of whether it is whole."""
+"""Files of a checkpoint folder, its marker, and integrity checks."""
 
 from __future__ import annotations
 
@@ -26,21 +26,20 @@ T = TypeVar("T")
 FORMAT = 2
 MARKER = "checkpoint.json"
 _ASIDE = "deleted-"
-"""Prefix of the name of a folder that is to be deleted."""
+"""Prefix for names of folders that will be deleted."""
 _NEW = ".new"
-"""Suffix of the name of a checkpoint that is written while a finished one of its step exists."""
+"""Suffix for the name of a checkpoint that is written while a finished checkpoint of the same step exists."""
 _STEP = re.compile(r"step-(\d{6,})")
 _NEEDED = frozenset({"format", "step", "files", "content"})
 _KINDS: dict[str, type] = dict.fromkeys(
     ("trainer", "updates", "schedules", "identity", "architectures", "settings", "versions", "metrics", "own_files"),
     dict,
 ) | {"world_size": int, "steps": int}
-"""Types of the parts of a marker's content, where they are present."""
+"""Types of the optional parts of a marker's content."""
 _NO_FILE = {errno.ENOENT, errno.ENOTDIR, errno.EISDIR, errno.EINVAL, errno.ELOOP, errno.ENAMETOOLONG,
             errno.EFBIG}  # fmt: skip
-"""Errors whose cause is the path itself, so that trying again is useless; others come from the file system or from
-permissions."""
-_TRIES, _PAUSE_SECONDS = 3, 0.5  # a file system that fails for a moment must not cost a whole checkpoint
+"""Errors of the path, for which a retry is useless. Other errors are from the file system or from permissions."""
+_TRIES, _PAUSE_SECONDS = 3, 0.5  # a temporary failure of the file system must not invalidate a checkpoint
 
 
 class CheckpointError(RunError):
@@ -48,16 +47,16 @@ class CheckpointError(RunError):
 
 
 class DamagedError(Exception):
-    """A checkpoint is not what was written; the message completes "the checkpoint ... is damaged: "."""
+    """A checkpoint is damaged. The message follows "the checkpoint ... is damaged: "."""
 
 
 class UnreadableError(ValueError):
-    """A file of a checkpoint is there and cannot be read, which says nothing of what is in it."""
+    """A file of a checkpoint exists and cannot be read. The content may be intact."""
 
 
 @dataclass(frozen=True)
 class Stamp:
-    """Size and checksum of a file when it was written, by which it is recognised later."""
+    """Size and checksum of a written file, for later checks."""
 
     n_bytes: int
     sha256: str
@@ -70,21 +69,21 @@ class Marker:
     step: int
     files: dict[str, Stamp]
     content: dict[str, Any]
-    """Trainer's state, settings, versions, identities, metrics; in JSON's types."""
+    """State of the trainer, settings, versions, identities and metrics, in JSON types."""
 
 
 def checkpoints_directory(run: Path) -> Path:
-    """Folder of the checkpoints of the run in a directory."""
+    """Return the checkpoint folder of a run directory."""
     return run / "checkpoints"
 
 
 def step_folder(directory: Path, step: int) -> Path:
-    """The folder of a step's checkpoint, such as `step-000010`."""
+    """Return the folder of a checkpoint, such as `step-000010`."""
     return directory / f"step-{step:06d}"
 
 
 def folders(directory: Path) -> list[tuple[int, Path]]:
-    """(step, folder) of everything that looks like a checkpoint, the newest first."""
+    """Return (step, folder) of all folders with the name of a checkpoint, the newest first."""
     if not directory.is_dir():
         return []
     matched = ((_STEP.fullmatch(path.name), path) for path in directory.iterdir() if path.is_dir())
@@ -92,16 +91,16 @@ def folders(directory: Path) -> list[tuple[int, Path]]:
 
 
 def stamp(path: Path) -> Stamp:
-    """Size and checksum of a file. Raises OSError, also where it is a pipe or a device, which may have no end."""
+    """Return size and checksum of a file. Raises OSError if the file cannot be read, or is not a regular file."""
     check_plain(path)
     with path.open("rb") as file:
         digest = hashlib.file_digest(file, "sha256").hexdigest()
         return Stamp(os.fstat(file.fileno()).st_size, digest)
 
 
-def _patiently(path: Path, read: Callable[[Path], T]) -> T:
-    """Read a file, again where the error is not the file's fault. Raises OSError where it is, UnreadableError where it
-    still cannot be read."""
+def _retry_read(path: Path, read: Callable[[Path], T]) -> T:
+    """Read a file, with retries for errors of the file system. Raises OSError for errors of the path, and
+    UnreadableError if all tries fail."""
     for tries_left in reversed(range(_TRIES)):
         try:
             return read(path)
@@ -110,15 +109,15 @@ def _patiently(path: Path, read: Callable[[Path], T]) -> T:
                 raise
             if not tries_left:
                 raise UnreadableError(
-                    f"{path} cannot be read ({error.strerror}), which need not be damage: look after the file system "
-                    f"and who may read there, and start again; to go on without it, move {path.parent} away"
+                    f"{path} cannot be read ({error.strerror}), but may be undamaged: check the file system and the "
+                    f"permissions, and start again; to continue without this checkpoint, move {path.parent} away"
                 ) from error
         pause(_PAUSE_SECONDS)
     raise AssertionError("the last try returns or raises")
 
 
 def write_marker(folder: Path, marker: Marker) -> None:
-    """Finish a checkpoint: everything else is on disk already. A reader sees the whole marker or none."""
+    """Finish a checkpoint after all other files are on disk. The marker is written atomically."""
     body: dict[str, JSONValue] = {
         "format": FORMAT,
         "step": marker.step,
@@ -135,15 +134,15 @@ def write_marker(folder: Path, marker: Marker) -> None:
 
 
 def read_marker(folder: Path) -> Marker:
-    """The marker of a finished checkpoint. Raises DamagedError where it is not what `write_marker` wrote,
-    UnreadableError where that cannot be said."""
+    """Return the marker of a finished checkpoint. Raises DamagedError if the marker differs from the output of
+    `write_marker`, and UnreadableError if the marker cannot be read."""
     try:
-        written = json.loads(_patiently(folder / MARKER, plain_text))
+        written = json.loads(_retry_read(folder / MARKER, plain_text))
     except OSError as error:
         raise DamagedError(f"{MARKER} cannot be read: {error.strerror}") from error
     except UnreadableError:
         raise
-    except ValueError as error:  # JSON's and UTF-8's errors
+    except ValueError as error:  # errors of JSON and UTF-8
         raise DamagedError(f"{MARKER} is not valid JSON") from error
     except RecursionError as error:
         raise DamagedError(f"{MARKER} is nested too deeply") from error
@@ -158,7 +157,7 @@ def read_marker(folder: Path) -> Marker:
         if name in body["content"] and type(body["content"][name]) is not kind:
             raise DamagedError(f"{MARKER} has {show(body['content'][name])} as its {name}")
     if type(body["content"].get("versions", {"torch": ""}).get("torch")) is not str:
-        raise DamagedError(f"{MARKER} does not say which torch wrote it")
+        raise DamagedError(f"{MARKER} does not contain the version of torch")
     for part, kinds in (("settings", (dict, type(None))), ("architectures", (dict,)), ("updates", (int,))):
         for name, values in body["content"].get(part, {}).items():
             if not isinstance(values, kinds):
@@ -172,18 +171,18 @@ def read_marker(folder: Path) -> Marker:
     return Marker(body["step"], _stamps(body["files"]), body["content"])
 
 
-def _stamps(told: JSONValue) -> dict[str, Stamp]:
-    """The stamps of a marker's files. Raises DamagedError for names that are no files within the checkpoint's
+def _stamps(recorded: JSONValue) -> dict[str, Stamp]:
+    """Return the stamps of the files of a marker. Raises DamagedError if a name is not a file in the checkpoint
     folder."""
-    if not isinstance(told, dict):
+    if not isinstance(recorded, dict):
         raise DamagedError(f"{MARKER} has no files")
-    for name, written in told.items():
+    for name, written in recorded.items():
         path = PurePosixPath(name)
         if path.is_absolute() or not path.parts or ".." in path.parts or "\0" in name:
-            raise DamagedError(f"{MARKER} names {show(name)}, which is no file of the folder")
+            raise DamagedError(f"{MARKER} names {show(name)}, which is not a file of the folder")
         if not (isinstance(written, list) and [type(part) for part in written] == [int, str]):
             raise DamagedError(f"{MARKER} has no size and checksum of {show(name)}")
-    return {name: Stamp(n_bytes, digest) for name, (n_bytes, digest) in told.items()}
+    return {name: Stamp(n_bytes, digest) for name, (n_bytes, digest) in recorded.items()}
 
 
 def _digest(body: Mapping[str, JSONValue]) -> str:
@@ -191,25 +190,25 @@ def _digest(body: Mapping[str, JSONValue]) -> str:
 
 
 def problems(folder: Path, files: Iterable[tuple[str, Stamp]]) -> list[str]:
-    """Problems of these files of a checkpoint; empty where all are as written. Raises UnreadableError."""
-    found = []
+    """Return the problems of files of a checkpoint; empty if all files are unchanged. Raises UnreadableError."""
+    sentences = []
     for name, written in files:
         try:
-            now = _patiently(folder / name, stamp)
+            now = _retry_read(folder / name, stamp)
         except FileNotFoundError:
-            found.append(f"{name} is missing")
+            sentences.append(f"{name} is missing")
         except OSError as error:
-            found.append(f"{name} cannot be read: {error.strerror}")
+            sentences.append(f"{name} cannot be read: {error.strerror}")
         else:
             if now.n_bytes != written.n_bytes:
-                found.append(f"{name} has {now.n_bytes} bytes instead of {written.n_bytes}")
+                sentences.append(f"{name} has {now.n_bytes} bytes instead of {written.n_bytes}")
             elif now != written:
-                found.append(f"{name} has another content than was written")
-    return found
+                sentences.append(f"{name} has changed content")
+    return sentences
 
 
 def sync_folder(folder: Path) -> None:
-    """fsync a folder, so that the names in it survive a crash as the files do."""
+    """Call fsync for a folder, so that the names in the folder survive a crash."""
     descriptor = os.open(folder, os.O_RDONLY)
     try:
         os.fsync(descriptor)
@@ -218,13 +217,13 @@ def sync_folder(folder: Path) -> None:
 
 
 def writing_folder(final: Path) -> Path:
-    """The folder that a checkpoint is written to: its own, or one beside it while a finished checkpoint of its step is
-    there."""
+    """Return the folder for writing a checkpoint: the final folder, or a temporary folder if a finished checkpoint of
+    the same step exists."""
     return final.with_name(final.name + _NEW) if (final / MARKER).exists() else final
 
 
 def put_in_place(written: Path, final: Path) -> None:
-    """Move a finished checkpoint to its place, and set aside an older one of its step."""
+    """Move a finished checkpoint to the final folder, and set aside an older checkpoint of the same step."""
     if written != final:
         if final.exists():
             set_aside(final)
@@ -233,7 +232,7 @@ def put_in_place(written: Path, final: Path) -> None:
 
 
 def put_all_in_place(directory: Path) -> None:
-    """Complete the renames of `put_in_place` that a killed run left undone."""
+    """Complete the renames of `put_in_place` after a killed run."""
     for written in sorted(directory.glob(f"step-*{_NEW}")):
         final = written.with_name(written.name.removesuffix(_NEW))
         if (written / MARKER).exists() and not final.exists():
@@ -241,7 +240,7 @@ def put_all_in_place(directory: Path) -> None:
 
 
 def set_aside(folder: Path) -> None:
-    """Rename a folder at once to a name that is no checkpoint's; `clear` deletes it."""
+    """Rename a folder, so that the folder is not a checkpoint. `clear` deletes the folder."""
     name = _ASIDE + folder.name
     names = itertools.chain([name], (f"{name}.{number}" for number in itertools.count(2)))
     folder.rename(next(aside for aside in map(folder.with_name, names) if not aside.exists()))
@@ -249,7 +248,7 @@ def set_aside(folder: Path) -> None:
 
 
 def clear(directory: Path) -> list[str]:
-    """Delete folders that were set aside, now or by an earlier attempt; returns a sentence for each that cannot be
+    """Delete folders that were set aside, also by an earlier attempt. Return a sentence for each folder that cannot be
     deleted."""
     sentences = []
     for folder in sorted([*directory.glob(f"{_ASIDE}step-*"), *directory.glob(f"step-*{_NEW}")]):
@@ -259,16 +258,16 @@ def clear(directory: Path) -> list[str]:
         except FileNotFoundError:
             continue
         except OSError as error:
-            sentences.append(_kept(folder, error))
+            sentences.append(_undeleted(folder, error))
     return sentences
 
 
-def _kept(folder: Path, error: OSError) -> str:
-    return f"{folder} cannot be deleted ({error.strerror}); it is tried again with the next checkpoint"
+def _undeleted(folder: Path, error: OSError) -> str:
+    return f"{folder} cannot be deleted ({error.strerror}); the run tries again with the next checkpoint"
 
 
 def finished(directory: Path) -> dict[Path, Marker]:
-    """The markers of all finished checkpoints by their folders, the newest first; damaged markers are left out. Raises
+    """Return the markers of all finished checkpoints by folder, the newest first. Damaged markers are skipped. Raises
     UnreadableError."""
     markers: dict[Path, Marker] = {}
     for _, folder in folders(directory):
@@ -281,33 +280,39 @@ def finished(directory: Path) -> dict[Path, Marker]:
 def prune(
     directory: Path, keep_last: int, keep_best: str | None, keep_every: int | None = None, *, newest: int | None = None
 ) -> list[str]:
-    """Delete all finished checkpoints except the newest, the best and those of every `keep_every` steps; returns a
-    sentence for each that cannot be deleted.
+    """Delete finished checkpoints, except the newest `keep_last`, the best, and every `keep_every` steps.
 
-    `keep_best` is the name of a metric, with a `-` in front where the lowest is best. `newest`: the step of the newest
-    whole one; those of later steps were passed over when the run began, as damaged. Damaged checkpoints are left for
-    inspection; they and unfinished ones are overwritten when their step comes again.
+    Args:
+        directory: checkpoint folder of the run.
+        keep_last: number of newest checkpoints to keep.
+        keep_best: name of a metric, with the prefix `-` if the lowest value is best.
+        keep_every: interval in steps of checkpoints to keep.
+        newest: step of the newest whole checkpoint. Later checkpoints were skipped as damaged at the start of the run,
+            and are not deleted.
+
+    Return a sentence for each checkpoint that cannot be deleted. Damaged checkpoints remain for inspection. The run
+    overwrites damaged and unfinished checkpoints when the run reaches their steps again.
     """
     try:
         markers = {f: m for f, m in finished(directory).items() if newest is None or m.step <= newest}
     except UnreadableError as error:
         return [f"no checkpoint is deleted: {error}"]
-    kept: set[Path | None] = set(list(markers)[:keep_last])
+    retained: set[Path | None] = set(list(markers)[:keep_last])
     if keep_best is not None:
-        kept.add(best(markers, keep_best))
+        retained.add(best(markers, keep_best))
     if keep_every is not None:
-        kept.update(folder for folder, marker in markers.items() if marker.step and marker.step % keep_every == 0)
+        retained.update(folder for folder, marker in markers.items() if marker.step and marker.step % keep_every == 0)
     sentences = []
-    for folder in sorted(markers.keys() - kept):
+    for folder in sorted(markers.keys() - retained):
         try:
             set_aside(folder)
         except OSError as error:
-            sentences.append(_kept(folder, error))
+            sentences.append(_undeleted(folder, error))
     return sentences + clear(directory)
 
 
 def best(markers: Mapping[Path, Marker], keep_best: str) -> Path | None:
-    """The newest folder with the best value of a metric; None where no checkpoint has it."""
+    """Return the newest folder with the best value of a metric, or None if no checkpoint has the metric."""
     name, sign = keep_best.removeprefix("-"), -1.0 if keep_best.startswith("-") else 1.0
     values = {folder: marker.content["metrics"].get(name) for folder, marker in markers.items()}
     known = {f: sign * v for f, v in values.items() if isinstance(v, int | float) and math.isfinite(v)}

@@ -1,4 +1,4 @@
-"""Digests and fields by which a run recognises its model, and whether weights still mean the same in it."""
+"""Digests and fields that identify the model of a run and the meaning of its weights."""
 
 from __future__ import annotations
 
@@ -28,35 +28,35 @@ from megappo.runtime.objects import all_gather_objects
 _WITHOUT_MEANING = ("_name_or_path", "transformers_version", "torch_dtype", "dtype", "architectures")
 _ROPES, _ROUNDING = "ropes", 1e-5
 BASE = "'s base"
-"""Suffix of a role's name for the digest of the weights under its adapters, which are in no checkpoint."""
+"""Suffix of a role's name, for the digest of the base weights of adapters. No checkpoint contains base weights."""
 MTP = "'s further layers"
-"""Suffix of a role's name for the digest of its model's multi-token prediction layers, which are in no checkpoint."""
+"""Suffix of a role's name, for the digest of multi-token prediction layers. No checkpoint contains these layers."""
 
 
 def architecture_digest(folder: Path) -> str:
-    """sha256 of a model folder's config.json, without entries that do not change the model."""
-    kept = {name: value for name, value in read_config_json(folder).items() if name not in _WITHOUT_MEANING}
-    return hashlib.sha256(json.dumps(kept, sort_keys=True).encode()).hexdigest()
+    """Return the sha256 of a model's config.json, without entries that do not change the model."""
+    fields = {name: value for name, value in read_config_json(folder).items() if name not in _WITHOUT_MEANING}
+    return hashlib.sha256(json.dumps(fields, sort_keys=True).encode()).hexdigest()
 
 
 def architecture_fields(arch: ArchitectureConfig) -> dict[str, JSONValue]:
-    """Everything that determines what an architecture's weights compute, in JSON's types.
+    """Return all fields that determine the function of an architecture's weights, in JSON types.
 
-    It is derived from all that the model is built of: the fields that the family reads, the settings and the activation
-    that its blocks give to Megatron-Core, and the ropes. So no setting of config.json can be forgotten.
+    The result contains all inputs of the model: the fields of the family, the settings and the activation for
+    Megatron-Core, and the ropes. Therefore the result covers all settings of config.json.
     """
     fields = {f.name: getattr(arch, f.name) for f in dataclasses.fields(arch) if f.compare}
     layers = arch.declaration.megatron(arch)
-    assert not fields.keys() & (layers.keys() | {_ROPES}), "one meaning for each name"
+    assert not fields.keys() & (layers.keys() | {_ROPES}), "each name has one meaning"
     return _of_json({**fields, **layers, _ROPES: [_numbers(rope) for rope in rotary(arch)]})
 
 
 def recorded_fields(record: Mapping[str, JSONValue], arch: ArchitectureConfig) -> dict[str, JSONValue]:
-    """The `architecture_fields` in a checkpoint, to be compared with those of `arch`.
+    """Return the `architecture_fields` of a checkpoint, for the comparison with the fields of `arch`.
 
-    Checkpoints of earlier versions lack some of them. A missing field of ArchitectureConfig has its default. Such a
-    checkpoint records `rope_parameters` instead of the ropes, and no settings of layers, which are not compared then.
-    `extensions` was once called `beyond`.
+    Checkpoints of older versions lack some fields. A missing field of ArchitectureConfig has the default value. Older
+    checkpoints contain `rope_parameters` instead of ropes, and no settings of layers. Missing settings of layers are
+    not compared. The old name of `extensions` is `beyond`.
     """
     defaults = {
         f.name: f.default for f in dataclasses.fields(ArchitectureConfig) if f.default is not dataclasses.MISSING
@@ -71,7 +71,8 @@ def recorded_fields(record: Mapping[str, JSONValue], arch: ArchitectureConfig) -
 
 
 def differing_fields(fields: Mapping[str, JSONValue], own: Mapping[str, JSONValue]) -> list[str]:
-    """Names of the fields of `own` that differ in `fields`. Ropes may differ by the rounding of another machine."""
+    """Return the names of the fields of `own` that differ in `fields`. Ropes may differ by rounding between
+    machines."""
 
     def is_same(name: str) -> bool:
         other, mine = fields.get(name), own[name]
@@ -84,7 +85,7 @@ def differing_fields(fields: Mapping[str, JSONValue], own: Mapping[str, JSONValu
 
 
 def _numbers(rope: Rope) -> list[float]:
-    """The factor on cosine and sine, then the inverse frequencies."""
+    """Return the factor of cosine and sine, followed by the inverse frequencies."""
     return [rope.scale, *rope.inverse_frequencies.tolist()]
 
 
@@ -94,7 +95,7 @@ def _of_json(fields: Mapping[str, Any]) -> dict[str, JSONValue]:
 
 
 def _described(value: Any) -> JSONValue:
-    """A value that is no JSON: a dataclass or an activation function, by its name and settings."""
+    """Return JSON for a dataclass or an activation function: name and settings."""
     if isinstance(value, functools.partial):
         return [_described(value.func), list(value.args), value.keywords]
     if hasattr(value, "__qualname__"):
@@ -105,7 +106,7 @@ def _described(value: Any) -> JSONValue:
 
 
 class OwnCode(NamedTuple):
-    """Code that the user of a command allows to run. A checkpoint, which may be somebody else's, cannot allow any."""
+    """Code that the user of a command allows to run. A checkpoint of unknown origin cannot allow code."""
 
     family: str | None = None
     """Import path of a model family."""
@@ -117,53 +118,51 @@ NO_CODE = OwnCode()
 
 
 def model_of(marker: Marker, role: str, own: OwnCode = NO_CODE) -> tuple[Config, Path]:
-    """The settings of a checkpoint's run, with no other code than `own` in its model, and the folder of a role's model,
-    perhaps without its weights.
+    """Return the settings of a checkpoint, with only `own` code for the model, and the model folder of a role. The
+    folder may lack the weights.
 
-    Raises ValueError where the folder's config.json is not the one that the run began with, and for settings that are
-    none.
+    Raises ValueError if config.json in the folder differs from the start of the run, or if the settings are invalid.
     """
     settings = settings_of(marker)
     try:
         config = Config.model_validate({**settings, "model": {**settings["model"], **own._asdict()}})
     except ValidationError as error:
-        raise ValueError(f"the settings in the checkpoint are none of a run: {explain(error)[0]}") from None
+        raise ValueError(f"the settings in the checkpoint are invalid: {explain(error)[0]}") from None
     folder = role_folder(config, role, weights=False)
     key = role if role != "actor" and role in model_paths(config) else "model"
     before = marker.content.get("identity", {}).get(key)
     digest = architecture_digest(folder)
     if before not in (None, digest):
         raise ValueError(
-            f"the config.json in {folder} is not the one the run began with (sha256 {digest[:12]}, then "
-            f"{before[:12]}); bring back the folder as it was"
+            f"the config.json in {folder} differs from the start of the run (sha256 {digest[:12]}, at the start "
+            f"{before[:12]}); restore the folder"
         )
     return config, folder
 
 
 def settings_of(marker: Marker) -> dict[str, Any]:
-    """The settings of a checkpoint's run, at least their sections and the model's. Raises ValueError where there are
-    none."""
+    """Return the settings of a checkpoint. Raises ValueError if the settings or their section `model` are missing."""
     settings = marker.content.get("settings")
     if not isinstance(settings, dict) or not isinstance(settings.get("model"), dict):
-        raise ValueError("the checkpoint holds no settings of a run; name one that a run of megappo wrote")
+        raise ValueError("the checkpoint contains no settings; name a checkpoint of a megappo run")
     return settings
 
 
 def weights_digest(named_tensors: Iterable[tuple[str, Tensor]]) -> str:
-    """sha256 over whole tensors and their names, the same for every layout; a collective of the world.
+    """Return the sha256 of whole tensors and their names, equal for all layouts. A collective of all ranks.
 
-    `named_tensors`: this rank's share of them.
+    `named_tensors`: tensors of this rank.
     """
     own = {name: tensor_digest(tensor) for name, tensor in named_tensors}
     return whole_digest({name: digest for part in all_gather_objects(own) for name, digest in part.items()})
 
 
 def tensor_digest(tensor: Tensor) -> str:
-    """sha256 of a tensor's bytes."""
+    """Return the sha256 of the bytes of a tensor."""
     data = tensor.detach().cpu().contiguous().flatten().view(torch.uint8).numpy()
     return hashlib.sha256(data.data).hexdigest()
 
 
 def whole_digest(of_tensors: Mapping[str, str]) -> str:
-    """sha256 of the digests of all of a model's tensors, by their names."""
+    """Return the sha256 of the digests of all tensors of a model, by name."""
     return hashlib.sha256(json.dumps(dict(of_tensors), sort_keys=True).encode()).hexdigest()

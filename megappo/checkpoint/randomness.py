@@ -12,24 +12,25 @@ from megappo.runtime.seeds import derived_seed
 
 
 def seed_generators(seed: int, rank: int) -> None:
-    """Seed every generator, differently on each rank, so that two runs of a seed draw the same numbers.
+    """Seed every generator with a different seed per rank. Two runs with the same seed draw the same numbers.
 
-    Nothing that is learned draws from them; a user's reward model or data function may.
+    Training does not use these generators. Custom reward models or data functions may use them.
     """
-    word = derived_seed(seed, rank, bits=32)  # numpy's legacy generator takes no more, torch's on a CPU reads no more
+    word = derived_seed(seed, rank, bits=32)  # the limit of numpy's legacy generator and of torch's CPU generator
     random.seed(word)
     np.random.seed(word)
     torch.manual_seed(word)
 
 
 def random_states() -> dict[str, Any]:
-    """States of Python's, numpy's, torch's, the device's and Megatron's generators, as tensors and plain values."""
+    """Return the states of the generators of Python, numpy, torch, the device and Megatron, as tensors and plain
+    values."""
     from megatron.core.tensor_parallel.random import get_cuda_rng_tracker
 
-    version, words, gauss = random.getstate()
+    version, python_state, gauss = random.getstate()
     kind, keys, position, has_gauss, cached = np.random.get_state(legacy=True)
     return {
-        "python": [version, torch.tensor(words, dtype=torch.int64), gauss],
+        "python": [version, torch.tensor(python_state, dtype=torch.int64), gauss],
         "numpy": [kind, torch.from_numpy(np.asarray(keys, dtype=np.int64)), position, has_gauss, cached],
         "torch": torch.get_rng_state(),
         "cuda": torch.cuda.get_rng_state() if torch.cuda.is_available() else None,
@@ -38,11 +39,11 @@ def random_states() -> dict[str, Any]:
 
 
 def restore_random_states(states: dict[str, Any]) -> None:
-    """Put every generator back where `random_states` saw it."""
+    """Restore the states of `random_states` in all generators."""
     from megatron.core.tensor_parallel.random import get_cuda_rng_tracker
 
-    version, words, gauss = states["python"]
-    random.setstate((version, tuple(words.tolist()), gauss))
+    version, python_state, gauss = states["python"]
+    random.setstate((version, tuple(python_state.tolist()), gauss))
     kind, keys, position, has_gauss, cached = states["numpy"]
     np.random.set_state((kind, keys.numpy().astype(np.uint32), position, has_gauss, cached))
     torch.set_rng_state(states["torch"])

@@ -1,8 +1,8 @@
-"""Reads checkpoints of torch.distributed.checkpoint without trusting them.
+"""Reads checkpoints of torch.distributed.checkpoint from untrusted sources.
 
-torch stores in `.metadata`, as a pickle, which tensors there are and where each part of them lies. A pickle can run any
-program when Python's unpickler reads it. Here it becomes inert records (`safe_unpickle.py`), and the metadata for
-torch's loader is rebuilt from numbers and texts that were checked.
+torch stores the list of tensors and their locations in `.metadata`, which is a pickle. Python's unpickler can run any
+program from a pickle. This module converts the pickle to inert records (`safe_unpickle.py`), and builds the metadata
+for torch's loader from checked numbers and texts.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ from megappo.errors import reason
 METADATA = ".metadata"
 _SHARD_FILE = re.compile(r"__\d+_\d+\.distcp")
 
-# Names that torch 2.11 to 2.14 write. Tensors only: torch would load objects stored as bytes with an unguarded pickle.
+# Names in files of torch 2.11 to 2.14. Only tensors, because torch loads objects stored as bytes with an unsafe pickle.
 _NAMES = {
     "torch.distributed.checkpoint.metadata": (
         "Metadata", "TensorStorageMetadata", "TensorProperties", "ChunkStorageMetadata", "MetadataIndex",
@@ -50,10 +50,10 @@ _NAMES = {
     "torch.serialization": ("_get_layout",),
     "torch": ("Size",),
     "pathlib": ("PosixPath",),
-    "builtins": ("getattr",),  # Python before 3.11.4 pickles a member of an enumeration as a call of it
+    "builtins": ("getattr",),  # Python before 3.11.4 pickles members of enumerations as calls
 }  # fmt: skip
 _OWN = inert_names(_NAMES)
-# Names that Megatron-Core's writer adds, in parts that are not read: bytes, and cached plans for later checkpoints.
+# Further names of Megatron-Core's writer, in unused parts: bytes, and cached plans for later checkpoints.
 _OF_MEGATRON = _OWN | inert_names({
     "torch.distributed.checkpoint.metadata": ("BytesStorageMetadata",),
     "torch.distributed.checkpoint.planner": (
@@ -67,17 +67,18 @@ _BYTES = _OF_MEGATRON["torch.distributed.checkpoint.metadata", "BytesStorageMeta
 
 
 def read_metadata(folder: Path) -> Metadata:
-    """Read which tensors a checkpoint holds, and where. Raises DamagedError for anything else in the metadata."""
+    """Return the tensors of a checkpoint and their locations. Raises DamagedError if the metadata contain other
+    objects."""
     return _metadata(folder, _OWN, lambda _: True)
 
 
-def read_metadata_of_megatron(folder: Path, wanted: Callable[[str], bool]) -> Metadata:
-    """Read the metadata of a checkpoint that Megatron-Core wrote, for the names that are `wanted`. Objects stored as
-    bytes have a place in a file, as tensors have, but no other entry."""
-    return _metadata(folder, _OF_MEGATRON, wanted)
+def read_metadata_of_megatron(folder: Path, selects: Callable[[str], bool]) -> Metadata:
+    """Return the metadata of a Megatron-Core checkpoint for the names that `selects` accepts. Objects stored as bytes
+    have a location in a file but no entry."""
+    return _metadata(folder, _OF_MEGATRON, selects)
 
 
-def _metadata(folder: Path, names: Names, wanted: Callable[[str], bool]) -> Metadata:
+def _metadata(folder: Path, names: Names, selects: Callable[[str], bool]) -> Metadata:
     try:
         with (folder / METADATA).open("rb") as file:
             root = InertUnpickler(file, names).load()
@@ -85,39 +86,41 @@ def _metadata(folder: Path, names: Names, wanted: Callable[[str], bool]) -> Meta
         tensors = {
             key: _tensor(entry)
             for key, entry in fields["state_dict_metadata"].items()
-            if wanted(_text(key)) and type(entry) is not _BYTES
+            if selects(_text(key)) and type(entry) is not _BYTES
         }
         places = {
             _index(index): _place(place)
             for index, place in fields["storage_data"].items()
-            if wanted(_text(state_of(index, "MetadataIndex")["fqn"]))
+            if selects(_text(state_of(index, "MetadataIndex")["fqn"]))
         }
         return Metadata(state_dict_metadata=dict(tensors), storage_data=places, storage_meta=StorageMeta())
     except UnlistedNameError as error:
-        raise DamagedError(f"{METADATA} names {error}, which no checkpoint does; who wrote it?") from error
+        raise DamagedError(
+            f"{METADATA} names {error}, which no checkpoint contains; check the origin of the file"
+        ) from error
     except OSError as error:
         raise DamagedError(f"{METADATA} cannot be read: {error.strerror}") from error
     except PICKLE_ERRORS as error:
-        raise DamagedError(f"{METADATA} is not what a checkpoint holds ({type(error).__name__}: {error})") from error
+        raise DamagedError(f"{METADATA} has invalid content ({type(error).__name__}: {error})") from error
 
 
 def load_values(path: Path) -> Any:
-    """Tensors and plain values that one rank wrote. Raises ValueError where a file holds anything else."""
+    """Return the tensors and plain values of a rank. Raises ValueError if the file contains other objects."""
     try:
         return torch.load(path, weights_only=True)
     except (*PICKLE_ERRORS, OSError, RuntimeError) as error:
-        raise ValueError(f"{path} does not hold tensors and plain values alone: {reason(error)}") from error
+        raise ValueError(f"{path} must contain only tensors and plain values: {reason(error)}") from error
 
 
 class ShardReader(FileSystemReader):
-    """A reader of tensors that uses metadata which was checked."""
+    """Reader of tensors with checked metadata."""
 
     def __init__(self, folder: Path, metadata: Metadata) -> None:
         super().__init__(folder)
         self._metadata = metadata
 
     def read_metadata(self) -> Metadata:
-        """The metadata that the constructor was given; the file is not read again."""
+        """Return the metadata from the constructor, without reading the file again."""
         return self._metadata
 
 
@@ -140,7 +143,7 @@ def _size(value: Pickled) -> torch.Size:
 
 def _tensor(value: Pickled) -> TensorStorageMetadata:
     fields = state_of(value, "TensorStorageMetadata")
-    # The state is the data type, and four or five values that are the same for every tensor of a checkpoint.
+    # The state contains the data type, and four or five values that are equal for all tensors of a checkpoint.
     dtype = record(fields["properties"], "TensorProperties").state[0]
     if not isinstance(dtype, torch.dtype):
         raise ValueError(f"{type(dtype).__name__} instead of a data type")
@@ -154,7 +157,7 @@ def _tensor(value: Pickled) -> TensorStorageMetadata:
 
 def _index(value: Pickled) -> MetadataIndex:
     fields = state_of(value, "MetadataIndex")
-    # Bytes have no offset; Megatron-Core leaves the hint out.
+    # Bytes have no offset. Megatron-Core omits the hint.
     offset, number = fields.get("offset"), fields.get("index")
     name, index = _text(fields["fqn"]), None if number is None else _count(number)
     return MetadataIndex(name, None if offset is None else _size(offset), index)

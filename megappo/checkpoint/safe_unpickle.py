@@ -1,6 +1,6 @@
-"""Reads pickles without trusting them: names that are listed become inert records, every other name is an error.
+"""Reads pickles from untrusted sources. Listed names become inert records, and all other names are errors.
 
-A pickle can run any program when Python's unpickler reads it. Here nothing that it names is imported or called.
+Python's unpickler can run any program from a pickle. This module never imports or calls the names of a pickle.
 """
 
 from __future__ import annotations
@@ -17,18 +17,18 @@ PICKLE_ERRORS = (pickle.UnpicklingError, EOFError, AttributeError, IndexError, K
 
 
 class UnlistedNameError(Exception):
-    """A pickle names what is not on the list; the message is the name."""
+    """A pickle contains a name that is not on the list. The message is the name."""
 
 
 Pickled: TypeAlias = (
     "bool | int | float | complex | str | bytes | bytearray | list[Pickled] | tuple[Pickled, ...] | set[Pickled] | "
     "frozenset[Pickled] | dict[Pickled, Pickled] | PickledRecord | torch.dtype | type | None"
 )
-"""What the unpicklers here make."""
+"""Results of the unpicklers in this module."""
 
 
 class PickledRecord:
-    """An object of a pickle as inert data: the arguments of its constructor and its state."""
+    """An object of a pickle as inert data: arguments of the constructor, and state."""
 
     arguments: tuple[Any, ...] = ()
     state: Any = None
@@ -44,7 +44,7 @@ Names = Mapping[tuple[str, str], type]
 
 
 def inert_names(listed: Mapping[str, Sequence[str]]) -> dict[tuple[str, str], type]:
-    """A type of records for each name in each module."""
+    """Return a record type for each name of each module."""
     return {
         (module, name): type(name, (PickledRecord,), {"__module__": __name__})
         for module, names in listed.items()
@@ -53,8 +53,8 @@ def inert_names(listed: Mapping[str, Sequence[str]]) -> dict[tuple[str, str], ty
 
 
 class InertUnpickler(pickle.Unpickler):
-    """Unpickler that makes records of listed names, and data types of torch. Raises UnlistedNameError for other
-    names."""
+    """Unpickler that converts listed names to records, and supports data types of torch. Raises UnlistedNameError for
+    other names."""
 
     def __init__(self, file: IO[bytes], names: Names) -> None:
         super().__init__(file)
@@ -62,24 +62,24 @@ class InertUnpickler(pickle.Unpickler):
 
     def find_class(self, module: str, name: str) -> type | torch.dtype:
         """See `pickle`."""
-        found: type | torch.dtype | None = self._names.get((module, name))
-        if found is None and module == "torch":
-            found = vars(torch).get(name)
-            found = found if isinstance(found, torch.dtype) else None
-        if found is None:
+        type_of_name: type | torch.dtype | None = self._names.get((module, name))
+        if type_of_name is None and module == "torch":
+            type_of_name = vars(torch).get(name)
+            type_of_name = type_of_name if isinstance(type_of_name, torch.dtype) else None
+        if type_of_name is None:
             raise UnlistedNameError(f"{module}.{name}")
-        return found
+        return type_of_name
 
 
 def record(value: Pickled, name: str) -> PickledRecord:
-    """Return a value that is a record of that name. Raises ValueError where it is not."""
+    """Return a value that is a record with this name. Raises ValueError for other values."""
     if type(value).__name__ != name or not isinstance(value, PickledRecord):
         raise ValueError(f"{type(value).__name__} instead of {name}")
     return value
 
 
 def state_of(value: Pickled, name: str) -> Mapping[str, Any]:
-    """The fields of a recorded object of that name. Raises ValueError where it is something else."""
+    """Return the fields of a record with this name. Raises ValueError for other values."""
     state = record(value, name).state
     if not isinstance(state, dict):
         raise ValueError(f"{name} without fields")

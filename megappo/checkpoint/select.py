@@ -1,4 +1,4 @@
-"""Selects the checkpoint that a run continues from, that is exported, or that another run starts from."""
+"""Selects a checkpoint to resume, to export, or to start another run from."""
 
 from __future__ import annotations
 
@@ -17,94 +17,95 @@ T = TypeVar("T")
 
 
 class NoCheckpointError(ValueError):
-    """There are checkpoints, and none of them is whole."""
+    """All checkpoints are damaged."""
 
 
 def select_checkpoint(directory: Path, runtime: Runtime | None = None) -> tuple[Path, Marker, list[str]] | None:
-    """The newest whole checkpoint of a folder, and a sentence for each newer one that is not; None: there is none.
+    """Return the newest whole checkpoint of a folder, and a sentence for each newer checkpoint that was skipped. Return
+    None if the folder has no finished checkpoint.
 
-    A collective of the world, in which every rank reads a part of the files; without a runtime this process reads all
-    of them. Raises NoCheckpointError where all that were finished are damaged, ValueError where the newest whole one is
-    of a torch that this one cannot read, and where a file cannot be read now: that is no reason to go back to an older
+    A collective of all ranks; each rank reads a part of the files. Without a runtime, this process reads all files.
+    Raises NoCheckpointError if all finished checkpoints are damaged. Raises ValueError if the newest whole checkpoint
+    is from an incompatible torch version, or if a file cannot be read. An unreadable file does not select an older
     checkpoint.
     """
     sentences: list[str] = []
     damaged = 0
     for folder, has_marker in _shared_folders(directory, runtime):
         if not has_marker:
-            sentences.append(f"{folder} was not finished and is passed over")
+            sentences.append(f"{folder} was not finished and is skipped")
             continue
-        marker, found = _check(folder, runtime)
-        if marker is not None and not found:
+        marker, damage = _check(folder, runtime)
+        if marker is not None and not damage:
             require_readable(folder, marker)
             return folder, marker, sentences
         damaged += 1
-        sentences.append(f"{folder} is damaged and is passed over: {first_of(found, 3, '; ')}")
+        sentences.append(f"{folder} is damaged and is skipped: {first_of(damage, 3, '; ')}")
     if damaged:
         raise NoCheckpointError(
-            f"{directory} holds no whole checkpoint: {'. '.join(sentences)}. Bring back the files, or begin again with "
+            f"{directory} contains no whole checkpoint: {'. '.join(sentences)}. Restore the files, or start again with "
             "another run.directory"
         )
     return None
 
 
-def find_checkpoint(directory: Path, wanted: str, runtime: Runtime | None = None) -> tuple[Path, Marker, list[str]]:
-    """The whole checkpoint of a folder that `wanted` names: a step, `best` by the run's `checkpoint.keep_best`, or
-    `latest`; and a sentence for each that was passed over. A collective like `select_checkpoint`.
+def find_checkpoint(directory: Path, selection: str, runtime: Runtime | None = None) -> tuple[Path, Marker, list[str]]:
+    """Return a whole checkpoint of a folder, and a sentence for each skipped checkpoint.
 
-    Raises ValueError where there is none.
+    `selection`: a step, `best` (by the run's `checkpoint.keep_best`), or `latest`. A collective like
+    `select_checkpoint`. Raises ValueError if the checkpoint does not exist.
     """
-    if wanted == "latest":
+    if selection == "latest":
         chosen = select_checkpoint(directory, runtime)
         if chosen is None:
-            raise ValueError(f"{directory} holds no finished checkpoint; wait for the run's first one")
+            raise ValueError(f"{directory} contains no finished checkpoint; wait for the first checkpoint of the run")
         return chosen
-    folder, problem = _from_main(lambda: _named(directory, wanted), runtime)
+    folder, problem = _from_main(lambda: _named(directory, selection), runtime)
     if folder is None:
         raise ValueError(problem)
-    marker, found = _check(folder, runtime)
-    if marker is None or found:
-        raise NoCheckpointError(f"{folder} is damaged: {first_of(found, 3, '; ')}; take another checkpoint")
+    marker, damage = _check(folder, runtime)
+    if marker is None or damage:
+        raise NoCheckpointError(f"{folder} is damaged: {first_of(damage, 3, '; ')}; use another checkpoint")
     require_readable(folder, marker)
     return folder, marker, []
 
 
-def _named(directory: Path, wanted: str) -> tuple[Path | None, str]:
-    """The folder of a step or of the best one, or why there is none."""
+def _named(directory: Path, selection: str) -> tuple[Path | None, str]:
+    """Return the folder of a step or the best checkpoint. If the folder does not exist, return None and the problem."""
     markers = files.finished(directory)
     by_step = {str(marker.step): folder for folder, marker in markers.items()}
-    there = f"there are {', '.join(reversed(by_step))}" if by_step else "there is no finished one"
-    if wanted != "best":
-        problem = f"{directory} holds no checkpoint of step '{wanted}'; {there}; give one of them, best or latest"
-        return by_step.get(wanted), problem
+    existing = f"finished steps: {', '.join(reversed(by_step))}" if by_step else "no checkpoint is finished"
+    if selection != "best":
+        problem = f"{directory} contains no checkpoint of step '{selection}'; {existing}; name a step, best or latest"
+        return by_step.get(selection), problem
     settings = [marker.content["settings"].get("checkpoint") for marker in markers.values()]
     keep_best = settings[0].get("keep_best") if settings and settings[0] else None
     if not isinstance(keep_best, str):
-        return None, f"the run of {directory} has no checkpoint.keep_best to say which is best; {there}; give one"
-    return files.best(markers, keep_best), f"no checkpoint in {directory} has the metric '{keep_best}'; {there}"
+        return None, f"the run of {directory} has no checkpoint.keep_best to select the best; {existing}; name a step"
+    return files.best(markers, keep_best), f"no checkpoint in {directory} has the metric '{keep_best}'; {existing}"
 
 
 def _from_main(find: Callable[[], T], runtime: Runtime | None) -> T:
-    """The result of `find` on the main rank, or in this process without a runtime. Raises ValueError on every rank
-    where it fails."""
+    """Return the result of `find` on the main rank, or in this process without a runtime. Raises ValueError on every
+    rank if `find` fails."""
     if runtime is None:
         return find()
-    found, problem = broadcast_object(attempt(find) if runtime.is_main else (None, ""))
+    result, problem = broadcast_object(attempt(find) if runtime.is_main else (None, ""))
     if problem:
         raise ValueError(problem)
-    return cast(T, found)
+    return cast(T, result)
 
 
 def _shared_folders(directory: Path, runtime: Runtime | None) -> list[tuple[Path, bool]]:
-    """(folder, whether it was finished) of all checkpoints, the newest first, as the main rank sees them: on a shared
-    disk others may see them later."""
+    """Return (folder, whether the checkpoint is finished) of all checkpoints, the newest first. The main rank lists the
+    folders, because other ranks may see files of a shared disk later."""
     return _from_main(
         lambda: [(folder, (folder / files.MARKER).exists()) for _, folder in files.folders(directory)], runtime
     )
 
 
 def _check(folder: Path, runtime: Runtime | None) -> tuple[Marker | None, list[str]]:
-    """The marker and the problems of a checkpoint; the same on every rank."""
+    """Return the marker and the problems of a checkpoint, equal on all ranks."""
     marker, problem = _from_main(lambda: attempt(lambda: files.read_marker(folder), (DamagedError,)), runtime)
     if marker is None:
         return None, [problem]
@@ -114,8 +115,8 @@ def _check(folder: Path, runtime: Runtime | None) -> tuple[Marker | None, list[s
 
 
 def shared_problems(folder: Path, marker: Marker, runtime: Runtime) -> list[str]:
-    """Problems of a checkpoint's files, each of which one rank reads; a collective of the world. Raises ValueError on
-    every rank where one cannot read its part now."""
+    """Return problems of the files of a checkpoint. A collective of all ranks; each rank reads a part of the files.
+    Raises ValueError on every rank if a rank cannot read its part."""
     mine = sorted(marker.files.items())[runtime.rank :: runtime.world_size]
     return sorted(
         problem for part in all_gather_objects(agreed(lambda: files.problems(folder, mine))) for problem in part

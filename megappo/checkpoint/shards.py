@@ -1,9 +1,9 @@
-"""A role's weights and optimizer state as shards of whole tensors, named by the Hugging Face tensors that they hold.
-For a role with adapters only these are stored, as only they are trained.
+"""Weights and optimizer state of a role as shards of whole tensors, named by their Hugging Face tensors. For a role
+with adapters, only the adapters are stored, because only the adapters are trained.
 
-Names and shapes do not depend on the layout, so that another layout finds what it needs. A gated layer's two halves are
-separate tensors, because each tensor rank holds a part of both. Query, key and value stay in Megatron's order, in which
-the shards of tensor ranks follow each other.
+Names and shapes do not depend on the layout, so that all layouts can load a checkpoint. The two halves of a gated layer
+are separate tensors, because each tensor rank has a part of both halves. Query, key and value are in Megatron's order,
+in which the shards of tensor ranks are contiguous.
 """
 
 from __future__ import annotations
@@ -38,20 +38,20 @@ VALUE_HEAD = ("value_head.weight", "value_head.bias")
 
 @dataclass(frozen=True)
 class _Entry:
-    """A parameter that this rank holds."""
+    """A parameter of this rank."""
 
-    held: LocalShard
+    local: LocalShard
     is_copy: bool = False
-    """Whether it is the last stage's copy of a tied embedding, which the first stage writes."""
+    """Whether the parameter is the last stage's copy of a tied embedding. The first stage writes the embedding."""
 
     @property
     def of(self) -> Parameter:
-        """The parameter's entry in the map."""
-        return self.held.entry
+        """Entry of the parameter in the map."""
+        return self.local.entry
 
     def kinds(self, updates: int) -> tuple[str, ...]:
-        """Tensors that a checkpoint holds of the parameter after so many updates."""
-        return ("weight", *(MOMENTS if updates and self.held.is_trained else ()))
+        """Return the tensors of the parameter in a checkpoint after a number of updates."""
+        return ("weight", *(MOMENTS if updates and self.local.is_trained else ()))
 
 
 def _entries(model: RoleModel) -> Iterator[_Entry]:
@@ -66,62 +66,62 @@ def _entries(model: RoleModel) -> Iterator[_Entry]:
 
 
 def role_updates(role: Role) -> int:
-    """Updates a trained role has applied, on every rank; a collective of the world."""
+    """Return the number of updates of a trained role on every rank. A collective of all ranks."""
     mine = role.optimizer.updates if isinstance(role, TrainedRole) else 0
     return broadcast_object(mine, src=role.placement.grid.ranks[0])
 
 
 def schedule_place(role: Role) -> int:
-    """Where a trained role's schedule stands, on every rank; a collective of the world."""
+    """Return the position in the schedule of a trained role on every rank. A collective of all ranks."""
     mine = role.optimizer.place if isinstance(role, TrainedRole) else 0
     return broadcast_object(mine, src=role.placement.grid.ranks[0])
 
 
 def role_shards(role: Role) -> dict[str, ShardedTensor]:
-    """The shards that this rank writes of a role: copies on the CPU that later updates do not touch.
+    """Return the shards of a role that this rank writes, as copies on the CPU. Later updates do not change the copies.
 
-    Every shard is written once; a collective of the role.
+    Exactly one rank writes each shard. A collective of the role.
     """
     if not isinstance(role, TrainedRole):
         return {}
     shards: dict[str, ShardedTensor] = {}
     entries = list(_entries(role.model))
-    written = _written_here(role.layout, entries)
+    written = _own_entries(role.layout, entries)
     for number, entry in enumerate(entries):
-        tensors = role.optimizer.state.whole(entry.held, role.storage.read, moments=role.optimizer.updates > 0)
+        tensors = role.optimizer.state.whole(entry.local, role.storage.read, moments=role.optimizer.updates > 0)
         for kind, tensor in tensors.items() if number in written else ():
             shards |= _sharded(role, entry, kind, tensor.to("cpu", copy=True))
     return shards
 
 
 def weight_shards(role: Role, name: str) -> dict[str, ShardedTensor]:
-    """The weight shards of a role that is not trained, under `name`; otherwise as `role_shards`."""
+    """Return the weight shards of an untrained role with the prefix `name`. See `role_shards`."""
     if not isinstance(role, LocalRole):
         return {}
     shards: dict[str, ShardedTensor] = {}
     entries = list(_entries(role.model))
-    for number in sorted(_written_here(role.layout, entries)):
-        weight = role.read_shard(entries[number].held).float().to("cpu", copy=True)
+    for number in sorted(_own_entries(role.layout, entries)):
+        weight = role.read_shard(entries[number].local).float().to("cpu", copy=True)
         shards |= _sharded(role, entries[number], "weight", weight, name)
     return shards
 
 
 def load_weights(folder: Path, role: Role, name: str) -> None:
-    """Load a role's weights that `weight_shards` gave; a collective of the world. Raises as `load_shards`."""
-    wanted: dict[str, ShardedTensor] = {}
+    """Load the weights from `weight_shards`. A collective of all ranks. Raises ValueError as `load_shards` does."""
+    targets: dict[str, ShardedTensor] = {}
     if isinstance(role, LocalRole):
         for entry in _entries(role.model):
-            wanted |= _sharded(role, entry, "weight", torch.zeros(entry.held.shape, dtype=torch.float32), name)
-    read_tensors(folder, wanted)
+            targets |= _sharded(role, entry, "weight", torch.zeros(entry.local.shape, dtype=torch.float32), name)
+    read_tensors(folder, targets)
     if isinstance(role, LocalRole):
         role.wake()
         for entry in _entries(role.model):
-            entry.held.shard.copy_(torch.cat([wanted[key].data for key in _keys(name, entry, "weight")]))
+            entry.local.shard.copy_(torch.cat([targets[key].data for key in _keys(name, entry, "weight")]))
         role.rest()
 
 
-def _written_here(layout: Layout, entries: Sequence[_Entry]) -> set[int]:
-    """Numbers of the entries that this rank writes: ranks that hold the same entries divide them by their sizes."""
+def _own_entries(layout: Layout, entries: Sequence[_Entry]) -> set[int]:
+    """Return the numbers of the entries that this rank writes. Ranks with the same entries split them by size."""
     grid, copy = layout.grid, layout.replica * layout.grid.cp + layout.context_rank
     cut, whole, experts = list[int](), list[int](), list[int]()
     for number, entry in enumerate(entries):
@@ -134,17 +134,18 @@ def _written_here(layout: Layout, entries: Sequence[_Entry]) -> set[int]:
         (whole, grid.copies * grid.tp, copy * grid.tp + layout.tensor_rank),
         (experts, grid.expert_replicas, layout.expert_replica),
     )
-    found = set[int]()
+    selected = set[int]()
     for numbers, holders, own in kinds:
-        sizes = [math.prod(entries[number].held.shape) for number in numbers]
-        found |= {numbers[i] for i in balance(sizes, holders)[own]}
-    return found
+        sizes = [math.prod(entries[number].local.shape) for number in numbers]
+        selected |= {numbers[i] for i in balance(sizes, holders)[own]}
+    return selected
 
 
 def _sharded(
     role: LocalRole, entry: _Entry, kind: str, tensor: Tensor, name: str | None = None
 ) -> dict[str, ShardedTensor]:
-    """Shards of one of a parameter's tensors, under the role's name or `name`; they share its memory."""
+    """Return shards of a tensor of a parameter, with the prefix `name` or the role's name. The shards share the memory
+    of the tensor."""
     layout = role.layout
     place = () if entry.of.axis is None else ((entry.of.axis, layout.tensor_rank, layout.grid.tp),)
     rows = [sum(entry.of.tensors[name][0] for name in names) for names in entry.of.stored.values()]
@@ -162,47 +163,52 @@ def _keys(role: str, entry: _Entry, kind: str) -> list[str]:
 def load_shards(
     folder: Path, roles: Sequence[Role], updates: Mapping[str, int], places: Mapping[str, int] = MappingProxyType({})
 ) -> None:
-    """Restore every role of this rank from a checkpoint; a collective of the world. `updates`: how many each had
-    applied; `places`: where their schedules go on, where that is another number.
+    """Restore the roles of this rank from a checkpoint. A collective of all ranks.
 
-    Raises ValueError where the checkpoint does not hold what the roles need.
+    Args:
+        folder: folder of the checkpoint.
+        roles: roles to restore.
+        updates: number of applied updates by role.
+        places: position in the schedule by role. Default: the number of updates.
+
+    Raises ValueError if the checkpoint does not fit the roles.
     """
-    wanted: dict[str, ShardedTensor] = {}
-    here = [role for role in roles if isinstance(role, TrainedRole)]
-    for role in here:
+    targets: dict[str, ShardedTensor] = {}
+    trained = [role for role in roles if isinstance(role, TrainedRole)]
+    for role in trained:
         for entry in _entries(role.model):
             for kind in entry.kinds(updates[role.placement.name]):
-                zeros = torch.zeros(entry.held.shape, dtype=torch.float32)
-                wanted |= _sharded(role, entry, kind, zeros)
-    read_tensors(folder, wanted)
-    for role in here:
+                zeros = torch.zeros(entry.local.shape, dtype=torch.float32)
+                targets |= _sharded(role, entry, kind, zeros)
+    read_tensors(folder, targets)
+    for role in trained:
         name = role.placement.name
-        _restore(role, wanted, updates[name], places.get(name, updates[name]))
+        _restore(role, targets, updates[name], places.get(name, updates[name]))
 
 
-def read_tensors(folder: Path, wanted: Mapping[str, ShardedTensor]) -> None:
-    """Load the tensors of `wanted` from a checkpoint; a collective of the world.
+def read_tensors(folder: Path, targets: Mapping[str, ShardedTensor]) -> None:
+    """Load tensors from a checkpoint into `targets`. A collective of all ranks.
 
-    Raises ValueError on every rank where the checkpoint is not what was written, or does not hold what they ask for.
+    Raises ValueError on every rank if the checkpoint is damaged, or does not contain the tensors.
     """
     reader = _open(folder)
-    padded = {key: shard for key, shard in wanted.items() if shard.allow_shape_mismatch}
+    padded = {key: shard for key, shard in targets.items() if shard.allow_shape_mismatch}
     planner = MCoreLoadPlanner(
-        shapes_validation_sharded_tensors=[shard for key, shard in wanted.items() if key not in padded],
+        shapes_validation_sharded_tensors=[shard for key, shard in targets.items() if key not in padded],
         allow_shape_mismatch_sharded_tensors=padded,
         flatten_state_dict=False,
         flatten_sharded_tensors=False,
     )
     try:
-        state = mcore_to_pyt_state_dict({key: [shard] for key, shard in wanted.items()}, is_loading=True)
+        state = mcore_to_pyt_state_dict({key: [shard] for key, shard in targets.items()}, is_loading=True)
         dcp.load(state, storage_reader=reader, planner=planner)
-    except CheckpointException as error:  # raised on every rank, whichever of them failed
+    except CheckpointException as error:  # raised on every rank if one rank failed
         first = next(iter(error.failures.values()))[0]
-        raise ValueError(f"{folder} does not hold what this model and layout need: {reason(first)}") from error
+        raise ValueError(f"{folder} does not contain the tensors of this model and layout: {reason(first)}") from error
 
 
 def _open(folder: Path) -> ShardReader:
-    """Open a checkpoint. Raises ValueError on every rank where one of them reads metadata that no checkpoint holds."""
+    """Open a checkpoint. Raises ValueError on every rank if a rank reads invalid metadata."""
     try:
         return agreed(lambda: ShardReader(folder, read_metadata(folder)), (DamagedError,))
     except ValueError as error:
@@ -216,6 +222,6 @@ def _restore(role: TrainedRole, loaded: Mapping[str, ShardedTensor], updates: in
             kind: torch.cat([loaded[key].data for key in _keys(role.placement.name, entry, kind)])
             for kind in entry.kinds(updates)
         }
-        role.optimizer.state.restore(entry.held, tensors, updates)
+        role.optimizer.state.restore(entry.local, tensors, updates)
     role.optimizer.continue_after(updates, place)
     role.rest()

@@ -1,6 +1,6 @@
-"""A role's weights in a checkpoint as Hugging Face tensors, read one at a time by one process.
+"""Weights of a role in a checkpoint as Hugging Face tensors. One process reads one tensor at a time.
 
-Exports use it, and runs that start from another run's checkpoint on any layout.
+Exports use this module, and runs that start from a checkpoint of another run with any layout.
 """
 
 from __future__ import annotations
@@ -26,9 +26,9 @@ from megappo.families.weights import ValueHeadWeights, scatter_shard
 
 
 class CheckpointSource:
-    """Source of the weights of an actor or critic in a whole checkpoint, or of its adapters.
+    """Source of the weights or adapters of an actor or critic in a whole checkpoint.
 
-    Raises ValueError where the checkpoint has no such role, or its tensors are not those of the architecture.
+    Raises ValueError if the checkpoint does not contain the role, or if the tensors do not fit the architecture.
     """
 
     def __init__(self, folder: Path, role: str, arch: ArchitectureConfig, lora: LoraShape | None = None) -> None:
@@ -44,23 +44,22 @@ class CheckpointSource:
             if key.startswith(self._prefix) and isinstance(entry, TensorStorageMetadata)
         }
         if not self._sizes:
-            raise ValueError(f"{folder} holds no {role}; its run trained none")
+            raise ValueError(f"{folder} contains no {role}, because the run trained none")
         parameters = model_parameters(arch) if lora is None else adapter_parameters(arch, lora)
         self._parameters = [p for p in parameters if role != "critic" or p.megatron != OUTPUT_LAYER]
         self._stored = {hf: (name, p) for p in self._parameters for name, parts in p.stored.items() for hf in parts}
-        wanted = {name for name, _ in self._stored.values()} | set(VALUE_HEAD if role == "critic" else ())
-        if wanted != self._sizes.keys():
-            strange = sorted(wanted ^ self._sizes.keys())
+        expected = {name for name, _ in self._stored.values()} | set(VALUE_HEAD if role == "critic" else ())
+        if expected != self._sizes.keys():
+            strange = sorted(expected ^ self._sizes.keys())
             raise ValueError(
-                f"the {role} in {folder} is of another architecture than config.json says: "
+                f"the architecture of the {role} in {folder} differs from config.json: "
                 f"{first_of(strange, 3)} {'is' if len(strange) == 1 else 'are'} in only one of them"
             )
         self._last: tuple[str, dict[str, Tensor]] = ("", {})
-        """The stored tensor that was read last, as the Hugging Face tensors in it. It is kept because slices of them
-        are asked for one after another."""
+        """Last stored tensor as its Hugging Face tensors. The cache serves consecutive reads of slices."""
 
     def _load(self, name: str) -> Tensor:
-        """Load a whole stored tensor, in float32."""
+        """Load a whole stored tensor in float32."""
         state = {self._prefix + name: torch.empty(self._sizes[name], dtype=torch.float32)}
         try:
             with warnings.catch_warnings():
@@ -68,39 +67,39 @@ class CheckpointSource:
                 dcp.load(state, storage_reader=self._reader, no_dist=True)
         except CheckpointException as error:
             raise RunError(
-                f"{self._folder} cannot be read; the run may have deleted it meanwhile: {reason(error)}"
+                f"{self._folder} cannot be read; the run may have deleted the checkpoint: {reason(error)}"
             ) from error
         return state[self._prefix + name]
 
     def _tensor(self, name: str) -> Tensor:
-        """Load a whole Hugging Face tensor, in float32."""
+        """Load a whole Hugging Face tensor in float32."""
         stored, parameter = self._stored[name]
         if self._last[0] != stored:
-            self._last = ("", {})  # frees it before the next one is read
+            self._last = ("", {})  # frees the tensor before the next read
             self._last = (stored, self._parts(stored, parameter))
         return self._last[1][name]
 
     def _parts(self, stored: str, parameter: Parameter) -> dict[str, Tensor]:
-        """Load the Hugging Face tensors that a stored tensor holds."""
+        """Load the Hugging Face tensors of a stored tensor."""
         shapes = {name: parameter.tensors[name] for name in parameter.stored[stored]}
         (first, shape), rows = next(iter(shapes.items())), sum(shape[0] for shape in shapes.values())
         whole = self._load(stored)
         if parameter.kind == "vocab":
-            whole = whole[:rows]  # padding comes after
+            whole = whole[:rows]  # the rest is padding
         if whole.shape != (rows, *shape[1:]):
             raise ValueError(
-                f"tensor '{first}' in {self._folder} has shape {tuple(whole.shape)}, config.json says "
+                f"tensor '{first}' in {self._folder} has shape {tuple(whole.shape)}, but config.json requires "
                 f"{(rows, *shape[1:])}; the checkpoint is of another model"
             )
         if len(shapes) == 1 and parameter.kind != "grouped":
             return {first: whole}
-        found = {name: torch.empty(shape) for name, shape in shapes.items()}
-        scatter_shard(whole, pieces(self._arch, parameter, 0, 1, rows), found)
-        return found
+        tensors = {name: torch.empty(shape) for name, shape in shapes.items()}
+        scatter_shard(whole, pieces(self._arch, parameter, 0, 1, rows), tensors)
+        return tensors
 
     def tensors(self) -> Iterator[tuple[str, Tensor]]:
-        """Every tensor of the trunk, with an actor's output layer, or of all adapters, in Hugging Face's order and
-        float32."""
+        """Yield the tensors of the trunk and an actor's output layer, or the tensors of all adapters. The tensors are
+        in Hugging Face's order and float32."""
         for parameter in self._parameters:
             for name in parameter.hf:
                 yield name, self._tensor(name)

@@ -1,4 +1,4 @@
-"""The writer of torch for distributed checkpoints, which raises the errors of the disk."""
+"""Writer of torch for distributed checkpoints, with errors of the disk as OSError."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class _Files(FileSystem):
 
 
 def storage_writer(folder: Path) -> FileSystemWriter:
-    """The writer of torch for a folder."""
+    """Return the writer of torch for a folder."""
     writer = FileSystemWriter(folder)
     writer.fs = _Files()
     return writer

@@ -1,8 +1,8 @@
-"""Writes checkpoints, in the background where `checkpoint.asynchronous` says so.
+"""Writes checkpoints, with `checkpoint.asynchronous` in the background.
 
-Megatron's own writer leaves its work to forked processes, which outlive a killed trainer and go on writing into the run
-directory. This one writes Megatron's shards with torch's writer, from a copy, in a thread of this process. Its
-collectives have a process group of their own: on a shared group they would interleave with those of training.
+Megatron's writer uses forked processes, which outlive a killed trainer and continue to write to the run directory. This
+module writes a copy of Megatron's shards with torch's writer, in a thread of this process. The collectives use a
+separate process group. On a shared group, they would interleave with the collectives of training.
 """
 
 from __future__ import annotations
@@ -34,28 +34,28 @@ from megappo.runtime.objects import all_gather_objects, attempt
 from megappo.runtime.process import Runtime
 from megappo.runtime.waiting import wait_until
 
-_SHARED_SECONDS = 30.0  # within which a shared disk must show the main rank all files
-REMEDY = "make room or fix the folder and start again, the run continues from the checkpoint before it"
+_SHARED_SECONDS = 30.0  # maximum time until the main rank sees all files on a shared disk
+REMEDY = "make room or fix the folder and start again, the run continues from the previous checkpoint"
 
 
 @dataclass(frozen=True)
 class Snapshot:
-    """Content of a checkpoint, copied so that nothing in it changes any more."""
+    """Copy of the content of a checkpoint. The copy does not change."""
 
     step: int
     shards: Mapping[str, ShardedTensor]
-    """This rank's part of the weights and optimizers, on the CPU."""
+    """Weights and optimizer state of this rank, on the CPU."""
     per_rank: dict[str, Any]
-    """Values of this rank alone, by the beginning of their file's name: tensors and plain values."""
+    """Values that only this rank has, by prefix of the file name: tensors and plain values."""
     content: dict[str, Any]
-    """All other content, in JSON's types; the main rank's is written."""
+    """All other content in JSON types. Only the content of the main rank is written."""
 
 
 class CheckpointWriter:
-    """Writes one checkpoint at a time; every rank calls every method."""
+    """Writes one checkpoint at a time. All ranks must call the same methods."""
 
     def __init__(self, directory: Path, settings: CheckpointSettings, runtime: Runtime, timeout_seconds: float) -> None:
-        """Make the process group; a collective of the world."""
+        """Create the process group. A collective of all ranks."""
         self._directory, self._settings, self._runtime = directory, settings, runtime
         self._group = make_host_group("checkpoint", datetime.timedelta(seconds=timeout_seconds))
         self._thread: threading.Thread | None = None
@@ -63,10 +63,10 @@ class CheckpointWriter:
         self._warnings: list[str] = []
 
     def save(self, snapshot: Snapshot, *, wait: bool) -> None:
-        """Write a checkpoint; returns at once in asynchronous mode, unless `wait`.
+        """Write a checkpoint. In asynchronous mode, the method returns immediately, unless `wait` is set.
 
-        Raises CheckpointError on every rank where this one (or, in asynchronous mode, the one before it) cannot be
-        written.
+        Raises CheckpointError on every rank if this checkpoint cannot be written. In asynchronous mode, the error may
+        be of the previous checkpoint.
         """
         self.wait()
         self.begin(snapshot)
@@ -74,29 +74,30 @@ class CheckpointWriter:
             self.wait()
 
     def begin(self, snapshot: Snapshot) -> None:
-        """Begin to write a checkpoint and return at once; none may be under way."""
-        assert self._thread is None, "outcome or wait was not asked"
+        """Start to write a checkpoint and return immediately. The previous checkpoint must be complete."""
+        assert self._thread is None, "neither outcome nor wait was called"
         self._thread = threading.Thread(target=self._write_guarded, args=(snapshot,), name="checkpoint", daemon=True)
         self._thread.start()
 
     @property
     def is_busy(self) -> bool:
-        """Whether a checkpoint is under way that `outcome` and `wait` have not seen end."""
+        """Whether a checkpoint was started, and neither `outcome` nor `wait` has reported the end."""
         return self._thread is not None
 
     def warnings(self) -> list[str]:
-        """Sentences about harmless problems since the last call; on the main rank."""
-        said, self._warnings = self._warnings, []
-        return said
+        """Return sentences about harmless problems since the last call, on the main rank."""
+        sentences, self._warnings = self._warnings, []
+        return sentences
 
     def abandon(self, seconds: float) -> None:
-        """Wait at most `seconds` for the checkpoint being written, and ignore its error: the run ends with another one,
-        which is reported."""
+        """Wait at most `seconds` for the running checkpoint, and ignore its error. The run ends with a different
+        error."""
         if self._thread is not None:
             self._thread.join(seconds)
 
     def wait(self) -> None:
-        """Wait until the checkpoint being written is on disk. Raises CheckpointError where it could not be written."""
+        """Wait until the running checkpoint is on disk. Raises CheckpointError if the checkpoint could not be
+        written."""
         if self._thread is not None:
             self._thread.join()
             self._thread = None
@@ -105,9 +106,12 @@ class CheckpointWriter:
             raise failure
 
     def outcome(self, *, wait: bool) -> str:
-        """Why the checkpoint under way could not be written; "" where it is written or still being written. A
-        collective of the world, whose answer is the same on all ranks: a failure counts once all ranks have ended.
-        `wait`: until then."""
+        """Return the error of the running checkpoint, or "" if the checkpoint is written or still running.
+
+        A collective of all ranks with the same result on all ranks. A failure is reported after all ranks have
+        finished.
+        `wait`: wait until all ranks have finished.
+        """
         if self._thread is None:
             return ""
         if wait:
@@ -124,12 +128,12 @@ class CheckpointWriter:
 
     def _write_guarded(self, snapshot: Snapshot) -> None:
         try:
-            if self._runtime.on_cuda:  # a new thread uses GPU 0, where torch's writer would allocate
+            if self._runtime.on_cuda:  # a new thread uses GPU 0, and torch's writer would allocate memory there
                 torch.cuda.set_device(self._runtime.device)
             self._write(snapshot)
-        except CheckpointError as error:  # on all ranks; raised again by `wait`, in the thread that can act on it
+        except CheckpointError as error:  # on all ranks; `wait` raises the error again in the calling thread
             self._failure = error
-        except BaseException as error:  # noqa: BLE001 - the same, but the other ranks wait for this one
+        except BaseException as error:  # noqa: BLE001 - as above, but the other ranks wait for this rank
             self._failure = error
             self._runtime.failures.tell(error)
 
@@ -144,7 +148,7 @@ class CheckpointWriter:
                 planner=DefaultSavePlanner(flatten_state_dict=False, flatten_sharded_tensors=False),
                 process_group=self._group,
             )
-        except CheckpointException as error:  # raised on every rank, whichever of them failed
+        except CheckpointException as error:  # raised on every rank if one rank failed
             first = next(iter(error.failures.values()))[0]
             raise self._cannot(snapshot.step, str(first)) from error
         stamps = self._together(snapshot.step, lambda: self._finish_rank(folder, snapshot))
@@ -153,8 +157,8 @@ class CheckpointWriter:
         self._together(snapshot.step, lambda: self._commit(folder, final, marker))
 
     def _prepare(self, final: Path) -> Path:
-        """Make the folder, in the place of one that was never finished; returns the same on all ranks, and the main
-        rank's is used."""
+        """Create the folder, and set aside an unfinished folder of the same step. Return the folder. All ranks must use
+        the folder of the main rank."""
         folder = files.writing_folder(final)
         if self._runtime.is_main:
             if folder.exists():
@@ -163,7 +167,7 @@ class CheckpointWriter:
         return folder
 
     def _finish_rank(self, folder: Path, snapshot: Snapshot) -> dict[str, Stamp]:
-        """Write the small files; returns the stamps of everything this rank wrote."""
+        """Write the small files. Return the stamps of all files of this rank."""
         rank = self._runtime.rank
         own = []
         for name, value in snapshot.per_rank.items():
@@ -181,12 +185,13 @@ class CheckpointWriter:
             files.write_marker(folder, marker)
             files.put_in_place(folder, final)
             note_for_job(os.environ, "checkpoint", marker.step)
-            # Only a warning: the new checkpoint is written, even if an old one cannot be deleted (a busy file on NFS).
-            kept = (self._settings.keep_last, self._settings.keep_best, self._settings.keep_every_steps)
-            self._warnings += files.prune(self._directory, *kept, newest=marker.step)
+            # Only a warning: the new checkpoint is complete, even if an old one cannot be deleted (a busy file on NFS).
+            retention = (self._settings.keep_last, self._settings.keep_best, self._settings.keep_every_steps)
+            self._warnings += files.prune(self._directory, *retention, newest=marker.step)
 
     def _together(self, step: int, work: Callable[[], Any]) -> list[Any]:
-        """Do this rank's part and wait for all others. Raises CheckpointError on every rank where one failed."""
+        """Run the work of this rank and wait for all other ranks. Raises CheckpointError on every rank if a rank
+        failed."""
         # torch raises RuntimeError for tensors that cannot be written.
         results = all_gather_objects(attempt(work, (OSError, RuntimeError)), group=self._group)
         if reason := next((reason for _, reason in results if reason), ""):
@@ -200,10 +205,10 @@ class CheckpointWriter:
 
 
 def _wait_for(folder: Path, marker: Marker) -> None:
-    """Wait until this machine sees the files of all machines. Raises OSError where it does not."""
+    """Wait until this machine sees the files of all machines. Raises OSError after a timeout."""
 
     def missing() -> list[str]:
         return sorted(marker.files.keys() - {path.name for path in folder.iterdir()})
 
     if not wait_until(lambda: not missing(), _SHARED_SECONDS, every_seconds=0.1):
-        raise OSError(f"{', '.join(missing())} did not appear; run.directory must be shared by all machines")
+        raise OSError(f"{', '.join(missing())} did not appear; run.directory must be on a disk that all machines share")

@@ -1,4 +1,4 @@
-"""Prompts: where they come from, how they become tokens, in which order they are taken."""
+"""Prompts: sources, tokenisation and order."""
 
 from megappo.data.cursor import Cursor
 from megappo.data.prompts import PromptDataset

@@ -1,4 +1,4 @@
-"""Countdown: numbers that are to be combined to another one, made from a seed."""
+"""Countdown puzzles: combine numbers to reach a target. The puzzles are generated from a seed."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ _LARGEST_NUMBER, _LARGEST_TARGET = 99, 999
 
 
 def puzzles(count: int, seed: int) -> Iterator[dict[str, JSONValue]]:
-    """`count` different puzzles in verl's schema, each with a solution as its answer; `extra_info` has `numbers` and
-    `target`."""
+    """Yield `count` different puzzles in verl's schema. The answer is a solution, and `extra_info` contains `numbers`
+    and `target`."""
     draw, seen, made = random.Random(seed), set[tuple[int, ...]](), 0
     while made < count:
         numbers = [draw.randint(1, _LARGEST_NUMBER) for _ in range(draw.choice(_COUNTS))]
@@ -42,7 +42,7 @@ def _listed(numbers: list[int]) -> str:
 
 
 def _combined(numbers: list[int], draw: random.Random) -> tuple[str, int]:
-    """An expression of all numbers with whole values at each step, and its value."""
+    """Return an expression of all numbers with integer intermediate values, and the value of the expression."""
     terms = [(str(number), number) for number in numbers]
     while len(terms) > 1:
         (left, a), (right, b) = (terms.pop(draw.randrange(len(terms))) for _ in range(2))

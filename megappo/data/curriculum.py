@@ -1,4 +1,4 @@
-"""Prompts that are answered well rest: they are left out of the next passes over their source."""
+"""Curriculum: solved prompts rest for the next passes over their source."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from megappo.data.mixture import MixedCursor
 
 
 class Curriculum:
-    """Remembers which prompts a step answered well, until the cursor may leave them out.
+    """Stores the solved prompts of each step until the cursor skips the prompts.
 
-    The cursor learns of them when it draws the prompts of the next step, or one step later where that step draws before
-    the rewards of this one exist (`rollout.ahead: 1`); so a continued run tells the cursor at the same point. Prompts
-    in flight are drawn while a step waits and after its rewards, so prompts that were already sent are still answered.
+    Prompts of a step rest from the draw of the next step. With `rollout.ahead: 1` they rest one step later, because the
+    next step draws before the rewards of this step exist. A resumed run updates the cursor at the same point. With
+    prompts in flight, draws happen during and after a step, and drawn prompts are always answered.
     """
 
     def __init__(self, settings: CurriculumSettings, cursor: Cursor | MixedCursor, ahead: int) -> None:
@@ -23,25 +23,25 @@ class Curriculum:
 
     @property
     def right_above(self) -> float:
-        """The mean reward above which a prompt is answered well."""
+        """Mean reward of a solved prompt must exceed this value."""
         return self._settings.right_above
 
     def note(self, step: int, positions: Iterable[int]) -> None:
-        """Note prompts that a step answered well; the same on every rank."""
+        """Store the solved prompts of a step. All ranks must pass the same positions."""
         self._right.setdefault(step, []).extend(positions)
 
     def before_drawing(self, step: int) -> None:
-        """Let prompts rest that earlier steps answered well, as far as their rewards are known at this point."""
+        """Let the solved prompts of earlier steps rest, if their rewards are known at this point."""
         for before in sorted(self._right):
             if before < step - self._ahead and (right := self._right.pop(before)):
                 self._cursor.rest(right, self._settings.rest_epochs)
 
     def state_dict(self, last_step: int | None = None) -> list[list[int | list[int]]]:
-        """State for a checkpoint, in JSON's types, without notes of steps after `last_step`."""
+        """Return the state for a checkpoint in JSON types, without steps after `last_step`."""
         return [
             [step, list(positions)] for step, positions in self._right.items() if last_step is None or step <= last_step
         ]
 
     def load_state_dict(self, state: Iterable[tuple[int, Iterable[int]]]) -> None:
-        """Restore what `state_dict` returned."""
+        """Restore the state from `state_dict`."""
         self._right = {step: list(positions) for step, positions in state}

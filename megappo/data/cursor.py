@@ -1,4 +1,4 @@
-"""The order in which prompts are taken; the same on every rank without communication."""
+"""Order of prompts, equal on all ranks without communication."""
 
 from __future__ import annotations
 
@@ -11,13 +11,14 @@ import torch
 from megappo.observe.json_values import JSONValue
 
 _GENERATOR_BITS = 32
-# Seeds below 2^12 and epochs below 2^20 fill the generator's 32 bits without collisions; higher bits of a seed are
-# hashed in.
+# Seeds below 2^12 and epochs below 2^20 fit the 32 bits of the generator without collisions. Higher bits of a seed are
+# hashed.
 _SEED_BITS, _EPOCH_BITS = 12, 20
 
 
 class Cursor:
-    """Walks through a data set epoch by epoch, each in an order drawn from (seed, epoch), without those that rest."""
+    """Iterates over a data set epoch by epoch. The order of an epoch depends on (seed, epoch). Resting prompts are
+    skipped."""
 
     def __init__(
         self,
@@ -29,30 +30,38 @@ class Cursor:
         most_resting: float = 0.0,
         source: str = "the source",
     ) -> None:
-        """`fingerprint` identifies the data: a saved cursor is refused on other data, which errors call `source`. An
-        epoch leaves out at most the part `most_resting` of the prompts, and never all."""
+        """Create a cursor at the start of the first epoch.
+
+        Args:
+            dataset_size: number of prompts; at least 1.
+            seed: seed of the order.
+            shuffle: whether epochs have a random order.
+            fingerprint: identifies the data. A saved cursor with another fingerprint is refused.
+            most_resting: maximum fraction of the prompts that an epoch skips. At least one prompt remains.
+            source: name of the data in errors.
+        """
         if dataset_size < 1:
-            raise ValueError(f"dataset_size is {dataset_size}, must be at least 1; give the cursor a data set")
+            raise ValueError(f"dataset_size is {dataset_size}, must be at least 1; use a data set with prompts")
         self._size, self._seed, self._shuffle, self._fingerprint = dataset_size, seed, shuffle, fingerprint
         self._source = source
         self._most_resting = min(dataset_size - 1, int(dataset_size * most_resting))
         self.epoch = 0
-        """Complete passes over the data."""
+        """Number of complete passes over the data."""
         self.position = 0
-        """Prompts taken in this epoch; less than it has."""
+        """Number of prompts taken in this epoch, less than the prompts of the epoch."""
         self._last_rests: dict[int, int] = {}
-        """For each prompt that rests now or later: the last epoch without it."""
+        """Last epoch without the prompt, for each prompt that rests now or later."""
         self._resting: tuple[int, ...] = ()
-        """Prompts that this epoch leaves out."""
+        """Prompts that this epoch skips."""
         self._order = self._draw_order()
 
     @property
     def resting(self) -> int:
-        """Number of prompts that this epoch leaves out."""
+        """Number of prompts that this epoch skips."""
         return len(self._resting)
 
     def rest(self, indices: Iterable[int], epochs: int) -> None:
-        """Leave these prompts out of the next epochs, of which the first is the next that begins."""
+        """Skip prompts for a number of epochs, starting with the next epoch."""
         is_new = self.position == 0
         self._last_rests |= dict.fromkeys(indices, self.epoch + epochs - is_new)
         if is_new:
@@ -74,7 +83,7 @@ class Cursor:
         self._order = self._draw_order()
 
     def take(self, n: int) -> list[int]:
-        """The next `n` indices, across ends of epochs."""
+        """Return the next `n` indices, across epochs."""
         taken: list[int] = []
         while len(taken) < n:
             part = self._order[self.position : self.position + n - len(taken)]
@@ -86,7 +95,7 @@ class Cursor:
         return taken
 
     def state_dict(self) -> dict[str, JSONValue]:
-        """State for a checkpoint."""
+        """Return the state for a checkpoint."""
         return {
             "epoch": self.epoch,
             "position": self.position,
@@ -98,24 +107,23 @@ class Cursor:
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Continue where a saved cursor stood. Raises ValueError where the data are others."""
+        """Restore a saved cursor. Raises ValueError if the state does not fit the data, the seed or the shuffling."""
         missing = {"epoch", "position", "fingerprint", "seed", "shuffle"} - state.keys()
         if missing:
-            raise ValueError(f"the saved cursor lacks {', '.join(sorted(missing))}; use a checkpoint that is whole")
+            raise ValueError(f"the saved cursor lacks {', '.join(sorted(missing))}; use an undamaged checkpoint")
         if state["fingerprint"] != self._fingerprint:
             raise ValueError(other_data(self._source))
         if (state["seed"], state["shuffle"]) != (self._seed, self._shuffle):
             raise ValueError(
-                f"the saved cursor's order is that of run.seed {state['seed']} with data.shuffle "
-                f"{str(state['shuffle']).lower()}, not of {self._seed} with {str(self._shuffle).lower()}; "
-                "set them back, or start a new run"
+                f"the saved cursor has run.seed {state['seed']} and data.shuffle {str(state['shuffle']).lower()}, but "
+                f"the run has {self._seed} and {str(self._shuffle).lower()}; restore both settings, or start a new run"
             )
         epoch, position, resting = int(state["epoch"]), int(state["position"]), state.get("resting", ())
         taking_part = self._size - len(resting)
         if epoch < 0 or not 0 <= position < taking_part:
             raise ValueError(
-                f"the saved cursor stands at {position} in epoch {epoch}, outside of {taking_part} prompts; "
-                "use a checkpoint that is whole"
+                f"the saved cursor is at position {position} of epoch {epoch}, outside of {taking_part} prompts; "
+                "use an undamaged checkpoint"
             )
         self.epoch, self.position, self._resting = epoch, position, tuple(resting)
         self._last_rests = dict(state.get("last_rests", ()))
@@ -123,16 +131,15 @@ class Cursor:
 
 
 def other_data(sources: str) -> str:
-    """The sentence on sources that give other prompts than those a run began with."""
+    """Return the error message for sources with prompts that differ from the start of the run."""
     return (
-        f"the prompts or answers of {sources} are not those the run began with: the data, the tokenizer or a setting "
-        "of data has changed; bring them back as they were, start a new run, or set run.force_resume: true to begin "
-        "with these"
+        f"the prompts or answers of {sources} differ from the start of the run: the data, the tokenizer or a setting "
+        "of data has changed; restore them, start a new run, or set run.force_resume: true to start with the new data"
     )
 
 
 def _generator_seed(seed: int, epoch: int) -> int:
-    """32 bits, as torch's CPU generator ignores all higher ones: seeds 1 and 4097 must not be the same."""
+    """Return a seed of 32 bits, because torch's CPU generator ignores higher bits. Seeds 1 and 4097 must differ."""
     word = (seed << _EPOCH_BITS) + epoch
     high = seed >> _SEED_BITS
     if high:

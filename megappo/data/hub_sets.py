@@ -1,6 +1,6 @@
-"""Data read by Hugging Face's library `datasets`: sets on the hub, folders of files, and what `save_to_disk` wrote.
+"""Data sets of the Hugging Face library `datasets`: sets of the hub, folders of files, and folders of `save_to_disk`.
 
-From its version 4 on the library runs no code that comes with the data; older versions are refused.
+Version 4 and later versions of the library run no code of a data set. Older versions are refused.
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ if TYPE_CHECKING:
 
 _FIRST_WITHOUT_CODE = 4
 _SAVED = ("state.json", "dataset_dict.json")
-"""Files by which a folder that `save_to_disk` wrote is known: the first for one split, the second for several."""
+"""Files that identify a folder of `save_to_disk`: the first file for one split, the second for several splits."""
 _MOST_SHOWN = 8
 
 
 def read_table(source: str, limit: int | None) -> pyarrow.Table:
-    """The first rows of a split. Raises ValueError where there is no such set, or no library to read it."""
+    """Return the first rows of a split. Raises ValueError if the data set or the library is missing."""
     name, *more = source.removeprefix(HUB_PREFIX).split(":")
     config, split = more[0] if len(more) == 2 else None, more[-1] if more else None
     library = _library(source)
@@ -38,13 +38,13 @@ def read_table(source: str, limit: int | None) -> pyarrow.Table:
         raise ValueError(f"data source '{source}': there is no folder {name} (from {Path.cwd()}); check the path")
     is_saved = any((folder / file).is_file() for file in _SAVED)
     if is_saved and config is not None:
-        raise ValueError(f"data source '{source}': what save_to_disk wrote has no configurations; remove {config}")
+        raise ValueError(f"data source '{source}': a folder of save_to_disk has no configurations; remove {config}")
     if not folder.is_dir() and not constants.HF_HUB_OFFLINE and (problem := client_proxy_problem()):
         raise ValueError(f"data source '{source}' is on the hub, and {problem}")
     commit = None if revision is None else _commit(name, revision, source)
     with users_code(f"data source '{source}' cannot be loaded", "check its name, configuration, files and the network"):
-        found = library.load_from_disk(name) if is_saved else library.load_dataset(name, config, revision=commit)
-    chosen = _split_of(found, split, source)
+        dataset = library.load_from_disk(name) if is_saved else library.load_dataset(name, config, revision=commit)
+    chosen = _split_of(dataset, split, source)
     with users_code(f"data source '{source}' cannot be read", "write it again"):
         rows = len(chosen) if limit is None else min(limit, len(chosen))
         table: pyarrow.Table = chosen.select(range(rows)).with_format("arrow")[:]
@@ -52,7 +52,8 @@ def read_table(source: str, limit: int | None) -> pyarrow.Table:
 
 
 def _commit(name: str, revision: str, source: str) -> str:
-    """The commit of a revision. The hub is asked, as the library takes whatever is in its cache where it cannot ask."""
+    """Return the commit of a revision from the hub. The library alone would use any cached revision without a
+    network."""
     from huggingface_hub import HfApi
 
     try:
@@ -60,8 +61,8 @@ def _commit(name: str, revision: str, source: str) -> str:
     except (OSError, ValueError, http_package().HTTPError) as error:
         command = f"hf download --repo-type dataset {name} --revision {revision} --local-dir FOLDER"
         raise ValueError(
-            f"data source '{source}': the hub does not say what revision {revision} is ({reason(error)}); where there "
-            f"is network, run `{command}`, and name the FOLDER here"
+            f"data source '{source}': the hub does not resolve revision {revision} ({reason(error)}); on a machine "
+            f"with a network, run `{command}`, and use the FOLDER as the source"
         ) from error
     return str(commit)
 
@@ -73,22 +74,22 @@ def _library(source: str) -> ModuleType:
         raise ValueError(f"data source '{source}' needs a library; {how_to_install('datasets')}") from error
     if int(datasets.__version__.split(".")[0]) < _FIRST_WITHOUT_CODE:
         raise ValueError(
-            f"data source '{source}': datasets {datasets.__version__} may run code that comes with data, version "
+            f"data source '{source}': datasets {datasets.__version__} may run code of a data set, version "
             f"{_FIRST_WITHOUT_CODE} does not; {how_to_install('datasets')}"
         )
     datasets.disable_progress_bars()
     return datasets
 
 
-def _split_of(found: datasets.Dataset | datasets.DatasetDict, split: str | None, source: str) -> datasets.Dataset:
-    """One split of what was loaded: the one that is named, the only one, or `train`."""
-    if not isinstance(found, dict):
-        if split not in (None, str(found.split)):
+def _split_of(loaded: datasets.Dataset | datasets.DatasetDict, split: str | None, source: str) -> datasets.Dataset:
+    """Return the named split. Without a name, return the only split or `train`."""
+    if not isinstance(loaded, dict):
+        if split not in (None, str(loaded.split)):
             raise ValueError(f"data source '{source}' is a single split; remove {split} from it")
-        return found
-    wanted = split or ("train" if "train" in found or len(found) != 1 else next(iter(found)))
-    if wanted not in found:
+        return loaded
+    name = split or ("train" if "train" in loaded or len(loaded) != 1 else next(iter(loaded)))
+    if name not in loaded:
         raise ValueError(
-            f"data source '{source}' has no split '{wanted}', but {first_of(found, _MOST_SHOWN)}; end it with one"
+            f"data source '{source}' has no split '{name}', but {first_of(loaded, _MOST_SHOWN)}; append one of them"
         )
-    return found[wanted]
+    return loaded[name]

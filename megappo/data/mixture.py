@@ -1,10 +1,10 @@
-"""Prompts of several sources, taken in the proportion of their weights.
+"""Prompts of several sources in proportion to their weights.
 
-The order of the sources follows from the weights alone. With a share p of all prompts, a source's j-th prompt (from 0)
-may be taken after n prompts where j < (n + 1) p, and is due among the first ceil((j + 1) / p). Of the prompts that may
-be taken, the one that is due first is taken. Meeting all deadlines is possible (Tijdeman 1980, "The chairman assignment
-problem"), and taking the earliest deadline first meets them whenever that is possible (Horn 1974). So of any first n
-prompts, more than n p - 1 and less than n p + 1 are the source's.
+The order of the sources depends only on the weights. Let p be the share of a source. The j-th prompt of the source
+(from 0) is available after n prompts if j < (n + 1) p. The deadline of the prompt is position ceil((j + 1) / p). The
+cursor always takes the available prompt with the earliest deadline. A schedule that meets all deadlines exists
+(Tijdeman 1980, "The chairman assignment problem"), and the rule of the earliest deadline finds such a schedule (Horn
+1974). Therefore the first n prompts contain more than n p - 1 and less than n p + 1 prompts of the source, for every n.
 """
 
 from __future__ import annotations
@@ -25,10 +25,10 @@ from megappo.types import Prompt
 
 
 class MixedPrompts:
-    """The prompts of all sources, source by source in the order of their names."""
+    """Prompts of all sources, ordered by the names of the sources."""
 
     def __init__(self, sources: Mapping[str, tuple[float, PromptDataset]]) -> None:
-        """`sources`: weight and prompts of each source, by its name."""
+        """Join sources. `sources`: weight and prompts of each source, by name."""
         self.names = tuple(sorted(sources))
         self.weights = tuple(Fraction(str(sources[name][0])) for name in self.names)
         self.sources = tuple(sources[name][1] for name in self.names)
@@ -48,25 +48,25 @@ class MixedPrompts:
         return self.sources[source][own]
 
     def place(self, position: int) -> tuple[int, int]:
-        """The number of a prompt's source, and its position in that."""
+        """Return the number of the source of a prompt, and the position of the prompt in the source."""
         source = bisect_right(self._starts, position) - 1
         return source, position - self._starts[source]
 
     def position(self, source: int, own: int) -> int:
-        """The position of a source's prompt among all."""
+        """Return the position of a prompt of a source among all prompts."""
         return self._starts[source] + own
 
     def position_of(self, prompt: Prompt) -> int:
-        """Position of a prompt among all."""
+        """Return the position of a prompt among all prompts."""
         source = self.names.index(prompt.source)
         return self.position(source, self.sources[source].position_of(prompt))
 
 
 class MixedCursor:
-    """The order in which sources are taken, and the position in each; the same on every rank without communication."""
+    """Order of the sources, and the position in each source. Equal on all ranks without communication."""
 
     def __init__(self, prompts: MixedPrompts, seed: int, shuffle: bool, *, most_resting: float = 0.0) -> None:
-        """Make a cursor for each source; see `Cursor` for the arguments."""
+        """Create a cursor for each source. See `Cursor` for the arguments."""
         self._prompts, self._seed, self._shuffle = prompts, seed, shuffle
         seeds = {name: _seed_of(seed, name) for name in prompts.names}
         self._cursors = tuple(
@@ -77,22 +77,22 @@ class MixedCursor:
         self._shares = tuple(int(weight * unit) for weight in prompts.weights)
         self._ties = tuple(seeds[name] for name in prompts.names)
         self.taken = [0] * len(self._cursors)
-        """Prompts that each source has given."""
+        """Number of prompts taken from each source."""
 
     @property
     def resting(self) -> int:
-        """Number of prompts that the current passes leave out."""
+        """Number of prompts that the current passes skip."""
         return sum(cursor.resting for cursor in self._cursors)
 
     def rest(self, positions: list[int], epochs: int) -> None:
-        """Leave prompts out of the next passes over their sources."""
+        """Skip prompts in the next passes over their sources."""
         places = [self._prompts.place(position) for position in positions]
         for source, cursor in enumerate(self._cursors):
-            if found := [own for of, own in places if of == source]:
-                cursor.rest(found, epochs)
+            if indices := [own for of, own in places if of == source]:
+                cursor.rest(indices, epochs)
 
     def take(self, n: int) -> list[int]:
-        """The positions of the next `n` prompts."""
+        """Return the positions of the next `n` prompts."""
         positions = []
         for _ in range(n):
             source = self._next_source()
@@ -101,18 +101,18 @@ class MixedCursor:
         return positions
 
     def _next_source(self) -> int:
-        """The source of the next prompt, by integer arithmetic alone. Sources with equal deadlines are ordered by a
-        number drawn from the seed."""
+        """Return the source of the next prompt, computed with integers only. A number from the seed orders sources with
+        equal deadlines."""
         total, now = sum(self._shares), sum(self.taken) + 1
-        given = [*zip(self._shares, self.taken, self._ties, range(len(self._shares)), strict=True)]
+        sources = [*zip(self._shares, self.taken, self._ties, range(len(self._shares)), strict=True)]
         return min(
             (-(-(taken + 1) * total // share), tie, source)
-            for share, taken, tie, source in given
+            for share, taken, tie, source in sources
             if taken * total < now * share
         )[-1]
 
     def state_dict(self) -> dict[str, JSONValue]:
-        """State for a checkpoint."""
+        """Return the state for a checkpoint."""
         each = zip(self._prompts.names, self.taken, self._cursors, strict=True)
         return {
             "fingerprint": self._prompts.fingerprint,
@@ -122,7 +122,7 @@ class MixedCursor:
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Continue where a saved cursor stood. Raises ValueError where the data are others."""
+        """Restore a saved cursor. Raises ValueError if the data or the weights differ."""
         saved = state.get("sources", {})
         if state.get("fingerprint") != self._prompts.fingerprint or saved.keys() != set(self._prompts.names):
             named = zip(self._prompts.names, self._prompts.sources, strict=True)
@@ -134,8 +134,8 @@ class MixedCursor:
             if others:
                 raise ValueError(other_data(" and ".join(others)))
             raise ValueError(
-                "the sources of data.mixture, or their weights, are not those the run began with; set them back, start "
-                "a new run, or set run.force_resume: true to begin with these"
+                "the sources of data.mixture or their weights differ from the start of the run; restore them, start a "
+                "new run, or set run.force_resume: true to start with the new sources"
             )
         for source, name in enumerate(self._prompts.names):
             self._cursors[source].load_state_dict(saved[name])
@@ -143,5 +143,5 @@ class MixedCursor:
 
 
 def _seed_of(seed: int, name: str) -> int:
-    """A seed of 63 bits for a source, so that sources of equal sizes have different orders."""
+    """Return a seed of 63 bits for a source, so that sources of equal size have different orders."""
     return int.from_bytes(hashlib.sha256(f"{seed}/{name}".encode()).digest()[:8], "little") >> 1

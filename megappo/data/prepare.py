@@ -1,6 +1,6 @@
-"""Data sets that the shipped configurations train on, written as parquet files in verl's schema (`megappo data`).
+"""Writes the data sets of the shipped configurations as parquet files in verl's schema (`megappo data`).
 
-They come from the Hugging Face hub or from what was downloaded of them; countdown is made from a seed.
+The sources are the Hugging Face hub or downloaded files. Countdown is generated from a seed.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from megappo.observe.parquet_files import read_parquet
 
 Rows = Iterator[dict[str, JSONValue]]
 Located = Iterable[tuple[str, dict[str, JSONValue]]]
-"""Rows, each with its place as errors name it."""
+"""Rows with their places for errors."""
 
 TEST_PUZZLES = 512
 _GSM8K_ASKS = 'Let\'s think step by step and output the final answer after "####".'
@@ -29,16 +29,16 @@ _GSM8K_ANSWER = re.compile(r"####\s*(-?[\d.,]+)")
 _BOXES = re.compile(r"\\(?:boxed|fbox)\s*(?=\{)")
 _SCHEMA = ("data_source", "prompt", "ability", "reward_model", "extra_info")
 _OTHER_FORM = "socratic"
-"""Folder of GSM8K's other configuration, in the same repository."""
+"""Folder of the other configuration of GSM8K in the same repository."""
 _MOST_SHOWN = 4
 
 
 @dataclass(frozen=True)
 class Split:
-    """One file that is written."""
+    """A written file and its source."""
 
     name: str
-    """Name of the written file, and of the source file, which may be in several parts: `train` or
+    """Name of the written file and of the source file, which may have several parts: `train` or
     `train-00000-of-00002`."""
     repository: str
     """Repository on the hub."""
@@ -48,7 +48,7 @@ class Split:
 
     @property
     def is_one(self) -> re.Pattern[str]:
-        """Matches names of files that hold the split."""
+        """Pattern for names of files of the split."""
         return re.compile(rf"{re.escape(self.name)}(?:-\d+-of-(\d+))?\.(?:parquet|jsonl)")
 
 
@@ -63,32 +63,32 @@ def _row(split: Split, question: str, asks: str, answer: str, extra: Mapping[str
 
 
 def _gsm8k(rows: Located, split: Split) -> Rows:
-    """Convert rows with the fields `question` and `answer`, which ends in `#### 12`."""
+    """Convert rows with the fields `question` and `answer`. An answer ends with a number, such as `#### 12`."""
     for index, (where, row) in enumerate(rows):
-        question, told = _text(row, "question", where), _text(row, "answer", where)
-        found = _GSM8K_ANSWER.findall(told)
-        if not found:
-            raise ValueError(f"{where} has no number behind #### in its answer, as GSM8K's have; fetch the file again")
-        extra: dict[str, JSONValue] = {"index": index, "question": question, "answer": told}
-        yield _row(split, question, _GSM8K_ASKS, found[-1].replace(",", "").rstrip("."), extra)
+        question, solution = _text(row, "question", where), _text(row, "answer", where)
+        numbers = _GSM8K_ANSWER.findall(solution)
+        if not numbers:
+            raise ValueError(f"{where} has no number after #### in the answer, unlike GSM8K; fetch the file again")
+        extra: dict[str, JSONValue] = {"index": index, "question": question, "answer": solution}
+        yield _row(split, question, _GSM8K_ASKS, numbers[-1].replace(",", "").rstrip("."), extra)
 
 
 def _math(rows: Located, split: Split) -> Rows:
-    r"""Convert rows with the fields `problem`, `level`, `type` and `solution`, whose answer stands in `\boxed{}`."""
+    r"""Convert rows with the fields `problem`, `level`, `type` and `solution`. The last `\boxed{}` is the answer."""
     for index, (where, row) in enumerate(rows):
         answer = boxed(_text(row, "solution", where))
         if answer is None:
-            raise ValueError(f"{where} has no \\boxed{{}} in its solution, as MATH's have; fetch the file again")
+            raise ValueError(f"{where} has no \\boxed{{}} in the solution, unlike MATH; fetch the file again")
         extra: dict[str, JSONValue] = {"index": index, **{key: str(row.get(key, "")) for key in ("level", "type")}}
         yield _row(split, _text(row, "problem", where), _MATH_ASKS, answer, extra)
 
 
 def boxed(solution: str) -> str | None:
-    r"""The content of the last `\boxed{}` of a text, with the braces inside it; None where there is none."""
-    found = list(_BOXES.finditer(solution))
-    if not found:
+    r"""Return the content of the last `\boxed{}` of a text, including inner braces, or None without a box."""
+    boxes = list(_BOXES.finditer(solution))
+    if not boxes:
         return None
-    start, depth = found[-1].end(), 0
+    start, depth = boxes[-1].end(), 0
     for place in range(start, len(solution)):
         if solution[place] in "{}" and solution[place - 1] != "\\":
             depth += 1 if solution[place] == "{" else -1
@@ -98,11 +98,11 @@ def boxed(solution: str) -> str | None:
 
 
 def _each_once(rows: Located, split: Split) -> Rows:
-    """Rows that have verl's schema already, without repeated prompts: DAPO's files have each prompt many times."""
+    """Yield rows in verl's schema without duplicate prompts. The files of DAPO contain each prompt many times."""
     seen = set[str]()
     for where, row in rows:
         if missing := [name for name in ("data_source", "prompt", "reward_model") if row.get(name) is None]:
-            raise ValueError(f"{where} lacks {', '.join(missing)}, which the files of {split.repository} have")
+            raise ValueError(f"{where} lacks {', '.join(missing)}, unlike the files of {split.repository}")
         if (key := json.dumps(row["prompt"], sort_keys=True)) not in seen:
             seen.add(key)
             yield {name: row[name] for name in _SCHEMA if name in row}
@@ -111,7 +111,7 @@ def _each_once(rows: Located, split: Split) -> Rows:
 def _text(row: dict[str, JSONValue], name: str, where: str) -> str:
     text = row.get(name)
     if not isinstance(text, str):
-        raise ValueError(f"{where} has {shown(text)} as its {name}, must be a text; give a file of this set")
+        raise ValueError(f"{where} has {shown(text)} as its {name}, must be a text; use a file of this set")
     return text.strip()
 
 
@@ -124,25 +124,25 @@ SETS: dict[str, tuple[Split, ...]] = {
         Split("aime-2024", "BytedTsinghua-SIA/AIME-2024", "data", _each_once),
     ),
 }
-"""Splits to read from the hub, by the names of `megappo data prepare`."""
+"""Splits to read from the hub, by the names in `megappo data prepare`."""
 COUNTDOWN = "countdown"
 
 
 def prepare(name: str, out: Path, *, given: Path | None = None, seed: int = 0, count: int = 10_000) -> Iterator[str]:
-    """Write the files of a set into the folder `out`; yields a sentence for each.
+    """Write the files of a data set to the folder `out`. Yield a sentence for each file.
 
     Args:
         name: one of `SETS`, or `COUNTDOWN`.
-        out: made where it is missing; files of the same names are replaced.
-        given: a file or folder that was downloaded, in place of the hub.
-        seed: countdown's.
-        count: countdown's puzzles to train on; `TEST_PUZZLES` others are for tests.
+        out: output folder, created if missing. Files with the same names are replaced.
+        given: downloaded file or folder, used instead of the hub.
+        seed: seed of countdown.
+        count: number of countdown puzzles for training. `TEST_PUZZLES` more puzzles are for tests.
 
-    Raises ValueError for an unknown name, what cannot be fetched, and rows that are none of this set.
+    Raises ValueError if the name is unknown, if files cannot be fetched, or if rows do not fit the data set.
     """
     if name == COUNTDOWN:
         if given is not None:
-            raise ValueError(f"countdown is made from a seed and reads no file; leave --from {given} out")
+            raise ValueError(f"countdown is generated from a seed and reads no file; remove --from {given}")
         rows = puzzles(count + TEST_PUZZLES, seed)
         yield _write(out / "train.parquet", islice(rows, count))
         yield _write(out / "test.parquet", rows)
@@ -151,43 +151,45 @@ def prepare(name: str, out: Path, *, given: Path | None = None, seed: int = 0, c
         known = [*SETS, COUNTDOWN]
         near = nearest_word(name, known)
         raise ValueError(f"there is no data set {shown(name)}; the nearest of {either(known)} is {near}")
-    for split, files in list(_found(name, given)):
+    for split, files in list(_located(name, given)):
         yield _write(out / f"{split.name}.parquet", split.converted(_rows(files), split))
 
 
-def _found(name: str, given: Path | None) -> Iterator[tuple[Split, list[Path]]]:
-    """The splits that exist, with the files that hold each."""
+def _located(name: str, source: Path | None) -> Iterator[tuple[Split, list[Path]]]:
+    """Yield the existing splits with their files."""
     splits = SETS[name]
-    if given is not None and given.is_file():
-        wanted = next((split for split in splits if split.is_one.fullmatch(given.name)), None)
-        if wanted is None:
+    if source is not None and source.is_file():
+        match = next((split for split in splits if split.is_one.fullmatch(source.name)), None)
+        if match is None:
             names = either(f"{split.name}.parquet" for split in splits)
-            raise ValueError(f"--from {given}: the name does not tell which part of {name} it is; call it {names}")
-        yield wanted, [given]
+            raise ValueError(
+                f"--from {source}: the name does not identify a split of {name}; rename the file to {names}"
+            )
+        yield match, [source]
         return
-    if given is not None and not given.is_dir():
-        raise ValueError(f"--from {given}: there is no such file or folder (from {Path.cwd()}); check the path")
+    if source is not None and not source.is_dir():
+        raise ValueError(f"--from {source}: there is no such file or folder (from {Path.cwd()}); check the path")
     for split in splits:
-        yield split, _files(given if given is not None else _fetched(split), split)
+        yield split, _files(source if source is not None else _fetched(split), split)
 
 
 def _files(folder: Path, split: Split) -> list[Path]:
-    """The parts of a split under a folder, all of them, in order."""
-    there = [path for path in sorted(folder.rglob("*")) if _OTHER_FORM not in path.relative_to(folder).parts]
-    matches = {path: split.is_one.fullmatch(path.name) for path in there}
-    found = {path: match[1] for path, match in matches.items() if match}
-    if not found:
+    """Return all parts of a split below a folder, in order."""
+    paths = [path for path in sorted(folder.rglob("*")) if _OTHER_FORM not in path.relative_to(folder).parts]
+    matches = {path: split.is_one.fullmatch(path.name) for path in paths}
+    parts_of_files = {path: match[1] for path, match in matches.items() if match}
+    if not parts_of_files:
         raise ValueError(
-            f"{folder} holds no {split.name}.parquet or {split.name}.jsonl, nor parts of it; fetch it again, or give "
-            "one file alone"
+            f"{folder} contains no {split.name}.parquet or {split.name}.jsonl, and no parts; fetch the folder again, "
+            "or use a single file"
         )
-    parts = {int(count or 1) for count in found.values()}
-    if parts != {len(found)} or len({path.parent for path in found}) > 1:
-        shown_files = first_of([path.relative_to(folder) for path in found], _MOST_SHOWN)
+    parts = {int(count or 1) for count in parts_of_files.values()}
+    if parts != {len(parts_of_files)} or len({path.parent for path in parts_of_files}) > 1:
+        shown_files = first_of([path.relative_to(folder) for path in parts_of_files], _MOST_SHOWN)
         raise ValueError(
-            f"{folder} holds {shown_files}, which are not the parts of one {split.name}; give one file or folder"
+            f"{folder} contains {shown_files}, which are not the parts of one {split.name}; use one file or folder"
         )
-    return list(found)
+    return list(parts_of_files)
 
 
 def _fetched(split: Split) -> Path:
@@ -204,9 +206,9 @@ def _fetched(split: Split) -> Path:
         )
     except (OSError, ValueError, http_package().HTTPError) as error:
         raise ValueError(
-            f"the data set '{split.repository}' could not be fetched from the hub ({offline or reason(error)}); where "
-            f"there is network, run `hf download --repo-type dataset {split.repository} --local-dir FOLDER`, and give "
-            "the FOLDER here with --from"
+            f"the data set '{split.repository}' could not be fetched from the hub ({offline or reason(error)}); on a "
+            f"machine with a network, run `hf download --repo-type dataset {split.repository} --local-dir FOLDER`, and "
+            "use --from FOLDER"
         ) from error
     return Path(where)
 

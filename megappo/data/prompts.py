@@ -19,15 +19,15 @@ from megappo.plugins import users_code
 from megappo.types import CHAT_MESSAGES, Prompt
 
 WHOLE_CHARACTERS = 1_000_000
-"""Prompts up to so many characters are always tokenised whole. Of longer ones only the end is tokenised where that
-proves that they are over the limit: a hundred megabytes would be tokenised for minutes."""
+"""Maximum number of characters of a prompt that is always tokenised completely. For longer prompts, only the tail that
+shows that the prompt exceeds the limit is tokenised, because tokenising 100 MB takes minutes."""
 END_CHARACTERS, END_CHARACTERS_PER_TOKEN = 100_000, 16
-"""Characters of a longer prompt's end that are tokenised at first: the larger of both numbers, the second times the
-limit in tokens."""
+"""Number of characters of the first tail of a longer prompt: the first value, or the second value times the limit in
+tokens, if larger."""
 
 
 class PromptDataset:
-    """The prompts of a source as the model sees them; over-long ones are dropped, cut or refused, and counted."""
+    """Tokenised prompts of a source. Prompts above the limit are dropped, cut or refused, and counted."""
 
     def __init__(
         self,
@@ -38,10 +38,17 @@ class PromptDataset:
         name: str = "",
         rows: TokenRows | None = None,
     ) -> None:
-        """Read and tokenise everything; `tool_schemas` are what chat templates tell a model of its tools, `name` is the
-        source's in a mixture. `rows`: which tokens models can read.
+        """Read and tokenise all prompts.
 
-        Raises ValueError for unusable data, or where nothing is left.
+        Args:
+            source: source of the prompts.
+            settings: settings of the data.
+            tokenizer: tokenizer of the model.
+            tool_schemas: schemas of tools for the chat template.
+            name: name of the source in a mixture.
+            rows: tokens with an embedding row.
+
+        Raises ValueError if the data are unusable, or if no prompt remains.
         """
         self._settings, self._tokenizer, self._name, self._rows = settings, tokenizer, name, rows
         self.source = source.source
@@ -54,7 +61,7 @@ class PromptDataset:
             raise ValueError("data.system_prompt is set, but apply_chat_template is false; write it into the prompts")
         self._tools = list(tool_schemas) or None
         self._before = () if settings.apply_chat_template else tuple(tokens_around(tokenizer)[0])
-        """Tokens that every text begins with."""
+        """Tokens at the start of every text."""
         self.reads_clock = settings.apply_chat_template and reads_clock(tokenizer)
         """Whether prompts depend on `data.template_time`."""
         self._time = settings.template_time or template_now()
@@ -76,7 +83,7 @@ class PromptDataset:
         return self._prompts[position]
 
     def position_of(self, prompt: Prompt) -> int:
-        """Position of a prompt in the data set; its index counts dropped prompts too."""
+        """Return the position of a prompt in the data set. The index of a prompt also counts dropped prompts."""
         return bisect_left(self._prompts, prompt.index, key=lambda own: own.index)
 
     def _tokenise(self, records: Sequence[Record]) -> list[Prompt]:
@@ -104,19 +111,20 @@ class PromptDataset:
             )
 
     def _token_ids(self, texts: Sequence[str]) -> list[list[int]]:
-        """Token ids of each text; for a very long text over the limit only those of its end, which are over it too."""
+        """Return the token ids of each text. For a very long text above the limit, return the ids of a tail above the
+        limit."""
         whole = [text if len(text) <= WHOLE_CHARACTERS else self._end_over_limit(text) for text in texts]
         if not self._settings.apply_chat_template:
             return continued_ids(self._tokenizer, whole)
-        # A rendered template holds its special tokens already.
+        # A rendered template already contains special tokens.
         ids: list[list[int]] = self._tokenizer(whole, add_special_tokens=False)["input_ids"]
         return ids
 
     def _end_over_limit(self, text: str) -> str:
-        """The end of a text with more than twice the tokens allowed; the whole text where it has fewer.
+        """Return a tail of the text with more than twice the allowed tokens, or the whole text if it has fewer tokens.
 
-        Twice, because tokens next to the cut may differ from those of the whole text, and those that `truncate` keeps
-        are far from it.
+        Tokens next to the cut may differ from the tokens of the whole text. With twice the limit, the tokens that
+        remain after `truncate` are far from the cut.
         """
         limit = self._settings.max_prompt_tokens
         characters = max(END_CHARACTERS, END_CHARACTERS_PER_TOKEN * limit)
@@ -128,14 +136,16 @@ class PromptDataset:
         return text
 
     def _messages(self, index: int, record: Record) -> Chat | None:
-        """The chat of a record with the system prompt; None where prompts are plain text."""
+        """Return the chat of a record with the system prompt, or None for plain text."""
         settings, messages = self._settings, record.prompt
         if not settings.apply_chat_template:
             if not isinstance(messages, str):
-                further = "" if self._tokenizer.chat_template else " and data.chat_template to a file, as none is there"
+                addition = (
+                    "" if self._tokenizer.chat_template else " and data.chat_template to a file, because none exists"
+                )
                 raise ValueError(
                     f"prompt {index} of '{self.source}' is a list of chat messages; set data.apply_chat_template: true"
-                    + further
+                    + addition
                 )
             return None
         if isinstance(messages, str):
@@ -152,11 +162,13 @@ class PromptDataset:
         return checked_text(text, where, "rendered chat")
 
     def _fit(self, prompt: Prompt) -> Prompt | None:
-        """The prompt within `max_prompt_tokens`; None where it is dropped."""
+        """Return the prompt within `max_prompt_tokens`, or None for a dropped prompt."""
         length, limit = len(prompt.token_ids), self._settings.max_prompt_tokens
         where = f"prompt {prompt.index} of '{self.source}'"
         if length == 0:
-            raise ValueError(f"{where} becomes no token at all; write it in the tokenizer's alphabet, or remove it")
+            raise ValueError(
+                f"{where} has no token; write the prompt in the alphabet of the tokenizer, or remove the prompt"
+            )
         if length <= limit:
             return prompt
         match self._settings.overlong_prompts:
@@ -181,18 +193,18 @@ class PromptDataset:
         return fitted
 
     def _with_shorter_text(self, prompt: Prompt) -> Prompt | None:
-        """The prompt with the last tokens of its text, after the tokens that begin every text; None if these tokens
-        use up the limit."""
+        """Return the prompt with the tokenizer's prefix and the last tokens of the text, or None if the prefix alone
+        reaches the limit."""
         before = self._before if prompt.token_ids[: len(self._before)] == self._before else ()
         room = self._settings.max_prompt_tokens - len(before)
         if room < 1:
             return None
-        kept = prompt.token_ids[-room:]
-        return replace(prompt, token_ids=(*before, *kept), text=continuation_text(self._tokenizer, kept))
+        tail = prompt.token_ids[-room:]
+        return replace(prompt, token_ids=(*before, *tail), text=continuation_text(self._tokenizer, tail))
 
     def _with_shorter_message(self, prompt: Prompt) -> Prompt | None:
-        """The prompt with the end of its last user message, rendered again; None if no character of the message
-        fits."""
+        """Return the prompt, rendered again with the end of the last user message, or None if no character of the
+        message fits."""
         chat: Chat = prompt.metadata[CHAT_MESSAGES]
         place = next((i for i in reversed(range(len(chat))) if chat[i]["role"] == "user"), None)
         if place is None or not (content := str(chat[place]["content"])):

@@ -36,7 +36,7 @@ Chat = Sequence[Message]
 
 @dataclass(frozen=True)
 class Record:
-    """One prompt as its source gave it."""
+    """A prompt of a source."""
 
     prompt: str | Chat
     answer: str | None
@@ -44,27 +44,27 @@ class Record:
 
 
 Located = Iterator[tuple[str, Record]]
-"""Records, each with its place as errors name it, such as `train.jsonl line 3`."""
+"""Records with their places for errors, such as `train.jsonl line 3`."""
 
 
 def read_records(settings: DataSourceSettings) -> list[Record]:
-    """All records of a source, in its order, at most `limit`.
+    """Return at most `limit` records of a source, in order.
 
-    Raises ValueError naming the file and line (or row) and what is wrong with it.
+    Raises ValueError with the file, the line or row, and the problem.
     """
-    found: list[Record] = []
+    records: list[Record] = []
     without: list[str] = []
     for place, record in itertools.islice(_open(settings), settings.limit):
         _check_sendable(record, place)
-        found.append(record)
+        records.append(record)
         without += [place] if record.answer is None else []
-    if not found:
+    if not records:
         raise ValueError(f"data source '{settings.source}' is empty; it needs at least one record")
-    if 0 < len(without) < len(found) and not settings.source.startswith("reasoning_gym:"):
+    if 0 < len(without) < len(records) and not settings.source.startswith("reasoning_gym:"):
         raise ValueError(
-            f"{without[0]} has no answer, like {len(without)} of {len(found)} records; give all of them one, or none"
+            f"{without[0]} has no answer, like {len(without)} of {len(records)} records; add answers to all, or to none"
         )
-    return found
+    return records
 
 
 def _open(settings: DataSourceSettings) -> Located:
@@ -79,7 +79,7 @@ def _open(settings: DataSourceSettings) -> Located:
         if is_import_path(source):
             return _python(source, settings.options)
         raise ValueError(
-            f"data source '{source}' is of no known kind; "
+            f"data source '{source}' has an unknown type; "
             "use FILE.jsonl, FILE.parquet, datasets:NAME, reasoning_gym:TASK or package.module:function"
         )
     if settings.options:
@@ -89,24 +89,25 @@ def _open(settings: DataSourceSettings) -> Located:
 
 
 def source_files(source: str) -> list[Path]:
-    """The file of a name, or the files of a pattern such as `data/part-*.parquet` in the order of their names. Raises
-    ValueError where there is none."""
+    """Return the file of a name, or the files of a pattern such as `data/part-*.parquet`, sorted by name. Raises
+    ValueError if no file exists."""
     if os.path.isdir(source):
         raise ValueError(f"data file '{source}' is a folder; name one file in it")
     if os.path.isfile(source):
         return [Path(source)]
     if glob.has_magic(source):
-        found = [Path(path) for path in sorted(glob.glob(source, recursive=True)) if os.path.isfile(path)]
-        if not found:
+        files = [Path(path) for path in sorted(glob.glob(source, recursive=True)) if os.path.isfile(path)]
+        if not files:
             raise ValueError(f"no file has a name like '{source}' (from {Path.cwd()}); change the pattern")
-        return found
+        return files
     if link := link_to_nothing(Path(source)):
         raise ValueError(f"data file '{source}': {link}")
     raise ValueError(f"data file '{source}' does not exist (from {Path.cwd()}); {_remedy_of(Path(source))}")
 
 
 def _remedy_of(missing: Path) -> str:
-    """The remedy for a missing file; for one that the shipped configurations name, the command that writes it."""
+    """Return the remedy for a missing file. For files of the shipped configurations, name the command that writes
+    them."""
     splits = {f"{split.name}.parquet" for split in SETS.get(missing.parent.name, ())}
     if missing.name not in splits:
         return "check the path"
@@ -114,18 +115,19 @@ def _remedy_of(missing: Path) -> str:
 
 
 def _plain(mapping: Mapping[str, T]) -> dict[str, T]:
-    """The mapping as a plain dict, through its own `__getitem__`, which `dict` would bypass for a subclass of dict."""
+    """Return the mapping as a plain dict. Values are from `__getitem__`, which `dict` ignores for subclasses of
+    dict."""
     return {name: mapping[name] for name in mapping}
 
 
 def _check_sendable(record: Record, where: str) -> None:
-    """Raise ValueError for metadata that cannot be pickled for a reward worker, now rather than in the first step."""
+    """Check that the metadata can be pickled for a reward worker, before the first step. Raises ValueError."""
     with users_code(f"{where}: the metadata cannot be sent to a reward worker", _KEEP_PLAIN):
         pickle.dumps(record.metadata)
 
 
 def _checked_prompt(prompt: JSONValue, where: str) -> str | Chat:
-    """A non-empty string, or chat messages that end where the model is to speak."""
+    """Return a non-empty text, or chat messages without an answer of the assistant at the end."""
     if isinstance(prompt, str):
         if not prompt:
             raise ValueError(f"{where}: the prompt is empty; remove the record")
@@ -136,13 +138,15 @@ def _checked_prompt(prompt: JSONValue, where: str) -> str | Chat:
         plain = [_plain(message) if isinstance(message, Mapping) else message for message in prompt]
     messages = [_checked_message(message, where) for message in plain]
     if messages[-1]["role"] == "assistant":
-        raise ValueError(f"{where}: the last chat message is the assistant's, which the model is to write; remove it")
+        raise ValueError(
+            f"{where}: the last chat message is of the assistant, which the model must generate; remove it"
+        )
     return messages
 
 
 def _checked_message(message: JSONValue, where: str) -> dict[str, JSONValue]:
     if isinstance(message, dict) and (calls := message.get("tool_calls")):
-        content = message.get("content")  # of a message that only calls tools it is null in OpenAI's protocol
+        content = message.get("content")  # null in OpenAI's protocol for messages that only call tools
         parsed = [_checked_call(call, where) for call in calls] if isinstance(calls, list | tuple) else calls
         message = {**message, "content": "" if content is None else content, "tool_calls": parsed}
     if not isinstance(message, dict) or not {"role", "content"} <= message.keys():
@@ -156,7 +160,7 @@ def _checked_message(message: JSONValue, where: str) -> dict[str, JSONValue]:
 
 
 def _checked_call(call: Any, where: str) -> JSONValue:
-    """A tool call whose arguments are an object, which may have been written as JSON text."""
+    """Return a tool call with an object as arguments. The arguments may be JSON text."""
     with users_code(f"{where}: a tool call cannot be read", _KEEP_PLAIN):
         plain = _plain(call) if isinstance(call, Mapping) else call
     if not isinstance(plain, dict):
@@ -172,12 +176,14 @@ def _checked_call(call: Any, where: str) -> JSONValue:
 
 
 def checked_text(text: str, where: str, name: str) -> str:
-    """The text itself. Raises ValueError for half of a surrogate pair, which JSON can escape but which is no character
-    and breaks tokenizers and logs."""
+    """Return the text. Raises ValueError if the text contains half of a surrogate pair. JSON can escape surrogates, but
+    tokenizers and logs fail."""
     try:
         text.encode("utf-8")
     except UnicodeEncodeError as error:
-        raise ValueError(f"{where}: the {name} holds half a surrogate pair ({error.reason}); fix the text") from error
+        raise ValueError(
+            f"{where}: the {name} contains half a surrogate pair ({error.reason}); fix the text"
+        ) from error
     return text
 
 
@@ -186,7 +192,7 @@ def _checked_answer(answer: Any, where: str) -> str | None:
         return None
     if isinstance(answer, str):
         return checked_text(answer, where, "answer")
-    is_number = isinstance(answer, numbers.Real) and not isinstance(answer, bool)  # numpy's numbers too
+    is_number = isinstance(answer, numbers.Real) and not isinstance(answer, bool)  # includes numbers of numpy
     with users_code(f"{where}: the answer cannot be written as a text", _KEEP_PLAIN):
         if is_number and (isinstance(answer, numbers.Rational) or math.isfinite(answer)):
             return str(answer)
@@ -199,7 +205,7 @@ def _jsonl(path: Path, settings: DataSourceSettings) -> Located:
 
 
 def _keyed_record(fields: dict[str, JSONValue], where: str, settings: DataSourceSettings) -> Record:
-    """A record whose prompt and answer stand under the source's keys."""
+    """Return a record with the prompt and the answer from the keys of the source."""
     if settings.prompt_key not in fields:
         near = nearest_word(settings.prompt_key, fields, cutoff=0.5)
         hint = f"'{near}'" if near else ", ".join(fields) or "none at all"
@@ -211,17 +217,17 @@ def _keyed_record(fields: dict[str, JSONValue], where: str, settings: DataSource
 
 def _keyed_rows(table: pyarrow.Table, place: str | Path, settings: DataSourceSettings) -> Located:
     for where, row in table_rows(table, place):
-        there = {name: value for name, value in row.items() if value is not None or name == settings.prompt_key}
-        yield where, _keyed_record(there, where, settings)
+        fields = {name: value for name, value in row.items() if value is not None or name == settings.prompt_key}
+        yield where, _keyed_record(fields, where, settings)
 
 
 def _parquet(path: Path, settings: DataSourceSettings) -> Located:
-    """Records of a parquet file in verl's schema: data_source, prompt (chat messages), reward_model.ground_truth,
-    extra_info. In a table without reward_model, or for a source with an answer_key of its own, answers are in a column,
-    as in lines of JSON."""
+    """Yield the records of a parquet file in verl's schema: data_source, prompt (chat messages),
+    reward_model.ground_truth and extra_info. In a table without reward_model, or for a source with an explicit
+    answer_key, answers are in a column, as in JSON lines."""
     table = read_parquet(path)
     columns, default = set(table.column_names), DataSourceSettings.model_fields["answer_key"].default
-    # Settings that a run saved name every key, so the default counts as not given.
+    # Saved settings contain all keys, so the default does not count as explicit.
     has_key = settings.answer_key != default
     if has_key and settings.answer_key not in columns:
         near = nearest_word(settings.answer_key, sorted(columns))
@@ -256,7 +262,7 @@ def _reasoning_gym(task: str, options: dict[str, JSONValue]) -> Located:
         raise ValueError(f"reasoning-gym tasks need a library; {how_to_install('tasks')}") from error
     if task not in DATASETS:
         raise ValueError(f"reasoning-gym has no task '{task}'; did you mean '{nearest_word(task, DATASETS)}'?")
-    options = {"seed": 0, **options}  # its default is a random seed, so every rank would have other prompts
+    options = {"seed": 0, **options}  # the default is a random seed, with different prompts on each rank
     for name in ("seed", "size"):
         value = options.get(name, 0)
         if not isinstance(value, int) or isinstance(value, bool):
@@ -269,7 +275,7 @@ def _reasoning_gym(task: str, options: dict[str, JSONValue]) -> Located:
 
 
 def _entries(task: str, options: Mapping[str, JSONValue]) -> Iterator[dict[str, JSONValue]]:
-    """Entries that a task generates; its errors about options are raised as sentences."""
+    """Yield the entries of a task. Errors of the task become ValueErrors with one sentence."""
     import reasoning_gym
 
     with users_code(f"reasoning-gym task '{task}' refuses the options {options}", "fix them"):
@@ -286,24 +292,24 @@ def _python(path: str, options: Mapping[str, JSONValue]) -> Located:
 
 
 def _python_record(fields: Any, where: str) -> Record:
-    """A record in plain types; only the fields prompt, answer and metadata are read."""
-    given: dict[str, Any] = {}
+    """Return a record in plain types. Only the fields prompt, answer and metadata are read."""
+    values: dict[str, Any] = {}
     if isinstance(fields, Mapping):
         with users_code(f"{where} cannot be read", _KEEP_PLAIN):
-            given = {name: fields[name] for name in ("prompt", "answer", "metadata") if name in fields}
-    if "prompt" not in given:
+            values = {name: fields[name] for name in ("prompt", "answer", "metadata") if name in fields}
+    if "prompt" not in values:
         raise ValueError(
-            f"{where} is {shown(fields)}, must be a mapping with prompt, answer and perhaps metadata; fix it"
+            f"{where} is {shown(fields)}, must be a mapping with prompt, answer and optional metadata; fix it"
         )
-    metadata = given.get("metadata")
+    metadata = values.get("metadata")
     with users_code(f"{where}: the metadata cannot be read", _KEEP_PLAIN):
         metadata = _plain(metadata) if isinstance(metadata, Mapping) else metadata or {}
     if not isinstance(metadata, dict):
         raise ValueError(f"{where}: the metadata are {shown(metadata)}, must be a mapping; fix them")
-    return Record(_checked_prompt(given["prompt"], where), _checked_answer(given.get("answer"), where), metadata)
+    return Record(_checked_prompt(values["prompt"], where), _checked_answer(values.get("answer"), where), metadata)
 
 
 def _produced(function: Callable[..., Iterable[T]], path: str, options: Mapping[str, JSONValue]) -> Iterator[T]:
-    """Items that a user's function yields; its exceptions are raised as sentences."""
+    """Yield the items of a custom function. Exceptions of the function become ValueErrors with one sentence."""
     with users_code(f"data source '{path}' failed", "fix the function or its options"):
         yield from function(**options)

@@ -1,4 +1,4 @@
-"""Rows of JSON lines and of parquet files, and the sentence for each that cannot be read."""
+"""Rows of JSON lines and parquet files, and error messages for unreadable rows."""
 
 from __future__ import annotations
 
@@ -18,17 +18,17 @@ _SHOWN_CHARACTERS = 80
 
 
 def shown(value: object) -> str:
-    """A value of a record in a sentence."""
+    """Return a value of a record as text for a message."""
     try:
         text = repr(value)
-    except Exception as error:  # noqa: BLE001 - a user's class, or a number with more digits than Python writes
+    except Exception as error:  # noqa: BLE001 - a custom class, or a number with too many digits for Python
         text = f"a {type(value).__name__} whose repr raises {type(error).__name__}"
     return shortened(text, _SHOWN_CHARACTERS)
 
 
 def json_lines(path: Path) -> Iterator[tuple[str, dict[str, JSONValue]]]:
-    """Each object of a file of JSON lines, with its place as errors name it. Raises ValueError for a line that is not
-    an object."""
+    """Yield each object of a file of JSON lines, with its place for errors. Raises ValueError if a line is not an
+    object."""
     for number, line in enumerate(_bytes_of(path).removeprefix(b"\xef\xbb\xbf").split(b"\n"), start=1):
         if line.strip():
             where = f"{path} line {number}"
@@ -50,16 +50,16 @@ def _json_object(line: bytes, where: str) -> dict[str, JSONValue]:
         raise ValueError(f"{where} is not UTF-8 (byte {error.start}); convert the file") from error
     except json.JSONDecodeError as error:
         raise ValueError(f"{where} is not JSON ({error.msg} at column {error.colno}); fix or remove it") from error
-    except (ValueError, RecursionError) as error:  # numbers of thousands of digits, deeply nested brackets
-        raise ValueError(f"{where} is JSON beyond what Python reads ({error}); fix or remove it") from error
+    except (ValueError, RecursionError) as error:  # numbers with thousands of digits, deeply nested brackets
+        raise ValueError(f"{where} is JSON that Python cannot read ({error}); fix or remove it") from error
     if not isinstance(fields, dict):
-        raise ValueError(f'{where} holds {shown(fields)}, must be an object like {{"prompt": ...}}; fix it')
+        raise ValueError(f'{where} is {shown(fields)}, must be an object like {{"prompt": ...}}; fix it')
     return fields
 
 
 def table_rows(table: pyarrow.Table, place: str | Path) -> Iterator[tuple[str, dict[str, JSONValue]]]:
-    """Each row with its place as errors name it, in the types that a file of JSON lines has. Arrow checks neither UTF-8
-    nor dates before it converts a value to Python."""
+    """Yield each row in JSON types, with its place for errors. Arrow does not check UTF-8 and dates before conversion
+    to Python."""
     first = 0
     for batch in table.to_batches(max_chunksize=1024):
         try:
@@ -72,8 +72,8 @@ def table_rows(table: pyarrow.Table, place: str | Path) -> Iterator[tuple[str, d
 
 
 def _without_fillings(value: JSONValue) -> JSONValue:
-    """The value without the nulls that Arrow fills in where a struct lacks a field that others of its column have.
-    Nulls that were written are dropped too, as nothing tells them apart."""
+    """Return the value without nulls. Arrow fills missing fields of structs with nulls. Written nulls are also removed,
+    because they look the same."""
     if isinstance(value, dict):
         return {name: _without_fillings(inner) for name, inner in value.items() if inner is not None}
     return [_without_fillings(inner) for inner in value] if isinstance(value, list) else value
@@ -83,4 +83,4 @@ def _row(batch: pyarrow.RecordBatch, i: int, where: str) -> dict[str, JSONValue]
     try:
         return batch.slice(i, 1).to_pylist()[0]
     except (ValueError, OverflowError) as error:
-        raise ValueError(f"{where} holds a value that cannot be read ({reason(error)}); fix it") from error
+        raise ValueError(f"{where} contains a value that cannot be read ({reason(error)}); fix it") from error

@@ -1,4 +1,4 @@
-"""Training prompts of one source or several, and the order in which they are taken."""
+"""Training prompts of one or several sources, and their order."""
 
 from __future__ import annotations
 
@@ -23,16 +23,16 @@ def read_prompts(
     tool_schemas: Sequence[JSONValue] = (),
     rows: TokenRows | None = None,
 ) -> TrainingPrompts:
-    """The prompts of `data.train` or `data.mixture`, of tokens that are among `rows`. Raises ValueError where they
-    cannot be read."""
-    found = {n: PromptDataset(s, settings, tokenizer, tool_schemas, n, rows) for n, s in settings.sources.items()}
+    """Return the prompts of `data.train` or `data.mixture`. Raises ValueError if the prompts cannot be read, or contain
+    tokens outside of `rows`."""
+    datasets = {n: PromptDataset(s, settings, tokenizer, tool_schemas, n, rows) for n, s in settings.sources.items()}
     if settings.mixture is None:
-        return found[""]
-    return MixedPrompts({name: (settings.mixture[name].weight, prompts) for name, prompts in found.items()})
+        return datasets[""]
+    return MixedPrompts({name: (settings.mixture[name].weight, prompts) for name, prompts in datasets.items()})
 
 
 def training_cursor(prompts: TrainingPrompts, settings: DataSettings, seed: int) -> TrainingCursor:
-    """A cursor over these prompts, at its beginning."""
+    """Return a cursor at the first prompt."""
     most_resting = settings.curriculum.most_resting if settings.curriculum is not None else 0.0
     if isinstance(prompts, MixedPrompts):
         return MixedCursor(prompts, seed, settings.shuffle, most_resting=most_resting)

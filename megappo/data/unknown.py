@@ -1,4 +1,4 @@
-"""Tokens of prompts that stand for text outside the tokenizer's vocabulary."""
+"""Unknown tokens in prompts, for text outside of the vocabulary."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ from megappo.data.prompts import PromptDataset
 
 
 def unknown_token_id(tokenizer: PreTrainedTokenizerBase) -> int | None:
-    """The id of the tokenizer's unknown token; None where there is none, or where the same token begins or ends
-    texts."""
+    """Return the id of the unknown token. Return None if the tokenizer has no unknown token, or if the token is also
+    the bos or eos token."""
     token_id = tokenizer.unk_token_id
-    if token_id is None:  # a tokenizer may have one that its settings do not name
+    if token_id is None:  # the settings of a tokenizer may lack the unknown token of its model
         model = getattr(getattr(tokenizer, "backend_tokenizer", None), "model", None)
         token = getattr(model, "unk_token", None)
         token_id = tokenizer.convert_tokens_to_ids(token) if token else None
@@ -19,7 +19,7 @@ def unknown_token_id(tokenizer: PreTrainedTokenizerBase) -> int | None:
 
 
 def unknown_words(prompts: PromptDataset, tokenizer: PreTrainedTokenizerBase) -> str:
-    """How many tokens of a source's prompts are unknown, for people; "" where there are none."""
+    """Return a sentence about unknown tokens in the prompts of a source, or "" without unknown tokens."""
     token_id = unknown_token_id(tokenizer)
     if token_id is None:
         return ""
@@ -28,7 +28,7 @@ def unknown_words(prompts: PromptDataset, tokenizer: PreTrainedTokenizerBase) ->
         return ""
     tokens = sum(len(prompts[i].token_ids) for i in range(len(prompts)))
     return (
-        f"{sum(map(bool, counts))} of {len(prompts)} prompts of {prompts.source} have tokens that the tokenizer does "
-        f"not know, {unknown} of {tokens} tokens are {tokenizer.convert_ids_to_tokens(token_id)}; use the model's own "
-        "tokenizer, or write the prompts in its alphabet"
+        f"{sum(map(bool, counts))} of {len(prompts)} prompts of {prompts.source} have unknown tokens: {unknown} of "
+        f"{tokens} tokens are {tokenizer.convert_ids_to_tokens(token_id)}; use the tokenizer of the model, or write "
+        "the prompts in the alphabet of the tokenizer"
     )

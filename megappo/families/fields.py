@@ -1,4 +1,4 @@
-"""Types of what families read of a model's configuration, and of what they tell Megatron."""
+"""Types of transformers' configurations, and of the settings that families derive from them."""
 
 from __future__ import annotations
 

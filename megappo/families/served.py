@@ -1,5 +1,5 @@
-"""Settings of config.json that SGLang 0.5.23 reads differently from transformers: it would silently sample from another
-policy than the one that is trained."""
+"""Settings of config.json that SGLang 0.5.23 and transformers read differently. With such settings, SGLang would
+silently sample from a different policy."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ class Served(NamedTuple):
 
 
 def unread_settings(arch: ArchitectureConfig, asked: Served) -> str:
-    """What is said of most families; see `Family.unserved`."""
+    """Return the common reason of most families, or "" for supported settings; see `Family.unserved`."""
     return unread_ties(arch) or unread_window(arch, asked) or unread_rope(arch)
 
 

@@ -1,4 +1,4 @@
-"""A file that grows by whole pieces, even if its disk is full for a while."""
+"""A file that grows by complete pieces, even if the disk is temporarily full."""
 
 from __future__ import annotations
 
@@ -9,18 +9,18 @@ from megappo.errors import writing
 
 
 class AppendedFile:
-    """Appends whole pieces: a partly written piece is cut off before the next one."""
+    """Appends complete pieces. A partly written piece is removed before the next piece is written."""
 
     def __init__(self, path: Path) -> None:
-        """Open the file for appending, and create it where it is missing. Raises OSError where it cannot be written."""
+        """Open the file for appending. A missing file is created. Raises OSError if the file cannot be written."""
         self._path, self._file = path, path.open("ab", buffering=0)
         self._torn_at: int | None = None
 
     def append(self, piece: bytes) -> None:
-        """Write the whole piece, so that it can be read at once. Raises OSError."""
+        """Write a complete piece without buffering. Raises OSError."""
         size = os.fstat(self._file.fileno()).st_size
         if self._torn_at is not None:
-            size = min(size, self._torn_at)  # somebody may have emptied the file to make room
+            size = min(size, self._torn_at)  # the user may have emptied the file to free space
             self._file.truncate(size)
             self._torn_at = None
         try:

@@ -1,4 +1,4 @@
-"""`changes.jsonl` of a run: which settings, versions and files of code differ from a step on."""
+"""`changes.jsonl` of a run: changes of settings, versions and code between steps."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ def record_changes(directory: Path, step: int, changes: Sequence[str]) -> None:
     created with the first change. Raises OSError."""
     path = directory / _FILE
     before = read_changes(directory)
-    kept = [(after, sentences) for after, sentences in before if after < step]
-    now = [*kept, (step, list(changes))] if changes else kept
+    remaining = [(after, sentences) for after, sentences in before if after < step]
+    now = [*remaining, (step, list(changes))] if changes else remaining
     if now == before:
         return
     partial = path.with_name(f"{_FILE}.partial")
     with synced(partial) as file:
-        file.writelines(json.dumps({"step": after, "changes": found}).encode() + b"\n" for after, found in now)
+        file.writelines(json.dumps({"step": after, "changes": texts}).encode() + b"\n" for after, texts in now)
     partial.replace(path)
 
 
@@ -37,5 +37,5 @@ def read_changes(directory: Path) -> list[tuple[int, list[str]]]:
 
 
 def change_notes(directory: Path, *, before_step: float = math.inf) -> list[str]:
-    """A sentence for each record of changes before a step. Raises ValueError for a damaged file."""
+    """Return a sentence for each record of changes before a step. Raises ValueError if the file is damaged."""
     return [f"after step {n}: {'; '.join(changes)}" for n, changes in read_changes(directory) if n < before_step]

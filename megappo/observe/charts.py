@@ -12,7 +12,7 @@ ASCII_BLOCKS = "_.-=*#"
 
 
 def sparkline(values: Iterable[float], width: int, *, blocks: str = BLOCKS) -> str:
-    """The last `width` finite values as characters of rising height; "" where there is none."""
+    """Return the last `width` finite values as characters of rising height. Return "" if no value is finite."""
     finite = [value for value in values if math.isfinite(value)]
     shown = finite[max(0, len(finite) - width) :]
     if not shown:
@@ -22,9 +22,9 @@ def sparkline(values: Iterable[float], width: int, *, blocks: str = BLOCKS) -> s
 
 
 def mean(values: Sequence[float]) -> float:
-    """The mean, which is finite even where the sum of finite values is not."""
-    found = sum(value / len(values) for value in values)
-    return min(max(found, min(values)), max(values))
+    """Return the mean of values. The mean of finite values is finite even if the sum overflows."""
+    average = sum(value / len(values) for value in values)
+    return min(max(average, min(values)), max(values))
 
 
 def curve(
@@ -35,17 +35,17 @@ def curve(
     ends: tuple[int, int] | None = None,
     combine: Callable[[Sequence[float]], float] = mean,
 ) -> str:
-    """A chart of several lines: values upwards, their positions to the right.
+    """Return a chart of several lines: the vertical axis shows values, the horizontal axis shows positions.
 
     If the number of values exceeds `width`, each column shows one number for a range of values. Values that are not
     finite leave a gap.
 
     Args:
-        values: in order, for instance one per step.
-        width: most columns of the chart, labels not counted; at least 1.
-        height: rows of the chart, axis not counted; at least 1.
-        combine: makes one number of the finite values of a column.
-        ends: labels under the first and the last value, such as their steps; default: positions, from 1.
+        values: ordered values, for example one per step.
+        width: maximum number of columns without labels; at least 1.
+        height: number of rows without the axis; at least 1.
+        combine: function that reduces the finite values of a column to one number.
+        ends: labels of the first and the last value, such as steps. Default: positions, starting at 1.
     """
     assert width >= 1 and height >= 1, f"a chart of {width} x {height} characters"
     columns = _columns(values, min(width, len(values)), combine)
@@ -74,15 +74,15 @@ def curve(
 
 
 def _level(value: float, low: float, high: float, levels: int) -> int:
-    """0 for `low` to `levels` - 1 for `high`; 0 where they are equal."""
-    span = high / 2 - low / 2  # halves, as the whole may overflow a float
+    """Return the level of a value: 0 for `low` to `levels` - 1 for `high`. Return 0 if `low` equals `high`."""
+    span = high / 2 - low / 2  # halves, because the difference may overflow a float
     return round((value / 2 - low / 2) / span * (levels - 1)) if span > 0 else 0
 
 
 def _columns(values: Sequence[float], columns: int, combine: Callable[[Sequence[float]], float]) -> list[float | None]:
-    found: list[float | None] = []
+    numbers: list[float | None] = []
     for column in range(columns):
         share = values[column * len(values) // columns : (column + 1) * len(values) // columns]
         finite = [value for value in share if math.isfinite(value)]
-        found.append(combine(finite) if finite else None)
-    return found
+        numbers.append(combine(finite) if finite else None)
+    return numbers

@@ -38,18 +38,18 @@ _LINE = (
 """Label, metric and format of each item of a plain line, after the results of an evaluation."""
 _TABLE = (*(name for _, name, _ in _LINE), "actor/grad_norm", "critic/loss", "mismatch/mean")
 _FAILURES = {"reward/failures": "failed rewards", "episode/failures": "failed episodes"}
-"""Metrics that are shown where they are not 0, with their labels."""
+"""Metrics that are shown if they are not 0, with labels."""
 _NO_THRESHOLDS: Mapping[str, float] = MappingProxyType({})
-_KEPT_STEPS = 60
+_SHOWN_STEPS = 60
 _SPARKLINE_COLUMNS = 24
-_KEPT_WARNINGS = 3
+_SHOWN_WARNINGS = 3
 _OF_STEP = re.compile(r"step \d+: ")
-# The progress bar's default forgets steps older than 30 seconds, and with them the ETA of any longer step.
+# By default, the progress bar ignores steps older than 30 seconds and has no ETA for longer steps.
 _ETA_WINDOW_SECONDS = 6 * 3600.0
 
 
 class PlainView(View):
-    """Prints one line per step, and one a minute in a stage that takes longer."""
+    """Prints one line per step, and one line per minute in longer stages."""
 
     def __init__(
         self,
@@ -61,12 +61,21 @@ class PlainView(View):
         clock: Callable[[], float] = time.time,
         right_above: Mapping[str, float] = _NO_THRESHOLDS,
     ) -> None:
-        """`clock`: seconds since 1970; lines show its local time of day. `right_above`: see `evaluation_label`."""
+        """Create the view.
+
+        Args:
+            stream: output stream.
+            total_steps: number of steps of the run.
+            progress: progress of the current stage.
+            every_seconds: interval between lines in a long stage.
+            clock: seconds since 1970. Lines show the local time of day.
+            right_above: see `evaluation_label`.
+        """
         super().__init__(stream)
         self._right_above = right_above
         self._clock = clock
         self._begun: tuple[int, float] | None = None
-        """The first step of this process, and when it began."""
+        """First step of this process, and the start time of the step."""
         self._total_steps, self._progress, self._every_seconds = total_steps, progress, every_seconds
         self._step: int | None = None
         self._closed = threading.Event()
@@ -75,20 +84,20 @@ class PlainView(View):
         self._thread: threading.Thread | None = None
 
     def begin_step(self, step: int) -> None:
-        """Note the step for the following lines; the first one starts the clock of the ETA."""
+        """Store the step for the following lines. The first step starts the clock of the ETA."""
         self._step = step
         if self._begun is None:
             self._begun = (step, self._clock())
 
     def stage(self, name: str) -> None:
-        """Reset the count of lines; the first stage starts the thread that reports on long ones."""
+        """Reset the count of lines. The first stage starts the thread that reports long stages."""
         self._lines = 0
         if self._thread is None:
             self._thread = threading.Thread(target=self._watch, name="progress", daemon=True)
             self._thread.start()
 
     def close(self) -> None:
-        """End the thread that reports on long stages; no line follows."""
+        """Stop the thread that reports long stages."""
         self._closed.set()
         if self._thread is not None:
             self._thread.join()
@@ -113,7 +122,7 @@ class PlainView(View):
         return time.strftime("%H:%M:%S", time.localtime(self._clock()))
 
     def _left(self, step: int) -> list[str]:
-        """ETA at the mean pace of the steps so far, including evaluations and checkpoints between them."""
+        """Return the ETA from the mean time per step so far, including evaluations and checkpoints."""
         if self._begun is None or step >= self._total_steps:
             return []
         first, since = self._begun
@@ -122,7 +131,7 @@ class PlainView(View):
 
 
 class _Doing:
-    """Progress of the stage, read whenever the screen is drawn."""
+    """Progress of the stage, updated whenever the screen is drawn."""
 
     def __init__(self, progress: StageProgress) -> None:
         self._progress = progress
@@ -143,7 +152,8 @@ class LiveView(View):
         *,
         right_above: Mapping[str, float] = _NO_THRESHOLDS,
     ) -> None:
-        """Draws nothing before the first call, so that a run that fails to start leaves the terminal as it is."""
+        """Create the view. The first call draws the view, so a run that fails at startup does not change the
+        terminal."""
         self._right_above = right_above
         self._doing = _Doing(progress)
         self._console = Console(file=stream, force_terminal=True)
@@ -160,8 +170,8 @@ class LiveView(View):
         )
         self._task = self._progress.add_task("starting", total=total_steps)
         shown = (*_TABLE, *_FAILURES)
-        self._history: dict[str, deque[float]] = {name: deque(maxlen=_KEPT_STEPS) for name in shown}
-        """The last values of each metric. A result of an evaluation is added when it is first logged."""
+        self._history: dict[str, deque[float]] = {name: deque(maxlen=_SHOWN_STEPS) for name in shown}
+        """Last values of each metric. An evaluation result is added when it is first logged."""
         self._times: dict[str, float] = {}
         self._step: int | None = None
         self._note: str | None = None
@@ -177,7 +187,7 @@ class LiveView(View):
         self._draw()
 
     def stage(self, name: str) -> None:
-        """Show the stage's name beside the bar."""
+        """Show the name of the stage next to the bar."""
         description = name if self._step is None else f"step {self._step}: {name}"
         self._progress.update(self._task, description=description)
         self._draw()
@@ -185,7 +195,7 @@ class LiveView(View):
     def step(self, step: int, metrics: Mapping[str, float]) -> None:
         """Store the step's metrics and move the bar."""
         for name in evaluation_results(metrics):
-            self._history.setdefault(name, deque(maxlen=_KEPT_STEPS))
+            self._history.setdefault(name, deque(maxlen=_SHOWN_STEPS))
         for name, history in self._history.items():
             if name in metrics and (metrics[name] or history or name not in _FAILURES):
                 history.append(metrics[name])
@@ -194,7 +204,8 @@ class LiveView(View):
         self._draw()
 
     def message(self, text: str) -> None:
-        """Show a message above the bar. The previous one moves up into the scrollback, so each is written once."""
+        """Show a message above the bar. The previous message moves to the scrollback, so each message is printed
+        once."""
         if self._closed:
             self._console.print(text, markup=False, highlight=False)
             return
@@ -204,16 +215,16 @@ class LiveView(View):
             self._console.print(before, markup=False, highlight=False)
 
     def warn(self, text: str) -> None:
-        """Show a warning below the bar, until newer ones replace it or it is repeated; then it moves up into the
+        """Show a warning below the bar. A warning that is repeated or replaced by newer warnings moves to the
         scrollback."""
         if self._closed:
             self.message(text)
             return
-        said = _OF_STEP.sub("", text)
-        again = [warning for warning in self._warnings if _OF_STEP.sub("", warning) == said]
-        kept = [*(warning for warning in self._warnings if warning not in again), text]
-        gone = again + kept[:-_KEPT_WARNINGS]
-        self._warnings = kept[-_KEPT_WARNINGS:]
+        sentence = _OF_STEP.sub("", text)
+        again = [warning for warning in self._warnings if _OF_STEP.sub("", warning) == sentence]
+        remaining = [*(warning for warning in self._warnings if warning not in again), text]
+        gone = again + remaining[:-_SHOWN_WARNINGS]
+        self._warnings = remaining[-_SHOWN_WARNINGS:]
         self._draw()
         for warning in gone:
             self._console.print(warning, markup=False, highlight=False)
@@ -235,12 +246,12 @@ class LiveView(View):
         self._live.start()
 
     def _table(self) -> Table:
-        """Table with each metric's last value and course on the left, and each stage's seconds and share on the
-        right."""
+        """Return a table. The left part shows the last value and the history of each metric. The right part shows the
+        seconds and the share of each stage."""
         table = Table(box=None, pad_edge=False)
         table.add_column("metric")
         table.add_column("last", justify="right")
-        table.add_column(f"last {_KEPT_STEPS} steps", no_wrap=True)
+        table.add_column(f"last {_SHOWN_STEPS} steps", no_wrap=True)
         table.add_column("stage")
         table.add_column("seconds", justify="right")
         table.add_column("share", justify="right")
@@ -268,9 +279,10 @@ def make_view(
     *,
     right_above: Mapping[str, float] = _NO_THRESHOLDS,
 ) -> View:
-    """The view of a mode; `auto` is live on a terminal and plain elsewhere. `right_above`: see `evaluation_label`.
+    """Return the view of a mode. `auto` selects `live` on a terminal and `plain` otherwise.
 
-    Writes to `stream`, by default the standard output, with `quiet` the standard error.
+    The view writes to `stream`, by default standard output, or standard error with `quiet`. `right_above`: see
+    `evaluation_label`.
     """
     if stream is None:
         stream = sys.stderr if mode == "quiet" else sys.stdout

@@ -1,4 +1,4 @@
-"""Distributions of a step's samples and tokens over all ranks, counted in the same bins everywhere."""
+"""Distributions of the samples and tokens of a step over all ranks, counted in fixed bins."""
 
 from __future__ import annotations
 
@@ -7,30 +7,32 @@ import math
 from collections.abc import Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
-if TYPE_CHECKING:  # what reads metrics imports this, and no torch
+if TYPE_CHECKING:  # readers of metrics import this module without torch
     import torch
     from torch import Tensor
 
 _SMALLEST, _LARGEST, _RATIO = 1e-4, 1e6, 1.1
 _POSITIVE = tuple(_SMALLEST * _RATIO**n for n in range(math.ceil(math.log(_LARGEST / _SMALLEST, _RATIO)) + 1))
 EDGES = (*(-edge for edge in reversed(_POSITIVE)), *_POSITIVE)
-"""Edges of bins, a tenth apart in size, as TensorBoard's own summaries have them: 486, and Weights & Biases takes 512
-bins. That in the middle holds 0; what lies beyond the edges counts in the outermost ones."""
+"""486 edges of bins; adjacent edges differ by 10%, as in TensorBoard's summaries. Weights & Biases accepts 512 bins.
+The middle bin contains 0. The outermost bins also count numbers beyond the edges."""
 NAMES = ("reward", "response length", "advantage", "return", "value", "kl", "ratio to the engine")
-"""Numbers of samples, and of the tokens that the model made."""
+"""Quantities of samples and of generated tokens."""
 
 
 class Distribution(NamedTuple):
-    """How many numbers lie between each two edges, from the first number's bin to the last one's."""
+    """Counts of numbers between edges, from the first to the last bin with a number."""
 
     edges: tuple[float, ...]
-    """Rising; one more than `counts`."""
+    """Ascending edges, one more than `counts`."""
     counts: tuple[int, ...]
 
 
 def counts_of(numbers: Tensor) -> Tensor:
-    """How many of a tensor's finite numbers, of whatever shape, lie in each bin: the lower edge does not belong to it.
-    int64, on the device of the numbers."""
+    """Return the number of finite numbers of a tensor of any shape in each bin. A bin excludes its lower edge.
+
+    The counts are int64, on the device of the numbers.
+    """
     import torch
 
     finite = numbers[torch.isfinite(numbers)].double()
@@ -39,12 +41,12 @@ def counts_of(numbers: Tensor) -> Tensor:
 
 
 def of_all_ranks(numbers: Iterable[tuple[str, Tensor]], device: torch.device) -> dict[str, Distribution]:
-    """The distributions of all ranks' numbers, by those of NAMES that any rank has numbers of; a collective of the
-    world, of 27 kB however many ranks there are.
+    """Return the distributions over all ranks, by name. Names without numbers are absent. A collective of all ranks
+    that reduces 27 kB.
 
     Args:
-        numbers: this rank's, by what is in NAMES.
-        device: that of collectives.
+        numbers: numbers of this rank, with names from NAMES.
+        device: device for the collective.
     """
     import torch
 
@@ -62,6 +64,6 @@ def _between(counts: Sequence[int]) -> Distribution:
 
 
 def middles(distribution: Distribution) -> Iterator[tuple[float, int]]:
-    """The middle of each bin, and its count."""
+    """Return the middle and the count of each bin."""
     pairs = itertools.pairwise(distribution.edges)
     return (((low + high) / 2, count) for (low, high), count in zip(pairs, distribution.counts, strict=True))

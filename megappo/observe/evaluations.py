@@ -9,14 +9,14 @@ _RESULT = re.compile(r"eval/(?:(?P<set>.+)/)?(?:(?P<mean>reward_mean)|pass@(?P<k
 
 
 def evaluation_results(names: Iterable[str]) -> list[str]:
-    """Selects the names of mean rewards and of `pass@k`. The validation set without a name is first. The other sets are
+    """Select the names of mean rewards and of `pass@k`. The validation set without a name is first. The other sets are
     in alphabetical order. The mean reward of a set precedes `pass@k`, in ascending order of k."""
     matches = {name: match for name in names if (match := _RESULT.fullmatch(name)) is not None}
     return sorted(matches, key=lambda name: (matches[name]["set"] or "", int(matches[name]["k"] or 0)))
 
 
 def evaluation_label(name: str, right_above: Mapping[str, float]) -> str:
-    """Returns the label of a result, such as `math pass@4 (score > 0.5)`.
+    """Return the label of a result, such as `math pass@4 (score > 0.5)`.
 
     `right_above`: `DataSettings.thresholds`. A response is right if its score is above the threshold of the set. A set
     that is missing in the mapping has no threshold in its label.

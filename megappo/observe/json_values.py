@@ -1,4 +1,4 @@
-"""The type of what JSON holds, and YAML by its core schema."""
+"""Type of JSON values, and of YAML values in the core schema."""
 
 from __future__ import annotations
 
@@ -6,4 +6,4 @@ from collections.abc import Mapping, Sequence
 from typing import TypeAlias
 
 JSONValue: TypeAlias = bool | int | float | str | Sequence["JSONValue"] | Mapping[str, "JSONValue"] | None
-"""What was read has lists and dicts; what is to be written may have anything that `json.dumps` writes as such."""
+"""Value that `json.dumps` can write. Values that were read contain lists and dicts."""

@@ -1,6 +1,6 @@
-"""Loggers of a run's metrics besides its own files: the protocol, and loggers of the user's.
+"""Protocol of metric loggers, and loading of custom loggers.
 
-A logger that fails to start ends the run with a message. Later a failed log must not end a run: `Contained` turns every
+A logger that fails at startup ends the run with a message. Later failures do not end the run: `Contained` turns every
 exception of a logger into a message.
 """
 
@@ -17,33 +17,33 @@ from megappo.plugins import check_call, failure_words, load_function
 
 
 class Logger(Protocol):
-    """Receives the metrics of each step; any method may raise any exception."""
+    """Receives the metrics of each step. Any method may raise any exception."""
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
         """Log the metrics of a step."""
 
     def forget_after(self, step: int) -> None:
-        """Drop what was logged of later steps than `step`, where the logger can."""
+        """Remove logged data of steps after `step`, if the logger supports this."""
 
     def close(self) -> None:
         """Finish and close the log."""
 
-    # Further methods are called where a logger has them:
-    # log_distributions(step, distributions): by name, `edges` of bins and the `counts` between them.
-    # log_samples(step, samples): texts of a step, before its metrics; a mapping each, as in `samples.jsonl`.
+    # Optional methods:
+    # log_distributions(step, distributions): for each name, the `edges` of the bins and the `counts` between the edges.
+    # log_samples(step, samples): one mapping per sample, as in `samples.jsonl`. Called before the metrics of the step.
 
 
 class LoggerFactory(Protocol):
     """A class or function that `logging.loggers` names by its import path."""
 
     def __call__(self, *, directory: Path, run_name: str, config: Mapping[str, JSONValue], **options: Any) -> Logger:
-        """Make a logger, on rank 0, before models are built.
+        """Create a logger on rank 0, before models are built.
 
         Args:
             directory: the run directory, which exists.
             run_name: `run.name`.
             config: all settings of the run, in JSON's types.
-            options: options given with the import path.
+            options: options of the import path.
 
         An exception ends the run with a message.
         """
@@ -51,46 +51,49 @@ class LoggerFactory(Protocol):
 
 
 def find_logger(path: str, options: Mapping[str, JSONValue]) -> LoggerFactory:
-    """The factory that an entry of `logging.loggers` names. Raises ValueError where it cannot be imported or called."""
+    """Return the factory of an entry of `logging.loggers`. Raises ValueError if the factory cannot be imported or
+    called."""
     factory = load_function(path, "logging.loggers")
-    given, remedy = ("directory", "run_name", "config"), "change its parameters or its options"
-    check_call(factory, given, options, what=f"logging.loggers '{path}'", remedy=remedy)
+    parameters, remedy = ("directory", "run_name", "config"), "change its parameters or its options"
+    check_call(factory, parameters, options, what=f"logging.loggers '{path}'", remedy=remedy)
     return factory
 
 
 def make_logger(
     path: str, options: Mapping[str, JSONValue], directory: Path, run_name: str, config: Mapping[str, JSONValue]
 ) -> Logger:
-    """Make the logger of an entry of `logging.loggers`. Raises ConfigError where that fails, or the result is no
+    """Create the logger of an entry of `logging.loggers`. Raises ConfigError if the factory fails or returns no
     logger."""
     factory = find_logger(path, options)
     try:
         logger = factory(directory=directory, run_name=run_name, config=config, **options)
     except Exception as error:  # of any type
         raise ConfigError(
-            f"logging.loggers '{path}' failed ({failure_words(error)}); fix it, or leave it out"
+            f"logging.loggers '{path}' failed ({failure_words(error)}); fix the logger, or remove the entry"
         ) from error
     if lacking := [name for name in ("log", "forget_after", "close") if not callable(getattr(logger, name, None))]:
         raise ConfigError(
-            f"logging.loggers '{path}' has no {' and '.join(lacking)}; give it what megappo.api.Logger says"
+            f"logging.loggers '{path}' has no {' and '.join(lacking)}; implement the methods of megappo.api.Logger"
         )
     return logger
 
 
 class Contained:
-    """Calls one logger; reports once that it fails and once that it works again."""
+    """Calls one logger. Reports the first of several consecutive failures, and the recovery."""
 
     def __init__(self, name: str) -> None:
-        """`name`: name of the logger in messages, for instance `metrics.jsonl`."""
+        """Create the wrapper. `name`: name of the logger in messages, for example `metrics.jsonl`."""
         self._name, self._fails = name, False
 
     def __call__(self, work: Callable[[], object]) -> None:
-        """Run `work`. Its exception becomes a message, but only the first of consecutive failures does."""
+        """Run `work`. An exception becomes a message, unless the previous call failed as well."""
         try:
             work()
-        except Exception as error:  # noqa: BLE001 - a service's client raises what it likes, and the run goes on
+        except Exception as error:  # noqa: BLE001 - clients of services raise any exception, and the run must continue
             if not self._fails:
-                tell(f"{self._name} cannot be written: {reason(error)}; the run goes on, and it is tried at every step")
+                tell(
+                    f"{self._name} cannot be written: {reason(error)}; the run continues, and tries again at every step"
+                )
             self._fails = True
         else:
             if self._fails:
@@ -98,7 +101,7 @@ class Contained:
             self._fails = False
 
     def finish(self, work: Callable[[], object]) -> None:
-        """Run the last work of a logger; its exception becomes a message."""
+        """Run the last work of a logger. An exception becomes a message."""
         try:
             work()
         except Exception as error:  # noqa: BLE001 - as above

@@ -1,4 +1,4 @@
-"""Messages of a process to its user: above the view of a run while it is drawn, otherwise on stderr."""
+"""Messages of a process for the user: above the view of a run, or on stderr without a view."""
 
 from __future__ import annotations
 
@@ -12,35 +12,35 @@ _CLOSE_SECONDS = 1.0
 
 
 class View:
-    """Shows a run in a terminal, called by the reporter of rank 0. This base class shows messages only."""
+    """Shows a run in a terminal. The reporter of rank 0 calls the view. This base class only shows messages."""
 
     def __init__(self, stream: TextIO) -> None:
         self._stream = stream
 
     def begin_step(self, step: int) -> None:
-        """Note that a step begins."""
+        """Start a step."""
 
     def stage(self, name: str) -> None:
-        """Note that a stage of the step begins."""
+        """Start a stage of the step."""
 
     def step(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Show a finished step; any metric may be missing."""
+        """Show a finished step. Any metric may be missing."""
 
     def message(self, text: str) -> None:
-        """Print a line that stays, even where other lines are redrawn."""
+        """Print a permanent line, even if other lines are redrawn."""
         print(text, file=self._stream, flush=True)
 
     def warn(self, text: str) -> None:
-        """Print a line that stays visible while the run goes on, where the view has a place for it."""
+        """Print a line that stays visible during the run, if the view supports this."""
         self.message(text)
 
     def close(self) -> None:
-        """Restore the terminal; may be called twice."""
+        """Restore the terminal. May be called twice."""
 
 
 class SteadyView(View):
-    """Wraps another view and ignores its OSErrors: a run must go on although its terminal or log file fails, and there
-    is no other place to report it."""
+    """Wraps another view and ignores OSErrors. A run must continue if the terminal or the log file fails, and no other
+    output can report the failure."""
 
     def __init__(self, view: View) -> None:
         self._view = view
@@ -77,36 +77,36 @@ class SteadyView(View):
 
 
 class Messages:
-    """The one way for all output of a process that is not its result. Any thread may call any method."""
+    """All output of a process except results. Any thread may call any method."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._view: View | None = None
 
     def show_in(self, view: View | None) -> None:
-        """Show messages in a run's view from now on; None: on stderr again."""
+        """Show later messages in the view of a run. With None, messages appear on stderr."""
         self._view = view
 
     def tell(self, text: str, *, warns: bool = False) -> None:
-        """Print a line; above the view while a run is shown, in which a line that `warns` stays visible."""
-        with self._lock, suppress(OSError):  # there is no other place to report it
+        """Print a line above the view of a run, or on stderr without a view. With `warns`, the line stays visible."""
+        with self._lock, suppress(OSError):  # no other output can report the failure
             if self._view is not None:
                 (self._view.warn if warns else self._view.message)(text)
             else:
                 print(f"megappo: {text}", file=sys.stderr, flush=True)
 
     def tell_last(self, text: str, before: str = "") -> None:
-        """Print the last line of a process that ends now, after restoring the terminal if that takes no time. `before`
-        is printed above it unchanged, for example a traceback. Prints nothing where both are empty."""
+        """Print the last line of a process after restoring the terminal, for at most a second. `before`, for example a
+        traceback, is printed unchanged above the line. If both texts are empty, nothing is printed."""
         if self._view is not None:
             closing = threading.Thread(target=self._view.close, daemon=True)
             closing.start()
             closing.join(_CLOSE_SECONDS)
-        if said := before + (f"megappo: {text}" if text else ""):
+        if output := before + (f"megappo: {text}" if text else ""):
             with suppress(OSError):  # as above
-                print(said.rstrip("\n"), file=sys.stderr, flush=True)
+                print(output.rstrip("\n"), file=sys.stderr, flush=True)
 
 
 MESSAGES = Messages()
-"""The messages of this process."""
+"""Messages of this process."""
 tell = MESSAGES.tell

@@ -1,6 +1,6 @@
-"""Reads parquet files of unknown origin: as a table, or columns as numpy arrays.
+"""Reads parquet files of unknown origin as tables or numpy arrays.
 
-Without torch, so that a command that shows numbers starts quickly.
+This module does not import torch, so that commands start quickly.
 """
 
 from __future__ import annotations
@@ -18,18 +18,19 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
 Numbers: TypeAlias = "NDArray[np.number | np.bool]"
-"""Numbers of a column: integers, floats or booleans."""
+"""Integers, floats or booleans of a column."""
 
 
 def read_parquet(path: Path, columns: Sequence[str] | None = None) -> pyarrow.Table:
-    """The table of a file; `columns`: only these, as far as the file has them. Raises ValueError for a damaged file."""
+    """Return the table of a file. With `columns`, other columns are not read, and missing columns are ignored. Raises
+    ValueError if the file is damaged."""
     import pyarrow
     from pyarrow import parquet
 
     try:
         check_plain(path)
-        there = None if columns is None else [name for name in parquet.read_schema(path).names if name in columns]
-        table = parquet.read_table(path, columns=there)
+        present = None if columns is None else [name for name in parquet.read_schema(path).names if name in columns]
+        table = parquet.read_table(path, columns=present)
         table.column_names  # noqa: B018 - raises for names that are not UTF-8
     except (pyarrow.ArrowException, OSError, UnicodeDecodeError) as error:
         raise ValueError(f"{path} is not a readable parquet file ({reason(error)}); write it again") from error
@@ -37,8 +38,8 @@ def read_parquet(path: Path, columns: Sequence[str] | None = None) -> pyarrow.Ta
 
 
 class ColumnFile:
-    """Columns of a file. Raises ValueError for a file that cannot be read, and for a column that is missing or of
-    another type."""
+    """Columns of a file. Raises ValueError if the file cannot be read, or if a column is missing or has a wrong
+    type."""
 
     def __init__(self, path: Path, columns: Sequence[str] | None = None) -> None:
         self._table = read_parquet(path, columns)
@@ -50,44 +51,44 @@ class ColumnFile:
         return int(self._table.num_rows)
 
     def _column(self, name: str) -> pyarrow.Array:
-        """A column in one chunk."""
+        """Return a column as one chunk."""
         if name not in self:
             raise ValueError(f"there is no column {name}")
-        found = self._table.column(name).combine_chunks()
-        return found.chunk(0) if hasattr(found, "chunk") else found
+        column = self._table.column(name).combine_chunks()
+        return column.chunk(0) if hasattr(column, "chunk") else column
 
     def row(self, number: int) -> ColumnFile:
-        """The file's columns, reduced to one row."""
+        """Return the columns of one row."""
         one = ColumnFile.__new__(ColumnFile)
         one._table = self._table.slice(number, 1)
         return one
 
     def plain(self, name: str) -> list[Any]:
-        """A column of texts, numbers or bytes, one per row."""
+        """Return a column of texts, numbers or bytes, one value per row."""
         return list(self._column(name).to_pylist())
 
     def texts(self, name: str) -> list[str | None]:
-        """A column of texts, one per row or None. Raises ValueError for other types."""
-        found = self.plain(name)
-        if not all(text is None or isinstance(text, str) for text in found):
+        """Return a column of texts, one text or None per row. Raises ValueError if the column has another type."""
+        values = self.plain(name)
+        if not all(text is None or isinstance(text, str) for text in values):
             raise ValueError(f"column {name} has no texts")
-        return found
+        return values
 
     def numbers(self, name: str) -> Numbers:
-        """(B,): a column of numbers, one per row."""
+        """Return a column of numbers, one per row: (B,)."""
         return _array(self._column(name), name)
 
     def lists(self, name: str) -> tuple[list[int], Numbers]:
-        """A column of lists of numbers: the length of each row, and the numbers of all rows, concatenated."""
+        """Return the lengths of the lists of a column, and the concatenated numbers of all rows."""
         column = self._lists(name)
         return column.value_lengths().to_pylist(), _array(column.flatten(), name)
 
     def text_lists(self, name: str) -> list[list[str]]:
-        """A column of lists of texts."""
-        found = self._lists(name).to_pylist()
-        if not all(isinstance(text, str) for row in found for text in row):
+        """Return a column of lists of texts."""
+        rows = self._lists(name).to_pylist()
+        if not all(isinstance(text, str) for row in rows for text in row):
             raise ValueError(f"column {name} has no lists of texts")
-        return found
+        return rows
 
     def _lists(self, name: str) -> pyarrow.Array:
         import pyarrow
@@ -104,5 +105,5 @@ def _array(column: pyarrow.Array, name: str) -> Numbers:
     kind, types = column.type, pyarrow.types
     if not (types.is_integer(kind) or types.is_floating(kind) or types.is_boolean(kind)) or column.null_count:
         raise ValueError(f"column {name} has no numbers")
-    found: Numbers = column.to_numpy(zero_copy_only=False)
-    return found
+    numbers: Numbers = column.to_numpy(zero_copy_only=False)
+    return numbers

@@ -1,8 +1,8 @@
-"""Profile of a step: a torch trace of every rank, and one page on all of them.
+"""Profile of a step: a torch trace of every rank, and a summary page of all ranks.
 
-The seconds of each stage on a rank are split three ways: computing (kernels of the device, or torch's operators on a
-CPU), exchanging (collectives without simultaneous computation), and idle: Python, waiting for engines and reward
-functions, and kernels that are launched too late.
+The time of each stage on a rank has three parts: computing (GPU kernels, or torch operators on a CPU), exchanging
+(collectives without simultaneous computation), and idle. Idle time includes Python, waiting for engines and reward
+functions, and late kernel launches.
 """
 
 from __future__ import annotations
@@ -28,16 +28,16 @@ _EXCHANGE = re.compile(r"c10d|gloo|nccl|record_param_comms", re.IGNORECASE)
 
 
 class StepProfiler:
-    """Traces the steps that are asked for, on every rank."""
+    """Traces the selected steps on every rank."""
 
     def __init__(self, directory: Path, steps: Iterable[int], *, rank: int, on_cuda: bool) -> None:
-        """`directory`: the run directory."""
+        """Create a profiler for the given steps. `directory`: the run directory."""
         self._folder, self._steps, self._rank, self._on_cuda = directory / FOLDER, frozenset(steps), rank, on_cuda
         self._step = 0
         self._running: profile | None = None
 
     def begin(self, step: int) -> None:
-        """Start tracing, if this step is asked for."""
+        """Start a trace if the step is selected."""
         self.cancel()
         if step in self._steps:
             activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if self._on_cuda else [])]
@@ -46,7 +46,7 @@ class StepProfiler:
 
     @property
     def is_running(self) -> bool:
-        """Whether the current step is traced; the same on every rank."""
+        """Whether the current step is traced. All ranks have the same value."""
         return self._running is not None
 
     def stage(self, name: str) -> AbstractContextManager[record_function | None]:
@@ -54,7 +54,8 @@ class StepProfiler:
         return record_function(f"{_STAGE}{name}") if self._running is not None else nullcontext()
 
     def end(self) -> RankProfile:
-        """Write this rank's trace and return its profile. Raises OSError or RuntimeError where it cannot be written."""
+        """Write the trace of this rank and return the profile. Raises OSError or RuntimeError if the trace cannot be
+        written."""
         running, self._running = self._running, None
         assert running is not None, "the step is not traced"
         running.stop()
@@ -63,7 +64,7 @@ class StepProfiler:
         return read_events(running.events(), on_cuda=self._on_cuda)
 
     def write_page(self, ranks: Sequence[RankProfile]) -> Path:
-        """Write the page on all ranks, and its numbers as JSON. Returns its path."""
+        """Write the page of all ranks, and the numbers as JSON. Return the path of the page."""
         path = self._folder / f"step-{self._step:06d}.md"
         device = torch.cuda.get_device_name() if self._on_cuda else "CPU"
         with writing(path):
@@ -72,16 +73,17 @@ class StepProfiler:
         return path
 
     def cancel(self) -> None:
-        """Stop tracing a step that did not end."""
+        """Stop the trace of an unfinished step."""
         if self._running is not None:
             self._running.stop()
             self._running = None
 
 
 def read_events(events: Iterable[FunctionEvent], *, on_cuda: bool) -> RankProfile:
-    """Profile from torch's events: events of the device are work, or all operators on a CPU; stages are our own marks.
+    """Return the profile of a rank from torch events. GPU events, or all operators on a CPU, count as computing. Events
+    with the prefix `megappo: ` mark stages.
 
-    With a GPU, events of NCCL on the host are only launches, while those of gloo are collectives.
+    With a GPU, NCCL events on the host are only launches, but gloo events on the host are collectives.
     """
     stages, work, exchange = [], [], []
     seconds: Counter[str] = Counter()

@@ -1,7 +1,7 @@
-"""Views of the samples of a saved step: one line each, the tokens of one sample, and sums over all tokens.
+"""Views of the samples of a saved step: one line per sample, the tokens of a sample, and sums over all tokens.
 
-Read without torch from the files that `megappo.ppo.experience_files` writes. Texts come from a model and must be
-escaped when they are shown. B samples, N their response tokens, concatenated by sample.
+This module reads the files of `megappo.ppo.experience_files` without torch. Texts are from a model and must be escaped
+for display. Suffixes of names: B samples, N response tokens of all samples.
 """
 
 from __future__ import annotations
@@ -17,24 +17,24 @@ from megappo.observe.ends import End, end_of_older_version
 from megappo.observe.parquet_files import ColumnFile, Numbers
 
 DATA_SOURCE = "data_source"
-"""Column, and metadata key, of a sample's task, named as in verl's files."""
+"""Column and metadata key for the task of a sample, as in the files of verl."""
 TOKEN_TEXTS = "response_token_texts"
 """Column with the text of each response token."""
 END, EPISODE = "end", "episode"
-"""Columns for the reason that a sample ended, and for the episode as JSON."""
+"""Columns for the end of a sample, and for the episode as JSON."""
 _ENDS = (END, EPISODE)
 TURN_REWARDS = "turn_rewards"
 """Column with the environment's reward at the end of each turn."""
 ALONE = {"reward": "reward_without_turns", "score": "score_without_turns"}
-"""For `reward` and `score`, which include the rewards of turns: the name of the column without the rewards of turns."""
+"""Columns without the rewards of turns, for `reward` and `score`, which include the rewards of turns."""
 _TOKENS, _MASK, _LOSS_MASK = "response_tokens", "response_mask", "loss_mask"
 _TOKEN_COLUMNS = {
     "mask": _MASK, "loss": _LOSS_MASK, "reward": "token_rewards", "kl": "kl", "value": "values", "return": "returns",
     "advantage": "advantages", "ratio": "ratios", "version": "token_versions",
 }  # fmt: skip
-"""Values that are shown for each token, and their columns; not every run has all of them."""
+"""Columns of the values that are shown for each token. Some runs lack some columns."""
 SPREAD_OVER_TOKENS = ("ratio", "value", "advantage")
-"""Values of tokens whose distributions are of interest."""
+"""Token values with a distribution on the page."""
 _OLD_LOGPROBS = "old_logprobs"
 _NUMBERS = ("sample_id", "group_id", "reward", "score", "truncated", "weight_version")
 _OF_TURNS = (TURN_REWARDS, *ALONE.values())
@@ -48,24 +48,24 @@ class SampleLine:
     sample_id: int
     """Position of the sample in the step's global batch."""
     group_id: int
-    """Position of the prompt in the step; negative where the episode failed."""
+    """Position of the prompt in the step; negative for a failed episode."""
     reward: float
-    """Reward that was trained on, with the rewards of all turns."""
+    """Training reward, including the rewards of all turns."""
     score: float
     """Score of the reward function plus the rewards of turns, before `reward.scale` and similar settings are applied.
     `samples.jsonl` contains this number."""
     length: int
-    """Number of response tokens, including those of an environment."""
+    """Number of response tokens, including tokens of an environment."""
     end: End
     """Why the response or its episode ended."""
     weight_version: int
-    """Version of the weights that generated the response; the oldest, where there are several."""
+    """Version of the weights that generated the response; the oldest of several versions."""
     prompt: str
     response: str
     raw_response: str
-    """Response with special tokens."""
+    """Response with special tokens as text."""
     answer: str | None
-    """Reference answer, where the data have one."""
+    """Reference answer; None if the data contain no answer."""
     data_source: str | None
     reward_failure: str
     """The reason that the sample has no score; "" if the sample has a score."""
@@ -82,7 +82,7 @@ class SampleTokens:
     """Text of each token; None in files of older versions."""
     columns: Mapping[str, Sequence[float]]
     """Values of each token by name: `mask`, `loss`, `reward`, `kl`, `value`, `return`, `advantage`, `ratio` and
-    `version`, as far as the run has them."""
+    `version`. Values that the run did not compute are absent."""
 
 
 @dataclass(frozen=True)
@@ -94,7 +94,7 @@ class TokenSpread:
 
     @classmethod
     def of(cls, numbers_N: Numbers) -> TokenSpread:
-        """Compute both in float64."""
+        """Compute the mean and the standard deviation in float64."""
         if not len(numbers_N):
             return cls(float("nan"), float("nan"))
         numbers_N = numbers_N.astype("float64")
@@ -103,24 +103,23 @@ class TokenSpread:
 
 @dataclass(frozen=True)
 class StepSums:
-    """Sums over the tokens of samples, by which GAE can be checked. Means are over own tokens: those that the model
-    generated."""
+    """Sums over the tokens of samples, to check GAE. Means are over own tokens, the tokens that the model generated."""
 
     tokens: int
     own: int
     counted: int
-    """Number of own tokens that the losses count."""
+    """Number of own tokens in the losses."""
     reward: float
     """Mean over samples of the sum of token rewards."""
     reward_at_end: float
-    """Share of the absolute token rewards on the last own token of a sample; NaN where all are 0."""
+    """Share of the absolute token rewards on the last own token of a sample; NaN if all rewards are 0."""
     reward_elsewhere: float
-    """Share on tokens that are not the model's, which must be 0."""
+    """Share of the absolute token rewards on tokens of an environment; must be 0."""
     first_return: float
     """Mean return of the first own token."""
     return_gap: float
-    """Mean absolute difference between that return and the sum of rewards; 0 where gamma and the critic's lambda
-    are 1."""
+    """Mean absolute difference between `first_return` and the sum of rewards; 0 if gamma and the critic's lambda are
+    1."""
     returns: TokenSpread
     advantages: TokenSpread
     values: TokenSpread | None
@@ -131,8 +130,8 @@ class StepSums:
 
 
 def no_samples(path: Path, error: Exception) -> ValueError:
-    """Error for a file that holds something else."""
-    return ValueError(f"{path} holds no saved samples ({reason(error)}); name what a run saved")
+    """Return the error for a file without saved samples."""
+    return ValueError(f"{path} contains no saved samples ({reason(error)}); name the saved experience of a run")
 
 
 @contextmanager
@@ -144,13 +143,13 @@ def _samples_of(path: Path) -> Iterator[None]:
 
 
 def read_lines(path: Path) -> list[SampleLine]:
-    """A line for each sample of a file. Raises ValueError if the file is damaged or contains no samples."""
+    """Return a line for each sample of a file. Raises ValueError if the file is damaged or contains no samples."""
     with _samples_of(path):
         return _lines(ColumnFile(path, (*_NUMBERS, *_TEXTS, *_ENDS, *_OF_TURNS, _MASK)))
 
 
 def ends_of(file: ColumnFile) -> list[End]:
-    """Why each sample of a file ended. Raises ValueError for words that are no ends."""
+    """Return the end of each sample of a file. Raises ValueError if the file contains unknown ends."""
     if END in file:
         return [End(text or "") for text in file.texts(END)]
     limits = [json.loads(text)["limit"] for text in file.plain(EPISODE)] if EPISODE in file else [""] * len(file)
@@ -159,8 +158,8 @@ def ends_of(file: ColumnFile) -> list[End]:
 
 
 def _with_turns(file: ColumnFile, name: str) -> Numbers:
-    """(B,): the column `reward` or `score`, including the rewards of turns. In files of older versions, the columns do
-    not include the rewards of turns. This function adds the rewards."""
+    """Return the column `reward` or `score`, including the rewards of turns: (B,). In files of older versions, the
+    columns do not include the rewards of turns. This function adds the rewards."""
     numbers = file.numbers(name)
     if TURN_REWARDS not in file or ALONE[name] in file:
         return numbers
@@ -208,7 +207,7 @@ def _lines(file: ColumnFile) -> list[SampleLine]:
 
 
 def read_sample(path: Path, place: int) -> tuple[SampleLine, SampleTokens, StepSums]:
-    """The sample at a position of a file. Raises ValueError as `read_lines`."""
+    """Return the sample at a position of a file. Raises ValueError as `read_lines` does."""
     with _samples_of(path):
         columns = (*_NUMBERS, *_TEXTS, *_ENDS, *_OF_TURNS, _TOKENS, TOKEN_TEXTS, *_TOKEN_COLUMNS.values())
         file = ColumnFile(path, columns).row(place)
@@ -217,42 +216,42 @@ def read_sample(path: Path, place: int) -> tuple[SampleLine, SampleTokens, StepS
 
 
 def _tokens_of(file: ColumnFile) -> SampleTokens:
-    """The tokens of a file of one sample."""
+    """Return the tokens of a file with one sample."""
     ids: list[int] = file.lists(_TOKENS)[1].tolist()
-    found = {name: file.lists(column)[1].tolist() for name, column in _token_columns(file).items()}
-    found.setdefault("version", file.numbers("weight_version").tolist() * len(ids))
-    if found["loss"] == found["mask"]:
-        del found["loss"]
+    columns = {name: file.lists(column)[1].tolist() for name, column in _token_columns(file).items()}
+    columns.setdefault("version", file.numbers("weight_version").tolist() * len(ids))
+    if columns["loss"] == columns["mask"]:
+        del columns["loss"]
     texts = file.text_lists(TOKEN_TEXTS)[0] if TOKEN_TEXTS in file else None
     if texts is not None and len(texts) != len(ids):
         raise ValueError(f"{len(texts)} texts of {len(ids)} tokens")
-    return SampleTokens(ids, texts, found)
+    return SampleTokens(ids, texts, columns)
 
 
 def _token_columns(file: ColumnFile) -> dict[str, str]:
-    """Values per token that the file has, with their columns. Raises ValueError where lengths of columns differ."""
-    found = {name: column for name, column in _TOKEN_COLUMNS.items() if column in file}
+    """Return the columns of token values in the file by value. Raises ValueError if the lengths of columns differ."""
+    columns = {name: column for name, column in _TOKEN_COLUMNS.items() if column in file}
     lengths = file.lists(_TOKENS)[0]
-    for column in found.values():
+    for column in columns.values():
         if file.lists(column)[0] != lengths:
             raise ValueError(f"columns {column} and {_TOKENS} differ in length")
-    return found
+    return columns
 
 
 @dataclass(frozen=True)
 class StepNumbers:
-    """Numbers of the samples of a step, for their distributions."""
+    """Numbers for the distributions of a step."""
 
     rewards_B: Numbers
     """Training rewards, including the rewards of turns."""
     lengths_B: Numbers
-    """Response tokens of each sample."""
+    """Number of response tokens of each sample."""
     tokens: Mapping[str, Numbers]
-    """Numbers of all own tokens by name: `ratio`, `value` and `advantage`, as far as the run has them."""
+    """Values of all own tokens: `ratio`, `value` and `advantage`. Values that the run did not compute are absent."""
 
 
 def read_numbers(paths: Sequence[Path]) -> StepNumbers:
-    """Numbers of all samples of some files. Raises ValueError as `read_lines`."""
+    """Return the numbers of all samples of the files. Raises ValueError as `read_lines` does."""
     import numpy as np
 
     rewards, lengths, tokens = list[Numbers](), list[int](), dict[str, list[Numbers]]()
@@ -272,8 +271,8 @@ def read_numbers(paths: Sequence[Path]) -> StepNumbers:
 
 
 def read_tokens(path: Path, places: Sequence[int]) -> list[tuple[SampleTokens, Sequence[float]]]:
-    """The tokens of the samples at some positions of a file, and their log-probabilities (nats) under the policy before
-    the step's updates. Raises ValueError as `read_lines`."""
+    """Return the tokens of the samples at the given positions of a file, and the log-probabilities (nats) of the tokens
+    under the policy before the step's updates. Raises ValueError as `read_lines` does."""
     with _samples_of(path):
         columns = ("weight_version", _TOKENS, TOKEN_TEXTS, _OLD_LOGPROBS, *_TOKEN_COLUMNS.values())
         file = ColumnFile(path, columns)
@@ -282,7 +281,7 @@ def read_tokens(path: Path, places: Sequence[int]) -> list[tuple[SampleTokens, S
 
 
 def read_sums(paths: Sequence[Path]) -> StepSums:
-    """Sums over the tokens of all samples of some files. Raises ValueError as `read_lines`."""
+    """Return sums over the tokens of all samples of the files. Raises ValueError as `read_lines` does."""
     files = []
     for path in paths:
         with _samples_of(path):

@@ -1,4 +1,4 @@
-"""Where the time of a step went, by stage and rank: numbers, and a page with them."""
+"""Time of a step by stage and rank, as numbers and as a page."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ from dataclasses import dataclass
 from pathlib import Path
 
 FOLDER = "profile"
-"""Folder of profiles in a run's directory."""
+"""Folder of profiles in the run directory."""
 _OPERATORS, _RANKS = 12, 8
-"""Most operators and ranks on the page. With more ranks it has the fastest, the median and the slowest of each
-stage."""
+"""Maximum number of operators and ranks on the page. With more ranks, the page shows the fastest, the median and the
+slowest rank of each stage."""
 
 Interval = tuple[float, float]
 """Start and end in microseconds."""
@@ -24,7 +24,7 @@ class StageShare:
     stage: str
     seconds: float
     computing: float
-    """Seconds in which the device computed."""
+    """Seconds with computation on the device."""
     exchanging: float
     """Seconds of collectives without simultaneous computation."""
 
@@ -40,50 +40,50 @@ class RankProfile:
 
     stages: list[StageShare]
     operators: dict[str, float]
-    """Seconds in each kernel of a GPU, or in each operator on a CPU without the operators that it calls."""
+    """Seconds of each GPU kernel. On a CPU, seconds of each operator without called operators."""
     calls: dict[str, int]
 
 
 def united(intervals: Iterable[Interval]) -> list[Interval]:
-    """Union of intervals as disjoint intervals, in order."""
-    found: list[Interval] = []
+    """Return the union of intervals as disjoint intervals, in order."""
+    union: list[Interval] = []
     for start, end in sorted(intervals):
-        if found and start <= found[-1][1]:
-            found[-1] = (found[-1][0], max(found[-1][1], end))
+        if union and start <= union[-1][1]:
+            union[-1] = (union[-1][0], max(union[-1][1], end))
         else:
-            found.append((start, end))
-    return found
+            union.append((start, end))
+    return union
 
 
 def _within(intervals: Sequence[Interval], start: float, end: float) -> float:
-    """Seconds of disjoint intervals that are inside `start` to `end`."""
+    """Return the seconds of disjoint intervals between `start` and `end`."""
     return 1e-6 * sum(max(0.0, min(end, b) - max(start, a)) for a, b in intervals)
 
 
 def shares(stages: Sequence[tuple[str, Interval]], work: list[Interval], exchange: list[Interval]) -> list[StageShare]:
-    """How the time of each stage divides; stages with one name are summed."""
+    """Split the time of each stage. Stages with the same name are summed."""
     busy, either = united(work), united([*work, *exchange])
-    found: dict[str, StageShare] = {}
+    by_stage: dict[str, StageShare] = {}
     for name, (start, end) in stages:
-        before = found.get(name, StageShare(name, 0.0, 0.0, 0.0))
+        before = by_stage.get(name, StageShare(name, 0.0, 0.0, 0.0))
         computing = _within(busy, start, end)
-        found[name] = StageShare(
+        by_stage[name] = StageShare(
             name,
             before.seconds + 1e-6 * (end - start),
             before.computing + computing,
             before.exchanging + _within(either, start, end) - computing,
         )
-    return list(found.values())
+    return list(by_stage.values())
 
 
 def _chosen(times: Mapping[int, StageShare]) -> Iterator[int]:
-    """Ranks that the page shows for a stage."""
+    """Return the ranks that the page shows for a stage."""
     order = sorted(times, key=lambda rank: times[rank].seconds)
     return iter(sorted(times) if len(order) <= _RANKS else (order[0], order[len(order) // 2], order[-1]))
 
 
 def page(step: int, ranks: Sequence[RankProfile], where: str) -> str:
-    """One page of Markdown: each stage on each rank, idle time included, and the operators that take longest."""
+    """Return a page of Markdown with the stages on each rank, including idle time, and the slowest operators."""
     lines = [f"# Step {step}, traced", "", f"{len(ranks)} ranks, {where}. A traced step takes longer than others.", ""]
     lines += ["| stage | rank | seconds | computing | exchanging | idle |", "|---|---|---|---|---|---|"]
     by_rank = [{share.stage: share for share in rank.stages} for rank in ranks]
@@ -91,9 +91,9 @@ def page(step: int, ranks: Sequence[RankProfile], where: str) -> str:
         times = {number: of[stage] for number, of in enumerate(by_rank) if stage in of}
         for rank in _chosen(times):
             lines.append(f"| {stage} | {rank} | {_row(times[rank])} |")
-    for rank in _chosen({number: _whole(found) for number, found in enumerate(ranks)}):
+    for rank in _chosen({number: _whole(profile) for number, profile in enumerate(ranks)}):
         lines.append(f"| all | {rank} | {_row(_whole(ranks[rank]))} |")
-    lines += ["", "| operator | calls | seconds | of the computing |", "|---|---|---|---|"]
+    lines += ["", "| operator | calls | seconds | share of computing |", "|---|---|---|---|"]
     names = {name for rank in ranks for name in rank.operators}
     mean = {name: statistics.fmean(rank.operators.get(name, 0.0) for rank in ranks) for name in names}
     total = sum(mean.values()) or 1.0
@@ -102,7 +102,7 @@ def page(step: int, ranks: Sequence[RankProfile], where: str) -> str:
         lines.append(f"| `{name[:80]}` | {calls:.0f} | {mean[name]:.3f} | {mean[name] / total:.0%} |")
     lines += [
         "",
-        "Calls and seconds are those of a rank, in the mean; seconds without those of what an operator calls.",
+        "Calls and seconds are means over ranks. Seconds of an operator exclude the operators that it calls.",
     ]
     return "\n".join(lines) + "\n"
 
@@ -118,5 +118,5 @@ def _row(share: StageShare) -> str:
 
 
 def newest_page(directory: Path) -> Path | None:
-    """Page of the newest traced step of a run; None without any."""
+    """Return the page of the newest traced step of a run, or None without a traced step."""
     return max((directory / FOLDER).glob("step-*.md"), default=None)

@@ -1,4 +1,4 @@
-"""Seconds per stage of a step, and memory."""
+"""Seconds and peak memory of the stages of a step."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ from dataclasses import dataclass
 
 @dataclass
 class Lap:
-    """One timed stage; `seconds` is valid after its block."""
+    """Time of a stage. `seconds` is valid after the block of the stage."""
 
     seconds: float = 0.0
 
 
 class StageTimer:
-    """Collects seconds and peak memory per stage since the last `reset`; stages do not nest."""
+    """Collects seconds and peak memory per stage since the last `reset`. Stages do not nest."""
 
     def __init__(
         self,
@@ -27,22 +27,22 @@ class StageTimer:
         """Start the clock of the first step.
 
         Args:
-            synchronize: waits for the device, so that a stage's time is that of its own work.
-            on_enter: called with the name of each stage before its clock starts.
-            peak_since: gives the peak memory since it was called last, in GB (1e9 bytes).
+            synchronize: waits for the device, so that the time of a stage includes all work of the stage.
+            on_enter: called with the name of each stage before the clock of the stage starts.
+            peak_since: returns the peak memory since the last call, in GB (1e9 bytes).
         """
         self._synchronize, self._on_enter, self._peak_since = synchronize, on_enter, peak_since
         self._running: str | None = None
         self.seconds: dict[str, float] = {}
-        """Seconds of each stage since the last `reset`, in the order in which they began."""
+        """Seconds of each stage since the last `reset`, in the order of the stages."""
         self.peaks: dict[str, float] = {}
         """Peak memory of each stage since the last `reset`, in GB (1e9 bytes)."""
         self.peak = 0.0
-        """Peak memory of all stages, and between them, since the first."""
+        """Peak memory since the first stage, in stages and between stages."""
         self._start = time.perf_counter()
 
     def reset(self) -> None:
-        """Begin a step; not inside a stage."""
+        """Begin a step. Must not be called inside a stage."""
         assert self._running is None, f"the clock was reset inside stage {self._running}"
         self.seconds, self.peaks = {}, {}
         self._start = time.perf_counter()
@@ -59,10 +59,10 @@ class StageTimer:
 
     @contextmanager
     def stage(self, name: str) -> Iterator[Lap]:
-        """Time a block; blocks with the same name are summed."""
+        """Measure the time of a block. Blocks with the same name are summed."""
         assert self._running is None, f"stage {name} began inside stage {self._running}"
         self._on_enter(name)
-        self._measured_peak()  # of what lies between stages
+        self._measured_peak()  # peak between stages
         self._running = name
         lap, start = Lap(), time.perf_counter()
         try:

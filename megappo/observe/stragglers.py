@@ -11,24 +11,24 @@ _QUIET_STEPS = 20
 
 
 class Stragglers:
-    """Reports the slowest rank of a stage where it is far behind; the same stage at most every 20 steps."""
+    """Reports the slowest rank of a stage that is far behind, at most every 20 steps for each stage."""
 
     def __init__(self) -> None:
-        self._last_said: dict[str, int] = {}
+        self._last_steps: dict[str, int] = {}
 
     def observe(self, step: int, seconds: Mapping[str, Sequence[float]]) -> list[str]:
-        """A sentence per stage with a straggler. `seconds`: the times of all ranks by stage.
+        """Return a sentence for each stage with a straggler. `seconds`: times of all ranks by stage.
 
-        Stages in which ranks wait for each other take all of them equally long and show none.
+        A stage in which ranks wait for each other has equal times on all ranks, and no straggler.
         """
-        said = []
+        sentences = []
         for stage, of_rank in seconds.items():
             slowest, usual = max(of_rank), statistics.median_low(of_rank)
             is_far_behind = slowest > _MUCH_SLOWER * usual and slowest > usual + _LEAST_SECONDS
-            if is_far_behind and step - self._last_said.get(stage, -_QUIET_STEPS) >= _QUIET_STEPS:
-                self._last_said[stage] = step
-                said.append(
+            if is_far_behind and step - self._last_steps.get(stage, -_QUIET_STEPS) >= _QUIET_STEPS:
+                self._last_steps[stage] = step
+                sentences.append(
                     f"rank {of_rank.index(slowest)} was the slowest in {stage} with {slowest:.1f} seconds, half of the "
-                    f"ranks took at most {usual:.1f}: look at its machine, or at the lengths it was given."
+                    f"ranks took at most {usual:.1f}: check the machine of the rank, or the lengths of its samples."
                 )
-        return said
+        return sentences

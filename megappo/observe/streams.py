@@ -1,6 +1,6 @@
-"""Keeps a run going if standard output or standard error is closed, has no reader, or has a narrow encoding.
+"""Protects a run from standard streams that are closed, have no reader, or have a limited encoding.
 
-This module imports the standard library only, because every process of megappo imports it first.
+This module only imports the standard library, because every process of megappo imports it first.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ _NAMES = {1: "stdout", 2: "stderr"}
 
 
 class _Output(io.FileIO):
-    """A standard stream. After the reader of a pipe, such as `head`, has ended, the output is dropped."""
+    """A standard stream. After the reader of a pipe, such as `head`, ends, the output is dropped."""
 
     def write(self, data: ReadableBuffer, /) -> int:
         try:
@@ -29,7 +29,8 @@ class _Output(io.FileIO):
 
 
 def prepare_streams() -> None:
-    """Prepare the standard streams of a process of megappo. The process must call this function before it opens a file.
+    """Prepare the standard streams of a process of megappo. The process must call this function before the process
+    opens a file.
 
     Does the same as `adapt_streams`. In addition, output to a pipe without a reader is dropped.
     """

@@ -1,4 +1,4 @@
-"""TensorBoard's event file: metrics, what to look at first, settings, and texts of samples."""
+"""Event file of TensorBoard: metrics, a layout of charts, settings, and texts of samples."""
 
 from __future__ import annotations
 
@@ -46,16 +46,17 @@ LAYOUT: Mapping[str, Mapping[str, Sequence[str]]] = {
         "seconds": ("time/step", "time/rollout", "time/update_actor", "time/update_critic", "time/sync"),
     },
 }
-"""Charts of the tab "Custom Scalars", by section and title: metrics by name."""
+"""Charts of the tab "Custom Scalars": names of metrics by section and title."""
 _SHOWN_CHARACTERS = 20_000
 _SHOWN_SETTINGS = (bool, int, float, str)
 
 
 class TensorBoardLogger:
-    """A TensorBoard event file. The calling thread writes it, so that errors are raised there."""
+    """A TensorBoard event file. Writes happen in the calling thread, so errors are raised in this thread."""
 
     def __init__(self, directory: Path, config: Mapping[str, JSONValue]) -> None:
-        """Create a file in `directory`, of a run with these settings. Raises OSError where it cannot be written."""
+        """Create a file in `directory` for a run with the settings `config`. Raises OSError if the file cannot be
+        written."""
         directory.mkdir(parents=True, exist_ok=True)
         name = f"events.out.tfevents.{time.time():.6f}.{socket.gethostname()}.{os.getpid()}"
         self._path = directory / name
@@ -78,7 +79,7 @@ class TensorBoardLogger:
 
     def log_distributions(self, step: int, distributions: Mapping[str, Distribution]) -> None:
         """Write histograms of a step. Raises OSError."""
-        values = [_histogram(f"distributions/{name}", found) for name, found in distributions.items()]
+        values = [_histogram(f"distributions/{name}", distribution) for name, distribution in distributions.items()]
         if values:
             self._append(_event(step=step, summary=Summary(value=values)))
 
@@ -89,30 +90,31 @@ class TensorBoardLogger:
         self._due, self._is_new = b"", False
 
     def forget_after(self, step: int) -> None:
-        """Make TensorBoard ignore earlier files' events of later steps, from the next step on."""
+        """Make TensorBoard ignore events of later steps in earlier files. Takes effect with the next event."""
         self._due += _event(step=step + 1, session_log=SessionLog(status=SessionLog.START))
 
     def write_due(self) -> None:
-        """Write what waits for the next step's event. Raises OSError."""
+        """Write the events that are due before the next event. Raises OSError."""
         self._file.append(self._due)
         self._due, self._is_new = b"", False
 
     def close(self) -> None:
-        """Close the file, and remove it if it has no event; may be called twice. Raises OSError."""
+        """Close the file. A file without events is removed. May be called twice. Raises OSError."""
         self._file.close()
         if self._is_new:
             self._path.unlink(missing_ok=True)
 
 
 def _event(**content: Any) -> bytes:
-    """An event in the format of the file."""
+    """Return an event in the format of the file."""
     record = io.BytesIO()
     RecordWriter(record).write(Event(wall_time=time.time(), **content).SerializeToString())
     return record.getvalue()
 
 
 def _first(config: Mapping[str, JSONValue]) -> Iterator[Summary.Value]:
-    """What a file begins with: the layout of charts, and the settings, as TensorBoard's plug-ins have them."""
+    """Yield the first values of a file: the layout of charts, and the settings in the formats of TensorBoard's
+    plug-ins."""
     sections = [
         Category(
             title=section,
@@ -149,29 +151,29 @@ def _plain_settings(
             yield f"{prefix}{name}", value
 
 
-def _value(tag: str, plugin: str, told: bytes | None = None, content: bytes = b"") -> Summary.Value:
-    """A value of one of TensorBoard's plug-ins: a string, or data of the plug-in alone."""
+def _value(tag: str, plugin: str, text: bytes | None = None, content: bytes = b"") -> Summary.Value:
+    """Return a value of a TensorBoard plug-in: a string, or only data of the plug-in."""
     metadata = SummaryMetadata(plugin_data=SummaryMetadata.PluginData(plugin_name=plugin, content=content))
-    if told is None:
+    if text is None:
         return Summary.Value(tag=tag, metadata=metadata)
     shape = TensorShapeProto(dim=[TensorShapeProto.Dim(size=1)])
-    tensor = TensorProto(dtype="DT_STRING", string_val=[told], tensor_shape=shape)
+    tensor = TensorProto(dtype="DT_STRING", string_val=[text], tensor_shape=shape)
     return Summary.Value(tag=tag, metadata=metadata, tensor=tensor)
 
 
-def _histogram(tag: str, found: Distribution) -> Summary.Value:
-    """A histogram as TensorBoard's first summaries have it, with sums by the middles of bins."""
-    parts = list(middles(found))
+def _histogram(tag: str, distribution: Distribution) -> Summary.Value:
+    """Return a histogram in the format of TensorBoard's first summaries. Sums use the middles of bins."""
+    parts = list(middles(distribution))
     histogram = HistogramProto(
-        min=found.edges[0], max=found.edges[-1], num=sum(found.counts), bucket=found.counts,
-        bucket_limit=found.edges[1:], sum=sum(x * count for x, count in parts),
+        min=distribution.edges[0], max=distribution.edges[-1], num=sum(distribution.counts),
+        bucket=distribution.counts, bucket_limit=distribution.edges[1:], sum=sum(x * count for x, count in parts),
         sum_squares=sum(x * x * count for x, count in parts),
     )  # fmt: skip
     return Summary.Value(tag=tag, histo=histogram)
 
 
 def _shown(sample: Mapping[str, JSONValue]) -> bytes:
-    """A sample in Markdown; what the model wrote stands in blocks of code, so that it is shown as it is."""
+    """Return a sample in Markdown. Code blocks show the texts of the model unchanged."""
     rows = []
     for name, value in sample.items():
         block = "\n".join(f"    {line}" for line in str(value)[:_SHOWN_CHARACTERS].splitlines())

@@ -1,4 +1,4 @@
-"""A run at Weights & Biases, which goes on under its id where the run is continued."""
+"""Logger for Weights & Biases. A resumed run continues under its id."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from megappo.observe.json_values import JSONValue
 from megappo.observe.plain_files import plain_text
 
 ID_FILE = "wandb-id"
-"""File of the run directory with the run's id there."""
+"""File of the run directory with the id at Weights & Biases."""
 
 
 def import_wandb(project: str) -> Any:
@@ -29,8 +29,8 @@ def import_wandb(project: str) -> Any:
         wandb = importlib.import_module("wandb")
     except Exception as error:
         is_missing = isinstance(error, ModuleNotFoundError) and error.name == "wandb"
-        words = "is not installed" if is_missing else f"cannot be imported: {reason(error)}"
-        raise ConfigError(f"{place} {words}; {remedy}") from error
+        problem = "is not installed" if is_missing else f"cannot be imported: {reason(error)}"
+        raise ConfigError(f"{place} {problem}; {remedy}") from error
     if not hasattr(wandb, "init"):
         folder = next(iter(getattr(wandb, "__path__", ())), "wandb")
         raise ConfigError(f"{place} is not installed, and Python imports the folder {folder} instead; {remedy}")
@@ -38,7 +38,7 @@ def import_wandb(project: str) -> Any:
 
 
 class WandbLogger:
-    """A run at Weights & Biases."""
+    """Logs a run to Weights & Biases."""
 
     def __init__(
         self,
@@ -48,48 +48,48 @@ class WandbLogger:
         directory: Path,
         settings: Mapping[str, JSONValue],
     ) -> None:
-        """Begin the run, or go on with the one whose id the run directory has.
+        """Start a run, or resume the run with the id in the run directory.
 
-        `settings`: `logging.wandb_run`. Raises ConfigError where wandb is not installed or does not start one.
+        `settings`: `logging.wandb_run`. Raises ConfigError if wandb is not installed or cannot start a run.
         """
-        self._wanted = f"logging.wandb_project is '{project}', but"
+        self._failure = f"logging.wandb_project is '{project}', but"
         self._wandb = import_wandb(project)
         self._sends_samples = bool(settings.get("samples"))
-        given = {name: settings[name] for name in ("entity", "group", "mode") if settings.get(name) is not None}
+        selected = {name: settings[name] for name in ("entity", "group", "mode") if settings.get(name) is not None}
         named = settings.get("tags")
         tags = {"tags": list(named)} if named and isinstance(named, Sequence) else {}
-        told = {"project": project, "name": run_name, "config": dict(config), "dir": str(directory)}
-        self._options = {**told, **given, **tags}
+        basics = {"project": project, "name": run_name, "config": dict(config), "dir": str(directory)}
+        self._options = {**basics, **selected, **tags}
         self._file = directory / ID_FILE
-        kept = self._kept()
-        self._goes_on = kept is not None
-        self._begin(kept or _new_id())
+        run_id = self._read_id()
+        self._resumes = run_id is not None
+        self._begin(run_id or _new_id())
 
-    def _kept(self) -> str | None:
-        """The id in the run directory; None where there is none that could be one."""
+    def _read_id(self) -> str | None:
+        """Return the id in the run directory, or None without a valid id."""
         try:
-            found = plain_text(self._file).strip()
+            text = plain_text(self._file).strip()
         except (OSError, UnicodeDecodeError):
             return None
-        return found if re.fullmatch(r"[A-Za-z0-9_-]{1,64}", found) else None
+        return text if re.fullmatch(r"[A-Za-z0-9_-]{1,64}", text) else None
 
     def _begin(self, run_id: str) -> None:
         try:
             self._run = self._wandb.init(**self._options, id=run_id, resume="allow")
-        except Exception as error:  # errors of its own, of its service and of the network
+        except Exception as error:  # errors of wandb, of the service and of the network
             raise ConfigError(
-                f"{self._wanted} Weights & Biases does not begin a run: {reason(error)}; log in (wandb login, or "
-                "export WANDB_API_KEY), export WANDB_MODE=offline to send it later (wandb sync), or set it to null"
+                f"{self._failure} Weights & Biases cannot start a run: {reason(error)}; log in (wandb login, or "
+                "export WANDB_API_KEY), export WANDB_MODE=offline and send it later (wandb sync), or set it to null"
             ) from error
         self._file.write_text(f"{run_id}\n", encoding="utf-8")
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Send the metrics of a step. Those of a step that is there already, as a run that is continued may have, are
-        left out by wandb: they are the same."""
+        """Send the metrics of a step. After a resume, wandb skips steps that were sent before, with the same
+        metrics."""
         self._run.log(dict(metrics), step=step)
 
     def log_samples(self, step: int, samples: Sequence[Mapping[str, JSONValue]]) -> None:
-        """Send a table of texts, where that is asked for."""
+        """Send a table of texts, if `logging.wandb_run.samples` is set."""
         if not self._sends_samples or not samples:
             return
         columns = list(dict.fromkeys(name for sample in samples for name in sample))
@@ -99,17 +99,19 @@ class WandbLogger:
     def log_distributions(self, step: int, distributions: Mapping[str, Distribution]) -> None:
         """Send histograms."""
         histograms = {
-            f"distributions/{name}": self._wandb.Histogram(np_histogram=(list(found.counts), list(found.edges)))
-            for name, found in distributions.items()
+            f"distributions/{name}": self._wandb.Histogram(
+                np_histogram=(list(distribution.counts), list(distribution.edges))
+            )
+            for name, distribution in distributions.items()
         }
         self._run.log(histograms, step=step)
 
     def forget_after(self, step: int) -> None:
-        """Begin another run where nothing is kept of the one before; what was sent stays there."""
-        if step < 1 and self._goes_on:
+        """Start a new run if no step of the earlier run remains. Sent data is not removed."""
+        if step < 1 and self._resumes:
             self._run.finish()
             self._begin(_new_id())
-        self._goes_on = False
+        self._resumes = False
 
     def close(self) -> None:
         """Wait until all data is sent."""

@@ -106,7 +106,7 @@ def test_a_larger_vocabulary_is_no_padding(world: Path) -> None:
 )
 def test_tensors_of_another_architecture_are_named(world: Path, changes: dict[str, Any], words: str) -> None:
     arch = dataclasses.replace(read_architecture(world / "model"), **changes)
-    with pytest.raises(ValueError, match="the actor in .* is of another architecture") as refused:
+    with pytest.raises(ValueError, match="architecture of the actor in .* differs from config") as refused:
         CheckpointSource(world / "run/checkpoints/step-000001", "actor", arch)
     assert words in str(refused.value)
 
@@ -142,7 +142,7 @@ def test_older_checkpoints_mean_what_their_model_folder_says(world: Path) -> Non
     with pytest.raises(ValueError, match="it differs in norm_eps"):
         open_origin(run, "actor", dataclasses.replace(arch, norm_eps=1e-2))
     changed_arch(world / "model", rms_norm_eps=1e-2)
-    with pytest.raises(ValueError, match=r"began with \(sha256 \w{12}, then \w{12}\); bring back the folder as it was"):
+    with pytest.raises(ValueError, match=r"\(sha256 \w{12}, at the start \w{12}\); restore the folder"):
         open_origin(run, "actor", arch)
 
 
@@ -177,7 +177,7 @@ def test_records_of_earlier_versions_are_compared_by_what_they_hold(world: Path)
 def test_an_export_of_another_config_is_refused(world: Path, tmp_path: Path) -> None:
     of_its_own(world)
     changed_arch(world / "model", rms_norm_eps=1e-2)
-    with pytest.raises(ValueError, match=r"the config\.json in .* is not the one the run began with"):
+    with pytest.raises(ValueError, match=r"the config\.json in .* differs from the start of the run"):
         export_run(str(world / "run"), str(tmp_path / "out"))
     assert not (tmp_path / "out").exists()
 

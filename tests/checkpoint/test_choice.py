@@ -56,7 +56,7 @@ def test_a_checkpoint_is_found_by_its_name(tmp_path: Path, world: Runtime, alone
     with pytest.raises(ValueError) as refused:
         find_checkpoint(directory, "5", runtime)
     assert str(refused.value) == (
-        f"{directory} holds no checkpoint of step '5'; there are 1, 2, 3, 4; give one of them, best or latest"
+        f"{directory} contains no checkpoint of step '5'; finished steps: 1, 2, 3, 4; name a step, best or latest"
     )
     lowest = written(tmp_path / "b", world, {"keep_best": "-reward/mean"}, [0.1, 0.3])
     assert find_checkpoint(lowest, "best", runtime)[1].step == 1
@@ -68,12 +68,12 @@ def test_a_checkpoint_is_found_by_its_name(tmp_path: Path, world: Runtime, alone
 @pytest.mark.parametrize(
     ("settings", "steps", "wanted", "words"),
     [
-        ({"keep_best": None}, 2, "best", "has no checkpoint.keep_best to say which is best; there are 1, 2; give one"),
-        (None, 2, "best", "has no checkpoint.keep_best to say which is best; there are 1, 2; give one"),
-        ({"keep_best": "time"}, 2, "best", "no checkpoint in .* has the metric 'time'; there are 1, 2"),
-        (None, 0, "best", "has no checkpoint.keep_best to say which is best; there is no finished one; give one"),
-        (None, 0, "1", "holds no checkpoint of step '1'; there is no finished one; give one of them"),
-        (None, 0, "latest", "holds no finished checkpoint; wait for the run's first one"),
+        ({"keep_best": None}, 2, "best", "has no checkpoint.keep_best to select the best; finished steps: 1, 2; name"),
+        (None, 2, "best", "has no checkpoint.keep_best to select the best; finished steps: 1, 2; name"),
+        ({"keep_best": "time"}, 2, "best", "no checkpoint in .* has the metric 'time'; finished steps: 1, 2"),
+        (None, 0, "best", "has no checkpoint.keep_best to select the best; no checkpoint is finished; name"),
+        (None, 0, "1", "contains no checkpoint of step '1'; no checkpoint is finished; name a step"),
+        (None, 0, "latest", "contains no finished checkpoint; wait for the first checkpoint of the run"),
     ],
 )
 def test_none_is_found(

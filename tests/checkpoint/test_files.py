@@ -119,7 +119,7 @@ def test_an_old_one_that_cannot_be_deleted_is_a_warning_and_tried_again(
         for step in (1, 2, 3):
             writer.save(snapshot(step), wait=True)
     aside = tmp_path / "deleted-step-000001"
-    sentence = f"{aside} cannot be deleted (Device or resource busy); it is tried again with the next checkpoint"
+    sentence = f"{aside} cannot be deleted (Device or resource busy); the run tries again with the next checkpoint"
     assert writer.warnings() == [sentence] * 2 and writer.warnings() == []
     assert kept(tmp_path) == [3] and not any(aside.iterdir())
     writer.save(snapshot(4), wait=True)
@@ -136,8 +136,8 @@ def test_one_that_cannot_be_moved_stays_whole(
     with monkeypatch.context() as read_only:
         read_only.setattr(Path, "rename", denied)
         assert prune(tmp_path, 1, None) == [
-            f"{tmp_path / 'step-000001'} cannot be deleted (Permission denied); it is tried again with the next "
-            "checkpoint"
+            f"{tmp_path / 'step-000001'} cannot be deleted (Permission denied); the run tries again with the "
+            "next checkpoint"
         ]
     assert kept(tmp_path) == [2, 1] and read_marker(tmp_path / "step-000001").step == 1
     assert prune(tmp_path, 1, None) == [] and kept(tmp_path) == [2]
@@ -149,7 +149,7 @@ def test_an_unfinished_one_is_written_again(tmp_path: Path, runtime: Runtime) ->
     (tmp_path / "step-000002" / "__9_0.distcp").write_text("of another layout")
     chosen = select_checkpoint(tmp_path, runtime)
     assert chosen is not None and chosen[1].step == 1
-    assert chosen[2] == [f"{tmp_path / 'step-000002'} was not finished and is passed over"]
+    assert chosen[2] == [f"{tmp_path / 'step-000002'} was not finished and is skipped"]
     write(tmp_path, runtime, 2)
     assert not (tmp_path / "step-000002" / "__9_0.distcp").exists()
     chosen = select_checkpoint(tmp_path, runtime)
@@ -210,7 +210,7 @@ def test_nothing_to_choose(tmp_path: Path, runtime: Runtime) -> None:
     assert select_checkpoint(tmp_path / "none", runtime) is None
     write(tmp_path, runtime, 1)
     (tmp_path / "step-000001" / MARKER).write_text("{}")
-    with pytest.raises(NoCheckpointError, match="holds no whole checkpoint: .* differs from its own checksum"):
+    with pytest.raises(NoCheckpointError, match="contains no whole checkpoint: .* differs from its own checksum"):
         select_checkpoint(tmp_path, runtime)
 
 
@@ -305,7 +305,7 @@ def test_a_marker_names_plain_files_of_its_folder(tmp_path: Path, files: Any) ->
     body = written["body"] | {"files": files}
     digest = hashlib.sha256(json.dumps(body, sort_keys=True).encode()).hexdigest()
     (folder / MARKER).write_text(json.dumps({"sha256": digest, "body": body}))
-    with pytest.raises(DamagedError, match="names .*, which is no file of the folder|has no size and|has no files"):
+    with pytest.raises(DamagedError, match="names .*, which is not a file of the folder|has no size and|has no files"):
         read_marker(folder)
 
 
@@ -318,11 +318,11 @@ def test_what_has_no_end_is_not_read(tmp_path: Path) -> None:
     marker = Marker(1, {name: Stamp(1, "a") for name in ("zero", "pipe", "lost")}, {})
     write_marker(folder, marker)
     found = problems(folder, sorted(read_marker(folder).files.items()))
-    no = "cannot be read: it is no plain file"
+    no = "cannot be read: the path is not a regular file"
     assert found == ["lost is missing", f"pipe {no}", f"zero {no}"]
     (folder / MARKER).unlink()
     (folder / MARKER).symlink_to("/dev/zero")
-    with pytest.raises(DamagedError, match="checkpoint.json cannot be read: it is no plain file"):
+    with pytest.raises(DamagedError, match="checkpoint.json cannot be read: the path is not a regular file"):
         read_marker(folder)
 
 
@@ -336,7 +336,7 @@ def test_what_cannot_be_read_now_is_no_damage(tmp_path: Path, runtime: Runtime, 
     write_marker(unreadable.parent, Marker(2, marker.files | {"other.pt": Stamp(1, "a")}, marker.content))
     unreadable.unlink(missing_ok=True)
     unreadable.symlink_to("/proc/self/mem")  # a plain file whose beginning is an input/output error
-    with pytest.raises(ValueError, match=f"{name} cannot be read .Input/output error., which need not be damage"):
+    with pytest.raises(ValueError, match=f"{name} cannot be read .Input/output error., but may be undamaged"):
         select_checkpoint(tmp_path, runtime)
     (sentence,) = prune(tmp_path, 1, None) if name == MARKER else ["no checkpoint is deleted"]
     assert "no checkpoint is deleted" in sentence and kept(tmp_path) == [2, 1]

@@ -102,9 +102,7 @@ def test_a_critic_keeps_its_head(tmp_path: Path) -> None:
     heads = given.value_head(), found.value_head()
     assert heads[0] is not None and heads[1] is not None
     assert torch.equal(heads[0].weight, heads[1].weight) and torch.equal(heads[0].bias, heads[1].bias)
-    with pytest.raises(
-        ValueError, match=r"release holds a critic, whose output layer gives one value; give a language"
-    ):
+    with pytest.raises(ValueError, match=r"release contains a critic, with one value as output; use a language"):
         open_origin(str(path), "actor", arch)
 
 
@@ -163,28 +161,28 @@ def test_iterations_are_named(world: Path) -> None:
     arch = read_architecture(world / "model")
     for text in ("", "@100"):
         assert "iter_0000100" in open_origin(f"{root}{text}", "actor", arch).summary
-    assert "holds no checkpoint of iteration '7'; there is 100; give one" in refused(world, "@7")
-    assert "holds no checkpoint of iteration 'best'; there is 100" in refused(world, "@best")
+    assert "contains no checkpoint of iteration '7'; existing: 100; name an" in refused(world, "@7")
+    assert "contains no checkpoint of iteration 'best'; existing: 100" in refused(world, "@best")
     (root / "latest_checkpointed_iteration.txt").write_text("soon")
-    assert "says 'soon', must be a number or release" in refused(world)
+    assert "contains 'soon', must be a number or release" in refused(world)
     (root / "latest_checkpointed_iteration.txt").write_text("200")
-    assert "holds no checkpoint of iteration '200'; there is 100" in refused(world)
-    assert "is one checkpoint of Megatron-LM; remove what follows the @" in refused(world, "/iter_0000100@100")
+    assert "contains no checkpoint of iteration '200'; existing: 100" in refused(world)
+    assert "is a single checkpoint of Megatron-LM; remove the part from the @ on" in refused(world, "/iter_0000100@100")
 
 
 def test_other_formats_are_refused_by_name(world: Path) -> None:
     folder = world / "megatron/release"
     (folder / "metadata.json").write_text('{"sharded_backend": "zarr", "sharded_backend_version": 1}')
-    assert "is in format zarr 1, not in torch_dist 1; load it with Megatron-LM and save it with" in refused(world)
+    assert "has format zarr 1, not torch_dist 1; load it with Megatron-LM and save it with" in refused(world)
     (folder / "metadata.json").write_text("{}")
     assert "metadata.json does not name a format (KeyError('sharded_backend'))" in refused(world)
     (folder / "metadata.json").unlink()
-    assert "is in Megatron-LM's format fsdp_dtensor or torch_dcp; load it" in refused(world)
+    assert "has Megatron-LM's format fsdp_dtensor or torch_dcp; load it" in refused(world)
     (folder / ".metadata").unlink()
-    assert "holds no metadata.json, so that it was never finished" in refused(world)
+    assert "contains no metadata.json and is unfinished" in refused(world)
     (folder / "mp_rank_00").mkdir()
     for text in ("", "/release"):
-        assert "is in Megatron-LM's format torch, a file for each rank; load it" in refused(world, text)
+        assert "has Megatron-LM's format torch, with one file per rank; load it" in refused(world, text)
 
 
 NO_ARGUMENT = object()
@@ -197,7 +195,7 @@ ARGUMENTS: dict[str, tuple[dict[str, Any], str]] = {
     "several": (
         {"rotary_base": 500000, "norm_epsilon": 1e-5, "add_qkv_bias": True},
         "norm_epsilon 1e-05 (config.json: 1e-06), add_qkv_bias true (config.json: false), "
-        "rotary_base 500000 (config.json: 10000.0); give a model",
+        "rotary_base 500000 (config.json: 10000.0); use a model",
     ),
     "experts": ({"num_experts": 8}, "num_experts 8 (config.json: null)"),
     "no groups": ({"group_query_attention": False}, "num_query_groups 4 (config.json: 2)"),
@@ -219,7 +217,7 @@ def test_arguments_that_contradict_config_json_are_said(world: Path, name: str) 
     change_arguments(world / "megatron/release", **changes)
     said = refused(world)
     assert f"its arguments contradict the actor's config.json: {words}" in said
-    assert said.endswith("give a model of the same architecture")
+    assert said.endswith("use a model of the same architecture")
 
 
 def test_arguments_of_experts_are_compared(tmp_path: Path) -> None:
@@ -230,7 +228,7 @@ def test_arguments_of_experts_are_compared(tmp_path: Path) -> None:
     change_arguments(release, moe_router_topk=4, moe_router_pre_softmax=True, ffn_hidden_size=48)
     words = (
         "moe_ffn_hidden_size 48 (config.json: 24), moe_router_topk 4 (config.json: 2), moe_router_pre_softmax true "
-        "(config.json: false); give"
+        "(config.json: false); use"
     )
     assert words in refused(tmp_path)
 
@@ -271,7 +269,7 @@ def test_newer_checkpoints_keep_arguments_among_the_tensors(world: Path) -> None
     assert "common.pt cannot be read: No such file" in refused(world)
     for content, words in (
         ([common], "num_layers 7 (config.json: 2)"),
-        (Payload(), f"distcp names {__name__}.leave_a_trace, which Megatron-LM does not put there"),
+        (Payload(), f"distcp names {__name__}.leave_a_trace, which Megatron-LM does not write"),
     ):
         archive = BytesIO()
         torch.save(content, archive)
@@ -294,7 +292,7 @@ def test_a_larger_vocabulary_is_no_padding(world: Path) -> None:
     said = refused(world, vocab_size=VOCAB - 5)
     assert f"{VOCAB} tokens, padded in steps of 4 (config.json: vocab_size {VOCAB - 5})" in said
     said = refused(world, vocab_size=VOCAB + 1)
-    assert f"'embedding.word_embeddings.weight' in {folder} has shape ({VOCAB}, 32), config.json means at least" in said
+    assert f"word_embeddings.weight' in {folder} has shape ({VOCAB}, 32), config.json requires at least" in said
 
 
 def unknown_tensor(metadata: Metadata) -> None:
@@ -343,14 +341,14 @@ def a_call(metadata: Metadata) -> None:
 
 
 CRAFTED: dict[str, tuple[Callable[[Metadata], None], str]] = {
-    "unknown": (unknown_tensor, "holds decoder.layers.mlp.router.expert_bias, which a llama of its config.json"),
-    "missing": (missing_tensor, "holds no tensor 'decoder.layers.self_attention.linear_qkv.weight'"),
-    "missing part": (missing_part, "is damaged: 'decoder.layers.mlp.linear_fc2.weight' is not all there"),
-    "part outside": (part_outside, "is damaged: 'decoder.layers.mlp.linear_fc2.weight' has a part outside of it"),
-    "part nowhere": (part_nowhere, "is damaged: 'decoder.layers.mlp.linear_fc2.weight' has a part that lies nowhere"),
+    "unknown": (unknown_tensor, "contains decoder.layers.mlp.router.expert_bias, which a llama of its config.json"),
+    "missing": (missing_tensor, "contains no tensor 'decoder.layers.self_attention.linear_qkv.weight'"),
+    "missing part": (missing_part, "is damaged: 'decoder.layers.mlp.linear_fc2.weight' is incomplete"),
+    "part outside": (part_outside, "is damaged: 'decoder.layers.mlp.linear_fc2.weight' has a part outside of the"),
+    "part nowhere": (part_nowhere, "is damaged: 'decoder.layers.mlp.linear_fc2.weight' has a part without a location"),
     "float8": (float8, "is of type torch.float8_e4m3fn, which cannot be read; use weights of type torch.float64"),
-    "another folder": (in_another_folder, ".metadata is not what a checkpoint holds (ValueError: tensors in '../__0"),
-    "a call": (a_call, f".metadata names {__name__}.leave_a_trace, which no checkpoint does"),
+    "another folder": (in_another_folder, ".metadata has invalid content (ValueError: tensors in '../__0"),
+    "a call": (a_call, f".metadata names {__name__}.leave_a_trace, which no checkpoint contains"),
 }
 
 
@@ -364,13 +362,13 @@ def test_what_a_checkpoint_cannot_hold_is_a_sentence(world: Path, how: str) -> N
 def test_shapes_of_another_architecture_are_named(world: Path) -> None:
     """Also where a checkpoint says nothing but them."""
     folder = world / "megatron/release"
-    assert "its arguments contradict the actor's config.json: ffn_hidden_size 48 (config.json: 40); give" in refused(
+    assert "its arguments contradict the actor's config.json: ffn_hidden_size 48 (config.json: 40); use" in refused(
         world, ffn_hidden_size=40
     )
     torch.save({}, folder / "common.pt")
-    words = f"tensor 'decoder.layers.mlp.linear_fc1.weight' in {folder} has shape (2, 96, 32), config.json means (2, 80"
+    words = f"'decoder.layers.mlp.linear_fc1.weight' in {folder} has shape (2, 96, 32), config.json requires (2, 80"
     assert words in refused(world, ffn_hidden_size=40)
-    assert "holds output_layer.weight, which a llama of its config.json does not have" in refused(
+    assert "contains output_layer.weight, which a llama of its config.json does not have" in refused(
         world, tied_embeddings=True
     )
     open_origin(  # a critic has no output layer to tie
@@ -381,7 +379,7 @@ def test_shapes_of_another_architecture_are_named(world: Path) -> None:
 @pytest.mark.parametrize("content", [Payload(), {"args": Payload()}, {"args": Namespace(x=Payload())}], ids=range(3))
 def test_an_unknown_class_is_refused_by_its_name(world: Path, content: Any) -> None:
     torch.save(content, world / "megatron/release/common.pt")
-    words = f"common.pt names {__name__}.leave_a_trace, which Megatron-LM does not put there"
+    words = f"common.pt names {__name__}.leave_a_trace, which Megatron-LM does not write"
     assert words in refused(world)
 
 
@@ -394,7 +392,7 @@ def test_a_common_file_that_is_none_is_a_sentence(world: Path, content: bytes | 
         torch.save([content], path)
     else:
         path.write_bytes(content)
-    words = "cannot be read: No such file" if content is None else "is not what Megatron-LM"
+    words = "cannot be read: No such file" if content is None else "has content that Megatron-LM does not"
     assert f"{path} {words}" in refused(world)
 
 

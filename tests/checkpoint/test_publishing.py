@@ -53,9 +53,9 @@ def test_a_card_has_the_figures_of_the_last_steps() -> None:
     assert "| `reward/mean` | 0.7 |" in text, "the mean of steps 5 to 9"
     assert "| `response/length` | 3 |" in text and "kl/mean" not in text
     assert "| `eval/reward_mean` at step 9 | 0.75 |" in text and "0.125" not in text
-    assert "random weights in the form of `configs/models/tiny_arithmetic`" in text
+    assert "random weights for `configs/models/tiny_arithmetic`" in text
     assert "learning rate 0.001, linear" in text and "learning rate 0.002" in text
-    assert "## What came of it" not in model_card(config, [], role="actor", step=0)
+    assert "## Results" not in model_card(config, [], role="actor", step=0)
 
 
 def test_a_card_names_what_a_model_began_with() -> None:
@@ -82,8 +82,8 @@ def test_names_in_a_card_are_text() -> None:
 def test_a_card_without_readable_figures_says_so(tmp_path: Path, written: str) -> None:
     (tmp_path / "metrics.jsonl").write_text(written)
     (told,) = write_card(tmp_path, load_config(QUICKSTART), tmp_path, role="actor", step=1)
-    assert told.startswith("the model card has no figures, as ") and "metrics.jsonl" in told
-    assert "How it was trained" in (tmp_path / "README.md").read_text()
+    assert told.startswith("the model card has no results: ") and "metrics.jsonl" in told
+    assert "## Training" in (tmp_path / "README.md").read_text()
 
 
 def test_an_export_has_the_card_of_its_step(run: Path, tmp_path: Path) -> None:
@@ -204,7 +204,7 @@ def test_what_cannot_be_uploaded_is_told_before_the_export(
     with pytest.raises(ConfigError, match="public requires push_to_hub"):
         api.export(run, out, public=True)
     monkeypatch.setattr("huggingface_hub.get_token", lambda: None)
-    with pytest.raises(ConfigError, match="nobody is logged in to http://127.0.0.1"):
+    with pytest.raises(ConfigError, match="no user is logged in to http://127.0.0.1"):
         api.export(run, out, push_to_hub=NAME)
     monkeypatch.setattr(constants, "ENDPOINT", "http://127.0.0.1:9")
     with pytest.raises(ConfigError, match=f"127.0.0.1:9 cannot be reached .* hf upload {NAME} OUT"):

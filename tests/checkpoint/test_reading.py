@@ -94,14 +94,14 @@ def with_negative_sizes(metadata: Metadata, folder: Path) -> None:
 
 
 CRAFTED: dict[str, tuple[Callable[[Metadata, Path], None], str]] = {
-    "a call in a field": (in_a_field, r"\.metadata names \S+\.leave_a_trace, which no checkpoint does"),
-    "a call in a key": (in_a_key, r"\.metadata names \S+\.leave_a_trace, which no checkpoint does"),
-    "a call in bytes": (in_bytes, r"\.metadata names torch\.\S+\.BytesStorageMetadata, which no checkpoint does"),
+    "a call in a field": (in_a_field, r"\.metadata names \S+\.leave_a_trace, which no checkpoint contains"),
+    "a call in a key": (in_a_key, r"\.metadata names \S+\.leave_a_trace, which no checkpoint contains"),
+    "a call in bytes": (in_bytes, r"\.metadata names torch\.\S+\.BytesStorageMetadata, which no checkpoint contains"),
     "another folder": (
         in_another_folder,
-        r"\.metadata is not what a checkpoint holds .*tensors in '\.\./elsewhere/__0_0",
+        r"\.metadata has invalid content .*tensors in '\.\./elsewhere/__0_0",
     ),
-    "negative sizes": (with_negative_sizes, r"\.metadata is not what a checkpoint holds .*-1 instead of a count"),
+    "negative sizes": (with_negative_sizes, r"\.metadata has invalid content .*-1 instead of a count"),
 }
 
 
@@ -172,7 +172,7 @@ def test_files_of_ranks_hold_values_alone(tmp_path: Path, broken: str) -> None:
     elif broken == "missing":
         path.unlink()
     TRACES.clear()
-    with pytest.raises(ValueError, match=r"random-00000\.pt does not hold tensors and plain values alone: ") as raised:
+    with pytest.raises(ValueError, match=r"random-00000\.pt must contain only tensors and plain values: ") as raised:
         load_values(path)
     assert TRACES == [] and "\n" not in str(raised.value)
 
@@ -181,10 +181,14 @@ def test_tensors_that_are_not_there_are_a_sentence(tmp_path: Path, runtime: Runt
     write(tmp_path, runtime, 1)
     folder = tmp_path / "step-000001"
     other = {"actor.weight.c": ShardedTensor.from_rank_offsets("actor.weight.c", torch.zeros(2))}
-    with pytest.raises(ValueError, match="step-000001 does not hold what this model and layout need: .*actor.weight.c"):
+    with pytest.raises(
+        ValueError, match="step-000001 does not contain the tensors of this model and layout: .*actor.weight.c"
+    ):
         read_tensors(folder, other)
     wide = {"actor.weight.a": ShardedTensor.from_rank_offsets("actor.weight.a", torch.zeros(64, 9))}
-    with pytest.raises(ValueError, match="does not hold what this model and layout need: .*shape mismatch") as raised:
+    with pytest.raises(
+        ValueError, match="does not contain the tensors of this model and layout: .*shape mismatch"
+    ) as raised:
         read_tensors(folder, wide)
     assert "Traceback" not in str(raised.value)
 
@@ -222,8 +226,8 @@ def test_a_checkpoint_of_an_unknown_torch_is_refused(tmp_path: Path, runtime: Ru
     here = re.escape(str(torch.__version__))
     with pytest.raises(
         ValueError,
-        match=rf"step-000007 was written with torch 2\.15\.0\+\S+, this is torch {here}; checkpoints go from one "
-        r"version to another between torch 2\.11 and 2\.14: continue with torch 2\.15\.0",
+        match=rf"step-000007 was written with torch 2\.15\.0\+\S+, this is torch {here}; checkpoints are "
+        r"compatible from torch 2\.11 to 2\.14: continue with torch 2\.15\.0",
     ):
         select_checkpoint(tmp_path, runtime)
 

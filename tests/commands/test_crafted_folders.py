@@ -157,7 +157,7 @@ def test_an_export_runs_the_code_that_its_user_names(crafted: Path, capsys: pyte
     """And no other."""
     words = ["export", str(crafted / "run"), str(crafted / "out")]
     assert main(words) == 2
-    assert f"give --family {MODULE}:FAMILY if that code is yours" in capsys.readouterr().err
+    assert f"set --family {MODULE}:FAMILY if you trust this code" in capsys.readouterr().err
     assert main([*words, "--family", "elsewhere:FAMILY"]) == 2 and not (crafted / "trace").exists()
     assert main([*words, "--family", f"{MODULE}:FAMILY"]) == 2 and (crafted / "trace").exists()
     (crafted / "trace").unlink()

@@ -235,7 +235,7 @@ def test_files_that_somebody_wrote_are_read_with_care(
         table = table.set_column(table.column_names.index(name), name, column)
     parquet.write_table(table, path)
     said = told(capsys, run, "--step", 3, "--sample", 0, code=2)
-    assert f"{path} holds no saved samples ({problem}); name what a run saved" in said[0]
+    assert f"{path} contains no saved samples ({problem}); name the saved experience of a run" in said[0]
 
 
 def test_turn_rewards_with_a_wrong_length_are_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -92,7 +92,7 @@ def test_a_line_without_end_is_a_sentence(tmp_path: Path, capsys: pytest.Capture
     (run / "metrics.jsonl").write_text("{")
     os.truncate(run / "metrics.jsonl", 2**40)
     assert main(["report", str(run)]) == 2
-    assert "has a line of more than 67108864 characters; put the run's own there" in capsys.readouterr().err
+    assert "has a line of more than 67108864 characters; restore the file of the run" in capsys.readouterr().err
 
 
 def test_what_is_no_text_is_a_sentence(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -71,11 +71,11 @@ def test_resumes_where_it_stood(taken: int) -> None:
     [
         (
             {**ORDER, "epoch": 0, "position": 0, "fingerprint": "e" * 64},
-            "of the source are not those the run began with: the data, the tokenizer",
+            "of the source differ from the start of the run: the data, the tokenizer",
         ),
         ({**ORDER, "epoch": 0, "position": 5, "fingerprint": "f" * 64}, "outside of 5 prompts"),
         ({**ORDER, "epoch": 0}, "lacks fingerprint, position"),
-        ({**ORDER, "epoch": 0, "position": 0, "fingerprint": "f" * 64, "seed": 2}, "order is that of run.seed 2"),
+        ({**ORDER, "epoch": 0, "position": 0, "fingerprint": "f" * 64, "seed": 2}, "cursor has run.seed 2"),
         ({**ORDER, "epoch": 0, "position": 0, "fingerprint": "f" * 64, "shuffle": False}, "data.shuffle false, not of"),
     ],
 )

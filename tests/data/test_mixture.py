@@ -126,10 +126,10 @@ def test_a_restart_goes_on_where_it_stood(weights: list[float], before: int, rig
 def test_other_weights_are_other_data(tmp_path: Path) -> None:
     prompts, others = read({"web": 2.0, "math": 1.0}, tmp_path), read({"web": 1.0, "math": 1.0}, tmp_path)
     state = training_cursor(prompts, data(prompts), 3).state_dict()
-    with pytest.raises(ValueError, match=r"the sources of data.mixture, or their weights, are not those the run"):
+    with pytest.raises(ValueError, match=r"the sources of data.mixture or their weights differ from the start"):
         training_cursor(others, data(others), 3).load_state_dict(state)
     single = Cursor(3, 3, True, fingerprint="f" * 64).state_dict()
-    with pytest.raises(ValueError, match=r"the sources of data.mixture, or their weights, are not those the run"):
+    with pytest.raises(ValueError, match=r"the sources of data.mixture or their weights differ from the start"):
         training_cursor(prompts, data(prompts), 3).load_state_dict(single)
 
 

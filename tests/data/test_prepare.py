@@ -155,13 +155,13 @@ def test_countdown_is_made_from_a_seed(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("name", "files", "words"),
     [
-        ("gsm8k", {"train.jsonl": [{"question": "q", "answer": "7"}]}, "line 1 has no number behind #### in its"),
+        ("gsm8k", {"train.jsonl": [{"question": "q", "answer": "7"}]}, "line 1 has no number after #### in the"),
         ("gsm8k", {"train.jsonl": [{"problem": "q"}]}, "line 1 has None as its question, must be a text"),
         ("math", {"train.jsonl": [{"problem": "q", "solution": "7"}]}, r"line 1 has no \boxed{} in its solution"),
-        ("dapo", {"dapo-math-17k.jsonl": [{"prompt": "q"}]}, "line 1 lacks data_source, reward_model, which the files"),
-        ("gsm8k", {}, "holds no train.parquet or train.jsonl, nor parts of it"),
+        ("dapo", {"dapo-math-17k.jsonl": [{"prompt": "q"}]}, "line 1 lacks data_source, reward_model, unlike the"),
+        ("gsm8k", {}, "contains no train.parquet or train.jsonl, and no parts"),
         ("gsm8k", {"train_socratic.jsonl": GSM8K}, "holds no train.parquet or train.jsonl"),
-        ("gsm8k", {"train-00000-of-00002.parquet": GSM8K}, "which are not the parts of one train; give one file"),
+        ("gsm8k", {"train-00000-of-00002.parquet": GSM8K}, "which are not the parts of one train; use one file"),
         ("gsm8k", {"a/train.jsonl": GSM8K, "b/train.jsonl": GSM8K}, "holds a/train.jsonl, b/train.jsonl, which are"),
         ("gsm8k", {"train.jsonl": GSM8K}, "holds no test.parquet or test.jsonl"),
     ],
@@ -182,10 +182,10 @@ def test_other_files_are_refused(
     ("words", "said"),
     [
         (["gsm9k"], "there is no data set 'gsm9k'; the nearest of gsm8k, math, dapo or countdown is gsm8k"),
-        (["countdown", "--from", "x"], "countdown is made from a seed and reads no file; leave --from x out"),
+        (["countdown", "--from", "x"], "countdown is generated from a seed and reads no file; remove --from x"),
         (["countdown", "--count", "0"], "--count is '0', must be a whole number from 1"),
         (["gsm8k", "--from", "nowhere"], "--from nowhere: there is no such file or folder"),
-        (["gsm8k", "--from", __file__], "the name does not tell which part of gsm8k it is; call it train.parquet or"),
+        (["gsm8k", "--from", __file__], "the name does not identify a split of gsm8k; rename the file to train"),
     ],
 )
 def test_other_words_are_refused(
@@ -205,9 +205,9 @@ def test_without_a_network_it_says_what_to_do(
     assert main(["data", "prepare", name, str(tmp_path / "out")]) == 2
     repository = SETS[name][0].repository
     assert capsys.readouterr().err == (
-        f"megappo: error: the data set '{repository}' could not be fetched from the hub (HF_HUB_OFFLINE is set); where "
-        f"there is network, run `hf download --repo-type dataset {repository} --local-dir FOLDER`, and give the FOLDER "
-        "here with --from\n"
+        f"megappo: error: the data set '{repository}' could not be fetched from the hub (HF_HUB_OFFLINE is set); on a "
+        f"machine with a network, run `hf download --repo-type dataset {repository} --local-dir FOLDER`, and use "
+        "--from FOLDER\n"
     )
 
 

@@ -243,7 +243,7 @@ def test_fingerprint_knows_prompts_and_answers(tmp_path: Path) -> None:
         (
             [{"role": "user", "content": "a"}],
             {"apply_chat_template": False, "template": None},
-            "set data.apply_chat_template: true and data.chat_template to a file, as none is there",
+            "set data.apply_chat_template: true and data.chat_template to a file, because none exists",
         ),
         ("a", {"apply_chat_template": False, "system_prompt": "s"}, "data.system_prompt is set, but"),
         ([{"role": "tool", "content": "a"}], {}, "the chat template refuses prompt 0 .*no tools here"),
@@ -255,8 +255,8 @@ def test_fingerprint_knows_prompts_and_answers(tmp_path: Path) -> None:
             {"template": "{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}"},
             r"refuses prompt 0 .*\(RecursionError: ",
         ),
-        ("a", {"template": "{{ '\\ud800' }}"}, "prompt 0 of .*: the rendered chat holds half a surrogate pair"),
-        ("ÄÖÜ", {"apply_chat_template": False}, "prompt 0 of .* becomes no token at all"),
+        ("a", {"template": "{{ '\\ud800' }}"}, "prompt 0 of .*: the rendered chat contains half a surrogate pair"),
+        ("ÄÖÜ", {"apply_chat_template": False}, "prompt 0 of .* has no token"),
     ],
 )
 def test_unusable_prompts(tmp_path: Path, prompt: Any, settings: dict[str, Any], sentence: str) -> None:
@@ -276,7 +276,7 @@ def knowing(alphabet: str, **named: str) -> PreTrainedTokenizerFast:
     ("alphabet", "named", "words"),
     [
         ("abc", {"unk_token": "?"}, ""),
-        ("ab", {"unk_token": "?"}, "1 of 2 prompts of DATA have tokens that .* not know, 2 of 7 tokens are \\?"),
+        ("ab", {"unk_token": "?"}, "1 of 2 prompts of DATA have unknown tokens: 2 of 7 tokens are \\?"),
         ("x", {"unk_token": "?"}, "2 of 2 prompts of DATA .*, 7 of 7 tokens are"),
         ("c", {}, "2 of 2 prompts of DATA .*, 5 of 7 tokens are"),  # which its settings do not name
         ("a", {"unk_token": "?", "pad_token": "?"}, "2 of 2 prompts of DATA .*, 4 of 7 tokens are"),

@@ -188,8 +188,8 @@ def test_data_sets_that_cannot_be_read(hub: Any, tmp_path: Path) -> None:
     for source, more, said in (
         (f"datasets:{tmp_path}/none", {}, f"there is no folder {tmp_path}/none"),
         (f"datasets:{tmp_path}/one:test", {"prompt_key": "question"}, "is a single split; remove test from it"),
-        (f"datasets:{tmp_path}/one:main:train", {}, "save_to_disk wrote has no configurations; remove main"),
-        (f"datasets:{tmp_path}/two:test", {}, "has no split 'test', but held; end it with one"),
+        (f"datasets:{tmp_path}/one:main:train", {}, "a folder of save_to_disk has no configurations; remove main"),
+        (f"datasets:{tmp_path}/two:test", {}, "has no split 'test', but held; append one of them"),
         (f"datasets:{tmp_path}/one", {}, "row 0 has no field 'prompt', but question"),
         (f"datasets:{tmp_path}/one", {"options": {"a": 1}}, "takes no options, got {'a': 1}; remove them"),
         ("datasets:nobody/nothing", {}, "'datasets:nobody/nothing' cannot be loaded ("),
@@ -208,7 +208,7 @@ def test_a_revision_is_a_commit_that_the_hub_names(hub: Any, monkeypatch: pytest
         return datasets.Dataset.from_list([{"prompt": "1+1=", "answer": "2"}], split="train")
 
     datasets = pytest.importorskip("datasets")
-    with pytest.raises(ValueError, match=r"not say what revision v1 is .* nobody/nothing --revision v1 --local-dir"):
+    with pytest.raises(ValueError, match=r"not resolve revision v1 .* nobody/nothing --revision v1 --local-dir"):
         read("datasets:nobody/nothing@v1:main:train")
     monkeypatch.setattr(datasets, "load_dataset", load)
     known = {("some/set", "v1"): "0123abcd"}
@@ -233,7 +233,7 @@ def test_data_sets_need_a_library_that_runs_no_code(monkeypatch: pytest.MonkeyPa
     with pytest.raises(ValueError, match=r"needs a library; pip install '.\[datasets\]'"):
         read("datasets:openai/gsm8k:main:train")
     monkeypatch.setitem(sys.modules, "datasets", SimpleNamespace(__version__="3.6.0"))
-    with pytest.raises(ValueError, match=r"datasets 3\.6\.0 may run code that comes with data, version 4"):
+    with pytest.raises(ValueError, match=r"datasets 3\.6\.0 may run code of a data set, version 4"):
         read("datasets:openai/gsm8k:main:train")
 
 
@@ -297,8 +297,8 @@ NO_DATE = pyarrow.array([{"when": 0}, {"when": 2**52}], pyarrow.struct([("when",
 GOOD = {"prompt": "a", "answer": "b"}
 MALFORMED: dict[str, tuple[Callable[[Path], Path], str]] = {
     "missing file": (lambda folder: folder / "none.jsonl", "does not exist"),
-    "folder": (lambda folder: folder, "of no known kind"),
-    "unknown suffix": (raw(b"", "data.csv"), "of no known kind; use FILE.jsonl"),
+    "folder": (lambda folder: folder, "has an unknown type"),
+    "unknown suffix": (raw(b"", "data.csv"), "has an unknown type; use FILE.jsonl"),
     "empty": (raw(b""), "is empty; it needs at least one record"),
     "blank lines": (raw(b"\n \n"), "is empty"),
     "invalid JSON": (raw(b'{"prompt": "a"}\n{"prompt": \n'), "line 2 is not JSON"),
@@ -320,11 +320,11 @@ MALFORMED: dict[str, tuple[Callable[[Path], Path], str]] = {
     "surrogate in the answer": (raw(b'{"prompt": "a", "answer": "\\ud800"}'), "line 1: the answer holds half a"),
     "parquet folder": (lambda folder: made(folder / "data.parquet"), "is a folder; name one file in it"),
     "parquet column not UTF-8": (renamed_column, "not a readable parquet file"),
-    "parquet not UTF-8": (arrow_column("data_source", NOT_UTF8), "row 1 holds a value that cannot be read .'utf-8'"),
-    "parquet impossible date": (arrow_column("extra_info", NO_DATE), "row 1 holds a value that cannot be read"),
+    "parquet not UTF-8": (arrow_column("data_source", NOT_UTF8), "row 1 contains a value that cannot be read .'utf-8'"),
+    "parquet impossible date": (arrow_column("extra_info", NO_DATE), "row 1 contains a value that cannot be read"),
     "not UTF-8": (raw(b'{"prompt": "a"}\n{"prompt": "\xe4"}\n'), "line 2 is not UTF-8"),
-    "half a surrogate": (raw(b'{"prompt": "\\ud800"}'), "line 1: the prompt holds half a surrogate pair"),
-    "digits without end": (raw(b'{"prompt": ' + b"1" * 5000 + b"}"), "line 1 is JSON beyond what Python reads"),
+    "half a surrogate": (raw(b'{"prompt": "\\ud800"}'), "line 1: the prompt contains half a surrogate pair"),
+    "digits without end": (raw(b'{"prompt": ' + b"1" * 5000 + b"}"), "line 1 is JSON that Python cannot read"),
     "garbage parquet": (raw(b"garbage", "data.parquet"), "not a readable parquet file"),
     "empty parquet file": (raw(b"", "data.parquet"), "not a readable parquet file"),
     "truncated parquet": (truncated_parquet, "not a readable parquet file"),
@@ -411,7 +411,7 @@ def user_module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
     [
         ("no_such_module:f", {}, "module 'no_such_module' cannot be imported"),
         ("broken_prompts:f", {}, r"failed \(ZeroDivisionError"),
-        ("user_prompts", {}, "of no known kind; use .* or package.module:function"),
+        ("user_prompts", {}, "has an unknown type; use .* or package.module:function"),
         (".relative:f", {}, "write package.module:function"),
         ("user_prompts:god", {}, "has no function 'god'; did you mean 'user_prompts:good'"),
         ("user_prompts:good", {"size": 3}, r"cannot be called with \(size=\): "),
@@ -432,8 +432,8 @@ def user_module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
         (SUMS, {"max_operand": -1}, "max_operand is -1, must be a whole number of at least 0"),
         (SUMS, {"max_operand": "3"}, "max_operand is '3', must be a whole number"),
         (SUMS, {"max_operand": 1, "modulus": 0}, "modulus is 0, must be a whole number of at least 1"),
-        (SUMS, {"max_operand": 1, "template": "{a}+{c}"}, "must hold {a} and {b} and no other field"),
-        (SUMS, {"max_operand": 1, "template": "{a"}, "must hold {a} and {b} and no other field"),
+        (SUMS, {"max_operand": 1, "template": "{a}+{c}"}, "must contain {a} and {b} and no other field"),
+        (SUMS, {"max_operand": 1, "template": "{a"}, "must contain {a} and {b} and no other field"),
         ("reasoning_gym:chain_sum", {"seed": None}, "option seed of .* is None, must be a whole number"),
         ("reasoning_gym:chain_sum", {"size": 2.5}, "option size of .* is 2.5, must be a whole number"),
         ("user_prompts:bad_metadata", {}, "record 0: the metadata are 'm'"),

@@ -205,7 +205,7 @@ def test_a_word_that_is_no_end_is_refused(tmp_path: Path) -> None:
     write_samples(path, samples((2, 3)), range(2), str)
     table = parquet.read_table(path)
     parquet.write_table(table.set_column(table.column_names.index("end"), "end", [["stop", "stop"]]), path)
-    with pytest.raises(ValueError, match="holds no saved samples .*'stop' is not a valid End"):
+    with pytest.raises(ValueError, match="contains no saved samples .*'stop' is not a valid End"):
         read_lines(path)
 
 

@@ -40,7 +40,7 @@ def test_a_line_has_the_step_first_and_sorted_names(tmp_path: Path) -> None:
 @pytest.mark.parametrize("name", ["metrics.jsonl", "samples.jsonl", "jumps.jsonl"])
 def test_a_folder_in_place_of_a_file_is_a_sentence(tmp_path: Path, name: str) -> None:
     (tmp_path / name).mkdir()
-    with pytest.raises(ValueError, match=f"{name} is no file, where the run would write; remove it"):
+    with pytest.raises(ValueError, match=f"{name} is not a file, but the run writes to this path; remove it"):
         MetricsLog(tmp_path, "r", {}, **FILES_ONLY)
 
 
@@ -216,7 +216,7 @@ def test_a_logger_of_ones_own_gets_the_run(tmp_path: Path) -> None:
         (f"{__name__}:Listin", {}, {}, r"has no function 'Listin'; did you mean '.*:Listing'"),
         (f"{__name__}:Listing", {"inot": []}, {}, r"cannot be called with \(directory=, run_name=, config=, inot=\)"),
         (f"{__name__}:Listing", {"into": []}, {"refuse": 1}, r"failed \(KeyError: 'no account' \(.*\)\); fix it"),
-        ("builtins:dict", {}, {}, r"has no log and forget_after and close; give it what megappo\.api"),
+        ("builtins:dict", {}, {}, r"has no log and forget_after and close; implement the methods of megappo\.api"),
     ],
 )
 def test_a_logger_that_is_none_is_one_sentence(

@@ -81,7 +81,9 @@ def test_some_samples_of_several_ranks(tmp_path: Path) -> None:
 def test_files_that_are_none(tmp_path: Path) -> None:
     path = tmp_path / "rank-00000.parquet"
     parquet.write_table(pyarrow.table({"sample_id": [1]}), path)
-    with pytest.raises(ValueError, match=r"holds no saved samples \(.*prompt_tokens.*\); name what a run saved"):
+    with pytest.raises(
+        ValueError, match=r"contains no saved samples \(.*prompt_tokens.*\); name the saved experience of a run"
+    ):
         read_samples(path)
     path.write_bytes(b"PAR1")
     with pytest.raises(ValueError, match=r"is not a readable parquet file"):

@@ -96,10 +96,10 @@ def assert_mtp_layers_are_checked(
     if goes_on:
         output = attempts(model.parent, train(run, *goes_on, expect="2"))
         assert "the weights of the actor's further layers are not those the run began with" in output
-    with pytest.raises(ValueError, match=r"further tokens in .* are not those .* began with .*\(--without-mtp\)"):
+    with pytest.raises(ValueError, match=r"prediction layers in .* differ from the start .*\(--without-mtp\)"):
         export_run(str(run), str(out))
     path.unlink()
-    with pytest.raises(ValueError, match=r"further tokens are in .* alone, .* holds no model\.safetensors; .*--w"):
+    with pytest.raises(ValueError, match=r"prediction layers are only in .* holds no model\.safetensors; .*--w"):
         export_run(str(run), str(out))
     assert main(["export", str(run), str(out), "--without-mtp"]) == 0
     assert not load_file(out / "model.safetensors").keys() & mtp.keys()

@@ -180,10 +180,10 @@ def test_what_cannot_be_is_said(world: Path, tmp_path: Path) -> None:
     assert "its actor has only adapters, but without actor.lora all weights are trained" in said
     assert "it contains whole weights, but actor.lora trains adapters of the model that the settings name" in said
     assert "its adapters are {" in said and "actor.lora requires {" in said
-    assert "so its checkpoints hold other tensors; set it back, or choose another run.directory" in said
+    assert "so its checkpoints contain other tensors; set it back, or choose another run.directory" in said
     assert "the weights of the actor's base are not those the run began with" in said
     assert "megappo/commands/train.py" not in said  # no traceback of ours
-    with pytest.raises(ValueError, match=r"a critic's value head has no place in a PEFT folder"):
+    with pytest.raises(ValueError, match=r"a PEFT folder cannot contain the value head of a critic"):
         export_run(str(world / "whole"), str(tmp_path / "critic"), "critic", form="peft")
     marker = world / "moved/checkpoints/step-000001/checkpoint.json"
     assert "actor's base" in json.loads(marker.read_text())["body"]["content"]["identity"]

@@ -50,7 +50,7 @@ def test_killed_at_every_stage(tmp_path: Path) -> None:
     output = attempts(tmp_path, train(tmp_path / "whole", *settings), *kills, train(killed, *settings))
     assert "was stopped before its first checkpoint and begins again" in output
     assert "continuing after step 1 from" in output
-    assert "step-000008 was not finished and is passed over" in output
+    assert "step-000008 was not finished and is skipped" in output
     assert_same_run(tmp_path / "whole", killed, 10)
     jumps = [json.loads(line) for line in (killed / "jumps.jsonl").read_text().splitlines()]
     reasons = {(jump["role"], reason.split()[0]) for jump in jumps for reason in jump["reasons"]}
@@ -296,7 +296,7 @@ def test_a_damaged_checkpoint_is_named_and_passed_over(two_steps: Path, tmp_path
     content[5000] ^= 1
     shard.write_bytes(content)
     output = attempts(tmp_path, train(run, "run.steps=2", "checkpoint.every_steps=1"))
-    assert "step-000002 is damaged and is passed over: __1_0.distcp has another content than was written" in output
+    assert "step-000002 is damaged and is skipped: __1_0.distcp has changed content" in output
     assert "continuing after step 1 from" in output
     assert timeless(run / "metrics.jsonl") == timeless(two_steps / "metrics.jsonl")
     assert (run / "final/model.safetensors").read_bytes() == (two_steps / "final/model.safetensors").read_bytes()

@@ -121,14 +121,14 @@ def test_any_checkpoint_is_exported(world: Path, tmp_path: Path) -> None:
 
 def test_exports_say_what_is_missing(world: Path, tmp_path: Path) -> None:
     for words, wanted in (
-        (("actor", "7"), r"holds no checkpoint of step '7'; there are 1, 2; give one of them, best or latest"),
-        (("actor", "9" * 5000), r"holds no checkpoint of step '9"),
+        (("actor", "7"), r"contains no checkpoint of step '7'; finished steps: 1, 2; name a step, best or latest"),
+        (("actor", "9" * 5000), r"contains no checkpoint of step '9"),
     ):
         with pytest.raises(ValueError, match=wanted):
             export_run(str(world / "kept"), str(tmp_path / "out"), *words)
-    with pytest.raises(ValueError, match=r"has no checkpoint\.keep_best to say which is best; there are 1, 2"):
+    with pytest.raises(ValueError, match=r"has no checkpoint\.keep_best to select the best; finished steps: 1, 2"):
         export_run(str(world / "second"), str(tmp_path / "out"), "actor", "best")
-    with pytest.raises(ValueError, match=r"is not an empty folder; name a new one"):
+    with pytest.raises(ValueError, match=r"is not an empty folder; name a new folder"):
         export_run(str(world / "kept"), str(world / "kept"))
 
 
@@ -159,7 +159,7 @@ def test_a_run_starts_from_the_models_of_another(world: Path, tmp_path: Path) ->
 
 def test_what_a_run_cannot_start_from_is_said(world: Path) -> None:
     said = (world / "output").read_text()
-    assert "first@7': " in said and "holds no checkpoint of step '7'; there are 1, 2" in said
+    assert "first@7': " in said and "contains no checkpoint of step '7'; finished steps: 1, 2" in said
     assert "differs in ffn_hidden_size" in said and "give a model of the same architecture" in said
     assert f"critic.start_from '{world}': {world} is of no known kind; give a run directory" in said
     assert "critic.value_head_std 0.1 is for a new value head, but the critic's weights have one" in said

@@ -251,7 +251,7 @@ def test_a_crafted_replay_runs_no_code(tmp_path: Path) -> None:
     (folder / ".metadata").write_bytes(pickle.dumps(Touch(str(trace))))
     write_marker(folder, replace(marker, files=marker.files | {".metadata": stamp(folder / ".metadata")}))
     output = attempts(tmp_path, {**replay, "expect": "2"})
-    assert "step-000001 is damaged: .metadata names pathlib.Path.touch, which no checkpoint does" in output
+    assert "step-000001 is damaged: .metadata names pathlib.Path.touch, which no checkpoint contains" in output
     assert "Traceback" not in output and not trace.exists()
 
 

@@ -130,7 +130,7 @@ def test_export_from_the_run_directory_is_the_same_model(short_run: Path, tmp_pa
 def test_export_names_what_is_missing(short_run: Path, tmp_path: Path) -> None:
     done = megappo("export", tmp_path, tmp_path / "out")
     assert done.returncode == 2
-    assert "holds no config.yaml; name the directory of a run" in done.stderr
+    assert "contains no config.yaml; name the directory of a run" in done.stderr
 
 
 def test_evaluation_of_exported_weights(short_run: Path) -> None:

@@ -53,7 +53,7 @@ def test_nothing_is_written_elsewhere(tmp_path: Path, runtime: Runtime, name: st
     else:
         leads = {"file": victim, "nothing": tmp_path / "new", "folder": folder, "device": Path("/dev/zero")}
         place.symlink_to(leads[what])
-    told = f"{place} is (a link to .*, where the run would write|no plain file)"
+    told = f"{place} is (a link to .*, and the run would write outside its directory|not a regular file)"
     with pytest.raises(ValueError, match=told), locked_directory(tmp_path / "run", runtime):
         pass
     assert victim.read_text() == "mine" and os.listdir(folder) == [] and not (tmp_path / "new").exists()

@@ -1,7 +1,7 @@
-"""Reads and writes Megatron-LM's own checkpoints: the format `torch_dist` of `megatron.core.dist_checkpointing`.
+"""Reads and writes checkpoints of Megatron-LM: the format `torch_dist` of `megatron.core.dist_checkpointing`.
 
-A folder holds one checkpoint for each iteration, and `latest_checkpointed_iteration.txt` says which is the newest. In a
-checkpoint lie tensors as `torch.distributed.checkpoint` writes them, `metadata.json`, which names the format, and a
-pickle of everything else: `common.pt`, or bytes among the tensors. None of them is trusted, and nothing that they name
-is run.
+A folder contains one checkpoint per iteration, and `latest_checkpointed_iteration.txt` names the newest iteration. A
+checkpoint contains tensors in the format of `torch.distributed.checkpoint`, `metadata.json` with the name of the
+format, and a pickle with all other data: `common.pt`, or bytes among the tensors. The files are untrusted, and no code
+of the files runs.
 """

@@ -1,6 +1,6 @@
-"""Megatron-LM's arguments, which it stores beside the tensors, read through a list of the names that may occur there.
+"""Arguments of Megatron-LM in a checkpoint, read with a list of allowed names.
 
-They are in `common.pt`; from Megatron-Core 0.19 on in bytes of the name `common_state` among the tensors.
+The arguments are in `common.pt`. Since Megatron-Core 0.19, they are in the bytes `common_state` among the tensors.
 """
 
 from __future__ import annotations
@@ -33,14 +33,14 @@ _LARGEST_PICKLE_BYTES = 2**30
 
 
 class _Entries(dict[Pickled, Pickled]):
-    """Stand-in for other kinds of dictionaries."""
+    """Replacement for other types of dictionaries."""
 
     def __init__(self, *_arguments: Pickled) -> None:
         super().__init__()
 
 
-# Names in what Megatron-LM stores beside the tensors: arguments, optimizer settings, the state that repeats a step, and
-# random states. They are those of megatron/core/safe_globals.py, and further ones that arguments contain.
+# Names in the data of Megatron-LM without tensors: arguments, optimizer settings, the state for reruns of a step, and
+# random states. The list contains the names of megatron/core/safe_globals.py, and more names from arguments.
 _ENUMERATIONS = ("ModelType", "LayerType", "AttnType", "AttnMaskType", "AttnBackend", "CudaGraphScope",
                  "CudaGraphModule", "InferenceCudaGraphScope")  # fmt: skip
 _BUILT_IN = ("getattr", "set", "frozenset", "bytearray", "slice", "range", "xrange", "complex", "list", "dict", "int")
@@ -60,7 +60,7 @@ _NAMES: Mapping[tuple[str, str], type] = inert_names({
     "datetime": ("timedelta",),
     "_io": ("BytesIO",),
     "_codecs": ("encode",),
-    "__builtin__": _BUILT_IN,  # its name in pickle's protocol 2
+    "__builtin__": _BUILT_IN,  # name in protocol 2 of pickle
     "builtins": _BUILT_IN,
     "numpy": ("ndarray", "dtype"),
     "numpy.core.multiarray": ("_reconstruct", "scalar"),
@@ -72,23 +72,22 @@ _NAMES: Mapping[tuple[str, str], type] = inert_names({
     "torch._utils": ("_rebuild_tensor_v2", "_rebuild_parameter"),
     "torch.serialization": ("_get_layout",),
 }) | {("collections", name): _Entries for name in ("OrderedDict", "defaultdict")}  # fmt: skip
-_NONE_SAYS = ("num_experts", "window_size", "window_attn_skip_freq", "rotary_seq_len_interpolation_factor")
-"""Arguments for which None is a value; for others None means unknown."""
+_NONE_IS_VALUE = ("num_experts", "window_size", "window_attn_skip_freq", "rotary_seq_len_interpolation_factor")
+"""Arguments for which None is a value. For other arguments, None means unknown."""
 
 RENAMED = {"norm_epsilon": "layernorm_epsilon", "apply_layernorm_1p": "layernorm_zero_centered_gamma"}
-"""Old names of Megatron-LM's arguments, with the names that they have since they are made of Megatron-Core's
-settings."""
+"""Old and new names of Megatron-LM's arguments. The new names are from the settings of Megatron-Core."""
 
 
 class _CommonUnpickler(InertUnpickler):
     def persistent_load(self, pid: Pickled) -> None:
-        """Return None in the place of a tensor's data, which is not needed."""
+        """Return None instead of the data of a tensor, which is not needed."""
 
 
 def read_arguments(folder: Path, metadata: Metadata) -> Mapping[str, Pickled] | None:
-    """Megatron-LM's arguments by their names; None where another program wrote the checkpoint.
+    """Return the arguments of Megatron-LM by name, or None for a checkpoint of another program.
 
-    Raises ValueError for a file that holds anything but what Megatron-LM writes.
+    Raises ValueError if the file contains data that Megatron-LM does not write.
     """
     path, start, length = _place(folder, metadata)
     try:
@@ -100,27 +99,31 @@ def read_arguments(folder: Path, metadata: Metadata) -> Mapping[str, Pickled] | 
         arguments = content.get("args")
         if arguments is None:
             return None
-        said = arguments.state if isinstance(arguments, PickledRecord) else arguments
-        return {str(name): value for name, value in said.items()}
+        values = arguments.state if isinstance(arguments, PickledRecord) else arguments
+        return {str(name): value for name, value in values.items()}
     except UnlistedNameError as error:
-        raise ValueError(f"{path} names {error}, which Megatron-LM does not put there; it is not read") from error
+        raise ValueError(
+            f"{path} names {error}, which Megatron-LM does not write; check the origin of the file"
+        ) from error
     except OSError as error:
         raise ValueError(f"{path} cannot be read: {error.strerror}") from error
     except (*PICKLE_ERRORS, zipfile.BadZipFile, RuntimeError) as error:
-        raise ValueError(f"{path} is not what Megatron-LM writes ({type(error).__name__}: {error})") from error
+        raise ValueError(
+            f"{path} has content that Megatron-LM does not write ({type(error).__name__}: {error})"
+        ) from error
 
 
 def _place(folder: Path, metadata: Metadata) -> tuple[Path, int, int]:
-    """File, offset and length of the pickle's archive; a length of -1 means up to the file's end."""
+    """Return file, offset and length of the archive with the pickle. A length of -1 means the rest of the file."""
     if not (folder / COMMON).is_file():
-        for index, found in metadata.storage_data.items():
+        for index, location in metadata.storage_data.items():
             if index.fqn == _COMMON_BYTES:
-                return folder / found.relative_path, found.offset, found.length
+                return folder / location.relative_path, location.offset, location.length
     return folder / COMMON, 0, -1
 
 
 def _pickle_of(file: BytesIO) -> bytes:
-    """The pickle in an archive that torch.save has written."""
+    """Return the pickle of an archive of torch.save."""
     with zipfile.ZipFile(file) as archive:
         names = [name for name in archive.namelist() if name.count("/") == 1 and name.endswith("/data.pkl")]
         if len(names) != 1:
@@ -131,15 +134,16 @@ def _pickle_of(file: BytesIO) -> bytes:
 
 
 def megatron_arguments(arch: ArchitectureConfig) -> dict[str, JSONValue]:
-    """Megatron-LM's arguments for a model of this architecture. Raises ValueError where none describe it."""
+    """Return the arguments of Megatron-LM for an architecture. Raises ValueError if Megatron-LM's arguments cannot
+    describe the architecture."""
     if not arch.is_standard:
         raise ValueError(
-            f"a {arch.family} has layers, caps, sinks, scales or norms that are not written to Megatron-LM's format; "
+            f"a {arch.family} has layers, caps, sinks, scales or norms that Megatron-LM's format cannot contain; "
             "use the Hugging Face format"
         )
     built = arch.declaration.megatron(arch)
     rope = arch.hf_config.rope_parameters
-    said: dict[str, JSONValue] = {
+    arguments: dict[str, JSONValue] = {
         "num_layers": arch.layers,
         "hidden_size": arch.hidden_size,
         "num_attention_heads": arch.heads,
@@ -168,56 +172,57 @@ def megatron_arguments(arch: ArchitectureConfig) -> dict[str, JSONValue]:
         "untie_embeddings_and_output_weights": not arch.tied_embeddings,
     }
     if rope["rope_type"] == "llama3":
-        said["rope_scaling_factor"] = rope["factor"]
+        arguments["rope_scaling_factor"] = rope["factor"]
     if arch.experts:
-        said |= {
+        arguments |= {
             **{name: built.get(name) for name in ("moe_router_topk", "moe_router_pre_softmax")},
             "moe_router_score_function": "softmax",
             "moe_router_topk_scaling_factor": None,
         }
-    return said
+    return arguments
 
 
-def require_arguments(said: Mapping[str, Pickled], arch: ArchitectureConfig, stored_tokens: int, role: str) -> None:
-    """Raise ValueError where a checkpoint's arguments contradict the architecture. Missing arguments are not checked.
+def require_arguments(saved: Mapping[str, Pickled], arch: ArchitectureConfig, stored_tokens: int, role: str) -> None:
+    """Compare the arguments of a checkpoint with the architecture. Missing arguments are not checked.
 
-    `stored_tokens`: rows of the embedding, padding included.
+    `stored_tokens`: rows of the embedding, including padding. Raises ValueError if arguments contradict the
+        architecture.
     """
-    different = [*_differences(_meant(said), arch, role), *_of_vocabulary(said, arch, stored_tokens)]
+    different = [*_differences(_completed(saved), arch, role), *_of_vocabulary(saved, arch, stored_tokens)]
     if different:
         raise ValueError(
-            f"its arguments contradict the {role}'s config.json: {', '.join(different)}; give a model of the same "
+            f"its arguments contradict the {role}'s config.json: {', '.join(different)}; use a model of the same "
             "architecture"
         )
 
 
-def _meant(said: Mapping[str, Pickled]) -> dict[str, Pickled]:
-    """The arguments, completed by what Megatron-LM assumes for missing ones."""
-    meant = {old: said[new] for old, new in RENAMED.items() if new in said} | dict(said)
-    if said.get("group_query_attention") is False and "num_attention_heads" in said:
-        meant["num_query_groups"] = said["num_attention_heads"]
-    if said.get("num_experts") is not None and said.get("moe_ffn_hidden_size") is None:
-        meant["moe_ffn_hidden_size"] = said.get("ffn_hidden_size")
-    return meant
+def _completed(saved: Mapping[str, Pickled]) -> dict[str, Pickled]:
+    """Return the arguments with Megatron-LM's defaults for missing arguments."""
+    complete = {old: saved[new] for old, new in RENAMED.items() if new in saved} | dict(saved)
+    if saved.get("group_query_attention") is False and "num_attention_heads" in saved:
+        complete["num_query_groups"] = saved["num_attention_heads"]
+    if saved.get("num_experts") is not None and saved.get("moe_ffn_hidden_size") is None:
+        complete["moe_ffn_hidden_size"] = saved.get("ffn_hidden_size")
+    return complete
 
 
-def _differences(meant: Mapping[str, Pickled], arch: ArchitectureConfig, role: str) -> Iterator[str]:
-    # Megatron-LM's `ffn_hidden_size` is of dense layers, of which a model with experts has none here.
-    unasked = {"group_query_attention", "ffn_hidden_size" if arch.experts else "moe_ffn_hidden_size"}
-    if role == "critic":  # which has no output layer to tie
-        unasked.add("untie_embeddings_and_output_weights")
+def _differences(complete: Mapping[str, Pickled], arch: ArchitectureConfig, role: str) -> Iterator[str]:
+    # Megatron-LM's `ffn_hidden_size` applies to dense layers. Supported models with experts have no dense layers.
+    ignored = {"group_query_attention", "ffn_hidden_size" if arch.experts else "moe_ffn_hidden_size"}
+    if role == "critic":  # a critic has no output layer to tie
+        ignored.add("untie_embeddings_and_output_weights")
     for name, value in megatron_arguments(arch).items():
-        if name not in meant or name in unasked or (meant[name] is None and name not in _NONE_SAYS):
+        if name not in complete or name in ignored or (complete[name] is None and name not in _NONE_IS_VALUE):
             continue
-        if not _same(meant[name], value):
-            yield f"{name} {_shown(meant[name])} (config.json: {show(value)})"
+        if not _same(complete[name], value):
+            yield f"{name} {_shown(complete[name])} (config.json: {show(value)})"
 
 
-def _of_vocabulary(said: Mapping[str, Pickled], arch: ArchitectureConfig, stored: int) -> Iterator[str]:
-    """Differences of vocabularies: rows beyond the model's that padding does not explain are tokens that it does not
-    know."""
+def _of_vocabulary(saved: Mapping[str, Pickled], arch: ArchitectureConfig, stored: int) -> Iterator[str]:
+    """Yield differences of vocabularies. Rows that padding does not explain are tokens outside of the model's
+    vocabulary."""
     tokens, multiple, tp = (
-        said.get(name) for name in ("vocab_size", "make_vocab_size_divisible_by", "tensor_model_parallel_size")
+        saved.get(name) for name in ("vocab_size", "make_vocab_size_divisible_by", "tensor_model_parallel_size")
     )
     if type(tokens) is int and tokens > arch.vocab_size:
         yield f"vocab_size {tokens} (config.json: {arch.vocab_size})"
@@ -225,14 +230,14 @@ def _of_vocabulary(said: Mapping[str, Pickled], arch: ArchitectureConfig, stored
         yield f"{stored} tokens, padded in steps of {multiple * tp} (config.json: vocab_size {arch.vocab_size})"
 
 
-def _same(said: Pickled, value: JSONValue) -> bool:
-    if said is None or value is None:
-        return said is value
-    if _is_number(said) and _is_number(value):
-        return math.isclose(said, value, rel_tol=1e-9)
-    if isinstance(said, Sequence) and isinstance(value, Sequence) and not isinstance(said, str):
-        return list(said) == list(value)
-    return type(said) is type(value) and bool(said == value)
+def _same(saved: Pickled, value: JSONValue) -> bool:
+    if saved is None or value is None:
+        return saved is value
+    if _is_number(saved) and _is_number(value):
+        return math.isclose(saved, value, rel_tol=1e-9)
+    if isinstance(saved, Sequence) and isinstance(value, Sequence) and not isinstance(saved, str):
+        return list(saved) == list(value)
+    return type(saved) is type(value) and bool(saved == value)
 
 
 def _is_number(value: Pickled | JSONValue) -> TypeGuard[float]:

@@ -1,4 +1,4 @@
-"""Finds the Megatron-LM checkpoint that a path names, and checks that its format can be read."""
+"""Finds the Megatron-LM checkpoint of a path, and checks its format."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ _TRACKER_CHARACTERS = 100
 
 
 def is_megatron(path: Path) -> bool:
-    """Whether a folder is one of Megatron-LM's, in whatever format: of all iterations, or of one of them."""
-    if (path / MARKER).is_file():  # ours
+    """Return whether a folder is from Megatron-LM, in any format: with all iterations, or with one iteration."""
+    if (path / MARKER).is_file():  # a checkpoint of megappo
         return False
     return _legacy(path) or any((path / name).is_file() for name in (TRACKER, FORMAT_FILE, METADATA))
 
@@ -35,15 +35,15 @@ def _legacy(folder: Path) -> bool:
 
 
 def find_iteration(path: Path, step: str | None) -> Path:
-    """The folder of an iteration: `path` itself, the newest in it, or that of `step`, which may be `release`.
+    """Return the folder of an iteration: `path` itself, the newest iteration, or the iteration `step` (or `release`).
 
-    Raises ValueError where there is none, or where it is of another format than `torch_dist`.
+    Raises ValueError if the iteration does not exist, or does not have the format `torch_dist`.
     """
     if step is None:
         folder = path if not (path / TRACKER).is_file() else _newest(path)
     elif not (path / TRACKER).is_file():
         raise ValueError(
-            f"{path} is one checkpoint of Megatron-LM; remove what follows the @, or name the folder above"
+            f"{path} is a single checkpoint of Megatron-LM; remove the part from the @ on, or name the parent folder"
         )
     else:
         folder = _of_step(path, step)
@@ -52,8 +52,8 @@ def find_iteration(path: Path, step: str | None) -> Path:
     return folder
 
 
-def _said(path: Path) -> str:
-    """The text of a file. Raises ValueError where it cannot be read."""
+def _read_text(path: Path) -> str:
+    """Return the text of a file. Raises ValueError if the file cannot be read."""
     try:
         return plain_text(path)
     except OSError as error:
@@ -61,10 +61,12 @@ def _said(path: Path) -> str:
 
 
 def _newest(path: Path) -> Path:
-    said = _said(path / TRACKER)[:_TRACKER_CHARACTERS].strip()
-    if said != RELEASE and whole_number(said) is None:
-        raise ValueError(f"{path / TRACKER} says '{said}', must be a number or {RELEASE}; write the iteration there")
-    return _of_step(path, said)
+    iteration = _read_text(path / TRACKER)[:_TRACKER_CHARACTERS].strip()
+    if iteration != RELEASE and whole_number(iteration) is None:
+        raise ValueError(
+            f"{path / TRACKER} contains '{iteration}', must be a number or {RELEASE}; write the iteration to the file"
+        )
+    return _of_step(path, iteration)
 
 
 def _of_step(path: Path, step: str) -> Path:
@@ -73,28 +75,30 @@ def _of_step(path: Path, step: str) -> Path:
     if folder.is_dir():
         return folder
     names = sorted(p.name for p in path.iterdir() if p.is_dir())
-    there = [str(int(found[1])) for name in names if (found := _ITERATION.fullmatch(name))]
-    there += [RELEASE] if RELEASE in names else []
-    known = f"there is {either(there)}" if there else "there is none"
-    raise ValueError(f"{path} holds no checkpoint of iteration '{shortened(step)}'; {known}; give one that is there")
+    iterations = [str(int(match[1])) for name in names if (match := _ITERATION.fullmatch(name))]
+    iterations += [RELEASE] if RELEASE in names else []
+    known = f"existing: {either(iterations)}" if iterations else "the folder has no checkpoint"
+    raise ValueError(
+        f"{path} contains no checkpoint of iteration '{shortened(step)}'; {known}; name an existing iteration"
+    )
 
 
 def _require_format(folder: Path) -> None:
-    """Raise ValueError for a checkpoint that was written with another `--ckpt-format`, or by another program."""
+    """Check the format of a checkpoint. Raises ValueError for another `--ckpt-format`, or for another program."""
     if _legacy(folder):
-        raise ValueError(f"{folder} is in Megatron-LM's format torch, a file for each rank; {_ADVICE}")
+        raise ValueError(f"{folder} has Megatron-LM's format torch, with one file per rank; {_ADVICE}")
     path = folder / FORMAT_FILE
     if not path.is_file():
         if (folder / METADATA).is_file():
-            raise ValueError(f"{folder} is in Megatron-LM's format fsdp_dtensor or torch_dcp; {_ADVICE}")
-        raise ValueError(f"{folder} holds no {FORMAT_FILE}, so that it was never finished; give another iteration")
+            raise ValueError(f"{folder} has Megatron-LM's format fsdp_dtensor or torch_dcp; {_ADVICE}")
+        raise ValueError(f"{folder} contains no {FORMAT_FILE} and is unfinished; name another iteration")
     try:
-        said = json.loads(_said(path))
-        name, version = said["sharded_backend"], said["sharded_backend_version"]
+        content = json.loads(_read_text(path))
+        name, version = content["sharded_backend"], content["sharded_backend_version"]
     except (ValueError, KeyError, TypeError, RecursionError) as error:
         raise ValueError(f"{path} does not name a format ({error!r}); fetch the checkpoint again") from error
-    wanted = FORMAT["sharded_backend"], FORMAT["sharded_backend_version"]
-    if (name, version) != wanted:
+    supported = FORMAT["sharded_backend"], FORMAT["sharded_backend_version"]
+    if (name, version) != supported:
         raise ValueError(
-            f"{folder} is in format {name!s:.40} {version!s:.40}, not in {wanted[0]} {wanted[1]}; {_ADVICE}"
+            f"{folder} has format {name!s:.40} {version!s:.40}, not {supported[0]} {supported[1]}; {_ADVICE}"
         )

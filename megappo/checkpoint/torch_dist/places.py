@@ -1,10 +1,10 @@
-"""Places of a model's parameters in a checkpoint of Megatron-Core: tensor names, and the axes before each matrix.
+"""Places of a model's parameters in a checkpoint of Megatron-Core: tensor names, and leading axes.
 
-Megatron-Core names tensors in three ways, of which a checkpoint has one. By default all layers are in one tensor, which
-has an axis for them, and then one for the experts. With `non_homogeneous_layers`, which mixed layers need, there is a
-tensor for each layer. With `singleton_local_shards` there is also one for each expert and each half of a gated matrix.
-Norms before a linear layer have the names of Transformer Engine's fused layers, also where they were not fused; a norm
-before experts has either.
+Megatron-Core has three naming schemes, and a checkpoint uses one of them. By default, one tensor contains all layers,
+with an axis for the layers, followed by an axis for the experts. With `non_homogeneous_layers`, which mixed layers
+need, each layer has a tensor. With `singleton_local_shards`, each expert and each half of a gated matrix also have a
+tensor. Norms before a linear layer have the names of Transformer Engine's fused layers, even if they are not fused. A
+norm before experts may have either name.
 """
 
 from __future__ import annotations
@@ -24,14 +24,14 @@ _HALVES = ("_w", "_v")
 
 @dataclass(frozen=True)
 class StoredPlace:
-    """Place of a matrix or vector in a stored tensor: the whole tensor, or an index along its first axes."""
+    """Place of a matrix or vector in a stored tensor: the whole tensor, or an index along the first axes."""
 
     key: str
     shape: Shape
     index: tuple[int, ...] = ()
-    """Index along the first axes: of the layer, the expert, both or neither."""
+    """Index along the first axes: layer, expert, both or neither."""
     counts: tuple[int, ...] = ()
-    """Sizes of the axes that `index` is along."""
+    """Sizes of the axes of `index`."""
 
     @property
     def size(self) -> Shape:
@@ -40,7 +40,8 @@ class StoredPlace:
 
 
 def places(arch: ArchitectureConfig, parameter: Parameter) -> Iterator[tuple[StoredPlace, ...]]:
-    """Every way in which a parameter may be stored, the usual one first: as a whole, or in two halves."""
+    """Yield the possible places of a parameter, the default first. A parameter is stored as a whole, or in two
+    halves."""
     if parameter.layer is None:
         yield (StoredPlace(parameter.megatron, _stored_shape(parameter)),)
         return
@@ -55,9 +56,9 @@ def places(arch: ArchitectureConfig, parameter: Parameter) -> Iterator[tuple[Sto
 
 
 def _singletons(parameter: Parameter, layer: int) -> Iterator[tuple[StoredPlace, ...]]:
-    """The way with a tensor for each expert, and for each half of a gated matrix."""
+    """Yield the places for one tensor per expert, and one tensor per half of a gated matrix."""
     if parameter.expert is None and len(parameter.hf) != len(_HALVES):
-        return  # named as in the way with a tensor for each layer
+        return  # same name as with one tensor per layer
     name = _in_layer(parameter)
     if parameter.expert is not None:
         experts = "mlp.experts.experts."
@@ -70,7 +71,7 @@ def _singletons(parameter: Parameter, layer: int) -> Iterator[tuple[StoredPlace,
 
 
 def stored_names(arch: ArchitectureConfig, parameter: Parameter) -> tuple[str, ...]:
-    """Names that a parameter may have within its layer, fused ones first."""
+    """Return the possible names of a parameter within its layer, fused names first."""
     name = _in_layer(parameter)
     if parameter.expert is not None:
         return (name,)
@@ -79,13 +80,13 @@ def stored_names(arch: ArchitectureConfig, parameter: Parameter) -> tuple[str, .
 
 
 def written_places(arch: ArchitectureConfig, parameter: Parameter) -> list[StoredPlace]:
-    """Places that a parameter is written to, so that models of either kind of layers find it: all layers in one
-    tensor."""
+    """Return the places to write a parameter to, with all layers in one tensor. Both implementations of layers can load
+    these places."""
     usual = next(places(arch, parameter))[0]
     if parameter.layer is None:
         return [usual]
     fused, *plain = stored_names(arch, parameter)
-    # Before experts, Megatron-Core's own layers look for the fused name and Transformer Engine's for the plain one.
+    # For norms before experts, Megatron-Core's layers use the fused name, Transformer Engine's layers the plain name.
     names = [fused, *plain] if arch.experts and fused.startswith("mlp.linear_fc1.") else [fused]
     return [replace(usual, key=_LAYERS + name) for name in names]
 
@@ -98,14 +99,14 @@ def _in_layer(parameter: Parameter) -> str:
 
 
 def _stored_shape(parameter: Parameter) -> Shape:
-    """Shape of the parameter without tensor parallelism and padding."""
+    """Return the shape of the parameter without tensor parallelism and padding."""
     rows = sum(shape[0] for shape in parameter.shapes)
     return (rows, *parameter.shapes[0][1:])
 
 
 @dataclass(frozen=True)
 class StoredRows:
-    """Rows of a Hugging Face tensor within a stored one: `run` rows at a time, `stride` rows from run to run."""
+    """Rows of a Hugging Face tensor in a stored tensor: runs of `run` rows, with a distance of `stride` rows."""
 
     place: StoredPlace
     first: int
@@ -113,7 +114,7 @@ class StoredRows:
     stride: int
 
     def runs(self, start: int, stop: int) -> Iterator[tuple[int, int]]:
-        """Rows `start:stop` of the Hugging Face tensor as ranges of stored rows, in their order."""
+        """Yield the stored ranges of the rows `start:stop` of the Hugging Face tensor, in order."""
         while start < stop:
             number, within = divmod(start, self.run)
             length = min(self.run - within, stop - start)
@@ -123,30 +124,31 @@ class StoredRows:
 
 
 def rows_of(arch: ArchitectureConfig, parameter: Parameter, stored: tuple[StoredPlace, ...]) -> dict[str, StoredRows]:
-    """The stored rows of each of a parameter's Hugging Face tensors."""
+    """Return the stored rows of each Hugging Face tensor of a parameter."""
     if len(stored) > 1:
         named = zip(parameter.tensors.items(), stored, strict=True)
         return {name: StoredRows(place, 0, shape[0], 0) for (name, shape), place in named}
-    # Query, key and value of a group of heads follow each other.
+    # Query, key and value of a group of heads are contiguous.
     groups = arch.kv_heads_of(parameter.layer) if parameter.kind == "qkv" else 1
     stride = sum(shape[0] for shape in parameter.shapes) // groups
-    found, first = {}, 0
+    rows, first = {}, 0
     for name, shape in parameter.tensors.items():
         run = shape[0] // groups
-        found[name] = StoredRows(stored[0], first, run, stride)
+        rows[name] = StoredRows(stored[0], first, run, stride)
         first += run
-    return found
+    return rows
 
 
 def chosen_places(arch: ArchitectureConfig, parameter: Parameter, keys: Collection[str]) -> tuple[StoredPlace, ...]:
-    """The way in which a checkpoint with these tensors stores a parameter. Raises ValueError where it does not."""
+    """Return the places of a parameter in a checkpoint with these tensors. Raises ValueError if the parameter is
+    missing."""
     ways = list(places(arch, parameter))
     for way in ways:
         if all(place.key in keys for place in way):
             return way
-    raise ValueError(f"holds no tensor '{ways[0][0].key}'")
+    raise ValueError(f"contains no tensor '{ways[0][0].key}'")
 
 
 def is_padded(parameter: Parameter) -> bool:
-    """Whether a parameter may have more stored rows than the model: those of a vocabulary may be padded."""
+    """Return whether a parameter may have padding rows, as parameters of the vocabulary."""
     return parameter.megatron in (EMBEDDING, OUTPUT_LAYER)

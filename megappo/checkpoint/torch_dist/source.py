@@ -1,4 +1,4 @@
-"""Source of a model's weights in a checkpoint of Megatron-LM, of which a rank reads the parts that it needs."""
+"""Source of a model's weights in a checkpoint of Megatron-LM. A rank reads only the parts that the rank needs."""
 
 from __future__ import annotations
 
@@ -37,12 +37,12 @@ _TYPES = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
 _OPTIMIZER = ("optimizer.", "chained_")
 _EXTRA_STATE = "_extra_state"
 _At = tuple[str, tuple[int, ...]]
-"""Name of a stored tensor, and the index of the layer, the expert, both or neither."""
+"""Name of a stored tensor, and its index: layer, expert, both or neither."""
 
 
 @dataclass(frozen=True)
 class _Stored:
-    """Part of a stored tensor, as one rank wrote it: its offsets and sizes, and its bytes in a file."""
+    """Part of a stored tensor from one rank: offsets, sizes, and bytes in a file."""
 
     offsets: Shape
     sizes: Shape
@@ -52,15 +52,15 @@ class _Stored:
 
     @property
     def ends(self) -> Shape:
-        """Ends of the part along each axis."""
+        """End of the part along each axis."""
         return tuple(offset + size for offset, size in zip(self.offsets, self.sizes, strict=True))
 
 
 class TorchDistSource:
-    """The weights of one checkpoint of Megatron-LM, of any layout.
+    """Weights of a checkpoint of Megatron-LM with any layout.
 
-    Raises ValueError where a tensor of the model is missing or of another shape, where there are others, where the
-    arguments that were saved contradict the architecture, and where a file is not as long as the checkpoint says.
+    Raises ValueError if a tensor of the model is missing or has another shape, if the checkpoint contains other
+    tensors, if the saved arguments contradict the architecture, or if a file is too short.
     """
 
     def __init__(self, folder: Path, role: str, arch: ArchitectureConfig) -> None:
@@ -75,35 +75,36 @@ class TorchDistSource:
             if isinstance(entry, TensorStorageMetadata)
         }
         self._head = self._value_head_places(role)
-        said = read_arguments(folder, self._metadata)
-        if said is not None:
+        arguments = read_arguments(folder, self._metadata)
+        if arguments is not None:
             embedding = self._tensors.get(EMBEDDING)
-            require_arguments(said, arch, embedding.size[0] if embedding is not None and embedding.size else 0, role)
+            require_arguments(
+                arguments, arch, embedding.size[0] if embedding is not None and embedding.size else 0, role
+            )
         parameters = [p for p in model_parameters(arch) if role != "critic" or p.megatron != OUTPUT_LAYER]
         self._rows = self._find(parameters)
         self._require_known(role)
-        wanted = [rows.place for rows in self._rows.values()] + list(self._head)
+        required = [rows.place for rows in self._rows.values()] + list(self._head)
         self._file_bytes: dict[str, int] = {}
-        self._parts = self._find_parts({place.key: len(place.counts) for place in wanted})
-        for place in dict.fromkeys(wanted):
+        self._parts = self._find_parts({place.key: len(place.counts) for place in required})
+        for place in dict.fromkeys(required):
             self._require_whole(place)
         self._last: tuple[_At | None, dict[_Stored, Tensor]] = (None, {})
-        """The parts that were read last, all of one place. They are kept because slices of a parameter are asked for
-        one after another."""
+        """Last read parts of one place. The cache serves consecutive reads of slices of a parameter."""
 
     def _find(self, parameters: list[Parameter]) -> dict[str, StoredRows]:
-        """The stored rows of each Hugging Face tensor. Raises ValueError where one is missing or has another shape or
-        type."""
-        found: dict[str, StoredRows] = {}
+        """Return the stored rows of each Hugging Face tensor. Raises ValueError if a tensor is missing, or has another
+        shape or type."""
+        rows: dict[str, StoredRows] = {}
         for parameter in parameters:
             try:
                 way = chosen_places(self._arch, parameter, self._tensors)
             except ValueError as error:
-                raise ValueError(f"{self._folder} {error}, which its model has by config.json") from error
+                raise ValueError(f"{self._folder} {error}, which config.json requires") from error
             for place in way:
                 self._require_shape(place, padded=is_padded(parameter))
-            found |= rows_of(self._arch, parameter, way)
-        return found
+            rows |= rows_of(self._arch, parameter, way)
+        return rows
 
     def _require_shape(self, place: StoredPlace, *, padded: bool) -> None:
         entry = self._tensors[place.key]
@@ -112,8 +113,8 @@ class TorchDistSource:
         if size != place.size and not enough:
             least = "at least " if padded else ""
             raise ValueError(
-                f"tensor '{place.key}' in {self._folder} has shape {size}, config.json means {least}{place.size}; give "
-                "a model of the same architecture"
+                f"tensor '{place.key}' in {self._folder} has shape {size}, config.json requires {least}{place.size}; "
+                "use a model of the same architecture"
             )
         if entry.properties.dtype not in _TYPES:
             raise ValueError(
@@ -122,52 +123,52 @@ class TorchDistSource:
             )
 
     def _value_head_places(self, role: str) -> tuple[StoredPlace, ...]:
-        """Places of a critic's head: its weight, and its bias if there is one; empty in a language model's
-        checkpoint."""
+        """Return the places of a critic's head: weight and optional bias. Return an empty tuple for a language
+        model."""
         shapes: Mapping[str, Shape] = {OUTPUT_LAYER: (1, self._arch.hidden_size), OUTPUT_BIAS: (1,)}
-        there = [key for key, shape in shapes.items() if key in self._tensors and self._tensors[key].size == shape]
-        if OUTPUT_LAYER not in there:
+        present = [key for key, shape in shapes.items() if key in self._tensors and self._tensors[key].size == shape]
+        if OUTPUT_LAYER not in present:
             return ()
         if role != "critic":
-            raise ValueError(
-                f"{self._folder} holds a critic, whose output layer gives one value; give a language model"
-            )
-        return tuple(StoredPlace(key, shapes[key]) for key in there)
+            raise ValueError(f"{self._folder} contains a critic, with one value as output; use a language model")
+        return tuple(StoredPlace(key, shapes[key]) for key in present)
 
     def _require_known(self, role: str) -> None:
-        """Raise ValueError for tensors that the model does not have."""
+        """Check that all tensors belong to the model. Raises ValueError for other tensors."""
         others = self._tensors.keys() - {rows.place.key for rows in self._rows.values()}
         others -= {place.key for place in self._head}
         if role == "critic":
             others.discard(OUTPUT_LAYER)
-        if others:  # a norm may be there under both of its names
+        if others:  # a norm may have both names
             parameters = model_parameters(self._arch, experts=())
             others -= {place.key for p in parameters for way in places(self._arch, p) for place in way}
         if others:
             raise ValueError(
-                f"{self._folder} holds {first_of(sorted(others), 3)}, which a {self._arch.family} of its config.json "
-                "does not have; give a model of the same architecture"
+                f"{self._folder} contains {first_of(sorted(others), 3)}, which a {self._arch.family} of its "
+                "config.json does not have; use a model of the same architecture"
             )
 
     def _find_parts(self, axes: Mapping[str, int]) -> dict[_At, list[_Stored]]:
-        """The parts of tensors at each index along their first axes; `axes`: number of these axes by tensor. Raises
-        ValueError for impossible parts."""
-        found: dict[_At, list[_Stored]] = {}
+        """Return the parts of tensors at each index along the first axes. `axes`: number of first axes by tensor.
+        Raises ValueError for impossible parts."""
+        parts: dict[_At, list[_Stored]] = {}
         for key, n_axes in axes.items():
             for chunk in self._tensors[key].chunks:
                 part = self._part(key, chunk)
                 for index in itertools.product(*map(range, part.offsets[:n_axes], part.ends[:n_axes])):
-                    found.setdefault((key, index), []).append(part)
-        return found
+                    parts.setdefault((key, index), []).append(part)
+        return parts
 
     def _part(self, key: str, chunk: ChunkStorageMetadata) -> _Stored:
-        found = self._metadata.storage_data.get(MetadataIndex(key, chunk.offsets))
+        location = self._metadata.storage_data.get(MetadataIndex(key, chunk.offsets))
         size = self._tensors[key].size
-        if found is None or not len(chunk.offsets) == len(chunk.sizes) == len(size):
-            raise ValueError(f"the checkpoint {self._folder} is damaged: '{key}' has a part that lies nowhere")
-        part = _Stored(tuple(chunk.offsets), tuple(chunk.sizes), found.relative_path, found.offset, found.length)
+        if location is None or not len(chunk.offsets) == len(chunk.sizes) == len(size):
+            raise ValueError(f"the checkpoint {self._folder} is damaged: '{key}' has a part without a location")
+        part = _Stored(
+            tuple(chunk.offsets), tuple(chunk.sizes), location.relative_path, location.offset, location.length
+        )
         if any(end > most for end, most in zip(part.ends, size, strict=True)):
-            raise ValueError(f"the checkpoint {self._folder} is damaged: '{key}' has a part outside of it")
+            raise ValueError(f"the checkpoint {self._folder} is damaged: '{key}' has a part outside of the tensor")
         self._require_bytes(part.file, part.start + part.length)
         return part
 
@@ -175,31 +176,31 @@ class TorchDistSource:
         if file not in self._file_bytes:
             path = self._folder / file
             self._file_bytes[file] = path.stat().st_size if path.is_file() else -1
-        there = self._file_bytes[file]
-        if there < n_bytes:
-            state = "is missing" if there < 0 else f"has {there} bytes and must have {n_bytes} or more"
+        size = self._file_bytes[file]
+        if size < n_bytes:
+            state = "is missing" if size < 0 else f"has {size} bytes, but must have at least {n_bytes}"
             raise ValueError(f"the checkpoint {self._folder} is damaged: {file} {state}; fetch it again")
 
     def _require_whole(self, place: StoredPlace) -> None:
         n_axes = len(place.counts)
         elements = sum(math.prod(part.sizes[n_axes:]) for part in self._parts.get((place.key, place.index), ()))
         if elements != math.prod(self._tensors[place.key].size[n_axes:]):
-            raise ValueError(f"the checkpoint {self._folder} is damaged: '{place.key}' is not all there")
+            raise ValueError(f"the checkpoint {self._folder} is damaged: '{place.key}' is incomplete")
 
     def read(self, piece: Piece) -> Tensor:
-        """See `WeightSource`; in the type it is stored in. Raises ValueError for what is not finite."""
+        """See `WeightSource`. The result has the stored type. Raises ValueError if a value is not finite."""
         return finite(self._read_piece(piece), piece.name, self._folder)
 
     def _read_piece(self, piece: Piece) -> Tensor:
         rows = self._rows[piece.name]
         if piece.dim == 0:
-            runs = list(rows.runs(piece.start, piece.stop)) or [(0, 0)]  # a rank may hold padding alone
+            runs = list(rows.runs(piece.start, piece.stop)) or [(0, 0)]  # a rank may contain only padding
             return torch.cat([self._read(rows.place, (run,)) for run in runs])
         (run,) = rows.runs(0, rows.run)
         return self._read(rows.place, (run, (piece.start, piece.stop)))
 
     def _read(self, place: StoredPlace, ranges: tuple[tuple[int, int], ...]) -> Tensor:
-        """Read a part of a place: ranges of rows, and of columns too where a matrix has them in `ranges`."""
+        """Read a part of a place: a range of rows, and optionally a range of columns."""
         box = (*ranges, *((0, width) for width in place.shape[len(ranges) :]))
         whole = torch.empty([stop - start for start, stop in box], dtype=self._tensors[place.key].properties.dtype)
         n_axes = len(place.counts)
@@ -208,8 +209,8 @@ class TorchDistSource:
             common = [(max(start, first), min(stop, end)) for (start, stop), first, end in spans]
             if all(start < stop for start, stop in common):
                 index = tuple(i - first for i, first in zip(place.index, part.offsets[:n_axes], strict=True))
-                here, there = _slices(common, part.offsets[n_axes:]), _slices(common, [start for start, _ in box])
-                whole[there] = self._loaded(place, part)[index + here]
+                source, target = _slices(common, part.offsets[n_axes:]), _slices(common, [start for start, _ in box])
+                whole[target] = self._loaded(place, part)[index + source]
         return whole
 
     def _loaded(self, place: StoredPlace, part: _Stored) -> Tensor:
@@ -229,25 +230,25 @@ class TorchDistSource:
                 tensor = torch.load(BytesIO(file.read(part.length)), map_location="cpu", weights_only=True)
         except (*PICKLE_ERRORS, OSError, RuntimeError) as error:
             raise RunError(f"'{key}' in {path} cannot be read ({reason(error)}); fetch the checkpoint again") from error
-        wanted = part.sizes, self._tensors[key].properties.dtype
-        if not isinstance(tensor, Tensor) or (tuple(tensor.shape), tensor.dtype) != wanted:
-            raise RunError(f"'{key}' in {path} is not what the checkpoint says; fetch it again")
+        expected = part.sizes, self._tensors[key].properties.dtype
+        if not isinstance(tensor, Tensor) or (tuple(tensor.shape), tensor.dtype) != expected:
+            raise RunError(f"'{key}' in {path} differs from the metadata of the checkpoint; fetch the checkpoint again")
         return tensor
 
     def value_head(self) -> ValueHeadWeights | None:
         """See `WeightSource`."""
         if not self._head:
             return None
-        found = [self._read(place, ((0, 1),)).float() for place in self._head]
-        return ValueHeadWeights(found[0], found[1] if len(found) > 1 else torch.zeros(1))
+        tensors = [self._read(place, ((0, 1),)).float() for place in self._head]
+        return ValueHeadWeights(tensors[0], tensors[1] if len(tensors) > 1 else torch.zeros(1))
 
 
 def _slices(ranges: Sequence[tuple[int, int]], firsts: Sequence[int]) -> tuple[slice, ...]:
-    """Slices of the ranges, counted from `firsts`."""
+    """Return slices of the ranges, relative to `firsts`."""
     return tuple(slice(start - first, stop - first) for (start, stop), first in zip(ranges, firsts, strict=True))
 
 
 def _is_of_model(key: str) -> bool:
-    """Whether a tensor belongs to the model: not to an optimizer's state or to what Transformer Engine stores beside
-    weights."""
+    """Return whether a tensor belongs to the model, and not to the optimizer state or the extra state of Transformer
+    Engine."""
     return not key.startswith(_OPTIMIZER) and _EXTRA_STATE not in key

@@ -1,4 +1,4 @@
-"""Writes a model in Megatron-LM's format, for any layout, by one process that holds one tensor at a time."""
+"""Writes a model in Megatron-LM's format, for any layout. One process writes one tensor at a time."""
 
 from __future__ import annotations
 
@@ -34,12 +34,12 @@ from megappo.families.weights import WeightSource, read_shard
 from megappo.observe.json_values import JSONValue
 from megappo.observe.plain_files import synced
 
-_CHECKPOINT_VERSION = 3.0  # of Megatron-LM's since 2020
+_CHECKPOINT_VERSION = 3.0  # version of Megatron-LM since 2020
 
 
 @dataclass(frozen=True)
 class _Part:
-    """Content of a place, read when it is written."""
+    """Content of a place. Reading is deferred until the write."""
 
     place: StoredPlace
     read: Callable[[], Tensor]
@@ -60,8 +60,7 @@ class _Part:
 
 
 class _OneByOne(DefaultSavePlanner):
-    """Planner that gives torch's writer each tensor when its turn has come, and an empty object where Megatron-Core
-    looks for one."""
+    """Planner that reads each tensor at the time of the write, and writes empty objects that Megatron-Core expects."""
 
     def __init__(self, parts: list[_Part], dtype: torch.dtype) -> None:
         super().__init__()
@@ -79,10 +78,9 @@ class _OneByOne(DefaultSavePlanner):
 def write_torch_dist(
     out: Path, arch: ArchitectureConfig, source: WeightSource, dtype: torch.dtype, *, role: str, step: int
 ) -> None:
-    """Write weights without an optimizer, which Megatron-LM calls a release.
+    """Write weights without an optimizer (a release in Megatron-LM).
 
-    A critic's head is its output layer, with one row and a bias. The file that says which checkpoint is the newest
-    comes last.
+    A critic's head is the output layer, with one row and a bias. The file with the newest iteration is written last.
     """
     folder = out / RELEASE
     folder.mkdir(parents=True)
@@ -112,14 +110,14 @@ def _parts(arch: ArchitectureConfig, source: WeightSource, role: str) -> Iterato
 
 
 def _whole(arch: ArchitectureConfig, source: WeightSource, parameter: Parameter) -> Tensor:
-    """A parameter without tensor parallelism and padding."""
+    """Return a parameter without tensor parallelism and padding."""
     like = torch.empty(shard_shape(arch, parameter, 1, arch.vocab_size), device="meta")
     return read_shard(source, arch, parameter, like, 0, 1, arch.vocab_size)
 
 
 def _extra_state(place: StoredPlace) -> Iterator[str]:
-    """Names of the extra state of linear layers and norms, one for each place, as Megatron-Core's `ShardedObject` names
-    them. It is for computing in float8, but Megatron-Core looks for it in any case."""
+    """Yield the name of the extra state of a linear layer or norm, in the format of Megatron-Core's `ShardedObject`.
+    The extra state is for float8, but Megatron-Core always expects the object."""
     module, _, last = place.key.rpartition(".")
     if last == "weight" and not module.endswith(("word_embeddings", "output_layer", "router")):
         index, counts = (".".join(map(str, of)) for of in (place.index or (0,), place.counts or (1,)))
@@ -127,7 +125,7 @@ def _extra_state(place: StoredPlace) -> Iterator[str]:
 
 
 def _write_tensors(folder: Path, parts: list[_Part], dtype: torch.dtype) -> None:
-    """Write tensors with torch's writer, on which Megatron-Core's is based."""
+    """Write tensors with torch's writer, the base of Megatron-Core's writer."""
     properties = TensorProperties(dtype=dtype)
     stored = {p.place.key: TensorStorageMetadata(properties, torch.Size(p.place.size), []) for p in parts}
     objects = [key for part in parts for key in _extra_state(part.place)]
@@ -145,13 +143,13 @@ def _write_tensors(folder: Path, parts: list[_Part], dtype: torch.dtype) -> None
 
 
 def _arguments(arch: ArchitectureConfig, role: str) -> dict[str, JSONValue]:
-    """Arguments that Megatron-LM takes from a checkpoint with --use-checkpoint-args, and checks when it loads one."""
-    said = megatron_arguments(arch)
+    """Return arguments for Megatron-LM's --use-checkpoint-args, and for the checks at loading."""
+    arguments = megatron_arguments(arch)
     if role == "critic":
-        said["untie_embeddings_and_output_weights"] = True
+        arguments["untie_embeddings_and_output_weights"] = True
     return {
-        **said,
-        **{new: said[old] for old, new in RENAMED.items()},
+        **arguments,
+        **{new: arguments[old] for old, new in RENAMED.items()},
         "max_position_embeddings": arch.max_position_embeddings,
         "seq_length": arch.max_position_embeddings,
         "padded_vocab_size": arch.vocab_size,

@@ -1,1 +1,1 @@
-"""A page of HTML with all that a run's directory says: curves, times, distributions, samples, settings, warnings."""
+"""HTML page of a run directory: curves, times, distributions, samples, settings and warnings."""

@@ -1,8 +1,8 @@
 "use strict";
-// Charts that are drawn when they come into view, in the colours of the page's theme.
+// Charts in the colours of the theme. A chart is drawn when it scrolls into view.
 
 const DATA = JSON.parse(document.getElementById("data").textContent);
-// Of middle brightness, so that they can be seen on white and on black.
+// Colours of medium brightness, visible on white and on black.
 const COLOURS = ["#2f80ed", "#e8710a", "#1aa260", "#c54fb0", "#b8860b", "#12a4b8", "#e5484d", "#8a7bd8", "#7c8894", "#7aa116"];
 const CONFIG = { displayModeBar: false, responsive: true, displaylogo: false };
 
@@ -14,7 +14,7 @@ const runs = DATA.runs.map((run, place) => ({
 }));
 const shownRuns = () => runs.filter((run) => run.isShown);
 
-// An element with text or elements in it. Texts become text nodes, whatever stands in them.
+// Return an element with text or child elements. Texts become text nodes and never markup.
 function make(tag, attributes = {}, ...content) {
   const element = document.createElement(tag);
   for (const [name, value] of Object.entries(attributes)) {
@@ -24,10 +24,10 @@ function make(tag, attributes = {}, ...content) {
   return element;
 }
 
-// Plotly reads <b> and <a> in texts; this keeps them as they are.
+// Plotly interprets <b> and <a> in texts. This function escapes the texts.
 const plain = (text) => String(text).replaceAll("&", "&amp;").replaceAll("<", "&lt;").replaceAll(">", "&gt;");
 
-const told = (value) => (value === null || value === undefined ? "-" : String(Number(Number(value).toPrecision(5))));
+const formatted = (value) => (value === null || value === undefined ? "-" : String(Number(Number(value).toPrecision(5))));
 
 const style = (name) => getComputedStyle(document.documentElement).getPropertyValue(name).trim();
 
@@ -47,10 +47,10 @@ function layout(more = {}) {
   };
 }
 
-// A legend to read, not to click: what can be chosen stands in the controls, which a keyboard reaches.
+// The legend is not clickable. All choices are controls that a keyboard can reach.
 const LEGEND = { orientation: "h", x: 0, y: 1.02, yanchor: "bottom", traceorder: "normal", itemclick: false, itemdoubleclick: false };
 
-const drawings = new Map(); // a chart's element: what it shows, and whether it is in view
+const drawings = new Map(); // content and state of each chart by element
 const watcher = new IntersectionObserver(
   (entries) => {
     for (const entry of entries) {
@@ -72,7 +72,7 @@ function draw(place) {
   drawing.drawn = Promise.all([drawing.drawn, Plotly.react(place, traces, layout(more), CONFIG)]);
 }
 
-// `content`: gives traces and what of the layout is special, whenever the chart is drawn.
+// `content`: function that returns the traces and changes of the layout for each drawing.
 function chart(name, content, ...classes) {
   const place = make("div", { class: ["chart", ...classes].join(" "), role: "img", "aria-label": name });
   drawings.set(place, { content, isStale: true, isInView: false });
@@ -84,7 +84,7 @@ function forget(place) {
   const { drawn } = drawings.get(place);
   watcher.unobserve(place);
   drawings.delete(place);
-  drawn?.then(() => Plotly.purge(place)); // not before: plotly still reads what it would remove
+  drawn?.then(() => Plotly.purge(place)); // after the drawing, because plotly still uses the data
 }
 
 function drawAgain() {

@@ -1,11 +1,11 @@
-// Curves of metrics: which are shown, how they are smoothed, and over what.
+// Curves of metrics: selection, smoothing and horizontal axis.
 
 const MOST_MARKS = 40;
 const control = (id) => document.getElementById(id);
 const docs = new Map(DATA.docs.map(([name, ...doc]) => [name, doc]));
 const cards = new Map();
 
-// Positions and values of a metric in a run. It has one value per step, or two lists where many steps lack it.
+// Return positions and values of a metric in a run. A metric has one value per step, or two lists if few steps have it.
 function pointsOf(run, name) {
   const series = run.metrics.get(name);
   if (series === undefined) return { x: [], y: [], isSparse: false };
@@ -15,7 +15,7 @@ function pointsOf(run, name) {
   return { x: Array.from(places, (place) => at[place]), y, isSparse };
 }
 
-// Exponential moving average whose first values are not drawn towards zero.
+// Return the exponential moving average without bias of the first values towards zero.
 function smoothed(values, weight) {
   let sum = 0;
   let total = 0;
@@ -41,7 +41,7 @@ function curvesOf(name) {
   });
 }
 
-// Where each warning came first, as it is repeated while it holds, and where updates stood out.
+// Return positions of the first occurrence of each warning, and of unusual updates.
 function marksOf(run) {
   const first = new Map(run.advice.toReversed().map(([step, what]) => [what, step]));
   const hoursAt = new Map(run.steps.map((step, place) => [step, run.hours[place]]));
@@ -63,7 +63,7 @@ const isOverHours = () => control("over").value === "hours";
 const longest = (of) => Math.max(...of.map((run) => run.steps.at(-1) - run.steps[0]));
 const along = (...of) => ({ title: { text: isOverHours() ? "hours in steps" : "step" }, ...wholeTicks(isOverHours() ? Infinity : longest(of)) });
 
-// Few whole numbers have a tick each, and none between them.
+// A short range of integers has one tick per integer.
 function wholeTicks(span) {
   return span <= 10 ? { dtick: 1 } : {};
 }
@@ -85,7 +85,7 @@ function curveCard(name) {
   return { card, place };
 }
 
-// Cards stand in the order of the documents, whenever they were chosen.
+// Cards are in the order of the documents, independent of the order of selection.
 function show(chosen) {
   for (const [name, { card, place }] of cards) {
     if (!chosen.has(name)) {

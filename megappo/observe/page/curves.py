@@ -1,4 +1,4 @@
-"""Metrics of a run as curves: aligned to its steps, rounded, and thinned where there are very many."""
+"""Metrics of a run as curves: aligned by step, rounded, and reduced to a limited number of points."""
 
 from __future__ import annotations
 
@@ -11,38 +11,39 @@ from megappo.observe.json_values import JSONValue
 from megappo.observe.metric_docs import METRICS, documented, over_steps
 
 _MOST_NUMBERS = 250_000
-"""Most numbers of all metrics of all runs on a page, about 2 MB."""
+"""Maximum number of values on a page, for all metrics and runs: about 2 MB."""
 _POINTS = (100, 2_000)
-"""Fewest and most points of a metric where a page has many metrics, or steps."""
+"""Minimum and maximum number of points of a metric, for pages with many metrics or steps."""
 _DIGITS = 6
 _FEW = 6
 _LARGEST_STEP = 2**53
-"""Largest whole number that JavaScript has exactly."""
+"""Largest integer that JavaScript represents exactly."""
 _SECONDS_PER_HOUR = 3600
 FIRST = (
     "reward/mean", "kl/mean", "critic/explained_variance", "actor/entropy", "actor/ppo_kl",
     "actor/clipfrac", "mismatch/mean", "response/length", "response/truncated", "actor/grad_norm", "critic/grad_norm",
 )  # fmt: skip
-"""Metrics that are shown first, after the results of evaluations: the reward and the health of a run."""
+"""Metrics that are shown after the results of evaluations: reward and health of a run."""
 Line = Mapping[str, float]
-"""The metrics of a step by name, `step` aside."""
+"""Metrics of a step by name, without `step`."""
 
 
 @dataclass(frozen=True)
 class Curves:
-    """The metrics of a run."""
+    """Metrics of a run as points of curves."""
 
     steps: list[int]
-    """Steps of the points, rising; of a thinned curve the last step of each point."""
+    """Steps of the points in ascending order. If a point combines several steps, its last step."""
     hours: list[float | None]
-    """Time in steps until then; None where no step has one."""
+    """Cumulative `time/step` in hours at each point; None if no step has a time."""
     series: dict[str, Sequence[JSONValue]]
-    """Values by name, one per step. Of a metric that many steps lack: two lists, positions in `steps` and values. None
-    stands for what is not finite."""
+    """Values by name, one per step. A metric that many steps lack has two lists: positions in `steps`, and values.
+    None replaces values that are not finite."""
     steps_per_point: int
+    """Number of steps that a point combines."""
 
     def plain(self) -> dict[str, JSONValue]:
-        """In JSON's types."""
+        """Return the curves in JSON types."""
         return {
             "steps": self.steps,
             "hours": self.hours,
@@ -52,14 +53,14 @@ class Curves:
 
 
 def points_of(metrics: int) -> int:
-    """Most points of each of so many metrics of all runs together."""
+    """Return the maximum number of points of each metric. `metrics`: number of metrics of all runs together."""
     fewest, most = _POINTS
     return max(fewest, min(most, _MOST_NUMBERS // max(1, metrics)))
 
 
 def curves(lines: Mapping[int, Line], points: int) -> Curves:
-    """The metrics of steps, at most `points` points for each metric. If there are more steps, each point combines
-    several steps (`over_steps`). Raises ValueError if the number of a step is too large."""
+    """Return the metrics of steps, at most `points` points for each metric. If there are more steps, each point
+    combines several steps (`over_steps`). Raises ValueError if the number of a step is too large."""
     steps = sorted(lines)
     if steps and not -_LARGEST_STEP <= steps[0] <= steps[-1] <= _LARGEST_STEP:
         raise ValueError(f"a step is beyond {_LARGEST_STEP}; remove its line from metrics.jsonl")
@@ -72,22 +73,22 @@ def curves(lines: Mapping[int, Line], points: int) -> Curves:
 
 
 def _hours(seconds: Iterable[float | None]) -> list[float | None]:
-    passed, found = 0.0, list[float | None]()
+    passed, hours = 0.0, list[float | None]()
     for of_step in seconds:
         passed += of_step if of_step is not None and 0 <= of_step < math.inf else 0.0
-        found.append(rounded(passed / _SECONDS_PER_HOUR))
-    return found if passed else [None] * len(found)
+        hours.append(rounded(passed / _SECONDS_PER_HOUR))
+    return hours if passed else [None] * len(hours)
 
 
 def _series(lines: Mapping[int, Line], name: str, shares: Sequence[Sequence[int]]) -> Sequence[JSONValue]:
-    there = [[lines[step][name] for step in share if name in lines[step]] for share in shares]
-    values = [rounded(over_steps(name, share)) for share in there]
-    present = [at for at, share in enumerate(there) if share]
+    present_values = [[lines[step][name] for step in share if name in lines[step]] for share in shares]
+    values = [rounded(over_steps(name, share)) for share in present_values]
+    present = [at for at, share in enumerate(present_values) if share]
     return values if 2 * len(present) > len(shares) else [present, [values[at] for at in present]]
 
 
 def rounded(value: float, digits: int = _DIGITS) -> float | None:
-    """A number of so many digits; None for one that is not finite."""
+    """Return a number rounded to `digits` significant digits, or None if the number is not finite."""
     if not math.isfinite(value):
         return None
     short = float(f"{value:.{digits}g}")
@@ -95,16 +96,16 @@ def rounded(value: float, digits: int = _DIGITS) -> float | None:
 
 
 def ordered(names: Iterable[str]) -> list[str]:
-    """Names in the order of the documents, undocumented ones last."""
+    """Return names in the order of the documents. Undocumented names are last."""
     places = {name: place for place, name in enumerate(METRICS)}
     return sorted(names, key=lambda name: (places.get(documented(name) or "", len(places)), name))
 
 
 def first_shown(names: Sequence[str]) -> list[str]:
-    """Returns the results of evaluations and the metrics in `FIRST`, or a few of `names` if there are none."""
+    """Return the results of evaluations and the metrics of `FIRST`, or the first few `names` if both are missing."""
     return [*evaluation_results(names), *(name for name in FIRST if name in names)] or list(names[:_FEW])
 
 
 def descriptions(names: Iterable[str]) -> list[list[str]]:
-    """Name, unit, meaning and healthy values of each metric that is documented."""
+    """Return name, unit, meaning and healthy values of each documented metric."""
     return [[name, *METRICS[known]] for name in names if (known := documented(name)) is not None]

@@ -1,7 +1,7 @@
-"""Puts data, program and style into one HTML file that asks no network for anything.
+"""Writes data, program and style to one HTML file, which needs no network.
 
-Data stand in the page as JSON in an element that browsers do not run. Characters by which HTML could end that element
-are JSON's own escapes, and the page's program shows every text as text, so nothing that a model wrote becomes markup.
+The page contains data as JSON in an element that browsers do not run. JSON escapes replace the characters that could
+end the element. The program of the page shows every text as text, so texts of a model never become markup.
 """
 
 from __future__ import annotations
@@ -15,16 +15,16 @@ from string import Template
 
 from megappo.observe.json_values import JSONValue
 
-_HERE = Path(__file__).parent
+_FOLDER = Path(__file__).parent
 _LIBRARY = "plotly-basic.min.js"
 _PROGRAM = ("charts.js", "curves.js", "sections.js", "samples.js", "start.js")
-"""Files of the page's own program, in the order in which they run as one."""
+"""Files of the program of the page. The concatenated files run as one script."""
 _ESCAPES = {ord(c): f"\\u{ord(c):04x}" for c in "<>&\u2028\u2029"}
 
 
 def document(data: Mapping[str, JSONValue]) -> bytes:
-    """The page as UTF-8. `data`: in JSON's types, without numbers that are not finite; the page's program names its
-    fields."""
+    """Return the page as UTF-8. `data`: JSON types, without numbers that are not finite. The program of the page
+    defines the fields."""
     library, program = _own(_LIBRARY), "\n".join(map(_own, _PROGRAM))
     page = Template(_own("page.html")).substitute(
         policy=_policy(library, program),
@@ -33,21 +33,21 @@ def document(data: Mapping[str, JSONValue]) -> bytes:
         data=_embedded(data),
         program=program,
     )
-    return page.encode(errors="backslashreplace")  # lone surrogates become JSON's own escapes
+    return page.encode(errors="backslashreplace")  # lone surrogates become JSON escapes
 
 
 def _own(name: str) -> str:
-    return (_HERE / name).read_text(encoding="utf-8")
+    return (_FOLDER / name).read_text(encoding="utf-8")
 
 
 def _embedded(data: Mapping[str, JSONValue]) -> str:
-    """JSON that can stand in a script element."""
+    """Return JSON for a script element."""
     return json.dumps(data, ensure_ascii=False, allow_nan=False, separators=(",", ":")).translate(_ESCAPES)
 
 
 def _policy(*scripts: str) -> str:
-    """A Content-Security-Policy under which these scripts run, and nothing is fetched. Plotly writes styles of its
-    own, and draws what it exports as an image from `data:` or `blob:`."""
+    """Return a Content-Security-Policy that allows these scripts and forbids requests. Plotly adds inline styles, and
+    exports images from `data:` or `blob:`."""
     hashes = (base64.b64encode(hashlib.sha256(script.encode()).digest()).decode() for script in scripts)
     allowed = " ".join(f"'sha256-{digest}'" for digest in hashes)
     return (

@@ -1,4 +1,4 @@
-"""Distributions and samples of the steps whose experience a run saved, as far as they fit a page."""
+"""Distributions and samples of steps with saved experience, limited to the size of a page."""
 
 from __future__ import annotations
 
@@ -21,41 +21,43 @@ SavedFiles = Mapping[int, Sequence[Path]]
 """Files of each saved step, one per rank."""
 _HISTOGRAM_STEPS, _SAMPLE_STEPS, _SAMPLES_PER_STEP = 40, 5, 24
 _MOST_TOKENS, _TOKENS_PER_SAMPLE = 24_000, 1_500
-"""Most tokens of all samples of a page, about 2 MB, and of one."""
+"""Maximum number of tokens of all samples of a page, about 2 MB, and of one sample."""
 _RESPONSE_CHARACTERS, _TOKEN_CHARACTERS = 400, 40
 _BINS = 30
 _LEFT_OUT = 0.001
-"""Share of the numbers at either end that the outermost bins take in, so that one number does not set the scale."""
-_ALIKE = 1e-4
-"""Spread relative to their size, or to 1, below which numbers differ by rounding and have one bin."""
+"""Share of the numbers at each end that the outermost bins also count, so that one outlier does not determine the
+scale."""
+_EQUAL_SPREAD = 1e-4
+"""Spread divided by the largest number, or by 1 for smaller numbers. Numbers below this limit differ only by rounding
+and share one bin."""
 _DIGITS = 4
 _COLUMNS = ("value", "advantage", "return", "kl", "reward", "ratio", "version")
 
 
 def spread(numbers: Sequence[int], most: int) -> list[int]:
-    """At most so many of the numbers, evenly spread, the first and the last among them."""
+    """Return at most `most` of the numbers, evenly spread, including the first and the last number."""
     if len(numbers) <= most:
         return list(numbers)
     return [numbers[round(at * (len(numbers) - 1) / (most - 1))] for at in range(most)]
 
 
 def histograms(saved: SavedFiles) -> dict[str, JSONValue]:
-    """How often numbers of each saved step lie in each bin, as shares of the step's: `steps`, and of each quantity
-    `edges` and `shares`. Raises ValueError for files that cannot be read."""
+    """Return histograms of each saved step: `steps`, and for each quantity `edges` of bins and `shares` of the numbers
+    of the step. Raises ValueError if files cannot be read."""
     steps = spread(sorted(saved), _HISTOGRAM_STEPS)
     numbers = [read_numbers(saved[step]) for step in steps]
-    found: dict[str, JSONValue] = {
+    by_quantity: dict[str, JSONValue] = {
         "reward": _binned([of.rewards_B for of in numbers]),
         "length": _binned([of.lengths_B for of in numbers]),
     }
     for name in SPREAD_OVER_TOKENS:
         if all(name in of.tokens for of in numbers):
-            found[name] = _binned([of.tokens[name] for of in numbers])
-    return {"steps": steps, "of": {name: binned for name, binned in found.items() if binned is not None}}
+            by_quantity[name] = _binned([of.tokens[name] for of in numbers])
+    return {"steps": steps, "of": {name: binned for name, binned in by_quantity.items() if binned is not None}}
 
 
 def _binned(of_steps: Sequence[Numbers]) -> dict[str, JSONValue] | None:
-    """Bins of all steps together, and each step's share in them; None without a finite number."""
+    """Return common bins of all steps, and the shares of each step. Return None if no number is finite."""
     import numpy as np
 
     finite = [numbers[np.isfinite(numbers)].astype("float64") for numbers in of_steps]
@@ -69,13 +71,13 @@ def _binned(of_steps: Sequence[Numbers]) -> dict[str, JSONValue] | None:
 
 
 def _edges(numbers: NDArray[np.float64]) -> NDArray[np.float64]:
-    """Edges of bins: one for each of few distinct numbers, and even ones for many."""
+    """Return edges of bins: one bin per number for few distinct numbers, otherwise bins of equal width."""
     import numpy as np
 
     distinct = np.unique(numbers)
     scale = max(1.0, abs(float(distinct[-1])))
-    if distinct[-1] - distinct[0] < _ALIKE * scale:
-        middle, half = (distinct[0] + distinct[-1]) / 2, 10 * _ALIKE * scale
+    if distinct[-1] - distinct[0] < _EQUAL_SPREAD * scale:
+        middle, half = (distinct[0] + distinct[-1]) / 2, 10 * _EQUAL_SPREAD * scale
         return np.asarray([middle - half, middle + half])
     if len(distinct) <= _BINS:
         between = (distinct[1:] + distinct[:-1]) / 2
@@ -87,13 +89,13 @@ def _edges(numbers: NDArray[np.float64]) -> NDArray[np.float64]:
 
 
 def saved_samples(saved: SavedFiles, share: float) -> list[dict[str, JSONValue]]:
-    """Samples of some saved steps with their tokens, the latest step first. Of each step they are spread evenly over
-    its rewards, the lowest and the highest among them.
+    """Return samples of some saved steps with tokens, from the latest step to the first. The samples of a step are
+    spread evenly over the rewards of the step, including the lowest and the highest reward.
 
     Args:
-        share: part of the page's tokens that these samples may take.
+        share: maximum share of the tokens of the page for these samples.
 
-    Raises ValueError for files that cannot be read.
+    Raises ValueError if files cannot be read.
     """
     steps = spread(sorted(saved), _SAMPLE_STEPS)
     budget = int(_MOST_TOKENS * share / max(1, len(steps)))
@@ -108,22 +110,23 @@ def _of_step(step: int, files: Sequence[Path], budget_tokens: int) -> Iterator[d
     for path in files:
         of_file = [(place, line) for where, place, line in chosen if where == path]
         for (_, line), (tokens, logprobs) in zip(of_file, read_tokens(path, [at for at, _ in of_file]), strict=True):
-            kept = slice(_TOKENS_PER_SAMPLE)
-            own = [bool(x) for x in tokens.columns["mask"][kept]]
+            shown = slice(_TOKENS_PER_SAMPLE)
+            own = [bool(x) for x in tokens.columns["mask"][shown]]
             columns = {"logprob": logprobs, **{n: tokens.columns[n] for n in _COLUMNS if n in tokens.columns}}
             texts = tokens.texts if tokens.texts is not None else [f"[{token}]" for token in tokens.ids]
             yield {
                 **_about(step, line),
-                "tokens": [text_of(text, _TOKEN_CHARACTERS) for text in texts[kept]],
+                "tokens": [text_of(text, _TOKEN_CHARACTERS) for text in texts[shown]],
                 "own": [int(x) for x in own],
-                "columns": [[name, _shown(name, numbers[kept], own)] for name, numbers in columns.items()],
+                "columns": [[name, _shown(name, numbers[shown], own)] for name, numbers in columns.items()],
             }
 
 
 def _affordable(
     lines: Sequence[tuple[Path, int, SampleLine]], budget_tokens: int
 ) -> Iterator[tuple[Path, int, SampleLine]]:
-    """The lowest and the highest rewards first, until their tokens are as many as there may be; one at least."""
+    """Yield lines from the lowest and the highest rewards to the middle, while the tokens fit the budget. Yield at
+    least one line."""
     order = sorted(range(len(lines)), key=lambda at: (min(at, len(lines) - 1 - at), at))
     for count, at in enumerate(order):
         budget_tokens -= min(lines[at][2].length, _TOKENS_PER_SAMPLE)
@@ -147,6 +150,6 @@ def _about(step: int, line: SampleLine) -> dict[str, JSONValue]:
 
 
 def _shown(name: str, numbers: Sequence[float], own: Sequence[bool]) -> list[float | None]:
-    """Numbers of tokens. Tokens that are not the model's have a reward at most."""
+    """Return the numbers of tokens. Tokens of an environment have only a reward and a version."""
     is_of_all = name in ("reward", "version")
     return [rounded(float(x), _DIGITS) if is_of_all or mine else None for x, mine in zip(numbers, own, strict=True)]

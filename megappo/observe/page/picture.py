@@ -1,4 +1,4 @@
-"""Curves of metrics as a PNG, drawn by matplotlib where it is installed."""
+"""Curves of metrics as a PNG. Requires matplotlib."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
 _COLUMNS, _WIDTH, _HEIGHT, _DPI = 3, 4.2, 2.6, 110
-"""Curves side by side, and inches of each."""
+"""Charts per row, width and height of a chart in inches, and dots per inch."""
 _NAME_CHARACTERS = 60
 
 
 def curves_picture(runs: Sequence[RunMetrics], names: Sequence[str]) -> bytes:
-    """A PNG with a chart for each metric, in which the runs lie over one another. Raises ConfigError without
-    matplotlib."""
+    """Return a PNG with a chart for each metric. A chart shows the curves of all runs. Raises ConfigError if matplotlib
+    is not installed."""
     try:
         from matplotlib.figure import Figure
     except ImportError as error:

@@ -1,5 +1,4 @@
-"""What a run directory has in text: samples, updates that stand out, pages of profiles. Any of these files may have
-been made by somebody else."""
+"""Text files of a run directory: samples, unusual updates and pages of profiles. The files may be of unknown origin."""
 
 from __future__ import annotations
 
@@ -18,12 +17,12 @@ _TEXT_CHARACTERS, _REASON_CHARACTERS, _PAGE_CHARACTERS = 2_000, 300, 100_000
 
 
 def text_of(value: JSONValue, characters: int = _TEXT_CHARACTERS) -> str:
-    """A text for the page: shortened, and without secrets."""
+    """Return a text for the page, shortened and without secrets."""
     return shortened(redacted(value if isinstance(value, str) else "" if value is None else str(value)), characters)
 
 
 def written_samples(directory: Path) -> list[dict[str, JSONValue]]:
-    """The last samples of samples.jsonl, which have no numbers of tokens. Raises ValueError for a damaged file."""
+    """Return the last samples of samples.jsonl, without numbers of tokens. Raises ValueError if the file is damaged."""
     return [
         {
             "step": record["step"],
@@ -39,7 +38,7 @@ def written_samples(directory: Path) -> list[dict[str, JSONValue]]:
 
 
 def jumps(directory: Path) -> list[list[JSONValue]]:
-    """Step, what stood out and why, of the last updates in jumps.jsonl. Raises ValueError for a damaged file."""
+    """Return step, title and reasons of the last updates in jumps.jsonl. Raises ValueError if the file is damaged."""
     records = _last_of(directory / "jumps.jsonl", _MOST_JUMPS)
     return [[record["step"], f"{_role(record)} update stands out", _reasons(record)] for record in records]
 
@@ -55,12 +54,12 @@ def _role(record: Mapping[str, JSONValue]) -> str:
 
 def _reasons(record: Mapping[str, JSONValue]) -> str:
     reasons = record.get("reasons")
-    told = [str(x) for x in reasons] if isinstance(reasons, list) else []
-    return text_of(f"update {record.get('minibatch')}: {', '.join(told)}", _REASON_CHARACTERS)
+    texts = [str(x) for x in reasons] if isinstance(reasons, list) else []
+    return text_of(f"update {record.get('minibatch')}: {', '.join(texts)}", _REASON_CHARACTERS)
 
 
 def profile(directory: Path) -> Iterator[str]:
-    """The page of the newest profile, if there is one. Raises ValueError where it cannot be read."""
+    """Yield the page of the newest profile, if any. Raises ValueError if the page cannot be read."""
     path = newest_page(directory)
     if path is not None:
         try:
@@ -70,7 +69,7 @@ def profile(directory: Path) -> Iterator[str]:
 
 
 def _number(value: JSONValue) -> float | None:
-    """A number that JSON and JavaScript have."""
+    """Return a number that JSON and JavaScript can represent, or None for other values."""
     if isinstance(value, int | float) and not isinstance(value, bool) and abs(value) < 1e300:
         return float(value)
     return None

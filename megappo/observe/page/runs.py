@@ -1,4 +1,4 @@
-"""The metrics of the runs that a page or a picture compares."""
+"""Metrics of the runs of a page or a picture."""
 
 from __future__ import annotations
 
@@ -12,22 +12,23 @@ from megappo.observe.page.curves import Line
 
 @dataclass(frozen=True)
 class RunMetrics:
-    """A run's metrics."""
+    """Metrics of a run."""
 
     label: str
-    """Short name that tells it from the others."""
+    """Short unique name of the run."""
     directory: Path
     lines: dict[int, Line]
-    """By step; at least one."""
+    """Metrics by step; at least one step."""
 
     @property
     def names(self) -> set[str]:
-        """Names of all metrics that any step has."""
+        """Names of the metrics of all steps."""
         return {name for line in self.lines.values() for name in line}
 
 
 def read_runs(directories: Sequence[Path]) -> list[RunMetrics]:
-    """Raises ValueError for a directory that is not a run's, or whose metrics.jsonl is damaged or empty."""
+    """Read the metrics of runs. Raises ValueError if a directory has no metrics.jsonl, or if the file is damaged or
+    empty."""
     names = [directory.resolve().name for directory in directories]
     labels = names if len(set(names)) == len(names) else [str(directory) for directory in directories]
     return [RunMetrics(label, place, _lines(place)) for label, place in zip(labels, directories, strict=True)]
@@ -42,5 +43,5 @@ def _lines(directory: Path) -> dict[int, Line]:
         for line in read_metrics(path)
     }
     if not lines:
-        raise ValueError(f"{path} has no step yet; wait until the run has ended its first")
+        raise ValueError(f"{path} has no step yet; wait for the first step of the run")
     return lines

@@ -1,12 +1,12 @@
-// Samples, and the tokens of one of them coloured by what the update was made of.
+// Samples, and the tokens of a sample, coloured by the numbers of the update.
 
-const COLUMN_WORDS = {
+const COLUMN_LABELS = {
   logprob: "log-probability", value: "value", advantage: "advantage", kl: "KL", return: "return", reward: "reward",
   ratio: "ratio to the engine", version: "weight version",
 };
 const MOST_ROWS = 200;
 
-// Limits of a column's colours: those with a sign are symmetric around 0, and one token beyond the rest does not set them.
+// Return the limits of the colours of a column. Signed columns are symmetric around 0. Outliers do not determine the limits.
 function limitsOf(name, numbers) {
   const sorted = numbers.filter((x) => x !== null).sort((a, b) => a - b);
   if (sorted.length === 0) return [0, 1];
@@ -22,7 +22,7 @@ function around(middle, low, high) {
   return [middle - reach, middle + reach];
 }
 
-// Orange below, blue above; strong at the ends. Log-probabilities are strong where the token was unlikely.
+// Return a colour: orange for low values, blue for high values, stronger towards the limits. Unlikely tokens are strong.
 function colourOf(name, x, [low, high]) {
   const share = Math.max(0, Math.min(1, (x - low) / (high - low)));
   if (name === "logprob") return `rgba(var(--low), ${(0.7 * (1 - share)).toFixed(3)})`;
@@ -34,20 +34,20 @@ function scaleOf(name, limits) {
   const [low, high] = limits;
   const stops = [0, 0.25, 0.5, 0.75, 1].map((share) => colourOf(name, low + share * (high - low), limits));
   const bar = make("span", { class: "scale", style: `background:linear-gradient(to right, ${stops.join(", ")})` });
-  return [told(low), " ", bar, " ", told(high)];
+  return [formatted(low), " ", bar, " ", formatted(high)];
 }
 
 class TokenView {
   constructor() {
     this.choice = make("select");
     this.scale = make("span");
-    this.tokens = make("div", { class: "tokens", tabindex: 0, role: "group", "aria-label": "Tokens of the response; arrow keys go from one to the next" });
-    this.told = make("p", { class: "told", "aria-live": "polite" });
+    this.tokens = make("div", { class: "tokens", tabindex: 0, role: "group", "aria-label": "Tokens of the response; arrow keys move between tokens" });
+    this.description = make("p", { class: "told", "aria-live": "polite" });
     this.rows = make("div", { class: "scroll", tabindex: 0, role: "region", "aria-label": "Numbers of all tokens" });
     this.details = make("details", {}, make("summary", {}, "All numbers of all tokens"), this.rows);
     this.plot = chart("Values, returns and advantages along the response", () => this.lines(), "short");
     const label = make("label", {}, "Colour ", this.choice);
-    this.element = make("div", {}, make("div", { class: "controls" }, label, this.scale), this.tokens, this.told, this.plot, this.details);
+    this.element = make("div", {}, make("div", { class: "controls" }, label, this.scale), this.tokens, this.description, this.plot, this.details);
     this.choice.addEventListener("input", () => this.paint());
     this.tokens.addEventListener("keydown", (event) => this.onKey(event));
     this.tokens.addEventListener("pointerover", (event) => this.onPointer(event));
@@ -58,7 +58,7 @@ class TokenView {
     this.sample = sample;
     this.columns = new Map(sample.columns);
     const before = this.choice.value;
-    this.choice.replaceChildren(...[...this.columns.keys()].map((name) => make("option", { value: name }, COLUMN_WORDS[name])));
+    this.choice.replaceChildren(...[...this.columns.keys()].map((name) => make("option", { value: name }, COLUMN_LABELS[name])));
     this.choice.value = this.columns.has(before) ? before : this.columns.has("advantage") ? "advantage" : "logprob";
     this.spans = sample.tokens.map((text, at) => make("span", { class: sample.own[at] ? "" : "others" }, text.replaceAll("\n", "\u21b5\n")));
     this.tokens.replaceChildren(...this.spans);
@@ -79,13 +79,13 @@ class TokenView {
   }
 
   at(place) {
-    if (this.spans.length === 0) return this.told.replaceChildren("The response has no tokens.");
+    if (this.spans.length === 0) return this.description.replaceChildren("The response has no tokens.");
     this.spans[this.place]?.classList.remove("here");
     this.place = Math.max(0, Math.min(this.spans.length - 1, place));
     this.spans[this.place].classList.add("here");
-    const numbers = [...this.columns].map(([name, column]) => `${COLUMN_WORDS[name]} ${told(column[this.place])}`);
-    const whose = this.sample.own[this.place] ? "" : ", said by the environment";
-    this.told.textContent = `Token ${this.place}${whose}, ${JSON.stringify(this.sample.tokens[this.place])}: ${numbers.join(", ")}`;
+    const numbers = [...this.columns].map(([name, column]) => `${COLUMN_LABELS[name]} ${formatted(column[this.place])}`);
+    const origin = this.sample.own[this.place] ? "" : " of the environment";
+    this.description.textContent = `Token ${this.place}${origin}, ${JSON.stringify(this.sample.tokens[this.place])}: ${numbers.join(", ")}`;
   }
 
   onKey(event) {
@@ -101,17 +101,17 @@ class TokenView {
     if (place >= 0) this.at(place);
   }
 
-  // Rows are made when they are asked for: a long response has thousands.
+  // Rows are created on demand, because a long response has thousands of tokens.
   list() {
     if (!this.details.open) return this.rows.replaceChildren();
     const names = [...this.columns.keys()];
-    const rows = this.sample.tokens.map((text, at) => [String(at), JSON.stringify(text), this.sample.own[at] ? "1" : "0", ...names.map((name) => told(this.columns.get(name)[at]))]);
-    this.rows.replaceChildren(table(["position", "token", "mask", ...names.map((name) => COLUMN_WORDS[name])], rows));
+    const rows = this.sample.tokens.map((text, at) => [String(at), JSON.stringify(text), this.sample.own[at] ? "1" : "0", ...names.map((name) => formatted(this.columns.get(name)[at]))]);
+    this.rows.replaceChildren(table(["position", "token", "mask", ...names.map((name) => COLUMN_LABELS[name])], rows));
   }
 
   lines() {
-    const wanted = ["value", "return", "advantage", "reward"].filter((name) => this.columns.has(name));
-    const traces = wanted.map((name, place) => ({
+    const names = ["value", "return", "advantage", "reward"].filter((name) => this.columns.has(name));
+    const traces = names.map((name, place) => ({
       y: this.columns.get(name), name, mode: this.spans.length > 100 ? "lines" : "lines+markers", marker: { size: 4 }, line: { color: COLOURS[place], width: 1.5 },
     }));
     return { traces, hovermode: "x unified", showlegend: true, legend: LEGEND, xaxis: { title: { text: "position in the response" }, ...wholeTicks(this.spans.length) } };
@@ -146,27 +146,27 @@ class SampleList {
     this.list();
   }
 
-  found() {
-    const words = this.search.value;
-    const isWanted = (sample) =>
+  matching() {
+    const query = this.search.value;
+    const isMatch = (sample) =>
       (this.step.value === "" || sample.step === Number(this.step.value)) &&
-      (sample.prompt.includes(words) || sample.response.includes(words) || (sample.tokens ?? []).join("").includes(words));
+      (sample.prompt.includes(query) || sample.response.includes(query) || (sample.tokens ?? []).join("").includes(query));
     const orders = [(a, b) => b.step - a.step, (a, b) => b.reward - a.reward, (a, b) => a.reward - b.reward, (a, b) => b.length - a.length];
-    return this.samples.filter(isWanted).sort(orders[this.order.selectedIndex]);
+    return this.samples.filter(isMatch).sort(orders[this.order.selectedIndex]);
   }
 
   list() {
-    const found = this.found();
-    this.count.textContent = `${found.length} of ${this.samples.length} samples of this page`;
-    const rows = found.slice(0, MOST_ROWS).map((sample) => {
+    const matches = this.matching();
+    this.count.textContent = `${matches.length} of ${this.samples.length} samples of this page`;
+    const rows = matches.slice(0, MOST_ROWS).map((sample) => {
       const button = make("button", { type: "button" }, sample.id === null ? "show" : String(sample.id));
       button.addEventListener("click", () => this.show(sample, button));
       const short = (text) => (text.length > 120 ? `${text.slice(0, 117)}...` : text);
-      return [button, String(sample.step), told(sample.reward), told(sample.length), short(sample.prompt), short(sample.response), short(sample.answer ?? "")];
+      return [button, String(sample.step), formatted(sample.reward), formatted(sample.length), short(sample.prompt), short(sample.response), short(sample.answer ?? "")];
     });
     this.rows.replaceChildren(table(["sample", "step", "reward", "tokens", "prompt", "response", "right answer"], rows));
-    this.detail.hidden = found.length === 0;
-    if (found.length > 0) this.show(found[0], rows[0][0]);
+    this.detail.hidden = matches.length === 0;
+    if (matches.length > 0) this.show(matches[0], rows[0][0]);
   }
 
   show(sample, button) {
@@ -182,18 +182,18 @@ class SampleList {
   }
 
   texts(sample) {
-    const named = [["Prompt", sample.prompt], ["Response", sample.tokens ? null : sample.response], ["Right answer", sample.answer], ["The reward failed", sample.failure]];
-    const told_ = `reward ${told(sample.reward)}, ${told(sample.length)} tokens${sample.end ? `, ${sample.end}` : ""}`;
+    const named = [["Prompt", sample.prompt], ["Response", sample.tokens ? null : sample.response], ["Right answer", sample.answer], ["Failure of the reward", sample.failure]];
+    const summary = `reward ${formatted(sample.reward)}, ${formatted(sample.length)} tokens${sample.end ? `, ${sample.end}` : ""}`;
     const texts = named.filter(([, text]) => text !== null && text !== undefined);
-    return [make("p", { class: "quiet" }, told_), ...texts.flatMap(([name, text]) => [make("p", { class: "quiet" }, name), make("div", { class: "texts" }, text)])];
+    return [make("p", { class: "quiet" }, summary), ...texts.flatMap(([name, text]) => [make("p", { class: "quiet" }, name), make("div", { class: "texts" }, text)])];
   }
 }
 
 function startSamples() {
   if (runs.every((run) => run.samples.length === 0)) return section("samples", [], "No run wrote samples.");
   const text = runs.some((run) => run.samples.some((sample) => sample.tokens))
-    ? "Of each saved step samples from the lowest reward to the highest. Text in italics is an environment's. megappo inspect lists all."
-    : "The last samples of samples.jsonl. With logging.save_experience they come with the numbers of each token.";
+    ? "Samples of each saved step, from the lowest to the highest reward. Text in italics is from an environment. megappo inspect lists all samples."
+    : "The last samples of samples.jsonl. logging.save_experience adds the numbers of each token.";
   const list = new SampleList();
   list.run.value = runs.findIndex((run) => run.samples.length > 0);
   section("samples", [make("p", { class: "quiet" }, text), ...list.elements]);

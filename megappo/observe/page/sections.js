@@ -1,4 +1,4 @@
-// Sections of the page with a part for each run: times, memory, distributions, warnings, settings, profiles.
+// Sections with one part per run: times, memory, distributions, warnings, settings and profiles.
 
 const STAGES = ["rollout", "reward", "forward", "advantages", "update_critic", "update_actor", "sync", "evaluate", "checkpoint", "export"];
 const PHASES = ["gather", "load", "verify", "session", "wake", "probe"];
@@ -13,7 +13,7 @@ const QUANTITIES = {
 const bodyOf = (id) => document.querySelector(`#${id} > div`);
 const runName = (run) => make("h3", {}, make("span", { class: "swatch", style: `background:${run.colour}` }), run.name);
 
-// A card of a run, which is hidden with the run.
+// Return a card of a run. Hiding the run hides the card.
 function runCard(run, ...content) {
   const card = make("article", { class: "card" }, runName(run), ...content);
   (run.cards ??= []).push(card);
@@ -25,7 +25,7 @@ function section(id, parts, otherwise) {
   else bodyOf(id).append(make("p", { class: "quiet" }, otherwise));
 }
 
-// Metrics of a run as areas on one another, with their whole as a dotted line. Steps without the whole are left out.
+// Return metrics of a run as stacked areas, with the total as a dotted line. Steps without the total are skipped.
 function areas(run, parts, whole) {
   const sums = pointsOf(run, whole);
   const steps = new Set(sums.x.filter((_, at) => sums.y[at] !== null));
@@ -41,7 +41,7 @@ function areas(run, parts, whole) {
       };
     });
   const line = { color: style("--text"), dash: "dot", width: 1.5 };
-  traces.push({ x: sums.x, y: sums.y, name: "whole", mode: "lines+markers", marker: { size: 3 }, line });
+  traces.push({ x: sums.x, y: sums.y, name: "total", mode: "lines+markers", marker: { size: 3 }, line });
   return { traces, hovermode: "x unified", showlegend: true, legend: LEGEND, xaxis: along(run), yaxis: { title: { text: "seconds" }, rangemode: "tozero" } };
 }
 
@@ -50,15 +50,15 @@ function startTimes() {
   const phases = PHASES.map((phase) => [`sync/${phase}_seconds`, phase]);
   const withMetric = (name) => runs.filter((run) => run.metrics.has(name));
   const card = (run, what, parts, whole) => runCard(run, chart(`${what} of ${run.name}`, () => areas(run, parts, whole)));
-  section("time", withMetric("time/step").map((run) => card(run, "Time by stage", stages, "time/step")), "No run has times.");
-  section("sync", withMetric("sync/seconds").map((run) => card(run, "Weight sync by phase", phases, "sync/seconds")), "No run has weight syncs.");
+  section("time", withMetric("time/step").map((run) => card(run, "Time by stage", stages, "time/step")), "No run has times in its metrics.");
+  section("sync", withMetric("sync/seconds").map((run) => card(run, "Weight sync by phase", phases, "sync/seconds")), "No run has weight syncs in its metrics.");
 }
 
-// Peaks of stages, in the order of the stages, and what is of the whole step.
+// Return labels of the peaks of stages, and of the memory of the whole step.
 function memoryLabels(run) {
   const stages = STAGES.map((stage) => [`memory/${stage}/peak_gigabytes`, stage.replace("_", " ")]);
   const whole = ["peak", "reserved", "free"].map((part) => [`memory/${part}_gigabytes`, part]);
-  return [["Peaks of stages", stages], ["Of the step", whole]].map(([what, parts]) => [what, parts.filter(([name]) => run.metrics.has(name))]);
+  return [["Peaks of stages", stages], ["Whole step", whole]].map(([what, parts]) => [what, parts.filter(([name]) => run.metrics.has(name))]);
 }
 
 function memoryOf(run, parts) {
@@ -76,10 +76,10 @@ function startMemory() {
       .filter(([, parts]) => parts.length > 0)
       .map(([what, parts]) => runCard(run, make("h4", {}, what), chart(`${what}: memory of ${run.name}`, () => memoryOf(run, parts)))),
   );
-  section("memory", parts, "No run has its memory in its metrics.");
+  section("memory", parts, "No run has memory in its metrics.");
 }
 
-// A distribution over steps: a column for each step, darker where more of its numbers lie. Of one step: its bars.
+// Return a distribution over steps: one column per step, darker for larger shares. A single step has bars.
 function distribution(run, { edges, shares }, steps, unit) {
   const widths = shares[0].map((_, bin) => edges[bin + 1] - edges[bin]);
   if (steps.length === 1) {
@@ -108,10 +108,10 @@ function distribution(run, { edges, shares }, steps, unit) {
 }
 
 function distributionsOf(run) {
-  const found = run.histograms;
-  const parts = Object.entries(QUANTITIES).filter(([name]) => Object.hasOwn(found.of, name));
+  const histograms = run.histograms;
+  const parts = Object.entries(QUANTITIES).filter(([name]) => Object.hasOwn(histograms.of, name));
   const cards = parts.map(([name, [title, unit]]) =>
-    make("div", {}, make("h3", {}, title), chart(`${title} of ${run.name} over steps`, () => distribution(run, found.of[name], found.steps, unit))),
+    make("div", {}, make("h3", {}, title), chart(`${title} of ${run.name} over steps`, () => distribution(run, histograms.of[name], histograms.steps, unit))),
   );
   return runCard(run, make("div", { class: "grid" }, ...cards));
 }
@@ -120,7 +120,7 @@ function startDistributions() {
   const parts = runs.filter((run) => run.histograms !== null).map(distributionsOf);
   section("distributions", parts, "No run saved experience (logging.save_experience).");
   if (parts.length > 0) {
-    const text = "Of what was saved of each step. The outermost bins hold what lies beyond them, at most a thousandth of all.";
+    const text = "Distributions of the saved samples of each step. The outermost bins also count the numbers beyond, at most 0.1% at each end.";
     bodyOf("distributions").prepend(make("p", { class: "quiet" }, text));
   }
 }
@@ -147,7 +147,7 @@ function timeline() {
 
 function startEvents() {
   const events = runs.flatMap((run) => eventsOf(run).map((event) => [run, ...event]));
-  if (events.length === 0) return section("events", [], "Nothing was warned of, and no update stood out.");
+  if (events.length === 0) return section("events", [], "No warnings, and no unusual updates.");
   const rows = events.map(([run, kind, step, what, why]) => [run.name, String(step), kind, what, why]);
   section("events", [
     chart("Warnings and jumps over steps", timeline),
@@ -163,28 +163,28 @@ function table(heads, rows) {
 
 function startSettings() {
   const known = DATA.settings;
-  if (known.length === 0) return section("settings", [], "No run has a configuration that can be read.");
+  if (known.length === 0) return section("settings", [], "No run has a readable configuration.");
   const differ = known.filter(([, values]) => values.some((value) => value !== values[0]));
   const search = make("input", { type: "search", placeholder: "actor.optimizer" });
   const all = make("input", { type: "checkbox" });
   const place = make("div", { class: "scroll", tabindex: 0, role: "region", "aria-label": "Settings" });
   const list = () => {
-    const wanted = search.value.trim().toLowerCase();
-    const rows = (all.checked || runs.length === 1 ? known : differ).filter(([key]) => key.toLowerCase().includes(wanted));
+    const query = search.value.trim().toLowerCase();
+    const rows = (all.checked || runs.length === 1 ? known : differ).filter(([key]) => key.toLowerCase().includes(query));
     const shown = table(["setting", ...runs.map((run) => run.name)], rows.map(([key, values]) => [key, ...values.map((value) => value ?? "-")]));
     rows.forEach((row, at) => shown.tBodies[0].rows[at].classList.toggle("differs", runs.length > 1 && differ.includes(row)));
     place.replaceChildren(shown);
   };
   search.addEventListener("input", list);
   all.addEventListener("input", list);
-  const text = runs.length > 1 ? `${differ.length} settings differ between these runs.` : "All settings of the run, defaults included.";
+  const text = runs.length > 1 ? `${differ.length} settings differ between these runs.` : "All settings of the run, including defaults.";
   const controls = make("div", { class: "controls" }, make("label", {}, "Search ", search));
-  if (runs.length > 1) controls.append(make("label", {}, all, " All settings, not only those that differ"));
+  if (runs.length > 1) controls.append(make("label", {}, all, " Show all settings"));
   section("settings", [make("p", { class: "quiet" }, text), controls, place]);
   list();
 }
 
-// The page of a profile is Markdown that megappo writes: lines, and tables of `|`.
+// The page of a profile is Markdown of megappo: lines, and tables with `|`.
 function markdown(text) {
   const parts = [];
   let rows = [];

@@ -1,4 +1,4 @@
-// The head of the page, and everything that follows.
+// Header of the page, and start of all sections.
 
 function showRun(run, isShown) {
   run.isShown = isShown;
@@ -12,7 +12,7 @@ function startRuns() {
     box.addEventListener("change", () => showRun(run, box.checked));
     const head = make("label", {}, box, make("span", { class: "swatch", style: `background:${run.colour}` }), run.name);
     const lines = [run.result, run.status, run.directory].filter((text) => text);
-    const notes = [...run.notes, ...(run.stepsPerPoint > 1 ? [`A point of a curve is the mean of ${run.stepsPerPoint} steps (the largest of maxima).`] : [])];
+    const notes = [...run.notes, ...(run.stepsPerPoint > 1 ? [`Each point of a curve is the mean of ${run.stepsPerPoint} steps (for maxima, the largest value).`] : [])];
     control("runs").append(
       make("li", {}, head, ...lines.map((text, at) => make("p", { class: at ? "quiet" : "" }, text)), ...notes.map((text) => make("p", { class: "note" }, text))),
     );
