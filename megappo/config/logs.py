@@ -39,7 +39,7 @@ class LoggingSettings(Settings):
     wandb_project: Text | None = None
     """Weights & Biases project of the run. Null: no logging there. A resumed run continues with the same id."""
     wandb_run: WandbSettings = WandbSettings()
-    """Display of the run in Weights & Biases."""
+    """Group, tags and mode of the run in Weights & Biases."""
     loggers: dict[Text, dict[str, Any]] = Field(default_factory=dict)
     """Custom loggers: `{"package.module:name": {option: value}}`. The options are keyword arguments."""
     console: Literal["auto", "live", "plain", "quiet"] = "auto"
