@@ -25,7 +25,7 @@ setup(
     package_data={
         "megappo": ["py.typed", "requirements.txt", "guides/*.md"],
         "megappo.observe.page": ["*.html", "*.css", "*.js", "*.LICENSE"],
-        "megappo.shipped.configs": ["quickstart.yaml"],
+        "megappo.shipped.configs": ["quickstart.yaml", "examples/*/*.yaml", "examples/*/*.py", "examples/*/README.md"],
         "megappo.shipped.configs.models.tiny_arithmetic": ["*.json"],
         "megappo.shipped.launch": ["environment.sh", "quickstart.sh", "torchrun.sh"],
         "megappo.shipped.launch.slurm": ["*.sh", "ppo*.sbatch"],

@@ -202,8 +202,7 @@ def transformer_config(arch: ArchitectureConfig, layout: Layout, options: BuildO
     elif options.recompute == "selective":
         recompute = {"recompute_granularity": "selective", "recompute_modules": list(options.recompute_modules)}
     if not options.has_engine_layers:
-        # Otherwise, Megatron's rotation of packs reads segment lengths on the host, four times per layer (see
-        # `rotary`).
+        # Megatron's rotation of packs reads segment lengths on the host, four times per layer (see `rotary`).
         rotate_packed_by(rotate)
     settings = arch.declaration.megatron(arch)
     pre_softmax = settings.pop("moe_router_pre_softmax", False)
@@ -235,8 +234,8 @@ def transformer_config(arch: ArchitectureConfig, layout: Layout, options: BuildO
         moe_token_dispatcher_type="alltoall",  # the default does not support variable lengths
         expert_model_parallel_size=layout.grid.ep,
         expert_tensor_parallel_size=1,
-        # Between two stages, an interleaved schedule would put activations and gradients for the same rank into one
-        # batch. The batch matches them by order and would swap them. With overlap, each has a separate call.
+        # A batch of an interleaved schedule could swap activations and gradients for the same rank, because it
+        # matches messages by order. With overlap, each message has a separate call.
         overlap_p2p_comm=layout.vpp > 1,
         deallocate_pipeline_outputs=options.deallocate_pipeline_outputs,
         batch_p2p_comm=layout.vpp == 1,
@@ -246,9 +245,8 @@ def transformer_config(arch: ArchitectureConfig, layout: Layout, options: BuildO
         apply_rope_fusion=True,  # by `rotate`, or by Transformer Engine's kernel
         use_te_activation_func=is_swiglu(settings),  # `SwiGLU`, not Transformer Engine's
         add_bias_linear=settings.pop("add_bias_linear", False),
-        # Megatron rejects a softmax over the chosen experts if only one is chosen, because its weight is 1 and the
-        # router learns nothing. transformers computes this softmax. The check of Megatron therefore sees pre-softmax,
-        # and the field is reset below.
+        # Megatron rejects a softmax over one chosen expert, because the router learns nothing. transformers computes
+        # this softmax. The field is therefore reset after Megatron's check.
         moe_router_pre_softmax=pre_softmax or settings.get("moe_router_topk") == 1,
         **options.accelerations.switches(options.dtype),
         **settings,

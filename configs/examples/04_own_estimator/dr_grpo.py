@@ -1,0 +1,19 @@
+"""Advantages of Dr. GRPO (Liu et al. 2025, "Understanding R1-Zero-Like Training")."""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from megappo.algo.estimators import unwhitened
+from megappo.algo.groups import Groups, spread
+
+
+@unwhitened
+def dr_grpo(*, rewards: Tensor, mask: Tensor, group_ids: Tensor, scale: float = 1.0) -> tuple[Tensor, Tensor]:
+    """Return the score minus the mean score of the prompt at every token, (B, T).
+
+    Unlike GRPO, the difference is not divided by the standard deviation of the group. Deviations within the rounding
+    error are 0.
+    """
+    deviations_B = Groups.of(rewards.masked_fill(~mask, 0.0), group_ids).deviations_B
+    return spread((scale * deviations_B).to(rewards.dtype), mask)
