@@ -74,7 +74,7 @@ def test_one_word_is_a_list_of_one() -> None:
             "q_proj.weight would be frozen and model.layers.0.self_attn.k_proj.weight not",
         ),
         ("qwen3_moe", "['*.experts.1.*']", "some experts of a layer would be frozen and some not; write *"),
-        ("qwen3", "['model.layers.2.*']", "nothing of layer 2 is left to train; freeze less of it"),
+        ("qwen3", "['model.layers.2.*']", "all parameters of layer 2 are frozen"),
         ("qwen3", "[attention, attention]", "must be attention, embeddings, or a list of at most 100 different words"),
         ("qwen3", "3", "3 must be attention, embeddings, or a list"),
     ],
@@ -89,7 +89,7 @@ def test_what_cannot_be_frozen_is_refused(
 
 def test_adapters_must_be_left_in_every_layer(archs: dict[str, ArchitectureConfig]) -> None:
     given = ["critic.freeze=attention", "critic.lora={rank: 4, alpha: 8, targets: [q_proj, o_proj]}"]
-    with pytest.raises(ConfigError, match="nothing of layer 0 is left to train"):
+    with pytest.raises(ConfigError, match="all parameters of layer 0 are frozen"):
         derive(load_config(BASE, given), 1, archs["qwen3"])
     derive(load_config(BASE, [given[0], given[1].replace("o_proj", "up_proj")]), 1, archs["qwen3"])
 

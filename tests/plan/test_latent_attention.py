@@ -91,14 +91,14 @@ YARN = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0, "original_max_pos
 @pytest.mark.parametrize(
     ("rope", "words"),
     [
-        ({"rope_type": "linear", "rope_theta": 1e4, "factor": 4.0}, "takes rope type 'linear' for yarn"),
-        (YARN | {"mscale": 0.7}, "by 1.09704, where mscale 0.7 of config.json's rope_parameters mean 1.13863"),
-        (YARN | {"mscale_all_dim": 0.7}, "by 1.03791, where mscale_all_dim 0.7 of config.json's rope_parameters mean"),
-        (YARN | {"attention_factor": 1.5}, "by 1.13863, where attention_factor 1.5 of config.json's"),
-        (YARN | {"truncate": False}, "takes no account of truncate: false"),
+        ({"rope_type": "linear", "rope_theta": 1e4, "factor": 4.0}, "computes rope type 'linear' as yarn"),
+        (YARN | {"mscale": 0.7}, "by 1.09704, but mscale 0.7 of config.json's rope_parameters require 1.13863"),
+        (YARN | {"mscale_all_dim": 0.7}, "by 1.03791, but mscale_all_dim 0.7 of config.json's rope_parameters require"),
+        (YARN | {"attention_factor": 1.5}, "by 1.13863, but attention_factor 1.5 of config.json's"),
+        (YARN | {"truncate": False}, "ignores truncate: false"),
         (
             YARN | {"mscale": 0.0, "mscale_all_dim": 0.0},
-            "by 1, where mscale 0.0 and mscale_all_dim 0.0 of config.json's",
+            "by 1, but mscale 0.0 and mscale_all_dim 0.0 of config.json's",
         ),
         (YARN | {"mscale": 1.0, "mscale_all_dim": 0.7}, ""),
         (YARN, ""),
