@@ -27,7 +27,7 @@ def swiglu(gate_up: Tensor, weights: Tensor | None = None) -> Tensor:
     if gate_up.shape[-1] % 2:
         raise ValueError(f"{gate_up.shape[-1]} columns are no gate and up side by side; pass an even number of columns")
     if weights is not None and weights.shape != gate_up.shape[:-1]:
-        raise ValueError(f"weights are {tuple(weights.shape)}, must be one per row, {tuple(gate_up.shape[:-1])}")
+        raise ValueError(f"weights are {tuple(weights.shape)}, must be one for each row, {tuple(gate_up.shape[:-1])}")
     if runs_triton(gate_up):
         output: Tensor = _SwiGLU.apply(gate_up, weights)
         return output
