@@ -75,8 +75,7 @@ def ppo_head_loss(
         accumulate_main_grad: add the weight's gradient to `weight.main_grad` (float32, Megatron's) during forward, and
             set `weight.grad_added_to_main_grad`. Backward then sets `weight.grad` to a placeholder that uses no memory.
             Megatron's hooks require and drop the placeholder. A weight without requires_grad has no gradient.
-        upstream: with `accumulate_main_grad`, the gradient of the loss in backward. Backward raises an error for other
-            values.
+        upstream: with `accumulate_main_grad`, the gradient of the loss in backward. Other gradients raise an error.
 
     Returns the loss in float32 (float64 for float64), its report, and the log-probabilities and entropies of the
     rows. Raises ValueError for inconsistent shapes, types or options.
