@@ -164,7 +164,7 @@ def test_windows_are_those_of_transformers_or_refused(tmp_path: Path, family: st
             "num_kv_shared_layers 1 adds layers that share keys",
         ),
         ("gemma4_text", {"enable_moe_block": True}, "enable_moe_block True adds experts, which is not"),
-        ("gemma4_text", {"attention_k_eq_v": False}, "attention_k_eq_v: false is not supported; use a model with eq"),
+        ("gemma4_text", {"attention_k_eq_v": False}, "attention_k_eq_v: false is not supported; use a model with"),
         ("gemma4_text", {"hidden_activation": "silu"}, "hidden_activation 'silu' is not supported"),
         ("gemma4_text", {"use_bidirectional_attention": "all"}, "use_bidirectional_attention all is not supported"),
         ("gemma4_text", {"final_logit_softcapping": -1.0}, "final_logit_softcapping -1.0 must be above 0, or null"),
