@@ -1,8 +1,10 @@
-"""Forward and backward of a stock transformers model, without optimizer: what an update is measured against.
+"""Forward and backward of a stock transformers model without optimizer, as the reference for an update.
 
-Every form is exact, and computes the head on the rows that predict response tokens only. Which of them is the fastest
-depends on the lengths and the machine, so all are timed.
-Shape legend: S samples, L longest of them, t tokens of all, N response tokens of all, H hidden size, V vocabulary.
+All forms are exact, and compute the head only on the rows that predict response tokens. The fastest form depends on
+the lengths and the machine, so all forms are timed.
+
+Shape legend: S samples, L longest sample, t tokens of all samples, N response tokens of all samples, H hidden size,
+V vocabulary.
 """
 
 from __future__ import annotations
@@ -23,18 +25,18 @@ ATTENTIONS = ("sdpa", "eager")
 
 @dataclass(frozen=True)
 class Inputs:
-    """Some of the samples as one call of the model."""
+    """Samples of one call of the model."""
 
     tokens: Tensor
     """(S, L), or (1, t)."""
     positions: Tensor
-    """Position of each token, in the same shape. Where positions restart within a row, transformers masks the tokens
-    before."""
+    """Position of each token, in the same shape. If positions restart within a row, transformers masks the tokens
+    before the restart."""
     rows_N: Tensor
-    """Places among all tokens of the call whose outputs predict response tokens."""
+    """Indices of the tokens whose outputs predict response tokens."""
     labels_N: Tensor
     targets_N: Tensor
-    """A number that the loss wants of each response token: an advantage, or a return."""
+    """Target of each response token in the loss: an advantage or a return."""
 
 
 def _call(samples: Sequence[tuple[Tensor, int]], targets: Sequence[Tensor], *, packed: bool) -> Inputs:
@@ -53,7 +55,7 @@ def _call(samples: Sequence[tuple[Tensor, int]], targets: Sequence[Tensor], *, p
 
 
 def calls_of(layout: str, samples: Sequence[tuple[Tensor, int]], targets: Sequence[Tensor]) -> list[Inputs]:
-    """Samples (tokens, response tokens) as calls of the model: one, or one for each length."""
+    """Return the calls of the model for samples (tokens, response tokens): one call, or one call for each length."""
     groups: defaultdict[int, list[int]] = defaultdict(list)
     for number, (tokens, _) in enumerate(samples):
         groups[len(tokens) if layout == "by length" else 0].append(number)
@@ -64,7 +66,7 @@ def calls_of(layout: str, samples: Sequence[tuple[Tensor, int]], targets: Sequen
 
 
 class BareModel:
-    """A transformers model with random weights and a head: that of its vocabulary, or a scalar one."""
+    """transformers model with random weights. The head is a language model head, or a scalar head for a critic."""
 
     def __init__(self, folder: Path, dtype: torch.dtype, *, is_critic: bool) -> None:
         from transformers import AutoConfig, AutoModelForCausalLM
@@ -77,11 +79,11 @@ class BareModel:
         self.model.train()
 
     def forget_gradients(self) -> None:
-        """Drop all gradients, as before the first backward."""
+        """Drop all gradients."""
         self.model.zero_grad(set_to_none=True)
 
     def run(self, calls: Sequence[Inputs], attention: str) -> float:
-        """Forward and backward of all calls; the loss."""
+        """Run forward and backward of all calls. Returns the loss."""
         self.model.set_attn_implementation(attention)
         total, count = 0.0, sum(len(call.rows_N) for call in calls)
         for call in calls:
@@ -91,7 +93,7 @@ class BareModel:
         return total
 
     def _loss(self, call: Inputs) -> Tensor:
-        positions = {"position_ids": call.positions} if len(call.tokens) == 1 else {}  # transformers' own are the same
+        positions = {"position_ids": call.positions} if len(call.tokens) == 1 else {}  # the default otherwise
         hidden = self.model.model(input_ids=call.tokens, use_cache=False, **positions).last_hidden_state
         rows_NH = hidden.flatten(0, 1).index_select(0, call.rows_N)
         if self.value_head is not None:
@@ -102,9 +104,9 @@ class BareModel:
 
 
 def forms(samples: Sequence[tuple[Tensor, int]], targets: Sequence[Tensor]) -> Iterator[tuple[str, str, list[Inputs]]]:
-    """Every exact way to compute the samples: its name, the attention, and the calls."""
+    """Yield every exact way to compute the samples: name, attention and calls."""
     equal = len({len(tokens) for tokens, _ in samples}) == 1
     for layout, attention in itertools.product(LAYOUTS, ATTENTIONS):
-        if not (equal and layout == "by length"):  # then padding is none
+        if not (equal and layout == "by length"):  # samples of equal length have no padding
             name = "one batch" if equal and layout == "padded" else layout
             yield f"{name}, {attention}", attention, calls_of(layout, samples, targets)

@@ -1,13 +1,13 @@
 #!/usr/bin/env python3
-"""What does a checkpoint cost, against a plain torch.save of the same bytes?
+"""Measure the cost of a checkpoint, compared with a plain torch.save of the same bytes.
 
 Usage: torchrun --nproc-per-node N -m benchmarks.checkpoint CONFIG [key=value ...] [--repeat 5] [--json FILE]
 
-Builds the models and optimizers of any configuration, makes one real PPO step so that Adam has moments, and then
-measures in turns, each `repeat` times: PPO steps alone and steps during which a checkpoint is written in the
-background; how long training stands still for it and when it is on disk; a checkpoint that is waited for; torch.save
-of this rank's tensors into one synced file; checking and loading a checkpoint; torch.load. Prints medians. The run
-directory is a temporary one.
+The program builds the models and optimizers of a configuration, and makes one PPO step so that Adam has moments. It
+then measures the following actions in turns, `repeat` times each: PPO steps alone; PPO steps with a checkpoint in
+the background; the time for which an asynchronous checkpoint blocks training; a synchronous checkpoint; torch.save
+of this rank's tensors to one synced file; the check and load of a checkpoint; torch.load. The program prints
+medians, and uses a temporary run directory.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from megappo.preflight.resolved import resolve_here
 
 @dataclass(frozen=True)
 class Row:
-    """Median seconds of a measurement on the slowest rank; gigabytes (1e9 bytes) are those of all ranks."""
+    """Median seconds of an action on the slowest rank. Gigabytes (1e9 bytes) are totals over all ranks."""
 
     what: str
     median_seconds: float
@@ -41,20 +41,21 @@ class Row:
 
 
 class Measurement:
-    """One configuration's models, and the clock around what is done with them."""
+    """Models of one configuration, with functions that time actions."""
 
     def __init__(self, parts: Any, trainer: Any, checkpoints: Any, repeat: int) -> None:
         self.parts, self.trainer, self.checkpoints, self.repeat = parts, trainer, checkpoints, repeat
         self.tensors: dict[str, Any] = {}
 
     def medians(self, works: Mapping[str, Callable[[], None]]) -> dict[str, float]:
-        """Medians over repetitions, which take turns, of the slowest rank's seconds; nothing is under way before."""
-        found: dict[str, list[float]] = {name: [] for name in works}
+        """Return the median seconds of each action on the slowest rank. Repetitions of the actions alternate. No
+        save is in progress when an action starts."""
+        seconds_by_name: dict[str, list[float]] = {name: [] for name in works}
         for _ in range(self.repeat):
             for name, work in works.items():
                 self.next_save()
-                found[name].append(self._seconds(work))
-        return {name: statistics.median(seconds) for name, seconds in found.items()}
+                seconds_by_name[name].append(self._seconds(work))
+        return {name: statistics.median(seconds) for name, seconds in seconds_by_name.items()}
 
     def _seconds(self, work: Callable[[], None]) -> float:
         import torch
@@ -70,30 +71,30 @@ class Measurement:
         return float(slowest)
 
     def step(self) -> None:
-        """A real PPO step."""
+        """Make a PPO step."""
         self.trainer.step += 1
         self.trainer.ppo_step()
 
     def save(self, *, wait: bool) -> None:
-        """A checkpoint of this moment."""
+        """Save a checkpoint of the current state."""
         from megappo.ppo.checkpoints import Boundary
 
         self.checkpoints.save(Boundary(self.trainer.state_dict(), {}, {}), wait=wait)
 
     def next_save(self) -> None:
-        """Let the next checkpoint be that of another step, with nothing under way."""
+        """Wait for the save in progress, and increase the step for the next checkpoint."""
         self.checkpoints.finish()
         self.trainer.step += 1
 
     def own_tensors(self) -> dict[str, Any]:
-        """Tensors that this rank writes into a checkpoint."""
+        """Return the tensors that this rank writes to a checkpoint."""
         from megappo.checkpoint.shards import role_shards
 
         return {key: shard.data for role in self.parts.trained for key, shard in role_shards(role).items()}
 
 
 def measure(config: Config, repeat: int) -> list[Row] | None:
-    """All rows on the main rank, None elsewhere."""
+    """Return all rows on the main rank, None on other ranks."""
     import torch
     import torch.distributed as dist
 
@@ -157,7 +158,7 @@ def measure(config: Config, repeat: int) -> list[Row] | None:
 
 
 def print_rows(rows: list[Row], title: str) -> None:
-    """A table on the terminal."""
+    """Print the rows as a table."""
     from rich.console import Console
     from rich.table import Table
 
@@ -175,10 +176,10 @@ def main() -> int:
     parser.add_argument("config", metavar="CONFIG")
     parser.add_argument("overrides", nargs="*", metavar="key=value")
     parser.add_argument("--repeat", type=int, default=5, help="repetitions of each measurement")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write the rows here too")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="file for the rows")
     arguments = parser.parse_intermixed_args()
     quiet = ["evaluation=null", "data.validation=null", "logging.console=quiet", "logging.tensorboard=false"]
-    # All ranks write into one folder.
+    # All ranks use one folder.
     folder = Path(tempfile.gettempdir()) / f"megappo-checkpoint-{os.environ.get('MASTER_PORT', os.getpid())}"
     place = [f"run.directory={folder}", "run.steps=1000000", "checkpoint={keep_last: 1, asynchronous: true}"]
     try:

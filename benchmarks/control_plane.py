@@ -1,18 +1,19 @@
 #!/usr/bin/env python3
-"""What does a step cost a rank outside of its models, as worlds and batches grow?
+"""Measure the CPU cost of a step per rank outside the models, for different worlds and batches.
 
 Usage: python -m benchmarks.control_plane CONFIG [--worlds 2 4 8] [--samples 512 2048] [--tokens 256] [--json FILE]
        python -m benchmarks.control_plane CONFIG --simulate [--worlds 64 320 1024] [--samples 1024 8192] [--tokens N]
 
-Runs the trainer's own stages from finished responses to the end of the updates, with actor, critic and reference whose
-models answer at once: announcing and placing samples, sending them, results and numbers per token, plans of
-microbatches, advantages, whitening, updates' reports, metrics. Worlds of `--worlds` processes talk over gloo on this
-machine; with `--simulate` this process plays the first, a middle and the last rank of each world in turn, and what
-others would send is filled in. A role has the configuration's layout where the world is large enough.
+The program runs the stages of the trainer from finished responses to the end of the updates. Models of actor, critic
+and reference return immediately. The stages include announcements and placement of samples, their transfer, results
+and per-token numbers, plans of microbatches, advantages, whitening, reports of updates, and metrics. Worlds of
+`--worlds` processes communicate with gloo on this machine. With `--simulate`, this process simulates the first, a
+middle and the last rank of each world in turn, and the data of other ranks is generated. A role has the
+configuration's layout if the world is large enough.
 
-Prints for the slowest rank CPU seconds and, for the busiest, bytes received and messages (a collective is one,
-an all-to-all as many as there are ranks that send something), a fit to these, and the largest share of the step that
-`megappo plan` gives for the configuration.
+The program prints CPU seconds of the slowest rank, and the maximum of received bytes and messages over ranks. A
+collective is one message. An all-to-all has one message for each rank that sends data. The program also prints a fit
+of the CPU seconds, and the largest share of a stage in the step that `megappo plan` predicts for the configuration.
 """
 
 from __future__ import annotations
@@ -66,12 +67,13 @@ CPU = torch.device("cpu")
 
 @dataclass(frozen=True)
 class Size:
-    """A world and its batch."""
+    """World size with its batch."""
 
     world: int
     samples: int
     tokens: int
-    """Tokens of the longest sample, half of which is response; others have down to half of that."""
+    """Tokens of the longest sample, half of which are response tokens. Other samples have at least half of this
+    number."""
 
 
 @dataclass
@@ -79,7 +81,7 @@ class Spent:
     """Costs of one rank in a step."""
 
     seconds: dict[str, float]
-    """CPU time by stage."""
+    """CPU seconds by stage."""
     received_bytes: int = 0
     messages: int = 0
 
@@ -90,17 +92,17 @@ class Spent:
 
 
 class Echo(TrainedRole):
-    """A role without a model, which answers at once."""
+    """Role without a model, which returns immediately."""
 
     def __init__(self, placement: Placement, arch: ArchitectureConfig, runtime: Runtime) -> None:
         options = BuildOptions(torch.float32, runtime.device, padded_vocab=arch.vocab_size)
         Role.__init__(self, placement, arch, options, runtime)
 
     def rest(self) -> None:
-        """Does nothing: there are no tensors to move."""
+        """Do nothing: the role has no tensors to move."""
 
     def run_forward(self, plan: MicrobatchPlan, samples: Mapping[int, PlacedSample]) -> dict[int, Tensor]:
-        """Zeros, from the rank that hands out results."""
+        """Return zeros on the rank that returns results."""
         grid, rank = self.placement.grid, self.runtime.rank
         replica = grid.replica_of(rank)
         if replica is None or rank != grid.output_rank(replica):
@@ -109,17 +111,17 @@ class Echo(TrainedRole):
         return {i: torch.zeros(samples[i].response_tokens) for i in mine}
 
     def run_update(self, plan: Any, samples: Any, task: Task, stop_above: Any) -> Update:
-        """An update that changed nothing."""
+        """Return an update without changes."""
         return Update(True, True, {"loss": 0.0, "count": 1.0, "ppo_kl_k3": 0.0}, 1.0, 1e-6)
 
 
 def length(sample_id: int, size: Size) -> int:
-    """Tokens of a sample, the same on every rank."""
+    """Return the number of tokens of a sample. All ranks return the same number."""
     return size.tokens // 2 + sample_id * 7919 % (size.tokens // 2)
 
 
 def rollouts(rank: int, size: Size, group: int) -> Rollouts:
-    """A rank's responses; samples are dealt out in order."""
+    """Return the responses of a rank. Samples are assigned in order."""
     ids = torch.arange(rank * size.samples // size.world, (rank + 1) * size.samples // size.world)
     lengths = [length(int(i), size) for i in ids]
     responses_B = torch.tensor([n // 2 for n in lengths], dtype=torch.int64)
@@ -142,7 +144,7 @@ def rollouts(rank: int, size: Size, group: int) -> Rollouts:
 
 
 def placement(name: str, config: Config, size: Size) -> Placement:
-    """The configuration's layout as far as the world has ranks for it."""
+    """Return a placement with the configuration's layout, limited by the number of ranks."""
     settings, left = config.trained[name], size.world
     cut = {}
     for axis in ("tensor", "context", "pipeline"):
@@ -154,12 +156,12 @@ def placement(name: str, config: Config, size: Size) -> Placement:
 
 
 def make_trainer(config: Config, runtime: Runtime, size: Size) -> Trainer:
-    """The trainer of a run whose models are echoes."""
+    """Build the trainer of a run with `Echo` roles."""
     models = read_models(config, ROOT / "configs" / "models").models
     actor = Echo(placement("actor", config, size), models.actor, runtime)
     critic = Echo(placement("critic", config, size), models.critic, runtime) if config.critic is not None else None
-    given: dict[str, Any] = dict.fromkeys(RunComponents.__dataclass_fields__)
-    given |= {
+    components: dict[str, Any] = dict.fromkeys(RunComponents.__dataclass_fields__)
+    components |= {
         "config": config,
         "derived": type("Derived", (), {"batch_sequences": size.samples, "steps": 100}),
         "runtime": runtime,
@@ -169,25 +171,25 @@ def make_trainer(config: Config, runtime: Runtime, size: Size) -> Trainer:
         "cursor": Cursor(size.samples, 0, False, fingerprint=""),
         "stop_token_ids": (),
     }
-    parts = RunComponents(**given)
+    parts = RunComponents(**components)
     trainer = Trainer(parts, Reporter(config, parts.derived, runtime))
     trainer.step = 1 + (config.critic.warmup_steps if config.critic is not None else 0)
     return trainer
 
 
 def one_step(config: Config, runtime: Runtime, size: Size) -> Spent:
-    """The stages of a step behind its rollout."""
+    """Run the stages of a step after its rollout."""
     own = rollouts(runtime.rank, size, config.rollout.samples_per_prompt)
     trainer = make_trainer(config, runtime, size)
     spent = Spent({})
     gc.collect()
-    gc.freeze()  # a look at everything that was ever imported would show as the cost of some stage
+    gc.freeze()  # a scan of imported objects would count as cost of a stage
 
     def timed(stage: str, work: Any) -> Any:
         start = time.process_time()
-        found = work()
+        result = work()
         spent.seconds[stage] = time.process_time() - start
-        return found
+        return result
 
     try:
         with counted(spent, runtime):
@@ -204,7 +206,7 @@ def one_step(config: Config, runtime: Runtime, size: Size) -> Spent:
 
 @contextlib.contextmanager
 def counted(spent: Spent, runtime: Runtime) -> Iterator[None]:
-    """Count what this rank receives. Object collectives are made of those that are counted."""
+    """Count the received bytes and messages of this rank. Object collectives use the counted collectives."""
     others = runtime.world_size - 1
 
     def n_bytes(tensor: Tensor) -> int:
@@ -216,10 +218,10 @@ def counted(spent: Spent, runtime: Runtime) -> Iterator[None]:
         spent.messages += sum(n > 0 for rank, n in enumerate(sizes) if rank != runtime.rank)
         return really(output, input, sizes, *rest, **more)
 
-    def collective(really: Any, times: float, position: int, *given: Any, **more: Any) -> Any:
-        spent.received_bytes += int(times * n_bytes(given[position]))
+    def collective(really: Any, times: float, position: int, *args: Any, **more: Any) -> Any:
+        spent.received_bytes += int(times * n_bytes(args[position]))
         spent.messages += 1
-        return really(*given, **more)
+        return really(*args, **more)
 
     kinds = {"all_reduce": (2.0, 0), "all_gather": (others, 1), "broadcast": (1.0, 0)}
     with contextlib.ExitStack() as patches:
@@ -234,7 +236,7 @@ def counted(spent: Spent, runtime: Runtime) -> Iterator[None]:
 
 @contextlib.contextmanager
 def simulated(rank: int, size: Size) -> Iterator[Runtime]:
-    """This process as one rank of a simulated world, in which the other ranks' answers are filled in."""
+    """Run this process as one rank of a simulated world. The messages of other ranks are generated."""
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
     homes = [range(r * size.samples // size.world, (r + 1) * size.samples // size.world) for r in range(size.world)]
@@ -244,10 +246,10 @@ def simulated(rank: int, size: Size) -> Iterator[Runtime]:
         dist.all_gather(list(torch.empty(size.world, *local.shape, dtype=local.dtype)), local)
         return tables if local.shape[1] == 3 else [table[:, [0, 2]] for table in tables]
 
-    def sent_nothing(output: Tensor, *_given: Any, **_more: Any) -> None:
+    def sent_nothing(output: Tensor, *_args: Any, **_more: Any) -> None:
         output.zero_()
 
-    def told(value: Any, **_where: Any) -> Any:
+    def broadcast_value(value: Any, **_where: Any) -> Any:
         shared = [value]
         dist.broadcast_object_list(shared, src=rank)
         return value
@@ -256,7 +258,7 @@ def simulated(rank: int, size: Size) -> Iterator[Runtime]:
         for module in ("megatron.placed", "ppo.updates"):
             patches.enter_context(patch(f"megappo.{module}.all_gather_varying", all_ranks))
         patches.enter_context(patch.object(dist, "all_to_all_single", sent_nothing))
-        patches.enter_context(patch("megappo.megatron.placed.broadcast_object", told))
+        patches.enter_context(patch("megappo.megatron.placed.broadcast_object", broadcast_value))
         dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=size.world)
         try:
             yield Runtime(rank, size.world, 0, CPU)
@@ -265,13 +267,13 @@ def simulated(rank: int, size: Size) -> Iterator[Runtime]:
 
 
 def simulate(config: Config, size: Size) -> list[Spent]:
-    """Costs of the first, a middle and the last rank of a simulated world."""
-    found = []
+    """Return the costs of the first, a middle and the last rank of a simulated world."""
+    costs = []
     for rank in sorted({0, size.world // 2, size.world - 1}):
         with simulated(rank, size) as runtime:
-            one_step(config, runtime, size)  # for what is made once
-            found.append(one_step(config, runtime, size))
-    return found
+            one_step(config, runtime, size)  # for one-time initialisation
+            costs.append(one_step(config, runtime, size))
+    return costs
 
 
 def _process(rank: int, config: Config, sizes: list[Size], folder: str) -> None:
@@ -279,24 +281,24 @@ def _process(rank: int, config: Config, sizes: list[Size], folder: str) -> None:
     torch.set_num_threads(1)
     store = dist.FileStore(f"{folder}/store-{world}", world)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=world)
-    found = []
+    costs = []
     for size in (sizes[0], *sizes):
-        found.append(asdict(one_step(config, Runtime(rank, world, 0, CPU), size)))
+        costs.append(asdict(one_step(config, Runtime(rank, world, 0, CPU), size)))
         dist.barrier()
-    Path(folder, f"{world}-{rank}.json").write_text(json.dumps(found[1:]))
+    Path(folder, f"{world}-{rank}.json").write_text(json.dumps(costs[1:]))
     dist.destroy_process_group()
 
 
 def measure(config: Config, world: int, sizes: list[Size]) -> list[list[Spent]]:
-    """Costs of every rank of a world of processes, for each size."""
+    """Return the costs of every rank in a world of processes, for each size."""
     with tempfile.TemporaryDirectory() as folder:
         torch.multiprocessing.start_processes(_process, (config, sizes, folder), nprocs=world, start_method="fork")
         of_ranks = [json.loads(Path(folder, f"{world}-{rank}.json").read_text()) for rank in range(world)]
-    return [[Spent(**found[n]) for found in of_ranks] for n in range(len(sizes))]
+    return [[Spent(**costs[n]) for costs in of_ranks] for n in range(len(sizes))]
 
 
 def settings(path: str, samples: int, directory: str) -> Config:
-    """The configuration with as many updates in a step of so many samples."""
+    """Load the configuration for `samples` samples per step, with an unchanged number of updates."""
     config = load_config(path)
     per_prompt = min(config.rollout.samples_per_prompt, samples)
     size = config.rollout.batch_sequences
@@ -313,39 +315,42 @@ def settings(path: str, samples: int, directory: str) -> Config:
 
 
 def fit(rows: list[tuple[Size, Spent]]) -> dict[str, float]:
-    """CPU seconds as a sum of a constant and of parts per rank of the world, per sample of the step and per sample of a
-    rank: least squares over those of these terms with which none is below 0."""
+    """Fit CPU seconds as a sum of a constant and terms per rank of the world, per sample of the step and per sample
+    of a rank.
+
+    The fit is the best least-squares fit over all subsets of terms with nonnegative coefficients.
+    """
     names = ("constant", "per rank", "per sample", "per sample of a rank")
     terms = torch.tensor([[1.0, s.world, s.samples, s.samples / s.world] for s, _ in rows], dtype=torch.float64)
     seconds = torch.tensor([[spent.total] for _, spent in rows], dtype=torch.float64)
-    found: dict[float, dict[str, float]] = {}
+    fits: dict[float, dict[str, float]] = {}
     for used in (list(u) for n in range(1, 5) for u in itertools.combinations(range(4), n)):
         shares = torch.linalg.lstsq(terms[:, used], seconds).solution
         if bool((shares >= 0).all()):
             error = float((terms[:, used] @ shares - seconds).norm())
-            found[error] = dict(zip((names[i] for i in used), shares.flatten().tolist(), strict=True))
-    return dict.fromkeys(names, 0.0) | found[min(found)]
+            fits[error] = dict(zip((names[i] for i in used), shares.flatten().tolist(), strict=True))
+    return dict.fromkeys(names, 0.0) | fits[min(fits)]
 
 
 def busiest(of_ranks: list[Spent]) -> Spent:
-    """The slowest rank's seconds, the most bytes and messages of any."""
+    """Return the seconds of the slowest rank, and the maximum of bytes and messages over ranks."""
     slowest = max(of_ranks, key=lambda spent: spent.total)
     most = (max(spent.received_bytes for spent in of_ranks), max(spent.messages for spent in of_ranks))
     return Spent(slowest.seconds, *most)
 
 
 def planned_seconds(path: str) -> float:
-    """Planned seconds of a step, on the machine that a plan assumes by default, with the ranks that the file's head
-    names."""
+    """Return the planned seconds of a step on the default machine of plans. The number of ranks is read from the
+    first lines of the file."""
     config = load_config(path)
-    words = Path(path).read_text().split("--gpus ", 1)
-    gpus = int(words[1].split()[0]) if len(words) == 2 else 1
+    parts = Path(path).read_text().split("--gpus ", 1)
+    gpus = int(parts[1].split()[0]) if len(parts) == 2 else 1
     models = read_models(config, Path(path).parent / "models").models
     return make_plan(config, models, default_machine(config), gpus).step_seconds
 
 
 def print_rows(rows: list[tuple[Size, Spent]], title: str) -> None:
-    """A table on the terminal."""
+    """Print the rows as a table."""
     table = Table(title=title)
     for column in ("ranks", "samples", *STAGES, "all, s", "MB", "messages"):
         table.add_column(column, justify="right")
@@ -364,8 +369,8 @@ def main() -> int:
     parser.add_argument("--simulate", action="store_true")
     parser.add_argument("--worlds", type=int, nargs="+")
     parser.add_argument("--samples", type=int, nargs="+")
-    parser.add_argument("--tokens", type=int, help="of the longest sample")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write the rows here too")
+    parser.add_argument("--tokens", type=int, help="tokens of the longest sample")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="file for the rows")
     arguments = parser.parse_args()
     simulates = arguments.simulate
     longest = load_config(arguments.config).max_sequence_tokens if simulates else 256
@@ -382,13 +387,13 @@ def main() -> int:
                 of_ranks = simulate(config, size) if simulates else measure(config, world, [size])[0]
                 rows.append((size, busiest(of_ranks)))
     print_rows(rows, f"a step outside its models, samples of up to {tokens} tokens")
-    found, step = fit(rows), planned_seconds(arguments.config)
-    print("CPU seconds: " + " + ".join(f"{seconds:.2e} {name}" for name, seconds in found.items()))
+    terms, step = fit(rows), planned_seconds(arguments.config)
+    print("CPU seconds: " + " + ".join(f"{seconds:.2e} {name}" for name, seconds in terms.items()))
     share = max(max(spent.seconds.values()) for _, spent in rows) / step
     print(f"largest stage: {100 * share:.2f}% of the planned step of {step:.0f} seconds")
     if arguments.json:
         written = [{**asdict(size), **asdict(spent), "total": spent.total} for size, spent in rows]
-        document = {"versions": versions(), "rows": written, "fit": found, "planned_seconds": step, "share": share}
+        document = {"versions": versions(), "rows": written, "fit": terms, "planned_seconds": step, "share": share}
         arguments.json.write_text(json.dumps(document, indent=1))
     return 0
 

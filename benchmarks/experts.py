@@ -1,15 +1,16 @@
 #!/usr/bin/env python3
-"""How fast are grouped experts beside Megatron's own, which run one after the other?
+"""Compare the speed of grouped experts with Megatron's sequential experts.
 
-Usage: python -m benchmarks.experts [--shapes 64x32 2048x768] [--dtypes bfloat16 float32] [--experts 128] [--chosen 8]
+Usage: python -m benchmarks.experts [--shapes 64x32 2048x768] [--dtypes bfloat16 float32] [--experts 128] [--chosen
+8]
            [--tokens 512] [--device cuda|cpu] [--threads N] [--repeat 7] [--json FILE]
 
-A shape is a hidden size and the size of an expert. Measured in turns, each `repeat` times, on the same weights: forward
-and backward of the experts alone, on rows that are sorted by expert (Megatron's `SequentialMLP`, and
-`GroupedExperts`), and of the whole layer with its router and dispatcher, Megatron's and ours. Routing is that of random
-weights, so experts get unequal numbers of rows. Prints medians, how many times as fast ours are, and by how much
-the outputs differ at most, over the largest output. On a CPU that others use too, one thread: several wait for the
-slowest of them in each of hundreds of products.
+A shape is a hidden size and the size of an expert. The program measures forward and backward in turns, `repeat`
+times each, with the same weights. It measures the experts alone on rows that are sorted by expert (Megatron's
+`SequentialMLP` and `GroupedExperts`), and the whole layer with router and dispatcher (Megatron's and megappo's). The
+weights are random, so experts have different numbers of rows. The program prints medians, speedups, and the largest
+difference of the outputs relative to the largest output. Use one thread on a CPU with other load, because each of
+hundreds of products waits for the slowest thread.
 """
 
 from __future__ import annotations
@@ -61,11 +62,11 @@ class Row:
     grouped_seconds: float
     speedup: float
     difference: float
-    """Largest difference of the outputs, over the largest output."""
+    """Largest difference of the outputs, relative to the largest output."""
 
 
 def configuration(shape: Shape, device: torch.device) -> Any:
-    """Megatron's, of a model of one layer."""
+    """Return Megatron's configuration of a model with one layer."""
     from megatron.core.transformer.transformer_config import TransformerConfig
 
     return TransformerConfig(
@@ -80,7 +81,7 @@ def configuration(shape: Shape, device: torch.device) -> Any:
 
 
 def make_layer(config: Any, groups: Any, *, grouped: bool) -> Any:
-    """Router, dispatcher and experts, ours or Megatron's."""
+    """Build the router, dispatcher and experts of a layer, from megappo (`grouped`) or from Megatron."""
     from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
     from megatron.core.transformer.spec_utils import ModuleSpec, build_module
 
@@ -88,15 +89,15 @@ def make_layer(config: Any, groups: Any, *, grouped: bool) -> Any:
     if grouped:
         use_grouped_experts(spec)
     mlp = spec.submodules.mlp
-    given = {"config": config, "pg_collection": groups}
-    layer = build_module(mlp, **given) if isinstance(mlp, ModuleSpec) else mlp(**given)
+    arguments = {"config": config, "pg_collection": groups}
+    layer = build_module(mlp, **arguments) if isinstance(mlp, ModuleSpec) else mlp(**arguments)
     if grouped:
         layer.token_dispatcher = TokenDispatcher(config, groups)
     return layer
 
 
 def share_weights(ours: Any, theirs: Any) -> None:
-    """Draw them, once for both."""
+    """Initialise the weights of one layer randomly, and share them with the other layer."""
     generator = torch.Generator(device=ours.experts.weight1.device).manual_seed(0)
     for weight in (ours.router.weight, ours.experts.weight1, ours.experts.weight2):
         weight.data.normal_(std=weight.shape[-1] ** -0.5, generator=generator)
@@ -107,14 +108,14 @@ def share_weights(ours: Any, theirs: Any) -> None:
 
 
 class Work:
-    """Forward and backward of one of the modules on given inputs."""
+    """Forward and backward of a module on fixed inputs."""
 
     def __init__(self, layers: list[Any], leaves: list[Tensor], call: Callable[[list[Tensor]], Tensor]) -> None:
         self.layers, self.leaves, self.call = layers, leaves, call
         self.output: Tensor | None = None
 
     def prepare(self, _round: int) -> Callable[[], None]:
-        """Forget what the last call left, whichever layer's, before the clock runs."""
+        """Drop the gradients of all layers. Return the call to be timed."""
         for layer in self.layers:
             layer.zero_grad(set_to_none=True)
         leaves = [leaf.detach().clone().requires_grad_() for leaf in self.leaves]
@@ -128,7 +129,7 @@ class Work:
 
 
 def works_of(shape: Shape, groups: Any, device: torch.device) -> dict[str, tuple[Work, Work]]:
-    """Megatron's and ours: the experts alone, and the layer."""
+    """Return pairs of Megatron's and megappo's work: for the experts alone, and for the whole layer."""
     config = configuration(shape, device)
     ours, theirs = (make_layer(config, groups, grouped=grouped).to(device) for grouped in (True, False))
     share_weights(ours, theirs)
@@ -152,7 +153,7 @@ def works_of(shape: Shape, groups: Any, device: torch.device) -> dict[str, tuple
 
 
 def measure(shape: Shape, groups: Any, machine: Machine) -> list[Row]:
-    """All rows of a shape, measured in turns."""
+    """Return all rows of a shape. The modules alternate."""
     works = works_of(shape, groups, machine.device)
     providers = {
         what: [Provider(f"{what} {side}", work.prepare) for side, work in zip(("theirs", "ours"), pair, strict=True)]
@@ -172,7 +173,7 @@ def measure(shape: Shape, groups: Any, machine: Machine) -> list[Row]:
 
 
 def measure_all(shapes: list[Shape], device: str, repeat: int, threads: int | None) -> tuple[list[Row], int]:
-    """All rows, and the threads of the CPU that they took."""
+    """Return all rows, and the number of CPU threads."""
     rows = []
     settings = RuntimeSettings.model_validate({"device": device, "threads_per_rank": threads})
     with start_runtime(settings):
@@ -185,7 +186,7 @@ def measure_all(shapes: list[Shape], device: str, repeat: int, threads: int | No
 
 
 def print_rows(rows: list[Row], title: str) -> None:
-    """A table on the terminal."""
+    """Print the rows as a table."""
     table = Table(title=title)
     for column in ("", "hidden x expert", "type", "Megatron ms", "grouped ms", "speedup", "differ by"):
         table.add_column(column, justify="right" if column else "left")
@@ -205,9 +206,9 @@ def main() -> int:
     parser.add_argument("--chosen", type=int, default=8)
     parser.add_argument("--tokens", type=int, default=8192 if cuda else 512)
     parser.add_argument("--device", choices=["cuda", "cpu"], default="cuda" if cuda else "cpu")
-    parser.add_argument("--threads", type=int, help="of a CPU; default: all cores")
+    parser.add_argument("--threads", type=int, help="CPU threads; default: all cores")
     parser.add_argument("--repeat", type=int, default=30 if cuda else 7)
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write the rows here too")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="file for the rows")
     arguments = parser.parse_args()
     sizes = [tuple(int(number) for number in size.split("x")) for size in arguments.shapes]
     shapes = [

@@ -1,10 +1,10 @@
-"""The public alternatives that our kernels are measured against, each behind one signature per task.
+"""Public alternatives of our kernels, with one signature per task.
 
 Shape legend: T tokens, H hidden size, V vocabulary, B samples; (B, T) is samples by response tokens.
 
-A peer is imported when its list is asked for, never before. One that cannot run here stays in the list with the reason.
-Nothing of a peer is copied: a wrapper is a call and what is needed to reach the common signature. The two loops marked
-"as published" are the algorithms of verl and slime written anew, so that they are there without those packages.
+A peer is imported when its list is requested. A peer that cannot run is listed with the reason. No code of a peer is
+copied: a wrapper contains only a call and the conversion to the common signature. The two loops "as published"
+reimplement the algorithms of verl and slime, so that they are available without these packages.
 """
 
 from __future__ import annotations
@@ -28,24 +28,24 @@ from torch.nn import functional
 
 Scores = tuple[Tensor, Tensor | None]
 Head = Callable[..., Scores]
-"""(hidden_TH, weight_VH, labels_T, temperature, *, entropy: whether it is wanted) -> (logprob_T, entropy_T or None)."""
+"""Function (hidden_TH, weight_VH, labels_T, temperature, *, entropy: bool) -> (logprob_T, entropy_T or None)."""
 LogitsOperator = Callable[[Tensor, Tensor], Tensor]
 Advantages = tuple[Tensor, Tensor]
 
 
 @dataclass(frozen=True)
 class Peer:
-    """One alternative. `run` is None exactly where `why_not` says why."""
+    """One alternative. Either `run` or `why_not` is None."""
 
     name: str
     version: str
     devices: frozenset[str]
-    """Devices it supports, of "cpu" and "cuda"; on this machine or not."""
+    """Supported devices of "cpu" and "cuda", whether or not this machine has them."""
     why_not: str | None
-    """Why it cannot run on this machine."""
+    """Reason why the peer cannot run on this machine."""
     run: Callable[..., Any] | None
     notes: str
-    """Differences between what it computes and what the task asks for."""
+    """Differences between the computation of the peer and the task."""
 
 
 def _devices(needs: str) -> frozenset[str]:
@@ -53,7 +53,7 @@ def _devices(needs: str) -> frozenset[str]:
 
 
 def _lacking(needs: str) -> str | None:
-    """Why the machine cannot run what needs "compiler", "cuda", "sm_90" or nothing in particular."""
+    """Return why this machine cannot run peers that need "compiler", "cuda" or "sm_90", or None."""
     if needs == "compiler" and not any(map(shutil.which, ("c++", "g++", "clang++"))):
         return "torch.compile needs a C++ compiler"
     if "cpu" not in _devices(needs) and not torch.cuda.is_available():
@@ -64,7 +64,7 @@ def _lacking(needs: str) -> str | None:
 
 
 def _peer(name: str, distribution: str, load: Callable[[], Callable[..., Any]], notes: str, needs: str = "") -> Peer:
-    """`load` imports the package and returns `run`; it is called only where the machine has what is needed."""
+    """Build a peer. `load` imports the package and returns `run`; it is called only if the machine meets `needs`."""
     try:
         version = importlib.metadata.version(distribution)
     except importlib.metadata.PackageNotFoundError:
@@ -84,15 +84,15 @@ def _peer(name: str, distribution: str, load: Callable[[], Callable[..., Any]], 
 
 
 def torch_head(hidden_TH: Tensor, weight_VH: Tensor, labels_T: Tensor, temperature: float, *, entropy: bool) -> Scores:
-    """Plain torch with the full float32 logits: (logprob_T, entropy_T or None) in nats, float32."""
+    """Compute (logprob_T, entropy_T or None) in nats, float32, by torch with the full float32 logits."""
     logp_TV = torch.log_softmax((hidden_TH @ weight_VH.T).float() / temperature, dim=-1)
     logprob_T = logp_TV.gather(-1, labels_T[:, None]).squeeze(-1)
     return logprob_T, -(logp_TV.exp() * logp_TV).sum(-1) if entropy else None
 
 
 def _verl(module: str) -> ModuleType:
-    """A module of verl. Its kernels need torch only, but its packages import Ray: where that fails the packages are
-    registered without running their __init__."""
+    """Import a module of verl. The kernels of verl require only torch, but its packages import Ray. If Ray is
+    missing, the packages are registered without running their __init__."""
     try:
         import_module("verl.utils")
     except ImportError:
@@ -107,7 +107,7 @@ def _verl(module: str) -> ModuleType:
 
 
 def _verl_triton_head() -> Head:
-    _verl("utils.kernel.kernels")  # the next module imports it only when it is called
+    _verl("utils.kernel.kernels")  # the next module imports it only in a call
     kernel = _verl("utils.kernel.linear_cross_entropy").linear_cross_entropy
     return lambda hidden, weight, labels, temperature, entropy: kernel(
         hidden, weight, labels, float(temperature), "none"
@@ -121,13 +121,13 @@ def _verl_torch_head() -> Head:
 
 def _liger_scaled_head(sm90: bool) -> Head:
     if sm90:
-        # The dispatcher imports this on its first call; here a missing CuTe DSL shows at once. The check of the
-        # targets waits for the device, which no other peer does.
+        # The dispatcher imports this module on its first call. The import here detects a missing CuTe DSL. The check
+        # of the targets would synchronise with the device, unlike all other peers.
         os.environ.setdefault("LIGER_SCALED_CE_SM90_VALIDATE_TARGETS", "0")
         import_module("liger_kernel.ops.cutedsl.ops.fused_scaled_cross_entropy_sm90")
     scaled = getattr(import_module("liger_kernel.ops"), "LigerFusedLinearScaledCrossEntropyFunction", None)
     if scaled is None:
-        raise ImportError("this liger-kernel has no LigerFusedLinearScaledCrossEntropyFunction; 0.8.5 has")
+        raise ImportError("this liger-kernel has no LigerFusedLinearScaledCrossEntropyFunction; install 0.8.5")
 
     def run(hidden_TH: Tensor, weight_VH: Tensor, labels_T: Tensor, temperature: float, *, entropy: bool) -> Scores:
         out = scaled.apply(hidden_TH, weight_VH, labels_T, float(temperature), -100, 1, entropy)
@@ -137,8 +137,7 @@ def _liger_scaled_head(sm90: bool) -> Head:
 
 
 def _cross_entropy_head(loss: Callable[[Tensor, Tensor, Tensor], Tensor]) -> Head:
-    """Log-probabilities from a loss per token without temperature: logits / temperature = (hidden / temperature) @
-    weight.T."""
+    """Build a head from a token loss without temperature: logits / temperature = (hidden / temperature) @ weight.T."""
 
     def run(hidden_TH: Tensor, weight_VH: Tensor, labels_T: Tensor, temperature: float, *, entropy: bool) -> Scores:
         scaled_TH = hidden_TH if temperature == 1.0 else hidden_TH / temperature
@@ -170,52 +169,52 @@ def _slime_head() -> Head:
 
 
 _FULL = "Full logits, rounded to the dtype of hidden."
-_RESET = "Call torch.compiler.reset() between shapes: torch runs a function uncompiled after compiling it eight times."
-_NO_ENTROPY = "No entropy. No temperature: the hidden states are divided by it, rounding them when it is not 1."
+_RESET = "Call torch.compiler.reset() between shapes: torch compiles a function at most eight times."
+_NO_ENTROPY = "No entropy. Hidden states are divided by the temperature, which rounds them for other values than 1."
 _HALF = "Hidden in bfloat16 or float16."
-_CLONED = "Float32 logits are cloned, because it overwrites them."
-_SLIME = "The package index's slime is another project: put a checkout of THUDM/slime on PYTHONPATH."
+_CLONED = "Float32 logits are cloned, because the peer overwrites them."
+_SLIME = "Add a checkout of THUDM/slime to PYTHONPATH; the package `slime` of PyPI is another project."
 
 _ENTROPY_ON_REQUEST = ("torch", "torch.compile", "Liger scaled CE", "slime")
 
 
 def _heads() -> list[Peer]:
-    """The heads of libraries; `run` is a Head."""
+    """Return the heads of libraries. `run` is a Head."""
     liger, cce = "liger-kernel", "cut-cross-entropy"
     return [
         _peer("verl linear_cross_entropy", "verl", _verl_triton_head,
-              "Entropy is always computed; H must be a multiple of 128; contiguous gradients are asserted. In 0.9.1 a "
-              "row's maximum starts at 0 in the last reduction, so logits that are all far below 0 give inf; the "
-              "gradient of hidden is added up in its own dtype over slices of the vocabulary.", "cuda"),
+              "Entropy is always computed; H must be a multiple of 128; contiguous gradients are asserted. In 0.9.1 "
+              "the maximum of a row starts at 0 in the last reduction, so very negative logits result in inf; the "
+              "gradient of hidden is summed over slices of the vocabulary in the dtype of hidden.", "cuda"),
         _peer("verl FusedLinearForPPO", "verl", _verl_torch_head,
-              "Chunks of 512 tokens; logits are rounded to the dtype of hidden, entropy is returned and the gradient "
-              "of weight added up in it. Entropy is always computed. Older versions round log-probabilities too."),
+              "Chunks of 512 tokens; logits, entropy and the sum of weight gradients have the dtype of hidden. "
+              "Entropy is always computed. Older versions also round log-probabilities."),
         _peer("Liger scaled CE (SM90)", liger, partial(_liger_scaled_head, True),
-              "bfloat16 only; entropy is returned and the gradient of weight added up over waves of 1,024 tokens in "
-              "bfloat16. Its check of the targets is off. Needs nvidia-cutlass-dsl and apache-tvm-ffi.", "sm_90"),
+              "bfloat16 only; entropy and the sum of weight gradients over waves of 1,024 tokens are bfloat16. The "
+              "check of the targets is off. Requires nvidia-cutlass-dsl and apache-tvm-ffi.", "sm_90"),
         _peer("Liger scaled CE (torch fallback)", liger, partial(_liger_scaled_head, False),
-              "What the same call does off Hopper: chunks of 512 tokens; logits and entropy are rounded to the dtype "
-              "of hidden, and the gradient of weight is added up in it.", "cpu"),
+              "The same call without Hopper: chunks of 512 tokens; logits, entropy and the sum of weight gradients "
+              "have the dtype of hidden.", "cpu"),
         _peer("Liger fused linear CE", liger, _liger_triton_head,
-              f"{_NO_ENTROPY} With a loss per token backward computes the logits anew; the number of targets is read "
-              "on the host. The gradient of weight is added up in its own dtype.", "cuda"),
+              f"{_NO_ENTROPY} With a loss per token, backward recomputes the logits; the host reads the number of "
+              "targets. The gradient of weight is summed in the dtype of weight.", "cuda"),
         _peer("cut-cross-entropy", cce, _cce_head, f"{_NO_ENTROPY} {_HALF} Backward leaves out "
               "blocks of small probability (filter_eps 'high'), so gradients are approximate.", "cuda"),
         _peer("cut-cross-entropy, unfiltered", cce, partial(_cce_head, filter_eps=None),
-              f"{_NO_ENTROPY} {_HALF} Differs from the filtered one in backward only.", "cuda"),
+              f"{_NO_ENTROPY} {_HALF} Only backward differs from the filtered version.", "cuda"),
         _peer("cut-cross-entropy (torch_compile)", cce, partial(_cce_head, impl="torch_compile"),
-              f"{_NO_ENTROPY} Its torch.compile path, with full logits.", "compiler"),
+              f"{_NO_ENTROPY} The torch.compile implementation, with full logits.", "compiler"),
         _peer("slime log-prob and entropy", "slime", _slime_head, f"{_FULL} {_SLIME}"),
     ]  # fmt: skip
 
 
 def head_forward_peers() -> list[Peer]:
-    """Peers of the forward pass of the output head.
+    """Return the peers of the forward pass of the output head.
 
     `run(hidden_TH, weight_VH, labels_T, temperature)` returns (logprob_T, entropy_T or None) in nats under
-    softmax(hidden @ weight.T / temperature). `hidden_TH` and `weight_VH` have one dtype, bfloat16 or float32 (see
-    notes), and are contiguous; `labels_T` is int64. `logprob_T` is float32; entropy has the dtype the peer gives it,
-    None where the name says "no entropy" or the notes that it has none.
+    softmax(hidden @ weight.T / temperature). `hidden_TH` and `weight_VH` are contiguous and have one dtype, bfloat16
+    or float32 (see notes). `labels_T` is int64. `logprob_T` is float32. Entropy has the dtype of the peer. Entropy
+    is None for peers with "no entropy" in the name, and for peers without entropy in the notes.
     """
     compiled = partial(torch.compile, torch_head, dynamic=False)
     heads = [
@@ -245,7 +244,7 @@ def ppo_loss(
     clip_high: float,
     entropy_coef: float,
 ) -> Tensor:
-    """The clipped objective as a loss: a float32 scalar, sum of weight * (-min(...) - entropy_coef * entropy).
+    """Compute the clipped objective as a float32 scalar loss: sum of weight * (-min(...) - entropy_coef * entropy).
 
     Raises ValueError for an entropy coefficient without an entropy.
     """
@@ -273,8 +272,8 @@ def _liger_grpo_loss() -> Callable[..., Tensor]:
         if entropy_coef != 0.0:
             raise ValueError(f"entropy_coef is {entropy_coef}, but this peer computes no entropy; use 0")
         tokens = len(labels_T)
-        # Tokens stand as samples of length 1, which gives each its own advantage and weight; "dr_grpo" divides by
-        # samples * max_completion_length = T, undone in the weights.
+        # Each token is a sample of length 1 with its own advantage and weight. "dr_grpo" divides by samples *
+        # max_completion_length = T; the weights contain the inverse factor.
         module = loss(
             beta=0.0, compiled=hidden_TH.is_cuda, use_ref_model=False, chunk_size=tokens, epsilon_low=clip_low,
             epsilon_high=clip_high, loss_type="dr_grpo", max_completion_length=1, temperature=temperature,
@@ -288,13 +287,13 @@ def _liger_grpo_loss() -> Callable[..., Tensor]:
 
 
 def head_training_peers() -> list[Peer]:
-    """Peers of the PPO loss of the output head, with gradients.
+    """Return the peers of the PPO loss of the output head, with gradients.
 
     `run(hidden_TH, weight_VH, labels_T, old_logprob_T, advantages_T, weights_T, temperature, clip_low, clip_high,
-    entropy_coef)` returns the scalar of `ppo_loss`; its `.backward()` gives the gradients of `hidden_TH` and
-    `weight_VH`. Those two are as in `head_forward_peers` and require gradients; `labels_T` is int64; the other
-    tensors are float32. Unless the notes say otherwise entropy is computed only where `entropy_coef` is not 0; a peer
-    without entropy raises ValueError then.
+    entropy_coef)` returns the scalar of `ppo_loss`. Its `.backward()` computes the gradients of `hidden_TH` and
+    `weight_VH`. These two tensors are as in `head_forward_peers` and require gradients. `labels_T` is int64; other
+    tensors are float32. Entropy is computed only for a nonzero `entropy_coef`, unless the notes differ. Peers
+    without entropy raise ValueError for a nonzero `entropy_coef`.
     """
     plain = _with_torch_loss(torch_head)
     compiled = partial(torch.compile, plain, dynamic=False)
@@ -303,8 +302,8 @@ def head_training_peers() -> list[Peer]:
         _peer("torch.compile", "torch", compiled, f"{_FULL} Head and loss in one graph. {_RESET}", "compiler"),
         _peer("Liger fused linear GRPO", "liger-kernel", _liger_grpo_loss,
               "No entropy. Gradients are computed in forward, in float32 matrix products over tiles of 2,048 tokens by "
-              "4,096 vocabulary rows; backward compares the incoming gradient with 1 on the host. All tokens in one "
-              "chunk, its fastest layout."),
+              "4,096 vocabulary rows; backward compares the incoming gradient with 1 on the host. All tokens are in "
+              "one chunk, which is the fastest layout."),
         *(replace(p, name=f"{p.name} + torch loss", run=p.run and _with_torch_loss(p.run)) for p in _heads()),
     ]  # fmt: skip
 
@@ -313,7 +312,7 @@ def head_training_peers() -> list[Peer]:
 
 
 def _megatron_group() -> Any:
-    """Megatron's tensor-parallel group; without process groups, a world of this process is opened."""
+    """Return Megatron's tensor parallel group. Without process groups, initialise a world with this process."""
     parallel_state = import_module("megatron.core.parallel_state")
     if not dist.is_initialized():
         backend = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo"
@@ -324,7 +323,7 @@ def _megatron_group() -> Any:
 
 
 def close_groups() -> None:
-    """Ends the process groups, among them the world that Megatron's peers open on their first call."""
+    """Destroy the process groups, including the world that Megatron's peers initialise on their first call."""
     if dist.is_initialized():
         if "megatron.core.parallel_state" in sys.modules:
             import_module("megatron.core.parallel_state").destroy_model_parallel()
@@ -367,11 +366,11 @@ def _quack_logits() -> LogitsOperator:
 
 
 def logits_peers() -> list[Peer]:
-    """Peers that start from logits.
+    """Return the peers that use existing logits.
 
-    `run(logits_TV, labels_T)` returns logprob_T in nats, float32 unless the notes say otherwise, differentiable with
-    respect to `logits_TV` (float32 or bfloat16, contiguous); `labels_T` is int64. The logits are left as they were.
-    Megatron's open process groups on their first call; `close_groups` ends them.
+    `run(logits_TV, labels_T)` returns logprob_T in nats, differentiable with respect to `logits_TV` (contiguous,
+    float32 or bfloat16). The dtype is float32, unless the notes differ. `labels_T` is int64. Peers do not change the
+    logits. Megatron's peers initialise process groups on their first call; `close_groups` destroys the groups.
     """
     return [
         _peer("torch", "torch", lambda: _torch_logits, ""),
@@ -380,11 +379,11 @@ def logits_peers() -> list[Peer]:
         _peer("Megatron fused_vocab_parallel_cross_entropy", "megatron-core", partial(_megatron_logits, True),
               f"{_CLONED} The gradient is rounded to bfloat16.", "compiler"),
         _peer("verl logprobs_from_logits", "verl", lambda: _verl("utils.torch_functional").logprobs_from_logits,
-              "Without flash-attn a Python loop over rows, with one launch or more each; of bfloat16 logits the "
-              "log-probabilities are rounded to bfloat16. With flash-attn backward overwrites the logits."),
+              "Without flash-attn, a Python loop over rows launches at least one kernel per row, and log-probabilities "
+              "of bfloat16 logits are bfloat16. With flash-attn, backward overwrites the logits."),
         _peer("slime calculate_log_probs_and_entropy", "slime", _slime_logits, _SLIME),
         _peer("Liger vocab-parallel CE", "liger-kernel", _liger_logits,
-              "Keeps a float32 buffer of the size of the logits for backward.", "cuda"),
+              "Stores a float32 buffer with the size of the logits for backward.", "cuda"),
         _peer("quack cross_entropy", "quack-kernels", _quack_logits, "", "cuda"),
     ]  # fmt: skip
 
@@ -394,15 +393,15 @@ def logits_peers() -> list[Peer]:
 
 @torch.no_grad()
 def _verl_loop(rewards_BT: Tensor, values_BT: Tensor, mask_BT: Tensor, gamma: float, lam: float) -> Advantages:
-    """verl's GAE: one column at a time from the last; a masked column passes its input on."""
+    """Compute GAE as in verl: one column at a time, from the last to the first. A masked column returns its input."""
     next_value_B = torch.zeros_like(values_BT[:, 0])
     advantage_B = torch.zeros_like(next_value_B)
     columns = []
     for t in range(rewards_BT.shape[1] - 1, -1, -1):
         delta_B = rewards_BT[:, t] + gamma * next_value_B - values_BT[:, t]
-        found_B = delta_B + gamma * lam * advantage_B
+        candidate_B = delta_B + gamma * lam * advantage_B
         next_value_B = values_BT[:, t] * mask_BT[:, t] + (1 - mask_BT[:, t]) * next_value_B
-        advantage_B = found_B * mask_BT[:, t] + (1 - mask_BT[:, t]) * advantage_B
+        advantage_B = candidate_B * mask_BT[:, t] + (1 - mask_BT[:, t]) * advantage_B
         columns.append(advantage_B)
     advantages_BT = torch.stack(columns[::-1], dim=1)
     return advantages_BT, advantages_BT + values_BT
@@ -410,7 +409,7 @@ def _verl_loop(rewards_BT: Tensor, values_BT: Tensor, mask_BT: Tensor, gamma: fl
 
 @torch.no_grad()
 def _slime_chunked(rewards_BT: Tensor, values_BT: Tensor, mask_BT: Tensor, gamma: float, lam: float) -> Advantages:
-    """Discounted sums within chunks of 128 columns by one product with a Toeplitz matrix, then a carry per chunk."""
+    """Compute discounted sums in chunks of 128 columns by one product with a Toeplitz matrix, and a carry per chunk."""
     (samples, columns), size = rewards_BT.shape, 128
     following_BT = functional.pad(values_BT[:, 1:], (0, 1))
     reversed_BT = (rewards_BT + gamma * following_BT - values_BT).flip(1)
@@ -435,17 +434,17 @@ def _slime_gae() -> Callable[..., Advantages]:
 
 
 def gae_peers() -> list[Peer]:
-    """Peers of generalised advantage estimation.
+    """Return the peers of generalised advantage estimation.
 
-    `run(rewards_BT, values_BT, mask_BT, gamma, lam)` returns (advantages_BT, returns_BT), unwhitened unless the notes
-    say otherwise. All tensors are float32 (or all float64); `mask_BT` holds 0 and 1. What stands at masked positions
-    is the peer's own affair.
+    `run(rewards_BT, values_BT, mask_BT, gamma, lam)` returns (advantages_BT, returns_BT), without whitening unless
+    the notes differ. All tensors are float32, or all are float64. `mask_BT` contains 0 and 1. Results at masked
+    positions differ between peers.
     """
     return [
         Peer("verl loop (as published)", "as of verl 0.9.1", _devices(""), None, _verl_loop, "Without the whitening."),
         Peer("slime chunked (as published)", "as of 2026-08", _devices(""), None, _slime_chunked, "Ignores the mask."),
         _peer("verl compute_gae_advantage_return", "verl",
               lambda: _verl("trainer.ppo.core_algos").compute_gae_advantage_return,
-              "Advantages are whitened over the mask. verl's imports ask for Ray, tensordict, omegaconf and more."),
+              "Advantages are whitened over the mask. verl imports Ray, tensordict, omegaconf and other packages."),
         _peer("slime chunked_gae", "slime", _slime_gae, f"Ignores the mask. {_SLIME}"),
     ]  # fmt: skip

@@ -1,4 +1,4 @@
-"""The clock, the memory gauge and the tables of the kernel benchmark."""
+"""Timing, memory measurement and tables of the kernel benchmark."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ MIB = 2**20
 
 @dataclass
 class Provider:
-    """One thing to time: `prepare(round)` gives the call, so that what it needs is there before the clock runs."""
+    """Timed function: `prepare(round)` returns the call, so that its preparation is not timed."""
 
     name: str
     prepare: Callable[[int], Callable[[], Any]]
@@ -39,7 +39,7 @@ class Machine:
         self._flush = torch.empty(256 * MIB // 4 if self.is_cuda else 0, device=self.device)
 
     def time(self, providers: list[Provider]) -> None:
-        """Two warm-up rounds, then `repeat` interleaved ones."""
+        """Run two warm-up rounds, then `repeat` rounds. The providers alternate in each round."""
         for round_number in range(-2, self.repeat):
             for provider in providers:
                 if provider.failure is not None:
@@ -47,7 +47,7 @@ class Machine:
                 try:
                     call = provider.prepare(round_number)
                     seconds, peak = self._measure(call)
-                except Exception as error:  # noqa: BLE001 - whatever a peer raises, the others are measured
+                except Exception as error:  # noqa: BLE001 - a failure of one peer must not stop the others
                     provider.failure = f"{type(error).__name__}: {str(error).splitlines()[0][:120]}"
                     continue
                 if round_number >= 0:
@@ -66,7 +66,7 @@ class Machine:
         return seconds, torch.cuda.max_memory_allocated() - before
 
     def seconds(self, call: Callable[[], Any]) -> float:
-        """Seconds of a call, on CUDA between two events and with a flushed L2 cache."""
+        """Return the seconds of a call. On CUDA, the L2 cache is flushed before, and two events measure the time."""
         if not self.is_cuda:
             start = time.perf_counter()
             call()
@@ -83,12 +83,12 @@ class Machine:
 
 @contextmanager
 def peak_memory() -> Iterator[list[int]]:
-    """Peak growth of this process's resident memory in bytes, by Linux's own count."""
+    """Measure the growth of this process's peak resident memory in bytes, as reported by Linux."""
     peak = [0]
     try:
         trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
         if trim is not None:
-            trim(0)  # what was freed before must not hide what is needed now
+            trim(0)  # memory that was freed earlier would reduce the growth
         Path("/proc/self/clear_refs").write_text("5")
         before = _status("VmRSS")
         yield peak
@@ -105,7 +105,7 @@ def _status(name: str) -> int:
 
 
 def rows_of(providers: list[Provider]) -> list[list[str]]:
-    """Name, ms, percentiles, times the floor, peak MiB, error."""
+    """Return rows with name, ms, percentiles, time relative to the floor, peak MiB and error."""
     floors = [p for p in providers if p.is_floor]
     assert len(floors) == 1 and floors[0].failure is None, floors
     floor = statistics.median(floors[0].seconds)
@@ -127,7 +127,7 @@ HEADINGS = ["provider", "ms", "p20-p80", "x floor", "peak MiB", "error"]
 
 
 def markdown(title: str, rows: list[list[str]], peers: list[Peer]) -> str:
-    """A table and what could not run."""
+    """Return a table in Markdown, with the peers that were not run."""
     lines = [f"## {title}", "", "| " + " | ".join(HEADINGS) + " |", "|---" * len(HEADINGS) + "|"]
     lines += ["| " + " | ".join(row) + " |" for row in rows]
     lines += ["", *(f"- not run: {p.name} {p.version}: {p.why_not}" for p in peers if p.run is None), ""]

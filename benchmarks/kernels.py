@@ -1,16 +1,18 @@
 #!/usr/bin/env python3
-"""How fast, how frugal and how exact are the kernels, beside every public alternative and the physical floor?
+"""Compare speed, memory and accuracy of the kernels with public alternatives and the physical limit.
 
 Usage: python -m benchmarks.kernels [--device cuda|cpu] [--suites head train logits gae tokens] [--tokens N ...]
            [--hidden H] [--vocab V ...] [--dtype bfloat16|float32] [--repeat R] [--tiny] [--save FILE.md]
 
-All providers of a suite run in one process, one after the other in each round, on inputs that change from round to
-round; the median over the rounds is shown, with the 20th and 80th percentile. On CUDA the L2 cache is flushed before
-each call. Logits are peaky, as a trained model's are. "floor" is how often the measured time of the bare matrix
-products (or of a plain copy of the same bytes) fits into the provider's: 1.0 cannot be beaten, except by a provider
-that leaves work out. Memory is the peak beyond the inputs. Errors are against float64, on a smaller problem of the same
-kind: largest absolute error of log-probabilities or values, and the larger relative norm error of the two gradients.
-Compilation and autotuning happen before the clock runs. What cannot run here is listed with its reason.
+All providers of a suite run in one process and alternate in each round. Inputs change between rounds. The tables
+show the median over rounds, and the 20th and 80th percentile. On CUDA, the L2 cache is flushed before each call.
+Logits are peaked, like those of a trained model.
+
+"floor" is the time of a provider divided by the measured time of the bare matrix products, or of a copy of the same
+bytes. A provider that omits no work cannot be below 1.0. Memory is the peak without the inputs. Errors are relative
+to float64, on a smaller problem of the same kind: the largest absolute error of log-probabilities or values, and the
+larger relative norm error of the two gradients. Compilation and autotuning are not timed. Providers that cannot run
+are listed with the reason.
 """
 
 from __future__ import annotations
@@ -52,7 +54,7 @@ CLIP = (0.2, 0.28)
 
 @dataclass
 class HeadCase:
-    """Inputs of the head; two sets, used in turn."""
+    """Inputs of the head in two sets, which are used in turn."""
 
     hidden: list[Tensor]
     weight: Tensor
@@ -66,7 +68,7 @@ class HeadCase:
         g = torch.Generator(device=device).manual_seed(0)
         make = partial(torch.randn, generator=g, device=device)
         weight = torch.empty(v, h, dtype=dtype, device=device)
-        for part in weight.split(8192):  # logits of spread 6
+        for part in weight.split(8192):  # standard deviation of the logits: 6
             part.copy_(make(part.shape) * (6 / h**0.5))
         labels = [torch.randint(0, v, (n,), generator=g, device=device) for _ in range(2)]
         hidden = [make(n, h).to(dtype).requires_grad_() for _ in range(2)]
@@ -88,7 +90,7 @@ Training = Callable[[HeadCase, Tensor, Tensor, Tensor], Tensor]
 
 
 def head_suite(machine: Machine, n: int, h: int, v: int, dtype: torch.dtype) -> tuple[list[Provider], list[Peer]]:
-    """Log-probabilities without gradients."""
+    """Return providers of log-probabilities without gradients."""
     case, small = (HeadCase.make(*shape, dtype, machine.device) for shape in ((n, h, v), (128, 256, min(v, 8192))))
     out = torch.empty(n, v, dtype=dtype, device=machine.device)
 
@@ -125,7 +127,7 @@ def _peer_forward(run: Any, hidden: Tensor, weight: Tensor, labels: Tensor) -> t
 
 
 def no_grad(call: Callable[[], Any]) -> Callable[[], Any]:
-    """The call without gradients."""
+    """Wrap a call in torch.no_grad."""
 
     def run() -> Any:
         with torch.no_grad():
@@ -143,7 +145,8 @@ def _forward_error(forward: Forward, case: HeadCase) -> str:
 
 
 def train_suite(machine: Machine, n: int, h: int, v: int, dtype: torch.dtype) -> tuple[list[Provider], list[Peer]]:
-    """The PPO loss with the gradients of hidden states and weight, entropy gradient included where there is one."""
+    """Return providers of the PPO loss with the gradients of hidden states and weight. The loss includes entropy if
+    the provider supports it."""
     case, small = (HeadCase.make(*shape, dtype, machine.device) for shape in ((n, h, v), (128, 256, min(v, 8192))))
     buffers = (
         torch.empty(n, v, dtype=dtype, device=machine.device),
@@ -164,14 +167,14 @@ def train_suite(machine: Machine, n: int, h: int, v: int, dtype: torch.dtype) ->
     objective = PolicyObjective(clip_low=CLIP[0], clip_high=CLIP[1], entropy_coef=0.01)
 
     def fused(data: HeadCase, hidden: Tensor, weight: Tensor, labels: Tensor) -> Tensor:
-        given = {"objective": objective, "temperature": TEMPERATURE}
-        return ppo_head_loss(hidden, weight, labels, data.inputs(), **given).loss  # type: ignore[arg-type]
+        options = {"objective": objective, "temperature": TEMPERATURE}
+        return ppo_head_loss(hidden, weight, labels, data.inputs(), **options).loss  # type: ignore[arg-type]
 
     def into_main_grad(data: HeadCase, hidden: Tensor, weight: Tensor, labels: Tensor) -> Tensor:
         if not hasattr(weight, "main_grad"):
             weight.main_grad = torch.zeros(weight.shape, device=weight.device)  # type: ignore[attr-defined]
-        given = {"objective": objective, "temperature": TEMPERATURE, "accumulate_main_grad": True}
-        return ppo_head_loss(hidden, weight, labels, data.inputs(), **given).loss  # type: ignore[arg-type]
+        options = {"objective": objective, "temperature": TEMPERATURE, "accumulate_main_grad": True}
+        return ppo_head_loss(hidden, weight, labels, data.inputs(), **options).loss  # type: ignore[arg-type]
 
     def recomputed(data: HeadCase, hidden: Tensor, weight: Tensor, labels: Tensor) -> Tensor:
         logprob, entropy = linear_logprob(hidden, weight, labels, temperature=TEMPERATURE)
@@ -201,12 +204,12 @@ def _peer_training(run: Any, data: HeadCase, hidden: Tensor, weight: Tensor, lab
     arguments = (hidden, weight, labels, data.old, data.advantages, data.weights, TEMPERATURE, *CLIP)
     try:
         return run(*arguments, 0.01)
-    except ValueError:  # it has no entropy, and its notes say so
+    except ValueError:  # the peer computes no entropy
         return run(*arguments, 0.0)
 
 
-def _given(run: Callable[[], Any], _: int) -> Callable[[], Any]:
-    """Call of a provider whose inputs are the same in every case."""
+def _constant(run: Callable[[], Any], _: int) -> Callable[[], Any]:
+    """Return the call of a provider whose inputs do not change between rounds."""
     return run
 
 
@@ -218,18 +221,18 @@ def _training_error(way: Training, case: HeadCase) -> str:
     logprob, entropy = reference.linear_logprob(*exact, labels, temperature=TEMPERATURE)
     wide: dict[str, Any] = {k: x.double() if x.is_floating_point() else x for k, x in case.inputs().tensors().items()}
     errors = []
-    for coef in (0.01, 0.0):  # without entropy where the provider has none: the smaller error is its own
+    for coef in (0.01, 0.0):  # providers without entropy match the second loss: use the smaller error
         loss = reference.policy_loss(
             logprob=logprob, entropy=entropy, **wide, clip_low=CLIP[0], clip_high=CLIP[1], entropy_coef=coef
         )
         truth = torch.autograd.grad(loss, exact, retain_graph=True)
-        found = (hidden.grad, weight.grad)
-        errors.append(max(float((g.double() - t).norm() / t.norm()) for g, t in zip(found, truth, strict=True)))  # type: ignore[union-attr]
+        grads = (hidden.grad, weight.grad)
+        errors.append(max(float((g.double() - t).norm() / t.norm()) for g, t in zip(grads, truth, strict=True)))  # type: ignore[union-attr]
     return f"{min(errors):.1e}"
 
 
 def logits_suite(machine: Machine, n: int, h: int, v: int, dtype: torch.dtype) -> tuple[list[Provider], list[Peer]]:
-    """Log-probabilities from logits, forward and backward."""
+    """Return providers of log-probabilities from logits, with forward and backward."""
     g = torch.Generator(device=machine.device).manual_seed(0)
     leaf = (6 * torch.randn(n, v, generator=g, device=machine.device)).to(dtype).requires_grad_()
     labels = torch.randint(0, v, (n,), generator=g, device=machine.device)
@@ -256,7 +259,7 @@ def logits_suite(machine: Machine, n: int, h: int, v: int, dtype: torch.dtype) -
 
 
 def gae_suite(machine: Machine, b: int, t: int) -> tuple[list[Provider], list[Peer]]:
-    """Advantages of B samples of T tokens, ragged and with holes."""
+    """Return providers of advantages for B samples of T tokens, with different lengths and masked tokens."""
     g = torch.Generator(device=machine.device).manual_seed(0)
     make = partial(torch.randn, generator=g, device=machine.device)
     rewards, values = make(b, t), make(b, t)
@@ -278,12 +281,13 @@ def gae_suite(machine: Machine, b: int, t: int) -> tuple[list[Provider], list[Pe
         assert peer.run is not None
         run = partial(peer.run, rewards, values, weights, GAMMA, LAM)
         comparable = "Ignores the mask" not in peer.notes and "whitened" not in peer.notes
-        providers.append(Provider(peer.name, partial(_given, run), partial(error, run) if comparable else None))
+        providers.append(Provider(peer.name, partial(_constant, run), partial(error, run) if comparable else None))
     return providers, peers
 
 
 def tokens_suite(machine: Machine, n: int) -> tuple[list[Provider], list[Peer]]:
-    """Policy loss, value loss and whitening statistics of n tokens, with gradients; torch beside each."""
+    """Return providers of policy loss, value loss and whitening statistics of n tokens, with gradients. torch is the
+    alternative of each."""
     g = torch.Generator(device=machine.device).manual_seed(0)
     fields: dict[str, Any] = {
         name: torch.randn(n, generator=g, device=machine.device) for name in ("old_logprob", "advantages")
@@ -328,7 +332,7 @@ def _runnable(peers: list[Peer], machine: Machine) -> list[Peer]:
 
 
 def suites(arguments: argparse.Namespace, machine: Machine) -> Iterator[tuple[str, list[Provider], list[Peer]]]:
-    """(title, providers, peers) one after the other; inputs of one are freed before the next."""
+    """Yield (title, providers, peers) of each suite. The inputs of a suite are freed before the next suite."""
     dtype, h = getattr(torch, arguments.dtype), arguments.hidden
     for name, make in (("head", head_suite), ("train", train_suite), ("logits", logits_suite)):
         for v in arguments.vocab if name in arguments.suites else ():
@@ -344,7 +348,7 @@ def suites(arguments: argparse.Namespace, machine: Machine) -> Iterator[tuple[st
 
 
 def main() -> None:
-    """Run the suites and print a table each."""
+    """Run the suites and print their tables."""
     cuda = torch.cuda.is_available()
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--device", choices=["cuda", "cpu"], default="cuda" if cuda else "cpu")
@@ -355,7 +359,7 @@ def main() -> None:
     parser.add_argument("--vocab", nargs="+", type=int, default=[32768, 131072, 151936] if cuda else [151936])
     parser.add_argument("--dtype", choices=["bfloat16", "float32"], default="bfloat16")
     parser.add_argument("--repeat", type=int, default=30 if cuda else 5)
-    parser.add_argument("--tiny", action="store_true", help="shapes that show only that everything runs")
+    parser.add_argument("--tiny", action="store_true", help="small shapes for a functional test")
     parser.add_argument("--save", type=Path, help="write the tables as Markdown")
     arguments = parser.parse_args()
     if arguments.tiny:

@@ -1,7 +1,7 @@
-"""Lengths of responses that a benchmark settles, the same for every program that calls transformers' `generate`.
+"""Fixed response lengths for every program that calls transformers' `generate`.
 
-A sequence cannot end before its length, and ends there: the end token's score is -inf before and the only finite one at
-its place.
+A sequence ends exactly at its length. Before this length, the score of the end token is -inf. At this length, only
+the end token has a finite score.
 """
 
 from __future__ import annotations
@@ -22,35 +22,37 @@ SHAPES = ("full", "even", "tail", "natural")
 
 @dataclass(frozen=True)
 class Profile:
-    """Distribution of the lengths of a step's responses, the end token included."""
+    """Distribution of the response lengths of a step, including the end token."""
 
     shape: str
-    """`full`: all of the longest; `even`: spread evenly; `tail`: log-normal; `natural`: as the model ends them."""
+    """`full`: all lengths are `longest`; `even`: evenly spaced; `tail`: log-normal; `natural`: the model ends
+    responses."""
     longest: int
     other: int = 0
-    """`even`: the shortest; `tail`: the mean."""
+    """Shortest length for `even`, mean length for `tail`."""
 
     @classmethod
     def read(cls, text: str) -> Profile:
-        """Profile from `full:64`, `even:1-64`, `tail:32-256` or `natural:64`. Raises ValueError for anything else."""
+        """Parse `full:64`, `even:1-64`, `tail:32-256` or `natural:64`. Raises ValueError for other texts."""
         shape, _, numbers = text.partition(":")
         try:
             counts = [int(number) for number in numbers.split("-")]
         except ValueError:
             counts = []
-        wanted = 2 if shape in ("even", "tail") else 1
-        if shape not in SHAPES or len(counts) != wanted or min(counts) < 1 or counts != sorted(counts):
+        expected = 2 if shape in ("even", "tail") else 1
+        if shape not in SHAPES or len(counts) != expected or min(counts) < 1 or counts != sorted(counts):
             raise ValueError(
                 f"'{text}' is no profile of lengths; give full:64, even:1-64, tail:32-256 (mean and longest) "
-                "or natural:64 with numbers of your own"
+                "or natural:64, with any numbers"
             )
-        return cls(shape, counts[-1], counts[0] if wanted == 2 else 0)
+        return cls(shape, counts[-1], counts[0] if expected == 2 else 0)
 
     def __str__(self) -> str:
         return f"{self.shape}:{self.other}-{self.longest}" if self.other else f"{self.shape}:{self.longest}"
 
     def of_step(self, samples: int, step: int, seed: int = 7) -> list[int] | None:
-        """Lengths of a step's samples: every step has the same ones in another order. None for natural lengths."""
+        """Return the lengths of a step's samples, or None for natural lengths. All steps have the same lengths in
+        different orders."""
         match self.shape:
             case "natural":
                 return None
@@ -66,13 +68,13 @@ class Profile:
 
 
 def _log_normal(samples: int, mean: int, longest: int) -> list[int]:
-    """Quantiles of the log-normal distribution whose largest is `longest` and whose mean is `mean`."""
+    """Return quantiles of the log-normal distribution with maximum `longest` and mean `mean`."""
     scores = [statistics.NormalDist().inv_cdf((i + 0.5) / samples) for i in range(samples)]
 
     def quantiles(sigma: float) -> list[int]:
         return [max(1, round(longest * math.exp(sigma * (z - scores[-1])))) for z in scores]
 
-    low, high = 0.0, 10.0  # the mean falls from `longest` as sigma grows
+    low, high = 0.0, 10.0  # the mean decreases from `longest` as sigma increases
     for _ in range(50):
         middle = (low + high) / 2
         low, high = (middle, high) if statistics.mean(quantiles(middle)) > mean else (low, middle)
@@ -80,13 +82,14 @@ def _log_normal(samples: int, mean: int, longest: int) -> list[int]:
 
 
 class _EndsAt:
-    """Scores of sequences that end at their lengths; `LogitsProcessor` in all but name, as torch is not loaded yet."""
+    """Scores for sequences that end at given lengths. The class has the interface of `LogitsProcessor`, but does not
+    import torch."""
 
     def __init__(self, lengths: Sequence[int], prompt_tokens: int, end: int, never: Sequence[int]) -> None:
         self._lengths, self._prompt_tokens, self._end, self._never = lengths, prompt_tokens, end, list(never)
 
     def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
-        number = input_ids.shape[1] - self._prompt_tokens + 1  # of the token that is chosen now
+        number = input_ids.shape[1] - self._prompt_tokens + 1  # number of the current token
         scores[:, self._never] = -math.inf
         ending = [row for row, length in enumerate(self._lengths) if length == number]
         scores[ending] = -math.inf
@@ -95,7 +98,7 @@ class _EndsAt:
 
 
 class Forcing:
-    """Gives the sequences of each `generate` the lengths that come next."""
+    """Sequence lengths for the calls of `generate`."""
 
     def __init__(self, end: int, never: Sequence[int]) -> None:
         self._end, self._never = end, never
@@ -106,25 +109,25 @@ class Forcing:
         self._left = list(lengths)
 
     def take(self, count: int) -> list[int]:
-        """The next lengths. Raises RuntimeError where fewer are left."""
+        """Return the next lengths. Raises RuntimeError if too few lengths remain."""
         if len(self._left) < count:
-            raise RuntimeError(f"{count} sequences are generated, and {len(self._left)} lengths are left")
+            raise RuntimeError(f"{count} sequences are generated, but only {len(self._left)} lengths are left")
         taken, self._left = self._left[:count], self._left[count:]
         return taken
 
     @contextmanager
     def applied(self) -> Iterator[None]:
-        """Within the context, force the lengths in every call of transformers' `generate` in this process."""
+        """Force the lengths in every call of transformers' `generate` in this process, within the context."""
         from unittest.mock import patch
 
         from transformers import GenerationMixin, LogitsProcessorList
 
         really = GenerationMixin.generate
 
-        def generate(model: Any, input_ids: Tensor, logits_processor: Any = (), **given: Any) -> Any:
+        def generate(model: Any, input_ids: Tensor, logits_processor: Any = (), **arguments: Any) -> Any:
             ends = _EndsAt(self.take(len(input_ids)), input_ids.shape[1], self._end, self._never)
             processors = LogitsProcessorList([ends, *logits_processor])
-            return really(model, input_ids=input_ids, logits_processor=processors, **given)
+            return really(model, input_ids=input_ids, logits_processor=processors, **arguments)
 
         with patch.object(GenerationMixin, "generate", generate):
             yield

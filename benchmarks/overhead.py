@@ -1,13 +1,14 @@
 #!/usr/bin/env python3
-"""What does a step cost beside generation and models, for each sample?
+"""Measure the CPU time of a step per sample, without generation and models.
 
 Usage: python -m benchmarks.overhead CONFIG [key=value ...] [--samples 64 256 1024 4096] [--repeat 5] [--json FILE]
 
-Whole steps of the trainer in one process, whose engine and models answer at once: prompts, requests, responses as
-tensors and texts, rewards, samples sent and microbatches planned, advantages, whitening, reports, samples.jsonl and
-metrics. What is left out is arithmetic of models, generation and the copy of weights, which `benchmarks/step.py` times.
-Prints CPU milliseconds of this process for each sample, reward workers left out, and the seconds of each stage. A step
-has as many updates as the configuration says, on one rank.
+The program runs whole steps of the trainer in one process. Engine and models return immediately. Steps include
+prompts, requests, responses as tensors and texts, rewards, sending of samples, plans of microbatches, advantages,
+whitening, reports, samples.jsonl and metrics. Steps do not include computations of models, generation and copies of
+weights; `benchmarks/step.py` measures these parts. The program prints CPU milliseconds of this process per sample,
+without reward workers, and the seconds of each stage. The step has the configuration's number of updates, on one
+rank.
 """
 
 from __future__ import annotations
@@ -46,21 +47,21 @@ ROOT = Path(__file__).resolve().parents[1]
 
 @dataclass(frozen=True)
 class Row:
-    """Steps of one size."""
+    """Measurements of steps with one number of samples."""
 
     samples: int
     cpu_seconds: list[float]
     """CPU seconds of whole steps."""
     seconds: list[float]
-    """Seconds of whole steps, waiting included."""
+    """Seconds of whole steps, including waits."""
     cpu_seconds_per_sample: float
     """Median CPU seconds per sample."""
     stages: dict[str, float]
-    """Median seconds of each stage, waiting included."""
+    """Median seconds of each stage, including waits."""
 
 
 class EchoEngine:
-    """An engine whose responses exist already."""
+    """Engine that returns prepared responses."""
 
     def __init__(self, response_tokens: int, vocabulary: int) -> None:
         g = torch.Generator().manual_seed(5)
@@ -75,16 +76,16 @@ class EchoEngine:
         params: SamplingParams,
         done: MutableMapping[int, Completion] | None = None,
     ) -> list[Completion]:
-        """Responses of different lengths; their mean is half of the longest."""
+        """Return responses of different lengths. The mean length is half of the longest length."""
         lengths = [1 + request.seed % self._length for request in requests]
         return [Completion(tuple(self._tokens[n : 2 * n]), (0.0,) * n, False, self.version) for n in lengths]
 
     def update_weights(self, _named_tensors: Any, version: int) -> None:
-        """Set the version; no weights are sent."""
+        """Set the version without receiving weights."""
         self.version = version
 
     def close(self) -> None:
-        """Nothing is open."""
+        """Do nothing: the engine has no resources."""
 
 
 class _NoWeights:
@@ -92,7 +93,7 @@ class _NoWeights:
 
 
 def make_trainer(config: Config, runtime: Runtime, tokens: int) -> Trainer:
-    """The trainer of a run whose engine and models answer at once."""
+    """Build the trainer of a run whose engine and models return immediately."""
     models = read_models(config, ROOT / "configs" / "models").models
     samples = config.rollout.batch_sequences
     size = Size(1, samples, tokens)
@@ -100,8 +101,8 @@ def make_trainer(config: Config, runtime: Runtime, tokens: int) -> Trainer:
     critic = Echo(placement("critic", config, size), models.critic, runtime) if config.critic is not None else None
     tokenizer = load_tokenizer(config)
     prompts = read_prompts(config.data, tokenizer)
-    given: dict[str, Any] = dict.fromkeys(RunComponents.__dataclass_fields__)
-    given |= {
+    components: dict[str, Any] = dict.fromkeys(RunComponents.__dataclass_fields__)
+    components |= {
         "config": config,
         "derived": derive_run(config, 1),
         "runtime": runtime,
@@ -118,7 +119,7 @@ def make_trainer(config: Config, runtime: Runtime, tokens: int) -> Trainer:
         "stop": NeverStop(),
         "origins": (),
     }
-    trainer = Trainer(RunComponents(**given), Reporter(config, given["derived"], runtime))
+    trainer = Trainer(RunComponents(**components), Reporter(config, components["derived"], runtime))
     trainer.step = config.critic.warmup_steps if config.critic is not None else 0
     trainer.sync_weights()
     return trainer
@@ -126,7 +127,7 @@ def make_trainer(config: Config, runtime: Runtime, tokens: int) -> Trainer:
 
 @contextmanager
 def undisturbed() -> Iterator[None]:
-    """A look of the garbage collector at everything that was ever imported is no sample's cost."""
+    """Freeze the garbage collector, so that scans of imported objects do not count as cost of samples."""
     gc.collect()
     gc.freeze()
     try:
@@ -136,7 +137,7 @@ def undisturbed() -> Iterator[None]:
 
 
 def measure(config: Config, runtime: Runtime, tokens: int, repeat: int) -> Row:
-    """Steps of one size, after one that is not counted."""
+    """Measure steps with one number of samples. The first step is not counted."""
     trainer = make_trainer(config, runtime, tokens)
     cpu, wall, stages = [], [], list[dict[str, float]]()
     try:
@@ -158,35 +159,35 @@ def measure(config: Config, runtime: Runtime, tokens: int, repeat: int) -> Row:
     return Row(samples, cpu, wall, statistics.median(cpu) / samples, medians)
 
 
-def sized(given: Config, samples: int) -> list[str]:
-    """Overrides by which a step has so many samples, in as many updates as before."""
-    per_prompt = given.rollout.samples_per_prompt
-    size = given.rollout.batch_sequences
-    minibatches = {name: max(1, samples * r.minibatch_sizes(size)[0] // size) for name, r in given.trained.items()}
+def sized(config: Config, samples: int) -> list[str]:
+    """Return overrides for a step with `samples` samples and an unchanged number of updates."""
+    per_prompt = config.rollout.samples_per_prompt
+    size = config.rollout.batch_sequences
+    minibatches = {name: max(1, samples * r.minibatch_sizes(size)[0] // size) for name, r in config.trained.items()}
     return [
         f"rollout.prompts_per_step={samples // per_prompt}",
         *(f"{name}.minibatch_sequences={n}" for name, n in minibatches.items()),
-        *(f"{name}.layout={{}}" for name in given.trained),
+        *(f"{name}.layout={{}}" for name in config.trained),
         "algorithm.mismatch_stop_nats=1e9",
         "algorithm.mismatch_warn_nats=1e9",
     ]
 
 
 def measure_all(path: str, overrides: Sequence[str], arguments: argparse.Namespace) -> list[Row]:
-    """A row for each number of samples. Raises ConfigError."""
+    """Return a row for each number of samples. Raises ConfigError."""
     rows = []
     with tempfile.TemporaryDirectory() as directory:
-        given = configuration(path, overrides, directory)
-        with start_runtime(given.runtime) as runtime:
+        base = configuration(path, overrides, directory)
+        with start_runtime(base.runtime) as runtime:
             for samples in arguments.samples:
-                own = [*overrides, *sized(given, samples), "logging.tensorboard=true"]
+                own = [*overrides, *sized(base, samples), "logging.tensorboard=true"]
                 config = configuration(path, own, f"{directory}/{samples}")
-                rows.append(measure(config, runtime, given.max_sequence_tokens, arguments.repeat))
+                rows.append(measure(config, runtime, base.max_sequence_tokens, arguments.repeat))
     return rows
 
 
 def print_rows(rows: Sequence[Row], title: str) -> None:
-    """A table on the terminal."""
+    """Print the rows as a table."""
     from rich.console import Console
     from rich.table import Table
 
@@ -205,9 +206,9 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("config", metavar="CONFIG")
     parser.add_argument("overrides", nargs="*", metavar="key=value")
-    parser.add_argument("--samples", type=int, nargs="+", default=[64, 256, 1024, 4096], help="of a step")
+    parser.add_argument("--samples", type=int, nargs="+", default=[64, 256, 1024, 4096], help="samples per step")
     parser.add_argument("--repeat", type=int, default=5, help="steps that are counted")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write the rows here too")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="file for the rows")
     arguments = parser.parse_intermixed_args()
     torch.set_num_threads(1)
     try:

@@ -1,13 +1,13 @@
 #!/usr/bin/env python3
-"""Does a step take as long as `megappo plan` says?
+"""Compare the time of a step with the prediction of `megappo plan`.
 
 Usage: python -m benchmarks.planned CONFIG [key=value ...] [--machine here] [--ranks 2] [--sizes 16:32 32:64 32:128]
            [--threads N] [--warmup 1] [--repeat 3] [--json FILE]
 
-Steps of a configuration at several sizes, samples of a step and tokens of each response, beside the plan of the same
-settings: seconds stage by stage, in the unit of what was planned. A plan takes every sample to be at its longest, so
-responses are forced to their full length here, and prompts are those of the longest length in the data. `here` is this
-machine's CPU, measured just before.
+The program runs steps of a configuration at several sizes (samples per step and tokens per response). It compares
+the seconds of each stage with the plan of the same settings. A plan assumes that every sample has the maximum
+length, so responses are forced to full length, and the prompt length is the longest length in the data. `here` is
+the CPU of this machine, measured at the start.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ class Row:
     measured: dict[str, float]
     """Median seconds of each stage."""
     spread: dict[str, tuple[float, float]]
-    """Least and most measured seconds."""
+    """Minimum and maximum measured seconds."""
 
 
 @dataclass(frozen=True)
@@ -55,21 +55,21 @@ class Size:
 
     @classmethod
     def read(cls, text: str) -> Size:
-        """Size from `32:64`. Raises ValueError for anything else."""
+        """Parse `32:64`. Raises ValueError for other texts."""
         samples, _, tokens = text.partition(":")
         if not (samples.isdecimal() and tokens.isdecimal() and int(samples) * int(tokens) > 0):
             raise ValueError(f"'{text}' is no size; give samples and response tokens such as 32:64")
         return cls(int(samples), int(tokens))
 
-    def overrides(self, given: Config, prompt_tokens: int) -> list[str]:
-        """The configuration at this size, with as many updates as before."""
-        per_prompt, before = given.rollout.samples_per_prompt, given.rollout.batch_sequences
+    def overrides(self, config: Config, prompt_tokens: int) -> list[str]:
+        """Return overrides for a step of this size with an unchanged number of updates."""
+        per_prompt, before = config.rollout.samples_per_prompt, config.rollout.batch_sequences
         return [
             f"rollout.prompts_per_step={max(1, self.samples // per_prompt)}",
             f"data.max_prompt_tokens={prompt_tokens}",
             *(
                 f"{name}.minibatch_sequences={max(1, self.samples * role.minibatch_sizes(before)[0] // before)}"
-                for name, role in given.trained.items()
+                for name, role in config.trained.items()
             ),
             "algorithm.mismatch_stop_nats=1e9",
             "algorithm.mismatch_warn_nats=1e9",
@@ -77,7 +77,7 @@ class Size:
 
 
 def measure(run: Run, ranks: int, warmup: int, repeat: int) -> list[Turn]:
-    """Counted steps of one size."""
+    """Return the counted steps of one size."""
     log = Path(run.directory, "log")
     with started("megappo", megappo_side, (run,), ranks, max(1, run.threads // ranks), log) as side:
         side.await_ready()
@@ -85,19 +85,19 @@ def measure(run: Run, ranks: int, warmup: int, repeat: int) -> list[Turn]:
 
 
 def compare(config: Config, run: Run, size: Size, machine: Machine, arguments: argparse.Namespace) -> Row:
-    """Plan and measure one size. Raises ConfigError for what cannot run."""
+    """Plan and measure one size. Raises ConfigError for impossible settings."""
     models = read_models(config, Path(run.path).parent / "models").models
     plan = make_plan(config, models, machine, arguments.ranks)
     turns = measure(run, arguments.ranks, arguments.warmup, arguments.repeat)
     planned = {stage.name: stage.seconds for stage in plan.stages} | {"step": plan.step_seconds}
     seconds = {name: [turn.metrics[f"time/{name}"] for turn in turns] for name in planned}
-    words = f"{size.samples} x ({config.data.max_prompt_tokens} + {size.response_tokens}) tokens"
-    medians = {name: statistics.median(found) for name, found in seconds.items()}
-    return Row(words, machine.summary, planned, medians, {name: (min(x), max(x)) for name, x in seconds.items()})
+    size_text = f"{size.samples} x ({config.data.max_prompt_tokens} + {size.response_tokens}) tokens"
+    medians = {name: statistics.median(values) for name, values in seconds.items()}
+    return Row(size_text, machine.summary, planned, medians, {name: (min(x), max(x)) for name, x in seconds.items()})
 
 
 def print_rows(rows: Sequence[Row], title: str) -> None:
-    """A table on the terminal."""
+    """Print the rows as a table."""
     from rich.console import Console
     from rich.table import Table
 
@@ -114,7 +114,7 @@ def print_rows(rows: Sequence[Row], title: str) -> None:
 
 
 def longest_prompt(config: Config) -> int:
-    """Tokens of the longest prompt in the data."""
+    """Return the number of tokens of the longest prompt in the data."""
     from megappo.preflight.inputs import read_inputs
 
     prompts = read_inputs(config, validation=False).training
@@ -122,18 +122,18 @@ def longest_prompt(config: Config) -> int:
 
 
 def compare_all(arguments: argparse.Namespace) -> list[Row]:
-    """Every size. Raises ValueError, ConfigError among them."""
+    """Compare every size. Raises ValueError or its subclass ConfigError."""
     sizes = [Size.read(text) for text in arguments.sizes]
     rows = []
     with tempfile.TemporaryDirectory() as directory:
         threads = max(1, arguments.threads // arguments.ranks)
-        given = (*arguments.overrides, f"runtime.threads_per_rank={threads}")
-        first = Run(arguments.config, given, directory, Profile("full", 1), "", arguments.threads, seed=1)
+        overrides = (*arguments.overrides, f"runtime.threads_per_rank={threads}")
+        first = Run(arguments.config, overrides, directory, Profile("full", 1), "", arguments.threads, seed=1)
         before = first.read()
         prompt_tokens = longest_prompt(before)
         machine = find_machine(arguments.machine)
         for number, size in enumerate(sizes):
-            own = (*given, *size.overrides(before, prompt_tokens))
+            own = (*overrides, *size.overrides(before, prompt_tokens))
             place, profile = f"{directory}/{number}", Profile("full", size.response_tokens)
             run = Run(arguments.config, own, place, profile, "", arguments.threads, seed=1)
             rows.append(compare(run.read(), run, size, machine, arguments))
@@ -145,13 +145,13 @@ def main() -> int:
     parser.add_argument("config", metavar="CONFIG")
     parser.add_argument("overrides", nargs="*", metavar="key=value")
     cores = len(os.sched_getaffinity(0))
-    parser.add_argument("--machine", default="here", help="as for `megappo plan`")
+    parser.add_argument("--machine", default="here", help="machine, as in `megappo plan`")
     parser.add_argument("--ranks", type=int, default=cores, help="processes")
-    parser.add_argument("--threads", type=int, default=cores, help="of all processes together")
+    parser.add_argument("--threads", type=int, default=cores, help="threads of all processes together")
     parser.add_argument("--sizes", nargs="+", default=["16:32", "32:64", "32:128"], metavar="SAMPLES:TOKENS")
     parser.add_argument("--warmup", type=int, default=1, help="steps that are not counted")
     parser.add_argument("--repeat", type=int, default=3, help="steps that are counted")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write the rows here too")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="file for the rows")
     arguments = parser.parse_intermixed_args()
     try:
         rows = compare_all(arguments)

@@ -1,11 +1,11 @@
 #!/usr/bin/env python3
-"""Pictures of what the benchmarks found, one for each question.
+"""Draw the results of the benchmarks, one picture per question.
 
 Usage: python -m benchmarks.plots FILE [FILE ...] [--out benchmarks/results] [--name DATE-MACHINE]
 
-Reads what `--json` of trl.py, scaling.py, update.py, rollout.py, step.py, overhead.py and planned.py wrote, and the
-`learning.json` of learning.py; several files of one program become one picture. Needs matplotlib (`pip install
-matplotlib`), which nothing else here does.
+The program reads the `--json` files of trl.py, scaling.py, update.py, rollout.py, step.py, overhead.py and
+planned.py, and the `learning.json` of learning.py. Several files of one program become one picture. The program
+requires matplotlib (`pip install matplotlib`).
 """
 
 from __future__ import annotations
@@ -28,12 +28,12 @@ STAGES = ("rollout", "reward", "forward", "advantages", "update_critic", "update
 
 
 def _number(value: float) -> str:
-    """Three digits of a small one, and all before the point of a large one."""
+    """Format small numbers with three digits, and large numbers as integers."""
     return f"{value:,.0f}" if value >= 100 else f"{value:.3g}"
 
 
 def _bars(axes: Any, groups: Sequence[str], series: Mapping[str, Sequence[float]], colours: Sequence[str]) -> None:
-    """Bars side by side, one of each series in a group, with their heights above them."""
+    """Draw groups of bars with one bar per series. Labels show the heights."""
     width = 0.8 / len(series)
     for n, ((name, heights), colour) in enumerate(zip(series.items(), colours, strict=False)):
         places = [i + (n - (len(series) - 1) / 2) * width for i in range(len(groups))]
@@ -44,7 +44,7 @@ def _bars(axes: Any, groups: Sequence[str], series: Mapping[str, Sequence[float]
 
 
 def draw_trl(documents: Sequence[Document], figure: Any) -> bool:
-    """Samples per second and peak memory beside TRL's."""
+    """Draw samples per second and peak memory of both sides."""
     rows = [row for document in documents for row in document["rows"]]
     if not rows:
         return False
@@ -65,7 +65,7 @@ def draw_trl(documents: Sequence[Document], figure: Any) -> bool:
     speed.set_title("samples per second")
     memory.set_title("peak memory, GB")
     figure.legend(*speed.get_legend_handles_labels(), loc="outside lower center", ncols=2, frameon=False)
-    figure.suptitle(f"A PPO step beside TRL's, {documents[0]['threads']} threads")
+    figure.suptitle(f"A PPO step of TRL and of megappo, {documents[0]['threads']} threads")
     return True
 
 
@@ -74,7 +74,7 @@ _PRECISIONS = {"mixed": "", "bfloat16": "\nTRL in bfloat16", "float32": "\nfloat
 
 
 def _lengths(profile: str) -> str:
-    """Name of a profile in a picture."""
+    """Return the name of a profile in a picture."""
     shape, _, numbers = profile.partition(":")
     match shape:
         case "full":
@@ -89,7 +89,7 @@ def _lengths(profile: str) -> str:
 
 
 def draw_curves(documents: Sequence[Document], figure: Any) -> bool:
-    """Mean reward by step of both sides: each seed, and their mean."""
+    """Draw the mean reward by step of both sides: each seed, and the mean of seeds."""
     curves = [curve for document in documents for curve in document["curves"]]
     if not curves:
         return False
@@ -104,12 +104,12 @@ def draw_curves(documents: Sequence[Document], figure: Any) -> bool:
     axes.set_xlabel("step")
     axes.set_ylabel("mean reward")
     axes.legend(frameon=False)
-    figure.suptitle("What both learn, with natural lengths")
+    figure.suptitle("Learning curves, with natural lengths")
     return True
 
 
 def draw_scaling(documents: Sequence[Document], figure: Any) -> bool:
-    """Tokens per second by processes beside perfect scaling."""
+    """Draw tokens per second by number of processes, and perfect scaling."""
     axes = figure.subplots()
     series: defaultdict[str, list[Document]] = defaultdict(list)
     for document in documents:
@@ -137,7 +137,7 @@ def draw_scaling(documents: Sequence[Document], figure: Any) -> bool:
 
 
 def draw_update(documents: Sequence[Document], figure: Any) -> bool:
-    """Updates in units of the bare model's forward and backward: every round, and the median."""
+    """Draw updates relative to forward and backward of the bare model: every round, and the median."""
     axes = figure.subplots()
     labels = []
     for n, (document, row) in enumerate((d, row) for d in documents for row in d["rows"]):
@@ -152,18 +152,18 @@ def draw_update(documents: Sequence[Document], figure: Any) -> bool:
     axes.set_xlim(-0.6, len(labels) - 0.4)
     axes.set_ylim(bottom=0)
     axes.set_ylabel("times the bare model's seconds")
-    figure.suptitle("An update, optimizer included, beside forward and backward of the bare model")
+    figure.suptitle("An update with optimizer, compared with forward and backward of the bare model")
     return True
 
 
 def draw_rollout(documents: Sequence[Document], figure: Any) -> bool:
-    """Tokens per second of the embedded engine and of `generate`, and answers that a rank takes."""
+    """Draw tokens per second of the embedded engine and of `generate`, and the responses that a rank processes."""
     generation, answers = figure.subplots(1, 2)
-    found = [document["generation"] for document in documents]
-    labels = [f"{g['sequences']} x {g['response_tokens']} tokens" for g in found]
-    made = [g["sequences"] * g["response_tokens"] for g in found]
+    generations = [document["generation"] for document in documents]
+    labels = [f"{g['sequences']} x {g['response_tokens']} tokens" for g in generations]
+    made = [g["sequences"] * g["response_tokens"] for g in generations]
     rates = {
-        name: [n / statistics.median(g[key]) for n, g in zip(made, found, strict=True)]
+        name: [n / statistics.median(g[key]) for n, g in zip(made, generations, strict=True)]
         for name, key in (("generate", "generate_seconds"), ("megappo", "engine_seconds"))
     }
     _bars(generation, labels, rates, (OTHERS, OURS))
@@ -171,7 +171,7 @@ def draw_rollout(documents: Sequence[Document], figure: Any) -> bool:
     figure.legend(*generation.get_legend_handles_labels(), loc="outside lower center", ncols=2, frameon=False)
     rows = documents[0]["answers"]
     _bars(answers, [f"{a['tokens']} tokens each" for a in rows], {"": [a["per_second"] for a in rows]}, (OURS,))
-    answers.set_title("answers a rank takes per second")
+    answers.set_title("responses of a rank per second")
     figure.suptitle("Rollouts")
     return True
 
@@ -193,12 +193,12 @@ def draw_step(documents: Sequence[Document], figure: Any) -> bool:
     axes.set_yticks(range(len(names)), names, fontsize=7)
     axes.set_xlabel("seconds")
     axes.legend(frameon=False, fontsize=7, ncols=4, loc="upper center", bbox_to_anchor=(0.5, -0.2))
-    figure.suptitle("Where a step's time goes")
+    figure.suptitle("Stages of a step")
     return True
 
 
 def draw_overhead(documents: Sequence[Document], figure: Any) -> bool:
-    """CPU milliseconds of a sample by samples of a step."""
+    """Draw CPU milliseconds per sample by samples per step."""
     axes = figure.subplots()
     for document in documents:
         rows = document["rows"]
@@ -213,12 +213,12 @@ def draw_overhead(documents: Sequence[Document], figure: Any) -> bool:
     axes.set_xlabel("samples of a step")
     axes.set_ylabel("CPU ms of a sample")
     axes.legend(frameon=False)
-    figure.suptitle("What a sample costs beside generation and models")
+    figure.suptitle("Cost of a sample outside generation and models")
     return True
 
 
 def draw_planned(documents: Sequence[Document], figure: Any) -> bool:
-    """Planned seconds beside measured ones, stage by stage and size by size."""
+    """Draw planned and measured seconds, stage by stage and size by size."""
     rows = [row for document in documents for row in document["rows"]]
     for axes, row in zip(figure.subplots(1, len(rows), squeeze=False)[0], rows, strict=True):
         stages = [stage for stage in row["planned"] if stage in row["measured"]]
@@ -229,18 +229,19 @@ def draw_planned(documents: Sequence[Document], figure: Any) -> bool:
     figure.axes[0].set_ylabel("seconds")
     handles = figure.axes[0].get_legend_handles_labels()
     figure.legend(*handles, loc="outside lower center", ncols=2, frameon=False)
-    figure.suptitle("What `megappo plan` says, and what was measured")
+    figure.suptitle("Seconds planned by `megappo plan`, and measured seconds")
     return True
 
 
 def draw_learning(documents: Sequence[Document], figure: Any) -> bool:
-    """Mean reward by step of each method: the mean of seeds, and the least and most of them; tasks and lags apart."""
+    """Draw the mean reward by step of each method: mean, minimum and maximum of seeds. Each task and lag has a
+    separate panel."""
     runs = [run for document in documents for run in document["runs"]]
     panels = sorted({(run["task"], run["lag"]) for run in runs})
     for axes, (task, lag) in zip(figure.subplots(1, len(panels), sharey=True, squeeze=False)[0], panels, strict=True):
-        here = [run for run in runs if (run["task"], run["lag"]) == (task, lag)]
+        of_panel = [run for run in runs if (run["task"], run["lag"]) == (task, lag)]
         for method, colour in zip(dict.fromkeys(run["method"] for run in runs), (OTHERS, OURS, THIRD), strict=False):
-            rewards = [run["rewards"] for run in here if run["method"] == method]
+            rewards = [run["rewards"] for run in of_panel if run["method"] == method]
             by_step = list(zip(*map(_smoothed, rewards), strict=False))
             steps = range(1, len(by_step) + 1)
             axes.plot(steps, [statistics.mean(x) for x in by_step], color=colour, linewidth=1.5, label=method)
@@ -254,7 +255,7 @@ def draw_learning(documents: Sequence[Document], figure: Any) -> bool:
 
 
 def _smoothed(values: Sequence[float]) -> list[float]:
-    """Means of five."""
+    """Return moving means of five values."""
     return [statistics.mean(values[max(0, n - 4) : n + 1]) for n in range(len(values))]
 
 
@@ -270,12 +271,11 @@ PICTURES: dict[str, tuple[str, Draw]] = {
     "planned": ("planned", draw_planned),
     "learning": ("learning", draw_learning),
 }
-"""For each end of a picture's name: the benchmark whose results it shows, and the function that draws it, which returns
-False where there is nothing to draw."""
+"""Benchmark and drawing function by the suffix of the picture's name. The function returns False if it has no data."""
 
 
 def draw_all(documents: Sequence[Document], folder: Path, name: str) -> list[Path]:
-    """Every picture that the documents have the numbers for."""
+    """Draw every picture with data in the documents. Returns the paths."""
     import matplotlib
 
     matplotlib.use("Agg")
@@ -301,7 +301,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("files", nargs="+", type=Path, metavar="FILE")
     parser.add_argument("--out", type=Path, default=ROOT / "benchmarks" / "results", metavar="FOLDER")
-    parser.add_argument("--name", default="", help="how the pictures' names begin, such as the date")
+    parser.add_argument("--name", default="", help="prefix of the pictures' names, such as the date")
     arguments = parser.parse_args()
     if importlib.util.find_spec("matplotlib") is None:
         print("plots.py: error: matplotlib is not installed; `pip install matplotlib`", file=sys.stderr)
@@ -309,7 +309,7 @@ def main() -> int:
     documents = [json.loads(path.read_text()) for path in arguments.files]
     unknown = [path for path, document in zip(arguments.files, documents, strict=True) if "benchmark" not in document]
     if unknown:
-        print(f"plots.py: error: {unknown[0]} is of no benchmark that has a picture; leave it out", file=sys.stderr)
+        print(f"plots.py: error: {unknown[0]} is not of a benchmark with a picture; omit it", file=sys.stderr)
         return 2
     arguments.out.mkdir(parents=True, exist_ok=True)
     for path in draw_all(documents, arguments.out, arguments.name):

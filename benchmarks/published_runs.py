@@ -1,9 +1,10 @@
-"""What `megappo plan` predicts for runs that others have published, beside what they measured.
+"""Compare the predictions of `megappo plan` with published measurements.
 
     python -m benchmarks.published_runs
 
-Prints a Markdown table; benchmarks/results keeps it with its sources. Nothing of it was run by us: the published runs
-are another program's (NeMo RL 0.4: Megatron-Core and vLLM) on machines of the same kind.
+The program prints a Markdown table; benchmarks/results contains the table with its sources. The published runs used
+another program (NeMo RL 0.4 with Megatron-Core and vLLM) on machines of the same kind. They were not repeated with
+megappo.
 """
 
 from __future__ import annotations
@@ -23,23 +24,23 @@ QWEN_LAYOUT = (
     "actor.layout={tensor_parallel: 4, pipeline_parallel: 4, sequence_parallel: true}",
     "actor.recompute=none",
 )
-BESIDE = ("rollout.ahead=1", "algorithm.old_logprob=corrected")
+ONE_STEP_OFF = ("rollout.ahead=1", "algorithm.old_logprob=corrected")
 
 
 @dataclass(frozen=True)
 class Published:
-    """A row of the source's table."""
+    """Row of the source's table."""
 
     name: str
     model: str
     trainers: int
-    """GPUs that train."""
+    """Number of GPUs for training."""
     engines: int
     tensor_parallel: int
     """Tensor parallel size of an engine."""
     colocated: bool
     response_tokens: int
-    """Mean; the longest were 4096 tokens with the prompt."""
+    """Mean response tokens. The longest samples had 4096 tokens, including the prompt."""
     tokens_per_second_per_gpu: float
     step_seconds: float
     overrides: tuple[str, ...]
@@ -51,21 +52,21 @@ class Published:
 
     @property
     def prompt_tokens(self) -> int:
-        """Mean, from the tokens that the source counts in a step of 2048 samples."""
+        """Mean prompt tokens, computed from the source's tokens per step of 2048 samples."""
         tokens = self.tokens_per_second_per_gpu * self.step_seconds * self.gpus
         return round(tokens / 2048) - self.response_tokens
 
 
 RUNS = (
     Published("Llama 3.1 8B, on policy", LLAMA, 16, 16, 1, True, 1060, 1562, 97.7, LLAMA_LAYOUT),
-    Published("Llama 3.1 8B, one step off", LLAMA, 8, 8, 1, False, 1129, 2161, 74.6, (*LLAMA_LAYOUT, *BESIDE)),
+    Published("Llama 3.1 8B, one step off", LLAMA, 8, 8, 1, False, 1129, 2161, 74.6, (*LLAMA_LAYOUT, *ONE_STEP_OFF)),
     Published("Qwen3 32B, on policy", QWEN, 32, 8, 4, True, 3206, 540, 393, QWEN_LAYOUT),
-    Published("Qwen3 32B, one step off", QWEN, 32, 8, 4, False, 3207, 494, 215, (*QWEN_LAYOUT, *BESIDE)),
+    Published("Qwen3 32B, one step off", QWEN, 32, 8, 4, False, 3207, 494, 215, (*QWEN_LAYOUT, *ONE_STEP_OFF)),
 )
 
 
 def plan_of(run: Published) -> Plan:
-    """The plan of the same work on the same GPUs, every sample of the mean length."""
+    """Return the plan of the same work on the same GPUs. All samples have the mean length."""
     placement = "colocated" if run.colocated else "disaggregated"
     fraction = 0.6 if run.colocated else 0.8
     overrides = [
@@ -82,7 +83,7 @@ def plan_of(run: Published) -> Plan:
 
 
 def table() -> Iterator[str]:
-    """The lines of the comparison."""
+    """Yield the lines of the comparison."""
     names = ("run", "H100s", "tokens per sample", "rollout", "scores", "update", "sync", "planned step")
     yield f"| {' | '.join(names)} | published step | planned / published |"
     yield "|---" * 10 + "|"

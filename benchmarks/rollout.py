@@ -1,13 +1,14 @@
 #!/usr/bin/env python3
-"""Is a rollout as fast as its engine?
+"""Measure the speed of the embedded engine, and the number of responses that a rank can process.
 
 Usage: python -m benchmarks.rollout [MODEL_FOLDER] [--sequences 32] [--prompt 43] [--response 64] [--dtype bfloat16]
            [--device cuda|cpu] [--threads N] [--repeat 5] [--answers 4096] [--answer-tokens 64 512] [--json FILE]
 
-Two questions. The embedded engine beside transformers' `generate` with its own sampling, the fastest that it has
-without log-probabilities: the same random weights of the shapes in MODEL_FOLDER/config.json, the same prompts, every
-response at its full length, in turns. And how many answers of a server one rank can take in a second: from a stand-in
-for SGLang in a process of its own that answers at once, so that nothing but the rank's own Python is left.
+The first measurement compares the embedded engine with transformers' `generate`. `generate` uses transformers'
+sampling without log-probabilities, which is its fastest mode. Both use the same random weights with the shapes of
+MODEL_FOLDER/config.json, the same prompts, and full response lengths, in turns. The second measurement is the number
+of responses from a server that one rank can process per second. A separate process replaces SGLang and responds
+immediately, so the time is only the Python time of the rank.
 """
 
 from __future__ import annotations
@@ -48,30 +49,30 @@ _VERSION = 7
 
 @dataclass(frozen=True)
 class Generation:
-    """Seconds of all sequences."""
+    """Seconds for all sequences."""
 
     sequences: int
     prompt_tokens: int
     response_tokens: int
     generate_seconds: list[float]
-    """transformers' own."""
+    """Seconds of transformers' `generate`."""
     engine_seconds: list[float]
 
     @property
     def speed(self) -> float:
-        """Speed of the engine relative to transformers': the median of rounds that took turns."""
+        """Median ratio of `generate`'s seconds to the engine's seconds in the same round."""
         return statistics.median(g / e for g, e in zip(self.generate_seconds, self.engine_seconds, strict=True))
 
 
 @dataclass(frozen=True)
 class Answers:
-    """Responses that one rank received from a server that responds at once."""
+    """Responses that one rank received from a server that responds immediately."""
 
     count: int
     tokens: int
     """Tokens of each response."""
     seconds: list[float]
-    """Seconds until the last response arrived."""
+    """Seconds until the last response was received."""
     cpu_seconds: list[float]
     """CPU seconds of the rank's process."""
 
@@ -87,13 +88,13 @@ class Answers:
 def measure_generation(
     folder: Path, sequences: int, prompt: int, response: int, *, dtype: torch.dtype, device: torch.device, repeat: int
 ) -> Generation:
-    """Measure both in turns, after an uncounted run of each."""
+    """Measure `generate` and the engine in turns. The first run of each is not counted."""
     torch.manual_seed(3)
     arch = read_architecture(folder)
     engine = TransformersEngine(arch, dtype=dtype, device=device, generate_batch_sequences=sequences)
     made = AutoModelForCausalLM.from_config(arch.hf_config, dtype=dtype, attn_implementation="sdpa")
     model: Any = made.to(device).eval().requires_grad_(False)
-    model.generation_config = type(model.generation_config)()  # the folder's defaults must not interfere
+    model.generation_config = type(model.generation_config)()  # without the defaults of the folder
     engine.update_weights(((name, p.data) for name, p in model.named_parameters()), _VERSION)
     ids = torch.randint(1, arch.vocab_size, (sequences, prompt), device=device)
     requests = [GenerateRequest(tuple(row), seed=i, prompt_id=i) for i, row in enumerate(ids.tolist())]
@@ -115,20 +116,20 @@ def measure_generation(
 
 
 def in_turns(calls: list[Callable[[], None]], repeat: int, device: torch.device) -> list[list[float]]:
-    """Seconds of each call, after a round that is not counted."""
+    """Return the seconds of each call. The first round is not counted."""
     seconds: list[list[float]] = [[] for _ in calls]
     for _ in range(repeat + 1):
-        for found, call in zip(seconds, calls, strict=True):
+        for of_call, call in zip(seconds, calls, strict=True):
             start = time.perf_counter()
             call()
             if device.type == "cuda":
                 torch.cuda.synchronize()
-            found.append(time.perf_counter() - start)
-    return [found[1:] for found in seconds]
+            of_call.append(time.perf_counter() - start)
+    return [of_call[1:] for of_call in seconds]
 
 
 def _serve(tokens: int, ready: SimpleQueue[int]) -> None:
-    """SGLang's answer to `/generate`, made once."""
+    """Serve a fixed response in SGLang's format for `/generate`."""
     ids = [random.Random(5).randrange(150_000) for _ in range(tokens)]
     logprobs = [[-1.0 / (1 + i % 97), token, None] for i, token in enumerate(ids)]
     meta = {
@@ -145,8 +146,8 @@ def _serve(tokens: int, ready: SimpleQueue[int]) -> None:
                 writer.close()
                 return
             length = int(head.lower().split(b"content-length: ")[1].split(b"\r\n")[0])
-            asked = json.loads(await reader.readexactly(length))
-            body = b"[" + b",".join([one] * len(asked["input_ids"])) + b"]"
+            request = json.loads(await reader.readexactly(length))
+            body = b"[" + b",".join([one] * len(request["input_ids"])) + b"]"
             writer.write(b"HTTP/1.1 200 OK\r\ncontent-type: application/json\r\n")
             writer.write(b"content-length: %d\r\n\r\n" % len(body) + body)
             await writer.drain()
@@ -161,7 +162,7 @@ def _serve(tokens: int, ready: SimpleQueue[int]) -> None:
 
 @contextmanager
 def stand_in(tokens: int) -> Iterator[Endpoint]:
-    """A server whose answers have so many tokens, in a process of its own."""
+    """Start a process that serves responses with the given number of tokens, and yield its endpoint."""
     context = multiprocessing.get_context("spawn")
     ready = context.SimpleQueue()
     process = context.Process(target=_serve, args=(tokens, ready), daemon=True)
@@ -174,7 +175,7 @@ def stand_in(tokens: int) -> Iterator[Endpoint]:
 
 
 def measure_answers(count: int, tokens: int, repeat: int) -> Answers:
-    """Rounds as a rollout has them, after one that is not counted."""
+    """Measure rounds of a rollout. The first round is not counted."""
     params = SamplingParams(temperature=1.0, max_new_tokens=tokens, stop_token_ids=(1,))
     requests = {i: GenerateRequest(tuple(range(100)), seed=i, prompt_id=i // 8) for i in range(count)}
     limits = RoundLimits.of(SGLangSettings(), Deadlines.of(RuntimeSettings()))
@@ -186,21 +187,21 @@ def measure_answers(count: int, tokens: int, repeat: int) -> Answers:
             seconds.append(time.perf_counter() - start)
             cpu_seconds.append(time.process_time() - cpu)
             if len(outcome.completions) < count:
-                raise RuntimeError(f"{count - len(outcome.completions)} answers did not come: {outcome.failures}")
+                raise RuntimeError(f"{count - len(outcome.completions)} answers are missing: {outcome.failures}")
     return Answers(count, tokens, seconds[1:], cpu_seconds[1:])
 
 
 def print_tables(generation: Generation, answers: list[Answers], title: str) -> None:
-    """Print the tables on the terminal."""
+    """Print the results as tables."""
     made = generation.sequences * generation.response_tokens
     shape = f"{generation.sequences} sequences of {generation.prompt_tokens} + {generation.response_tokens} tokens"
     table = Table(title=f"{shape}, {title}")
     for column in ("", "median s", "min s", "max s", "tokens/s"):
         table.add_column(column, justify="right" if column else "left")
-    for name, found in (("generate", generation.generate_seconds), ("embedded engine", generation.engine_seconds)):
-        median = statistics.median(found)
-        table.add_row(name, f"{median:.3f}", f"{min(found):.3f}", f"{max(found):.3f}", f"{made / median:.0f}")
-    Console().print(table, f"the engine's speed is {generation.speed:.2f} of generate's")
+    for name, seconds in (("generate", generation.generate_seconds), ("embedded engine", generation.engine_seconds)):
+        median = statistics.median(seconds)
+        table.add_row(name, f"{median:.3f}", f"{min(seconds):.3f}", f"{max(seconds):.3f}", f"{made / median:.0f}")
+    Console().print(table, f"the engine has {generation.speed:.2f} times the speed of generate")
     table = Table(title="answers that one rank takes")
     for column in ("tokens each", "answers", "per second", "per CPU second", "tokens per CPU second"):
         table.add_column(column, justify="right")
@@ -220,27 +221,27 @@ def main() -> int:
     parser.add_argument("--response", type=int, default=64, help="tokens")
     parser.add_argument("--dtype", choices=["bfloat16", "float32"], default="bfloat16")
     parser.add_argument("--device", choices=["cuda", "cpu"], default="cuda" if cuda else "cpu")
-    parser.add_argument("--threads", type=int, help="of a CPU; default: all cores")
+    parser.add_argument("--threads", type=int, help="CPU threads; default: all cores")
     parser.add_argument("--answers", type=int, default=4096)
     parser.add_argument("--answer-tokens", type=int, nargs="+", default=[64, 512])
     parser.add_argument("--repeat", type=int, default=5)
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write the numbers here too")
-    given = parser.parse_args()
-    if given.threads is not None:
-        torch.set_num_threads(given.threads)
-    device, dtype = torch.device(given.device), getattr(torch, given.dtype)
-    sizes = (given.sequences, given.prompt, given.response)
-    generation = measure_generation(given.folder, *sizes, dtype=dtype, device=device, repeat=given.repeat)
-    answers = [measure_answers(given.answers, tokens, given.repeat) for tokens in given.answer_tokens]
-    where = torch.cuda.get_device_name() if given.device == "cuda" else f"{torch.get_num_threads()} threads"
-    print_tables(generation, answers, f"{given.folder.name}, {given.dtype}, {where}, medians of {given.repeat}")
-    if given.json is not None:
-        found: dict[str, Any] = {"generation": {**asdict(generation), "speed": generation.speed}}
-        found["answers"] = [
+    parser.add_argument("--json", type=Path, metavar="FILE", help="file for the numbers")
+    args = parser.parse_args()
+    if args.threads is not None:
+        torch.set_num_threads(args.threads)
+    device, dtype = torch.device(args.device), getattr(torch, args.dtype)
+    sizes = (args.sequences, args.prompt, args.response)
+    generation = measure_generation(args.folder, *sizes, dtype=dtype, device=device, repeat=args.repeat)
+    answers = [measure_answers(args.answers, tokens, args.repeat) for tokens in args.answer_tokens]
+    where = torch.cuda.get_device_name() if args.device == "cuda" else f"{torch.get_num_threads()} threads"
+    print_tables(generation, answers, f"{args.folder.name}, {args.dtype}, {where}, medians of {args.repeat}")
+    if args.json is not None:
+        results: dict[str, Any] = {"generation": {**asdict(generation), "speed": generation.speed}}
+        results["answers"] = [
             {**asdict(a), "per_second": a.per_second, "per_cpu_second": a.per_cpu_second} for a in answers
         ]
-        document = {"benchmark": "rollout", "model": str(given.folder), "where": where, **versions(), **found}
-        given.json.write_text(json.dumps(document, indent=2))
+        document = {"benchmark": "rollout", "model": str(args.folder), "where": where, **versions(), **results}
+        args.json.write_text(json.dumps(document, indent=2))
     return 0
 
 

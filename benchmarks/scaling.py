@@ -1,15 +1,15 @@
 #!/usr/bin/env python3
-"""How does a step's time change with the number of processes?
+"""Measure the time of a step for different numbers of processes.
 
 Usage: python -m benchmarks.scaling CONFIG [key=value ...] [--worlds 1 2 4] [--kinds weak strong] [--axis data]
            [--threads 1] [--warmup 1] [--repeat 3] [--rounds 2] [--json FILE]
 
-Real steps of any configuration on one machine, in worlds that take turns. Strong: all worlds share out the
-configuration's step. Weak: every process has as much to do as one has with the configuration, so prompts and
-minibatches grow with the world. `--axis` says what more processes are used for: `data` leaves the configuration's
-layouts, whatever is left over being data parallel; `pipeline`, `tensor` and `context` put the whole world into one
-replica of actor and critic. Each process has `--threads` threads. Perfect scaling is that of as many cores as there
-are processes, or as there are in the machine.
+The program runs steps of a configuration on one machine, in worlds that alternate. Strong scaling: all worlds
+compute the step of the configuration. Weak scaling: prompts and minibatches grow with the world, so the work per
+process is constant. `--axis` selects the parallelism of additional processes. `data` keeps the layouts of the
+configuration, and uses the remaining processes for data parallelism. `pipeline`, `tensor` and `context` use the
+whole world for one replica of actor and critic. Each process has `--threads` threads. Perfect scaling is limited by
+the number of cores of the machine.
 """
 
 from __future__ import annotations
@@ -34,14 +34,14 @@ AXES = ("data", "pipeline", "tensor", "context")
 
 @dataclass(frozen=True)
 class World:
-    """Processes and what they share."""
+    """Number of processes and their parallelism."""
 
     kind: str
     processes: int
     axis: str
 
     def overrides(self, config: Config) -> Iterator[str]:
-        """Overrides of the configuration for this world."""
+        """Yield the overrides of the configuration for this world."""
         times = self.processes if self.kind == "weak" else 1
         yield f"rollout.prompts_per_step={times * config.rollout.prompts_per_step}"
         for name, role in config.trained.items():
@@ -52,7 +52,7 @@ class World:
 
 @dataclass(frozen=True)
 class Row:
-    """Steps of one world."""
+    """Measurements of steps of one world."""
 
     kind: str
     axis: str
@@ -66,15 +66,15 @@ class Row:
     samples_per_second: float
     tokens_per_second: float
     efficiency: float
-    """Tokens a second beside those of the smallest world, by the cores that both can use."""
+    """Tokens per second and used core, relative to the smallest world."""
     peak_bytes: int
-    """Peak memory of all processes together."""
+    """Sum of the peak memory of all processes."""
     stages: dict[str, float]
-    """Median seconds."""
+    """Median seconds of each stage."""
 
 
 def side(turns: Turns, path: str, overrides: Sequence[str], directory: str) -> None:
-    """Work of each process of a world: runs steps on request."""
+    """Run steps on request. This function is the work of each process of a world."""
     with running(configuration(path, overrides, directory)) as trainer:
         turns.ready()
         while True:
@@ -85,44 +85,44 @@ def side(turns: Turns, path: str, overrides: Sequence[str], directory: str) -> N
 
 
 def measure(world: World, arguments: argparse.Namespace, directory: str) -> list[Turn]:
-    """The counted steps of a world in one round."""
+    """Return the counted steps of a world in one round."""
     config = load_config(arguments.config, arguments.overrides)
-    given = [*arguments.overrides, *world.overrides(config), f"runtime.threads_per_rank={arguments.threads}"]
-    derive_run(configuration(arguments.config, given, directory), world.processes)  # what breaks a rule is told here
+    overrides = [*arguments.overrides, *world.overrides(config), f"runtime.threads_per_rank={arguments.threads}"]
+    derive_run(configuration(arguments.config, overrides, directory), world.processes)  # raises errors early
     name = f"{world.kind}-{world.processes}"
-    work, log = (arguments.config, given, f"{directory}/{name}"), Path(directory, f"{name}.log")
+    work, log = (arguments.config, overrides, f"{directory}/{name}"), Path(directory, f"{name}.log")
     with started(f"{world.processes} processes", side, work, world.processes, arguments.threads, log) as of_world:
         of_world.await_ready()
         return [of_world.turn() for _ in range(arguments.warmup + arguments.repeat)][arguments.warmup :]
 
 
 def rows_of(turns: dict[World, list[Turn]], samples: int, cores: int, threads: int) -> list[Row]:
-    """A row for each world; `samples` are those of a step of one process."""
+    """Return a row for each world. `samples`: samples of a step of one process."""
     rows: list[Row] = []
-    for world, found in turns.items():
-        seconds = [turn.seconds for turn in found]
+    for world, steps in turns.items():
+        seconds = [turn.seconds for turn in steps]
         median = statistics.median(seconds)
         in_step = samples * (world.processes if world.kind == "weak" else 1)
-        tokens = statistics.median(turn.metrics["step_tokens"] for turn in found)
+        tokens = statistics.median(turn.metrics["step_tokens"] for turn in steps)
         per_core = tokens / median / min(cores, threads * world.processes)
         smallest = next((row for row in rows if row.kind == world.kind), None)
         best = per_core
         if smallest is not None:
             best = smallest.tokens_per_second / min(cores, threads * smallest.processes)
         stages = {
-            name.removeprefix("time/"): statistics.median(turn.metrics[name] for turn in found)
-            for name in found[0].metrics
+            name.removeprefix("time/"): statistics.median(turn.metrics[name] for turn in steps)
+            for name in steps[0].metrics
             if name.startswith("time/")
         }
         rates = (in_step / median, tokens / median, per_core / best)
-        peak = max(turn.peak_bytes for turn in found)
+        peak = max(turn.peak_bytes for turn in steps)
         shown = (world.kind, world.axis, world.processes, in_step, tokens, seconds, median)
         rows.append(Row(*shown, *rates, peak, stages))
     return rows
 
 
 def print_rows(rows: Sequence[Row], title: str) -> None:
-    """A table on the terminal."""
+    """Print the rows as a table."""
     from rich.console import Console
     from rich.table import Table
 
@@ -149,18 +149,18 @@ def print_rows(rows: Sequence[Row], title: str) -> None:
 
 
 def parse() -> argparse.Namespace:
-    """The command line."""
+    """Parse the command line."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("config", metavar="CONFIG")
     parser.add_argument("overrides", nargs="*", metavar="key=value")
     parser.add_argument("--worlds", type=int, nargs="+", default=[1, 2, 4], metavar="N", help="processes")
     parser.add_argument("--kinds", nargs="+", choices=KINDS, default=list(KINDS))
-    parser.add_argument("--axis", choices=AXES, default="data", help="what more processes are used for")
-    parser.add_argument("--threads", type=int, default=1, help="of each process")
-    parser.add_argument("--warmup", type=int, default=1, help="steps of a world that are not counted, in each round")
-    parser.add_argument("--repeat", type=int, default=3, help="steps of a world that are counted, in each round")
-    parser.add_argument("--rounds", type=int, default=2, help="in each of which all worlds have a turn")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write the rows here too")
+    parser.add_argument("--axis", choices=AXES, default="data", help="parallelism of additional processes")
+    parser.add_argument("--threads", type=int, default=1, help="threads per process")
+    parser.add_argument("--warmup", type=int, default=1, help="uncounted steps of a world in each round")
+    parser.add_argument("--repeat", type=int, default=3, help="counted steps of a world in each round")
+    parser.add_argument("--rounds", type=int, default=2, help="number of rounds; all worlds run in each round")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="file for the rows")
     return parser.parse_intermixed_args()
 
 
@@ -173,7 +173,7 @@ def main() -> int:
             for number in range(arguments.rounds):
                 for world in worlds:
                     twin = World(worlds[0].kind, world.processes, world.axis)
-                    if world.processes == 1 and twin != world:  # one process has the same to do in both
+                    if world.processes == 1 and twin != world:  # one process has the same work in both kinds
                         turns[world] = turns[twin]
                         continue
                     turns[world] += measure(world, arguments, f"{directory}/{number}")
@@ -183,8 +183,8 @@ def main() -> int:
             return 2
     cores = len(os.sched_getaffinity(0))
     rows = rows_of(turns, samples, cores, arguments.threads)
-    words = f"{arguments.threads} thread{'s' * (arguments.threads > 1)} each, {cores} cores"
-    print_rows(rows, f"{Path(arguments.config).stem}, {arguments.axis} parallel, {words}")
+    size = f"{arguments.threads} thread{'s' * (arguments.threads > 1)} each, {cores} cores"
+    print_rows(rows, f"{Path(arguments.config).stem}, {arguments.axis} parallel, {size}")
     if arguments.json is not None:
         document = {"benchmark": "scaling", "config": arguments.config, "overrides": arguments.overrides, **versions()}
         document |= {"cores": cores, "threads": arguments.threads, "rows": [asdict(row) for row in rows]}

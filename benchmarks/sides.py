@@ -1,7 +1,7 @@
-"""Programs that take turns on one machine: each side a group of processes that does one step whenever it is asked to.
+"""Programs that alternate on one machine. Each side is a group of processes that makes one step per request.
 
-A side that is not asked waits for its pipe and takes no core, nor memory that it does not use. Its processes begin with
-an empty interpreter: nothing of the other side, nor of the program that compares them, is in their memory.
+A side without a request waits for its pipe, and uses no CPU time. Its processes start with an empty interpreter, so
+their memory contains neither the other side nor the program that compares the sides.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from typing import Any
 
 from megappo.runtime.heap import trim_heap
 
-_RESET_PEAK = "5"  # what proc(5) wants in clear_refs for VmHWM to begin anew
+_RESET_PEAK = "5"  # value for clear_refs that resets VmHWM (proc(5))
 
 
 @dataclass(frozen=True)
@@ -29,25 +29,25 @@ class Turn:
     """Measurements of one step of a side."""
 
     seconds: float
-    """Seconds from the request of the step until the last process was done."""
+    """Seconds from the request of the step until the last process has finished."""
     cpu_seconds: float
     """CPU seconds of all threads of all processes."""
     peak_bytes: int
-    """Most memory that each process, those it started included, held during the step, summed up; what processes share
-    is counted in each."""
+    """Sum of the peak memory of each process during the step, including child processes. Shared memory counts for
+    each process."""
     metrics: dict[str, float]
-    """The first process's metrics of the step."""
+    """Metrics of the first process in this step."""
 
 
 class Turns:
-    """Requests and results of steps, in a process of a side."""
+    """Requests and results of steps in a process of a side."""
 
     def __init__(self, pipe: Connection) -> None:
         self._pipe = pipe
         self._cpu = 0.0
 
     def wait(self) -> None:
-        """Wait until a step is requested. Ends the process where none will be."""
+        """Wait for the request of a step. Exit the process if the requesting program has closed the pipe."""
         try:
             self._pipe.recv()
         except EOFError:
@@ -56,17 +56,17 @@ class Turns:
         self._cpu = time.process_time()
 
     def done(self, metrics: dict[str, float]) -> None:
-        """Report that the requested step is done."""
+        """Report that the requested step is complete."""
         self._pipe.send((time.process_time() - self._cpu, _peak_bytes(), metrics))
         trim_heap()
 
     def ready(self) -> None:
-        """Report that everything is loaded and steps can be requested."""
+        """Report that the process is ready for requests."""
         self._pipe.send(None)
 
 
 Work = Callable[..., None]
-"""Function that each process of a side runs: `work(turns, *arguments)`, importable by name."""
+"""Function of each process of a side: `work(turns, *arguments)`. The function must be importable by name."""
 
 
 @dataclass
@@ -77,19 +77,19 @@ class Side:
     processes: list[BaseProcess]
     pipes: list[Connection]
     log: Path
-    """Log file of the processes' output."""
-    _asked: float = field(default=0.0, init=False)
+    """Log file with the output of the processes."""
+    _request_time: float = field(default=0.0, init=False)
 
     def ask(self) -> None:
         """Request a step."""
-        self._asked = time.perf_counter()
+        self._request_time = time.perf_counter()
         for pipe in self.pipes:
             pipe.send("step")
 
     def answer(self) -> Turn:
-        """Wait until the step is done. Raises RuntimeError where a process ended instead."""
+        """Wait until the step is complete. Raises RuntimeError if a process exits before."""
         answers = [self._receive(pipe) for pipe in self.pipes]
-        seconds = time.perf_counter() - self._asked
+        seconds = time.perf_counter() - self._request_time
         cpu, peak, _ = zip(*answers, strict=True)
         return Turn(seconds, sum(cpu), sum(peak), answers[0][2])
 
@@ -99,7 +99,7 @@ class Side:
         return self.answer()
 
     def await_ready(self) -> None:
-        """Wait until all processes have loaded everything. Raises RuntimeError where one ended instead."""
+        """Wait until all processes are ready. Raises RuntimeError if a process exits before."""
         for pipe in self.pipes:
             self._receive(pipe)
 
@@ -108,10 +108,10 @@ class Side:
             return pipe.recv()
         except EOFError:
             text = self.log.read_text(errors="replace")[-3000:]
-            raise RuntimeError(f"a process of {self.name} ended; its last words:\n{text}") from None
+            raise RuntimeError(f"a process of {self.name} ended; the end of its log:\n{text}") from None
 
     def close(self) -> None:
-        """Let the processes end; those that do not are ended."""
+        """Close the pipes and wait for the processes. Processes that do not exit within 60 seconds are killed."""
         for pipe in self.pipes:
             pipe.close()
         for process in self.processes:
@@ -123,7 +123,7 @@ class Side:
 
 @contextmanager
 def started(name: str, work: Work, arguments: tuple[Any, ...], ranks: int, threads: int, log: Path) -> Iterator[Side]:
-    """A side of so many processes, as `torchrun` would start them, with so many threads each."""
+    """Start the processes of a side, with the environment of `torchrun`. Each process has `threads` threads."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
@@ -161,7 +161,7 @@ def _run(work: Work, pipe: Connection, environment: dict[str, str], log: str, ar
 
 
 def _family() -> list[int]:
-    """Ids of this process and of all its descendants."""
+    """Return the ids of this process and of all its descendants."""
     import psutil
 
     return [os.getpid(), *(child.pid for child in psutil.Process().children(recursive=True))]

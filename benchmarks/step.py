@@ -1,11 +1,11 @@
 #!/usr/bin/env python3
-"""How long does a PPO step take, stage by stage?
+"""Measure the time of a PPO step, stage by stage.
 
 Usage: torchrun --nproc-per-node N -m benchmarks.step CONFIG [key=value ...] [--warmup 2] [--repeat 5] [--json FILE]
 
-Runs real steps of any configuration (warm-up steps are not counted) and prints for each stage the median, minimum and
-maximum seconds and the tokens and samples per second of the median. Nothing is evaluated or exported; the run directory
-is a temporary one.
+The program runs steps of a configuration; warm-up steps are not counted. It prints the median, minimum and maximum
+seconds of each stage, and the tokens and samples per second at the median. Evaluation and export are off. The
+program uses a temporary run directory.
 """
 
 from __future__ import annotations
@@ -33,7 +33,8 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class StageTiming:
-    """Seconds of a stage over the counted steps; tokens and samples (of the whole step) per median second."""
+    """Seconds of a stage over the counted steps. Rates are tokens and samples of the whole step per median second of
+    the stage."""
 
     stage: str
     median_seconds: float
@@ -44,18 +45,18 @@ class StageTiming:
 
 
 QUIET = ("evaluation=null", "data.validation=null", "logging.console=quiet", "logging.tensorboard=false")
-"""Overrides of a run that is measured: nothing happens beside its steps."""
+"""Overrides of a measured run. They disable everything except the steps."""
 
 
 def configuration(path: str, overrides: Sequence[str], directory: str) -> Config:
-    """A configuration as it is measured, with a directory of its own. Raises ConfigError."""
+    """Load a configuration for a measurement with the given run directory. Raises ConfigError."""
     place = [f"run.directory={directory}", "run.export_final_model=false"]
     return resolve_here(load_config(path, [*QUIET, *overrides, *place]))
 
 
 @contextmanager
 def running(config: Config) -> Iterator[Trainer]:
-    """The trainer of a run on this rank, its engine with the actor's weights."""
+    """Yield the trainer of a run on this rank. The engine has the weights of the actor."""
     from megappo.ppo.components import assemble
     from megappo.ppo.reporting import Reporter
     from megappo.ppo.trainer import Trainer
@@ -73,21 +74,21 @@ def running(config: Config) -> Iterator[Trainer]:
 
 
 def next_step(trainer: Trainer) -> dict[str, float]:
-    """Train for one more step; its metrics, those of all ranks on the main one."""
+    """Make one more step and return its metrics. On the main rank, these are the metrics of all ranks."""
     trainer.step += 1
     trainer.ppo_step()
     return dict(trainer.metrics)
 
 
 def run_steps(config: Config, warmup: int, repeat: int) -> list[dict[str, float]] | None:
-    """The metrics of the counted steps on the main rank, None elsewhere."""
+    """Return the metrics of the counted steps on the main rank, None on other ranks."""
     with running(config) as trainer:
         steps = [next_step(trainer) for _ in range(warmup + repeat)]
         return steps[warmup:] if trainer.parts.runtime.is_main else None
 
 
 def summarise(steps: list[dict[str, float]]) -> list[StageTiming]:
-    """One row per stage, the whole step last."""
+    """Return one row per stage. The last row is the whole step."""
     tokens = statistics.median(step["step_tokens"] for step in steps)
     samples = statistics.median(step["step_samples"] for step in steps)
     names = dict.fromkeys(name for step in steps for name in step if name.startswith("time/"))
@@ -104,14 +105,14 @@ def summarise(steps: list[dict[str, float]]) -> list[StageTiming]:
 
 
 def outside_share(steps: list[dict[str, float]]) -> float:
-    """Share of the median step that is neither generation nor stages of the models: rewards, advantages, the weight
-    sync, logging, and whatever belongs to no stage."""
+    """Return the median share of a step outside generation and the stages of the models. This share includes
+    rewards, advantages, the weight sync, logging and time outside all stages."""
     within = ("time/rollout", "time/forward", "time/update_critic", "time/update_actor")
     return statistics.median(1 - sum(step.get(name, 0.0) for name in within) / step["time/step"] for step in steps)
 
 
 def print_rows(rows: list[StageTiming], title: str) -> None:
-    """A table on the terminal."""
+    """Print the rows as a table."""
     from rich.console import Console
     from rich.table import Table
 
@@ -127,7 +128,7 @@ def print_rows(rows: list[StageTiming], title: str) -> None:
 
 
 def versions(*more: str) -> dict[str, str]:
-    """Device, commit and versions of the measurement, those of `more` packages included."""
+    """Return the device, the commit, and the versions of packages, including `more`."""
     from importlib.metadata import version
 
     import torch
@@ -150,7 +151,7 @@ def main() -> int:
     parser.add_argument("overrides", nargs="*", metavar="key=value")
     parser.add_argument("--warmup", type=int, default=2, help="steps that are not counted")
     parser.add_argument("--repeat", type=int, default=5, help="steps that are counted")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write the rows here too")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="file for the rows")
     arguments = parser.parse_intermixed_args()
     with tempfile.TemporaryDirectory() as directory:
         try:

@@ -1,20 +1,21 @@
 #!/usr/bin/env python3
-"""Is megappo faster than TRL's PPO, and does it learn the same?
+"""Compare PPO steps of megappo and TRL: samples per second, peak memory, and learning curves.
 
 Usage: python -m benchmarks.trl [CONFIG [key=value ...]] [--ranks 1] [--threads 2] [--precision mixed]
            [--lengths full:64 even:1-64 tail:32-256] [--trl-microbatch N] [--warmup 1] [--repeat 5] [--json FILE]
        python -m benchmarks.trl [CONFIG [key=value ...]] --curves [--seeds 1 2 3] [--steps 20] [--json FILE]
        python -m benchmarks.trl --join FILE [FILE ...] [--json FILE]
 
-Both sides do the same PPO step on the same prompts, as the configuration says it: megappo on `--ranks` processes, TRL's
-`experimental.ppo.PPOTrainer` in one process, with the same number of threads in all. They take turns, step by step, in
-one run, and a speed is that of neighbours; peak memory is of the counted steps. Responses have the lengths of a seeded
-list, applied to both by forbidding the end token before and forcing it at its place.
+Both sides make the same PPO step of the configuration on the same prompts. megappo uses `--ranks` processes, and
+TRL's `experimental.ppo.PPOTrainer` uses one process. Both sides have the same total number of threads. The sides
+alternate step by step, and each speedup compares the two sides of one round. Peak memory is the peak of the counted
+steps. Response lengths are a seeded list for both sides: the end token is forbidden before the length, and forced at
+the length.
 
-`--precision`: megappo trains in bfloat16 with float32 main weights for `mixed`, where TRL has float32 parameters under
-bfloat16 autocast; `bfloat16` and `float32` are the type of everything in TRL. `--curves` compares what both learn, with
-natural lengths. `--join` puts together what was measured in several runs. `--trl-microbatch`: sequences that TRL takes
-at a time, where a whole minibatch asks for more memory than there is.
+`--precision`: with `mixed`, megappo trains in bfloat16 with float32 main weights, and TRL has float32 parameters
+under bfloat16 autocast. `bfloat16` and `float32` are the dtype of all tensors in TRL. `--curves` compares learning
+with natural lengths. `--join` combines the results of several runs. `--trl-microbatch`: sequences per microbatch of
+TRL, if a whole minibatch does not fit in memory.
 """
 
 from __future__ import annotations
@@ -40,7 +41,7 @@ from benchmarks.trl_sides import Run, check, megappo_side, trl_side
 from megappo.config import Config
 
 LAST = 5
-"""Steps at the end of a curve whose mean is compared."""
+"""Number of last steps of a curve for the compared mean."""
 COMPARABLE = (
     "actor.layout.pipeline_parallel=1", "critic.layout.pipeline_parallel=1", "actor.epochs=2", "critic.epochs=2",
     "actor.minibatch_sequences=16", "critic.minibatch_sequences=16", "actor.microbatch_budget_tokens=2048",
@@ -50,7 +51,7 @@ COMPARABLE = (
     "algorithm.kl_in_reward={kind: kl, coef: 0.05}", "algorithm.mismatch_warn_nats=1e9",
     "algorithm.mismatch_stop_nats=1e9",
 )  # fmt: skip
-"""Overrides under which a configuration is what TRL does by default. Log-probabilities of the engine are those of the
+"""Overrides that make a configuration equal to TRL's defaults. Log-probabilities of the engine are those of the
 forced tokens."""
 MISSING = (
     "trl.py: error: TRL is not installed; add it to this environment with "
@@ -60,7 +61,7 @@ MISSING = (
 
 @dataclass(frozen=True)
 class Row:
-    """Turns of both sides with one profile of lengths."""
+    """Measurements of both sides with one profile of lengths."""
 
     profile: str
     precision: str
@@ -71,7 +72,7 @@ class Row:
     trl: list[Turn]
     megappo: list[Turn]
     speeds: list[float]
-    """Seconds of TRL by those of megappo in the same round."""
+    """Seconds of TRL divided by seconds of megappo in the same round."""
     median_speed: float
     trl_samples_per_second: float
     megappo_samples_per_second: float
@@ -80,7 +81,7 @@ class Row:
 
     @classmethod
     def of(cls, profile: str, precision: str, ranks: int, samples: int, turns: Mapping[str, list[Turn]]) -> Row:
-        """Row from the turns of both sides."""
+        """Build a row from the turns of both sides."""
         trl, megappo = turns["trl"], turns["megappo"]
         speeds = [t.seconds / m.seconds for t, m in zip(trl, megappo, strict=True)]
         rates = [samples / statistics.median(turn.seconds for turn in side) for side in (trl, megappo)]
@@ -102,13 +103,13 @@ class Curve:
 
 @contextmanager
 def both_sides(run: Run, ranks: int) -> Iterator[dict[str, Side]]:
-    """TRL and megappo, loaded and waiting."""
+    """Start TRL and megappo, and yield both sides when they are ready."""
     threads = max(1, run.threads // ranks)
     own = replace(run, overrides=(*run.overrides, f"runtime.threads_per_rank={threads}"))
     with ExitStack() as stack:
         sides = {}
-        for name, work, given, count in (("trl", trl_side, run, 1), ("megappo", megappo_side, own, ranks)):
-            place = replace(given, directory=f"{run.directory}/{name}")
+        for name, work, settings, count in (("trl", trl_side, run, 1), ("megappo", megappo_side, own, ranks)):
+            place = replace(settings, directory=f"{run.directory}/{name}")
             log = Path(run.directory, f"{name}-{run.profile.shape}-{run.seed}.log")
             sides[name] = stack.enter_context(started(name, work, (place,), count, run.threads // count, log))
         for side in sides.values():
@@ -117,18 +118,18 @@ def both_sides(run: Run, ranks: int) -> Iterator[dict[str, Side]]:
 
 
 def measure(run: Run, samples: int, arguments: argparse.Namespace) -> Row:
-    """One profile: rounds in which each side has a turn."""
+    """Measure one profile of lengths. The sides alternate in each round."""
     turns: dict[str, list[Turn]] = {"trl": [], "megappo": []}
     with both_sides(run, arguments.ranks) as sides:
         for _ in range(arguments.warmup + arguments.repeat):
             for name, side in sides.items():
                 turns[name].append(side.turn())
-    counted = {name: found[arguments.warmup :] for name, found in turns.items()}
+    counted = {name: of_side[arguments.warmup :] for name, of_side in turns.items()}
     return Row.of(str(run.profile), run.precision, arguments.ranks, samples, counted)
 
 
 def learn(run: Run, arguments: argparse.Namespace) -> Curve:
-    """One seed. Nothing is timed, so both sides compute at the same time."""
+    """Train both sides with one seed. The sides run concurrently, because no time is measured."""
     turns: dict[str, list[Turn]] = {"trl": [], "megappo": []}
     with both_sides(run, arguments.ranks) as sides:
         for step in range(1, arguments.steps + 1):
@@ -136,8 +137,8 @@ def learn(run: Run, arguments: argparse.Namespace) -> Curve:
                 side.ask()
             for name, side in sides.items():
                 turns[name].append(side.answer())
-            words = (f"{name} {found[-1].metrics['reward']:.3f}" for name, found in turns.items())
-            print(f"seed {run.seed}, step {step}: reward {', '.join(words)}", flush=True)
+            rewards_shown = (f"{name} {of_side[-1].metrics['reward']:.3f}" for name, of_side in turns.items())
+            print(f"seed {run.seed}, step {step}: reward {', '.join(rewards_shown)}", flush=True)
     rewards, tokens = (
         [[turn.metrics[name] for turn in side] for side in turns.values()] for name in ("reward", "response_tokens")
     )
@@ -146,17 +147,17 @@ def learn(run: Run, arguments: argparse.Namespace) -> Curve:
 
 @dataclass(frozen=True)
 class Comparison:
-    """Means of the last steps' rewards over seeds, and the difference in its own standard errors."""
+    """Mean rewards of the last steps over seeds, and their difference with its standard error."""
 
     trl_mean: float
     megappo_mean: float
     difference: float
     standard_error: float
-    """Standard error of the difference; nan for one seed."""
+    """Standard error of the difference. nan for one seed."""
 
     @classmethod
     def of(cls, curves: Sequence[Curve]) -> Comparison:
-        """Comparison of the ends of curves."""
+        """Compare the last steps of curves."""
         of_sides = ([c.trl for c in curves], [c.megappo for c in curves])
         ends = [[statistics.mean(rewards[-LAST:]) for rewards in side] for side in of_sides]
         trl, megappo = (statistics.mean(end) for end in ends)
@@ -175,7 +176,7 @@ class Comparison:
 
 
 def print_rows(rows: Sequence[Row]) -> None:
-    """A table on the terminal."""
+    """Print the rows as a table."""
     from rich.console import Console
     from rich.table import Table
 
@@ -192,46 +193,47 @@ def print_rows(rows: Sequence[Row]) -> None:
 
 
 def read_rows(written: Sequence[dict[str, Any]]) -> list[Row]:
-    """Rows that `--json` wrote; those of the same kind become one with the rounds of all."""
-    found: dict[tuple[str, str, int, int], dict[str, list[Turn]]] = {}
+    """Parse rows that `--json` wrote. Rows with the same settings are combined to one row with all rounds."""
+    by_kind: dict[tuple[str, str, int, int], dict[str, list[Turn]]] = {}
     for row in written:
         kind = (row["profile"], row["precision"], row["ranks"], row["samples"])
-        turns = found.setdefault(kind, {"trl": [], "megappo": []})
+        turns = by_kind.setdefault(kind, {"trl": [], "megappo": []})
         for side, of_side in turns.items():
             of_side += [Turn(**turn) for turn in row[side]]
-    return [Row.of(*kind, turns) for kind, turns in found.items()]
+    return [Row.of(*kind, turns) for kind, turns in by_kind.items()]
 
 
 def parse() -> argparse.Namespace:
-    """The command line."""
+    """Parse the command line."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("config", nargs="?", default="configs/smollm2_arithmetic.yaml", metavar="CONFIG")
     parser.add_argument("overrides", nargs="*", metavar="key=value")
     cores = len(os.sched_getaffinity(0))
     parser.add_argument("--ranks", type=int, default=1, help="processes of megappo")
-    parser.add_argument("--threads", type=int, default=cores, help="of each side, all processes together")
-    parser.add_argument("--precision", choices=["mixed", "bfloat16", "float32"], default="mixed", help="of TRL")
+    parser.add_argument("--threads", type=int, default=cores, help="total threads of each side")
+    parser.add_argument("--precision", choices=["mixed", "bfloat16", "float32"], default="mixed", help="TRL's")
     parser.add_argument("--trl-microbatch", type=int, metavar="N", help="sequences; default: a minibatch")
     lengths = ["full:64", "even:1-64", "tail:32-256"]
-    parser.add_argument("--lengths", nargs="+", default=lengths, metavar="PROFILE", help="of responses, in tokens")
+    parser.add_argument("--lengths", nargs="+", default=lengths, metavar="PROFILE", help="lengths of responses")
     parser.add_argument("--warmup", type=int, default=1, help="rounds that are not counted")
     parser.add_argument("--repeat", type=int, default=5, help="rounds that are counted")
     parser.add_argument("--curves", action="store_true", help="compare what both learn, with natural lengths")
     parser.add_argument("--seeds", type=int, nargs="+", default=[1, 2, 3])
-    parser.add_argument("--steps", type=int, default=20, help="of a curve")
-    parser.add_argument("--join", type=Path, nargs="+", metavar="FILE", help="show what was measured before, together")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write the numbers here too")
+    parser.add_argument("--steps", type=int, default=20, help="steps per curve")
+    parser.add_argument("--join", type=Path, nargs="+", metavar="FILE", help="combine the results of earlier runs")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="file for the numbers")
     return parser.parse_intermixed_args()
 
 
 def plan_run(arguments: argparse.Namespace, directory: str) -> tuple[Run, Config]:
-    """Settings of both sides. Raises ValueError, or its subclass ConfigError, for what cannot be compared."""
+    """Return the settings of both sides. Raises ValueError, or its subclass ConfigError, for settings that cannot be
+    compared."""
     if arguments.threads % arguments.ranks:
-        raise ValueError(f"--threads {arguments.threads} is no multiple of --ranks {arguments.ranks}; change one")
+        raise ValueError(f"--threads {arguments.threads} is not a multiple of --ranks {arguments.ranks}; change one")
     dtype = "float32" if arguments.precision == "float32" else "bfloat16"
-    given = (*COMPARABLE, f"model.dtype={dtype}", *arguments.overrides)
+    overrides = (*COMPARABLE, f"model.dtype={dtype}", *arguments.overrides)
     profile = Profile.read("natural:1")
-    run = Run(arguments.config, given, directory, profile, arguments.precision, arguments.threads, seed=1)
+    run = Run(arguments.config, overrides, directory, profile, arguments.precision, arguments.threads, seed=1)
     config = run.read()
     check(config)
     minibatch = config.actor.minibatch_sizes(config.rollout.batch_sequences)[0]
@@ -242,18 +244,18 @@ def plan_run(arguments: argparse.Namespace, directory: str) -> tuple[Run, Config
 
 
 def compare(arguments: argparse.Namespace) -> dict[str, Any]:
-    """Everything that was asked for."""
+    """Run the requested measurements."""
     with tempfile.TemporaryDirectory() as directory:
         run, config = plan_run(arguments, directory)
-        found: dict[str, Any] = {"rows": [], "curves": []}
+        results: dict[str, Any] = {"rows": [], "curves": []}
         if arguments.curves:
             run = replace(run, profile=Profile("natural", config.rollout.max_response_tokens))
-            found["curves"] = [asdict(learn(replace(run, seed=seed), arguments)) for seed in arguments.seeds]
-            return found
+            results["curves"] = [asdict(learn(replace(run, seed=seed), arguments)) for seed in arguments.seeds]
+            return results
         for profile in map(Profile.read, arguments.lengths):
             row = measure(replace(run, profile=profile), config.rollout.batch_sequences, arguments)
-            found["rows"].append(asdict(row))
-        return found
+            results["rows"].append(asdict(row))
+        return results
 
 
 def main() -> int:
@@ -261,25 +263,25 @@ def main() -> int:
     document: dict[str, Any] = {"benchmark": "trl"}
     if arguments.join is not None:
         parts = [json.loads(path.read_text()) for path in arguments.join]
-        found = {key: [item for part in parts for item in part[key]] for key in ("rows", "curves")}
+        results = {key: [item for part in parts for item in part[key]] for key in ("rows", "curves")}
         document |= parts[0]
     elif importlib.util.find_spec("trl") is None:
         print(MISSING, file=sys.stderr)
         return 2
     else:
         try:
-            found = compare(arguments)
+            results = compare(arguments)
         except ValueError as error:
             print(f"trl.py: error: {error}", file=sys.stderr)
             return 2
         document |= {"config": arguments.config, "overrides": arguments.overrides, **versions("trl")}
         document |= {"ranks": arguments.ranks, "threads": arguments.threads}
-    rows = read_rows(found["rows"])
-    document |= {**found, "rows": [asdict(row) for row in rows]}
+    rows = read_rows(results["rows"])
+    document |= {**results, "rows": [asdict(row) for row in rows]}
     if rows:
         print_rows(rows)
-    if found["curves"]:
-        print(Comparison.of([Curve(**curve) for curve in found["curves"]]).words)
+    if results["curves"]:
+        print(Comparison.of([Curve(**curve) for curve in results["curves"]]).words)
     if arguments.json is not None:
         arguments.json.write_text(json.dumps(document, indent=1))
     return 0

@@ -1,8 +1,8 @@
 """One PPO run in megappo and in TRL's experimental `PPOTrainer`: the code of the processes of each side.
 
-The configuration is translated to TRL's own settings: model, prompts in the order of megappo's cursor, rewards, epochs,
-minibatches, learning rates, clipping, the KL term and GAE. Settings without a counterpart are refused. TRL holds both
-models in one process; its stop token ends generation, and everything after it is padding.
+The configuration is translated to TRL's settings: model, prompts in the order of megappo's cursor, rewards, epochs,
+minibatches, learning rates, clipping, the KL term and GAE. Settings without an equivalent in TRL are refused. TRL
+runs both models in one process. Its stop token ends generation, and all later tokens are padding.
 """
 
 from __future__ import annotations
@@ -29,35 +29,35 @@ _ESTIMATORS = {"kl": "k1", "low_var_kl": "k3"}
 
 @dataclass(frozen=True)
 class Run:
-    """Settings that both sides share."""
+    """Settings of both sides."""
 
     path: str
     overrides: tuple[str, ...]
     directory: str
     profile: Profile
     precision: str
-    """Precision of TRL: `mixed`, float32 parameters under bfloat16 autocast; or the type of everything, `bfloat16` or
-    `float32`."""
+    """Precision of TRL. `mixed`: float32 parameters under bfloat16 autocast; `bfloat16` or `float32`: dtype of all
+    tensors."""
     threads: int
-    """Threads of all processes of a side together."""
+    """Total threads of all processes of a side."""
     seed: int
     trl_microbatch: int = 0
-    """Sequences that TRL takes at a time."""
+    """Sequences per microbatch of TRL."""
 
     def read(self) -> Config:
-        """The configuration. Raises ConfigError."""
+        """Load the configuration. Raises ConfigError."""
         from benchmarks.step import configuration
 
-        given = [*self.overrides, f"run.seed={self.seed}", f"rollout.max_response_tokens={self.profile.longest}"]
-        return configuration(self.path, given, self.directory)
+        overrides = [*self.overrides, f"run.seed={self.seed}", f"rollout.max_response_tokens={self.profile.longest}"]
+        return configuration(self.path, overrides, self.directory)
 
 
 def check(config: Config) -> None:
-    """Raises ConfigError for what TRL's PPO has no counterpart of."""
+    """Raise ConfigError for settings without an equivalent in TRL's PPO."""
     from megappo.config import ConfigError
 
     algorithm, kl = config.algorithm, config.algorithm.kl_in_reward
-    wanted = {
+    conditions = {
         "critic": config.critic is not None,
         "reference": config.reference is not None,
         "algorithm.estimator: gae": algorithm.estimator == "gae",
@@ -80,13 +80,13 @@ def check(config: Config) -> None:
             for role in config.trained.values()
         ),
     }
-    missing = [words for words, holds in wanted.items() if not holds]
+    missing = [condition for condition, is_met in conditions.items() if not is_met]
     if missing:
-        raise ConfigError(f"TRL's PPO has no counterpart of this configuration: it needs {'; '.join(missing)}")
+        raise ConfigError(f"TRL's PPO does not support this configuration; set {'; '.join(missing)}")
 
 
 def megappo_side(turns: Turns, run: Run) -> None:
-    """Steps of megappo."""
+    """Run steps of megappo on request."""
     from benchmarks.step import next_step, running
 
     config = run.read()
@@ -113,27 +113,31 @@ def megappo_side(turns: Turns, run: Run) -> None:
 
 
 def _forcing(stop_token_ids: tuple[int, ...], tokenizer: Any) -> Forcing:
-    """Ends sequences with the first stop token; nothing else that ends or pads one is sampled before."""
+    """Return a Forcing that ends sequences with the first stop token. Other stop tokens and the padding token are
+    never sampled."""
     return Forcing(stop_token_ids[0], sorted({*stop_token_ids, padding_token(tokenizer, stop_token_ids)}))
 
 
 def padding_token(tokenizer: Any, stop_token_ids: tuple[int, ...]) -> int:
-    """Padding token for TRL, which treats every occurrence as padding: a special token that neither ends a response nor
-    occurs in a chat. Raises ValueError where there is none."""
+    """Return a padding token for TRL, which treats every occurrence as padding.
+
+    The token is a special token that neither ends a response nor occurs in a chat. Raises ValueError if the
+    tokenizer has no such token.
+    """
     chat = {tokenizer.bos_token_id, tokenizer.eos_token_id, *stop_token_ids}
     if tokenizer.chat_template:
         messages = [{"role": role, "content": "a"} for role in ("user", "assistant", "user")]
         chat |= set(tokenizer(tokenizer.apply_chat_template(messages, tokenize=False))["input_ids"])
     free = sorted({*tokenizer.all_special_ids, *tokenizer.added_tokens_decoder} - chat)
     if not free:
-        raise ValueError("the tokenizer has no special token that could pad; add one to it")
+        raise ValueError("the tokenizer has no special token for padding; add one to the tokenizer")
     return int(free[-1])
 
 
 def trl_side(turns: Turns, run: Run) -> None:
-    """Steps of TRL."""
+    """Run steps of TRL on request."""
     os.environ |= {"TRL_EXPERIMENTAL_SILENCE": "1", "CUDA_VISIBLE_DEVICES": ""}
-    # transformers 5 hands `bf16` to no accelerator but that of its own Trainer; `accelerate launch` says it like this.
+    # transformers 5 passes `bf16` only to the accelerator of its own Trainer. `accelerate launch` sets this variable.
     os.environ["ACCELERATE_MIXED_PRECISION"] = "bf16" if run.precision == "mixed" else "no"
     import torch
     from transformers import TrainerCallback
@@ -155,7 +159,7 @@ def trl_side(turns: Turns, run: Run) -> None:
     trainer.dataloader = _Batches(config, prompts, cursor, tokenizer)
 
     class Alternate(TrainerCallback):
-        """Begins a step when it is asked for."""
+        """Callback that starts a step on request."""
 
         def __init__(self) -> None:
             self.step = 0
@@ -165,11 +169,11 @@ def trl_side(turns: Turns, run: Run) -> None:
             self.step += 1
             forcing.begin(run.profile.of_step(config.rollout.batch_sequences, self.step) or [])
 
-        def on_train_begin(self, *_given: Any, **_more: Any) -> None:
+        def on_train_begin(self, *_args: Any, **_more: Any) -> None:
             turns.ready()
             self.begin()
 
-        def on_step_end(self, *_given: Any, **_more: Any) -> None:
+        def on_step_end(self, *_args: Any, **_more: Any) -> None:
             turns.done({"reward": judge.reward, "response_tokens": judge.response_tokens})
             self.begin()
 
@@ -179,7 +183,7 @@ def trl_side(turns: Turns, run: Run) -> None:
 
 
 class _Batches:
-    """The prompts of each step, padded on the left."""
+    """Prompts of each step, padded on the left."""
 
     def __init__(self, config: Config, prompts: TrainingPrompts, cursor: Any, tokenizer: Any) -> None:
         self._settings, self._prompts, self._cursor, self._tokenizer = config.rollout, prompts, cursor, tokenizer
@@ -192,8 +196,8 @@ class _Batches:
 
 
 class _Judge:
-    """megappo's reward function where TRL wants a reward model: `score(backbone(...).hidden_states[-1])` is the reward
-    at every position."""
+    """Adapter from megappo's reward function to TRL's reward model. `score(backbone(...).hidden_states[-1])` is the
+    reward at every position."""
 
     base_model_prefix = "backbone"
 
@@ -207,46 +211,46 @@ class _Judge:
         self._lengths = sorted({len(ids) for ids in self._prompts}, reverse=True)
         self.reward = self.response_tokens = 0.0
 
-    def backbone(self, *, input_ids: Tensor, attention_mask: Tensor, **_given: Any) -> Any:
-        """Rewards of whole samples as (B, T, 1)."""
+    def backbone(self, *, input_ids: Tensor, attention_mask: Tensor, **_more: Any) -> Any:
+        """Return the rewards of whole samples as (B, T, 1)."""
         import torch
         from transformers.modeling_outputs import BaseModelOutput
 
         rows = zip(input_ids.tolist(), attention_mask.bool().tolist(), strict=True)
         samples = [[token for token, seen in zip(*row, strict=True) if seen] for row in rows]
-        found = [self._judge(ids) for ids in samples]
-        rewards_B = torch.tensor([reward for reward, _ in found])
+        judged = [self._judge(ids) for ids in samples]
+        rewards_B = torch.tensor([reward for reward, _ in judged])
         self.reward = float(rewards_B.mean())
-        self.response_tokens = sum(n for _, n in found) / len(found)
+        self.response_tokens = sum(n for _, n in judged) / len(judged)
         return BaseModelOutput(hidden_states=(rewards_B[:, None, None].expand(*input_ids.shape, 1),))
 
     def _judge(self, ids: list[int]) -> tuple[float, int]:
-        """Reward of one sample without padding, and the number of its response tokens."""
+        """Return the reward of one sample without padding, and the number of its response tokens."""
         from megappo.config.tokens import decoded
 
         length = next(n for n in self._lengths if tuple(ids[:n]) in self._prompts)
         prompt, response = self._prompts[tuple(ids[:length])], ids[length:]
         text = decoded(self._tokenizer, response, skip_special_tokens=True)
-        given = {"prompt": prompt.text, "response": text, "answer": prompt.answer, "metadata": dict(prompt.metadata)}
+        inputs = {"prompt": prompt.text, "response": text, "answer": prompt.answer, "metadata": dict(prompt.metadata)}
         if self._wants_raw:
-            given["raw_response"] = decoded(self._tokenizer, response)
-        return float(self._function(**given, **self._settings.options)), len(response)
+            inputs["raw_response"] = decoded(self._tokenizer, response)
+        return float(self._function(**inputs, **self._settings.options)), len(response)
 
     def score(self, hidden: Tensor) -> Tensor:
-        """Return the reward, which the stand-in for the backbone has computed."""
+        """Return the reward, which `backbone` has computed."""
         return hidden
 
     def modules(self) -> tuple[()]:
-        """No modules: there is no dropout to switch off."""
+        """Return no modules, because the adapter has no dropout to disable."""
         return ()
 
     def to(self, _device: Any) -> _Judge:
-        """Does nothing: the reward is on no device."""
+        """Do nothing, because the reward is not on a device."""
         return self
 
 
 def trl_settings(config: Config, run: Run, stop: int) -> dict[str, str | float | bool | None]:
-    """Fields of TRL's PPOConfig, which checks no types itself; `stop`: the token that ends a response."""
+    """Return the fields of TRL's PPOConfig, which does not check types. `stop`: token that ends a response."""
     algorithm, critic, kl = config.algorithm, config.critic, config.algorithm.kl_in_reward
     assert critic is not None and kl is not None
     batch = config.rollout.batch_sequences
@@ -264,7 +268,7 @@ def trl_settings(config: Config, run: Run, stop: int) -> dict[str, str | float |
 
 
 def _trl_trainer(config: Config, run: Run, tokenizer: Any, stop: int, judge: _Judge) -> Any:
-    """TRL's trainer with the configuration's settings."""
+    """Build TRL's trainer with the settings of the configuration."""
     import torch
 
     ppo: Any = import_module("trl.experimental.ppo")
@@ -284,13 +288,14 @@ def _trl_trainer(config: Config, run: Run, tokenizer: Any, stop: int, judge: _Ju
         args=settings, processing_class=tokenizer, reward_model=judge, **models,
         train_dataset=[{"input_ids": [stop]}] * batch, optimizers=(optimizer, constant),
     )  # fmt: skip
-    # An update for each minibatch: TRL itself would make one for as many microbatches as there are in a whole step.
+    # One update per minibatch. By default TRL accumulates the microbatches of a whole step.
     trainer.accelerator.gradient_accumulation_steps = config.actor.minibatch_sizes(batch)[0] // run.trl_microbatch
     return trainer
 
 
 def _trl_models(config: Config, run: Run) -> dict[str, Any]:
-    """Policy, reference and value model with the configuration's weights; the value head begins as the critic's."""
+    """Load policy, reference and value model with the configuration's weights. The value head is initialised like
+    the critic's head."""
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceClassification
 
@@ -300,7 +305,7 @@ def _trl_models(config: Config, run: Run) -> dict[str, Any]:
     assert config.critic is not None
 
     def load(kind: Any, role: str, **more: Any) -> Any:
-        torch.manual_seed(run.seed)  # random weights of policy and reference are the same
+        torch.manual_seed(run.seed)  # equal random weights for policy and reference
         folder = role_folder(config, role)
         if config.model.init == "random":
             return kind.from_config(AutoConfig.from_pretrained(folder, **more), dtype=dtype)

@@ -1,15 +1,17 @@
 #!/usr/bin/env python3
-"""How long does an update take beside the bare model's forward and backward?
+"""Compare an update with forward and backward of a bare model.
 
-Usage: [torchrun --nproc-per-node N] benchmarks/update.py CONFIG [key=value ...] [--roles actor critic] [--samples 16]
+Usage: [torchrun --nproc-per-node N] benchmarks/update.py CONFIG [key=value ...] [--roles actor critic] [--samples
+16]
            [--prompt 43] [--responses 30 | 1-64] [--threads N] [--warmup 1] [--repeat 7] [--json FILE]
 
-Ours is one update of a real role of the configuration, on all its ranks: packing, forward, loss, backward, gradients,
-AdamW. The other is forward and backward of the same samples in a stock transformers model (`bare_model`), without an
-optimizer, in the fastest form of those that are exact, which warm-up finds; rank 0 computes it with all threads while
-the other ranks wait. Both take turns, and a ratio is that of neighbours. On cores that others use too, the ratio of CPU
-seconds with `--threads 1` says more than that of seconds: several threads wait for the slowest of them. Weights are
-drawn, no file of weights is read. `--responses 1-64` spreads lengths evenly. The run directory is a temporary one.
+One side is an update of a role of the configuration, on all its ranks: packing, forward, loss, backward, gradients,
+AdamW. The other side is forward and backward of the same samples in a stock transformers model (`bare_model`),
+without an optimizer. Warm-up selects the fastest exact form of this model. Rank 0 computes the bare model with all
+threads, and the other ranks wait. Both sides alternate, and each ratio compares the two sides of one round. On cores
+with other load, use the ratio of CPU seconds with `--threads 1`: with several threads, the time depends on the
+slowest thread. Weights are random. `--responses 1-64` spaces the lengths evenly. The program uses a temporary run
+directory.
 """
 
 from __future__ import annotations
@@ -45,7 +47,7 @@ from megappo.types import Samples
 
 @dataclass(frozen=True)
 class Size:
-    """Numbers and lengths of the samples of one update."""
+    """Number and lengths of the samples of one update."""
 
     samples: int
     prompt: int
@@ -53,7 +55,8 @@ class Size:
     longest: int
 
     def draw(self, vocabulary: int) -> list[tuple[Tensor, int]]:
-        """(tokens, response tokens) of each sample, lengths spread evenly; the same on every rank."""
+        """Return (tokens, response tokens) of each sample, with evenly spaced lengths. All ranks return the same
+        samples."""
         g = torch.Generator().manual_seed(7)
         spread = torch.linspace(self.shortest, self.longest, self.samples).round().long()
         lengths = spread[torch.randperm(self.samples, generator=g)].tolist()
@@ -62,7 +65,7 @@ class Size:
 
 @dataclass(frozen=True)
 class Row:
-    """Seconds of one role's rounds; a ratio is that of a round's update and the bare model's next to it."""
+    """Seconds of the rounds of one role. Ratios compare the update and the bare model of the same round."""
 
     role: str
     form: str
@@ -76,11 +79,11 @@ class Row:
     bare_cpu_seconds: list[float]
     median_cpu_ratio: float
     other_forms: dict[str, float]
-    """Median seconds of warm-up, CPU seconds where these are fewer."""
+    """Median seconds of each form in warm-up; CPU seconds if they are less."""
 
 
 def local_samples(drawn: Sequence[tuple[Tensor, int]], runtime: Runtime) -> Samples:
-    """The part that a rank hands over."""
+    """Return the samples of this rank."""
     ids = range(runtime.rank, len(drawn), runtime.world_size)
     lengths = torch.tensor([drawn[i][1] for i in ids], dtype=torch.int64)
     return Samples(torch.tensor(ids, dtype=torch.int64), tuple(drawn[i][0] for i in ids), lengths)
@@ -89,7 +92,7 @@ def local_samples(drawn: Sequence[tuple[Tensor, int]], runtime: Runtime) -> Samp
 def our_update(
     name: str, config: Config, runtime: Runtime, drawn: Sequence[tuple[Tensor, int]], targets: Sequence[Tensor]
 ) -> Callable[[], None]:
-    """A role of the run, and one update of it from all samples."""
+    """Build a role of the run. Return a function that updates the role with all samples."""
     from megappo.megatron.placed import announce, place
     from megappo.megatron.schedule import Task
     from megappo.ppo.methods import find_objective
@@ -103,28 +106,28 @@ def our_update(
     batch = place(role, announce(samples, runtime.device), [range(len(drawn))])
     scored_BR = batch.forward()
     mask_BR = torch.arange(scored_BR.shape[1])[None] < samples.response_lengths_B[:, None]
-    wanted_BR = torch.zeros_like(scored_BR)
-    for row_R, sample_id in zip(wanted_BR, samples.sample_ids_B.tolist(), strict=True):
+    targets_BR = torch.zeros_like(scored_BR)
+    for row_R, sample_id in zip(targets_BR, samples.sample_ids_B.tolist(), strict=True):
         row_R[: len(targets[sample_id])] = targets[sample_id]
     weights = LossWeights(config.algorithm.loss_aggregation, sum(n for _, n in drawn), len(drawn), 1)
     task: Task
     if name == "actor":
         task = PolicyTask(find_objective(config.algorithm, 0.0), weights)
-        given = batch.with_fields({"old_logprob": scored_BR, "advantages": wanted_BR, "mask": mask_BR})
+        fields = batch.with_fields({"old_logprob": scored_BR, "advantages": targets_BR, "mask": mask_BR})
     else:
         assert config.critic is not None
         task = ValueTask(config.critic.value_clip, weights)
-        given = batch.with_fields({"old_values": scored_BR, "returns": wanted_BR, "mask": mask_BR})
+        fields = batch.with_fields({"old_values": scored_BR, "returns": targets_BR, "mask": mask_BR})
 
     def update() -> None:
-        if not given.update(0, task).applied:
+        if not fields.update(0, task).applied:
             raise RuntimeError(f"the update of the {name} was not finite")
 
     return update
 
 
 def spent(call: Callable[[], object], runtime: Runtime) -> tuple[float, float]:
-    """Seconds from the moment when all ranks are there to the one when all are done, and CPU seconds of all of them."""
+    """Return the seconds of a call between two barriers of all ranks, and the CPU seconds of all ranks."""
     gc.collect()
     dist.barrier()
     start, cpu_start = time.perf_counter(), time.process_time()
@@ -137,7 +140,7 @@ def spent(call: Callable[[], object], runtime: Runtime) -> tuple[float, float]:
 
 
 class Bare:
-    """The bare model on rank 0, with all threads; other ranks wait."""
+    """Bare model on rank 0 with all threads. Other ranks wait."""
 
     def __init__(self, name: str, config: Config, runtime: Runtime, threads: int) -> None:
         from megappo.megatron.build import DTYPES
@@ -148,7 +151,7 @@ class Bare:
             self.model = BareModel(role_folder(config, name), DTYPES[config.model.dtype], is_critic=name == "critic")
 
     def spent(self, calls: list[Inputs], attention: str) -> tuple[float, float]:
-        """Seconds and CPU seconds of forward and backward, as `spent` measures them."""
+        """Return the seconds and CPU seconds of forward and backward, measured by `spent`."""
         if self.model is not None:
             self.model.forget_gradients()
         return spent(partial(self._run, calls, attention), self.runtime)
@@ -163,7 +166,7 @@ class Bare:
 
 
 def measure(name: str, config: Config, runtime: Runtime, size: Size, arguments: argparse.Namespace) -> Row:
-    """One role beside the bare model, in turns."""
+    """Compare one role with the bare model, in turns."""
     drawn = size.draw(load_architecture(role_folder(config, name), config.model).vocab_size)
     g = torch.Generator().manual_seed(3)
     targets = [torch.randn(n, generator=g) for _, n in drawn]
@@ -175,10 +178,10 @@ def measure(name: str, config: Config, runtime: Runtime, size: Size, arguments: 
         update()
         for form, way in ways.items():
             bare.spent(*way)
-            # One thread on a core that others use too takes no longer than its CPU seconds.
+            # For one thread on a core with other load, CPU seconds are the better measure.
             warm[form].append(min(bare.spent(*way)))
-    found = {form: statistics.median(seconds) for form, seconds in warm.items()}
-    fastest = broadcast_object(min(found, key=found.__getitem__), src=0)
+    by_form = {form: statistics.median(seconds) for form, seconds in warm.items()}
+    fastest = broadcast_object(min(by_form, key=by_form.__getitem__), src=0)
     rounds = [(spent(update, runtime), bare.spent(*ways[fastest])) for _ in range(arguments.repeat)]
     (ours, our_cpu), (theirs, their_cpu) = (list(zip(*side, strict=True)) for side in zip(*rounds, strict=True))
     ratios, cpu_ratios = (
@@ -186,12 +189,12 @@ def measure(name: str, config: Config, runtime: Runtime, size: Size, arguments: 
     )
     medians = statistics.median(ratios), statistics.median(cpu_ratios)
     return Row(
-        name, fastest, list(ours), list(theirs), ratios, medians[0], list(our_cpu), list(their_cpu), medians[1], found
+        name, fastest, list(ours), list(theirs), ratios, medians[0], list(our_cpu), list(their_cpu), medians[1], by_form
     )
 
 
 def measure_all(config: Config, size: Size, arguments: argparse.Namespace) -> tuple[list[Row], int] | None:
-    """All rows and the number of ranks on the main rank, None elsewhere."""
+    """Return all rows and the number of ranks on the main rank, None on other ranks."""
     with start_runtime(config.runtime) as runtime:
         rows = []
         for name in arguments.roles:
@@ -201,7 +204,7 @@ def measure_all(config: Config, size: Size, arguments: argparse.Namespace) -> tu
 
 
 def print_rows(rows: list[Row], title: str) -> None:
-    """A table on the terminal."""
+    """Print the rows as a table."""
     table = Table(title=title)
     for column in ("role", "update s", "bare s", "ratio", "from", "to", "CPU ratio", "bare model"):
         table.add_column(column, justify="left" if column in ("role", "bare model") else "right")
@@ -213,33 +216,33 @@ def print_rows(rows: list[Row], title: str) -> None:
 
 
 def _lengths(text: str) -> tuple[int, int]:
-    """'30' or '1-64' -> shortest and longest."""
+    """Parse '30' or '1-64' to the shortest and longest length."""
     shortest, _, longest = text.partition("-")
-    found = int(shortest), int(longest or shortest)
-    if not 1 <= found[0] <= found[1]:
-        raise argparse.ArgumentTypeError(f"{text} is no range of response lengths; give one such as 30 or 1-64")
-    return found
+    limits = int(shortest), int(longest or shortest)
+    if not 1 <= limits[0] <= limits[1]:
+        raise argparse.ArgumentTypeError(f"{text} is no range of response lengths; give a range such as 30 or 1-64")
+    return limits
 
 
 def parse() -> argparse.Namespace:
-    """The command line."""
+    """Parse the command line."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("config", metavar="CONFIG")
     parser.add_argument("overrides", nargs="*", metavar="key=value")
     parser.add_argument("--roles", nargs="+", choices=["actor", "critic"], default=["actor", "critic"])
-    parser.add_argument("--samples", type=int, default=16, help="in one update")
+    parser.add_argument("--samples", type=int, default=16, help="samples per update")
     parser.add_argument("--prompt", type=int, default=43, help="tokens of each prompt")
-    parser.add_argument("--responses", type=_lengths, default=(30, 30), metavar="N|FROM-TO", help="their tokens")
+    parser.add_argument("--responses", type=_lengths, default=(30, 30), metavar="N|FROM-TO", help="response tokens")
     cores = len(os.sched_getaffinity(0))
-    parser.add_argument("--threads", type=int, default=cores, help="of all ranks together, and of the bare model")
+    parser.add_argument("--threads", type=int, default=cores, help="threads of all ranks, and of the bare model")
     parser.add_argument("--warmup", type=int, default=1, help="rounds that are not counted")
     parser.add_argument("--repeat", type=int, default=7, help="rounds that are counted")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write the rows here too")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="file for the rows")
     return parser.parse_intermixed_args()
 
 
 def settings(arguments: argparse.Namespace, size: Size, *, has_critic: bool) -> Iterator[str]:
-    """Overrides that the measurement itself needs."""
+    """Yield the overrides of the measurement."""
     yield from (
         "run.export_final_model=false",
         "model.init=random",
@@ -257,9 +260,9 @@ def settings(arguments: argparse.Namespace, size: Size, *, has_critic: bool) -> 
 
 
 def configuration(arguments: argparse.Namespace, size: Size, directory: str) -> Config:
-    """The given one with what the measurement settles. Raises ConfigError."""
-    given = load_config(arguments.config, arguments.overrides)
-    own = settings(arguments, size, has_critic=given.critic is not None)
+    """Load the configuration with the overrides of the measurement. Raises ConfigError."""
+    config = load_config(arguments.config, arguments.overrides)
+    own = settings(arguments, size, has_critic=config.critic is not None)
     return resolve_here(load_config(arguments.config, [*own, *arguments.overrides, f"run.directory={directory}"]))
 
 
@@ -268,13 +271,13 @@ def main() -> int:
     size = Size(arguments.samples, arguments.prompt, *arguments.responses)
     with tempfile.TemporaryDirectory() as directory:
         try:
-            found = measure_all(configuration(arguments, size, directory), size, arguments)
+            results = measure_all(configuration(arguments, size, directory), size, arguments)
         except ConfigError as error:
             print(f"update.py: error: {error}", file=sys.stderr)
             return 2
-    if found is None:
+    if results is None:
         return 0
-    rows, ranks = found
+    rows, ranks = results
     lengths = f"{size.prompt} + {size.shortest}" + (f" to {size.longest}" if size.longest > size.shortest else "")
     where = f"{ranks} rank{'s' * (ranks > 1)}, {arguments.threads} thread{'s' * (arguments.threads > 1)} in all"
     print_rows(rows, f"{size.samples} samples of {lengths} tokens, {where}, medians of {arguments.repeat}")

@@ -1,19 +1,21 @@
 #!/usr/bin/env python3
-"""How fast do weights get from a Megatron actor into SGLang servers, and where does the time go?
+"""Measure the time of a weight sync from a Megatron actor to SGLang servers, by phase.
 
 Usage: torchrun --nproc-per-node N -m benchmarks.weight_sync CONFIG [key=value ...] [--repeat 5] [--json FILE]
        benchmarks/weight_sync.py CONFIG [key=value ...] --simulate 128,512,1024 [--json FILE]
 
-CONFIG has `rollout.engine: sglang`; model, layout, servers and bucket size are taken from it. One run times in turns:
-- copy: the model's bytes copied once in this machine's memory (in its GPU's, on CUDA), a bucket at a time;
-- sync: megappo's weight sync, with its phases on the rank that waits longest: gather (conversion included), load
-  (waiting for the engine beyond what gathering hid), verify (fingerprints), session (opening, closing, flushing),
-  wake (memory that changes hands);
-- unverified: the same without comparing fingerprints;
-- verl, slime: what weight_sync_peers.py says they do, to the first server only, unverified.
+CONFIG must set `rollout.engine: sglang`. Model, layout, servers and bucket size are those of CONFIG. One run
+measures in turns:
 
-Under the table stands what each rank received in a sync, as counted when it arrived. `--simulate` gives the same for
-worlds of so many ranks, without any of them (weight_sync_simulation.py).
+- copy: one copy of the model's bytes within the memory of this machine (or of its GPU), by buckets;
+- sync: megappo's weight sync with its phases, each on the rank with the longest time: gather (including conversion),
+  load (waiting for the engine, as far as gathering does not hide it), verify (fingerprints), session (opening,
+  closing, flushing), wake (transfer of device memory);
+- unverified: the sync without comparison of fingerprints;
+- verl, slime: the ways of weight_sync_peers.py, to the first server only, unverified.
+
+The program also prints the received bytes of each rank in a sync. `--simulate` computes these bytes for larger
+worlds (weight_sync_simulation.py).
 """
 
 from __future__ import annotations
@@ -37,7 +39,7 @@ from megappo.preflight.resolved import resolve_here
 
 @dataclass(frozen=True)
 class Row:
-    """One way to move the weights; seconds are medians, gigabytes are 1e9 bytes."""
+    """One way to transfer the weights. Seconds are medians, and gigabytes are 1e9 bytes."""
 
     way: str
     seconds: float
@@ -51,11 +53,12 @@ class Measured:
 
     rows: list[Row]
     received_bytes: list[int]
-    """Bytes that each rank received from others in one weight sync."""
+    """Bytes that each rank received from other ranks in one weight sync."""
 
 
 def interleaved(ways: Mapping[str, Callable[[], Any]], repeat: int) -> dict[str, list[float]]:
-    """Seconds of each repetition of each way, in turns, after a first round that is not counted; a collective."""
+    """Return the seconds of each repetition of each way, in turns. The first round is not counted. All ranks must
+    call the function."""
     import torch.distributed as dist
 
     seconds: dict[str, list[float]] = {way: [] for way in ways}
@@ -66,11 +69,11 @@ def interleaved(ways: Mapping[str, Callable[[], Any]], repeat: int) -> dict[str,
             action()
             dist.barrier()
             seconds[way].append(time.perf_counter() - started)
-    return {way: found[1:] for way, found in seconds.items()}
+    return {way: of_way[1:] for way, of_way in seconds.items()}
 
 
 def copy_once(parts: Any) -> Callable[[], None]:
-    """The plain copy, made by the first rank."""
+    """Return the plain copy. Only the first rank copies."""
     import torch
 
     total = parts.weights.total_bytes
@@ -88,7 +91,7 @@ def copy_once(parts: Any) -> Callable[[], None]:
 
 
 def our_sync(parts: Any, verify: bool, phases: list[dict[str, float]]) -> Callable[[], None]:
-    """A weight sync; its phases on this rank are appended to `phases`."""
+    """Return a weight sync that appends its phases on this rank to `phases`."""
     engine, settings = parts.engine, parts.config.rollout.servers.model_copy(update={"verify": verify})
 
     def run() -> None:
@@ -100,7 +103,7 @@ def our_sync(parts: Any, verify: bool, phases: list[dict[str, float]]) -> Callab
 
 
 def measure(config: Config, repeat: int) -> Measured | None:
-    """Measure all ways; returns the results on the main rank, None elsewhere."""
+    """Measure all ways. Returns the results on the main rank, None on other ranks."""
     import torch.distributed as dist
 
     from benchmarks.weight_sync_peers import check_peers, slime_sync, verl_sync
@@ -112,7 +115,7 @@ def measure(config: Config, repeat: int) -> Measured | None:
         parts = assemble(config, derived, runtime, RunMode(training=False))
         try:
             if parts.actor.arch.experts:
-                raise ConfigError("model.path has experts, which the other ways do not gather here; name a dense model")
+                raise ConfigError("model.path has experts, which the other ways do not support; use a dense model")
             parts.engine.update_weights(parts.weights, 1)  # starts the servers
             received = parts.weights.received_bytes
             check_peers(parts)
@@ -132,13 +135,14 @@ def measure(config: Config, repeat: int) -> Measured | None:
         dist.all_gather_object(of_ranks, phases)
         dist.all_gather_object(all_received, received)
         total = parts.weights.total_bytes / 1e9
-        medians = {way: statistics.median(found) for way, found in seconds.items()}
+        medians = {way: statistics.median(of_way) for way, of_way in seconds.items()}
         rows = [Row(way, s, total / s, _slowest(of_ranks, way)) for way, s in medians.items()]
         return Measured(rows, all_received) if runtime.is_main else None
 
 
 def _slowest(of_ranks: list[dict[str, list[dict[str, float]]]], way: str) -> dict[str, float]:
-    """Median seconds of each phase on the rank that spends most in it, without the first repetition."""
+    """Return the median seconds of each phase on the rank with the largest median. The first repetition is not
+    counted."""
     if way not in of_ranks[0]:
         return {}
     names = of_ranks[0][way][0]
@@ -146,7 +150,7 @@ def _slowest(of_ranks: list[dict[str, list[dict[str, float]]]], way: str) -> dic
 
 
 def show(measured: Measured) -> None:
-    """Print the table."""
+    """Print the results as a table."""
     rows = measured.rows
     print(f"{'way':<12}{'seconds':>10}{'GB/s':>8}  phases (seconds)")
     for row in rows:
@@ -160,7 +164,7 @@ def show(measured: Measured) -> None:
 
 
 def simulated(config: Config, arguments: argparse.Namespace) -> int:
-    """Print the traffic of a sync on larger, simulated worlds."""
+    """Print the traffic of a sync in larger, simulated worlds."""
     from benchmarks import weight_sync_simulation
 
     worlds = list(weight_sync_simulation.simulate(config, Path(arguments.config).parent, arguments.simulate))
@@ -171,13 +175,13 @@ def simulated(config: Config, arguments: argparse.Namespace) -> int:
 
 
 def main() -> int:
-    """Parse, measure, print."""
+    """Run the program."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("config")
     parser.add_argument("overrides", nargs="*", metavar="key=value")
     parser.add_argument("--repeat", type=int, default=5)
     parser.add_argument("--json", type=Path)
-    parser.add_argument("--simulate", type=lambda given: [int(n) for n in given.split(",")], metavar="RANKS,RANKS,...")
+    parser.add_argument("--simulate", type=lambda text: [int(n) for n in text.split(",")], metavar="RANKS,RANKS,...")
     arguments = parser.parse_intermixed_args()
     with tempfile.TemporaryDirectory() as scratch:
         try:

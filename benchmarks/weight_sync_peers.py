@@ -1,12 +1,13 @@
-"""How others bring Megatron's weights into SGLang, written after their sources, on the same actor and the same server.
+"""Weight syncs from Megatron to SGLang as in verl and slime, rewritten for the same actor and server.
 
-Both gather every parameter by itself: a broadcast over the pipeline, an all-gather over the tensor parallel ranks, a
-concatenation, then the conversion to Hugging Face's tensors, all of it in new memory.
-- verl (verl/utils/megatron_utils.py: per_tensor_generator, verl/workers/rollout/sglang_rollout: update_weights): one
-  parameter after the other, clones in one request, a handle per tensor.
-- slime (slime/backends/megatron_utils/update_weight: hf_weight_iterator_direct.py, update_weight_from_tensor.py): the
-  collectives of a bucket are started together, its tensors are concatenated once more and sent as one handle; the next
-  bucket begins when the engine has answered.
+Both gather every parameter separately: a broadcast over pipeline ranks, an all-gather over tensor parallel ranks, a
+concatenation, and the conversion to Hugging Face tensors. Each operation allocates new memory.
+
+- verl (verl/utils/megatron_utils.py: per_tensor_generator, verl/workers/rollout/sglang_rollout: update_weights)
+  gathers one parameter at a time, and sends clones in one request with one handle per tensor.
+- slime (slime/backends/megatron_utils/update_weight: hf_weight_iterator_direct.py, update_weight_from_tensor.py)
+  starts the collectives of a bucket together, concatenates the tensors of the bucket, and sends one handle. The next
+  bucket starts after the response of the engine.
 """
 
 from __future__ import annotations
@@ -31,16 +32,17 @@ _SECONDS = 600.0
 
 
 def gather_parameters(parts: RunComponents, parameters: Sequence[Parameter], stage: int) -> list[tuple[str, Tensor]]:
-    """Whole Hugging Face tensors of parameters of one pipeline stage, on every rank; a collective of the actor."""
+    """Return the whole Hugging Face tensors of parameters of one pipeline stage, on every rank. All ranks of the
+    actor must call the function."""
     actor, arch = parts.actor, parts.actor.arch
     assert isinstance(actor, LocalRole), "the actor must be on every rank"
     layout, grid = actor.layout, actor.placement.grid
-    here = {held.entry.megatron: held.shard for held in actor.model.parameters_here()}
+    local_shards = {local.entry.megatron: local.shard for local in actor.model.parameters_here()}
     vocab = parts.derived.actor.padded_vocab_size
     dtype, device = parts.weights.dtype, parts.runtime.device
     shards, waits = [], []
     for parameter in parameters:
-        shard = here.get(parameter.megatron)
+        shard = local_shards.get(parameter.megatron)
         if shard is None:
             shard = torch.empty(shard_shape(arch, parameter, grid.tp, vocab), dtype=dtype, device=device)
         if grid.pp > 1:
@@ -50,21 +52,21 @@ def gather_parameters(parts: RunComponents, parameters: Sequence[Parameter], sta
     _wait(waits)
     waits, gathered = [], []
     for parameter, shard in zip(parameters, shards, strict=True):
-        found = [shard]
+        parts_of_tensor = [shard]
         if grid.tp > 1 and parameter.axis is not None:
-            found = [torch.empty_like(shard) for _ in range(grid.tp)]
-            waits.append(dist.all_gather(found, shard, group=layout.groups.tp, async_op=True))
-        gathered.append(found)
+            parts_of_tensor = [torch.empty_like(shard) for _ in range(grid.tp)]
+            waits.append(dist.all_gather(parts_of_tensor, shard, group=layout.groups.tp, async_op=True))
+        gathered.append(parts_of_tensor)
     _wait(waits)
     return [
         named
-        for parameter, found in zip(parameters, gathered, strict=True)
-        for named in zip(parameter.hf, _convert(arch, parameter, found), strict=True)
+        for parameter, parts_of_tensor in zip(parameters, gathered, strict=True)
+        for named in zip(parameter.hf, _convert(arch, parameter, parts_of_tensor), strict=True)
     ]
 
 
 def check_peers(parts: Any) -> None:
-    """Raises AssertionError where the gathered tensors are not those of the weight stream."""
+    """Raise AssertionError if the gathered tensors differ from the tensors of the weight stream."""
     streamed = {name: tensor.clone() for name, tensor in parts.weights}
     for bucket, stage in _buckets(parts):
         for name, tensor in gather_parameters(parts, bucket, stage):
@@ -73,7 +75,7 @@ def check_peers(parts: Any) -> None:
 
 
 def _buckets(parts: RunComponents) -> Iterator[tuple[tuple[Parameter, ...], int]]:
-    """Parameters of one pipeline stage that make a bucket, with the stage."""
+    """Yield the parameters of each bucket, which are on one pipeline stage, and the stage."""
     weights = parts.weights
     whole = [Receiver(0, stage=stage) for stage in range(weights.holdings.grid.pp)]
     elements = parts.config.rollout.sync_bucket_bytes // weights.dtype.itemsize
@@ -103,7 +105,7 @@ def _convert(arch: ArchitectureConfig, parameter: Parameter, shards: list[Tensor
 
 
 def verl_sync(parts: Any) -> Callable[[], None]:
-    """Tensor by tensor into one request, to the first server."""
+    """Return verl's sync: gather tensor by tensor, and send all tensors in one request to the first server."""
 
     def run() -> None:
         named = [
@@ -118,7 +120,7 @@ def verl_sync(parts: Any) -> Callable[[], None]:
 
 
 def slime_sync(parts: Any) -> Callable[[], None]:
-    """Bucket by bucket, one flat tensor each, to the first server."""
+    """Return slime's sync: send each bucket as one flat tensor to the first server."""
 
     def run() -> None:
         buckets = (gather_parameters(parts, bucket, stage) for bucket, stage in _buckets(parts))
@@ -138,7 +140,7 @@ def _flatten(named: list[tuple[str, Tensor]]) -> dict[str, Any]:
 
 
 def _session(parts: Any, payloads: Any, load_format: str | None) -> None:
-    """Every rank makes the payloads, the server's sender hands them over."""
+    """Create the payloads on every rank. The sender of the server sends them."""
     share_by_name()
     endpoint, ranks = parts.engine.endpoints[0], parts.config.rollout.servers.tensor_parallel
     sends = parts.runtime.rank == endpoint.sender

@@ -1,7 +1,8 @@
-"""Computes the bytes that each rank of a large world receives and sends in a weight sync, from its plan of slices.
+"""Computation of the bytes that each rank of a large world receives and sends in a weight sync, from the plan of
+slices.
 
-Nothing is sent: the plan is a pure function of grids and parameters, and what a sync of a small world receives is
-compared with it byte by byte in the tests. Gigabytes are 1e9 bytes.
+The simulation sends no data, because the plan is a pure function of grids and parameters. The tests compare the plan
+of a small world with the received bytes. Gigabytes are 1e9 bytes.
 """
 
 from __future__ import annotations
@@ -19,24 +20,24 @@ from megappo.plan.sync import received_bytes, receivers, sent_bytes
 
 @dataclass(frozen=True)
 class Simulated:
-    """A weight sync on so many ranks."""
+    """Traffic of a weight sync in a world of `ranks` ranks."""
 
     ranks: int
     servers: int
     model_gigabytes: float
-    """Gigabytes that each rank would receive if all of them received the whole model."""
+    """Gigabytes per rank if every receiving rank received the whole model."""
     receiving_ranks: int
-    """Ranks that feed servers, or have an engine of their own."""
+    """Ranks that feed servers or have an embedded engine."""
     received_bytes: list[int]
     """Bytes received by each rank."""
     sent_bytes: list[int]
-    """Bytes that each rank sends to other ranks, without those broadcast to servers."""
+    """Bytes that each rank sends to other ranks, without broadcasts to servers."""
 
 
 def simulate(config: Config, folder: Path, worlds: Sequence[int]) -> Iterator[Simulated]:
-    """Simulate one world for each number of ranks. Raises ConfigError where the settings do not hold on one.
+    """Simulate one world for each number of ranks. Raises ConfigError if the settings do not support a world.
 
-    `folder`: that of the configuration; architectures may lie beside it.
+    `folder`: folder of the configuration. Its subfolder `models` may contain architectures.
     """
     models, machine = read_models(config, folder / "models").models, default_machine(config)
     for world in worlds:
@@ -53,13 +54,13 @@ def simulate(config: Config, folder: Path, worlds: Sequence[int]) -> Iterator[Si
         )
 
 
-def show(found: Sequence[Simulated]) -> None:
-    """Print the table, in Markdown."""
+def show(worlds: Sequence[Simulated]) -> None:
+    """Print the results as a Markdown table."""
     columns = ["ranks", "servers", "ranks that receive", "most GB received", "mean of all ranks", "least"]
     columns += ["most GB sent", "model in GB"]
     print("|", " | ".join(columns), "|")
     print("|", "---|" * len(columns), sep="")
-    for world in found:
+    for world in worlds:
         received, sent = world.received_bytes, world.sent_bytes
         cells = [max(received), sum(received) / len(received), min(received), max(sent)]
         numbers = [world.ranks, world.servers, world.receiving_ranks, *(f"{n / 1e9:.4g}" for n in cells)]

@@ -1,8 +1,8 @@
-"""Per-token mathematics of PPO on large vocabularies, and of layers between their matrices.
+"""Per-token functions of PPO for large vocabularies, and transformer operations between matrix products.
 
-Needs torch and Triton, and nothing of megappo.
+The package requires torch and Triton, and does not import megappo.
 
-Names are imported from their modules, so that settings can be built from `objectives` without importing torch:
-`objectives` (what is optimised), `losses`, `lm_head`, `logits`, `ppo_head`, `gae`, `whiten`, `metrics`, `layers`,
-`backend`.
+Import names from their modules, so that settings can be built from `objectives` without importing torch. The modules
+are `objectives` (losses and metrics), `losses`, `lm_head`, `logits`, `ppo_head`, `gae`, `whiten`, `metrics`,
+`layers` and `backend`.
 """

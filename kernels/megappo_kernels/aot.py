@@ -1,9 +1,9 @@
-"""Compiles every Triton kernel for GPU generations without such a GPU: `python -m megappo_kernels.aot`.
+"""Compiler of every Triton kernel for GPU generations, without such a GPU: `python -m megappo_kernels.aot`.
 
-Each kernel is compiled in every combination of its switches that changes the code, with the tile sizes that are used.
-It must neither spill registers nor need more shared memory than the chip has. With `--few`, only the fullest
-combination of a kernel, those that differ from it in one switch, and the emptiest are compiled. Prints a line per
-kernel and chip; exits with 1 where a kernel fails.
+Each kernel is compiled with every combination of its switches that changes the code, and with the tile sizes in use.
+A kernel must not spill registers or exceed the shared memory of the chip. With `--few`, only three kinds of
+combinations are compiled: the fullest combination, combinations with one difference from the fullest, and the
+emptiest combination. The command prints one line for each kernel and chip, and exits with 1 if a kernel fails.
 """
 
 from __future__ import annotations
@@ -34,22 +34,23 @@ from megappo_kernels.surrogates import gspo
 
 _KIB = {80: 163, 86: 99, 87: 163, 89: 99, 90: 227, 100: 227, 103: 227, 110: 227, 120: 99, 121: 99}
 SHARED_BYTES = {capability: kib * 1024 for capability, kib in _KIB.items()}
-"""Largest shared memory of a block by compute capability: CUDA C++ Programming Guide, table of technical limits."""
+"""Maximum shared memory per block by compute capability (CUDA C++ Programming Guide, table of technical limits)."""
 CHIPS = (80, 90, 100, 120)
-"""Generations compiled for by default. Those between them run the code of one of these, with the same tiles."""
+"""Default GPU generations. Generations between them run the same code with the same tiles."""
 
 
 class Kind(str):
-    """The type of an argument in Triton's notation; arguments that are no Kind are values to compile for."""
+    """Type of an argument in Triton's notation. Arguments that are not a Kind are compile-time values."""
 
 
 Value: TypeAlias = bool | int | str | FunctionType | JITFunction | tuple["Value", ...] | None
-"""A value to compile for, or a `Kind`; a string may also be the type of a pointer."""
+"""Compile-time value, or a `Kind`. A string may also be the type of a pointer."""
 
 
 @dataclass(frozen=True)
 class Variant:
-    """One compilation of a kernel. `arguments` by name; tuples among them are single arguments for Triton."""
+    """One compilation of a kernel. `arguments` are listed by name. Triton treats a tuple in `arguments` as one
+    argument."""
 
     name: str
     kernel: JITFunction
@@ -57,12 +58,12 @@ class Variant:
     warps: int
     stages: int
     aligned: bool = True
-    """Whether integers that are specialised on are multiples of 16."""
+    """Whether specialised integers are multiples of 16."""
 
 
 @dataclass(frozen=True)
 class Report:
-    """The compiler's report on a kernel for one GPU generation."""
+    """Report of the compiler on a kernel for one GPU generation."""
 
     name: str
     capability: int
@@ -72,12 +73,13 @@ class Report:
 
     @property
     def fits(self) -> bool:
-        """Whether nothing spills and shared memory suffices."""
+        """Whether no register is spilled and shared memory suffices."""
         return self.spill_bytes == 0 and self.shared_bytes <= SHARED_BYTES[self.capability]
 
 
 def _switches(few: bool, **choices: tuple[Value, ...]) -> Iterator[dict[str, Value]]:
-    """Combinations of choices. The last of each choice is the fullest, the first the emptiest."""
+    """Yield combinations of choices. The fullest combination has the last value of each choice, the emptiest the
+    first value."""
     fullest, emptiest = tuple(c[-1] for c in choices.values()), tuple(c[0] for c in choices.values())
     for values in itertools.product(*choices.values()):
         differences = sum(a is not b for a, b in zip(values, fullest, strict=True))
@@ -111,8 +113,8 @@ def _variant(
     shown = [f"{k}={v}" if not isinstance(v, bool) else k for k, v in switches.items() if v is not False]
     shown += sorted(set(special.values()))
     name = " ".join([kernel.__name__, *shown])
-    given = {**switches, **sizes} | {name: Kind(kind) for name, kind in special.items()}
-    return Variant(name, kernel, {n: given[n] if n in given else _kind(n) for n in kernel.arg_names}, warps, stages)
+    values = {**switches, **sizes} | {name: Kind(kind) for name, kind in special.items()}
+    return Variant(name, kernel, {n: values[n] if n in values else _kind(n) for n in kernel.arg_names}, warps, stages)
 
 
 def _fused_variant(switches: Mapping[str, Value], tile: head.Tile) -> Variant:
@@ -128,7 +130,8 @@ def _fused_variant(switches: Mapping[str, Value], tile: head.Tile) -> Variant:
 
 
 def _row_variants(few: bool) -> Iterator[Variant]:
-    """Statistics of rows and their gradient, for a vocabulary that is a multiple of 16, which allows wide loads."""
+    """Yield variants of the statistics of rows and their gradient. The vocabulary is a multiple of 16, which allows
+    wide loads."""
     for switches in _switches(few, PER_ROW=(False, True), CAPPED=(False, True), ENTROPY=(False, True)):
         for logits in ("*fp32", "*bf16"):
             sizes = {"BLOCK": rows.STATISTICS_BLOCK}
@@ -139,7 +142,8 @@ def _row_variants(few: bool) -> Iterator[Variant]:
 
 
 def _layer_variants() -> Iterator[Variant]:
-    """SwiGLU with and without weights of rows, and rotations of heads of 128 channels, forward and backward."""
+    """Yield variants of SwiGLU with and without weights of rows, and of rotations for heads with 128 channels. Both
+    passes are included."""
     for kind in ("*bf16", "*fp32"):
         for kernel, weighted in itertools.product((layers.swiglu_kernel, layers.swiglu_gradient_kernel), (False, True)):
             absent = set() if weighted else {"weights", "grad_weights"} & set(kernel.arg_names)
@@ -155,11 +159,11 @@ def _layer_variants() -> Iterator[Variant]:
 
 
 def _objective_variants(few: bool, objective: type[Objective]) -> Iterator[Variant]:
-    """Variants with and without each optional number and setting, and with each function that a setting can name."""
+    """Yield variants with and without each optional number and setting, and with each function of a setting."""
     pointer, number, hints = Kind("*fp32"), Kind("fp32"), get_type_hints(objective)
     numbers = {name: (pointer,) if must else (None, pointer) for name, must in inputs_of(objective.formula).items()}
     if "sequence_log_ratio" in numbers:
-        numbers["sequence_log_ratio"] = (None,)  # type: ignore[assignment]  # but for the one loss that takes it
+        numbers["sequence_log_ratio"] = (None,)  # type: ignore[assignment]  # only gspo uses it
     settings: dict[str, tuple[Value, ...]] = {
         name: (None, number) if type(None) in get_args(hints[name]) else (number,)
         for name in (field.name for field in fields(objective))
@@ -167,12 +171,12 @@ def _objective_variants(few: bool, objective: type[Objective]) -> Iterator[Varia
     settings |= {n: tuple(dict.fromkeys(FUNCTIONS[n].values())) for n in settings if n in FUNCTIONS}
     for chosen in _switches(few, **numbers, **settings):
         if "kl" in chosen and chosen["ref_logprob"] is None and chosen["kl"] is not settings["kl"][0]:
-            continue  # there is nothing to estimate
+            continue  # no KL to estimate
         if chosen.get("policy_loss") is gspo:
             chosen["sequence_log_ratio"] = pointer
-        given = objective().settings()._replace(**{name: chosen[name] for name in settings})
+        defaults = objective().settings()._replace(**{name: chosen[name] for name in settings})
         arguments: dict[str, Value] = {name: _kind(name) for name in objectives.objective_kernel.arg_names}
-        arguments |= {"numbers": tuple(chosen[n] for n in numbers), "settings": objectives.compiled_settings(given)}
+        arguments |= {"numbers": tuple(chosen[n] for n in numbers), "settings": objectives.compiled_settings(defaults)}
         arguments |= {"slopes": (pointer,) * len(objective.trained), **objectives.constants_of(objective)}
         optional = [n for n, choices in {**numbers, **settings}.items() if None in choices and chosen[n] is not None]
         named = [f.__name__ for n in settings if n in FUNCTIONS and isinstance(f := chosen[n], FunctionType)]
@@ -181,7 +185,7 @@ def _objective_variants(few: bool, objective: type[Objective]) -> Iterator[Varia
 
 
 def variants(capability: int, *, few: bool = False) -> Iterator[Variant]:
-    """Every kernel with every combination of switches that is ever launched on a GPU generation."""
+    """Yield every kernel with every combination of switches that runs on a GPU generation."""
     for switches in _switches(few, PER_ROW=(False, True), CAPPED=(False, True), ENTROPY=(False, True)):
         yield _fused_variant(switches, head.tile_for(capability))
     for variant in _row_variants(few):
@@ -200,7 +204,7 @@ def variants(capability: int, *, few: bool = False) -> Iterator[Variant]:
 
 
 def compile_variant(variant: Variant, capability: int) -> Report:
-    """Compile a variant for one chip and read the assembler's report."""
+    """Compile a variant for one chip and parse the report of the assembler."""
     signature, constants, aligned = {}, {}, {}
     for i, parameter in enumerate(variant.kernel.params):
         argument = variant.arguments[name := parameter.name]
@@ -211,7 +215,7 @@ def compile_variant(variant: Variant, capability: int) -> Report:
             path = (i,) if parts is None else (i, j)
             if kind == "constexpr":
                 constants[path] = x
-            # As Triton specialises at a launch: torch's memory is aligned, and so are rows of hidden states.
+            # Same rules as Triton at a launch: torch's memory is aligned, and rows of hidden states are aligned.
             elif _is_aligned(kind, parameter) and (variant.aligned or kind.startswith("*") or name == "features"):
                 aligned[path] = [["tt.divisibility", 16]]
     source = ASTSource(fn=variant.kernel, signature=signature, constexprs=constants, attrs=aligned)
@@ -228,36 +232,36 @@ def _is_aligned(kind: str, parameter: KernelParam) -> bool:
 
 
 def resource_usage(cubin: bytes) -> tuple[int, int]:
-    """(registers per thread, bytes of local memory per thread, where spills go) of a cubin."""
+    """Return (registers per thread, bytes of local memory per thread) of a cubin. Spills use local memory."""
     tool = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
     program = str(tool) if tool.exists() else shutil.which("cuobjdump")
     if program is None:
-        raise FileNotFoundError("cuobjdump is neither in Triton's package nor on PATH; install the CUDA toolkit")
+        raise FileNotFoundError("cuobjdump is missing in Triton's package and on PATH; install the CUDA toolkit")
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(cubin)
         file.flush()
         done = subprocess.run([program, "-res-usage", file.name], capture_output=True, text=True, check=True)
-    found = re.search(r"REG:(\d+) STACK:(\d+)", done.stdout + done.stderr)
-    if found is None:
-        raise ValueError(f"cuobjdump said nothing of registers: {done.stdout + done.stderr}")
-    return int(found[1]), int(found[2])
+    match = re.search(r"REG:(\d+) STACK:(\d+)", done.stdout + done.stderr)
+    if match is None:
+        raise ValueError(f"the output of cuobjdump has no register count: {done.stdout + done.stderr}")
+    return int(match[1]), int(match[2])
 
 
 def compile_all(capabilities: Sequence[int], jobs: int, *, few: bool = False) -> Iterator[Report]:
-    """Compile every variant for every chip, in worker processes."""
+    """Compile every variant for every chip in worker processes."""
     indices = [(c, few, i) for c in capabilities for i, _ in enumerate(variants(c, few=few))]
     with ProcessPoolExecutor(jobs, mp_context=get_context("spawn")) as pool:
         yield from pool.map(_compile_index, indices, chunksize=8)
 
 
 def _compile_index(what: tuple[int, bool, int]) -> Report:
-    """Compile a variant by its position in `variants`, as kernels cannot be pickled."""
+    """Compile a variant by its index in `variants`. Kernels cannot be pickled."""
     capability, few, index = what
     return compile_variant(next(itertools.islice(variants(capability, few=few), index, None)), capability)
 
 
 def main(arguments: list[str]) -> int:
-    """Compile for the given capabilities, by default for those of `CHIPS`."""
+    """Compile for the given capabilities, or for `CHIPS`."""
     capabilities = [int(a) for a in arguments if a != "--few"] or list(CHIPS)
     failed = 0
     for report in compile_all(capabilities, os.cpu_count() or 1, few="--few" in arguments):

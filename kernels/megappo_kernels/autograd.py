@@ -1,4 +1,4 @@
-"""Types of the `ctx` that torch gives to autograd functions; torch's own stubs know of one saved tensor only."""
+"""Types of the `ctx` argument of autograd functions. torch's own stubs support only one saved tensor."""
 
 from __future__ import annotations
 
@@ -10,20 +10,20 @@ Kept = TypeVar("Kept")
 
 
 class Context(Protocol):
-    """A function that keeps nothing but tensors from forward to backward."""
+    """Context of a function that saves only tensors from forward for backward."""
 
     @property
     def saved_tensors(self) -> tuple[Tensor, ...]:
-        """Tensors that forward saved, in its order; None in place of those that were None."""
+        """Tensors that forward saved, in the same order. Arguments that were None are None."""
 
     def save_for_backward(self, *tensors: Tensor | None) -> None:
-        """Keep inputs and results of forward."""
+        """Save inputs and results of forward."""
 
     def set_materialize_grads(self, value: bool) -> None:
-        """Whether backward gets zeros in place of gradients that nobody needs, instead of None."""
+        """Set whether backward receives zeros instead of None for unused gradients."""
 
 
 class ContextWith(Context, Protocol[Kept]):
-    """A function that keeps `kept` besides, which is no tensor."""
+    """Context of a function that also saves `kept`, which is not a tensor."""
 
     kept: Kept

@@ -1,4 +1,4 @@
-"""Chooses the implementation: Triton kernels on CUDA, plain torch everywhere else and for float64."""
+"""Selection of the implementation: Triton kernels on CUDA, torch on other devices and for float64."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ _forced: ContextVar[Backend | None] = ContextVar("forced_backend", default=None)
 
 @contextmanager
 def use_backend(name: Backend) -> Iterator[None]:
-    """Force one implementation whatever the device; Triton on a CPU needs TRITON_INTERPRET=1 before its first import.
+    """Force one implementation on all devices. Triton on a CPU requires TRITON_INTERPRET=1 before its first import.
 
-    Backward uses the same one as its forward. float64 is always computed by torch.
+    Backward uses the implementation of its forward. torch always computes float64.
     """
     if name not in ("torch", "triton"):
         raise ValueError(f"'{name}' is not a backend; choose torch or triton")
@@ -31,7 +31,7 @@ def use_backend(name: Backend) -> Iterator[None]:
 
 
 def runs_triton(tensor: Tensor) -> bool:
-    """Whether a call with this tensor uses the Triton kernels."""
+    """Return whether a call with this tensor uses the Triton kernels."""
     if tensor.dtype == torch.float64:
         return False
     forced = _forced.get()

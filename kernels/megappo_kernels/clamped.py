@@ -1,4 +1,4 @@
-"""The activation of gpt-oss' experts: SwiGLU with clamped inputs."""
+"""Activation of the experts of gpt-oss: SwiGLU with clamped inputs."""
 
 from __future__ import annotations
 
@@ -13,7 +13,8 @@ from megappo_kernels.autograd import ContextWith
 
 @dataclass(frozen=True)
 class ClampedSwiGLU:
-    """(up + 1) gate sigmoid(alpha gate), with the gate clamped to at most `limit` and up to [-limit, limit].
+    """Activation (up + 1) gate sigmoid(alpha gate), with the gate clamped to at most `limit` and up to [-limit,
+    limit].
 
     Source: openai/gpt-oss, gpt_oss/torch/model.py, `swiglu`.
     """
@@ -22,15 +23,16 @@ class ClampedSwiGLU:
     limit: float
 
     def __call__(self, gate_up: Tensor, weights: Tensor) -> Tensor:
-        """(R, 2F), gates beside ups, -> (R, F) times the (R,) weights, rounded once to the type of `gate_up`.
+        """Return the activation of (R, 2F) gates and ups side by side, times the (R,) weights: (R, F) in the dtype
+        of `gate_up`.
 
-        Backward recomputes all but the inputs; clamped values get no gradient. Raises ValueError for an odd number of
-        columns.
+        The result is rounded once. Backward saves only the inputs. Clamped values have no gradient. Raises
+        ValueError for an odd number of columns.
         """
         if gate_up.shape[-1] % 2:
-            raise ValueError(f"{gate_up.shape[-1]} columns are no gate and up side by side; give an even number")
-        found: Tensor = _Clamped.apply(gate_up, weights, self.alpha, self.limit)
-        return found
+            raise ValueError(f"{gate_up.shape[-1]} columns are no gate and up side by side; pass an even number")
+        output: Tensor = _Clamped.apply(gate_up, weights, self.alpha, self.limit)
+        return output
 
 
 def _wide(dtype: torch.dtype) -> torch.dtype:

@@ -1,12 +1,12 @@
 """Generalised advantage estimation (Schulman et al. 2016, eq. 16) over masked, padded or packed sequences.
 
-From the last token to the first, with m the mask, n the next value and g the running advantage:
+The recursion runs from the last token to the first. With m the mask, n the next value and g the running advantage:
 
     n' = (1-m) n + m v        g' = (1-m + m gamma lam) g + m gamma n + m (r - v)
 
-Masked tokens are skipped: values and rewards pass over them undecayed. With `borders`, gamma and lam are 1 except at
-borders, such as the end of a turn: the tokens between two borders are one step of time. A token is an affine map of (n,
-g), and affine maps compose, so the recursion is an associative scan.
+Masked tokens are skipped without decay of values and rewards. With `borders`, gamma and lam are 1 except at borders,
+such as the end of a turn. The tokens between two borders are then one time step. Each token is an affine map of (n,
+g). Compositions of affine maps are affine maps, so the recursion is an associative scan.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from torch import Tensor
 from megappo_kernels.backend import runs_triton
 
 _FEW_ROWS = 4096
-"""Up to this many concurrent rows it pays off to cut each row into pieces that advance together."""
+"""Maximum number of concurrent rows for which rows are cut into pieces. The pieces are processed concurrently."""
 
 
 def gae(
@@ -31,18 +31,19 @@ def gae(
     cu_seqlens: Tensor | None = None,
     borders: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Advantages (not whitened) and returns = advantages + values; both 0 where the mask is 0.
+    """Return advantages (not whitened) and returns = advantages + values. Both are 0 for masked tokens.
 
     Args:
-        rewards, values: float32 or float64; (B, T) padded, or (N,) packed sequences end to end.
-        mask: same shape, bool, or a number in [0, 1] for a token that counts in part.
+        rewards, values: float32 or float64; (B, T) padded, or (N,) packed sequences.
+        mask: same shape, bool, or numbers in [0, 1] for tokens with fractional weight.
         gamma: discount.
-        lam: trace decay; a number, or (B,) or (S,) one of each sequence.
-        bootstrap: (B,) or (S,) value of the state after each sequence's last token; default: 0, the sequence ended.
-        borders: the mask's shape, bool: the tokens after which gamma and lam apply; None: all.
-        cu_seqlens: (S + 1,) int64 starts of the packed sequences and N at the end; None: padded.
+        lam: trace decay; a number, or (B,) or (S,) with one number per sequence.
+        bootstrap: (B,) or (S,) value of the state after the last token of each sequence. None: 0, for terminated
+            sequences.
+        borders: bool, same shape as the mask: tokens after which gamma and lam apply. None: all tokens.
+        cu_seqlens: (S + 1,) int64 starts of the packed sequences, followed by N. None: padded sequences.
 
-    Raises ValueError for shapes that do not fit. Masked positions may hold anything.
+    Raises ValueError for inconsistent shapes. Masked positions may contain any value.
     """
     if rewards.shape != values.shape or mask.shape != values.shape:
         raise ValueError(
@@ -63,13 +64,13 @@ def gae(
         raise ValueError(f"lam has shape {tuple(lam.shape)}, must be a number or ({sequences},), one per sequence")
     valid = mask != 0
     rewards, values_clean = rewards.masked_fill(~valid, 0.0), values.masked_fill(~valid, 0.0)
-    given = (rewards, values_clean, mask, borders, gamma, lam, bootstrap.to(values.dtype))
+    arguments = (rewards, values_clean, mask, borders, gamma, lam, bootstrap.to(values.dtype))
     if runs_triton(values):
         from megappo_kernels.gpu.gae import launch_gae
 
-        advantages = launch_gae(*given, cu_seqlens)
+        advantages = launch_gae(*arguments, cu_seqlens)
     else:
-        advantages = _padded(*given) if cu_seqlens is None else _packed(*given, cu_seqlens)
+        advantages = _padded(*arguments) if cu_seqlens is None else _packed(*arguments, cu_seqlens)
     advantages = advantages.masked_fill_(~valid, 0.0)
     return advantages, advantages + values_clean
 
@@ -84,7 +85,7 @@ def _packed(
     bootstrap_S: Tensor,
     cu_seqlens: Tensor,
 ) -> Tensor:
-    """GAE of packed sequences: unpack to (S, longest), left-aligned, and pack the result again."""
+    """Compute GAE of packed sequences: pad to (S, longest sequence), left-aligned, and pack the result."""
     lengths_S = cu_seqlens.diff()
     if not len(lengths_S) or not len(values_N):
         return torch.zeros_like(values_N)
@@ -129,7 +130,8 @@ def _steps(
     decay: Tensor,
     bootstrap_B: Tensor,
 ) -> Tensor:
-    """The recursion for fractional masks, step by step; in (T, B) layout, so that each step reads contiguous memory.
+    """Run the recursion for fractional masks step by step. The (T, B) layout makes the memory of each step
+    contiguous.
 
     `discount`: a number, or (B, T); `decay`: (B,) or (T, B).
     """
@@ -148,11 +150,11 @@ def _steps(
 
 
 def _next_values(values_BT: Tensor, mask_BT: Tensor, bootstrap_B: Tensor) -> Tensor:
-    """The value of the next valid token after each position, or the bootstrap value."""
+    """Return the value of the next valid token after each position, or the bootstrap value."""
     rows, length = values_BT.shape
     extended = torch.cat([values_BT, bootstrap_B[:, None]], dim=1)
     positions_T = torch.arange(1, length, device=values_BT.device, dtype=torch.int32)
-    # Position t looks from t + 1 on; reversed, the nearest valid position is a running minimum.
+    # Position t searches from t + 1. In reversed order, the nearest valid position is a running minimum.
     valid_from = torch.full((rows, length), length, device=values_BT.device, dtype=torch.int32)
     valid_from[:, :-1] = torch.where(mask_BT[:, 1:], positions_T, length)
     nearest = valid_from.flip(1).cummin(1).values.flip(1)
@@ -160,10 +162,11 @@ def _next_values(values_BT: Tensor, mask_BT: Tensor, bootstrap_B: Tensor) -> Ten
 
 
 def _decayed_sums(deltas_BT: Tensor, mask_BT: Tensor, decay_B: Tensor) -> Tensor:
-    """g_t = (decay where the mask is True, else 1) * g_{t+1} + delta_t, from the right.
+    """Compute g_t = (decay where the mask is True, else 1) * g_{t+1} + delta_t, from the right.
 
-    Rows are cut into pieces of about sqrt(T) tokens. All pieces advance together, one token at a time. Then carries are
-    passed from piece to piece, and each position receives its piece's carry times the decay of the tokens in between.
+    Rows are cut into pieces of about sqrt(T) tokens. All pieces are processed concurrently, one token at a time.
+    Carries are then passed from piece to piece. Each position adds the carry of its piece times the decay of the
+    tokens in between.
     """
     rows, length = deltas_BT.shape
     piece = max(1, round(length**0.5)) if rows <= _FEW_ROWS else length
@@ -172,13 +175,13 @@ def _decayed_sums(deltas_BT: Tensor, mask_BT: Tensor, decay_B: Tensor) -> Tensor
     if missing:
         deltas_BT = torch.nn.functional.pad(deltas_BT, (0, missing))
         mask_BT = torch.nn.functional.pad(mask_BT, (0, missing))
-    # (piece, pieces, B): a step of all pieces is contiguous.
+    # (piece, pieces, B): the memory of a step over all pieces is contiguous.
     sums_LKB = deltas_BT.view(rows, pieces, piece).permute(2, 1, 0).contiguous()
     mask_LKB = mask_BT.view(rows, pieces, piece).permute(2, 1, 0).contiguous()
     factors_LKB = torch.where(mask_LKB, decay_B, 1.0)
     for i in range(piece - 2, -1, -1):
         sums_LKB[i].addcmul_(factors_LKB[i], sums_LKB[i + 1])
-        # From here on: the decay from this token to the end of its piece.
+        # In the next loop, the factor becomes the decay from this token to the end of its piece.
     if pieces > 1:
         for i in range(piece - 2, -1, -1):
             factors_LKB[i].mul_(factors_LKB[i + 1])

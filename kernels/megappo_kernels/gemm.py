@@ -1,5 +1,4 @@
-"""Matrix products around the output layer, with float32 sums wherever torch provides them, and the widths that torch's
-grouped product of experts takes.
+"""Matrix products of the output layer with float32 sums, and the check for torch's grouped product of experts.
 
 Shape legend: C rows of a block, H hidden size, W columns (vocabulary rows) of a slice.
 """
@@ -13,30 +12,29 @@ import torch
 from torch import Tensor
 
 MIN_ROWS = 16
-"""Fewest rows of a product. With fewer, a CPU's GEMM uses other kernels, whose sums differ in the last bit from those
-of a larger batch."""
-# Rows and columns that are converted to float32 at a time, so that the copies stay small.
+"""Minimum rows of a product. With fewer rows, a CPU's GEMM uses other kernels with other rounding in the last bit."""
+# Number of rows and columns that are converted to float32 at a time. A limit keeps the copies small.
 _WIDENED = 4096
 _ROUNDED = 1024
-"""Rows of a product that stay in a CPU's caches until they are added."""
+"""Rows of a product that remain in a CPU's caches until they are added."""
 
 
-# What torch's `grouped_mm` accepts in forward and backward: these types, and rows of whole 16 bytes.
+# Supported dtypes and row alignment (bytes) of torch's `grouped_mm` in forward and backward.
 _GROUPED_TYPES = (torch.bfloat16, torch.float32)
 _GROUPED_ROW_BYTES = 16
 
 
 def takes_grouped(dtype: torch.dtype, *widths: int) -> bool:
-    """Whether the grouped product of torch accepts matrices of these widths, in forward and backward."""
+    """Return whether torch's grouped product accepts matrices of these widths, in forward and backward."""
     return dtype in _GROUPED_TYPES and all(width * dtype.itemsize % _GROUPED_ROW_BYTES == 0 for width in widths)
 
 
 class LogitsGemm:
-    """float32 logits of one block of rows against slices of the output matrix, in reused buffers.
+    """float32 logits of one block of rows and slices of the output matrix, in reused buffers.
 
-    With bfloat16 inputs on a CPU, torch's GEMM returns bfloat16. `exact` then multiplies in float32 (products of
-    bfloat16 numbers are exact there); without it the logits are rounded, at about 2.4 times the speed where the CPU has
-    bfloat16 instructions. On CUDA the float32 accumulators are returned unrounded.
+    With bfloat16 inputs on a CPU, torch's GEMM returns bfloat16. With `exact`, the product is computed in float32,
+    where products of bfloat16 numbers are exact. Without `exact`, the logits are rounded, at about 2.4 times the
+    speed on a CPU with bfloat16 instructions. On CUDA, the float32 accumulators are returned without rounding.
     """
 
     def __init__(self, hidden_CH: Tensor, columns: int, *, exact: bool) -> None:
@@ -54,7 +52,7 @@ class LogitsGemm:
         self._wide = torch.empty(columns if self._widens else 0, hidden_CH.shape[1], dtype=torch.float32, device=device)
 
     def into(self, weight_WH: Tensor, out_CW: Tensor) -> Tensor:
-        """Write the logits to `out_CW`, which has `padded_rows` rows; returns it."""
+        """Write the logits to `out_CW`, which has `padded_rows` rows. Returns `out_CW`."""
         if self._widens:
             wide_WH = self._wide[: len(weight_WH)].copy_(weight_WH)
             with bf16_valued_inputs():
@@ -67,7 +65,7 @@ class LogitsGemm:
         return torch.mm(self._hidden_CH, weight_WH.T, out=out_CW)
 
     def __call__(self, weight_WH: Tensor) -> Tensor:
-        """(C, W) logits; valid until the next call."""
+        """Return (C, W) logits in a buffer that the next call overwrites."""
         if not len(self._buffer):
             self._buffer = torch.empty(self._size, dtype=self._dtype, device=weight_WH.device)
         shape = (self.padded_rows, len(weight_WH))
@@ -76,22 +74,23 @@ class LogitsGemm:
 
 @contextmanager
 def bf16_valued_inputs() -> Iterator[None]:
-    """Let oneDNN read float32 matrices as bfloat16: exact where they hold bfloat16 values, fast with AMX."""
+    """Allow oneDNN to read float32 matrices as bfloat16. The products are exact for bfloat16 values, and fast with
+    AMX."""
     setting = torch.backends.mkldnn.matmul  # type: ignore[attr-defined]
-    before = setting.fp32_precision
+    previous = setting.fp32_precision
     setting.fp32_precision = "bf16"
     try:
         yield
     finally:
-        setting.fp32_precision = before
+        setting.fp32_precision = previous
 
 
 def add_product(total: Tensor, left: Tensor, right: Tensor, *, rounds: bool = False) -> None:
-    """total += left @ right, with every product and sum in the precision of `total`.
+    """Add left @ right to `total`, with all products and sums in the precision of `total`.
 
-    `rounds` lets a CPU round the product of bfloat16 matrices to bfloat16 before it is added, in a half to a quarter of
-    the time. It is meant for results that are rounded in any case: the gradient of a weight, as in every other layer,
-    or the only product of a sum that is returned in bfloat16.
+    With `rounds`, a CPU rounds the product of bfloat16 matrices to bfloat16 before the addition, which takes a
+    quarter to half of the time. Use `rounds` for results that are rounded anyway. Examples are the gradient of a
+    weight, as in every other layer, and a sum with a single product that is returned in bfloat16.
     """
     if left.dtype == total.dtype:
         total.addmm_(left, right)
@@ -108,5 +107,5 @@ def add_product(total: Tensor, left: Tensor, right: Tensor, *, rounds: bool = Fa
 
 
 def _blocks(n: int) -> list[slice]:
-    """Slices of 0:n whose float32 copies stay small."""
+    """Return slices of 0:n. Their float32 copies are small."""
     return [slice(start, start + _WIDENED) for start in range(0, n, _WIDENED)]

@@ -1,8 +1,8 @@
-"""Operations of a transformer layer between its matrices: SwiGLU, rotation of queries and keys, and RMSNorm.
+"""Operations of a transformer layer between matrix products: SwiGLU, rotation of queries and keys, and RMSNorm.
 
-With Triton the first two are one kernel forward and one backward, and keep only their operands; elsewhere they are
-torch's operations. On a CPU, backward is written out where autograd would pass over memory more often. Shape legend: T
-tokens, F features, H heads, D channels of a head.
+With Triton, SwiGLU and the rotation use one kernel in forward and one in backward, and save only their operands.
+Other devices use torch's operations. On a CPU, custom backward passes read and write memory less often than
+autograd. Shape legend: T tokens, F features, H heads, D channels of a head.
 """
 
 from __future__ import annotations
@@ -18,25 +18,26 @@ from megappo_kernels.backend import runs_triton
 
 
 def swiglu(gate_up: Tensor, weights: Tensor | None = None) -> Tensor:
-    """(..., 2F) -> (..., F): silu of the first half times the second, times the weights (...) where they are given.
+    """Return silu of the first half times the second half: (..., 2F) -> (..., F). Optional weights (...) multiply
+    the rows.
 
-    The result has the type of `gate_up`, whatever the weights' type; Triton computes in float32. Source: Shazeer 2020,
-    "GLU Variants Improve Transformer" (arXiv:2002.05202), equation 6.
+    The result has the dtype of `gate_up` for every dtype of the weights. Triton computes in float32. Source: Shazeer
+    2020, "GLU Variants Improve Transformer" (arXiv:2002.05202), equation 6.
     """
     if gate_up.shape[-1] % 2:
-        raise ValueError(f"{gate_up.shape[-1]} columns are no gate and up side by side; give an even number of them")
+        raise ValueError(f"{gate_up.shape[-1]} columns are no gate and up side by side; pass an even number of columns")
     if weights is not None and weights.shape != gate_up.shape[:-1]:
         raise ValueError(f"weights are {tuple(weights.shape)}, must be one for each row, {tuple(gate_up.shape[:-1])}")
     if runs_triton(gate_up):
-        found: Tensor = _SwiGLU.apply(gate_up, weights)
-        return found
+        output: Tensor = _SwiGLU.apply(gate_up, weights)
+        return output
     product: Tensor = _TorchSwiGLU.apply(gate_up)
     return product if weights is None else (product * weights.unsqueeze(-1)).to(product.dtype)
 
 
 class _TorchSwiGLU(torch.autograd.Function):
-    """SwiGLU by torch's operations, equal to autograd's to the last bit, with gradients written directly to their
-    places."""
+    """SwiGLU by torch's operations, bitwise equal to autograd's SwiGLU. Gradients are written directly to the output
+    buffer."""
 
     @staticmethod
     def forward(ctx: Context, gate_up: Tensor) -> Tensor:
@@ -49,11 +50,11 @@ class _TorchSwiGLU(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Context, grad: Tensor) -> Tensor:
         gate_up, opened = ctx.saved_tensors
-        found = torch.empty_like(gate_up)
-        (gate, up), (of_gate, of_up) = gate_up.chunk(2, dim=-1), found.chunk(2, dim=-1)
+        grad_gate_up = torch.empty_like(gate_up)
+        (gate, up), (of_gate, of_up) = gate_up.chunk(2, dim=-1), grad_gate_up.chunk(2, dim=-1)
         torch.mul(grad, opened, out=of_up)
         torch.ops.aten.silu_backward(grad * up, gate, grad_input=of_gate)
-        return found
+        return grad_gate_up
 
 
 class _SwiGLU(torch.autograd.Function):
@@ -84,17 +85,17 @@ class _SwiGLU(torch.autograd.Function):
 
 
 def rotate_pairs(x_THD: Tensor, cosine_T1D: Tensor, sine_T1D: Tensor) -> Tensor:
-    """Rotate each pair of channels i and i + D/2 by its token's angles. The second half of cosines and sines repeats
-    the first.
+    """Rotate each pair of channels i and i + D/2 by the angles of its token. The second half of cosines and sines
+    repeats the first half.
 
-    The result has the type of `x`; it is computed in float32 where either is float32, so that angles need not be
-    rounded to bfloat16.
+    The result has the dtype of `x`. If one operand is float32, the rotation is computed in float32, so that angles
+    are not rounded to bfloat16.
 
-    Source: Su et al. 2021, "RoFormer" (arXiv:2104.09864), equation 34, with the pairs of GPT-NeoX.
+    Source: Su et al. 2021, "RoFormer" (arXiv:2104.09864), equation 34, with the channel pairs of GPT-NeoX.
     """
     if runs_triton(x_THD):
-        found: Tensor = _Rotation.apply(x_THD, cosine_T1D, sine_T1D)
-        return found
+        output: Tensor = _Rotation.apply(x_THD, cosine_T1D, sine_T1D)
+        return output
     if x_THD.dtype != cosine_T1D.dtype:
         turned: Tensor = _TorchRotation.apply(x_THD, cosine_T1D, sine_T1D)
         return turned
@@ -103,7 +104,7 @@ def rotate_pairs(x_THD: Tensor, cosine_T1D: Tensor, sine_T1D: Tensor) -> Tensor:
 
 
 class _TorchRotation(torch.autograd.Function):
-    """Rotation computed in the type of the angles and rounded once, to the type of `x`."""
+    """Rotation in the dtype of the angles, with one rounding to the dtype of `x`."""
 
     @staticmethod
     def forward(ctx: Context, x_THD: Tensor, cosine_T1D: Tensor, sine_T1D: Tensor) -> Tensor:
@@ -118,12 +119,12 @@ class _TorchRotation(torch.autograd.Function):
 
 
 def _turned_by_torch(x_THD: Tensor, cosine_T1D: Tensor, sine_T1D: Tensor) -> Tensor:
-    found = torch.empty(x_THD.shape, dtype=x_THD.dtype, device=x_THD.device)
-    (first, second), (of_first, of_second) = x_THD.chunk(2, dim=-1), found.chunk(2, dim=-1)
+    output = torch.empty(x_THD.shape, dtype=x_THD.dtype, device=x_THD.device)
+    (first, second), (of_first, of_second) = x_THD.chunk(2, dim=-1), output.chunk(2, dim=-1)
     cosine, sine = cosine_T1D.chunk(2, dim=-1)[0], sine_T1D.chunk(2, dim=-1)[0]
     of_first.copy_(torch.addcmul(first * cosine, second, -sine))
     of_second.copy_(torch.addcmul(second * cosine, first, sine))
-    return found
+    return output
 
 
 class _Rotation(torch.autograd.Function):
@@ -147,20 +148,20 @@ def _turned(x_THD: Tensor, cosine_T1D: Tensor, sine_T1D: Tensor, *, back: bool) 
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """(..., F): each row divided by the root of (its mean square + eps), times the (F,) weight; of the type of `x`.
+    """Divide each row of (..., F) by the root of (its mean square + eps), and multiply by the (F,) weight.
 
-    As in torch, it is computed in float32 and rounded once at the end; in bfloat16 on a CPU in half of torch's time
-    (benchmarks/results/2026-11-24-update-cpu.md). Source: Zhang and Sennrich 2019, "Root Mean Square Layer
-    Normalization" (arXiv:1910.07467), equation 4.
+    The result has the dtype of `x`. As in torch, the norm is computed in float32 and rounded once. For bfloat16 on a
+    CPU the function takes half of torch's time (benchmarks/results/2026-11-24-update-cpu.md). Source: Zhang and
+    Sennrich 2019, "Root Mean Square Layer Normalization" (arXiv:1910.07467), equation 4.
     """
     if x.is_cuda or x.dtype != torch.bfloat16 or weight.dtype != torch.bfloat16:
         return functional.rms_norm(x, weight.shape, weight, eps)
-    found: Tensor = _RMSNorm.apply(x, weight, eps)
-    return found
+    output: Tensor = _RMSNorm.apply(x, weight, eps)
+    return output
 
 
 class _RMSNorm(torch.autograd.Function):
-    """RMSNorm that converts each operand to float32 once and then works in place."""
+    """RMSNorm that converts each operand to float32 once and then computes in place."""
 
     @staticmethod
     def forward(ctx: Context, x: Tensor, weight: Tensor, eps: float) -> Tensor:

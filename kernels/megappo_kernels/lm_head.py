@@ -1,8 +1,8 @@
-"""Log-probabilities and entropies directly from hidden states, vocabulary-parallel, without the (T, V) logits.
+"""Log-probabilities and entropies directly from hidden states, vocabulary-parallel, without (T, V) logits.
 
-Forward processes blocks of rows and fixed slices of the vocabulary, so a row's result does not depend on the other
-rows. Backward recomputes the logits a slice at a time: each slice's weight gradient is then complete, and only the
-gradient of the hidden states is summed over slices, in float32. See `rows` for the formulas.
+Forward processes blocks of rows and fixed slices of the vocabulary, so the result of a row does not depend on other
+rows. Backward recomputes the logits slice by slice. The weight gradient of a slice is complete after one step. Only
+the gradient of the hidden states is a sum over slices, in float32. The formulas are in `rows`.
 """
 
 from __future__ import annotations
@@ -27,25 +27,25 @@ from megappo_kernels.rows import (
 )
 from megappo_kernels.softmax import logits_gradient, update_statistics
 
-# Most bytes of a slice's logits and gradients in backward: 6 bytes a number, float32 and bfloat16.
+# Limit on the bytes of a slice's logits and gradients in backward: 6 bytes per number (float32 and bfloat16).
 _BACKWARD_BYTES = 512 * 2**20
 
 
 @dataclass(frozen=True)
 class HeadShard:
-    """This rank's part of the vocabulary, and how its logits are computed."""
+    """This rank's part of the vocabulary, with the options of its logits."""
 
     group: dist.ProcessGroup | None
-    """Ranks that share the vocabulary; None: this rank has all of it."""
+    """Ranks that share the vocabulary. None: this rank has the whole vocabulary."""
     first: int
     """Token id of the first row of this rank's weight."""
-    here: int
-    """Rows of this rank's weight that are tokens, not padding."""
+    valid_rows: int
+    """Rows of this rank's weight without padding."""
     scaling: Scaling
     exact: bool
     triton: bool
     exclusion: Exclusion | None = None
-    """Tokens that some rows exclude; None: all rows are over the whole vocabulary."""
+    """Excluded tokens of some rows. None: all rows use the whole vocabulary."""
 
     @staticmethod
     def of(
@@ -60,24 +60,24 @@ class HeadShard:
         exact: bool,
         exclusion: Exclusion | None,
     ) -> HeadShard:
-        """The shard that arguments of `linear_logprob` describe; raises ValueError where they do not fit together."""
+        """Return the shard for arguments of `linear_logprob`. Raises ValueError for inconsistent arguments."""
         if hidden_TH.dtype != weight_VH.dtype:
             raise ValueError(f"hidden is {hidden_TH.dtype} and weight {weight_VH.dtype}, must be one type; cast one")
         if hidden_TH.shape != (len(labels_T), weight_VH.shape[1]):
-            wanted = (len(labels_T), weight_VH.shape[1])
-            raise ValueError(f"hidden has shape {tuple(hidden_TH.shape)}, must be {wanted} by labels and weight")
-        group, first, here = vocabulary_range(len(weight_VH), tp_group, valid_vocab)
+            shape = (len(labels_T), weight_VH.shape[1])
+            raise ValueError(f"hidden has shape {tuple(hidden_TH.shape)}, must be {shape} by labels and weight")
+        group, first, valid_rows = vocabulary_range(len(weight_VH), tp_group, valid_vocab)
         scaling = Scaling.of(temperature, softcap, len(labels_T), hidden_TH)
         excluded = None if exclusion is None else exclusion.of_labels(labels_T)
-        return HeadShard(group, first, here, scaling, exact, runs_triton(hidden_TH), excluded)
+        return HeadShard(group, first, valid_rows, scaling, exact, runs_triton(hidden_TH), excluded)
 
     def compacted(self, rows: slice | Tensor) -> HeadShard:
-        """This shard for some of the T rows of hidden states."""
+        """Return the shard for some of the T rows of hidden states."""
         exclusion = None if self.exclusion is None else self.exclusion.of_rows(rows)
         return replace(self, scaling=self.scaling.of_rows(rows), exclusion=exclusion)
 
     def exclude_(self, logits_CW: Tensor, column: int) -> None:
-        """Overwrite the logits of excluded tokens; `column`: of this rank's weight, the first one of the logits."""
+        """Overwrite the logits of excluded tokens. `column`: first column of the logits, in this rank's vocabulary."""
         if self.exclusion is not None:
             self.exclusion.apply_(logits_CW, self.first + column)
 
@@ -85,7 +85,7 @@ class HeadShard:
 def vocabulary_range(
     rows: int, group: dist.ProcessGroup | None, valid_vocab: int | None
 ) -> tuple[dist.ProcessGroup | None, int, int]:
-    """(group or None for a single rank, first token id of this rank, its rows without padding)."""
+    """Return (group or None for a single rank, first token id of this rank, rows of this rank without padding)."""
     world = dist.get_world_size(group) if group is not None else 1
     rank = dist.get_rank(group) if group is not None else 0
     total = valid_vocab if valid_vocab is not None else world * rows
@@ -108,28 +108,29 @@ def linear_logprob(
     exact_logits: bool = True,
     exclusion: Exclusion | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Log-probability of each label under softmax(cap(hidden @ weight.T) / temperature), and the row's entropy.
+    """Compute the log-probability of each label under softmax(cap(hidden @ weight.T) / temperature), and the
+    entropies.
 
     Args:
         hidden_TH: rows, float32, bfloat16 or float64, the same on every rank of `tp_group`.
         weight_VH: this rank's contiguous rows of the output matrix, same dtype.
         labels_T: int64 token ids of the whole vocabulary, below `valid_vocab`.
-        temperature: divides the logits, > 0; a number or (T,).
-        tp_group: ranks that share the vocabulary, in order; None: all of it is here.
-        valid_vocab: size of the vocabulary without padding; padded rows take no part and get a zero gradient.
+        temperature: divisor of the logits, > 0; a number or (T,).
+        tp_group: ranks that share the vocabulary, in order. None: this rank has the whole vocabulary.
+        valid_vocab: size of the vocabulary without padding. Padded rows are ignored and have zero gradients.
         softcap: logits become softcap * tanh(logits / softcap) before the temperature.
         entropy: whether to compute the entropy; zeros otherwise.
-        sequence_parallel: whether the caller sums the gradient of `hidden_TH` over `tp_group` itself (a
-            reduce-scatter behind a gather); otherwise it is all-reduced here, in float32.
-        exact_logits: float32 logits from bfloat16 inputs. False lets a CPU round them to bfloat16 (up to 2^-8 of a
-            logit) for the speed of its bfloat16 GEMM; on CUDA they are exact either way.
-        exclusion: tokens that the distributions of some rows exclude, except rows with such a label.
+        sequence_parallel: whether the caller sums the gradient of `hidden_TH` over `tp_group` (a reduce-scatter after
+            a gather). Otherwise this function all-reduces the gradient in float32.
+        exact_logits: whether logits of bfloat16 inputs are float32. If false, a CPU rounds the logits to bfloat16
+            (error up to 2^-8 of a logit) and uses its faster bfloat16 GEMM. On CUDA, logits are always exact.
+        exclusion: tokens that the distributions of some rows exclude. Rows with an excluded label do not exclude.
 
     Returns:
         logprob_T <= 0 and entropy_T in nats, float32 (float64 for float64 inputs), differentiable in `hidden_TH` and
         `weight_VH`.
 
-    Raises ValueError for shapes, types or options that do not fit.
+    Raises ValueError for inconsistent shapes, types or options.
     """
     shard = HeadShard.of(
         hidden_TH,
@@ -148,13 +149,15 @@ def linear_logprob(
 def head_statistics(
     hidden_TH: Tensor, weight_VH: Tensor, local_labels_T: Tensor, shard: HeadShard, *, entropy: bool
 ) -> Tensor:
-    """(4, T) statistics of this rank's part of the vocabulary, in one pass over the weight per block of rows."""
+    """Return (4, T) statistics of this rank's part of the vocabulary. Each block of rows reads the weight once."""
     if shard.triton:
         from megappo_kernels.gpu.head import can_fuse, launch_fused
 
-        if shard.here and can_fuse(hidden_TH, weight_VH):
-            stats_4T = launch_fused(hidden_TH, weight_VH[: shard.here], local_labels_T, shard.scaling, entropy=entropy)
-            if shard.exclusion is not None:  # the fused kernel stores no logits that could be overwritten
+        if shard.valid_rows and can_fuse(hidden_TH, weight_VH):
+            stats_4T = launch_fused(
+                hidden_TH, weight_VH[: shard.valid_rows], local_labels_T, shard.scaling, entropy=entropy
+            )
+            if shard.exclusion is not None:  # the fused kernel stores no logits to overwrite
                 rows_N = torch.nonzero(shard.exclusion.rows_T).squeeze(1)
                 some = (hidden_TH[rows_N], weight_VH, local_labels_T[rows_N], shard.compacted(rows_N))
                 stats_4T[:, rows_N] = _unfused_statistics(*some, entropy=entropy)
@@ -165,16 +168,16 @@ def head_statistics(
 def _unfused_statistics(
     hidden_TH: Tensor, weight_VH: Tensor, local_labels_T: Tensor, shard: HeadShard, *, entropy: bool
 ) -> Tensor:
-    """`head_statistics` by way of the logits of a block of rows and a slice of columns."""
+    """Compute `head_statistics` from stored logits, by blocks of rows and slices of columns."""
     stats_4T = empty_statistics(len(local_labels_T), hidden_TH)
     block, width = BLOCK[hidden_TH.device.type]
-    width = min(width, max(1, shard.here))
+    width = min(width, max(1, shard.valid_rows))
     for start in range(0, len(local_labels_T), block):
         rows = slice(start, start + block)
         gemm = LogitsGemm(hidden_TH[rows], width, exact=shard.exact)
         stats_4C, labels_C, of_rows = stats_4T[:, rows], local_labels_T[rows], shard.compacted(rows)
-        for first in range(0, shard.here, width):
-            logits_CW = gemm(weight_VH[first : min(first + width, shard.here)])
+        for first in range(0, shard.valid_rows, width):
+            logits_CW = gemm(weight_VH[first : min(first + width, shard.valid_rows)])
             of_rows.exclude_(logits_CW, first)
             scaling = of_rows.scaling
             update_statistics(stats_4C, logits_CW, labels_C - first, scaling, entropy=entropy, triton=shard.triton)
@@ -207,7 +210,7 @@ class _LinearLogprob(torch.autograd.Function):
             return (None,) * 6
         hidden_TH, weight_VH, local_labels_T, stats_4T = ctx.saved_tensors
         gradients_T = RowGradients.of(stats_4T, grad_logprob_T, grad_entropy_T)
-        # Rows without an upstream gradient are skipped: clipped tokens cost nothing.
+        # Rows without an upstream gradient are skipped, so clipped tokens cost nothing.
         counts_T = (gradients_T.logprob_C != 0) | (0 if grad_entropy_T is None else grad_entropy_T != 0)
         rows_N = torch.nonzero(counts_T).squeeze(1)
         gradients = gradients_T.of_rows(rows_N)
@@ -223,17 +226,17 @@ class _LinearLogprob(torch.autograd.Function):
 def _recomputed_gradients(
     hidden_NH: Tensor, weight_VH: Tensor, labels_N: Tensor, gradients: RowGradients, shard: HeadShard
 ) -> tuple[Tensor, Tensor]:
-    """(gradient of the hidden rows in float32 or float64, gradient of the weight in its own type)."""
+    """Return (gradient of the hidden rows in float32 or float64, gradient of the weight in the weight's dtype)."""
     n = len(hidden_NH)
     grad_hidden_NH = torch.zeros(hidden_NH.shape, dtype=gradients.max_C.dtype, device=hidden_NH.device)
     grad_weight_VH = torch.zeros_like(weight_VH)
-    if not (n and shard.here):
+    if not (n and shard.valid_rows):
         return grad_hidden_NH, grad_weight_VH
-    width = min(BLOCK[hidden_NH.device.type][1], shard.here, max(256, _BACKWARD_BYTES // (6 * n) // 256 * 256))
+    width = min(BLOCK[hidden_NH.device.type][1], shard.valid_rows, max(256, _BACKWARD_BYTES // (6 * n) // 256 * 256))
     gemm = LogitsGemm(hidden_NH, width, exact=shard.exact)
     low = torch.empty(n * width, dtype=weight_VH.dtype, device=weight_VH.device)
-    for first in range(0, shard.here, width):
-        columns = slice(first, min(first + width, shard.here))
+    for first in range(0, shard.valid_rows, width):
+        columns = slice(first, min(first + width, shard.valid_rows))
         logits_NW = gemm(weight_VH[columns])
         shard.exclude_(logits_NW, first)
         out_NW = logits_NW if low.dtype == logits_NW.dtype else low[: logits_NW.numel()].view(logits_NW.shape)

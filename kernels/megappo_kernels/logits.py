@@ -1,6 +1,7 @@
 """Log-probabilities and entropies from existing vocabulary-parallel logits.
 
-Forward reads the logits once. Backward overwrites them with their gradient, so a training step holds one copy of them.
+Forward reads the logits once. Backward overwrites the logits with their gradient, so a training step stores only one
+copy.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from megappo_kernels.lm_head import HeadShard, vocabulary_range
 from megappo_kernels.rows import RowGradients, Scaling, empty_statistics, logprob_and_entropy, merge_statistics
 from megappo_kernels.softmax import logits_gradient, update_statistics
 
-# Float32 bytes of the rows that a CPU processes at a time; its two scratch buffers have this size.
+# float32 bytes of the rows that a CPU processes at a time. Each of two scratch buffers has this size.
 _CPU_BLOCK_BYTES = 4 * 2**20
 
 
@@ -30,30 +31,31 @@ def logits_logprob(
     entropy: bool = True,
     inplace_backward: bool = True,
 ) -> tuple[Tensor, Tensor]:
-    """Log-probability of each label under softmax(cap(logits) / temperature), and the row's entropy.
+    """Compute the log-probability of each label under softmax(cap(logits) / temperature), and the entropy of each
+    row.
 
     Args:
-        logits_TV: this rank's columns of the logits, float32, bfloat16, float16 or float64; read, never written, in
-            forward.
+        logits_TV: this rank's columns of the logits, float32, bfloat16, float16 or float64. Forward does not change
+            the logits.
         labels_T: int64 token ids of the whole vocabulary, below `valid_vocab`.
-        temperature: divides the logits, > 0; a number or (T,).
-        tp_group: ranks that share the vocabulary, in order; None: all of it is here.
-        valid_vocab: size of the vocabulary without padding; padded columns take no part.
+        temperature: divisor of the logits, > 0; a number or (T,).
+        tp_group: ranks that share the vocabulary, in order. None: this rank has the whole vocabulary.
+        valid_vocab: size of the vocabulary without padding. Padded columns are ignored.
         softcap: logits become softcap * tanh(logits / softcap) before the temperature.
         entropy: whether to compute the entropy; zeros otherwise.
-        inplace_backward: whether backward puts the gradient where the logits are. Using the logits after that is an
-            error that autograd reports. A leaf is never overwritten.
+        inplace_backward: whether backward overwrites the logits with the gradient. Autograd reports an error if the
+            logits are used afterwards. A leaf is never overwritten.
 
     Returns:
         logprob_T <= 0 and entropy_T in nats, float32 (float64 for float64 logits), differentiable in `logits_TV`.
 
-    Raises ValueError for shapes or options that do not fit.
+    Raises ValueError for inconsistent shapes or options.
     """
     if logits_TV.shape[:-1] != labels_T.shape or labels_T.dim() != 1:
         raise ValueError(f"logits are {tuple(logits_TV.shape)} and labels {tuple(labels_T.shape)}; pass (T, V), (T,)")
-    group, first, here = vocabulary_range(logits_TV.shape[1], tp_group, valid_vocab)
+    group, first, valid_rows = vocabulary_range(logits_TV.shape[1], tp_group, valid_vocab)
     scaling = Scaling.of(temperature, softcap, len(labels_T), logits_TV)
-    shard = HeadShard(group, first, here, scaling, exact=True, triton=runs_triton(logits_TV))
+    shard = HeadShard(group, first, valid_rows, scaling, exact=True, triton=runs_triton(logits_TV))
     inplace = inplace_backward and not logits_TV.is_leaf
     return _LogitsLogprob.apply(logits_TV, labels_T - first, shard, entropy, inplace)
 
@@ -75,11 +77,11 @@ class _LogitsLogprob(torch.autograd.Function):
         inplace: bool,
     ) -> tuple[Tensor, Tensor]:
         stats_4T = empty_statistics(len(local_labels_T), logits_TV)
-        blocks = _blocks(logits_TV, shard.triton) if shard.here else []
-        size = 0 if shard.triton or not blocks else (blocks[0].stop - blocks[0].start) * shard.here
+        blocks = _blocks(logits_TV, shard.triton) if shard.valid_rows else []
+        size = 0 if shard.triton or not blocks else (blocks[0].stop - blocks[0].start) * shard.valid_rows
         scratch = (stats_4T.new_empty(size), stats_4T.new_empty(size))
         for rows in blocks:
-            block_CV, labels_C = logits_TV[rows, : shard.here], local_labels_T[rows]
+            block_CV, labels_C = logits_TV[rows, : shard.valid_rows], local_labels_T[rows]
             scaling = shard.scaling.of_rows(rows)
             update_statistics(
                 stats_4T[:, rows], block_CV, labels_C, scaling, entropy=entropy, scratch=scratch, triton=shard.triton
@@ -100,10 +102,10 @@ class _LogitsLogprob(torch.autograd.Function):
 
         out_TV = logits_TV if inplace else torch.empty_like(logits_TV)
         gradients = RowGradients.of(stats_4T, grad_logprob_T, grad_entropy_T)
-        for rows in _blocks(logits_TV, shard.triton) if shard.here else []:
-            block_CV, out_CV = logits_TV[rows, : shard.here], out_TV[rows, : shard.here]
+        for rows in _blocks(logits_TV, shard.triton) if shard.valid_rows else []:
+            block_CV, out_CV = logits_TV[rows, : shard.valid_rows], out_TV[rows, : shard.valid_rows]
             work_CV = block_CV if shard.triton else block_CV.to(stats_4T.dtype, copy=True)
             labels_C, of_rows, scaling = local_labels_T[rows], gradients.of_rows(rows), shard.scaling.of_rows(rows)
             logits_gradient(work_CV, labels_C, of_rows, scaling, out_CV, triton=shard.triton)
-        out_TV[:, shard.here :].zero_()
+        out_TV[:, shard.valid_rows :].zero_()
         return out_TV, None, None, None, None

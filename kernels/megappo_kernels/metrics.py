@@ -1,8 +1,8 @@
 """Reports of an objective's metrics, from tokens up to a whole step.
 
-A report holds `count`, its number of valid tokens, and for each metric its sum over them, its largest value, or for a
-spread two numbers, `<name>.mean` and `<name>.m2` (`objectives.Metric` says which). Reports of the blocks of a kernel,
-chunks of the output layer, microbatches, ranks and updates are combined by the same function.
+A report contains `count`, the number of valid tokens, and numbers for each metric. The number is the sum or the
+maximum over tokens. A spread has two numbers, `<name>.mean` and `<name>.m2` (see `objectives.Metric`). One function
+combines reports of kernel blocks, chunks of the output layer, microbatches, ranks and updates.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from megappo_kernels.whiten import masked_whiten_stats, merge_whiten_stats
 
 
 def measure(numbers: Mapping[str, Tensor], mask: Tensor) -> dict[str, Tensor]:
-    """Report on the valid tokens of (any one shape) numbers; float64 scalars."""
+    """Return a report on the valid tokens, as float64 scalars. All numbers have the same shape."""
     report = {"count": mask.sum().double()}
     for name, x in numbers.items():
         x, kind = x.detach().masked_fill(~mask, 0), metric_kind(name)
@@ -29,7 +29,7 @@ def measure(numbers: Mapping[str, Tensor], mask: Tensor) -> dict[str, Tensor]:
 
 
 def combine(parts: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """One report from (R,) values, the reports of R parts of a batch."""
+    """Combine the reports of R parts of a batch, given as (R,) values by name."""
     combined = {}
     for name, values_R in parts.items():
         of, _, moment = name.partition(".")
@@ -42,12 +42,12 @@ def combine(parts: Mapping[str, Tensor]) -> dict[str, Tensor]:
 
 
 def stacked(reports: Sequence[Mapping[str, Tensor]]) -> dict[str, Tensor]:
-    """(R,) values by name from R reports with the same names."""
+    """Stack R reports with the same names to (R,) values by name."""
     return {name: torch.stack([report[name] for report in reports]) for name in reports[0]}
 
 
 def shown(updates: Sequence[Mapping[str, float]]) -> dict[str, float]:
-    """Metrics of some updates for users: means over all their tokens; terms of the loss are averaged over updates."""
+    """Return the metrics of some updates for users. Means are over all tokens; loss terms are averaged over updates."""
     names = updates[0]
     total = combine({name: torch.tensor([u[name] for u in updates], dtype=torch.float64) for name in names})
     count, numbers = float(total["count"]), {}

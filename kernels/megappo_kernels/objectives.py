@@ -1,11 +1,12 @@
-"""PPO's objectives, declared once: what a token adds to a loss, its derivatives ("slopes"), and the reported metrics.
+"""Declarations of PPO's objectives: the loss of a token, its derivatives ("slopes"), and the reported metrics.
 
-`policy_loss` and `value_loss` are written in the vocabulary that torch and Triton's language share: operators,
-`xp.where`, `xp.exp`, `xp.abs`, `xp.zeros_like`. `losses` runs them on tensors of any shape, `gpu.objectives` compiles
-the same source. Their arguments are the settings `s` and a token's numbers by name; optional numbers that are not given
-are None. Slopes are formulas, not autograd: the output layer needs them as soon as a token's log-probability is known.
+`policy_loss` and `value_loss` use only operations that torch and Triton's language share: operators, `xp.where`,
+`xp.exp`, `xp.abs`, `xp.zeros_like`. `losses` runs the functions on tensors of any shape. `gpu.objectives` compiles
+the same source. Arguments are the settings `s` and the numbers of a token by name. Missing optional numbers are
+None. Slopes are formulas instead of autograd, because the output layer needs slopes as soon as the log-probability
+of a token is computed.
 
-Nothing here imports torch before it is called, so that settings and documents can be built from these declarations.
+The module imports torch only when a function is called, so that settings and documents can use these declarations.
 """
 
 from __future__ import annotations
@@ -29,50 +30,51 @@ from megappo_kernels.surrogates import (
 )
 
 K3_LIMIT = 10.0
-"""The k3 estimate of the KL is clamped to this, as verl clamps `low_var_kl` (verl/trainer/ppo/core_algos.py)."""
+"""Limit of the k3 estimate of the KL, as for `low_var_kl` in verl (verl/trainer/ppo/core_algos.py)."""
 
 
 class Metric(NamedTuple):
-    """How a reported number is combined, and what it means."""
+    """Aggregation and description of a reported number."""
 
     kind: Literal["term", "mean", "largest", "spread", "derived"]
-    """How values are combined: a weighted term of the loss; the mean over tokens; the largest of any token; mean and
-    sum of squared deviations; derived from those (moments that are not centred lose a spread that is small beside the
-    mean)."""
+    """Aggregation: a weighted term of the loss; the mean over tokens; the maximum over tokens; mean and sum of
+    squared deviations; a number derived from them. Deviations from the mean are used because raw moments lose the
+    spread if it is small compared with the mean."""
     unit: str = ""
     meaning: str = ""
     healthy: str = ""
-    """What to expect of a healthy run."""
+    """Expected values in a healthy run."""
 
 
 @functools.cache
 def _tuple_type(name: str, names: tuple[str, ...]) -> Any:
-    """Named tuple type of these names. Triton knows named tuples, but neither dictionaries nor dataclasses."""
+    """Return the named tuple type with these names. Triton supports named tuples, but neither dictionaries nor
+    dataclasses."""
     return namedtuple(name, names)
 
 
 # -- KL(policy || reference) --
-# Estimates from samples of the policy by gap = logprob - ref_logprob, in nats, and their slopes in `logprob`.
+# Estimates from samples of the policy, with gap = logprob - ref_logprob in nats, and their slopes in `logprob`.
 # Schulman, "Approximating KL Divergence", 2020.
 
 
 def k1(gap: Numbers) -> tuple[Numbers, Numbers]:
-    """k1: the gap itself."""
+    """Compute k1: the gap."""
     return gap, 1.0
 
 
 def absolute(gap: Numbers) -> tuple[Numbers, Numbers]:
-    """abs: the absolute value of the gap."""
+    """Compute abs: the absolute value of the gap."""
     return xp.abs(gap), xp.where(gap > 0, 1.0, xp.where(gap < 0, -1.0, 0.0))
 
 
 def k2(gap: Numbers) -> tuple[Numbers, Numbers]:
-    """k2: half the square of the gap."""
+    """Compute k2: half the square of the gap."""
     return 0.5 * (gap * gap), gap
 
 
 def k3(gap: Numbers) -> tuple[Numbers, Numbers]:
-    """k3: e^-gap - 1 + gap, never below 0 and with the expectation of k1."""
+    """Compute k3: e^-gap - 1 + gap. The estimate is never negative and has the same expectation as k1."""
     near = clamped(gap, -LOG_RATIO_LIMIT, LOG_RATIO_LIMIT)
     shrunk = xp.exp(-near)
     estimate = shrunk - 1 + near
@@ -87,8 +89,7 @@ KL_ESTIMATES: Mapping[str, Callable[[Numbers], tuple[Numbers, Numbers]]] = {
 
 
 def kl_estimate(gap: Numbers, kind: str) -> Numbers:
-    """KL(policy || reference) at each token in nats, from gap = logprob - ref_logprob of tokens that the policy
-    sampled."""
+    """Estimate KL(policy || reference) at each token in nats, from gap = logprob - ref_logprob of sampled tokens."""
     return named_function("kl", kind)(gap)[0]
 
 
@@ -159,13 +160,13 @@ POLICY_METRICS: Mapping[str, Metric] = {
     ),
 }  # fmt: skip
 Contribution: TypeAlias = tuple[tuple[Numbers, ...], NamedTuple]
-"""What a formula finds for each token: the slopes in its trained numbers, and its metrics."""
+"""Result of a formula for each token: the slopes in its trained numbers, and its metrics."""
 OwnLoss: TypeAlias = Callable[..., Numbers | tuple[Numbers, Mapping[str, Numbers]]]
-"""A policy loss of the user's own: see `own_losses`."""
+"""Custom policy loss; see `own_losses`."""
 
 
 class PolicySettings(BandSettings, Protocol):
-    """Settings of `policy_loss`, with functions in place of their names."""
+    """Settings of `policy_loss`, with functions instead of names."""
 
     entropy_coef: float
     kl_coef: float
@@ -196,11 +197,11 @@ def policy_loss(
     nll_weights: Numbers = None,
     sequence_log_ratio: Numbers = None,
 ) -> Contribution:
-    """weights * (importance * surrogate - entropy_coef * entropy + kl_coef * KL(policy || reference)) - nll_weights *
-    logprob.
+    """Compute weights * (importance * surrogate - entropy_coef * entropy + kl_coef * KL(policy || reference)) -
+    nll_weights * logprob.
 
-    `sequence_log_ratio`: mean log-ratio of a token's sequence, which replaces the token's own in the surrogate. Returns
-    the slopes in `logprob` and `entropy`, and PolicyMetrics.
+    `sequence_log_ratio` is the mean log-ratio of the token's sequence. In the surrogate it replaces the log-ratio of
+    the token. Returns the slopes in `logprob` and `entropy`, and PolicyMetrics.
     """
     gap = logprob - old_logprob
     log_ratio = clamped(gap, -LOG_RATIO_LIMIT, LOG_RATIO_LIMIT)
@@ -241,7 +242,7 @@ def policy_loss(
 
 
 OFFERED = ("logprob", "old_logprob", "log_ratio", "advantages", "entropy", "ref_logprob", "sequence_mean")
-"""Keyword arguments of a user's policy loss, as far as it has parameters for them: see `own_losses`."""
+"""Keyword arguments of a custom policy loss. The loss receives those that it has parameters for; see `own_losses`."""
 
 
 # -- The value --
@@ -260,16 +261,16 @@ ValueMetrics = _tuple_type("ValueMetrics", tuple(VALUE_METRICS))
 def value_loss(
     s: ValueSettings, values: Numbers, old_values: Numbers, returns: Numbers, weights: Numbers
 ) -> Contribution:
-    """weights * max((v - R)^2, (v_clipped - R)^2) / 2, with v_clipped within +-value_clip of the old value.
+    """Compute weights * max((v - R)^2, (v_clipped - R)^2) / 2, with v_clipped within +-value_clip of the old value.
 
-    Returns the slope in `values`, and ValueMetrics. Schulman et al. 2017's reference code (baselines).
+    Returns the slope in `values`, and ValueMetrics. Source: reference code of Schulman et al. 2017 (baselines).
     """
     errors = values - returns
     square, slope, is_clipped = errors * errors, errors, xp.zeros_like(values)
     if s.value_clip is not None:
         step = values - old_values
         limited = old_values + clamped(step, -s.value_clip, s.value_clip) - returns
-        # Within the clip the two squares differ by rounding only.
+        # Within the clip, the two squares differ only by rounding.
         is_clipped = (xp.abs(step) > s.value_clip) & (limited * limited > square)
         square, slope = xp.where(is_clipped, limited * limited, square), xp.where(is_clipped, 0.0, slope)
     return (weights * slope,), ValueMetrics(loss=0.5 * weights * square, clipfrac=is_clipped)
@@ -280,12 +281,12 @@ def value_loss(
 
 @dataclass(frozen=True)
 class Objective:
-    """An objective: a formula, and its settings by name."""
+    """Formula with its settings by name."""
 
     formula: ClassVar[Callable[..., Contribution]]
-    """Function of a token's contribution; its parameters after `s` name the numbers of a token."""
+    """Function of a token's contribution. The parameters after `s` are the numbers of a token."""
     trained: ClassVar[tuple[str, ...]]
-    """Numbers that the formula has slopes in."""
+    """Numbers with slopes in the formula."""
     metrics: ClassVar[tuple[str, ...]]
 
     def __init_subclass__(
@@ -294,7 +295,7 @@ class Objective:
         cls.formula, cls.trained, cls.metrics = staticmethod(formula), trained, metrics._fields
 
     def settings(self) -> NamedTuple:
-        """The settings `s` of the formula, with functions in place of their names."""
+        """Return the settings `s` of the formula, with functions instead of names."""
         given = {field.name: getattr(self, field.name) for field in fields(self)}
         found = {n: named_function(n, x) if n in FUNCTIONS and isinstance(x, str) else x for n, x in given.items()}
         settings: NamedTuple = _tuple_type(f"{type(self).__name__}Settings", tuple(found))(**found)
@@ -303,25 +304,25 @@ class Objective:
 
 @dataclass(frozen=True)
 class PolicyObjective(Objective, formula=policy_loss, trained=("logprob", "entropy"), metrics=PolicyMetrics):
-    """Settings of `policy_loss`; the defaults are those of PPO-clip."""
+    """Settings of `policy_loss`. The defaults are PPO-clip."""
 
     policy_loss: str | OwnLoss = "clip"
-    """One of POLICY_LOSSES, or a function of your own: see `own_losses`."""
+    """Name in POLICY_LOSSES, or a custom function (see `own_losses`)."""
     clip_low: float = 0.2
     clip_high: float = 0.2
-    """The ratio is clipped to [1 - clip_low, 1 + clip_high]."""
+    """Bounds of the ratio: the ratio is clipped to [1 - clip_low, 1 + clip_high]."""
     dual_clip: float | None = None
-    """Bound c > 1 of the loss where the advantage is negative."""
+    """Bound c > 1 of the loss for negative advantages. None: no bound."""
     penalty_coef: float = 0.0
     band_low: float = 0.2
     band_high: float = 0.2
-    """Edges of the band of the losses in BANDS: the ratio from 1 - band_low to 1 + band_high, or a change down and
-    up."""
+    """Edges of the band of the losses in BANDS. For ratios, the band is [1 - band_low, 1 + band_high]. For changes
+    of probability, the band is [-band_low, band_high]."""
     gate_positive: float = 1.0
     gate_negative: float = 1.05
-    """Temperatures of `sapo`; the larger, the sooner a token's slope fades."""
+    """Temperatures of `sapo`. With a larger temperature, the slope decreases faster outside a ratio of 1."""
     weight_cap: float = 20.0
-    """Largest weight of a token with `dppo_tv` and `dppo_kl`."""
+    """Largest weight of a token in `dppo_tv` and `dppo_kl`."""
     entropy_coef: float = 0.0
     kl: str = "low_var_kl"
     kl_coef: float = 0.0
@@ -333,7 +334,7 @@ class PolicyObjective(Objective, formula=policy_loss, trained=("logprob", "entro
 
     @property
     def sees_sequences(self) -> bool:
-        """Whether a token's slope depends on the other tokens of its sequence, so that all of them are needed first."""
+        """Whether the slope of a token depends on the other tokens of its sequence."""
         if callable(self.policy_loss):
             return "sequence_mean" in taken_by(self.policy_loss, OFFERED)
         return self.policy_loss == "gspo"
@@ -350,18 +351,18 @@ class ValueObjective(Objective, formula=value_loss, trained=("values",), metrics
     """Settings of `value_loss`."""
 
     value_clip: float | None = None
-    """Range of the value clip; None: no clipping, and the old values are not used."""
+    """Range of the value clip. None: no clipping, and `old_values` are not used."""
 
 
 FUNCTIONS: Mapping[str, Mapping[str, Callable[..., tuple[Numbers, ...]]]] = {
     "policy_loss": POLICY_LOSSES,
     "kl": KL_ESTIMATES,
 }
-"""Settings whose values name a function, with the functions by name."""
+"""Settings that name a function, with the functions by name."""
 
 
 def named_function(setting: str, name: str) -> Callable[..., tuple[Numbers, ...]]:
-    """The function that a setting names; raises ValueError with the nearest name."""
+    """Return the function with this name for a setting. Raises ValueError with the nearest name."""
     choices = FUNCTIONS[setting]
     if name not in choices:
         nearest = difflib.get_close_matches(name, choices, n=1, cutoff=0.0)[0]
@@ -370,19 +371,20 @@ def named_function(setting: str, name: str) -> Callable[..., tuple[Numbers, ...]
 
 
 def inputs_of(formula: Callable[..., Contribution]) -> dict[str, bool]:
-    """Numbers of a token that a formula takes, in its order, and whether each is required."""
+    """Return the numbers of a token that a formula requires or accepts, in order. The values are true for required
+    numbers."""
     parameters = list(inspect.signature(formula).parameters.values())[1:]
     return {p.name: p.default is inspect.Parameter.empty for p in parameters}
 
 
 def metric_kind(name: str) -> str:
-    """How a metric is combined; the mean for metrics that no formula declares."""
+    """Return the aggregation of a metric. Metrics without a declaration use the mean."""
     found = POLICY_METRICS.get(name) or VALUE_METRICS.get(name)
     return found.kind if found is not None else "mean"
 
 
 def taken_by(function: Callable[..., Numbers], offered: Sequence[str]) -> tuple[str, ...]:
-    """The offered keyword arguments that a function has parameters for; all where it takes any."""
+    """Return the offered keyword arguments that the function accepts."""
     parameters = inspect.signature(function).parameters
     takes_any = any(p.kind is inspect.Parameter.VAR_KEYWORD for p in parameters.values())
     return tuple(name for name in offered if takes_any or name in parameters)

@@ -1,12 +1,12 @@
-"""The output layer and the policy loss in one pass: 6NHV operations, nothing recomputed, no (T, V) logits.
+"""Output layer and policy loss in one pass: 6NHV operations, without recomputation and without (T, V) logits.
 
-The gradient of a token's logits depends on its log-probability, its entropy and known constants, all known as soon as
-its logits are. So forward processes chunks of rows, and for each chunk: logits, statistics, one exchange between the
-ranks that share the vocabulary, the loss, the gradient of the logits in place, and from it the gradients of the hidden
-states and of the weight. Backward has nothing left to compute. Rows without weight in the loss are skipped. Only an
-objective that sees whole sequences waits for all chunks.
+The gradient of a token's logits depends on its log-probability, its entropy and constants. These values are
+available as soon as the logits are computed. Forward therefore processes the rows in chunks. The steps of a chunk
+are: logits, statistics, one exchange between the ranks that share the vocabulary, loss, in-place gradient of the
+logits, gradients of the hidden states and of the weight. Backward only returns these gradients. Rows without weight
+in the loss are skipped. An objective that uses whole sequences requires the log-probabilities of all chunks first.
 
-Shape legend: T rows, N rows that count, C rows of a chunk, H hidden size, V vocabulary rows on this rank.
+Shape legend: T rows, N valid rows, C rows of a chunk, H hidden size, V vocabulary rows on this rank.
 """
 
 from __future__ import annotations
@@ -30,14 +30,14 @@ from megappo_kernels.rows import Exclusion, RowGradients, empty_statistics, logp
 from megappo_kernels.softmax import logits_gradient, update_statistics
 
 _CHUNK_ROWS = 128
-"""Chunks are a multiple of this number of rows, where they have as many."""
-# Columns of a chunk's logits that a CPU processes at a time; its scratch buffers have this width.
+"""The number of rows of a chunk is a multiple of this number, except in small chunks."""
+# Number of logits columns that a CPU processes at a time. The scratch buffers have this width.
 _SLICE_CPU = 1024
 
 
 @dataclass(frozen=True)
 class HeadLoss(Loss):
-    """The loss with log-probabilities and entropies of its rows; detached, zeros for rows that do not count."""
+    """Loss with the log-probabilities and entropies of its rows, which are detached. Skipped rows have zeros."""
 
     logprob_T: Tensor
     entropy_T: Tensor
@@ -60,25 +60,25 @@ def ppo_head_loss(
     upstream: float = 1.0,
     exclusion: Exclusion | None = None,
 ) -> HeadLoss:
-    """The policy loss of labels under softmax(cap(hidden @ weight.T) / temperature), differentiable in both factors.
+    """Compute the policy loss of labels under softmax(cap(hidden @ weight.T) / temperature).
 
-    Equal to `ppo_token_loss` on the outputs of `linear_logprob`, in 6 instead of 8 NHV operations.
+    The loss is differentiable in `hidden_TH` and `weight_VH`. It equals `ppo_token_loss` on the results of
+    `linear_logprob`, with 6 instead of 8 NHV operations.
 
     Args:
         hidden_TH, weight_VH, labels_T, temperature, tp_group, valid_vocab, softcap, sequence_parallel, exclusion: as
-            for `linear_logprob`.
-        inputs: (T,) each. Rows whose mask is False or whose weight is 0 are skipped: they cost nothing, add nothing to
-            the metrics and get a zero gradient.
+            in `linear_logprob`.
+        inputs: (T,) each. Rows with mask False or weight 0 are skipped. These rows have no cost, no effect on metrics
+            and zero gradients.
         objective: default: PPO-clip with 0.2.
-        context_group: ranks that have other rows of the same sequences, which `inputs.sequences` number alike.
-        accumulate_main_grad: add the weight's gradient to `weight.main_grad` (float32, Megatron's) during forward and
-            set `weight.grad_added_to_main_grad`; backward then leaves a placeholder without memory of its own as
-            `weight.grad`, for Megatron's hooks, which drop it. A weight that requires no gradient gets none.
-        upstream: with `accumulate_main_grad`, the gradient that the loss will receive in backward, which refuses
-            any other.
+        context_group: ranks with other rows of the same sequences and the same numbers in `inputs.sequences`.
+        accumulate_main_grad: add the weight's gradient to `weight.main_grad` (float32, Megatron's) during forward, and
+            set `weight.grad_added_to_main_grad`. Backward then sets `weight.grad` to a placeholder that uses no memory.
+            Megatron's hooks require and drop the placeholder. A weight without requires_grad has no gradient.
+        upstream: with `accumulate_main_grad`, the gradient of the loss in backward. Other gradients raise an error.
 
-    Returns the loss in float32 (float64 for float64), its report, and the rows' log-probabilities and entropies. Raises
-    ValueError for shapes, types or options that do not fit.
+    Returns the loss in float32 (float64 for float64), its report, and the log-probabilities and entropies of the
+    rows. Raises ValueError for inconsistent shapes, types or options.
     """
     check_inputs(inputs.tensors(), labels_T.shape)
     accumulate_main_grad &= weight_VH.requires_grad
@@ -99,10 +99,10 @@ def ppo_head_loss(
     options = _Options(shard, objective or PolicyObjective(), context_group, accumulate_main_grad, upstream)
     trains = torch.is_grad_enabled() and (hidden_TH.requires_grad or weight_VH.requires_grad)
     with torch.no_grad():
-        found = _forward(hidden_TH, weight_VH, labels_T - shard.first, inputs, options, trains, not sequence_parallel)
-    loss = _HandedOut.apply(hidden_TH, weight_VH, found, options) if trains else found.loss
-    logprob_T, entropy_T = found.outputs_2T.unbind(0)
-    return HeadLoss(loss, {**found.report, "loss": found.loss.double()}, logprob_T, entropy_T)
+        forward = _forward(hidden_TH, weight_VH, labels_T - shard.first, inputs, options, trains, not sequence_parallel)
+    loss = _WithGradients.apply(hidden_TH, weight_VH, forward, options) if trains else forward.loss
+    logprob_T, entropy_T = forward.outputs_2T.unbind(0)
+    return HeadLoss(loss, {**forward.report, "loss": forward.loss.double()}, logprob_T, entropy_T)
 
 
 @dataclass(frozen=True)
@@ -115,26 +115,26 @@ class _Options:
 
 
 @dataclass
-class _Found:
-    """Results of forward; backward takes the gradients."""
+class _Forward:
+    """Results of forward. Backward removes the gradients."""
 
     loss: Tensor
     report: dict[str, Tensor]
     outputs_2T: Tensor
     gradients: tuple[Tensor, Tensor | None] | None
-    """Gradients of the hidden states, and of the weight where it is not in `main_grad`; None after backward took
-    them."""
+    """Gradients of the hidden states and of the weight. The gradient of the weight is None if it was added to
+    `main_grad`. The field is None after backward."""
 
 
 def _forward(
     hidden_TH: Tensor,
-    weight_VH: Any,  # Megatron adds attributes to it
+    weight_VH: Any,  # Megatron adds attributes to the weight
     local_labels_T: Tensor,
     inputs: PolicyInputs,
     options: _Options,
     trains: bool,
     reduce_hidden: bool,
-) -> _Found:
+) -> _Forward:
     rows_N = torch.nonzero(inputs.mask & (inputs.weights != 0)).squeeze(1)
     grad_weight_VH = None
     if trains and weight_VH.requires_grad:
@@ -150,31 +150,31 @@ def _forward(
         gradients = grad_hidden_TH, None if options.accumulate_main_grad else grad_weight_VH
         if options.accumulate_main_grad:
             weight_VH.grad_added_to_main_grad = True
-    return _Found(whole_loss(report).to(outputs_2T.dtype), report, outputs_2T, gradients)
+    return _Forward(whole_loss(report).to(outputs_2T.dtype), report, outputs_2T, gradients)
 
 
-class _HandedOut(torch.autograd.Function):
-    """A loss whose gradients were computed in forward."""
+class _WithGradients(torch.autograd.Function):
+    """Loss with gradients that were computed in forward."""
 
     @staticmethod
     def forward(
-        ctx: ContextWith[tuple[_Found, _Options]],
+        ctx: ContextWith[tuple[_Forward, _Options]],
         hidden_TH: Tensor,
         weight_VH: Tensor,
-        found: _Found,
+        results: _Forward,
         options: _Options,
     ) -> Tensor:
         ctx.save_for_backward(weight_VH)
-        ctx.kept = found, options
-        return found.loss.clone()
+        ctx.kept = results, options
+        return results.loss.clone()
 
     @staticmethod
-    def backward(ctx: ContextWith[tuple[_Found, _Options]], *grads: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx: ContextWith[tuple[_Forward, _Options]], *grads: Tensor) -> tuple[Tensor | None, ...]:
         (weight_VH,) = ctx.saved_tensors
-        found, options = ctx.kept
-        if found.gradients is None:
-            raise RuntimeError("the gradients of ppo_head_loss were handed out already; call it again")
-        (grad_hidden_TH, grad_weight_VH), found.gradients = found.gradients, None
+        results, options = ctx.kept
+        if results.gradients is None:
+            raise RuntimeError("the gradients of ppo_head_loss were already used; call ppo_head_loss again")
+        (grad_hidden_TH, grad_weight_VH), results.gradients = results.gradients, None
         if options.accumulate_main_grad:
             _expect_upstream(grads[0], options.upstream)
             _leave_placeholder(weight_VH)
@@ -186,19 +186,19 @@ class _HandedOut(torch.autograd.Function):
 
 
 def _leave_placeholder(weight_VH: Tensor) -> None:
-    """Leave a placeholder in `weight.grad`: Megatron's hooks run without a gradient too, but need `grad` to be set
-    where reductions overlap.
+    """Set `weight.grad` to a placeholder. Megatron's hooks require `grad` if reductions overlap with backward.
 
-    A single number is expanded to the weight's shape. Autograd would copy a gradient with such strides, so it is set
-    directly. A weight that is also an embedding on the same stage (`zero_out_wgrad`) gets its other gradient in the
-    same place.
+    The placeholder is a single number, expanded to the shape of the weight. Autograd would copy a gradient with such
+    strides, so the function sets `grad` directly. If the weight is also an embedding on the same stage
+    (`zero_out_wgrad`), the embedding sets `grad`.
     """
     if weight_VH.grad is None and not getattr(weight_VH, "zero_out_wgrad", False):
         weight_VH.grad = weight_VH.new_zeros(()).expand_as(weight_VH)
 
 
 def _expect_upstream(grad: Tensor, upstream: float) -> None:
-    """Check that the loss receives the declared gradient, as the weight's gradient is already in main_grad."""
+    """Raise an error if the loss received a gradient other than `upstream`. The weight's gradient is already in
+    main_grad."""
     if grad.is_cuda:
         torch._assert_async(grad == upstream)
     elif float(grad) != upstream:
@@ -211,7 +211,7 @@ def _accumulator(weight_VH: Tensor) -> Tensor:
 
 
 class _Chunks:
-    """The rows that count, chunk by chunk, in reused buffers."""
+    """Valid rows, processed in chunks with reused buffers."""
 
     def __init__(
         self,
@@ -224,25 +224,28 @@ class _Chunks:
     ) -> None:
         self.hidden_NH, self.labels_N, self.inputs_N, self.options = hidden_NH, labels_N, inputs_N, options
         self.shard = options.shard.compacted(rows_N)
-        self.weight_VH = weight_VH[: self.shard.here]
+        self.weight_VH = weight_VH[: self.shard.valid_rows]
         n, device = len(labels_N), hidden_NH.device
         dtype = torch.float64 if hidden_NH.dtype == torch.float64 else torch.float32
         self.outputs_2N = torch.zeros(2, n, dtype=dtype, device=device)
         self.grad_hidden_NH = torch.zeros(hidden_NH.shape, dtype=dtype, device=device)
-        # By the rows of the whole shard, padding included, so that all ranks make the same chunks and collectives
-        # match.
+        # The chunk size depends on the rows of the whole shard, including padding. All ranks therefore have the same
+        # chunks, and collectives match.
         chunk = max(1, CHUNK_BYTES[hidden_NH.device.type] // (6 * len(weight_VH)))
         self.chunk = max(1, min(chunk // _CHUNK_ROWS * _CHUNK_ROWS or chunk, n))
         padded = self.chunk if hidden_NH.is_cuda else max(self.chunk, MIN_ROWS)
-        self.logits = torch.empty(padded, self.shard.here, dtype=dtype, device=device)
+        self.logits = torch.empty(padded, self.shard.valid_rows, dtype=dtype, device=device)
         self.low = self.logits
         if hidden_NH.dtype != dtype:
-            self.low = torch.empty(self.chunk, self.shard.here, dtype=hidden_NH.dtype, device=device)
-        self.width = max(1, self.shard.here) if self.shard.triton else _SLICE_CPU
+            self.low = torch.empty(self.chunk, self.shard.valid_rows, dtype=hidden_NH.dtype, device=device)
+        self.width = max(1, self.shard.valid_rows) if self.shard.triton else _SLICE_CPU
 
     def run(self, grad_weight_VH: Tensor | None, *, trains: bool) -> dict[str, Tensor]:
-        """Process all chunks; returns the report. Where it `trains`, gradients are computed too, that of the weight
-        where there is a tensor to add it to."""
+        """Process all chunks and return the report.
+
+        Gradients are computed only if `trains` is true. The gradient of the weight is computed only if
+        `grad_weight_VH` is a tensor.
+        """
         n = len(self.labels_N)
         chunks = [slice(start, min(start + self.chunk, n)) for start in range(0, n, self.chunk)]
         if self.options.objective.sees_sequences or not chunks:
@@ -250,26 +253,28 @@ class _Chunks:
         reports = []
         for rows in chunks:
             stats_4C = self._forward(rows)
-            found = self._evaluate(rows)
-            reports.append(found.report)
+            evaluation = self._evaluate(rows)
+            reports.append(evaluation.report)
             if trains:
-                self._backward(rows, stats_4C, found.slopes, grad_weight_VH)
+                self._backward(rows, stats_4C, evaluation.slopes, grad_weight_VH)
         return combine(stacked(reports))
 
     def _run_at_once(
         self, chunks: Sequence[slice], grad_weight_VH: Tensor | None, *, trains: bool
     ) -> dict[str, Tensor]:
-        """The objective of all rows together; with several chunks the logits are recomputed for gradients."""
+        """Evaluate the objective of all rows together. With several chunks, gradients require a recomputation of the
+        logits."""
         stats = [self._forward(rows) for rows in chunks]
-        found = self._evaluate(slice(None))
+        result = self._evaluate(slice(None))
         for rows, stats_4C in zip(chunks, stats, strict=True) if trains else ():
             if len(chunks) > 1:
                 self._statistics(rows)
-            self._backward(rows, stats_4C, {name: slope[rows] for name, slope in found.slopes.items()}, grad_weight_VH)
-        return found.report
+            self._backward(rows, stats_4C, {name: slope[rows] for name, slope in result.slopes.items()}, grad_weight_VH)
+        return result.report
 
     def _forward(self, rows: slice) -> Tensor:
-        """Log-probabilities and entropies of a chunk; returns its statistics over the whole vocabulary, (4, C)."""
+        """Compute log-probabilities and entropies of a chunk. Return its statistics over the whole vocabulary, (4,
+        C)."""
         stats_4C = merge_statistics(self._statistics(rows), self.shard.group)
         self.outputs_2N[:, rows] = torch.stack(logprob_and_entropy(stats_4C, entropy=True))
         return stats_4C
@@ -277,25 +282,25 @@ class _Chunks:
     def _evaluate(self, rows: slice) -> Evaluation:
         logprob_C, entropy_C = self.outputs_2N[:, rows]
         inputs_C = self.inputs_N.of_rows(rows)
-        given = {"logprob": logprob_C, "entropy": entropy_C, **inputs_C.tensors()}
-        return evaluate(self.options.objective, given, self.options.context_group)
+        tensors = {"logprob": logprob_C, "entropy": entropy_C, **inputs_C.tensors()}
+        return evaluate(self.options.objective, tensors, self.options.context_group)
 
     def _backward(
         self, rows: slice, stats_4C: Tensor, slopes: Mapping[str, Tensor], grad_weight_VH: Tensor | None
     ) -> None:
-        """Add the gradients of a chunk whose logits are in the buffer."""
-        if not self.shard.here:
+        """Add the gradients of a chunk. The buffer contains the logits of the chunk."""
+        if not self.shard.valid_rows:
             return
         up = self.options.upstream
         entropy_C = up * slopes["entropy"] if self.options.objective.slopes_in_entropy else None
         self._gradients(rows, RowGradients.of(stats_4C, up * slopes["logprob"], entropy_C), grad_weight_VH)
 
     def _slices(self) -> list[slice]:
-        here = self.shard.here
-        return [slice(first, min(first + self.width, here)) for first in range(0, here, self.width)]
+        n = self.shard.valid_rows
+        return [slice(first, min(first + self.width, n)) for first in range(0, n, self.width)]
 
     def _statistics(self, rows: slice) -> Tensor:
-        """Fill the logits of a chunk; returns (4, C) statistics of this rank's part of the vocabulary."""
+        """Compute the logits of a chunk. Return (4, C) statistics of this rank's part of the vocabulary."""
         n = rows.stop - rows.start
         stats_4C = empty_statistics(n, self.hidden_NH)
         gemm = LogitsGemm(self.hidden_NH[rows], self.width, exact=True)
@@ -317,7 +322,7 @@ class _Chunks:
         for columns in self._slices():
             local_C, out_CW = labels_C - columns.start, low_CV[:, columns]
             logits_gradient(logits_CV[:, columns], local_C, gradients, scaling, out_CW, triton=triton)
-        # On a part of the vocabulary a gradient may be larger than the sum over ranks, and so would be its rounding.
+        # On a part of the vocabulary, a gradient may be larger than the sum over ranks, and its rounding error too.
         add_product(self.grad_hidden_NH[rows], low_CV, self.weight_VH, rounds=self.shard.group is None)
         if grad_weight_VH is not None:
-            add_product(grad_weight_VH[: self.shard.here], low_CV.T, self.hidden_NH[rows], rounds=True)
+            add_product(grad_weight_VH[: self.shard.valid_rows], low_CV.T, self.hidden_NH[rows], rounds=True)

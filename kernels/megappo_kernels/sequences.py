@@ -1,4 +1,4 @@
-"""Means over the tokens of each sequence, which ranks may share."""
+"""Means over the tokens of each sequence, including tokens on other ranks."""
 
 from __future__ import annotations
 
@@ -12,30 +12,35 @@ from megappo_kernels.autograd import ContextWith
 from megappo_kernels.objectives import LOG_RATIO_LIMIT
 
 
-def sequence_log_ratio(given: Mapping[str, Tensor], group: dist.ProcessGroup | None) -> Tensor:
-    """Mean of logprob - old_logprob, each within +-20, over the valid tokens of a token's sequence; 0 where masked.
+def sequence_log_ratio(inputs: Mapping[str, Tensor], group: dist.ProcessGroup | None) -> Tensor:
+    """Return the mean of logprob - old_logprob, clamped to +-20, over the valid tokens of each token's sequence.
 
-    `group`: ranks that have other tokens of the same sequences, numbered alike; all of them call this. Raises
-    ValueError without `sequences`.
+    Masked tokens have the result 0.
+
+    Args:
+        group: ranks with other tokens of the same sequences. All ranks must call the function, with equal sequence
+            numbers.
+
+    Raises ValueError without `sequences`.
     """
-    mask = given["mask"]
-    gap_N = (given["logprob"] - given["old_logprob"])[mask].clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT)
-    sequences_N = given["sequences"][mask] if "sequences" in given else None
-    if not len(gap_N):  # it takes part in the collectives of other ranks
+    mask = inputs["mask"]
+    gap_N = (inputs["logprob"] - inputs["old_logprob"])[mask].clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT)
+    sequences_N = inputs["sequences"][mask] if "sequences" in inputs else None
+    if not len(gap_N):  # a placeholder token, because other ranks expect this rank in collectives
         gap_N, sequences_N = gap_N.new_zeros(1), torch.full((1,), -1, device=mask.device)
     means_N = mean_over(sequences_N, group)(gap_N)
-    return torch.zeros_like(given["logprob"]).masked_scatter_(mask, means_N)
+    return torch.zeros_like(inputs["logprob"]).masked_scatter_(mask, means_N)
 
 
 def mean_over(sequences_N: Tensor | None, group: dist.ProcessGroup | None) -> Callable[[Tensor], Tensor]:
-    """The function `sequence_mean`. It uses matrix products, whose sums always have the same order."""
+    """Return the function `sequence_mean`. The function uses matrix products, which always sum in the same order."""
 
     def mean(x_N: Tensor) -> Tensor:
         if sequences_N is None:
-            raise ValueError("the policy loss wants means over sequences; say which tokens are whose: inputs.sequences")
+            raise ValueError("the policy loss needs means over sequences; pass sequence numbers as inputs.sequences")
         if group is None:
             _, index_N = torch.unique(sequences_N, return_inverse=True)
-        else:  # unique to the placeholder token, as other ranks have tokens of sequence 0
+        else:  # torch.unique would renumber the sequences; 0 is the placeholder token
             index_N = sequences_N + 1
         member_NS = torch.nn.functional.one_hot(index_N, _largest(index_N, group) + 1).to(x_N.dtype)
         sums_S: Tensor = _SumOver.apply(x_N @ member_NS, group)
@@ -53,7 +58,7 @@ def _largest(index_N: Tensor, group: dist.ProcessGroup | None) -> int:
 
 
 class _SumOver(torch.autograd.Function):
-    """Sum over ranks, which each of them uses; its gradient is summed likewise."""
+    """Sum over ranks. All ranks use the result, so its gradient is also summed over ranks."""
 
     @staticmethod
     def forward(ctx: ContextWith[dist.ProcessGroup | None], x: Tensor, group: dist.ProcessGroup | None) -> Tensor:

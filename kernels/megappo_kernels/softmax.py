@@ -1,4 +1,4 @@
-"""Statistics of rows of logits, and the gradient of the logits, by the formulas of `rows`.
+"""Statistics of rows of logits, and the gradient of the logits. The formulas are in `rows`.
 
 Shape legend: C rows of a block, W columns of a slice.
 """
@@ -25,12 +25,12 @@ def update_statistics(
 
     Args:
         stats_4C: result of `empty_statistics` or of an earlier call.
-        logits_CW: float32 or float64; preserved only with `scratch`.
-        labels_C: int64, counted from the first column of the slice; labels outside the slice are ignored.
-        scaling: of these rows.
+        logits_CW: float32 or float64; overwritten without `scratch`.
+        labels_C: int64, relative to the first column of the slice. Labels outside the slice are ignored.
+        scaling: scaling of these rows.
         entropy: whether u is needed.
-        scratch: two flat buffers for the work; without them it is done in `logits_CW`.
-        triton: whether to run the Triton kernel, which needs no buffers and preserves the logits.
+        scratch: two flat buffers. None: `logits_CW` is used as buffer.
+        triton: whether to run the Triton kernel, which needs no buffers and does not change the logits.
     """
     if triton:
         from megappo_kernels.gpu.rows import launch_statistics
@@ -42,17 +42,17 @@ def update_statistics(
     work_CW = logits_CW if scratch is None else scratch[0][:size].view(shape)
     if scaling.softcap is None and isinstance(scaling.inverse_temperature, float):
         factor = scaling.inverse_temperature
-        found_C = _at_labels(logits_CW, labels_C).to(max_C.dtype) * factor
+        at_labels_C = _at_labels(logits_CW, labels_C).to(max_C.dtype) * factor
         new_C = torch.maximum(max_C, logits_CW.amax(-1) * factor)
         shifted_CW = torch.add(-new_C[:, None], logits_CW, alpha=factor, out=work_CW)
     else:
         scaled_CW = scaling.scale_(work_CW if work_CW is logits_CW else work_CW.copy_(logits_CW))
-        found_C = _at_labels(scaled_CW, labels_C)
+        at_labels_C = _at_labels(scaled_CW, labels_C)
         new_C = torch.maximum(max_C, scaled_CW.amax(-1))
         shifted_CW = scaled_CW.sub_(new_C[:, None])
-    here_C = (labels_C >= 0) & (labels_C < shape[1])
-    torch.where(here_C, found_C, target_C, out=target_C)
-    # Before the first slice m is -inf and s is 0: their product must be 0, not NaN.
+    inside_C = (labels_C >= 0) & (labels_C < shape[1])
+    torch.where(inside_C, at_labels_C, target_C, out=target_C)
+    # Before the first slice, m is -inf and s is 0. Their product must be 0 instead of NaN.
     shift_C = (max_C - new_C).masked_fill_(max_C == -torch.inf, 0.0)
     scale_C = shift_C.exp()
     if entropy:
@@ -66,7 +66,7 @@ def update_statistics(
 
 
 def _at_labels(values_CW: Tensor, labels_C: Tensor) -> Tensor:
-    """(C,) the values at the labels; arbitrary where a label is outside."""
+    """Return the values at the labels, (C,). Values for labels outside the slice are arbitrary."""
     return values_CW.gather(1, labels_C.clamp(0, values_CW.shape[1] - 1)[:, None]).squeeze(1)
 
 
@@ -79,12 +79,13 @@ def logits_gradient(
     *,
     triton: bool = False,
 ) -> Tensor:
-    """Write the gradient of the logits to `out_CW`; returns it. torch overwrites the logits on the way.
+    """Write the gradient of the logits to `out_CW` and return `out_CW`. The torch implementation overwrites the
+    logits.
 
     Args:
-        logits_CW: as `update_statistics` saw them, any float type.
-        labels_C: counted from the first column.
-        out_CW: any float type; may be `logits_CW` itself.
+        logits_CW: logits as in `update_statistics`, any float dtype.
+        labels_C: labels relative to the first column.
+        out_CW: output of any float dtype; may be `logits_CW`.
     """
     if triton:
         from megappo_kernels.gpu.rows import launch_gradient
@@ -95,7 +96,7 @@ def logits_gradient(
     slope_CW = None
     if scaling.softcap is not None:
         exact_CW.div_(scaling.softcap)
-        # 1 - tanh^2 by r = e^(-2|x|), which does not cancel where tanh is near 1.
+        # 1 - tanh^2 from r = e^(-2|x|), which has no cancellation for tanh near 1.
         r_CW = exact_CW.abs().mul_(-2).exp_()
         slope_CW = 4 * r_CW / (1 + r_CW).square_()
         exact_CW.tanh_().mul_(scaling.softcap)
@@ -110,9 +111,9 @@ def logits_gradient(
         prob_CW = (shifted_CW - log_sum_C[:, None]).exp_()
         shifted_CW.sub_((rows.weighted_C / rows.sum_C)[:, None]).mul_(rows.entropy_C[:, None])
         grad_CW = shifted_CW.add_(rows.logprob_C[:, None]).mul_(prob_CW).neg_()
-    here_C = (labels_C >= 0) & (labels_C < logits_CW.shape[1])
+    inside_C = (labels_C >= 0) & (labels_C < logits_CW.shape[1])
     column_C1 = labels_C.clamp(0, logits_CW.shape[1] - 1)[:, None]
-    grad_CW.scatter_add_(1, column_C1, torch.where(here_C, rows.logprob_C, 0.0)[:, None].to(grad_CW.dtype))
+    grad_CW.scatter_add_(1, column_C1, torch.where(inside_C, rows.logprob_C, 0.0)[:, None].to(grad_CW.dtype))
     if slope_CW is not None:
         grad_CW.mul_(slope_CW)
     if not scaling.is_identity:

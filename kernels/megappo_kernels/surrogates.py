@@ -1,10 +1,10 @@
-"""Surrogate losses that `algorithm.policy_loss` can name, with their slopes.
+"""Surrogate losses of `algorithm.policy_loss`, with their slopes.
 
-Written in the vocabulary that torch and Triton's language share, see `objectives`. Each function gets the settings `s`
-and for each token the log-probabilities of the policy and of the old one, their log-ratio within +-20, its exponential
-and the advantage.
+The functions use only operations that torch and Triton's language share; see `objectives`. Arguments are the
+settings `s` and per-token numbers: log-probabilities of the policy and of the old policy, their log-ratio clamped to
++-20, the exponential of this log-ratio, and the advantage.
 
-Nothing here imports torch before it is called.
+The module imports torch only when a function is called.
 """
 
 from __future__ import annotations
@@ -21,24 +21,24 @@ class _Torch:
 
 
 xp: Any = _Torch()
-"""torch; replaced by Triton's language in compiled kernels."""
+"""torch, or Triton's language in compiled kernels."""
 Numbers: TypeAlias = Any
-"""A number for each token: a tensor, or a block of Triton's."""
+"""One number for each token: a tensor, or a block in Triton."""
 
 LOG_RATIO_LIMIT = 20.0
-"""Log-ratios are clamped to +-20 before exp, as in verl (verl/trainer/ppo/core_algos.py), so that no outlier token
-can overflow a batch. Beyond the limit slopes are 0, except with `cispo` and `dppo_*`, whose weights are bounded."""
+"""Limit of log-ratios before exp, as in verl (verl/trainer/ppo/core_algos.py). The limit prevents an overflow from a
+single outlier token. Outside the limit, slopes are 0, except for `cispo` and `dppo_*`, which bound their weights."""
 ALMOST_NOTHING = 1e-8
-"""Added to probabilities before taking their logarithm."""
+"""Constant that is added to probabilities before the logarithm."""
 
 
 def clamped(x: Numbers, low: Numbers, high: Numbers) -> Numbers:
-    """`x` within [low, high]; NaN stays NaN."""
+    """Clamp `x` to [low, high]. NaN remains NaN."""
     return xp.where(x > high, high, xp.where(x < low, low, x))
 
 
 def without_far(x: Surrogate, logprob: Numbers, old_logprob: Numbers) -> Surrogate:
-    """`x` with zero slopes for tokens beyond LOG_RATIO_LIMIT."""
+    """Set the slopes of `x` to zero for tokens beyond LOG_RATIO_LIMIT."""
     is_far = xp.abs(logprob - old_logprob) > LOG_RATIO_LIMIT
     slope, weight = xp.where(is_far, 0.0, x.slope), xp.where(is_far, 0.0, x.weight)
     return Surrogate(x.loss, slope, x.clipfrac, x.clipfrac_lower, x.below, x.above, weight, x.position)
@@ -59,7 +59,7 @@ class BandSettings(Protocol):
 
 
 class Surrogate(NamedTuple):
-    """A surrogate loss of tokens, its slope in `logprob`, and what is reported of it."""
+    """Surrogate loss of tokens, with its slope in `logprob` and the reported numbers."""
 
     loss: Numbers
     slope: Numbers
@@ -72,16 +72,16 @@ class Surrogate(NamedTuple):
     weight: Numbers
     """Factor on the advantage in the slope."""
     position: Numbers
-    """Position of the token in the band: 0 at its lower edge or below, 1 at its upper edge or above."""
+    """Position of the token in the band: 0 at or below the lower edge, 1 at or above the upper edge."""
 
 
 def position(x: Numbers, low: Numbers, high: Numbers) -> Numbers:
-    """Position of `x` between `low` (0) and `high` (1), clamped."""
+    """Return the position of `x` between `low` (0) and `high` (1), clamped."""
     return (clamped(x, low, high) - low) / (high - low)
 
 
 def limited(ratio: Numbers, advantages: Numbers, low: Numbers, high: Numbers) -> Surrogate:
-    """max(-ratio * A, -clipped ratio * A), the ratio clipped to [low, high]."""
+    """Compute max(-ratio * A, -clipped ratio * A), with the ratio clipped to [low, high]."""
     plain = -advantages * ratio
     within = -advantages * clamped(ratio, low, high)
     is_clipped = within > plain
@@ -95,7 +95,7 @@ def limited(ratio: Numbers, advantages: Numbers, low: Numbers, high: Numbers) ->
 def weighted(
     logprob: Numbers, advantages: Numbers, weight: Numbers, below: Numbers, above: Numbers, place: Numbers
 ) -> Surrogate:
-    """-weight * A * logprob, with the weight constant in the gradient."""
+    """Compute -weight * A * logprob. The weight is constant in the gradient."""
     slope, never = -advantages * weight, xp.zeros_like(below)
     return Surrogate(slope * logprob, slope, below | above, never, below, above, weight, place)
 
@@ -103,7 +103,8 @@ def weighted(
 def clip(
     s: BandSettings, logprob: Numbers, old_logprob: Numbers, log_ratio: Numbers, ratio: Numbers, advantages: Numbers
 ) -> Surrogate:
-    """PPO-clip (Schulman et al. 2017, eq. 7), bounded where the advantage is negative (Ye et al. 2020, eq. 5)."""
+    """Compute PPO-clip (Schulman et al. 2017, eq. 7). `dual_clip` bounds the loss of negative advantages (Ye et al.
+    2020, eq. 5)."""
     x = limited(ratio, advantages, 1 - s.clip_low, 1 + s.clip_high)
     if s.dual_clip is not None:
         bound = -advantages * s.dual_clip
@@ -117,8 +118,8 @@ def clip(
 def penalty(
     s: BandSettings, logprob: Numbers, old_logprob: Numbers, log_ratio: Numbers, ratio: Numbers, advantages: Numbers
 ) -> Surrogate:
-    """-ratio * A + penalty_coef * KL(old || new), estimated by k3 (Schulman et al. 2017, eq. 8). No band: the position
-    is ratio / (1 + ratio)."""
+    """Compute -ratio * A + penalty_coef * KL(old || new), with the k3 estimate of KL (Schulman et al. 2017, eq. 8).
+    The loss has no band; the position is ratio / (1 + ratio)."""
     plain, never = -ratio * advantages, xp.zeros_like(ratio)
     loss, slope = plain + s.penalty_coef * (ratio - 1 - log_ratio), plain + s.penalty_coef * (ratio - 1)
     x = Surrogate(loss, slope, never, never, never, never, ratio, ratio / (1 + ratio))
@@ -128,12 +129,14 @@ def penalty(
 def dis(
     s: BandSettings, logprob: Numbers, old_logprob: Numbers, log_ratio: Numbers, ratio: Numbers, advantages: Numbers
 ) -> Surrogate:
-    """Direct double-sided importance sampling: -f(ratio) * A * logprob, f(r) = r within [1 - band_low, 1 + band_high]
-    and 0 outside, whatever the advantage's sign. The old log-probability is the engine's.
+    """Compute direct double-sided importance sampling: -f(ratio) * A * logprob.
 
-    Hou et al. 2026, "SAO" (arXiv 2607.07508), section 3.1; GLM-5 2026 (arXiv 2602.15763). f is a weight, constant in
-    the gradient, which is that of -ratio * A within the band: the slope is the same with it or without. The papers'
-    band is open; here its edges belong to it.
+    f(r) is r within [1 - band_low, 1 + band_high] and 0 outside, for positive and negative advantages. The old
+    log-probability is the log-probability of the engine.
+
+    Hou et al. 2026, "SAO" (arXiv 2607.07508), section 3.1; GLM-5 2026 (arXiv 2602.15763). f is a weight that is
+    constant in the gradient. Within the band, the slope equals the slope of -ratio * A. The band of the papers is
+    open; this band includes its edges.
     """
     low, high = 1 - s.band_low, 1 + s.band_high
     below, above = ratio < low, ratio > high
@@ -145,8 +148,8 @@ def dis(
 def cispo(
     s: BandSettings, logprob: Numbers, old_logprob: Numbers, log_ratio: Numbers, ratio: Numbers, advantages: Numbers
 ) -> Surrogate:
-    """-clip(ratio, 1 - band_low, 1 + band_high) * A * logprob, the clipped ratio constant in the gradient: every token
-    keeps a slope (MiniMax 2025, "MiniMax-M1", eq. 4 and 5)."""
+    """Compute -clip(ratio, 1 - band_low, 1 + band_high) * A * logprob. The clipped ratio is constant in the
+    gradient, so every token has a slope (MiniMax 2025, "MiniMax-M1", eq. 4 and 5)."""
     low, high = 1 - s.band_low, 1 + s.band_high
     below, above = ratio < low, ratio > high
     return weighted(logprob, advantages, clamped(ratio, low, high), below, above, position(ratio, low, high))
@@ -155,10 +158,12 @@ def cispo(
 def gspo(
     s: BandSettings, logprob: Numbers, old_logprob: Numbers, log_ratio: Numbers, ratio: Numbers, advantages: Numbers
 ) -> Surrogate:
-    """PPO-clip of the geometric mean of a sequence's ratios, within [1 - band_low, 1 + band_high].
+    """Compute PPO-clip with the geometric mean of the ratios of a sequence, clipped to [1 - band_low, 1 +
+    band_high].
 
-    Zheng et al. 2025, "Group Sequence Policy Optimization", in the form for advantages of tokens (GSPO-token, eq. 13
-    to 15), whose gradient is that of eq. 5 where a sequence's advantages are equal. `ratio` is the sequence's here.
+    Zheng et al. 2025, "Group Sequence Policy Optimization", GSPO-token (eq. 13 to 15) for per-token advantages. If
+    all advantages of a sequence are equal, the gradient equals the gradient of eq. 5. `ratio` is the ratio of the
+    sequence.
     """
     x = limited(ratio, advantages, 1 - s.band_low, 1 + s.band_high)
     return without_far(x, logprob, old_logprob)
@@ -167,8 +172,9 @@ def gspo(
 def sapo(
     s: BandSettings, logprob: Numbers, old_logprob: Numbers, log_ratio: Numbers, ratio: Numbers, advantages: Numbers
 ) -> Surrogate:
-    """-4 / tau * sigmoid(tau * (ratio - 1)) * A, with tau gate_positive where A > 0 and gate_negative elsewhere (Gao et
-    al. 2025, "Soft Adaptive Policy Optimization", arXiv 2511.20347). No band: the position is the gate."""
+    """Compute -4 / tau * sigmoid(tau * (ratio - 1)) * A (Gao et al. 2025, "Soft Adaptive Policy Optimization", arXiv
+    2511.20347). tau is gate_positive for A > 0, and gate_negative otherwise. The loss has no band; the position is
+    the gate."""
     tau = xp.where(advantages > 0, s.gate_positive, xp.zeros_like(ratio) + s.gate_negative)
     x = tau * (ratio - 1)
     small = xp.exp(-xp.abs(x))
@@ -180,8 +186,10 @@ def sapo(
 
 
 def dppo(s: BandSettings, logprob: Numbers, ratio: Numbers, advantages: Numbers, change: Numbers) -> Surrogate:
-    """-min(ratio, weight_cap) * A * logprob, the weight constant in the gradient, 0 where a token's `change` is
-    further than band_low down, with A < 0, or band_high up, with A > 0."""
+    """Compute -min(ratio, weight_cap) * A * logprob. The weight is constant in the gradient.
+
+    The weight is 0 if A < 0 and `change` is below -band_low, or if A > 0 and `change` is above band_high.
+    """
     below, above = (advantages < 0) & (change < -s.band_low), (advantages > 0) & (change > s.band_high)
     weight = xp.where(below | above, 0.0, xp.where(ratio > s.weight_cap, s.weight_cap, ratio))
     return weighted(logprob, advantages, weight, below, above, position(change, -s.band_low, s.band_high))
@@ -190,18 +198,19 @@ def dppo(s: BandSettings, logprob: Numbers, ratio: Numbers, advantages: Numbers,
 def dppo_tv(
     s: BandSettings, logprob: Numbers, old_logprob: Numbers, log_ratio: Numbers, ratio: Numbers, advantages: Numbers
 ) -> Surrogate:
-    """DPPO with tokens left out by the change of their probability, new - old: the total variation of "this token or
-    another" (binary TV, arXiv 2602.04879, eq. 11 to 13). The ratio is capped as verl does it."""
+    """Compute DPPO with a band for the change of the token's probability, new - old. This change is the total
+    variation of the binary distribution of this token and all others (binary TV, arXiv 2602.04879, eq. 11 to 13).
+    The cap of the ratio is the cap in verl."""
     return dppo(s, logprob, ratio, advantages, xp.exp(logprob) - xp.exp(old_logprob))
 
 
 def dppo_kl(
     s: BandSettings, logprob: Numbers, old_logprob: Numbers, log_ratio: Numbers, ratio: Numbers, advantages: Numbers
 ) -> Surrogate:
-    """DPPO with tokens left out by KL(old || new) of "this token or another", in nats, with the sign of the change
-    (binary KL, arXiv 2602.04879, eq. 14)."""
+    """Compute DPPO with a band for KL(old || new) of the binary distribution of this token and all others, in nats.
+    The KL has the sign of the change of probability (binary KL, arXiv 2602.04879, eq. 14)."""
     new, old = xp.exp(logprob), xp.exp(old_logprob)
-    not_new, not_old = clamped(1 - new, 0.0, 1.0), clamped(1 - old, 0.0, 1.0)  # rounding leaves logprobs above 0
+    not_new, not_old = clamped(1 - new, 0.0, 1.0), clamped(1 - old, 0.0, 1.0)  # rounding may leave logprobs above 0
     gap = logprob - old_logprob
     divergence = not_old * xp.log((not_old + ALMOST_NOTHING) / (not_new + ALMOST_NOTHING)) - old * gap
     return dppo(s, logprob, ratio, advantages, xp.where(new > old, divergence, -divergence))
@@ -213,5 +222,5 @@ POLICY_LOSSES: Mapping[str, Callable[..., Surrogate]] = {
 BANDS: Mapping[str, tuple[float, float]] = {
     "dis": (0.8, 3.0), "cispo": (1.0, 4.0), "gspo": (3e-4, 4e-4), "dppo_tv": (0.2, 0.2), "dppo_kl": (0.05, 0.05),
 }  # fmt: skip
-"""band_low and band_high of the losses that have them, where nothing else is said: of SAO; ScaleRL (Khatri et al. 2025:
-weights up to 5, none too small); GSPO; and of DPPO's users."""
+"""Defaults of band_low and band_high for the losses with a band. Sources: SAO; ScaleRL (Khatri et al. 2025: weights
+up to 5, without a lower limit); GSPO; users of DPPO."""

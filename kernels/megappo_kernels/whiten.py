@@ -1,4 +1,4 @@
-"""Whitening statistics that merge exactly over blocks, ranks and batches (Chan et al. 1979)."""
+"""Whitening statistics that are combined exactly over blocks, ranks and batches (Chan et al. 1979)."""
 
 from __future__ import annotations
 
@@ -9,10 +9,11 @@ from megappo_kernels.backend import runs_triton
 
 
 def masked_whiten_stats(values: Tensor, mask: Tensor) -> Tensor:
-    """(3,) float64: count, mean and sum of squared deviations of the values where `mask` (bool) is True.
+    """Return (3,) float64: count, mean and sum of squared deviations of the values with `mask` (bool) True.
 
-    Any shape, float32 or float64; masked positions may hold anything. All zeros where nothing is valid. Gather those of
-    all ranks and merge them with `merge_whiten_stats`. No host synchronisation.
+    The values have any shape, and are float32 or float64. Masked positions may contain any value. Without valid
+    values the result is zeros. To whiten over ranks, gather the statistics and call `merge_whiten_stats`. The
+    function does not synchronise with the host.
     """
     if mask.shape != values.shape or mask.dtype != torch.bool:
         raise ValueError(f"mask is {mask.dtype} {tuple(mask.shape)}, must be torch.bool {tuple(values.shape)}")
@@ -27,7 +28,7 @@ def masked_whiten_stats(values: Tensor, mask: Tensor) -> Tensor:
 
 
 def merge_whiten_stats(stats_R3: Tensor) -> Tensor:
-    """(R, 3) statistics of parts -> (3,) of their union."""
+    """Combine the statistics of R parts: (R, 3) -> (3,)."""
     count_R, mean_R, m2_R = stats_R3.unbind(1)
     count = count_R.sum()
     mean = (count_R * mean_R).sum() / count.clamp(min=1)
@@ -35,9 +36,10 @@ def merge_whiten_stats(stats_R3: Tensor) -> Tensor:
 
 
 def masked_whiten(values: Tensor, mask: Tensor, stats_3: Tensor, *, eps: float = 1e-8) -> Tensor:
-    """(values - mean) / sqrt(population variance + eps) where `mask` is True, 0 elsewhere; the type of `values`.
+    """Return (values - mean) / sqrt(population variance + eps), and 0 for masked positions, in the dtype of
+    `values`.
 
-    The mean is subtracted in float64, because a float32 mean of values around a million is off by up to 0.03.
+    The mean is subtracted in float64, because a float32 mean of values around a million has an error of up to 0.03.
     Deviations within the rounding error are 0.
     """
     count, mean, m2 = stats_3.unbind()
@@ -48,16 +50,18 @@ def masked_whiten(values: Tensor, mask: Tensor, stats_3: Tensor, *, eps: float =
 
 
 def rounding_of(size: Tensor, dtype: torch.dtype) -> Tensor:
-    """Bound on the rounding error of the difference between values of this size in `dtype` and their mean."""
+    """Return a bound on the rounding error of the difference between values of this size in `dtype` and their mean."""
     return 2 * torch.finfo(dtype).eps * size
 
 
 def without_rounding(deviations: Tensor, std: Tensor, rounding: Tensor) -> Tensor:
-    """Deviations from a mean, with rounding errors set to exactly 0.
+    """Set deviations from a mean that are rounding errors to 0.
 
-    Otherwise a policy loss would count tokens with an advantage of 1e-8 as clipped. Deviations up to `rounding` are set
-    to 0. A deviation that is a large part of the standard deviation is kept, because the spread itself is small.
+    A policy loss would count tokens with an advantage of 1e-8 as clipped. Deviations up to `rounding` are set to 0.
+    A deviation that is large compared with the standard deviation is not changed, because the spread itself is
+    small.
     """
-    # A deviation of a tenth of the spread is no rounding of a mean, unless the spread is a hundredth of the rounding.
+    # A deviation above a tenth of the spread is not a rounding error, unless the spread is below a hundredth of
+    # `rounding`.
     bound = torch.minimum(rounding, torch.maximum(0.1 * std, 0.01 * rounding))
     return deviations.masked_fill(deviations.abs() <= bound, 0.0)

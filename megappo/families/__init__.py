@@ -1,4 +1,4 @@
-"""The model families: a file for each, which says all that other rooms must know of it."""
+"""Declarations of the supported model families, one file per family."""
 
 from __future__ import annotations
 
@@ -33,13 +33,13 @@ _MODULES = (
     qwen3_next, qwen3_5_text, qwen3_5_moe_text,
 )  # fmt: skip
 FAMILIES: Mapping[str, Family] = {module.FAMILY.model_type: module.FAMILY for module in _MODULES}
-"""The families of this repository, by `model_type` of config.json."""
+"""Families of this repository by `model_type` of config.json."""
 
 
 def architecture(hf_config: PretrainedConfig, families: Mapping[str, Family] = FAMILIES) -> ArchitectureConfig:
     """Read an architecture from a Hugging Face configuration.
 
-    Raises ValueError for a family that is not among `families`, and for what the family refuses.
+    Raises ValueError if `families` does not contain the `model_type`, or if the family refuses a setting.
     """
     model_type = hf_config.model_type
     if model_type not in families:

@@ -1,4 +1,4 @@
-"""The architecture of a model as the trainer needs it, in one form for every family."""
+"""Architecture of a model in one form for all families."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ if TYPE_CHECKING:
 
 
 DELTA_CHUNK = 64
-"""Tokens of a chunk of the gated delta rule, for which one triangular system is solved; the default `chunk_size` of
-transformers 5.19 (modeling_qwen3_next.py)."""
+"""Tokens in a chunk of the gated delta rule. Each chunk requires the solution of one triangular system. The value is
+the default `chunk_size` of transformers 5.19 (modeling_qwen3_next.py)."""
 
 
 @dataclass(frozen=True)
@@ -24,20 +24,20 @@ class DeltaNet:
     """Layers with linear attention by the gated delta rule."""
 
     layers: tuple[int, ...]
-    """Layers that have it in the place of attention."""
+    """Layers with linear attention instead of attention."""
     key_heads: int
     value_heads: int
-    """Value heads; a multiple of the key heads."""
+    """Number of value heads, a multiple of `key_heads`."""
     key_dim: int
-    """Channels of a head's query and key."""
+    """Channels of the query and key of a head."""
     value_dim: int
-    """Channels of a head's value."""
+    """Channels of the value of a head."""
     conv_width: int
-    """Width of the causal convolution before the recurrence, in tokens."""
+    """Width in tokens of the causal convolution before the recurrence."""
 
     @property
     def key_width(self) -> int:
-        """Channels of a token's keys over all heads, and of its queries."""
+        """Channels of a token's keys over all heads. Queries have the same number."""
         return self.key_heads * self.key_dim
 
     @property
@@ -47,14 +47,16 @@ class DeltaNet:
 
     @property
     def state_elements(self) -> int:
-        """Elements of a layer's state, which has the same size for sequences of any length."""
+        """Elements of the state of a layer. The size does not depend on the sequence length."""
         return self.value_heads * self.key_dim * self.value_dim
 
     @property
     def token_flops(self) -> float:
-        """FLOPs of a token in the recurrence of one layer, forward: the products of a chunk's queries and keys with its
-        keys, its triangular system, what its tokens read of each other, and what they expect of the state, read and
-        write."""
+        """Forward FLOPs of a token in the recurrence of one layer.
+
+        The count includes the products of queries and keys with the keys of the chunk, the triangular system, the
+        reads within the chunk, the prediction from the state, and the reads and writes of the state.
+        """
         sums = 2 * self.key_dim * DELTA_CHUNK * 2 * self.key_heads
         of_head = DELTA_CHUNK * (self.key_dim + self.value_dim) + 2 * DELTA_CHUNK * self.value_dim
         return float(sums + self.value_heads * (of_head + 6 * self.key_dim * self.value_dim))
@@ -62,46 +64,46 @@ class DeltaNet:
 
 @dataclass(frozen=True)
 class LatentAttention:
-    """Attention whose keys and values are computed from a few numbers of each token (DeepSeek-AI 2024,
-    arXiv:2405.04434, section 2.1): a latent, and a rotated key that all heads share."""
+    """Attention with keys and values that are computed from small latents (DeepSeek-AI 2024, arXiv:2405.04434,
+    section 2.1). The input of keys and values is a latent of each token, and a rotated key for all heads."""
 
     query_rank: int | None
-    """Size of the latent from which queries are computed; None: they are computed from the hidden state."""
+    """Size of the latent of queries. None: queries are computed from the hidden state."""
     rank: int
-    """Size of the latent from which keys and values are computed."""
+    """Size of the latent of keys and values."""
     plain_dim: int
-    """First channels of a head's query and key, which are not rotated."""
+    """Number of channels without rotation. These are the first channels of a head's query and key."""
     rotary_dim: int
-    """Rotated channels; those of the key are the same in all heads."""
+    """Number of rotated channels. All heads share the rotated channels of the key."""
     value_dim: int
-    """Channels of a head's value."""
+    """Channels of the value of a head."""
     interleaved: bool
-    """Whether channels 2 i and 2 i + 1 are rotated together; otherwise i and i + half of them."""
+    """Whether rotation pairs channels 2 i and 2 i + 1; otherwise it pairs channels i and i + rotary_dim / 2."""
 
     @property
     def token_width(self) -> int:
-        """Numbers of a token from which its keys and values in all heads follow."""
+        """Numbers per token that determine its keys and values in all heads."""
         return self.rank + self.rotary_dim
 
     @property
     def made_dim(self) -> int:
-        """Channels of a head that are computed from the latent of keys and values."""
+        """Channels per head that are computed from the latent of keys and values."""
         return self.plain_dim + self.value_dim
 
 
 @dataclass(frozen=True)
 class WideAttention:
-    """Layers of attention with a head size of their own, whose keys, before their norm, are also their values."""
+    """Attention layers with a different head size. Their keys before the norm are also their values."""
 
     layers: tuple[int, ...]
     head_dim: int
     kv_heads: int
-    """Key/value heads."""
+    """Number of key/value heads."""
 
 
 @dataclass(frozen=True)
 class ModelShape:
-    """The sizes of a model on which layouts and batches depend."""
+    """Sizes of a model that determine layouts and batches."""
 
     family: str
     """`model_type` of config.json."""
@@ -111,84 +113,84 @@ class ModelShape:
     kv_heads: int
     head_dim: int
     ffn_hidden_size: int
-    """Hidden size of the MLP, or of each expert where there are experts."""
+    """Hidden size of the MLP, or of each expert in models with experts."""
     vocab_size: int
-    """Rows of the embedding, before padding for tensor parallelism."""
+    """Rows of the embedding without padding for tensor parallelism."""
     max_position_embeddings: int
-    """Tokens of the longest sequence."""
+    """Length of the longest sequence in tokens."""
     tied_embeddings: bool
     experts: int = field(default=0, kw_only=True)
-    """Number of experts of each layer with experts; 0: a dense model."""
+    """Number of experts in each layer with experts. 0: a dense model."""
     dense_layers: int = field(default=0, kw_only=True)
-    """Number of first layers that have an MLP in the place of experts; 0: all layers are alike."""
+    """Number of first layers with an MLP instead of experts. 0: no such layers."""
     dense_ffn_hidden_size: int = field(default=0, kw_only=True)
     """Hidden size of the MLP of `dense_layers`."""
     shared_ffn_hidden_size: int = field(default=0, kw_only=True)
-    """Hidden size of the shared expert, which every token passes; 0: there is none."""
+    """Hidden size of the shared expert, which processes every token. 0: no shared expert."""
     delta_net: DeltaNet | None = field(default=None, kw_only=True)
-    """Layers with linear attention; None: all layers have attention."""
+    """Layers with linear attention. None: all layers have attention."""
     latent: LatentAttention | None = field(default=None, kw_only=True)
-    """Latent attention; None: keys and values are computed from the hidden state by matrices."""
+    """Latent attention. None: matrices compute keys and values from the hidden state."""
     wide_attention: WideAttention | None = field(default=None, kw_only=True)
-    """Layers whose heads differ from `head_dim` and `kv_heads`; None: there are none."""
+    """Layers with other values of `head_dim` and `kv_heads`. None: no such layers."""
 
     @property
     def query_width(self) -> int:
-        """Channels of a token's queries over all heads, except in layers of wide attention."""
+        """Channels of a token's queries over all heads, in layers without wide attention."""
         return self.heads * self.head_dim
 
     @property
     def key_width(self) -> int:
-        """Channels of a token's keys over all heads, and of its values, except in layers of wide attention."""
+        """Channels of a token's keys over all heads, in layers without wide attention. Values have the same number."""
         return self.kv_heads * self.head_dim
 
     def kv_heads_of(self, layer: int | None) -> int:
-        """Key/value heads of a layer."""
+        """Return the number of key/value heads of a layer."""
         wide = self.wide_attention
         return wide.kv_heads if wide is not None and layer in wide.layers else self.kv_heads
 
     def head_dim_of(self, layer: int) -> int:
-        """Channels of a layer's heads."""
+        """Return the head size of a layer, in channels."""
         wide = self.wide_attention
         return wide.head_dim if wide is not None and layer in wide.layers else self.head_dim
 
     @cached_property
     def mean_head_dim(self) -> float:
-        """Channels of a head, as the mean of all layers with attention."""
+        """Mean head size of all layers with attention, in channels."""
         return sum(map(self.head_dim_of, self.attention_layers)) / len(self.attention_layers)
 
     @property
     def mean_query_width(self) -> float:
-        """Channels of a token's queries, as the mean of all layers with attention."""
+        """Mean number of query channels per token, over all layers with attention."""
         return self.heads * self.mean_head_dim
 
     @cached_property
     def key_widths(self) -> tuple[int, ...]:
-        """Channels of a token's keys in each layer with attention, and of its values."""
+        """Channels of a token's keys in each layer with attention. Values have the same number."""
         return tuple(self.kv_heads_of(layer) * self.head_dim_of(layer) for layer in self.attention_layers)
 
     @property
     def mean_key_width(self) -> float:
-        """The mean of `key_widths`."""
+        """Mean of `key_widths`."""
         return sum(self.key_widths) / len(self.key_widths)
 
     @property
     def cached_width(self) -> int:
-        """Numbers that an engine caches of a token in all layers with attention: keys and values of all heads, or the
-        latents that they follow from."""
+        """Numbers per token in an engine's cache, over all layers with attention. The cache contains keys and values
+        of all heads, or latents."""
         if self.latent is not None:
             return len(self.attention_layers) * self.latent.token_width
         return 2 * sum(self.key_widths)
 
     @property
     def multiplied_head_dim(self) -> float:
-        """Channels of a head in the products of two tokens, as the mean of query and value."""
+        """Mean of the query and value channels of a head, which determines the cost of attention per pair of tokens."""
         return self.mean_head_dim if self.latent is None else (self.head_dim + self.latent.value_dim) / 2
 
     @property
     def shared_sizes(self) -> dict[str, int]:
-        """Sizes that tensor parallel ranks divide evenly, by their names in sentences. An expert is whole on its
-        ranks."""
+        """Sizes that the tensor parallel size must divide, by the names in error messages. Experts are stored whole,
+        so their size is not included."""
         sizes = {"heads": self.heads, "KV heads": self.kv_heads}
         if self.wide_attention is not None:
             sizes["KV heads of full attention"] = self.wide_attention.kv_heads
@@ -196,135 +198,136 @@ class ModelShape:
             sizes["key heads of linear attention"] = self.delta_net.key_heads
         if not self.experts:
             return sizes | {"FFN hidden size": self.ffn_hidden_size}
-        beside = {
+        mlp_sizes = {
             "dense FFN hidden size": self.dense_ffn_hidden_size,
             "shared expert's FFN hidden size": self.shared_ffn_hidden_size,
         }
-        return sizes | {name: size for name, size in beside.items() if size}
+        return sizes | {name: size for name, size in mlp_sizes.items() if size}
 
     @property
     def expert_layers(self) -> range:
-        """The layers that have experts."""
+        """Layers with experts."""
         return range(self.dense_layers if self.experts else self.layers, self.layers)
 
     @property
     def linear_layers(self) -> tuple[int, ...]:
-        """The layers with linear attention, whose state does not grow with a sequence."""
+        """Layers with linear attention. Their state has a fixed size."""
         return () if self.delta_net is None else self.delta_net.layers
 
     @property
     def special_layers(self) -> tuple[int, ...]:
-        """The layers that differ from the others, which are alike: dense ones before those with experts, or those with
-        linear or wide attention."""
+        """Layers with a special structure: dense layers before layers with experts, layers with linear attention, or
+        layers with wide attention. All other layers are equal."""
         wide = self.wide_attention
         return self.linear_layers or (tuple(range(self.dense_layers)) if wide is None else wide.layers)
 
     @cached_property
     def attention_layers(self) -> tuple[int, ...]:
-        """The layers in which tokens attend to those before them."""
+        """Layers with attention to previous tokens."""
         return tuple(n for n in range(self.layers) if n not in self.linear_layers)
 
 
 LATENT_NORM_EPS = 1e-6
-"""Epsilon of the norms of latents, whatever `rms_norm_eps` is: transformers' DeepseekV3RMSNorm has it by default
-there."""
+"""Epsilon of the norms of latents, independent of `rms_norm_eps`. The value is the default of transformers'
+DeepseekV3RMSNorm."""
 PRODUCT_ROWS = 256
-"""Queries of a block where attention is made of plain products: only the scores of one block are in memory at once."""
+"""Number of queries per block of attention by plain products. Only the scores of one block are in memory at a time."""
 SHORT_SEGMENT = 256
-"""Longest segment, in tokens, for which a CPU computes attention in bfloat16 by plain products and keeps the softmax
-for backward; torch's flash kernel catches up at about 512 (benchmarks/results/2026-11-23-update-cpu.md)."""
+"""Longest segment, in tokens, for which a CPU uses plain products for attention in bfloat16. Backward reuses the
+softmax. torch's flash kernel becomes equally fast at about 512 tokens (benchmarks/results/2026-11-23-update-cpu.md)."""
 
 
 @dataclass(frozen=True)
 class ArchitectureExtensions:
-    """Properties of a model that Megatron-Core has no field for: megappo's own layers build it, not Transformer
-    Engine's."""
+    """Properties of a model without a setting in Megatron-Core. megappo's own layers implement the properties
+    instead of Transformer Engine's layers."""
 
     scores_cap: float | None = None
-    """Cap of attention scores, which become cap * tanh(score / cap) before the softmax."""
+    """Cap of attention scores. The score before the softmax is cap * tanh(score / cap). None: no cap."""
     logits_cap: float | None = None
-    """Cap of the logits, applied in the same way before the temperature."""
+    """Cap of the logits by the same formula, applied before the temperature. None: no cap."""
     embedding_scale: float = 1.0
-    """Factor that embeddings are multiplied by."""
+    """Factor on embeddings."""
     norms_after: bool = False
-    """Whether the outputs of attention and MLP pass a norm before they are added to the residual stream."""
+    """Whether norms are applied to the outputs of attention and MLP before the residual addition."""
     layer_scalars: bool = False
-    """Whether a layer's output, its residual stream included, is multiplied by a number of the layer, which is not
+    """Whether each layer multiplies its output, including the residual stream, by a scalar. The scalars are not
     trained."""
     ropes: tuple[str, ...] = ()
-    """Kind of rope of each layer, by its name in `rope_parameters`; empty: one rope for all layers."""
+    """Rope of each layer, as a key of `rope_parameters`. Empty: one rope for all layers."""
     sinks: bool = False
-    """Whether each head has a learned score without a value that takes part in the softmax (Xiao et al. 2023,
+    """Whether each head has an attention sink: a learned logit in the softmax without a value (Xiao et al. 2023,
     arXiv:2309.17453)."""
 
     @property
     def attends_by_products(self) -> bool:
-        """Whether attention is made of plain products, because torch's attention supports neither caps nor sinks."""
+        """Whether attention uses plain products, because torch's attention supports neither caps nor sinks."""
         return self.scores_cap is not None or self.sinks
 
 
 @dataclass(frozen=True)
 class ArchitectureConfig(ModelShape):
-    """A decoder as its `config.json` describes it, read by its family."""
+    """Architecture of a decoder, as its family reads `config.json`."""
 
     norm_eps: float
     initializer_range: float
     hf_config: PretrainedConfig = field(repr=False, compare=False)
-    """Configuration of the plain model: without `quantization_config`, which says how the files were stored."""
+    """transformers' configuration without `quantization_config`, which describes only the stored files."""
     declaration: Family = field(repr=False, compare=False)
-    """The family's declaration, of which the model is built."""
+    """Declaration of the family, from which the model is built."""
     sliding_window: int | None = None
-    """Size of the attention window in tokens, the token itself included; None: tokens see all before them."""
+    """Size of the attention window in tokens, including the token itself. None: no window."""
     windowed_layers: tuple[bool, ...] = ()
-    """Whether each layer has the window; empty: all layers have it."""
+    """Whether each layer has the window. Empty: all layers have the window."""
     score_width: int | None = None
-    """Attention scores are divided by the square root of this; None: by that of the head size."""
+    """Width in the scale of attention scores: scores are divided by its square root. None: the head size."""
     extensions: ArchitectureExtensions = ArchitectureExtensions()
     experts_per_token: int = 0
-    """Experts that each token is sent to; 0: a dense model."""
+    """Number of experts per token. 0: a dense model."""
     normalized_experts: bool = True
     """Whether the weights of a token's experts sum to 1 (`norm_topk_prob`)."""
     sigmoid_router: bool = False
-    """Whether experts are chosen by the sigmoid of their logits plus a correction bias, and weighted by the sigmoids
-    alone."""
+    """Whether the router selects experts by the sigmoids of the logits plus a correction bias. The weights of
+    experts are the sigmoids without the bias."""
     experts_scale: float = 1.0
-    """Factor that the sum of a token's experts is multiplied by."""
+    """Factor on the sum of the outputs of a token's experts."""
     expert_groups: int = 1
-    """Number of equal groups of neighbouring experts. A token first chooses groups, by the sum of the two largest
-    scores of each."""
+    """Number of groups of consecutive experts, all of the same size. A token first selects groups, by the sum of the
+    two largest scores in each group."""
     groups_per_token: int = 1
-    """Number of groups that a token chooses its experts from."""
+    """Number of selected groups per token."""
     rotary_channels: int | None = None
-    """First channels of a head, which are rotated; None: all of them."""
+    """Number of rotated channels of a head, starting at the first channel. None: all channels."""
     stored_blocks: tuple[int, int] | None = field(default=None, compare=False)
-    """Rows and columns of the blocks that share a scale where the files hold float8 weights; None: plain weights."""
+    """Rows and columns of a block with one scale, if files contain float8 weights. None: plain weights."""
     stored_mxfp4: bool = field(default=False, compare=False)
-    """Whether the files may hold the matrices of experts in MXFP4."""
+    """Whether files may contain the matrices of experts in MXFP4."""
 
     @property
     def has_window(self) -> bool:
-        """Whether tokens see only a window of those before them."""
+        """Whether some layers have an attention window."""
         return self.sliding_window is not None
 
     @property
     def is_standard(self) -> bool:
-        """Whether Megatron-LM's arguments can describe the model."""
+        """Whether the arguments of Megatron-LM can describe the model."""
         special = self.sigmoid_router or self.latent is not None or self.special_layers != ()
         return not special and self.extensions == ArchitectureExtensions()
 
     @property
     def has_own_layers(self) -> bool:
-        """Whether the model needs megappo's own layers; for others Transformer Engine's may be used, which take the
-        angles of a rope and no factor on cosine and sine."""
+        """Whether the model requires megappo's own layers. Other models may use Transformer Engine's layers, which
+        support neither extensions nor a factor on cosine and sine."""
         return not self.is_standard or any(scale != 1 for scale in rotary_scales(self))
 
 
 def expert_number_bytes(experts: int) -> int:
-    """Bytes of the smallest integer that can number each expert and has one more value for "none"."""
+    """Return the bytes of the smallest integer type for expert numbers and one additional value for "none"."""
     return 1 if experts < 256 else 2
 
 
 def padded_vocab_size(vocab_size: int, tp: int, multiple: int) -> int:
-    """The vocabulary rounded up to `multiple`, or to a multiple of the tensor parallel size where that is 1."""
+    """Round the vocabulary size up to a multiple of `multiple`. If `multiple` is 1, round up to a multiple of the
+    tensor parallel size."""
     step = multiple if multiple > 1 else tp
     return -(-vocab_size // step) * step

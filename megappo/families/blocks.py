@@ -1,6 +1,6 @@
-"""The blocks of which families' layers consist.
+"""Blocks of the layers of several families.
 
-Shapes of matrices are (rows, columns) as transformers stores them: outputs by inputs.
+Matrices have the shape (rows, columns) = (outputs, inputs), as in transformers.
 """
 
 from __future__ import annotations
@@ -15,12 +15,12 @@ from megappo.families.fields import Activation, MegatronSettings
 
 
 def norm(megatron: str, hf: str, channels: int, alias: str = "") -> Weight:
-    """The weight of an RMSNorm."""
+    """Return the weight of an RMSNorm."""
     return Weight(megatron, {hf: (channels,)}, "replicated", alias=alias)
 
 
 def mlp_norm(arch: ArchitectureConfig) -> Weight:
-    """The norm before an MLP of whichever kind."""
+    """Return the norm before an MLP of any kind."""
     alias = "mlp.linear_fc1.layer_norm_weight"
     return norm("pre_mlp_layernorm.weight", "post_attention_layernorm.weight", arch.hidden_size, alias)
 
@@ -62,7 +62,7 @@ class QueryKeyValueBiases(Block):
 
 
 class QueryKeyNorms(Block):
-    """Norms over the channels of each head's query and key, before they are rotated."""
+    """Norms over the channels of each head's query and key, before the rotation."""
 
     def weights(self, arch: ArchitectureConfig) -> Sequence[Weight]:
         names = (("self_attention.q_layernorm", "self_attn.q_norm"), ("self_attention.k_layernorm", "self_attn.k_norm"))
@@ -72,8 +72,8 @@ class QueryKeyNorms(Block):
         return {"qk_layernorm": True}
 
     def per_token(self, arch: ArchitectureConfig, element_bytes: int, *, fused: bool) -> PerToken:
-        """Keeps queries made contiguous and a scale for each head; keys are a view of the QKV matrix's output. torch's
-        composite on a CPU works in float32 and also keeps the normalised input."""
+        """Return the activations: contiguous queries and a scale for each head. Keys are a view of the QKV matrix's
+        output. torch's composite implementation on a CPU uses float32 and also stores the normalised input."""
         scales = 4.0 * (arch.heads + arch.kv_heads)
         if fused or not arch.declaration.norms_in_float32(arch, element_bytes):
             return PerToken(kept_bytes=scales + element_bytes * arch.query_width)
@@ -82,7 +82,8 @@ class QueryKeyNorms(Block):
 
 
 def gated(place: str, arch: ArchitectureConfig, ffn: int, stored: str = "") -> tuple[Weight, Weight]:
-    """The matrices of a gated MLP at `place` in Megatron's model; `stored`: its place in files, where it differs."""
+    """Return the matrices of a gated MLP. `place`: module in Megatron's model; `stored`: module in files, if
+    different."""
     stored = stored or place
     gate_up = dict.fromkeys((f"{stored}.gate_proj.weight", f"{stored}.up_proj.weight"), (ffn, arch.hidden_size))
     return (
@@ -97,7 +98,7 @@ class GatedMlp(Block):
     recompute_module = "mlp"
 
     def size(self, arch: ArchitectureConfig) -> int:
-        """Channels between its matrices."""
+        """Return the number of channels between the matrices."""
         return arch.ffn_hidden_size
 
     def weights(self, arch: ArchitectureConfig) -> Sequence[Weight]:
@@ -112,13 +113,13 @@ class GatedMlp(Block):
         return silu
 
     def per_token(self, arch: ArchitectureConfig, element_bytes: int, *, fused: bool) -> PerToken:
-        """Keeps gate, up and their product; torch's operations also keep silu(gate)."""
+        """Return the activations: gate, up and their product. torch's operations also store silu(gate)."""
         width = (3 if fused else 4) * self.size(arch)
         return PerToken(kept_bytes=element_bytes * width, live_elements=width, moved_elements=width)
 
 
 class FirstMlp(GatedMlp):
-    """MLP of the first layers in models whose other layers have experts."""
+    """MLP of the first layers in models with experts in the other layers."""
 
     def size(self, arch: ArchitectureConfig) -> int:
         return arch.dense_ffn_hidden_size
@@ -131,7 +132,7 @@ class FirstMlp(GatedMlp):
 
 
 class SharedExpert(GatedMlp):
-    """Shared expert, which every token passes beside its routed ones: SwiGLU of the router's input."""
+    """Shared expert, which processes every token in addition to the routed experts: SwiGLU of the router's input."""
 
     recompute_module = "moe"
 
@@ -152,17 +153,17 @@ class SharedExpert(GatedMlp):
 class Experts(GatedMlp):
     """Experts block: the norm before it, a router, and SwiGLU in each expert.
 
-    No token is dropped. The router learns from the role's objective, and from `router_aux_loss_coef` where that is set.
-    A sigmoid router has a bias for each expert, by which pretraining balanced the load (Wang et al. 2024,
-    arXiv:2408.15664); it is not changed.
+    No token is dropped. The objective of the role trains the router, and also `router_aux_loss_coef` if it is set. A
+    sigmoid router has a bias for each expert, which balanced the load in pretraining (Wang et al. 2024,
+    arXiv:2408.15664). Training does not change this bias.
     """
 
     stored: str = "mlp"
-    """Name of the router and experts of a layer in files and in servers; transformers says `mlp`."""
+    """Module of a layer's router and experts in files and in SGLang. transformers uses `mlp`."""
     matrices: tuple[str, str, str] = ("gate_proj", "up_proj", "down_proj")
     """Names of an expert's matrices in files."""
     wide_router: bool = False
-    """Whether engines and files have the router in float32, as the correction bias."""
+    """Whether engines and files store the router in float32, like the correction bias."""
 
     recompute_module = "moe"
 
@@ -199,7 +200,7 @@ class Experts(GatedMlp):
             "num_moe_experts": arch.experts,
             "moe_ffn_hidden_size": arch.ffn_hidden_size,
             "moe_router_topk": arch.experts_per_token,
-            # False: the softmax of the chosen logits, which equals that of all logits renormalised over the chosen.
+            # False: softmax of the selected logits, equal to the renormalised softmax of all logits.
             "moe_router_pre_softmax": not arch.normalized_experts,
             "moe_router_dtype": "fp32",
             "moe_router_load_balancing_type": "none",
@@ -208,10 +209,14 @@ class Experts(GatedMlp):
         }
 
     def per_token(self, arch: ArchitectureConfig, element_bytes: int, *, fused: bool) -> PerToken:
-        """Keeps the router's weights and, for each of a token's experts, its choice and weight, the places of its row
-        on the way there and back, its input, gate and up, and the product times the expert's weight. torch's operations
-        also keep silu(gate) and the unweighted product, and compute the weighted one in float32. A routed token's
-        hidden state is sorted for sending, as received and sorted by expert, and back."""
+        """Return the activations: the router's weights, and several values for each expert of a token. These are the
+        expert's number and weight, the positions of the row in both directions, the input, gate and up, and the
+        product times the expert's weight.
+
+        torch's operations also store silu(gate) and the unweighted product, and compute the weighted product in
+        float32. The hidden state of a routed token is copied four times: sorted for sending, received, sorted by
+        expert, and returned.
+        """
         hidden, ffn, routed = arch.hidden_size, arch.ffn_hidden_size, arch.experts_per_token
         width = (3 if fused else 5) * ffn
         widened = (4 // element_bytes if element_bytes < 4 and not fused else 0) * ffn

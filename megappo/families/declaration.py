@@ -1,4 +1,4 @@
-"""The declaration of a model family: how its config.json is read, and the blocks that its layers consist of."""
+"""Declaration of a model family: the functions that read config.json, and the blocks of the layers."""
 
 from __future__ import annotations
 
@@ -18,148 +18,157 @@ if TYPE_CHECKING:
 
 Shape = tuple[int, ...]
 Kind = Literal["replicated", "column", "row", "qkv", "grouped", "vocab"]
-"""How tensor parallel ranks divide a parameter. `replicated`: not at all; `column`: the rows of each of its tensors
-(Megatron's column parallel layers); `row`: the columns of its one tensor; `qkv`: groups of query, key and value heads;
-`grouped`: key heads of linear attention, each with what belongs to it; `vocab`: the padded rows of a vocabulary."""
+"""Split of a parameter over tensor parallel ranks. `replicated`: no split; `column`: by rows of each tensor
+(Megatron's column parallel layers); `row`: by columns of the only tensor; `qkv`: by groups of query, key and value
+heads; `grouped`: by key heads of linear attention with their other channels; `vocab`: by rows of the padded
+vocabulary."""
 
 
 Drawn = Literal["by_shape", "ones", "rates", "normal"]
-"""How a parameter is drawn in a model of random weights. `by_shape`: a norm or a bias that does nothing, or a normal
-matrix; `ones`; `rates`: logarithms of numbers between 0.01 and 16; `normal`: normal numbers whatever its shape."""
+"""Distribution of a parameter in a randomly initialised model. `by_shape`: normal for matrices, and the neutral
+value for norms and biases; `ones`: all ones; `rates`: logarithms of numbers from 0.01 to 16; `normal`: normal for
+every shape."""
 
 
 @dataclass(frozen=True)
 class Weight:
-    """A parameter of each layer and the Hugging Face tensors it is made of, by their names within the layer.
+    """Parameter of each layer and its Hugging Face tensors, by their names within the layer.
 
-    With `{expert}` in its names, every expert has one, whole on the ranks that hold the expert.
+    A name with `{expert}` declares one parameter for each expert. The ranks of an expert store its parameters whole.
     """
 
     megatron: str
-    """Canonical name, in the map, in checkpoints and in weight streams: that of Megatron's own layers."""
+    """Name in Megatron's own layers. The parameter map, checkpoints and weight streams use this name."""
     tensors: Mapping[str, Shape]
     kind: Kind
     alias: str = ""
-    """Name in Transformer Engine's layers, where it differs."""
+    """Name in Transformer Engine's layers, if different."""
     fused: str = ""
-    """SGLang's parameter that holds all of the tensors, where its name is not that of the only one."""
+    """SGLang's parameter that contains all of the tensors, if its name differs from the name of the only tensor."""
     packed: str = ""
-    """transformers' parameter that holds the tensors, where its name is not that of the only one; for experts, the
-    parameter that holds the tensors of all of them."""
+    """transformers' parameter that contains the tensors, if its name differs from the name of the only tensor. For
+    experts, the parameter that contains the tensors of all experts."""
     interleaved: bool = False
-    """Whether files have the `packed` tensor too, in the place of the tensors: for each expert the transposed matrix,
-    inputs by outputs, with the outputs of the tensors alternating."""
+    """Whether files contain the `packed` tensor instead of the tensors. The packed tensor contains a transposed
+    matrix (inputs, outputs) for each expert. Outputs of the tensors alternate in this matrix."""
     wide: bool = False
-    """Whether engines and files have the parameter in float32, whatever the model's type."""
+    """Whether engines and files store the parameter in float32 for every `model.dtype`."""
     sections: tuple[tuple[int, ...], ...] = ()
-    """Rows of each part of each tensor of a `grouped` parameter; groups divide every part. Empty: a tensor is one
-    part."""
+    """Rows of each part of each tensor of a `grouped` parameter. Key heads divide every part. Empty: each tensor is
+    one part."""
     drawn: Drawn = "by_shape"
-    """How the parameter is drawn in a model of random weights."""
+    """Distribution of the parameter in a randomly initialised model."""
 
     @property
     def is_of_experts(self) -> bool:
-        """Whether each expert of a layer has such a parameter."""
+        """Whether the layer has one such parameter for each expert."""
         return "{expert}" in self.megatron
 
 
 class PerToken(NamedTuple):
-    """Memory and traffic of a block for each token, over all tensor parallel ranks (`megappo.plan.activations`)."""
+    """Memory and traffic of a block per token, over all tensor parallel ranks (`megappo.plan.activations`)."""
 
     kept_bytes: float = 0.0
-    """Bytes that forward keeps for backward."""
+    """Bytes that forward stores for backward."""
     live_elements: int = 0
-    """Elements that are in memory at once while the block runs."""
+    """Elements in memory at the same time while the block runs."""
     moved_elements: int = 0
-    """Elements that a forward pass writes and reads again."""
+    """Elements that a forward pass writes and later reads."""
 
 
 class Block:
-    """A part of layers. A method that a block does not override says that it has nothing, and is in every layer."""
+    """Part of the layers of a model. By default a block is part of every layer and has no parameters, settings or
+    activations."""
 
     recompute_module = ""
-    """Word of `recompute_modules` by which backward recomputes the whole block."""
+    """Value of `recompute_modules` that recomputes the whole block in backward."""
 
     def layers(self, arch: ArchitectureConfig) -> Collection[int]:
-        """The layers that have the block."""
+        """Return the layers with this block."""
         return range(arch.layers)
 
     def weights(self, arch: ArchitectureConfig) -> Sequence[Weight]:
-        """The parameters of the block."""
+        """Return the parameters of the block."""
         return ()
 
     def megatron(self, arch: ArchitectureConfig) -> MegatronSettings:
-        """Fields of Megatron's TransformerConfig that make the block part of the model, without `activation_func`."""
+        """Return the fields of Megatron's TransformerConfig for this block, except `activation_func`."""
         return {}
 
     def activation(self, arch: ArchitectureConfig) -> Activation | None:
-        """`activation_func` of Megatron's TransformerConfig, where the block says it; apart from `megatron`, whose
-        fields plans read without importing torch."""
+        """Return `activation_func` of Megatron's TransformerConfig, or None if the block does not set it.
+
+        The activation is not part of `megatron`, because plans read these fields without importing torch.
+        """
         return None
 
     def per_token(self, arch: ArchitectureConfig, element_bytes: int, *, fused: bool) -> PerToken:
-        """Activations that the planner counts for the block, in a type of `element_bytes`; `fused`: a norm or an
-        activation is one kernel."""
+        """Return the activations of the block for the planner.
+
+        Args:
+            element_bytes: bytes of an element of the activations.
+            fused: whether norms and activations are single kernels.
+        """
         return PerToken()
 
 
 def nothing(c: HFConfig) -> Fields:
-    """No fields of config.json."""
+    """Return no fields of config.json."""
     return {}
 
 
 def no_tensors(arch: ArchitectureConfig) -> tuple[str, ...]:
-    """No names of tensors."""
+    """Return no names of tensors."""
     return ()
 
 
 def next_token_layers(arch: ArchitectureConfig) -> Sequence[str]:
-    """Beginnings of the names of multi-token prediction layers in families that have them behind the other layers."""
+    """Return the name prefixes of multi-token prediction layers, for families that number them after the last layer."""
     return [f"model.layers.{arch.layers + n}." for n in range(arch.hf_config.num_mtp_layers)]
 
 
 def without_next_token_layers(c: HFConfig) -> Fields:
-    """config.json's entry that tells SGLang of no multi-token prediction layers: a run's servers hold what the actor
-    computes."""
+    """Return the entry of config.json that disables multi-token prediction layers in SGLang. Servers of a run load
+    only the layers of the actor."""
     return {"num_mtp_layers": 0}
 
 
 @dataclass(frozen=True)
 class Family:
-    """Declaration of a family, from which loading, streaming, checkpoints, export, plans and engines all follow."""
+    """Declaration of a family. Loading, streaming, checkpoints, export, plans and engines use this declaration."""
 
     model_type: str
-    """`model_type` of the config.json files that the family reads."""
+    """`model_type` of the supported config.json files."""
     reads: tuple[Callable[[HFConfig], Fields], ...]
-    """Functions from transformers' configuration to fields of ArchitectureConfig; later ones win. They raise ValueError
-    for what the blocks do not build."""
+    """Functions from transformers' configuration to fields of ArchitectureConfig. Later functions override fields of
+    earlier ones. Functions raise ValueError for settings that the blocks do not support."""
     blocks: tuple[Block, ...]
-    """Blocks of the layers. Their order is that of the parameters in buckets and files."""
+    """Blocks of the layers, in the order of their parameters in buckets and files."""
     attends_in_groups: bool = False
     """Whether SGLang's model supports data parallel attention (`rollout.sglang.data_parallel_attention`)."""
     unserved: Callable[[ArchitectureConfig, Served], str] = unread_settings
-    """Why SGLang does not compute such a model, to be read after "SGLang's <family>": "has attention in every n-th
-    layer, and ..."; "" where it does."""
+    """Function that returns why SGLang computes such a model differently, or "" if the results are equal. The text
+    follows "SGLang's <family>", such as "expects attention in every n-th layer, but ..."."""
     extra_config: Callable[[HFConfig], Mapping[str, JSONValue]] = nothing
-    """Entries of config.json, from transformers' configuration, that SGLang reads in addition to what transformers
-    writes."""
+    """Entries of config.json for SGLang, in addition to the entries that transformers writes. The argument is
+    transformers' configuration."""
     mtp_layers: Callable[[ArchitectureConfig], Sequence[str]] = no_tensors
-    """Beginnings of the names of layers that predict further tokens (multi-token prediction). No role computes them:
-    they stay in the folder of the model, and an export of the policy has them again."""
+    """Name prefixes of multi-token prediction layers. No role computes these layers. Exports of the policy copy the
+    layers from the folder of the model."""
     mtp_count_field: str = ""
-    """Name of config.json's entry with the number of such layers."""
+    """Entry of config.json with the number of multi-token prediction layers."""
     passed_over: Callable[[ArchitectureConfig], Sequence[str]] = no_tensors
-    """Beginnings of names of tensors in files that transformers does not read either."""
+    """Name prefixes of tensors in files that transformers ignores."""
     stored_prefix: str = ""
-    """Prefix that names in files may have in the place of `model.`, where the model was part of a larger one."""
+    """Prefix in files that replaces `model.`, if the model was part of a larger model."""
     within: str = ""
-    """`model_type` of larger models with images, in whose folders the language model is read; its configuration is
-    their `text_config`."""
+    """`model_type` of a larger model with images. From its folders, only the language model is read, with
+    `text_config` as configuration."""
     adapted: bool = True
-    """Whether adapters of its matrices (`actor.lora`) are those that PEFT would have."""
+    """Whether the family supports adapters (`actor.lora`) that are equal to PEFT's adapters."""
     fingerprinted: bool = True
-    """Whether SGLang keeps its tensors where `fused` says, in their order; otherwise what arrived cannot be compared
-    (`rollout.sglang.verify`)."""
+    """Whether SGLang stores the tensors in the parameters and the order of `fused`. If false, received weights
+    cannot be compared (`rollout.sglang.verify`)."""
 
     @property
     def may_have_mtp_layers(self) -> bool:
@@ -167,7 +176,7 @@ class Family:
         return self.mtp_layers is not no_tensors
 
     def architecture(self, hf_config: PretrainedConfig) -> ArchitectureConfig:
-        """The architecture of a model of this family. Raises ValueError for what the family refuses."""
+        """Return the architecture of a model of this family. Raises ValueError for settings that the family refuses."""
         c = copy.deepcopy(hf_config)
         fields = {name: value for read in self.reads for name, value in read(c).items()}
         if hasattr(c, "quantization_config"):
@@ -175,28 +184,30 @@ class Family:
         return ArchitectureConfig(family=self.model_type, hf_config=c, declaration=self, **fields)
 
     def megatron(self, arch: ArchitectureConfig) -> MegatronSettings:
-        """Fields of Megatron's TransformerConfig that the family's blocks ask for."""
+        """Return the fields of Megatron's TransformerConfig for the blocks of the family."""
         functions = [f for block in self.blocks if (f := block.activation(arch)) is not None]
         return self.switches(arch) | ({"activation_func": functions[-1]} if functions else {})
 
     def switches(self, arch: ArchitectureConfig) -> MegatronSettings:
-        """`megatron` without the activation function of MLPs."""
+        """Return the fields of `megatron` without the activation function of MLPs."""
         return {name: value for block in self.blocks for name, value in block.megatron(arch).items()}
 
     def has_zero_centered_norms(self, arch: ArchitectureConfig) -> bool:
-        """Whether norms multiply by 1 plus their weights."""
+        """Return whether norms multiply by 1 plus their weights."""
         return _has_zero_centered_norms(self, arch)
 
     def norms_in_float32(self, arch: ArchitectureConfig, element_bytes: int) -> bool:
-        """Whether norms work on float32 copies where no kernel computes them, as zero-centered ones do."""
+        """Return whether norms without a kernel use float32 copies. Zero-centered norms always do."""
         return element_bytes == 4 or self.has_zero_centered_norms(arch)
 
     def per_token(
         self, arch: ArchitectureConfig, element_bytes: int, *, fused: bool, without: Sequence[str] = ()
     ) -> PerToken:
-        """Activations of all blocks of a layer except those that are recomputed (`without`). Where layers differ, the
-        larger of the first and the last. Where linear attention or wider heads stand among others, the mean over
-        layers, but the maximum of `live_elements`."""
+        """Return the activations of all blocks of a layer, except the recomputed blocks (`without`).
+
+        If layers differ, each number is the maximum of the first and the last layer. In models with linear or wide
+        attention, the result is the mean over all layers, except `live_elements`, which is the maximum.
+        """
         return _per_token(self, arch, element_bytes, fused, tuple(without))
 
 
@@ -213,11 +224,11 @@ def _per_token(
     of_layers = []
     is_mixed = arch.delta_net is not None or arch.wide_attention is not None
     for layer in range(arch.layers) if is_mixed else {0, arch.layers - 1}:
-        here = [block for block in blocks if layer in block.layers(arch)]
-        found = [block.per_token(arch, element_bytes, fused=fused) for block in here]
-        of_layers.append(PerToken(*map(sum, zip(*found, strict=True))) if found else PerToken())
+        present = [block for block in blocks if layer in block.layers(arch)]
+        costs = [block.per_token(arch, element_bytes, fused=fused) for block in present]
+        of_layers.append(PerToken(*map(sum, zip(*costs, strict=True))) if costs else PerToken())
     most = PerToken(*map(max, zip(*of_layers, strict=True)))
     if not is_mixed:
         return most
-    kept, _, moved = (sum(of_kind) / arch.layers for of_kind in zip(*of_layers, strict=True))
-    return PerToken(kept, most.live_elements, round(moved))
+    stored_mean, _, moved_mean = (sum(of_kind) / arch.layers for of_kind in zip(*of_layers, strict=True))
+    return PerToken(stored_mean, most.live_elements, round(moved_mean))

@@ -1,5 +1,5 @@
-"""DeepSeek-V3 and R1, Kimi-K2, Moonlight: latent attention, and experts as GLM's behind some dense layers. A token
-chooses its experts within the best groups of them."""
+"""DeepSeek-V3 and R1, Kimi-K2, Moonlight: latent attention, and experts as in GLM after some dense layers. A token
+selects its experts from its best groups of experts."""
 
 from __future__ import annotations
 
@@ -13,29 +13,28 @@ from megappo.families.fields import Fields, HFConfig, MegatronSettings
 from megappo.families.reading import biased_experts, decoder, no_attention_bias, no_window, silu_mlp
 from megappo.families.served import NEEDS_GPU, Served, get_mscale, unread_yarn
 
-_ALIKE = {"scoring_func": "sigmoid", "topk_method": "noaux_tc", "moe_layer_freq": 1}
-"""Settings of routers and layers that transformers takes for granted, with the only values that are read."""
+_FIXED = {"scoring_func": "sigmoid", "topk_method": "noaux_tc", "moe_layer_freq": 1}
+"""Settings of routers and layers that transformers does not read, with the only supported values."""
 _MSCALES = {"mscale": 1.0, "mscale_all_dim": 0.0}
-"""Defaults of a server's DeepseekScalingRotaryEmbedding (srt/layers/rotary_embedding)."""
+"""Defaults of SGLang's DeepseekScalingRotaryEmbedding (srt/layers/rotary_embedding)."""
 
 
 def latent_attention(c: HFConfig) -> Fields:
-    """Read the sizes of heads and latents. Raises ValueError for heads that share keys, and for sizes that do not fit
-    together."""
+    """Read the sizes of heads and latents. Raises ValueError for shared key heads, and for inconsistent sizes."""
     if c.num_key_value_heads != c.num_attention_heads:
         raise ValueError(
-            f"num_key_value_heads {c.num_key_value_heads} is not num_attention_heads {c.num_attention_heads}, though "
-            "each head has keys of its own latent; fix its config.json"
+            f"num_key_value_heads {c.num_key_value_heads} is not num_attention_heads {c.num_attention_heads}, but "
+            "latent attention computes keys for each head; fix its config.json"
         )
     if c.head_dim != c.qk_rope_head_dim or c.qk_rope_head_dim < 2 or c.qk_rope_head_dim % 2:
         raise ValueError(
-            f"qk_rope_head_dim {c.qk_rope_head_dim} with head_dim {c.head_dim} is not supported; both must be the same "
-            "even number, or head_dim be left out"
+            f"qk_rope_head_dim {c.qk_rope_head_dim} with head_dim {c.head_dim} is not supported; use the same even "
+            "number for both, or remove head_dim"
         )
     head_dim = c.qk_nope_head_dim + c.qk_rope_head_dim
     if not 1 <= c.v_head_dim <= head_dim:
         raise ValueError(
-            f"v_head_dim {c.v_head_dim} is not supported; use a model with 1 to the {head_dim} channels of its queries"
+            f"v_head_dim {c.v_head_dim} is not supported; use a model with 1 to {head_dim} channels, as its queries"
         )
     sizes = {name: getattr(c, name) for name in ("q_lora_rank", "kv_lora_rank", "qk_nope_head_dim")}
     wrong = [f"{name} {size}" for name, size in sizes.items() if size is not None and size < 1]
@@ -56,18 +55,21 @@ def latent_attention(c: HFConfig) -> Fields:
 
 
 def alike(c: HFConfig) -> Fields:
-    """Read no fields. Raises ValueError for routers and layers of DeepSeek-V2, which transformers would silently build
-    as this family's."""
-    for name, value in _ALIKE.items():
+    """Read no fields.
+
+    Raises ValueError for routers and layers of DeepSeek-V2. transformers would silently build them as DeepSeek-V3.
+    """
+    for name, value in _FIXED.items():
         if getattr(c, name, value) != value:
             raise ValueError(
-                f"{name} {getattr(c, name)} means nothing to transformers for {c.model_type}; use a model with {value}"
+                f"{name} {getattr(c, name)} is ignored by transformers for {c.model_type}; use a model with {value}"
             )
     return {}
 
 
 def softmax_scale(arch: ArchitectureConfig) -> float:
-    """Factor of attention scores, which YaRN's `mscale_all_dim` raises (DeepSeek-V3's `yarn_get_mscale`)."""
+    """Return the factor on attention scores. YaRN's `mscale_all_dim` increases the factor (DeepSeek-V3's
+    `yarn_get_mscale`)."""
     rope = arch.hf_config.rope_parameters
     stretch, factor = rope.get("mscale_all_dim") or 0.0, rope.get("factor") or 1.0
     more = 1.0 if rope["rope_type"] == "default" else get_mscale(factor, stretch)
@@ -107,8 +109,11 @@ class LatentHeads(Block):
         return {"softmax_scale": softmax_scale(arch)}
 
     def per_token(self, arch: ArchitectureConfig, element_bytes: int, *, fused: bool) -> PerToken:
-        """Elements in memory at once: the matrices' outputs from latents, and the queries, keys and values assembled
-        from them. Kept latents are not divided over ranks, and are counted in `megappo.plan.activations`."""
+        """Return the elements in memory at the same time: the matrices' outputs from latents, and the assembled
+        queries, keys and values.
+
+        Ranks do not divide the stored latents; `megappo.plan.activations` counts the latents.
+        """
         net = _latent(arch)
         made = arch.heads * (arch.head_dim + net.made_dim)
         width = made + 3 * arch.query_width
@@ -124,26 +129,26 @@ def _queries(name: str, arch: ArchitectureConfig, inputs: int) -> dict[str, tupl
     return {f"self_attn.{name}.weight": (arch.query_width, inputs)}
 
 
-def unserved(arch: ArchitectureConfig, asked: Served) -> str:
-    """A server dies on a CPU when it generates. It treats every other rope as its own YaRN, whose factor differs where
-    one of two settings is given."""
-    if not asked.on_cuda:
+def unserved(arch: ArchitectureConfig, conditions: Served) -> str:
+    """Return the reason why SGLang cannot compute the model. On a CPU, SGLang crashes in generation. SGLang treats
+    every rope type except the default as its own YaRN, whose factor differs for two settings."""
+    if not conditions.on_cuda:
         return NEEDS_GPU
     rope = arch.hf_config.rope_parameters
     if rope["rope_type"] not in ("default", "yarn"):
-        return f"takes rope type '{rope['rope_type']}' for yarn"
+        return f"computes rope type '{rope['rope_type']}' as yarn"
     if rope["rope_type"] == "default":
         return ""
     if not rope.get("truncate", True):
-        return "takes no account of truncate: false in config.json's rope_parameters"
+        return "ignores truncate: false of config.json's rope_parameters"
     if "apply_yarn_scaling" in rope:
-        return "reads apply_yarn_scaling of config.json's rope_parameters, which transformers does not"
+        return "reads apply_yarn_scaling of config.json's rope_parameters, which transformers ignores"
     return unread_yarn(rope, _scale_of_yarn(rope))
 
 
 def _scale_of_yarn(rope: Mapping[str, Any]) -> float | None:
-    """Factor on cosine and sine in that DeepseekScalingRotaryEmbedding, whose `mscale` is 1 and whose
-    `mscale_all_dim` is 0 by default."""
+    """Return the factor on cosine and sine in SGLang's DeepseekScalingRotaryEmbedding. Defaults are `mscale` 1 and
+    `mscale_all_dim` 0."""
     if rope.get("factor") is None:
         return None
     mscale, of_all = (default if rope.get(name) is None else rope[name] for name, default in _MSCALES.items())
@@ -151,8 +156,8 @@ def _scale_of_yarn(rope: Mapping[str, Any]) -> float | None:
 
 
 def extra_config(c: HFConfig) -> Fields:
-    """Entries of config.json that servers need and transformers does not write."""
-    return {**without_next_token_layers(c), **_ALIKE}
+    """Return the entries of config.json that SGLang requires and transformers does not write."""
+    return {**without_next_token_layers(c), **_FIXED}
 
 
 FAMILY = Family(

@@ -6,10 +6,10 @@ from collections.abc import Callable
 from typing import Any, TypeAlias
 
 HFConfig: TypeAlias = Any
-"""transformers' configuration of a model. Its class, and so its settings, are another one for each family."""
+"""transformers' configuration of a model. Each family has a different class with different settings."""
 Fields: TypeAlias = dict[str, Any]
 """Fields of ArchitectureConfig by name."""
 MegatronSettings: TypeAlias = dict[str, Any]
 """Fields of Megatron's TransformerConfig by name."""
 Activation: TypeAlias = Callable[..., Any]
-"""Activation function of an MLP, of torch."""
+"""Activation function of an MLP, from torch."""

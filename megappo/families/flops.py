@@ -1,4 +1,4 @@
-"""FLOPs of a model: of a sample, and per token of its layers and of its head."""
+"""FLOPs of a sample, and FLOPs per token of the layers and of the head of a model."""
 
 from __future__ import annotations
 
@@ -12,12 +12,16 @@ from megappo.observe.throughput import training_flops_per_token
 
 
 def forward_flops(arch: ArchitectureConfig, sequence_tokens: float, *, is_critic: bool) -> tuple[float, float, float]:
-    """FLOPs forward per token in one layer and, of those, in the attention kernel; per response token in the head.
+    """Return forward FLOPs: per token of one layer, per token of its attention kernel, and per response token of the
+    head.
 
-    A third of `training_flops_per_token` (Chowdhery et al. 2022, appendix B): two per weight, 4 heads head_dim T for
-    the scores and their product with the values, T the longest sequence, the causal mask not discounted. An embedding
-    is looked up and costs none. Where some layers have linear attention, or wider heads, these are means over all
-    layers. Values of latent attention count as wide as queries, since they are multiplied at that width.
+    The count is one third of `training_flops_per_token` (Chowdhery et al. 2022, appendix B). A weight costs 2 FLOPs.
+    Scores and their product with the values cost 4 heads head_dim T, where T is the length of the longest sequence.
+    The causal mask does not reduce this cost. The FLOPs of the attention kernel are part of those of the layer. An
+    embedding lookup costs nothing.
+
+    In models with linear attention or wide attention, the results are means over all layers. Values of latent
+    attention count with the width of queries, because the kernel pads them to this width.
     """
     head = arch.vocab_size * arch.hidden_size
     layers = multiplied_parameters(arch) - head
@@ -31,7 +35,7 @@ def forward_flops(arch: ArchitectureConfig, sequence_tokens: float, *, is_critic
 
 
 def recurrence_flops(arch: ArchitectureConfig) -> float:
-    """FLOPs forward per token of linear attention in all layers, besides its matrices."""
+    """Return the forward FLOPs per token of linear attention in all layers, without its matrices."""
     return 0.0 if arch.delta_net is None else len(arch.linear_layers) * arch.delta_net.token_flops
 
 
@@ -44,11 +48,11 @@ def update_flops(
     recompute_modules: Collection[str] = (),
     lora: LoraShape | None = None,
 ) -> tuple[float, float]:
-    """FLOPs forward and backward per token in one layer, and per response token in the head.
+    """Return the forward and backward FLOPs per token of one layer, and per response token of the head.
 
-    Backward is two forward passes; full recomputation adds one, selective that of its modules. A language model's head
-    computes its logits twice. Weights under adapters have no gradient, the head's included: backward is one forward
-    pass of theirs.
+    Backward costs two forward passes. Full recomputation costs one more forward pass. Selective recomputation costs
+    the forward pass of the recomputed modules. The head of a language model computes its logits twice. With
+    adapters, the other weights and the head have no gradients, so their backward pass costs one forward pass.
     """
     layer, attention, head = forward_flops(arch, sequence_tokens, is_critic=is_critic)
     width = arch.ffn_hidden_size * (arch.experts_per_token or 1) + arch.shared_ffn_hidden_size
@@ -67,26 +71,26 @@ def update_flops(
 
 
 def adapter_flops(arch: ArchitectureConfig, lora: LoraShape | None) -> float:
-    """FLOPs forward per token in the adapters of one layer."""
+    """Return the forward FLOPs per token of the adapters of one layer."""
     return 0.0 if lora is None else 2.0 * multiplied_adapters(arch, lora) / arch.layers
 
 
 @dataclass(frozen=True)
 class SampleCost:
-    """Cost of a sample in FLOPs, of its tokens and of the pairs of tokens that attend to each other.
+    """Cost of a sample in FLOPs, as a function of its length.
 
-    In microbatches of equal tokens the one that holds a single long sample takes longest.
+    Microbatches with equal numbers of tokens differ in cost. A microbatch with a single long sample is the slowest.
     """
 
     of_token: int
     of_pair: int
     window: int | None = None
-    """Size of the attention window in tokens, the token itself included; None: tokens see all before them."""
+    """Size of the attention window in tokens, including the token itself. None: causal attention without a window."""
     of_far_pair: int = 0
-    """FLOPs of a pair in layers without the window, where others have it."""
+    """FLOPs of a pair of tokens in the layers without a window, if other layers have a window."""
 
     def of(self, tokens: int) -> int:
-        """FLOPs of a sample of `tokens`, each of which sees itself and those before it."""
+        """Return the FLOPs of a sample with `tokens` tokens and causal attention."""
         seen = tokens if self.window is None else min(tokens, self.window)
         pairs = seen * (seen + 1) // 2 + (tokens - seen) * seen
         every = tokens * (tokens + 1) // 2
@@ -94,12 +98,13 @@ class SampleCost:
 
 
 def sample_cost(arch: ArchitectureConfig, *, is_critic: bool) -> SampleCost:
-    """Cost of forward and backward (Chowdhery et al. 2022, appendix B, with the causal mask discounted).
+    """Return the cost of forward and backward (Chowdhery et al. 2022, appendix B; the causal mask halves the cost).
 
-    A policy's output matrix counts for every token, though a prompt does not pass it; a critic has none.
+    The output matrix of a policy counts for every token, although prompt tokens do not pass through it. A critic has
+    no output matrix.
     """
     head = arch.vocab_size * arch.hidden_size if is_critic else 0
-    windowed = arch.windowed_layers or (True,) * arch.layers  # all tokens are near where there is no window
+    windowed = arch.windowed_layers or (True,) * arch.layers  # without a window, all pairs are near
     of_pair, of_far_pair = (
         sum(12 * arch.heads * arch.head_dim_of(layer) for layer in arch.attention_layers if windowed[layer] == near)
         for near in (True, False)

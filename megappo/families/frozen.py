@@ -1,4 +1,4 @@
-"""Parameters of a trained model that stay frozen."""
+"""Frozen parameters of a trained model."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from megappo.families.architecture import ArchitectureConfig
 from megappo.families.parameters import EMBEDDING, Parameter, model_parameters
 
 WORDS = ("attention", "embeddings")
-"""Words that `freeze` may contain besides patterns. `attention`: attention of either kind, with norms of queries and
-keys but not those of layers; `embeddings`: the embedding of tokens."""
+"""Names that `freeze` may contain in addition to patterns. `attention`: attention layers of all kinds, including
+norms of queries and keys, but not layer norms; `embeddings`: the token embedding."""
 
 
 def _matches(parameter: Parameter, freeze: tuple[str, ...]) -> list[bool]:
-    """Whether each of the parameter's Hugging Face tensors is frozen."""
+    """Return for each Hugging Face tensor of the parameter whether the tensor is frozen."""
     is_named = ("attention" in freeze and ".self_attention." in parameter.megatron) or (
         "embeddings" in freeze and parameter.megatron == EMBEDDING
     )
@@ -28,10 +28,13 @@ def _matches(parameter: Parameter, freeze: tuple[str, ...]) -> list[bool]:
 def frozen_parameters(
     arch: ArchitectureConfig, freeze: tuple[str, ...], lora: LoraShape | None = None
 ) -> tuple[Parameter, ...]:
-    """Parameters that are not trained. With adapters, which alone are trained, the adapters of those parameters.
+    """Return the parameters that are not trained.
 
-    `freeze`: `WORDS`, and shell patterns of Hugging Face names. A pattern must match all or none of the tensors that
-    Megatron has in one parameter.
+    With `lora` only adapters are trained. The frozen parameters are then the adapters of the frozen matrices.
+
+    Args:
+        freeze: names in `WORDS`, and shell patterns of Hugging Face names. A pattern must match all or none of the
+            tensors in one Megatron parameter.
     """
     if not freeze:
         return ()
@@ -41,26 +44,26 @@ def frozen_parameters(
 
 
 def freeze_problems(arch: ArchitectureConfig, freeze: tuple[str, ...], lora: LoraShape | None) -> Iterator[str]:
-    """Problems of the patterns for a model, each with its remedy."""
+    """Yield the problems of the patterns for a model, each with a remedy."""
     parameters = list(model_parameters(arch))
     for pattern in (text for text in freeze if text not in WORDS):
         if not any(fnmatchcase(name, pattern) for p in parameters for name in p.hf):
-            yield f"'{pattern}' matches no tensor of a {arch.family}, such as {parameters[1].hf[0]}; correct it"
+            yield f"'{pattern}' matches no tensor of a {arch.family}, such as {parameters[1].hf[0]}; correct the name"
     of_experts = defaultdict[tuple[int | None, str], set[bool]](set)
     for parameter in parameters:
-        found = _matches(parameter, freeze)
-        if len(set(found)) > 1:
-            frozen, other = (parameter.hf[found.index(is_frozen)] for is_frozen in (True, False))
-            yield f"{frozen} would be frozen and {other} not, which Megatron has in one parameter; name both, or none"
+        matches = _matches(parameter, freeze)
+        if len(set(matches)) > 1:
+            frozen, other = (parameter.hf[matches.index(is_frozen)] for is_frozen in (True, False))
+            yield f"{frozen} would be frozen and {other} not, but both share a Megatron parameter; freeze both or none"
             return
         if parameter.expert is not None:
-            of_experts[parameter.layer, parameter.megatron.rpartition(".experts.")[2].partition(".")[2]] |= set(found)
-    if any(len(found) > 1 for found in of_experts.values()):
-        yield "some experts of a layer would be frozen and some not; write * in the place of their numbers"
+            of_experts[parameter.layer, parameter.megatron.rpartition(".experts.")[2].partition(".")[2]] |= set(matches)
+    if any(len(matches) > 1 for matches in of_experts.values()):
+        yield "some experts of a layer would be frozen and some not; write * instead of their numbers"
         return
     names = {p.megatron for p in frozen_parameters(arch, freeze, lora)}
     trained = parameters if lora is None else [x.a for x in adapters(arch, lora)]
     left = {p.layer for p in trained if p.megatron not in names}
     empty = next((layer for layer in range(arch.layers) if layer not in left), None)
     if empty is not None:
-        yield f"nothing of layer {empty} is left to train; freeze less of it"
+        yield f"all parameters of layer {empty} are frozen; keep at least one of them trainable"

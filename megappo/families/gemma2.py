@@ -1,5 +1,5 @@
-"""Gemma 2: caps on attention scores and logits, windows in every other layer, norms before and after attention and MLP,
-and embeddings times the root of their width. A norm's weight is what it multiplies by, less 1."""
+"""Gemma 2: caps on attention scores and logits, a window in every second layer, norms before and after attention and
+MLP, and embeddings times the square root of the hidden size. Norms multiply by 1 plus their weights."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _GELU = "gelu_pytorch_tanh"
 
 
 def gemma(c: HFConfig) -> Fields:
-    """Read what Gemma 2 and 3 have in common. Raises ValueError for settings that some configurations may switch on."""
+    """Read the common fields of Gemma 2 and Gemma 3. Raises ValueError for unsupported optional settings."""
     check_gemma(c)
     check_sees_backward(c, c.use_bidirectional_attention)
     if c.query_pre_attn_scalar < 1:
@@ -33,7 +33,7 @@ def gemma(c: HFConfig) -> Fields:
 
 
 def check_gemma(c: HFConfig) -> None:
-    """Raise ValueError for settings that some configurations of any Gemma may switch on."""
+    """Raise ValueError for optional settings that are not supported for any Gemma model."""
     if c.hidden_activation != _GELU:
         raise ValueError(f"hidden_activation '{c.hidden_activation}' is not supported; use a model with {_GELU}")
     for name in ("attn_logit_softcapping", "final_logit_softcapping"):
@@ -43,16 +43,16 @@ def check_gemma(c: HFConfig) -> None:
 
 
 def check_sees_backward(c: HFConfig, both_ways: bool) -> None:
-    """Raise ValueError where tokens see those after them."""
+    """Raise ValueError if attention is bidirectional."""
     if both_ways:
         raise ValueError(
-            f"use_bidirectional_attention {c.use_bidirectional_attention} lets tokens see those after them; use a "
-            "model that generates from the left"
+            f"use_bidirectional_attention {c.use_bidirectional_attention} is not supported: tokens would attend to "
+            "later tokens; use a causal model"
         )
 
 
 class NormedAttention(Attention):
-    """Attention with a norm behind it, whose weight Megatron has in the layer of the output matrix."""
+    """Attention with an output norm. Megatron's layer of the output matrix contains the weight of this norm."""
 
     def weights(self, arch: ArchitectureConfig) -> Sequence[Weight]:
         after = norm("self_attention.linear_proj.norm.weight", "post_attention_layernorm.weight", arch.hidden_size)
@@ -63,7 +63,8 @@ class NormedAttention(Attention):
 
 
 class GeluMlp(GatedMlp):
-    """MLP block with norms before and behind it: GeGLU, down(gelu(gate) * up), with the tanh approximation of gelu."""
+    """MLP block with norms before and after it. The activation is GeGLU, down(gelu(gate) * up), with the tanh
+    approximation of gelu."""
 
     def weights(self, arch: ArchitectureConfig) -> Sequence[Weight]:
         before = norm("pre_mlp_layernorm.weight", "pre_feedforward_layernorm.weight", arch.hidden_size)
@@ -76,19 +77,20 @@ class GeluMlp(GatedMlp):
         return partial(gelu, approximate="tanh")
 
     def per_token(self, arch: ArchitectureConfig, element_bytes: int, *, fused: bool) -> PerToken:
-        """Keeps gate, up, gelu(gate) and the product: torch's operations on every device."""
+        """Return the activations of torch's operations, on every device: gate, up, gelu(gate) and the product."""
         return super().per_token(arch, element_bytes, fused=False)
 
 
-def unserved(arch: ArchitectureConfig, asked: Served) -> str:
-    """A server does not start without Triton's driver, and reads no parameters of a rope."""
-    if not asked.on_cuda:
+def unserved(arch: ArchitectureConfig, conditions: Served) -> str:
+    """Return the reason why SGLang cannot compute the model. SGLang requires Triton's driver, and ignores parameters
+    of the rope."""
+    if not conditions.on_cuda:
         return NEEDS_GPU
     return unread_ties(arch) or unread_rope(arch, ("default",))
 
 
 def activation(c: HFConfig) -> Fields:
-    """The activation by the name under which servers read it."""
+    """Return the activation under SGLang's name."""
     return {"hidden_act": c.hidden_activation}
 
 

@@ -1,5 +1,5 @@
-"""GLM-4.5 to 4.7: experts behind some dense layers, chosen by sigmoids with a correction bias, with one shared expert
-for every token; half of each head is rotated. Some models have norms of queries and keys, some have biases."""
+"""GLM-4.5 to 4.7: experts after some dense layers, with sigmoid routers, a correction bias and one shared expert.
+Rope rotates half of each head. Some models have norms or biases of queries and keys."""
 
 from __future__ import annotations
 

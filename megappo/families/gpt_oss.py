@@ -1,5 +1,5 @@
-"""gpt-oss: attention with sinks and biases, and a window in every other layer; experts with biases and a clamped
-SwiGLU, which files keep in one tensor for each layer, published in MXFP4."""
+"""gpt-oss: attention with sinks and biases, a window in every second layer, and experts with biases and a clamped
+SwiGLU. Files store one tensor for all experts of a layer. OpenAI publishes the experts in MXFP4."""
 
 from __future__ import annotations
 
@@ -17,25 +17,26 @@ _STORED = "quantization_config"
 
 
 def stored_decoder(c: HFConfig) -> Fields:
-    """Read the sizes of a model whose experts may be stored in MXFP4. Raises ValueError for every other
-    quantisation."""
-    said, plain = getattr(c, _STORED, None), copy.copy(c)
-    is_mxfp4 = isinstance(said, Mapping) and said.get("quant_method") == "mxfp4"
+    """Read the sizes of a model with plain or MXFP4 experts. Raises ValueError for every other quantisation."""
+    stored, plain = getattr(c, _STORED, None), copy.copy(c)
+    is_mxfp4 = isinstance(stored, Mapping) and stored.get("quant_method") == "mxfp4"
     if is_mxfp4:
         delattr(plain, _STORED)
-    found = decoder(plain)
-    if found["stored_blocks"] is not None:
+    fields = decoder(plain)
+    if fields["stored_blocks"] is not None:
         raise ValueError(f"{_STORED} of fp8 is not supported for this family; use its plain weights, or those in mxfp4")
-    return {**found, "stored_mxfp4": is_mxfp4}
+    return {**fields, "stored_mxfp4": is_mxfp4}
 
 
 def experts(c: HFConfig) -> Fields:
-    """Read the experts of every layer, whose weights sum to 1. Raises ValueError for settings that transformers does
-    not read, and for clamps that are not above 0."""
+    """Read the experts of every layer. Their weights sum to 1.
+
+    Raises ValueError for settings that transformers ignores, and for clamps that are not positive.
+    """
     if c.hidden_act != "silu":
         raise ValueError(
-            f"hidden_act '{c.hidden_act}' means nothing to transformers for {c.model_type}, whose experts have an "
-            "activation of their own; set it to silu"
+            f"hidden_act '{c.hidden_act}' is ignored by transformers for {c.model_type}, because the activation of its "
+            "experts is fixed; set hidden_act to silu"
         )
     if not c.attention_bias:
         raise ValueError("attention_bias: false is not supported for this family; use a model with true")
@@ -44,13 +45,14 @@ def experts(c: HFConfig) -> Fields:
             raise ValueError(f"{name} {getattr(c, name)} must be above 0")
     if c.attention_dropout:
         raise ValueError(
-            f"attention_dropout {c.attention_dropout} trains a policy that is not the one that samples; set it to 0"
+            f"attention_dropout {c.attention_dropout} changes the trained policy, but not the sampling policy; "
+            "set it to 0"
         )
     return {**expert_counts(c, "num_local_experts"), "extensions": ArchitectureExtensions(sinks=True)}
 
 
 class SinkAttention(Attention):
-    """Attention with a sink for each head, and a bias behind it."""
+    """Attention with a sink for each head and an output bias."""
 
     def weights(self, arch: ArchitectureConfig) -> Sequence[Weight]:
         sinks = {"self_attn.sinks": (arch.heads,)}
@@ -66,11 +68,11 @@ class SinkAttention(Attention):
 
 
 class BiasedExperts(Experts):
-    """Experts with biases of the router and of both products of an expert, and with gate and up clamped."""
+    """Experts with biases in the router and in both products, and with clamped gate and up."""
 
     def weights(self, arch: ArchitectureConfig) -> Sequence[Weight]:
         hidden, ffn = arch.hidden_size, arch.ffn_hidden_size
-        one = "mlp.experts.{expert}"  # in Megatron's model as in the map's names of tensors
+        one = "mlp.experts.{expert}"  # same name in Megatron's model and in the map's tensors
         gate, up, down = (f"{one}.{name}_proj" for name in ("gate", "up", "down"))
 
         weights, biases = ((f"{gate}.{kind}", f"{up}.{kind}") for kind in ("weight", "bias"))
@@ -95,23 +97,24 @@ class BiasedExperts(Experts):
         return ClampedSwiGLU(c.swiglu_alpha, c.swiglu_limit)
 
     def per_token(self, arch: ArchitectureConfig, element_bytes: int, *, fused: bool) -> PerToken:
-        """Keeps gate and up, and the product times the expert's weight, from which backward recomputes everything else;
-        and the bias of a row's output, which the weight is multiplied with. While it runs, all of it is in memory in
-        float32."""
+        """Return the activations: gate and up, the product times the expert's weight, and the output bias of a row,
+        which is also multiplied by the weight. Backward recomputes all other values. During the computation, all
+        values are in memory in float32."""
         hidden, ffn, routed = arch.hidden_size, arch.ffn_hidden_size, arch.experts_per_token
-        found = super().per_token(arch, element_bytes, fused=True)
+        gated = super().per_token(arch, element_bytes, fused=True)
         widened = 4 // element_bytes * 5 * ffn
         return PerToken(
-            kept_bytes=found.kept_bytes + routed * element_bytes * hidden,
-            live_elements=found.live_elements + routed * (widened + 2 * ffn + 2 * hidden),
-            moved_elements=found.moved_elements + routed * (2 * ffn + 2 * hidden),
+            kept_bytes=gated.kept_bytes + routed * element_bytes * hidden,
+            live_elements=gated.live_elements + routed * (widened + 2 * ffn + 2 * hidden),
+            moved_elements=gated.moved_elements + routed * (2 * ffn + 2 * hidden),
         )
 
 
-def unserved(arch: ArchitectureConfig, asked: Served) -> str:
-    """A server's loader (srt/models/gpt_oss.py) takes only whole layers of experts, as in files."""
-    why = "" if asked.on_cuda else ", and none of its attention backends for CPUs has sinks"
-    return f"takes the experts of a layer as one tensor, while weights are sent expert by expert{why}"
+def unserved(arch: ArchitectureConfig, conditions: Served) -> str:
+    """Return the reason: SGLang's loader (srt/models/gpt_oss.py) requires all experts of a layer at once, as in
+    files."""
+    why = "" if conditions.on_cuda else ", and its attention backends for CPUs do not support sinks"
+    return f"loads the experts of a layer as one tensor, but weights are sent expert by expert{why}"
 
 
 FAMILY = Family(

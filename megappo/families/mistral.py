@@ -1,4 +1,4 @@
-"""Mistral: a window in every layer, where config.json has one."""
+"""Mistral: sliding windows in all layers if config.json sets a window."""
 
 from megappo.families.blocks import Attention, GatedMlp
 from megappo.families.declaration import Family

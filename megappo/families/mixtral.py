@@ -1,5 +1,5 @@
-"""Mixtral: Mistral with experts in every layer. Files call them `block_sparse_moe`, and their matrices w1, w3 and
-w2."""
+"""Mixtral: Mistral with experts in every layer. Files store the experts as `block_sparse_moe` with the matrices w1,
+w3 and w2."""
 
 from __future__ import annotations
 
@@ -12,23 +12,27 @@ from megappo.families.served import Served, unread_rope, unread_ties, unread_win
 
 
 def top_experts(c: HFConfig) -> Fields:
-    """Read the experts, whose weights always sum to 1. Raises ValueError for router noise, which transformers adds in
-    training alone."""
+    """Read the experts. Their weights always sum to 1.
+
+    Raises ValueError for router noise, which transformers adds only in training.
+    """
     if c.router_jitter_noise:
         raise ValueError(
-            f"router_jitter_noise {c.router_jitter_noise} trains a policy that is not the one that samples; set it to 0"
+            f"router_jitter_noise {c.router_jitter_noise} changes the trained policy, but not the sampling policy; "
+            "set it to 0"
         )
     return expert_counts(c, "num_local_experts")
 
 
-def unserved(arch: ArchitectureConfig, asked: Served) -> str:
-    """A server does not read some settings of config.json, and drops the decimals of rope's base."""
+def unserved(arch: ArchitectureConfig, conditions: Served) -> str:
+    """Return the reason why SGLang would compute a different model: SGLang ignores some settings and truncates
+    rope_theta."""
     if arch.head_dim * arch.heads != arch.hidden_size:
-        return f"takes no account of head_dim {arch.head_dim} in config.json"
+        return f"ignores head_dim {arch.head_dim} of config.json"
     theta = arch.hf_config.rope_parameters["rope_theta"]
     if theta != int(theta):
-        return f"takes rope_theta {theta} of config.json for {int(theta)}"
-    return unread_ties(arch) or unread_window(arch, asked) or unread_rope(arch, ("default",))
+        return f"truncates rope_theta {theta} of config.json to {int(theta)}"
+    return unread_ties(arch) or unread_window(arch, conditions) or unread_rope(arch, ("default",))
 
 
 FAMILY = Family(

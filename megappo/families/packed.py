@@ -1,6 +1,7 @@
-"""Converts between files in which the experts of a layer are one tensor and the tensors of each expert.
+"""Conversion between tensors of single experts and packed tensors, which contain all experts of a layer.
 
-The map, checkpoints and streams have a tensor for each expert; see `Weight.interleaved`.
+Files of some families store packed tensors; see `Weight.interleaved`. The parameter map, checkpoints and weight
+streams have one tensor per expert.
 """
 
 from __future__ import annotations
@@ -17,24 +18,24 @@ from megappo.families.parameters import Parameter, model_parameters, tensor_shap
 
 
 class PackedPart(NamedTuple):
-    """Place of an expert's tensor within the packed tensor of a file."""
+    """Position of an expert's tensor within a packed tensor."""
 
     name: str
-    """Name of the tensor that holds those of all experts."""
+    """Name of the packed tensor."""
     expert: int
     turn: int
     turns: int
-    """Number of tensors whose outputs alternate in the expert's matrix; this one has the outputs `turn`, `turn +
+    """Number of tensors with alternating outputs in the expert's matrix. This tensor has the outputs `turn`, `turn +
     turns`, ..."""
 
     def of(self, own: Tensor) -> Tensor:
-        """View of the tensor in the expert's part of the file: (inputs, outputs), or (outputs,) -> (rows, columns), or
-        (rows,)."""
+        """Return the view of this tensor in the expert's part of the packed tensor: (inputs, outputs) or (outputs,)
+        -> (rows, columns) or (rows,)."""
         return own.t()[self.turn :: self.turns]
 
 
 def packed_parts(arch: ArchitectureConfig) -> dict[str, PackedPart]:
-    """Places of all tensors that have no name of their own in files, by their names in the map."""
+    """Return the positions of all tensors that files store in packed tensors, by their names in the map."""
     return {
         name: PackedPart(parameter.packed, parameter.expert, turn, len(parameter.hf))
         for parameter in model_parameters(arch)
@@ -44,7 +45,7 @@ def packed_parts(arch: ArchitectureConfig) -> dict[str, PackedPart]:
 
 
 def stored_shapes(arch: ArchitectureConfig, *, output_layer: bool = True) -> dict[str, Shape]:
-    """Shapes of all tensors in files by their names, as `tensor_shapes` gives those of the map."""
+    """Return the shapes of all tensors in files by name. `tensor_shapes` returns the shapes in the map."""
     whole = tensor_shapes(arch, output_layer=output_layer)
     for parameter in model_parameters(arch):
         if parameter.interleaved:
@@ -60,9 +61,10 @@ def _packed_shape(arch: ArchitectureConfig, parameter: Parameter) -> Shape:
 
 
 def packed_tensors(arch: ArchitectureConfig, tensors: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
-    """Tensors with the names and shapes that they have in files, on the CPU where several make one.
+    """Convert tensors of the map to the names and shapes in files. Packed tensors are assembled on the CPU.
 
-    A packed tensor is yielded when all of its parts have arrived. A tensor of an unexpected shape is yielded unchanged.
+    A packed tensor is yielded as soon as all of its parts have been received. A tensor with an unexpected shape is
+    yielded unchanged.
     """
     parts, shapes = packed_parts(arch), tensor_shapes(arch) if arch.experts else {}
     whole_shapes = stored_shapes(arch) if parts else {}

@@ -1,8 +1,8 @@
-"""The one map between Hugging Face tensors and Megatron shards.
+"""Map between Hugging Face tensors and Megatron shards.
 
-A Megatron parameter is, on every tensor parallel rank, a concatenation of slices of Hugging Face tensors. `pieces`
-says which; loading reads the slices, streaming and export put them back. So there is one declaration per parameter,
-that of its family, and load, weight sync and export cannot disagree.
+On every tensor parallel rank, a Megatron parameter is a concatenation of slices of Hugging Face tensors. `pieces`
+returns these slices. Loading reads the slices. Weight streams and exports copy shards into whole tensors. All of
+them use the declaration of the family, so they are always consistent.
 """
 
 from __future__ import annotations
@@ -37,20 +37,20 @@ class Piece:
 
 @dataclass(frozen=True)
 class Parameter:
-    """One Megatron parameter and the Hugging Face tensors it is made of; see `Weight`."""
+    """One Megatron parameter and its Hugging Face tensors; see `Weight`."""
 
     megatron: str
-    """Name within the model; layers and experts are numbered over all ranks."""
+    """Name within the model. Numbers of layers and experts are global."""
     hf: tuple[str, ...]
     shapes: tuple[Shape, ...]
-    """Shape of each of the Hugging Face tensors, in the order of their names."""
+    """Shape of each Hugging Face tensor, in the order of `hf`."""
     kind: Kind
     fused: str = ""
     packed: str = ""
     interleaved: bool = False
     """See `Weight`."""
     layer: int | None = None
-    """Global layer number; None for embedding, final norm and output layer."""
+    """Global layer number. None for the embedding, the final norm and the output layer."""
     wide: bool = False
     """See `Weight`."""
     sections: tuple[tuple[int, ...], ...] = ()
@@ -58,68 +58,71 @@ class Parameter:
     drawn: Drawn = "by_shape"
     """See `Weight`."""
     expert: int | None = None
-    """Global number of the expert that the parameter belongs to; None: every token passes it. An expert is whole on the
-    ranks that hold it: they divide experts among them, not their matrices."""
+    """Global number of the parameter's expert. None: every token uses the parameter. Each expert is stored whole:
+    expert parallel ranks divide the experts, and no rank divides their matrices."""
 
     @property
     def axis(self) -> int | None:
-        """Axis along which tensor parallel ranks divide the parameter; None: every rank that has it has all of it."""
+        """Axis along which tensor parallel ranks divide the parameter. None: the parameter is stored whole."""
         return _AXES.get(self.kind) if self.expert is None else None
 
     @property
     def is_of_attention(self) -> bool:
-        """Whether data parallel attention divides the parameter within each group of an engine's ranks: heads, and the
-        embedding."""
+        """Whether data parallel attention divides the parameter within each group of an engine's ranks. This applies
+        to attention heads and to the embedding."""
         return ".self_attention." in self.megatron or self.megatron == EMBEDDING
 
     @property
     def engine_name(self) -> str:
-        """Name of the served model's parameter that holds the tensors."""
+        """Name of the parameter in SGLang's model that contains the tensors."""
         return self.fused or self.hf[0]
 
     @property
     def stored(self) -> dict[str, tuple[str, ...]]:
-        """Whole tensors that checkpoints store, each with the Hugging Face tensors in it. Shards of tensor ranks follow
-        each other in query, key and value in Megatron's order, and likewise in linear attention's key heads; of a gated
-        layer each rank has a part of both halves, which are stored separately."""
+        """Whole tensors that checkpoints store, each with its Hugging Face tensors.
+
+        Checkpoints store query, key and value as one tensor in Megatron's order, and also the key heads of linear
+        attention. The shards of tensor parallel ranks are contiguous in this order. A rank has a part of both halves
+        of a gated layer, so checkpoints store the two halves separately.
+        """
         return {self.engine_name: self.hf} if self.kind in ("qkv", "grouped") else {name: (name,) for name in self.hf}
 
     @property
     def tensors(self) -> dict[str, Shape]:
-        """Shapes of its Hugging Face tensors by their names."""
+        """Shapes of the Hugging Face tensors by name."""
         return dict(zip(self.hf, self.shapes, strict=True))
 
     def element_bytes(self, of_model: int) -> int:
-        """Bytes of an element where it is stored or sent, in a model whose type has `of_model` bytes."""
+        """Return the bytes of a stored or sent element. `of_model`: bytes of an element of the model's dtype."""
         return 4 if self.wide else of_model
 
     @property
     def elements(self) -> int:
-        """Elements of all its Hugging Face tensors together."""
+        """Number of elements of all Hugging Face tensors."""
         return sum(math.prod(shape) for shape in self.shapes)
 
 
 def layer_weights(arch: ArchitectureConfig) -> Iterator[tuple[Weight, ...]]:
-    """The weights that each layer consists of."""
+    """Yield the weights of each layer."""
     blocks = [(block.layers(arch), block.weights(arch)) for block in arch.declaration.blocks]
     for layer in range(arch.layers):
         yield tuple(weight for layers, weights in blocks if layer in layers for weight in weights)
 
 
 def canonical_names(arch: ArchitectureConfig) -> dict[str, str]:
-    """Canonical names, within a layer, of the parameters that Transformer Engine's layers name differently."""
+    """Return Megatron's names by Transformer Engine's names, within a layer, for parameters whose names differ."""
     return {weight.alias: weight.megatron for weights in layer_weights(arch) for weight in weights if weight.alias}
 
 
 def embedding(arch: ArchitectureConfig) -> Parameter:
-    """The embedding, the first parameter of every model."""
+    """Return the embedding, which is the first parameter of every model."""
     return Parameter(EMBEDDING, (HF_EMBEDDING,), ((arch.vocab_size, arch.hidden_size),), "vocab")
 
 
 def model_parameters(arch: ArchitectureConfig, *, experts: Iterable[int] | None = None) -> Iterator[Parameter]:
-    """Every parameter of a causal language model of this architecture, in the order of its family's blocks.
+    """Yield every parameter of a causal language model of this architecture, in the order of its family's blocks.
 
-    With tied embeddings the output layer is not listed: it is the embedding. `experts`: only these of each layer.
+    Models with tied embeddings have no separate output layer. `experts`: yield the parameters of these experts only.
     """
     chosen = tuple(experts) if experts is not None else range(arch.experts)
     yield embedding(arch)
@@ -151,20 +154,20 @@ def _in_layer(weight: Weight, layer: int, expert: int | None = None) -> Paramete
 
 
 def tensor_shapes(arch: ArchitectureConfig, *, output_layer: bool = True) -> dict[str, Shape]:
-    """Shapes of all Hugging Face tensors of this architecture by their names."""
+    """Return the shapes of all Hugging Face tensors of this architecture by name."""
     parameters = (p for p in model_parameters(arch) if output_layer or p.megatron != OUTPUT_LAYER)
     return {name: shape for p in parameters for name, shape in p.tensors.items()}
 
 
 @lru_cache(maxsize=64)
 def wide_tensors(arch: ArchitectureConfig) -> frozenset[str]:
-    """Names of the Hugging Face tensors that are in float32 whatever the model's type."""
+    """Return the names of the Hugging Face tensors that are float32 for every `model.dtype`."""
     return frozenset(name for p in model_parameters(arch, experts=()) if p.wide for name in p.hf)
 
 
 @lru_cache(maxsize=64)
 def expert_parameters(arch: ArchitectureConfig) -> int:
-    """Weights of one expert in one layer; 0 for a dense model."""
+    """Return the number of weights of one expert in one layer. Returns 0 for a dense model."""
     *_, last = layer_weights(arch)
     of_experts = (weight for weight in last if weight.is_of_experts)
     return sum(math.prod(shape) for weight in of_experts for shape in weight.tensors.values())
@@ -172,16 +175,18 @@ def expert_parameters(arch: ArchitectureConfig) -> int:
 
 @lru_cache(maxsize=64)
 def multiplied_parameters(arch: ArchitectureConfig) -> int:
-    """Number of weights that a token is multiplied with: all except an untied input embedding and the experts that it
-    is not sent to."""
+    """Return the number of weights that are multiplied with each token.
+
+    The number excludes an untied input embedding and the experts that a token does not use.
+    """
     active = model_parameters(arch, experts=range(arch.experts_per_token))
     return sum(p.elements for p in active if arch.tied_embeddings or p.megatron != EMBEDDING)
 
 
 def pieces(arch: ArchitectureConfig, parameter: Parameter, tensor_rank: int, tp: int, padded_vocab: int) -> list[Piece]:
-    """The slices whose concatenation is the shard of `tensor_rank` out of `tp`.
+    """Return the slices whose concatenation is the shard of rank `tensor_rank` of `tp` ranks.
 
-    A `vocab` shard ends with rows of padding where its pieces hold fewer rows than padded_vocab / tp.
+    A `vocab` shard is padded at its end if its slices have fewer than padded_vocab / tp rows.
     """
     named, dim = parameter.tensors.items(), parameter.axis
     if dim is None:
@@ -191,31 +196,33 @@ def pieces(arch: ArchitectureConfig, parameter: Parameter, tensor_rank: int, tp:
     if parameter.kind == "grouped":
         assert arch.delta_net is not None
         return _grouped_pieces(parameter, arch.delta_net.key_heads, tensor_rank, tp)
-    found = []
+    slices = []
     for name, shape in named:
         part = (padded_vocab if parameter.kind == "vocab" else shape[dim]) // tp
         start, stop = (min(n * part, shape[dim]) for n in (tensor_rank, tensor_rank + 1))
-        found.append(Piece(name, dim, start, stop))
-    return found
+        slices.append(Piece(name, dim, start, stop))
+    return slices
 
 
 def _grouped_pieces(parameter: Parameter, groups: int, tensor_rank: int, tp: int) -> list[Piece]:
-    """Slices by group, each group with its rows of every part of every tensor, as Megatron interleaves queries, keys
-    and values."""
-    found = []
+    """Return slices by group. Each group contains its rows of every section of every tensor.
+
+    Megatron interleaves queries, keys and values in this way.
+    """
+    slices = []
     sections = parameter.sections or tuple((shape[0],) for shape in parameter.shapes)
     for group in range(tensor_rank * groups // tp, (tensor_rank + 1) * groups // tp):
         for name, of_tensor in zip(parameter.hf, sections, strict=True):
             start = 0
             for size in of_tensor:
                 rows = size // groups
-                found.append(Piece(name, 0, start + group * rows, start + (group + 1) * rows))
+                slices.append(Piece(name, 0, start + group * rows, start + (group + 1) * rows))
                 start += size
-    return found
+    return slices
 
 
 def shard_shape(arch: ArchitectureConfig, parameter: Parameter, tp: int, padded_vocab: int) -> Shape:
-    """Shape of the parameter on one tensor parallel rank."""
+    """Return the shape of the parameter on one tensor parallel rank."""
     first = parameter.shapes[0]
     if parameter.kind == "vocab":
         return (padded_vocab // tp, *first[1:])
@@ -225,5 +232,6 @@ def shard_shape(arch: ArchitectureConfig, parameter: Parameter, tp: int, padded_
 
 
 def expert_share(arch: ArchitectureConfig, parameter: Parameter, ep: int) -> int | None:
-    """Number of the expert parallel share, out of `ep`, that a parameter is in; None for what every token passes."""
+    """Return the expert parallel rank, out of `ep`, that stores the parameter. Returns None for parameters that
+    every token uses."""
     return None if parameter.expert is None else parameter.expert * ep // arch.experts

@@ -1,4 +1,4 @@
-"""Qwen2 and Qwen2.5: queries, keys and values have biases, whatever config.json says."""
+"""Qwen2 and Qwen2.5: queries, keys and values always have biases."""
 
 from megappo.families.blocks import Attention, GatedMlp, QueryKeyValueBiases
 from megappo.families.declaration import Family

@@ -1,4 +1,4 @@
-"""The language model of Qwen3.5 with experts, chosen and shared as Qwen3-Next's."""
+"""Language model of Qwen3.5 with experts, including a shared expert, as in Qwen3-Next."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from megappo.families.reading import expert_counts, no_attention_bias, partly_ro
 
 
 def experts(c: HFConfig) -> Fields:
-    """Read the experts of every layer, whose weights transformers normalises to sum to 1."""
+    """Read the experts of every layer. transformers normalises their weights to sum to 1."""
     return {**expert_counts(c, "num_experts"), "ffn_hidden_size": c.moe_intermediate_size}
 
 

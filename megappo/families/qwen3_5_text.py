@@ -1,4 +1,5 @@
-"""The dense language model of Qwen3.5: layers as Qwen3-Next's, whose input matrices files store by their outputs."""
+"""Dense language model of Qwen3.5: the layers of Qwen3-Next. Files store the input matrices of linear attention
+separately."""
 
 from __future__ import annotations
 
@@ -14,29 +15,29 @@ from megappo.families.served import Served
 
 
 class SplitLinearAttention(LinearAttention):
-    """Linear attention with one matrix for queries, keys and values, one for the gates of values, one for strengths and
-    one for decays."""
+    """Linear attention with separate matrices: one for queries, keys and values, one for the gates of values, one
+    for strengths, and one for decays."""
 
     def inputs(self, arch: ArchitectureConfig, net: DeltaNet) -> tuple[Weight, Weight]:
         qkv = (net.key_width, net.key_width, net.value_width)
         of_tensors = {"qkv": qkv, "z": (net.value_width,), "b": (net.value_heads,), "a": (net.value_heads,)}
-        found = []
+        weights = []
         for name, parts in (("in_proj", ("qkv", "z")), ("gates_proj", ("b", "a"))):
             sections = tuple(of_tensors[part] for part in parts)
             shapes = [(sum(rows), arch.hidden_size) for rows in sections]
             tensors = {f"linear_attn.in_proj_{part}.weight": shape for part, shape in zip(parts, shapes, strict=True)}
-            found.append(Weight(f"self_attention.{name}.weight", tensors, "grouped", sections=sections))
-        return found[0], found[1]
+            weights.append(Weight(f"self_attention.{name}.weight", tensors, "grouped", sections=sections))
+        return weights[0], weights[1]
 
 
 def passed_over(arch: ArchitectureConfig) -> tuple[str, ...]:
-    """Beginning of the names of tensors for images."""
+    """Return the name prefix of image tensors."""
     return ("model.visual.",)
 
 
-def unserved(arch: ArchitectureConfig, asked: Served) -> str:
-    """Servers have a class for Qwen3.5 with images alone."""
-    return "is Qwen3.5 with images alone"
+def unserved(arch: ArchitectureConfig, conditions: Served) -> str:
+    """Return the reason: SGLang supports Qwen3.5 only with images."""
+    return "supports Qwen3.5 only with images"
 
 
 FAMILY = replace(

@@ -1,5 +1,5 @@
-"""Qwen3 with experts, such as Qwen3-30B-A3B; a window applies to every layer, where in Qwen3 it applies by
-`layer_types`."""
+"""Qwen3 with experts, such as Qwen3-30B-A3B. A window applies to every layer; in Qwen3 a window applies to the
+layers of `layer_types`."""
 
 from megappo.families.blocks import Attention, Experts, QueryKeyNorms
 from megappo.families.declaration import Family

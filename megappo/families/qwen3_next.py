@@ -1,5 +1,6 @@
-"""Qwen3-Next: linear attention by a gated delta net in most layers, attention with an output gate in the others, and
-experts with a gated shared one. A norm multiplies by 1 plus its weight, except that of the delta net."""
+"""Qwen3-Next: a gated delta net (linear attention) in most layers, attention with an output gate in the other
+layers, and experts with a gated shared expert. Norms multiply by 1 plus their weights, except the norm of the delta
+net."""
 
 from __future__ import annotations
 
@@ -16,8 +17,11 @@ _KINDS = ("linear_attention", "full_attention")
 
 
 def delta_net(c: HFConfig) -> Fields:
-    """Read the layers with linear attention and their sizes. Raises ValueError for layers of other kinds, for a model
-    that lacks one of the two, and for heads, windows and gates that transformers computes differently."""
+    """Read the layers with linear attention and their sizes.
+
+    Raises ValueError unless the model has layers of exactly two kinds, with linear and with full attention. Also
+    raises ValueError for heads, windows and gates that transformers computes differently.
+    """
     kinds = two_kinds(c, _KINDS)
     keys, values, width = c.linear_num_key_heads, c.linear_num_value_heads, c.linear_conv_kernel_dim
     if keys < 1 or values % keys or values < keys:
@@ -29,8 +33,8 @@ def delta_net(c: HFConfig) -> Fields:
     window = None if getattr(c, "use_sliding_window", None) is False else getattr(c, "sliding_window", None)
     if window is not None:
         raise ValueError(
-            f"sliding_window {window} means nothing to transformers for {c.model_type}, whose tokens see all before "
-            "them; take it out of config.json"
+            f"sliding_window {window} is ignored by transformers for {c.model_type}; remove sliding_window from "
+            "config.json"
         )
     if not getattr(c, "attn_output_gate", True):
         raise ValueError("attn_output_gate: false is not supported; use a model whose attention has the gate (true)")
@@ -40,7 +44,7 @@ def delta_net(c: HFConfig) -> Fields:
 
 
 def shared_expert(c: HFConfig) -> Fields:
-    """Read the size of the shared expert. Raises ValueError where there is none."""
+    """Read the size of the shared expert. Raises ValueError for models without a shared expert."""
     size = c.shared_expert_intermediate_size
     if size < 1:
         raise ValueError(f"shared_expert_intermediate_size {size} is not supported; use a model with at least 1")
@@ -48,8 +52,8 @@ def shared_expert(c: HFConfig) -> Fields:
 
 
 class GatedAttention(Attention):
-    """Attention whose output is multiplied by the sigmoid of a gate. The gate's rows follow those of each head in the
-    query matrix."""
+    """Attention with an output gate: the output is multiplied by the sigmoid of the gate. In the query matrix, the
+    rows of a head's gate follow the rows of its query."""
 
     def layers(self, arch: ArchitectureConfig) -> Collection[int]:
         return arch.attention_layers
@@ -64,7 +68,7 @@ class GatedAttention(Attention):
         return super().megatron(arch) | {"attention_output_gate": True, "layernorm_zero_centered_gamma": True}
 
     def per_token(self, arch: ArchitectureConfig, element_bytes: int, *, fused: bool) -> PerToken:
-        """Keeps the gate, its sigmoid, and attention's output."""
+        """Return the activations: the gate, its sigmoid, and the output of attention."""
         width = 3 * arch.query_width
         return PerToken(kept_bytes=element_bytes * width, live_elements=width, moved_elements=width)
 
@@ -77,15 +81,18 @@ class AttentionNorms(QueryKeyNorms):
 
 
 class LinearAttention(Block):
-    """Linear attention block: the norm before it, and a gated delta net, which is a causal convolution, the recurrence
-    and a norm with a gate."""
+    """Linear attention block: the norm before it, and a gated delta net. The delta net consists of a causal
+    convolution, the recurrence and a gated norm."""
 
     def layers(self, arch: ArchitectureConfig) -> Collection[int]:
         return arch.linear_layers
 
     def inputs(self, arch: ArchitectureConfig, net: DeltaNet) -> tuple[Weight, Weight]:
-        """The input matrices. Files group by key head: query, key, values and the gates of the values in one; the
-        strengths of the value heads and what their decays are computed from in the other."""
+        """Return the two input matrices, whose rows files group by key head.
+
+        The first matrix computes queries, keys, values and the gates of the values. The second matrix computes the
+        strengths of the value heads and the inputs of their decays.
+        """
         names = ("linear_attn.in_proj_qkvz.weight", "linear_attn.in_proj_ba.weight")
         rows = (2 * net.key_width + 2 * net.value_width, 2 * net.value_heads)
         first, second = ({name: (n, arch.hidden_size)} for name, n in zip(names, rows, strict=True))
@@ -113,21 +120,24 @@ class LinearAttention(Block):
         )
 
     def per_token(self, arch: ArchitectureConfig, element_bytes: int, *, fused: bool) -> PerToken:
-        """Keeps the matrices' output; the convolution's input, with zeros before segments, its output, and silu of
-        that, from which backward restarts the recurrence; decays and strengths; what was read from the state, normed
-        and gated, in float32. In memory at once while it runs, in float32 and with gradients: each head's queries,
-        keys, values, corrections, products of a chunk's tokens, and states."""
+        """Return the activations. Forward stores the output of the input matrices; the input of the convolution with
+        zeros before segments, its output and silu of its output; decays and strengths; and the reads of the state in
+        float32, also normed and gated. Backward recomputes the recurrence from these values.
+
+        During the recurrence, float32 values and gradients are in memory: queries, keys, values and corrections of
+        each head, products of a chunk's tokens, and states.
+        """
         net = arch.delta_net
         assert net is not None
         mixed, heads, e = 2 * net.key_width + net.value_width, net.value_heads, element_bytes
-        kept = e * (4 * mixed + 3 * net.value_width) + 16.0 * net.value_width + (8 + 4 * e) * heads
+        stored_bytes = e * (4 * mixed + 3 * net.value_width) + 16.0 * net.value_width + (8 + 4 * e) * heads
         of_head = 4 * (net.key_dim + net.value_dim) + 3 * DELTA_CHUNK + 2 * net.key_dim * net.value_dim // DELTA_CHUNK
         live = 2 * 4 * heads * of_head // e
-        return PerToken(kept_bytes=kept, live_elements=live, moved_elements=live)
+        return PerToken(kept_bytes=stored_bytes, live_elements=live, moved_elements=live)
 
 
 class GatedSharedExpert(SharedExpert):
-    """Shared expert with a gate of one number for each token."""
+    """Shared expert with a gate: one number per token."""
 
     def weights(self, arch: ArchitectureConfig) -> Sequence[Weight]:
         matrices = gated("mlp.shared_experts", arch, self.size(arch), "mlp.shared_expert")
@@ -138,31 +148,33 @@ class GatedSharedExpert(SharedExpert):
         return {**super().megatron(arch), "moe_shared_expert_gate": True}
 
 
-def unserved(arch: ArchitectureConfig, asked: Served) -> str:
-    """A server does not start without Triton's driver, and expects attention in every n-th layer."""
-    if not asked.on_cuda:
+def unserved(arch: ArchitectureConfig, conditions: Served) -> str:
+    """Return the reason why SGLang cannot compute the model. SGLang requires Triton's driver, and attention in every
+    n-th layer."""
+    if not conditions.on_cuda:
         return NEEDS_GPU
     if interval(arch.hf_config) is None:
-        return "has attention in every n-th layer, and layer_types in config.json says otherwise"
+        return "expects attention in every n-th layer, but layer_types of config.json differs"
     return unread_ties(arch) or unread_rope(arch)
 
 
 def interval(c: HFConfig) -> int | None:
-    """The n of models in which every n-th layer has attention; None for other models."""
+    """Return n for models with attention in every n-th layer, and None for other models."""
     n = c.layer_types.index("full_attention") + 1
     regular = [_KINDS[(layer + 1) % n == 0] for layer in range(len(c.layer_types))]
     return n if list(c.layer_types) == regular else None
 
 
 def extra_config(c: HFConfig) -> Fields:
-    """Entries of config.json that servers read instead of `layer_types` and of the factor in `rope_parameters`."""
+    """Return the entries of config.json that SGLang reads instead of `layer_types` and the factor in
+    `rope_parameters`."""
     n = interval(c)
     factor = c.rope_parameters.get("partial_rotary_factor", c.partial_rotary_factor)
     return {"partial_rotary_factor": factor} | ({} if n is None else {"full_attention_interval": n})
 
 
 def mtp_layers(arch: ArchitectureConfig) -> tuple[str, ...]:
-    """Beginning of the names of the multi-token prediction layers, and of what stands before and behind them."""
+    """Return the name prefix of the multi-token prediction layers and of their input and output parameters."""
     return ("mtp.",)
 
 

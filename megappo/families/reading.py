@@ -1,7 +1,8 @@
-"""Functions that read fields of ArchitectureConfig from transformers' configuration; families list those that they use.
+"""Functions that convert transformers' configuration to fields of ArchitectureConfig. Families list the functions in
+`Family.reads`.
 
-A setting that transformers does not read for a family, or reads in a way that the blocks do not build, raises
-ValueError: otherwise another model would silently be trained.
+The functions raise ValueError for settings that transformers ignores for a family, and for settings that the blocks
+do not support. Without these errors, a different model would silently be trained.
 """
 
 from __future__ import annotations
@@ -24,27 +25,29 @@ _LAYER_TYPES = ("full_attention", "sliding_attention")
 def decoder(c: HFConfig) -> Fields:
     """Read the sizes of a decoder by their usual names.
 
-    Raises ValueError for layers that differ, tokens that see those after them, and positions, head counts and stored
-    weights that are not covered.
+    Raises ValueError for different layers, for bidirectional attention, and for unsupported ropes, head counts and
+    stored weights.
     """
-    found = sizes(c)
+    fields = sizes(c)
     _check_rope(c, partly_rotated=False)
-    return found
+    return fields
 
 
 def partly_rotated_decoder(c: HFConfig) -> Fields:
-    """Read the sizes of a decoder that may rotate a part of each head. Raises ValueError as `decoder`, and for an
-    impossible part."""
-    found = sizes(c)
+    """Read the sizes of a decoder with full or partial rotation of the channels of each head.
+
+    Raises ValueError like `decoder`, and for an invalid number of rotated channels.
+    """
+    fields = sizes(c)
     _check_rope(c, partly_rotated=True)
     factor = _rotated_part(c, c.rope_parameters)
-    channels = found["head_dim"] if factor is None else int(found["head_dim"] * factor)
-    if not 2 <= channels <= found["head_dim"] or channels % 2:
+    channels = fields["head_dim"] if factor is None else int(fields["head_dim"] * factor)
+    if not 2 <= channels <= fields["head_dim"] or channels % 2:
         raise ValueError(
-            f"partial_rotary_factor {factor} rotates {channels} of the {found['head_dim']} channels of a head; it must "
-            "be an even number of them"
+            f"partial_rotary_factor {factor} rotates {channels} of the {fields['head_dim']} channels of a head; use a "
+            "factor that rotates an even number of channels, at least 2 and at most all"
         )
-    return {**found, "rotary_channels": channels}
+    return {**fields, "rotary_channels": channels}
 
 
 def _rotated_part(c: HFConfig, rope: Mapping[str, Any]) -> float | None:
@@ -53,17 +56,17 @@ def _rotated_part(c: HFConfig, rope: Mapping[str, Any]) -> float | None:
 
 
 def sizes(c: HFConfig) -> Fields:
-    """Read the sizes of a decoder, without its rope. Raises ValueError as `decoder` does for everything else."""
+    """Read the sizes of a decoder without its rope. Raises ValueError like `decoder`, except for ropes."""
     if getattr(c, "is_heterogeneous", False):
-        raise ValueError("per_layer_config is not supported; use a model whose layers are alike")
+        raise ValueError("per_layer_config is not supported; use a model with equal layers")
     if not getattr(c, "is_causal", True):
-        raise ValueError("is_causal: false lets tokens see those after them; use a model that generates from the left")
+        raise ValueError("is_causal: false is not supported: tokens would attend to later tokens; use a causal model")
     _check_positive(c)
     heads, kv_heads = c.num_attention_heads, c.num_key_value_heads
     if kv_heads < 1 or heads % kv_heads:
         raise ValueError(
             f"num_attention_heads {heads} is not a multiple of num_key_value_heads {kv_heads}; fix its config.json "
-            "(without num_key_value_heads the family's default holds)"
+            "(num_key_value_heads is optional; each family has a default)"
         )
     return {
         "hidden_size": c.hidden_size,
@@ -71,7 +74,7 @@ def sizes(c: HFConfig) -> Fields:
         "heads": heads,
         "kv_heads": kv_heads,
         "head_dim": getattr(c, "head_dim", None) or c.hidden_size // heads,
-        "ffn_hidden_size": getattr(c, "intermediate_size", 0),  # families of experts alone have none
+        "ffn_hidden_size": getattr(c, "intermediate_size", 0),  # models without dense layers have none
         "vocab_size": c.vocab_size,
         "max_position_embeddings": c.max_position_embeddings,
         "tied_embeddings": c.tie_word_embeddings,
@@ -82,7 +85,7 @@ def sizes(c: HFConfig) -> Fields:
 
 
 def _check_positive(c: HFConfig) -> None:
-    """Raise ValueError for sizes and scales that are zero, negative or not finite. transformers checks only types."""
+    """Raise ValueError for sizes and scales that are not positive and finite. transformers checks only their types."""
     for name in _POSITIVE:
         value = getattr(c, name, None)
         if value is not None and not 0 < value < math.inf:
@@ -90,7 +93,7 @@ def _check_positive(c: HFConfig) -> None:
 
 
 def silu_mlp(c: HFConfig) -> Fields:
-    """Read no fields. Raises ValueError for another activation than silu, and for biases in the MLP."""
+    """Read no fields. Raises ValueError for activations other than silu, and for biases in the MLP."""
     if c.hidden_act not in _SILU:
         raise ValueError(f"hidden_act '{c.hidden_act}' is not supported; use a model with silu")
     if getattr(c, "mlp_bias", False):
@@ -99,7 +102,7 @@ def silu_mlp(c: HFConfig) -> Fields:
 
 
 def no_attention_bias(c: HFConfig) -> Fields:
-    """Read no fields. Raises ValueError for biases in the attention."""
+    """Read no fields. Raises ValueError for biases in attention."""
     if getattr(c, "attention_bias", False):
         raise ValueError("attention_bias: true is not supported for this family; use a model without it")
     return {}
@@ -111,7 +114,7 @@ def _check_rope(c: HFConfig, *, partly_rotated: bool) -> None:
         _check_one_rope(c, ropes, partly_rotated=partly_rotated)
     elif not isinstance(getattr(c, "default_theta", None), Mapping) or ropes.keys() != set(_LAYER_TYPES) | set(kinds):
         raise ValueError(f"rope_parameters of '{', '.join(ropes)}' are not supported; use a model with one rope")
-    else:  # of a family whose kinds of layers have ropes of their own
+    else:  # one rope for each kind of layer
         for rope in ropes.values():
             _check_one_rope(c, rope, partly_rotated=partly_rotated)
 
@@ -122,32 +125,32 @@ def _check_one_rope(c: HFConfig, rope: Mapping[str, Any], *, partly_rotated: boo
     factor = _rotated_part(c, rope)
     if factor not in (None, 1) and not partly_rotated:
         raise ValueError(
-            f"partial_rotary_factor {factor} is not supported; use a model that rotates all of a head (1, or none)"
+            f"partial_rotary_factor {factor} is not supported; use a model that rotates all channels (1 or unset)"
         )
 
 
 def no_window(c: HFConfig) -> Fields:
-    """Read no window, for families without windows in transformers. Raises ValueError where config.json has one."""
+    """Read no window, for families without windows in transformers. Raises ValueError if config.json contains a
+    window."""
     window = None if getattr(c, "use_sliding_window", None) is False else _stated_window(c)
     if window is not None:
         raise ValueError(
-            f"sliding_window {window} means nothing to transformers for {c.model_type}, whose tokens see all before "
-            "them; take it out of config.json, or use the model_type whose attention has the window"
+            f"sliding_window {window} is ignored by transformers for {c.model_type}; remove sliding_window from "
+            "config.json, or use a model_type with sliding attention"
         )
     return _agreeing(c, None)
 
 
 def window_of_every_layer(c: HFConfig) -> Fields:
-    """Read `sliding_window`, for families whose layers all have it. Raises ValueError where `layer_types`
-    contradicts."""
+    """Read `sliding_window`, for families with the window in every layer. Raises ValueError if `layer_types`
+    contradicts the window."""
     return _agreeing(c, _stated_window(c))
 
 
 def window_by_layer_types(c: HFConfig) -> Fields:
-    """Read `sliding_window`, for families in which it applies to the layers that `layer_types` calls sliding, all or
-    some.
+    """Read `sliding_window`, for families with the window in the sliding layers of `layer_types`.
 
-    Raises ValueError where `layer_types` and the window contradict each other, and for layers without a type.
+    Raises ValueError if `layer_types` and the window contradict each other, and for layers without a type.
     """
     window, kinds = _stated_window(c), _layer_types(c)
     if len(kinds) < 2:
@@ -156,14 +159,14 @@ def window_by_layer_types(c: HFConfig) -> Fields:
         return _agreeing(c, None)
     if len(c.layer_types) != c.num_hidden_layers:
         raise ValueError(
-            f"layer_types has {len(c.layer_types)} entries for num_hidden_layers {c.num_hidden_layers}; give one each"
+            f"layer_types has {len(c.layer_types)} entries for num_hidden_layers {c.num_hidden_layers}; list all layers"
         )
     windowed = tuple(kind == "sliding_attention" for kind in c.layer_types)
     return {"sliding_window": window, "windowed_layers": windowed}
 
 
 def _layer_types(c: HFConfig) -> tuple[str, ...]:
-    """The kinds of layers that occur; empty where config.json does not say."""
+    """Return the different layer types. Returns () if config.json has no layer types."""
     kinds = tuple(dict.fromkeys(getattr(c, "layer_types", None) or ()))
     other = [kind for kind in kinds if kind not in _LAYER_TYPES]
     if other:
@@ -172,12 +175,13 @@ def _layer_types(c: HFConfig) -> tuple[str, ...]:
 
 
 def two_kinds(c: HFConfig, allowed: Collection[str]) -> tuple[str, ...]:
-    """The kind of each layer. Raises ValueError for layers of other kinds than two, and for a model that lacks one."""
+    """Return the type of each layer. Raises ValueError unless the model has layers of both `allowed` types, and no
+    others."""
     kinds = tuple(c.layer_types)
     other = [kind for kind in kinds if kind not in allowed]
     if other or len(set(kinds)) < 2:
-        found = f"'{other[0]}'" if other else f"'{kinds[0]}' alone"
-        raise ValueError(f"layer_types of {found} is not supported; use a model of {' and '.join(allowed)}")
+        names = f"'{other[0]}'" if other else f"only '{kinds[0]}'"
+        raise ValueError(f"layer_types of {names} is not supported; use a model of {' and '.join(allowed)}")
     return kinds
 
 
@@ -190,44 +194,49 @@ def _stated_window(c: HFConfig) -> int | None:
 
 
 def _agreeing(c: HFConfig, window: int | None) -> Fields:
-    """The window that transformers applies. Raises ValueError where `layer_types` contradicts it."""
+    """Return the window that transformers applies. Raises ValueError if `layer_types` contradicts the window."""
     wrong = [kind for kind in _layer_types(c) if (kind == "sliding_attention") != (window is not None)]
     if wrong:
-        found = "no sliding_window" if window is None else f"a sliding_window of {window} in every layer"
+        layers = "no sliding_window" if window is None else f"a sliding_window of {window} in every layer"
         raise ValueError(
-            f"layer_types of '{wrong[0]}' contradicts what transformers computes for this {c.model_type}, {found}; "
-            "make layer_types and sliding_window of config.json agree"
+            f"layer_types of '{wrong[0]}' contradicts the settings that transformers uses for this {c.model_type}, "
+            f"{layers}; make layer_types and sliding_window of config.json consistent"
         )
     return {"sliding_window": window}
 
 
 def experts(c: HFConfig) -> Fields:
-    """Read the experts of every layer. Raises ValueError where some layers have none."""
+    """Read the experts of every layer. Raises ValueError for models with dense layers."""
     if c.decoder_sparse_step != 1 or c.mlp_only_layers:
         raise ValueError(
             f"decoder_sparse_step {c.decoder_sparse_step} with mlp_only_layers {c.mlp_only_layers} mixes dense layers "
-            "among those with experts, which is not supported; use a model with experts in every layer"
+            "and layers with experts, which is not supported; use a model with experts in every layer"
         )
     counts = expert_counts(c, "num_experts")
     return {**counts, "ffn_hidden_size": c.moe_intermediate_size, "normalized_experts": c.norm_topk_prob}
 
 
 def expert_counts(c: HFConfig, name: str) -> Fields:
-    """Read the number of experts, from the setting `name`, and how many a token is sent to. Raises ValueError for
-    impossible numbers."""
+    """Read the number of experts from the setting `name`, and the number of experts per token.
+
+    Raises ValueError for invalid numbers.
+    """
     count = getattr(c, name)
     if not 0 < c.num_experts_per_tok <= count or count < 2:
         raise ValueError(
             f"num_experts_per_tok {c.num_experts_per_tok} of {name} {count} is not supported; "
-            "use a model of at least 2 experts that sends each token to some of them"
+            "use a model with at least 2 experts and a valid number of experts per token"
         )
     return {"experts": count, "experts_per_token": c.num_experts_per_tok}
 
 
 def biased_experts(c: HFConfig) -> Fields:
-    """Read experts behind the first layers, chosen by sigmoids with a correction bias, in groups or among all, with a
-    shared expert. Raises ValueError for experts that Megatron would weight differently, for impossible groups, and
-    where all layers are dense."""
+    """Read experts after the first dense layers, with a sigmoid router, a correction bias and a shared expert. The
+    router selects from groups of experts, or from all experts.
+
+    Raises ValueError for experts that Megatron would weight differently, for invalid groups, and for models without
+    layers of experts.
+    """
     if not c.norm_topk_prob:
         raise ValueError("norm_topk_prob: false is not supported for this family; use a model with true")
     if c.num_experts_per_tok < 2:
@@ -237,7 +246,7 @@ def biased_experts(c: HFConfig) -> Fields:
     if not 0 <= c.first_k_dense_replace < c.num_hidden_layers:
         raise ValueError(
             f"first_k_dense_replace {c.first_k_dense_replace} leaves none of num_hidden_layers {c.num_hidden_layers} "
-            "with experts; use a model that has some"
+            "with experts; use a model with at least one layer of experts"
         )
     return {
         **expert_counts(c, "num_local_experts"),
@@ -256,32 +265,33 @@ def _expert_groups(c: HFConfig) -> Fields:
     size = experts // groups if groups > 0 else 0
     if size < 2 or experts % groups or not c.num_experts_per_tok <= chosen * size <= experts:
         raise ValueError(
-            f"n_group {c.n_group} and topk_group {c.topk_group} do not choose num_experts_per_tok "
-            f"{c.num_experts_per_tok} of {experts} experts: groups must be equal, of at least 2, and those chosen have "
-            "enough; fix its config.json (1 and 1 is a choice among all)"
+            f"n_group {c.n_group} and topk_group {c.topk_group} cannot select num_experts_per_tok "
+            f"{c.num_experts_per_tok} of {experts} experts: groups must have equal sizes of at least 2, and the "
+            "selected groups must contain enough experts; fix its config.json (1 and 1 selects among all experts)"
         )
     return {"expert_groups": groups, "groups_per_token": chosen}
 
 
 def _stored_blocks(c: HFConfig) -> tuple[int, int] | None:
-    """Rows and columns of the blocks of float8 weights that share a scale, by `quantization_config`; None without one.
+    """Return the rows and columns of a float8 block with one scale, from `quantization_config`. Returns None without
+    one.
 
-    Raises ValueError for every other way in which weights may be quantised.
+    Raises ValueError for every other kind of quantisation.
     """
     for name in ("compression_config", "quantization_config"):
-        said = getattr(c, name, None)
-        if said is None:
+        quantization = getattr(c, name, None)
+        if quantization is None:
             continue
-        content = {"quant_method": None, **(said if isinstance(said, Mapping) else {})}
+        content = {"quant_method": None, **(quantization if isinstance(quantization, Mapping) else {})}
         blocks: Any = content.get("weight_block_size")
         is_pair = isinstance(blocks, Sequence) and len(blocks) == 2 and all(type(n) is int and n > 0 for n in blocks)
         usual = {"quant_method": "fp8", "activation_scheme": "dynamic", "fmt": "e4m3"}
         other = {key: content[key] for key, value in usual.items() if content.get(key, value) != value}
         if name == "quantization_config" and is_pair and not other:
             return blocks[0], blocks[1]
-        words = ", ".join(f"{key} {value}" for key, value in (other or {"weight_block_size": blocks}).items())
+        entries = ", ".join(f"{key} {value}" for key, value in (other or {"weight_block_size": blocks}).items())
         raise ValueError(
-            f"{name} with {words} is not supported; use the model's plain weights, or float8 weights scaled in blocks "
-            "(quant_method fp8 with two numbers as weight_block_size)"
+            f"{name} with {entries} is not supported; use the model's plain weights, or float8 weights scaled in "
+            "blocks (quant_method fp8 with two numbers as weight_block_size)"
         )
     return None

@@ -84,16 +84,18 @@ def _check_rope(rope: Mapping[str, Any], field: str) -> None:
 
 def _check_number(name: str, value: Any, place: str, reader: str) -> None:
     is_number = isinstance(value, int | float) and not isinstance(value, bool) and -_LARGEST < value < _LARGEST
-    least, words = _LEAST.get(name, (0.0, "a number above 0"))
+    least, rule = _LEAST.get(name, (0.0, "a number above 0"))
     if not is_number or value < least or (value == least and name not in _ZEROS):
-        raise ValueError(f"{name} {place} is {show(value)}, must be {words} {reader}; fix config.json")
+        raise ValueError(f"{name} {place} is {show(value)}, must be {rule} {reader}; fix config.json")
 
 
 def scaled_positions(shape: ModelShape) -> int:
-    """The number of positions that the rope scaling of config.json describes; 0 without a scaling of positions.
+    """Return the number of positions that the rope scaling of config.json describes. Returns 0 if positions are not
+    scaled.
 
-    YaRN multiplies `original_max_position_embeddings` by `factor`. Linear scaling multiplies `max_position_embeddings`.
-    Model cards describe how to switch on YaRN, and usually leave `max_position_embeddings` as it is.
+    YaRN multiplies `original_max_position_embeddings` by `factor`. Linear scaling multiplies
+    `max_position_embeddings`. Model cards describe how to enable YaRN, and usually do not change
+    `max_position_embeddings`.
     """
     rope: Mapping[str, Any] = getattr(getattr(shape, "hf_config", None), "rope_parameters", None) or {}
     factor, kind = rope.get("factor"), rope.get("rope_type")
@@ -104,10 +106,11 @@ def scaled_positions(shape: ModelShape) -> int:
 
 
 def earlier_rope_fields(content: Mapping[str, Any]) -> dict[str, Any]:
-    """Fields of a config.json by which transformers 4 reads the ropes that `rope_parameters` has in transformers 5.
+    """Return the fields of a config.json from which transformers 4 reads the ropes. transformers 5 reads
+    `rope_parameters`.
 
-    Without the fields, transformers 4 uses its defaults and prints no warning. Returns an empty dictionary for models
-    without ropes, and for models that transformers 4 does not support.
+    Without the fields, transformers 4 uses its defaults and prints no warning. Returns an empty dictionary for
+    models without ropes, and for models that transformers 4 does not support.
     """
     ropes: Mapping[str, Any] = content.get("rope_parameters") or {}
     if "rope_type" in ropes:
@@ -123,15 +126,15 @@ def earlier_rope_fields(content: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def rotary(arch: ArchitectureConfig) -> tuple[Rope, ...]:
-    """The rope of each kind of layer, in the order of `rope_kinds`; one rope if there are no kinds.
+    """Return the rope of each kind of layer, in the order of `rope_kinds`. Models without kinds have one rope.
 
-    Megatron-Core's own scaling is not used, because it supports the constants of Llama 3 only.
+    Megatron-Core's own scaling is not used, because it supports only the constants of Llama 3.
     """
     return tuple(_of_kind(arch, kind) for kind in rope_kinds(arch) or (None,))
 
 
 def rotary_scales(arch: ArchitectureConfig) -> tuple[float, ...]:
-    """The `scale` of each rope in `rotary`, computed without torch."""
+    """Return the `scale` of each rope in `rotary`, without importing torch."""
     parameters = arch.hf_config.rope_parameters
     return tuple(_scale(arch, parameters if kind is None else parameters[kind]) for kind in rope_kinds(arch) or (None,))
 
@@ -146,7 +149,7 @@ def _scale(arch: ArchitectureConfig, rope: Mapping[str, Any]) -> float:
 
 
 def rope_kinds(arch: ArchitectureConfig) -> tuple[str, ...]:
-    """The kinds of rope in a model's layers, in the order of `rotary`; empty: there is one rope."""
+    """Return the kinds of rope in a model's layers, in the order of `rotary`. Returns () for models with one rope."""
     return tuple(sorted(set(arch.extensions.ropes)))
 
 
@@ -154,14 +157,14 @@ def _of_kind(arch: ArchitectureConfig, kind: str | None) -> Rope:
     import torch
     from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
-    said = arch.hf_config.rope_parameters
-    rope = said if kind is None else said[kind]
+    parameters = arch.hf_config.rope_parameters
+    rope = parameters if kind is None else parameters[kind]
     if rope["rope_type"] == "default":
         channels = arch.rotary_channels or arch.head_dim
         exponents = torch.arange(0, channels, 2, dtype=torch.int64).float() / channels
         return Rope(1.0 / (rope["rope_theta"] ** exponents), 1.0)
     of_layers = {} if kind is None else {"layer_type": kind}
     compute = ROPE_INIT_FUNCTIONS[rope["rope_type"]]
-    with torch.device("cpu"):  # some make tensors on the default device
+    with torch.device("cpu"):  # some functions create tensors on the default device
         inverse_frequencies, scale = compute(arch.hf_config, torch.device("cpu"), **of_layers)
     return Rope(inverse_frequencies, float(scale))

@@ -1,4 +1,4 @@
-"""Protocols of weight sources, and how slices of Hugging Face tensors become shards."""
+"""Protocols of weight sources, and the conversion between slices of Hugging Face tensors and shards."""
 
 from __future__ import annotations
 
@@ -25,11 +25,11 @@ class WeightSource(Protocol):
     """Source of slices of Hugging Face tensors."""
 
     def read(self, piece: Piece) -> Tensor:
-        """Read a slice, on the CPU."""
+        """Read a slice to the CPU."""
         ...
 
     def value_head(self) -> ValueHeadWeights | None:
-        """The trained scalar head of a critic, on the CPU; None where there is none."""
+        """Return the trained scalar head of a critic, on the CPU, or None for other models."""
         ...
 
 
@@ -37,11 +37,11 @@ class TensorSource(Protocol):
     """Source of a whole model, tensor by tensor."""
 
     def tensors(self) -> Iterator[tuple[str, Tensor]]:
-        """(Hugging Face name, tensor) in Hugging Face's order, in float32."""
+        """Yield (Hugging Face name, float32 tensor) pairs in the order of Hugging Face."""
         ...
 
     def value_head(self) -> ValueHeadWeights | None:
-        """See `WeightSource`."""
+        """Return the scalar head; see `WeightSource`."""
         ...
 
 
@@ -54,7 +54,7 @@ def read_shard(
     tp: int,
     padded_vocab: int,
 ) -> Tensor:
-    """Read this rank's shard of a parameter in the shape and type of `like`, on the CPU."""
+    """Read the shard of this rank for a parameter, on the CPU, with the shape and dtype of `like`."""
     shard_pieces = pieces(arch, parameter, tensor_rank, tp, padded_vocab)
     shard = _assembled([source.read(p) for p in shard_pieces], shard_pieces[0].dim, rows=like.shape[0])
     assert shard.shape == like.shape, f"{parameter.megatron}: {tuple(shard.shape)} for {tuple(like.shape)}"
@@ -62,14 +62,14 @@ def read_shard(
 
 
 def _assembled(parts: list[Tensor], dim: int, *, rows: int) -> Tensor:
-    """Concatenate the slices of a shard and fill up with zero rows (padded vocabulary)."""
+    """Concatenate the slices of a shard, and append zero rows for the padding of the vocabulary."""
     whole = parts[0] if len(parts) == 1 else torch.cat(parts, dim)
     missing = rows - whole.shape[0]
     return torch.cat([whole, whole.new_zeros(missing, *whole.shape[1:])]) if missing else whole
 
 
 def scatter_shard(shard: Tensor, shard_pieces: list[Piece], into: dict[str, Tensor]) -> None:
-    """Copy a shard back into the whole Hugging Face tensors `into`; rows of padding are dropped."""
+    """Copy a shard into the whole Hugging Face tensors `into`, without its padding rows."""
     offset = 0
     for piece in shard_pieces:
         source = shard.narrow(piece.dim, offset, piece.size)

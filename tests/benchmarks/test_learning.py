@@ -42,7 +42,7 @@ def test_methods_differ_in_loss_critic_and_groups_alone(
 def test_groups_that_do_not_fit_are_refused() -> None:
     path = str(ROOT / CONFIGS[0])
     arm = Arm(path, "grpo", 0, 1, ("rollout.prompts_per_step=399",))
-    with pytest.raises(ValueError, match="has 399 samples a step, no multiple of 8; leave grpo out"):
+    with pytest.raises(ValueError, match="has 399 samples a step, no multiple of 8; omit grpo"):
         arm.overrides()
 
 

@@ -34,4 +34,4 @@ def test_what_has_no_picture_is_told(tmp_path: Path) -> None:
     file.write_text(json.dumps({"rows": []}))
     done = start("benchmarks.plots", file)
     assert done.returncode == 2
-    assert done.stderr == f"plots.py: error: {file} is of no benchmark that has a picture; leave it out\n"
+    assert done.stderr == f"plots.py: error: {file} is not of a benchmark with a picture; omit it\n"

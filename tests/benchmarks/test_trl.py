@@ -89,7 +89,7 @@ def test_both_ways_to_generate_end_where_they_are_told() -> None:
             input_ids=ids, attention_mask=torch.ones_like(ids), do_sample=True, max_new_tokens=5, eos_token_id=end,
             pad_token_id=padding,
         )[:, 3:].tolist()  # fmt: skip
-        with pytest.raises(RuntimeError, match="2 sequences are generated, and 0 lengths are left"):
+        with pytest.raises(RuntimeError, match="2 sequences are generated, but only 0 lengths are left"):
             engine.generate(requests[:2], SamplingParams(1.0, 5, (end,)))
     for tokens in ([list(a.token_ids) for a in answers], [row[:n] for row, n in zip(rows, lengths, strict=True)]):
         assert [len(t) for t in tokens] == lengths

@@ -240,7 +240,7 @@ def test_gradients_are_handed_out_once() -> None:
     case = head("random", torch.float32, rows=5, features=8, vocab=50)
     out = ppo_head_loss(case.hidden, case.weight, case.labels, policy_inputs(torch.zeros(5), seed=0))
     out.loss.backward(retain_graph=True)
-    with pytest.raises(RuntimeError, match="handed out already"):
+    with pytest.raises(RuntimeError, match="were already used"):
         out.loss.backward()
 
 

@@ -116,7 +116,7 @@ def test_gspo_of_tokens_is_gspo_where_a_sequences_advantages_are_equal() -> None
     mine = ppo_token_loss(logprob=logprob, inputs=inputs, objective=objective)
     torch.testing.assert_close(mine.loss, truth)
     torch.testing.assert_close(*(torch.autograd.grad(loss, logprob)[0] for loss in (mine.loss, truth)))
-    with pytest.raises(ValueError, match="say which tokens are whose"):
+    with pytest.raises(ValueError, match="pass sequence numbers as inputs.sequences"):
         ppo_token_loss(logprob=logprob, inputs=PolicyInputs(old, old, weights, weights > 0), objective=objective)
 
 

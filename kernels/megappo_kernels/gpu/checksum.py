@@ -1,4 +1,4 @@
-"""Triton: 64 bits for each tile of a tensor's bytes, as SGLang's checksums of weights have them."""
+"""Triton kernel for 64-bit checksums of the tiles of a tensor, equal to SGLang's checksums of weights."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ from torch import Tensor
 
 BLOCK, WARPS = 256, 4
 TILE = 8192
-"""Words of a tile; each has bits of its own, so the checksum depends on it."""
+"""Words of a tile. Each tile has a separate 64-bit value, so the checksum depends on the tile size."""
 
-# From here on as in SGLang 0.5.23, kernels/ops/memory/gpu_tensor_hash.py: MurmurHash3's finalizer, primes of xxHash for
-# positions, and two seeds.
+# The remaining code follows SGLang 0.5.23, kernels/ops/memory/gpu_tensor_hash.py: MurmurHash3's finalizer, primes of
+# xxHash for positions, and two seeds.
 _MIX_1, _MIX_2 = tl.constexpr(0x85EBCA6B), tl.constexpr(0xC2B2AE35)
 _POSITION_1, _POSITION_2 = tl.constexpr(0x27D4EB2D), tl.constexpr(0x165667B1)
 _SEED_1 = tl.constexpr(0x243F6A88)
@@ -21,7 +21,7 @@ _SEED_2 = tl.constexpr(0x243F6A88 * 0x9E3779B1 & 0xFFFFFFFF ^ 0xDEADBEEF)
 
 @triton.jit
 def mixed(x):
-    """MurmurHash3's finalizer of uint32."""
+    """Apply MurmurHash3's finalizer to uint32."""
     x ^= x >> 16
     x *= tl.full((), _MIX_1, tl.uint32)
     x ^= x >> 13
@@ -31,14 +31,14 @@ def mixed(x):
 
 @triton.jit
 def mixed_word(word, position, FACTOR: tl.constexpr, SEED: tl.constexpr, TURN: tl.constexpr):
-    """A word mixed with its position, both uint32."""
+    """Mix a word with its position, both uint32."""
     place = position * tl.full((), FACTOR, tl.uint32) + tl.full((), SEED, tl.uint32)
     return mixed(word ^ place ^ ((position << TURN) | (position >> (32 - TURN))))
 
 
 @triton.jit(do_not_specialize=["n"], do_not_specialize_on_alignment=["words"])
 def checksum_kernel(words, partials, n, BLOCK: tl.constexpr, TILE: tl.constexpr):
-    """64 bits of each tile of `words`, int32, into `partials`, int64."""
+    """Compute 64 bits for each tile of int32 `words`, and store them in int64 `partials`."""
     high, low = tl.zeros([BLOCK], tl.uint32), tl.zeros([BLOCK], tl.uint32)
     for start in range(0, TILE, BLOCK):
         positions = tl.program_id(0).to(tl.int64) * TILE + start + tl.arange(0, BLOCK)
@@ -54,7 +54,7 @@ def checksum_kernel(words, partials, n, BLOCK: tl.constexpr, TILE: tl.constexpr)
 
 
 def launch_checksums(words: Tensor) -> Tensor:
-    """64 bits of each tile of int32 (words,), as int64 (tiles,)."""
+    """Return 64 bits for each tile of int32 (words,), as int64 (tiles,)."""
     tiles = triton.cdiv(words.numel(), TILE)
     partials = torch.empty(tiles, dtype=torch.int64, device=words.device)
     if tiles:
@@ -63,9 +63,11 @@ def launch_checksums(words: Tensor) -> Tensor:
 
 
 def tensor_checksum(tensor: Tensor) -> int:
-    """64 bits of a tensor's bytes, as `gpu_tensor_hash` of SGLang 0.5.23 computes them; 0 of no bytes.
+    """Return the 64-bit checksum of a tensor's bytes, equal to `gpu_tensor_hash` of SGLang 0.5.23. An empty tensor
+    has the checksum 0.
 
-    Waits for the device. SGLang's own function would be imported with all of SGLang: two to seven CPU seconds.
+    The function synchronises with the device. An import of SGLang's own function would import all of SGLang, which
+    takes two to seven CPU seconds.
     """
     content = tensor.contiguous().view(-1).view(torch.uint8)
     content = torch.nn.functional.pad(content, (0, -content.numel() % 4))
@@ -76,7 +78,7 @@ _WORD_64 = (1 << 64) - 1
 
 
 def _mixed_64(x: int) -> int:
-    """SplitMix64's finalizer."""
+    """Apply SplitMix64's finalizer."""
     x = (x ^ x >> 30) * 0xBF58476D1CE4E5B9 & _WORD_64
     x = (x ^ x >> 27) * 0x94D049BB133111EB & _WORD_64
     return x ^ x >> 31

@@ -1,7 +1,8 @@
-"""Triton: GAE as an associative scan of affine maps, one program per sequence, block by block from its end.
+"""Triton kernel for GAE as an associative scan of affine maps. One program processes one sequence in blocks, from
+the end.
 
-A token turns (n, g) into (a n + b, c g + d n + e) with a = 1-m, b = m v, c = 1-m + m gamma lam, d = m gamma and e = m
-(r - v). A token that is masked, or outside the sequence, is the identity.
+A token maps (n, g) to (a n + b, c g + d n + e) with a = 1-m, b = m v, c = 1-m + m gamma lam, d = m gamma and e = m
+(r - v). A masked token, or a token outside the sequence, is the identity.
 """
 
 from __future__ import annotations
@@ -11,13 +12,13 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-# At this size nothing spills on any chip of `aot`.
+# With this size, no chip of `aot` spills registers.
 BLOCK, WARPS = 1024, 4
 
 
 @triton.jit
 def compose(a1, b1, c1, d1, e1, a2, b2, c2, d2, e2):
-    """Apply the map of the tokens on the right (1) first, then that of those on the left (2)."""
+    """Compose two maps: first the map of the tokens on the right (1), then the map of the tokens on the left (2)."""
     return a2 * a1, a2 * b1 + b2, c2 * c1, c2 * d1 + d2 * a1, c2 * e1 + d2 * b1 + e2
 
 
@@ -40,7 +41,8 @@ def gae_kernel(
     BORDERS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Padded: sequence i is row i of (B, length). Packed: it is between starts[i] and starts[i + 1]."""
+    """Compute the advantages of a sequence. Padded: sequence i is row i of (B, length). Packed: sequence i has the
+    tokens from starts[i] to starts[i + 1]."""
     sequence = tl.program_id(0).to(tl.int64)
     if PACKED:
         first = tl.load(starts + sequence)
@@ -64,7 +66,7 @@ def gae_kernel(
         a, b, c, d, e = tl.associative_scan((1 - m, m * v, 1 - m + trace, reach, m * (r - v)), 0, compose, reverse=True)
         n, g = a * n0 + b, c * g0 + d * n0 + e
         tl.store(advantages + first + positions, g, mask=inside)
-        # The leftmost lane has seen the whole block.
+        # The leftmost lane contains the result of the whole block.
         n0 = tl.sum(tl.where(lanes == 0, n, 0.0), 0)
         g0 = tl.sum(tl.where(lanes == 0, g, 0.0), 0)
 
@@ -79,7 +81,7 @@ def launch_gae(
     bootstrap: Tensor,
     cu_seqlens: Tensor | None,
 ) -> Tensor:
-    """Advantages from cleaned rewards and values; masked positions hold the running value."""
+    """Return advantages from cleaned rewards and values. Masked positions contain the running value."""
     advantages = torch.empty_like(values, memory_format=torch.contiguous_format)
     if not values.numel():
         return advantages

@@ -1,9 +1,9 @@
-"""Triton: the output layer's GEMM with softmax statistics computed from its float32 accumulators, without storing
-logits.
+"""Triton kernel for the output layer: a GEMM with softmax statistics from the float32 accumulators. Logits are not
+stored.
 
-Persistent programs process units of (128 rows, 2,048 columns). 16 tiles of rows, which stay in L2, share each part of
-the weight before the next is read. Units depend on the vocabulary only, and there are no atomics: a row gets the same
-bits in any batch and in every run.
+Persistent programs process units of (128 rows, 2,048 columns). 16 tiles of rows stay in L2 and share each part of
+the weight before the next part is read. Units depend only on the vocabulary, and the kernel uses no atomics. The
+result of a row is therefore bitwise equal in any batch and in every run.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from megappo_kernels.rows import merge_parts
 if TYPE_CHECKING:
     from megappo_kernels.rows import Scaling
 
-# 16 tiles of 128 rows of hidden states have 17 MB in bfloat16 at a width of 4,096, which L2 keeps.
+# 16 tiles of 128 rows of hidden states have 17 MB in bfloat16 at a width of 4,096, which fit in L2.
 SPLIT_COLUMNS = 2048
 GROUP_M = 16
 
@@ -38,7 +38,7 @@ class Tile:
     stages: int
     warps: int
     descriptors: bool
-    """Whether operands are loaded by TMA; otherwise by pointers and asynchronous copies."""
+    """Whether TMA loads the operands. Otherwise, pointers and asynchronous copies are used."""
 
 
 TILES = {
@@ -47,14 +47,14 @@ TILES = {
     100: Tile(128, 128, 64, stages=4, warps=8, descriptors=True),
     120: Tile(128, 128, 32, stages=4, warps=8, descriptors=False),
 }
-"""Tiles by compute capability, from this one on. Chosen so that nothing spills and shared memory suffices on each chip
-(8.6, 8.9 and 12 have the least); not tuned by measurement. On an H100 the head takes 1.16 times the time of the bare
-product (benchmarks/results/2026-11-23-h100.md)."""
+"""Tiles by minimum compute capability. With these tiles, no chip spills registers, and shared memory suffices (8.6,
+8.9 and 12 have the least). The tiles are not tuned by measurements. On an H100, the head takes 1.16 times the time
+of the product (benchmarks/results/2026-11-23-h100.md)."""
 
 
 @triton.jit
 def load_tile(matrix, row, column, rows, columns, BLOCK_ROWS: tl.constexpr, BLOCK_COLUMNS: tl.constexpr):
-    """A block of a contiguous matrix with zeros beyond its edges, as a descriptor would load it."""
+    """Load a block of a contiguous matrix, with zeros outside the matrix, like a descriptor."""
     i = row + tl.arange(0, BLOCK_ROWS)
     j = column + tl.arange(0, BLOCK_COLUMNS)
     inside = (i < rows)[:, None] & (j < columns)[None, :]
@@ -76,7 +76,7 @@ def tile_logits(
     BN: tl.constexpr,
     BK: tl.constexpr,
 ):
-    """float32 logits of a tile."""
+    """Compute the float32 logits of a tile."""
     z = tl.zeros((BM, BN), tl.float32)
     for k in range(0, features, BK):
         if DESCRIPTORS:
@@ -93,7 +93,7 @@ def tile_logits(
 
 @triton.jit
 def merge_tile(z, m, s, u, ENTROPY: tl.constexpr):
-    """Merge one more tile into the statistics of the rows, in units of log 2."""
+    """Merge a tile into the statistics of the rows, in units of log 2."""
     new = tl.maximum(m, tl.max(z, 1))
     shift = shift_to(new, m)
     scale = tl.exp2(shift)
@@ -104,7 +104,7 @@ def merge_tile(z, m, s, u, ENTROPY: tl.constexpr):
     return new, s * scale + tl.sum(e, 1), u
 
 
-# Specialising on a number of columns that is a multiple of 16 gains nothing here, and spills registers on sm_100.
+# Specialisation for a multiple of 16 columns is not faster in this kernel, and spills registers on sm_100.
 _ANY_SIZE = ["rows", "columns", "units", "splits", "row_tiles"]
 _PER_ROW = ["labels", "inverse_temperatures"]
 
@@ -135,7 +135,7 @@ def fused_kernel(
     BN: tl.constexpr,
     BK: tl.constexpr,
 ):
-    """stats[split, 4, rows]; `hidden` and `weight` are tensor descriptors, or pointers to contiguous rows."""
+    """Compute stats[split, 4, rows]. `hidden` and `weight` are tensor descriptors, or pointers to contiguous rows."""
     LOG2E: tl.constexpr = 1.4426950408889634
     LN2: tl.constexpr = 0.6931471805599453
     for unit in range(tl.program_id(0), units, tl.num_programs(0)):
@@ -150,7 +150,7 @@ def fused_kernel(
         factor = tl.full((BM,), inverse_temperature, tl.float32)
         if PER_ROW:
             factor = tl.load(inverse_temperatures + lanes, mask=valid_rows, other=1.0)
-        # Logits in units of log 2: exp2 is the hardware's instruction.
+        # Logits are in units of log 2, because the hardware has an instruction for exp2.
         m = tl.full((BM,), -float("inf"), tl.float32)
         s = tl.zeros((BM,), tl.float32)
         u = tl.zeros((BM,), tl.float32)
@@ -178,7 +178,7 @@ def fused_kernel(
 
 
 def can_fuse(hidden_TH: Tensor, weight_VH: Tensor) -> bool:
-    """Whether the tensor cores' products are exact for these types, and rows can be read by 16-byte loads."""
+    """Return whether tensor cores compute exact products of these types, and rows allow 16-byte loads."""
     return all(
         x.dtype in (torch.bfloat16, torch.float16)
         and x.numel() > 0
@@ -190,12 +190,12 @@ def can_fuse(hidden_TH: Tensor, weight_VH: Tensor) -> bool:
 
 
 def tile_for(capability: int) -> Tile:
-    """The tile of the newest known generation up to this one, such as 90 for 9.0."""
+    """Return the tile of the newest known generation that is not newer than `capability`, such as 90 for 9.0."""
     return TILES[max((c for c in TILES if c <= capability), default=min(TILES))]
 
 
 def launch_fused(hidden_TH: Tensor, weight_VH: Tensor, labels_T: Tensor, scaling: Scaling, *, entropy: bool) -> Tensor:
-    """(4, T) statistics over the rows of `weight_VH`, float32."""
+    """Return (4, T) statistics over the rows of `weight_VH`, float32."""
     rows, features, columns = len(hidden_TH), hidden_TH.shape[1], len(weight_VH)
     tile, programs = _tile_and_programs(hidden_TH)
     row_tiles, splits = triton.cdiv(rows, tile.m), triton.cdiv(columns, SPLIT_COLUMNS)
@@ -237,7 +237,7 @@ def launch_fused(hidden_TH: Tensor, weight_VH: Tensor, labels_T: Tensor, scaling
 
 
 def _tile_and_programs(tensor: Tensor) -> tuple[Tile, int]:
-    """The tile for this device, and its number of persistent programs."""
+    """Return the tile for this device, and the number of persistent programs."""
     if not tensor.is_cuda:
         return tile_for(90), 4
     major, minor = torch.cuda.get_device_capability(tensor.device)

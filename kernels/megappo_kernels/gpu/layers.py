@@ -1,4 +1,5 @@
-"""Triton: SwiGLU and the rotation of queries and keys, each in one pass over its operands, computed in float32."""
+"""Triton kernels for SwiGLU and for the rotation of queries and keys. Each kernel reads its operands once and
+computes in float32."""
 
 from __future__ import annotations
 
@@ -8,14 +9,14 @@ import triton.language as tl
 from torch import Tensor
 
 BLOCK, WARPS = 1024, 4
-"""Columns of a row that SwiGLU processes at a time, and warps of a program."""
+"""Columns of a row that SwiGLU processes at a time, and warps per program."""
 HEADS, ROTATION_WARPS = 8, 4
-"""Heads that a program rotates, and its warps."""
+"""Heads per program of the rotation, and warps per program."""
 
 
 @triton.jit
 def swiglu_kernel(gate_up, weights, out, features, WEIGHTED: tl.constexpr, BLOCK: tl.constexpr):
-    """A row of `gate_up` (rows, 2 features) -> silu(gate) up, times the row's weight."""
+    """Compute silu(gate) up times the row's weight, for a row of `gate_up` (rows, 2 features)."""
     row = tl.program_id(0).to(tl.int64)
     gate_up += row * 2 * features
     out += row * features
@@ -33,7 +34,7 @@ def swiglu_kernel(gate_up, weights, out, features, WEIGHTED: tl.constexpr, BLOCK
 def swiglu_gradient_kernel(
     grad, gate_up, weights, grad_gate_up, grad_weights, features, WEIGHTED: tl.constexpr, BLOCK: tl.constexpr
 ):
-    """The gradient of a row of `gate_up`, and of its weight."""
+    """Compute the gradient of a row of `gate_up`, and of its weight."""
     row = tl.program_id(0).to(tl.int64)
     grad += row * features
     gate_up += row * 2 * features
@@ -62,7 +63,8 @@ def rotation_kernel(
     x, cosine, sine, out, heads, width, token_stride, head_stride, BACK: tl.constexpr, HEADS: tl.constexpr,
     HALF: tl.constexpr,
 ):  # fmt: skip
-    """Rotate some heads of a token of `x`: channels i and i + width / 2 by the token's angles, or backwards."""
+    """Rotate some heads of a token of `x`: channels i and i + width / 2 by the angles of the token. BACK inverts the
+    rotation."""
     token = tl.program_id(0).to(tl.int64)
     head = tl.program_id(1) * HEADS + tl.arange(0, HEADS)[:, None]
     channel = tl.arange(0, HALF)[None, :]
@@ -81,7 +83,7 @@ def rotation_kernel(
 
 
 def launch_swiglu(gate_up_TG: Tensor, weights_T: Tensor | None) -> Tensor:
-    """(T, 2F) -> (T, F) of the same type; contiguous operands."""
+    """Return SwiGLU of contiguous operands: (T, 2F) -> (T, F) of the same dtype."""
     rows, width = gate_up_TG.shape
     out_TF = gate_up_TG.new_empty(rows, width // 2)
     if out_TF.numel():
@@ -94,7 +96,7 @@ def launch_swiglu(gate_up_TG: Tensor, weights_T: Tensor | None) -> Tensor:
 def launch_swiglu_gradient(
     grad_TF: Tensor, gate_up_TG: Tensor, weights_T: Tensor | None
 ) -> tuple[Tensor, Tensor | None]:
-    """Gradients of both operands of `launch_swiglu`, in their types; contiguous operands."""
+    """Return the gradients of both operands of `launch_swiglu`, in their dtypes. Operands must be contiguous."""
     rows, width = gate_up_TG.shape
     grad_gate_up_TG = torch.empty_like(gate_up_TG)
     grad_weights_T = None if weights_T is None else torch.zeros_like(weights_T)
@@ -107,7 +109,7 @@ def launch_swiglu_gradient(
 
 
 def launch_rotation(x_THD: Tensor, cosine_TD: Tensor, sine_TD: Tensor, *, back: bool) -> Tensor:
-    """Rotate (T, H, D), whose channels are contiguous, by the angles of (T, D) contiguous cosines and sines."""
+    """Rotate (T, H, D) with contiguous channels by the angles of contiguous (T, D) cosines and sines."""
     tokens, heads, width = x_THD.shape
     out_THD = x_THD.new_empty(x_THD.shape)
     if out_THD.numel():

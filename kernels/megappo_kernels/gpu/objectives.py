@@ -1,6 +1,7 @@
-"""Triton: an objective's formula with its slopes and the sums of its metrics, in one launch and a second sum.
+"""Triton kernel for an objective: the formula with its slopes and the sums of its metrics, in one launch and a
+second sum.
 
-The formulas are those of `objectives`, compiled from the same source.
+The formulas are compiled from the source in `objectives`.
 """
 
 from __future__ import annotations
@@ -16,17 +17,17 @@ from torch import Tensor
 
 from megappo_kernels.objectives import Objective, metric_kind
 
-# With 512 tokens a program, ptxas spills 8 bytes of some combinations of switches on sm_80 and sm_100.
+# With 512 tokens per program, ptxas spills 8 bytes for some combinations of switches on sm_80 and sm_100.
 BLOCK, WARPS = 256, 4
 
 
 _IN_ANNOTATIONS = ("Numbers", "BandSettings", "PolicySettings", "ValueSettings", "Contribution")
-"""Names in the annotations of formulas, which Triton looks up."""
+"""Names in the annotations of formulas. Triton resolves these names."""
 _in_triton: dict[FunctionType, triton.JITFunction] = {}
 
 
 def in_triton(function: Any) -> triton.JITFunction:
-    """A function of `objectives` in Triton's language, together with the functions that it calls."""
+    """Return a function of `objectives` in Triton's language, including the functions that it calls."""
     if function in _in_triton:
         return _in_triton[function]
     scope = {**function.__globals__, "xp": tl, **dict.fromkeys(_IN_ANNOTATIONS, tl.tensor)}
@@ -44,7 +45,7 @@ def in_triton(function: Any) -> triton.JITFunction:
 
 @triton.jit
 def load_valid(pointer, offsets, valid):
-    """Load float32 values, 0 where masked, whatever is stored there."""
+    """Load float32 values. Masked positions are 0 for any stored value."""
     return tl.load(pointer + offsets, mask=valid, other=0.0).to(tl.float32)
 
 
@@ -60,12 +61,13 @@ def objective_kernel(
     KINDS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """partials[program, 1 + 2 * metrics]: the number of valid tokens, then two numbers of each metric by its kind."""
+    """Compute partials[program, 1 + 2 * metrics]: the number of valid tokens, then two numbers per metric, depending
+    on its kind."""
     offsets = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     inside = offsets < n
     valid = tl.load(mask + offsets, mask=inside, other=0) != 0
     count = tl.sum(valid.to(tl.float32), 0)
-    # What is not given stays None here: functions of Triton 3.6 cannot return it.
+    # Missing numbers remain None in this loop, because functions of Triton 3.6 cannot return None.
     given = [p if p is None else load_valid(p, offsets, valid) for p in numbers]
     found, metrics = FORMULA(settings, *given)
     for i in tl.static_range(len(slopes)):
@@ -87,19 +89,19 @@ def objective_kernel(
 
 
 def aligned(x: Tensor) -> Tensor:
-    """Contiguous and aligned to 16 bytes, copied where necessary: pointers in a tuple cannot be exempt from
-    specialisation."""
+    """Return a contiguous tensor that is aligned to 16 bytes. The tensor is copied if necessary, because pointers in
+    a tuple cannot be excluded from specialisation."""
     x = x.contiguous()
     return x if x.data_ptr() % 16 == 0 else x.clone()
 
 
 def compiled_settings(settings: NamedTuple) -> NamedTuple:
-    """Settings of an objective with its functions in Triton's language."""
+    """Return the settings of an objective with its functions in Triton's language."""
     return type(settings)(*(in_triton(x) if callable(x) else x for x in settings))
 
 
 def constants_of(objective: Objective | type[Objective]) -> dict[str, Any]:
-    """Constants that the kernel is compiled for, apart from settings and missing numbers."""
+    """Return the compile-time constants of the kernel, except settings and missing numbers."""
     kinds = tuple(metric_kind(name) for name in objective.metrics)
     return {"FORMULA": in_triton(objective.formula), "KINDS": kinds, "BLOCK": BLOCK}
 
@@ -107,9 +109,9 @@ def constants_of(objective: Objective | type[Objective]) -> dict[str, Any]:
 def launch_objective(
     objective: Objective, numbers: Mapping[str, Tensor | None], mask: Tensor
 ) -> tuple[tuple[Tensor, ...], dict[str, Tensor]]:
-    """Slopes in the trained numbers, and each program's part of the metrics, float64, by name.
+    """Return the slopes in the trained numbers, and the float64 metrics of each program by name.
 
-    `numbers`: those that the formula takes, in its order.
+    `numbers`: inputs of the formula, in its order.
     """
     like = numbers[objective.trained[0]]
     assert like is not None

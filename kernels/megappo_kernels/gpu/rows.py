@@ -1,4 +1,5 @@
-"""Triton: softmax statistics of rows of logits, and their gradient. Each logit is read once and exponentiated once."""
+"""Triton kernels for softmax statistics of rows of logits, and for their gradient. Each logit is read once and
+exponentiated once."""
 
 from __future__ import annotations
 
@@ -11,7 +12,7 @@ from torch import Tensor
 if TYPE_CHECKING:
     from megappo_kernels.rows import RowGradients, Scaling
 
-# With these sizes no variant spills registers on any chip of `aot`; times on an H100 are in
+# With these sizes, no variant spills registers on any chip of `aot`. Times on an H100 are in
 # benchmarks/results/2026-11-23-h100.md.
 STATISTICS_BLOCK = 4096
 GRADIENT_BLOCK = 1024
@@ -20,21 +21,21 @@ WARPS = 8
 
 @triton.jit
 def shift_to(new, m):
-    """Difference between an old and a new maximum. Before the first m is -inf and the sum 0: their product must be 0,
-    not NaN."""
+    """Return the difference between an old and a new maximum. Initially, m is -inf and the sum is 0. Their product
+    must be 0 instead of NaN."""
     return tl.where(m == -float("inf"), 0.0, m - new)
 
 
 @triton.jit
 def decayed(x):
-    """e^(-2|x|), from which tanh and its slope are computed where they would cancel otherwise."""
+    """Return e^(-2|x|). tanh and its slope are computed from this number without cancellation."""
     return tl.exp(-2 * tl.abs(x))
 
 
 @triton.jit
 def soft_cap(z, cap):
-    """cap * tanh(z / cap); a series near 0, where the formula with exp would cancel. Excluded logits (`rows.EXCLUDED`)
-    stay."""
+    """Compute cap * tanh(z / cap). Near 0 a series avoids the cancellation of the formula with exp. Excluded logits
+    (`rows.EXCLUDED`) do not change."""
     x = z / cap
     small = x * (1 - x * x * (1.0 / 3 - x * x * (2.0 / 15)))
     r = decayed(x)
@@ -62,7 +63,7 @@ def statistics_kernel(
     ENTROPY: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """One program per row: merges these columns into (m, s, u, t)."""
+    """Merge columns of a row into (m, s, u, t). One program processes one row."""
     row = tl.program_id(0).to(tl.int64)
     m = tl.load(stats + row)
     s = tl.load(stats + stats_stride + row)
@@ -122,7 +123,7 @@ def gradient_kernel(
     ENTROPY: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """One program per block of a row; `out` may be `logits`."""
+    """Compute the gradient of a block of a row. `out` may be `logits`."""
     row = tl.program_id(0).to(tl.int64)
     offsets = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = offsets < columns
@@ -133,7 +134,7 @@ def gradient_kernel(
     z = tl.load(logits + row * row_stride + offsets, mask=inside, other=0.0).to(tl.float32)
     slope = inverse_temperature
     if CAPPED:
-        r = decayed(z / cap)  # 1 - tanh^2 would cancel where tanh is near 1
+        r = decayed(z / cap)  # 1 - tanh^2 has cancellation for tanh near 1
         slope = inverse_temperature * 4 * r / ((1 + r) * (1 + r))
         z = soft_cap(z, cap)
     shifted = z * inverse_temperature - tl.load(max_row + row)
@@ -150,7 +151,7 @@ def gradient_kernel(
 def launch_statistics(
     stats_4C: Tensor, logits_CW: Tensor, labels_C: Tensor, scaling: Scaling, *, entropy: bool
 ) -> None:
-    """Launch `rows.update_statistics`; the logits are preserved."""
+    """Launch `rows.update_statistics`. The logits do not change."""
     if not len(labels_C):
         return
     per_row = isinstance(scaling.inverse_temperature, Tensor)

@@ -1,4 +1,4 @@
-"""Triton: count, mean and sum of squared deviations of blocks of masked values."""
+"""Triton kernel for count, mean and sum of squared deviations of blocks of masked values."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ BLOCK, WARPS = 4096, 8
 
 @triton.jit(do_not_specialize=["n"], do_not_specialize_on_alignment=["values", "mask"])
 def whiten_kernel(values, mask, partials, n, BLOCK: tl.constexpr):
-    """Count, mean and sum of squared deviations of a block into `partials` (programs, 3) float64.
+    """Store count, mean and sum of squared deviations of a block in `partials` (programs, 3) float64.
 
-    The mean in float32 is rounded, for values around a million by up to 0.03. What deviations from it still have as
-    their own mean makes up for that, exactly to float32's rounding of deviations.
+    The float32 mean is rounded; values around a million have an error of up to 0.03. The mean of the deviations
+    corrects this error, exactly up to the float32 rounding of deviations.
     """
     offsets = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     valid = tl.load(mask + offsets, mask=offsets < n, other=0) != 0
@@ -32,7 +32,7 @@ def whiten_kernel(values, mask, partials, n, BLOCK: tl.constexpr):
 
 
 def launch_partials(values: Tensor, mask: Tensor) -> Tensor:
-    """Count, mean and sum of squared deviations of each block, (blocks, 3) float64."""
+    """Return count, mean and sum of squared deviations of each block, (blocks, 3) float64."""
     programs = max(1, triton.cdiv(values.numel(), BLOCK))
     partials = torch.empty(programs, 3, dtype=torch.float64, device=values.device)
     whiten_kernel[(programs,)](
