@@ -1,4 +1,5 @@
-"""The group over which weights are broadcast to a server elsewhere, with a stand-in for SGLang that may die in it."""
+"""Tests of the process group for weight broadcasts to external servers. A stand-in for SGLang may die during a
+broadcast."""
 
 from __future__ import annotations
 
@@ -28,7 +29,7 @@ BYTES = 1 << 16
 
 
 class StandIn(BaseHTTPRequestHandler):
-    """Takes the first bucket, and is killed when it is asked to take the second."""
+    """Receives the first bucket and kills itself on the second request."""
 
     group: Any = None
     taken = 0
@@ -51,7 +52,7 @@ class StandIn(BaseHTTPRequestHandler):
 
 
 def joined(body: dict[str, Any]) -> Any:
-    """The server's end of the group."""
+    """Join the group on the server's side."""
     patience = datetime.timedelta(seconds=TIMEOUT_SECONDS)
     store = dist.TCPStore(body["master_address"], body["master_port"], body["world_size"], False, patience)
     meeting, name = dist.PrefixStore(body["group_name"], store), body["group_name"]
@@ -63,7 +64,7 @@ def joined(body: dict[str, Any]) -> Any:
 
 @pytest.fixture
 def server() -> Iterator[str]:
-    """Where a stand-in listens."""
+    """Yield the address of a stand-in."""
     port = free_port("127.0.0.1")
 
     def serve() -> None:
@@ -76,8 +77,8 @@ def server() -> Iterator[str]:
     process.join()
 
 
-def test_a_server_that_dies_in_a_broadcast_has_failed_and_its_group_is_forgotten(server: str) -> None:
-    """So is NCCL's, whose watchdog would end the trainer by default."""
+def test_server_death_in_broadcast_removes_its_group(server: str) -> None:
+    """NCCL's watchdog would end the trainer by default."""
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     try:
         before = set(distributed_c10d._world.pg_map)

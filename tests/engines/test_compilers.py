@@ -1,4 +1,4 @@
-"""A server on a GPU finds a CUDA toolkit to compile with, also where torch's packages have the only one."""
+"""Tests of the CUDA toolkit that servers compile with. Torch's packages may contain the only toolkit."""
 
 from __future__ import annotations
 
@@ -21,19 +21,19 @@ extern "C" int run(float *x) { twice<<<1, 32>>>(x); return cudaGetLastError(); }
 
 @pytest.fixture
 def bare(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, str]:
-    """Variables of a node with a driver alone: a C++ compiler and ninja on PATH, no toolkit."""
+    """Return the variables of a node with only a driver: PATH has a C++ compiler and ninja, and no toolkit."""
     programs = tmp_path / "programs"
     programs.mkdir()
     for name in ("c++", "g++", "gcc", "cc", "ninja", "sh", "ld", "as", "rm", "cat"):
-        found = shutil.which(name)
-        if found is not None:
-            (programs / name).symlink_to(found)
+        program = shutil.which(name)
+        if program is not None:
+            (programs / name).symlink_to(program)
     monkeypatch.setattr(compilers, "DEFAULT", tmp_path / "nowhere")
     return {"PATH": str(programs)}
 
 
 def toolkit_in(folder: Path) -> Path:
-    """A toolkit as /usr/local/cuda is."""
+    """Create a toolkit with the layout of /usr/local/cuda."""
     (folder / "bin").mkdir(parents=True)
     (folder / "lib64").mkdir()
     for name in ("bin/nvcc", "lib64/libcudart.so"):
@@ -42,9 +42,9 @@ def toolkit_in(folder: Path) -> Path:
 
 
 @pytest.mark.waits
-@pytest.mark.skipif(compilers.packaged_toolkit() is None, reason="torch's packages bring no nvcc")
-def test_the_toolkit_of_the_packages_compiles_and_links(bare: dict[str, str], tmp_path: Path) -> None:
-    """As SGLang does: `-L$CUDA_HOME/lib64 -lcudart`."""
+@pytest.mark.skipif(compilers.packaged_toolkit() is None, reason="torch's packages contain no nvcc")
+def test_packaged_toolkit_compiles_and_links(bare: dict[str, str], tmp_path: Path) -> None:
+    """The linker options are those of SGLang: `-L$CUDA_HOME/lib64 -lcudart`."""
     assert compilers.missing(bare) == []
     home = compilers.cuda_home(bare, tmp_path / "cuda")
     assert home is not None
@@ -58,7 +58,7 @@ def test_the_toolkit_of_the_packages_compiles_and_links(bare: dict[str, str], tm
     assert (tmp_path / "kernel.so").stat().st_size > 0
 
 
-def test_a_toolkit_that_there_is_or_that_somebody_names_stays(bare: dict[str, str], tmp_path: Path) -> None:
+def test_existing_or_configured_toolkit_takes_precedence(bare: dict[str, str], tmp_path: Path) -> None:
     own = toolkit_in(tmp_path / "own")
     on_path = {"PATH": os.pathsep.join([bare["PATH"], str(own / "bin")])}
     for environment in (on_path, {**bare, "CUDA_HOME": str(own)}, {**bare, "CUDA_PATH": "/not/there"}):
@@ -69,15 +69,15 @@ def test_a_toolkit_that_there_is_or_that_somebody_names_stays(bare: dict[str, st
     assert compilers.missing({**bare, "CUDA_PATH": "/not/there"}) == ["nvcc and lib64/libcudart.so in /not/there"]
 
 
-def test_the_doctor_says_what_servers_would_not_find(
+def test_doctor_reports_missing_compilers(
     bare: dict[str, str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     monkeypatch.setattr(compilers, "packaged_toolkit", lambda: None)
-    found = compiler_finding({"PATH": ""})
-    assert found.state == "broken"
+    finding = compiler_finding({"PATH": ""})
+    assert finding.state == "broken"
     nowhere = tmp_path / "nowhere"
-    assert found.words.endswith(f"lacks nvcc and lib64/libcudart.so in {nowhere}, a C++ compiler, ninja")
-    assert "module load cuda" in found.remedy
+    assert finding.words.endswith(f"lacks nvcc and lib64/libcudart.so in {nowhere}, a C++ compiler, ninja")
+    assert "module load cuda" in finding.remedy
     own = toolkit_in(tmp_path / "own")
-    found = compiler_finding({**bare, "CUDA_HOME": str(own)})
-    assert (found.state, found.words) == ("fine", f"servers compile kernels with {own}")
+    finding = compiler_finding({**bare, "CUDA_HOME": str(own)})
+    assert (finding.state, finding.words) == ("fine", f"servers compile kernels with {own}")

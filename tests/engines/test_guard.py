@@ -1,4 +1,4 @@
-"""Nothing of a server outlives its owner or its guard, whoever of them is killed."""
+"""Tests of the guard: all processes of a server end when the owner or the guard is killed."""
 
 from __future__ import annotations
 
@@ -28,11 +28,11 @@ from megappo.engines.sglang.server import Server
 pytestmark = pytest.mark.waits
 
 NAPS = [f"1000.{os.getpid()}{n}" for n in range(5)]
-"""Seconds by which the processes of this test are known."""
+"""Durations that identify the processes of this test."""
 
 
 def guarded(tmp_path: Path, command: str, cores: str = "") -> tuple[subprocess.Popen[bytes], int]:
-    """A shell command under a guard; returns the guard and the command's session."""
+    """Start a shell command under a guard. Return the guard and the session of the command."""
     scratch = tmp_path / "scratch"
     scratch.mkdir()
     line = [
@@ -53,8 +53,8 @@ def guarded(tmp_path: Path, command: str, cores: str = "") -> tuple[subprocess.P
     return guard, int(guard.stdout.readline())
 
 
-def test_a_guard_ends_everything_when_its_owner_goes(tmp_path: Path) -> None:
-    """Also what ignores SIGTERM, what is stopped, and what is not a child any more."""
+def test_guard_ends_all_processes_when_its_owner_exits(tmp_path: Path) -> None:
+    """The processes ignore SIGTERM, are stopped, or are no longer children."""
     guard, session = guarded(
         tmp_path, "trap '' TERM; (sleep 1000 &) ; sleep 1001 & kill -STOP $!; sleep 1002; sleep 1003"
     )
@@ -62,7 +62,7 @@ def test_a_guard_ends_everything_when_its_owner_goes(tmp_path: Path) -> None:
     while len(session_pids(session)) < 4 and time.monotonic() < deadline:
         time.sleep(0.05)
     assert len(session_pids(session)) == 4
-    os.kill(guard.pid, signal.SIGINT)  # Ctrl-C is the owner's business
+    os.kill(guard.pid, signal.SIGINT)  # the guard ignores Ctrl-C
     assert guard.stdin is not None
     guard.stdin.close()
     assert guard.wait(15) == 0
@@ -70,23 +70,23 @@ def test_a_guard_ends_everything_when_its_owner_goes(tmp_path: Path) -> None:
     assert not (tmp_path / "scratch").exists()
 
 
-def test_a_guard_follows_its_command(tmp_path: Path) -> None:
+def test_guard_exits_with_its_command(tmp_path: Path) -> None:
     name = f"/dev/shm/sgl_shm_test_{os.getpid()}"
     guard, session = guarded(tmp_path, f"echo started; exec 7<>{name}; sleep 6; exit 3")
     try:
         assert guard.wait(30) == 0
         assert session_pids(session) == []
         assert (tmp_path / "log").read_text() == "started\n"
-        assert not Path(name).exists()  # seen open while the command lived
+        assert not Path(name).exists()  # the guard saw the open file during the command
     finally:
         Path(name).unlink(missing_ok=True)
 
 
-def test_a_server_may_have_other_cores_than_its_owner(tmp_path: Path) -> None:
-    """Those of the whole job: a launcher may have bound the rank that starts the server to a few of them."""
+def test_server_can_use_more_cores_than_owner(tmp_path: Path) -> None:
+    """A server can use all cores of the job, even if a launcher bound the starting rank to a few cores."""
     ours = sorted(os.sched_getaffinity(0))
     if len(ours) < 2:
-        pytest.skip("this machine gives the tests one core")
+        pytest.skip("this machine has only one core for the tests")
     os.sched_setaffinity(0, ours[:1])
     try:
         guard, session = guarded(tmp_path, "sleep 1000", ",".join(map(str, ours)))
@@ -99,8 +99,8 @@ def test_a_server_may_have_other_cores_than_its_owner(tmp_path: Path) -> None:
     assert guard.wait(15) == 0
 
 
-def test_a_server_that_starts_slowly_is_reported(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Each 30 seconds, with the last line of its log."""
+def test_slow_server_start_is_reported(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """A message appears every 30 seconds, with the last line of the server's log."""
     guard, session = guarded(tmp_path, "sleep 1000")
     (tmp_path / "log").write_text("import\nloading weights: 12 of 48 files\n\n")
     now = time.monotonic()
@@ -108,7 +108,7 @@ def test_a_server_that_starts_slowly_is_reported(tmp_path: Path, capsys: pytest.
     made = Server(
         Endpoint(3, "http://127.0.0.1:9", "", 0), guard, session, scratch, tmp_path / "log", now + 900, settings
     )
-    assert not made.is_ready() and capsys.readouterr().err == "", "the first half minute is silent"
+    assert not made.is_ready() and capsys.readouterr().err == "", "no message may appear in the first 30 seconds"
     made.started_at = now - 65
     assert not made.is_ready() and not made.is_ready()
     assert capsys.readouterr().err == (
@@ -124,8 +124,8 @@ def test_a_server_that_starts_slowly_is_reported(tmp_path: Path, capsys: pytest.
 
 @pytest.fixture
 def server(tmp_path: Path) -> Iterator[Server]:
-    """One that hides processes: in sessions of their own, without its variables, without a parent, and holding memory
-    that is shared."""
+    """Yield a server with hidden processes: in other sessions, without the server's variables, without a parent, and
+    with shared memory."""
     shared = f"/dev/shm/sgl_shm_guard_{os.getpid()}"
     guard, session = guarded(
         tmp_path,
@@ -148,26 +148,26 @@ def server(tmp_path: Path) -> Iterator[Server]:
 
 
 def sleeping() -> list[int]:
-    """The processes of the server's command, `bash` aside."""
-    words = {f"sleep\0{nap}\0".encode() for nap in NAPS}
-    found = []
+    """Return the processes of the server's command, except `bash`."""
+    commands = {f"sleep\0{nap}\0".encode() for nap in NAPS}
+    matches = []
     for pid in psutil.pids():
         with suppress(OSError):
-            if Path(f"/proc/{pid}/cmdline").read_bytes() in words:
-                found.append(pid)
-    return found
+            if Path(f"/proc/{pid}/cmdline").read_bytes() in commands:
+                matches.append(pid)
+    return matches
 
 
 def keeper(guard: subprocess.Popen[bytes]) -> int:
-    (found,) = psutil.Process(guard.pid).children()
-    return found.pid
+    (child,) = psutil.Process(guard.pid).children()
+    return child.pid
 
 
 @pytest.mark.parametrize("killed", ["witness", "keeper", "session"])
-def test_a_server_dies_with_its_guard(server: Server, tmp_path: Path, killed: str) -> None:
-    """Nobody tells them to stop, and no replacement is started."""
+def test_killed_guard_ends_its_server(server: Server, tmp_path: Path, killed: str) -> None:
+    """The processes receive no request to stop, and no replacement is started."""
     pids = sleeping()
-    if killed == "session":  # of the guard that the trainer knows
+    if killed == "session":  # the session of the trainer's guard process
         os.killpg(os.getsid(server.guard.pid), signal.SIGKILL)
     else:
         os.kill(server.guard.pid if killed == "witness" else keeper(server.guard), signal.SIGKILL)
@@ -180,7 +180,7 @@ def test_a_server_dies_with_its_guard(server: Server, tmp_path: Path, killed: st
     assert server.guard.wait(10) == (0 if killed == "keeper" else -signal.SIGKILL)
 
 
-def test_a_server_dies_with_both_halves_of_its_guard(server: Server) -> None:
+def test_both_guard_processes_killed_end_the_server(server: Server) -> None:
     other = keeper(server.guard)
     os.kill(server.guard.pid, signal.SIGSTOP)
     os.kill(other, signal.SIGSTOP)
@@ -193,8 +193,8 @@ def test_a_server_dies_with_both_halves_of_its_guard(server: Server) -> None:
 
 
 @pytest.mark.parametrize("killed", ["nobody", "witness", "both"])
-def test_stopping_a_server_leaves_nothing_of_it(server: Server, monkeypatch: pytest.MonkeyPatch, killed: str) -> None:
-    """Also before the kernel or the keeper have done it, so that a replacement finds the memory free."""
+def test_stopped_server_leaves_no_processes(server: Server, monkeypatch: pytest.MonkeyPatch, killed: str) -> None:
+    """`stop` ends all processes itself, before the kernel or the keeper would. A replacement then has free memory."""
     monkeypatch.setattr("megappo.engines.sglang.server.STOP_SECONDS", 5.0)
     if killed == "both":
         os.kill(other := keeper(server.guard), signal.SIGSTOP)
@@ -203,17 +203,18 @@ def test_stopping_a_server_leaves_nothing_of_it(server: Server, monkeypatch: pyt
     elif killed == "witness":
         os.kill(server.guard.pid, signal.SIGKILL)
     server.stop()
-    # What hid from everybody is known to those who inherit orphans only, and both are dead in one of the cases.
+    # Hidden processes are known only to the processes that inherit orphans. In one of the cases, both of these are
+    # dead.
     assert len(sleeping()) <= (2 if killed == "both" else 0)
     assert session_pids(server.session) == [] and not server.scratch.exists()
     assert ServerProcesses(server.session, str(server.scratch)).alive() == []
     assert not server.running
 
 
-def test_what_cannot_be_killed_keeps_nobody_waiting(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A process that waits for a driver or a file server takes no signal."""
+def test_unkillable_process_does_not_block_the_guard(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A process that waits for a driver or a file server handles no signals."""
     monkeypatch.setattr(guard_module, "KILL_SECONDS", 0.2)
-    # Nobody's number, so that no signal reaches anybody.
+    # An unused process id, so no process receives a signal.
     monkeypatch.setattr(ServerProcesses, "alive", lambda _: [2**22 + 1])
     processes = object.__new__(ServerProcesses)
     start = time.monotonic()

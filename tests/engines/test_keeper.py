@@ -1,4 +1,4 @@
-"""One server is kept running: started again when it dies, given up when that does not help, and stopped in the end."""
+"""Tests of the supervision of a server: restarts, the limit of restarts, and the final stop."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from megappo.errors import RunError
 
 
 class Signal:
-    """Does not sleep; is due when a server says so."""
+    """Does not sleep. A server sets `due`."""
 
     due = False
 
@@ -22,8 +22,8 @@ class Signal:
 
 
 class Mortal:
-    """A server that is ready at once, or never, and is asked whether it runs so many times until it dies; one that
-    never dies has the signal given instead."""
+    """A server that is ready at once or never. After `lives` checks, the server dies. With `lives` null, the server
+    sets the signal instead."""
 
     key, log, why_ended = "judge", "a file", "killed"
 
@@ -31,8 +31,8 @@ class Mortal:
         self._lives, self._signal, self._is_sound = lives, signal, is_sound
         self.settings = SimpleNamespace(max_restarts=most)
         self.endpoint = SimpleNamespace(name="server 0")
-        self.told = list[str]()
-        self.stops = self.asked = 0
+        self.messages = list[str]()
+        self.stops = self.checks = 0
 
     def is_ready(self) -> bool:
         if not self._is_sound:
@@ -41,19 +41,19 @@ class Mortal:
 
     @property
     def running(self) -> bool:
-        self.asked += 1
-        self._signal.due = self._lives is None and self.asked == 3
-        return self._lives is None or self.asked <= self._lives
+        self.checks += 1
+        self._signal.due = self._lives is None and self.checks == 3
+        return self._lives is None or self.checks <= self._lives
 
     def tell_parts(self, sentence: str) -> None:
-        self.told.append(sentence)
+        self.messages.append(sentence)
 
     def stop(self) -> None:
         self.stops += 1
 
 
-def kept(*servers: Any, signal: Signal) -> list[int]:
-    """The numbers with which these servers are started, one after the other."""
+def start_numbers(*servers: Any, signal: Signal) -> list[int]:
+    """Return the numbers of the starts when these servers run in sequence."""
     numbers = list[int]()
 
     def start(number: int) -> Any:
@@ -64,24 +64,24 @@ def kept(*servers: Any, signal: Signal) -> list[int]:
     return numbers
 
 
-def test_a_server_that_dies_is_started_again(capsys: pytest.CaptureFixture[str]) -> None:
+def test_dead_server_is_restarted(capsys: pytest.CaptureFixture[str]) -> None:
     signal = Signal()
     servers = [Mortal(2, signal), Mortal(0, signal), Mortal(None, signal)]
-    assert kept(*servers, signal=signal) == [0, 1, 2]
-    assert [(server.asked, server.stops) for server in servers] == [(3, 1), (1, 1), (3, 1)]
-    assert [server.told for server in servers] == [["ended: server 0 died; killed"]] * 2 + [[]]
+    assert start_numbers(*servers, signal=signal) == [0, 1, 2]
+    assert [(server.checks, server.stops) for server in servers] == [(3, 1), (1, 1), (3, 1)]
+    assert [server.messages for server in servers] == [["ended: server 0 died; killed"]] * 2 + [[]]
     assert capsys.readouterr().err.count("server 0 died; killed; it is started again") == 2
 
 
 @pytest.mark.parametrize(("most", "is_sound", "starts"), [(0, True, 1), (2, True, 3), (9, False, 2)])
-def test_one_that_does_not_stay_is_given_up(most: int, is_sound: bool, starts: int) -> None:
-    """Sooner where it never becomes ready."""
+def test_failing_server_ends_the_run_after_restarts(most: int, is_sound: bool, starts: int) -> None:
+    """A server that never becomes ready is restarted only once."""
     signal = Signal()
     servers = [Mortal(1, signal, is_sound=is_sound, most=most) for _ in range(starts)]
     with pytest.raises(RunError, match=rf"; the server was started {starts} times \(judge.max_restarts {most}\)"):
-        kept(*servers, signal=signal)
+        start_numbers(*servers, signal=signal)
     assert [server.stops for server in servers] == [1] * starts
 
 
-def test_a_start_that_was_told_to_stop_ends_it() -> None:
-    assert kept(None, signal=Signal()) == [0]
+def test_cancelled_start_ends_the_supervision() -> None:
+    assert start_numbers(None, signal=Signal()) == [0]

@@ -1,4 +1,4 @@
-"""What can be wrong with an engine of the user's, said before anything is loaded."""
+"""Tests of custom engines: errors before anything is loaded, and the line of user code in failures."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def test_classes_and_functions_can_be_engines(name: str) -> None:
     assert find_engine(settings(f"engines_of_mine:{name}")).__name__ == name  # type: ignore[attr-defined]
 
 
-def test_a_class_that_generates_ahead_may() -> None:
+def test_engine_with_submit_can_generate_ahead() -> None:
     assert find_engine(settings("engines_of_mine:Ahead", "rollout.ahead=1"))
 
 
@@ -87,27 +87,27 @@ def test_a_class_that_generates_ahead_may() -> None:
         ("transformers", ("rollout.engine_options={size: 3}",), "unexpected keyword argument 'size'"),
     ],
 )
-def test_an_unusable_engine(engine: str, overrides: tuple[str, ...], sentence: str) -> None:
+def test_unusable_engines_are_rejected(engine: str, overrides: tuple[str, ...], sentence: str) -> None:
     with pytest.raises(ValueError, match=sentence) as caught:
         find_engine(settings(engine, *overrides))
     assert "\n" not in str(caught.value)
 
 
-def test_an_unusable_engine_ends_a_run_before_it_begins(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
-    words = ["rollout.engine=engines_of_mine:Half", f"run.directory={tmp_path / 'run'}"]
-    assert main(["train", str(QUICKSTART), "actor.layout={}", "critic.layout={}", *words]) == 2
+def test_unusable_engine_ends_run_before_start(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    overrides = ["rollout.engine=engines_of_mine:Half", f"run.directory={tmp_path / 'run'}"]
+    assert main(["train", str(QUICKSTART), "actor.layout={}", "critic.layout={}", *overrides]) == 2
     assert "rollout.engine 'engines_of_mine:Half' has no update_weights" in capsys.readouterr().err
     assert not (tmp_path / "run").exists()
 
 
-def test_the_doctor_looks_at_it() -> None:
+def test_doctor_checks_custom_engines() -> None:
     whole, half = (load_config(str(QUICKSTART), [f"rollout.engine=engines_of_mine:{n}"]) for n in ("Whole", "Half"))
     assert generation_finding(whole).state == "fine"
-    found = generation_finding(half)
-    assert (found.state, found.remedy) == ("broken", "implement the methods of megappo.engines.protocol.Engine")
+    finding = generation_finding(half)
+    assert (finding.state, finding.remedy) == ("broken", "implement the methods of megappo.engines.protocol.Engine")
 
 
-def test_an_engine_that_nobody_knows() -> None:
+def test_unknown_engine_is_rejected() -> None:
     with pytest.raises(ConfigError) as caught:
         settings("slang")
     known = ", ".join((*ENGINES, "path/to/file.py:name"))
@@ -117,18 +117,18 @@ def test_an_engine_that_nobody_knows() -> None:
     )
 
 
-def test_what_is_for_servers_is_refused_for_other_engines(capsys: pytest.CaptureFixture[str]) -> None:
-    words = ["rollout.engine=engines_of_mine:Whole", "rollout.sglang={tensor_parallel: 1}"]
-    assert main(["plan", str(QUICKSTART), "--machine", "cpu", *words]) == 2
+def test_server_settings_require_the_sglang_engine(capsys: pytest.CaptureFixture[str]) -> None:
+    overrides = ["rollout.engine=engines_of_mine:Whole", "rollout.sglang={tensor_parallel: 1}"]
+    assert main(["plan", str(QUICKSTART), "--machine", "cpu", *overrides]) == 2
     assert "rollout.sglang is given but rollout.engine is 'engines_of_mine:Whole'; set" in capsys.readouterr().err
 
 
-def raised(function: Any, *given: Any) -> BaseException:
+def raised(function: Any, *arguments: Any) -> BaseException:
     try:
-        function(*given)
+        function(*arguments)
     except (Exception, SystemExit) as error:  # noqa: BLE001 - whatever a user's function raises
         return error
-    raise AssertionError("nothing was raised")
+    raise AssertionError("the function raised no error")
 
 
 THEIRS = """
@@ -143,7 +143,7 @@ def long(): raise ValueError("x" * 9000)
 
 
 @pytest.mark.parametrize(
-    ("name", "line", "says"),
+    ("name", "line", "expected"),
     [
         ("directly", 3, "KeyError: 'price'"),
         ("deeper", 3, "KeyError: 'price'"),
@@ -153,16 +153,18 @@ def long(): raise ValueError("x" * 9000)
         ("long", 8, "ValueError: xxx"),
     ],
 )
-def test_a_failure_is_told_with_the_line_of_the_users_code(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, line: int, says: str
+def test_failure_message_has_line_of_user_code(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, line: int, expected: str
 ) -> None:
     (tmp_path / "theirs.py").write_text(THEIRS)
     monkeypatch.delitem(sys.modules, "theirs", raising=False)
-    words = failure_words(raised(load_function(f"theirs:{name}", "a setting")))
-    assert words.startswith(says) and words.endswith(f" ({tmp_path / 'theirs.py'}:{line})") and len(words) < 400
+    message = failure_words(raised(load_function(f"theirs:{name}", "a setting")))
+    assert (
+        message.startswith(expected) and message.endswith(f" ({tmp_path / 'theirs.py'}:{line})") and len(message) < 400
+    )
 
 
-def test_what_is_raised_by_megappo_has_no_line_of_the_users() -> None:
+def test_megappo_errors_have_no_user_line() -> None:
     with pytest.raises(ValueError, match="needs an answer") as caught:
         number(prompt="", response="", answer=None, metadata={})
     caught.value.__traceback__ = caught.tb.tb_next  # without this test's frame

@@ -1,4 +1,4 @@
-"""Limits of a request's own beside those of all requests of a rollout."""
+"""Tests of the token limits of requests and rollouts."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ PARAMS = SamplingParams(1.0, max_new_tokens=8, stop_token_ids=(2,), min_new_toke
         (0, 0, (0, 5, 0)),
     ],
 )
-def test_the_narrower_limit_holds(most: int | None, least: int | None, expected: tuple[int, int | None, int]) -> None:
-    """The limit of prompt and response together is the request's own alone."""
+def test_stricter_limit_applies(most: int | None, least: int | None, expected: tuple[int, int | None, int]) -> None:
+    """The limit of prompt and response together comes only from the request."""
     request = GenerateRequest((5, 6, 7, 8, 9), 1, 0, most, least)
     assert (request.most_tokens(PARAMS), request.most_in_all, request.least_tokens(PARAMS)) == expected

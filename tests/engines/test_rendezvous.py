@@ -1,4 +1,4 @@
-"""Parts of a server on several machines meet where the first one listens."""
+"""Tests of the rendezvous of servers on several machines."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from megappo.engines.sglang.rendezvous import MultiNodeRendezvous
 pytestmark = pytest.mark.waits
 
 
-def test_a_part_hears_the_call_of_its_start_alone() -> None:
+def test_part_receives_only_calls_of_its_start() -> None:
     settings = SGLangSettings(nodes=2, tensor_parallel=2)
     first = MultiNodeRendezvous.host("127.0.0.1", 0, settings)
     second = MultiNodeRendezvous.join("127.0.0.1", first.port, 1, settings, 10.0)
@@ -20,8 +20,8 @@ def test_a_part_hears_the_call_of_its_start_alone() -> None:
     assert second.is_called(1) and not second.is_called(2)
 
 
-def test_a_part_does_not_begin_a_meeting_itself() -> None:
+def test_joining_part_creates_no_rendezvous() -> None:
     settings = SGLangSettings(nodes=2, tensor_parallel=2)
-    port = MultiNodeRendezvous.host("127.0.0.1", 0, settings).port  # which nobody keeps
+    port = MultiNodeRendezvous.host("127.0.0.1", 0, settings).port  # the store is garbage collected
     with pytest.raises(ServerFailure, match=f"no store listens at 127.0.0.1:{port}, where parts of a server connect"):
         MultiNodeRendezvous.join("127.0.0.1", port, 1, settings, 0.5)

@@ -1,4 +1,4 @@
-"""Servers that die again while they are restarted; the program is a stand-in for SGLang."""
+"""Tests of servers that die during restarts. A stand-in program replaces SGLang."""
 
 from __future__ import annotations
 
@@ -33,13 +33,13 @@ starts.write_text(starts.read_text() + "x" if starts.exists() else "x")
 fate = json.loads((starts.parent / "fates").read_text()).get(str(len(starts.read_text())))
 if fate == "before":
     os.kill(os.getpid(), signal.SIGKILL)
-asked = []
+paths = []
 
 class Handler(BaseHTTPRequestHandler):
     def do_GET(self):
         self.rfile.read(int(self.headers["Content-Length"] or 0))
-        asked.append(self.path)
-        if fate == "after" and asked.count("/server_info") == 2:  # it was ready
+        paths.append(self.path)
+        if fate == "after" and paths.count("/server_info") == 2:  # the server was ready
             os.kill(os.getpid(), signal.SIGKILL)
         self.send_response(200 if self.headers["Authorization"] == f"Bearer {config['api-key']}" else 401)
         self.end_headers()
@@ -53,7 +53,8 @@ HTTPServer(("127.0.0.1", config["port"]), Handler).serve_forever()
 
 @contextmanager
 def servers(folder: Path, monkeypatch: pytest.MonkeyPatch, fates: str, most: int) -> Iterator[fleet.Fleet]:
-    """One server. `fates`: which starts are killed, and whether before or after they are ready."""
+    """Yield a fleet with one server. `fates` selects the starts that are killed, before or after the server
+    is ready."""
     monkeypatch.setenv("PYTHONPATH", worlds.fake_package(folder / "packages", "sglang", "0.5.23"))
     monkeypatch.setattr(fleet, "all_gather_objects", lambda value: [value])
     monkeypatch.setattr(fleet, "agreed", lambda work, *_caught: work())
@@ -74,10 +75,9 @@ def kill(made: fleet.Fleet) -> None:
     assert wait_until(lambda: not made.servers[0].running, 20.0, every_seconds=0.01)
 
 
-def test_a_server_that_dies_while_it_restarts_is_restarted_again(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Before it answers, and after. All of that counts; when `max_restarts` are used up, the run ends."""
+def test_server_that_dies_during_restart_is_restarted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The server dies before and after its first answer. Every restart counts, and the run ends after
+    `max_restarts`."""
     with servers(tmp_path, monkeypatch, '{"2": "before", "3": "after", "4": "before"}', most=5) as made:
         assert made.start_all().error is None
         kill(made)
@@ -87,14 +87,12 @@ def test_a_server_that_dies_while_it_restarts_is_restarted_again(
         kill(made)
         assert made.restart_dead([0]).restarts == 1
         kill(made)
-        said = made.restart_dead([0]).error
-        assert said is not None and "server 0 failed after 5 restarts, rollout.sglang.max_restarts is 5" in said
+        error = made.restart_dead([0]).error
+        assert error is not None and "server 0 failed after 5 restarts, rollout.sglang.max_restarts is 5" in error
 
 
-def test_a_server_that_answers_but_dies_as_it_is_checked_is_restarted(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Its start, too; and a suspect that still answers keeps running."""
+def test_server_that_dies_during_check_is_restarted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The first start counts as well. A suspect server that still answers keeps running."""
     with servers(tmp_path, monkeypatch, '{"1": "after"}', most=5) as made:
         started = made.start_all()
         assert started.error is None and started.restarts == 1 and started.endpoints[0].starts == 2
@@ -103,9 +101,7 @@ def test_a_server_that_answers_but_dies_as_it_is_checked_is_restarted(
         assert (tmp_path / "starts").read_text() == "xx"
 
 
-def test_a_server_that_never_starts_is_given_up_at_the_second_time(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_server_fails_after_two_unsuccessful_starts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with servers(tmp_path, monkeypatch, '{"1": "before", "2": "before"}', most=5) as made:
-        said = made.start_all().error
-        assert said is not None and "server 0 (http://127.0.0.1:" in said and "ended during its start" in said
+        error = made.start_all().error
+        assert error is not None and "server 0 (http://127.0.0.1:" in error and "ended during its start" in error

@@ -1,4 +1,4 @@
-"""What can be said of the SGLang engine without a server: fingerprints, noise, the guard, settings."""
+"""Tests of the SGLang engine without a server: fingerprints, sampling noise, the environment and the settings."""
 
 from __future__ import annotations
 
@@ -77,15 +77,15 @@ def checksum(tensor: Tensor) -> str:
 
 
 @pytest.mark.parametrize(("tp", "groups"), [(1, 1), (2, 1), (4, 1), (2, 2), (4, 2)])
-def test_fingerprints_are_those_of_the_engines_own_parameters(tp: int, groups: int) -> None:
-    """Built here the long way: fused, sharded, key/value heads repeated, vocabulary padded to a multiple of 64; heads
-    and embedding sharded in each of the groups that attend apart."""
+def test_fingerprints_match_engine_parameters(tp: int, groups: int) -> None:
+    """The expected parameters are built step by step: fused and sharded, with repeated key-value heads, and with the
+    vocabulary padded to a multiple of 64. Heads and embedding are sharded within each attention group."""
     a = arch(Attention(), GatedMlp(), QueryKeyValueBiases(), QueryKeyNorms())
     parameters = list(model_parameters(a))
     whole = {name: torch.randn(shape) for name, shape in tensor_shapes(a).items()}
-    found = Fingerprints(EngineShape(a, tp, attention=groups)).of_bucket(parameters, whole)
+    fingerprints = Fingerprints(EngineShape(a, tp, attention=groups)).of_bucket(parameters, whole)
     ranks = tp // groups
-    assert {rank for rank, _ in found} == set(range(tp))
+    assert {rank for rank, _ in fingerprints} == set(range(tp))
     layer = "model.layers.1."
     for rank in range(tp):
         place = rank % ranks
@@ -93,53 +93,58 @@ def test_fingerprints_are_those_of_the_engines_own_parameters(tp: int, groups: i
         head = place * 2 // ranks
         heads = slice(head * 8, (head + max(1, 2 // ranks)) * 8)
         k, v = (whole[layer + f"self_attn.{n}_proj.weight"][heads] for n in "kv")
-        assert found[rank, layer + "self_attn.qkv_proj.weight"] == checksum(torch.cat([q, k, v]))
+        assert fingerprints[rank, layer + "self_attn.qkv_proj.weight"] == checksum(torch.cat([q, k, v]))
         out = whole[layer + "self_attn.o_proj.weight"].chunk(ranks, dim=1)[place]
-        assert found[rank, layer + "self_attn.o_proj.weight"] == checksum(out)
+        assert fingerprints[rank, layer + "self_attn.o_proj.weight"] == checksum(out)
         gate, up = (whole[layer + f"mlp.{n}_proj.weight"].chunk(tp)[rank] for n in ("gate", "up"))
-        assert found[rank, layer + "mlp.gate_up_proj.weight"] == checksum(torch.cat([gate, up]))
+        assert fingerprints[rank, layer + "mlp.gate_up_proj.weight"] == checksum(torch.cat([gate, up]))
         down = whole[layer + "mlp.down_proj.weight"].chunk(tp, dim=1)[rank]
-        assert found[rank, layer + "mlp.down_proj.weight"] == checksum(down)
+        assert fingerprints[rank, layer + "mlp.down_proj.weight"] == checksum(down)
         padded = torch.zeros(192, 16)
         padded[:131] = whole["lm_head.weight"]
-        assert found[rank, "lm_head.weight"] == checksum(padded.chunk(tp)[rank])
+        assert fingerprints[rank, "lm_head.weight"] == checksum(padded.chunk(tp)[rank])
         padded[:131] = whole["model.embed_tokens.weight"]
-        assert found[rank, "model.embed_tokens.weight"] == checksum(padded.chunk(ranks)[place])
-        assert found[rank, layer + "self_attn.k_norm.weight"] == checksum(whole[layer + "self_attn.k_norm.weight"])
+        assert fingerprints[rank, "model.embed_tokens.weight"] == checksum(padded.chunk(ranks)[place])
+        assert fingerprints[rank, layer + "self_attn.k_norm.weight"] == checksum(
+            whole[layer + "self_attn.k_norm.weight"]
+        )
 
 
 @pytest.mark.parametrize(("tp", "ep"), [(1, 1), (2, 1), (2, 2), (4, 2)])
-def test_experts_of_several_buckets_make_one_fingerprint(tp: int, ep: int) -> None:
-    """An engine's two parameters of a layer's experts, each with its rank's part of those that its group holds."""
+def test_experts_of_several_buckets_share_one_fingerprint(tp: int, ep: int) -> None:
+    """An engine has two parameters for the experts of a layer. Each rank has its part of the experts of its group."""
     a = arch(Attention(), Experts(), experts=4)
     experts = [p for p in model_parameters(a) if p.layer == 1 and p.expert is not None]
     whole = {name: torch.randn(shape) for name, shape in tensor_shapes(a).items()}
     fingerprints = Fingerprints(EngineShape(a, tp, ep))
     assert fingerprints.of_bucket(experts[:2], whole) == {}
-    found = fingerprints.of_bucket(experts[2:5], whole) | fingerprints.of_bucket(experts[5:], whole)
+    sums = fingerprints.of_bucket(experts[2:5], whole) | fingerprints.of_bucket(experts[5:], whole)
     prefix = "model.layers.1.mlp.experts"
-    assert found.keys() == {(rank, f"{prefix}.{name}_weight") for rank in range(tp) for name in ("w13", "w2")}
+    assert sums.keys() == {(rank, f"{prefix}.{name}_weight") for rank in range(tp) for name in ("w13", "w2")}
     for rank in range(tp):
         share, place = rank * ep // tp, rank % (tp // ep)
-        held = range(4 * share // ep, 4 * (share + 1) // ep)
+        experts_of_group = range(4 * share // ep, 4 * (share + 1) // ep)
         gate, up = (
-            torch.stack([whole[f"{prefix}.{e}.{n}_proj.weight"].chunk(tp // ep)[place] for e in held])
+            torch.stack([whole[f"{prefix}.{e}.{n}_proj.weight"].chunk(tp // ep)[place] for e in experts_of_group])
             for n in ("gate", "up")
         )
-        down = torch.stack([whole[f"{prefix}.{e}.down_proj.weight"].chunk(tp // ep, dim=1)[place] for e in held])
-        assert found[rank, f"{prefix}.w13_weight"] == checksum(torch.cat([gate, up], dim=1))
-        assert found[rank, f"{prefix}.w2_weight"] == checksum(down)
+        down = torch.stack(
+            [whole[f"{prefix}.{e}.down_proj.weight"].chunk(tp // ep, dim=1)[place] for e in experts_of_group]
+        )
+        assert sums[rank, f"{prefix}.w13_weight"] == checksum(torch.cat([gate, up], dim=1))
+        assert sums[rank, f"{prefix}.w2_weight"] == checksum(down)
 
 
-def test_threads_of_a_sync_work_on_the_device_of_their_rank(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Fingerprints on a GPU move tensors to the thread's current device, which would be device 0 of every rank."""
+def test_sync_threads_use_device_of_their_rank(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Fingerprints on a GPU move tensors to the thread's current device. By default this would be device 0 on every
+    rank."""
     devices: dict[int, int] = {}
     worked: list[int] = []
     monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 3)
     monkeypatch.setattr(torch.cuda, "set_device", lambda device: devices.update({threading.get_ident(): device}))
 
-    both = threading.Barrier(2, timeout=60)  # the load and the fingerprints wait for each other, so these are two
+    both = threading.Barrier(2, timeout=60)  # the load and the fingerprints must run in two threads
 
     def work() -> None:
         worked.append(threading.get_ident())
@@ -161,7 +166,7 @@ def test_threads_of_a_sync_work_on_the_device_of_their_rank(monkeypatch: pytest.
     assert [devices[thread] for thread in worked] == [3, 3]
 
 
-def test_differences_are_named() -> None:
+def test_differing_parameters_are_named() -> None:
     sent = {(0, "a"): "1", (1, "a"): "2", (0, "b"): "3"}
     assert differing(sent, sent) == []
     assert differing(sent, sent | {(1, "a"): "x"}) == ["a"]
@@ -170,7 +175,7 @@ def test_differences_are_named() -> None:
 
 
 def murmur(data: bytes) -> int:
-    """MurmurHash3 (x86, 32 bit) with seed 0 over whole blocks, as its author wrote it."""
+    """Compute MurmurHash3 (x86, 32 bit) with seed 0 over whole blocks, like the reference implementation."""
     mask, h = 0xFFFFFFFF, 0
     for i in range(0, len(data), 4):
         k = int.from_bytes(data[i : i + 4], "little") * 0xCC9E2D51 & mask
@@ -184,19 +189,19 @@ def murmur(data: bytes) -> int:
     return h ^ h >> 16
 
 
-def test_the_noise_of_seeded_sampling_is_that_of_the_gpu() -> None:
-    """Blocks of the hash: seed low, seed high, position, column."""
+def test_cpu_sampling_noise_equals_gpu_noise() -> None:
+    """The blocks of the hash are the low and high half of the seed, the position and the column."""
     seeds = torch.tensor([1, 2**62 + 12345, 2**63 - 1], dtype=torch.int64)
     positions, columns = torch.tensor([0, 7, 100_000]), torch.arange(5)
-    found = sglang_cpu.murmur_hash32(seeds.to(torch.uint64), positions, columns)
-    assert found.dtype == torch.uint32
+    hashes = sglang_cpu.murmur_hash32(seeds.to(torch.uint64), positions, columns)
+    assert hashes.dtype == torch.uint32
     for n, (seed, position) in enumerate(zip(seeds.tolist(), positions.tolist(), strict=True)):
         blocks = [seed & 0xFFFFFFFF, seed >> 32, position]
         expected = [murmur(b"".join(x.to_bytes(4, "little") for x in [*blocks, c])) for c in range(5)]
-        assert found[n].tolist() == expected
+        assert hashes[n].tolist() == expected
 
 
-def test_the_platform_is_for_machines_without_cuda_only(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_cpu_platform_requires_absence_of_cuda(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     assert sglang_cpu.activate() == "megappo.runtime.sglang_cpu.CpuPlatform"
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
@@ -207,7 +212,7 @@ def test_the_platform_is_for_machines_without_cuda_only(monkeypatch: pytest.Monk
 
 
 @pytest.mark.waits
-def test_only_servers_of_megappo_without_cuda_are_forked(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_hooks_apply_only_to_megappo_cpu_servers(monkeypatch: pytest.MonkeyPatch) -> None:
     registry = pytest.importorskip("sglang.srt.plugins.hook_registry").HookRegistry
     targets: list[str] = []
     monkeypatch.setattr(registry, "register", lambda target, *_: targets.append(target))
@@ -221,8 +226,8 @@ def test_only_servers_of_megappo_without_cuda_are_forked(monkeypatch: pytest.Mon
     assert len(targets) == 1
 
 
-def test_a_further_part_does_not_look_for_the_first_ones_ports(monkeypatch: pytest.MonkeyPatch) -> None:
-    """On one machine the first may have bound them by then; SGLang then gave up after 30 seconds."""
+def test_later_parts_do_not_check_ports_of_first(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On one machine, the first part may already use its ports. SGLang would fail after 30 seconds."""
     registry = pytest.importorskip("sglang.srt.plugins.hook_registry").HookRegistry
     hooks: list[Callable[..., None]] = []
     settings = SimpleNamespace(wait_port_available=lambda *_port: False)
@@ -237,7 +242,7 @@ def test_a_further_part_does_not_look_for_the_first_ones_ports(monkeypatch: pyte
         assert settings.wait_port_available(11461, "port_base") is sees_them_free
 
 
-def test_without_sglang_a_run_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_missing_sglang_is_reported_with_remedy(monkeypatch: pytest.MonkeyPatch) -> None:
     def version(_name: str) -> str:
         raise importlib.metadata.PackageNotFoundError
 
@@ -251,8 +256,8 @@ def test_without_sglang_a_run_says_what_to_install(monkeypatch: pytest.MonkeyPat
 
 
 @pytest.mark.waits
-def test_parts_of_a_server_talk_to_each_other_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where SGLang reads pickles from whoever connects; what an administrator exported stays."""
+def test_server_parts_accept_only_their_peers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """SGLang reads pickles from any connection. An exported value of the variable takes precedence."""
     apart = SGLangSettings(tensor_parallel=4, data_parallel_attention=2, nodes=2)
     for settings, expected in (
         (apart, "10.0.0.1,10.0.0.2"),
@@ -274,17 +279,17 @@ def test_parts_of_a_server_talk_to_each_other_alone(tmp_path: Path, monkeypatch:
     ("changes", "expected"),
     [
         ({}, "lo"),
-        ({"host": "192.0.2.7"}, "lo"),  # weights come through the machine's memory
+        ({"host": "192.0.2.7"}, "lo"),  # weights are in shared memory of the machine
         ({"settings": SGLangSettings(placement="disaggregated")}, "lo"),
         ({"settings": SGLangSettings(placement="disaggregated"), "host": "192.0.2.7"}, interface_towards("192.0.2.7")),
         ({"settings": SGLangSettings(placement="disaggregated"), "host": "192.0.2.7", "devices": (0, 1)}, "lo"),
         ({"settings": SGLangSettings(placement="disaggregated"), "host": "192.0.2.7", "called": "a judge"}, "lo"),
     ],
 )
-def test_ranks_of_a_server_meet_on_loopback(
+def test_server_ranks_connect_over_loopback(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, changes: dict[str, Any], expected: str | None
 ) -> None:
-    """Except if trainers on other machines are in a group with them over gloo: then over the way to the trainers."""
+    """Gloo uses the interface towards the trainers only if trainers on other machines join a group with the server."""
     spec = replace(
         ServerSpec(tmp_path, "float32", SGLangSettings(), (1,), False, tmp_path, CACHE, cores=(0,)), **changes
     )
@@ -294,9 +299,7 @@ def test_ranks_of_a_server_meet_on_loopback(
     assert spec.environment(tmp_path)["GLOO_SOCKET_IFNAME"] == (expected or "eth0")
 
 
-def test_a_server_gets_no_variables_of_torchrun_and_no_key_on_its_command_line(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_server_environment_excludes_torchrun_and_key(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("RANK", "MASTER_ADDR", "TORCHELASTIC_RUN_ID", "SGLANG_USE_CPU_ENGINE"):
         monkeypatch.setenv(name, "1")
     settings = SGLangSettings(tensor_parallel=2, arguments={"chunked-prefill-size": 64})
@@ -311,28 +314,31 @@ def test_a_server_gets_no_variables_of_torchrun_and_no_key_on_its_command_line(
     assert on_gpu.environment(tmp_path)["CUDA_VISIBLE_DEVICES"] == "2,3"
     assert on_gpu.arguments(1, "k")["enable-memory-saver"] is True
     assert "device" not in on_gpu.arguments(1, "k")
-    # Ranks of a server that draw for themselves must be told what was drawn; seeds make that needless.
+    # Ranks of a server sample separately without seeds, so the tokens must be synchronized.
     assert on_gpu.environment(tmp_path)["SYNC_TOKEN_IDS_ACROSS_TP"] == "1"
     for same in (replace(on_gpu, deterministic=True), replace(on_gpu, settings=SGLangSettings())):
         assert "SYNC_TOKEN_IDS_ACROSS_TP" not in same.environment(tmp_path)
 
 
 def on_a_gpu(folder: Path, **changes: Any) -> ServerSpec:
-    """A server that sleeps, on one GPU."""
+    """Return the specification of a sleeping server on one GPU."""
     cache = PlannedCache(60000, 1000, 384)
     spec = ServerSpec(folder, "bfloat16", SGLangSettings(), (1,), False, folder, cache, devices=(0,), memory_saver=True)
     return replace(spec, **changes)
 
 
-def test_a_server_on_a_gpu_has_the_graphs_that_it_needs_and_none_that_are_wrong(tmp_path: Path) -> None:
-    """As SGLang reads it. Graphs of prefill are its default on CUDA; those of decoding end at 256 sequences there."""
+def test_gpu_server_captures_only_needed_graphs(tmp_path: Path) -> None:
+    """SGLang's own parser reads the arguments. On CUDA, SGLang captures prefill graphs by default, and decode graphs
+    for up to 256 sequences."""
     parser = argparse.ArgumentParser()
     server_args = pytest.importorskip("sglang.srt.server_args")
     server_args.ServerArgs.add_cli_args(parser)
     for experts in (False, True):
         arguments = on_a_gpu(tmp_path, has_experts=experts).arguments(1, "k")
-        words = [f"--{name}" if value is True else f"--{name}={value}" for name, value in arguments.items() if value]
-        read = parser.parse_args(words)
+        command_line = [
+            f"--{name}" if value is True else f"--{name}={value}" for name, value in arguments.items() if value
+        ]
+        read = parser.parse_args(command_line)
         assert read.cuda_graph_backend_prefill == "disabled" and read.cuda_graph_max_bs_decode == 384
         assert read.enable_memory_saver and read.sleep_on_idle and read.max_total_tokens == 60000
         assert read.moe_runner_backend == ("triton" if experts else "auto")
@@ -340,18 +346,19 @@ def test_a_server_on_a_gpu_has_the_graphs_that_it_needs_and_none_that_are_wrong(
     assert CACHE.sequences is None and "cuda-graph-max-bs-decode" not in unknown
 
 
-def test_graphs_of_a_sleeping_server_give_their_memory_away_where_they_can(tmp_path: Path) -> None:
+def test_graphs_of_sleeping_server_release_memory(tmp_path: Path) -> None:
     name = "SGLANG_MEMORY_SAVER_CUDA_GRAPH"
     assert on_a_gpu(tmp_path).environment(tmp_path)[name] == "1"
     assert name not in on_a_gpu(tmp_path, memory_saver=False).environment(tmp_path)
-    # SGLang does not start with both.
+    # SGLang does not support both together.
     breakable = SGLangSettings(arguments={"cuda-graph-backend-prefill": "breakable"})
     assert name not in on_a_gpu(tmp_path, settings=breakable).environment(tmp_path)
 
 
 @pytest.mark.waits
-def test_servers_do_not_find_megatron(tmp_path: Path) -> None:
-    """SGLang imports it for its debugging tools, and it tells torch_memory_saver to hook what cannot hook graphs."""
+def test_servers_cannot_import_megatron(tmp_path: Path) -> None:
+    """SGLang imports Megatron for debugging tools. Megatron would set torch_memory_saver to a mode that cannot hook
+    graphs."""
     environment = on_a_gpu(tmp_path).environment(tmp_path)
     command = [sys.executable, "-c", "import megappo.runtime.sglang_slices, megatron.core"]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
@@ -370,14 +377,15 @@ def test_servers_do_not_find_megatron(tmp_path: Path) -> None:
         (None, ""),
     ],
 )
-@pytest.mark.parametrize("place", [{}, {"devices": (), "cores": (0,)}], ids=["gpu", "cpu"])
-def test_a_server_imports_its_own_model_alone(
-    tmp_path: Path, config: dict[str, Any] | None, module: str, place: dict[str, Any]
+@pytest.mark.parametrize("hardware", [{}, {"devices": (), "cores": (0,)}], ids=["gpu", "cpu"])
+def test_server_imports_only_its_own_model(
+    tmp_path: Path, config: dict[str, Any] | None, module: str, hardware: dict[str, Any]
 ) -> None:
-    """By a package in its import path, unless settings name another one; all models where SGLang does not have it."""
+    """A package in the import path selects the model, unless the settings name another package. All models are
+    imported if SGLang has no such model."""
     if config is not None:
         (tmp_path / "config.json").write_text(json.dumps(config))
-    environment = on_a_gpu(tmp_path, **place).environment(tmp_path)
+    environment = on_a_gpu(tmp_path, **hardware).environment(tmp_path)
     name = environment.get("SGLANG_EXTERNAL_MODEL_PACKAGE")
     assert (name is not None) == bool(module)
     if name is not None:
@@ -385,16 +393,16 @@ def test_a_server_imports_its_own_model_alone(
         lines = [line for file in package.glob("*.py") for line in file.read_text().splitlines()]
         assert lines == [f"from sglang.srt.models.{module} import EntryClass"]
     own = SGLangSettings(environment={"SGLANG_EXTERNAL_MODEL_PACKAGE": "mine"})
-    environment = on_a_gpu(tmp_path, settings=own, **place).environment(tmp_path)
+    environment = on_a_gpu(tmp_path, settings=own, **hardware).environment(tmp_path)
     assert environment["SGLANG_EXTERNAL_MODEL_PACKAGE"] == "mine"
 
 
-def test_decoding_servers_are_told_how_many_sequences_there_will_be() -> None:
-    """All that a step asks one server for, as far as their prompts find room."""
-    words = ["rollout.sglang={engines: 2, placement: disaggregated}"]
+def test_servers_get_the_number_of_sequences() -> None:
+    """The number covers all requests of a step to one server, limited by the room for prompts."""
+    base_overrides = ["rollout.sglang={engines: 2, placement: disaggregated}"]
 
     def sequences(*more: str) -> int | None:
-        config = load_config(ROOT / "configs/sglang_quickstart.yaml", [*words, *more])
+        config = load_config(ROOT / "configs/sglang_quickstart.yaml", [*base_overrides, *more])
         return ServerSpec.of(config, TINY, (1,), on_cuda=False).cache.sequences
 
     assert sequences() == 50 * 8 / 2
@@ -404,7 +412,7 @@ def test_decoding_servers_are_told_how_many_sequences_there_will_be() -> None:
 
 @pytest.fixture
 def one_gpu_per_task(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A machine of four GPUs, of which `srun --gpus-per-task=1` shows each task one; this is the last one."""
+    """Simulate the last task on a machine with four GPUs, where `srun --gpus-per-task=1` shows one GPU to each task."""
     monkeypatch.delenv("TORCHELASTIC_RUN_ID", raising=False)
     monkeypatch.setenv("SLURM_STEP_NUM_TASKS", "4")
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "3")
@@ -413,24 +421,24 @@ def one_gpu_per_task(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def started(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, runtime: Runtime, **settings: Any) -> list[dict[str, str]]:
-    """The variables of the servers that this rank of a run starts."""
-    found: list[dict[str, str]] = []
+    """Return the environment variables of the servers that this rank starts."""
+    environments: list[dict[str, str]] = []
     monkeypatch.setattr(fleet, "all_gather_objects", lambda value: [value] * runtime.world_size)
     monkeypatch.setattr(Runtime, "release_cached_memory", lambda self: None)
     monkeypatch.setattr(fleet, "agreed", lambda work, _caught: work())
-    monkeypatch.setattr(fleet, "start_server", lambda spec, *_, **__: found.append(spec.environment(tmp_path)))
+    monkeypatch.setattr(fleet, "start_server", lambda spec, *_, **__: environments.append(spec.environment(tmp_path)))
     fleet.Fleet(ServerSpec(tmp_path, "bfloat16", SGLangSettings(**settings), (1,), False, tmp_path, CACHE), runtime)
-    return found
+    return environments
 
 
 @pytest.mark.usefixtures("one_gpu_per_task")
-def test_a_server_gets_the_one_gpu_that_its_rank_sees(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """Whatever number the GPU has on the machine: for this rank it is number 0 of those in its own variable."""
+def test_server_uses_the_visible_gpu_of_its_rank(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """For the rank, the GPU is number 0 of its own variable, whatever the number on the machine."""
     last = Runtime(rank=3, world_size=4, local_rank=3, device=torch.device("cuda", 0))
-    assert [found["CUDA_VISIBLE_DEVICES"] for found in started(monkeypatch, tmp_path, last)] == ["3"]
+    assert [variables["CUDA_VISIBLE_DEVICES"] for variables in started(monkeypatch, tmp_path, last)] == ["3"]
     config = load_config(ROOT / "configs/sglang_quickstart.yaml")
     find_engine(config.rollout)
-    for given, words in (
+    for servers, message in (
         (
             "{tensor_parallel: 2}",
             "tensor_parallel is 2, but each rank sees only one GPU, .*; set tensor_parallel to 1, or let each",
@@ -440,38 +448,36 @@ def test_a_server_gets_the_one_gpu_that_its_rank_sees(monkeypatch: pytest.Monkey
             "is disaggregated, but each rank sees only one GPU .*; set placement to colocated",
         ),
     ):
-        rollout = load_config(ROOT / "configs/sglang_quickstart.yaml", [f"rollout.sglang={given}"]).rollout
-        with pytest.raises(RunError, match=words):
+        rollout = load_config(ROOT / "configs/sglang_quickstart.yaml", [f"rollout.sglang={servers}"]).rollout
+        with pytest.raises(RunError, match=message):
             find_engine(rollout)
 
 
-def test_a_server_may_run_on_the_cores_of_all_ranks_of_its_machine(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    """Not on those alone to which a launcher has bound the rank that starts it."""
+def test_server_can_use_cores_of_all_local_ranks(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """A launcher may have bound the starting rank to a few cores. The server is not limited to these cores."""
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 4)
     third = Runtime(rank=2, world_size=4, local_rank=2, device=torch.device("cuda", 2))
-    found: list[tuple[int, ...]] = []
+    cores_of_servers: list[tuple[int, ...]] = []
     monkeypatch.setattr(
         fleet, "all_gather_objects", lambda value: [(value[0], {2 * rank, 2 * rank + 1}) for rank in range(4)]
     )
     monkeypatch.setattr(Runtime, "release_cached_memory", lambda self: None)
     monkeypatch.setattr(fleet, "agreed", lambda work, _caught: work())
-    monkeypatch.setattr(fleet, "start_server", lambda spec, *_, **__: found.append(spec.job_cores))
+    monkeypatch.setattr(fleet, "start_server", lambda spec, *_, **__: cores_of_servers.append(spec.job_cores))
     settings = SGLangSettings(tensor_parallel=2)
     fleet.Fleet(ServerSpec(tmp_path, "bfloat16", settings, (1,), False, tmp_path, CACHE), third)
-    assert found == [tuple(range(8))]
+    assert cores_of_servers == [tuple(range(8))]
 
 
-def test_servers_stand_on_gpus_that_there_are(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """Where a rank sees all of the machine's GPUs, or some of them by names."""
+def test_servers_are_placed_on_existing_gpus(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """A rank sees all GPUs of the machine or a named subset."""
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 4)
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     third = Runtime(rank=2, world_size=4, local_rank=2, device=torch.device("cuda", 2))
-    found = started(monkeypatch, tmp_path, third, tensor_parallel=2)
-    assert [variables["CUDA_VISIBLE_DEVICES"] for variables in found] == ["2,3"]
+    environments = started(monkeypatch, tmp_path, third, tensor_parallel=2)
+    assert [variables["CUDA_VISIBLE_DEVICES"] for variables in environments] == ["2,3"]
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "GPU-a,GPU-b,GPU-c,GPU-d")
     assert started(monkeypatch, tmp_path, third)[0]["CUDA_VISIBLE_DEVICES"] == "GPU-c"
     first = Runtime(rank=0, world_size=2, local_rank=0, device=torch.device("cuda", 0))
@@ -484,12 +490,12 @@ def test_servers_stand_on_gpus_that_there_are(monkeypatch: pytest.MonkeyPatch, t
 def started_on_machines(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, hosts: Sequence[int], rank: int, **settings: Any
 ) -> list[ServerSpec]:
-    """The specifications with which a rank of a world on such machines starts servers."""
-    found: list[ServerSpec] = []
+    """Return the specifications of the servers that a rank starts in a world on these machines."""
+    specs: list[ServerSpec] = []
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: {0, 1})
     address = [f"10.0.0.{host}" for host in hosts]
 
-    def of_all(value: Any) -> list[Any]:
+    def gathered(value: Any) -> list[Any]:
         if isinstance(value, str):
             return address
         _, cores = value
@@ -499,25 +505,25 @@ def started_on_machines(
         return "10.0.0.0" if to == "10.0.0.1" else "10.0.0.1" if hosts[rank] else "127.0.1.1"
 
     monkeypatch.setenv("MASTER_ADDR", "node0")
-    monkeypatch.setattr(fleet, "all_gather_objects", of_all)
+    monkeypatch.setattr(fleet, "all_gather_objects", gathered)
     monkeypatch.setattr(fleet, "address_towards", towards)
     monkeypatch.setattr(fleet, "listening_problem", lambda *_: None)
     monkeypatch.setattr(fleet, "agreed", lambda work, *_caught: work())
     monkeypatch.setattr(Runtime, "release_cached_memory", lambda self: None)
-    monkeypatch.setattr(fleet, "start_server", lambda spec, *_, **__: found.append(spec))
+    monkeypatch.setattr(fleet, "start_server", lambda spec, *_, **__: specs.append(spec))
     runtime = Runtime(rank=rank, world_size=len(hosts), local_rank=0, device=torch.device("cpu"))
     fleet.Fleet(ServerSpec(tmp_path, "float32", SGLangSettings(**settings), (1,), False, tmp_path, CACHE), runtime)
-    return found
+    return specs
 
 
-def test_servers_of_several_machines_are_found_by_all(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """They listen where the way to the other machines begins, though the first one's name means loopback there; a
-    machine that is alone listens on loopback."""
+def test_servers_listen_on_addresses_reachable_by_all(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Servers listen on the interface towards other machines, even if the name of the first machine resolves to
+    loopback. On a single machine, servers listen on loopback."""
     for rank, expected in ((0, ("10.0.0.0", "10.0.0.0")), (1, None)):
-        found = started_on_machines(monkeypatch, tmp_path, [0, 1], rank)
-        assert [(spec.host, spec.address) for spec in found] == ([expected] if expected else [])
+        specs = started_on_machines(monkeypatch, tmp_path, [0, 1], rank)
+        assert [(spec.host, spec.address) for spec in specs] == ([expected] if expected else [])
     (first,) = started_on_machines(monkeypatch, tmp_path, [0, 1, 0], 0)
-    assert first.job_cores == first.cores == (0, 1), "the cores of its machine's ranks, and of no other's"
+    assert first.job_cores == first.cores == (0, 1), "only cores of ranks on the same machine"
     (alone,) = started_on_machines(monkeypatch, tmp_path, [0, 0], 0)
     assert (alone.host, alone.address) == ("127.0.0.1", "")
     (everywhere,) = started_on_machines(monkeypatch, tmp_path, [0, 1], 0, host="0.0.0.0")
@@ -533,51 +539,51 @@ def test_servers_of_several_machines_are_found_by_all(monkeypatch: pytest.Monkey
 
 
 @pytest.mark.parametrize(("engines", "expected"), [(1, [(0, 1)]), (2, [(0,), (1,)]), (4, [(0,), (1,), (0, 1), (0, 1)])])
-def test_servers_on_cpus_share_the_cores(
+def test_cpu_servers_share_the_cores(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, engines: int, expected: list[tuple[int, ...]]
 ) -> None:
-    """Each has cores of its own as far as they go; those that are left have all of them."""
-    words: dict[str, Any] = {"placement": "disaggregated", "engines": engines}
-    found = [spec for r in (0, 1) for spec in started_on_machines(monkeypatch, tmp_path, [0, 0], r, **words)]
-    assert [spec.cores for spec in sorted(found, key=lambda spec: spec.seed)] == expected
-    assert [spec.seed for spec in sorted(found, key=lambda spec: spec.seed)] == list(range(engines))
+    """Servers get separate cores while enough cores are free. Further servers use all cores."""
+    settings: dict[str, Any] = {"placement": "disaggregated", "engines": engines}
+    specs = [spec for r in (0, 1) for spec in started_on_machines(monkeypatch, tmp_path, [0, 0], r, **settings)]
+    assert [spec.cores for spec in sorted(specs, key=lambda spec: spec.seed)] == expected
+    assert [spec.seed for spec in sorted(specs, key=lambda spec: spec.seed)] == list(range(engines))
 
 
-@pytest.mark.parametrize("given", [{}, {"NCCL_NVLS_ENABLE": "1"}])
-def test_trainers_and_servers_get_the_same_settings_of_nccl(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, given: dict[str, str]
+@pytest.mark.parametrize("user_settings", [{}, {"NCCL_NVLS_ENABLE": "1"}])
+def test_trainers_and_servers_share_nccl_settings(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, user_settings: dict[str, str]
 ) -> None:
-    """Where the user says nothing, what SGLang would set; what the user says holds for both."""
+    """The defaults equal the values that SGLang sets. A value from the user applies to both."""
     for name in nccl.SETTINGS:
         monkeypatch.delenv(name, raising=False)
-    for name, value in given.items():
+    for name, value in user_settings.items():
         monkeypatch.setenv(name, value)
     spec = ServerSpec(tmp_path, "float32", SGLangSettings(), (1,), False, tmp_path, CACHE)
     server = spec.environment(tmp_path)
-    assert {name: server[name] for name in nccl.SETTINGS} == nccl.SETTINGS | given
+    assert {name: server[name] for name in nccl.SETTINGS} == nccl.SETTINGS | user_settings
     trainer = dict(os.environ)
     nccl.share_settings(trainer)
-    assert {name: trainer[name] for name in nccl.SETTINGS} == nccl.SETTINGS | given
-    told = json.loads(spec.arguments(1, "k")["extra-metric-labels"])
-    assert nccl.read_labels(told) == nccl.own_stack(trainer)
+    assert {name: trainer[name] for name in nccl.SETTINGS} == nccl.SETTINGS | user_settings
+    labels = json.loads(spec.arguments(1, "k")["extra-metric-labels"])
+    assert nccl.read_labels(labels) == nccl.own_stack(trainer)
 
 
 @pytest.mark.parametrize(("sglang", "expected"), [("{}", False), ("{placement: disaggregated, engines: 1}", True)])
-def test_trainers_without_a_group_with_servers_keep_the_defaults_of_nccl(
+def test_trainers_without_server_group_keep_nccl_defaults(
     monkeypatch: pytest.MonkeyPatch, sglang: str, expected: bool
 ) -> None:
-    """Which let it reduce in NVLink's switches."""
+    """By default, NCCL can reduce in the switches of NVLink."""
     config = load_config(ROOT / "configs/sglang_quickstart.yaml", [f"rollout.sglang={sglang}"])
-    told: list[bool] = []
+    with_servers_values: list[bool] = []
 
     def start(_settings: Any, _deadlines: Any, *, with_servers: bool) -> None:
-        told.append(with_servers)
+        with_servers_values.append(with_servers)
         raise RunError("that is all")
 
     monkeypatch.setattr(run, "start_runtime", start)
     with pytest.raises(RunError, match="that is all"):
         run.train(SimpleNamespace(config=config, deadlines=None))  # type: ignore[arg-type]
-    assert told == [expected]
+    assert with_servers_values == [expected]
 
 
 @pytest.mark.parametrize(
@@ -589,9 +595,9 @@ def test_trainers_without_a_group_with_servers_keep_the_defaults_of_nccl(
         (["rollout.sglang.deterministic=false"], False, False),
     ],
 )
-def test_seeds_count_where_they_cost_little_or_are_needed(overrides: list[str], on_cpu: bool, on_gpu: bool) -> None:
-    """SGLang makes a tensor of seeds with deterministic inference only, which samples in torch; else it has its own
-    way to sample."""
+def test_seeds_are_used_when_cheap_or_required(overrides: list[str], on_cpu: bool, on_gpu: bool) -> None:
+    """SGLang uses seeds only with deterministic inference, which samples in torch. Otherwise SGLang uses another
+    sampler."""
     config = load_config(ROOT / "configs/sglang_quickstart.yaml", overrides)
     for on_cuda, expected in ((False, on_cpu), (True, on_gpu)):
         spec = ServerSpec.of(config, TINY, (1,), on_cuda=on_cuda, device_bytes=80e9 * on_cuda)
@@ -600,8 +606,8 @@ def test_seeds_count_where_they_cost_little_or_are_needed(overrides: list[str], 
         assert arguments.get("sampling-backend") == ("pytorch" if expected else None)
 
 
-def test_a_server_that_sleeps_gets_no_expandable_segments(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """torch_memory_saver refuses them; the trainer's variables stay as they are."""
+def test_sleeping_server_gets_no_expandable_segments(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """torch_memory_saver does not support expandable segments. The variables of the trainer do not change."""
     ours = "max_split_size_mb:128, expandable_segments:True,roundup_power2_divisions:[256:1,>:4]"
     names = ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF")
     for name in names:
@@ -613,9 +619,9 @@ def test_a_server_that_sleeps_gets_no_expandable_segments(tmp_path: Path, monkey
         assert asleep.environment(tmp_path)[name] == "max_split_size_mb:128,roundup_power2_divisions:[256:1,>:4]"
 
 
-def test_servers_elsewhere_have_as_many_tokens_as_they_have() -> None:
-    words = ["rollout.sglang={placement: disaggregated, urls: ['http://a:1'], memory_fraction: 0.1}"]
-    config = load_config(ROOT / "configs/sglang_quickstart.yaml", words)
+def test_external_servers_have_unknown_cache_size() -> None:
+    overrides = ["rollout.sglang={placement: disaggregated, urls: ['http://a:1'], memory_fraction: 0.1}"]
+    config = load_config(ROOT / "configs/sglang_quickstart.yaml", overrides)
     spec = ServerSpec.of(config, TINY, (1,), on_cuda=True, device_bytes=1e6)
     assert (spec.cache.tokens, spec.cache.longest_tokens) == (None, config.max_sequence_tokens)
 
@@ -624,7 +630,7 @@ SHAPE = ModelShape("llama", 64, 2, 4, 2, 16, 256, 16, 32, False)
 
 
 @pytest.mark.parametrize(
-    ("overrides", "words"),
+    ("overrides", "message"),
     [
         (["rollout.engine=transformers"], "rollout.sglang is given but rollout.engine is 'transformers'"),
         (["rollout.engine=transformers", "rollout.sglang=null", "rollout.ahead=1"], "has no separate processes"),
@@ -675,19 +681,19 @@ SHAPE = ModelShape("llama", 64, 2, 4, 2, 16, 256, 16, 32, False)
         (["rollout.sglang.arguments={nnodes: 2}"], "has nnodes, which follows from rollout.sglang.nodes; remove it"),
     ],
 )
-def test_settings_that_do_not_go_together(overrides: list[str], words: str) -> None:
+def test_conflicting_settings_are_rejected(overrides: list[str], message: str) -> None:
     config = load_config(ROOT / "configs/sglang_quickstart.yaml", overrides)
-    assert any(words in problem for problem in (*engine_rules(config), *server_rules(config, SHAPE)))
+    assert any(message in problem for problem in (*engine_rules(config), *server_rules(config, SHAPE)))
 
 
-def test_tokens_may_be_drafted_without_weights() -> None:
+def test_drafts_without_weights_are_allowed() -> None:
     drafts = "rollout.sglang.arguments={speculative-algorithm: NGRAM}"
     assert not list(server_rules(load_config(ROOT / "configs/sglang_quickstart.yaml", [drafts]), SHAPE))
 
 
-def test_heads_are_shared_out_by_the_ranks_that_attend_together() -> None:
-    words = ["rollout.sglang={tensor_parallel: 8, data_parallel_attention: 4}"]
-    config, shape = load_config(ROOT / "configs/sglang_quickstart.yaml", words), replace(SHAPE, family="qwen3")
+def test_heads_are_split_within_attention_groups() -> None:
+    overrides = ["rollout.sglang={tensor_parallel: 8, data_parallel_attention: 4}"]
+    config, shape = load_config(ROOT / "configs/sglang_quickstart.yaml", overrides), replace(SHAPE, family="qwen3")
     assert not list(server_rules(config, shape))
     (problem,) = server_rules(config, replace(shape, tied_embeddings=True))
     assert "data_parallel_attention is 4, but the model's embedding is its output layer" in problem
@@ -696,30 +702,30 @@ def test_heads_are_shared_out_by_the_ranks_that_attend_together() -> None:
     assert not config.rollout.servers.takes_slices
 
 
-def test_a_server_elsewhere_has_to_say_which_experts_computed_a_token() -> None:
+def test_external_server_must_return_routed_experts() -> None:
     check_routing("server 0", {"enable_return_routed_experts": True}, wanted=True)
     check_routing("server 0", {}, wanted=False)
     others: tuple[ServerInfo, ...] = ({}, {"enable_return_routed_experts": False})
-    for said in others:
+    for info in others:
         with pytest.raises(EngineError, match="server 0 does not return .* or set algorithm.router_replay to false"):
-            check_routing("server 0", said, wanted=True)
+            check_routing("server 0", info, wanted=True)
 
 
-def test_a_server_that_samples_from_another_distribution_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
+def test_server_with_other_sampling_distribution_is_rejected(capsys: pytest.CaptureFixture[str]) -> None:
     cases: list[tuple[ServerInfo, str]] = [
         ({"speculative_algorithm": "NGRAM", "speculative_accept_threshold_single": 0.5}, "accepts drafts"),
         ({"speculative_algorithm": "NGRAM", "speculative_accept_threshold_acc": 0.9}, "accepts drafts"),
         ({"allow_auto_truncate": True}, "start the server without --allow-auto-truncate"),
     ]
-    for said, words in cases:
-        with pytest.raises(EngineError, match=f"server 0 .*{words}"):
-            check_sampling("server 0", said)
+    for info, message in cases:
+        with pytest.raises(EngineError, match=f"server 0 .*{message}"):
+            check_sampling("server 0", info)
     check_sampling("server 0", {"speculative_accept_threshold_single": 0.5})
     check_sampling("server 0", {"preferred_sampling_params": {"top_k": 2}})
     assert "has --preferred-sampling-params {'top_k': 2}, which have no effect" in capsys.readouterr().err
 
 
-def test_a_server_without_the_hooks_is_refused_where_responses_have_a_least_number_of_tokens() -> None:
+def test_minimum_response_length_requires_server_hooks() -> None:
     check_hooks("server 0", {"extra_metric_labels": None}, has_least_tokens=False)
     check_hooks("server 0", {"extra_metric_labels": {"megappo_hooks": "1"}}, has_least_tokens=True)
     for labels in (None, {"megappo_torch": "2.14.1"}):
@@ -727,11 +733,11 @@ def test_a_server_without_the_hooks_is_refused_where_responses_have_a_least_numb
             check_hooks("server 0", {"extra_metric_labels": labels}, has_least_tokens=True)
 
 
-def test_servers_have_room_for_the_last_position_of_a_model(tmp_path: Path) -> None:
-    """SGLang leaves 6 positions free; a judge's server has the context length of its model."""
+def test_servers_have_room_for_the_last_position(tmp_path: Path) -> None:
+    """SGLang reserves 6 positions. The server of a judge has the context length of its model."""
     sizes = "{max_total_tokens: 32, threads: 1}"
-    words = ["data.max_prompt_tokens=29", f"rollout.sglang={sizes}"]
-    spec = ServerSpec.of(load_config(ROOT / "configs/sglang_quickstart.yaml", words), TINY, (1,), on_cuda=False)
+    overrides = ["data.max_prompt_tokens=29", f"rollout.sglang={sizes}"]
+    spec = ServerSpec.of(load_config(ROOT / "configs/sglang_quickstart.yaml", overrides), TINY, (1,), on_cuda=False)
     arguments, environment = spec.arguments(1, "key"), spec.environment(tmp_path)
     assert arguments["context-length"] == arguments["max-total-tokens"] == 40
     assert environment["SGLANG_ALLOW_OVERWRITE_LONGER_CONTEXT_LEN"] == "1"
@@ -749,17 +755,17 @@ def test_servers_have_room_for_the_last_position_of_a_model(tmp_path: Path) -> N
         check_lengths("server 0", {"max_total_num_tokens": 128, "page_size": 64}, 32)
 
 
-def test_where_experts_stand_is_no_argument_of_ones_own() -> None:
+def test_expert_placement_argument_is_rejected() -> None:
     config = load_config(ROOT / "configs/sglang_quickstart.yaml", ["rollout.sglang.arguments={ep-size: 2}"])
     for shape in (SHAPE, replace(SHAPE, experts=8)):
         assert any("rollout.sglang.arguments has ep-size" in problem for problem in server_rules(config, shape))
 
 
-def test_what_settings_own_is_refused_under_every_name_that_sglang_takes_for_it() -> None:
+def test_managed_arguments_are_rejected_under_every_alias() -> None:
     parser = argparse.ArgumentParser()
     pytest.importorskip("sglang.srt.server_args").ServerArgs.add_cli_args(parser)
     names = {name.lstrip("-"): action.dest for action in parser._actions for name in action.option_strings}
-    short = {"tp": "tp_size", "pp": "pp_size", "dp": "dp_size"}  # which argparse takes
+    short = {"tp": "tp_size", "pp": "pp_size", "dp": "dp_size"}  # unambiguous prefixes that argparse accepts
     refused = {name for group in (*OWNED.values(), *REFUSED) for name in group}
     owned = {(names | short)[name] for name in refused}
     assert {name for name, destination in (names | short).items() if destination in owned} == refused
@@ -768,23 +774,21 @@ def test_what_settings_own_is_refused_under_every_name_that_sglang_takes_for_it(
     }
     assert set(OWNED) <= settings
     for name in refused:
-        for given in (name, f"--{name}", name.replace("-", "_")):
-            assert len(list(word_rules(SGLangSettings(arguments={given: 1})))) == 1, given
+        for alias in (name, f"--{name}", name.replace("-", "_")):
+            assert len(list(word_rules(SGLangSettings(arguments={alias: 1})))) == 1, alias
 
 
 def fields(section: str) -> set[str]:
-    """Full names of a section's settings."""
-    found: Any = Config
+    """Return the full names of the settings in a section."""
+    section_type: Any = Config
     for name in section.split("."):
-        found = {"sglang": SGLangSettings}.get(name) or found.model_fields[name].annotation
-    return {f"{section}.{name}" for name in found.model_fields}
+        section_type = {"sglang": SGLangSettings}.get(name) or section_type.model_fields[name].annotation
+    return {f"{section}.{name}" for name in section_type.model_fields}
 
 
-def test_variables_reach_servers_as_they_are_given_and_others_of_sglang_do_not(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    words = ["rollout.sglang.environment={SGLANG_LOG_GC: 1, SGLANG_USE_AITER: 'false'}"]
-    config = load_config(ROOT / "configs/sglang_quickstart.yaml", words)
+def test_servers_get_only_configured_sglang_variables(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    overrides = ["rollout.sglang.environment={SGLANG_LOG_GC: 1, SGLANG_USE_AITER: 'false'}"]
+    config = load_config(ROOT / "configs/sglang_quickstart.yaml", overrides)
     assert not list(server_rules(config, SHAPE))
     monkeypatch.setenv("SGLANG_USE_AITER", "true")
     monkeypatch.setenv("SGLANG_SET_IN_A_SHELL", "1")
@@ -794,18 +798,18 @@ def test_variables_reach_servers_as_they_are_given_and_others_of_sglang_do_not(
     assert unheard_variables(os.environ) == ["SGLANG_SET_IN_A_SHELL", "SGLANG_USE_AITER"]
 
 
-def test_a_run_says_which_variables_its_servers_do_not_get(
+def test_ignored_sglang_variables_are_reported_once(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
     monkeypatch.setenv("SGLANG_SET_IN_A_SHELL", "1")
     for rank in (0, 1):
         started_on_machines(monkeypatch, tmp_path, [0, 0], rank)
-    said = "megappo: the SGLang servers do not receive SGLANG_SET_IN_A_SHELL, which is set in the environment; set"
-    assert capsys.readouterr().err.count(said) == 1
+    message = "megappo: the SGLang servers do not receive SGLANG_SET_IN_A_SHELL, which is set in the environment; set"
+    assert capsys.readouterr().err.count(message) == 1
 
 
 @pytest.mark.parametrize(
-    ("tp", "ep", "experts", "words"),
+    ("tp", "ep", "experts", "message"),
     [
         (2, 2, 0, "expert_parallel 2, but the actor model has no experts; set it to 1"),
         (4, 3, 9, "expert_parallel 3 does not divide rollout.sglang.tensor_parallel 4; the nearest is 1"),
@@ -814,16 +818,16 @@ def test_a_run_says_which_variables_its_servers_do_not_get(
         (4, 2, 8, ""),
     ],
 )
-def test_ranks_of_a_server_share_out_experts(tp: int, ep: int, experts: int, words: str) -> None:
+def test_server_ranks_split_experts(tp: int, ep: int, experts: int, message: str) -> None:
     sizes = [f"rollout.sglang.tensor_parallel={tp}", f"rollout.sglang.expert_parallel={ep}"]
     config = load_config(ROOT / "configs/sglang_quickstart.yaml", sizes)
     shape = replace(SHAPE, experts=experts, heads=16, kv_heads=16, ffn_hidden_size=24 if experts else 32)
     problems = list(server_rules(config, shape))
-    assert len(problems) == bool(words) and words in "".join(problems)
+    assert len(problems) == bool(message) and message in "".join(problems)
     assert ServerSpec.of(config, TINY, (1,), on_cuda=False).arguments(1, "").get("ep-size", 1) == ep
 
 
-def test_the_readmes_example_is_valid() -> None:
+def test_readme_example_is_valid() -> None:
     text = (ROOT / "megappo" / "engines" / "README.md").read_text()
     settings = yaml.safe_load(text.split("```yaml\n")[1].split("```")[0])["rollout"]
     overrides = [f"rollout.{name}={json.dumps(value)}" for name, value in settings.items()]
@@ -832,13 +836,13 @@ def test_the_readmes_example_is_valid() -> None:
     assert not list(server_rules(config, SHAPE))
 
 
-def test_shipped_settings_go_together() -> None:
+def test_shipped_settings_are_valid() -> None:
     for name in ("sglang_quickstart", "sglang_disaggregated", "quickstart"):
         assert not list(server_rules(load_config(ROOT / f"configs/{name}.yaml"), SHAPE))
 
 
 @pytest.mark.parametrize(
-    ("sglang", "words"),
+    ("sglang", "message"),
     [
         ("{urls: ['http://a:1']}", "set placement: disaggregated"),
         ("{urls: ['http://a:1'], placement: disaggregated, engines: 2}", "external servers; set engines to null"),
@@ -849,13 +853,13 @@ def test_shipped_settings_go_together() -> None:
         ),
     ],
 )
-def test_wrong_servers(sglang: str, words: str) -> None:
-    with pytest.raises(ValueError, match=words):
+def test_invalid_server_settings_are_rejected(sglang: str, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
         load_config(ROOT / "configs/sglang_quickstart.yaml", [f"rollout.sglang={sglang}"])
 
 
-class Held(torch.nn.Module):
-    """An engine's parameters."""
+class EngineParameters(torch.nn.Module):
+    """The parameters of an engine."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -863,17 +867,17 @@ class Held(torch.nn.Module):
         self.rows = torch.nn.Parameter(torch.full((4, 2), 7.0))
 
 
-def test_slices_are_put_in_their_places_with_the_padding_behind_them() -> None:
-    """An expert's part of a parameter of three, and a vocabulary of three rows in four."""
-    engine, flat = Held(), torch.arange(14.0)
+def test_slices_are_loaded_with_zero_padding() -> None:
+    """The slices are one expert of a parameter with three, and three rows of a vocabulary padded to four."""
+    engine, flat = EngineParameters(), torch.arange(14.0)
     places = [SlicePlace("experts", 2, 3, 0, "float32", 0, 32), SlicePlace("rows", 0, 1, 2, "float32", 32, 56)]
     load_slices(engine, [(describe(places), flat.view(torch.uint8))])
     assert torch.equal(engine.experts[2], flat[:8].view(2, 4)) and (engine.experts[:2] == 7).all()
     assert engine.rows.tolist() == [[8, 9], [10, 11], [12, 13], [0, 0]]
 
 
-class Derived(Held):
-    """An engine that keeps besides what it makes of its parameters, as latent attention does."""
+class Derived(EngineParameters):
+    """An engine that also stores a value derived from its parameters, as for latent attention."""
 
     made = 0.0
 
@@ -882,14 +886,14 @@ class Derived(Held):
         self.made = float(self.rows.detach().sum())
 
 
-def test_what_an_engine_makes_of_its_parameters_is_made_of_the_new_ones() -> None:
+def test_derived_values_follow_new_parameters() -> None:
     engine, flat = Derived(), torch.arange(8.0)
     load_slices(engine, [(describe([SlicePlace("rows", 0, 1, 0, "float32", 0, 32)]), flat.view(torch.uint8))])
     assert engine.made == 28
 
 
 @pytest.mark.parametrize(
-    ("place", "words"),
+    ("slice_place", "message"),
     [
         (SlicePlace("columns", 0, 1, 0, "float32", 0, 32), "the engine has no parameter columns"),
         (SlicePlace("rows", 0, 1, 0, "float32", 0, 28), "holds rows as .4, 2. of torch.float32, not as 7 elements"),
@@ -897,9 +901,9 @@ def test_what_an_engine_makes_of_its_parameters_is_made_of_the_new_ones() -> Non
         (SlicePlace("experts", 1, 4, 0, "float32", 0, 32), "not as 32 elements of torch.float32"),
     ],
 )
-def test_slices_of_another_layout_are_refused(place: SlicePlace, words: str) -> None:
-    with pytest.raises(ValueError, match=words):
-        load_slices(Held(), [(describe([place]), torch.arange(14.0).view(torch.uint8))])
+def test_slices_of_another_layout_are_rejected(slice_place: SlicePlace, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        load_slices(EngineParameters(), [(describe([slice_place]), torch.arange(14.0).view(torch.uint8))])
 
 
 @pytest.mark.parametrize(
@@ -912,19 +916,19 @@ def test_slices_of_another_layout_are_refused(place: SlicePlace, words: str) -> 
         ("0.5.23", {"tensor_parallel": 2, "placement": "disaggregated"}, False),
     ],
 )
-def test_a_server_has_the_loader_of_slices_where_it_is_given_some(
+def test_slice_loader_requires_a_known_layout(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, version: str, settings: dict[str, Any], sliced: bool
 ) -> None:
-    """A server that may be laid out in another way takes whole tensors."""
+    """A server with an unknown layout receives whole tensors."""
     monkeypatch.setattr(importlib.metadata, "version", lambda _name: version)
-    given = SGLangSettings(**settings)
-    spec = ServerSpec(tmp_path, "float32", given, (1,), False, tmp_path, CACHE)
+    server_settings = SGLangSettings(**settings)
+    spec = ServerSpec(tmp_path, "float32", server_settings, (1,), False, tmp_path, CACHE)
     monkeypatch.setattr("megappo.engines.sglang.spec.own_stack", lambda _environment: SimpleNamespace(labels=dict))
     assert spec.arguments(1, "k").get("custom-weight-loader") == ([LOADER] if sliced else None)
 
 
 class OnCuda(Tensor):
-    """Says that it lies on a GPU."""
+    """A CPU tensor that reports a GPU as its device."""
 
     @property
     def is_cuda(self) -> bool:  # type: ignore[override]
@@ -932,15 +936,15 @@ class OnCuda(Tensor):
 
 
 def opened(*arguments: Any) -> tuple[Any, ...]:
-    """What another process would open."""
+    """Return the arguments for opening the tensor in another process."""
     return arguments
 
 
-def test_a_handle_of_cuda_memory_names_its_device_for_all_and_asks_to_wait_for_no_event(
+def test_cuda_handle_has_device_uuid_and_no_event(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """The server numbers devices in its own way, and one started in the place of a killed one cannot open torch's
-    events (tests/gpu, `server-killed`)."""
+    """The server numbers devices in another order. A restarted server cannot open torch's events (tests/gpu, `server-
+    killed`)."""
     names = list(inspect.signature(reductions.rebuild_cuda_tensor).parameters)
     assert names[6] == "storage_device" and names[-1] == "event_sync_required"
     reduced = (opened, (*names[:6], 3, *names[7:-1], True))
@@ -950,10 +954,10 @@ def test_a_handle_of_cuda_memory_names_its_device_for_all_and_asks_to_wait_for_n
         "flattened_tensor": torch.zeros(2).as_subclass(OnCuda),
         "metadata": [SimpleNamespace(numel=2)],
     }
-    found = pickle.loads(base64.b64decode(serialize(payload)))
+    message = pickle.loads(base64.b64decode(serialize(payload)))
     handle = (*names[:6], "uuid of 3", *names[7:-1], False)
-    assert found == {"flattened_tensor": handle, "metadata": [SimpleNamespace(numel=2)]}
-    patched = pytest.importorskip("sglang.srt.utils.patch_torch")  # how the server reads it
+    assert message == {"flattened_tensor": handle, "metadata": [SimpleNamespace(numel=2)]}
+    patched = pytest.importorskip("sglang.srt.utils.patch_torch")  # the server's own reader
     assert patched._REDUCE_TENSOR_ARG_DEVICE_INDEX == 6
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 5)
     assert patched._device_from_maybe_uuid("uuid of 3") == 3

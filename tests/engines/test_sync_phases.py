@@ -63,7 +63,7 @@ def test_phases_include_all_attempts(engine: Failing, failures: int) -> None:
         assert engine.sync_phases() == {"verify": 0.0, "session": 0.0, **expected}
 
 
-def test_phases_of_a_sync_that_fails(engine: Failing) -> None:
+def test_phases_of_a_failed_sync(engine: Failing) -> None:
     engine.failures = 9
     weights: Any = None
     with pytest.raises(SyncError, match="weight sync 1 failed 3 times: it died"):

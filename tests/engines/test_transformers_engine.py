@@ -1,4 +1,4 @@
-"""The embedded engine: what it samples, what it reports, and what it refuses."""
+"""Tests of the embedded engine: sampling, log-probabilities, routing, sleep and rejected updates."""
 
 from __future__ import annotations
 
@@ -74,21 +74,21 @@ def requests(n: int = 12) -> list[GenerateRequest]:
     return [GenerateRequest(tuple(p), seed=i, prompt_id=i) for i, p in enumerate(prompts)]
 
 
-def test_special_tokens_are_shown_and_counted() -> None:
-    """The clean text is the same for all of them; the stop token that ended a response is not counted."""
+def test_special_tokens_are_visible_and_counted() -> None:
+    """All samples have the same clean text. A stop token at the end of a response is not counted."""
     tokenizer = AutoTokenizer.from_pretrained(TINY)
     pad, eos, three = tokenizer.convert_tokens_to_ids(["<pad>", "<eos>", "3"])
     answers = [(three, eos), (pad, three), (pad, pad, three, eos), (three, eos, pad)]
     completions = [Completion(ids, (-1.0,) * len(ids), ids[-1] != eos, 0) for ids in answers]
     prompts = Prompts(tuple(Prompt(i, (three,), "3", None, {}) for i in range(len(answers))), 0)
-    wanted = request_samples(prompts, samples_per_prompt=1, seed_of=lambda sample_id: sample_id)
-    rollouts = finish_rollout(wanted, completions, tokenizer)
+    sample_requests = request_samples(prompts, samples_per_prompt=1, seed_of=lambda sample_id: sample_id)
+    rollouts = finish_rollout(sample_requests, completions, tokenizer)
     assert rollouts.responses == ("3",) * 4
     assert rollouts.raw_responses == ("3<eos>", "<pad>3", "<pad><pad>3<eos>", "3<eos><pad>")
     assert rollouts.special_tokens_B.tolist() == [0, 1, 2, 2]
 
 
-def test_samples_and_tokens_are_counted(folder: Path, model) -> None:  # type: ignore[no-untyped-def]
+def test_generation_reports_samples_and_tokens(folder: Path, model) -> None:  # type: ignore[no-untyped-def]
     engine = make_engine(folder, batch=2)
     engine.update_weights(model.named_parameters(), 1)
     seen: list[str] = []
@@ -104,7 +104,7 @@ def test_samples_and_tokens_are_counted(folder: Path, model) -> None:  # type: i
 PARAMS = SamplingParams(temperature=0.7, max_new_tokens=9, stop_token_ids=(1, 17))
 
 
-def test_logprobs_are_those_of_a_plain_forward_pass(engine: TransformersEngine, model) -> None:  # type: ignore[no-untyped-def]
+def test_logprobs_equal_a_plain_forward_pass(engine: TransformersEngine, model) -> None:  # type: ignore[no-untyped-def]
     for request, done in zip(requests(), engine.generate(requests(), PARAMS), strict=True):
         tokens = torch.tensor([request.token_ids + done.token_ids])
         logp = (model(tokens).logits[0] / PARAMS.temperature).log_softmax(-1)[len(request.token_ids) - 1 : -1]
@@ -114,24 +114,26 @@ def test_logprobs_are_those_of_a_plain_forward_pass(engine: TransformersEngine, 
 
 
 @pytest.mark.parametrize("greedy", [False, True])
-def test_an_engine_that_computes_no_numbers_is_named_with_the_sample(folder: Path, model, greedy: bool) -> None:  # type: ignore[no-untyped-def]
-    """From the first token on, or where a prompt has a token whose row is none."""
+def test_nan_logprobs_name_engine_and_sample(folder: Path, model, greedy: bool) -> None:  # type: ignore[no-untyped-def]
+    """The model has a NaN row for one token of one prompt."""
     engine = make_engine(folder)
     weights = {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
-    asked = [GenerateRequest(ids, seed=i, prompt_id=i) for i, ids in enumerate([(3, 4), (3, 5), (6, 4)])]
+    prompts_of_batch = [GenerateRequest(ids, seed=i, prompt_id=i) for i, ids in enumerate([(3, 4), (3, 5), (6, 4)])]
     weights["model.embed_tokens.weight"][5] = float("nan")
     engine.update_weights(weights.items(), 1)
     params = replace(PARAMS, greedy=greedy, stop_token_ids=tuple(range(VOCAB)))
-    answers = engine.generate(asked, params)
-    wanted = SampleRequests(tuple(Prompt(i, (3,), "3", None, {}) for i in range(3)), (40, 41, 42), 1, tuple(asked))
+    answers = engine.generate(prompts_of_batch, params)
+    sample_requests = SampleRequests(
+        tuple(Prompt(i, (3,), "3", None, {}) for i in range(3)), (40, 41, 42), 1, tuple(prompts_of_batch)
+    )
     tokenizer = AutoTokenizer.from_pretrained(TINY)
     sentence = r"^the engine 'transformers' answered sample 41 with the log-probability nan of token \d+, .* number 1;"
     with pytest.raises(RunError, match=sentence):
-        finish_rollout(wanted, answers, tokenizer, VOCAB, "the engine 'transformers'")
+        finish_rollout(sample_requests, answers, tokenizer, VOCAB, "the engine 'transformers'")
 
 
 @pytest.mark.parametrize(
-    ("logprobs", "words"),
+    ("logprobs", "message"),
     [
         ((-1.0, float("inf")), "the log-probability inf of token 4 at position 2"),
         ((float("-inf"), -1.0), "the log-probability -inf of token 3 at position 1"),
@@ -139,61 +141,62 @@ def test_an_engine_that_computes_no_numbers_is_named_with_the_sample(folder: Pat
         ((-1.0,), "2 tokens and 1 log-probabilities; return one log-probability for each token"),
     ],
 )
-def test_other_log_probabilities_are_refused(logprobs: Any, words: str) -> None:
+def test_invalid_logprobs_are_rejected(logprobs: Any, message: str) -> None:
     answers = [Completion((3, 4), (-1.0, -2.0), True, 0), Completion((3, 4), logprobs, True, 0)]
-    with pytest.raises(RunError, match=f"the engine answered sample 8 with {words}"):
+    with pytest.raises(RunError, match=f"the engine answered sample 8 with {message}"):
         check_answers(answers, None, samples=(7, 8))
-    with pytest.raises(RunError, match=f"the engine answered a request with {words}"):
+    with pytest.raises(RunError, match=f"the engine answered a request with {message}"):
         check_answers(answers, None)
 
 
-def test_tokens_without_a_row_are_named(engine: TransformersEngine) -> None:
-    """A model of rows for so many tokens, whichever of a batch has another one."""
+def test_tokens_outside_the_vocabulary_are_named(engine: TransformersEngine) -> None:
+    """Any prompt of a batch may have the invalid token."""
     for strange in (VOCAB, -1, 10**6):
-        asked = [*requests(2), GenerateRequest((3, strange, 4), seed=9, prompt_id=9)]
+        batch = [*requests(2), GenerateRequest((3, strange, 4), seed=9, prompt_id=9)]
         with pytest.raises(RunError, match=f"has a prompt with token {strange}, for which the model has no row"):
-            engine.generate(asked, PARAMS)
+            engine.generate(batch, PARAMS)
 
 
 def two_letters() -> PreTrainedTokenizerFast:
-    """Each of the model's tokens has two letters."""
-    words = {chr(97 + i // 16) + chr(97 + i % 16): i for i in range(VOCAB)}
-    made = Tokenizer(models.WordLevel(words, unk_token="aa"))
+    """Return a tokenizer with two letters per token."""
+    vocabulary = {chr(97 + i // 16) + chr(97 + i % 16): i for i in range(VOCAB)}
+    made = Tokenizer(models.WordLevel(vocabulary, unk_token="aa"))
     made.decoder = decoders.Fuse()
     return PreTrainedTokenizerFast(tokenizer_object=made)
 
 
-def test_a_text_ends_an_answer_where_it_first_stands_in_it(engine: TransformersEngine) -> None:
-    """Here its two letters are of two tokens, or of one; before it all is as it is without."""
-    words, free = two_letters(), replace(PARAMS, stop_token_ids=(), max_new_tokens=30)
+def test_stop_text_ends_answer_at_first_occurrence(engine: TransformersEngine) -> None:
+    """The two letters of the stop text belong to one token or two tokens. Earlier tokens do not change."""
+    letters, free = two_letters(), replace(PARAMS, stop_token_ids=(), max_new_tokens=30)
     whole = engine.generate(requests(), free)
-    texts = [decoded(words, answer.token_ids) for answer in whole]
+    texts = [decoded(letters, answer.token_ids) for answer in whole]
     across = texts[0][3:5]
-    found = engine.generate(requests(), replace(free, stop_texts=StopTexts((across, "no such text"), words)))
+    answers = engine.generate(requests(), replace(free, stop_texts=StopTexts((across, "no such text"), letters)))
     places = [text.find(across) for text in texts]
     lengths = [30 if place < 0 else (place + 1) // 2 + 1 for place in places]
-    assert [len(answer.token_ids) for answer in found] == lengths
+    assert [len(answer.token_ids) for answer in answers] == lengths
     assert lengths[0] <= 3 and 30 in lengths
     assert any(place % 2 for place in places)
-    for answer, truth in zip(found, whole, strict=True):
+    for answer, truth in zip(answers, whole, strict=True):
         length = len(answer.token_ids)
         assert (answer.token_ids, answer.truncated) == (truth.token_ids[:length], length == 30)
         assert answer.logprobs == pytest.approx(truth.logprobs[:length], abs=1e-5)
-    asked: list[None] = []
-    engine.on_tokens = lambda: asked.append(None)
-    engine.generate(requests()[:1], replace(free, stop_texts=StopTexts((across,), words)))
+    generated_tokens: list[None] = []
+    engine.on_tokens = lambda: generated_tokens.append(None)
+    engine.generate(requests()[:1], replace(free, stop_texts=StopTexts((across,), letters)))
     engine.on_tokens = lambda: None
-    assert len(asked) == lengths[0]  # nothing was made beyond
+    assert len(generated_tokens) == lengths[0]  # no further tokens were generated
 
 
-def test_no_answer_ends_before_its_least_tokens(engine: TransformersEngine, model) -> None:  # type: ignore[no-untyped-def]
-    """Log-probabilities are of what was sampled: without the stop tokens as long as they cannot come."""
+def test_answers_have_a_minimum_length(engine: TransformersEngine, model) -> None:  # type: ignore[no-untyped-def]
+    """Stop tokens are excluded from the distribution of the first tokens. The log-probabilities use the same
+    distribution."""
     ends = tuple(range(0, VOCAB, 2))
-    params, asked = replace(PARAMS, stop_token_ids=ends, min_new_tokens=3), requests()
-    asked[1] = replace(asked[1], min_new_tokens=1)
-    found = engine.generate(asked, params)
-    assert len({len(answer.token_ids) for answer in found}) > 2
-    for number, (request, done) in enumerate(zip(asked, found, strict=True)):
+    params, batch = replace(PARAMS, stop_token_ids=ends, min_new_tokens=3), requests()
+    batch[1] = replace(batch[1], min_new_tokens=1)
+    answers = engine.generate(batch, params)
+    assert len({len(answer.token_ids) for answer in answers}) > 2
+    for number, (request, done) in enumerate(zip(batch, answers, strict=True)):
         least = 1 if number == 1 else 3
         assert all(token % 2 for token in done.token_ids[:least])
         logits = model(torch.tensor([request.token_ids + done.token_ids])).logits[0, len(request.token_ids) - 1 : -1]
@@ -203,45 +206,45 @@ def test_no_answer_ends_before_its_least_tokens(engine: TransformersEngine, mode
         torch.testing.assert_close(torch.tensor(done.logprobs), truth, rtol=0, atol=1e-5)
 
 
-def test_nothing_is_computed_once_all_have_ended(engine: TransformersEngine) -> None:
-    """A batch takes as many steps as its longest answer has tokens."""
-    asked, steps = requests(8), list[None]()
+def test_generation_ends_with_the_longest_answer(engine: TransformersEngine) -> None:
+    """A batch takes one step per token of its longest answer."""
+    batch, steps = requests(8), list[None]()
     engine.on_tokens = lambda: steps.append(None)
     try:
-        found = engine.generate(asked, replace(PARAMS, stop_token_ids=tuple(range(2, VOCAB)), max_new_tokens=100))
+        answers = engine.generate(batch, replace(PARAMS, stop_token_ids=tuple(range(2, VOCAB)), max_new_tokens=100))
     finally:
         engine.on_tokens = lambda: None
-    assert len(steps) == max(len(answer.token_ids) for answer in found) < 100
+    assert len(steps) == max(len(answer.token_ids) for answer in answers) < 100
 
 
-def test_prompt_and_answer_together_have_a_limit(engine: TransformersEngine) -> None:
+def test_total_tokens_of_prompt_and_answer_are_limited(engine: TransformersEngine) -> None:
     prompts = Prompts(tuple(Prompt(i, (3,) * (i + 1), "", None, {}) for i in range(8)), 0)
-    wanted = request_samples(prompts, samples_per_prompt=1, seed_of=lambda i: i, max_total_tokens=10)
-    found = engine.generate(wanted.requests, replace(PARAMS, stop_token_ids=(), max_new_tokens=6))
-    assert [len(answer.token_ids) for answer in found] == [6, 6, 6, 6, 5, 4, 3, 2]
-    assert all(answer.truncated for answer in found)
+    sample_requests = request_samples(prompts, samples_per_prompt=1, seed_of=lambda i: i, max_total_tokens=10)
+    answers = engine.generate(sample_requests.requests, replace(PARAMS, stop_token_ids=(), max_new_tokens=6))
+    assert [len(answer.token_ids) for answer in answers] == [6, 6, 6, 6, 5, 4, 3, 2]
+    assert all(answer.truncated for answer in answers)
 
 
-def ones_own(path: str, **options: Any) -> RolloutSettings:
-    words = {"prompts_per_step": 1, "max_response_tokens": 9, "generation": path, "generation_options": options}
-    return RolloutSettings.model_validate(words)
+def custom_generation(path: str, **options: Any) -> RolloutSettings:
+    settings = {"prompts_per_step": 1, "max_response_tokens": 9, "generation": path, "generation_options": options}
+    return RolloutSettings.model_validate(settings)
 
 
-def test_a_way_of_ones_own_to_make_responses(engine: TransformersEngine) -> None:
-    """The example: greedy answers in segments are those in one piece, and so are their log-probabilities."""
-    asked, greedy = requests(), replace(PARAMS, greedy=True)
-    ends = engine.generate(asked, greedy)[0].token_ids[1]  # some end at once, some never
+def test_custom_generation_function_matches_engine(engine: TransformersEngine) -> None:
+    """The example generates greedily in segments. Tokens and log-probabilities equal those of one pass."""
+    batch, greedy = requests(), replace(PARAMS, greedy=True)
+    ends = engine.generate(batch, greedy)[0].token_ids[1]  # some answers end at once, others never
     greedy = replace(greedy, stop_token_ids=(ends,))
-    function = find_generation(ones_own("configs.examples.segments:segments", tokens=4))
+    function = find_generation(custom_generation("configs.examples.segments:segments", tokens=4))
     assert function is not None
-    found, whole = generated(function, engine, (), asked, greedy), engine.generate(asked, greedy)
-    assert [answer.token_ids for answer in found] == [answer.token_ids for answer in whole]
-    assert [answer.truncated for answer in found] == [answer.truncated for answer in whole]
-    assert any(len(answer.token_ids) == 9 for answer in found) and any(len(a.token_ids) < 5 for a in found)
-    for mine, truth in zip(found, whole, strict=True):
+    answers, whole = generated(function, engine, (), batch, greedy), engine.generate(batch, greedy)
+    assert [answer.token_ids for answer in answers] == [answer.token_ids for answer in whole]
+    assert [answer.truncated for answer in answers] == [answer.truncated for answer in whole]
+    assert any(len(answer.token_ids) == 9 for answer in answers) and any(len(a.token_ids) < 5 for a in answers)
+    for mine, truth in zip(answers, whole, strict=True):
         assert mine.logprobs == pytest.approx(truth.logprobs, abs=1e-5)
     assert generated(function, engine, (), [], greedy) == []
-    assert generated(function, engine, (), asked, PARAMS) == generated(function, engine, (), asked, PARAMS)
+    assert generated(function, engine, (), batch, PARAMS) == generated(function, engine, (), batch, PARAMS)
 
 
 @pytest.mark.parametrize(
@@ -254,31 +257,31 @@ def test_a_way_of_ones_own_to_make_responses(engine: TransformersEngine) -> None
         ([Completion((1,) * 10, (0.0,) * 10, True, 0)], "returned 10 tokens, above the limit of 9"),
     ],
 )
-def test_what_is_no_response_is_refused(engine: TransformersEngine, returned: Any, sentence: str) -> None:
+def test_invalid_custom_responses_are_rejected(engine: TransformersEngine, returned: Any, sentence: str) -> None:
     with pytest.raises(RunError, match=sentence):
         generated(lambda **_: returned, engine, (), requests(1), PARAMS)
 
 
-def test_ways_that_there_are_not() -> None:
+def test_unknown_generation_functions_are_rejected() -> None:
     assert find_generation(RolloutSettings(prompts_per_step=1, max_response_tokens=9)) is None
     with pytest.raises(ValueError, match="did you mean 'configs.examples.segments:segments'"):
-        find_generation(ones_own("configs.examples.segments:segment"))
+        find_generation(custom_generation("configs.examples.segments:segment"))
     with pytest.raises(ValueError, match="unexpected keyword argument 'token'; change its parameters"):
-        find_generation(ones_own("configs.examples.segments:segments", token=4))
+        find_generation(custom_generation("configs.examples.segments:segments", token=4))
 
 
 @pytest.mark.parametrize("family", ["qwen3_moe", "mixtral"])
-def test_the_engine_says_which_experts_computed_each_token(tmp_path: Path, family: str) -> None:
-    """Those that transformers' routers choose for the whole sequence at once, whatever was beside it in the batch."""
+def test_engine_returns_routed_experts_of_tokens(tmp_path: Path, family: str) -> None:
+    """The experts equal the choice of transformers' routers for the whole sequence, independent of the batch."""
     folder = write_model(tmp_path / "model", family, 5)
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
     engine, shape = make_engine(folder, batch=5), RoutingShape.of(read_architecture(folder))
     assert engine.returns_routing and shape is not None and shape.dtype == torch.uint8
     with torch.no_grad():
         engine.update_weights(stored_parameters(model), 1)
-    asked, plain = (engine.generate(requests(), p) for p in (replace(PARAMS, routing=shape), PARAMS))
-    assert asked == plain and all(answer.routing is None for answer in plain)
-    for request, answer in zip(requests(), asked, strict=True):
+    routed, plain = (engine.generate(requests(), p) for p in (replace(PARAMS, routing=shape), PARAMS))
+    assert routed == plain and all(answer.routing is None for answer in plain)
+    for request, answer in zip(requests(), routed, strict=True):
         tokens = torch.tensor([request.token_ids + answer.token_ids])
         scores = model(tokens, output_router_logits=True).router_logits
         chosen = torch.stack([of_layer.topk(2).indices[:-1] for of_layer in scores], dim=1)
@@ -305,29 +308,29 @@ def test_experts_of_any_width_are_computed_in_bfloat16(tmp_path: Path, family: s
     torch.testing.assert_close(torch.tensor(answer.logprobs), expected, rtol=0, atol=0.05)
 
 
-def test_an_engine_that_does_not_say_is_refused_where_it_must(tmp_path: Path) -> None:
-    """By default routers then choose; a dense model asks nobody."""
+def test_router_replay_requires_routing_from_engine(tmp_path: Path) -> None:
+    """By default, the routers choose again if the engine returns no routing. A dense model needs no routing."""
     experts, dense = (read_architecture(write_model(tmp_path / name, name, 5)) for name in ("qwen3_moe", "llama"))
 
-    def asked(arch: ArchitectureConfig, engine: object, *words: str) -> RoutingShape | None:
-        config = load_config(QUICKSTART, list(words))
+    def replayed_routing(arch: ArchitectureConfig, engine: object, *overrides: str) -> RoutingShape | None:
+        config = load_config(QUICKSTART, list(overrides))
         parts: Any = SimpleNamespace(config=config, actor=SimpleNamespace(arch=arch), engine=engine)
         getter: Any = RunComponents.replayed_routing
-        found: RoutingShape | None = getter.fget(parts)
-        return found
+        routing: RoutingShape | None = getter.fget(parts)
+        return routing
 
-    says, silent, other = (SimpleNamespace(returns_routing=True), SimpleNamespace(returns_routing=False), object())
-    assert asked(experts, says) == RoutingShape(4, 2, 8)
-    assert asked(experts, says, "algorithm.router_replay=false") is None
-    assert [asked(experts, engine) for engine in (silent, other)] == [None, None]
-    assert asked(dense, says) is None
+    returning, silent, other = (SimpleNamespace(returns_routing=True), SimpleNamespace(returns_routing=False), object())
+    assert replayed_routing(experts, returning) == RoutingShape(4, 2, 8)
+    assert replayed_routing(experts, returning, "algorithm.router_replay=false") is None
+    assert [replayed_routing(experts, engine) for engine in (silent, other)] == [None, None]
+    assert replayed_routing(dense, returning) is None
     for engine in (silent, other):
         with pytest.raises(ConfigError, match="algorithm.router_replay is true, but the engine .* does not say which"):
-            asked(experts, engine, "algorithm.router_replay=true")
+            replayed_routing(experts, engine, "algorithm.router_replay=true")
 
 
-def test_an_engine_that_slept_answers_again(folder: Path, engine: TransformersEngine, model) -> None:  # type: ignore[no-untyped-def]
-    """Once it was given weights; one that is not to sleep answers on."""
+def test_engine_generates_again_after_sleep(folder: Path, engine: TransformersEngine, model) -> None:  # type: ignore[no-untyped-def]
+    """A sleeping engine first needs new weights. An engine without sleep support is not affected."""
     sleeper = make_engine(folder, sleeps=True)
     assert isinstance(sleeper, SleepingEngine) and not isinstance(sleeper, ServedEngine)
     for _ in range(2):
@@ -349,7 +352,7 @@ def test_responses_end_at_the_first_stop_token(engine: TransformersEngine) -> No
     assert all(t not in PARAMS.stop_token_ids for d in done for t in d.token_ids[:-1])
 
 
-def test_a_response_depends_on_its_own_seed_only(folder: Path, model) -> None:  # type: ignore[no-untyped-def]
+def test_response_depends_only_on_its_seed(folder: Path, model) -> None:  # type: ignore[no-untyped-def]
     together, alone = make_engine(folder, 64), make_engine(folder, 1)
     for e in (together, alone):
         e.update_weights(model.named_parameters(), 1)
@@ -362,7 +365,7 @@ def test_a_response_depends_on_its_own_seed_only(folder: Path, model) -> None:  
 
 
 class StopAfter:
-    """Asked to stop after so many looks at it."""
+    """Requests a stop after the given number of checks."""
 
     def __init__(self, looks: int) -> None:
         self.left = looks
@@ -378,13 +381,13 @@ class StopAfter:
 
 
 @pytest.mark.parametrize("looks", [0, 9, 10, 19])
-def test_generation_is_given_up_between_tokens(folder: Path, model, looks: int) -> None:  # type: ignore[no-untyped-def]
-    """Whole batches are handed over, what a batch has by then is not."""
-    wanted, done = make_engine(folder, 1), dict[int, Completion]()
+def test_stop_interrupts_generation_between_tokens(folder: Path, model, looks: int) -> None:  # type: ignore[no-untyped-def]
+    """Completed batches are returned. A partial batch is dropped."""
+    reference_engine, done = make_engine(folder, 1), dict[int, Completion]()
     stopped = make_engine(folder, 1, StopAfter(looks))
-    for engine in (wanted, stopped):
+    for engine in (reference_engine, stopped):
         engine.update_weights(model.named_parameters(), 1)
-    answers = wanted.generate(requests(), PARAMS)
+    answers = reference_engine.generate(requests(), PARAMS)
     with pytest.raises(Interrupted):
         stopped.generate(requests(), PARAMS, done)
     order = sorted(range(len(answers)), key=lambda i: len(requests()[i].token_ids))
@@ -394,7 +397,7 @@ def test_generation_is_given_up_between_tokens(folder: Path, model, looks: int) 
     assert all(done[i] == answers[i] for i in done)
 
 
-def test_tokens_come_with_their_probability(folder: Path, model) -> None:  # type: ignore[no-untyped-def]
+def test_tokens_are_sampled_with_their_probability(folder: Path, model) -> None:  # type: ignore[no-untyped-def]
     n, prompt = 4000, (5, 6, 7)
     params = SamplingParams(temperature=1.3, max_new_tokens=1, stop_token_ids=())
     big = make_engine(folder, batch=2000)
@@ -407,7 +410,7 @@ def test_tokens_come_with_their_probability(folder: Path, model) -> None:  # typ
     assert 130 - 5 * 16 < chi2 < 130 + 5 * 16
 
 
-def test_greedy_takes_the_most_likely(engine: TransformersEngine, model) -> None:  # type: ignore[no-untyped-def]
+def test_greedy_sampling_selects_the_most_likely_token(engine: TransformersEngine, model) -> None:  # type: ignore[no-untyped-def]
     params = SamplingParams(temperature=0.7, max_new_tokens=4, stop_token_ids=(), greedy=True)
     for request, done in zip(requests(), engine.generate(requests(), params), strict=True):
         tokens = torch.tensor([request.token_ids + done.token_ids])
@@ -415,7 +418,7 @@ def test_greedy_takes_the_most_likely(engine: TransformersEngine, model) -> None
 
 
 @pytest.mark.parametrize(
-    ("change", "words"),
+    ("change", "message"),
     [
         (lambda named: named[1:], "'model.embed_tokens.weight' did not arrive"),
         (lambda named: [*named, ("model.layers.9.x", torch.zeros(1))], "'model.layers.9.x' is unknown"),
@@ -423,10 +426,10 @@ def test_greedy_takes_the_most_likely(engine: TransformersEngine, model) -> None
         (lambda named: [(named[0][0], torch.zeros(2, 2)), *named[1:]], r"has shape \(2, 2\), not \(131, 32\)"),
     ],
 )
-def test_a_partial_update_is_refused_by_name(folder: Path, model, change, words: str) -> None:  # type: ignore[no-untyped-def]
+def test_invalid_weight_updates_name_the_tensor(folder: Path, model, change, message: str) -> None:  # type: ignore[no-untyped-def]
     engine = make_engine(folder)
     engine.update_weights(model.named_parameters(), 1)
-    with pytest.raises(ValueError, match=words):
+    with pytest.raises(ValueError, match=message):
         engine.update_weights(change(list(model.named_parameters())), 2)
     assert engine.version == 1
     with pytest.raises(RuntimeError, match="no complete set of weights"):

@@ -1,4 +1,4 @@
-"""What a program of the model can do outside of its folder: nothing."""
+"""Tests of the confinement of programs that a model writes."""
 
 from __future__ import annotations
 
@@ -31,41 +31,41 @@ pytestmark = pytest.mark.waits
 PYTHON = {"python": "megappo.environments.mathematics:python"}
 PROGRAMS = {"python": "code"}
 ABIS = range(3, landlock_abi() + 1)
-needs_landlock = pytest.mark.skipif(bool(why_not()), reason=f"programs are confined nowhere here: {why_not()}")
+needs_landlock = pytest.mark.skipif(bool(why_not()), reason=f"this machine cannot confine programs: {why_not()}")
 
 
 @pytest.fixture
-def neighbour(tmp_path: Path) -> Iterator[Neighbour]:
-    found = Neighbour(tmp_path)
-    yield found
-    found.process.kill()
-    found.process.wait()
-    found.server.close()
+def targets(tmp_path: Path) -> Iterator[Neighbour]:
+    created = Neighbour(tmp_path)
+    yield created
+    created.process.kill()
+    created.process.wait()
+    created.server.close()
 
 
 def run(code: list[str], settings: ToolSettings) -> list[ToolResult]:
-    async def all_of_them() -> list[ToolResult]:
+    async def call_all() -> list[ToolResult]:
         return list(await asyncio.gather(*(pool.call("python", {"code": program}) for program in code)))
 
     pool = ToolPool(PYTHON, settings, PROGRAMS)
     with asyncio.Runner() as loop:
-        found = loop.run(all_of_them())
+        results = loop.run(call_all())
         pool.close()
-    return found
+    return results
 
 
 @needs_landlock
-def test_a_program_of_the_model_has_no_rights_beyond_its_folder(neighbour: Neighbour) -> None:
-    """Files of others, their processes, the network and the machine's shared memory; with confined=false it has."""
-    attacks = neighbour.attacks()
-    found = run(attacks, ToolSettings(workers=2))
-    assert len(attacks) > 50 and neighbour.is_untouched()
-    for code, result in zip(attacks, found, strict=True):
+def test_confined_programs_reach_nothing_outside_their_folder(targets: Neighbour) -> None:
+    """A confined program reaches no foreign files, processes, network or shared memory. With confined=false it does."""
+    attacks = targets.attacks()
+    results = run(attacks, ToolSettings(workers=2))
+    assert len(attacks) > 50 and targets.is_untouched()
+    for code, result in zip(attacks, results, strict=True):
         assert SECRET not in result.text and "root:" not in result.text, (code, result)
-    left = (f"{place}/megappo-of-a-test" for place in ("/dev/shm", tempfile.gettempdir()))
-    assert not any(os.path.exists(path) for path in left)
+    leftovers = (f"{folder}/megappo-of-a-test" for folder in ("/dev/shm", tempfile.gettempdir()))
+    assert not any(os.path.exists(path) for path in leftovers)
     free = run(attacks[:2], ToolSettings(workers=1, confined=False))
-    assert free[0].text == f"{SECRET}\n" and not neighbour.is_untouched()
+    assert free[0].text == f"{SECRET}\n" and not targets.is_untouched()
 
 
 ORDINARY = """
@@ -97,11 +97,11 @@ def test_ordinary_programs_run_in_their_folder() -> None:
 
 @needs_landlock
 @pytest.mark.parametrize("abi", cases(ABIS, quick=ABIS[-1:]))
-def test_kernels_of_any_age_keep_it_in(abi: int, neighbour: Neighbour, tmp_path: Path) -> None:
-    """Also those whose Landlock does not know of ports and signals yet."""
+def test_programs_are_confined_at_every_landlock_version(abi: int, targets: Neighbour, tmp_path: Path) -> None:
+    """Older versions of Landlock do not restrict ports and signals."""
     folder = tmp_path / "own"
     folder.mkdir()
-    for code in neighbour.attacks():
+    for code in targets.attacks():
         pid = os.fork()
         if pid == 0:
             os.chdir(folder)
@@ -117,9 +117,9 @@ def test_kernels_of_any_age_keep_it_in(abi: int, neighbour: Neighbour, tmp_path:
         while os.waitpid(pid, os.WNOHANG)[0] == 0:
             if time.monotonic() > deadline:
                 os.kill(pid, signal.SIGKILL)
-                pytest.fail(f"does not end: {code}")
+                pytest.fail(f"the program does not exit: {code}")
             os.sched_yield()
-    assert neighbour.is_untouched()
+    assert targets.is_untouched()
 
 
 HEADERS = ("x86_64-linux-gnu/asm/unistd_64.h", "asm-generic/unistd.h")
@@ -129,11 +129,11 @@ SIGNALS = system_calls.SIGNAL_ITSELF | system_calls.SIGNAL_OTHERS
 
 
 @pytest.mark.parametrize("machine", [0, 1], ids=["x86_64", "aarch64"])
-def test_system_calls_have_linuxs_numbers(machine: int) -> None:
-    """Those that these headers are too old for are new enough to have one number on all machines."""
+def test_system_call_numbers_match_linux(machine: int) -> None:
+    """System calls that are missing from the headers are newer and have one number on all machines."""
     header = Path("/usr/include", HEADERS[machine])
     if not header.exists():
-        pytest.skip(f"there is no {header}")
+        pytest.skip(f"{header} does not exist")
     known = dict(re.findall(r"^#define\s+__NR(?:3264)?_(\w+)\s+(\d+)\s*$", header.read_text(), re.MULTILINE))
     newest = max(map(int, known.values()))
     for name, numbers in (PRETENDED | REFUSED | ON_ITSELF | SIGNALS).items():
@@ -146,23 +146,24 @@ def test_system_calls_have_linuxs_numbers(machine: int) -> None:
 
 @needs_landlock
 def test_refused_system_calls_are_not_permitted(tmp_path: Path) -> None:
-    """With arguments that are wrong, so that they fail otherwise where they are allowed; and pretended ones succeed."""
+    """Refused calls fail with EPERM, and pretended calls succeed. The arguments are invalid, so an allowed call would
+    fail with another error."""
     machine = ["x86_64", "aarch64"].index(platform.machine())
     refused, pretended = ([pair[machine] for pair in calls.values() if pair[machine]] for calls in (REFUSED, PRETENDED))
-    told = tmp_path / "told"
-    told.touch()
+    report = tmp_path / "report"
+    report.touch()
     pid = os.fork()
     if pid == 0:
-        writes = os.open(told, os.O_WRONLY)
+        writes = os.open(report, os.O_WRONLY)
         confine(str(tmp_path))
         libc, wrong = ctypes.CDLL(None, use_errno=True), [-1] * 6
-        found = {n: (libc.syscall(n, *wrong), ctypes.get_errno()) for n in refused}
-        found |= {n: (libc.syscall(n, *wrong), 0) for n in pretended}
-        os.write(writes, repr(found).encode())
+        outcomes = {n: (libc.syscall(n, *wrong), ctypes.get_errno()) for n in refused}
+        outcomes |= {n: (libc.syscall(n, *wrong), 0) for n in pretended}
+        os.write(writes, repr(outcomes).encode())
         os._exit(0)
     assert os.waitpid(pid, 0)[1] == 0
-    found = ast.literal_eval(told.read_text())
-    assert found == dict.fromkeys(refused, (-1, errno.EPERM)) | dict.fromkeys(pretended, (0, 0))
+    outcomes = ast.literal_eval(report.read_text())
+    assert outcomes == dict.fromkeys(refused, (-1, errno.EPERM)) | dict.fromkeys(pretended, (0, 0))
 
 
 FILLS = "for n in range(1000):\n  with open(str(n), 'wb') as file: file.write(b'x' * 10**6)\n"
@@ -173,18 +174,18 @@ LARGE = "try: open('x', 'wb').write(b'x' * 200 * 10**6)\nexcept OSError: pass\n"
 
 
 @pytest.mark.slow
-def test_what_a_program_writes_is_bounded() -> None:
-    """In one file, in many, in such without a name, and in folders."""
+def test_file_output_of_programs_is_bounded() -> None:
+    """The limit covers one large file, many files, unlinked files and folders."""
     wait = "import time\ntime.sleep(60)"
     settings = ToolSettings(workers=2, timeout_seconds=90.0, memory_gigabytes=1.0)
-    found = run([*(code + wait for code in (LARGE, FILLS, HIDES, MANY)), "6 * 7"], settings)
-    assert [result.failure for result in found] == ["files", "files", "files", "files", ""]
-    assert "wrote more than it may" in found[0].text and found[-1].text == "42\n"
-    assert max(result.seconds for result in found) < 60
+    results = run([*(code + wait for code in (LARGE, FILLS, HIDES, MANY)), "6 * 7"], settings)
+    assert [result.failure for result in results] == ["files", "files", "files", "files", ""]
+    assert "wrote more than it may" in results[0].text and results[-1].text == "42\n"
+    assert max(result.seconds for result in results) < 60
 
 
-def test_a_machine_that_confines_nobody_runs_no_program(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Unless the settings say so; elsewhere they run, and tools that run nothing of the model's are there."""
+def test_programs_do_not_run_without_confinement(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Programs run unconfined only if the settings allow it. Tools that run no programs of the model stay available."""
     monkeypatch.setattr("megappo.environments.tool_pool.why_not", lambda: "it is old")
     environment = ToolCalling(tools=("python",))
     with pytest.raises(ValueError, match=r"'python' runs programs of the model, .* \(it is old\); set .*confined="):

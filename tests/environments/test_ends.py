@@ -1,4 +1,4 @@
-"""Why episodes and responses ended, and what follows from it: masks, scores, metrics, and saved samples."""
+"""Tests of the reasons why episodes end, and of their effect on masks, scores, metrics and saved samples."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ pytestmark = pytest.mark.usefixtures("world_of_one")
 
 
 class Echo:
-    """Repeats after each turn what the model wrote."""
+    """Repeats the model's text after each turn."""
 
     def __init__(self, turns: int = 3) -> None:
         self._turns = turns
@@ -49,7 +49,7 @@ class Echo:
 
 
 class RaisesItsOwnLimit:
-    """Raises a limit that episodes do not have."""
+    """Raises an unknown limit."""
 
     async def run(self, session: Session) -> float:
         await session.generate()
@@ -58,7 +58,7 @@ class RaisesItsOwnLimit:
 
 
 def played(environment: Any, **limits: Any) -> Completion:
-    """The sample of one episode whose turns are `ok` and an end-of-turn token: three tokens."""
+    """Return the sample of one episode. Each turn has three tokens: `ok` and an end-of-turn token."""
     params = replace(PARAMS, max_new_tokens=limits.pop("max_new_tokens", 200))
     made = runner(environment, SayingEngine(lambda request: "ok"), **limits)
     try:
@@ -70,8 +70,8 @@ def played(environment: Any, **limits: Any) -> Completion:
 
 def rollouts_of(completion: Completion, max_total_tokens: int | None = None) -> Rollouts:
     [prompt], _ = asked(1)
-    wanted = SampleRequests((prompt,), (0,), 1, (), max_total_tokens)
-    return finish_rollout(wanted, [completion], TOKENIZER)
+    requests = SampleRequests((prompt,), (0,), 1, (), max_total_tokens)
+    return finish_rollout(requests, [completion], TOKENIZER)
 
 
 @pytest.mark.parametrize(
@@ -84,14 +84,14 @@ def rollouts_of(completion: Completion, max_total_tokens: int | None = None) -> 
         ("", False, End.COMPLETE),
     ],
 )
-def test_episodes_of_older_checkpoints_have_an_end(limit: str, truncated: bool, end: End) -> None:
-    """Older versions saved a limit in place of the end, and counted every cut turn as a truncated response."""
+def test_older_checkpoints_get_an_end_per_episode(limit: str, truncated: bool, end: End) -> None:
+    """Older versions saved a limit instead of the end, and counted every truncated turn as a truncated response."""
     completion = played(Echo())
     assert completion.episode is not None
-    kept = keep_episodes([completion])
-    (told,) = json.loads(bytes(kept["episodes"].tolist()))
-    assert told.pop("end") == "complete"
-    old = {"episodes": torch.frombuffer(bytearray(json.dumps([told | {"limit": limit}]).encode()), dtype=torch.uint8)}
+    state = keep_episodes([completion])
+    (record,) = json.loads(bytes(state["episodes"].tolist()))
+    assert record.pop("end") == "complete"
+    old = {"episodes": torch.frombuffer(bytearray(json.dumps([record | {"limit": limit}]).encode()), dtype=torch.uint8)}
     assert kept_episodes(old, [truncated]) == [replace(completion.episode, end=end)]
 
 
@@ -126,9 +126,7 @@ class CallsTooOften:
         (CallsTooOften(), {"max_calls": 1}, End.COMPLETE),
     ],
 )
-def test_a_limit_that_the_environment_catches_is_the_end_unless_another_turn_follows(
-    environment: Any, limits: dict[str, Any], end: End
-) -> None:
+def test_caught_limit_ends_episode_unless_turn_follows(environment: Any, limits: dict[str, Any], end: End) -> None:
     episode = played(environment, **limits).episode
     assert episode is not None and episode.end is end
 
@@ -140,8 +138,8 @@ ENDED: dict[End, dict[str, Any]] = {
 
 
 @pytest.mark.parametrize("end", [*ENDED])
-def test_only_limits_of_the_whole_response_mask_and_punish(end: End) -> None:
-    """An episode that ends by itself, or by its turns, is trained on with its own reward."""
+def test_only_response_limits_mask_and_penalize(end: End) -> None:
+    """An episode that completes or reaches a limit of turns is trained with its own reward."""
     completion = played(Echo(3), **ENDED[end])
     rollouts = rollouts_of(completion)
     cut = end is End.RESPONSE_LIMIT
@@ -153,10 +151,10 @@ def test_only_limits_of_the_whole_response_mask_and_punish(end: End) -> None:
     assert scores_B.tolist() == [-8.0 if cut else 0.25]
     assert completion.episode is not None
     metrics = episode_metrics([completion.episode], [len(completion.token_ids)])
-    found = {name.removeprefix("episode/limit_"): x for name, x in metrics.items() if "/limit_" in name}
+    limits = {name.removeprefix("episode/limit_"): x for name, x in metrics.items() if "/limit_" in name}
     names = {End.OUT_OF_TURNS: "turns", End.RESPONSE_LIMIT: "tokens", End.TURN_CUT: "turn_tokens"}
-    assert found == {name: float(name == names.get(end)) for name in ("turns", "calls", "turn_tokens", "tokens")}
-    # An end-of-turn token that ended the last turn is no special token inside it.
+    assert limits == {name: float(name == names.get(end)) for name in ("turns", "calls", "turn_tokens", "tokens")}
+    # The final end-of-turn token is not counted as a special token.
     assert rollouts.special_tokens_B.tolist() == [0]
 
 
@@ -170,14 +168,14 @@ def test_only_limits_of_the_whole_response_mask_and_punish(end: End) -> None:
         (False, 4, 7, End.COMPLETE),
     ],
 )
-def test_a_response_is_cut_by_one_of_two_limits(truncated: bool, tokens: int, total: int | None, end: End) -> None:
-    """The prompt has 3 tokens, and the response 4."""
+def test_response_end_names_the_truncating_limit(truncated: bool, tokens: int, total: int | None, end: End) -> None:
+    """The prompt has 3 tokens and the response 4."""
     completion = Completion((5,) * tokens, (0.0,) * tokens, truncated, 1)
     assert rollouts_of(completion, total).ends == (end,)
 
 
-def test_saved_samples_have_ends_and_older_files_can_be_read(tmp_path: Path) -> None:
-    """Older files have `truncated` and the limit of an episode."""
+def test_saved_samples_store_ends_and_read_older_files(tmp_path: Path) -> None:
+    """Older files store `truncated` and the limit of an episode."""
     saved, path, old = samples((3, 2, 4, 1, 2, 3)), tmp_path / "new.parquet", tmp_path / "old.parquet"
     rollouts = saved.experience.scored.rollouts
     write_samples(path, saved, range(6), str)
@@ -186,12 +184,12 @@ def test_saved_samples_have_ends_and_older_files_can_be_read(tmp_path: Path) -> 
     table = parquet.read_table(path)
     assert table.column("truncated").to_pylist() == rollouts.truncated_B.tolist() == [False] * 4 + [True] * 2
     limits = ["", "", "turns", "calls", "tokens", ""]
-    told = [json.loads(text) for text in table.column("episode").to_pylist()]
-    for episode, limit in zip(told, limits, strict=True):
+    episodes = [json.loads(text) for text in table.column("episode").to_pylist()]
+    for episode, limit in zip(episodes, limits, strict=True):
         episode.pop("end")
         episode["limit"] = limit
-    place = table.column_names.index("episode")
-    older = table.set_column(place, "episode", [[json.dumps(episode) for episode in told]])
+    column = table.column_names.index("episode")
+    older = table.set_column(column, "episode", [[json.dumps(episode) for episode in episodes]])
     parquet.write_table(older.drop_columns(["end"]), old)
     expected = [End.COMPLETE, End.COMPLETE, *list(End)[2:5], End.RESPONSE_LIMIT]
     assert [line.end for line in read_lines(old)] == expected
@@ -200,7 +198,7 @@ def test_saved_samples_have_ends_and_older_files_can_be_read(tmp_path: Path) -> 
     assert [episode.end for episode in read.episodes.of_samples] == expected
 
 
-def test_a_word_that_is_no_end_is_refused(tmp_path: Path) -> None:
+def test_unknown_end_in_file_is_rejected(tmp_path: Path) -> None:
     path = tmp_path / "new.parquet"
     write_samples(path, samples((2, 3)), range(2), str)
     table = parquet.read_table(path)
@@ -209,7 +207,7 @@ def test_a_word_that_is_no_end_is_refused(tmp_path: Path) -> None:
         read_lines(path)
 
 
-def test_an_unknown_limit_fails_the_episode() -> None:
+def test_unknown_limit_fails_the_episode() -> None:
     with pytest.raises(
         TooManyFailuresError, match="raised: ValueError: the limit is 'budget', must be one of turns, c"
     ):

@@ -1,4 +1,4 @@
-"""Episodes: what counts of them, what limits and failures cost, and that nothing of a tool outlives its call."""
+"""Tests of episodes: metrics, limits, failures, chat templates and tools."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ CHATML = (
     "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
     "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 )
-FORGETFUL = (  # as Qwen 3's: thoughts of earlier turns are left out once a user speaks
+FORGETFUL = (  # like Qwen 3: drops the thoughts of turns before the last user message
     "{% set ns = namespace(last=0) %}{% for m in messages %}{% if m.role == 'user' %}{% set ns.last = loop.index0 %}"
     "{% endif %}{% endfor %}{% for m in messages %}<|im_start|>{{ m.role }}\n"
     "{% if loop.index0 < ns.last %}{{ m.content.split('</think>')[-1] }}{% else %}{{ m.content }}{% endif %}"
@@ -69,7 +69,7 @@ FORGETFUL = (  # as Qwen 3's: thoughts of earlier turns are left out once a user
 pytestmark = pytest.mark.usefixtures("world_of_one")
 
 
-def test_the_environment_that_the_readme_shows() -> None:
+def test_readme_environment_runs() -> None:
     readme = ROOT / "megappo" / "environments" / "README.md"
     names: dict[str, Any] = {}
     (shown,) = blocks(readme.read_text(), "python")
@@ -80,12 +80,12 @@ def test_the_environment_that_the_readme_shows() -> None:
 
 
 def rollouts_of(completions: Any, prompts: Any) -> Rollouts:
-    wanted = SampleRequests(tuple(prompts), tuple(range(len(prompts))), 1, ())
-    return finish_rollout(wanted, completions, TOKENIZER)
+    sample_requests = SampleRequests(tuple(prompts), tuple(range(len(prompts))), 1, ())
+    return finish_rollout(sample_requests, completions, TOKENIZER)
 
 
 class Echo:
-    """Says after each turn what the model said, so often; a reward for each turn, and one at the end."""
+    """Repeats the model's text after each turn. Rewards each turn and the whole episode."""
 
     def __init__(self, turns: int = 3) -> None:
         self._turns = turns
@@ -98,7 +98,7 @@ class Echo:
         return 10.0
 
 
-def test_the_model_sees_what_was_said_and_only_its_own_tokens_count() -> None:
+def test_model_sees_observations_and_trains_on_own_tokens() -> None:
     engine = SayingEngine(lambda request: f"t{len(text_of(request.token_ids))}")
     made = runner(Echo(), engine)
     prompts, requests = asked(2)
@@ -106,10 +106,10 @@ def test_the_model_sees_what_was_said_and_only_its_own_tokens_count() -> None:
     made.close()
     text = text_of(completions[0].token_ids)
     assert text == "t3<|im_end|>you said t3.t27<|im_end|>you said t27.t53<|im_end|>"
-    assert [len(asked_for) for asked_for in engine.rounds] == [2, 2, 2]
-    for number, asked_for in enumerate(engine.rounds):  # what was sampled comes back as it was
-        assert text_of(asked_for[0].token_ids) == ("go " + text)[: len(text_of(asked_for[0].token_ids))]
-        assert (asked_for[0].seed == requests[0].seed) == (number == 0)
+    assert [len(round_requests) for round_requests in engine.rounds] == [2, 2, 2]
+    for number, round_requests in enumerate(engine.rounds):  # each request starts with the sampled tokens
+        assert text_of(round_requests[0].token_ids) == ("go " + text)[: len(text_of(round_requests[0].token_ids))]
+        assert (round_requests[0].seed == requests[0].seed) == (number == 0)
     rollouts = rollouts_of(completions, prompts)
     assert rollouts.episodes is not None
     own = rollouts.response_mask_BR[0]
@@ -123,12 +123,12 @@ def test_the_model_sees_what_was_said_and_only_its_own_tokens_count() -> None:
     assert rollouts.episodes.turn_rewards_BR[0, ends].tolist() == [1.0, 2.0, 13.0]
     assert rollouts.total_rewards_B(torch.tensor([0.5, 0.0])).tolist() == [16.5, 16.0]
     assert rollouts.responses == ("t53", "t53")
-    assert [said["by"] for said in rollouts.episodes.conversations[0]] == ["model", "environment"] * 2 + ["model"]
+    assert [message["by"] for message in rollouts.episodes.conversations[0]] == ["model", "environment"] * 2 + ["model"]
     assert rollouts.weight_versions_B.tolist() == [7, 7]
 
 
-def test_one_turn_is_what_a_response_is() -> None:
-    """The same request under the same seed, and the same samples."""
+def test_single_turn_episode_equals_plain_response() -> None:
+    """The requests, the seeds and the samples are the same."""
 
     class Once:
         async def run(self, session: Session) -> None:
@@ -147,8 +147,8 @@ def test_one_turn_is_what_a_response_is() -> None:
     assert (episodes.responses, episodes.raw_responses) == (plain.responses, plain.raw_responses)
 
 
-def test_advantages_of_three_turns_are_those_worked_out_by_hand() -> None:
-    """Tokens 2 and 5 are the environment's; values and log-probabilities there are rubbish."""
+def test_advantages_of_three_turns_match_manual_calculation() -> None:
+    """Tokens 2 and 5 belong to the environment. Their values and log-probabilities are NaN."""
     nan, gamma, lam = float("nan"), 0.5, 0.5
     mask = torch.tensor([[True, True, False, True, True, False, True]])
     values = torch.tensor([[1.0, 2.0, nan, 0.5, 1.5, nan, 3.0]])
@@ -171,7 +171,8 @@ def test_advantages_of_three_turns_are_those_worked_out_by_hand() -> None:
     scored = Scored(one, torch.tensor([8.0]), logprob, None, values)
     settings = AlgorithmSettings.model_validate({"gamma": gamma, "lam": lam, "whiten_advantages": False})
     experience, metrics = ExperienceMaker(settings, CPU).make(scored, 1)
-    # From the last token on: delta = reward + gamma * next value - value, advantage = delta + gamma * lam * next one.
+    # Backwards from the last token: delta = reward + gamma * next value - value, advantage = delta + gamma * lam *
+    # next advantage.
     a6 = 4.0 + 8.0 - 3.0
     a4 = 2.0 + 0.5 * 3.0 - 1.5 + 0.25 * a6
     a3 = 0.0 + 0.5 * 1.5 - 0.5 + 0.25 * a4
@@ -184,7 +185,7 @@ def test_advantages_of_three_turns_are_those_worked_out_by_hand() -> None:
 
 
 def episodes_of_one(episode: Episode, tokens: int) -> Any:
-    """`Episodes` of one sample of so many tokens after its prompt."""
+    """Return the `Episodes` of one sample with the given number of response tokens."""
     from megappo.engines.protocol import Completion
     from megappo.ppo.episodes import episodes_of
 
@@ -193,7 +194,8 @@ def episodes_of_one(episode: Episode, tokens: int) -> Any:
 
 
 class Mixed:
-    """Of twenty samples one raises, one hangs and one gives nonsense. A few hang without letting others go on."""
+    """Of twenty samples, one raises, one hangs and one returns an invalid reward. A few of the hanging samples also
+    block the event loop."""
 
     async def run(self, session: Session) -> Any:
         number = session.seed - 1000
@@ -221,25 +223,25 @@ class Mixed:
             while True:
                 try:
                     await asyncio.sleep(3600)
-                except asyncio.CancelledError:  # it refuses to end
+                except asyncio.CancelledError:  # ignores the cancellation
                     continue
         await asyncio.Event().wait()
 
 
 @pytest.mark.parametrize("kind", [SayingEngine, PromptEngine])
-def test_a_thousand_episodes_of_which_every_seventh_fails(kind: type[SayingEngine]) -> None:
+def test_thousand_episodes_with_three_kinds_of_failure(kind: type[SayingEngine]) -> None:
     processes = {process.pid for process in psutil.Process().children(recursive=True)}
     made = runner(Mixed(), kind(lambda request: "ok"), max_seconds=1.5)
     prompts, requests = asked(1000)
     start = time.monotonic()
     completions = made.generate(prompts, requests, PARAMS)
     assert time.monotonic() - start < 60
-    found = Counter(c.episode.failure for c in completions if c.episode is not None)
-    assert found == {"": 850, "raised": 50, "hung": 50, "nonsense": 50}
+    failures = Counter(c.episode.failure for c in completions if c.episode is not None)
+    assert failures == {"": 850, "raised": 50, "hung": 50, "nonsense": 50}
     metrics = episode_metrics([c.episode for c in completions if c.episode], [len(c.token_ids) for c in completions])
     assert [metrics[f"episode/{name}"] for name in ("raised", "hung", "nonsense", "failures")] == [0.05] * 3 + [0.15]
     assert metrics["episode/turns"] == 2 and metrics["turn/reward"] == 0.5
-    rollouts = rollouts_of(completions, prompts)  # nothing of those that failed counts, and they compare with nobody
+    rollouts = rollouts_of(completions, prompts)  # failed samples are masked and belong to no group
     failed = torch.tensor([i % 20 < 3 for i in range(1000)])
     assert torch.equal(~rollouts.response_mask_BR.any(-1), failed) and torch.equal(rollouts.group_ids_B < 0, failed)
     assert len(rollouts.group_ids_B.unique()) == 1000
@@ -254,33 +256,33 @@ def test_too_many_failures_end_the_run() -> None:
     made.close()
 
 
-def test_no_episode_waits_for_the_slowest_turn_of_another() -> None:
-    """One answer is given when 99 others have had all their turns."""
-    ended, met = list[int](), list[int]()
+def test_episodes_do_not_wait_for_slow_turns() -> None:
+    """Episode 3 gets its first answer after the 99 other episodes have ended."""
+    ended, ended_counts = list[int](), list[int]()
 
     class Noted(Echo):
         async def run(self, session: Session) -> float:
-            value = await super().run(session)
+            reward = await super().run(session)
             ended.append(session.prompt.index)
-            return value
+            return reward
 
-    def say(request: Any) -> str:
-        met.extend([len(ended)] if request.prompt_id == 3 else [])
+    def reply(request: Any) -> str:
+        ended_counts.extend([len(ended)] if request.prompt_id == 3 else [])
         return "ok"
 
-    until = time.monotonic() + 60
-    engine = PromptEngine(say)
-    engine.holds = lambda request: request.prompt_id == 3 and len(ended) < 99 and time.monotonic() < until
+    deadline = time.monotonic() + 60
+    engine = PromptEngine(reply)
+    engine.holds = lambda request: request.prompt_id == 3 and len(ended) < 99 and time.monotonic() < deadline
     made = runner(Noted(), engine)
     made.generate(*asked(100), PARAMS)
     made.close()
-    assert met == [99, 99, 99] and len(ended) == 100
+    assert ended_counts == [99, 99, 99] and len(ended) == 100
 
 
-def played(environment: Any, say: str = "ok", **limits: Any) -> Any:
-    """The episode of one sample, and its tokens as text."""
+def played(environment: Any, reply: str = "ok", **limits: Any) -> Any:
+    """Return the episode of one sample, its tokens as text, and the completion."""
     params = replace(PARAMS, max_new_tokens=limits.pop("max_new_tokens", 200))
-    made = runner(environment, SayingEngine(lambda request: say), **limits)
+    made = runner(environment, SayingEngine(lambda request: reply), **limits)
     try:
         [completion] = made.generate(*asked(1), params)
     finally:
@@ -300,17 +302,17 @@ def played(environment: Any, say: str = "ok", **limits: Any) -> Any:
         ({"max_turns": 3, "max_new_tokens": 2, "max_turn_tokens": 2}, End.RESPONSE_LIMIT, 1),
     ],
 )
-def test_a_limit_ends_an_episode_and_its_rewards_count(limits: dict[str, Any], end: End, turns: int) -> None:
+def test_limited_episodes_keep_their_rewards(limits: dict[str, Any], end: End, turns: int) -> None:
     episode, text, completion = played(Echo(3), **limits)
     assert (episode.end, len(episode.turns), episode.failure) == (end, turns, "")
     assert [turn.reward for turn in episode.turns][:2] == [1.0, 2.0][:turns]
     assert completion.truncated == (2 in (limits.get("max_new_tokens"), limits.get("max_turn_tokens")))
     assert len(completion.token_ids) <= limits.get("max_new_tokens", 200)
-    assert text.endswith("ok" if completion.truncated else "<|im_end|>")  # nothing that is said last is kept
+    assert text.endswith("ok" if completion.truncated else "<|im_end|>")  # a final observation is dropped
 
 
 @pytest.mark.parametrize(
-    ("act", "words"),
+    ("act", "message"),
     [
         (lambda s: json.loads("{"), "JSONDecodeError: Expecting property name"),
         (lambda s: [][1], "IndexError: list index out of range"),
@@ -318,8 +320,8 @@ def test_a_limit_ends_an_episode_and_its_rewards_count(limits: dict[str, Any], e
         (lambda s: s.reward("good"), "gave the reward 'good', must be a number"),
     ],
 )
-def test_an_episode_that_fails_names_the_line(act: Any, words: str) -> None:
-    """Of the user's code, for a user who did not write the library in which it was raised."""
+def test_failed_episode_reports_line_of_user_code(act: Any, message: str) -> None:
+    """The reason names the user's code, even if a library raised the error."""
 
     class Acting:
         async def run(self, session: Session) -> None:
@@ -327,7 +329,7 @@ def test_an_episode_that_fails_names_the_line(act: Any, words: str) -> None:
             act(session)
 
     episode, _, _ = played(Acting(), max_failure_fraction=1.0)
-    assert episode.reason.startswith(words) and f"({__file__}:{act.__code__.co_firstlineno})" in episode.reason
+    assert episode.reason.startswith(message) and f"({__file__}:{act.__code__.co_firstlineno})" in episode.reason
 
 
 TAGS_IN_TEXTS = [
@@ -340,32 +342,32 @@ TAGS_IN_TEXTS = [
 
 
 @pytest.mark.parametrize("code", TAGS_IN_TEXTS)
-def test_tags_in_the_texts_of_a_call_are_its_own(code: str) -> None:
-    """Nothing of it is said beside the calls, and what stands between them is."""
+def test_tags_inside_call_arguments_are_ignored(code: str) -> None:
+    """The prose contains no part of a call, and contains the text between two calls."""
     first = json.dumps({"name": "python", "arguments": {"code": code}})
     second = json.dumps({"name": "f", "arguments": {"x": [code, {"y": code}]}})
     text = f"First.\n<tool_call>\n{first}\n</tool_call>\nThen <tool_call>{second}</tool_call> that."
-    found = FORMATS["qwen"].calls(text)
-    assert [(call.tool, call.arguments, call.problem) for call in found] == [
+    calls = FORMATS["qwen"].calls(text)
+    assert [(call.tool, call.arguments, call.problem) for call in calls] == [
         ("python", {"code": code}, ""), ("f", {"x": [code, {"y": code}]}, ""),
     ]  # fmt: skip
     assert FORMATS["qwen"].prose(text) == "First.\n\nThen  that."
     cut = f"<tool_call>{first}"
     assert [call.arguments for call in qwen_calls(cut)] == [{"code": code}] and FORMATS["qwen"].prose(cut) == ""
     llama = [{**json.loads(call), "parameters": json.loads(call)["arguments"]} for call in (first, second)]
-    found = llama3_calls(f" <|python_tag|>{json.dumps(llama[0])}; <|python_tag|>{json.dumps(llama[1])}")
-    assert [call.arguments for call in found] == [{"code": code}, {"x": [code, {"y": code}]}]
+    calls = llama3_calls(f" <|python_tag|>{json.dumps(llama[0])}; <|python_tag|>{json.dumps(llama[1])}")
+    assert [call.arguments for call in calls] == [{"code": code}, {"x": [code, {"y": code}]}]
 
 
-def test_quotes_without_an_end_take_no_time() -> None:
-    """Looking for the end from each of them would take a minute."""
+def test_unterminated_quotes_are_parsed_quickly() -> None:
+    """A search for the end of each quote would take a minute."""
     started = time.monotonic()
     assert len(qwen_calls('<tool_call>"' + '\\"' * 70_000 + "</tool_call>")) == 1
     assert time.monotonic() - started < 15
 
 
-def test_a_call_that_is_no_json_ends_with_its_own_tag() -> None:
-    """Also where its code has a tag: a comma too many, or a line break in a text."""
+def test_invalid_json_call_ends_at_its_tag() -> None:
+    """The code of a broken call contains a closing tag. The JSON has a trailing comma or a line break in a string."""
     for broken in ('{"name": "f", "arguments": {"x": "a</tool_call>b"},}', '{"name": "f", "x": "a\n</tool_call>b"}'):
         text = f'<tool_call>{broken}</tool_call>So<tool_call>{{"name": "g"}}</tool_call>'
         first, second = qwen_calls(text)
@@ -374,7 +376,7 @@ def test_a_call_that_is_no_json_ends_with_its_own_tag() -> None:
     assert [call.problem[:11] for call in llama3_calls('{"a": ' + "[" * 100000)] == ["the call is"]
 
 
-def test_calls_have_a_limit_and_are_counted() -> None:
+def test_tool_calls_are_limited_and_counted() -> None:
     class Calls:
         async def run(self, session: Session) -> float:
             await session.generate()
@@ -394,7 +396,7 @@ def test_calls_have_a_limit_and_are_counted() -> None:
     assert metrics["episode/limit_calls"] == 1
 
 
-def test_a_mean_without_values_is_absent() -> None:
+def test_mean_without_values_is_absent() -> None:
     failed = Episode((), failure="hung", seconds=3.0, tools={"own": ToolUse(0, 0, 0.0)})
     played = Episode((Turn(0, 2, 0.5),), seconds=1.0)
     metrics = episode_metrics([failed], [4])
@@ -417,7 +419,7 @@ def test_a_mean_without_values_is_absent() -> None:
         (lambda s: s.reward(1e10), "must be finite and at most"),
     ],
 )
-def test_nonsense_is_named(act: Any, reason: str) -> None:
+def test_invalid_actions_are_reported(act: Any, reason: str) -> None:
     class Acting:
         async def run(self, session: Session) -> None:
             await session.generate()
@@ -427,7 +429,7 @@ def test_nonsense_is_named(act: Any, reason: str) -> None:
         played(Acting())
 
 
-def test_an_episode_without_a_turn_or_with_two_at_a_time_is_nonsense() -> None:
+def test_episodes_with_no_or_concurrent_turns_are_invalid() -> None:
     class Silent:
         async def run(self, session: Session) -> float:
             return 1.0
@@ -436,16 +438,16 @@ def test_an_episode_without_a_turn_or_with_two_at_a_time_is_nonsense() -> None:
         async def run(self, session: Session) -> None:
             await asyncio.gather(session.generate(), session.generate())
 
-    for environment, words in ((Silent(), "ended without a turn"), (Twice(), "two turns of the model at the same")):
-        with pytest.raises(TooManyFailuresError, match=words):
+    for environment, message in ((Silent(), "ended without a turn"), (Twice(), "two turns of the model at the same")):
+        with pytest.raises(TooManyFailuresError, match=message):
             played(environment)
         episode, _, completion = played(environment, max_failure_fraction=1.0)
         assert (episode.failure, episode.turns) == ("nonsense", ()) and completion.token_ids
 
 
 @pytest.mark.waits
-def test_a_failed_episode_has_the_score_of_a_failure() -> None:
-    """And the others what the environment gave, with the reward function's on the last token."""
+def test_failed_episodes_get_the_failure_score() -> None:
+    """Other episodes keep the environment's rewards. The score of the reward function is added to the last token."""
     made = runner(Mixed(), SayingEngine(lambda request: "ok"), max_seconds=1.0)
     prompts, requests = asked(20, answer="ok")
     rollouts = rollouts_of(made.generate(prompts, requests, PARAMS), prompts)
@@ -464,8 +466,8 @@ def test_a_failed_episode_has_the_score_of_a_failure() -> None:
 def test_episodes_survive_a_checkpoint() -> None:
     _, _, first = played(Echo())
     _, _, failed = played(Mixed(), max_failure_fraction=1.0)
-    kept = keep_episodes([first, failed])
-    assert kept_episodes(kept, [False] * 2) == [first.episode, failed.episode]
+    state = keep_episodes([first, failed])
+    assert kept_episodes(state, [False] * 2) == [first.episode, failed.episode]
     assert keep_episodes([replace(first, episode=None)]) == {} and kept_episodes({}, [False] * 2) == [None, None]
 
 
@@ -473,7 +475,7 @@ def test_episodes_survive_a_checkpoint() -> None:
 
 
 class Chatty:
-    """Answers as a user or a tool, with several messages at once."""
+    """Adds two messages at once, with the role of a user or a tool."""
 
     def __init__(self, role: str = "user") -> None:
         self.role = role
@@ -485,39 +487,39 @@ class Chatty:
         await session.generate()
 
 
-def test_a_chat_goes_on_as_its_template_says() -> None:
-    """Also after a turn that was cut, which the template's own end closes."""
+def test_chat_continues_with_the_template() -> None:
+    """The template also closes a turn that `max_turn_tokens` truncated."""
     for most, end in ((None, "Yes.<|im_end|>"), (2, "Ye<|im_end|>")):
         made = runner(Chatty(), SayingEngine(lambda request: "Yes."), template=CHATML, max_turn_tokens=most)
         [completion] = made.generate(*asked(1, "<|im_start|>user\nHi<|im_end|>\n<|im_start|>assistant\n"), PARAMS)
         made.close()
-        said = [{"role": "user", "content": text} for text in ("one", "two")]
-        words = tokenizer(CHATML).apply_chat_template(said, tokenize=False, add_generation_prompt=True)
-        assert text_of(completion.token_ids) == f"{end}\n{words}" + end.removesuffix("<|im_end|>" if most else "")
+        messages = [{"role": "user", "content": text} for text in ("one", "two")]
+        rendered = tokenizer(CHATML).apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+        assert text_of(completion.token_ids) == f"{end}\n{rendered}" + end.removesuffix("<|im_end|>" if most else "")
         assert completion.episode is not None
         assert [t.stop - t.start for t in completion.episode.turns] == [2 if most else 5] * 2
 
 
-def test_a_turn_that_a_text_ended_is_closed_by_the_template() -> None:
-    """It keeps the tokens of the text, and is not cut."""
+def test_template_closes_turn_ended_by_stop_text() -> None:
+    """The turn keeps the tokens of the stop text and does not count as truncated."""
     params = replace(PARAMS, stop_texts=StopTexts(("es", "No"), TOKENIZER))
     made = runner(Chatty(), SayingEngine(lambda request: "Yes. No."), template=CHATML)
     [completion] = made.generate(*asked(1, "<|im_start|>user\nHi<|im_end|>\n<|im_start|>assistant\n"), params)
     made.close()
-    said = [{"role": "user", "content": text} for text in ("one", "two")]
-    words = tokenizer(CHATML).apply_chat_template(said, tokenize=False, add_generation_prompt=True)
-    assert text_of(completion.token_ids) == f"Yes<|im_end|>\n{words}Yes"
+    messages = [{"role": "user", "content": text} for text in ("one", "two")]
+    rendered = tokenizer(CHATML).apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+    assert text_of(completion.token_ids) == f"Yes<|im_end|>\n{rendered}Yes"
     assert completion.episode is not None and not completion.truncated
     assert [t.stop - t.start for t in completion.episode.turns] == [3, 3]
 
 
-def test_prompt_and_episode_together_have_a_limit() -> None:
+def test_total_tokens_of_prompt_and_episode_are_limited() -> None:
     prompts, requests = asked(1)
     made = runner(Echo(5), SayingEngine(lambda request: "okay"))
     [completion] = made.generate(prompts, [replace(requests[0], max_new_tokens=33)], PARAMS)
     made.close()
     assert completion.episode is not None and completion.episode.end is End.POSITION_LIMIT
-    # A turn has 5 tokens, and what is said behind it 14; of the second nothing is left for a third.
+    # A turn has 5 tokens and its observation 14. After the second turn no tokens are left for a third.
     assert [turn.stop for turn in completion.episode.turns] == [5, 24]
     assert not completion.truncated and rollouts_of([completion], prompts).truncated_B.tolist() == [True]
 
@@ -532,7 +534,7 @@ def test_prompt_and_episode_together_have_a_limit() -> None:
         ("{{ raise_exception('no tools') if messages|length > 2 }}" + CHATML, "tool", "refuses a conversation"),
     ],
 )
-def test_a_template_that_rewrites_earlier_turns_is_refused(template: str, role: str, sentence: str | None) -> None:
+def test_templates_that_rewrite_earlier_turns_are_rejected(template: str, role: str, sentence: str | None) -> None:
     chat = ChatTokens(tokenizer(template), (END,))
     if sentence is None:
         chat.check(role)
@@ -564,11 +566,11 @@ def test_a_template_that_rewrites_earlier_turns_is_refused(template: str, role: 
         ("The answer is 4.", []),
     ],
 )  # fmt: skip
-def test_calls_as_qwen_writes_them(text: str, expected: list[Any]) -> None:
-    found = qwen_calls(text)
-    assert [(call.tool, call.arguments) for call in found] == [e[:2] for e in expected]
+def test_qwen_calls_are_parsed(text: str, expected: list[Any]) -> None:
+    calls = qwen_calls(text)
+    assert [(call.tool, call.arguments) for call in calls] == [e[:2] for e in expected]
     assert all(
-        e[2] in call.problem and bool(e[2]) == bool(call.problem) for call, e in zip(found, expected, strict=True)
+        e[2] in call.problem and bool(e[2]) == bool(call.problem) for call, e in zip(calls, expected, strict=True)
     )
 
 
@@ -581,11 +583,11 @@ def test_calls_as_qwen_writes_them(text: str, expected: list[Any]) -> None:
         ('It is {"name": "f"}.', []),
     ],
 )
-def test_calls_as_llama_writes_them(text: str, expected: list[Any]) -> None:
+def test_llama_calls_are_parsed(text: str, expected: list[Any]) -> None:
     assert [(call.tool, call.arguments) for call in llama3_calls(text)] == expected
 
 
-def test_the_tools_of_mathematics() -> None:
+def test_mathematics_tools_compute_results() -> None:
     assert calculate("(3 + 4) * 2 ^ 5") == "224" and calculate("sqrt(16) + factorial(3)") == "10.0"
     for text in ("__import__('os')", "True", "(1).real", "open('x')", "max(1, key=2)"):
         with pytest.raises(ValueError, match="is no arithmetic"):
@@ -630,47 +632,49 @@ HOSTILE = {
 }
 
 
-def descendants(but: Sequence[psutil.Process] = ()) -> list[psutil.Process]:
-    """Processes that this one has made, without some that were there before."""
-    return [process for process in psutil.Process().children(recursive=True) if process not in but]
+def descendants(excluded: Sequence[psutil.Process] = ()) -> list[psutil.Process]:
+    """Return the child processes of this process, except those in `but`."""
+    return [process for process in psutil.Process().children(recursive=True) if process not in excluded]
 
 
 @pytest.mark.slow
 @pytest.mark.waits
-def test_what_a_tool_does_ends_with_its_call() -> None:
-    """1,000 processes, 8 GB, no end: the call fails, what it started is gone, and the next call is answered."""
+def test_hostile_tool_calls_leave_no_processes() -> None:
+    """Calls start 1,000 processes, allocate 8 GB or never end. Each of these calls fails, its processes are gone, and
+    the next call gets an answer."""
     settings = ToolSettings(workers=2, timeout_seconds=3.0, memory_gigabytes=0.5, processes=8)
-    of_others = descendants()
+    existing = descendants()
     pool = ToolPool({"python": "megappo.environments.mathematics:python"}, settings)
 
     async def call(code: str) -> ToolResult:
         return await pool.call("python", {"code": code})
 
-    async def all_of_them() -> dict[str, ToolResult]:
-        found = await asyncio.gather(*(call(code) for code, _ in HOSTILE.values()))
+    async def call_all() -> dict[str, ToolResult]:
+        results = await asyncio.gather(*(call(code) for code, _ in HOSTILE.values()))
         assert (await call("6 * 7")).text == "42\n"
-        return dict(zip(HOSTILE, found, strict=True))
+        return dict(zip(HOSTILE, results, strict=True))
 
     with asyncio.Runner() as loop:
-        found = loop.run(all_of_them())
-        assert {name: result.failure for name, result in found.items() if name != "writes"} == {
+        results = loop.run(call_all())
+        assert {name: result.failure for name, result in results.items() if name != "writes"} == {
             name: failure for name, (_, failure) in HOSTILE.items() if name != "writes"
         }
-        assert found["leaves"].text == "left\n" and "more processes" in found["forks"].text
-        assert found["writes"].failure in ("", "died")
-        # The workers and their supervisors are left, and nothing that a call started.
-        assert wait_until(lambda: len(descendants(of_others)) <= 4, 5.0, every_seconds=0.05), descendants()
+        assert results["leaves"].text == "left\n" and "more processes" in results["forks"].text
+        assert results["writes"].failure in ("", "died")
+        # Only the workers and their supervisors remain.
+        assert wait_until(lambda: len(descendants(existing)) <= 4, 5.0, every_seconds=0.05), descendants()
         pool.close()
-    assert wait_until(lambda: not descendants(of_others), 10.0, every_seconds=0.05), descendants()
+    assert wait_until(lambda: not descendants(existing), 10.0, every_seconds=0.05), descendants()
 
 
 @pytest.mark.waits
-def test_a_worker_that_starts_for_a_call_that_is_given_up_is_there_for_the_next() -> None:
-    """One worker in all, however many calls were given up; one that still starts ends with the pool."""
-    of_others = descendants()
+def test_worker_of_cancelled_call_serves_the_next() -> None:
+    """One worker starts, no matter how many calls were cancelled. A worker that is still starting ends with
+    the pool."""
+    existing = descendants()
     pool = ToolPool({"calculator": "megappo.environments.mathematics:calculate"}, ToolSettings(workers=1))
 
-    async def give_up() -> None:
+    async def cancel_call() -> None:
         call = asyncio.ensure_future(pool.call("calculator", {"expression": "6 * 7"}))
         for _ in range(5):
             await asyncio.sleep(0)
@@ -680,17 +684,17 @@ def test_a_worker_that_starts_for_a_call_that_is_given_up_is_there_for_the_next(
 
     async def play() -> ToolResult:
         for _ in range(3):
-            await give_up()
+            await cancel_call()
         return await pool.call("calculator", {"expression": "6 * 7"})
 
     with asyncio.Runner() as loop:
         assert loop.run(play()).text == "42"
-        assert len(descendants(of_others)) <= 2, "the worker and its supervisor"
+        assert len(descendants(existing)) <= 2, "only the worker and its supervisor may run"
         pool.close()
         pool = pool.again()
-        loop.run(give_up())
+        loop.run(cancel_call())
         pool.close()
-    assert wait_until(lambda: not descendants(of_others), 10.0, every_seconds=0.05), descendants()
+    assert wait_until(lambda: not descendants(existing), 10.0, every_seconds=0.05), descendants()
 
 
 SEES = """
@@ -700,28 +704,29 @@ print({**os.environ}, open("/proc/self/environ").read(), len(os.listdir("/proc/s
 
 
 @pytest.mark.waits
-def test_a_program_of_the_model_sees_no_secret(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Nor what its worker has open. A tool of the user's own beside it has all variables."""
+def test_programs_of_the_model_see_no_secret(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Programs do not inherit open files of the worker either. A user's own tool in the same pool gets all
+    variables."""
     for name in ("WANDB_API_KEY", "ANYTHING_ELSE"):
         monkeypatch.setenv(name, "s3cret")
     python = {"python": "megappo.environments.mathematics:python"}
 
-    def said(pool: ToolPool, tool: str, **arguments: str) -> str:
+    def text_of_call(pool: ToolPool, tool: str, **arguments: str) -> str:
         return loop.run(pool.call(tool, arguments)).text
 
     with asyncio.Runner() as loop:
         pool = ToolPool(python, ToolSettings(workers=1))
-        seen = said(pool, "python", code=SEES)
+        seen = text_of_call(pool, "python", code=SEES)
         assert "s3cret" not in seen and "PATH" in seen and int(seen.split()[-1]) <= 5, seen
         pool.close()
         pool = ToolPool(python | {"own": "os:getenv"}, ToolSettings(workers=1))
-        seen = said(pool, "python", code="import os; print({**os.environ})")
+        seen = text_of_call(pool, "python", code="import os; print({**os.environ})")
         assert "s3cret" not in seen and "PATH" in seen
-        assert said(pool, "own", key="WANDB_API_KEY") == "s3cret"
+        assert text_of_call(pool, "own", key="WANDB_API_KEY") == "s3cret"
         pool.close()
 
 
-def test_a_tool_that_is_not_there() -> None:
+def test_missing_tools_are_reported() -> None:
     with pytest.raises(ValueError, match="tool 'x' 'nowhere:f': module 'nowhere' cannot be imported"):
         ToolPool({"x": "nowhere:f"}, ToolSettings())
     pool = ToolPool({}, ToolSettings())
@@ -731,7 +736,7 @@ def test_a_tool_that_is_not_there() -> None:
 
 @pytest.mark.waits
 def test_a_model_calls_tools_and_answers() -> None:
-    """In the format of its family; what is wrong with a call is told to it; the last reply is scored."""
+    """The model uses the format of its family and receives the errors of its calls. The last reply is scored."""
     replies = [
         '<tool_call>{"name": "calculator", "arguments": {"expression": "6*7"}}</tool_call>'
         '<tool_call>{"name": "python", "arguments": {"code": "print(1/0)"}}</tool_call>',
@@ -739,8 +744,8 @@ def test_a_model_calls_tools_and_answers() -> None:
         '<tool_call>{"name": "python", "arguments": {"script": "1"}}</tool_call>',
         "It is 42.",
     ]
-    said = iter(replies)
-    made = runner(ToolCalling(tools=BOTH), SayingEngine(lambda request: next(said)), template=CHATML)
+    answers = iter(replies)
+    made = runner(ToolCalling(tools=BOTH), SayingEngine(lambda request: next(answers)), template=CHATML)
     prompts, requests = asked(1, "<|im_start|>user\n6*7?<|im_end|>\n<|im_start|>assistant\n")
     [completion] = made.generate(prompts, requests, replace(PARAMS, max_new_tokens=2000))
     made.close()
@@ -750,12 +755,12 @@ def test_a_model_calls_tools_and_answers() -> None:
     assert completion.episode is not None
     assert {name: use.calls for name, use in completion.episode.tools.items()} == {"calculator": 1, "python": 1}
     assert rollouts_of([completion], prompts).responses == ("It is 42.",)
-    assert list(ToolCalling().tools) == ["calculator"]  # a model's programs run where somebody says so
+    assert list(ToolCalling().tools) == ["calculator"]  # python is off by default
 
 
-def test_a_number_is_guessed_with_hints() -> None:
-    said = iter(["50", "well", "no 25?", "37"])
-    engine = SayingEngine(lambda request: next(said))
+def test_guess_environment_gives_hints() -> None:
+    answers = iter(["50", "well", "no 25?", "37"])
+    engine = SayingEngine(lambda request: next(answers))
     made = runner(GuessNumber(cost_per_turn=0.125), engine)
     [completion] = made.generate(*asked(1, answer="37"), PARAMS)
     made.close()
@@ -766,17 +771,17 @@ def test_a_number_is_guessed_with_hints() -> None:
 
 @pytest.mark.slow
 @pytest.mark.waits
-def test_a_task_of_reasoning_gym_is_tried_again() -> None:
-    """The generator's own score, which a worker finds; a turn is rewarded with what it adds."""
+def test_reasoning_gym_task_allows_several_tries() -> None:
+    """A worker computes the generator's own score. A turn is rewarded with the increase of the score."""
     pytest.importorskip("reasoning_gym")
     settings = DataSourceSettings(source="reasoning_gym:mini_sudoku", options={"size": 1, "seed": 3})
     [record] = read_records(settings)
     solution = str(record.answer)
     wrong = solution.translate(str.maketrans("1234", "2143"))
-    said = iter(["no idea", wrong, solution, solution])
+    answers = iter(["no idea", wrong, solution, solution])
     arguments = {"tries": 4, "cost_per_turn": 0.125, "feedback": "{score:.1f}?"}
     environment = make_environment(EnvironmentSettings(name="reasoning_gym", arguments=arguments))
-    made = runner(environment, SayingEngine(lambda request: next(said)))
+    made = runner(environment, SayingEngine(lambda request: next(answers)))
     [prompt], requests = asked(1)
     [completion] = made.generate([replace(prompt, metadata=record.metadata)], requests, PARAMS)
     made.close()
@@ -784,7 +789,7 @@ def test_a_task_of_reasoning_gym_is_tried_again() -> None:
     assert episode is not None and not episode.failure, episode
     first, second, third = (turn.reward for turn in episode.turns)
     assert first == 0.0 and second >= -0.125 and third > 0.5
-    assert first + second + third == pytest.approx(1.0 - 2 * 0.125) and next(said) == solution
+    assert first + second + third == pytest.approx(1.0 - 2 * 0.125) and next(answers) == solution
     assert episode.tools["score"].calls == 3 and "0.0?" in text_of(completion.token_ids)
 
 
@@ -805,7 +810,7 @@ def test_a_task_of_reasoning_gym_is_tried_again() -> None:
         ({"name": "tools", "arguments": {"tools": ["rocket"]}}, "must be a list of calculator or python"),
     ],
 )
-def test_an_environment_that_cannot_be_used_is_refused(settings: dict[str, Any], sentence: str) -> None:
+def test_unusable_environments_are_rejected(settings: dict[str, Any], sentence: str) -> None:
     with pytest.raises(ValueError, match=sentence):
         make_environment(EnvironmentSettings(**settings))
 
@@ -818,21 +823,22 @@ def test_an_environment_that_cannot_be_used_is_refused(settings: dict[str, Any],
         (["rollout.environment={name: guess, max_turn_tokens: 99999}"], "the limit of all turns together"),
     ],
 )
-def test_settings_that_do_not_go_together_are_refused(overrides: list[str], sentence: str) -> None:
+def test_conflicting_settings_are_rejected(overrides: list[str], sentence: str) -> None:
     with pytest.raises(ConfigError, match=sentence):
         derive(load_config(BASE, overrides), 1, SHAPE)
 
 
 @pytest.mark.parametrize("text", ['{"a":' * 100_000, "[" * 100_000, '{"name": "x", "parameters": ' + "[" * 100_000])
-def test_calls_that_are_nested_without_end_are_told_to_the_model(text: str) -> None:
-    (wanted,) = qwen_calls(f"<tool_call>{text}</tool_call>")
-    assert "the call is no JSON (" in wanted.problem
-    assert all("the call is no JSON (" in wanted.problem for wanted in llama3_calls(text))
+def test_deeply_nested_calls_report_invalid_json(text: str) -> None:
+    (call,) = qwen_calls(f"<tool_call>{text}</tool_call>")
+    assert "the call is no JSON (" in call.problem
+    assert all("the call is no JSON (" in call.problem for call in llama3_calls(text))
 
 
 @pytest.mark.waits
-def test_an_answer_that_is_nested_without_end_costs_its_call() -> None:
-    """Written beside the tool's own, into whatever is open; the next call is answered."""
+def test_deeply_nested_tool_answer_fails_its_call() -> None:
+    """The program writes into every open file descriptor, next to the tool's own answer. The next call gets
+    an answer."""
     code = "import os\nfor n in range(3, 64):\n  try: os.write(n, b'[' * 60000)\n  except OSError: pass\nos._exit(0)"
     pool = ToolPool({"python": "megappo.environments.mathematics:python"}, ToolSettings(workers=1))
     with asyncio.Runner() as loop:

@@ -1,4 +1,4 @@
-"""Episodes that are played while the trainer computes, and what becomes of them where one lets no other go on."""
+"""Tests of episodes that run in the background of training, and of blocking episodes."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ pytestmark = pytest.mark.usefixtures("world_of_one")
 
 
 class Turns:
-    """So many turns, each rewarded with its number."""
+    """Plays a fixed number of turns. Rewards each turn with its number."""
 
     def __init__(self, turns: int = 3) -> None:
         self._turns = turns
@@ -51,14 +51,14 @@ class Turns:
         return 1.0
 
 
-def say(request: Any) -> str:
+def reply_text(request: Any) -> str:
     return f"t{len(request.token_ids)} {request.seed % 7}"
 
 
-def test_episodes_go_on_while_the_trainer_computes_and_are_what_they_would_be() -> None:
-    """Nobody waits for them until they are over; they are those of every other way to play them."""
+def test_episodes_run_during_training_with_same_results() -> None:
+    """The caller does not wait for the episodes. Every way to play the episodes gives the same results."""
     environment = Turns()
-    made = runner(environment, PromptEngine(say, lambda request: 0.001))
+    made = runner(environment, PromptEngine(reply_text, lambda request: 0.001))
     prompts, requests = asked(20)
     pending = made.submit(prompts, requests, PARAMS)
     assert len(pending.completions) < 20
@@ -66,17 +66,18 @@ def test_episodes_go_on_while_the_trainer_computes_and_are_what_they_would_be() 
     ahead = made.collect(pending)
     again = made.generate(prompts, requests, PARAMS)
     made.close()
-    in_rounds = runner(Turns(), SayingEngine(say))
+    in_rounds = runner(Turns(), SayingEngine(reply_text))
     expected = in_rounds.generate(prompts, requests, PARAMS)
     in_rounds.close()
     assert ahead == again == expected
-    for found in (ahead, again, expected):
-        assert [c.episode and c.episode.turns for c in found] == [c.episode and c.episode.turns for c in expected]
+    for completions in (ahead, again, expected):
+        assert [c.episode and c.episode.turns for c in completions] == [c.episode and c.episode.turns for c in expected]
     assert environment.threads == {"megappo-episodes"}
 
 
 class Blocking:
-    """Of ten samples one sleeps in C, one never ends and one blocks in a task of its own, each in its second turn."""
+    """Of ten samples, one sleeps in C, one never ends and one blocks in a separate task. Each blocks in its second
+    turn."""
 
     def __init__(self) -> None:
         self.awake = threading.Event()
@@ -103,10 +104,10 @@ class Blocking:
         time.sleep(3600)
 
 
-def test_an_episode_that_blocks_the_others_costs_its_own_sample() -> None:
-    """While nobody waits for any. The others begin anew in another thread, with the turns that they had; what is left
-    in the old one ends once it can."""
-    environment, answered, of_others = Blocking(), Counter[tuple[int, int]](), set(threading.enumerate())
+def test_blocking_episode_fails_only_its_own_sample() -> None:
+    """No caller waits for the episodes. The other episodes start again in another thread and keep their turns. The old
+    thread ends when its blocking call returns."""
+    environment, answered, existing = Blocking(), Counter[tuple[int, int]](), set(threading.enumerate())
 
     def counted(request: Any) -> str:
         answered[request.prompt_id, len(request.token_ids)] += 1
@@ -121,28 +122,28 @@ def test_an_episode_that_blocks_the_others_costs_its_own_sample() -> None:
     assert failures == ["hung" if number % 10 in (3, 5, 7) else "" for number in range(20)]
     texts = {text_of(c.token_ids) for c, failure in zip(completions, failures, strict=True) if not failure}
     assert texts == {"ok<|im_end|>onok<|im_end|>onok<|im_end|>"}
-    assert set(answered.values()) == {1}  # nothing is generated twice
-    spins = environment.spins  # the thread of the endless loop has ended; those in C are told when they awake
+    assert set(answered.values()) == {1}  # no turn is generated twice
+    spins = environment.spins  # the endless loop has ended; sleeps in C end with the event
     environment.awake.set()
     made.close()
     assert spins == environment.spins
-    threads = [t for t in threading.enumerate() if t.name == "megappo-episodes" and t not in of_others]
+    threads = [t for t in threading.enumerate() if t.name == "megappo-episodes" and t not in existing]
     assert wait_until(lambda: sum(t.is_alive() for t in threads) <= 2, 60, every_seconds=0.01)
 
 
-class AskedLater:
-    """A run that is asked to stop once it is told to."""
+class LaterStop:
+    """Interrupts a run after `requested` is set."""
 
-    asked = False
+    requested = False
 
     def check(self) -> None:
-        if self.asked:
+        if self.requested:
             raise Interrupted(signal.SIGTERM)
 
 
 @pytest.mark.parametrize("kind", [PromptEngine, SayingEngine])
-def test_a_run_that_is_stopped_waits_for_no_episode(kind: type[SayingEngine]) -> None:
-    """One waits for what never comes and one lets no other go on; those that are over are kept."""
+def test_stopped_run_does_not_wait_for_episodes(kind: type[SayingEngine]) -> None:
+    """One episode waits forever and one blocks the event loop. Completed episodes are kept."""
 
     class Endless:
         async def run(self, session: Session) -> float:
@@ -150,12 +151,12 @@ def test_a_run_that_is_stopped_waits_for_no_episode(kind: type[SayingEngine]) ->
             if session.seed == 1001:
                 await asyncio.Event().wait()
             if session.seed == 1002:
-                stop.asked = True
+                stop.requested = True
                 threading.Event().wait(3600)
             return 1.0
 
-    stop, done = AskedLater(), dict[int, Any]()
-    made = runner(Endless(), engine := kind(say), stop=stop, max_seconds=3600.0)
+    stop, done = LaterStop(), dict[int, Any]()
+    made = runner(Endless(), engine := kind(reply_text), stop=stop, max_seconds=3600.0)
     prompts, requests = asked(3)
     if isinstance(engine, PromptEngine):
         pending = made.submit(prompts, requests, PARAMS)
@@ -170,7 +171,8 @@ def test_a_run_that_is_stopped_waits_for_no_episode(kind: type[SayingEngine]) ->
 
 
 class Impatient:
-    """Gives up waiting for a turn, and asks for it again or for another; one exits in a task of its own."""
+    """Cancels a turn after a timeout and requests a turn again. One sample exits in a
+    separate task."""
 
     async def run(self, session: Session) -> float:
         number = session.seed - 1000
@@ -187,16 +189,16 @@ class Impatient:
         sys.exit(3)
 
 
-def test_a_turn_that_nobody_waits_for() -> None:
-    made = runner(Impatient(), PromptEngine(say, lambda request: 0.3))
+def test_cancelled_turn_is_requested_again() -> None:
+    made = runner(Impatient(), PromptEngine(reply_text, lambda request: 0.3))
     completions = made.collect(made.submit(*asked(3), PARAMS))
     made.close()
     assert [c.episode and c.episode.failure for c in completions] == ["", "", "raised"]
     assert [text_of(c.token_ids) for c in completions[:2]] == ["t3 6<|im_end|>", "wellt7 0<|im_end|>"]
 
 
-def test_a_busy_process_blames_nobody() -> None:
-    """Tasks that run one after the other for longer than one may at a stretch."""
+def test_busy_process_blames_no_task() -> None:
+    """The tasks run in sequence. Together the tasks exceed the limit of a single task."""
     blamed = list[object]()
     loop = WatchedLoop(0.3, lambda seconds: None, blamed.append)
 
@@ -220,9 +222,9 @@ def in_flight(
     environment: Environment | None = None,
     params: SamplingParams = PARAMS,
 ) -> tuple[InFlight, EpisodeRunner]:
-    """Two prompts of two samples in a step, of two steps ahead."""
-    words = ("rollout.ahead=2", "rollout.max_lag=2", "rollout.prompts_per_step=2", f"model.path={TINY}")
-    config = load_config(str(BASE), [*words, "rollout.samples_per_prompt=2"])
+    """Return the `InFlight` and the runner: two prompts of two samples per step, two steps ahead."""
+    overrides = ("rollout.ahead=2", "rollout.max_lag=2", "rollout.prompts_per_step=2", f"model.path={TINY}")
+    config = load_config(str(BASE), [*overrides, "rollout.samples_per_prompt=2"])
     prompts, _ = asked(20)
     parts: Any = SimpleNamespace(
         config=config,
@@ -250,7 +252,7 @@ def sync(responses: InFlight, engine: FlyingEngine) -> None:
 
 
 def check(rollouts: Rollouts) -> None:
-    """Turns are whole, whatever weights made which of their tokens, and each token says whose it is."""
+    """Check that turns are complete and that each token has its weight version."""
     assert {text_of(s[3:].tolist()) for s in rollouts.sequences} == {"okay<|im_end|>you said okay.okay<|im_end|>"}
     own_BR, versions_BR = rollouts.response_mask_BR, rollouts.token_versions_BR
     assert versions_BR is not None and torch.equal(versions_BR[own_BR], -rollouts.engine_logprob_BR[own_BR].long())
@@ -258,8 +260,8 @@ def check(rollouts: Rollouts) -> None:
     assert rollouts.episodes is not None and not rollouts.episodes.failed_B.any()
 
 
-def test_turns_go_on_under_other_weights() -> None:
-    """What a sync breaks off goes on from its tokens, under another seed; its environment only waits longer."""
+def test_turns_continue_after_weight_sync() -> None:
+    """An interrupted turn continues from its tokens with another seed. Its environment only waits longer."""
     responses, made = in_flight(engine := FlyingEngine(lambda request: "okay"))
     several = 0
     for step in range(1, 6):
@@ -269,7 +271,7 @@ def test_turns_go_on_under_other_weights() -> None:
         assert versions_BR is not None and engine.version - versions_BR[rollouts.response_mask_BR].min() <= 2
         several += sum(len(set(v[m].tolist())) > 1 for v, m in zip(versions_BR, rollouts.response_mask_BR, strict=True))
         responses.forget(step)
-        assert wait_until(lambda: engine.is_asked, 60, every_seconds=0.001)  # by the thread of the episodes
+        assert wait_until(lambda: engine.is_asked, 60, every_seconds=0.001)  # sent by the thread of the episodes
         sync(responses, engine)
         numbers = responses.metrics()
         assert numbers["rollout/dropped"] == numbers["episode/begun_anew"] == 0 and numbers["rollout/partial"] > 0
@@ -279,20 +281,20 @@ def test_turns_go_on_under_other_weights() -> None:
     assert len(set(seeds)) == len(seeds)
 
 
-def test_a_stop_text_ends_a_turn_and_no_episode() -> None:
+def test_stop_text_ends_only_the_turn() -> None:
     params = replace(PARAMS, stop_texts=StopTexts(("</a>",), TOKENIZER))
     responses, made = in_flight(FlyingEngine(lambda request: "okay</a>"), params=params)
     rollouts = responses.of_step(1, weights_changed=False)
     made.close()
-    said = "okay</a>you said okay</a>.okay</a>"
-    assert [text_of(s[3:].tolist()) for s in rollouts.sequences] == [said] * 4
+    expected = "okay</a>you said okay</a>.okay</a>"
+    assert [text_of(s[3:].tolist()) for s in rollouts.sequences] == [expected] * 4
     assert rollouts.episodes is not None
     for sequence, episode in zip(rollouts.sequences, rollouts.episodes.of_samples, strict=True):
         assert [text_of(sequence[3:][turn.start : turn.stop].tolist()) for turn in episode.turns] == ["okay</a>"] * 2
 
 
-class GivesUp:
-    """Says something after the first turn, and gives up waiting for another one."""
+class CancelsTurn:
+    """Observes a text after the first turn, and cancels the next turn."""
 
     def __init__(self, *, fails: bool) -> None:
         self._fails = fails
@@ -311,9 +313,9 @@ class GivesUp:
 
 
 @pytest.mark.parametrize("fails", [False, True])
-def test_what_no_turn_followed_is_no_part_of_the_sample(fails: bool) -> None:
-    """Its tokens have no weight version; the first turns are of two versions each, but for the first two steps'."""
-    responses, made = in_flight(engine := FlyingEngine(lambda request: "okay"), environment=GivesUp(fails=fails))
+def test_observation_without_next_turn_is_dropped(fails: bool) -> None:
+    """The dropped tokens have no weight version. From the third step on, first turns have two versions each."""
+    responses, made = in_flight(engine := FlyingEngine(lambda request: "okay"), environment=CancelsTurn(fails=fails))
     several = 0
     for step in range(1, 5):
         rollouts = responses.of_step(step, weights_changed=False)
@@ -329,20 +331,20 @@ def test_what_no_turn_followed_is_no_part_of_the_sample(fails: bool) -> None:
 
 
 @pytest.mark.waits
-def test_a_run_goes_on_with_the_episodes_that_were_over() -> None:
-    """Those are the same to the last bit, in the order in which their prompts were sent; others begin anew."""
+def test_resumed_run_keeps_completed_episodes() -> None:
+    """Completed episodes are bitwise identical, in the order of their prompts. Other episodes start again."""
     responses, made = in_flight(engine := FlyingEngine(lambda request: "okay", stuck=(4, 5, 9)))
     responses.of_step(1, weights_changed=False)
     responses.forget(1)
     sync(responses, engine)
     before = responses.of_step(2, weights_changed=False)
     responses.pause()
-    kept, cursor = responses.state_dict(2), responses.cursor_state()
+    state, cursor = responses.state_dict(2), responses.cursor_state()
     under_way = {number for number, _ in engine.sent} & {4, 5, 9}
     made.close()
     responses, made = in_flight(engine := FlyingEngine(lambda request: "okay"), cursor)
     engine.version = 8
-    responses.load_state_dict([kept])
+    responses.load_state_dict([state])
     after = responses.of_step(2, weights_changed=False)
     assert torch.equal(before.engine_logprob_BR, after.engine_logprob_BR)
     assert all(map(torch.equal, before.sequences, after.sequences))

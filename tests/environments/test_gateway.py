@@ -1,4 +1,4 @@
-"""Agents that speak HTTP: what they are told, what is recorded of it, and what they cost when they fail."""
+"""Tests of agents that use the HTTP gateway: requests, recorded trajectories and failures."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ from tests.support.episodes import PARAMS, TOKENIZER, PromptEngine, SayingEngine
 openai = pytest.importorskip("openai", reason="OpenAI's SDK is not installed; it comes with SGLang")
 anthropic = pytest.importorskip("anthropic", reason="Anthropic's SDK is not installed; it comes with SGLang")
 
-TEMPLATE = (  # as Qwen 2.5's
+TEMPLATE = (  # like Qwen 2.5
     "{% if tools %}<|im_start|>system\n{{ tools | map(attribute='function.name') | join(' ') }}<|im_end|>\n{% endif %}"
     "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}"
     "{% for c in m.tool_calls or () %}<tool_call>{{ c.function | tojson }}</tool_call>{% endfor %}<|im_end|>\n"
@@ -65,9 +65,9 @@ class Served:
 
 
 def played(agent: Any, *replies: str, kind: type[SayingEngine] = SayingEngine, count: int = 1, **limits: Any) -> Any:
-    """The completions of episodes of an agent, to whom the model says one thing after another, and the engine."""
-    said = iter(replies)
-    engine = kind(lambda request: next(said, "on"))
+    """Return the completions of an agent's episodes and the engine. The model answers with `replies` in order."""
+    answers = iter(replies)
+    engine = kind(lambda request: next(answers, "on"))
     params = replace(PARAMS, max_new_tokens=limits.pop("max_new_tokens", 400))
     environment = agent if hasattr(agent, "run") else Served(agent)
     made = runner(environment, engine, template=TEMPLATE, **limits)
@@ -78,7 +78,7 @@ def played(agent: Any, *replies: str, kind: type[SayingEngine] = SayingEngine, c
 
 
 async def asks_openai(endpoint: AgentEndpoint, prompt: Prompt) -> float:
-    """Written with nothing but OpenAI's SDK."""
+    """Call a tool with OpenAI's SDK until the model answers."""
     tools = [{"type": "function", "function": {"name": "look", "parameters": SCHEMA}}]
     messages: list[Any] = [{"role": "system", "content": "Be kind."}, {"role": "user", "content": prompt.text}]
     async with openai.AsyncOpenAI(base_url=endpoint.base_url, api_key=endpoint.api_key) as client:
@@ -89,47 +89,47 @@ async def asks_openai(endpoint: AgentEndpoint, prompt: Prompt) -> float:
             if answer.choices[0].finish_reason != "tool_calls":
                 return float(message.content == "It is 42.")
             for call in message.tool_calls:
-                found = str(6 * int(json.loads(call.function.arguments)["key"]))
-                messages.append({"role": "tool", "tool_call_id": call.id, "content": found})
+                value = str(6 * int(json.loads(call.function.arguments)["key"]))
+                messages.append({"role": "tool", "tool_call_id": call.id, "content": value})
 
 
 async def asks_openai_for_a_stream(endpoint: AgentEndpoint, prompt: Prompt) -> float:
-    """Put together from chunks; a role and contents as newer models have them."""
+    """Call a tool over OpenAI's streaming API. The role and contents have the form of newer models."""
     tools = [{"type": "function", "function": {"name": "look", "parameters": SCHEMA}}]
     messages: list[Any] = [
         {"role": "developer", "content": "Be kind."},
         {"role": "user", "content": [{"type": "text", "text": prompt.text}]},
     ]
-    wanted = {"model": "m", "tools": tools, "stream": True, "stream_options": {"include_usage": True}}
+    arguments = {"model": "m", "tools": tools, "stream": True, "stream_options": {"include_usage": True}}
     async with openai.AsyncOpenAI(base_url=endpoint.base_url, api_key=endpoint.api_key) as client:
         while True:
             text, used = "", 0
             calls: list[Any] = []
-            async for chunk in await client.chat.completions.create(messages=messages, **wanted):
+            async for chunk in await client.chat.completions.create(messages=messages, **arguments):
                 used += chunk.usage.total_tokens if chunk.usage else 0
                 for choice in chunk.choices:
                     text += choice.delta.content or ""
                     calls += choice.delta.tool_calls or []
             assert used > 0
-            told = [{**call.model_dump(exclude={"index"})} for call in calls]
-            messages.append({"role": "assistant", "content": text, "tool_calls": told or None})
+            tool_calls = [{**call.model_dump(exclude={"index"})} for call in calls]
+            messages.append({"role": "assistant", "content": text, "tool_calls": tool_calls or None})
             if not calls:
                 return float(text == "It is 42.")
             messages += [{"role": "tool", "tool_call_id": call.id, "content": "42"} for call in calls]
 
 
 async def asks_anthropic(endpoint: AgentEndpoint, prompt: Prompt, *, stream: bool = False) -> float:
-    """Written with nothing but Anthropic's SDK."""
+    """Call a tool with Anthropic's SDK until the model answers."""
     tools = [{"name": "look", "input_schema": SCHEMA}]
     messages: list[Any] = [{"role": "user", "content": prompt.text}]
-    wanted = {"model": "m", "max_tokens": 300, "system": "Be kind.", "tools": tools}
+    arguments = {"model": "m", "max_tokens": 300, "system": "Be kind.", "tools": tools}
     async with anthropic.AsyncAnthropic(base_url=endpoint.anthropic_base_url, api_key=endpoint.api_key) as client:
         while True:
             if stream:
-                async with client.messages.stream(messages=messages, **wanted) as streamed:
+                async with client.messages.stream(messages=messages, **arguments) as streamed:
                     answer = await streamed.get_final_message()
             else:
-                answer = await client.messages.create(messages=messages, **wanted)
+                answer = await client.messages.create(messages=messages, **arguments)
             messages.append({"role": "assistant", "content": answer.content})
             if answer.stop_reason != "tool_use":
                 return float(answer.content[0].text == "It is 42.")
@@ -150,36 +150,36 @@ AGENTS = [asks_openai, asks_openai_for_a_stream, asks_anthropic, asks_anthropic_
 
 @pytest.mark.parametrize("kind", [SayingEngine, PromptEngine])
 @pytest.mark.parametrize("agent", AGENTS)
-def test_what_the_engine_made_is_what_is_recorded(agent: Any, kind: type[SayingEngine]) -> None:
-    """Tokens and log-probabilities to the last bit, the same whichever SDK the agent is written with."""
+def test_recorded_tokens_equal_engine_output(agent: Any, kind: type[SayingEngine]) -> None:
+    """Tokens and log-probabilities are bitwise identical for every SDK."""
     replies: list[Completion] = []
 
-    class Kept(kind):  # type: ignore[valid-type,misc]
-        def answer(self, *given: Any) -> Completion:
-            replies.append(super().answer(*given))
+    class Recorder(kind):  # type: ignore[valid-type,misc]
+        def answer(self, *arguments: Any) -> Completion:
+            replies.append(super().answer(*arguments))
             return replies[-1]
 
-    [completion], engine = played(agent, CALL, "It is 42.", kind=Kept)
+    [completion], engine = played(agent, CALL, "It is 42.", kind=Recorder)
     episode = completion.episode
     assert (episode.failure, episode.trajectories, episode.left_out_tokens) == ("", 1, 0)
-    words = (
+    rendered = (
         "<|im_start|>system\nlook<|im_end|>\n<|im_start|>system\nBe kind.<|im_end|>\n<|im_start|>user\ngo <|im_end|>"
     )
-    assert text_of(episode.prompt_ids) == words + "\n<|im_start|>assistant\n"
-    heard = "\n<|im_start|>tool\n42<|im_end|>\n<|im_start|>assistant\n"
-    assert text_of(completion.token_ids) == f"{CALL}<|im_end|>{heard}It is 42.<|im_end|>"
+    assert text_of(episode.prompt_ids) == rendered + "\n<|im_start|>assistant\n"
+    tool_message = "\n<|im_start|>tool\n42<|im_end|>\n<|im_start|>assistant\n"
+    assert text_of(completion.token_ids) == f"{CALL}<|im_end|>{tool_message}It is 42.<|im_end|>"
     for turn, reply in zip(episode.turns, replies, strict=True):
         assert completion.token_ids[turn.start : turn.stop] == reply.token_ids
         assert completion.logprobs[turn.start : turn.stop] == reply.logprobs
     assert [turn.reward for turn in episode.turns] == [0.0, 1.0]
     assert episode.tools["look"].calls == 1
-    if kind is SayingEngine:  # what the model saw is what the trainer will see
+    if kind is SayingEngine:  # the trainer gets the model's input
         first, second = (round_[0].token_ids for round_ in engine.rounds)
         assert first == episode.prompt_ids
         assert second == episode.prompt_ids + completion.token_ids[: episode.turns[1].start]
 
 
-def test_the_trainer_sees_the_prompt_that_the_agent_wrote() -> None:
+def test_trainer_gets_the_prompt_of_the_agent() -> None:
     completions, _ = played(asks_openai, count=2)
     prompts, _ = asked(2)
     rollouts = finish_rollout(SampleRequests(tuple(prompts), (0, 1), 1, ()), completions, TOKENIZER)
@@ -187,30 +187,30 @@ def test_the_trainer_sees_the_prompt_that_the_agent_wrote() -> None:
     whole = completions[0].episode.prompt_ids + completions[0].token_ids
     assert rollouts.sequences[0].tolist() == list(whole) and rollouts.response_lengths_B.tolist() == [3, 3]
     assert rollouts.episodes is not None and rollouts.responses == ("on", "on")
-    assert [said["by"] for said in rollouts.episodes.conversations[0]] == ["agent", "model"]
-    kept = kept_episodes(keep_episodes(completions), [False] * 2)
-    assert kept == [completion.episode for completion in completions]
+    assert [message["by"] for message in rollouts.episodes.conversations[0]] == ["agent", "model"]
+    restored = kept_episodes(keep_episodes(completions), [False] * 2)
+    assert restored == [completion.episode for completion in completions]
 
 
-def test_a_changed_prefix_opens_a_trajectory_and_the_last_spoken_one_is_the_sample() -> None:
-    """It goes on from whatever it goes on from; a conversation that was shortened begins anew."""
+def test_changed_prefix_starts_a_new_trajectory() -> None:
+    """The trajectory with the last turn becomes the sample. A shortened conversation starts another trajectory."""
 
     async def wanders(endpoint: AgentEndpoint, prompt: Prompt) -> float:
         async with openai.AsyncOpenAI(base_url=endpoint.base_url, api_key=endpoint.api_key) as client:
 
-            async def ask(*messages: Any) -> list[Any]:
+            async def send(*messages: Any) -> list[Any]:
                 answer = await client.chat.completions.create(model="m", messages=messages)
                 return [*messages, answer.choices[0].message]
 
             def user(text: str) -> dict[str, str]:
                 return {"role": "user", "content": text}
 
-            first = await ask(user("one"))
-            await ask(user("title?"))  # beside it
-            second = await ask(*first, user("two"))  # goes on from the first
-            await ask(user("sum: one two"))  # shortened
-            await ask(*second[:-1], {"role": "assistant", "content": "changed"}, user("three"))  # rewritten
-            await ask(*second, user("four"))
+            first = await send(user("one"))
+            await send(user("title?"))  # a separate conversation
+            second = await send(*first, user("two"))  # continues the first conversation
+            await send(user("sum: one two"))  # shortened
+            await send(*second[:-1], {"role": "assistant", "content": "changed"}, user("three"))  # rewritten
+            await send(*second, user("four"))
         return 1.0
 
     [completion], _ = played(wanders, "a", "b", "c", "d", "e", "f")
@@ -224,16 +224,16 @@ def test_a_changed_prefix_opens_a_trajectory_and_the_last_spoken_one_is_the_samp
     assert metrics["episode/trajectories"] == 4 and metrics["episode/left_out_tokens"] == 6
 
 
-def test_saying_nothing_is_an_empty_text() -> None:
-    """Not null, which is for turns that only call tools."""
+def test_empty_reply_has_empty_content() -> None:
+    """The content is null only for turns that consist of tool calls."""
     only_calls = CALL.removeprefix("I ask.")
 
     async def reads(endpoint: AgentEndpoint, prompt: Prompt) -> float:
-        wanted: dict[str, Any] = {"model": "m", "messages": [{"role": "user", "content": "x"}]}
+        arguments: dict[str, Any] = {"model": "m", "messages": [{"role": "user", "content": "x"}]}
         tools = [{"type": "function", "function": {"name": "look", "parameters": SCHEMA}}]
         async with openai.AsyncOpenAI(base_url=endpoint.base_url, api_key=endpoint.api_key) as client:
-            silent = await client.chat.completions.create(**wanted)
-            calling = await client.chat.completions.create(**wanted, tools=tools)
+            silent = await client.chat.completions.create(**arguments)
+            calling = await client.chat.completions.create(**arguments, tools=tools)
         assert silent.choices[0].message.content == "" and calling.choices[0].message.content is None
         return float(calling.choices[0].finish_reason == "tool_calls")
 
@@ -241,8 +241,8 @@ def test_saying_nothing_is_an_empty_text() -> None:
     assert completion.episode.turns[-1].reward == 1.0, completion.episode.reason
 
 
-def test_what_a_template_rewrites_is_another_trajectory() -> None:
-    """Thoughts of earlier turns that are left out once a user speaks: the model no longer sees what it said."""
+def test_rewritten_history_starts_a_new_trajectory() -> None:
+    """The template drops the thoughts of earlier turns, so the model no longer sees its full reply."""
     forgetful = TEMPLATE.replace(
         "{{ m.content }}", "{{ m.content.split('</think>')[-1] if not loop.last else m.content }}"
     )
@@ -261,8 +261,8 @@ def test_what_a_template_rewrites_is_another_trajectory() -> None:
     assert "<think>" not in text_of(completion.episode.prompt_ids or ())
 
 
-def test_half_a_character_is_a_question_mark() -> None:
-    """JSON can hold halves of surrogate pairs, and tokenizers refuse them."""
+def test_lone_surrogate_becomes_a_question_mark() -> None:
+    """JSON can contain half of a surrogate pair. Tokenizers reject such text."""
 
     async def asks(endpoint: AgentEndpoint, prompt: Prompt) -> None:
         async with aiohttp.ClientSession(headers={"Authorization": f"Bearer {endpoint.api_key}"}) as http:
@@ -274,49 +274,49 @@ def test_half_a_character_is_a_question_mark() -> None:
     assert "a?b" in text_of(completion.episode.prompt_ids), completion.episode.reason
 
 
-def test_two_requests_at_once_are_answered_one_after_the_other() -> None:
+def test_concurrent_requests_are_answered_in_sequence() -> None:
     async def hurries(endpoint: AgentEndpoint, prompt: Prompt) -> float:
         async with openai.AsyncOpenAI(base_url=endpoint.base_url, api_key=endpoint.api_key) as client:
-            asks = [{"role": "user", "content": str(number)} for number in range(3)]
-            answers = [client.chat.completions.create(model="m", messages=[ask]) for ask in asks]
+            questions = [{"role": "user", "content": str(number)} for number in range(3)]
+            answers = [client.chat.completions.create(model="m", messages=[question]) for question in questions]
             return float(len({answer.id for answer in await asyncio.gather(*answers)}))
 
     completions, _ = played(hurries, count=4)
     assert all(c.episode.turns[-1].reward == 3.0 and c.episode.trajectories == 3 for c in completions)
 
 
-def test_what_an_agent_gave_up_is_recorded_nowhere() -> None:
-    """A side question is dropped, and a request that is asked once more goes on with the conversation."""
-    asked_for, answers = list[str](), list[str]()
+def test_cancelled_requests_are_not_recorded() -> None:
+    """A cancelled side question is dropped. A repeated request continues the conversation."""
+    received, answers = list[str](), list[str]()
 
     def seconds(request: GenerateRequest) -> float:
-        asked_for.append(text_of(request.token_ids))
-        return 0.3 if len(asked_for) in (2, 3) else 0.0
+        received.append(text_of(request.token_ids))
+        return 0.3 if len(received) in (2, 3) else 0.0
 
-    async def gives_up(endpoint: AgentEndpoint, prompt: Prompt) -> float:
+    async def cancels_requests(endpoint: AgentEndpoint, prompt: Prompt) -> float:
         async with openai.AsyncOpenAI(base_url=endpoint.base_url, api_key=endpoint.api_key, max_retries=0) as client:
 
-            async def ask(messages: list[dict[str, str]], *, waits: bool = True) -> str:
-                known = len(asked_for)
+            async def send(messages: list[dict[str, str]], *, waits: bool = True) -> str:
+                known = len(received)
                 answer = asyncio.ensure_future(client.chat.completions.create(model="m", messages=messages))
                 if waits:
                     return str((await answer).choices[0].message.content)
-                while len(asked_for) == known:
+                while len(received) == known:
                     await asyncio.sleep(0.01)
                 answer.cancel()
                 return ""
 
             messages = [{"role": "user", "content": "the task"}]
-            messages.append({"role": "assistant", "content": await ask(messages)})
-            await ask([{"role": "user", "content": "a hint?"}], waits=False)
+            messages.append({"role": "assistant", "content": await send(messages)})
+            await send([{"role": "user", "content": "a hint?"}], waits=False)
             messages.append({"role": "user", "content": "go on"})
-            await ask(messages, waits=False)
-            answers.append(await ask(messages))
-            await asyncio.sleep(0.7)  # an answer that nobody waits for would have come
+            await send(messages, waits=False)
+            answers.append(await send(messages))
+            await asyncio.sleep(0.7)  # time for a late answer to arrive
         return 1.0
 
-    engine = PromptEngine(lambda request: str(len(asked_for)), seconds)
-    made = runner(Served(gives_up), engine, template=TEMPLATE)
+    engine = PromptEngine(lambda request: str(len(received)), seconds)
+    made = runner(Served(cancels_requests), engine, template=TEMPLATE)
     try:
         [completion] = made.generate(*asked(1), replace(PARAMS, max_new_tokens=400))
     finally:
@@ -331,7 +331,7 @@ def test_what_an_agent_gave_up_is_recorded_nowhere() -> None:
 
 
 @pytest.mark.parametrize(
-    ("limits", "end", "told"),
+    ("limits", "end", "message"),
     [
         ({"max_turns": 2}, End.OUT_OF_TURNS, "reached its limit of turns"),
         ({"max_calls": 1}, End.OUT_OF_CALLS, "reached its limit of calls"),
@@ -339,13 +339,13 @@ def test_what_an_agent_gave_up_is_recorded_nowhere() -> None:
     ],
 )
 @pytest.mark.parametrize("catches", [True, False])
-def test_a_limit_ends_the_episode_whatever_the_agent_makes_of_it(
-    limits: dict[str, Any], end: End, told: str, catches: bool
+def test_limit_ends_episode_despite_agent_handling(
+    limits: dict[str, Any], end: End, message: str, catches: bool
 ) -> None:
-    """It is told once, and the rewards until then count, with the agent's own where it goes on to give one."""
+    """The agent receives one error. Earlier rewards count, and so does a reward that the agent returns afterwards."""
     refusals: list[str] = []
 
-    async def meets_it(endpoint: AgentEndpoint, prompt: Prompt) -> float:
+    async def reaches_limit(endpoint: AgentEndpoint, prompt: Prompt) -> float:
         try:
             return await asks_openai(endpoint, prompt)
         except openai.BadRequestError as error:
@@ -354,15 +354,15 @@ def test_a_limit_ends_the_episode_whatever_the_agent_makes_of_it(
                 raise
             return 0.5
 
-    [completion], _ = played(meets_it, CALL, CALL, CALL, CALL, **limits)
-    assert len(refusals) == 1 and told in refusals[0]
+    [completion], _ = played(reaches_limit, CALL, CALL, CALL, CALL, **limits)
+    assert len(refusals) == 1 and message in refusals[0]
     assert ("context_length_exceeded" in refusals[0]) == (end is End.RESPONSE_LIMIT)
     episode = completion.episode
     assert (episode.end, episode.failure) == (end, "")
     assert sum(turn.reward for turn in episode.turns) == (0.5 if catches else 0.0)
 
 
-def test_a_prompt_that_does_not_fit_is_told() -> None:
+def test_oversized_prompt_is_reported() -> None:
     async def long_winded(endpoint: AgentEndpoint, prompt: Prompt) -> None:
         async with openai.AsyncOpenAI(base_url=endpoint.base_url, api_key=endpoint.api_key) as client:
             await client.chat.completions.create(model="m", messages=[{"role": "user", "content": "no " * 1000}])
@@ -399,27 +399,27 @@ def test_a_prompt_that_does_not_fit_is_told() -> None:
         ("messages", {"messages": [{"role": "user", "content": "x"}], "tools": [{}]}, "must have a name and an input"),
     ],
 )  # fmt: skip
-def test_what_cannot_be_asked_is_told(path: str, body: Any, sentence: str) -> None:
-    """Before anything is generated, in the form of the protocol's errors."""
+def test_invalid_requests_are_rejected(path: str, body: Any, sentence: str) -> None:
+    """The error has the form of the protocol, and precedes any generation."""
 
     async def asks_nonsense(endpoint: AgentEndpoint, prompt: Prompt) -> None:
         headers = {"Authorization": f"Bearer {endpoint.api_key}"}
         async with aiohttp.ClientSession(headers=headers) as http:
             data = "{" if body is None else json.dumps(body)
             async with http.post(f"{endpoint.base_url}/{path}", data=data) as answer:
-                told = await answer.json()
-                assert (answer.status, told["error"]["type"]) == (400, "invalid_request_error")
-                raise RuntimeError(told["error"]["message"])
+                payload = await answer.json()
+                assert (answer.status, payload["error"]["type"]) == (400, "invalid_request_error")
+                raise RuntimeError(payload["error"]["message"])
 
     [completion], engine = played(asks_nonsense, max_failure_fraction=1.0)
     assert completion.episode.failure == "raised" and sentence in completion.episode.reason, completion.episode.reason
     assert not engine.rounds
 
 
-def test_a_key_is_of_one_episode_and_ends_with_it() -> None:
+def test_key_belongs_to_one_episode() -> None:
     seen: list[AgentEndpoint] = []
 
-    async def ask(endpoint: AgentEndpoint, key: str) -> None:
+    async def send(endpoint: AgentEndpoint, key: str) -> None:
         async with openai.AsyncOpenAI(base_url=endpoint.base_url, api_key=key) as client:
             await client.chat.completions.create(model="m", messages=[{"role": "user", "content": "x"}])
 
@@ -427,8 +427,8 @@ def test_a_key_is_of_one_episode_and_ends_with_it() -> None:
         assert endpoint.base_url.startswith("http://127.0.0.1:")
         for key in ("", "megappo-", *(other.api_key for other in seen)):
             with pytest.raises(openai.AuthenticationError, match="the key belongs to no running episode"):
-                await ask(endpoint, key or "none")
-        await ask(endpoint, endpoint.api_key)
+                await send(endpoint, key or "none")
+        await send(endpoint, endpoint.api_key)
         seen.append(endpoint)
 
     completions, _ = played(tries_others)
@@ -438,7 +438,7 @@ def test_a_key_is_of_one_episode_and_ends_with_it() -> None:
 
 
 class Mixed:
-    """Of four agents one raises, one hangs in the middle of a request that it has forgotten, one asks no one."""
+    """Of four agents, one answers, one raises, one hangs after a cancelled request and one sends no request."""
 
     serves, role = True, "tool"
 
@@ -448,24 +448,25 @@ class Mixed:
                 case 1:
                     raise KeyError("no such key")
                 case 2:
-                    asking = asyncio.create_task(asks_openai(endpoint, session.prompt))
+                    task = asyncio.create_task(asks_openai(endpoint, session.prompt))
                     await asyncio.sleep(0.3)
-                    asking.cancel()
+                    task.cancel()
                     await asyncio.Event().wait()
                 case 3:
                     return 1.0
             return await asks_openai(endpoint, session.prompt)
 
 
-def test_an_agent_that_fails_costs_its_own_sample() -> None:
+def test_failing_agent_affects_only_its_sample() -> None:
     completions, _ = played(Mixed(), count=16, kind=PromptEngine, max_seconds=1.5, max_failure_fraction=0.75)
-    found = [completion.episode.failure for completion in completions]
-    assert found == ["", "raised", "hung", "nonsense"] * 4
+    failures = [completion.episode.failure for completion in completions]
+    assert failures == ["", "raised", "hung", "nonsense"] * 4
     assert "no such key" in completions[1].episode.reason
 
 
-def test_a_trajectory_keeps_the_routing_of_each_turn() -> None:
-    """Of its own prompt on; what was heard last has been seen by no engine, and a later turn changes no earlier one."""
+def test_trajectory_keeps_routing_of_each_turn() -> None:
+    """The routing starts at the trajectory's own prompt. A final observation has no routing, and later turns do not
+    change earlier routing."""
     shape = RoutingShape(layers=1, experts_per_token=1, experts=4)
     trajectory = Trajectory((1, 2, 3))
 
@@ -512,18 +513,21 @@ def processes() -> set[int]:
 
 @pytest.fixture
 def dead_proxy(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What stands in the environment of many clusters, and leads nowhere from here."""
+    """Set proxy variables, as many clusters do, to an unreachable address."""
     for name in ("http_proxy", "https_proxy", "all_proxy"):
         monkeypatch.setenv(name, "http://127.0.0.1:9")
         monkeypatch.setenv(name.upper(), "http://127.0.0.1:9")
     for name in ("no_proxy", "NO_PROXY"):
-        monkeypatch.setenv(name, "")  # and so it is again after the test
+        monkeypatch.setenv(name, "")  # restored after the test
 
 
 @pytest.mark.usefixtures("dead_proxy")
 @pytest.mark.parametrize(("mode", "failure"), [("plays", ""), ("raises", "raised"), ("hangs", "hung")])
-def test_an_agent_that_is_a_program(mode: str, failure: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its variables lead it to the model; it ends with its episode, with all that it started and its folder."""
+def test_program_agent_plays_and_cleans_up(
+    mode: str, failure: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The program finds the model through its variables. Its child processes and its folder are removed when its
+    episode ends."""
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     monkeypatch.setenv("TMPDIR", str(tmp_path))
     before, code = processes(), PROGRAM.replace("MODE", mode)
@@ -541,8 +545,8 @@ def test_an_agent_that_is_a_program(mode: str, failure: str, tmp_path: Path, mon
 
 
 @pytest.mark.usefixtures("dead_proxy")
-def test_an_agents_program_gets_the_secrets_that_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    """And no task that it would take for an option, which it can read from its standard input."""
+def test_agent_program_gets_only_named_secrets(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A task that looks like an option is rejected as an argument."""
     names = ("WANDB_API_KEY", "SEARCH_KEY", "TOKENIZERS_PARALLELISM")
     for name in names:
         monkeypatch.setenv(name, "given")
@@ -560,7 +564,7 @@ def test_an_agents_program_gets_the_secrets_that_are_named(monkeypatch: pytest.M
 
 
 @pytest.mark.usefixtures("dead_proxy")
-def test_an_agent_that_is_a_function() -> None:
+def test_function_agent_plays() -> None:
     environment = make_environment(
         EnvironmentSettings(name="agent", arguments={"function": "tests.environments.test_gateway:asks_openai"})
     )
@@ -580,12 +584,12 @@ def test_an_agent_that_is_a_function() -> None:
         ({"command": ["x"], "format": "qwin"}, "must be qwen or llama3"),
     ],
 )
-def test_an_agent_that_cannot_be_run_is_refused(arguments: dict[str, Any], sentence: str) -> None:
+def test_unusable_agents_are_rejected(arguments: dict[str, Any], sentence: str) -> None:
     with pytest.raises(ValueError, match=sentence):
         make_environment(EnvironmentSettings(name="agent", arguments=arguments))
 
 
-def test_agents_are_let_in_at_one_address() -> None:
+def test_gateway_listens_on_one_address() -> None:
     for host in ("0.0.0.0", "::"):
         with pytest.raises(ValueError, match="every address of the machine"):
             EnvironmentSettings(gateway_host=host)

@@ -1,4 +1,4 @@
-"""Programs that a service over HTTP runs: what it is asked, and what it costs where it is slow, fails or lies."""
+"""Tests of programs that run in a sandbox service over HTTP, and of slow or failing services."""
 
 from __future__ import annotations
 
@@ -24,48 +24,48 @@ Answer = Callable[[dict[str, Any]], Awaitable[web.Response]]
 
 
 def ran(stdout: str = "", stderr: str = "", status: str = "Finished", of: str = "Success") -> web.Response:
-    """As SandboxFusion answers."""
+    """Return a response in the format of SandboxFusion."""
     run = {"status": status, "execution_time": 0.01, "return_code": 0, "stdout": stdout, "stderr": stderr}
     return web.json_response({"status": of, "message": "", "compile_result": None, "run_result": run, "files": {}})
 
 
 @asynccontextmanager
 async def service(answer: Answer) -> AsyncIterator[tuple[str, list[dict[str, Any]]]]:
-    """A stand-in: its address, and what it was asked."""
-    asked: list[dict[str, Any]] = []
+    """Start a stand-in service. Yield its address and the list of received requests."""
+    requests: list[dict[str, Any]] = []
 
     async def run_code(request: web.Request) -> web.Response:
-        asked.append(await request.json())
-        return await answer(asked[-1])
+        requests.append(await request.json())
+        return await answer(requests[-1])
 
     app = web.Application()
     app.router.add_post("/run_code", run_code)
     async with TestServer(app) as server:
-        yield str(server.make_url("/")), asked
+        yield str(server.make_url("/")), requests
 
 
-def called(answer: Answer, *codes: str, path: str = "", **given: Any) -> tuple[list[Any], list[dict[str, Any]]]:
-    """What programs give that are run at the same time, errors among it, and what the service was asked."""
+def called(answer: Answer, *codes: str, path: str = "", **settings: Any) -> tuple[list[Any], list[dict[str, Any]]]:
+    """Run programs concurrently. Return their results, including errors, and the requests to the service."""
     limits = {"timeout_seconds": 1.0, "memory_gigabytes": 0.5, "output_characters": 100}
 
     async def call() -> tuple[list[Any], list[dict[str, Any]]]:
-        async with service(answer) as (url, asked):
-            sandbox = {"url": url + path, "deadline_seconds": 3.0} | given
+        async with service(answer) as (url, requests):
+            sandbox = {"url": url + path, "deadline_seconds": 3.0} | settings
             tools = ToolCalling(tools=["python"])
             pool = ToolPool(tools.tools, ToolSettings.model_validate(limits | {"sandbox": sandbox}), tools.programs)
             calls = [pool.call("python", {"code": code}) for code in codes]
-            return await asyncio.gather(*calls, return_exceptions=True), asked
+            return await asyncio.gather(*calls, return_exceptions=True), requests
 
     return asyncio.run(call())
 
 
-def test_the_service_runs_what_the_python_tool_is_given() -> None:
-    async def answer(asked: dict[str, Any]) -> web.Response:
-        return ran(f"ran {asked['code']}\n", "and a warning")
+def test_service_runs_code_of_python_tool() -> None:
+    async def answer(sent: dict[str, Any]) -> web.Response:
+        return ran(f"ran {sent['code']}\n", "and a warning")
 
-    [result], [asked] = called(answer, "print(1)")
+    [result], [sent] = called(answer, "print(1)")
     assert (result.text, result.failure) == ("ran print(1)\nand a warning", "") and result.seconds > 0
-    assert asked == {
+    assert sent == {
         "code": "print(1)", "language": "python", "compile_timeout": 1.0, "run_timeout": 1.0, "memory_limit_MB": 500,
         "stdin": "", "files": {}, "fetch_files": [],
     }  # fmt: skip
@@ -80,8 +80,8 @@ def test_the_service_runs_what_the_python_tool_is_given() -> None:
         (lambda: ran(), "", ""),
     ],
 )
-def test_what_becomes_of_a_program_is_what_the_model_is_told(response: Any, text: str, failure: str) -> None:
-    async def answer(asked: dict[str, Any]) -> web.Response:
+def test_program_outcome_becomes_tool_result(response: Any, text: str, failure: str) -> None:
+    async def answer(sent: dict[str, Any]) -> web.Response:
         made: web.Response = response()
         return made
 
@@ -103,43 +103,43 @@ def test_what_becomes_of_a_program_is_what_the_model_is_told(response: Any, text
         lambda: web.Response(body=b" " * (17 * 10**6)),
     ],
 )
-def test_what_the_service_fails_at_or_lies_about_is_asked_again(first: Any) -> None:
+def test_invalid_service_answers_are_retried(first: Any) -> None:
     answers = iter([first])
 
-    async def answer(asked: dict[str, Any]) -> web.Response:
+    async def answer(sent: dict[str, Any]) -> web.Response:
         made: web.Response = next(answers, lambda: ran("42"))()
         return made
 
-    [result], asked = called(answer, "x")
-    assert isinstance(result, ToolResult) and result.text == "42" and len(asked) == 2
+    [result], sent = called(answer, "x")
+    assert isinstance(result, ToolResult) and result.text == "42" and len(sent) == 2
 
 
-def test_a_service_that_keeps_failing_fails_the_sample() -> None:
-    """The model is not told of it, from which it would learn. A status that is an answer is not asked for again."""
+def test_persistent_service_failure_fails_the_sample() -> None:
+    """The model does not see the failure, so it cannot learn from it. A status 404 is not retried."""
 
-    async def fails(asked: dict[str, Any]) -> web.Response:
+    async def fails(sent: dict[str, Any]) -> web.Response:
         return web.Response(status=500)
 
-    [error], asked = called(fails, "x", retries=2)
+    [error], sent = called(fails, "x", retries=2)
     assert isinstance(error, SandboxError) and "has run no program in 3 attempts: status 500" in str(error)
-    assert len(asked) == 3
-    [error], asked = called(fails, "x", path="elsewhere")
-    assert isinstance(error, SandboxError) and "answers with status 404" in str(error) and not asked
+    assert len(sent) == 3
+    [error], sent = called(fails, "x", path="elsewhere")
+    assert isinstance(error, SandboxError) and "answers with status 404" in str(error) and not sent
 
 
-def test_a_service_says_when_it_may_be_asked_again() -> None:
-    """Where that is behind the deadline, the sample fails at once."""
+def test_retry_after_header_is_honored() -> None:
+    """The sample fails at once if the time is after the deadline."""
 
-    async def is_busy(asked: dict[str, Any]) -> web.Response:
+    async def is_busy(sent: dict[str, Any]) -> web.Response:
         return web.Response(status=429, headers={"Retry-After": "600"})
 
-    [error], asked = called(is_busy, "x", retries=9)
+    [error], sent = called(is_busy, "x", retries=9)
     assert isinstance(error, SandboxError) and "has run no program in 1 attempts: status 429" in str(error)
-    assert len(asked) == 1
+    assert len(sent) == 1
 
 
-def test_a_service_that_hangs_is_left_at_the_deadline() -> None:
-    async def hangs(asked: dict[str, Any]) -> web.Response:
+def test_hanging_service_is_abandoned_at_deadline() -> None:
+    async def hangs(sent: dict[str, Any]) -> web.Response:
         await asyncio.sleep(3600)
         return ran()
 
@@ -149,22 +149,22 @@ def test_a_service_that_hangs_is_left_at_the_deadline() -> None:
     assert 0.5 <= time.monotonic() - start < 10
 
 
-def test_no_more_programs_run_at_a_time_than_may() -> None:
+def test_concurrent_programs_are_limited() -> None:
     runs: list[int] = [0, 0]
 
-    async def counts(asked: dict[str, Any]) -> web.Response:
+    async def counts(sent: dict[str, Any]) -> web.Response:
         runs[0] += 1
         runs[1] = max(runs)
         await asyncio.sleep(0.05)
         runs[0] -= 1
-        return ran(asked["code"])
+        return ran(sent["code"])
 
-    results, asked = called(counts, *map(str, range(12)), concurrent=3, deadline_seconds=10.0)
-    assert [result.text for result in results] == [str(i) for i in range(12)] and len(asked) == 12
+    results, sent = called(counts, *map(str, range(12)), concurrent=3, deadline_seconds=10.0)
+    assert [result.text for result in results] == [str(i) for i in range(12)] and len(sent) == 12
     assert runs == [0, 3]
 
 
-def test_settings_of_a_sandbox_that_cannot_be_used() -> None:
+def test_unusable_sandbox_settings_are_rejected() -> None:
     settings = ToolSettings(sandbox=SandboxSettings(url="http://127.0.0.1:1"))
     with pytest.raises(ValueError, match="no tool of the environment runs programs"):
         ToolPool({}, settings, ToolCalling().programs)

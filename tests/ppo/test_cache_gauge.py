@@ -1,4 +1,4 @@
-"""How much the engine's prefix caches had of a step's prompts, and of nothing else."""
+"""Tests of the hit rate of prefix caches for the prompts of a step."""
 
 from __future__ import annotations
 
@@ -13,16 +13,16 @@ from megappo.engines.protocol import CacheUse
 from megappo.ppo.cache_gauge import CacheGauge
 from megappo.runtime.process import Runtime
 
-HERE = Runtime(0, 1, 0, torch.device("cpu"))
+RUNTIME = Runtime(0, 1, 0, torch.device("cpu"))
 
 
 class Counting:
-    """As much of an engine as counts."""
+    """Counts cached tokens in place of an engine."""
 
     def __init__(self, *servers: int) -> None:
         self.cache_use = {server: CacheUse() for server in servers}
 
-    def ask(self, server: int, prompt_tokens: int, cached_tokens: int) -> None:
+    def count(self, server: int, prompt_tokens: int, cached_tokens: int) -> None:
         self.cache_use[server] += CacheUse(prompt_tokens, cached_tokens)
 
 
@@ -33,30 +33,30 @@ def world(tmp_path: Path) -> Iterator[None]:
     torch.distributed.destroy_process_group()
 
 
-def test_each_step_has_its_own_rate_without_evaluations() -> None:
+def test_hit_rate_is_per_step_without_evaluations() -> None:
     engine: Any = Counting(0, 3)
-    engine.ask(0, 1000, 1000)
-    gauge = CacheGauge(engine, HERE)
+    engine.count(0, 1000, 1000)
+    gauge = CacheGauge(engine, RUNTIME)
     gauge.metrics()
-    assert gauge.metrics() == {}, "nothing was asked"
-    engine.ask(0, 30, 12)
+    assert gauge.metrics() == {}, "no requests were sent"
+    engine.count(0, 30, 12)
     with gauge.left_out():
-        engine.ask(0, 500, 500)
-        engine.ask(3, 500, 0)
-    engine.ask(3, 70, 63)
+        engine.count(0, 500, 500)
+        engine.count(3, 500, 0)
+    engine.count(3, 70, 63)
     assert gauge.metrics() == {
         "rollout/cache_hit_rate": pytest.approx(0.75),
         "rollout/cache_hit_rate_min": pytest.approx(0.4),
         "rollout/cache_hit_rate_max": pytest.approx(0.9),
     }
-    engine.ask(3, 10, 1)
+    engine.count(3, 10, 1)
     assert gauge.metrics() == dict.fromkeys(
         ("rollout/cache_hit_rate", "rollout/cache_hit_rate_min", "rollout/cache_hit_rate_max"), pytest.approx(0.1)
     )
 
 
-def test_an_engine_without_caches_has_no_rate() -> None:
-    gauge = CacheGauge(object(), HERE)  # type: ignore[arg-type]
+def test_engine_without_caches_has_no_rate() -> None:
+    gauge = CacheGauge(object(), RUNTIME)  # type: ignore[arg-type]
     with gauge.left_out():
         pass
     assert gauge.metrics() == {}

@@ -1,4 +1,4 @@
-"""From scores to experience and its metrics, in a world of one process."""
+"""Tests of experience and its metrics, in a world of one process."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ pytestmark = pytest.mark.usefixtures("world_of_one")
 
 
 def rollouts(engine_logprob_BR: Tensor, mask_BR: Tensor) -> Rollouts:
-    """Samples of one prompt with prompts of one token."""
+    """Return samples of one prompt. The prompt has one token."""
     B = len(mask_BR)
     lengths = mask_BR.sum(-1)
     return Rollouts(
@@ -63,7 +63,7 @@ MASK = torch.tensor([[True, True, False, False], [True, True, True, True]])
 
 
 def kl_step(maker: ExperienceMaker, nats_per_token: float) -> dict[str, float]:
-    """A step of 100 samples whose policy is so far from the reference at every token."""
+    """Process a step of 100 samples with this KL from the reference at every token. Return the metrics."""
     logprob = torch.full(MASK.shape, -1.0)
     scored = Scored(rollouts(logprob, MASK), torch.ones(2), logprob, logprob - nats_per_token, None)
     return maker.make(scored, 100)[1]
@@ -84,45 +84,48 @@ def maker(**kl: Any) -> ExperienceMaker:
         ({"per": "response", "target": 0.03}, 0.01, 1.0),
     ],
 )
-def test_the_adaptive_kl_aims_at_nats_of_its_unit(kl: dict[str, Any], nats_per_token: float, factor: float) -> None:
+def test_adaptive_kl_targets_nats_per_unit(kl: dict[str, Any], nats_per_token: float, factor: float) -> None:
     made = maker(**kl)
     numbers = kl_step(made, nats_per_token)
     assert numbers["kl/mean"] == pytest.approx(nats_per_token, rel=1e-4)
     assert numbers["kl/per_response"] == pytest.approx(3 * nats_per_token, rel=1e-4)
-    assert numbers["kl/coef"] == 0.1, "the weight that was used, not the next one"
+    assert numbers["kl/coef"] == 0.1, "the metric must be the coefficient of this step, not of the next step"
     assert made.kl_controller.value == pytest.approx(0.1 * factor, rel=1e-5)
 
 
 @pytest.mark.parametrize(
     "values", [[1e6 + 0.25, 1e6 + 0.5], [3e7, 3e7 + 2], [-1e9, -1e9 + 64], [2.0**24 - 1, 2.0**24], [0.1, 0.1]]
 )
-def test_the_deviation_of_large_numbers(values: list[float]) -> None:
-    """Half of the difference of two numbers, however large they are beside it."""
+def test_deviation_of_large_numbers_is_exact(values: list[float]) -> None:
+    """The deviation of two numbers is half of their difference, even for much larger numbers."""
     tally, numbers = Tally(), torch.tensor([*values, float("nan")])
     tally.mean_and_std("x", numbers, torch.tensor([True, True, False]))
     tally.mean_and_std("none", numbers, torch.zeros(3, dtype=torch.bool))
-    found = tally.reduce(CPU)
+    metrics = tally.reduce(CPU)
     first, second = numbers[:2].tolist()
-    assert found["x/mean"] == (first + second) / 2
-    assert found["x/std"] == abs(second - first) / 2
-    assert "none/std" not in found and "none/mean" not in found
+    assert metrics["x/mean"] == (first + second) / 2
+    assert metrics["x/std"] == abs(second - first) / 2
+    assert "none/std" not in metrics and "none/mean" not in metrics
 
 
-def test_the_adaptive_kl_at_conventional_settings_stays_where_it_is_on_target() -> None:
-    """Coefficient 0.001, target 0.01, horizon 10,000: what others mean by it is 0.01 nats per token."""
+def test_adaptive_kl_on_target_keeps_its_coefficient() -> None:
+    """The coefficient is 0.001, the target 0.01 nats per token and the horizon 10,000."""
     made = maker(coef=0.001, target=0.01, horizon=10_000)
     for _ in range(100):
         kl_step(made, 0.01)
     assert made.kl_controller.value == pytest.approx(0.001, rel=1e-2)
 
 
-def test_advice_compares_the_kl_with_the_target_of_its_unit() -> None:
+def test_advice_compares_kl_in_the_unit_of_target() -> None:
     cases: list[tuple[dict[str, Any], str]] = [({}, "kl/mean"), ({"per": "response", "target": 0.2}, "kl/per_response")]
     for kl, name in cases:
         settings = KLInRewardSettings(coef=0.1, controller="adaptive", **kl)
-        for metrics, says in (({name: settings.target_nats * 1.1}, True), ({name: settings.target_nats * 0.9}, False)):
+        for metrics, expected in (
+            ({name: settings.target_nats * 1.1}, True),
+            ({name: settings.target_nats * 0.9}, False),
+        ):
             advisor = Advisor(AlgorithmSettings(kl_in_reward=settings))
-            assert any("above its target" in s for k in range(12) for s in advisor.observe(k, metrics)) == says
+            assert any("above its target" in s for k in range(12) for s in advisor.observe(k, metrics)) == expected
 
 
 ADAPTIVE = "{coef: 0.1, controller: adaptive%s}"
@@ -133,7 +136,7 @@ def with_kl(more: str = "") -> Config:
 
 
 @pytest.mark.parametrize(
-    ("more", "words", "warned"),
+    ("more", "target", "warning"),
     [
         ("", "towards 0.01 nats per token", ""),
         (", per: response", "towards 6 nats per response", ""),
@@ -142,12 +145,12 @@ def with_kl(more: str = "") -> Config:
         (", target: 0.2", "towards 0.2 nats per token", ""),
     ],
 )
-def test_a_target_that_is_meant_for_the_other_unit_is_warned_about(more: str, words: str, warned: str) -> None:
+def test_kl_target_of_wrong_unit_warns(more: str, target: str, warning: str) -> None:
     config = with_kl(more)
     rows = describe(config, derive(config, 1, SHAPE))
-    assert words in dict(rows)["algorithm"]
+    assert target in dict(rows)["algorithm"]
     notes = [note for name, note in rows if name == "note"]
-    assert [warned in note for note in notes] == ([True] if warned else [])
+    assert [warning in note for note in notes] == ([True] if warning else [])
 
 
 @pytest.mark.parametrize(
@@ -160,7 +163,7 @@ def test_a_target_that_is_meant_for_the_other_unit_is_warned_about(more: str, wo
         (", controller: fixed", 10_016, False),
     ],
 )
-def test_a_horizon_of_less_than_a_step_is_refused(more: str, samples: int, refused: bool) -> None:
+def test_horizon_below_one_step_is_rejected(more: str, samples: int, refused: bool) -> None:
     overrides = [
         f"algorithm.kl_in_reward={{coef: 0.1, controller: adaptive{more}}}".replace("adaptive, controller: ", ""),
         "rollout.samples_per_prompt=8",
@@ -168,9 +171,9 @@ def test_a_horizon_of_less_than_a_step_is_refused(more: str, samples: int, refus
         *(f"{role}.minibatch_sequences={samples}" for role in ("actor", "critic")),
     ]
     config = load_config(BASE, overrides)
-    found = [problem for problem in algorithm_rules(config) if "horizon" in problem]
-    assert bool(found) == refused
-    assert not found or f"must be at least the {samples} samples of a step" in found[0]
+    problems = [problem for problem in algorithm_rules(config) if "horizon" in problem]
+    assert bool(problems) == refused
+    assert not problems or f"must be at least the {samples} samples of a step" in problems[0]
 
 
 def resumed(
@@ -182,8 +185,8 @@ def resumed(
     more: Mapping[str, Any] | None = None,
     versions: Mapping[str, str] | None = None,
 ) -> start.Start:
-    """Where a run goes on whose checkpoint was written with `before`; `drop`: by a version without the unit. `more`:
-    what else the checkpoint holds."""
+    """Return the start of a run with settings `now` that resumes from a checkpoint with settings `before`. With
+    `drop`, the checkpoint has no unit of the KL. `more` adds contents to the checkpoint."""
     settings = json.loads(json.dumps(before.model_dump(mode="json")))
     if drop:
         del settings["algorithm"]["kl_in_reward"]["per"]
@@ -196,7 +199,7 @@ def resumed(
 
 
 @pytest.mark.parametrize(
-    ("before", "now", "kept", "said"),
+    ("before", "now", "expected", "is_reported"),
     [
         ("", "", ("response", 6.0), True),
         (", target: 3.0", ", target: 3.0", ("response", 3.0), True),
@@ -205,32 +208,33 @@ def resumed(
         ("", ", per: response", ("response", 6.0), False),
     ],
 )
-def test_a_checkpoint_without_the_unit_keeps_nats_per_response(
-    before: str, now: str, kept: tuple[str, float], said: bool, monkeypatch: pytest.MonkeyPatch
+def test_checkpoint_without_kl_unit_keeps_nats_per_response(
+    before: str, now: str, expected: tuple[str, float], is_reported: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     start = resumed(with_kl(before), with_kl(now), monkeypatch, drop=True)
     kl = start.config.algorithm.kl_in_reward
-    assert kl is not None and (kl.per, kl.target_nats) == kept
-    assert any(f"towards {kept[1]:g} nats per response, as it began" in s for s in start.sentences) == said
-    again = resumed(start.config, with_kl(now), monkeypatch)  # from a checkpoint of the run that went on
+    assert kl is not None and (kl.per, kl.target_nats) == expected
+    assert any(f"towards {expected[1]:g} nats per response, as it began" in s for s in start.sentences) == is_reported
+    again = resumed(start.config, with_kl(now), monkeypatch)  # from a checkpoint of the resumed run
     kl = again.config.algorithm.kl_in_reward
-    assert kl is not None and (kl.per, kl.target_nats) == kept
+    assert kl is not None and (kl.per, kl.target_nats) == expected
     assert not [s for s in again.sentences if "changed since then: algorithm.kl" in s]
 
 
-def test_a_changed_file_of_functions_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_changed_function_file_is_reported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     mine = tmp_path / "mine.py"
     config = load_config(BASE, [f"reward.function={mine}:reward"])
     changed = f"changed since then: the content of {mine}"
-    for then, now, told in (("a = 1", "a = 1", False), ("a = 1", "a = 2", True), (None, "a = 2", False)):
+    for then, now, is_reported in (("a = 1", "a = 1", False), ("a = 1", "a = 2", True), (None, "a = 2", False)):
         files = {} if then is None else {"own_files": {str(mine): hashlib.sha256(then.encode()).hexdigest()}}
         mine.write_text(now)
-        assert (changed in resumed(config, config, monkeypatch, more=files).sentences) == told
+        assert (changed in resumed(config, config, monkeypatch, more=files).sentences) == is_reported
 
 
 @pytest.mark.parametrize("is_readable", [True, False])
-def test_settings_of_the_model_card_of_a_finished_run(monkeypatch: pytest.MonkeyPatch, is_readable: bool) -> None:
-    """The settings in the checkpoint, or the given settings and a warning if this version cannot read the former."""
+def test_model_card_settings_of_a_finished_run(monkeypatch: pytest.MonkeyPatch, is_readable: bool) -> None:
+    """The settings come from the checkpoint. If this version cannot read them, the current settings are used with a
+    warning."""
     finished = load_config(BASE, ["run.steps=3"])
     settings = load_config(BASE, ["run.steps=3", "actor.optimizer.learning_rate=0.5"]).model_dump(mode="json")
     if not is_readable:
@@ -244,22 +248,23 @@ def test_settings_of_the_model_card_of_a_finished_run(monkeypatch: pytest.Monkey
     assert is_readable or "setting_of_another_version is not a setting" in warnings[0]
 
 
-def test_other_packages_are_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A checkpoint has the digest of all that is installed; one of an earlier megappo has none, which is no change."""
-    config, here = load_config(BASE), recorded_versions()[PACKAGES]
-    for said, versions in (([], {}), ([], {PACKAGES: here}), ([f"0123 -> {here}"], {PACKAGES: "0123"})):
+def test_changed_packages_are_reported_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A checkpoint stores the digest of all installed packages. Checkpoints of older versions have no digest, and no
+    change is reported."""
+    config, digest = load_config(BASE), recorded_versions()[PACKAGES]
+    for changes, versions in (([], {}), ([], {PACKAGES: digest}), ([f"0123 -> {digest}"], {PACKAGES: "0123"})):
         sentences = resumed(config, config, monkeypatch, versions=versions).sentences
-        assert [s for s in sentences if "packages" in s] == [f"changed since then: {PACKAGES} {s}" for s in said]
+        assert [s for s in sentences if "packages" in s] == [f"changed since then: {PACKAGES} {s}" for s in changes]
 
 
-def test_a_fixed_kl_goes_on_without_a_word(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_fixed_kl_resumes_without_message(monkeypatch: pytest.MonkeyPatch) -> None:
     plain = load_config(BASE)
     start = resumed(plain, plain, monkeypatch, drop=True)
     assert not [s for s in start.sentences if "kl" in s.lower()]
 
 
-def test_mismatch_k3_is_the_k3_of_everything_else() -> None:
-    """A token that the trainer finds e^12 times as probable counts 10, as everywhere."""
+def test_mismatch_k3_matches_kl_estimate() -> None:
+    """k3 is capped at 10 for the token with a ratio of e^12."""
     engine = torch.tensor([[-12.5, -1.0, math.nan, math.nan], [-1.0, -2.0, -3.0, -1.5]])
     trainer = torch.tensor([[-0.5, -1.2, 0.0, math.inf], [-1.0, -2.0, -3.0, -1.0]])
     algorithm = AlgorithmSettings(mismatch_stop_nats=100.0)
@@ -273,49 +278,49 @@ def test_mismatch_k3_is_the_k3_of_everything_else() -> None:
     assert numbers["mismatch/truncated"] == pytest.approx(1 / 6)  # only e^12 is above the cap of 2
 
 
-def test_tokens_of_older_weights_prove_nothing_of_the_engine() -> None:
-    """Only those of the actor's own stop a run, and are told by themselves; what is no number always stops it."""
+def test_mismatch_limit_uses_tokens_of_current_weights() -> None:
+    """Only tokens of the current weights stop a run, and these tokens have their own metric. NaN always stops a run."""
     trainer = torch.tensor([[-0.5, -1.2, 0.0, 0.0], [-1.0, -2.0, -3.0, -1.0]])
     engine = trainer - torch.tensor([[9.0, 0.25, 0.0, 0.0], [0.0, 0.5, 0.0, 0.0]])
     versions_BR = torch.tensor([[3, 7, 0, 0], [6, 7, 7, 7]])
-    given = replace(rollouts(engine, MASK), token_versions_BR=versions_BR)
+    batch = replace(rollouts(engine, MASK), token_versions_BR=versions_BR)
     algorithm, runtime = AlgorithmSettings(mismatch_stop_nats=0.2), cast(Any, SimpleNamespace(device=CPU))
-    numbers = check_mismatch(trainer, given, algorithm, runtime, 7)
+    numbers = check_mismatch(trainer, batch, algorithm, runtime, 7)
     assert numbers["mismatch/own_weights"] == pytest.approx(0.75 / 4)
     assert numbers["mismatch/mean"] == pytest.approx(9.75 / 6)
-    old = check_mismatch(trainer, replace(given, weight_versions_B=torch.tensor([6, 6])), algorithm, runtime, 8)
+    old = check_mismatch(trainer, replace(batch, weight_versions_B=torch.tensor([6, 6])), algorithm, runtime, 8)
     assert "mismatch/own_weights" not in old
     with pytest.raises(MismatchError, match=r"differ by 0.188 nats per token"):
-        check_mismatch(trainer, given, AlgorithmSettings(mismatch_stop_nats=0.15), runtime, 7)
-    engine[0, 0] = math.nan  # of weights that are older
+        check_mismatch(trainer, batch, AlgorithmSettings(mismatch_stop_nats=0.15), runtime, 7)
+    engine[0, 0] = math.nan  # a token of older weights
     for newest in (7, 8):
         with pytest.raises(MismatchError, match="differ by nan nats per token"):
-            check_mismatch(trainer, replace(given, engine_logprob_BR=engine), algorithm, runtime, newest)
+            check_mismatch(trainer, replace(batch, engine_logprob_BR=engine), algorithm, runtime, newest)
 
 
-def test_a_response_of_several_versions_counts_once() -> None:
-    """However many of its tokens are of later weights than the first; what is no token of it does not count."""
+def test_response_of_several_versions_counts_once() -> None:
+    """The number of later tokens does not matter. Padding is ignored."""
     versions_BR = torch.tensor([[7, 7, 0, 0], [6, 7, 7, 7]])
-    given = replace(rollouts(torch.zeros(MASK.shape), MASK), token_versions_BR=versions_BR)
-    numbers = rollout_metrics(given, cast(Any, SimpleNamespace(device=CPU)), 8)
+    batch = replace(rollouts(torch.zeros(MASK.shape), MASK), token_versions_BR=versions_BR)
+    numbers = rollout_metrics(batch, cast(Any, SimpleNamespace(device=CPU)), 8)
     assert numbers["rollout/several_versions"] == 1 / 2
     assert numbers["rollout/lag"] == pytest.approx(7 / 6) and numbers["rollout/lag_max"] == 2
 
 
-def test_rewards_are_those_of_samples_that_are_scored() -> None:
-    """Episodes that failed have the score of a failure, which is nothing that the policy did."""
+def test_failed_episodes_are_excluded_from_reward_metrics() -> None:
+    """Failed episodes have the failure score, which does not measure the policy."""
     logprob, failed_B = torch.full(MASK.shape, -1.0), torch.tensor([True, False])
     episodes: Any = SimpleNamespace(failed_B=failed_B, turn_rewards_BR=torch.zeros(MASK.shape))
-    given = replace(rollouts(logprob, MASK & ~failed_B[:, None]), episodes=episodes)
-    scored = Scored(given, torch.tensor([-9.0, 1.0]), logprob, logprob - 0.1, None)
+    batch = replace(rollouts(logprob, MASK & ~failed_B[:, None]), episodes=episodes)
+    scored = Scored(batch, torch.tensor([-9.0, 1.0]), logprob, logprob - 0.1, None)
     numbers = maker().make(scored, 2)[1]
     assert numbers["kl/per_response"] == pytest.approx(0.4)
     rewards = [numbers[f"reward/{name}"] for name in ("mean", "std", "min", "max")]
     assert rewards == [1.0, 0.0, 1.0, 1.0]
 
 
-def test_groups_without_a_spread_are_counted() -> None:
-    """Failed episodes are in no group, and equal rewards of different prompts are no spread."""
+def test_group_spread_metric_counts_groups() -> None:
+    """Failed episodes belong to no group. Equal rewards of different prompts are no spread."""
     total_rewards_B = torch.tensor([0.0, 0.0, 1.0, 1.0, 5.0, 0.0, 0.5, 7.0])
     group_ids_B = torch.tensor([0, 0, 1, 1, -5, 2, 2, 1])
     assert groups_differ_G(total_rewards_B, group_ids_B).tolist() == [False, True, True]
@@ -326,22 +331,22 @@ def test_groups_without_a_spread_are_counted() -> None:
 
 
 @pytest.mark.parametrize("version", [6, 7])
-def test_a_step_without_a_token_says_nothing_of_the_engine(version: int) -> None:
-    """As where all episodes have failed, whatever stands in the places that do not count."""
+def test_step_without_tokens_has_no_mismatch(version: int) -> None:
+    """For example, all episodes have failed. Masked positions may contain any value."""
     nothing = torch.full(MASK.shape, math.nan)
-    given = replace(
+    batch = replace(
         rollouts(nothing, MASK & False),
         response_lengths_B=torch.tensor([1, 4]),
         weight_versions_B=torch.tensor([version, version]),
     )
     runtime: Any = SimpleNamespace(device=CPU)
-    assert check_mismatch(nothing, given, AlgorithmSettings(), runtime, 7) == {}
+    assert check_mismatch(nothing, batch, AlgorithmSettings(), runtime, 7) == {}
 
 
 @pytest.mark.parametrize("old_logprob", ["decoupled", "corrected"])
 @pytest.mark.parametrize("controller", ["adaptive", "fixed"])
-def test_a_step_without_a_token_moves_nothing(old_logprob: Any, controller: str) -> None:
-    """Its means over tokens are no numbers, and the KL controller waits for the next step."""
+def test_step_without_tokens_changes_no_state(old_logprob: Any, controller: str) -> None:
+    """Means over tokens are undefined. The KL controller keeps its coefficient until the next step."""
     settings = KLInRewardSettings.model_validate({"coef": 0.1, "controller": controller, "horizon": 1000})
     made = ExperienceMaker(AlgorithmSettings(estimator="grpo", kl_in_reward=settings, old_logprob=old_logprob), CPU)
     nothing = torch.full(MASK.shape, math.nan)
@@ -411,50 +416,54 @@ def timed(time: str | None) -> Config:
 
 
 @pytest.mark.parametrize(
-    ("before", "now", "kept"),
+    ("before", "now", "expected"),
     [
         ("2024-07-26 23:59:59", None, "2024-07-26 23:59:59"),
         ("2024-07-26 23:59:59", "2024-07-26 23:59:59", "2024-07-26 23:59:59"),
         (None, "2024-07-25 00:00:00", "2024-07-25 00:00:00"),
     ],
 )
-def test_a_run_that_goes_on_keeps_the_time_of_its_templates(
-    before: str | None, now: str | None, kept: str, monkeypatch: pytest.MonkeyPatch
+def test_resumed_run_keeps_its_template_time(
+    before: str | None, now: str | None, expected: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    found = resumed(timed(before), timed(now), monkeypatch)
-    assert found.config.data.template_time == kept
-    assert not any("template_time" in sentence for sentence in found.sentences)
+    resumption = resumed(timed(before), timed(now), monkeypatch)
+    assert resumption.config.data.template_time == expected
+    assert not any("template_time" in sentence for sentence in resumption.sentences)
 
 
-def test_another_time_of_templates_is_another_run(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_changed_template_time_is_rejected(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(ConfigError, match="data.template_time: '?2024-07-26 00:00:00'? -> "):
         resumed(timed("2024-07-26"), timed("2024-07-27"), monkeypatch)
 
 
 @pytest.mark.parametrize(
-    ("length", "said"),
+    ("length", "message"),
     [
         ("run.steps=4", None),
         ("run.steps=3", "run.steps is 3, which the run has done: nothing is left to train; raise it to continue"),
         ("run.steps=2", "run.steps is 2, and the run in runs/base has done 3 already; set run.steps to 3 or more"),
     ],
 )
-def test_a_run_that_has_done_its_steps_says_so(length: str, said: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_finished_run_reports_completed_steps(
+    length: str, message: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The checkpoint is of step 3."""
     now = load_config(BASE, [length, "actor.optimizer.schedule=constant", "critic.optimizer.schedule=constant"])
     if length == "run.steps=2":
-        with pytest.raises(ConfigError, match=said):
+        with pytest.raises(ConfigError, match=message):
             resumed(now, now, monkeypatch)
     else:
-        assert [s for s in resumed(now, now, monkeypatch).sentences if s.startswith("run.")] == ([said] if said else [])
+        assert [s for s in resumed(now, now, monkeypatch).sentences if s.startswith("run.")] == (
+            [message] if message else []
+        )
 
 
-def test_a_run_keeps_the_time_that_it_began_at(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whatever a rank's own clock says: the main rank's counts, here the only one."""
+def test_run_keeps_its_start_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The clock of the main rank counts, which is the only rank in this test."""
     monkeypatch.setattr(template_time, "template_now", lambda: "2024-07-26 09:30:15")
     fresh = load_config(BASE, [f"run.directory={tmp_path}"])
     began = start.choose_start(fresh, derive(fresh, 1, SHAPE), SimpleNamespace(is_main=True))  # type: ignore[arg-type]
     assert began.config.data.template_time == template_time.with_template_time(fresh).data.template_time
     assert began.config.data.template_time == "2024-07-26 09:30:15"
-    given = load_config(BASE, ["data.template_time=2020-02-02"])
-    assert template_time.at_one_time(given).data.template_time == "2020-02-02 00:00:00"
+    explicit = load_config(BASE, ["data.template_time=2020-02-02"])
+    assert template_time.at_one_time(explicit).data.template_time == "2020-02-02 00:00:00"

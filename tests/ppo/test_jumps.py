@@ -1,4 +1,4 @@
-"""Updates that stand out are told from those that do not."""
+"""Tests of the detection of outlier updates."""
 
 from __future__ import annotations
 
@@ -6,9 +6,9 @@ from megappo.config.algorithm import JumpSettings
 from megappo.ppo.jumps import JumpWatch
 
 
-def test_a_gradient_far_above_the_usual_one() -> None:
+def test_gradient_norm_far_above_usual_is_a_jump() -> None:
     watch = JumpWatch(JumpSettings(grad_norm_ratio=3.0, kl_nats=None))
-    assert watch.judge(100.0, None) == ()  # nothing is usual yet
+    assert watch.judge(100.0, None) == ()  # no usual value yet
     for number in range(20):
         assert watch.judge(1.0 + 0.01 * number, 9.0) == ()
     assert watch.judge(2.9, None) == ()
@@ -16,14 +16,14 @@ def test_a_gradient_far_above_the_usual_one() -> None:
     assert watch.judge(1.0, None) == ()
 
 
-def test_a_kl_above_the_bound() -> None:
+def test_kl_above_the_bound_is_a_jump() -> None:
     watch = JumpWatch(JumpSettings(grad_norm_ratio=None, kl_nats=0.2))
     assert watch.judge(1.0, 0.19) == ()
     assert watch.judge(1.0, None) == ()
     assert watch.judge(1.0, 0.3) == ("KL to the old policy 0.3 nats per token, above 0.2",)
 
 
-def test_what_is_usual_follows_the_run_and_survives_it() -> None:
+def test_usual_norm_follows_the_run_across_checkpoints() -> None:
     watch = JumpWatch(JumpSettings(grad_norm_ratio=2.0))
     for _ in range(50):
         watch.judge(1.0, 0.0)

@@ -1,4 +1,4 @@
-"""Ranks that were started with different things end with a sentence that names them and the things."""
+"""Tests of the comparison of ranks: differing settings, data or versions end the run with an error."""
 
 from __future__ import annotations
 
@@ -22,16 +22,16 @@ pytestmark = pytest.mark.waits
 def of_rank(rank: int, folder: Path, facts: list[dict[str, Any]]) -> None:
     store = dist.FileStore(str(folder / "store"), len(facts))
     dist.init_process_group("gloo", store=store, rank=rank, world_size=len(facts))
-    said = ""
+    message = ""
     try:
         check_alike(facts[rank])
     except ConfigError as error:
-        said = str(error)
-    (folder / f"said-{rank}").write_text(said)
+        message = str(error)
+    (folder / f"message-{rank}").write_text(message)
 
 
 def compared(folder: Path, *facts: dict[str, Any]) -> set[str]:
-    """What the ranks of a world with these facts say."""
+    """Return the messages of the ranks of a world with these facts."""
     folder.mkdir()
     context = multiprocessing.get_context("fork")
     ranks = [context.Process(target=of_rank, args=(r, folder, facts)) for r in range(len(facts))]
@@ -40,33 +40,33 @@ def compared(folder: Path, *facts: dict[str, Any]) -> set[str]:
     for rank in ranks:
         rank.join(60)
         assert rank.exitcode == 0
-    return {path.read_text() for path in folder.glob("said-*")}
+    return {path.read_text() for path in folder.glob("message-*")}
 
 
-def test_who_differs_is_named_and_in_what(tmp_path: Path) -> None:
+def test_error_names_differing_ranks_and_values(tmp_path: Path) -> None:
     facts = {"run.seed": 1, "the device": "cuda", "the checksum of the training data": "a" * 64}
     assert compared(tmp_path / "same", facts, facts) == {""}
-    (said,) = compared(tmp_path / "two", facts, facts | {"run.seed": 2})
-    assert said.startswith(
+    (message,) = compared(tmp_path / "two", facts, facts | {"run.seed": 2})
+    assert message.startswith(
         "settings, files or software differ between ranks: run.seed is 1 on rank 0 and 2 on rank 1; start all"
     )
     other = facts | {"the device": "cpu", "the checksum of the training data": "b" * 64, "the version of sglang": "1"}
-    (said,) = compared(tmp_path / "three", facts, facts, other)
-    assert "the device is 'cuda' on most ranks and 'cpu' on rank 2; " in said
-    assert "the checksum of the training data is 'aaaaaaaaaaaa' on most ranks and 'bbbbbbbbbbbb' on rank 2; " in said
-    assert "the version of sglang is null on most ranks and '1' on rank 2; start all" in said
+    (message,) = compared(tmp_path / "three", facts, facts, other)
+    assert "the device is 'cuda' on most ranks and 'cpu' on rank 2; " in message
+    assert "the checksum of the training data is 'aaaaaaaaaaaa' on most ranks and 'bbbbbbbbbbbb' on rank 2; " in message
+    assert "the version of sglang is null on most ranks and '1' on rank 2; start all" in message
 
 
 def sums_of_rank() -> Iterator[dict[str, Any]]:
-    """A source that every rank reads another way, as one that draws without a seed does."""
+    """Yield prompts that differ between ranks, like a source that draws without a seed."""
     for n in range(100):
         yield {"prompt": f"{n % 10}+{os.environ['RANK']}=", "answer": str(n % 10)}
 
 
-def test_data_that_differ_end_the_run_before_any_model_is_built(tmp_path: Path) -> None:
+def test_differing_data_end_run_before_model_construction(tmp_path: Path) -> None:
     source = {"train": {"source": f"{__name__}:sums_of_rank"}, "apply_chat_template": False, "max_prompt_tokens": 8}
-    given = (f"data={json.dumps(source)}", "evaluation=null", "checkpoint=null", "run.steps=1")
-    output = attempts(tmp_path, train(tmp_path / "run", *given, expect="2"))
+    overrides = (f"data={json.dumps(source)}", "evaluation=null", "checkpoint=null", "run.steps=1")
+    output = attempts(tmp_path, train(tmp_path / "run", *overrides, expect="2"))
     assert (
         "megappo: error: settings, files or software differ between ranks: the checksum of the training data is '"
         in output

@@ -1,4 +1,4 @@
-"""Policy losses and estimators of one's own: what they compute, and the sentence for what cannot be used."""
+"""Tests of custom policy losses and estimators: their results, and the errors of unusable functions."""
 
 from __future__ import annotations
 
@@ -29,13 +29,13 @@ from tests.support.oracles import kernels as reference
 
 ME = "tests.ppo.test_own_methods"
 OF_BANDS = {"masked_below", "masked_above", "band_position", "token_weight", "effective_sample_size"}
-"""Metrics of losses that are built in."""
+"""Metrics that only built-in losses report."""
 LENGTHS = (7, 1, 12, 4, 16)
 SEQUENCES = torch.arange(len(LENGTHS)).repeat_interleave(torch.tensor(LENGTHS))
 
 
 def clip_again(*, log_ratio: Tensor, advantages: Tensor, dual: float) -> tuple[Tensor, dict[str, Tensor]]:
-    """PPO-clip as a user would write it."""
+    """Compute PPO-clip in the form of a custom loss."""
     ratio = log_ratio.exp()
     clipped = -advantages * ratio.clamp(0.8, 1.2)
     loss = torch.maximum(-advantages * ratio, clipped)
@@ -44,33 +44,33 @@ def clip_again(*, log_ratio: Tensor, advantages: Tensor, dual: float) -> tuple[T
 
 
 def greedy(*, logprob: Tensor, entropy: Tensor, **others: Any) -> Tensor:
-    """Uses the entropy, and is given everything else too."""
+    """Use the entropy. Receive all other inputs as keyword arguments."""
     assert set(others) == {"old_logprob", "log_ratio", "advantages", "ref_logprob", "sequence_mean"}
     return -logprob * entropy
 
 
 @pytest.mark.parametrize("backend", ["torch", "triton"])
-def test_a_loss_of_ones_own_is_the_one_that_is_built_in(backend: str) -> None:
-    """Slopes by autograd are those by hand, with everything that stands around a policy loss."""
+def test_custom_clip_loss_equals_builtin(backend: str) -> None:
+    """Gradients from autograd equal the analytic gradients, including the entropy and KL terms."""
     g = torch.Generator().manual_seed(1)
     dtype, tolerance = (torch.float64, 1e-9) if backend == "torch" else (torch.float32, 1e-5)
     leaves = [(torch.rand(5, 37, generator=g) - 2).to(dtype).requires_grad_() for _ in range(2)]
     inputs = policy_inputs(leaves[0], seed=2)
     around: dict[str, Any] = {"entropy_coef": 0.01, "kl_coef": 0.2}
-    found = []
+    results = []
     with use_backend(backend):  # type: ignore[arg-type]
         for policy_loss in ("clip", partial(clip_again, dual=3.0)):
             objective = PolicyObjective(policy_loss=policy_loss, dual_clip=3.0, **around)
             out = ppo_token_loss(logprob=leaves[0], entropy=leaves[1], inputs=inputs, objective=objective)
-            found.append((out, torch.autograd.grad(out.loss, leaves)))
-    (built_in, slopes), (own, own_slopes) = found
+            results.append((out, torch.autograd.grad(out.loss, leaves)))
+    (built_in, slopes), (own, own_slopes) = results
     torch.testing.assert_close(own_slopes, slopes, rtol=tolerance, atol=tolerance)
     known = {name: x for name, x in built_in.metrics.items() if name.partition(".")[0] not in OF_BANDS}
     torch.testing.assert_close(dict(own.metrics), known, rtol=tolerance, atol=tolerance)
 
 
 def by_definition(name: str, logprob: Tensor, inputs: PolicyInputs) -> Tensor:
-    """CISPO and GSPO sequence by sequence."""
+    """Compute CISPO and GSPO sequence by sequence."""
     loss = logprob.new_zeros(())
     for sequence in range(len(LENGTHS)):
         rows = inputs.mask & (sequence == SEQUENCES) & (inputs.weights != 0)
@@ -86,20 +86,20 @@ def by_definition(name: str, logprob: Tensor, inputs: PolicyInputs) -> Tensor:
 @pytest.mark.parametrize("backend", ["torch", "triton"])
 @pytest.mark.parametrize("chunk_bytes", [2**28, 2**13], ids=["one chunk", "many chunks"])
 @pytest.mark.parametrize("name", ["cispo", "gspo"])
-def test_the_output_layer_with_an_example(
+def test_chunked_output_layer_matches_definition(
     name: str, chunk_bytes: int, backend: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Chunks cut through sequences; some tokens are masked, some have no weight."""
+    """Chunks split sequences. Some tokens are masked, and some have weight zero."""
     monkeypatch.setitem(CHUNK_BYTES, "cpu", chunk_bytes)
     case = head("random", torch.float32, rows=sum(LENGTHS), features=16, vocab=150)
     exact = case.exact()
     logprob, _ = reference.linear_logprob(exact.hidden, exact.weight, exact.labels)
-    given = policy_inputs(logprob, seed=5).tensors()
-    del given["importance_weights"], given["ref_logprob"]
-    given["weights"][3::5] = 0.0
-    inputs = PolicyInputs(**given)
+    fields = policy_inputs(logprob, seed=5).tensors()
+    del fields["importance_weights"], fields["ref_logprob"]
+    fields["weights"][3::5] = 0.0
+    inputs = PolicyInputs(**fields)
     by_definition(name, logprob, inputs).backward()
-    narrow = {n: x.float() if x.is_floating_point() else x for n, x in given.items()}
+    narrow = {n: x.float() if x.is_floating_point() else x for n, x in fields.items()}
     loss: Callable[..., Any] = cispo if name == "cispo" else partial(gspo, low=0.1, high=0.1)
     with use_backend(backend):  # type: ignore[arg-type]
         out = ppo_head_loss(
@@ -111,13 +111,13 @@ def test_the_output_layer_with_an_example(
         )
     out.loss.backward()
     assert out.loss.item() == pytest.approx(by_definition(name, logprob, inputs).item(), abs=1e-6)
-    for mine, truth in zip(case.gradients(), exact.gradients(), strict=True):
-        assert relative(mine, truth) < 1e-5
+    for gradient, exact_gradient in zip(case.gradients(), exact.gradients(), strict=True):
+        assert relative(gradient, exact_gradient) < 1e-5
     assert 0 < float(out.metrics["clipfrac"]) < float(out.metrics["count"])
     assert set(out.metrics) == {*POLICY_METRICS, "count"} - OF_BANDS | ({"sequence_ratio"} if name == "gspo" else set())
 
 
-def test_the_entropy_can_be_part_of_a_loss() -> None:
+def test_custom_loss_can_use_the_entropy() -> None:
     case = head("random", torch.float32, rows=9, features=8, vocab=40)
     exact = case.exact()
     logprob, entropy = reference.linear_logprob(exact.hidden, exact.weight, exact.labels)
@@ -132,8 +132,8 @@ def test_the_entropy_can_be_part_of_a_loss() -> None:
         assert relative(mine, truth) < 1e-5
 
 
-class Asked(LogprobHead):
-    """Stands in the place of an output layer."""
+class RecordingHead(LogprobHead):
+    """Records the target of an output layer."""
 
     target: PolicyTarget | None = None
 
@@ -144,32 +144,36 @@ class Asked(LogprobHead):
         self.target = target
 
 
-def sequences_told(policy_loss: Any) -> Tensor | None:
-    """What an update says of whose tokens a microbatch has: 2 of its first sample, 3 of its second."""
+def sequences_of_update(policy_loss: Any) -> Tensor | None:
+    """Return the sequence indices of a microbatch with 2 tokens of its first sample and 3 of its second."""
     fields = ("mask", "old_logprob", "advantages")
     samples = [PlacedSample(i, torch.ones(4), n, dict.fromkeys(fields, torch.ones(n))) for i, n in ((4, 2), (7, 3))]
     batch = pack_samples(samples, torch.device("cpu"))
-    asked, weights = Asked(), LossWeights("token-mean", tokens=5, sequences=2, norm_tokens=8)
-    PolicyTask(PolicyObjective(policy_loss=policy_loss), weights).expect(asked, batch)
-    assert asked.target is not None
-    return asked.target.inputs.sequences
+    head_stub, weights = RecordingHead(), LossWeights("token-mean", tokens=5, sequences=2, norm_tokens=8)
+    PolicyTask(PolicyObjective(policy_loss=policy_loss), weights).expect(head_stub, batch)
+    assert head_stub.target is not None
+    return head_stub.target.inputs.sequences
 
 
-def test_sequences_are_told_to_those_who_ask() -> None:
-    assert sequences_told("clip") is None and sequences_told("dis") is None and sequences_told(cispo) is None
+def test_sequences_are_passed_only_on_demand() -> None:
+    assert (
+        sequences_of_update("clip") is None
+        and sequences_of_update("dis") is None
+        and sequences_of_update(cispo) is None
+    )
     for loss in (gspo, "gspo"):
-        told = sequences_told(loss)
-        assert told is not None and told.tolist() == [0, 0, 1, 1, 1]
+        sequences = sequences_of_update(loss)
+        assert sequences is not None and sequences.tolist() == [0, 0, 1, 1, 1]
 
 
-def test_metrics_of_no_token_have_their_names() -> None:
-    """So that ranks and microbatches without a token that counts report what the others do."""
+def test_metrics_without_tokens_keep_their_names() -> None:
+    """Ranks and microbatches without trained tokens report the same metrics as all others."""
     case = head("random", torch.float32, rows=4, features=8, vocab=40)
     inputs = policy_inputs(torch.zeros(4), seed=0)
     inputs.mask[:] = False
     out = ppo_head_loss(
         case.hidden, case.weight, case.labels, inputs, objective=PolicyObjective(policy_loss=gspo)
-    )  # without sequences: nobody asks
+    )  # without sequences, which are not needed here
     out.loss.backward()
     assert {"sequence_ratio", "clipfrac", "count", "loss"} <= set(out.metrics)
     assert all(float(x) == 0 for x in out.metrics.values())
@@ -293,15 +297,15 @@ UNUSABLE: list[tuple[tuple[str, ...], list[str]]] = [
 ]
 
 
-@pytest.mark.parametrize(("overrides", "words"), UNUSABLE, ids=lambda v: v[-1] if isinstance(v, tuple) else "")
-def test_what_cannot_be_used_gets_a_sentence(overrides: tuple[str, ...], words: list[str]) -> None:
+@pytest.mark.parametrize(("overrides", "fragments"), UNUSABLE, ids=lambda v: v[-1] if isinstance(v, tuple) else "")
+def test_unusable_functions_are_reported_in_one_sentence(overrides: tuple[str, ...], fragments: list[str]) -> None:
     with pytest.raises(ValueError) as caught:
         check_methods(config(*overrides))
     sentence = str(caught.value)
-    assert "\n" not in sentence and all(word in sentence for word in words), sentence
+    assert "\n" not in sentence and all(word in sentence for word in fragments), sentence
 
 
-def test_options_are_for_functions_of_ones_own() -> None:
+def test_options_require_custom_functions() -> None:
     with pytest.raises(ConfigError, match="policy_loss_options are for custom functions, but policy_loss is 'clip'"):
         config("algorithm.policy_loss_options={high: 1}")
     with pytest.raises(ConfigError, match="estimator_options are for"):
@@ -312,7 +316,7 @@ def test_options_are_for_functions_of_ones_own() -> None:
         config("algorithm.policy_loss=clop")
 
 
-def test_what_can_be_used_is_found_with_its_options() -> None:
+def test_custom_functions_are_loaded_with_options() -> None:
     chosen = config(
         f"algorithm.estimator={ME}:with_critic",
         "algorithm.estimator_options={half: 0.5}",
@@ -323,8 +327,8 @@ def test_what_can_be_used_is_found_with_its_options() -> None:
     check_methods(chosen)
     estimator, objective = find_estimator(chosen.algorithm), find_objective(chosen.algorithm, 0.0)
     mask = torch.ones(1, 2, dtype=torch.bool)
-    given: dict[str, Any] = {"rewards": torch.ones(1, 2), "values": torch.zeros(1, 2), "mask": mask}
-    advantages, returns = estimator(**given, group_ids=torch.zeros(1), gamma=1.0, lam=1.0)
+    inputs: dict[str, Any] = {"rewards": torch.ones(1, 2), "values": torch.zeros(1, 2), "mask": mask}
+    advantages, returns = estimator(**inputs, group_ids=torch.zeros(1), gamma=1.0, lam=1.0)
     assert advantages.tolist() == [[0.5, 0.5]] and returns.tolist() == [[1, 1]]
     assert estimator.needs_critic and estimator.whitens and not estimator.compares_samples
     assert objective.sees_sequences and objective.entropy_coef == 0.25
@@ -335,21 +339,26 @@ def test_what_can_be_used_is_found_with_its_options() -> None:
     assert loss.item() == pytest.approx(-2.4) and more["clipfrac"].item()
 
 
-def test_settings_reach_the_objective_by_their_names() -> None:
+def test_objective_gets_settings_by_name() -> None:
     algorithm = config("algorithm.clip_low=0.1", "algorithm.kl_in_loss={coef: 0.3, kind: k2}").algorithm
-    found = find_objective(algorithm, 0.7)
-    assert (found.policy_loss, found.clip_low, found.clip_high, found.dual_clip) == ("clip", 0.1, 0.2, 3.0)
-    assert (found.kl, found.kl_coef, found.penalty_coef, found.entropy_coef) == ("k2", 0.3, 0.7, 0.0)
+    objective = find_objective(algorithm, 0.7)
+    assert (objective.policy_loss, objective.clip_low, objective.clip_high, objective.dual_clip) == (
+        "clip",
+        0.1,
+        0.2,
+        3.0,
+    )
+    assert (objective.kl, objective.kl_coef, objective.penalty_coef, objective.entropy_coef) == ("k2", 0.3, 0.7, 0.0)
 
 
-def test_an_estimator_of_ones_own_is_dr_grpo() -> None:
+def test_custom_dr_grpo_estimator_matches_rloo() -> None:
     """The advantages of RLOO are n / (n - 1) times as large."""
     g = torch.Generator().manual_seed(0)
     mask = torch.arange(5) < torch.tensor([[5], [1], [3], [2]])
-    given: dict[str, Any] = {"rewards": torch.randn(4, 5, generator=g), "values": None, "mask": mask}
-    given |= {"group_ids": torch.tensor([0, 0, 0, 1]), "gamma": 1.0, "lam": 1.0}
+    inputs: dict[str, Any] = {"rewards": torch.randn(4, 5, generator=g), "values": None, "mask": mask}
+    inputs |= {"group_ids": torch.tensor([0, 0, 0, 1]), "gamma": 1.0, "lam": 1.0}
     own = Estimator("tests.examples.dr_grpo:dr_grpo", dr_grpo, {"scale": 1.5})
     assert own.compares_samples and not own.whitens and not own.takes_values
-    found, wanted = own(**given)[0], builtin("rloo")(**given)[0]
-    torch.testing.assert_close(found[:3], wanted[:3])
-    assert (found[3] == 0).all()
+    advantages, expected = own(**inputs)[0], builtin("rloo")(**inputs)[0]
+    torch.testing.assert_close(advantages[:3], expected[:3])
+    assert (advantages[3] == 0).all()

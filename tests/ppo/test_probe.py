@@ -1,4 +1,4 @@
-"""What engines are asked after a sync, and which of their answers counts."""
+"""Tests of the probe after a sync: the requests to the engines, and the gap of the answers."""
 
 from __future__ import annotations
 
@@ -19,30 +19,31 @@ from tests.support.places import ROOT
 from tests.support.workers.storage_worker import Probed
 
 LOGPROB = -1.0
-"""Of every token, by the actor."""
+"""Log-probability of every token by the actor."""
 
 
-class Off(Probed):
-    """Two servers, of which the second one's log-probabilities are off by so many nats, by the length of a prompt."""
+class OffServers(Probed):
+    """Two servers. The log-probabilities of the second server are off by `nats`, indexed by the length of the
+    prompt."""
 
     def __init__(self, nats: dict[int, float]) -> None:
         super().__init__()
-        self.nats, self.asked = nats, list[tuple[int, ...]]()
+        self.nats, self.probed_prompts = nats, list[tuple[int, ...]]()
 
     def probe(self, request: GenerateRequest, params: SamplingParams) -> dict[int, Completion]:
-        """Of both servers."""
-        self.asked.append(request.token_ids)
+        """Return the answers of both servers."""
+        self.probed_prompts.append(request.token_ids)
         off = self.nats.get(len(request.token_ids), 0.0)
-        said = [(LOGPROB, LOGPROB), (LOGPROB, LOGPROB - off)]
-        return {index: Completion((5, 6), logprobs, True, 1) for index, logprobs in enumerate(said)}
+        logprobs_of_servers = [(LOGPROB, LOGPROB), (LOGPROB, LOGPROB - off)]
+        return {index: Completion((5, 6), logprobs, True, 1) for index, logprobs in enumerate(logprobs_of_servers)}
 
     def judge(self, gaps: Mapping[int, float], tolerance_nats: float) -> float:
-        """The largest, NaN if one is."""
+        """Return the largest gap, or NaN if any gap is NaN."""
         return float(torch.tensor(list(gaps.values())).max())
 
 
-def probed(monkeypatch: pytest.MonkeyPatch, engine: Off, longest: int, prompt_tokens: int) -> float:
-    """The gap of a run whose training prompts have so many tokens, counted on from 0."""
+def probed(monkeypatch: pytest.MonkeyPatch, engine: OffServers, longest: int, prompt_tokens: int) -> float:
+    """Return the gap of a run. Each training prompt has `prompt_tokens` consecutive token ids, counted from 0."""
 
     def forward(samples: Samples) -> Tensor:
         return torch.full((len(samples.sequences), 2), LOGPROB)
@@ -50,11 +51,11 @@ def probed(monkeypatch: pytest.MonkeyPatch, engine: Off, longest: int, prompt_to
     monkeypatch.setattr(probe, "check_answers", lambda *_: None)
     monkeypatch.setattr(probe, "announce", lambda samples, _device: samples)
     monkeypatch.setattr(probe, "place", lambda _actor, samples: SimpleNamespace(forward=lambda: forward(samples)))
-    words = ["rollout.engine=sglang", f"data.max_prompt_tokens={longest}"]
+    overrides = ["rollout.engine=sglang", f"data.max_prompt_tokens={longest}"]
     prompts = [Prompt(i, tuple(range(i * prompt_tokens, (i + 1) * prompt_tokens)), "", None, {}) for i in range(4096)]
     parts: Any = SimpleNamespace(
         engine=engine,
-        config=load_config(ROOT / "configs/quickstart.yaml", words),
+        config=load_config(ROOT / "configs/quickstart.yaml", overrides),
         train_prompts=prompts,
         sampling=lambda tokens, **_: SamplingParams(1.0, tokens, ()),
         vocabulary=None,
@@ -66,17 +67,19 @@ def probed(monkeypatch: pytest.MonkeyPatch, engine: Off, longest: int, prompt_to
 
 
 @pytest.mark.parametrize(("longest", "lengths"), [(5, [5]), (8, [8]), (300, [8, 300]), (5000, [8, 1024])])
-def test_a_short_and_a_long_prompt_are_asked(monkeypatch: pytest.MonkeyPatch, longest: int, lengths: list[int]) -> None:
-    """Of training prompts one after another, no longer than a prompt may be."""
-    engine = Off({})
+def test_probe_sends_a_short_and_a_long_prompt(
+    monkeypatch: pytest.MonkeyPatch, longest: int, lengths: list[int]
+) -> None:
+    """The prompts are concatenated training prompts, up to the maximum length."""
+    engine = OffServers({})
     assert probed(monkeypatch, engine, longest, prompt_tokens=3) == 0
-    assert engine.asked == [tuple(range(length)) for length in lengths]
+    assert engine.probed_prompts == [tuple(range(length)) for length in lengths]
 
 
 @pytest.mark.parametrize(
     ("nats", "gap"), [({8: 0.25}, 0.25), ({1024: 0.5}, 0.5), ({8: 0.25, 1024: 0.125}, 0.25), ({8: math.nan}, math.nan)]
 )
-def test_the_largest_gap_of_any_server_and_prompt_counts(
+def test_probe_reports_largest_gap_of_servers_and_prompts(
     monkeypatch: pytest.MonkeyPatch, nats: dict[int, float], gap: float
 ) -> None:
-    assert probed(monkeypatch, Off(nats), 5000, prompt_tokens=3) == pytest.approx(gap, nan_ok=True)
+    assert probed(monkeypatch, OffServers(nats), 5000, prompt_tokens=3) == pytest.approx(gap, nan_ok=True)

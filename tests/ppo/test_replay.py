@@ -1,4 +1,4 @@
-"""A refused update is repeated from its folder, and no code that the folder names is imported for it."""
+"""Tests of the replay of a refused update: no code that the folder names is imported."""
 
 from __future__ import annotations
 
@@ -22,16 +22,16 @@ from megappo.ppo.replay import replay
         ({"algorithm": {"policy_loss": "antigravity:loss"}}, "algorithm.policy_loss 'antigravity:loss'"),
     ],
 )
-def test_code_that_a_folder_names_is_not_imported(tmp_path: Path, settings: dict[str, Any], key: str) -> None:
+def test_replay_imports_no_code_named_by_folder(tmp_path: Path, settings: dict[str, Any], key: str) -> None:
     folder = step_folder(tmp_path, 1)
     folder.mkdir()
-    given = {"run": {}, "rollout": {}, "model": {}, "algorithm": {"policy_loss": "ppo"}, **settings}
+    run_settings = {"run": {}, "rollout": {}, "model": {}, "algorithm": {"policy_loss": "ppo"}, **settings}
     content = {
         "world_size": 1,
         "refused": {"role": "actor", "minibatch": 1, "weights": None},
         "versions": {"torch": torch.__version__},
         "steps": 3,
-        "settings": given,
+        "settings": run_settings,
     }
     write_marker(folder, Marker(1, {}, content))
     with pytest.raises(ValueError, match=f"is of {key}, code that a replay does not import"):
@@ -39,12 +39,16 @@ def test_code_that_a_folder_names_is_not_imported(tmp_path: Path, settings: dict
 
 
 @pytest.mark.parametrize("trained", [["critic"], ["actor"], ["actor", "critic"]])
-def test_what_the_folder_holds_is_built(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, trained: list[str]) -> None:
-    """In value pretraining a run has no actor that is trained."""
+def test_replay_builds_the_roles_in_the_folder(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, trained: list[str]
+) -> None:
+    """During value pretraining, a run trains no actor."""
     built = list[str]()
 
     class Builder:
-        def __init__(self, *_given: object, roles: list[str], resumed: bool, stop_token_ids: tuple[int, ...]) -> None:
+        def __init__(
+            self, *_arguments: object, roles: list[str], resumed: bool, stop_token_ids: tuple[int, ...]
+        ) -> None:
             assert roles == trained and resumed and stop_token_ids == (7,)
 
         def actor(self) -> str:

@@ -1,4 +1,4 @@
-"""Files of experience: what was written is read, to the last bit, by whoever asks for it; what is none is refused."""
+"""Tests of files of experience: exact round trips, several ranks, and rejection of invalid files."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from tests.support.saved import samples
 
 
 def flat(value: Any, mask_BR: Tensor | None = None) -> Any:
-    """What is said, padding aside, to be compared."""
+    """Return the content without padding, for comparison."""
     if isinstance(value, SavedSamples):
         rollouts = value.experience.scored.rollouts
         mask_BR = torch.arange(rollouts.response_mask_BR.shape[1])[None] < rollouts.response_lengths_B[:, None]
@@ -43,42 +43,43 @@ def flat(value: Any, mask_BR: Tensor | None = None) -> Any:
 
 @pytest.mark.parametrize("whole", [True, False])
 @pytest.mark.parametrize("lengths", [(4, 1, 6), (), (1,)])
-def test_what_was_written_is_read(tmp_path: Path, lengths: tuple[int, ...], whole: bool) -> None:
-    """Every field of samples with all there may be, and with little; half of a surrogate pair becomes a sign for it."""
-    given, path = samples(lengths, 4, whole=whole), tmp_path / "rank-00000.parquet"
-    write_samples(path, given, range(len(lengths)), str)
-    found = read_samples(path)
-    assert flat(found) == flat(given)
-    assert sample_ids_of(path) == given.sample_ids
-    ratios = (given.experience.scored.old_logprob_BR - given.experience.scored.rollouts.engine_logprob_BR).exp()
-    told = parquet.read_table(path).to_pylist()
-    assert [row["ratios"] for row in told] == [ratios[b, :n].tolist() for b, n in enumerate(lengths)]
-    assert all(row["data_source"] == "math" for row in told)
-    assert [row["response_token_texts"] for row in told] == [[str(10 + i) for i in range(n)] for n in lengths]
+def test_saved_samples_are_read_exactly(tmp_path: Path, lengths: tuple[int, ...], whole: bool) -> None:
+    """Every field is compared, for samples with all optional fields and with none. Half of a surrogate pair is
+    replaced."""
+    saved, path = samples(lengths, 4, whole=whole), tmp_path / "rank-00000.parquet"
+    write_samples(path, saved, range(len(lengths)), str)
+    loaded = read_samples(path)
+    assert flat(loaded) == flat(saved)
+    assert sample_ids_of(path) == saved.sample_ids
+    ratios = (saved.experience.scored.old_logprob_BR - saved.experience.scored.rollouts.engine_logprob_BR).exp()
+    rows = parquet.read_table(path).to_pylist()
+    assert [row["ratios"] for row in rows] == [ratios[b, :n].tolist() for b, n in enumerate(lengths)]
+    assert all(row["data_source"] == "math" for row in rows)
+    assert [row["response_token_texts"] for row in rows] == [[str(10 + i) for i in range(n)] for n in lengths]
 
 
-def test_some_samples_of_several_ranks(tmp_path: Path) -> None:
-    """By their ids, from files of two ranks, in the order of ids; what is not there is told."""
+def test_selected_samples_of_several_ranks_are_read(tmp_path: Path) -> None:
+    """The samples are selected by id from the files of two ranks, in the order of ids. A missing sample is an error."""
     folder = tmp_path / "step-000003"
     folder.mkdir()
-    given = [samples((2, 3), 2), samples((5, 1), 0)]
-    told = {"step": 3, "run": "/runs/a", "ranks": 2, "saved": 4, "prompts_per_step": 2, "samples_per_prompt": 2}
-    (folder / MARKER).write_text(json.dumps(told | {"temperature": 1.0}))
+    of_ranks = [samples((2, 3), 2), samples((5, 1), 0)]
+    marker = {"step": 3, "run": "/runs/a", "ranks": 2, "saved": 4, "prompts_per_step": 2, "samples_per_prompt": 2}
+    (folder / MARKER).write_text(json.dumps(marker | {"temperature": 1.0}))
     saved = saved_steps(tmp_path)[3]
-    for rank, of_rank in enumerate(given):
+    for rank, of_rank in enumerate(of_ranks):
         write_samples(saved.file(rank), of_rank, range(2), str)
-    found = read_some(saved, [1, 3])
-    assert found.sample_ids == [1, 3] and found.experience.scored.rollouts.response_lengths_B.tolist() == [1, 3]
-    assert found.given_B.tolist() == [float(given[1].given_B[1]), float(given[0].given_B[1])]
+    selected = read_some(saved, [1, 3])
+    assert selected.sample_ids == [1, 3] and selected.experience.scored.rollouts.response_lengths_B.tolist() == [1, 3]
+    assert selected.given_B.tolist() == [float(of_ranks[1].given_B[1]), float(of_ranks[0].given_B[1])]
     assert read_some(saved, []).sample_ids == []
     with pytest.raises(ValueError, match=r"step-000003 lacks samples that are listed in step\.json"):
         read_some(saved, [3, 4])
-    assert check_tokens(found, 16) is found
+    assert check_tokens(selected, 16) is selected
     with pytest.raises(ValueError, match=r"saved samples contain token 12, but the models have 12 tokens; load"):
-        check_tokens(found, 12)
+        check_tokens(selected, 12)
 
 
-def test_files_that_are_none(tmp_path: Path) -> None:
+def test_invalid_files_are_rejected(tmp_path: Path) -> None:
     path = tmp_path / "rank-00000.parquet"
     parquet.write_table(pyarrow.table({"sample_id": [1]}), path)
     with pytest.raises(
@@ -96,7 +97,7 @@ def test_files_that_are_none(tmp_path: Path) -> None:
 
 @pytest.fixture
 def record(tmp_path: Path, world_of_one: None) -> ExperienceRecord:
-    """Of a run that saves the first three samples of steps 1 and 2."""
+    """Return the record of a run that saves the first three samples of steps 1 and 2."""
     del world_of_one
     config = load_config(
         BASE, [f"run.directory={tmp_path / 'run'}", "logging.save_experience={steps: [1, 2], samples: 3}"]
@@ -107,43 +108,43 @@ def record(tmp_path: Path, world_of_one: None) -> ExperienceRecord:
     )
 
 
-def test_a_record_contains_only_finished_steps(record: ExperienceRecord, tmp_path: Path) -> None:
+def test_record_contains_only_finished_steps(record: ExperienceRecord, tmp_path: Path) -> None:
     """The record has no steps that a resumed run repeats, no steps of other runs, and no files of unfinished steps."""
-    folder, given = tmp_path / "run" / "experience", samples((2, 3, 1, 2))
+    folder, saved_samples = tmp_path / "run" / "experience", samples((2, 3, 1, 2))
     config = load_config(BASE, [f"run.directory={tmp_path / 'run'}", "logging.save_experience={}"])
     forget_experience(0, config)
-    record.note(given.given_B)
+    record.note(saved_samples.given_B)
     (folder / ".step-000002").mkdir(parents=True)
     (folder / ".step-000002" / "rank-00007.parquet").write_text("of a run with more ranks")
-    assert [record.write(step, given.experience) for step in (1, 2, 3)] == ["", "", ""]
+    assert [record.write(step, saved_samples.experience) for step in (1, 2, 3)] == ["", "", ""]
     assert [(step, saved.saved) for step, saved in saved_steps(folder).items()] == [(1, 3), (2, 3)]
     assert sorted(path.name for path in (folder / "step-000002").iterdir()) == ["rank-00000.parquet", MARKER]
     assert read_samples(folder / "step-000002" / "rank-00000.parquet").sample_ids == [0, 1, 2]
     forget_experience(1, config)
     assert list(saved_steps(folder)) == [1]
-    told = json.loads((folder / "step-000001" / MARKER).read_text())
-    (folder / "step-000001" / MARKER).write_text(json.dumps(told | {"run": "/runs/other"}))
+    marker = json.loads((folder / "step-000001" / MARKER).read_text())
+    (folder / "step-000001" / MARKER).write_text(json.dumps(marker | {"run": "/runs/other"}))
     with pytest.raises(ValueError, match=r"experience has experience of /runs/other; set a different folder"):
         forget_experience(1, config)
 
 
-def test_a_record_that_cannot_be_written_is_a_sentence(record: ExperienceRecord, tmp_path: Path) -> None:
+def test_failed_save_returns_one_message(record: ExperienceRecord, tmp_path: Path) -> None:
     (tmp_path / "run").mkdir()
     (tmp_path / "run" / "experience").write_text("a file in its place")
-    given = samples((2, 3))
-    record.note(given.given_B)
-    assert record.write(1, given.experience).startswith("the experience of step 1 is not saved: ")
+    saved_samples = samples((2, 3))
+    record.note(saved_samples.given_B)
+    assert record.write(1, saved_samples.experience).startswith("the experience of step 1 is not saved: ")
 
 
 def save(folder: Path, step: int, **other: Any) -> None:
-    """The marker of a step of the base settings."""
-    told = {"step": step, "run": "/runs/a", "ranks": 1, "saved": 16, "prompts_per_step": 4, "samples_per_prompt": 4}
+    """Write the marker of a step with the base settings."""
+    marker = {"step": step, "run": "/runs/a", "ranks": 1, "saved": 16, "prompts_per_step": 4, "samples_per_prompt": 4}
     (folder / f"step-{step:06d}").mkdir(parents=True)
-    (folder / f"step-{step:06d}" / MARKER).write_text(json.dumps(told | {"temperature": 1.0} | other))
+    (folder / f"step-{step:06d}" / MARKER).write_text(json.dumps(marker | {"temperature": 1.0} | other))
 
 
 def problems(*overrides: str) -> str:
-    """What rules say of the base settings with others, on one rank."""
+    """Return the errors of the base settings with these overrides, on one rank."""
     sizes = [
         "rollout.prompts_per_step=4",
         "rollout.samples_per_prompt=4",
@@ -159,8 +160,8 @@ def problems(*overrides: str) -> str:
     return ""
 
 
-def test_what_cannot_be_loaded_is_refused(tmp_path: Path) -> None:
-    """Before anything is loaded, in sentences; what can be has none."""
+def test_unusable_saved_steps_are_rejected(tmp_path: Path) -> None:
+    """The errors come before the samples are loaded. Valid settings give no error."""
     load = f"rollout.load_from={tmp_path}"
     assert "holds no saved step" in problems(load)
     for step in (1, 2):
@@ -215,6 +216,6 @@ def test_what_cannot_be_loaded_is_refused(tmp_path: Path) -> None:
         {"temperature": None},
     ],
 )
-def test_a_marker_that_somebody_wrote_is_read_with_care(tmp_path: Path, other: dict[str, Any]) -> None:
+def test_invalid_markers_are_rejected(tmp_path: Path, other: dict[str, Any]) -> None:
     save(tmp_path, 1, **other)
     assert "step.json cannot be read" in problems(f"rollout.load_from={tmp_path}", "run.steps=1")

@@ -1,4 +1,4 @@
-"""What training makes of scores, beside a table that was computed by hand."""
+"""Tests of reward shaping against values that were computed by hand."""
 
 from __future__ import annotations
 
@@ -20,27 +20,27 @@ from megappo.types import Episode, Episodes, Turn
 from tests.support.places import BASE
 from tests.support.rewards import rollouts
 
-GIVEN = torch.tensor([1.0, -2.0, 0.5, 4.0])
-"""Of answers of 1, 2, 3 and 4 tokens; the last one is cut."""
+SCORES = torch.tensor([1.0, -2.0, 0.5, 4.0])
+"""Scores of responses with 1, 2, 3 and 4 tokens. The last response is truncated."""
 
 
 @pytest.fixture
 def world(tmp_path: Path) -> Iterator[None]:
-    """Of one process."""
+    """Create process groups of one process."""
     torch.distributed.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
     yield
     torch.distributed.destroy_process_group()
 
 
-def made_of(given: torch.Tensor, **reward: Any) -> tuple[list[float], dict[str, float]]:
-    scores, metrics = shaper(**reward).shape(given, rollouts("a", "b", "c", "d"))
+def shaped(raw_scores: torch.Tensor, **reward: Any) -> tuple[list[float], dict[str, float]]:
+    scores, metrics = shaper(**reward).shape(raw_scores, rollouts("a", "b", "c", "d"))
     assert scores.dtype == torch.float32
     return scores.tolist(), metrics
 
 
 def shaper(**reward: Any) -> RewardShaper:
-    words = ["rollout.max_response_tokens=4", *(f"reward.{n}={json.dumps(v)}" for n, v in reward.items())]
-    return RewardShaper(load_config(BASE, words), torch.device("cpu"))
+    overrides = ["rollout.max_response_tokens=4", *(f"reward.{n}={json.dumps(v)}" for n, v in reward.items())]
+    return RewardShaper(load_config(BASE, overrides), torch.device("cpu"))
 
 
 @pytest.mark.usefixtures("world")
@@ -61,25 +61,26 @@ def shaper(**reward: Any) -> RewardShaper:
         ),
     ],
 )
-def test_scores_are_made_in_the_order_that_is_said(
+def test_shaping_steps_run_in_documented_order(
     reward: dict[str, Any], scores: list[float], metrics: dict[str, float]
 ) -> None:
-    assert made_of(GIVEN, **reward) == (pytest.approx(scores, abs=1e-7), pytest.approx(metrics, abs=1e-7))
+    assert shaped(SCORES, **reward) == (pytest.approx(scores, abs=1e-7), pytest.approx(metrics, abs=1e-7))
 
 
 @pytest.mark.usefixtures("world")
 @pytest.mark.parametrize("kind", ["std", "mean_std"])
-def test_normalized_by_all_scores_so_far(kind: str) -> None:
-    """Mean and unbiased deviation in float64 over everything until now, also after a checkpoint; then scale, clip."""
+def test_normalization_uses_all_scores_so_far(kind: str) -> None:
+    """Mean and unbiased deviation are float64 statistics of all scores so far, also after a checkpoint. Scale and clip
+    come afterwards."""
     draw = np.random.default_rng()
     made, before = shaper(normalize=kind, scale=2.0, clip=[-3, 3]), np.zeros(0)
     for count in (3, 1, 40, 7):
-        given = (1e4 + 3 * draw.standard_normal(count)).astype(np.float32)
-        before = np.concatenate([before, given.astype(np.float64)])
-        scores, metrics = made.shape(torch.from_numpy(given), rollouts(*"a" * count))
+        raw_scores = (1e4 + 3 * draw.standard_normal(count)).astype(np.float32)
+        before = np.concatenate([before, raw_scores.astype(np.float64)])
+        scores, metrics = made.shape(torch.from_numpy(raw_scores), rollouts(*"a" * count))
         mean, std = before.mean(), before.std(ddof=1)
-        wanted = np.clip(2 * (given - (mean if kind == "mean_std" else 0.0)) / std, -3, 3)
-        np.testing.assert_allclose(scores.numpy(), wanted, rtol=5e-6, atol=1e-5)
+        expected = np.clip(2 * (raw_scores - (mean if kind == "mean_std" else 0.0)) / std, -3, 3)
+        np.testing.assert_allclose(scores.numpy(), expected, rtol=5e-6, atol=1e-5)
         assert metrics["reward/running_mean"] == pytest.approx(mean, rel=1e-12)
         assert metrics["reward/running_std"] == pytest.approx(std, rel=1e-6)
         state = json.loads(json.dumps(made.state_dict()))
@@ -88,21 +89,21 @@ def test_normalized_by_all_scores_so_far(kind: str) -> None:
 
 
 @pytest.mark.usefixtures("world")
-def test_failed_episodes_do_not_count() -> None:
+def test_failed_episodes_are_excluded_from_statistics() -> None:
     """Metrics and the running standard deviation use only the samples that are trained on."""
     fine, failed = Episode((Turn(0, 1),)), Episode((), failure="hung")
     episodes = Episodes((fine, failed, fine, failed), torch.zeros(4, 4), ((),) * 4)
-    given = replace(rollouts("a", "b", "c", "d"), episodes=episodes)
+    batch = replace(rollouts("a", "b", "c", "d"), episodes=episodes)
     made, scores = shaper(normalize="std", clip=[-9, 2]), torch.tensor([1.0, -50.0, 3.0, 50.0])
-    metrics = made.shape(scores, given)[1]
+    metrics = made.shape(scores, batch)[1]
     expected = {"given": 2.0, "clipped": 0.5, "running_mean": 2.0, "running_std": 2**0.5}
     assert metrics == {f"reward/{name}": pytest.approx(value) for name, value in expected.items()}
 
 
 @pytest.mark.usefixtures("world")
-def test_equal_scores_are_not_divided() -> None:
-    assert made_of(torch.full((4,), 3.0), normalize="std")[0] == [3.0] * 4
-    assert made_of(torch.full((4,), 3.0), normalize="mean_std")[0] == [0.0] * 4
+def test_equal_scores_are_not_scaled_by_deviation() -> None:
+    assert shaped(torch.full((4,), 3.0), normalize="std")[0] == [3.0] * 4
+    assert shaped(torch.full((4,), 3.0), normalize="mean_std")[0] == [0.0] * 4
 
 
 @pytest.mark.parametrize(
@@ -116,13 +117,13 @@ def test_equal_scores_are_not_divided() -> None:
         ("reward.truncated_penalty=-1", "reward.truncated_penalty is -1, must be at least 0"),
     ],
 )
-def test_what_is_no_bound_is_refused(setting: str, sentence: str) -> None:
-    with pytest.raises(ConfigError) as told:
+def test_invalid_shaping_settings_are_rejected(setting: str, sentence: str) -> None:
+    with pytest.raises(ConfigError) as error:
         load_config(BASE, [setting])
-    assert sentence in str(told.value)
+    assert sentence in str(error.value)
 
 
-def test_an_environment_scales_its_own_rewards() -> None:
+def test_shaping_of_environment_rewards_is_rejected() -> None:
     environment = "rollout.environment={name: guess}"
     problems = list(kept_rules(load_config(BASE, [environment, "reward.scale=2"])))
     assert any("reward.normalize, scale, shift and clip apply to the scores of" in problem for problem in problems)
@@ -130,6 +131,6 @@ def test_an_environment_scales_its_own_rewards() -> None:
 
 
 @pytest.mark.parametrize("name", ["truncated_score", "truncated_penalty", "scale", "shift"])
-def test_another_reward_is_another_run(name: str) -> None:
+def test_changed_shaping_is_a_dangerous_change(name: str) -> None:
     before, now = (load_config(BASE, [f"reward.{name}={value}"]).model_dump(mode="json") for value in (1.0, 2.0))
     assert compare_settings(before, now, (1, 1)).dangerous == (f"reward.{name}: 1.0 -> 2.0",)

@@ -25,7 +25,7 @@ GAPS = [[0.1, -0.9], [0.9, 0.4, -0.2, math.log(2)]]
 
 @pytest.mark.parametrize("level", ["token", "sequence", "geometric"])
 @pytest.mark.parametrize(("above", "below"), [(None, None), (2.2, None), (None, 0.8), (2.2, 0.8)])
-def test_correction_metrics(level: str, above: float | None, below: float | None) -> None:
+def test_correction_metrics_match_numpy(level: str, above: float | None, below: float | None) -> None:
     engine = torch.full(MASK.shape, -3.0)
     old = engine + torch.tensor([[*gaps, *[math.nan] * (4 - len(gaps))] for gaps in GAPS])
     correction = {"level": level, "cap": 2.0, "reject_above": above, "reject_below": below}
@@ -35,21 +35,21 @@ def test_correction_metrics(level: str, above: float | None, below: float | None
     of_samples = {"token": lambda x: x, "sequence": lambda x: [sum(x)] * len(x),
                   "geometric": lambda x: [sum(x) / len(x)] * len(x)}[level]  # fmt: skip
     ratios = np.exp([float(np.float32(gap)) for gaps in GAPS for gap in of_samples(gaps)])
-    kept = [(above is None or r <= above) and (below is None or r >= below) for r in ratios]
+    is_accepted = [(above is None or r <= above) and (below is None or r >= below) for r in ratios]
     assert numbers["correction/weight_mean"] == pytest.approx(np.minimum(ratios, 2.0).mean(), rel=1e-6)
     assert numbers["correction/truncated"] == pytest.approx(np.mean(ratios > 2 - 1e-6))
-    assert numbers["correction/rejected"] == pytest.approx(1 - np.mean(kept))
-    assert experience.loss_mask_BR[MASK].tolist() == kept
+    assert numbers["correction/rejected"] == pytest.approx(1 - np.mean(is_accepted))
+    assert experience.loss_mask_BR[MASK].tolist() == is_accepted
 
 
 @pytest.mark.parametrize("size", [1e-3, 1.0, 1e4])
 @pytest.mark.parametrize("estimator", ["gae", "reinforce_plus_plus", "grpo", "rloo"])
-def test_the_spread_of_advantages_before_whitening(estimator: str, size: float) -> None:
+def test_advantage_spread_before_whitening(estimator: str, size: float) -> None:
     """The two samples have 2 and 4 tokens, the scores `size` and 3 * `size`, and the values 0.5 * `size` and `size`.
     The values of masked tokens are NaN."""
     nothing, values = torch.zeros(MASK.shape), torch.tensor([[0.5], [1.0]]).expand(MASK.shape) * size
-    given = values.masked_fill(~MASK, math.nan) if estimator == "gae" else None
-    scored = Scored(rollouts(nothing, MASK), torch.tensor([1.0, 3.0]) * size, nothing, None, given)
+    critic_values = values.masked_fill(~MASK, math.nan) if estimator == "gae" else None
+    scored = Scored(rollouts(nothing, MASK), torch.tensor([1.0, 3.0]) * size, nothing, None, critic_values)
     standard = size / (2**0.5 * size + 1e-6)
     first, second = {
         "gae": (0.5 * size, 2.0 * size),
@@ -67,7 +67,7 @@ def test_the_spread_of_advantages_before_whitening(estimator: str, size: float) 
         assert numbers["advantage/std"] == pytest.approx(white if is_white else raw, rel=1e-5)
 
 
-def test_the_spread_is_absent_if_there_are_no_tokens() -> None:
+def test_advantage_spread_is_absent_without_tokens() -> None:
     nothing = torch.zeros(MASK.shape)
     made = ExperienceMaker(AlgorithmSettings(estimator="grpo"), CPU)
     numbers = made.make(Scored(rollouts(nothing, MASK & False), torch.ones(2), nothing, None, None), 2)[1]
@@ -75,11 +75,11 @@ def test_the_spread_is_absent_if_there_are_no_tokens() -> None:
 
 
 def test_failures_of_saved_rewards() -> None:
-    """A reason of one of several functions begins with its name."""
+    """With several functions, a reason begins with the name of its function."""
     reasons = ("", TIMED_OUT, "the function raised ValueError: no", f"length: {TIMED_OUT}", "", "", "", "")
-    given = replace(rollouts(torch.zeros(8, 1), torch.ones(8, 1) > 0), reward_failures=reasons)
-    assert failure_metrics(given, CPU) == {"reward/failures": 3 / 8, "reward/timeouts": 2 / 8}
-    unknown = replace(given, reward_failures=None)
+    saved_rollouts = replace(rollouts(torch.zeros(8, 1), torch.ones(8, 1) > 0), reward_failures=reasons)
+    assert failure_metrics(saved_rollouts, CPU) == {"reward/failures": 3 / 8, "reward/timeouts": 2 / 8}
+    unknown = replace(saved_rollouts, reward_failures=None)
     assert failure_metrics(unknown, CPU) == {"reward/failures": 0.0, "reward/timeouts": 0.0}
 
 
@@ -99,7 +99,7 @@ def test_metrics_of_rewards_returns_and_kl() -> None:
         for reward in reversed(rewards):
             later = reward + 0.5 * later
             returns.append(later)
-    wanted = {
+    expected = {
         "kl/mean": 1.25 / 6,
         "kl/per_response": (0.125 + 1.125) / 2,
         "kl/coef": 0.1,
@@ -112,4 +112,4 @@ def test_metrics_of_rewards_returns_and_kl() -> None:
         "advantage/std": np.std(returns),
         "advantage/std_raw": np.std(returns),
     }
-    assert numbers == {name: pytest.approx(value, rel=1e-6) for name, value in wanted.items()}
+    assert numbers == {name: pytest.approx(value, rel=1e-6) for name, value in expected.items()}

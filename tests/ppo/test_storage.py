@@ -1,4 +1,4 @@
-"""With everything offloaded the device has in each stage what that stage computes with, and nothing else."""
+"""Tests of offloading: each stage has only its own tensors on the device."""
 
 from __future__ import annotations
 
@@ -10,15 +10,15 @@ import pytest
 from tests.support.harness import start
 
 CRITIC = ["critic's weights"]
-"""It stays between its forward pass and its updates, which come next."""
+"""The weights stay on the device between the forward pass and the updates of the critic."""
 
 
 @pytest.mark.waits
-def test_only_what_a_stage_needs_is_on_the_device(tmp_path: Path) -> None:
-    """At the begin of each. A probe, which the actor answers too, comes before the rollout."""
+def test_device_has_only_tensors_of_current_stage(tmp_path: Path) -> None:
+    """The tensors are recorded at the start of each stage. A probe by the actor precedes the rollout."""
     done = start("tests.support.workers.storage_worker", tmp_path)
     assert done.returncode == 0, done.stderr[-3000:]
-    found = json.loads(done.stdout)
+    stages = json.loads(done.stdout)
     step = [
         ["rollout", []],
         ["reward", []],
@@ -28,4 +28,4 @@ def test_only_what_a_stage_needs_is_on_the_device(tmp_path: Path) -> None:
         ["update_actor", []],
         ["sync", []],
     ]
-    assert found == [["sync", []], *step, *step, ["end", []]]
+    assert stages == [["sync", []], *step, *step, ["end", []]]

@@ -1,4 +1,4 @@
-"""Several validation sets: the estimate of pass@k, and which settings of data are refused."""
+"""Tests of validation sets: the estimate of pass@k, and the rejection of data settings."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from tests.support.places import BASE
 
 @given(samples=st.integers(1, 8), data=st.data())
 @settings(max_examples=60, deadline=None, derandomize=True)
-def test_pass_at_k_is_the_share_of_subsets_with_a_right_answer(samples: int, data: st.DataObject) -> None:
+def test_pass_at_k_equals_share_of_passing_subsets(samples: int, data: st.DataObject) -> None:
     right, k = data.draw(st.integers(0, samples)), data.draw(st.integers(1, samples))
     subsets = list(itertools.combinations([True] * right + [False] * (samples - right), k))
     assert pass_at_k(samples, right, k) == pytest.approx(sum(map(any, subsets)) / len(subsets), abs=1e-15)
@@ -30,7 +30,7 @@ def test_pass_at_k_is_the_share_of_subsets_with_a_right_answer(samples: int, dat
 
 @given(samples=st.integers(1, 1024), data=st.data())
 @settings(max_examples=60, deadline=None, derandomize=True)
-def test_pass_at_k_is_that_of_the_paper(samples: int, data: st.DataObject) -> None:
+def test_pass_at_k_equals_published_formula(samples: int, data: st.DataObject) -> None:
     """Chen et al. 2021, figure 3: 1 - prod (1 - k / i) for i from n - c + 1 to n, and 1 where n - c < k."""
     right, k = data.draw(st.integers(0, samples)), data.draw(st.integers(1, samples))
     paper = 1.0
@@ -39,25 +39,29 @@ def test_pass_at_k_is_that_of_the_paper(samples: int, data: st.DataObject) -> No
     assert pass_at_k(samples, right, k) == pytest.approx(paper, abs=1e-12)
 
 
-def test_each_prompt_has_its_own_share() -> None:
-    wanted = ValidationSetSettings(source="a.jsonl", samples=4, temperature=1.0, pass_at=(1, 2), right_above=0.5)
+def test_pass_rate_is_computed_per_prompt() -> None:
+    validation_set = ValidationSetSettings(
+        source="a.jsonl", samples=4, temperature=1.0, pass_at=(1, 2), right_above=0.5
+    )
     total_rewards_B = torch.tensor([0.0, 1.0, 0.5, 0.9, 0.0, 0.0, 0.5, -1.0])
-    assert passed_P(total_rewards_B, wanted, 1).tolist() == [0.5, 0.0]
-    assert passed_P(total_rewards_B, wanted, 2).tolist() == pytest.approx([5 / 6, 0.0], abs=1e-15)
-    assert passed_P(torch.zeros(0), wanted, 1).tolist() == []  # a rank without prompts
+    assert passed_P(total_rewards_B, validation_set, 1).tolist() == [0.5, 0.0]
+    assert passed_P(total_rewards_B, validation_set, 2).tolist() == pytest.approx([5 / 6, 0.0], abs=1e-15)
+    assert passed_P(torch.zeros(0), validation_set, 1).tolist() == []  # a rank without prompts
 
 
-def test_answers_without_a_grade_are_neither_right_nor_wrong() -> None:
-    wanted = ValidationSetSettings(source="a.jsonl", samples=4, temperature=1.0, pass_at=(1, 2), right_above=0.5)
+def test_ungraded_answers_are_ignored() -> None:
+    validation_set = ValidationSetSettings(
+        source="a.jsonl", samples=4, temperature=1.0, pass_at=(1, 2), right_above=0.5
+    )
     total_rewards_B = torch.tensor([0.0, 1.0, 9.0, 0.0, 9.0, 9.0, 9.0, 1.0, 9.0, 9.0, 9.0, 9.0])
     graded_B = torch.tensor([True, True, False, True, False, False, False, True, False, False, False, False])
-    assert passed_P(total_rewards_B, wanted, 1, graded_B).tolist() == pytest.approx([1 / 3, 1.0])
-    assert passed_P(total_rewards_B, wanted, 2, graded_B).tolist() == pytest.approx([2 / 3])
-    assert passed_P(total_rewards_B, wanted, 2, ~torch.ones(12, dtype=torch.bool)).tolist() == []
+    assert passed_P(total_rewards_B, validation_set, 1, graded_B).tolist() == pytest.approx([1 / 3, 1.0])
+    assert passed_P(total_rewards_B, validation_set, 2, graded_B).tolist() == pytest.approx([2 / 3])
+    assert passed_P(total_rewards_B, validation_set, 2, ~torch.ones(12, dtype=torch.bool)).tolist() == []
 
 
-def override(*given: str) -> Any:
-    return load_config(BASE, given)
+def override(*overrides: str) -> Any:
+    return load_config(BASE, overrides)
 
 
 MIXTURE = "data.mixture={a: {source: a.jsonl, weight: 3}, b: {source: b.jsonl}}"
@@ -83,15 +87,15 @@ REFUSED = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize(("given", "said"), REFUSED)
-def test_what_makes_no_sense_is_refused_in_a_sentence(given: list[str], said: str) -> None:
+@pytest.mark.parametrize(("overrides", "message"), REFUSED)
+def test_invalid_data_settings_are_rejected(overrides: list[str], message: str) -> None:
     with pytest.raises(ConfigError) as refused:
-        override(*given)
-    assert len(refused.value.problems) <= 2 and said in str(refused.value), str(refused.value)
+        override(*overrides)
+    assert len(refused.value.problems) <= 2 and message in str(refused.value), str(refused.value)
 
 
 @pytest.mark.parametrize("pass_at", [range(1, 3000), [7] * 3000, [10**9] * 2000])
-def test_sentences_stay_short(pass_at: Any) -> None:
+def test_error_messages_stay_short(pass_at: Any) -> None:
     with pytest.raises(ValidationError) as refused:
         ValidationSetSettings(source="x", pass_at=tuple(pass_at))
     assert len(str(refused.value.errors()[0]["ctx"]["error"])) < 150
@@ -100,14 +104,14 @@ def test_sentences_stay_short(pass_at: Any) -> None:
     assert len(str(refused.value.errors()[0]["ctx"]["error"])) < 250
 
 
-def test_overrides_reach_into_a_mapping_by_its_names(tmp_path: Any) -> None:
+def test_overrides_address_mapping_entries_by_name(tmp_path: Any) -> None:
     config = override("data.train=null", MIXTURE, "data.mixture.b.weight=2.5", "data.mixture.b.limit=7")
     assert config.data.mixture["b"].weight == 2.5 and config.data.sources["b"].limit == 7
     with pytest.raises(ConfigError, match=r"b\.wieght is not a setting; did you mean data\.mixture\.b\.weight"):
         override("data.train=null", MIXTURE, "data.mixture.b.wieght=2")
 
 
-def test_the_single_validation_set_is_answered_once_and_greedily() -> None:
+def test_default_validation_set_is_sampled_greedily_once() -> None:
     config = override("data.validation_sets={z: {source: z.jsonl, samples: 2, temperature: 0.5}, a: {source: a.jsonl}}")
     assert list(config.data.evaluated) == ["", "a", "z"]
     assert (config.data.evaluated[""].samples, config.data.evaluated[""].temperature) == (1, 0.0)
@@ -115,7 +119,7 @@ def test_the_single_validation_set_is_answered_once_and_greedily() -> None:
 
 
 @pytest.mark.parametrize(
-    ("wanted", "known"),
+    ("metric", "known"),
     [
         ("eval/hard/reward_mean", True),
         ("eval/hard/pass@4", True),
@@ -125,10 +129,10 @@ def test_the_single_validation_set_is_answered_once_and_greedily() -> None:
         ("source/c/reward_mean", False),
     ],
 )
-def test_the_best_checkpoint_is_that_of_a_set_that_there_is(wanted: str, known: bool) -> None:
+def test_keep_best_requires_an_existing_metric(metric: str, known: bool) -> None:
     config = override(
-        "data.train=null", MIXTURE, f"checkpoint.keep_best={wanted}",
+        "data.train=null", MIXTURE, f"checkpoint.keep_best={metric}",
         "data.validation_sets={hard: {source: x.jsonl, samples: 4, temperature: 1.0, pass_at: [1, 4]}}",
     )  # fmt: skip
     problems = list(keep_best_rules(config, None))
-    assert problems == [] if known else f"keep_best is '{wanted}', must be a metric of the run" in problems[0]
+    assert problems == [] if known else f"keep_best is '{metric}', must be a metric of the run" in problems[0]

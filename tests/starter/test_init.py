@@ -1,4 +1,4 @@
-"""`megappo init`: what it writes is planned and passes the dry run, on machines it is told of and on this one."""
+"""Tests of `megappo init`: the written configurations pass the plan and the dry run, on this machine and on others."""
 
 from __future__ import annotations
 
@@ -35,17 +35,21 @@ ON_A_GPU = ["--machine", "h100", "--gpus", "1"]
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A tiny Qwen3 whose tokenizer has a chat template with tools."""
     folder = tmp_path_factory.mktemp("model")
-    words = tokenizer(TEMPLATE)
-    words.eos_token = words.pad_token = "<|im_end|>"
-    sizes = {"vocab_size": len(words), "eos_token_id": words.eos_token_id, "pad_token_id": words.eos_token_id}
+    model_tokenizer = tokenizer(TEMPLATE)
+    model_tokenizer.eos_token = model_tokenizer.pad_token = "<|im_end|>"
+    sizes = {
+        "vocab_size": len(model_tokenizer),
+        "eos_token_id": model_tokenizer.eos_token_id,
+        "pad_token_id": model_tokenizer.eos_token_id,
+    }
     write_model(folder, "qwen3", 1, max_position_embeddings=4096, **sizes)
-    words.save_pretrained(folder)
+    model_tokenizer.save_pretrained(folder)
     return folder
 
 
 @pytest.fixture
 def empty(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """An empty working directory, on a machine without GPUs and scheduler, with GSM8K as it is prepared."""
+    """Create an empty working directory with prepared GSM8K data, on a machine without GPUs and scheduler."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.delenv("MEGAPPO_LAUNCH", raising=False)
     monkeypatch.setenv("PATH", str(tmp_path / "bin"))
@@ -58,25 +62,25 @@ def empty(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
-def program(folder: Path, name: str, says: str) -> None:
+def program(folder: Path, name: str, output: str) -> None:
     """Put a program on the PATH that prints a text."""
     (folder / "bin").mkdir(exist_ok=True)
-    (folder / "bin" / name).write_text(f"#!/bin/sh\nprintf '%s\\n' '{says}'\n")
+    (folder / "bin" / name).write_text(f"#!/bin/sh\nprintf '%s\\n' '{output}'\n")
     (folder / "bin" / name).chmod(0o755)
 
 
 @pytest.mark.waits
-@pytest.mark.parametrize("machine", [ON_A_GPU, []], ids=["h100", "here"])
+@pytest.mark.parametrize("machine", [ON_A_GPU, []], ids=["h100", "this machine"])
 @pytest.mark.parametrize("task", TASKS)
-def test_what_is_written_is_planned_and_passes_the_dry_run(
+def test_written_configuration_passes_plan_and_dry_run(
     task: str, machine: list[str], model: Path, empty: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main(["init", task, "--model", str(model), "--output", "mine.yaml", *machine]) == 0
-    said = capsys.readouterr().out
-    assert "wrote mine.yaml" in said and f"megappo train --dry-run mine.yaml{' ' * bool(machine)}" in said
+    output = capsys.readouterr().out
+    assert "wrote mine.yaml" in output and f"megappo train --dry-run mine.yaml{' ' * bool(machine)}" in output
     text = Path("mine.yaml").read_text()
     bare = [line for line in text.splitlines() if ":" in line and "#" not in line and not line.endswith(":")]
-    assert len(bare) < 8, "values have reasons"
+    assert len(bare) < 8, "most values need a comment with the reason"
     settings = yaml.safe_load(text)
     assert settings["model"]["dtype"] == ("bfloat16" if machine else "float32")
     assert ("lora" in settings["actor"]) == (task == "lora")
@@ -87,9 +91,7 @@ def test_what_is_written_is_planned_and_passes_the_dry_run(
 
 @pytest.mark.waits
 @pytest.mark.parametrize("path", [ROOT / "configs/models/tiny_arithmetic", "models/tiny"])
-def test_the_model_of_the_quickstart_passes_the_dry_run(
-    path: Path | str, empty: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_quickstart_model_passes_dry_run(path: Path | str, empty: Path, capsys: pytest.CaptureFixture[str]) -> None:
     if isinstance(path, str):
         (empty / "models").mkdir()
         (empty / path).symlink_to(ROOT / "configs/models/tiny_arithmetic")
@@ -116,10 +118,8 @@ def test_lengths_and_template_follow_the_model(model: Path, empty: Path) -> None
 
 
 @pytest.mark.waits
-def test_without_words_it_writes_a_run_of_its_own_for_this_machine(
-    empty: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """With a function and prompts beside it, which are kept when they are there."""
+def test_init_without_arguments_writes_a_custom_run(empty: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """The command also writes a function and prompts, and keeps existing files."""
     assert main(["init"]) == 0
     assert {file.name for file in empty.iterdir() if file.is_file()} == {"jsonl.yaml", "jsonl_reward.py", "jsonl.jsonl"}
     Path("jsonl_reward.py").write_text("def score(response: str) -> float:\n    return 0.5\n")
@@ -128,22 +128,22 @@ def test_without_words_it_writes_a_run_of_its_own_for_this_machine(
     assert "scores the answers 0.5 and empty responses 0.5" in capsys.readouterr().out
 
 
-def test_settings_that_are_written_exist(model: Path, empty: Path) -> None:
+def test_written_settings_exist(model: Path, empty: Path) -> None:
     def keys(section: dict[str, object], prefix: tuple[str, ...] = ()) -> list[tuple[str, ...]]:
-        found = []
+        names = []
         for name, value in section.items():
-            found += keys(value, (*prefix, name)) if isinstance(value, dict) else [(*prefix, name)]
-        return found
+            names += keys(value, (*prefix, name)) if isinstance(value, dict) else [(*prefix, name)]
+        return names
 
     for task in TASKS:
         assert main(["init", task, "--model", str(model), "--output", f"{task}.yaml", *ON_A_GPU]) == 0
         for key in keys(yaml.safe_load(Path(f"{task}.yaml").read_text())):
             assert any(find_field(key[:n]) for n in range(2, len(key) + 1)), key
-        assert load_config(f"{task}.yaml").run.path == Path("runs", task), "each run has a directory of its own"
+        assert load_config(f"{task}.yaml").run.path == Path("runs", task), "each run must have a separate directory"
 
 
 @pytest.mark.parametrize(
-    ("words", "sentence"),
+    ("arguments", "sentence"),
     [
         (["--output", "there.yaml"], "there.yaml exists already; add --force to overwrite it"),
         (["--output", "data"], "--output 'data' must end with .yaml"),
@@ -165,18 +165,18 @@ def test_settings_that_are_written_exist(model: Path, empty: Path) -> None:
         (["--model", "no/such/folder"], "model.path 'no/such/folder': there is no such folder"),
     ],
 )
-def test_odd_words_are_one_sentence(
-    words: list[str], sentence: str, empty: Path, capsys: pytest.CaptureFixture[str]
+def test_invalid_arguments_give_one_message(
+    arguments: list[str], sentence: str, empty: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (empty / "there.yaml").write_text("run: {}\n")
     before = sorted(path.name for path in empty.iterdir())
-    assert main(["init", *words]) == 2
-    said = capsys.readouterr().err
-    assert sentence in said and len(said.splitlines()) == 1
+    assert main(["init", *arguments]) == 2
+    error = capsys.readouterr().err
+    assert sentence in error and len(error.splitlines()) == 1
     assert sorted(path.name for path in empty.iterdir()) == before
 
 
-def test_a_model_that_fits_nowhere_is_one_sentence(
+def test_model_that_does_not_fit_gives_one_message(
     empty: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     big = tmp_path / "big"
@@ -186,15 +186,15 @@ def test_a_model_that_fits_nowhere_is_one_sentence(
         json.dumps({"model_type": "llama", "vocab_size": 128000, "max_position_embeddings": 8192, **sizes})
     )
     assert main(["init", "--model", str(big), "--machine", "l40s"]) == 2
-    said = capsys.readouterr().err
-    assert "no layout on 1 x l40s fits" in said and len(said.splitlines()) == 1
+    error = capsys.readouterr().err
+    assert "no layout on 1 x l40s fits" in error and len(error.splitlines()) == 1
     assert not list(empty.glob("*jsonl*")) and not list(empty.glob(".*"))
 
 
 @pytest.mark.waits
-def test_devices_are_those_that_the_machine_shows(empty: Path) -> None:
-    here = find_target(None, None, None, empty)
-    assert (here.machine, here.devices, here.nodes, here.scheduler) == (this_cpu(), 1, 1, "")
+def test_devices_are_detected_from_the_machine(empty: Path) -> None:
+    local = find_target(None, None, None, empty)
+    assert (local.machine, local.devices, local.nodes, local.scheduler) == (this_cpu(), 1, 1, "")
     program(empty, "sinfo", "(null)\ngpu:a100:4(S:0-1)\ngpu:h200:8,nvme:1")
     of_slurm = find_target(None, None, 3, empty)
     assert (of_slurm.machine.name, of_slurm.devices, of_slurm.nodes, of_slurm.ranks) == ("h200", 8, 3, 24)
@@ -209,26 +209,26 @@ def test_devices_are_those_that_the_machine_shows(empty: Path) -> None:
 
 
 @pytest.mark.waits
-def test_a_cluster_is_told_how_to_start(model: Path, empty: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_cluster_start_command_is_printed(model: Path, empty: Path, capsys: pytest.CaptureFixture[str]) -> None:
     program(empty, "sinfo", "gpu:h100:8")
     os.environ["PATH"] += ":/bin:/usr/bin"
     assert main(["init", "gsm8k", "--model", str(model), "--nodes", "2"]) == 0
-    said = capsys.readouterr().out
-    assert "megappo plan gsm8k.yaml --machine h100 --gpus 16" in said
+    output = capsys.readouterr().out
+    assert "megappo plan gsm8k.yaml --machine h100 --gpus 16" in output
     line = f"sbatch --nodes 2 --gpus-per-node 8 {ROOT / 'launch/slurm/ppo.sbatch'} {empty / 'gsm8k.yaml'}"
-    assert f"  MEGAPPO_ROOT={ROOT} {line}\n" in said
+    assert f"  MEGAPPO_ROOT={ROOT} {line}\n" in output
     assert "all nodes must see it" in Path("gsm8k.yaml").read_text()
-    assert main(["init", "lora", "--model", str(model)]) == 0, "one device of those that are found"
+    assert main(["init", "lora", "--model", str(model)]) == 0, "one of the detected devices"
     assert "--gpus 1" in capsys.readouterr().out
 
 
-def test_file_systems_are_told_apart() -> None:
+def test_file_systems_are_distinguished() -> None:
     mounts = "sda / ext4 rw\nserver:/home /home nfs4 rw\nlocal /home/me/scratch xfs rw\nbroken\n"
     places = {"/home/you": "nfs4", "/home/me/scratch/a": "xfs", "/homes": "ext4", "/home": "nfs4"}
-    assert {place: file_system(Path(place), mounts) for place in places} == places
+    assert {folder: file_system(Path(folder), mounts) for folder in places} == places
 
 
-def test_lines_become_yaml_with_reasons() -> None:
+def test_settings_become_yaml_with_comments() -> None:
     lines = [
         Setting("a.b", 1.0e-6, "small"),
         Setting("c", {"d": [1, 2]}),
