@@ -156,7 +156,8 @@ def test_exported_critic_is_a_token_classifier(tmp_path: Path, family: str) -> N
 
 
 def test_normalised_head_is_exported_with_scaled_weights(tmp_path: Path) -> None:
-    """The exported weights include the scale. The exported config.json has no fields for the scale or a missing bias."""
+    """The exported weights include the scale. The exported config.json has no fields for the scale or a missing
+    bias."""
     folder = write_value_model(tmp_path / "model", "llama", 3, "value_head", 0.25)
     normalisation = {"normalize_reward": True, "mean": 2.0, "std": 0.5, "value_head_prefix": "value_head"}
     content = json.loads((folder / "config.json").read_text()) | normalisation | {"token_classification_bias": False}

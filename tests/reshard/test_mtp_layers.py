@@ -42,7 +42,8 @@ def written(folder: Path, family: str) -> tuple[Path, dict[str, Tensor]]:
 
 
 def export(out: Path, mtp: MTPLayers, dtype: torch.dtype = torch.float32) -> tuple[dict[str, Tensor], int]:
-    """Write a model of zeros with these layers. Return the tensors of the file and the number of layers in config.json."""
+    """Write a model of zeros with these layers. Return the tensors of the file and the number of layers in
+    config.json."""
     arch = mtp.arch
     wide = wide_tensors(arch)
     whole = [(n, torch.zeros(shape, dtype=None if n in wide else dtype)) for n, shape in stored_shapes(arch).items()]
@@ -62,7 +63,9 @@ def test_export_includes_mtp_layers(tmp_path: Path, family: str) -> None:
     left, count = export(tmp_path / "out", mtp)
     assert count == 1 and all(torch.equal(left[name], tensor) for name, tensor in original.items())
     assert left.keys() == stored_shapes(mtp.arch).keys() | original.keys()
-    again = mtp_layers_in(tmp_path / "out", read_architecture(tmp_path / "out"))  # another run can start from the export
+    again = mtp_layers_in(
+        tmp_path / "out", read_architecture(tmp_path / "out")
+    )  # another run can start from the export
     assert all(torch.equal(original[name], tensor) for name, tensor in again.tensors())
     without, count = export(tmp_path / "none", MTPLayers(mtp.arch))
     assert count == 0 and without.keys() == left.keys() - original.keys()

@@ -93,7 +93,9 @@ def test_mxfp4_folder_matches_transformers(folder: Path) -> None:
     assert ours.keys() == theirs.keys()
     for name, tensor in theirs.items():
         assert torch.equal(ours[name].bfloat16(), tensor), name
-        assert torch.equal(ours[name].bfloat16().float(), ours[name].float()), name  # bfloat16 represents the value exactly
+        assert torch.equal(ours[name].bfloat16().float(), ours[name].float()), (
+            name
+        )  # bfloat16 represents the value exactly
 
 
 @pytest.mark.waits
@@ -106,7 +108,9 @@ def test_dry_run_checks_mxfp4_files(folder: Path, tmp_path: Path, capsys: pytest
     ]  # fmt: skip
     dry_run(load_config(QUICKSTART, settings), str(QUICKSTART), [])
     count = len(load_file(folder / "plain" / "model.safetensors"))
-    message = f"actor: all {count} tensors are in {folder / 'mxfp4'}, in the shapes of its config.json and MXFP4 weights"
+    message = (
+        f"actor: all {count} tensors are in {folder / 'mxfp4'}, in the shapes of its config.json and MXFP4 weights"
+    )
     assert message in " ".join(capsys.readouterr().out.split())
 
 

@@ -195,7 +195,9 @@ def test_one_replica_fills_shared_memory(tp: int) -> None:
                     payload.tensors(flats[payload.receiver])[copy.name][copy.target] = part
         for payload in buckets[0].payloads:
             for name, tensor in payload.tensors(flats[payload.receiver]).items():
-                expected = engine_part(simulated.holdings.arch, name, simulated.whole[name], tp, payload.receiver.tensor_rank)
+                expected = engine_part(
+                    simulated.holdings.arch, name, simulated.whole[name], tp, payload.receiver.tensor_rank
+                )
                 assert torch.equal(tensor, expected)
 
 

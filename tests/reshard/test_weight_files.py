@@ -95,9 +95,7 @@ def test_scales_support_other_dtypes(tmp_path: Path, kind: torch.dtype) -> None:
 
 
 @pytest.mark.waits
-def test_float8_folder_is_planned_and_exported_as_plain(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_float8_folder_is_planned_and_exported_as_plain(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     write_model(tmp_path / "m", "qwen3", 1, max_position_embeddings=512)
     quantise(tmp_path / "m", tmp_path / "float8", (16, 16))
     arch, plain = read(tmp_path / "float8"), read(tmp_path / "m")
@@ -145,7 +143,12 @@ def test_other_quantisations_are_rejected(tmp_path: Path, quantisation: dict[str
     with pytest.raises(ConfigError) as caught:
         read_architecture(str(folder), key="reference.path")
     assert len(caught.value.problems) == 1
-    for part in ("reference.path", "quantization_config", part_of_message, "use the model's plain weights, or float8 weights"):
+    for part in (
+        "reference.path",
+        "quantization_config",
+        part_of_message,
+        "use the model's plain weights, or float8 weights",
+    ):
         assert part in caught.value.problems[0]
 
 
@@ -260,9 +263,7 @@ def test_float8_weights_require_quantization_config(tmp_path: Path) -> None:
         ("llama", {"num_hidden_layers": 3}, r"contains model.layers.3.* the weights do not fit .*num_hidden_layers"),
     ],
 )
-def test_unexpected_tensors_are_rejected(
-    tmp_path: Path, written: str, changes: dict[str, Any], message: str
-) -> None:
+def test_unexpected_tensors_are_rejected(tmp_path: Path, written: str, changes: dict[str, Any], message: str) -> None:
     folder = write_model(tmp_path / "m", written, 1)
     content = json.loads((folder / "config.json").read_text()) | changes
     content.pop("layer_types", None)
@@ -392,8 +393,8 @@ def test_ranks_of_a_node_read_a_file_once(tmp_path: Path) -> None:
 
 
 def with_index(folder: Path, shards: dict[str, Tensor] | None, files: int = 2) -> None:
-    """Add an index of several files next to the single file. The files contain the shards, or are missing if `shards` is
-    None."""
+    """Add an index of several files next to the single file. The files contain the shards, or are missing if
+    `shards` is None."""
     named: dict[str, str] = {}
     for number, name in enumerate(sorted(load_file(folder / "model.safetensors"))):
         named[name] = f"model-{number % files + 1:05d}-of-{files:05d}.safetensors"

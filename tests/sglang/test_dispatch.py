@@ -172,7 +172,8 @@ class StandIn:
         }
 
     def _aborted(self, ids: list[int]) -> dict[str, Any]:
-        """Return the answer of SGLang to an aborted request. Requests that were not started have no log-probabilities."""
+        """Return the answer of SGLang to an aborted request. Requests that were not started have no
+        log-probabilities."""
         meta: dict[str, Any] = {"finish_reason": {"type": "abort"}, "weight_version": self.version}
         if not self.begins:
             return {"output_ids": [], "meta_info": meta}
@@ -314,7 +315,9 @@ def test_request_in_generation_has_no_deadline() -> None:
     progress_times: list[float] = []
     requests = {i: GenerateRequest((2, 100 + i), seed=i, prompt_id=i) for i in range(5)}
     patient = limits(request_timeout_seconds=0.5, stall_timeout_seconds=60.0)
-    outcome = Round([slow.endpoint], requests, PARAMS, 7, patient, lambda: progress_times.append(time.monotonic())).result()
+    outcome = Round(
+        [slow.endpoint], requests, PARAMS, 7, patient, lambda: progress_times.append(time.monotonic())
+    ).result()
     assert complete(outcome, 5) and not outcome.failures
     assert len(progress_times) >= 3  # progress was reported during the rollout
 
@@ -675,7 +678,11 @@ def test_answers_are_read_early_and_the_rest_aborted(world_of_one: None) -> None
     assert abort_servers(line, [s.endpoint for s in (fast, slow, full)], settings()) == {}
     assert fast.aborts == slow.aborts == full.aborts >= 2
     rest, outcome = line.end()
-    assert not outcome.failures and rest.keys() | completions.keys() == set(range(31)) and not rest.keys() & completions.keys()
+    assert (
+        not outcome.failures
+        and rest.keys() | completions.keys() == set(range(31))
+        and not rest.keys() & completions.keys()
+    )
     assert all(answer.broken_off and not answer.truncated and answer.weight_version == 7 for answer in rest.values())
     begun = {i: answer.token_ids for i, answer in rest.items() if answer.token_ids}
     assert len(begun) == 4 and all(tokens == (100 + i,) and i % 3 == 1 for i, tokens in begun.items())

@@ -71,7 +71,9 @@ LAYOUTS = [
 
 
 @pytest.mark.parametrize(("name", "layout"), LAYOUTS)
-def test_engine_logprobs_match_the_updated_actor(scenario: Callable[[str], RankResults], name: str, layout: str) -> None:
+def test_engine_logprobs_match_the_updated_actor(
+    scenario: Callable[[str], RankResults], name: str, layout: str
+) -> None:
     """Log-probabilities differ by the update before the sync, and by rounding after the sync. Each sync compares all
     fingerprints."""
     assert max(result[layout]["buckets"] for result in scenario(name)) > 3
@@ -111,9 +113,7 @@ def test_rank_receives_only_missing_weights(scenario: Callable[[str], RankResult
     ("name", "layout"),
     [("experts_engine", "EP2"), pytest.param("attending_engine", "TP2xEP2", marks=exhaustive)],
 )
-def test_engine_reports_the_experts_of_a_token(
-    scenario: Callable[[str], RankResults], name: str, layout: str
-) -> None:
+def test_engine_reports_the_experts_of_a_token(scenario: Callable[[str], RankResults], name: str, layout: str) -> None:
     """The engine reports experts of all tokens except the last token of each sample. In float32 the trainer selects the
     same experts."""
     for result in scenario(name):
@@ -161,9 +161,7 @@ def test_lost_engine_loses_no_sample(scenario: Callable[[str], RankResults], nam
 @pytest.mark.parametrize(
     ("name", "servers"), [("two_engines", [0, 1]), ("experts_engine", [0]), ("broadcast_engine", [0])]
 )
-def test_interrupted_sync_is_repeated(
-    scenario: Callable[[str], RankResults], name: str, servers: list[int]
-) -> None:
+def test_interrupted_sync_is_repeated(scenario: Callable[[str], RankResults], name: str, servers: list[int]) -> None:
     """The server can receive slices from two ranks or stages from two ranks. If only one part of a server on two
     machines dies, the whole server is restarted once."""
     for result in scenario(name):
@@ -281,7 +279,8 @@ def test_two_machine_server_has_one_part_per_machine(
 
 @pytest.mark.parametrize("name", [TWO, SHARDED, BROADCAST, EXPERTS])
 def test_servers_listen_only_on_their_interface(scenario: Callable[[str], RankResults], name: str) -> None:
-    """The rule includes the ranks of SGLang and the broadcast group, because their stores do not authenticate clients."""
+    """The rule includes the ranks of SGLang and the broadcast group, because their stores do not authenticate
+    clients."""
     assert {address for result in scenario(name) for address in result["addresses"]} == {"127.0.0.1"}
     assert {address for result in scenario(name) for address in result["trainer_addresses"]} <= {"127.0.0.1"}
 
@@ -300,7 +299,8 @@ def test_no_process_or_file_remains(scenario: Callable[[str], RankResults], name
 
 @pytest.mark.parametrize("name", [TWO, SHARDED, BROADCAST])
 def test_server_logs_do_not_end_with_a_crash(scenario: Callable[[str], RankResults], name: str) -> None:
-    """The servers are on one machine and end with the run. A server on two machines can log the end of its other part."""
+    """The servers are on one machine and end with the run. A server on two machines can log the end of its other
+    part."""
     logs = [log for result in scenario(name) for log in result["logs"]]
     assert logs and not any(word in log for log in logs for word in ("crashed", "SIGQUIT", "leaked")), logs
 

@@ -25,7 +25,8 @@ TOKENS = 6
 
 
 def test_step_with_the_reward_of_a_judge(tmp_path: Path) -> None:
-    """Both ranks use the server of the first rank. The scores equal the scores of transformers with the same weights."""
+    """Both ranks use the server of the first rank. The scores equal the scores of transformers with the same
+    weights."""
     model = worlds.pretrained(tmp_path / "judge")
     judge = {"server": {"threads": 1, "max_total_tokens": 4096}, "model": str(model), "chat": False}
     judge |= {"prompt": "{question}{answer}=", "pattern": READING.pattern, "scale": [0, 9], "unreadable": -1.0}

@@ -66,7 +66,8 @@ def ropes() -> list[dict[str, Any]]:
 
 
 def of_sglang(rope: Mapping[str, Any], part: float) -> torch.Tensor:
-    """Return cosines and sines of the first positions in SGLang, (positions, channels), for heads with partial rotation."""
+    """Return cosines and sines of the first positions in SGLang, (positions, channels), for heads with partial
+    rotation."""
     from sglang.srt.layers.rotary_embedding.factory import get_rope
 
     size = round(CHANNELS / part)
@@ -82,9 +83,7 @@ def of_transformers(arch: Any, positions: int) -> torch.Tensor:
 
 
 @pytest.mark.parametrize(("family", "part"), [("llama", 1.0), ("glm4_moe", 0.5), ("glm4_moe", 0.25)])
-def test_accepted_ropes_are_equal(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, family: str, part: float
-) -> None:
+def test_accepted_ropes_are_equal(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, family: str, part: float) -> None:
     """Rejected ropes differ. Each parameter is rejected in some rope or is read by both libraries."""
     kernel = ModuleType("vllm._custom_ops")  # imported on a CPU, but not called
     kernel.rotary_embedding = None  # type: ignore[attr-defined]

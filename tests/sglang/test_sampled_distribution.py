@@ -37,7 +37,8 @@ PREFERRED = {
 
 
 def chi_square(counts: torch.Tensor, probabilities: torch.Tensor) -> float:
-    """Return Pearson's statistic of the 15 most likely tokens and one class of all other tokens: 15 degrees of freedom."""
+    """Return Pearson's statistic of the 15 most likely tokens and one class of all other tokens: 15 degrees of
+    freedom."""
     top = probabilities.topk(15).indices
     expected = torch.cat([probabilities[top], 1 - probabilities[top].sum(0, keepdim=True)]) * counts.sum()
     observed = torch.cat([counts[top], (counts.sum() - counts[top].sum())[None]])
@@ -109,9 +110,7 @@ YARN = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 2.0, "original_max_pos
     ],
     ids=["llama", "yarn", "qwen3_moe", "glm4_moe"],
 )
-def test_responses_reach_the_last_position(
-    tmp_path: Path, family: str, changes: dict[str, Any]
-) -> None:
+def test_responses_reach_the_last_position(tmp_path: Path, family: str, changes: dict[str, Any]) -> None:
     """The inputs have different lengths. The pool has room for one input at a time."""
     write_model(tmp_path / "model", family, 3, max_position_embeddings=64, eos_token_id=None, **changes)
     inputs = (33, *range(54, 64))
