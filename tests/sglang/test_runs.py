@@ -88,7 +88,7 @@ def test_episodes_through_servers(tmp_path: Path) -> None:
     command = (
         "train", "tests/examples/lookup.yaml", f"run.directory={tmp_path / 'run'}", "run.steps=2", "evaluation=null",
         "data.validation=null", "rollout.engine=sglang", "rollout.environment.arguments={}",
-        "rollout.sglang={max_total_tokens: 16384, threads: 1, deterministic: false}",  # deterministic inference has no prefix cache
+        "rollout.sglang={max_total_tokens: 16384, threads: 1, deterministic: false}",  # for a prefix cache
         "actor.lora={rank: 8, alpha: 16}",
     )  # fmt: skip
     done = start("megappo", *command, processes=2, timeout_seconds=560)
