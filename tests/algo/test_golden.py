@@ -219,8 +219,8 @@ def test_aggregation(mode: Aggregation, loss: float) -> None:
 
 
 def test_microbatch_weights_use_minibatch_totals() -> None:
-    """The microbatch has four of ten tokens and two of five sequences. The tokens of a sequence share a weight of one
-    fifth, or each token has a fixed part of one fifth."""
+    """The microbatch has four tokens and two sequences of ten tokens and five sequences. The tokens of a sequence
+    share a weight of one fifth, or each token has a fixed part of one fifth."""
     mask = t([[True, True, True, False], [False, True, False, False]])
     expected: dict[Aggregation, tuple[float, float]] = {
         "token-mean": (1 / 10, 1 / 10),
@@ -361,7 +361,7 @@ def test_kl_estimates_at_small_and_large_ratios(names: tuple[str, ...], estimate
         assert result.tolist() == [approx(x) for x in estimates]
 
 
-def test_importance_weights_are_limited_only_above_limits() -> None:
+def test_importance_weights_are_limited_above_the_cap() -> None:
     old, engine = t([[-1.0, -1.0, 39.0, -50.0]]), t([[-1.0, -2.0, 0.0, 0.0]])  # two ratios exceed the clamps
     everywhere = torch.ones(1, 4, dtype=torch.bool)
     arguments: dict[str, Any] = {"old_logprob": old, "engine_logprob": engine, "mask": everywhere}

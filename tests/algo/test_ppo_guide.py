@@ -37,7 +37,7 @@ def decimal_text(values: Tensor, digits: int) -> str:
 
 
 def short(values: Tensor) -> str:
-    """Format numbers with at most four digits and without trailing zeros."""
+    """Format numbers with four significant digits without trailing zeros."""
     return ", ".join(f"{float(x):.4g}" for x in values.flatten())
 
 
@@ -94,7 +94,7 @@ def test_expectation_of_kl_estimators() -> None:
     assert f"KL(reference || actor) is {other:.4f}." in TEXT
 
 
-def test_gradient_of_k1_in_the_loss_has_expectation_zero() -> None:
+def test_gradient_of_k1_has_expectation_zero() -> None:
     """The expectation over samples of the actor, at actor probabilities (0.5, 0.5)."""
     logits = torch.zeros(2, dtype=torch.float64, requires_grad=True)
     reference = row([0.25, 0.75])[0].log()

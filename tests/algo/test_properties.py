@@ -81,7 +81,7 @@ def test_whitening_in_parts_equals_whitening_the_batch(seed: int) -> None:
 @pytest.mark.parametrize("mode", get_args(Aggregation))
 @settings(max_examples=15, deadline=None)
 @given(seed=SEEDS)
-def test_any_split_into_microbatches_gives_the_same_loss(mode: Aggregation, seed: int) -> None:
+def test_microbatch_splits_have_the_same_loss(mode: Aggregation, seed: int) -> None:
     g, mask = ragged(seed)
     loss = torch.randn(mask.shape, generator=g)
     totals = {"total_tokens": int(mask.sum()), "total_sequences": int(mask.any(-1).sum()), "norm_tokens": mask.shape[1]}

@@ -90,7 +90,7 @@ def test_equal_values_whiten_to_exactly_zero(backend: Backend) -> None:
 @pytest.mark.parametrize(
     "scores", [[1e6, 1e6 + 1], [1e6 + 0.25, 1e6 + 0.5], [0.0, 1e-7], [1.0, 1.000001], [1e-30, 0.0]]
 )
-def test_real_small_differences_are_kept(scores: list[float]) -> None:
+def test_real_small_differences_are_preserved(scores: list[float]) -> None:
     rloo = advantages("rloo", scores)[:, 0].double()
     apart = float(torch.tensor(scores[0]).double() - torch.tensor(scores[1]).double())
     assert rloo.tolist() == pytest.approx([apart, -apart], rel=1e-6)
@@ -121,7 +121,7 @@ def test_reward_sums_with_different_rounding_are_equal() -> None:
 
 
 @pytest.mark.usefixtures("world_of_one")
-def test_dynamic_sampling_replaces_groups_that_differ_by_rounding() -> None:
+def test_dynamic_sampling_ignores_rounding_differences() -> None:
     chosen, summed = Selection(prompts=1, samples_per_prompt=2, max_rounds=2), sum([torch.tensor(0.1)] * 10)
     assert float(summed) > 1, "ten times 0.1, summed in float32"
     chosen.add(rollouts("abcd", [1, 1, 1, 1]), torch.tensor([1.0, float(summed), 0.5, 0.5]), Totals({}, {}, {}))

@@ -70,7 +70,7 @@ def test_invalid_profiles_are_rejected(text: str) -> None:
         Profile.read(text)
 
 
-def test_generation_ends_at_the_given_lengths() -> None:
+def test_generation_ends_at_requested_lengths() -> None:
     """The test covers the embedded engine and `generate` with the arguments of TRL. Forbidden tokens are not
     sampled, and all lengths are used."""
     lengths, end, padding = [3, 1, 5, 2], 1, 0

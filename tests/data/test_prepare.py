@@ -56,7 +56,7 @@ def read(path: Path) -> list[Record]:
 
 
 def test_gsm8k_from_a_hub_folder(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """The folder also contains another configuration of the repository."""
+    """The folder also has the other configuration of the repository."""
     for part in range(2):
         write(tmp_path / f"hub/main/train-0000{part}-of-00002.parquet", [GSM8K[part]])
     write(tmp_path / "hub/main/test-00000-of-00001.parquet", GSM8K[:1])

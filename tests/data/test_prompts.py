@@ -205,7 +205,7 @@ def test_very_long_prompts_are_limited_before_tokenisation(tmp_path: Path, monke
 
 @pytest.mark.parametrize("overlong", ["drop", "truncate"])
 def test_tokenising_the_end_of_a_prompt_is_exact(overlong: Overlong, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The result is exact for any text, also if the end or the whole text is within the limit."""
+    """The result is exact for texts below and above the limit."""
     draw = random.Random(5)
     vocabulary = ["the", "sum", "of", "twelve", " ", "\n", "ß", "数", "7", "aaaaaaaaaaaaaaaaaaaaaaaaaa", ", "]
     texts = [" ".join(draw.choices(vocabulary, k=draw.randint(1, 120))) for _ in range(60)]

@@ -111,7 +111,7 @@ def test_written_adapters_load_with_peft(world: Path, name: str, tmp_path: Path)
         assert (plain(input_ids=tokens).logits - with_peft).abs().max() > 0.1
 
 
-def test_folder_that_peft_loads_partially_is_not_written(tmp_path: Path) -> None:
+def test_partially_loadable_folders_are_not_written(tmp_path: Path) -> None:
     """If experts and a dense or shared matrix have the same names, PEFT ignores the adapters of the experts."""
     arch = read_architecture(write_model(tmp_path / "model", "glm4_moe", 3))
     write_adapters(tmp_path / "peft", tmp_path / "model", rank=RANK, alpha=ALPHA, seed=4)
@@ -140,7 +140,7 @@ def test_folder_that_peft_loads_partially_is_not_written(tmp_path: Path) -> None
 @pytest.mark.parametrize("tp", [1, 2])
 @pytest.mark.parametrize("targets", ["all", ("q_proj", "v_proj"), ("k_proj", "up_proj", "o_proj"), ("down_proj",)])
 def test_merged_shards_equal_shards_of_merged_weights(world: Path, tp: int, targets: Any) -> None:
-    """Adapters can cover all matrices of a parameter or only some of them."""
+    """Adapters can cover all matrices or only some matrices of a parameter."""
     arch = read_architecture(world / "dense")
     lora, everything = shape_of(arch, targets), shape_of(arch)
     adapted, base = PeftSource(world / "dense-peft", arch, everything), SafetensorsSource(world / "dense", arch)

@@ -256,7 +256,7 @@ def test_disabled_windows_are_none(tmp_path: Path) -> None:
         assert seen_tokens(config) == (window or TOKENS)
 
 
-def test_fields_that_match_the_model_are_accepted(tmp_path: Path) -> None:
+def test_matching_fields_are_accepted(tmp_path: Path) -> None:
     fields = {"partial_rotary_factor": 1.0, "attention_bias": False, "mlp_bias": False, "is_causal": True}
     for family in FAMILIES:
         kinds = {} if family in ("mistral", "mixtral", *OF_TWO_KINDS) else FULL
@@ -391,7 +391,7 @@ def test_invalid_family_is_rejected(tmp_path: Path, family: str, message: str) -
         ("mistral", {"sliding_window": 40}, ""),  # longer than each sequence
     ],
 )
-def test_models_that_sglang_cannot_compute_are_rejected(
+def test_models_without_sglang_support_are_rejected(
     tmp_path: Path, family: str, changes: dict[str, Any], message: str
 ) -> None:
     """The error is raised before the run starts and only with SGLang."""
@@ -425,9 +425,7 @@ def test_models_that_sglang_cannot_compute_are_rejected(
         ("qwen3_next", {"rope_parameters": {**YARN, "attention_factor": 1.5, "partial_rotary_factor": 0.5}}, "by 1.13"),
     ],
 )
-def test_ropes_that_sglang_computes_differently_on_gpus(
-    tmp_path: Path, family: str, changes: dict[str, Any], message: str
-) -> None:
+def test_unsupported_sglang_ropes_on_gpus(tmp_path: Path, family: str, changes: dict[str, Any], message: str) -> None:
     arch = read_architecture(written(tmp_path / "m", family, **changes))
     problem = arch.declaration.unserved(arch, Served(on_cuda=True, tokens=5))
     assert message in problem and bool(message) == bool(problem)
@@ -451,7 +449,7 @@ def test_ropes_that_sglang_computes_differently_on_gpus(
         ("gemma3_text", False, ""),
     ],
 )
-def test_output_layers_that_sglang_ties_differently(tmp_path: Path, family: str, tied: bool, message: str) -> None:
+def test_unsupported_sglang_output_layers(tmp_path: Path, family: str, tied: bool, message: str) -> None:
     arch = read_architecture(written(tmp_path / "m", family, tie_word_embeddings=tied))
     problem = arch.declaration.unserved(arch, Served(on_cuda=True, tokens=5))
     assert message in problem and bool(message) == bool(problem)

@@ -357,7 +357,7 @@ def by_borders(
 
 
 @pytest.mark.parametrize("fractional", [False, True], ids=["whole", "fractional"])
-def test_gae_that_decays_only_at_borders(fractional: bool) -> None:
+def test_gae_decays_only_at_borders(fractional: bool) -> None:
     """The inputs are padded and packed, with torch and Triton, and masked entries are garbage."""
     g = torch.Generator().manual_seed(21)
     rewards, values = (torch.randn(3, 70, generator=g, dtype=torch.float64) for _ in range(2))

@@ -68,7 +68,7 @@ def test_main_weights_are_on_the_device_temporarily() -> None:
     assert [main.untyped_storage().nbytes() for main in mains] == [4 * 30, 0, 4 * 20]
 
 
-def test_tied_embedding_is_updated_on_the_host() -> None:
+def test_tied_embedding_uses_the_host_on_both_stages() -> None:
     mains = weights()
     mains[2].shared = True  # type: ignore[attr-defined]
     partly = PartlyOnHost(adam(mains), 0.05, storages(mains))

@@ -60,7 +60,7 @@ WITHOUT_SCALING = (("gemma3_text", "yarn"), ("gemma4_text", "linear"), ("gemma4_
 
 
 @pytest.mark.parametrize(("family", "kind"), sorted({*itertools.product(FAMILIES, ROPES)} - {*WITHOUT_SCALING}))
-def test_transformers_4_and_5_read_the_same_rope_and_dtype(tmp_path: Path, family: str, kind: str) -> None:
+def test_export_works_with_transformers_4_and_5(tmp_path: Path, family: str, kind: str) -> None:
     """Transformers 4 reads the fields at the top level of config.json only. Its defaults differ from these values."""
     folder = write_model(tmp_path / "model", family, 3)
     config: Any = AutoConfig.from_pretrained(folder)

@@ -231,7 +231,7 @@ def test_all_ranks_of_a_replica_send_evenly() -> None:
         assert min(sent) > 0 and max(sent) < 2.5 * sum(sent) / 8
 
 
-def test_one_layer_per_stage_gives_the_same_totals() -> None:
+def test_one_layer_per_stage_has_the_same_totals() -> None:
     model = arch(*SPARSE, experts=4, layers=6)
     grid, vocab = Grid(range(4), 2, 2, 2), padded_vocab_size(131, 2, 8)
     stage_of = {p.megatron: 1 if p.layer is None else int(p.layer >= 4) for p in model_parameters(model)}

@@ -433,7 +433,7 @@ def test_index_without_a_single_file_is_read(tmp_path: Path) -> None:
         whole_tensors(folder, torch.float32, 1)
 
 
-def test_files_next_to_a_single_file_are_not_counted(tmp_path: Path) -> None:
+def test_other_files_are_not_counted(tmp_path: Path) -> None:
     folder = write_model(tmp_path / "m", "llama", 1)
     truth = load_file(folder / "model.safetensors")
     with_index(folder, truth)

@@ -1,4 +1,4 @@
-"""Requests are spread over servers and survive servers that die, hang, refuse or return wrong answers.
+"""Requests are distributed over servers and survive failed, hanging and incorrect servers.
 
 The servers of these tests are stand-ins.
 """
@@ -268,7 +268,7 @@ def test_ranks_with_few_prompts_balance_engines() -> None:
     assert [len(server_prompts) for server_prompts in prompts] == [8] * 8  # both samples of each prompt
 
 
-def test_work_of_a_dead_engine_moves_to_other_engines() -> None:
+def test_dead_engine_moves_its_work_to_others() -> None:
     well, dying = StandIn(0, 0.002), StandIn(1, 0.002)
     dying.fail_after = 30
     outcome = spread([well, dying])
@@ -362,7 +362,7 @@ def test_invalid_json_fails_the_server() -> None:
     ],
 )
 def test_unknown_response_format_fails_the_server(response: str, message: str) -> None:
-    """A server of another version can return another format. Other servers then answer the requests."""
+    """Servers of other versions can use a different format. Other servers then answer the requests."""
     strange, well = StandIn(0), StandIn(1)
     strange.page = response
     outcome = spread([strange, well])
@@ -577,7 +577,7 @@ def test_turns_stay_with_their_server_after_failure() -> None:
 
 
 def test_continued_prompts_stay_with_their_server() -> None:
-    """The server stays the same for any prompt lengths and after other prompts used the same numbers."""
+    """The server of a prompt does not depend on the lengths or on other prompts with the same number."""
     servers, homes = [StandIn(i) for i in range(3)], Homes()
 
     def servers_of(prompts: dict[int, tuple[int, ...]]) -> dict[int, int]:
@@ -589,7 +589,7 @@ def test_continued_prompts_stay_with_their_server() -> None:
         outcome = Round(endpoints, requests, PARAMS, 7, limits(), homes=homes).result()
         assert len(outcome.completions) == 2 * len(prompts)
         assignments = [(ids[-1] - 100, s.index) for s in servers for body in s.bodies for ids in body["input_ids"]]
-        assert len(set(assignments)) == len(prompts), "the samples of a prompt went to several servers"
+        assert len(set(assignments)) == len(prompts), "all samples of a prompt must use one server"
         return dict(assignments)
 
     first = servers_of({p: (2, p) for p in range(12)})
@@ -757,7 +757,7 @@ def test_server_without_an_abort_response_fails(world_of_one: None) -> None:
     assert rest.keys() == {0, 1, 2} and not any(answer.token_ids for answer in rest.values())
 
 
-def test_abort_ends_at_once_after_a_rejection(world_of_one: None) -> None:
+def test_abort_ends_immediately_after_a_rejection(world_of_one: None) -> None:
     """The rejected request and the requests of other servers have no answer. The rejection ends the run once the
     outcome is read."""
     refusing, slow = StandIn(0, 0.01), StandIn(1, 30.0)

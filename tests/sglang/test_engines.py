@@ -306,7 +306,8 @@ def test_server_logs_do_not_end_with_a_crash(scenario: Callable[[str], RankResul
 
 
 def test_answers_continue_under_new_weights(scenario: Callable[[str], RankResults]) -> None:
-    """Tokens from before the sync are kept. Each token has the log-probability of its recorded weight version."""
+    """The tokens from before the sync are not lost. Each token has the log-probability of its recorded weight
+    version."""
     for result in scenario("two_engines"):
         case = result["in_flight"]
         assert case["answers"] == 24 and case["idle"] == 0 and case["most_tokens"] <= 100

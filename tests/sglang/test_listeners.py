@@ -43,7 +43,7 @@ TABLE = {
     "an agent's endpoint (the gateway)": ONE_MACHINE,
     "reward workers and tools": ONE_MACHINE,
 }
-"""The rows of the section "What listens where", and the kind of run of each row."""
+"""Rows of the table in `launch/README.md` with the kind of run that has the listener."""
 NOWHERE = ("worker_main", "tool_worker", "agent_worker", "resource_tracker")
 
 

@@ -33,7 +33,7 @@ def test_on_policy_run_resumes_after_kill(tmp_path: Path) -> None:
     assert_same_run(tmp_path / "whole", killed, 3)
 
 
-def test_one_step_ahead_run_resumes_after_stop_and_kill(tmp_path: Path) -> None:
+def test_one_step_ahead_run_resumes_after_kill(tmp_path: Path) -> None:
     """The run is first stopped before the responses of the next step are complete. The resumed run generates the
     remaining responses with the same weights, which are older than the actor. The run is then killed during
     generation. The checkpoint contains the responses of the next step, so the resumed run trains on these responses

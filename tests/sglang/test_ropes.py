@@ -84,7 +84,7 @@ def of_transformers(arch: Any, positions: int) -> torch.Tensor:
 
 @pytest.mark.parametrize(("family", "part"), [("llama", 1.0), ("glm4_moe", 0.5), ("glm4_moe", 0.25)])
 def test_accepted_ropes_are_equal(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, family: str, part: float) -> None:
-    """Rejected ropes differ. Each parameter is rejected in some rope or is read by both libraries."""
+    """Rejected ropes differ. For each parameter, some rope is rejected or both libraries read the parameter."""
     kernel = ModuleType("vllm._custom_ops")  # imported on a CPU, but not called
     kernel.rotary_embedding = None  # type: ignore[attr-defined]
     monkeypatch.setitem(sys.modules, "vllm", ModuleType("vllm"))

@@ -131,7 +131,7 @@ def test_responses_reach_the_last_position(tmp_path: Path, family: str, changes:
     assert largest_gap(reference(tmp_path / "model"), requests, answers) < 1e-5
 
 
-def test_new_weights_invalidate_kept_caches(tmp_path: Path) -> None:
+def test_new_weights_invalidate_caches(tmp_path: Path) -> None:
     """With `pause: in_place` a sync keeps the caches. The cache is used only within a version."""
     for name, seed in (("model", 3), ("newer", 4)):
         write_model(tmp_path / name, "qwen3", seed)
