@@ -219,7 +219,7 @@ def test_aggregation(mode: Aggregation, loss: float) -> None:
 
 
 def test_microbatch_weights_use_minibatch_totals() -> None:
-    """The microbatch has four tokens and two sequences of ten tokens and five sequences. The tokens of a sequence
+    """The microbatch has 4 of the 10 tokens and 2 of the 5 sequences. The tokens of a sequence
     share a weight of one fifth, or each token has a fixed part of one fifth."""
     mask = t([[True, True, True, False], [False, True, False, False]])
     expected: dict[Aggregation, tuple[float, float]] = {

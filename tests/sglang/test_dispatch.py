@@ -172,8 +172,7 @@ class StandIn:
         }
 
     def _aborted(self, ids: list[int]) -> dict[str, Any]:
-        """Return the answer of SGLang to an aborted request. Requests that were not started have no
-        log-probabilities."""
+        """Return the answer of SGLang to an aborted request. Unstarted requests have no log-probabilities."""
         meta: dict[str, Any] = {"finish_reason": {"type": "abort"}, "weight_version": self.version}
         if not self.begins:
             return {"output_ids": [], "meta_info": meta}
