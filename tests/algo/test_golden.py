@@ -1,4 +1,4 @@
-"""The golden numbers of the algorithm, worked out by hand or taken from the papers."""
+"""Golden numbers of the algorithm, computed by hand or copied from the papers."""
 
 from __future__ import annotations
 
@@ -45,8 +45,9 @@ def test_gae_skips_masked_tokens() -> None:
     assert returns.tolist() == [[0, 0, approx(0.96525), approx(1.0)]]
 
 
-def test_lambda_by_length_and_another_of_the_critic() -> None:
-    """Four tokens beside a hole: 1 - 1 / (0.5 x 4) = 0.5; one token: 1 - 1 / 0.5 is below 0."""
+def test_length_adaptive_lambda_and_critic_lambda() -> None:
+    """For four tokens and a masked token lambda is 1 - 1 / (0.5 x 4) = 0.5. For one token 1 - 1 / 0.5 is below 0, so
+    lambda is 0."""
     algorithm = AlgorithmSettings.model_validate({"lam": {"actor": {"length_adaptive": 0.5}, "critic": 1}})
     mask = t([[True, False, True, True, True], [True, False, False, False, False]])
     lam = lambdas(algorithm, mask)["lam"]
@@ -60,13 +61,14 @@ def test_lambda_by_length_and_another_of_the_critic() -> None:
         gamma=1.0,
         **lambdas(algorithm, mask),
     )
-    # Every delta but the last is 0.1.
+    # All deltas are 0.1 except the last delta.
     assert advantages.tolist() == [[approx(x) for x in (0.2375, 0, 0.275, 0.35, 0.5)], [0.75, 0, 0, 0, 0]]
     assert returns.tolist() == [[approx(x) for x in (1, 0, 1, 1, 1)], [1, 0, 0, 0, 0]]
 
 
-def test_lambdas_of_long_answers() -> None:
-    """VAPO's 0.05 and SAO's 1.5; a thousand tokens of 0.95 leave nothing of a score, which is why 1 is the default."""
+def test_lambdas_of_long_responses() -> None:
+    """The test uses alpha 0.05 of VAPO and 1.5 of SAO. Over a thousand tokens, a lambda of 0.95 discounts the score to
+    almost 0. The default is therefore 1."""
     mask = torch.arange(1000) < t([[1], [20], [40], [1000]])
     assert length_adaptive(mask=mask, alpha=0.05).tolist() == [0, 0, 0.5, 0.98]
     assert length_adaptive(mask=mask, alpha=1.5).tolist() == [approx(x) for x in (1 / 3, 29 / 30, 59 / 60, 1499 / 1500)]
@@ -76,8 +78,8 @@ def test_lambdas_of_long_answers() -> None:
     rewards, nothing = torch.zeros(1, 1000), torch.zeros(1, 1000)
     rewards[0, -1] = 1.0
     everywhere = torch.ones(1, 1000, dtype=torch.bool)
-    given: dict[str, Any] = {"rewards": rewards, "values": nothing, "mask": everywhere, "gamma": 1.0}
-    assert gae(**given, lam=0.95)[0][0, 0] < 1e-22 and gae(**given, lam=1.0)[0][0, 0] == 1
+    arguments: dict[str, Any] = {"rewards": rewards, "values": nothing, "mask": everywhere, "gamma": 1.0}
+    assert gae(**arguments, lam=0.95)[0][0, 0] < 1e-22 and gae(**arguments, lam=1.0)[0][0, 0] == 1
 
 
 def test_clip_loss() -> None:
@@ -137,7 +139,7 @@ PENALTY = partial(PenaltyController, target=0.01)
 
 @pytest.mark.parametrize("make", [FIXED, ADAPTIVE, PENALTY])
 @pytest.mark.parametrize("before", [FIXED(0.0), FIXED(0.001), ADAPTIVE(0.1), PENALTY(0.1)])
-def test_a_run_goes_on_with_a_coefficient_that_has_changed(
+def test_resumed_run_uses_a_changed_coefficient(
     make: Callable[[float], FixedKLController], before: FixedKLController
 ) -> None:
     before.update(12.0, 100)
@@ -147,8 +149,8 @@ def test_a_run_goes_on_with_a_coefficient_that_has_changed(
 
 
 @pytest.mark.parametrize(("make", "value"), [(FIXED, 0.05), (ADAPTIVE, 0.06), (PENALTY, 0.06)])
-def test_a_run_goes_on_with_the_weight_that_it_had(make: Callable[[float], FixedKLController], value: float) -> None:
-    """Where it adapts; also from a checkpoint that does not say what the weight began with."""
+def test_resumed_run_keeps_an_adapted_coefficient(make: Callable[[float], FixedKLController], value: float) -> None:
+    """Only adaptive controllers keep the coefficient. The checkpoint does not need the initial coefficient."""
     before = ADAPTIVE(0.05)
     before.update(12.0, 100)
     for state in (before.state_dict(), {"value": before.value}):
@@ -159,8 +161,8 @@ def test_a_run_goes_on_with_the_weight_that_it_had(make: Callable[[float], Fixed
 
 @pytest.mark.parametrize("samples", [100, 101, 500, 501, 65_536])
 @pytest.mark.parametrize(("kl", "factor"), [(0.0, 0.8), (1e9, 1.2), (6.0, 1.0)])
-def test_the_adaptive_weight_never_turns_negative(samples: int, kl: float, factor: float) -> None:
-    """A step of more samples than the horizon moves it as far as one of as many."""
+def test_adaptive_coefficient_never_becomes_negative(samples: int, kl: float, factor: float) -> None:
+    """A step with more samples than the horizon has the same effect as a step with `horizon` samples."""
     controller = AdaptiveKLController(0.1, target=6.0, horizon=100)
     controller.update(kl, n_steps=samples)
     assert controller.value == approx(0.1 * factor)
@@ -169,7 +171,7 @@ def test_the_adaptive_weight_never_turns_negative(samples: int, kl: float, facto
     assert controller.value == approx(0.1 * factor * 0.8**5)
 
 
-def test_fixed_controller_stays_and_refuses_nan() -> None:
+def test_fixed_controller_is_constant_and_rejects_nan() -> None:
     controller = FixedKLController(0.3)
     controller.update(100.0, 10)
     assert controller.value == 0.3
@@ -185,8 +187,9 @@ def test_penalty_controller(kl: float, value: float) -> None:
 
 
 @pytest.mark.parametrize(("kl", "bound"), [(0.0, 2.0**-10), (0.006, 2.0**-10), (0.016, 2.0**10), (50.0, 2.0**10)])
-def test_the_penalty_comes_back_from_where_it_went(kl: float, bound: float) -> None:
-    """It is bounded both ways, also where a checkpoint holds a weight that reached 0."""
+def test_penalty_recovers_from_its_bounds(kl: float, bound: float) -> None:
+    """The penalty has a lower and an upper bound. The lower bound also applies to a checkpoint with a
+    coefficient of 0."""
     controller = PenaltyController(3.0, target=0.01)
     for _ in range(2000):
         controller.update(kl, 1)
@@ -215,18 +218,19 @@ def test_aggregation(mode: Aggregation, loss: float) -> None:
     assert aggregate(loss=losses, mask=mask, mode="seq-mean-token-sum-norm", norm_tokens=6).item() == approx(6 / 12)
 
 
-def test_a_part_of_a_minibatch_has_the_weights_of_the_whole() -> None:
-    """Four of ten tokens, two of five sequences; each sequence's tokens share its fifth, or have a fixed part of it."""
+def test_microbatch_weights_use_minibatch_totals() -> None:
+    """The microbatch has 4 of the 10 tokens and 2 of the 5 sequences. The tokens of a sequence
+    share a weight of one fifth, or each token has a fixed part of one fifth."""
     mask = t([[True, True, True, False], [False, True, False, False]])
-    wanted: dict[Aggregation, tuple[float, float]] = {
+    expected: dict[Aggregation, tuple[float, float]] = {
         "token-mean": (1 / 10, 1 / 10),
         "seq-mean-token-sum": (1 / 5, 1 / 5),
         "seq-mean-token-mean": (1 / 5 / 3, 1 / 5),
         "seq-mean-token-sum-norm": (1 / 5 / 4, 1 / 5 / 4),
     }
-    for mode, (of_three, alone) in wanted.items():
-        found = token_weights(mask=mask, mode=mode, total_tokens=10, total_sequences=5)
-        assert found.tolist() == [[approx(of_three)] * 3 + [0], [0, approx(alone), 0, 0]], mode
+    for mode, (of_three, alone) in expected.items():
+        weights = token_weights(mask=mask, mode=mode, total_tokens=10, total_sequences=5)
+        assert weights.tolist() == [[approx(of_three)] * 3 + [0], [0, approx(alone), 0, 0]], mode
 
 
 def test_dual_clip_bounds_only_negative_advantages() -> None:
@@ -258,9 +262,9 @@ def test_log_ratio_is_clamped() -> None:
     assert result.metrics["ratio_max"].item() == approx(torch.exp(t(20.0)).item(), 1e-4)
 
 
-def test_grpo_and_rloo_against_their_papers() -> None:
+def test_grpo_and_rloo_match_their_papers() -> None:
     mask = t([[True, True], [True, False], [True, True], [True, True]])
-    rewards = t([[0.0, 1.0], [3.0, 9.0], [0.0, 5.0], [0.0, 2.0]])  # scores 1, 3, 5 of one prompt, 2 of another
+    rewards = t([[0.0, 1.0], [3.0, 9.0], [0.0, 5.0], [0.0, 2.0]])  # scores 1, 3 and 5 of one prompt, 2 of another
     arguments: dict[str, Any] = {
         "rewards": rewards,
         "values": None,
@@ -296,8 +300,9 @@ def test_importance_weights() -> None:
 
 
 def test_corrected_is_the_decoupled_objective() -> None:
-    """pi_prox / pi_behav x min(u A, clip(u, 0.8, 1.2) A) with u = pi / pi_prox, by hand for probabilities (pi, pi_prox,
-    pi_behav) of .6, .4, .5 with A = 1; .3, .4, .2 with A = -1; .44, .4, .8 with A = 2: .8 x 1.2, 2 x -.8, .5 x 2.2."""
+    """The objective is pi_prox / pi_behav x min(u A, clip(u, 0.8, 1.2) A) with u = pi / pi_prox. The test computes
+    three cases of (pi, pi_prox, pi_behav) by hand: (.6, .4, .5) with A = 1 is .8 x 1.2, (.3, .4, .2) with A = -1 is
+    2 x -.8, and (.44, .4, .8) with A = 2 is .5 x 2.2."""
     new, prox, behaviour = (t(p).log() for p in ([0.6, 0.3, 0.44], [0.4, 0.4, 0.4], [0.5, 0.2, 0.8]))
     weights, keep = importance_weights(
         old_logprob=prox[None], engine_logprob=behaviour[None], mask=torch.ones(1, 3, dtype=torch.bool), cap=10.0
@@ -317,7 +322,7 @@ def test_corrected_is_the_decoupled_objective() -> None:
 
 
 @pytest.mark.parametrize(
-    ("call", "words"),
+    ("call", "message"),
     [
         (lambda: kl_estimate(t([0.0]) - t([0.0]), "low_var"), "did you mean 'low_var_kl'"),
         (lambda: apply_kl_to_rewards(scores=t([1.0]), kl=t([[1.0]]), mask=t([[True, True]]), coef=1.0), "the mask's"),
@@ -329,8 +334,8 @@ def test_corrected_is_the_decoupled_objective() -> None:
         ),
     ],
 )
-def test_bad_arguments_get_a_sentence(call, words: str) -> None:  # type: ignore[no-untyped-def]
-    with pytest.raises(ValueError, match=words):
+def test_bad_arguments_raise_a_clear_error(call, message: str) -> None:  # type: ignore[no-untyped-def]
+    with pytest.raises(ValueError, match=message):
         call()
 
 
@@ -348,16 +353,16 @@ def test_masks_are_bool() -> None:
         (("low_var_kl", "k3"), [0.106531, 0.148721, 7.623176, 8.000123, 10.0, 10.0]),
     ],
 )
-def test_kl_estimates_far_and_near(names: tuple[str, ...], estimates: list[float]) -> None:
-    """The last two lie beyond every clamp."""
+def test_kl_estimates_at_small_and_large_ratios(names: tuple[str, ...], estimates: list[float]) -> None:
+    """The last two values exceed all clamps."""
     logprob = t([0.5, -0.5, -2.4, 9.0, 30.0, -30.0], dtype=torch.float64) - 1
     for name in names:
-        found = kl_estimate(logprob - torch.full_like(logprob, -1.0), name)
-        assert found.tolist() == [approx(x) for x in estimates]
+        result = kl_estimate(logprob - torch.full_like(logprob, -1.0), name)
+        assert result.tolist() == [approx(x) for x in estimates]
 
 
-def test_weights_are_capped_and_rejected_above_and_not_at_their_limits() -> None:
-    old, engine = t([[-1.0, -1.0, 39.0, -50.0]]), t([[-1.0, -2.0, 0.0, 0.0]])  # ratios 1, e, beyond both clamps
+def test_importance_weights_are_limited_above_the_cap() -> None:
+    old, engine = t([[-1.0, -1.0, 39.0, -50.0]]), t([[-1.0, -2.0, 0.0, 0.0]])  # two ratios exceed the clamps
     everywhere = torch.ones(1, 4, dtype=torch.bool)
     arguments: dict[str, Any] = {"old_logprob": old, "engine_logprob": engine, "mask": everywhere}
     weights, keep = importance_weights(**arguments, cap=1e10, reject_above=1.0)
@@ -367,12 +372,12 @@ def test_weights_are_capped_and_rejected_above_and_not_at_their_limits() -> None
     assert weights.tolist() == [[1, 1, 1, approx(0, 1e-8)]] and keep.all()
 
 
-def test_what_the_estimators_need_and_what_follows_them() -> None:
-    found = {
+def test_properties_of_the_estimators() -> None:
+    properties = {
         e.name: (e.needs_critic, e.takes_values, e.compares_samples, e.whitens)
         for e in (builtin(name) for name in NAMES)
     }
-    assert found == {
+    assert properties == {
         "gae": (True, True, False, True),
         "grpo": (False, False, True, False),
         "rloo": (False, False, True, False),
@@ -386,7 +391,7 @@ def test_what_the_estimators_need_and_what_follows_them() -> None:
     assert returns.tolist() == [[0, 0, approx(0.96525), approx(1.0)]]
 
 
-def test_scores_of_tokens_and_of_samples_meet_the_kl() -> None:
+def test_token_scores_and_sample_scores_with_kl() -> None:
     kl, mask = t([[0.1, 0.2, 0.3]]), t([[True, True, False]])
     rewards = apply_kl_to_rewards(scores=t([[1.0, 2.0, 9.0]]), kl=kl, mask=mask, coef=0.5)
     assert rewards.tolist() == [[approx(0.95), approx(1.9), 0]]
@@ -407,15 +412,15 @@ def test_scores_of_tokens_and_of_samples_meet_the_kl() -> None:
     ],
 )
 @pytest.mark.parametrize("backend", ["torch", "triton"])
-def test_large_values_are_whitened_as_small_ones(backend: Backend, values: list[float], white: list[float]) -> None:
-    """Their mean has more digits than float32, in which they are whole numbers still."""
+def test_large_values_are_whitened_exactly(backend: Backend, values: list[float], white: list[float]) -> None:
+    """The values are exact in float32, but their mean requires more digits than float32."""
     values_1T, mask = t([[*values, float("nan")]]), t([[True] * len(values) + [False]])
     with use_backend(backend):
         stats = masked_whiten_stats(values_1T, mask)
     assert masked_whiten(values_1T, mask, stats)[0].tolist() == [*(approx(x, 1e-6) for x in white), 0]
 
 
-def test_whitening_and_aggregation_of_nothing() -> None:
+def test_whitening_and_aggregation_without_tokens() -> None:
     values, mask = t([[1.0, 3.0], [5.0, 7.0]]), t([[True, True], [False, False]])
     nothing = torch.zeros_like(mask)
     stats = masked_whiten_stats(values, mask)
@@ -428,7 +433,7 @@ def test_whitening_and_aggregation_of_nothing() -> None:
 
 
 def test_metrics_of_the_policy_loss() -> None:
-    """Ratios e^0.5, e^-0.5 and e^25 clamped to e^20; the last two tokens of other signs or masked."""
+    """The ratios are e^0.5, e^-0.5 and e^25, clamped to e^20. The last token is masked."""
     result = token_loss(
         logprob=t([-1.0, -2.0, -1.0, -1.0], dtype=torch.float64),
         old_logprob=t([-1.5, -1.5, -26.0, 0.0], dtype=torch.float64),
@@ -443,7 +448,7 @@ def test_metrics_of_the_policy_loss() -> None:
         kl_coef=0.2,
     )
     up, down, far = math.exp(0.5), math.exp(-0.5), math.exp(20)
-    wanted = {
+    expected = {
         "clipfrac": 2.0,  # above for A > 0, below for A < 0
         "clipfrac_lower": 1.0,
         "ppo_kl": -(0.5 - 0.5 + 20),
@@ -454,7 +459,7 @@ def test_metrics_of_the_policy_loss() -> None:
         "masked_below": 1.0,
         "masked_above": 1.0,
         "band_position": 2.0,
-        "token_weight.mean": 0.0,  # all three are clipped or bounded
+        "token_weight.mean": 0.0,  # all three tokens are clipped or bounded
         "token_weight.m2": 0.0,
         "ref_kl": 0.5 - 0.5,
         "count": 3.0,
@@ -463,9 +468,9 @@ def test_metrics_of_the_policy_loss() -> None:
         "kl_loss": 0.2 * (0.25 - 0.125),
         "nll_loss": 0.0,
     }
-    wanted["loss"] = wanted["pg_loss"] + wanted["entropy_loss"] + wanted["kl_loss"]
-    assert {name: value.item() for name, value in result.metrics.items()} == {n: approx(x) for n, x in wanted.items()}
-    assert result.loss.item() == approx(wanted["loss"])
+    expected["loss"] = expected["pg_loss"] + expected["entropy_loss"] + expected["kl_loss"]
+    assert {name: value.item() for name, value in result.metrics.items()} == {n: approx(x) for n, x in expected.items()}
+    assert result.loss.item() == approx(expected["loss"])
 
 
 def test_metrics_of_the_value_loss() -> None:
@@ -477,7 +482,7 @@ def test_metrics_of_the_value_loss() -> None:
         mask=t([True, True, True, False]),
         value_clip=0.5,
     )
-    # Clipped values 1.5, 1, 1: no clipped square is the larger one; at its limit a step is not clipped.
+    # The clipped values are 1.5, 1 and 1. No clipped square is larger. A step at the limit is not clipped.
     assert result.loss.item() == approx(0.5 * (1 + 4 + 0.5))
-    wanted = {"clipfrac": 0, "count": 3, "loss": 2.75}
-    assert {name: value.item() for name, value in result.metrics.items()} == {n: approx(x) for n, x in wanted.items()}
+    expected = {"clipfrac": 0, "count": 3, "loss": 2.75}
+    assert {name: value.item() for name, value in result.metrics.items()} == {n: approx(x) for n, x in expected.items()}

@@ -31,18 +31,18 @@ def ones_like(values: Tensor) -> Tensor:
     return torch.ones_like(values, dtype=torch.bool)
 
 
-def words(values: Tensor, digits: int) -> str:
-    """Numbers as the guide writes them."""
+def decimal_text(values: Tensor, digits: int) -> str:
+    """Format numbers in the style of the guide."""
     return ", ".join(f"{float(x):.{digits}f}" for x in values.flatten())
 
 
 def short(values: Tensor) -> str:
-    """Numbers of at most four digits, without trailing zeros."""
+    """Format numbers with four significant digits without trailing zeros."""
     return ", ".join(f"{float(x):.4g}" for x in values.flatten())
 
 
 def clipped_loss(ratio: float, advantage: float, dual_clip: float | None = None) -> tuple[float, float]:
-    """Loss and gradient of one token."""
+    """Return the loss and the gradient of one token."""
     logprob = row([math.log(ratio)]).requires_grad_()
     inputs = PolicyInputs(row([0.0]), row([advantage]), row([1.0]), ones_like(logprob))
     loss = ppo_token_loss(logprob=logprob, inputs=inputs, objective=PolicyObjective(dual_clip=dual_clip)).loss
@@ -94,7 +94,7 @@ def test_expectation_of_kl_estimators() -> None:
     assert f"KL(reference || actor) is {other:.4f}." in TEXT
 
 
-def test_gradient_of_k1_in_the_loss_has_expectation_zero() -> None:
+def test_gradient_of_k1_has_expectation_zero() -> None:
     """The expectation over samples of the actor, at actor probabilities (0.5, 0.5)."""
     logits = torch.zeros(2, dtype=torch.float64, requires_grad=True)
     reference = row([0.25, 0.75])[0].log()
@@ -131,16 +131,21 @@ def test_whitening_example() -> None:
     advantages = row([0.5, 0.4, 0.2])
     mask = ones_like(advantages)
     white = masked_whiten(advantages, mask, masked_whiten_stats(advantages, mask))
-    assert f"0.5, 0.4 and 0.2 become {words(white, 4).replace(', -', ' and -')}." in TEXT
+    assert f"0.5, 0.4 and 0.2 become {decimal_text(white, 4).replace(', -', ' and -')}." in TEXT
 
 
 def test_group_estimator_examples() -> None:
     rewards = torch.tensor([[1.0], [0.0], [0.0], [1.0]], dtype=torch.float64)
-    given = {"rewards": rewards, "mask": ones_like(rewards), "group_ids": torch.zeros(4, dtype=torch.int64), "lam": 1.0}
+    inputs = {
+        "rewards": rewards,
+        "mask": ones_like(rewards),
+        "group_ids": torch.zeros(4, dtype=torch.int64),
+        "lam": 1.0,
+    }
     for name in ("rloo", "grpo"):
-        advantages, _ = builtin(name)(**given)
+        advantages, _ = builtin(name)(**inputs)
         (line,) = [part for part in TEXT.split("- `")[1:] if part.startswith(f"{name}` subtracts")]
-        assert f": {words(advantages, 4)}." in line
+        assert f": {decimal_text(advantages, 4)}." in line
     assert f"the standard deviation of the group ({rewards.std().item():.4f})" in TEXT
 
 

@@ -1,4 +1,4 @@
-"""The algorithm against float64 references written another way, and what must hold for any input."""
+"""The algorithm matches independent float64 references and has the required properties for any input."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ SEEDS = st.integers(0, 2**31)
 
 
 def ragged(seed: int, holes: bool = True) -> tuple[torch.Generator, Tensor]:
-    """A generator and a random mask (B, T) whose rows have holes and may be empty."""
+    """Return a generator and a random mask (B, T). Rows can have holes or be empty."""
     g = torch.Generator().manual_seed(seed)
     B, T = int(torch.randint(1, 6, (), generator=g)), int(torch.randint(1, 20, (), generator=g))
     lengths = torch.randint(0, T + 1, (B, 1), generator=g)
@@ -33,7 +33,7 @@ def ragged(seed: int, holes: bool = True) -> tuple[torch.Generator, Tensor]:
 
 
 def gae_by_definition(rewards: Tensor, values: Tensor, gamma: float, lam: float) -> list[float]:
-    """Eq. 16 of Schulman et al. 2016 as a double sum over the valid tokens of one sample."""
+    """Compute Eq. 16 of Schulman et al. 2016 as a double sum over the valid tokens of one sample."""
     n = len(rewards)
     following = [*values[1:].tolist(), 0.0]
     deltas = [float(rewards[t]) + gamma * following[t] - float(values[t]) for t in range(n)]
@@ -63,7 +63,7 @@ def test_gae_equals_its_definition(seed: int, gamma: float, lam: float) -> None:
 
 @settings(max_examples=40, deadline=None)
 @given(SEEDS)
-def test_whitening_in_parts_is_whitening_the_whole(seed: int) -> None:
+def test_whitening_in_parts_equals_whitening_the_batch(seed: int) -> None:
     g, mask = ragged(seed)
     values = torch.randn(mask.shape, generator=g) * 3 + 100
     values[~mask] = math.nan
@@ -81,7 +81,7 @@ def test_whitening_in_parts_is_whitening_the_whole(seed: int) -> None:
 @pytest.mark.parametrize("mode", get_args(Aggregation))
 @settings(max_examples=15, deadline=None)
 @given(seed=SEEDS)
-def test_any_split_into_microbatches_gives_the_same_loss(mode: Aggregation, seed: int) -> None:
+def test_microbatch_splits_have_the_same_loss(mode: Aggregation, seed: int) -> None:
     g, mask = ragged(seed)
     loss = torch.randn(mask.shape, generator=g)
     totals = {"total_tokens": int(mask.sum()), "total_sequences": int(mask.any(-1).sum()), "norm_tokens": mask.shape[1]}
@@ -91,7 +91,7 @@ def test_any_split_into_microbatches_gives_the_same_loss(mode: Aggregation, seed
 
 
 def objective_by_hand(lp: Tensor, old: Tensor, adv: Tensor, ref: Tensor, ent: Tensor, w: Tensor, iw: Tensor) -> Tensor:
-    """Clip .1/.3, dual clip 2, entropy .01, k3 to the reference .2, token by token."""
+    """Compute the loss per token with clip .1/.3, dual clip 2, entropy .01 and k3 to the reference .2."""
     total = torch.zeros((), dtype=torch.float64)
     for i in range(len(lp)):
         ratio = torch.exp(lp[i] - old[i])
@@ -107,7 +107,7 @@ def objective_by_hand(lp: Tensor, old: Tensor, adv: Tensor, ref: Tensor, ent: Te
 @given(SEEDS)
 def test_policy_loss_and_gradient_by_hand(seed: int) -> None:
     g = torch.Generator().manual_seed(seed)
-    # Half the usual spread: k3 is clamped at 10, which is rare then.
+    # With half the standard deviation, k3 rarely reaches the clamp of 10.
     lp, old, adv, ref, ent, w, iw = (0.5 * torch.randn(12, generator=g, dtype=torch.float64) for _ in range(7))
     mask = torch.rand(12, generator=g) < 0.7
     leaves = [x.clone().requires_grad_() for x in (lp, ent)]
@@ -184,7 +184,7 @@ def test_value_loss_by_hand(seed: int, clipped: bool) -> None:
 
 
 @pytest.mark.parametrize("kind", KL_ESTIMATES)
-def test_kl_penalty_is_finite_for_wild_tokens(kind: str) -> None:
+def test_kl_penalty_is_finite_for_extreme_tokens(kind: str) -> None:
     lp = torch.tensor([-1e4, 0.0, 3.0], requires_grad=True)
     kl = kl_estimate(lp - torch.tensor([0.0, -1e4, 3.0]), kind)
     kl.sum().backward()
@@ -195,7 +195,7 @@ def test_kl_penalty_is_finite_for_wild_tokens(kind: str) -> None:
 
 
 def by_groups(estimator: str, scores: Tensor, group_ids: Tensor) -> Tensor:
-    """(B,) advantages of samples of two tokens, of which the second has the score."""
+    """Return the advantages (B,) of samples of two tokens. The second token has the score."""
     rewards = torch.stack([torch.zeros_like(scores), scores], dim=1)
     mask = torch.ones(rewards.shape, dtype=torch.bool)
     advantages, returns = builtin(estimator)(
@@ -210,17 +210,17 @@ def by_groups(estimator: str, scores: Tensor, group_ids: Tensor) -> Tensor:
 @pytest.mark.parametrize("score", [3.3, 0.1, -0.7, 1e6 + 0.1, 0.0])
 def test_equal_scores_have_advantages_of_exactly_zero(estimator: str, dtype: torch.dtype, score: float) -> None:
     for samples in (2, 3, 5, 7, 16, 64, 1000):
-        group_ids = torch.arange(samples).repeat_interleave(2) % 2  # beside a group that differs
+        group_ids = torch.arange(samples).repeat_interleave(2) % 2  # the second group has different scores
         scores = torch.where(group_ids == 0, score, torch.linspace(0, 1, 2 * samples)).to(dtype)
-        found = by_groups(estimator, scores, group_ids)
-        assert (found[group_ids == 0] == 0).all()
-        assert (found[group_ids == 1] != 0).all()
+        result = by_groups(estimator, scores, group_ids)
+        assert (result[group_ids == 0] == 0).all()
+        assert (result[group_ids == 1] != 0).all()
 
 
 @settings(max_examples=30, deadline=None)
 @given(SEEDS, st.sampled_from([0.0, 1000.0]))
 def test_grpo_and_rloo_by_their_formulas(seed: int, offset: float) -> None:
-    """Groups of one to five samples in any order, scores far from zero too."""
+    """Groups have one to five samples in any order. Scores can be far from zero."""
     g = torch.Generator().manual_seed(seed)
     sizes = torch.randint(1, 6, (4,), generator=g).tolist()
     group_ids = torch.tensor([10 * i for i, n in enumerate(sizes) for _ in range(n)])

@@ -39,9 +39,9 @@ ONE_AT_THE_MEAN = [
 
 
 def advantages(estimator: str, scores: list[float]) -> Tensor:
-    """(B, 2) advantages of a group of samples. Each sample has two tokens that share the score."""
+    """Return the advantages (B, 2) of a group of samples. Each sample has two tokens that share the score."""
     rewards = torch.tensor(scores)[:, None] * torch.tensor([0.25, 0.75])
-    found, _ = builtin(estimator)(
+    result, _ = builtin(estimator)(
         rewards=rewards,
         values=None,
         mask=torch.ones(rewards.shape, dtype=torch.bool),
@@ -49,21 +49,21 @@ def advantages(estimator: str, scores: list[float]) -> Tensor:
         gamma=1.0,
         lam=1.0,
     )
-    return found
+    return result
 
 
 @pytest.mark.parametrize("scores", ONE_AT_THE_MEAN, ids=str)
 @pytest.mark.parametrize("estimator", ["grpo", "rloo"])
 def test_scores_at_the_mean_have_no_advantage(estimator: str, scores: list[float]) -> None:
-    found = advantages(estimator, scores)
+    result = advantages(estimator, scores)
     exact = torch.tensor(scores, dtype=torch.float64)
     is_mean = (exact - exact.mean()).abs() < 1e-4 * exact.std()
     assert is_mean.any() and not is_mean.all()
-    assert (found[is_mean] == 0).all() and (found[~is_mean] != 0).all()
+    assert (result[is_mean] == 0).all() and (result[~is_mean] != 0).all()
     scale = exact.std() if estimator == "grpo" else (len(scores) - 1) / len(scores)
-    wanted = (exact - exact.mean()) / (scale + 1e-6 * (estimator == "grpo"))
+    expected = (exact - exact.mean()) / (scale + 1e-6 * (estimator == "grpo"))
     spacing = float(exact.abs().max()) * 2**-23
-    torch.testing.assert_close(found[:, 0].double(), wanted, rtol=1e-5, atol=8 * spacing / float(scale))
+    torch.testing.assert_close(result[:, 0].double(), expected, rtol=1e-5, atol=8 * spacing / float(scale))
 
 
 @pytest.mark.parametrize("scores", ONE_AT_THE_MEAN, ids=str)
@@ -78,7 +78,7 @@ def test_whitening_sets_rounding_errors_to_zero(backend: Backend, scores: list[f
 
 
 @pytest.mark.parametrize("backend", ["torch", "triton"])
-def test_a_batch_of_equal_values_is_white_without_rounding(backend: Backend) -> None:
+def test_equal_values_whiten_to_exactly_zero(backend: Backend) -> None:
     g = torch.Generator().manual_seed(0)
     for value in (0.1, 3.3, -0.7, 1e6 + 0.1, 1e-5):
         for tokens in (3, 7, 1000, 9000):
@@ -90,7 +90,7 @@ def test_a_batch_of_equal_values_is_white_without_rounding(backend: Backend) -> 
 @pytest.mark.parametrize(
     "scores", [[1e6, 1e6 + 1], [1e6 + 0.25, 1e6 + 0.5], [0.0, 1e-7], [1.0, 1.000001], [1e-30, 0.0]]
 )
-def test_small_differences_that_are_not_rounding_stay(scores: list[float]) -> None:
+def test_real_small_differences_are_preserved(scores: list[float]) -> None:
     rloo = advantages("rloo", scores)[:, 0].double()
     apart = float(torch.tensor(scores[0]).double() - torch.tensor(scores[1]).double())
     assert rloo.tolist() == pytest.approx([apart, -apart], rel=1e-6)
@@ -98,7 +98,7 @@ def test_small_differences_that_are_not_rounding_stay(scores: list[float]) -> No
 
 
 def with_turns(*rewards: list[float]) -> Tensor:
-    """(B, R) rewards of turns. Each turn has one token."""
+    """Return the rewards (B, R) of turns. Each turn has one token."""
     longest = max(map(len, rewards))
     return torch.tensor([[*of_sample, *[0.0] * (longest - len(of_sample))] for of_sample in rewards])
 
@@ -108,20 +108,20 @@ def test_reward_sums_with_different_rounding_are_equal() -> None:
     groups = [([0.1] * 10, [1.0]), ([0.1, 0.2], [0.3]), ([0.1, 0.2, -0.3], [0.0]), ([0.1, 0.2], [0.31])]
     turns_BR = with_turns(*(of_sample for group in groups for of_sample in group))
     B, R = turns_BR.shape
-    given = rollouts("abcdefgh", [R] * B)
+    batch = rollouts("abcdefgh", [R] * B)
     episodes = Episodes((Episode(()),) * B, turns_BR, ((),) * B)
-    given = replace(given, episodes=episodes)
-    assert given.total_rewards_B(torch.zeros(B))[2].item() == given.total_rewards_B(torch.zeros(B))[3].item()
-    parts_BN = given.reward_parts_BN(torch.zeros(B))
-    assert groups_differ_G(parts_BN, given.group_ids_B).tolist() == [False, False, False, True]
+    batch = replace(batch, episodes=episodes)
+    assert batch.total_rewards_B(torch.zeros(B))[2].item() == batch.total_rewards_B(torch.zeros(B))[3].item()
+    parts_BN = batch.reward_parts_BN(torch.zeros(B))
+    assert groups_differ_G(parts_BN, batch.group_ids_B).tolist() == [False, False, False, True]
     rloo, _ = builtin("rloo")(
-        rewards=turns_BR, values=None, mask=given.response_mask_BR, group_ids=given.group_ids_B, gamma=1.0, lam=1.0
+        rewards=turns_BR, values=None, mask=batch.response_mask_BR, group_ids=batch.group_ids_B, gamma=1.0, lam=1.0
     )
     assert (rloo[:6] == 0).all() and (rloo[6:] != 0).all()
 
 
 @pytest.mark.usefixtures("world_of_one")
-def test_dynamic_sampling_replaces_groups_that_differ_by_rounding() -> None:
+def test_dynamic_sampling_ignores_rounding_differences() -> None:
     chosen, summed = Selection(prompts=1, samples_per_prompt=2, max_rounds=2), sum([torch.tensor(0.1)] * 10)
     assert float(summed) > 1, "ten times 0.1, summed in float32"
     chosen.add(rollouts("abcd", [1, 1, 1, 1]), torch.tensor([1.0, float(summed), 0.5, 0.5]), Totals({}, {}, {}))
@@ -141,9 +141,9 @@ def test_equal_scores_are_not_divided_by_rounding(normalize: str, shaped: list[f
 def test_tokens_without_an_advantage_are_not_clipped() -> None:
     """RLOO with scores of 0.2, 0.45, 0.45 and 0.7. In each sample, the first token rises by 0.5 nats and the second
     falls by 0.5 nats. Two samples have an advantage. One token of each is clipped."""
-    found = advantages("rloo", [0.2, 0.45, 0.45, 0.7])
+    rloo = advantages("rloo", [0.2, 0.45, 0.45, 0.7])
     logprob = torch.full((4, 2), -1.0)
-    inputs = PolicyInputs(logprob - torch.tensor([0.5, -0.5]), found, torch.ones(4, 2), torch.ones(4, 2) > 0)
+    inputs = PolicyInputs(logprob - torch.tensor([0.5, -0.5]), rloo, torch.ones(4, 2), torch.ones(4, 2) > 0)
     for backend in get_args(Backend):
         with use_backend(backend):
             out = ppo_token_loss(logprob=logprob, inputs=inputs)

@@ -1,4 +1,4 @@
-"""`megappo.api`: what programs build upon stays as it is, costs no time to import, and its examples run."""
+"""`megappo.api` has a stable interface and a fast import, and the examples of its README run."""
 
 from __future__ import annotations
 
@@ -56,36 +56,36 @@ FIELDS = {
     ],
 }  # fmt: skip
 SESSION = ["generate", "observe", "observe_token_ids", "reward", "serve", "turns", "use", "using"]
-"""Of what a session has, beside `prompt` and `seed`; more may come."""
+"""Attributes of a session in addition to `prompt` and `seed`. New attributes may be added."""
 OTHERS = {"Config", "ConfigError", "Interrupted", "LimitReached", "Plan", "RunError", "Session"}
 
 
 def methods(name: str) -> list[str]:
-    """What a protocol asks for, in words."""
+    """Return the members of a protocol as text."""
     protocol = getattr(api, name)
-    found = []
+    members = []
     for member in {*vars(protocol), *protocol.__annotations__}:
         value = inspect.getattr_static(protocol, member, None)
         if inspect.isfunction(value) and (member == "__call__" or not member.startswith("_")):
-            found.append(f"{member}({', '.join(list(inspect.signature(value).parameters)[1:])})")
+            members.append(f"{member}({', '.join(list(inspect.signature(value).parameters)[1:])})")
         elif not member.startswith("_"):
-            found.append(member)
-    return sorted(found)
+            members.append(member)
+    return sorted(members)
 
 
-def test_names_and_signatures_are_frozen() -> None:
-    """Whoever changes one breaks programs: say it in CHANGELOG.md."""
+def test_names_and_signatures_are_stable() -> None:
+    """A change of these signatures breaks programs and must be documented in CHANGELOG.md."""
     assert set(api.__all__) == set(dir(api)) == SIGNATURES.keys() | METHODS.keys() | FIELDS.keys() | OTHERS
     assert {name: str(inspect.signature(getattr(api, name))) for name in SIGNATURES} == SIGNATURES
     assert {name: methods(name) for name in METHODS} == METHODS
     assert {name: [*getattr(api, name).__dataclass_fields__] for name in FIELDS} == FIELDS
     assert all(hasattr(api.Session, name) for name in SESSION)
     with pytest.raises(AttributeError, match="no attribute 'xyzzy'"):
-        getattr(api, "xyzzy")  # noqa: B009 - mypy would say so, too
+        getattr(api, "xyzzy")  # noqa: B009 - mypy also reports the attribute
 
 
-def test_the_protocols_are_those_of_functions_that_run() -> None:
-    """mypy compares them; these are the parts of a user's in tests/runs/test_outside.py."""
+def test_protocols_match_working_functions() -> None:
+    """The comparison is done by mypy. The functions are the plug-ins of tests/runs/test_outside.py."""
     reward: api.RewardFunction = outside_reward.digits
     source: api.PromptSource = outside.questions
     estimator: api.AdvantageEstimator = outside.rest_of_rewards
@@ -95,7 +95,7 @@ def test_the_protocols_are_those_of_functions_that_run() -> None:
 
 
 @pytest.mark.waits
-def test_the_import_waits_for_nothing() -> None:
+def test_import_is_fast() -> None:
     code = (
         "import sys, time; began = time.process_time(); import megappo.api; took = time.process_time() - began; "
         "print(took, [m for m in ('torch', 'pydantic', 'transformers') if m in sys.modules])"
@@ -106,7 +106,7 @@ def test_the_import_waits_for_nothing() -> None:
 
 
 def one_process(folder: Path, **logging: object) -> None:
-    """`my-run.yaml`: the quickstart by one process, quickly."""
+    """Write `my-run.yaml`, a fast quickstart for one process."""
     settings = yaml.safe_load(QUICKSTART.read_text())
     settings["model"]["path"] = str(TINY)
     settings["run"]["directory"] = str(folder / "runs")
@@ -119,8 +119,8 @@ def one_process(folder: Path, **logging: object) -> None:
     (folder / "my-run.yaml").write_text(yaml.safe_dump(settings))
 
 
-def ran(folder: Path, program: str, processes: int = 0) -> str:
-    """What a program of the user's said, in a folder of his."""
+def output_of(folder: Path, program: str, processes: int = 0) -> str:
+    """Return the output of a program of the user in `folder`."""
     file = folder / "my_run.py"
     file.write_text(f"import os\nos.chdir({str(folder)!r})\n{program}")
     path = os.pathsep.join([str(folder), str(ROOT), str(ROOT / "kernels")])
@@ -134,11 +134,11 @@ def examples() -> Sequence[str]:
 
 
 @pytest.mark.waits
-def test_a_run_from_python_with_a_plug_in_of_each_kind(tmp_path: Path) -> None:
-    """All examples of the page in one run."""
+def test_python_run_with_all_kinds_of_plug_ins(tmp_path: Path) -> None:
+    """One run uses all examples of the README."""
     run, *plug_ins = examples()
     (reward,) = (text for text in plug_ins if "def my_reward" in text)
-    (tmp_path / "scores.py").write_text(reward)  # whose workers import no more
+    (tmp_path / "scores.py").write_text(reward)  # reward workers import only this file
     (tmp_path / "mine.py").write_text("\n".join(text for text in plug_ins if text != reward))
     one_process(tmp_path, loggers={"mine:MyLogger": {"metric": "reward/max"}})
     settings = yaml.safe_load((tmp_path / "my-run.yaml").read_text())
@@ -149,8 +149,8 @@ def test_a_run_from_python_with_a_plug_in_of_each_kind(tmp_path: Path) -> None:
     settings["reward"] = {"function": "scores:my_reward"}
     settings["algorithm"] = {"estimator": "mine:my_estimator", "policy_loss": "mine:my_loss", "dual_clip": None}
     (tmp_path / "my-run.yaml").write_text(yaml.safe_dump(settings))
-    said = ran(tmp_path, run.replace('"critic", role="critic"', '"actor"'))
-    assert "'eval/reward_mean': " in said and "the actor after step 1 is in" in said
+    output = output_of(tmp_path, run.replace('"critic", role="critic"', '"actor"'))
+    assert "'eval/reward_mean': " in output and "the actor after step 1 is in" in output
     (line,) = read_metrics(tmp_path / "runs" / "from-python" / "metrics.jsonl")
     assert "actor/far" in line and line["mismatch/max"] >= 0.0
     (logged,) = (tmp_path / "runs" / "from-python").glob("*.csv")
@@ -158,16 +158,16 @@ def test_a_run_from_python_with_a_plug_in_of_each_kind(tmp_path: Path) -> None:
 
 
 @pytest.mark.waits
-def test_the_run_of_the_readme(tmp_path: Path) -> None:
-    """On two processes: every rank calls `train`."""
+def test_readme_example_runs(tmp_path: Path) -> None:
+    """The example runs on two processes, and each rank calls `train`."""
     (program,) = [block for block in blocks((ROOT / "README.md").read_text(), "python") if "megappo.api" in block]
     one_process(tmp_path)
-    said = ran(tmp_path, program.replace("run.steps=50", "run.steps=1"), processes=2)
-    assert said.count("fits") >= 2, "each rank plans"
+    output = output_of(tmp_path, program.replace("run.steps=50", "run.steps=1"), processes=2)
+    assert output.count("fits") >= 2, "each rank must print a plan"
     assert json.loads((tmp_path / "runs" / "metrics.jsonl").read_text())["step"] == 1
 
 
-def test_a_program_is_told_what_its_user_can_fix(tmp_path: Path) -> None:
+def test_user_errors_raise_config_errors(tmp_path: Path) -> None:
     one_process(tmp_path)
     config = api.load_config(tmp_path / "my-run.yaml")
     with pytest.raises(api.ConfigError, match=r"gpus is 0, must be a whole number from 1 to"):

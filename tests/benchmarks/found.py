@@ -1,4 +1,4 @@
-"""What the benchmarks may have found, as their `--json` writes it."""
+"""Example results of the benchmarks in the format of `--json`."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ DOCUMENTS: dict[str, dict[str, Any]] = {
              "stages": [{"stage": name, "median_seconds": 2.0} for name in (*STAGES, "step")]},
     "overhead": {"config": "a.yaml", "rows": [
         {"samples": n, "cpu_seconds_per_sample": 1e-3, "cpu_seconds": [1e-3 * n, 2e-3 * n]} for n in (64, 4096)]},
-    "planned": {"rows": [{"words": words, "planned": dict.fromkeys(STAGES, 1.0), "measured": dict.fromkeys(STAGES, 1.1)}
-                         for words in ("small", "middle", "large")]},
+    "planned": {"rows": [{"words": size, "planned": dict.fromkeys(STAGES, 1.0), "measured": dict.fromkeys(STAGES, 1.1)}
+                         for size in ("small", "middle", "large")]},
     "learning": {"runs": LEARNED},
 }  # fmt: skip

@@ -1,4 +1,4 @@
-"""The benchmark of experts runs from end to end, what it compares computes the same, and small experts are faster."""
+"""The benchmark of experts runs, the compared implementations have equal results, and small experts are faster."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from tests.support.harness import start
 
 @pytest.mark.waits
 @pytest.mark.slow
-def test_it_prints_and_saves_a_table(tmp_path: Path) -> None:
+def test_experts_benchmark_prints_and_saves_a_table(tmp_path: Path) -> None:
     saved = tmp_path / "experts.json"
     command = ["benchmarks.experts", "--device", "cpu"]
     command += ["--shapes", "64x32", "--threads", "1", "--repeat", "9"]

@@ -1,6 +1,6 @@
-"""The peers of the kernel benchmark that run on this CPU agree with float64 torch; the others say why they cannot.
+"""Peers of the kernel benchmark on this CPU match float64 torch, and other peers report a reason.
 
-Peers of packages that are not installed are skipped over: with torch and megatron-core alone, those two are compared.
+Peers of missing packages are skipped. The minimum is a comparison of torch and megatron-core.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ T, H, V = 12, 16, 40
 TEMPERATURE = 0.7
 CLIP = (0.2, 0.28)
 
-# Rounding the logits to bfloat16, which most peers do, moves logits near 8 by up to 0.03; entropies near 3 that are
-# returned in bfloat16 move by 0.01; gradients added up in bfloat16 by some tenths of a percent.
+# Most peers round the logits to bfloat16, which changes logits near 8 by up to 0.03. Entropies near 3 in bfloat16
+# change by 0.01. Gradients that are accumulated in bfloat16 change by some tenths of a percent.
 ATOL = {torch.float32: 2e-5, torch.bfloat16: 8e-2}
 RELATIVE_GRADIENT = {torch.float32: 2e-5, torch.bfloat16: 3e-2}
 
@@ -35,9 +35,9 @@ def inputs(dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def runnable(peers: list[Peer], dtype: torch.dtype) -> list[tuple[str, Callable]]:
-    """Those that run on the CPU; in bfloat16 without what is compiled, to keep the test short."""
-    here = [p for p in peers if p.run is not None and "cpu" in p.devices]
-    short = [p for p in here if dtype == torch.float32 or ("compile" not in p.name and "fused_vocab" not in p.name)]
+    """Return the peers that run on the CPU. In bfloat16, compiled peers are excluded to keep the test short."""
+    on_cpu = [p for p in peers if p.run is not None and "cpu" in p.devices]
+    short = [p for p in on_cpu if dtype == torch.float32 or ("compile" not in p.name and "fused_vocab" not in p.name)]
     return [(p.name, p.run) for p in short if p.run is not None]
 
 
@@ -53,7 +53,7 @@ def groups() -> Iterator[None]:
 
 
 @pytest.mark.parametrize("list_peers", ["head_forward_peers", "head_training_peers", "logits_peers", "gae_peers"])
-def test_a_peer_runs_or_says_why_not(list_peers: str) -> None:
+def test_peers_run_or_report_a_reason(list_peers: str) -> None:
     peers = getattr(kernel_peers, list_peers)()
     assert len({p.name for p in peers}) == len(peers)
     for peer in peers:
@@ -118,13 +118,13 @@ def test_logits(dtype: torch.dtype, groups: None) -> None:
         (logprob * upstream).sum().backward()
         assert torch.equal(logits.detach(), before), name
         assert (logprob - true_logprob).abs().max() <= ATOL[dtype], name
-        # Megatron's fused operator rounds its gradient to bfloat16 whatever the logits are.
+        # Megatron's fused operator rounds the gradient to bfloat16 for all dtypes of logits.
         rounded = torch.bfloat16 if "fused" in name else dtype
         assert relative(logits.grad, exact.grad) <= RELATIVE_GRADIENT[rounded], name
 
 
 def textbook(rewards: Tensor, values: Tensor, gamma: float, lam: float) -> Tensor:
-    """Advantages of one sample without masked tokens: sum over k of (gamma lam)^k delta_{t+k}."""
+    """Return the advantages of one sample without masked tokens: sum over k of (gamma lam)^k delta_{t+k}."""
     delta = rewards + gamma * torch.cat([values[1:], values.new_zeros(1)]) - values
     lag = torch.arange(len(delta))[None, :] - torch.arange(len(delta))[:, None]
     return torch.where(lag >= 0, (gamma * lam) ** lag.clamp(min=0).double(), 0.0) @ delta
@@ -140,7 +140,7 @@ def test_gae(columns: int, gamma: float, lam: float) -> None:
     for peer in kernel_peers.gae_peers():
         if peer.run is None:
             continue
-        # Without masked tokens there is one answer; how the mask is used differs between the two families.
+        # All peers agree without masked tokens. The two families use the mask differently.
         mask = torch.ones_like(holes) if "Ignores the mask" in peer.notes else holes
         advantages, returns = peer.run(rewards, values, mask, gamma, lam)
         valid = mask.bool()

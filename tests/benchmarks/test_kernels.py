@@ -1,4 +1,4 @@
-"""The kernel benchmark runs from end to end, on shapes that show nothing else."""
+"""The kernel benchmark runs with very small shapes."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from tests.support.places import ROOT
 
 
 def measured(out: Path, *suites: str) -> str:
-    """The tables of some suites, or of all."""
+    """Return the tables of the given suites, or of all suites."""
     environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"} | {"PYTHONWARNINGS": "ignore"}
     command = [sys.executable, "-m", "benchmarks.kernels", "--device", "cpu", "--tiny", "--save", str(out)]
     command += ["--suites", *suites] if suites else []
@@ -32,10 +32,10 @@ def test_two_suites_print_and_save_their_tables(tmp_path: Path) -> None:
 
 @pytest.mark.waits
 @pytest.mark.exhaustive
-def test_every_suite_prints_and_saves_a_table(tmp_path: Path) -> None:
+def test_all_suites_print_and_save_tables(tmp_path: Path) -> None:
     text = measured(tmp_path / "kernels.md")
     for provider in ("linear_logprob", "ppo_head_loss", "ppo_head_loss into main_grad", "logits_logprob", "gae"):
         rows = [line for line in text.splitlines() if line.startswith(f"| megappo {provider} |")]
         assert rows and not any("Error" in row for row in rows), provider
     assert "verl loop (as published)" in text and "| torch |" in text
-    assert "- not run: verl linear_cross_entropy" in text, "peers that cannot run are named"
+    assert "- not run: verl linear_cross_entropy" in text, "the page must list peers that cannot run"

@@ -1,4 +1,4 @@
-"""The plan's seconds stand beside measured ones of the same size, stage by stage."""
+"""The benchmark compares planned seconds with measured seconds for each stage."""
 
 from __future__ import annotations
 
@@ -15,23 +15,23 @@ from tests.support.places import ROOT
 QUICKSTART = str(ROOT / "configs" / "quickstart.yaml")
 
 
-def test_a_size_keeps_the_number_of_updates() -> None:
-    given = load_config(QUICKSTART)
-    config = load_config(QUICKSTART, Size.read("80:3").overrides(given, 5))
+def test_size_keeps_the_number_of_updates() -> None:
+    base = load_config(QUICKSTART)
+    config = load_config(QUICKSTART, Size.read("80:3").overrides(base, 5))
     assert config.rollout.batch_sequences == 80 and config.data.max_prompt_tokens == 5
     for name, role in config.trained.items():
-        assert len(role.minibatch_sizes(80)) == len(given.trained[name].minibatch_sizes(400))
+        assert len(role.minibatch_sizes(80)) == len(base.trained[name].minibatch_sizes(400))
 
 
 @pytest.mark.parametrize("text", ["80", "80:", "0:3", "a:b"])
-def test_other_sizes_are_refused(text: str) -> None:
+def test_invalid_sizes_are_rejected(text: str) -> None:
     with pytest.raises(ValueError, match=f"'{text}' is no size; give samples and response tokens such as 32:64"):
         Size.read(text)
 
 
 @pytest.mark.waits
 @pytest.mark.slow
-def test_it_prints_and_saves_both(tmp_path: Path) -> None:
+def test_benchmark_saves_planned_and_measured_seconds(tmp_path: Path) -> None:
     saved = tmp_path / "planned.json"
     command = ["benchmarks.planned", "configs/quickstart.yaml"]
     command += ["actor.layout={}", "critic.layout={}", "--ranks", "1", "--threads", "1", "--sizes", "16:3"]

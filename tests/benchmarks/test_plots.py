@@ -1,4 +1,4 @@
-"""Every kind of result has its picture, small enough for a repository, and what has none is told."""
+"""Each kind of result has a picture with a small file, and results without a picture are reported."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ pytestmark = pytest.mark.waits
 MOST_BYTES = 60_000
 
 
-def test_each_question_has_a_small_picture(tmp_path: Path) -> None:
+def test_each_benchmark_has_a_small_picture(tmp_path: Path) -> None:
     pytest.importorskip("matplotlib", reason="pictures need matplotlib")
     files = []
     for name, document in DOCUMENTS.items():
@@ -24,12 +24,12 @@ def test_each_question_has_a_small_picture(tmp_path: Path) -> None:
     place = tmp_path / "pictures"
     done = start("benchmarks.plots", *files, "--out", place, "--name", "today")
     assert done.returncode == 0, done.stderr[-3000:]
-    wanted = {f"today-{kind}.png" for kind in ({*DOCUMENTS, "trl-speed", "trl-curves"} - {"trl"})}
-    assert {path.name for path in place.iterdir()} == wanted == {Path(line).name for line in done.stdout.split()}
+    expected = {f"today-{kind}.png" for kind in ({*DOCUMENTS, "trl-speed", "trl-curves"} - {"trl"})}
+    assert {path.name for path in place.iterdir()} == expected == {Path(line).name for line in done.stdout.split()}
     assert all(1000 < path.stat().st_size < MOST_BYTES for path in place.iterdir())
 
 
-def test_what_has_no_picture_is_told(tmp_path: Path) -> None:
+def test_results_without_a_picture_are_reported(tmp_path: Path) -> None:
     file = tmp_path / "kernels.json"
     file.write_text(json.dumps({"rows": []}))
     done = start("benchmarks.plots", file)

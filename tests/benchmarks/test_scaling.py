@@ -1,4 +1,4 @@
-"""The benchmark of scaling gives each world its share of work, and says how far from perfect it is."""
+"""The benchmark of scaling distributes work over worlds and reports the efficiency."""
 
 from __future__ import annotations
 
@@ -19,18 +19,18 @@ QUICKSTART = str(ROOT / "configs" / "quickstart.yaml")
 
 @pytest.mark.parametrize(("kind", "prompts", "minibatch"), [("weak", 200, 800), ("strong", 50, 200)])
 @pytest.mark.parametrize(("axis", "tensor", "pipeline"), [("data", 2, 2), ("tensor", 4, 2), ("pipeline", 2, 4)])
-def test_worlds_share_a_step_or_have_one_each(
+def test_strong_and_weak_scaling_of_worlds(
     kind: str, prompts: int, minibatch: int, axis: str, tensor: int, pipeline: int
 ) -> None:
-    given = load_config(QUICKSTART)
-    config = load_config(QUICKSTART, list(World(kind, 4, axis).overrides(given)))
+    base = load_config(QUICKSTART)
+    config = load_config(QUICKSTART, list(World(kind, 4, axis).overrides(base)))
     assert config.critic is not None
     assert config.rollout.prompts_per_step == prompts
     assert {role.minibatch_sequences for role in config.trained.values()} == {minibatch}
     assert config.actor.layout.tensor_parallel == tensor and config.critic.layout.pipeline_parallel == pipeline
 
 
-def test_efficiency_is_by_the_cores_that_can_be_used() -> None:
+def test_efficiency_uses_the_available_cores() -> None:
     def turns(tokens: float, *seconds: float) -> list[Turn]:
         return [Turn(s, s, 10, {"step_tokens": tokens, "time/step": s}) for s in seconds]
 
@@ -51,7 +51,7 @@ def test_efficiency_is_by_the_cores_that_can_be_used() -> None:
 @pytest.mark.exhaustive
 @pytest.mark.waits
 @pytest.mark.slow
-def test_it_prints_and_saves_a_table(tmp_path: Path) -> None:
+def test_scaling_benchmark_prints_and_saves_a_table(tmp_path: Path) -> None:
     saved = tmp_path / "scaling.json"
     command = ["benchmarks.scaling", "configs/quickstart.yaml"]
     command += ["actor.layout={}", "critic.layout={}", "rollout.prompts_per_step=2", "actor.minibatch_sequences=8"]

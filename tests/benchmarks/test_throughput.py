@@ -1,4 +1,4 @@
-"""The list of what is claimed of a step's speed: its commands can be run, and its page says what they found."""
+"""The list of throughput measurements: commands are valid, and the page reports the results."""
 
 from __future__ import annotations
 
@@ -19,51 +19,51 @@ STEPS = {"samples": 16, "efficiency": 0.9, "peak_bytes": 3e9}
 
 
 @pytest.mark.parametrize("measurement", MEASUREMENTS, ids=lambda m: m.name)
-def test_every_command_is_understood(measurement, tmp_path: Path) -> None:  # type: ignore[no-untyped-def]
-    words = measurement.command(MODEL, tmp_path)
+def test_measurement_commands_are_valid(measurement, tmp_path: Path) -> None:  # type: ignore[no-untyped-def]
+    command = measurement.command(MODEL, tmp_path)
     source = (ROOT / "benchmarks" / f"{measurement.program}.py").read_text()
-    given = words[words.index(CONFIG) + 1 :]
-    assert all(f'"{word}"' in source for word in given if word.startswith("--"))
-    overrides = [word for word in given if "=" in word and not word.startswith("--")]
+    arguments = command[command.index(CONFIG) + 1 :]
+    assert all(f'"{argument}"' in source for argument in arguments if argument.startswith("--"))
+    overrides = [argument for argument in arguments if "=" in argument and not argument.startswith("--")]
     assert f"model.path={MODEL}" in overrides or measurement.is_small
     assert load_config(CONFIG, overrides).critic is not None
 
 
-def test_every_part_is_joined_once() -> None:
+def test_all_parts_are_joined_once() -> None:
     joined = [part for parts in JOINED.values() for part in parts]
     assert sorted(joined) == sorted(m.name for m in MEASUREMENTS if m.program == "trl")
 
 
-def test_the_small_model_has_eight_layers_and_no_weights(tmp_path: Path) -> None:
+def test_small_model_has_eight_layers_and_no_weights(tmp_path: Path) -> None:
     folder = eight_layers(MODEL, tmp_path)
     assert json.loads((folder / "config.json").read_text())["num_hidden_layers"] == 8
     assert not list(folder.glob("*.safetensors"))
 
 
-def test_the_page_says_what_was_found(tmp_path: Path) -> None:
-    found = {name: json.loads(json.dumps(document)) for name, document in DOCUMENTS.items()}
-    found["joined"] = {"rows": [{**row, "speeds": [1.4, 1.6]} for row in found.pop("trl")["rows"]]}
-    for row in found["update"]["rows"]:
+def test_throughput_page_reports_the_results(tmp_path: Path) -> None:
+    documents = {name: json.loads(json.dumps(document)) for name, document in DOCUMENTS.items()}
+    documents["joined"] = {"rows": [{**row, "speeds": [1.4, 1.6]} for row in documents.pop("trl")["rows"]]}
+    for row in documents["update"]["rows"]:
         row |= ROW
-    for row in found["scaling"]["rows"]:
+    for row in documents["scaling"]["rows"]:
         row |= STEPS
-    found["step-dp2"] = found.pop("step")
-    for name, document in found.items():
+    documents["step-dp2"] = documents.pop("step")
+    for name, document in documents.items():
         (tmp_path / f"{name}.json").write_text(json.dumps({"torch": "2.0", **document}))
-    said = page(tmp_path)
-    assert "torch 2.0" in said
-    assert "| even:1-64 | mixed | 2 | 1.00 | 1.50 | 1.50 | 1.40 | 1.60 | 8.0 | 6.0 |" in said
-    assert "| update | critic | 1 to 64 | 2.10 | 2.00 | 1.10 | 1.00 | 1.20 | 1.05 | packed, sdpa |" in said
-    assert f"| step-dp2 | {' | '.join(['2.00'] * (len(STAGES) + 1))} | 2.0% |" in said
-    assert "| 4,096 | 6.144 | 1.000 |" in said
-    assert "| middle | update_actor | 1.00 | 1.10 | 0.91 |" in said
-    assert "| data | strong | 4 | 16 | 1.10 | 400 | 90% | 3.0 |" in said
+    text = page(tmp_path)
+    assert "torch 2.0" in text
+    assert "| even:1-64 | mixed | 2 | 1.00 | 1.50 | 1.50 | 1.40 | 1.60 | 8.0 | 6.0 |" in text
+    assert "| update | critic | 1 to 64 | 2.10 | 2.00 | 1.10 | 1.00 | 1.20 | 1.05 | packed, sdpa |" in text
+    assert f"| step-dp2 | {' | '.join(['2.00'] * (len(STAGES) + 1))} | 2.0% |" in text
+    assert "| 4,096 | 6.144 | 1.000 |" in text
+    assert "| middle | update_actor | 1.00 | 1.10 | 0.91 |" in text
+    assert "| data | strong | 4 | 16 | 1.10 | 400 | 90% | 3.0 |" in text
 
 
 @pytest.mark.slow
 @pytest.mark.waits
-def test_what_is_there_is_not_measured_again(tmp_path: Path) -> None:
-    """And what cannot be measured is told with its reason, the page written nevertheless."""
+def test_existing_results_are_not_measured_again(tmp_path: Path) -> None:
+    """Failed measurements are reported with the reason, and the page is still written."""
     overhead = tmp_path / "overhead.json"
     overhead.write_text(json.dumps({"benchmark": "overhead", **DOCUMENTS["overhead"]}))
     command = ["benchmarks.throughput", "--model", str(MODEL), "--out", str(tmp_path), "--only", "overhead"]
@@ -77,7 +77,7 @@ def test_what_is_there_is_not_measured_again(tmp_path: Path) -> None:
 
 
 @pytest.mark.waits
-def test_nothing_measured_is_a_sentence(tmp_path: Path) -> None:
+def test_missing_results_are_an_error(tmp_path: Path) -> None:
     command = ["benchmarks.throughput", "--model", str(MODEL), "--out", str(tmp_path), "--only"]
     done = start(*command)
     assert done.returncode == 2

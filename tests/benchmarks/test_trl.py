@@ -1,4 +1,5 @@
-"""Both sides of the comparison with TRL get the same lengths, take turns, and are told apart by means and errors."""
+"""Both sides of the comparison with TRL use equal lengths and alternate, and curves are compared with standard
+errors."""
 
 from __future__ import annotations
 
@@ -39,7 +40,7 @@ SMALL = [
     ("text", "shortest", "mean", "longest"),
     [("full:64", 64, 64, 64), ("even:1-64", 1, 32.5, 64), ("tail:32-256", 1, 32, 256)],
 )
-def test_a_profile_has_the_lengths_it_names(text: str, shortest: int, mean: float, longest: int) -> None:
+def test_profiles_have_the_specified_lengths(text: str, shortest: int, mean: float, longest: int) -> None:
     profile = Profile.read(text)
     lengths = profile.of_step(32, step=1)
     assert lengths is not None and str(profile) == text
@@ -49,28 +50,29 @@ def test_a_profile_has_the_lengths_it_names(text: str, shortest: int, mean: floa
     assert other is not None and sorted(other) == sorted(lengths) and (other != lengths or text == "full:64")
 
 
-def test_trl_is_handed_numbers_and_texts_and_takes_them(tmp_path: Path) -> None:
-    """Its configuration checks no types: a section of ours would be found in the middle of an update."""
-    words = (*COMPARABLE, "actor.layout={}", "critic.layout={}", "algorithm.entropy_coef=0")
-    run = Run("configs/quickstart.yaml", words, str(tmp_path), Profile.read("full:8"), "float32", 1, 3, 4)
+def test_trl_accepts_the_settings(tmp_path: Path) -> None:
+    """The configuration of TRL does not check types. A wrong type would fail only during an update."""
+    overrides = (*COMPARABLE, "actor.layout={}", "critic.layout={}", "algorithm.entropy_coef=0")
+    run = Run("configs/quickstart.yaml", overrides, str(tmp_path), Profile.read("full:8"), "float32", 1, 3, 4)
     config = run.read()
     check(config)
-    found = trl_settings(config, run, stop=1)
-    assert {type(value) for value in found.values()} <= {str, int, float, bool}
-    assert (found["lam"], found["num_mini_batches"], found["stop_token_id"]) == (0.95, 16, 1)
+    trl_options = trl_settings(config, run, stop=1)
+    assert {type(value) for value in trl_options.values()} <= {str, int, float, bool}
+    assert (trl_options["lam"], trl_options["num_mini_batches"], trl_options["stop_token_id"]) == (0.95, 16, 1)
     ppo = pytest.importorskip("trl.experimental.ppo", reason="needs `pip install --no-deps trl==1.12.0`")
-    taken = ppo.PPOConfig(**found)
-    assert all(getattr(taken, name) == value for name, value in found.items() if name != "report_to")
+    taken = ppo.PPOConfig(**trl_options)
+    assert all(getattr(taken, name) == value for name, value in trl_options.items() if name != "report_to")
 
 
 @pytest.mark.parametrize("text", ["full", "even:64", "even:64-1", "tail:0-3", "long:3", "full:a"])
-def test_other_profiles_are_refused(text: str) -> None:
+def test_invalid_profiles_are_rejected(text: str) -> None:
     with pytest.raises(ValueError, match=f"'{text}' is no profile of lengths; give full:64"):
         Profile.read(text)
 
 
-def test_both_ways_to_generate_end_where_they_are_told() -> None:
-    """The embedded engine, and `generate` as TRL calls it; what may not be sampled is not, and nothing is left over."""
+def test_generation_ends_at_requested_lengths() -> None:
+    """The test covers the embedded engine and `generate` with the arguments of TRL. Forbidden tokens are not
+    sampled, and all lengths are used."""
     lengths, end, padding = [3, 1, 5, 2], 1, 0
     engine = TransformersEngine(
         read_architecture(TINY), dtype=torch.float32, device=torch.device("cpu"), generate_batch_sequences=2
@@ -98,7 +100,7 @@ def test_both_ways_to_generate_end_where_they_are_told() -> None:
 
 
 @pytest.mark.waits
-def test_a_side_counts_its_own_memory_step_by_step_and_tells_why_it_ended(tmp_path: Path) -> None:
+def test_side_reports_memory_per_step_and_failures(tmp_path: Path) -> None:
     size = 200_000_000
     with started("the side", two_steps, (size,), ranks=2, threads=1, log=tmp_path / "log") as side:
         side.await_ready()
@@ -110,14 +112,14 @@ def test_a_side_counts_its_own_memory_step_by_step_and_tells_why_it_ended(tmp_pa
             side.turn()
 
 
-def test_curves_are_compared_in_standard_errors() -> None:
+def test_curves_are_compared_with_standard_errors() -> None:
     def curve(seed: int, trl: float, megappo: float) -> Curve:
         return Curve(seed, [0.0, *[trl] * 5], [9.0, *[megappo] * 5], [], [])
 
-    found = Comparison.of([curve(1, 0.8, 0.7), curve(2, 0.9, 0.9), curve(3, 1.0, 0.8)])
-    assert found.difference == pytest.approx(-0.1)
-    assert found.standard_error == pytest.approx(math.sqrt(0.01 / 3 + 0.01 / 3))
-    assert "TRL 0.900, megappo 0.800, 1.2 standard errors apart (0.082)" in found.words
+    comparison = Comparison.of([curve(1, 0.8, 0.7), curve(2, 0.9, 0.9), curve(3, 1.0, 0.8)])
+    assert comparison.difference == pytest.approx(-0.1)
+    assert comparison.standard_error == pytest.approx(math.sqrt(0.01 / 3 + 0.01 / 3))
+    assert "TRL 0.900, megappo 0.800, 1.2 standard errors apart (0.082)" in comparison.words
     assert "no number of standard errors" in Comparison.of([curve(1, 0.8, 0.7)]).words
 
 
@@ -134,7 +136,7 @@ def test_rounds_of_several_runs_become_one_row() -> None:
 
 
 @pytest.mark.waits
-def test_without_trl_one_sentence_says_how_to_get_it() -> None:
+def test_missing_trl_error_includes_the_installation() -> None:
     code = "import sys, importlib.util; importlib.util.find_spec = lambda name: None; import benchmarks.trl as t; "
     done = subprocess.run(
         [sys.executable, "-c", code + "sys.argv = ['trl.py']; sys.exit(t.main())"],
@@ -146,8 +148,8 @@ def test_without_trl_one_sentence_says_how_to_get_it() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(importlib.util.find_spec("trl") is None, reason="TRL is not installed; benchmarks/trl.py says how")
-def test_it_measures_and_saves_both_sides(tmp_path: Path) -> None:
+@pytest.mark.skipif(importlib.util.find_spec("trl") is None, reason="TRL is not installed; see benchmarks/trl.py")
+def test_trl_benchmark_saves_both_sides(tmp_path: Path) -> None:
     saved = tmp_path / "trl.json"
     measured = [*SMALL, "--precision", "float32", "--lengths", "even:1-3", "--repeat", "3", "--trl-microbatch", "2"]
     done = start("benchmarks.trl", *measured, "--json", saved)

@@ -1,4 +1,4 @@
-"""The benchmark of updates runs from end to end, and every form of the bare model that it times computes the same."""
+"""The benchmark of updates runs, and all forms of the bare model have equal results."""
 
 from __future__ import annotations
 
@@ -17,26 +17,26 @@ from tests.support.places import TINY
 
 @pytest.mark.parametrize("is_critic", [False, True])
 @pytest.mark.parametrize(("size", "ways"), [(Size(3, 5, 1, 9), 6), (Size(3, 5, 4, 4), 4)])
-def test_all_forms_are_the_same_computation(size: Size, ways: int, is_critic: bool) -> None:
-    """Loss and gradient of samples that see themselves alone, whatever stands beside them."""
+def test_all_forms_have_equal_results(size: Size, ways: int, is_critic: bool) -> None:
+    """Loss and gradient are equal, and samples do not attend to other samples."""
     drawn = size.draw(10)
     assert sorted(n for _, n in drawn) == torch.linspace(size.shortest, size.longest, 3).round().int().tolist()
     targets = [torch.randn(n, generator=torch.Generator().manual_seed(n)) for _, n in drawn]
     bare = BareModel(TINY, torch.float32, is_critic=is_critic)
-    found = []
+    results = []
     for _, attention, calls in forms(drawn, targets):
         bare.forget_gradients()
         loss = bare.run(calls, attention)
-        found.append((loss, bare.model.model.layers[0].self_attn.k_proj.weight.grad.clone()))
-    assert len(found) == ways
-    for loss, gradient in found[1:]:
-        assert loss == pytest.approx(found[0][0], rel=1e-5)
-        assert float((gradient - found[0][1]).norm() / found[0][1].norm()) < 1e-5
+        results.append((loss, bare.model.model.layers[0].self_attn.k_proj.weight.grad.clone()))
+    assert len(results) == ways
+    for loss, gradient in results[1:]:
+        assert loss == pytest.approx(results[0][0], rel=1e-5)
+        assert float((gradient - results[0][1]).norm() / results[0][1].norm()) < 1e-5
 
 
 @pytest.mark.waits
 @pytest.mark.slow
-def test_it_prints_and_saves_a_table(tmp_path: Path) -> None:
+def test_update_benchmark_prints_and_saves_a_table(tmp_path: Path) -> None:
     saved = tmp_path / "update.json"
     command = ["benchmarks.update", "configs/quickstart.yaml"]
     command += ["model.dtype=bfloat16", "actor.layout.tensor_parallel=1", "critic.layout.pipeline_parallel=1"]

@@ -1,4 +1,5 @@
-"""What the processes of a side run in tests; it imports next to nothing, as each of them starts with it."""
+"""Function for the processes of a side in tests. The module has few imports, because each process imports this
+module."""
 
 from __future__ import annotations
 
@@ -6,15 +7,16 @@ from benchmarks.sides import Turns
 from megappo.runtime.heap import keep_freed_memory
 
 
-def two_steps(turns: Turns, held_bytes: int) -> None:
-    """The first of them holds so much memory, in a process that keeps what is freed; there is no third."""
+def two_steps(turns: Turns, first_step_bytes: int) -> None:
+    """Run two steps. The first step allocates `first_step_bytes` in a process that keeps freed memory. A third step
+    raises ValueError."""
     keep_freed_memory()
     turns.ready()
     for number in range(2):
         turns.wait()
-        held = bytearray(held_bytes) if number == 0 else b""
-        told = {"number": float(number), "held": float(len(held))}
-        del held
-        turns.done(told)
+        memory = bytearray(first_step_bytes) if number == 0 else b""
+        metrics = {"number": float(number), "held": float(len(memory))}
+        del memory
+        turns.done(metrics)
     turns.wait()
     raise ValueError("two steps were promised")

@@ -1,4 +1,4 @@
-"""Malformed data end the command line with one sentence and exit code 2, before any model is built."""
+"""Malformed data end the command with one error message and exit code 2, before a model is built."""
 
 from __future__ import annotations
 
@@ -29,10 +29,10 @@ FILES: dict[str, tuple[str, bytes, str]] = {
 
 @pytest.mark.waits
 @pytest.mark.parametrize("name", FILES)
-def test_one_sentence_and_exit_code_two(
+def test_malformed_data_end_with_one_error(
     name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    file, content, words = FILES[name]
+    file, content, message = FILES[name]
     (tmp_path / file).write_bytes(content)
     monkeypatch.chdir(ROOT)
     for variable in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
@@ -45,11 +45,11 @@ def test_one_sentence_and_exit_code_two(
         ]
     )  # fmt: skip
     errors = capsys.readouterr().err.strip().splitlines()
-    said = [line for line in errors if line.startswith("megappo: error: ")]
+    reported = [line for line in errors if line.startswith("megappo: error: ")]
     assert code == 2
-    assert len(said) == 1, errors
-    assert words in said[0]
+    assert len(reported) == 1, errors
+    assert message in reported[0]
     assert not any("Traceback" in line for line in errors)
     # The same directory can be used once the data are fixed.
-    assert "holds a run" not in said[0]
+    assert "holds a run" not in reported[0]
     assert (tmp_path / "run" / "metrics.jsonl").read_text() == ""

@@ -1,4 +1,4 @@
-"""Several sources in the proportion of their weights, and prompts that rest: which come when, also after a restart."""
+"""Order of prompts from weighted sources, resting prompts and resumed runs."""
 
 from __future__ import annotations
 
@@ -33,19 +33,19 @@ def read(weights: dict[str, float], folder: Path, **more: object) -> MixedPrompt
         lines = [json.dumps({"prompt": f"{name}{'+' * i}", "answer": "1"}) for i in range(SIZES[name])]
         (folder / f"{name}.jsonl").write_text("\n".join(lines))
     mixture = {n: MixedSourceSettings(source=str(folder / f"{n}.jsonl"), weight=w) for n, w in weights.items()}
-    wanted = DataSettings.model_validate(
+    data_settings = DataSettings.model_validate(
         {"mixture": mixture, "max_prompt_tokens": 20, "apply_chat_template": False, **more}
     )
-    found = read_prompts(wanted, character_tokenizer())
-    assert isinstance(found, MixedPrompts)
-    return found
+    prompts = read_prompts(data_settings, character_tokenizer())
+    assert isinstance(prompts, MixedPrompts)
+    return prompts
 
 
 @cache
 def three_prompts() -> PromptDataset:
     source = DataSourceSettings(source="megappo.data.arithmetic:sums", options={"max_operand": 1}, limit=3)
-    wanted = DataSettings(train=source, max_prompt_tokens=20, apply_chat_template=False)
-    return PromptDataset(source, wanted, character_tokenizer())
+    data_settings = DataSettings(train=source, max_prompt_tokens=20, apply_chat_template=False)
+    return PromptDataset(source, data_settings, character_tokenizer())
 
 
 def mixed(weights: list[float]) -> MixedPrompts:
@@ -57,7 +57,7 @@ def mixed(weights: list[float]) -> MixedPrompts:
     weights=st.lists(st.sampled_from([1e-6, 0.01, 0.1, 0.3, 1 / 3, 0.7, 1.0, 2.5, 7.0, 1e6]), min_size=1, max_size=9),
     seed=st.integers(0, 2**63 - 1),
 )
-def test_after_any_number_of_prompts_every_source_has_its_share_within_one(weights: list[float], seed: int) -> None:
+def test_source_counts_stay_within_one_of_their_share(weights: list[float], seed: int) -> None:
     cursor = MixedCursor(mixed(weights), seed, shuffle=True)
     shares = [Fraction(str(weight)) for weight in weights]
     for n in range(1, 120):
@@ -66,7 +66,7 @@ def test_after_any_number_of_prompts_every_source_has_its_share_within_one(weigh
             assert abs(taken - n * share / sum(shares)) < 1, (n, cursor.taken)
 
 
-def test_a_source_has_every_prompt_once_in_a_pass_of_its_own(tmp_path: Path) -> None:
+def test_each_source_has_separate_epochs(tmp_path: Path) -> None:
     prompts = read({"web": 2.0, "math": 1.0, "code": 1.0}, tmp_path)
     assert (len(prompts), prompts.names) == (15, ("code", "math", "web"))
     taken = [prompts[i] for i in training_cursor(prompts, data(prompts), 3).take(28)]
@@ -78,11 +78,11 @@ def test_a_source_has_every_prompt_once_in_a_pass_of_its_own(tmp_path: Path) -> 
 
 
 def data(prompts: MixedPrompts) -> DataSettings:
-    """Settings that a cursor of these prompts is made with."""
+    """Return data settings for a cursor of these prompts."""
     return DataSettings(mixture={n: MixedSourceSettings(source="a.jsonl") for n in prompts.names}, max_prompt_tokens=20)
 
 
-def test_the_order_follows_from_seed_and_names(tmp_path: Path) -> None:
+def test_order_depends_on_seed_and_names(tmp_path: Path) -> None:
     prompts = read({"web": 1.0, "math": 1.0, "code": 1.0}, tmp_path)
     again = read({"code": 1.0, "web": 1.0, "math": 1.0}, tmp_path)
     orders = [training_cursor(p, data(p), seed).take(30) for p, seed in ((prompts, 1), (again, 1), (prompts, 2))]
@@ -90,10 +90,10 @@ def test_the_order_follows_from_seed_and_names(tmp_path: Path) -> None:
     of_web = [[prompts[i].index for i in order if prompts[i].source == "web"] for order in orders]
     assert of_web[0] != of_web[2]
     turns = {tuple(prompts[i].source for i in training_cursor(prompts, data(prompts), s).take(3)) for s in range(20)}
-    assert len(turns) > 2  # the seed says who is first of those that are due together
+    assert len(turns) > 2  # the seed breaks ties between sources
 
 
-def test_ranks_share_out_one_order(tmp_path: Path) -> None:
+def test_ranks_share_one_order(tmp_path: Path) -> None:
     prompts = read({"web": 2.0, "math": 1.0}, tmp_path)
     taken = training_cursor(prompts, data(prompts), 3).take(10)
     for ranks in (1, 2, 3, 4):
@@ -109,7 +109,7 @@ def test_ranks_share_out_one_order(tmp_path: Path) -> None:
     right=st.lists(st.integers(0, 2), max_size=3),
     most=st.sampled_from([0.0, 0.4, 0.9]),
 )
-def test_a_restart_goes_on_where_it_stood(weights: list[float], before: int, right: list[int], most: float) -> None:
+def test_resumed_mixture_continues_the_order(weights: list[float], before: int, right: list[int], most: float) -> None:
     def fresh() -> MixedCursor:
         return MixedCursor(mixed(weights), 5, shuffle=True, most_resting=most)
 
@@ -123,7 +123,7 @@ def test_a_restart_goes_on_where_it_stood(weights: list[float], before: int, rig
     assert other.state_dict() == whole.state_dict() and (other.resting, other.taken) == (whole.resting, whole.taken)
 
 
-def test_other_weights_are_other_data(tmp_path: Path) -> None:
+def test_changed_weights_are_rejected(tmp_path: Path) -> None:
     prompts, others = read({"web": 2.0, "math": 1.0}, tmp_path), read({"web": 1.0, "math": 1.0}, tmp_path)
     state = training_cursor(prompts, data(prompts), 3).state_dict()
     with pytest.raises(ValueError, match=r"the sources of data.mixture or their weights differ from the start"):
@@ -133,8 +133,8 @@ def test_other_weights_are_other_data(tmp_path: Path) -> None:
         training_cursor(prompts, data(prompts), 3).load_state_dict(single)
 
 
-def test_changed_files_are_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """One of a mixture, and the one that stands alone."""
+def test_changed_files_are_reported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The changed file is one source of a mixture or the only source."""
     weights = {"web": 2.0, "math": 1.0}
     before = read(weights, tmp_path)
     state = training_cursor(before, data(before), 3).state_dict()
@@ -149,12 +149,12 @@ def test_changed_files_are_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
         training_cursor(read_prompts(alone, character_tokenizer()), alone, 3).load_state_dict(state)
 
 
-def test_one_source_is_taken_as_ever(tmp_path: Path) -> None:
+def test_single_source_keeps_its_order(tmp_path: Path) -> None:
     (tmp_path / "a.jsonl").write_text("\n".join(json.dumps({"prompt": "x" * (i + 1)}) for i in range(8)))
     source = DataSourceSettings(source=str(tmp_path / "a.jsonl"))
-    wanted = DataSettings(train=source, max_prompt_tokens=20, apply_chat_template=False)
-    prompts = read_prompts(wanted, character_tokenizer())
-    cursor = training_cursor(prompts, wanted, 1)
+    data_settings = DataSettings(train=source, max_prompt_tokens=20, apply_chat_template=False)
+    prompts = read_prompts(data_settings, character_tokenizer())
+    cursor = training_cursor(prompts, data_settings, 1)
     assert cursor.take(16) == [6, 1, 3, 2, 4, 5, 0, 7, 3, 5, 6, 7, 4, 2, 0, 1]
     assert cursor.state_dict().keys() == {"epoch", "position", "fingerprint", "seed", "shuffle"}
     assert prompts[0].source == ""
@@ -164,29 +164,29 @@ def resting_cursor(size: int, most: float) -> Cursor:
     return Cursor(size, 1, shuffle=False, fingerprint="f" * 64, most_resting=most)
 
 
-def test_prompts_rest_for_the_next_passes() -> None:
+def test_prompts_rest_in_the_next_epochs() -> None:
     cursor = resting_cursor(6, 0.5)
     cursor.take(4)
     cursor.rest([1, 2], epochs=2)
-    assert cursor.take(2) == [4, 5] and cursor.resting == 2  # this pass goes on as it began
+    assert cursor.take(2) == [4, 5] and cursor.resting == 2  # the current epoch does not change
     assert cursor.take(8) == [0, 3, 4, 5] * 2 and cursor.resting == 0
     assert cursor.take(6) == list(range(6))
 
 
-def test_a_pass_that_is_about_to_begin_knows_who_rests() -> None:
+def test_resting_prompts_apply_to_the_next_epoch() -> None:
     cursor = resting_cursor(3, 0.5)
     cursor.take(3)
     cursor.rest([1], epochs=1)
     assert cursor.take(5) == [0, 2, 0, 1, 2]
 
 
-def test_never_more_rest_than_may() -> None:
+def test_number_of_resting_prompts_is_limited() -> None:
     cursor = resting_cursor(6, 0.5)
     cursor.take(1)
     cursor.rest([0, 1], epochs=1)
     cursor.rest([2, 3, 4, 5], epochs=2)
     cursor.take(5)
-    assert cursor.resting == 3 and cursor.take(3) == [0, 1, 5]  # those that would be back first, and the last
+    assert cursor.resting == 3 and cursor.take(3) == [0, 1, 5]  # prompts with the shortest rest and the last prompt
     assert cursor.take(3) == [0, 1, 5]
     assert cursor.take(6) == list(range(6))
     alone = resting_cursor(1, 0.99)
@@ -196,8 +196,8 @@ def test_never_more_rest_than_may() -> None:
 
 @settings(max_examples=50, deadline=None, derandomize=True)
 @given(size=st.integers(1, 12), most=st.floats(0.01, 0.999), epochs=st.integers(1, 4), draws=st.data())
-def test_every_prompt_comes_back(size: int, most: float, epochs: int, draws: st.DataObject) -> None:
-    """Whatever is answered well: no pass is empty, leaves out more than it may or has a prompt twice."""
+def test_all_resting_prompts_return(size: int, most: float, epochs: int, draws: st.DataObject) -> None:
+    """For any correct answers, no epoch is empty, exceeds the limit of resting prompts, or repeats a prompt."""
     cursor = Cursor(size, 3, True, fingerprint="f", most_resting=most)
     last_seen = [0] * size
     for epoch in range(1, 13):
@@ -214,8 +214,8 @@ def test_every_prompt_comes_back(size: int, most: float, epochs: int, draws: st.
 
 
 @pytest.mark.parametrize(("ahead", "first_without"), [(0, 2), (1, 3)])
-def test_a_step_is_known_when_its_rewards_are_there(ahead: int, first_without: int) -> None:
-    """Passes and steps have two prompts. One step ahead, the next step is drawn before the rewards are known."""
+def test_prompts_rest_after_their_rewards(ahead: int, first_without: int) -> None:
+    """Epochs and steps have two prompts. With `ahead=1`, the next step is drawn before the rewards are available."""
     cursor = resting_cursor(2, 0.5)
     settings_ = CurriculumSettings(right_above=0.5, rest_epochs=100)
     curriculum = Curriculum(settings_, cursor, ahead)
@@ -232,7 +232,7 @@ def test_a_step_is_known_when_its_rewards_are_there(ahead: int, first_without: i
 
 
 @pytest.mark.waits
-def test_a_dry_run_says_what_every_source_gives(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+def test_dry_run_reports_each_source(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     few, many = (
         f"{{source: 'megappo.data.arithmetic:sums', options: {{max_operand: {most}}}, weight: {weight}}}"
         for most, weight in ((1, 1.0), (2, 2.5))
@@ -241,22 +241,24 @@ def test_a_dry_run_says_what_every_source_gives(capsys: pytest.CaptureFixture[st
     overrides = ["data.train=null", f"data.mixture={{few: {few}, many: {many}}}", f"run.directory={tmp_path / 'run'}"]
     overrides += [f"model.path={quickstart.parent / 'models' / 'tiny_arithmetic'}", "run.steps=10"]
     dry_run(load_config(quickstart, overrides), str(quickstart), [])
-    said = " ".join(capsys.readouterr().out.split())
-    assert "28.6% few (megappo.data.arithmetic:sums)" in " ".join(said.replace("│", "").split())
-    assert "data 4 prompts of megappo" in said and "data 9 prompts of megappo" in said
-    assert "epochs 10 steps are 35.7 epochs of few, 28.6% of all prompts" in said
-    assert "epochs 10 steps are 39.7 epochs of many, 71.4% of all prompts" in said
-    assert "scores the answers of few 1 and empty" in said and "scores the answers of many 1 and empty" in said
+    output = " ".join(capsys.readouterr().out.split())
+    assert "28.6% few (megappo.data.arithmetic:sums)" in " ".join(output.replace("│", "").split())
+    assert "data 4 prompts of megappo" in output and "data 9 prompts of megappo" in output
+    assert "epochs 10 steps are 35.7 epochs of few, 28.6% of all prompts" in output
+    assert "epochs 10 steps are 39.7 epochs of many, 71.4% of all prompts" in output
+    assert "scores the answers of few 1 and empty" in output and "scores the answers of many 1 and empty" in output
 
 
-def test_a_run_goes_on_with_other_sources_by_force_only() -> None:
+def test_changed_sources_need_force() -> None:
     now = load_config(BASE, ["evaluation=null"]).model_dump(mode="json")
-    before = {**now, "data": {k: v for k, v in now["data"].items() if k not in NEW}}  # of before they were settings
+    before = {**now, "data": {k: v for k, v in now["data"].items() if k not in NEW}}  # older settings
     assert compare_settings(before, now, (10, 10)) == Changes((), ())
     source = now["data"]["train"]
     mixture = {"a": {**source, "weight": 1.0}, "b": {**source, "weight": 2.0}}
     mixed = {**now, "data": {**now["data"], "train": None, "mixture": mixture}}
-    assert any(said.startswith("data.mixture.a.source: ") for said in compare_settings(now, mixed, (10, 10)).dangerous)
+    assert any(
+        change.startswith("data.mixture.a.source: ") for change in compare_settings(now, mixed, (10, 10)).dangerous
+    )
     heavier = {**mixed, "data": {**mixed["data"], "mixture": {**mixture, "b": {**source, "weight": 3.0}}}}
     assert compare_settings(mixed, heavier, (10, 10)) == Changes((), ("data.mixture.b.weight: 2.0 -> 3.0",))
     sets = {**now, "data": {**now["data"], "validation_sets": {"a": {**source, "samples": 2}}}}
@@ -268,9 +270,9 @@ NEW = ("mixture", "curriculum", "validation_sets")
 
 @settings(max_examples=30, deadline=None, derandomize=True)
 @given(ahead=st.sampled_from([0, 1]), stopped_after=st.integers(1, 9), modulus=st.integers(2, 4))
-def test_a_run_that_is_stopped_between_any_steps_draws_the_same(ahead: int, stopped_after: int, modulus: int) -> None:
-    """As the trainer does: one step ahead, the next step is drawn before this one's rewards are known, and a checkpoint
-    has the cursor of before that draw."""
+def test_stopped_run_draws_the_same_prompts(ahead: int, stopped_after: int, modulus: int) -> None:
+    """The test follows the trainer. With `ahead=1`, the next step is drawn before the rewards of the current step are
+    available. The checkpoint has the state of the cursor before this draw."""
 
     def fresh() -> tuple[Cursor, Curriculum]:
         cursor = Cursor(7, 1, True, fingerprint="f", most_resting=0.6)

@@ -1,4 +1,4 @@
-"""`megappo data prepare NAME OUT`: what it writes of small files of the published form, and what it refuses."""
+"""`megappo data prepare NAME OUT` converts small files in the published format and rejects other files."""
 
 from __future__ import annotations
 
@@ -55,8 +55,8 @@ def read(path: Path) -> list[Record]:
     return read_records(DataSourceSettings(source=str(path)))
 
 
-def test_gsm8k_of_a_folder_of_the_hub(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """In parts, beside the other configuration of the same repository."""
+def test_gsm8k_from_a_hub_folder(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """The folder also has the other configuration of the repository."""
     for part in range(2):
         write(tmp_path / f"hub/main/train-0000{part}-of-00002.parquet", [GSM8K[part]])
     write(tmp_path / "hub/main/test-00000-of-00001.parquet", GSM8K[:1])
@@ -85,14 +85,14 @@ def test_gsm8k_of_a_folder_of_the_hub(tmp_path: Path, capsys: pytest.CaptureFixt
     assert gsm8k(prompt="", response="so #### 12,500", answer=second.answer, metadata={}) == 1
 
 
-def test_gsm8k_of_one_file_of_lines(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_gsm8k_from_one_jsonl_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     file, out = write(tmp_path / "test.jsonl", GSM8K), tmp_path / "out"
     assert main(["data", "prepare", "gsm8k", str(out), "--from", str(file)]) == 0
     assert [path.name for path in out.iterdir()] == ["test.parquet"]
     assert [record.answer for record in read(out / "test.parquet")] == ["7", "12500"]
 
 
-def test_math(tmp_path: Path) -> None:
+def test_math_data_set(tmp_path: Path) -> None:
     write(tmp_path / "hub/data/train-00000-of-00001.parquet", MATH)
     write(tmp_path / "hub/data/test-00000-of-00001.parquet", MATH[1:])
     assert main(["data", "prepare", "math", str(tmp_path / "out"), "--from", str(tmp_path / "hub")]) == 0
@@ -116,28 +116,28 @@ def test_math(tmp_path: Path) -> None:
         ("none", None),
     ],
 )
-def test_what_stands_in_the_last_box(solution: str, answer: str | None) -> None:
+def test_answer_is_in_the_last_box(solution: str, answer: str | None) -> None:
     assert boxed(solution) == answer
 
 
-def test_dapo_has_each_prompt_once(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """The published file has each a hundred times."""
+def test_dapo_removes_duplicate_prompts(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """The published file repeats each prompt a hundred times."""
     rows = [verl("a?", "1", "x"), verl("b?", "2", "y")]
     write(tmp_path / "hub/data/dapo-math-17k.parquet", rows * 100)
     write(tmp_path / "other/aime-2024.parquet", rows * 32)
     out = tmp_path / "out"
-    for given in (tmp_path / "hub/data/dapo-math-17k.parquet", tmp_path / "other/aime-2024.parquet"):
-        assert main(["data", "prepare", "dapo", str(out), "--from", str(given)]) == 0
+    for source in (tmp_path / "hub/data/dapo-math-17k.parquet", tmp_path / "other/aime-2024.parquet"):
+        assert main(["data", "prepare", "dapo", str(out), "--from", str(source)]) == 0
     assert capsys.readouterr().out == f"{out}/dapo-math-17k.parquet: 2 prompts\n{out}/aime-2024.parquet: 2 prompts\n"
     for name in ("dapo-math-17k", "aime-2024"):
         assert parquet.read_table(out / f"{name}.parquet").to_pylist() == rows
     assert [record.answer for record in read(out / "aime-2024.parquet")] == ["1", "2"]
 
 
-def test_countdown_is_made_from_a_seed(tmp_path: Path) -> None:
+def test_countdown_is_generated_from_a_seed(tmp_path: Path) -> None:
     for name, seed in (("one", "1"), ("again", "1"), ("other", "2")):
-        words = ["data", "prepare", "countdown", str(tmp_path / name), "--seed", seed, "--count", "200"]
-        assert main(words) == 0
+        command = ["data", "prepare", "countdown", str(tmp_path / name), "--seed", seed, "--count", "200"]
+        assert main(command) == 0
     train, test = read(tmp_path / "one/train.parquet"), read(tmp_path / "one/test.parquet")
     assert (len(train), len(test)) == (200, TEST_PUZZLES)
     assert train == read(tmp_path / "again/train.parquet") != read(tmp_path / "other/train.parquet")
@@ -148,12 +148,12 @@ def test_countdown_is_made_from_a_seed(tmp_path: Path) -> None:
         assert sorted(map(int, re.findall(r"\d+", record.answer or ""))) == sorted(numbers)
         exact = re.sub(r"\d+", lambda match: f"Fraction({match[0]})", record.answer or "")
         assert eval(exact, {"Fraction": Fraction}) == target
-        asked = str(record.prompt[-1])
-        assert str(target) in asked and all(str(number) in asked for number in numbers)
+        question = str(record.prompt[-1])
+        assert str(target) in question and all(str(number) in question for number in numbers)
 
 
 @pytest.mark.parametrize(
-    ("name", "files", "words"),
+    ("name", "files", "message"),
     [
         ("gsm8k", {"train.jsonl": [{"question": "q", "answer": "7"}]}, "line 1 has no number after #### in the"),
         ("gsm8k", {"train.jsonl": [{"problem": "q"}]}, "line 1 has None as its question, must be a text"),
@@ -166,20 +166,20 @@ def test_countdown_is_made_from_a_seed(tmp_path: Path) -> None:
         ("gsm8k", {"train.jsonl": GSM8K}, "holds no test.parquet or test.jsonl"),
     ],
 )
-def test_other_files_are_refused(
-    tmp_path: Path, name: str, files: dict[str, Any], words: str, capsys: pytest.CaptureFixture[str]
+def test_unsupported_files_are_rejected(
+    tmp_path: Path, name: str, files: dict[str, Any], message: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (tmp_path / "hub").mkdir()
     written = [write(tmp_path / "hub" / file, rows) for file, rows in files.items()]
-    given = written[0] if words.startswith("line") else tmp_path / "hub"
-    assert main(["data", "prepare", name, str(tmp_path / "out"), "--from", str(given)]) == 2
-    said = capsys.readouterr().err
-    assert words in said and said.count("\n") == 1
+    source = written[0] if message.startswith("line") else tmp_path / "hub"
+    assert main(["data", "prepare", name, str(tmp_path / "out"), "--from", str(source)]) == 2
+    error = capsys.readouterr().err
+    assert message in error and error.count("\n") == 1
     assert not list(tmp_path.glob("out/*.partial"))
 
 
 @pytest.mark.parametrize(
-    ("words", "said"),
+    ("arguments", "message"),
     [
         (["gsm9k"], "there is no data set 'gsm9k'; the nearest of gsm8k, math, dapo or countdown is gsm8k"),
         (["countdown", "--from", "x"], "countdown is generated from a seed and reads no file; remove --from x"),
@@ -188,16 +188,16 @@ def test_other_files_are_refused(
         (["gsm8k", "--from", __file__], "the name does not identify a split of gsm8k; rename the file to train"),
     ],
 )
-def test_other_words_are_refused(
-    words: list[str], said: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+def test_invalid_arguments_are_rejected(
+    arguments: list[str], message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    name, *options = words
+    name, *options = arguments
     assert main(["data", "prepare", name, str(tmp_path / "out"), *options]) == 2
-    assert said in capsys.readouterr().err
+    assert message in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("name", SETS)
-def test_without_a_network_it_says_what_to_do(
+def test_missing_network_error_includes_the_remedy(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
@@ -211,21 +211,21 @@ def test_without_a_network_it_says_what_to_do(
     )
 
 
-def test_what_the_hub_s_cache_holds_is_read(
+def test_cached_hub_files_are_read(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
     monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "cache"))
-    kept = tmp_path / "cache/datasets--openai--gsm8k"
+    cached = tmp_path / "cache/datasets--openai--gsm8k"
     for name in ("train", "test"):
-        write(kept / f"snapshots/abc/main/{name}-00000-of-00001.parquet", GSM8K)
-    (kept / "refs").mkdir()
-    (kept / "refs/main").write_text("abc")
+        write(cached / f"snapshots/abc/main/{name}-00000-of-00001.parquet", GSM8K)
+    (cached / "refs").mkdir()
+    (cached / "refs/main").write_text("abc")
     assert main(["data", "prepare", "gsm8k", str(tmp_path / "out")]) == 0
     assert len(read(tmp_path / "out/train.parquet")) == len(read(tmp_path / "out/test.parquet")) == 2
 
 
-def test_a_missing_file_of_a_configuration_names_the_command() -> None:
+def test_missing_file_error_names_the_command() -> None:
     with pytest.raises(ValueError, match=r"`megappo data prepare gsm8k gone/gsm8k` writes it$"):
         read(Path("gone/gsm8k/train.parquet"))
     with pytest.raises(ValueError, match="check the path"):

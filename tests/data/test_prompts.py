@@ -1,4 +1,4 @@
-"""Prompts become tokens: templates, limits, fingerprints."""
+"""Tokenisation of prompts: templates, limits and fingerprints."""
 
 from __future__ import annotations
 
@@ -38,15 +38,15 @@ def dataset(
     )
 
 
-def test_a_text_becomes_a_user_message(tmp_path: Path) -> None:
-    found = dataset(tmp_path, [{"prompt": "1+1", "answer": "2", "level": 1}])
-    prompt = found[0]
-    assert (len(found), prompt.text, prompt.answer, prompt.index) == (1, "<u>1+1<a>", "2", 0)
+def test_text_becomes_a_user_message(tmp_path: Path) -> None:
+    loaded = dataset(tmp_path, [{"prompt": "1+1", "answer": "2", "level": 1}])
+    prompt = loaded[0]
+    assert (len(loaded), prompt.text, prompt.answer, prompt.index) == (1, "<u>1+1<a>", "2", 0)
     assert "".join(ALPHABET[i] for i in prompt.token_ids) == prompt.text
     assert prompt.metadata == {"level": 1, CHAT_MESSAGES: [{"role": "user", "content": "1+1"}]}
 
 
-CALLS = (  # as Qwen2.5's
+CALLS = (  # format of Qwen2.5
     "{% for m in messages %}<{{ m.role[0] }}>{{ m.content }}{% for call in m.tool_calls %}"
     "{% if call.function is defined %}{% set call = call.function %}{% endif %}"
     "{{ call.name }} {{ call.arguments | tojson }}{% endfor %}{% endfor %}{% if add_generation_prompt %}<a>{% endif %}"
@@ -54,26 +54,26 @@ CALLS = (  # as Qwen2.5's
 
 
 @pytest.mark.parametrize("arguments", [{"city": "Rome"}, '{"city": "Rome"}', '{ "city" : "Rome" }'])
-def test_arguments_of_an_earlier_call_are_quoted_once(tmp_path: Path, arguments: Any) -> None:
+def test_arguments_of_previous_calls_are_quoted_once(tmp_path: Path, arguments: Any) -> None:
     call = {"type": "function", "function": {"name": "look", "arguments": arguments}}
     chat = [
         {"role": "user", "content": "where"},
         {"role": "assistant", "content": None, "tool_calls": [call]},
         {"role": "tool", "content": "12"},
     ]
-    found = dataset(tmp_path, [{"prompt": chat}], template=CALLS, max_prompt_tokens=200)
-    assert found[0].text == '<u>where<a>look {"city": "Rome"}<t>12<a>'
+    loaded = dataset(tmp_path, [{"prompt": chat}], template=CALLS, max_prompt_tokens=200)
+    assert loaded[0].text == '<u>where<a>look {"city": "Rome"}<t>12<a>'
 
 
-def test_system_prompt_goes_where_there_is_none(tmp_path: Path) -> None:
+def test_system_prompt_is_added_if_missing(tmp_path: Path) -> None:
     own = [{"role": "system", "content": "own"}, {"role": "user", "content": "x"}]
-    found = dataset(tmp_path, [{"prompt": "x"}, {"prompt": own}], system_prompt="new")
-    assert [found[i].text for i in range(2)] == ["<s>new<u>x<a>", "<s>own<u>x<a>"]
+    loaded = dataset(tmp_path, [{"prompt": "x"}, {"prompt": own}], system_prompt="new")
+    assert [loaded[i].text for i in range(2)] == ["<s>new<u>x<a>", "<s>own<u>x<a>"]
 
 
-def test_plain_text_stays_as_it_is(tmp_path: Path) -> None:
-    found = dataset(tmp_path, [{"prompt": "1+1="}], template=None, apply_chat_template=False)
-    assert (found[0].text, found[0].metadata, len(found[0].token_ids)) == ("1+1=", {}, 4)
+def test_plain_text_is_unchanged(tmp_path: Path) -> None:
+    loaded = dataset(tmp_path, [{"prompt": "1+1="}], template=None, apply_chat_template=False)
+    assert (loaded[0].text, loaded[0].metadata, len(loaded[0].token_ids)) == ("1+1=", {}, 4)
 
 
 def test_overlong_prompts(tmp_path: Path) -> None:
@@ -102,15 +102,15 @@ def test_overlong_prompts(tmp_path: Path) -> None:
         ],
     ],
 )
-def test_a_chat_that_is_cut_is_still_a_chat(tmp_path: Path, chat: list[dict[str, str]], limit: int) -> None:
-    """The last user message loses its beginning, no more than necessary, and everything else stays as it was."""
+def test_truncated_chat_is_a_valid_chat(tmp_path: Path, chat: list[dict[str, str]], limit: int) -> None:
+    """Only the necessary part of the last user message is removed from the start."""
     template = TEMPLATE.replace("{% if m['role'] == 'tool' %}{{ raise_exception('no tools here') }}{% endif %}", "")
     if chat[-1]["role"] == "assistant":
         chat = [*chat, {"role": "tool", "content": ""}]
-    words = character_tokenizer(template)
+    tokenizer = character_tokenizer(template)
 
     def made(messages: list[dict[str, str]]) -> str:
-        return str(words.apply_chat_template(messages, tokenize=False, add_generation_prompt=True))
+        return str(tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True))
 
     place = max(i for i, message in enumerate(chat) if message["role"] == "user")
     bare = len(made([*chat[:place], {"role": "user", "content": ""}, *chat[place + 1 :]]))
@@ -128,17 +128,17 @@ def test_a_chat_that_is_cut_is_still_a_chat(tmp_path: Path, chat: list[dict[str,
     assert len(prompt.token_ids) == limit
 
 
-def test_reward_models_and_agents_get_messages_of_cut_prompts_too(tmp_path: Path) -> None:
-    """As they do of the other prompts of a batch, without the role tags of the policy's template."""
+def test_truncated_prompts_keep_their_messages(tmp_path: Path) -> None:
+    """Reward models and agents get the messages without the role tags of the policy's template."""
     records = [{"prompt": "0123456789abcdefghij"}, {"prompt": "ab"}]
-    found = dataset(tmp_path, records, overlong_prompts="truncate", max_prompt_tokens=12)
-    assert found.truncated == 1
-    assert [task_of(found[i]) for i in range(2)] == ["efghij", "ab"]
-    chats = [found[i].metadata[CHAT_MESSAGES] for i in range(2)]
+    loaded = dataset(tmp_path, records, overlong_prompts="truncate", max_prompt_tokens=12)
+    assert loaded.truncated == 1
+    assert [task_of(loaded[i]) for i in range(2)] == ["efghij", "ab"]
+    chats = [loaded[i].metadata[CHAT_MESSAGES] for i in range(2)]
     assert chats == [[{"role": "user", "content": "efghij"}], [{"role": "user", "content": "ab"}]]
 
 
-def test_a_plain_text_that_is_cut_begins_as_others_do(tmp_path: Path) -> None:
+def test_truncated_text_keeps_the_first_special_token(tmp_path: Path) -> None:
     path = tmp_path / "data.jsonl"
     path.write_text(json.dumps({"prompt": "the sum of twelve and thirty"}) + '\n{"prompt": "seven"}')
     source, tokenizer = DataSourceSettings(source=str(path)), byte_tokenizer()
@@ -158,14 +158,14 @@ def test_a_plain_text_that_is_cut_begins_as_others_do(tmp_path: Path) -> None:
 
 
 def byte_tokenizer() -> PreTrainedTokenizerFast:
-    """A byte-level BPE as most models have, with tokens of several characters, a beginning and an end."""
+    """Return a byte-level BPE tokenizer with tokens of several characters, a start token and an end token."""
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
-    words = ["the sum of twelve and thirty", "the difference of seven and eleven", "of the thirteen"]
+    sentences = ["the sum of twelve and thirty", "the difference of seven and eleven", "of the thirteen"]
     alphabet = pre_tokenizers.ByteLevel.alphabet()
     trained = trainers.BpeTrainer(vocab_size=320, initial_alphabet=alphabet, special_tokens=["<b>", "<e>"])
-    tokenizer.train_from_iterator(words, trained)
+    tokenizer.train_from_iterator(sentences, trained)
     tokenizer.post_processor = processors.TemplateProcessing(
         single="<b> $A <e>",
         special_tokens=[("<b>", tokenizer.token_to_id("<b>")), ("<e>", tokenizer.token_to_id("<e>"))],
@@ -173,9 +173,7 @@ def byte_tokenizer() -> PreTrainedTokenizerFast:
     return PreTrainedTokenizerFast(tokenizer_object=tokenizer)
 
 
-def test_a_hundred_megabytes_meet_the_limit_before_the_tokenizer(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_very_long_prompts_are_limited_before_tokenisation(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     tokenizer = byte_tokenizer()
     seen: list[int] = []
     tokenise = PreTrainedTokenizerFast.__call__
@@ -206,13 +204,11 @@ def test_a_hundred_megabytes_meet_the_limit_before_the_tokenizer(
 
 
 @pytest.mark.parametrize("overlong", ["drop", "truncate"])
-def test_the_end_of_a_long_prompt_gives_what_the_whole_gives(
-    overlong: Overlong, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Whatever the text: also where the end alone is within the limit at first, and where all of it is."""
+def test_tokenising_the_end_of_a_prompt_is_exact(overlong: Overlong, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The result is exact for texts below and above the limit."""
     draw = random.Random(5)
-    words = ["the", "sum", "of", "twelve", " ", "\n", "ß", "数", "7", "aaaaaaaaaaaaaaaaaaaaaaaaaa", ", "]
-    texts = [" ".join(draw.choices(words, k=draw.randint(1, 120))) for _ in range(60)]
+    vocabulary = ["the", "sum", "of", "twelve", " ", "\n", "ß", "数", "7", "aaaaaaaaaaaaaaaaaaaaaaaaaa", ", "]
+    texts = [" ".join(draw.choices(vocabulary, k=draw.randint(1, 120))) for _ in range(60)]
     monkeypatch.setattr(helpers_data, "TEXTS", texts, raising=False)
     source = DataSourceSettings(source="tests.support.data:texts")
     settings = DataSettings(train=source, max_prompt_tokens=60, apply_chat_template=False, overlong_prompts=overlong)
@@ -225,7 +221,7 @@ def test_the_end_of_a_long_prompt_gives_what_the_whole_gives(
     assert (by_end.dropped, by_end.truncated, by_end.fingerprint) == (whole.dropped, whole.truncated, whole.fingerprint)
 
 
-def test_fingerprint_knows_prompts_and_answers(tmp_path: Path) -> None:
+def test_fingerprint_depends_on_prompts_and_answers(tmp_path: Path) -> None:
     def fingerprint(prompt: str, answer: str) -> str:
         return dataset(tmp_path, [{"prompt": prompt, "answer": answer}]).fingerprint
 
@@ -264,8 +260,8 @@ def test_unusable_prompts(tmp_path: Path, prompt: Any, settings: dict[str, Any],
         dataset(tmp_path, [{"prompt": prompt}], **settings)
 
 
-def knowing(alphabet: str, **named: str) -> PreTrainedTokenizerFast:
-    """A tokenizer of characters and `?` for all others."""
+def tokenizer_with_unknown(alphabet: str, **named: str) -> PreTrainedTokenizerFast:
+    """Return a character tokenizer with `?` for unknown characters."""
     vocabulary = {character: i for i, character in enumerate(["?", *alphabet])}
     made = Tokenizer(models.WordLevel(vocabulary, unk_token="?"))
     made.pre_tokenizer = pre_tokenizers.Split("", "isolated")
@@ -273,21 +269,21 @@ def knowing(alphabet: str, **named: str) -> PreTrainedTokenizerFast:
 
 
 @pytest.mark.parametrize(
-    ("alphabet", "named", "words"),
+    ("alphabet", "named", "pattern"),
     [
         ("abc", {"unk_token": "?"}, ""),
         ("ab", {"unk_token": "?"}, "1 of 2 prompts of DATA have unknown tokens: 2 of 7 tokens are \\?"),
         ("x", {"unk_token": "?"}, "2 of 2 prompts of DATA .*, 7 of 7 tokens are"),
-        ("c", {}, "2 of 2 prompts of DATA .*, 5 of 7 tokens are"),  # which its settings do not name
+        ("c", {}, "2 of 2 prompts of DATA .*, 5 of 7 tokens are"),  # unknown token without a setting
         ("a", {"unk_token": "?", "pad_token": "?"}, "2 of 2 prompts of DATA .*, 4 of 7 tokens are"),
-        ("a", {"unk_token": "?", "eos_token": "?"}, ""),  # which a template may write
+        ("a", {"unk_token": "?", "eos_token": "?"}, ""),  # a template can write this token
     ],
 )
-def test_unknown_tokens_are_counted(tmp_path: Path, alphabet: str, named: dict[str, str], words: str) -> None:
+def test_unknown_tokens_are_counted(tmp_path: Path, alphabet: str, named: dict[str, str], pattern: str) -> None:
     path = tmp_path / "data.jsonl"
     path.write_text('{"prompt": "aab"}\n{"prompt": "acbc"}')
-    source, tokenizer = DataSourceSettings(source=str(path)), knowing(alphabet, **named)
+    source, tokenizer = DataSourceSettings(source=str(path)), tokenizer_with_unknown(alphabet, **named)
     settings = DataSettings(train=source, apply_chat_template=False, max_prompt_tokens=20)
-    found = PromptDataset(source, settings, tokenizer)
-    said = unknown_words(found, tokenizer)
-    assert re.search(words.replace("DATA", re.escape(str(path))), said) if words else said == ""
+    loaded = PromptDataset(source, settings, tokenizer)
+    warning = unknown_words(loaded, tokenizer)
+    assert re.search(pattern.replace("DATA", re.escape(str(path))), warning) if pattern else warning == ""

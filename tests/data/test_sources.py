@@ -1,4 +1,4 @@
-"""Records from every kind of source, and the sentence each malformed one gives."""
+"""Records from each kind of source, and the error of each malformed source."""
 
 from __future__ import annotations
 
@@ -66,19 +66,19 @@ def test_parquet(tmp_path: Path) -> None:
     assert second.answer == "5"
 
 
-def test_a_parquet_file_has_the_columns_that_are_named(tmp_path: Path) -> None:
-    """Verl's schema with other names too; saved settings, which name every key, read the same."""
+def test_parquet_file_with_named_columns(tmp_path: Path) -> None:
+    """Files in the schema of verl can have other column names. Saved settings with all keys read the same records."""
     own = verl_file(tmp_path, {"question": "1+1=", "answer": "2", "level": 3})
     assert read(own, prompt_key="question") == [Record("1+1=", "2", {"level": 3})]
     own = verl_file(tmp_path, {**verl_row(), "question": "1+1=", "solution": "2"})
     assert read(own, prompt_key="question", answer_key="answer")[0].answer == "4"
-    found = read(own, prompt_key="question", answer_key="solution")[0]
-    assert (found.prompt, found.answer, found.metadata["data_source"]) == ("1+1=", "2", "d")
+    record = read(own, prompt_key="question", answer_key="solution")[0]
+    assert (record.prompt, record.answer, record.metadata["data_source"]) == ("1+1=", "2", "d")
     with pytest.raises(ValueError, match="has no column 'solutoin', but 'solution'; set the source's answer_key"):
         read(own, answer_key="solutoin")
 
 
-def test_several_files_are_read_in_the_order_of_their_names(tmp_path: Path) -> None:
+def test_files_are_read_in_order_of_names(tmp_path: Path) -> None:
     for name in ("b", "a", "c"):
         folder = tmp_path / name
         folder.mkdir()
@@ -105,11 +105,11 @@ DIFFERENT_ROWS: list[dict[str, Any]] = [
     {"prompt": with_tool_call({"deep": {"y": "z"}, "items": [{"k": 1}, {"l": [{"m": 2}, {"n": 3}]}]}), "answer": "3"},
     {"prompt": with_tool_call({}), "answer": "4", "level": 7, "extra": {"from": {"page": 3}, "tags": ["a", "b"]}},
 ]
-"""Of which no two have the same fields."""
+"""Rows with pairwise different fields."""
 
 
-def test_tables_hold_what_json_lines_hold(tmp_path: Path) -> None:
-    """Not the nulls that a table puts where a row lacks what others have: nested, in lists and in metadata."""
+def test_tables_and_json_lines_have_equal_records(tmp_path: Path) -> None:
+    """Tables fill missing fields with nulls. These nulls are removed from nested fields, lists and metadata."""
     lines = read(jsonl(tmp_path, *DIFFERENT_ROWS))
     rows = [
         verl_row(
@@ -119,12 +119,12 @@ def test_tables_hold_what_json_lines_hold(tmp_path: Path) -> None:
         )
         for row in DIFFERENT_ROWS
     ]
-    found = read(verl_file(tmp_path, *rows))
-    assert [record.metadata.pop("data_source") for record in found] == ["d"] * 4
-    assert found == lines
+    records = read(verl_file(tmp_path, *rows))
+    assert [record.metadata.pop("data_source") for record in records] == ["d"] * 4
+    assert records == lines
 
 
-def test_data_sets_hold_what_json_lines_hold(hub: Any, tmp_path: Path) -> None:
+def test_data_sets_and_json_lines_have_equal_records(hub: Any, tmp_path: Path) -> None:
     lines = read(jsonl(tmp_path, *DIFFERENT_ROWS))
     (tmp_path / "tables").mkdir()
     parquet.write_table(pyarrow.Table.from_pylist(DIFFERENT_ROWS), tmp_path / "tables" / "train-00000.parquet")
@@ -133,7 +133,7 @@ def test_data_sets_hold_what_json_lines_hold(hub: Any, tmp_path: Path) -> None:
     assert read(f"datasets:{tmp_path}/saved") == lines
 
 
-def test_reasoning_gym_is_the_same_every_time() -> None:
+def test_reasoning_gym_is_reproducible() -> None:
     pytest.importorskip("reasoning_gym")
     first, again = (read("reasoning_gym:chain_sum", options={"size": 3, "max_terms": 2}) for _ in range(2))
     assert first == again
@@ -148,14 +148,14 @@ RECORDS = [Record(f"{i}+1", str(i + 1), {"level": i % 2}) for i in range(5)]
 
 @pytest.fixture
 def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
-    """Hugging Face's library, which keeps what it makes of files in the test's folder."""
+    """Return the library `datasets` with a cache in the folder of the test."""
     library = pytest.importorskip("datasets")
     monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", tmp_path / "cache")
     monkeypatch.setattr("datasets.config.HF_HUB_OFFLINE", True)
     return library
 
 
-def test_data_sets_that_were_saved(hub: Any, tmp_path: Path) -> None:
+def test_saved_data_sets_are_read(hub: Any, tmp_path: Path) -> None:
     rows = hub.Dataset.from_list(ROWS)
     rows.select([4, 3, 2, 1, 0]).save_to_disk(tmp_path / "one")
     assert read(f"datasets:{tmp_path}/one", prompt_key="question") == RECORDS[::-1]
@@ -164,13 +164,13 @@ def test_data_sets_that_were_saved(hub: Any, tmp_path: Path) -> None:
     assert read(f"datasets:{tmp_path}/two", prompt_key="question") == RECORDS
     assert read(f"datasets:{tmp_path}/two:held", prompt_key="question") == RECORDS[1:2]
     hub.DatasetDict({"held": rows}).save_to_disk(tmp_path / "three")
-    assert read(f"datasets:{tmp_path}/three", prompt_key="question") == RECORDS  # the only one
+    assert read(f"datasets:{tmp_path}/three", prompt_key="question") == RECORDS  # the only split
     chats = hub.Dataset.from_list([{"prompt": CHAT, "answer": "4"}])
     chats.save_to_disk(tmp_path / "chats")
     assert read(f"datasets:{tmp_path}/chats") == [Record(CHAT, "4", {})]
 
 
-def test_data_sets_in_folders_of_files(hub: Any, tmp_path: Path) -> None:
+def test_data_sets_in_folders_are_read(hub: Any, tmp_path: Path) -> None:
     (tmp_path / "lines").mkdir()
     lines = [json.dumps(row) for row in ROWS]
     (tmp_path / "lines" / "train.jsonl").write_text("\n".join(lines[:4]))
@@ -182,10 +182,10 @@ def test_data_sets_in_folders_of_files(hub: Any, tmp_path: Path) -> None:
     assert read(f"datasets:{tmp_path}/tables", prompt_key="question") == RECORDS
 
 
-def test_data_sets_that_cannot_be_read(hub: Any, tmp_path: Path) -> None:
+def test_unreadable_data_sets_are_rejected(hub: Any, tmp_path: Path) -> None:
     hub.Dataset.from_list(ROWS).save_to_disk(tmp_path / "one")
     hub.DatasetDict({"held": hub.Dataset.from_list(ROWS)}).save_to_disk(tmp_path / "two")
-    for source, more, said in (
+    for source, more, message in (
         (f"datasets:{tmp_path}/none", {}, f"there is no folder {tmp_path}/none"),
         (f"datasets:{tmp_path}/one:test", {"prompt_key": "question"}, "is a single split; remove test from it"),
         (f"datasets:{tmp_path}/one:main:train", {}, "a folder of save_to_disk has no configurations; remove main"),
@@ -196,15 +196,15 @@ def test_data_sets_that_cannot_be_read(hub: Any, tmp_path: Path) -> None:
     ):
         with pytest.raises(ValueError) as refused:
             read(source, **more)
-        assert said in str(refused.value) and "\n" not in str(refused.value)
+        assert message in str(refused.value) and "\n" not in str(refused.value)
 
 
-def test_a_revision_is_a_commit_that_the_hub_names(hub: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The library itself takes whatever is in its cache where it cannot ask."""
-    asked = []
+def test_revision_is_resolved_by_the_hub(hub: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without the hub, the library would read any revision in its cache."""
+    requests = []
 
     def load(name: str, config: str | None, *, revision: str | None) -> Any:
-        asked.append((name, config, revision))
+        requests.append((name, config, revision))
         return datasets.Dataset.from_list([{"prompt": "1+1=", "answer": "2"}], split="train")
 
     datasets = pytest.importorskip("datasets")
@@ -216,10 +216,10 @@ def test_a_revision_is_a_commit_that_the_hub_names(hub: Any, monkeypatch: pytest
         "huggingface_hub.HfApi.dataset_info", lambda _, name, revision: SimpleNamespace(sha=known[name, revision])
     )
     assert read("datasets:some/set@v1:main:train") == read("datasets:some/set:main:train")
-    assert asked == [("some/set", "main", "0123abcd"), ("some/set", "main", None)]
+    assert requests == [("some/set", "main", "0123abcd"), ("some/set", "main", None)]
 
 
-def test_code_that_comes_with_data_is_not_run(hub: Any, tmp_path: Path) -> None:
+def test_code_of_a_data_set_is_not_run(hub: Any, tmp_path: Path) -> None:
     folder = tmp_path / "script"
     folder.mkdir()
     (folder / "script.py").write_text(f"open({str(tmp_path / 'ran')!r}, 'w').close()")
@@ -228,7 +228,7 @@ def test_code_that_comes_with_data_is_not_run(hub: Any, tmp_path: Path) -> None:
     assert not (tmp_path / "ran").exists()
 
 
-def test_data_sets_need_a_library_that_runs_no_code(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_old_datasets_versions_are_rejected(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "datasets", None)
     with pytest.raises(ValueError, match=r"needs a library; pip install '.\[datasets\]'"):
         read("datasets:openai/gsm8k:main:train")
@@ -237,13 +237,13 @@ def test_data_sets_need_a_library_that_runs_no_code(monkeypatch: pytest.MonkeyPa
         read("datasets:openai/gsm8k:main:train")
 
 
-def test_arithmetic_has_every_pair_once() -> None:
+def test_arithmetic_returns_all_pairs() -> None:
     records = read("megappo.data.arithmetic:sums", options={"max_operand": 2, "modulus": 3})
     assert len({r.prompt for r in records}) == 9
     assert (records[-1].prompt, records[-1].answer) == ("2+2=", "1")
 
 
-def test_numbers_of_numpy_are_answers(user_module: str) -> None:
+def test_numpy_numbers_are_valid_answers(user_module: str) -> None:
     assert [r.answer for r in read(f"{user_module}:numpy_answers")] == ["4", "0.5"]
 
 
@@ -259,8 +259,8 @@ def lines(*records: Any) -> Callable[[Path], Path]:
     return lambda folder: jsonl(folder, *records)
 
 
-def rows(*found: dict[str, Any]) -> Callable[[Path], Path]:
-    return lambda folder: verl_file(folder, *found)
+def rows(*records: dict[str, Any]) -> Callable[[Path], Path]:
+    return lambda folder: verl_file(folder, *records)
 
 
 def truncated_parquet(folder: Path) -> Path:
@@ -281,7 +281,7 @@ def renamed_column(folder: Path) -> Path:
 
 
 def arrow_column(name: str, column: pyarrow.Array) -> Callable[[Path], Path]:
-    """Two rows of verl's schema, of whose columns one is replaced."""
+    """Return a writer of two rows in verl's schema with one replaced column."""
 
     def write(folder: Path) -> Path:
         table = pyarrow.Table.from_pylist([verl_row(), verl_row()])
@@ -450,15 +450,15 @@ def test_unusable_source(user_module: str, source: str, options: dict[str, Any],
     assert "\n" not in str(caught.value)
 
 
-def test_only_fields_that_mean_something_are_read(user_module: str) -> None:
+def test_only_known_fields_are_read(user_module: str) -> None:
     [record] = read(f"{user_module}:computed_other")
     assert (record.prompt, record.answer, record.metadata) == ("a", "b", {})
 
 
-def test_limit_ends_an_endless_source(user_module: str) -> None:
+def test_limit_stops_an_endless_source(user_module: str) -> None:
     assert len(read(f"{user_module}:endless", limit=5)) == 5
 
 
-def test_options_of_a_file_are_refused(tmp_path: Path) -> None:
+def test_options_of_a_file_are_rejected(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="is a file and takes no options"):
         read(jsonl(tmp_path, GOOD), options={"size": 3})

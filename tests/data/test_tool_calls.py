@@ -1,4 +1,4 @@
-"""Tool calls in earlier turns of prompts: arguments as objects and as JSON text, from every kind of source."""
+"""Tool calls in previous turns of prompts, with arguments as objects or JSON text, from each kind of source."""
 
 from __future__ import annotations
 
@@ -33,15 +33,15 @@ def jsonl(folder: Path, *records: Any) -> Path:
 
 def row_of(arguments: Any, content: str | None) -> dict[str, Any]:
     call = {"type": "function", "function": {"name": "look", "arguments": arguments}}
-    user, heard = {"role": "user", "content": "look"}, {"role": "tool", "content": "12", "name": "look"}
-    return {"prompt": [user, {"role": "assistant", "content": content, "tool_calls": [call]}, heard], "answer": "1"}
+    user, result = {"role": "user", "content": "look"}, {"role": "tool", "content": "12", "name": "look"}
+    return {"prompt": [user, {"role": "assistant", "content": content, "tool_calls": [call]}, result], "answer": "1"}
 
 
 @pytest.mark.parametrize("kind", ["lines", "table", "verl", "datasets", "function"])
-def test_arguments_as_text_are_those_as_objects(kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Templates quote text again. In OpenAI's protocol such a message has no content."""
-    expected = [record.prompt for record in read(jsonl(tmp_path, *(row_of(given, "") for given in ARGUMENTS)))]
-    texts = [row_of(json.dumps(given), None) for given in ARGUMENTS]
+def test_text_arguments_equal_object_arguments(kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Templates would quote text again. In the protocol of OpenAI such a message has no content."""
+    expected = [record.prompt for record in read(jsonl(tmp_path, *(row_of(arguments, "") for arguments in ARGUMENTS)))]
+    texts = [row_of(json.dumps(arguments), None) for arguments in ARGUMENTS]
     table = pyarrow.Table.from_pylist(texts)
     source: Any = tmp_path / f"{kind}.parquet"
     match kind:
@@ -74,10 +74,10 @@ def test_arguments_as_text_are_those_as_objects(kind: str, tmp_path: Path, monke
     ],
 )
 def test_arguments_of_calls_are_read(tmp_path: Path, call: dict[str, Any], arguments: Any) -> None:
-    said = {"role": "assistant", "content": "a", "tool_calls": [call]}
-    [record] = read(jsonl(tmp_path, {"prompt": [said, {"role": "tool", "content": "r"}]}))
-    [found] = cast(Any, record.prompt[0])["tool_calls"]
-    assert found.get("function", found).get("arguments") == arguments
+    message = {"role": "assistant", "content": "a", "tool_calls": [call]}
+    [record] = read(jsonl(tmp_path, {"prompt": [message, {"role": "tool", "content": "r"}]}))
+    [call_read] = cast(Any, record.prompt[0])["tool_calls"]
+    assert call_read.get("function", call_read).get("arguments") == arguments
 
 
 @pytest.mark.parametrize(
@@ -91,14 +91,14 @@ def test_arguments_of_calls_are_read(tmp_path: Path, call: dict[str, Any], argum
         ('{"a": "\\ud83d"}', ""),
     ],
 )
-def test_arguments_that_are_no_object_are_refused(tmp_path: Path, arguments: Any, sentence: str) -> None:
-    said = {"role": "assistant", "content": "", "tool_calls": [{"function": {"name": "f", "arguments": arguments}}]}
-    path = jsonl(tmp_path, {"prompt": [said, {"role": "tool", "content": "r"}]})
+def test_invalid_arguments_are_rejected(tmp_path: Path, arguments: Any, sentence: str) -> None:
+    message = {"role": "assistant", "content": "", "tool_calls": [{"function": {"name": "f", "arguments": arguments}}]}
+    path = jsonl(tmp_path, {"prompt": [message, {"role": "tool", "content": "r"}]})
     with pytest.raises(ValueError, match=sentence) if sentence else nullcontext():
         read(path)
 
 
-def test_a_call_that_is_no_object_is_refused(tmp_path: Path) -> None:
-    said = {"role": "assistant", "content": "", "tool_calls": ["look"]}
+def test_invalid_calls_are_rejected(tmp_path: Path) -> None:
+    message = {"role": "assistant", "content": "", "tool_calls": ["look"]}
     with pytest.raises(ValueError, match="the tool call 'look' must be an object; fix it"):
-        read(jsonl(tmp_path, {"prompt": [said, {"role": "tool", "content": "r"}]}))
+        read(jsonl(tmp_path, {"prompt": [message, {"role": "tool", "content": "r"}]}))

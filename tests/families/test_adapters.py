@@ -1,4 +1,4 @@
-"""Adapters without processes: where they begin, PEFT's folders, and the sentence for what cannot be."""
+"""Adapters without processes: initial values, PEFT folders and errors."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ RANK, ALPHA, KL = 3, 5.0, "algorithm.kl_in_loss={coef: 0.1}"
 
 @pytest.fixture(scope="module")
 def world(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A dense model and one with experts, each with a PEFT folder beside it."""
+    """Return a folder with a dense model and a model with experts, each with a PEFT folder."""
     root = tmp_path_factory.mktemp("adapters")
     for name, family in (("dense", "qwen3"), ("experts", "qwen3_moe")):
         write_model(root / name, family, 3)
@@ -52,8 +52,8 @@ def shape_of(arch: ArchitectureConfig, targets: Any = "all", rank: int = RANK) -
     return LoraShape.of(arch, rank, ALPHA, targets)
 
 
-def test_they_begin_as_pefts_do(world: Path) -> None:
-    """A is uniform with PEFT's bound, B is zero, and a tensor depends on the seed and its name alone."""
+def test_adapters_are_initialised_like_peft(world: Path) -> None:
+    """A is uniform with the bound of PEFT, and B is zero. A tensor depends only on the seed and the name."""
     arch = read_architecture(world / "dense")
     lora = shape_of(arch, rank=16)
     torch.manual_seed(1)
@@ -85,18 +85,18 @@ def peft_logits(base: Path, folder: Path, tokens: Tensor) -> Tensor:
 
 
 @pytest.mark.parametrize("name", ["dense", "experts"])
-def test_what_is_written_peft_loads(world: Path, name: str, tmp_path: Path) -> None:
-    """And computes with it what the merged weights compute; transformers has all experts of a layer in one parameter,
-    onto which PEFT brings the adapters of each."""
+def test_written_adapters_load_with_peft(world: Path, name: str, tmp_path: Path) -> None:
+    """PEFT computes the same logits as the merged weights. Transformers stores all experts of a layer in one
+    parameter, and PEFT applies the adapters of each expert."""
     arch = read_architecture(world / name)
     lora = shape_of(arch)
     source = PeftSource(world / f"{name}-peft", arch, lora)
     whole = ((n, source.read(Piece(n, 0, 0, size[0]))) for n, size in adapter_tensors(arch, lora).items())
     write_peft(tmp_path / "written", arch, lora, whole, str(world / name))
-    given, written = (
+    original, written = (
         load_file(f / "adapter_model.safetensors") for f in (world / f"{name}-peft", tmp_path / "written")
     )
-    assert given.keys() == written.keys() and all(torch.equal(given[n], written[n]) for n in given)
+    assert original.keys() == written.keys() and all(torch.equal(original[n], written[n]) for n in original)
     tokens = torch.randint(1, arch.vocab_size, (2, 9), generator=torch.Generator().manual_seed(1))
     with_peft = peft_logits(world / name, tmp_path / "written", tokens)
     base = SafetensorsSource(world / name, arch)
@@ -111,8 +111,8 @@ def test_what_is_written_peft_loads(world: Path, name: str, tmp_path: Path) -> N
         assert (plain(input_ids=tokens).logits - with_peft).abs().max() > 0.1
 
 
-def test_a_folder_that_peft_would_load_in_part_is_not_written(tmp_path: Path) -> None:
-    """Where experts and a dense or shared matrix have the same names PEFT leaves the experts' adapters out."""
+def test_partially_loadable_folders_are_not_written(tmp_path: Path) -> None:
+    """If experts and a dense or shared matrix have the same names, PEFT ignores the adapters of the experts."""
     arch = read_architecture(write_model(tmp_path / "model", "glm4_moe", 3))
     write_adapters(tmp_path / "peft", tmp_path / "model", rank=RANK, alpha=ALPHA, seed=4)
     lora = shape_of(arch)
@@ -121,7 +121,7 @@ def test_a_folder_that_peft_would_load_in_part_is_not_written(tmp_path: Path) ->
     with pytest.raises(ValueError, match=r"both experts and other .* of a glm4_moe are named gate_proj, up_proj"):
         write_peft(tmp_path / "out", arch, lora, (), "base")
     assert not (tmp_path / "out").exists()
-    # What PEFT makes of such a folder is the model without the experts' adapters.
+    # PEFT loads such a folder without the adapters of the experts.
     tokens = torch.randint(1, arch.vocab_size, (2, 9), generator=torch.Generator().manual_seed(1))
     merged_model: Any = AutoModelForCausalLM.from_pretrained(tmp_path / "model", dtype=torch.float32)
     base = SafetensorsSource(tmp_path / "model", arch)
@@ -130,8 +130,8 @@ def test_a_folder_that_peft_would_load_in_part_is_not_written(tmp_path: Path) ->
     save_file(tensors, tmp_path / "merged/model.safetensors", metadata={"format": "pt"})
     merged_model = AutoModelForCausalLM.from_pretrained(tmp_path / "merged", dtype=torch.float32)
     with torch.no_grad():
-        wanted = merged_model(input_ids=tokens).logits
-    assert (peft_logits(tmp_path / "model", tmp_path / "peft", tokens) - wanted).abs().max() > 1e-2
+        expected = merged_model(input_ids=tokens).logits
+    assert (peft_logits(tmp_path / "model", tmp_path / "peft", tokens) - expected).abs().max() > 1e-2
     attention = shape_of(arch, ("q_proj", "o_proj"))
     write_peft(tmp_path / "out", arch, attention, (), "base")
     assert (tmp_path / "out/adapter_config.json").exists()
@@ -139,13 +139,13 @@ def test_a_folder_that_peft_would_load_in_part_is_not_written(tmp_path: Path) ->
 
 @pytest.mark.parametrize("tp", [1, 2])
 @pytest.mark.parametrize("targets", ["all", ("q_proj", "v_proj"), ("k_proj", "up_proj", "o_proj"), ("down_proj",)])
-def test_merged_shards_are_shards_of_merged_weights(world: Path, tp: int, targets: Any) -> None:
-    """Of every parameter, also where only some of the matrices in it have adapters."""
+def test_merged_shards_equal_shards_of_merged_weights(world: Path, tp: int, targets: Any) -> None:
+    """Adapters can cover all matrices or only some matrices of a parameter."""
     arch = read_architecture(world / "dense")
     lora, everything = shape_of(arch, targets), shape_of(arch)
     adapted, base = PeftSource(world / "dense-peft", arch, everything), SafetensorsSource(world / "dense", arch)
     whole = MergedSource(arch, lora, base, adapted, False, torch.float32)
-    found = 0
+    compared = 0
     for adapter in adapters(arch, lora):
         for rank in range(tp):
             parts = []
@@ -154,11 +154,11 @@ def test_merged_shards_are_shards_of_merged_weights(world: Path, tp: int, target
                 parts.append(torch.cat([source.read(piece) for piece in cut], cut[0].dim))
             weight, a, b = parts
             shard = merged(weight, a, b, lora.scale, RowOrder.of(arch, adapter, tp))
-            wanted = read_shard(whole, arch, adapter.base, shard, rank, tp, arch.vocab_size)
-            torch.testing.assert_close(shard, wanted, rtol=0, atol=1e-6)
+            expected = read_shard(whole, arch, adapter.base, shard, rank, tp, arch.vocab_size)
+            torch.testing.assert_close(shard, expected, rtol=0, atol=1e-6)
             assert not torch.equal(shard, parts[0])
-            found += 1
-    assert found == tp * arch.layers * len({a.base.megatron.split(".")[-2] for a in adapters(arch, lora)})
+            compared += 1
+    assert compared == tp * arch.layers * len({a.base.megatron.split(".")[-2] for a in adapters(arch, lora)})
 
 
 def broken(world: Path, tmp_path: Path, change: Callable[[dict[str, Any]], Any]) -> Path:
@@ -192,7 +192,7 @@ def broken(world: Path, tmp_path: Path, change: Callable[[dict[str, Any]], Any])
         ({"target_modules": ["q_proj"]}, "has target_modules"),
     ],
 )
-def test_other_folders_are_refused(world: Path, tmp_path: Path, change: dict[str, Any], sentence: str) -> None:
+def test_unsupported_folders_are_rejected(world: Path, tmp_path: Path, change: dict[str, Any], sentence: str) -> None:
     folder, arch = broken(world, tmp_path, lambda content: content.update(change)), read_architecture(world / "dense")
     with pytest.raises(ValueError, match=r"adapter_config\.json has") as caught:
         open_origin(str(folder), "actor", arch, lora=shape_of(arch))
@@ -203,13 +203,14 @@ def test_other_folders_are_refused(world: Path, tmp_path: Path, change: dict[str
     "initialisation",
     [True, False, "gaussian", "orthogonal", "eva", "mica", "pissa", "pissa_niter_2", "olora", "loftq"],
 )
-def test_an_initialisation_is_read_as_by_peft_or_refused(tmp_path: Path, initialisation: bool | str) -> None:
-    """An accepted folder computes the log-probabilities that PEFT computes. A refused one would not."""
+def test_initialisation_matches_peft_or_is_rejected(tmp_path: Path, initialisation: bool | str) -> None:
+    """An accepted folder has the log-probabilities of PEFT. A rejected folder would have different
+    log-probabilities."""
     base = write_model(tmp_path / "base", "llama", 3, tie_word_embeddings=False)
     folder = tmp_path / "peft"
     torch.manual_seed(2)
     plain: Any = AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32)
-    config: Any = LoraConfig(r=4, target_modules=list(MATRICES), task_type="CAUSAL_LM")  # even, for `orthogonal`
+    config: Any = LoraConfig(r=4, target_modules=list(MATRICES), task_type="CAUSAL_LM")  # even for `orthogonal`
     config.lora_alpha, config.init_lora_weights = ALPHA, True if initialisation == "loftq" else initialisation
     get_peft_model(plain, config).save_pretrained(folder)
     if initialisation == "loftq":  # LoftQ itself needs bitsandbytes
@@ -232,7 +233,7 @@ def test_an_initialisation_is_read_as_by_peft_or_refused(tmp_path: Path, initial
         torch.testing.assert_close(merged_model(tokens).logits.log_softmax(-1), expected, rtol=0, atol=2e-5)
 
 
-def test_other_tensors_are_refused(world: Path, tmp_path: Path) -> None:
+def test_other_tensors_are_rejected(world: Path, tmp_path: Path) -> None:
     arch = read_architecture(world / "experts")
     with pytest.raises(ValueError, match=r"differ from the adapters of this model"):
         open_origin(str(world / "dense-peft"), "actor", arch, lora=shape_of(arch))
@@ -242,13 +243,13 @@ def test_other_tensors_are_refused(world: Path, tmp_path: Path) -> None:
         open_origin(str(folder), "actor", read_architecture(world / "dense"), lora=shape_of(arch))
 
 
-def test_adapters_that_are_not_finite_are_named(world: Path, tmp_path: Path) -> None:
+def test_non_finite_adapters_are_reported(world: Path, tmp_path: Path) -> None:
     arch, folder = read_architecture(world / "dense"), broken(world, tmp_path, lambda content: None)
-    held = load_file(folder / "adapter_model.safetensors")
-    name = min(held)
-    held[name][0, 0] = float("nan")
-    save_file(held, folder / "adapter_model.safetensors", metadata={"format": "pt"})
-    rows, _ = held[name].shape
+    tensors = load_file(folder / "adapter_model.safetensors")
+    name = min(tensors)
+    tensors[name][0, 0] = float("nan")
+    save_file(tensors, folder / "adapter_model.safetensors", metadata={"format": "pt"})
+    rows, _ = tensors[name].shape
     with pytest.raises(ValueError, match=rf"tensor '{name}' in {folder}/adapter_model.safetensors contains nan"):
         PeftSource(folder, arch, shape_of(arch)).read(Piece(name.removeprefix(PREFIX), 0, 0, rows))
 
@@ -288,15 +289,15 @@ def test_weights_and_adapters_are_not_mixed(world: Path) -> None:
         ),
     ],
 )
-def test_settings_that_cannot_be(overrides: list[str], sentence: str) -> None:
+def test_invalid_settings_are_rejected(overrides: list[str], sentence: str) -> None:
     with pytest.raises(ConfigError) as caught:
         check_run(load_config(QUICKSTART, overrides), 2)
     assert sentence in str(caught.value)
 
 
-def test_the_plan_counts_what_is_trained(world: Path) -> None:
-    """Of a frozen matrix a pass and its backward have two products, of an adapter's factors three; a reference that is
-    the actor's base has no weights of its own."""
+def test_plan_counts_trained_parameters(world: Path) -> None:
+    """A frozen matrix needs two products in forward and backward, and an adapter needs three. A
+    reference that shares the base of the actor has no separate weights."""
     arch = read_architecture(world / "dense")
     lora, tokens = shape_of(arch), 100
     weights = load_file(world / "dense/model.safetensors")  # norms are counted with the matrices
@@ -305,7 +306,7 @@ def test_the_plan_counts_what_is_trained(world: Path) -> None:
     attention = 4 * arch.heads * arch.head_dim * tokens
     layer, head = update_flops(arch, tokens, is_critic=False, lora=lora)
     assert layer == pytest.approx(2 * 2 * in_layers / arch.layers + 3 * attention + 3 * 2 * factors)
-    assert head == pytest.approx(3 * 2 * arch.vocab_size * arch.hidden_size)  # logits twice, and their way back
+    assert head == pytest.approx(3 * 2 * arch.vocab_size * arch.hidden_size)  # logits twice, and their gradient
     settings = [f"model.path={world / 'dense'}", "actor.lora={rank: 3, alpha: 5}", KL, "actor.layout={}"]
     config = load_config(QUICKSTART, [*settings, "reference={share_actor_base: true}"])
     setup = make_setup(config, read_models(config, None).models, 2, on_cuda=False)
@@ -315,7 +316,7 @@ def test_the_plan_counts_what_is_trained(world: Path) -> None:
     assert actor.parameters == reference.parameters + factors * arch.layers
 
 
-def test_a_frozen_output_matrix_has_no_gradient_and_changes_no_other() -> None:
+def test_frozen_output_matrix_changes_no_other_gradient() -> None:
     g = torch.Generator().manual_seed(1)
     rows, hidden, vocab = 6, 8, 11
     weight, labels = torch.randn(vocab, hidden, generator=g), torch.randint(0, vocab, (rows,), generator=g)
@@ -324,12 +325,12 @@ def test_a_frozen_output_matrix_has_no_gradient_and_changes_no_other() -> None:
         mask=torch.ones(rows, dtype=torch.bool), weights=torch.full((rows,), 1 / rows),
         old_logprob=-numbers[0].abs(), advantages=numbers[1],
     )  # fmt: skip
-    found = []
+    results = []
     for trains in (True, False):
         matrix, states = weight.clone().requires_grad_(trains), torch.randn(rows, hidden).requires_grad_()
         states.data.copy_(weight[:rows])
         loss = ppo_head_loss(states, matrix, labels, inputs, accumulate_main_grad=False).loss
         loss.backward()
         assert (matrix.grad is not None) == trains
-        found.append((loss.detach(), states.grad))
-    assert all(torch.equal(first, second) for first, second in zip(*found, strict=True))
+        results.append((loss.detach(), states.grad))
+    assert all(torch.equal(first, second) for first, second in zip(*results, strict=True))

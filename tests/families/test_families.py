@@ -1,4 +1,4 @@
-"""What a family's config.json says is read as transformers reads it, or refused; families may be a user's own."""
+"""The config.json of a family is read like in transformers or rejected. Users can define families."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ OF_TWO_KINDS = (*LINEAR, "gemma4_text")
 OF_ONE_LAYER: dict[str, dict[str, Any]] = {
     "glm4_moe": {"first_k_dense_replace": 0},
     "deepseek_v3": {"first_k_dense_replace": 0},
-    # Of these one has attention, and one linear attention or a window.
+    # One layer has attention, and one layer has linear attention or a window.
     **{family: {"num_hidden_layers": 2} for family in OF_TWO_KINDS},
 }
 
@@ -87,7 +87,7 @@ def written(folder: Path, family: str, **changes: Any) -> Path:
 
 
 def seen_tokens(config: Any) -> int:
-    """How many tokens a token of a model of one layer sees in transformers, itself included."""
+    """Return the number of tokens that a token attends to in a transformers model of one layer, including itself."""
     torch.manual_seed(0)
     implementation = {"attn_implementation": "eager", "experts_implementation": "eager"}
     model = AutoModelForCausalLM.from_config(config, dtype=torch.float64, **implementation).eval()
@@ -100,7 +100,7 @@ def seen_tokens(config: Any) -> int:
 
 
 @pytest.mark.parametrize("family", [family for family in FAMILIES if family not in OF_TWO_KINDS])
-def test_windows_are_those_of_transformers_or_refused(tmp_path: Path, family: str) -> None:
+def test_windows_match_transformers_or_are_rejected(tmp_path: Path, family: str) -> None:
     accepted = 0
     for number, traits in enumerate(TRAITS):
         config = AutoConfig.from_pretrained(written(tmp_path / str(number), family, **traits))
@@ -115,14 +115,14 @@ def test_windows_are_those_of_transformers_or_refused(tmp_path: Path, family: st
 
 
 @pytest.mark.parametrize(
-    ("family", "changes", "words"),
+    ("family", "changes", "message"),
     [
         ("llama", {"sliding_window": WINDOW}, "sliding_window 7 is ignored by transformers for llama"),
         ("llama", SLIDING, "layer_types of 'sliding_attention' contradicts the settings that transformers uses"),
         ("qwen3", {"sliding_window": 0, "use_sliding_window": True}, "sliding_window 0 must be at least 1 token"),
         ("qwen3_moe", ON | FULL, "layer_types of 'full_attention' contradicts"),
         ("qwen3_moe", SLIDING, "no sliding_window; make layer_types and sliding_window of config.json"),
-        # transformers reads it as the family whose layers differ.
+        # transformers reads the model as a family with different layers.
         ("mistral", SLIDING, "model_type 'ministral' is not supported"),
         ("qwen2", {"layer_types": ["chunked_attention"]}, "layer_types of 'chunked_attention' is not supported"),
         ("llama", {"layer_types": ["linear_attention"]}, "layer_types of 'linear_attention' is not supported"),
@@ -240,17 +240,15 @@ def test_windows_are_those_of_transformers_or_refused(tmp_path: Path, family: st
         ("llama", {"is_causal": False}, "is_causal: false is not supported"),
     ],
 )
-def test_settings_that_transformers_reads_otherwise_are_refused(
-    tmp_path: Path, family: str, changes: dict[str, Any], words: str
-) -> None:
+def test_unsupported_fields_are_rejected(tmp_path: Path, family: str, changes: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError) as caught:
         read_architecture(written(tmp_path / "m", family, **changes))
     assert len(caught.value.problems) == 1
-    assert words in caught.value.problems[0]
+    assert message in caught.value.problems[0]
 
 
-def test_windows_that_are_switched_off_are_none(tmp_path: Path) -> None:
-    """Where transformers has no windows and config.json says so; mistral's are there whatever it says."""
+def test_disabled_windows_are_none(tmp_path: Path) -> None:
+    """Windows are disabled if config.json and transformers disable them. Mistral always has windows."""
     off = {"sliding_window": WINDOW, "use_sliding_window": False}
     for family, window in (("llama", None), ("qwen2", None), ("mistral", WINDOW)):
         config = AutoConfig.from_pretrained(written(tmp_path / family, family, **off))
@@ -258,17 +256,17 @@ def test_windows_that_are_switched_off_are_none(tmp_path: Path) -> None:
         assert seen_tokens(config) == (window or TOKENS)
 
 
-def test_settings_that_say_what_is_built_are_accepted(tmp_path: Path) -> None:
-    said = {"partial_rotary_factor": 1.0, "attention_bias": False, "mlp_bias": False, "is_causal": True}
+def test_matching_fields_are_accepted(tmp_path: Path) -> None:
+    fields = {"partial_rotary_factor": 1.0, "attention_bias": False, "mlp_bias": False, "is_causal": True}
     for family in FAMILIES:
         kinds = {} if family in ("mistral", "mixtral", *OF_TWO_KINDS) else FULL
-        further: dict[str, Any] = {} if family == "gemma4_text" else {"sliding_window": None}
-        further["attention_bias"] = family == "gpt_oss"  # which has biases
-        folder = written(tmp_path / family, family, **(said | further), **kinds)
+        family_fields: dict[str, Any] = {} if family == "gemma4_text" else {"sliding_window": None}
+        family_fields["attention_bias"] = family == "gpt_oss"  # gpt_oss has biases
+        folder = written(tmp_path / family, family, **(fields | family_fields), **kinds)
         assert read_architecture(folder).layers == (2 if family in OF_TWO_KINDS else 1)
 
 
-def test_plans_read_the_factor_of_a_rope_as_transformers_computes_it(tmp_path: Path) -> None:
+def test_planned_rope_scales_match_transformers(tmp_path: Path) -> None:
     ropes = [PLAIN, LINEAR_ROPE, YARN, YARN | {"attention_factor": 1.5}, YARN | {"mscale": 0.7, "mscale_all_dim": 1.3}]
     ropes.append(YARN | {"factor": None, "original_max_position_embeddings": 8})
     for number, rope in enumerate(ropes):
@@ -280,8 +278,8 @@ def test_plans_read_the_factor_of_a_rope_as_transformers_computes_it(tmp_path: P
         assert rotary_scales(arch) == tuple(rope.scale for rope in rotary(arch)), model
 
 
-def test_what_megatron_is_told_of_a_layer(tmp_path: Path) -> None:
-    """A token is in its own window. YaRN's factor scales cosine and sine, not attention scores."""
+def test_megatron_arguments_of_a_layer(tmp_path: Path) -> None:
+    """A token is part of its own window. The factor of YaRN scales cosine and sine, not attention scores."""
     experts = {"num_moe_experts": 8, "moe_ffn_hidden_size": 24, "moe_router_topk": 2, "moe_router_dtype": "fp32"}
     experts |= {"moe_router_pre_softmax": False, "moe_router_load_balancing_type": "none", "moe_aux_loss_coeff": 0.0}
     cases: list[tuple[str, dict[str, Any], dict[str, Any]]] = [
@@ -325,17 +323,17 @@ def test_what_megatron_is_told_of_a_layer(tmp_path: Path) -> None:
         ),
     ]
     usual = {"window_size": None, "softmax_scale": None, "gated_linear_unit": True, "activation_func": silu}
-    for number, (family, changes, told) in enumerate(cases):
+    for number, (family, changes, expected) in enumerate(cases):
         arch = read_architecture(written(tmp_path / str(number), family, **changes))
-        found = arch.declaration.megatron(arch)
-        assert found == usual | told, (family, changes)
+        arguments = arch.declaration.megatron(arch)
+        assert arguments == usual | expected, (family, changes)
 
 
 def arcee(folder: Path, family: str) -> ArchitectureConfig:
     return load_architecture(folder, ModelSettings(path=str(folder), family=f"tests.support.outside_family:{family}"))
 
 
-def test_a_family_of_the_users_is_read_beside_ours(tmp_path: Path) -> None:
+def test_family_of_the_user_is_read(tmp_path: Path) -> None:
     folder = write_model(tmp_path / "arcee", "arcee", 1, tie_word_embeddings=False)
     with pytest.raises(ConfigError, match=r"model_type 'arcee' is not supported; use a model of .* or qwen3_5_moe_t"):
         read_architecture(folder)
@@ -344,27 +342,27 @@ def test_a_family_of_the_users_is_read_beside_ours(tmp_path: Path) -> None:
     stored = sum(tensor.numel() for tensor in AutoModelForCausalLM.from_pretrained(folder).parameters())
     assert model_sizes(arch)[0] == stored
     assert arcee(write_model(tmp_path / "llama", "llama", 1), "FAMILY").family == "llama"
-    # What a run starts from is read by the family of the run.
+    # The family of the run also reads the initial weights.
     assert open_origin(str(folder), "actor", arch).summary == f"the actor begins with {folder}"
     with pytest.raises(ConfigError, match="hidden_act 'silu', mlp_bias False: use a model with relu2"):
         arcee(write_model(tmp_path / "silu", "arcee", 1, hidden_act="silu"), "FAMILY")
 
 
 @pytest.mark.parametrize(
-    ("family", "words"),
+    ("family", "message"),
     [
         ("FAMILIE", "has no family 'FAMILIE'; did you mean 'tests.support.outside_family:FAMILY'?"),
         ("SquaredReluMlp", "has no family 'SquaredReluMlp'; it has FAMILY"),
         ("", "model.family 'tests.support.outside_family:' is not the path of a family; write package.module:family"),
     ],
 )
-def test_what_is_no_family(tmp_path: Path, family: str, words: str) -> None:
-    with pytest.raises(ValueError, match=re.escape(words)):
+def test_invalid_family_is_rejected(tmp_path: Path, family: str, message: str) -> None:
+    with pytest.raises(ValueError, match=re.escape(message)):
         arcee(tmp_path, family)
 
 
 @pytest.mark.parametrize(
-    ("family", "changes", "words"),
+    ("family", "changes", "message"),
     [
         ("gemma2", {}, "SGLang's gemma2 needs a GPU, and the run is on a CPU"),
         ("gemma3_text", {}, "SGLang's gemma3_text has errors of at least 0.3 nats on a CPU"),
@@ -390,31 +388,31 @@ def test_what_is_no_family(tmp_path: Path, family: str, words: str) -> None:
         ("qwen2", {"rope_parameters": {**YARN, "attention_factor": 0.1 * math.log(4) + 1}}, ""),
         ("qwen3", {"rope_parameters": {**YARN, "truncate": False, "beta_fast": 16}}, ""),
         ("mixtral", {}, ""),
-        ("mistral", {"sliding_window": 40}, ""),  # no sequence is longer
+        ("mistral", {"sliding_window": 40}, ""),  # longer than each sequence
     ],
 )
-def test_what_sglang_does_not_compute_is_refused(
-    tmp_path: Path, family: str, changes: dict[str, Any], words: str
+def test_models_without_sglang_support_are_rejected(
+    tmp_path: Path, family: str, changes: dict[str, Any], message: str
 ) -> None:
-    """Before anything starts, and only with SGLang."""
+    """The error is raised before the run starts and only with SGLang."""
     arch = read_architecture(written(tmp_path / "m", family, **changes))
     models = Models(arch, arch, arch)
     config = load_config(
         ROOT / "configs/sglang_quickstart.yaml", ["data.max_prompt_tokens=16", "rollout.max_response_tokens=24"]
     )
-    if words:
+    if message:
         with pytest.raises(ConfigError, match="rollout.engine is sglang, but SGL.*; set rollout.engine to tr") as error:
             make_setup(config, models, 2, on_cuda=False)
-        assert words in str(error.value)
+        assert message in str(error.value)
         other = config.model_copy(update={"rollout": config.rollout.model_copy(update={"engine": "transformers"})})
-        assert words in other_engine(other, models, MACHINES["cpu"], 2).sentence
+        assert message in other_engine(other, models, MACHINES["cpu"], 2).sentence
         make_setup(other, models, 2, on_cuda=False)
     else:
         make_setup(config, models, 2, on_cuda=False)
 
 
 @pytest.mark.parametrize(
-    ("family", "changes", "words"),
+    ("family", "changes", "message"),
     [
         ("gemma2", {"rope_parameters": LINEAR_ROPE}, "rope type 'linear'"),
         ("gemma2", {}, ""),
@@ -427,16 +425,14 @@ def test_what_sglang_does_not_compute_is_refused(
         ("qwen3_next", {"rope_parameters": {**YARN, "attention_factor": 1.5, "partial_rotary_factor": 0.5}}, "by 1.13"),
     ],
 )
-def test_ropes_that_sglang_reads_otherwise_on_gpus(
-    tmp_path: Path, family: str, changes: dict[str, Any], words: str
-) -> None:
+def test_unsupported_sglang_ropes_on_gpus(tmp_path: Path, family: str, changes: dict[str, Any], message: str) -> None:
     arch = read_architecture(written(tmp_path / "m", family, **changes))
-    found = arch.declaration.unserved(arch, Served(on_cuda=True, tokens=5))
-    assert words in found and bool(words) == bool(found)
+    problem = arch.declaration.unserved(arch, Served(on_cuda=True, tokens=5))
+    assert message in problem and bool(message) == bool(problem)
 
 
 @pytest.mark.parametrize(
-    ("family", "tied", "words"),
+    ("family", "tied", "message"),
     [
         ("qwen3_moe", True, "has a separate output layer, but tie_word_embeddings"),
         ("mixtral", True, "has a separate output layer, but tie_word_embeddings"),
@@ -453,13 +449,13 @@ def test_ropes_that_sglang_reads_otherwise_on_gpus(
         ("gemma3_text", False, ""),
     ],
 )
-def test_output_layers_that_sglang_ties_otherwise(tmp_path: Path, family: str, tied: bool, words: str) -> None:
+def test_unsupported_sglang_output_layers(tmp_path: Path, family: str, tied: bool, message: str) -> None:
     arch = read_architecture(written(tmp_path / "m", family, tie_word_embeddings=tied))
-    found = arch.declaration.unserved(arch, Served(on_cuda=True, tokens=5))
-    assert words in found and bool(words) == bool(found)
+    problem = arch.declaration.unserved(arch, Served(on_cuda=True, tokens=5))
+    assert message in problem and bool(message) == bool(problem)
 
 
-def test_a_family_without_one_rope_is_not_asked_about_it(tmp_path: Path) -> None:
+def test_families_without_rope_are_supported(tmp_path: Path) -> None:
     arch = read_architecture(written(tmp_path / "m", "llama"))
     for ropes in (None, {"full_attention": LINEAR_ROPE}):
         other = replace(arch, hf_config=copy.deepcopy(arch.hf_config))
@@ -467,30 +463,30 @@ def test_a_family_without_one_rope_is_not_asked_about_it(tmp_path: Path) -> None
         assert other.declaration.unserved(other, Served(on_cuda=True, tokens=5)) == ""
 
 
-def test_an_export_says_what_sglang_reads(tmp_path: Path) -> None:
-    for family, said in (
+def test_export_includes_fields_for_sglang(tmp_path: Path) -> None:
+    for family, fields in (
         ("gemma2", {"hidden_act": "gelu_pytorch_tanh"}),
-        # Rotated is the half that rope_parameters have; transformers writes its default, a quarter, beside them.
+        # The rope_parameters rotate one half. Transformers also writes the default of one quarter.
         ("qwen3_next", {"full_attention_interval": 2, "partial_rotary_factor": 0.5}),
         ("deepseek_v3", {"topk_method": "noaux_tc", "scoring_func": "sigmoid", "moe_layer_freq": 1}),
         ("llama", {}),
     ):
         arch = read_architecture(written(tmp_path / family, family))
-        assert arch.declaration.extra_config(arch.hf_config).items() >= said.items()
+        assert arch.declaration.extra_config(arch.hf_config).items() >= fields.items()
         tokenizer = AutoTokenizer.from_pretrained(TINY)
         tensors = ((name, torch.zeros(shape)) for name, shape in tensor_shapes(arch).items())
         out = tmp_path / f"{family}-out"
         write_policy(out, arch, tensors, tokenizer, started_from=tmp_path / family, stop_token_ids=[1])
-        assert json.loads((out / "config.json").read_text()).items() >= said.items()
+        assert json.loads((out / "config.json").read_text()).items() >= fields.items()
 
 
-def test_only_this_room_knows_what_is_special_about_a_family() -> None:
-    """Others walk the declaration: they ask for no trait, know no block, and compare no name of a family."""
+def test_only_the_families_package_depends_on_families() -> None:
+    """Other packages use only the declaration. They read no traits, import no blocks, and compare no family names."""
     room, traits = ROOT / "megappo" / "families", {"sliding_window", "normalized_experts", "norm_topk_prob"}
     for path in (ROOT / "megappo").rglob("*.py"):
         nodes = list(ast.walk(ast.parse(path.read_text()))) if room not in path.parents else []
-        asked = {node.attr for node in nodes if isinstance(node, ast.Attribute)}
+        attributes = {node.attr for node in nodes if isinstance(node, ast.Attribute)}
         imported = {node.module for node in nodes if isinstance(node, ast.ImportFrom)}
-        said = {node.value for node in nodes if isinstance(node, ast.Constant) and isinstance(node.value, str)}
-        assert not asked & traits and not said & FAMILIES.keys(), path
+        texts = {node.value for node in nodes if isinstance(node, ast.Constant) and isinstance(node.value, str)}
+        assert not attributes & traits and not texts & FAMILIES.keys(), path
         assert not imported & {f"megappo.families.{name}" for name in ("blocks", "reading", *FAMILIES)}, path

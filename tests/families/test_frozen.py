@@ -1,4 +1,4 @@
-"""What `critic.freeze` names: words and patterns, of weights and of adapters, and what is refused."""
+"""Parameters that `critic.freeze` selects by words and patterns, for weights and adapters, and rejected values."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from tests.support.places import BASE
 
 @pytest.fixture(scope="module")
 def archs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, ArchitectureConfig]:
-    """Four layers each: a dense model, one with experts, and one of which three layers have linear attention."""
+    """Return three models of four layers: dense, with experts, and with linear attention in three layers."""
     root = tmp_path_factory.mktemp("models")
     for family in ("qwen3", "qwen3_moe", "qwen3_next"):
         write_model(root / family, family, 1)
@@ -24,13 +24,15 @@ def archs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, ArchitectureCon
 
 
 def names(arch: ArchitectureConfig, *freeze: str, lora: LoraShape | None = None) -> list[str]:
-    """Of the first layer, its Hugging Face names within it; others whole."""
-    found = [name for p in frozen_parameters(arch, freeze, lora) for name in p.hf]
-    here = [name for name in found if name.startswith("model.layers.0.") or not name.startswith("model.layers.")]
-    return [name.removeprefix("model.layers.0.") for name in here]
+    """Return the Hugging Face names of frozen parameters, relative to the first layer or absolute outside of layers."""
+    frozen = [name for p in frozen_parameters(arch, freeze, lora) for name in p.hf]
+    first_layer = [
+        name for name in frozen if name.startswith("model.layers.0.") or not name.startswith("model.layers.")
+    ]
+    return [name.removeprefix("model.layers.0.") for name in first_layer]
 
 
-def test_words_are_what_they_mean_in_every_family(archs: dict[str, ArchitectureConfig]) -> None:
+def test_words_select_parameters(archs: dict[str, ArchitectureConfig]) -> None:
     dense = names(archs["qwen3"], "attention", "embeddings")
     of_attention = [f"self_attn.{x}.weight" for x in ("q_norm", "k_norm", "q_proj", "k_proj", "v_proj", "o_proj")]
     assert sorted(dense) == sorted(["model.embed_tokens.weight", *of_attention])
@@ -39,7 +41,7 @@ def test_words_are_what_they_mean_in_every_family(archs: dict[str, ArchitectureC
     assert frozen_parameters(archs["qwen3"], ()) == ()
 
 
-def test_patterns_are_of_names_as_files_have_them(archs: dict[str, ArchitectureConfig]) -> None:
+def test_patterns_match_names_of_files(archs: dict[str, ArchitectureConfig]) -> None:
     assert names(archs["qwen3"], "model.layers.0.mlp.*") == [
         "mlp.gate_proj.weight",
         "mlp.up_proj.weight",
@@ -50,22 +52,22 @@ def test_patterns_are_of_names_as_files_have_them(archs: dict[str, ArchitectureC
     assert len(experts) == archs["qwen3_moe"].experts and all("experts" in name for name in experts)
 
 
-def test_of_a_model_with_adapters_these_are_frozen(archs: dict[str, ArchitectureConfig]) -> None:
-    """Only they are trained: those of what is named stay as they begin, at nothing."""
+def test_adapters_of_frozen_weights_are_frozen(archs: dict[str, ArchitectureConfig]) -> None:
+    """With LoRA only adapters are trained. Adapters of the selected weights keep their initial value of zero."""
     lora = LoraShape.of(archs["qwen3"], 4, 8.0, ["q_proj", "v_proj", "down_proj"])
-    found = names(archs["qwen3"], "attention", lora=lora)
+    frozen = names(archs["qwen3"], "attention", lora=lora)
     ends = ("q_proj.lora_A.weight", "v_proj.lora_A.weight", "q_proj.lora_B.weight", "v_proj.lora_B.weight")
-    assert sorted(found) == sorted(f"self_attn.{end}" for end in ends)
+    assert sorted(frozen) == sorted(f"self_attn.{end}" for end in ends)
     assert names(archs["qwen3"], "embeddings", lora=lora) == []
 
 
-def test_one_word_is_a_list_of_one() -> None:
+def test_single_word_equals_a_list() -> None:
     assert load_config(BASE, ["critic.freeze=attention"]).critic.freeze == ("attention",)  # type: ignore[union-attr]
     assert load_config(BASE, []).critic.freeze == ()  # type: ignore[union-attr]
 
 
 @pytest.mark.parametrize(
-    ("family", "freeze", "words"),
+    ("family", "freeze", "message"),
     [
         ("qwen3", "[model.layer.0.*]", "'model.layer.0.*' matches no tensor of a qwen3, such as model.layers.0."),
         (
@@ -79,23 +81,24 @@ def test_one_word_is_a_list_of_one() -> None:
         ("qwen3", "3", "3 must be attention, embeddings, or a list"),
     ],
 )
-def test_what_cannot_be_frozen_is_refused(
-    family: str, freeze: str, words: str, archs: dict[str, ArchitectureConfig]
+def test_invalid_freeze_values_are_rejected(
+    family: str, freeze: str, message: str, archs: dict[str, ArchitectureConfig]
 ) -> None:
     with pytest.raises(ConfigError) as error:
         derive(load_config(BASE, [f"critic.freeze={freeze}"]), 1, archs[family])
-    assert words in str(error.value)
+    assert message in str(error.value)
 
 
-def test_adapters_must_be_left_in_every_layer(archs: dict[str, ArchitectureConfig]) -> None:
-    given = ["critic.freeze=attention", "critic.lora={rank: 4, alpha: 8, targets: [q_proj, o_proj]}"]
+def test_each_layer_needs_a_trainable_adapter(archs: dict[str, ArchitectureConfig]) -> None:
+    overrides = ["critic.freeze=attention", "critic.lora={rank: 4, alpha: 8, targets: [q_proj, o_proj]}"]
     with pytest.raises(ConfigError, match="all parameters of layer 0 are frozen"):
-        derive(load_config(BASE, given), 1, archs["qwen3"])
-    derive(load_config(BASE, [given[0], given[1].replace("o_proj", "up_proj")]), 1, archs["qwen3"])
+        derive(load_config(BASE, overrides), 1, archs["qwen3"])
+    derive(load_config(BASE, [overrides[0], overrides[1].replace("o_proj", "up_proj")]), 1, archs["qwen3"])
 
 
-def test_a_run_goes_on_with_what_it_froze() -> None:
-    """A checkpoint has no moments of the rest; the order of words says nothing, nor does a run of before."""
+def test_resumed_run_needs_the_same_frozen_weights() -> None:
+    """A checkpoint has no optimizer moments of frozen weights. The order of words does not matter. Older runs
+    without the setting are equal to an empty list."""
     now = load_config(BASE, ["critic.freeze=[attention, embeddings]"])
     before = now.model_dump(mode="json")
     assert tensor_changes(before, load_config(BASE, ["critic.freeze=[embeddings, attention]"])) is None

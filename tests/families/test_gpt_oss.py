@@ -1,4 +1,4 @@
-"""gpt-oss as the planner and the rules see it: counted as transformers builds it, and what does not go with it."""
+"""gpt-oss in the planner and in the rules: parameter counts of transformers, and unsupported settings."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ MODELS = ROOT / "configs" / "models"
 SHIPPED = ROOT / "configs" / "gpt_oss_20b_8gpu_gsm8k.yaml"
 
 
-def test_parameters_are_those_of_transformers() -> None:
-    """Sinks and biases too, on whichever rank they are."""
+def test_parameter_counts_match_transformers() -> None:
+    """The counts include sinks and biases on each rank."""
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(MODELS / "gpt-oss-20b"))
     per_layer = sum(p.numel() for p in model.model.layers[0].parameters())
@@ -35,7 +35,7 @@ def test_parameters_are_those_of_transformers() -> None:
     total, *active = model_sizes(models.actor)
     assert total == sum(p.numel() for p in model.parameters()) == 20_914_757_184
     embedding = 201088 * 2880
-    assert sum(active) == total - embedding - 24 * of_experts * 28 // 32  # 4 of 32 experts, an embedding is looked up
+    assert sum(active) == total - embedding - 24 * of_experts * 28 // 32  # 4 of 32 experts and no embedding
     role = make_setup(config, models, 8, on_cuda=True).actor
     for stage in range(2):
         assert role.expert_parameters(stage) == 12 * of_experts // 4
@@ -43,21 +43,21 @@ def test_parameters_are_those_of_transformers() -> None:
         assert shared == 12 * (per_layer - of_experts) + embedding + (2880 if stage else 0)
 
 
-def test_random_weights_have_sinks_that_differ_and_biases_of_zero(tmp_path: Path) -> None:
-    """As transformers draws them."""
+def test_random_weights_have_random_sinks_and_zero_biases(tmp_path: Path) -> None:
+    """The distribution matches transformers."""
     arch = read_architecture(write_model(tmp_path / "m", "gpt_oss", 1))
     source = RandomSource(arch, 3)
     sinks = torch.cat([source.read(Piece(f"model.layers.{n}.self_attn.sinks", 0, 0, 4)) for n in range(4)])
-    assert len(sinks.unique()) == 16 and 0.05 < float(sinks.std()) < 0.4  # of 0.15
+    assert len(sinks.unique()) == 16 and 0.05 < float(sinks.std()) < 0.4  # expected 0.15
     biases = [name for name in tensor_shapes(arch) if name.endswith(".bias")]
     assert len(biases) == 4 * (4 + 1 + 8 * 3)
     assert not any(source.read(Piece(name, 0, 0, tensor_shapes(arch)[name][0])).any() for name in biases)
 
 
 @pytest.mark.parametrize("targets", ["all", "[q_proj]"])
-def test_adapters_are_refused(targets: str) -> None:
+def test_adapters_are_rejected(targets: str) -> None:
     arch = read_models(load_config(SHIPPED), MODELS).models.actor
-    assert LoraShape.of(arch, 4, 8.0, "all").targets  # the rule alone keeps them away
+    assert LoraShape.of(arch, 4, 8.0, "all").targets  # only the rule rejects adapters
     settings = load_config(SHIPPED, [f"actor.lora={{rank: 4, alpha: 8, targets: {targets}}}"])
     with pytest.raises(ConfigError, match="adapters of a gpt_oss are not supported; train its weights, and remove"):
         derive(settings, 8, arch)

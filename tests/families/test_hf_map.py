@@ -42,7 +42,7 @@ from tests.support.models import VOCAB, stored_parameters, write_model
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("tied", [False, True])
 @pytest.mark.parametrize("tp", [1, 2])
-def test_cutting_and_joining_gives_the_model_back(tmp_path: Path, family: str, tied: bool, tp: int) -> None:
+def test_sharding_and_joining_restores_the_model(tmp_path: Path, family: str, tied: bool, tp: int) -> None:
     folder = write_model(tmp_path / "m", family, 1, tie_word_embeddings=tied)
     arch = architecture(AutoConfig.from_pretrained(folder))
     reference = dict(stored_parameters(AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)))
@@ -63,9 +63,10 @@ def test_cutting_and_joining_gives_the_model_back(tmp_path: Path, family: str, t
 
 
 @pytest.mark.parametrize("family", ["qwen2", "qwen3_moe"])
-def test_what_is_cut_and_what_is_stored_whole(tmp_path: Path, family: str) -> None:
-    """What reads a layer's input is cut by its outputs, what writes its output by its inputs; experts and norms are
-    whole. Checkpoints have query, key and value in one tensor, gate and up in one each."""
+def test_sharding_and_storage_of_parameters(tmp_path: Path, family: str) -> None:
+    """Matrices that read the input of a layer are split by outputs, and matrices that write the output by inputs.
+    Experts and norms are not split. Checkpoints store query, key and value in one tensor, and gate and up
+    separately."""
     arch = architecture(AutoConfig.from_pretrained(write_model(tmp_path / "m", family, 1)))
     for entry in model_parameters(arch):
         last = entry.hf[0].split(".")[-2]
@@ -77,14 +78,15 @@ def test_what_is_cut_and_what_is_stored_whole(tmp_path: Path, family: str) -> No
             assert entry.stored == {name: (name,) for name in entry.hf}
 
 
-def test_groups_of_heads_follow_each_other(tmp_path: Path) -> None:
-    """Of four groups of two query heads of 8 channels, a key and a value, the second of two ranks has the last two."""
+def test_shard_has_consecutive_groups_of_heads(tmp_path: Path) -> None:
+    """The model has four groups of two query heads, one key and one value with 8 channels. The second of two ranks
+    has the last two groups."""
     folder = write_model(tmp_path / "m", "llama", 1, hidden_size=64, num_attention_heads=8, num_key_value_heads=4)
     arch = architecture(AutoConfig.from_pretrained(folder))
     entry = next(p for p in model_parameters(arch) if p.kind == "qkv")
     rows = (("q", 32, 48), ("k", 16, 24), ("v", 16, 24), ("q", 48, 64), ("k", 24, 32), ("v", 24, 32))
-    wanted = [Piece(f"model.layers.0.self_attn.{name}_proj.weight", 0, start, stop) for name, start, stop in rows]
-    assert pieces(arch, entry, 1, 2, VOCAB + 1) == wanted
+    expected = [Piece(f"model.layers.0.self_attn.{name}_proj.weight", 0, start, stop) for name, start, stop in rows]
+    assert pieces(arch, entry, 1, 2, VOCAB + 1) == expected
     assert shard_shape(arch, entry, 2, VOCAB + 1) == (64, 64)
     assert entry.engine_name == "model.layers.0.self_attn.qkv_proj.weight"
     alone = next(p for p in model_parameters(arch) if p.kind == "row")
@@ -105,7 +107,7 @@ def test_random_weights_do_not_depend_on_the_layout(tmp_path: Path) -> None:
     assert not torch.equal(other, whole)
 
 
-def test_experts_are_shared_out_whole(tmp_path: Path) -> None:
+def test_experts_are_distributed_without_splits(tmp_path: Path) -> None:
     arch = architecture(AutoConfig.from_pretrained(write_model(tmp_path / "m", "qwen3_moe", 1)))
     experts = [p for p in model_parameters(arch) if p.expert is not None]
     assert sum(p.elements for p in experts[:2]) == expert_parameters(arch)
@@ -113,12 +115,12 @@ def test_experts_are_shared_out_whole(tmp_path: Path) -> None:
     assert [expert_share(arch, p, 4) for p in experts[::2] if p.layer == 1] == [0, 0, 1, 1, 2, 2, 3, 3]
     assert {expert_share(arch, p, 4) for p in model_parameters(arch) if p.expert is None} == {None}
     every = sum(p.elements for p in model_parameters(arch))
-    # Two of eight experts work for a token, and its embedding is looked up.
+    # A token uses two of eight experts. The embedding is only a lookup.
     assert multiplied_parameters(arch) == every - 4 * 6 * expert_parameters(arch) - VOCAB * 32
 
 
 @pytest.mark.parametrize(
-    ("changes", "words"),
+    ("changes", "message"),
     [
         ({"decoder_sparse_step": 2}, "decoder_sparse_step 2 with mlp_only_layers"),
         ({"mlp_only_layers": [0]}, "use a model with experts in every layer"),
@@ -126,19 +128,19 @@ def test_experts_are_shared_out_whole(tmp_path: Path) -> None:
         ({"attention_bias": True}, "attention_bias: true is not supported"),
     ],
 )
-def test_experts_that_are_not_covered_are_refused(tmp_path: Path, changes: dict[str, Any], words: str) -> None:
+def test_unsupported_expert_settings_are_rejected(tmp_path: Path, changes: dict[str, Any], message: str) -> None:
     config = AutoConfig.from_pretrained(write_model(tmp_path / "m", "qwen3_moe", 1))
     for name, value in changes.items():
         setattr(config, name, value)
-    with pytest.raises(ValueError, match=words.replace("[", "\\[")):
+    with pytest.raises(ValueError, match=message.replace("[", "\\[")):
         architecture(config)
 
 
 FUSED = {"input_layernorm": "self_attention.linear_qkv.layer_norm_", "pre_mlp_layernorm": "mlp.linear_fc1.layer_norm_"}
 
 
-def held_model(arch: ArchitectureConfig, names: Iterable[str]) -> RoleModel:
-    """A model of one chunk that holds parameters of these names, of no size."""
+def model_with(arch: ArchitectureConfig, names: Iterable[str]) -> RoleModel:
+    """Return a model of one chunk with empty parameters of these names."""
     chunk: Any = nn.Module()
     for name in names:
         *path, last = name.split(".")
@@ -159,7 +161,7 @@ def held_model(arch: ArchitectureConfig, names: Iterable[str]) -> RoleModel:
 
 
 def transformer_engine_names(arch: ArchitectureConfig) -> list[str]:
-    """What the parameters are called in layers whose norms are part of the linear layers behind them."""
+    """Return the parameter names for layers with norms that are fused into linear layers."""
     names = [p.megatron for p in model_parameters(arch)]
     for norm, fused in FUSED.items():
         names = [name.replace(f"{norm}.", fused) for name in names]
@@ -168,30 +170,30 @@ def transformer_engine_names(arch: ArchitectureConfig) -> list[str]:
 
 @pytest.fixture(scope="module")
 def llama_8b(tmp_path_factory: pytest.TempPathFactory) -> ArchitectureConfig:
-    """The names of Llama 3 8B's 291 tensors, with small shapes."""
+    """Return an architecture with the 291 tensor names of Llama 3 8B and small shapes."""
     folder = write_model(tmp_path_factory.mktemp("8b"), "llama", 1)
     return dataclasses.replace(architecture(AutoConfig.from_pretrained(folder)), layers=32)
 
 
-def test_transformer_engine_names_are_the_parameters_of_the_map(llama_8b: ArchitectureConfig) -> None:
+def test_transformer_engine_names_map_to_all_parameters(llama_8b: ArchitectureConfig) -> None:
     names = transformer_engine_names(llama_8b)
     assert len(set(names) - {p.megatron for p in model_parameters(llama_8b)}) == 64
-    model = held_model(llama_8b, names)
+    model = model_with(llama_8b, names)
     model.check_names()
-    here = [held.entry for held in model.parameters_here()]
-    assert here == list(model_parameters(llama_8b))
-    assert sum(len(p.hf) for p in here) == 291
+    entries = [parameter.entry for parameter in model.parameters_here()]
+    assert entries == list(model_parameters(llama_8b))
+    assert sum(len(p.hf) for p in entries) == 291
 
 
-def test_a_parameter_that_the_map_does_not_know_is_an_error(llama_8b: ArchitectureConfig) -> None:
+def test_unknown_parameter_is_an_error(llama_8b: ArchitectureConfig) -> None:
     names = [*transformer_engine_names(llama_8b), "decoder.layers.3.mlp.linear_fc1.layer_norm_bias"]
     with pytest.raises(RunError, match=r"parameters that are not in the map, such as decoder.layers.3.*norm_bias"):
-        held_model(llama_8b, names).check_names()
+        model_with(llama_8b, names).check_names()
 
 
-def test_an_entry_of_the_map_that_nobody_holds_is_an_error(llama_8b: ArchitectureConfig, world_of_one: None) -> None:
+def test_missing_parameter_is_an_error(llama_8b: ArchitectureConfig, world_of_one: None) -> None:
     names = [name for name in transformer_engine_names(llama_8b) if "layers.7.mlp.linear_fc1.layer" not in name]
-    model = held_model(llama_8b, names)
+    model = model_with(llama_8b, names)
     with pytest.raises(
         RunError, match=r"too few parameters for the map, such as decoder.layers.7.pre_mlp_layernorm.weight"
     ):
@@ -203,23 +205,23 @@ def test_an_entry_of_the_map_that_nobody_holds_is_an_error(llama_8b: Architectur
         WeightStream(role, 1 << 30)
 
 
-def test_names_are_said_by_the_first_copy_alone(llama_8b: ArchitectureConfig, monkeypatch: pytest.MonkeyPatch) -> None:
-    """So that what a rank hears does not grow with the world."""
-    model = held_model(llama_8b, transformer_engine_names(llama_8b))
-    names = [held.entry.megatron for held in model.parameters_here()]
-    said: list[list[str]] = []
+def test_only_the_first_replica_sends_names(llama_8b: ArchitectureConfig, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The size of the gathered names does not grow with the world size."""
+    model = model_with(llama_8b, transformer_engine_names(llama_8b))
+    names = [parameter.entry.megatron for parameter in model.parameters_here()]
+    sent: list[list[str]] = []
 
-    def heard(own: list[str]) -> list[list[str]]:
-        said.append(own)
+    def record(own: list[str]) -> list[list[str]]:
+        sent.append(own)
         return [names] * 8
 
-    monkeypatch.setattr(stream, "all_gather_objects", heard)
+    monkeypatch.setattr(stream, "all_gather_objects", record)
     for rank in range(8):
         with fake_world(rank, 8):
             runtime = Runtime(rank, 8, 0, torch.device("cpu"))
             grid = Grid(range(8), 2, 1, cp=2)
             WeightStream(LocalRole(Placement("actor", grid, 1, 1, SampleCost(1, 0)), model, runtime), 1 << 30)
-    assert said == [names] + [[]] * 7
+    assert sent == [names] + [[]] * 7
 
 
 @pytest.fixture
@@ -239,26 +241,26 @@ def test_padding_rows_are_zero(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("changes", "words"),
+    ("changes", "message"),
     [
         ({"intermediate_size": 64}, "do not fit the configuration"),
         ({"num_hidden_layers": 5}, "has no tensor 'model.layers.4"),
     ],
 )
-def test_weights_that_do_not_fit_are_named(tmp_path: Path, changes: dict[str, int], words: str) -> None:
+def test_mismatched_weights_are_reported(tmp_path: Path, changes: dict[str, int], message: str) -> None:
     folder = write_model(tmp_path / "m", "llama", 1)
     config = AutoConfig.from_pretrained(folder)
     for name, value in changes.items():
         setattr(config, name, value)
     arch = architecture(config)
     source = SafetensorsSource(folder, arch)
-    with pytest.raises(ValueError, match=words):
+    with pytest.raises(ValueError, match=message):
         for entry in model_parameters(arch):
             for piece in pieces(arch, entry, 0, 1, VOCAB):
                 source.read(piece)
 
 
-def test_a_folder_without_weights_is_refused(tmp_path: Path) -> None:
+def test_folder_without_weights_is_rejected(tmp_path: Path) -> None:
     arch = architecture(AutoConfig.from_pretrained(write_model(tmp_path / "m", "llama", 1)))
     with pytest.raises(ValueError, match="has no model.safetensors; save the model as safetensors"):
         SafetensorsSource(tmp_path, arch)

@@ -1,4 +1,4 @@
-"""Every family on every layout computes what transformers computes, and streams the weights it was given."""
+"""Each family on each layout matches transformers and streams the loaded weights."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ EXTRAS: dict[str, dict[str, Any]] = {
     "uneven": {"tp": 1, "pp": 3, "chunk_layers": [1, 2, 1]},
     "recompute": {"tp": 2, "pp": 1, "train": True, "recompute": "full"},
     "selective": {"tp": 1, "pp": 2, "train": True, "recompute": "selective"},
-    "tp2-pp2-apart": {"tp": 2, "pp": 2, "others": 1},  # weights on a rank that has none
+    "tp2-pp2-apart": {"tp": 2, "pp": 2, "others": 1},  # the last rank has no weights
     "one_bucket": {"tp": 2, "pp": 1, "bucket_bytes": 1 << 30},
     "transformer_engine_names": {"tp": 2, "pp": 1, "fused": True, "train": True},
 }
@@ -67,7 +67,7 @@ GLM: dict[str, dict[str, Any]] = {
     "vpp2": {"tp": 1, "pp": 2, "vpp": 2},
     "uneven": {"tp": 1, "pp": 2, "chunk_layers": [1, 3]},
 }
-# Layers of linear attention and of attention in turns, with a last sample of more than one chunk.
+# Linear attention and attention layers alternate. Some samples have more than one chunk.
 QWEN3_NEXT: dict[str, dict[str, Any]] = {
     "one": {"tp": 1, "pp": 1, "tokens": RAGGED},
     "ep2": {"tp": 1, "pp": 1, "dp": 2, "ep": 2, "train": True, "recompute": "selective"},
@@ -83,7 +83,7 @@ QWEN3_5: dict[str, dict[str, Any]] = {
     "sp2": {"tp": 2, "pp": 1, "sp": True, "tokens": RAGGED},
     "pp2": {"tp": 1, "pp": 2, "train": True, "recompute": "selective"},
 }
-# Sinks and windows in each, biases everywhere.
+# Each case has sinks, windows and biases.
 GPT_OSS: dict[str, dict[str, Any]] = {
     "one": {"tp": 1, "pp": 1},
     "tp2": {"tp": 2, "pp": 1, "sp": True},
@@ -92,7 +92,7 @@ GPT_OSS: dict[str, dict[str, Any]] = {
     "tp2-ep2": {"tp": 2, "pp": 1, "sp": True, "ep": 2, "train": True, "recompute": "full"},
     "cp2": {"tp": 1, "pp": 1, "cp": 2, "train": True},
 }
-# Queries made of the hidden state, experts in one group; channels turned as other families turn them; context ranks.
+# Queries without a latent and one group of experts, rotation like in other families, and context ranks.
 LATENT: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "moonlight-tp2": ({"q_lora_rank": None, "n_group": 1, "topk_group": 1}, {"tp": 2, "pp": 1, "sp": True}),
     "neighbours-apart": ({"q_lora_rank": None, "rope_interleave": False}, {"tp": 2, "pp": 1}),
@@ -107,7 +107,7 @@ GEMMA: dict[str, dict[str, Any]] = {
     "cp2": {"tp": 1, "pp": 1, "cp": 2, "train": True},
 }
 SLIDING = {"use_sliding_window": True, "sliding_window": 7}
-# Ranks that share out the tokens, with a window where the family has one.
+# Context parallel ranks, with a window if the family supports windows.
 CONTEXT: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
     "mistral-cp2": ("mistral", {"sliding_window": 7}, {"tp": 1, "pp": 1, "cp": 2, "train": True}),
     "llama-cp3": ("llama", {"num_key_value_heads": 1}, {"tp": 1, "pp": 1, "cp": 3, "recompute": "full", "train": True}),
@@ -119,7 +119,7 @@ CONTEXT: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
     ),
 }
 
-# As on CUDA, in Triton's interpreter.
+# The kernels of CUDA in the interpreter of Triton.
 KERNELS: dict[str, Any] = {"tp": 1, "pp": 1, "train": True, "kernels": True}
 SETTINGS: dict[str, tuple[str, dict[str, Any]]] = {
     "sliding": ("qwen3", {**SLIDING, "max_window_layers": 0}),
@@ -129,7 +129,7 @@ SETTINGS: dict[str, tuple[str, dict[str, Any]]] = {
 }
 
 
-# As transformers' classifiers, TRL and OpenRLHF write the head of a value model.
+# Value heads in the formats of transformers, TRL and OpenRLHF.
 HEADS: dict[str, tuple[str, float | None, dict[str, Any]]] = {
     "transformers": ("score", 0.5, {"tp": 2, "pp": 1, "sp": True}),
     "trl": ("v_head.summary", -0.5, {"tp": 1, "pp": 2}),
@@ -137,7 +137,7 @@ HEADS: dict[str, tuple[str, float | None, dict[str, Any]]] = {
 }
 
 
-# SmolLM2's proportions: 9 heads and 3 key/value heads rule TP2 out.
+# The proportions of SmolLM2: 9 heads and 3 key/value heads exclude TP2.
 NINE_HEADS = {"hidden_size": 72, "num_attention_heads": 9, "num_key_value_heads": 3, "tie_word_embeddings": True}
 OUTSIDE = "tests.support.outside_family:FAMILY"
 Case = dict[str, Any]
@@ -145,7 +145,7 @@ FAMILIES = ("llama", "qwen2", "qwen3", "mistral")
 
 
 def named_cases() -> Iterator[tuple[str, Callable[[Path], Case]]]:
-    """What writes a model into a folder, and says what the worker is to do with it."""
+    """Yield the name of each case and a function that writes the model and returns the request for the worker."""
     for family, tied, (name, layout) in itertools.product(FAMILIES, (False, True), LAYOUTS.items()):
         changes: dict[str, Any] = {"sliding_window": 7} if family == "mistral" else {}
         changes["tie_word_embeddings"] = tied
@@ -153,7 +153,7 @@ def named_cases() -> Iterator[tuple[str, Callable[[Path], Case]]]:
     for name, extra in EXTRAS.items():
         yield f"qwen3-{name}", partial(plain_case, "qwen3", {"tie_word_embeddings": True}, extra)
     for name, layout in EXPERTS.items():
-        raw = name.startswith("raw")  # the weights of a token's experts as the softmax over all gives them
+        raw = name.startswith("raw")  # the softmax over all experts without normalisation
         yield f"qwen3_moe-{name}", partial(plain_case, "qwen3_moe", {"norm_topk_prob": not raw}, layout)
     for name, layout in MIXTRAL.items():
         yield f"mixtral-{name}", partial(plain_case, "mixtral", {"sliding_window": 7}, layout)
@@ -206,7 +206,7 @@ def critic_case(family: str, head: str, bias: float | None, layout: Case, root: 
 
 
 def float8_case(root: Path) -> Case:
-    """Compared with a plain model of the numbers that it stands for."""
+    """Return the case of a float8 model that is compared with the dequantised model."""
     model = write_model(root / "model", "qwen3", 3, tie_word_embeddings=False)
     plain = quantise(model, root / "float8", (16, 9))
     tensors = {name: tensor.float() for name, tensor in plain.items()}
@@ -217,18 +217,18 @@ def float8_case(root: Path) -> Case:
 CASES = dict(named_cases())
 
 
-_TELLING = ("partial_yarn", "tp2", "pp2", "tp2-ep2", "cp2", "moonlight-tp2", "neighbours-apart", "groups", "critic")
-"""Layouts and settings in which a family may differ from others."""
+_DISTINCT = ("partial_yarn", "tp2", "pp2", "tp2-ep2", "cp2", "moonlight-tp2", "neighbours-apart", "groups", "critic")
+"""Layouts and settings with code that is specific to a family."""
 
 
 def is_covered(name: str) -> bool:
-    """Whether other cases say it: Qwen3 has every layout, tied and untied, and so have its experts; the other families
-    that are part of megappo have those in which they may differ."""
+    """Return whether the case is covered by other cases. Qwen3 and its variant with experts run all layouts. The other
+    families of megappo run only distinct layouts."""
     family, _, layout = name.partition("-")
     if family in FAMILIES and layout.startswith(("tied", "untied")):
         return family != "qwen3" and layout not in ("untied-tp2", "untied-pp2")
     others = MIXTURES | GEMMAS | {"qwen3_5_text"}
-    return family in others and layout not in _TELLING
+    return family in others and layout not in _DISTINCT
 
 
 MIXTURES = {"mixtral", "glm4_moe", "gpt_oss", "deepseek_v3", "qwen3_next"}
@@ -238,27 +238,27 @@ ENOUGH = ("qwen3-tied-tp2", "qwen3-tied-pp2", "qwen3_moe-tp2-ep2", "outside-tp2"
 
 @pytest.mark.versions
 @pytest.mark.parametrize("name", cases(CASES, quick=ENOUGH, exhaustive=[*filter(is_covered, CASES)]))
-def test_equals_transformers_and_streams_what_was_loaded(tmp_path: Path, name: str) -> None:
+def test_models_match_transformers_and_stream_weights(tmp_path: Path, name: str) -> None:
     case = CASES[name](tmp_path)
     processes = max(2, case["tp"] * case["pp"] * case.get("dp", 1) * case.get("cp", 1) + case.get("others", 0))
-    found: dict[str, Any] = ask("model_worker.py", processes, case)
-    assert found["largest"] > 1  # the model says something
-    # Nats, or of a value its part of the largest one.
-    assert found["error"] < 1e-5 * (found["largest"] if "value_head_std" in case else 1)
-    assert found["stream"] == 0
-    # Two microbatches through two layers; queries and keys are rotated, and back.
-    assert found["launches"] == ([4, 4, 16] if case.get("kernels") else [0, 0, 0])
+    result: dict[str, Any] = ask("model_worker.py", processes, case)
+    assert result["largest"] > 1  # the model has distinct predictions
+    # Nats, or the relative error for values.
+    assert result["error"] < 1e-5 * (result["largest"] if "value_head_std" in case else 1)
+    assert result["stream"] == 0
+    # Two microbatches, two layers, and rotations of queries and keys forward and backward.
+    assert result["launches"] == ([4, 4, 16] if case.get("kernels") else [0, 0, 0])
 
 
 @pytest.mark.parametrize("family", ["glm4_moe", "deepseek_v3"])
-def test_biases_of_routers_are_never_rounded(tmp_path: Path, family: str) -> None:
-    """A bfloat16 of a bias is coarser than the scores that it is added to. Of GLM, routers are in float32 too."""
+def test_router_biases_are_not_rounded(tmp_path: Path, family: str) -> None:
+    """A bfloat16 bias would be coarser than the scores. The routers of GLM are also in float32."""
     folder = write_model(tmp_path / "model", family, 3)
-    found: dict[str, Any] = ask(
+    result: dict[str, Any] = ask(
         "model_worker.py", 2, {"folder": str(folder), "tp": 1, "pp": 2, "dtype": "bfloat16", "train": True}
     )
     gates = [f"model.layers.{layer}.mlp.gate" for layer in (1, 2, 3)]
     biases = [f"{gate}.e_score_correction_bias" for gate in gates]
-    assert found["float32"] == sorted([*biases, *(f"{gate}.weight" for gate in gates if family == "glm4_moe")])
-    assert found["unrounded"] == biases
-    assert 1e-5 < found["error"] < 1  # of bfloat16
+    assert result["float32"] == sorted([*biases, *(f"{gate}.weight" for gate in gates if family == "glm4_moe")])
+    assert result["unrounded"] == biases
+    assert 1e-5 < result["error"] < 1  # rounding of bfloat16

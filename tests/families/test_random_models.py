@@ -1,4 +1,4 @@
-"""Random families, configurations, layouts and options compute what transformers computes, or are refused.
+"""Random families, configurations, layouts and options match transformers or are rejected.
 
 A case is drawn from its seed: `python -m tests.families.test_random_models SEED` prints and runs one.
 """
@@ -30,7 +30,7 @@ CASES = 10
 """Cases of a test, which share two processes."""
 BATCHES = 50
 SEEDS = 3 * CASES
-"""Seeds of a test, enough to have so many models that are not refused."""
+"""Seeds of a test, enough for `CASES` supported models."""
 RATE, EPS = 0.01, 0.01
 LOGPROB_TOLERANCE = 2e-5
 """In nats, against float64."""
@@ -51,7 +51,7 @@ def overrides_of(model: RandomModel, folder: Path) -> list[str]:
 
 
 def refusal(model: RandomModel, folder: Path) -> list[str]:
-    """Problems for which the model or its layout is refused; empty for a supported one."""
+    """Return the reasons to reject the model or the layout. The list is empty for a supported model."""
     try:
         check_run(load_config(BASE, overrides_of(model, folder)), 2)
     except ConfigError as error:
@@ -66,8 +66,8 @@ def tokens_of(model: RandomModel, vocabulary: int) -> list[list[int]]:
 
 
 def expected(model: RandomModel, folder: Path, tokens: list[list[int]]) -> tuple[list[Tensor], dict[str, Any]]:
-    """Log-probabilities, and of each tensor its value before and after one AdamW update on their sum, by transformers
-    and torch in float64."""
+    """Return log-probabilities, and the value of each tensor before and after one AdamW update on their sum. The
+    values are computed with transformers and torch in float64."""
     exact: dict[str, Any] = {"dtype": torch.float64, "experts_implementation": "eager", "attn_implementation": "eager"}
     lm: Any = AutoModelForCausalLM.from_pretrained(folder, **exact)
     lm.train()
@@ -94,17 +94,17 @@ def expected(model: RandomModel, folder: Path, tokens: list[list[int]]) -> tuple
     return [row.detach() for row in logprobs], {name: (before[name], after[name]) for name in after}
 
 
-def compare(model: RandomModel, found: list[list[float]], out: Path, truth: tuple[list[Tensor], dict[str, Any]]) -> str:
-    """The largest errors of a case, as text; it begins with "wrong" where they are too large."""
+def compare(model: RandomModel, rows: list[list[float]], out: Path, truth: tuple[list[Tensor], dict[str, Any]]) -> str:
+    """Return the largest errors of a case as text. The text starts with "wrong" if an error is too large."""
     logprobs, weights = truth
-    gap = max(float((torch.tensor(row).double() - t).abs().max()) for row, t in zip(found, logprobs, strict=True))
+    gap = max(float((torch.tensor(row).double() - t).abs().max()) for row, t in zip(rows, logprobs, strict=True))
     mine = load_file(out)
     if mine.keys() != weights.keys():
         return f"wrong: {model}: {mine.keys() ^ weights.keys()}"
     errors = {name: float((mine[name].double() - after).norm()) for name, (_, after) in weights.items()}
     paths = {name: float((after - before).norm()) for name, (before, after) in weights.items()}
     path = sum(p**2 for p in paths.values()) ** 0.5
-    # A tensor without a gradient, such as the router of one expert, moves by rounding alone.
+    # A tensor without a gradient, such as the router of one expert, changes only by rounding.
     shares = {name: errors[name] / (paths[name] + 1e-3 * path) for name in errors}
     worst, whole = max(shares, key=lambda name: shares[name]), sum(e**2 for e in errors.values()) ** 0.5 / path
     text = f"{model}: gap {gap:.2g} nats, update {whole:.2g}, {worst} {errors[worst]:.2g} of {paths[worst]:.2g}"
@@ -113,8 +113,8 @@ def compare(model: RandomModel, found: list[list[float]], out: Path, truth: tupl
 
 
 def check(seeds: Iterable[int], root: Path, most: int = CASES) -> tuple[list[str], list[str]]:
-    """Run the first cases of some seeds that are not refused. Returns the results of the compared ones, and the
-    problems of the refused ones."""
+    """Run the first supported cases of some seeds. Return the results of compared models and the problems of rejected
+    models."""
     models, refused = list[tuple[RandomModel, Path, list[list[int]]]](), list[str]()
     for seed in seeds:
         if len(models) == most:
@@ -131,7 +131,7 @@ def check(seeds: Iterable[int], root: Path, most: int = CASES) -> tuple[list[str
             refused += problems
         else:
             models.append((model, folder, tokens_of(model, model.fields["vocab_size"])))
-    told = [
+    requests = [
         {
             "config": str(BASE),
             "overrides": overrides_of(model, folder),
@@ -141,17 +141,17 @@ def check(seeds: Iterable[int], root: Path, most: int = CASES) -> tuple[list[str
         }
         for model, folder, tokens in models
     ]
-    results = ask("random_models_worker.py", 2, {"cases": told}) if told else []
+    results = ask("random_models_worker.py", 2, {"cases": requests}) if requests else []
     compared = [
-        compare(model, found, Path(f"{folder}.safetensors"), expected(model, folder, tokens))
-        for (model, folder, tokens), found in zip(models, results, strict=True)
+        compare(model, rows, Path(f"{folder}.safetensors"), expected(model, folder, tokens))
+        for (model, folder, tokens), rows in zip(models, results, strict=True)
     ]
     print(*compared, sep="\n")
     return compared, refused
 
 
 @pytest.mark.parametrize("batch", cases(range(BATCHES), quick=[0], exhaustive=range(2, BATCHES)))
-def test_random_models_compute_what_transformers_computes(tmp_path: Path, batch: int) -> None:
+def test_random_models_match_transformers(tmp_path: Path, batch: int) -> None:
     compared, refused = check(range(SEEDS * batch, SEEDS * (batch + 1)), tmp_path)
     assert len(compared) == CASES and not [text for text in compared if text.startswith("wrong")]
     for problem in refused:

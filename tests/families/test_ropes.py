@@ -44,9 +44,9 @@ OWN_ROPES = ("gemma3_text",)
 """Families with a separate rope for each kind of layer. tests/plan/test_wide_attention.py tests Gemma 4."""
 
 
-def given(folder: Path, name: str, part: float | None) -> Any:
-    """The configuration of a folder with a different rope, after saving and loading. A separate rope of
-    layers with a window is not changed."""
+def changed_config(folder: Path, name: str, part: float | None) -> Any:
+    """Return the configuration of a folder with a different rope, after saving and loading. A separate rope of
+    layers with a window does not change."""
     config: Any = AutoConfig.from_pretrained(folder)
     rope: dict[str, Any] = {"rope_type": name.partition("-")[0], "rope_theta": 500.0, **TYPES[name]}
     rope |= {} if part is None else {"partial_rotary_factor": part}
@@ -57,11 +57,11 @@ def given(folder: Path, name: str, part: float | None) -> Any:
 
 
 @pytest.mark.parametrize("family", [family for family in FAMILIES if family != "gemma4_text"])
-def test_ropes_match_transformers_unless_refused(tmp_path: Path, family: str) -> None:
+def test_ropes_match_transformers_or_are_rejected(tmp_path: Path, family: str) -> None:
     folder = write_model(tmp_path / "model", family, 1, num_hidden_layers=2, head_dim=8)
     compared, refused = set[str](), set[str]()
     for name, part in itertools.product(TYPES, PARTS):
-        config = given(folder, name, part)
+        config = changed_config(folder, name, part)
         try:
             arch = architecture(config)
         except ValueError as error:
@@ -74,8 +74,8 @@ def test_ropes_match_transformers_unless_refused(tmp_path: Path, family: str) ->
         assert rotary_scales(arch) == tuple(rope.scale for rope in rotary(arch))
         for number, kind in enumerate(kinds or (None,)):
             of_kind = angles if kind is None or len(kinds) == 1 else ours.of_kind(number, angles)
-            words = {} if kind is None else {"layer_type": kind}
-            cosine, sine = module(torch.zeros(1, len(POSITIONS), 1), POSITIONS[None], **words)
+            options = {} if kind is None else {"layer_type": kind}
+            cosine, sine = module(torch.zeros(1, len(POSITIONS), 1), POSITIONS[None], **options)
             expected = torch.stack((cosine[0], sine[0]))[:, :, None]
             if 2 * expected.shape[-1] == of_kind.shape[-1]:  # gpt-oss stores each pair only once
                 expected = torch.cat((expected, expected), dim=-1)
@@ -101,7 +101,7 @@ DEFAULTS = {("yarn", name): (None,) for name in ("factor", "attention_factor")} 
 
 
 def read_rope(folder: Path, rope: dict[str, Any]) -> Any:
-    """The architecture of a folder with another rope in its config.json."""
+    """Return the architecture of a folder with another rope in config.json."""
     path = folder / "config.json"
     stored = json.loads(path.read_text())
     path.write_text(json.dumps(stored | {"rope_parameters": rope}))
@@ -109,8 +109,9 @@ def read_rope(folder: Path, rope: dict[str, Any]) -> Any:
 
 
 @pytest.mark.parametrize("rope_type", NUMBERS)
-def test_a_number_of_a_rope_is_a_number_in_its_range(tmp_path: Path, rope_type: str) -> None:
-    """Text, null, zero, negative and infinite numbers name their field; values with a default are finite."""
+def test_rope_numbers_are_checked(tmp_path: Path, rope_type: str) -> None:
+    """Errors for text, null, zero, negative and infinite numbers name the field. Values with a default give finite
+    results."""
     folder = write_model(tmp_path / "model", "qwen3", 1)
     good = {"rope_type": rope_type, "rope_theta": 500.0, **TYPES[rope_type]}
     read_rope(folder, good)
@@ -125,7 +126,7 @@ def test_a_number_of_a_rope_is_a_number_in_its_range(tmp_path: Path, rope_type: 
 
 
 @pytest.mark.parametrize("value", ["10000", 0, -1.0, True, None, 10**400])
-def test_a_base_outside_of_the_rope_is_checked(tmp_path: Path, value: Any) -> None:
+def test_base_outside_of_the_rope_is_checked(tmp_path: Path, value: Any) -> None:
     """Files of earlier versions of transformers have `rope_theta` outside of `rope_scaling`."""
     path = write_model(tmp_path / "model", "qwen3", 1) / "config.json"
     stored = json.loads(path.read_text())
@@ -133,8 +134,8 @@ def test_a_base_outside_of_the_rope_is_checked(tmp_path: Path, value: Any) -> No
     path.write_text(json.dumps(stored | {"rope_theta": 5e5}))
     assert read_architecture(path.parent).hf_config.rope_parameters["rope_theta"] == 5e5
     path.write_text(json.dumps(stored | {"rope_theta": value}))
-    words = r"rope_theta of config.json is .*, must be a number above 1 for any rope type"
-    with pytest.raises(ValueError, match=words):
+    message = r"rope_theta of config.json is .*, must be a number above 1 for any rope type"
+    with pytest.raises(ValueError, match=message):
         read_architecture(path.parent)
     path.write_text(json.dumps(stored | {"rope_scaling": {"type": "linear", "factor": value}}))
     with pytest.raises(ValueError, match=r"factor of rope_scaling is .*, must be a number above 0 for rope type 'lin"):
@@ -142,7 +143,7 @@ def test_a_base_outside_of_the_rope_is_checked(tmp_path: Path, value: Any) -> No
 
 
 @pytest.mark.parametrize("rope", [{"rope_theta": -1.0}, {"rope_theta": "10000"}, {"full_attention": {"rope_theta": 0}}])
-def test_a_rope_without_a_type_is_the_default_one(tmp_path: Path, rope: dict[str, Any]) -> None:
+def test_rope_without_a_type_is_the_default_rope(tmp_path: Path, rope: dict[str, Any]) -> None:
     folder = write_model(tmp_path / "model", "qwen3", 1)
     with pytest.raises(
         ValueError, match=r"rope_theta of rope_parameters is .*, must be a number above 1 for rope type"
@@ -150,14 +151,14 @@ def test_a_rope_without_a_type_is_the_default_one(tmp_path: Path, rope: dict[str
         read_rope(folder, rope)
 
 
-def test_the_frequencies_of_llama3_must_rise(tmp_path: Path) -> None:
+def test_frequencies_of_llama3_must_increase(tmp_path: Path) -> None:
     rope = {"rope_type": "llama3", "rope_theta": 500.0, **TYPES["llama3"], "high_freq_factor": 1.0}
     with pytest.raises(ValueError, match=r"high_freq_factor 1.0 of rope_parameters must exceed low_freq_factor 1.0"):
         read_rope(write_model(tmp_path / "model", "qwen3", 1), rope)
 
 
 @pytest.mark.parametrize("family", ["gemma3_text", "gemma4_text"])
-def test_the_rope_of_each_kind_of_layer_is_checked(tmp_path: Path, family: str) -> None:
+def test_rope_of_each_layer_type_is_checked(tmp_path: Path, family: str) -> None:
     folder = write_model(tmp_path / "model", family, 1)
     ropes = json.loads((folder / "config.json").read_text())["rope_parameters"]
     for kind in ropes:
@@ -179,7 +180,7 @@ def test_the_rope_of_each_kind_of_layer_is_checked(tmp_path: Path, family: str) 
         ("initializer_range", -0.02),
     ],
 )
-def test_sizes_are_above_zero(tmp_path: Path, name: str, value: float) -> None:
+def test_sizes_must_be_positive(tmp_path: Path, name: str, value: float) -> None:
     folder = write_model(tmp_path / "model", "qwen3", 1)
     path = folder / "config.json"
     path.write_text(json.dumps(json.loads(path.read_text()) | {name: value}))

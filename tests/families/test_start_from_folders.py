@@ -1,4 +1,5 @@
-"""`start_from` accepts a model folder exactly if its weights compute the same there, by transformers' judgement."""
+"""`start_from` accepts a model folder only if transformers computes the same log-probabilities with its
+configuration."""
 
 from __future__ import annotations
 
@@ -38,7 +39,7 @@ MODELS = {name: (family, changes) for name, family, changes in models()}
 
 
 def alternatives(value: Any) -> list[Any]:
-    """Other values of a field of config.json; none for text and for a list."""
+    """Return other values of a field of config.json. Text and lists have no other values."""
     if isinstance(value, bool):
         return [not value]
     if isinstance(value, int):
@@ -49,7 +50,7 @@ def alternatives(value: Any) -> list[Any]:
 
 
 def changed_fields(content: dict[str, Any]) -> Iterator[tuple[str, dict[str, Any]]]:
-    """(name, config.json) with one number or switch changed, those of ropes included."""
+    """Yield (name, config.json) with one changed number or switch, including the fields of ropes."""
     for name, value in content.items():
         if name in NAMES:
             continue
@@ -63,7 +64,8 @@ def changed_fields(content: dict[str, Any]) -> Iterator[tuple[str, dict[str, Any
 
 
 def logprobs(folder: Path, weights: dict[str, torch.Tensor]) -> torch.Tensor | None:
-    """Log-probabilities of a model with this folder's config.json and these weights; None if the shapes differ."""
+    """Return log-probabilities of a model with the config.json of a folder and these weights, or None if shapes
+    differ."""
     try:
         model: Any = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(folder), dtype=torch.float32).eval()
         model.load_state_dict(weights)
@@ -75,7 +77,7 @@ def logprobs(folder: Path, weights: dict[str, torch.Tensor]) -> torch.Tensor | N
 
 
 @pytest.mark.parametrize("name", MODELS)
-def test_a_folder_is_accepted_only_if_it_computes_the_same(tmp_path: Path, name: str) -> None:
+def test_folder_is_accepted_only_with_equal_results(tmp_path: Path, name: str) -> None:
     family, changes = MODELS[name]
     folder, other = write_model(tmp_path / "model", family, 3, num_hidden_layers=2, **changes), tmp_path / "other"
     model: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
@@ -92,7 +94,7 @@ def test_a_folder_is_accepted_only_if_it_computes_the_same(tmp_path: Path, name:
         try:
             open_origin(str(other), "actor", arch)
             accepted.add(field)
-            assert not is_different, f"{field} changes log-probabilities, and the folder is accepted"
+            assert not is_different, f"{field} changes log-probabilities, but the folder is accepted"
         except (ValueError, ConfigError):
             differing |= {field} if is_different else set()
     assert "rms_norm_eps" in differing and "max_position_embeddings" in (differing if "stretched" in name else accepted)

@@ -1,5 +1,8 @@
-"""How often Triton would compile each kernel over packs of many sizes, in a process without its interpreter: `python -m
-tests.kernels.kernel_keys`. Prints the specialisation keys of each kernel, as JSON; nothing is compiled or run."""
+"""Count how often Triton would compile each kernel for packs of many sizes.
+
+`python -m tests.kernels.kernel_keys` runs in a process without Triton's interpreter and prints the specialisation keys
+of each kernel as JSON. No kernel is compiled or run.
+"""
 
 from __future__ import annotations
 
@@ -35,8 +38,8 @@ KERNELS: dict[Any, tuple[str, ...]] = {
 }
 
 
-class Counted:
-    """Stands in for a kernel and keeps the keys under which Triton would look its binaries up."""
+class CountingKernel:
+    """A stand-in for a kernel that records the keys of the binaries in Triton's cache."""
 
     def __init__(self, kernel: Any) -> None:
         self.keys: set[str] = set()
@@ -46,13 +49,13 @@ class Counted:
     def __getitem__(self, grid: Any) -> Any:
         return self._launch
 
-    def _launch(self, *given: Any, **options: Any) -> None:
-        _, specialization, rest = self._bind(*given, **options)
+    def _launch(self, *arguments: Any, **options: Any) -> None:
+        _, specialization, rest = self._bind(*arguments, **options)
         self.keys.add(f"{specialization} {rest}")
 
 
 def one_pack(size: int, dtype: torch.dtype) -> None:
-    """Everything that a step launches for a pack of so many tokens."""
+    """Launch all kernels of a step for a pack of `size` tokens."""
     hidden = torch.randn(size, FEATURES, dtype=dtype, requires_grad=True)
     weight = torch.randn(VOCABULARY, FEATURES, dtype=dtype, requires_grad=True)
     labels = torch.randint(0, VOCABULARY, (size,))
@@ -70,7 +73,7 @@ def one_pack(size: int, dtype: torch.dtype) -> None:
 
 
 def layers_of(size: int, dtype: torch.dtype) -> None:
-    """An MLP, experts, queries on their own and keys as a view of what the QKV matrix puts out."""
+    """Run an MLP, experts, contiguous queries, and keys that are a view of the QKV output."""
     gate_up = torch.randn(size, 2 * FEATURES, dtype=dtype, requires_grad=True)
     for weights in (None, torch.rand(size)):
         swiglu(gate_up, weights).sum().backward()
@@ -80,9 +83,9 @@ def layers_of(size: int, dtype: torch.dtype) -> None:
 
 
 def main() -> None:
-    """Count over all sizes, in float32 and bfloat16."""
-    CHUNK_BYTES["cpu"] = 6 * VOCABULARY * 128  # chunks of 128 rows, and what is left
-    counted = {name: Counted(getattr(module, name)) for module, names in KERNELS.items() for name in names}
+    """Count the keys over all sizes in float32 and bfloat16."""
+    CHUNK_BYTES["cpu"] = 6 * VOCABULARY * 128  # chunks of 128 rows and a remainder
+    counted = {name: CountingKernel(getattr(module, name)) for module, names in KERNELS.items() for name in names}
     for module, names in KERNELS.items():
         for name in names:
             setattr(module, name, counted[name])

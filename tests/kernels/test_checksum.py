@@ -1,4 +1,4 @@
-"""Checksums of weights on a GPU are those that SGLang's servers compute."""
+"""Checksums of weights on a GPU match the checksums of SGLang servers."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from megappo_kernels.gpu.checksum import TILE, tensor_checksum
 from tests.support.places import ROOT
 
 RAMP = 5163133808615962038
-"""What SGLang 0.5.23 gives int32 from 0 to 29,999."""
+"""Checksum of SGLang 0.5.23 for int32 values from 0 to 29,999."""
 
 
 class OnCuda(Tensor):
-    """Says that it is on a GPU, so that a kernel for GPUs takes it in Triton's interpreter."""
+    """A tensor that reports a GPU device, so that GPU kernels accept the tensor in Triton's interpreter."""
 
     is_cuda = True
 
@@ -30,28 +30,28 @@ def drawn(n: int, dtype: torch.dtype) -> Tensor:
 @pytest.mark.waits  # importing SGLang looks for a free port
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.uint8])
 @pytest.mark.parametrize("n", [0, 1, 3, 2 * TILE, 2 * TILE + 1, 40_003])
-def test_it_is_sglangs_own_checksum(n: int, dtype: torch.dtype) -> None:
-    """Of bytes that fill words and tiles, and of bytes that do not."""
+def test_checksum_matches_sglang(n: int, dtype: torch.dtype) -> None:
+    """The sizes include partial words and partial tiles."""
     theirs = pytest.importorskip("sglang.kernels.ops.memory.gpu_tensor_hash").gpu_tensor_hash
     tensor = drawn(n, dtype)
     assert tensor_checksum(tensor) == theirs(tensor.as_subclass(OnCuda))
 
 
-def test_it_is_that_of_the_content_alone() -> None:
-    """Where it lies in memory, and what is beside it, changes nothing; one bit of it, or its place, does."""
+def test_checksum_depends_only_on_the_content() -> None:
+    """The memory layout and adjacent values do not change the checksum. A changed bit or a changed order does."""
     ramp = torch.arange(30_000, dtype=torch.int32)
     assert tensor_checksum(ramp) == RAMP
-    beside = torch.full((30_000, 3), -1, dtype=torch.int32)
-    beside[:, 1] = ramp
-    assert tensor_checksum(beside[:, 1]) == RAMP
+    padded = torch.full((30_000, 3), -1, dtype=torch.int32)
+    padded[:, 1] = ramp
+    assert tensor_checksum(padded[:, 1]) == RAMP
     for changed in (ramp ^ (torch.arange(30_000) == 29_999).int(), ramp.roll(1), ramp[:-1]):
         assert tensor_checksum(changed) != RAMP
 
 
 @pytest.mark.slow
 @pytest.mark.waits
-def test_a_checksum_imports_nothing_of_sglang() -> None:
-    """Importing it takes a trainer seconds, and fails where transformers finds no torchvision (5.17)."""
+def test_checksum_does_not_import_sglang() -> None:
+    """The import of SGLang takes seconds and fails if transformers 5.17 finds no torchvision."""
     program = """
 import sys, torch
 from megappo.engines.sglang.fingerprint import fingerprint

@@ -1,4 +1,4 @@
-"""Every Triton kernel compiles for every GPU generation, without spills and within its shared memory."""
+"""Each Triton kernel compiles for each GPU generation without spills and within the shared memory."""
 
 from __future__ import annotations
 
@@ -34,10 +34,10 @@ KERNELS = {
 def compiled(
     cache: Path, *arguments: str, triton: Path | None = None, fits: bool = True, **environment: str
 ) -> list[tuple[str, str, str]]:
-    """(chip, bytes spilled, kernel) of every variant; other packages' choices of an assembler do not count.
+    """Return (chip, bytes spilled, kernel) of each variant. Assembler settings of other packages are ignored.
 
-    flashinfer, once imported, names the assembler of PATH in the environment of the process. `triton`: a folder that
-    holds another one than this environment's. `fits`: nothing may spill.
+    The import of flashinfer sets the assembler of PATH in the environment of the process. `triton` is a folder with
+    another version of Triton. With `fits` no kernel may spill.
     """
     folders = [str(ROOT / "kernels"), *([] if triton is None else [str(triton)])]
     environment |= {k: v for k, v in os.environ.items() if not k.startswith("TRITON_")}
@@ -54,8 +54,8 @@ def compiled(
 @pytest.mark.parametrize(
     "chips", [("90",), pytest.param(("80", "100", "120"), marks=pytest.mark.exhaustive)], ids="-".join
 )
-def test_all_kernels_compile_for_all_chips(tmp_path: Path, chips: tuple[str, ...]) -> None:
-    """The fullest combination of each kernel's switches, those with one left out, and the emptiest."""
+def test_kernels_compile_for_all_chips(tmp_path: Path, chips: tuple[str, ...]) -> None:
+    """The variants of each kernel have all switches, all but one switch, or no switch."""
     lines = compiled(tmp_path, "--few", *chips)
     assert {spilled for _, spilled, _ in lines} == {"0"}
     of_chip = Counter((chip, name) for chip, _, name in lines)
@@ -66,11 +66,9 @@ def test_all_kernels_compile_for_all_chips(tmp_path: Path, chips: tuple[str, ...
 @pytest.mark.waits
 @pytest.mark.exhaustive
 @pytest.mark.skipif(shutil.which("ptxas") is None, reason="no CUDA toolkit on PATH")
-def test_the_toolkits_assembler_compiles_them_too(tmp_path: Path) -> None:
-    """It allots registers otherwise than Triton's own, and is taken for Blackwell where flashinfer is imported.
-
-    Every combination of switches.
-    """
+def test_toolkit_assembler_compiles_all_kernels(tmp_path: Path) -> None:
+    """The assembler of the CUDA toolkit allocates registers differently from the assembler of Triton. After an
+    import of flashinfer, Triton uses the toolkit for Blackwell. The test compiles all combinations of switches."""
     own = str(shutil.which("ptxas"))
     lines = compiled(tmp_path, "100", TRITON_PTXAS_BLACKWELL_PATH=own)
     assert {(spilled, name) for _, spilled, name in lines} == {("0", name) for name in KERNELS}
@@ -79,9 +77,10 @@ def test_the_toolkits_assembler_compiles_them_too(tmp_path: Path) -> None:
 
 @pytest.mark.waits
 @pytest.mark.exhaustive
-def test_the_oldest_triton_that_is_allowed_compiles_them(tmp_path: Path) -> None:
-    """That of torch 2.11; its functions cannot return None, and its assembler spills a number of one kernel."""
-    assert "torch>=2.11," in (ROOT / "megappo/requirements.txt").read_text(), "whose Triton is 3.6"
+def test_oldest_supported_triton_compiles_all_kernels(tmp_path: Path) -> None:
+    """Torch 2.11 has the oldest supported Triton, 3.6. Functions cannot return None in Triton 3.6, and the assembler
+    spills one number of one kernel."""
+    assert "torch>=2.11," in (ROOT / "megappo/requirements.txt").read_text(), "torch 2.11 has Triton 3.6"
     folder = tmp_path / "site"
     program = [sys.executable, "-m", "pip", "install", "--quiet", "--disable-pip-version-check", "--no-deps"]
     done = subprocess.run(
@@ -95,9 +94,9 @@ def test_the_oldest_triton_that_is_allowed_compiles_them(tmp_path: Path) -> None
     assert {int(spilled) for _, spilled, _ in lines} <= {0, 8}
 
 
-def test_every_generation_has_a_tile_that_fits() -> None:
-    """The compiler keeps as many parts of both operands in shared memory as there are stages; 8.6, 8.9 and 12 have the
-    least of it. A chip that is not known yet gets the newest's tile."""
+def test_tiles_fit_all_gpu_generations() -> None:
+    """The compiler stores one part of both operands per stage in shared memory. Capabilities 8.6, 8.9 and 12 have
+    the least shared memory. Unknown chips use the tile of the newest chip."""
 
     def needed_bytes(tile: Tile) -> int:
         return tile.stages * (tile.m + tile.n) * tile.k * 2
@@ -108,8 +107,8 @@ def test_every_generation_has_a_tile_that_fits() -> None:
 
 
 @pytest.mark.waits
-def test_packs_of_all_sizes_share_binaries() -> None:
-    """Of each kernel one for each type and switch that a model uses, whatever the numbers of tokens and samples."""
+def test_packs_of_different_sizes_share_binaries() -> None:
+    """Each kernel has one binary per dtype and switch of a model, independent of the numbers of tokens and samples."""
     environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
     environment |= {"PYTHONPATH": str(ROOT / "kernels"), "PYTHONWARNINGS": "ignore"}
     command = [sys.executable, "-m", "tests.kernels.kernel_keys"]
@@ -118,20 +117,20 @@ def test_packs_of_all_sizes_share_binaries() -> None:
     keys = json.loads(done.stdout.splitlines()[-1])
     assert {name: len(of_kernel) for name, of_kernel in keys.items()} == {
         "statistics_kernel": 2,  # float32 and bfloat16 logits
-        "gradient_kernel": 5,  # float32 to itself and to bfloat16, with and without the entropy's; bfloat16 to itself
+        "gradient_kernel": 5,  # float32 to float32 and bfloat16, with and without entropy, and bfloat16
         "fused_kernel": 1,
         "objective_kernel": 1,
         "gae_kernel": 2,  # padded and packed
         "whiten_kernel": 1,
         "swiglu_kernel": 4,  # float32 and bfloat16, with and without weights
         "swiglu_gradient_kernel": 4,
-        "rotation_kernel": 4,  # float32 and bfloat16, there and back
+        "rotation_kernel": 4,  # float32 and bfloat16, forward and backward
     }, json.dumps(keys, indent=1)
 
 
-def test_every_kernel_is_in_the_list() -> None:
-    """A new `@triton.jit` function that is launched must be compiled here too."""
-    found = set()
+def test_all_kernels_are_listed() -> None:
+    """These tests must also compile new `@triton.jit` kernels."""
+    defined = set()
     for path in (ROOT / "kernels" / "megappo_kernels" / "gpu").glob("*.py"):
-        found |= set(re.findall(r"^def (\w+_kernel)\(", path.read_text(), flags=re.M))
-    assert found == KERNELS
+        defined |= set(re.findall(r"^def (\w+_kernel)\(", path.read_text(), flags=re.M))
+    assert defined == KERNELS

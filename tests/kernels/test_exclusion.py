@@ -1,4 +1,4 @@
-"""Rows whose distribution excludes some tokens, as an engine samples below a minimum length, against float64."""
+"""Rows with excluded tokens, as in sampling below a minimum length, compared with float64."""
 
 from __future__ import annotations
 
@@ -23,7 +23,8 @@ TEMPERATURE = 0.7
 
 
 def restricted(kind: str, dtype: torch.dtype, features: int = 24) -> tuple[Head, Exclusion]:
-    """Every other row excludes three tokens, one of which has nearly all of the probability. Row 0 has such a label."""
+    """Return a case and an exclusion. Every second row excludes three tokens, and one of these tokens has nearly all
+    probability. The label of row 0 is an excluded token."""
     case = head(kind, dtype, rows=ROWS, features=features, vocab=VOCAB, padding=3)
     with torch.no_grad():
         case.weight[STOPS[1]] = 3 * case.hidden[2] / case.hidden[2].norm() * 6
@@ -33,7 +34,7 @@ def restricted(kind: str, dtype: torch.dtype, features: int = 24) -> tuple[Head,
 
 
 def expected(exact: Head, exclusion: Exclusion, softcap: float | None) -> tuple[Tensor, Tensor]:
-    """Log-probabilities and entropies of the distributions without the tokens, from their logits in float64."""
+    """Return log-probabilities and entropies of the distributions without the excluded tokens, from float64 logits."""
     logits_TV = (exact.hidden @ exact.weight.T)[:, :VOCAB]
     if softcap is not None:
         logits_TV = softcap * torch.tanh(logits_TV / softcap)
@@ -62,14 +63,14 @@ def test_restricted_rows_are_exact(backend: str, kind: str, softcap: float | Non
     torch.testing.assert_close(entropy.double(), true_entropy, rtol=1e-5, atol=1e-4)
     for mine, truth in zip(case.gradients(), exact.gradients(), strict=True):
         assert relative(mine, truth) < 2e-5
-    # Without the exclusion restricted rows differ, and the others have the same bits.
+    # Without the exclusion, restricted rows differ and other rows are bit-identical.
     with use_backend(backend):  # type: ignore[arg-type]
         plain, _ = linear_logprob(case.hidden, case.weight, case.labels, **options)
     assert torch.equal(plain[1::2], logprob[1::2]) and plain[0] == logprob[0]
     assert float((plain[2::2] - logprob[2::2]).abs().max()) > 0.1
 
 
-def test_the_fused_kernel_computes_restricted_rows_apart() -> None:
+def test_fused_kernel_computes_restricted_rows_separately() -> None:
     case, exclusion = restricted("random", torch.bfloat16, features=64)
     with use_backend("triton"), torch.no_grad():
         logprob, entropy = linear_logprob(
@@ -83,13 +84,13 @@ def test_the_fused_kernel_computes_restricted_rows_apart() -> None:
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("softcap", [None, 15.0])
 @pytest.mark.parametrize("policy_loss", ["clip", "gspo"])
-def test_the_loss_is_that_of_the_restricted_rows(backend: str, softcap: float | None, policy_loss: str) -> None:
-    """`gspo` sees whole sequences and recomputes the logits of its chunks."""
+def test_loss_of_restricted_rows_is_exact(backend: str, softcap: float | None, policy_loss: str) -> None:
+    """`gspo` uses whole sequences and recomputes the logits of chunks."""
     case, exclusion = restricted("random", torch.float32)
     exact = case.exact()
     true_logprob, true_entropy = expected(exact, exclusion, softcap)
-    given = policy_inputs(true_logprob, seed=3, imitates=False)
-    inputs = {k: v.float() if v.is_floating_point() else v for k, v in given.tensors().items()}
+    exact_inputs = policy_inputs(true_logprob, seed=3, imitates=False)
+    inputs = {k: v.float() if v.is_floating_point() else v for k, v in exact_inputs.tensors().items()}
     sequences = torch.arange(ROWS) // 6 if policy_loss == "gspo" else None
     objective = PolicyObjective(policy_loss=policy_loss, entropy_coef=0.01)
     with use_backend(backend):  # type: ignore[arg-type]
@@ -105,13 +106,13 @@ def test_the_loss_is_that_of_the_restricted_rows(backend: str, softcap: float | 
             exclusion=exclusion,
         )
     mine.loss.backward()
-    counted = given.mask & (given.weights != 0)
+    counted = exact_inputs.mask & (exact_inputs.weights != 0)
     torch.testing.assert_close(mine.logprob_T[counted].double(), true_logprob[counted], rtol=1e-5, atol=1e-4)
     torch.testing.assert_close(mine.entropy_T[counted].double(), true_entropy[counted], rtol=1e-5, atol=1e-4)
     if policy_loss == "clip":
-        numbers: dict[str, Any] = {**given.tensors(), "entropy_coef": 0.01}
+        numbers: dict[str, Any] = {**exact_inputs.tensors(), "entropy_coef": 0.01}
         truth = reference.policy_loss(logprob=true_logprob, entropy=true_entropy, **numbers)
         truth.backward()
         assert abs(float(mine.loss - truth)) < 1e-4 * max(1.0, abs(float(truth)))
-        for got, wanted in zip(case.gradients(), exact.gradients(), strict=True):
-            assert relative(got, wanted) < 1e-4
+        for got, expected_gradient in zip(case.gradients(), exact.gradients(), strict=True):
+            assert relative(got, expected_gradient) < 1e-4

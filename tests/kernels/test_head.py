@@ -1,4 +1,4 @@
-"""The output layer's kernels against float64: values, gradients, and what others get wrong."""
+"""Kernels of the output layer compared with float64: values, gradients and common errors."""
 
 from __future__ import annotations
 
@@ -30,8 +30,9 @@ from tests.support.oracles import kernels as reference
 from tests.support.quick import cases
 
 BACKENDS = ("torch", "triton")
-# Gradients are handed out in their own type, and bfloat16 has 8 bits. Triton's interpreter cuts float32 to bfloat16
-# where hardware rounds, which doubles the error: its gradients are tested in float32, its log-probabilities in both.
+# Gradients are returned in their own dtype, and bfloat16 has 8 bits. Triton's interpreter truncates float32 to
+# bfloat16, but hardware rounds, so the error doubles. Triton gradients are tested in float32, and log-probabilities in
+# both dtypes.
 GRADIENT_GATE = {torch.float32: 1e-5, torch.bfloat16: 2.0**-8}
 
 
@@ -40,7 +41,7 @@ def upstream(rows: int) -> Tensor:
 
 
 def compare(case: Head, exact: Head, **options: Any) -> None:
-    """Forward and backward of linear_logprob within the gates."""
+    """Check that forward and backward of linear_logprob are within the gates."""
     up, dtype = upstream(len(case.labels)), case.hidden.dtype
     logprob, entropy = linear_logprob(case.hidden, case.weight, case.labels, **options)
     (logprob * up[0] + entropy * up[1]).sum().backward()
@@ -91,8 +92,9 @@ def test_fused_triton_is_exact(kind: str, entropy: bool, rows: int, features: in
 
 @pytest.mark.waits
 @pytest.mark.slow
-def test_the_gates_hold_without_this_processors_instructions() -> None:
-    """Sums in another order, other exponentials, other matrix products: as an older or another maker's machine has."""
+def test_gates_are_valid_for_other_instruction_sets() -> None:
+    """Older machines and machines of other vendors have another order of sums, other exponentials and other matrix
+    products."""
     chosen = "head_loss_is_the_loss or (fused_triton and 4999) or (torch_is_exact and 1100)"
     other = {"ATEN_CPU_CAPABILITY": "default", "ONEDNN_MAX_CPU_ISA": "AVX2", "OMP_NUM_THREADS": "1"}
     command = [sys.executable, "-m", "pytest", "-x", "-q", "-k", chosen, __file__]
@@ -106,9 +108,9 @@ def test_the_gates_hold_without_this_processors_instructions() -> None:
 def test_temperature_and_softcap(backend: str, softcap: float | None, temperature: float | str) -> None:
     case = head("peaky", torch.float32, rows=9, features=16, vocab=333, padding=2)
     exact = case.exact()
-    given = torch.linspace(0.3, 2, 9) if temperature == "per row" else temperature
+    temperatures = torch.linspace(0.3, 2, 9) if temperature == "per row" else temperature
     with use_backend(backend):  # type: ignore[arg-type]
-        compare(case, exact, temperature=given, softcap=softcap, valid_vocab=333)
+        compare(case, exact, temperature=temperatures, softcap=softcap, valid_vocab=333)
 
 
 def test_gradcheck() -> None:
@@ -125,8 +127,8 @@ def test_gradcheck() -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_a_row_does_not_depend_on_its_batch(dtype: torch.dtype) -> None:
-    """Bit for bit, whatever the other rows are and how many."""
+def test_rows_do_not_depend_on_the_batch(dtype: torch.dtype) -> None:
+    """Rows are bit-identical for any number and any content of other rows."""
     case = head("random", dtype, rows=600, features=40, vocab=1511)
     hidden, weight, labels = case.hidden.detach().clone(), case.weight.detach(), case.labels
     whole = torch.stack(linear_logprob(hidden, weight, labels))
@@ -138,7 +140,7 @@ def test_a_row_does_not_depend_on_its_batch(dtype: torch.dtype) -> None:
     assert torch.equal(torch.stack(linear_logprob(hidden, weight, labels))[:, ::2], whole[:, ::2])
 
 
-def test_a_row_does_not_depend_on_its_batch_in_the_fused_kernel() -> None:
+def test_fused_rows_do_not_depend_on_the_batch() -> None:
     case = head("random", torch.bfloat16, rows=140, features=32, vocab=2300)
     hidden, weight, labels = case.hidden.detach(), case.weight.detach(), case.labels
     with use_backend("triton"):
@@ -146,14 +148,14 @@ def test_a_row_does_not_depend_on_its_batch_in_the_fused_kernel() -> None:
         assert torch.equal(torch.stack(linear_logprob(hidden[129:], weight, labels[129:])), whole[:, 129:])
 
 
-def test_gradients_repeat_bit_for_bit() -> None:
-    found = []
+def test_gradients_are_bit_reproducible() -> None:
+    gradients = []
     for _ in range(2):
         case = head("random", torch.bfloat16, rows=40, features=24, vocab=1511)
         logprob, entropy = linear_logprob(case.hidden, case.weight, case.labels)
         (logprob + entropy).sum().backward()
-        found.append(case.gradients())
-    assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))
+        gradients.append(case.gradients())
+    assert all(torch.equal(a, b) for a, b in zip(*gradients, strict=True))
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
@@ -187,8 +189,8 @@ def test_head_loss_is_the_loss_of_the_logprobs(backend: str, kind: str, objectiv
     rounding = Rounding.of(case, **options)  # type: ignore[arg-type]
     lost = zip(slopes, (rounding.logprob_T, rounding.entropy_T), strict=True)
     assert abs(3 * (mine.loss - truth)) <= sum((s.abs() * e).sum() for s, e in lost if s is not None) + 1e-6
-    for got, wanted in zip(case.gradients(), exact.gradients(), strict=True):
-        assert relative(got, wanted) <= max(1e-5, rounding.worst)
+    for got, expected_gradient in zip(case.gradients(), exact.gradients(), strict=True):
+        assert relative(got, expected_gradient) <= max(1e-5, rounding.worst)
     assert (case.gradients()[0][~inputs.mask] == 0).all()
     assert ((mine.logprob_T - true_logprob).abs() <= rounding.logprob_T)[inputs.mask].all()
     assert (mine.logprob_T[~inputs.mask] == 0).all()
@@ -201,8 +203,8 @@ def test_head_loss_is_the_loss_of_the_logprobs(backend: str, kind: str, objectiv
 
 @pytest.mark.parametrize("kind", ["random", "peaky"])
 @pytest.mark.parametrize("chunk_bytes", [2**28, 2**17])
-def test_head_loss_in_bf16_adds_up_in_main_grad(kind: str, chunk_bytes: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Two microbatches into one float32 gradient, in one chunk or many."""
+def test_bf16_head_loss_accumulates_in_main_grad(kind: str, chunk_bytes: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two microbatches accumulate into one float32 gradient, in one chunk or several chunks."""
     monkeypatch.setitem(CHUNK_BYTES, "cpu", chunk_bytes)
     first = head(kind, torch.bfloat16, rows=70, features=48, vocab=1511)
     weight, exact_weight = first.weight, first.weight.detach().double().requires_grad_()
@@ -214,8 +216,8 @@ def test_head_loss_in_bf16_adds_up_in_main_grad(kind: str, chunk_bytes: int, mon
         inputs = policy_inputs(true_logprob, seed=rows, imitates=True)
         loss = ppo_head_loss(case.hidden, weight, case.labels, inputs, accumulate_main_grad=True, upstream=0.5).loss
         (0.5 * loss).backward()
-        given: dict[str, Any] = inputs.tensors()
-        (0.5 * reference.policy_loss(logprob=true_logprob, entropy=true_entropy, **given, kl_coef=0.0)).backward()
+        fields: dict[str, Any] = inputs.tensors()
+        (0.5 * reference.policy_loss(logprob=true_logprob, entropy=true_entropy, **fields, kl_coef=0.0)).backward()
         assert case.hidden.grad is not None and exact.grad is not None
         assert relative(case.hidden.grad, exact.grad) <= GRADIENT_GATE[torch.bfloat16]
         assert weight.grad_added_to_main_grad is True  # type: ignore[attr-defined]
@@ -224,7 +226,7 @@ def test_head_loss_in_bf16_adds_up_in_main_grad(kind: str, chunk_bytes: int, mon
     assert relative(weight.main_grad, exact_weight.grad) <= GRADIENT_GATE[torch.bfloat16]  # type: ignore[attr-defined]
 
 
-def test_main_grad_wants_the_gradient_that_was_declared() -> None:
+def test_main_grad_requires_the_declared_gradient() -> None:
     case = head("random", torch.float32, rows=5, features=8, vocab=50)
     inputs = policy_inputs(torch.zeros(5), seed=0)
     with pytest.raises(ValueError, match="main_grad"):
@@ -236,7 +238,7 @@ def test_main_grad_wants_the_gradient_that_was_declared() -> None:
             (2 * out.loss).backward()
 
 
-def test_gradients_are_handed_out_once() -> None:
+def test_gradients_are_returned_once() -> None:
     case = head("random", torch.float32, rows=5, features=8, vocab=50)
     out = ppo_head_loss(case.hidden, case.weight, case.labels, policy_inputs(torch.zeros(5), seed=0))
     out.loss.backward(retain_graph=True)
@@ -245,28 +247,28 @@ def test_gradients_are_handed_out_once() -> None:
 
 
 class LargestAllocation(TorchDispatchMode):
-    """Bytes of the largest tensor that came to be while it was active."""
+    """Dispatch mode that records the bytes of the largest new tensor."""
 
     bytes = 0
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        given = {x.untyped_storage().data_ptr() for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor)}
+        existing = {x.untyped_storage().data_ptr() for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor)}
         out = func(*args, **(kwargs or {}))
         for x in tree_leaves(out):
-            if isinstance(x, Tensor) and x.untyped_storage().data_ptr() not in given:
+            if isinstance(x, Tensor) and x.untyped_storage().data_ptr() not in existing:
                 self.bytes = max(self.bytes, x.untyped_storage().nbytes())
         return out
 
 
 @pytest.mark.parametrize("is_embedding", [False, True])
 def test_backward_into_main_grad_allocates_no_second_weight(is_embedding: bool) -> None:
-    """What is large is the gradient of an embedding that shares the weight, which Megatron's hook adds to main_grad."""
+    """The only large tensor is the gradient of a tied embedding. Megatron's hook adds this gradient to main_grad."""
     case = head("random", torch.float32, rows=5, features=8, vocab=4000)
     weight: Any = case.weight
     weight.main_grad = torch.zeros(weight.shape)
     seen: list[Tensor | None] = []
     node = weight.expand_as(weight).grad_fn.next_functions[0][0]
-    node.register_hook(lambda *_: seen.append(weight.grad))  # where Megatron's hook is, under any wrapper
+    node.register_hook(lambda *_: seen.append(weight.grad))  # position of Megatron's hook
     inputs = policy_inputs(torch.zeros(5), 0)
     loss = ppo_head_loss(case.hidden, weight, case.labels, inputs, accumulate_main_grad=True).loss
     if is_embedding:
@@ -285,7 +287,7 @@ def test_backward_into_main_grad_allocates_no_second_weight(is_embedding: bool) 
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
-def test_rows_without_weight_are_never_read(backend: str) -> None:
+def test_rows_without_weight_are_not_read(backend: str) -> None:
     case = head("random", torch.float32, rows=8, features=8, vocab=50)
     with torch.no_grad():
         case.hidden[::2] = float("nan")
@@ -317,8 +319,8 @@ def test_all_rows_masked(backend: str) -> None:
 
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_no_rows_at_all(backend: str, dtype: torch.dtype) -> None:
-    """A rank that shares out samples may predict nothing of a microbatch."""
+def test_head_without_rows(backend: str, dtype: torch.dtype) -> None:
+    """A context parallel rank can have no predicted tokens in a microbatch."""
     hidden, weight = (torch.ones(n, 64, dtype=dtype, requires_grad=True) for n in (0, 300))
     case = Head(hidden, weight, torch.zeros(0, dtype=torch.int64))
     nothing = torch.zeros(0)
@@ -335,8 +337,8 @@ def test_no_rows_at_all(backend: str, dtype: torch.dtype) -> None:
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
-def test_a_nan_that_counts_reaches_the_loss(backend: str) -> None:
-    """So that the guard against non-finite updates sees it."""
+def test_nan_in_a_used_row_reaches_the_loss(backend: str) -> None:
+    """The guard against non-finite updates can then detect the NaN."""
     case = head("random", torch.float32, rows=6, features=8, vocab=50)
     with torch.no_grad():
         case.hidden[2] = float("nan")
@@ -359,7 +361,7 @@ def test_from_logits(backend: str, inplace: bool, dtype: torch.dtype) -> None:
     options = {"temperature": 0.7, "softcap": 10.0, "valid_vocab": 1090}
     with use_backend(backend):  # type: ignore[arg-type]
         logprob, entropy = logits_logprob(logits, labels, inplace_backward=inplace, **options)  # type: ignore[arg-type]
-    assert torch.equal(logits, before), "forward leaves the caller's logits alone"
+    assert torch.equal(logits, before), "forward must not change the logits"
     (logprob * up[0] + entropy * up[1]).sum().backward()
     assert torch.equal(logits, before) != inplace
     exact = leaf.detach().double().requires_grad_()
@@ -373,7 +375,7 @@ def test_from_logits(backend: str, inplace: bool, dtype: torch.dtype) -> None:
     assert (leaf.grad[:, 1090:] == 0).all()
 
 
-def test_logits_that_backward_has_overwritten_cannot_be_used_again() -> None:
+def test_overwritten_logits_cannot_be_used_again() -> None:
     logits = torch.randn(3, 20, requires_grad=True) * 1
     logprob, _ = logits_logprob(logits, torch.tensor([1, 2, 3]))
     logprob.sum().backward(retain_graph=True)
@@ -382,7 +384,7 @@ def test_logits_that_backward_has_overwritten_cannot_be_used_again() -> None:
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
-def test_upstream_gradients_need_not_be_contiguous(backend: str) -> None:
+def test_upstream_gradients_can_be_noncontiguous(backend: str) -> None:
     case = head("random", torch.float32, rows=6, features=8, vocab=50)
     with use_backend(backend):  # type: ignore[arg-type]
         logprob, entropy = linear_logprob(case.hidden, case.weight, case.labels)
@@ -391,21 +393,21 @@ def test_upstream_gradients_need_not_be_contiguous(backend: str) -> None:
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
-def test_columns_beyond_the_vocabulary_take_no_part(backend: str) -> None:
-    """Small weights make every logit nearly 0, as a column that is not there would be."""
+def test_columns_beyond_the_vocabulary_are_ignored(backend: str) -> None:
+    """Small weights make all logits nearly 0, like the logit of a missing column."""
     g = torch.Generator().manual_seed(0)
     hidden, weight = torch.randn(9, 24, generator=g), 0.05 * torch.randn(1100, 24, generator=g)
     labels = torch.randint(0, 1100, (9,), generator=g)
     for dtype in (torch.float32, torch.bfloat16):
         inputs = (hidden.to(dtype), weight.to(dtype))
-        wanted = reference.linear_logprob(inputs[0].double(), inputs[1].double(), labels)
+        expected = reference.linear_logprob(inputs[0].double(), inputs[1].double(), labels)
         with use_backend(backend):  # type: ignore[arg-type]
-            found = linear_logprob(*inputs, labels)
+            result = linear_logprob(*inputs, labels)
         gate = Rounding.of(Head(*inputs, labels)).worst
-        torch.testing.assert_close(tuple(x.double() for x in found), wanted, rtol=0, atol=gate)
+        torch.testing.assert_close(tuple(x.double() for x in result), expected, rtol=0, atol=gate)
 
 
-def test_forward_never_holds_the_logits() -> None:
+def test_forward_does_not_store_the_logits() -> None:
     case = head("random", torch.float32, rows=64, features=16, vocab=60_000)
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiled, torch.no_grad():
         linear_logprob(case.hidden, case.weight, case.labels)
@@ -413,8 +415,8 @@ def test_forward_never_holds_the_logits() -> None:
     assert 0 < largest_bytes <= 4 * 64 * 1024 < 0.02 * 4 * 64 * 60_000
 
 
-def test_parts_of_a_vocabulary_merge_into_the_whole() -> None:
-    """Far apart, of several sizes, and one of padding alone."""
+def test_vocabulary_parts_merge_exactly() -> None:
+    """The parts have distant logits and different sizes, and one part has only padding."""
     g = torch.Generator().manual_seed(0)
     logits = 30 * torch.randn(9, 20, generator=g, dtype=torch.float64)
     labels = torch.randint(0, 20, (9,), generator=g)
@@ -431,8 +433,8 @@ def test_parts_of_a_vocabulary_merge_into_the_whole() -> None:
     torch.testing.assert_close(entropy, true_entropy)
 
 
-def test_a_group_of_one_is_none() -> None:
-    """It has the whole vocabulary, so nothing is sent."""
+def test_group_of_one_rank_is_none() -> None:
+    """One rank has the whole vocabulary, so no communication is needed."""
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     try:
         assert vocabulary_range(40, dist.group.WORLD, 37) == vocabulary_range(40, None, 37) == (None, 0, 37)
@@ -451,14 +453,14 @@ def test_a_group_of_one_is_none() -> None:
         ({"weight_VH": torch.zeros(50, 8).bfloat16()}, "must be one type"),
     ],
 )
-def test_arguments_that_do_not_fit(change: dict[str, object], message: str) -> None:
+def test_invalid_arguments_are_rejected(change: dict[str, object], message: str) -> None:
     arguments = {"hidden_TH": torch.zeros(4, 8), "weight_VH": torch.zeros(50, 8), "labels_T": torch.zeros(4).long()}
     with pytest.raises(ValueError, match=message):
         linear_logprob(**(arguments | change))  # type: ignore[arg-type]
 
 
-def test_rounding_makes_no_token_more_than_sure() -> None:
-    """A sum of exponentials that rounding left below 1 is that of a token with probability 1 and without entropy."""
+def test_rounding_keeps_probabilities_at_most_one() -> None:
+    """If rounding makes the sum of exponentials smaller than 1, the token has probability 1 and no entropy."""
     almost = 1.0 - 2.0**-24
     stats_4T = torch.tensor([[3.0], [almost], [1e-7], [3.0]])
     assert float(torch.log(stats_4T[1])) < 0

@@ -1,4 +1,4 @@
-"""Every metric of the objectives matches its description: small inputs, token by token in plain float64."""
+"""All metrics of the objectives match their descriptions. The expected values are computed per token in float64."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from megappo_kernels.objectives import POLICY_METRICS, VALUE_METRICS, PolicyObje
 
 
 class Token(NamedTuple):
-    """A token's numbers."""
+    """Numbers of a token."""
 
     gap: float
     """Difference between new and old log-probability in nats."""
@@ -50,11 +50,11 @@ UPDATES = [
         Token(3.5, -0.5, new=-0.0625, importance=0.75, sequence=3),
     ],
 ]
-"""Two minibatches of a step. The ratios are inside and outside of every band, and some differences exceed 20 nats."""
+"""Two minibatches of a step. Ratios are inside and outside of each band, and some differences exceed 20 nats."""
 
 
 class Expected(NamedTuple):
-    """What a loss makes of a token."""
+    """Expected values of a loss for a token."""
 
     loss: float
     slope: float
@@ -81,15 +81,15 @@ def _clipped(ratio: float, A: float, low: float, high: float) -> Expected:
 
 
 def _cut(expected: Expected, token: Token) -> Expected:
-    """Without a slope beyond 20 nats."""
+    """Return the expected values with a slope of 0 beyond 20 nats."""
     return expected._replace(slope=0.0, weight=0.0) if abs(token.gap) > 20 else expected
 
 
 def clip(token: Token, _: float) -> Expected:
-    found = _clipped(math.exp(near(token.gap)), token.advantage, 0.8, 1.28)
-    if token.advantage < 0 and -3 * token.advantage < found.loss:
-        found = found._replace(loss=-3 * token.advantage, slope=0.0, weight=0.0, bounded=True)
-    return _cut(found, token)
+    expected = _clipped(math.exp(near(token.gap)), token.advantage, 0.8, 1.28)
+    if token.advantage < 0 and -3 * token.advantage < expected.loss:
+        expected = expected._replace(loss=-3 * token.advantage, slope=0.0, weight=0.0, bounded=True)
+    return _cut(expected, token)
 
 
 def penalty(token: Token, _: float) -> Expected:
@@ -103,8 +103,8 @@ def dis(token: Token, _: float) -> Expected:
     ratio = math.exp(near(token.gap))
     weight = ratio if 0.2 <= ratio <= 4 else 0.0
     slope = -token.advantage * weight
-    found = Expected(slope * token.new, slope, ratio < 0.2, ratio > 4, False, within(ratio, 0.2, 4), weight)
-    return _cut(found, token)
+    expected = Expected(slope * token.new, slope, ratio < 0.2, ratio > 4, False, within(ratio, 0.2, 4), weight)
+    return _cut(expected, token)
 
 
 def cispo(token: Token, _: float) -> Expected:
@@ -158,7 +158,7 @@ LOSSES: dict[str, tuple[Callable[[Token, float], Expected], dict[str, float]]] =
 
 
 def tokens_of(name: str) -> list[list[Token]]:
-    """The updates. For `dppo_*`, the old probability of each token is limited to at most 1."""
+    """Return the updates. For `dppo_*` the old probability of each token is at most 1."""
     return (
         [[t._replace(new=min(t.new, t.gap - 0.5)) for t in update] for update in UPDATES] if "dppo" in name else UPDATES
     )
@@ -169,15 +169,15 @@ def mean_gap(token: Token, update: list[Token]) -> float:
 
 
 def expected_metrics(name: str) -> dict[str, float]:
-    """Metrics from the texts of POLICY_METRICS. Terms are means over updates; all other metrics use all tokens."""
+    """Return the metrics as described in POLICY_METRICS. Terms are means over updates. Other metrics use all tokens."""
     formula, updates = LOSSES[name][0], tokens_of(name)
     of_updates = [[formula(t, mean_gap(t, update)) for t in update] for update in updates]
     tokens = [t for update in updates for t in update]
-    found = [e for update in of_updates for e in update]
+    expected = [e for update in of_updates for e in update]
     ratios = np.exp([near(t.gap) for t in tokens])
     k3 = [math.exp(-(t.new - t.ref)) - 1 + t.new - t.ref for t in tokens]
-    w = np.array([e.weight * t.importance for e, t in zip(found, tokens, strict=True)])
-    pairs = list(zip(found, tokens, strict=True))
+    w = np.array([e.weight * t.importance for e, t in zip(expected, tokens, strict=True)])
+    pairs = list(zip(expected, tokens, strict=True))
     terms = {
         "pg_loss": sum(t.weight * t.importance * e.loss for e, t in pairs) / 2,
         "entropy_loss": -0.1 * sum(t.weight * t.entropy for t in tokens) / 2,
@@ -187,23 +187,23 @@ def expected_metrics(name: str) -> dict[str, float]:
     return {
         **terms,
         "loss": sum(terms.values()),
-        "clipfrac": np.mean([e.below or e.above for e in found]),
-        "clipfrac_lower": np.mean([e.bounded for e in found]),
+        "clipfrac": np.mean([e.below or e.above for e in expected]),
+        "clipfrac_lower": np.mean([e.bounded for e in expected]),
         "ppo_kl": -np.mean([near(t.gap) for t in tokens]),
         "ppo_kl_k3": np.mean(ratios - 1 - np.log(ratios)),
         "ratio": ratios.mean(),
         "ratio_max": ratios.max(),
         "entropy": np.mean([t.entropy for t in tokens]),
-        "masked_below": np.mean([e.below for e in found]),
-        "masked_above": np.mean([e.above for e in found]),
-        "band_position": np.mean([e.position for e in found]),
+        "masked_below": np.mean([e.below for e in expected]),
+        "masked_above": np.mean([e.above for e in expected]),
+        "band_position": np.mean([e.position for e in expected]),
         "effective_sample_size": w.sum() ** 2 / (len(w) * (w**2).sum()),
         "ref_kl": np.mean(np.minimum(k3, 10.0)),
     }
 
 
 def computed(name: str, update: list[Token], dtype: torch.dtype) -> tuple[Loss, torch.Tensor]:
-    """The loss of an update, and its slopes; a masked token with garbage comes last."""
+    """Return the loss of an update and the slopes. The last token is masked and has garbage."""
 
     def column(key: str, garbage: float = math.nan) -> torch.Tensor:
         return torch.tensor([*(getattr(t, key) for t in update), garbage], dtype=dtype)
@@ -238,11 +238,11 @@ def test_metrics_of_the_policy_match_their_descriptions(name: str, backend: Back
             kl_slope = 0.0 if abs(x) > 20 or math.exp(-x) - 1 + x > 10 else 1 - math.exp(-x)
             exact = t.weight * (t.importance * e.slope + 0.2 * kl_slope) - t.nll
             assert slope == pytest.approx(exact, rel=1e-5, abs=1e-6), (name, t)
-    numbers, wanted = shown(reports), expected_metrics(name)
+    numbers, expected = shown(reports), expected_metrics(name)
     documented = {key for key, metric in POLICY_METRICS.items() if metric.kind != "spread"}
-    assert set(numbers) == documented == set(wanted)
+    assert set(numbers) == documented == set(expected)
     tolerance = 1e-7 if backend == "torch" else 2e-5
-    for key, value in wanted.items():
+    for key, value in expected.items():
         assert numbers[key] == pytest.approx(value, rel=tolerance, abs=tolerance), key
 
 
@@ -264,8 +264,8 @@ def test_bounded_weights_keep_slopes_beyond_the_limit(name: str, gap: float, bac
 
 
 @pytest.mark.parametrize("level", ["token", "sequence"])
-def test_the_effective_sample_size_includes_the_correction(level: str) -> None:
-    """Before the first update. Weights are given per token or per sample of two tokens."""
+def test_effective_sample_size_includes_the_correction(level: str) -> None:
+    """The test uses the first update. Weights are per token or per sample of two tokens."""
     weights = np.array([2.0, 0.5, 1.0, 1.0] if level == "token" else [2.0, 2.0, 0.5, 0.5])
     update = [Token(0.0, 1.0, importance=float(w)) for w in weights]
     out, _ = computed("clip", update, torch.float64)
@@ -275,15 +275,15 @@ def test_the_effective_sample_size_includes_the_correction(level: str) -> None:
 
 @pytest.mark.parametrize("backend", ["torch", "triton"])
 def test_metrics_of_the_critic_match_their_descriptions(backend: Backend) -> None:
-    """Two updates with three tokens and one token: (value, old value, return, weight)."""
+    """The two updates have three tokens and one token: (value, old value, return, weight)."""
     updates = [[(1.0, 0.0, 3.0, 0.5), (2.0, 0.0, 3.0, 0.25), (0.1, 0.0, 1.0, 0.25)], [(-1.0, 0.5, 0.0, 1.0)]]
     reports, terms, clipped = [], [], []
     for update in updates:
         v, old, r, w = (torch.tensor([*column, math.nan]) for column in zip(*update, strict=True))
         mask = torch.tensor([True] * len(update) + [False])
         with use_backend(backend):
-            given: dict[str, Any] = {"values": v, "old_values": old, "returns": r, "weights": w, "mask": mask}
-            out = ppo_value_loss(**given, value_clip=0.2)
+            arguments: dict[str, Any] = {"values": v, "old_values": old, "returns": r, "weights": w, "mask": mask}
+            out = ppo_value_loss(**arguments, value_clip=0.2)
         reports.append({key: float(x) for key, x in out.metrics.items()})
         near_old = [min(max(x, o - 0.2), o + 0.2) for x, o, _, _ in update]
         squares = [((x - y) ** 2, (n - y) ** 2) for (x, _, y, _), n in zip(update, near_old, strict=True)]

@@ -1,4 +1,4 @@
-"""A vocabulary split over 2 and 4 ranks gives what the whole one gives, for one collective."""
+"""A split vocabulary has the same results as the whole vocabulary and needs one collective."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ pytestmark = [pytest.mark.slow, pytest.mark.waits]
     ("kind", "ranks"), cases(product(["random", "peaky", "offset+150"], [2, 4]), quick=[("peaky", 2)])
 )
 def test_split_vocabulary(kind: str, ranks: int) -> None:
-    found: dict[str, dict[str, float]] = ask("kernels_worker.py", ranks, {"kind": kind})
-    assert len(found) == 3 * (2 * 4 + 2)
-    for case, errors in found.items():
+    results: dict[str, dict[str, float]] = ask("kernels_worker.py", ranks, {"kind": kind})
+    assert len(results) == 3 * (2 * 4 + 2)
+    for case, errors in results.items():
         assert all(error <= 1.0 for error in errors.values()), (case, errors)

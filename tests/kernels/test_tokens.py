@@ -1,4 +1,4 @@
-"""Losses, GAE and whitening against oracles that say the same in another way, and verl's published semantics."""
+"""Losses, GAE and whitening compared with independent oracles and with the published semantics of verl."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ OBJECTIVES: list[dict[str, Any]] = [
 
 
 def single(inputs: PolicyInputs) -> PolicyInputs:
-    """The same in float32."""
+    """Return the inputs in float32."""
     return PolicyInputs(**{k: v.float() if v.is_floating_point() else v for k, v in inputs.tensors().items()})
 
 
@@ -48,20 +48,20 @@ def drawn(shape: tuple[int, ...], seed: int) -> tuple[Tensor, Tensor]:
 
 
 def drawn_inputs(logprob: Tensor, seed: int, **more: bool) -> PolicyInputs:
-    """Of probabilities below 1, and of sequences of 1 to 100 tokens."""
-    given = policy_inputs(logprob, seed, imitates=True, **more).tensors()
-    given["old_logprob"] = -given["old_logprob"].abs()
+    """Return inputs with probabilities below 1 and sequences of 1 to 100 tokens."""
+    fields = policy_inputs(logprob, seed, imitates=True, **more).tensors()
+    fields["old_logprob"] = -fields["old_logprob"].abs()
     starts = torch.randint(
         0, logprob.numel(), (logprob.numel() // 50 + 3,), generator=torch.Generator().manual_seed(seed)
     )
     tokens = torch.arange(logprob.numel())
-    return PolicyInputs(**given, sequences=(tokens[:, None] >= starts).sum(1).view(logprob.shape))
+    return PolicyInputs(**fields, sequences=(tokens[:, None] >= starts).sum(1).view(logprob.shape))
 
 
 @pytest.mark.parametrize("settings", OBJECTIVES, ids=str)
 @pytest.mark.parametrize("wide", [False, True], ids=["near", "far"])
-def test_policy_loss_is_the_algorithms(settings: dict[str, object], wide: bool) -> None:
-    """Values, gradients and every metric in float64; ratios that leave the clamps too."""
+def test_policy_loss_matches_the_algorithm(settings: dict[str, object], wide: bool) -> None:
+    """The test compares values, gradients and all metrics in float64. Some ratios exceed the clamps."""
     logprob, entropy = drawn((5, 37), seed=1)
     inputs = drawn_inputs(logprob, seed=2, wide=wide)
     mine = ppo_token_loss(logprob=logprob, entropy=entropy, inputs=inputs, objective=PolicyObjective(**settings))  # type: ignore[arg-type]
@@ -69,8 +69,8 @@ def test_policy_loss_is_the_algorithms(settings: dict[str, object], wide: bool) 
     truth = algorithm.policy_loss(logprob=logprob, entropy=entropy, **inputs.tensors(), **settings)  # type: ignore[arg-type]
     true_grads = torch.autograd.grad(truth.loss * 3, (logprob, entropy))
     torch.testing.assert_close(mine.loss, truth.loss, rtol=1e-6, atol=1e-6)
-    for got, wanted in zip(grads, true_grads, strict=True):
-        torch.testing.assert_close(got, wanted, rtol=1e-6, atol=1e-6)
+    for got, expected in zip(grads, true_grads, strict=True):
+        torch.testing.assert_close(got, expected, rtol=1e-6, atol=1e-6)
     assert set(mine.metrics) == set(truth.metrics)
     for name, value in truth.metrics.items():
         torch.testing.assert_close(mine.metrics[name].float(), value.float(), rtol=1e-5, atol=1e-5, msg=name)
@@ -87,14 +87,14 @@ def test_triton_policy_loss(settings: dict[str, object]) -> None:
     with use_backend("triton"):
         mine = ppo_token_loss(logprob=leaves[0], entropy=leaves[1], inputs=single(inputs), objective=objective)
     grads = torch.autograd.grad(mine.loss, leaves)
-    for got, wanted in zip((mine.loss, *grads), (truth.loss, *true_grads), strict=True):
-        torch.testing.assert_close(got.double(), wanted, rtol=1e-5, atol=1e-6)
+    for got, expected in zip((mine.loss, *grads), (truth.loss, *true_grads), strict=True):
+        torch.testing.assert_close(got.double(), expected, rtol=1e-5, atol=1e-6)
     for name, value in truth.metrics.items():
         torch.testing.assert_close(mine.metrics[name], value, rtol=1e-5, atol=1e-4, msg=name)
 
 
 @pytest.mark.parametrize("settings", OBJECTIVES[:4], ids=str)
-def test_policy_loss_is_the_references(settings: dict[str, object]) -> None:
+def test_policy_loss_matches_the_reference(settings: dict[str, object]) -> None:
     logprob, entropy = drawn((40,), seed=5)
     inputs = policy_inputs(logprob, seed=6, imitates=True)
     mine = ppo_token_loss(logprob=logprob, entropy=entropy, inputs=inputs, objective=PolicyObjective(**settings))  # type: ignore[arg-type]
@@ -103,7 +103,7 @@ def test_policy_loss_is_the_references(settings: dict[str, object]) -> None:
 
 
 @pytest.mark.parametrize("mode", get_args(Aggregation))
-def test_every_aggregation_is_a_set_of_weights(mode: Aggregation) -> None:
+def test_aggregations_are_token_weights(mode: Aggregation) -> None:
     logprob, entropy = drawn((4, 9), seed=7)
     inputs = policy_inputs(logprob, seed=8)
     weights = token_weights(mask=inputs.mask, mode=mode).double()
@@ -152,7 +152,7 @@ def test_value_loss(backend: str, clip: float | None) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("backend", ["torch", "triton"])
-def test_more_tokens_than_a_block_index_holds(backend: str) -> None:
+def test_more_tokens_than_a_block_index(backend: str) -> None:
     n = 70_001
     with use_backend(backend):  # type: ignore[arg-type]
         out = ppo_token_loss(
@@ -167,8 +167,8 @@ def test_more_tokens_than_a_block_index_holds(backend: str) -> None:
     assert float(out.loss) == pytest.approx(-1.0, abs=1e-6) and float(out.metrics["count"]) == n
 
 
-def test_nothing_waits_for_the_device() -> None:
-    """On torch's device without numbers, where whatever reads one raises."""
+def test_losses_do_not_wait_for_the_device() -> None:
+    """The test uses the meta device of torch, where each read of a value raises an error."""
     logprob, entropy = (torch.empty(4, 50, device="meta", requires_grad=True) for _ in range(2))
     mask = torch.empty(4, 50, dtype=torch.bool, device="meta")
     names = ("old_logprob", "advantages", "weights", "ref_logprob", "importance_weights")
@@ -186,7 +186,8 @@ def test_nothing_waits_for_the_device() -> None:
 
 
 def rollout(rows: int, length: int, seed: int, dtype: torch.dtype = torch.float64) -> tuple[Tensor, Tensor, Tensor]:
-    """Rewards, values, and masks with holes and ragged ends; garbage where masked; one row without any token."""
+    """Return rewards, values and masks with holes and ragged ends. Masked entries are garbage, and one row has no
+    tokens."""
     g = torch.Generator().manual_seed(seed)
     rewards, values = torch.randn(2, rows, length, generator=g, dtype=torch.float64).to(dtype)
     ends = torch.randint(0, length + 1, (rows, 1), generator=g)
@@ -201,7 +202,7 @@ GAMMAS = [(1.0, 1.0), (0.99, 0.95), (0.9, 0.0), (0.0, 0.5)]
 
 @pytest.mark.parametrize(("gamma", "lam"), GAMMAS)
 @pytest.mark.parametrize(("rows", "length"), [(1, 1), (3, 2), (7, 37), (5, 64), (2, 1000), (4097, 3)])
-def test_gae_is_the_algorithms_and_verls(rows: int, length: int, gamma: float, lam: float) -> None:
+def test_gae_matches_the_algorithm_and_verl(rows: int, length: int, gamma: float, lam: float) -> None:
     rewards, values, mask = rollout(rows, length, seed=length)
     advantages, returns = gae(rewards, values, mask, gamma=gamma, lam=lam)
     truth = algorithm.compute_gae(rewards=rewards, values=values, mask=mask, gamma=gamma, lam=lam)
@@ -214,31 +215,31 @@ def test_gae_is_the_algorithms_and_verls(rows: int, length: int, gamma: float, l
 
 @pytest.mark.parametrize("fractional", [False, True])
 @pytest.mark.parametrize(("gamma", "lam"), GAMMAS)
-def test_gae_with_bootstrap_and_fractional_masks_is_the_references(fractional: bool, gamma: float, lam: float) -> None:
+def test_gae_with_bootstrap_matches_the_reference(fractional: bool, gamma: float, lam: float) -> None:
     rewards, values, mask = rollout(4, 29, seed=1)
     weight = mask * torch.rand(4, 29, dtype=torch.float64, generator=torch.Generator().manual_seed(2))
     bootstrap = torch.tensor([0.5, -1.0, 2.0, 0.0], dtype=torch.float64)
-    given = weight if fractional else mask
-    mine = gae(rewards, values, given, gamma=gamma, lam=lam, bootstrap=bootstrap)
-    truth = reference.gae(rewards, values, given, gamma=gamma, lam=lam, bootstrap_B=bootstrap)
+    used_mask = weight if fractional else mask
+    mine = gae(rewards, values, used_mask, gamma=gamma, lam=lam, bootstrap=bootstrap)
+    truth = reference.gae(rewards, values, used_mask, gamma=gamma, lam=lam, bootstrap_B=bootstrap)
     torch.testing.assert_close(mine, truth, rtol=0, atol=1e-6)
 
 
 @pytest.mark.parametrize("backend", ["torch", "triton"])
 @pytest.mark.parametrize("fractional", [False, True])
-def test_packed_gae_is_gae_of_each_sequence(backend: str, fractional: bool) -> None:
+def test_packed_gae_equals_gae_per_sequence(backend: str, fractional: bool) -> None:
     lengths = [1, 700, 0, 1024, 1025, 3, 37]
     starts = torch.tensor([0, *itertools.accumulate(lengths)])
     rewards, values, mask = (x[1] for x in rollout(2, sum(lengths), seed=5))
-    given = mask * torch.rand(len(mask), dtype=torch.float64) if fractional else mask
+    used_mask = mask * torch.rand(len(mask), dtype=torch.float64) if fractional else mask
     bootstrap = torch.randn(len(lengths), dtype=torch.float64, generator=torch.Generator().manual_seed(3))
     dtype, tolerance = (torch.float64, 1e-6) if backend == "torch" else (torch.float32, 2e-5)
-    inputs = [rewards.to(dtype), values.to(dtype), given.to(dtype) if fractional else given]
+    inputs = [rewards.to(dtype), values.to(dtype), used_mask.to(dtype) if fractional else used_mask]
     with use_backend(backend):  # type: ignore[arg-type]
         advantages, returns = gae(*inputs, gamma=0.99, lam=0.95, bootstrap=bootstrap.to(dtype), cu_seqlens=starts)
     for s in range(len(lengths)):
         rows = slice(starts[s], starts[s + 1])
-        one = (x[None, rows] for x in (rewards, values, given))
+        one = (x[None, rows] for x in (rewards, values, used_mask))
         truth = gae(*one, gamma=0.99, lam=0.95, bootstrap=bootstrap[s : s + 1])
         torch.testing.assert_close((advantages[rows].double(), returns[rows].double()), (truth[0][0], truth[1][0]),
                                    rtol=0, atol=tolerance)  # fmt: skip
@@ -266,11 +267,11 @@ def test_triton_gae(gamma: float, lam: float, length: int) -> None:
     truth = gae(rewards, values, mask, gamma=gamma, lam=lam, bootstrap=bootstrap)
     with use_backend("triton"):
         mine = gae(rewards.float(), values.float(), mask, gamma=gamma, lam=lam, bootstrap=bootstrap.float())
-    # gamma = lam = 1 adds up thousands of numbers.
+    # With gamma = lam = 1, GAE sums thousands of numbers.
     torch.testing.assert_close(tuple(x.double() for x in mine), truth, rtol=1e-5, atol=2e-5 * max(1, length / 100))
 
 
-def test_gae_refuses_what_does_not_fit() -> None:
+def test_gae_rejects_mismatched_shapes() -> None:
     x = torch.zeros(2, 3)
     with pytest.raises(ValueError, match="differ in shape"):
         gae(x, x, torch.ones(2, 2).bool(), gamma=1, lam=1)
@@ -297,13 +298,13 @@ def test_whitening(backend: str, parts: int) -> None:
 
 
 @pytest.mark.parametrize("backend", ["torch", "triton"])
-def test_whitening_of_nothing(backend: str) -> None:
+def test_whitening_without_tokens(backend: str) -> None:
     with use_backend(backend):  # type: ignore[arg-type]
         stats = masked_whiten_stats(torch.full((3, 4), float("nan")), torch.zeros(3, 4, dtype=torch.bool))
     assert stats.tolist() == [0, 0, 0]
 
 
-def test_bad_objectives_are_refused() -> None:
+def test_bad_objectives_are_rejected() -> None:
     with pytest.raises(ValueError, match="did you mean 'k3'"):
         PolicyObjective(kl="k33")
     with pytest.raises(ValueError, match=r"dual_clip is 0\.5"):
@@ -318,8 +319,8 @@ def test_bad_objectives_are_refused() -> None:
 
 
 @pytest.mark.parametrize("backend", ["torch", "triton"])
-def test_gae_with_a_lambda_for_each_sequence(backend: Any) -> None:
-    """Padded and packed, with holes, whole and fractional: each row is that of its own lambda."""
+def test_gae_with_one_lambda_per_sequence(backend: Any) -> None:
+    """Each row uses its own lambda. The inputs are padded and packed, and masks are boolean and fractional."""
     g = torch.Generator().manual_seed(12)
     rewards, values = (torch.randn(4, 50, generator=g) for _ in range(2))
     lam = torch.tensor([0.0, 0.5, 0.95, 1.0], dtype=torch.float64)
@@ -329,9 +330,9 @@ def test_gae_with_a_lambda_for_each_sequence(backend: Any) -> None:
         with use_backend(backend):
             padded = gae(rewards, values, mask, gamma=0.9, lam=lam)
             packed = gae(*flat, gamma=0.9, lam=lam, cu_seqlens=starts)
-        for i, wanted in enumerate(zip(*truth, strict=True)):
+        for i, expected in enumerate(zip(*truth, strict=True)):
             for mine in (padded[i], packed[i].view(4, 50)):
-                torch.testing.assert_close(mine, torch.cat(wanted), rtol=1e-5, atol=1e-5)
+                torch.testing.assert_close(mine, torch.cat(expected), rtol=1e-5, atol=1e-5)
     with pytest.raises(ValueError, match=r"lam has shape \(3,\), must be a number or \(4,\)"):
         gae(rewards, values, rewards > 0, gamma=1, lam=lam[:3])
 
@@ -339,7 +340,7 @@ def test_gae_with_a_lambda_for_each_sequence(backend: Any) -> None:
 def by_borders(
     rewards: Tensor, values: Tensor, mask: Tensor, borders: Tensor, gamma: float, lam: float, bootstrap: Tensor
 ) -> Tensor:
-    """Token by token, with the decay of each."""
+    """Compute GAE token by token with the decay of each token."""
     advantages = torch.zeros_like(values)
     for row in range(len(values)):
         following, running = float(bootstrap[row]), 0.0
@@ -356,33 +357,33 @@ def by_borders(
 
 
 @pytest.mark.parametrize("fractional", [False, True], ids=["whole", "fractional"])
-def test_gae_that_decays_at_borders_alone(fractional: bool) -> None:
-    """Padded and packed, by torch and by Triton, with holes that hold rubbish."""
+def test_gae_decays_only_at_borders(fractional: bool) -> None:
+    """The inputs are padded and packed, with torch and Triton, and masked entries are garbage."""
     g = torch.Generator().manual_seed(21)
     rewards, values = (torch.randn(3, 70, generator=g, dtype=torch.float64) for _ in range(2))
     mask = torch.rand(3, 70, generator=g) < 0.7
     borders = (torch.rand(3, 70, generator=g) < 0.2) & mask
     bootstrap = torch.randn(3, generator=g, dtype=torch.float64)
-    given = mask * torch.rand(3, 70, generator=g, dtype=torch.float64) if fractional else mask
+    used_mask = mask * torch.rand(3, 70, generator=g, dtype=torch.float64) if fractional else mask
     rewards[~mask], values[~mask] = math.nan, -1e30
-    wanted = by_borders(rewards, values, given, borders, 0.9, 0.8, bootstrap)
-    assert not torch.allclose(gae(rewards, values, given, gamma=0.9, lam=0.8, bootstrap=bootstrap)[0], wanted)
+    expected = by_borders(rewards, values, used_mask, borders, 0.9, 0.8, bootstrap)
+    assert not torch.allclose(gae(rewards, values, used_mask, gamma=0.9, lam=0.8, bootstrap=bootstrap)[0], expected)
     starts = torch.arange(4) * 70
     for backend, kind, tolerance in (("torch", torch.float64, 1e-9), ("triton", torch.float32, 1e-5)):
-        x = [y.to(kind) if y.is_floating_point() else y for y in (rewards, values, given, bootstrap)]
+        x = [y.to(kind) if y.is_floating_point() else y for y in (rewards, values, used_mask, bootstrap)]
         flat = [y.flatten() for y in x[:3]]
         options: dict[str, Any] = {"gamma": 0.9, "lam": 0.8, "bootstrap": x[3]}
         with use_backend(backend):  # type: ignore[arg-type]
             padded, _ = gae(*x[:3], **options, borders=borders)
             packed, _ = gae(*flat, **options, borders=borders.flatten(), cu_seqlens=starts)
         for mine in (padded, packed.view(3, 70)):
-            torch.testing.assert_close(mine.double(), wanted, rtol=tolerance, atol=tolerance)
+            torch.testing.assert_close(mine.double(), expected, rtol=tolerance, atol=tolerance)
     with pytest.raises(ValueError, match=r"borders is torch.float64 \(3, 70\), must be bool \(3, 70\)"):
-        gae(rewards, values, given, gamma=1, lam=1, borders=rewards)
+        gae(rewards, values, used_mask, gamma=1, lam=1, borders=rewards)
 
 
 def test_policy_loss_and_slopes_by_hand() -> None:
-    """In the clip, above it, at the dual clip, beyond the log-ratio's clamp, and masked."""
+    """Tokens are inside the clip, above the clip, at the dual clip, beyond the clamp of the log-ratio, or masked."""
     logprob = torch.tensor([-1.0, -1.0, -1.0, -1.0, -1.0], dtype=torch.float64, requires_grad=True)
     entropy = torch.tensor([1.0, 2.0, 3.0, 4.0, 100.0], dtype=torch.float64, requires_grad=True)
     inputs = PolicyInputs(
@@ -398,7 +399,7 @@ def test_policy_loss_and_slopes_by_hand() -> None:
     grads = torch.autograd.grad(2 * out.loss, (logprob, entropy))
     e = torch.tensor([0.5, 2.0, 20.0], dtype=torch.float64).exp().tolist()
     k3 = [e[0] ** -1 - 1 + 0.5, 0.0, 10.0, 10.0]  # e^3 - 4 and e^31 - 32 are clamped
-    wanted = {
+    expected = {
         "pg_loss": 0.5 * -2 + 1 * -1.28 + 2 * 3 + 0.25 * -1.28,
         "entropy_loss": -0.1 * (0.5 + 2 + 6 + 1),
         "kl_loss": 0.2 * (0.5 * k3[0] + 2 * 10 + 0.25 * 10),
@@ -413,13 +414,15 @@ def test_policy_loss_and_slopes_by_hand() -> None:
         "masked_below": 0,
         "masked_above": 2,
         "band_position": 0.2 / 0.48 + 3,
-        "token_weight.mean": 0.25,  # of the first token alone, 1
+        "token_weight.mean": 0.25,  # only the first token has a weight, 1
         "token_weight.m2": 0.75,
         "ref_kl": sum(k3),
         "count": 4,
     }
-    wanted["loss"] = sum(wanted[name] for name in ("pg_loss", "entropy_loss", "kl_loss", "nll_loss"))
-    assert {n: x.item() for n, x in out.metrics.items()} == {n: pytest.approx(x, abs=1e-12) for n, x in wanted.items()}
+    expected["loss"] = sum(expected[name] for name in ("pg_loss", "entropy_loss", "kl_loss", "nll_loss"))
+    assert {n: x.item() for n, x in out.metrics.items()} == {
+        n: pytest.approx(x, abs=1e-12) for n, x in expected.items()
+    }
     assert out.loss.item() == out.metrics["loss"].item()
     slope = 2 * 0.5 * (-2 + 0.2 * (1 - e[0] ** -1))
     assert grads[0].tolist() == [pytest.approx(slope), -0.25, 0, -1.0, 0]
@@ -427,7 +430,7 @@ def test_policy_loss_and_slopes_by_hand() -> None:
 
 
 def test_value_loss_and_slopes_by_hand() -> None:
-    """Below the clip, at it, beyond it where that is worse and where it is not, and masked."""
+    """Values are below the clip, at the clip, beyond the clip with a larger and a smaller clipped loss, or masked."""
     values = torch.tensor([1.25, 1.5, 2.0, 2.0, 9.0], dtype=torch.float64, requires_grad=True)
     out = ppo_value_loss(
         values=values,
@@ -437,7 +440,7 @@ def test_value_loss_and_slopes_by_hand() -> None:
         mask=torch.tensor([True, True, True, True, False]),
         value_clip=0.5,
     )
-    # The third stands at 1.5 when clipped, whose square 2.25 is above 1; the fourth too, below its 4.
+    # The third value is clipped to 1.5, and the square 2.25 exceeds 1. The fourth is also clipped, but 2.25 is below 4.
     assert out.loss.item() == 0.5 * (0.5625 + 2 * 2.25 + 4 * 2.25 + 8 * 4)
     assert torch.autograd.grad(out.loss, values)[0].tolist() == [-0.75, -3.0, 0.0, 16.0, 0.0]
     assert {n: x.item() for n, x in out.metrics.items()} == {"clipfrac": 1, "count": 4, "loss": out.loss.item()}

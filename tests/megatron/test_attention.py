@@ -1,4 +1,4 @@
-"""Packed attention: which kernel is taken, and that the one for GPUs is told what the one for CPUs computes."""
+"""Packed attention: the choice of the kernel, and arguments for which the GPU kernel computes the CPU result."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ SCALE = 0.3
         (torch.bfloat16, 264, (9, 0), False),
     ],
 )
-def test_the_kernel_is_taken_for_what_it_computes(
+def test_kernel_is_used_for_supported_inputs(
     dtype: torch.dtype, head_dim: int, capability: tuple[int, int] | None, taken: bool
 ) -> None:
     assert takes_packs(dtype, head_dim, capability) is taken
@@ -52,8 +52,8 @@ def segments_of(
     query: Tensor, key: Tensor, value: Tensor, cu_q: Tensor, cu_k: Tensor, max_q: int, max_k: int, dropout: float,
     is_causal: bool, *, scale: float, left: int, right: int,
 ) -> Iterator[Segment]:  # fmt: skip
-    """Queries, keys, values for each query head, and the probabilities (h, i, j) that aten's `_flash_attention_forward`
-    documents, of each segment, with the checks of its kernel."""
+    """Yield the queries, keys and values for each query head and the probabilities (h, i, j) of each segment. The
+    semantics and the checks follow the kernel of aten's `_flash_attention_forward`."""
     assert cu_q.dtype == cu_k.dtype == torch.int32 and cu_q.is_contiguous() and cu_k.is_contiguous()
     assert query.stride(-1) == key.stride(-1) == value.stride(-1) == 1
     assert type(max_q) is type(max_k) is int and not dropout
@@ -75,33 +75,33 @@ def backward(
     grad: Tensor, query: Tensor, key: Tensor, value: Tensor, _out: Tensor, _statistics: Tensor, *rest: Any,
     scale: float, window_size_left: int, window_size_right: int,
 ) -> tuple[Tensor, ...]:  # fmt: skip
-    """Gradients of queries, keys and values."""
-    found = [torch.zeros(x.shape) for x in (query, key, value)]
+    """Return the gradients of queries, keys and values."""
+    gradients = [torch.zeros(x.shape) for x in (query, key, value)]
     windows: dict[str, Any] = {"left": window_size_left, "right": window_size_right}
     for q, k, v, p, rows, columns in segments_of(query, key, value, *rest[:6], scale=scale, **windows):
-        given = torch.einsum("ihd,jhd->hij", grad[rows], v)
-        of_scores = p * (given - (given * p).sum(-1, keepdim=True)) * scale
-        found[0][rows] = torch.einsum("hij,jhd->ihd", of_scores, k)
+        grad_weights = torch.einsum("ihd,jhd->hij", grad[rows], v)
+        of_scores = p * (grad_weights - (grad_weights * p).sum(-1, keepdim=True)) * scale
+        gradients[0][rows] = torch.einsum("hij,jhd->ihd", of_scores, k)
         for total, per_head in (
-            (found[1], torch.einsum("hij,ihd->jhd", of_scores, q)),
-            (found[2], torch.einsum("hij,ihd->jhd", p, grad[rows])),
+            (gradients[1], torch.einsum("hij,ihd->jhd", of_scores, q)),
+            (gradients[2], torch.einsum("hij,ihd->jhd", p, grad[rows])),
         ):
             total[columns] = per_head.unflatten(1, (key.shape[1], -1)).sum(2)
-    return tuple(found)
+    return tuple(gradients)
 
 
 @pytest.fixture
 def flash_on_cpu() -> Iterator[list[dict[str, Any]]]:
-    """Stands where torch's variable-length attention calls its CUDA kernels; gives what each forward was told."""
+    """Replace the CUDA kernels of torch's variable-length attention, and yield the arguments of each forward call."""
     calls: list[dict[str, Any]] = []
 
     def forward(*tensors: Any, return_debug_mask: Any = None, **options: Any) -> tuple[Tensor, ...]:
-        given = tensors[:9]  # behind them some versions pass `return_debug_mask`
+        arguments = tensors[:9]  # some versions pass `return_debug_mask` afterwards
         windows = {"left": options["window_size_left"], "right": options["window_size_right"]}
-        calls.append({"max": list(given[5:7]), "causal": given[8], **windows})
-        segments = segments_of(*given, scale=options["scale"], **windows)
+        calls.append({"max": list(arguments[5:7]), "causal": arguments[8], **windows})
+        segments = segments_of(*arguments, scale=options["scale"], **windows)
         out = torch.cat([torch.einsum("hij,jhd->ihd", p, v) for _, _, v, p, _, _ in segments])
-        statistics = torch.zeros(given[0].shape[1], len(given[0]))
+        statistics = torch.zeros(arguments[0].shape[1], len(arguments[0]))
         unused = torch.zeros(2, dtype=torch.uint64)
         return out, statistics, unused, unused.clone(), torch.zeros(0)
 
@@ -113,7 +113,7 @@ def flash_on_cpu() -> Iterator[list[dict[str, Any]]]:
 
 
 def config_with(window: int | None) -> Any:
-    from megatron.core.transformer.transformer_config import TransformerConfig  # once megappo has prepared it
+    from megatron.core.transformer.transformer_config import TransformerConfig  # import after megappo has prepared it
 
     return TransformerConfig(
         num_layers=1,
@@ -125,10 +125,10 @@ def config_with(window: int | None) -> Any:
 
 
 def outputs(core: Any, segments: PackedSegments, heads: int, groups: int) -> list[Tensor]:
-    """The result and its gradients, of queries and keys of this many heads."""
+    """Return the result and the gradients for queries and keys with the given numbers of heads."""
     g = torch.Generator().manual_seed(3)
     total = sum(LENGTHS)
-    # As Megatron hands them over: parts of one matrix, values not contiguous.
+    # Megatron passes parts of one matrix, and the values are not contiguous.
     both = torch.randn(total, heads + 2 * groups, 8, generator=g, requires_grad=True)
     query, key, value = both.split([heads, groups, groups], dim=1)
     out = core(query, key, value, None, packed_seq_params=segments)
@@ -138,7 +138,7 @@ def outputs(core: Any, segments: PackedSegments, heads: int, groups: int) -> lis
 
 
 @pytest.mark.parametrize(("window", "groups"), itertools.product((None, 3, 100), (4, 2, 1)))
-def test_one_call_computes_what_the_segments_do(
+def test_one_call_equals_calls_per_segment(
     flash_on_cpu: list[dict[str, Any]], monkeypatch: pytest.MonkeyPatch, window: int | None, groups: int
 ) -> None:
     core = PackedCoreAttention(config_with(window), 1, None, "self", softmax_scale=SCALE)
@@ -146,35 +146,35 @@ def test_one_call_computes_what_the_segments_do(
     expected = outputs(core, segments, 4, groups)
     assert not flash_on_cpu
     monkeypatch.setattr(attention, "takes_packs", lambda *_: True)
-    found = outputs(core, segments, 4, groups)
-    (call,) = flash_on_cpu  # one for the whole pack
+    results = outputs(core, segments, 4, groups)
+    (call,) = flash_on_cpu  # one call for the whole pack
     assert call == {"max": [9, 9], "causal": window is None, "left": -1 if window is None else window - 1, "right": 0}
-    for mine, theirs in zip(found, expected, strict=True):
+    for mine, theirs in zip(results, expected, strict=True):
         assert float((mine - theirs).abs().max()) < 1e-5
 
 
 @pytest.mark.parametrize(("window", "groups", "rank"), itertools.product((None, 3, 100), (4, 2), (0, 2)))
-def test_one_call_computes_what_the_chunks_do(
+def test_one_call_equals_calls_per_chunk(
     flash_on_cpu: list[dict[str, Any]], monkeypatch: pytest.MonkeyPatch, window: int | None, groups: int, rank: int
 ) -> None:
-    """Of a rank that shares out a pack, once it has the keys that its chunks see."""
+    """The rank has a part of a pack and all keys that its chunks attend to."""
     lengths, shard = (12, 6, 18), ContextShard(3, rank)
     chunks = packed_segments(lengths, segment_tensors(lengths, shard), shard).chunks
     assert chunks is not None
-    seen = dataclasses.replace(chunks, key_rows=None)  # they are there already
+    seen = dataclasses.replace(chunks, key_rows=None)  # the keys are already gathered
     core: Any = PackedCoreAttention(config_with(window), 1, None, "self", softmax_scale=SCALE)
     g = torch.Generator().manual_seed(3)
     query = torch.randn(sum(seen.lengths), 4, 8, generator=g, requires_grad=True)
     both = torch.randn(sum(seen.key_lengths), 2, groups, 8, generator=g, requires_grad=True)
-    found = []
+    results = []
     for takes in (False, True):
         monkeypatch.setattr(attention, "takes_packs", lambda *_, takes=takes: takes)
         out = core(query, *both.unbind(1), None, packed_seq_params=seen)
         upstream = torch.randn(out.shape, generator=torch.Generator().manual_seed(5))
-        found.append([out.detach(), *torch.autograd.grad(out, (query, both), upstream)])
+        results.append([out.detach(), *torch.autograd.grad(out, (query, both), upstream)])
     (call,) = flash_on_cpu
     assert call["max"] == [max(seen.lengths), max(seen.key_lengths)]
-    for mine, theirs in zip(*found, strict=True):
+    for mine, theirs in zip(*results, strict=True):
         assert float((mine - theirs).abs().max()) < 1e-5
 
 
@@ -185,11 +185,11 @@ def plain(
     cap: float | None = None,
     sinks: Tensor | None = None,
 ) -> Tensor:
-    """Segments of queries (t, h, d), keys and values (t, g, d), one after the other, with a cap of their scores, or
-    with a share of each head that goes nowhere."""
+    """Compute attention segment by segment for queries (t, h, d) and keys and values (t, g, d). `cap` limits the
+    scores, and `sinks` removes a part of the attention weights of each head."""
     heads = tensors[0].shape[1]
     query, key, value = (x.repeat_interleave(heads // x.shape[1], dim=1).split(lengths) for x in tensors)
-    found = []
+    outputs = []
     for q, k, v in zip(query, key, value, strict=True):
         scores = torch.einsum("ihd,jhd->hij", q, k) * SCALE
         scores = scores if cap is None else cap * torch.tanh(scores / cap)
@@ -197,8 +197,8 @@ def plain(
         hidden = (distance > 0) | (distance <= -(window or len(q)))
         weights = scores.masked_fill(hidden, -torch.inf).exp()
         nowhere = 0 if sinks is None else sinks.exp()[:, None, None]
-        found.append(torch.einsum("hij,jhd->ihd", weights / (weights.sum(-1, keepdim=True) + nowhere), v))
-    return torch.cat(found).flatten(1)
+        outputs.append(torch.einsum("hij,jhd->ihd", weights / (weights.sum(-1, keepdim=True) + nowhere), v))
+    return torch.cat(outputs).flatten(1)
 
 
 @pytest.mark.parametrize(
@@ -207,18 +207,18 @@ def plain(
 def test_scores_with_a_cap(
     monkeypatch: pytest.MonkeyPatch, lengths: tuple[int, ...], window: int | None, groups: int
 ) -> None:
-    """No kernel is asked, whatever the GPU; queries are taken four at a time."""
+    """No kernel is used on any GPU. Queries are processed in blocks of four."""
     monkeypatch.setattr(attention, "takes_packs", lambda *_: True)
     monkeypatch.setattr(attention, "PRODUCT_ROWS", 4)
     core = PackedCoreAttention(config_with(window), 1, None, "self", softmax_scale=SCALE, scores_cap=0.7)
     g = torch.Generator().manual_seed(3)
-    given = [torch.randn(sum(lengths), n, 8, generator=g, requires_grad=True) for n in (4, groups, groups)]
-    exact = [x.detach().double().requires_grad_() for x in given]
+    inputs = [torch.randn(sum(lengths), n, 8, generator=g, requires_grad=True) for n in (4, groups, groups)]
+    exact = [x.detach().double().requires_grad_() for x in inputs]
     segments = packed_segments(lengths, segment_tensors(lengths))
     assert (segments.slots is not None) == (lengths == (9, 8, 7))
-    out, truth = core(*given, None, packed_seq_params=segments), plain(exact, lengths, window, 0.7)
+    out, truth = core(*inputs, None, packed_seq_params=segments), plain(exact, lengths, window, 0.7)
     upstream = torch.randn(out.shape, generator=g)
-    gradients, true = torch.autograd.grad(out, given, upstream), torch.autograd.grad(truth, exact, upstream.double())
+    gradients, true = torch.autograd.grad(out, inputs, upstream), torch.autograd.grad(truth, exact, upstream.double())
     for mine, theirs in zip((out, *gradients), (truth, *true), strict=True):
         assert float((mine - theirs).abs().max()) < 1e-5
 
@@ -227,7 +227,8 @@ def test_scores_with_a_cap(
     ("lengths", "window", "groups"), itertools.product(((5, 1, 9, 2), (9, 8, 7)), (None, 3, 6), (2, 1))
 )
 def test_sinks(monkeypatch: pytest.MonkeyPatch, lengths: tuple[int, ...], window: int | None, groups: int) -> None:
-    """Of float32 and of bfloat16, whose short segments no other products attend; the sinks' gradient too."""
+    """The test compares float32 and bfloat16, including the gradient of the sinks. Short bfloat16 segments do not
+    use the products for short segments."""
     monkeypatch.setattr(attention, "takes_packs", lambda *_: True)
     monkeypatch.setattr(attention, "PRODUCT_ROWS", 4)
     g = torch.Generator().manual_seed(3)
@@ -237,12 +238,12 @@ def test_sinks(monkeypatch: pytest.MonkeyPatch, lengths: tuple[int, ...], window
         assert core.sinks is not None and core.sinks.shape == (4,) and core.sinks.dtype == dtype
         core.sinks.data.copy_(torch.randn(4, generator=g))
         shapes = [(sum(lengths), n, 8) for n in (4, groups, groups)]
-        given = [torch.randn(shape, generator=g).to(dtype).requires_grad_() for shape in shapes]
-        exact = [x.detach().double().requires_grad_() for x in (*given, core.sinks)]
-        out = core(*given, None, packed_seq_params=packed_segments(lengths, segment_tensors(lengths)))
+        inputs = [torch.randn(shape, generator=g).to(dtype).requires_grad_() for shape in shapes]
+        exact = [x.detach().double().requires_grad_() for x in (*inputs, core.sinks)]
+        out = core(*inputs, None, packed_seq_params=packed_segments(lengths, segment_tensors(lengths)))
         truth = plain(exact[:3], lengths, window, sinks=exact[3])
         upstream = torch.randn(out.shape, generator=g).to(dtype)
-        gradients = torch.autograd.grad(out, [*given, core.sinks], upstream)
+        gradients = torch.autograd.grad(out, [*inputs, core.sinks], upstream)
         true = torch.autograd.grad(truth, exact, upstream.double())
         for mine, theirs in zip((out, *gradients), (truth, *true), strict=True):
             assert float((mine - theirs).norm() / theirs.norm()) < bound
@@ -258,7 +259,7 @@ def test_sinks(monkeypatch: pytest.MonkeyPatch, lengths: tuple[int, ...], window
         ((5, 9), None, "cpu", torch.float32, False),
     ],
 )
-def test_products_are_taken_for_what_is_short(
+def test_products_are_used_for_short_segments(
     lengths: tuple[int, ...], window: int | None, device: str, dtype: torch.dtype, taken: bool
 ) -> None:
     assert takes_products(torch.zeros(1, dtype=dtype, device=device), lengths, window) is taken
@@ -267,14 +268,14 @@ def test_products_are_taken_for_what_is_short(
 @pytest.mark.parametrize("groups", [6, 2, 1])
 @pytest.mark.parametrize("lengths", [(7,), (9, 9, 9), (40, 5, 70, 64, 1, 12)])
 def test_short_segments_in_bfloat16(monkeypatch: pytest.MonkeyPatch, lengths: tuple[int, ...], groups: int) -> None:
-    """Through a rectangle for each kind of length, several blocks of scores, and no kernel of torch. What is rounded to
-    bfloat16 on the way, shares of attention and gradients of scores among it, is off by 2^-8 at most and 2^-9 in the
-    mean, each time."""
+    """The segments use one rectangle per group of lengths and several blocks of scores, without a torch kernel. Each
+    rounding to bfloat16 has an error of at most 2^-8, and 2^-9 on average. Attention weights and gradients of scores
+    are also rounded."""
     monkeypatch.setattr(attention, "scaled_dot_product_attention", None)
     monkeypatch.setattr(short_attention, "BLOCK_BYTES", 4 * 6 * 70 * 70)
     core = PackedCoreAttention(config_with(None), 1, None, "self", softmax_scale=SCALE)
     g = torch.Generator().manual_seed(3)
-    # As Megatron hands them over: parts of one matrix, values not contiguous.
+    # Megatron passes parts of one matrix, and the values are not contiguous.
     both = torch.randn(sum(lengths), 6 + 2 * groups, 8, generator=g).bfloat16().requires_grad_()
     exact = both.detach().double().requires_grad_()
     segments = packed_segments(lengths, segment_tensors(lengths))
@@ -283,20 +284,20 @@ def test_short_segments_in_bfloat16(monkeypatch: pytest.MonkeyPatch, lengths: tu
     upstream = torch.randn(out.shape, generator=g).bfloat16()
     (mine,) = torch.autograd.grad(out, both, upstream)
     (true,) = torch.autograd.grad(truth, exact, upstream.double())
-    for found, expected, roundings in ((out.detach(), truth.detach(), 2), (mine, true, 4)):
-        assert found.dtype == torch.bfloat16
-        assert float((found - expected).norm() / expected.norm()) < roundings * 2**-9
-    with torch.no_grad():  # where no shares are kept
+    for result, expected, roundings in ((out.detach(), truth.detach(), 2), (mine, true, 4)):
+        assert result.dtype == torch.bfloat16
+        assert float((result - expected).norm() / expected.norm()) < roundings * 2**-9
+    with torch.no_grad():  # no attention weights are stored
         again = core(*both.split([6, groups, groups], dim=1), None, packed_seq_params=segments)
     assert torch.equal(again, out)
 
 
-def test_a_short_segment_sees_nothing_of_another() -> None:
-    """Garbage of one, whatever it is, reaches no other's output nor gradient."""
+def test_short_segments_do_not_affect_each_other() -> None:
+    """Garbage in one segment changes no output and no gradient of another segment."""
     lengths, groups = (6, 5, 5), 2
     core = PackedCoreAttention(config_with(None), 1, None, "self", softmax_scale=SCALE)
     segments = packed_segments(lengths, segment_tensors(lengths))
-    found = []
+    results = []
     for garbage in (0.0, float("nan")):
         both = torch.randn(16, 4 + 2 * groups, 8, generator=torch.Generator().manual_seed(3)).bfloat16()
         both[6:11] = garbage
@@ -304,14 +305,14 @@ def test_a_short_segment_sees_nothing_of_another() -> None:
         out = core(*both.split([4, groups, groups], dim=1), None, packed_seq_params=segments)
         (gradient,) = torch.autograd.grad(out, both, torch.ones_like(out))
         others = [*range(6), *range(11, 16)]
-        found.append((out.detach()[others], gradient[others]))
+        results.append((out.detach()[others], gradient[others]))
         assert bool(out[6:11].isnan().any()) == (garbage != 0)
     assert all(
-        torch.equal(clean, spoiled) and bool(clean.isfinite().all()) for clean, spoiled in zip(*found, strict=True)
+        torch.equal(clean, spoiled) and bool(clean.isfinite().all()) for clean, spoiled in zip(*results, strict=True)
     )
 
 
-def test_layers_that_differ_have_the_window_or_not() -> None:
+def test_window_is_set_per_layer() -> None:
     config = config_with(7)
     config.window_attn_skip_freq = [1, 0]
     assert [PackedCoreAttention(config, number, None, "self").window for number in (1, 2)] == [7, None]

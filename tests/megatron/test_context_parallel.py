@@ -1,4 +1,4 @@
-"""Attention of a pack whose tokens ranks share out is that of the whole pack, forward and backward."""
+"""Attention over a pack that is split across ranks equals attention over the whole pack, forward and backward."""
 
 from __future__ import annotations
 
@@ -18,18 +18,18 @@ ROUNDING = {"float32": 2e-6, "bfloat16": 2e-2}
 
 
 @pytest.mark.parametrize("ranks", cases([2, 3, 4], quick=(2,)))
-def test_attention_equals_that_of_whole_packs(ranks: int) -> None:
-    """With windows shorter and longer than a chunk and than a segment, and queries that share keys."""
-    asked: dict[str, dict[str, Any]] = {
+def test_attention_equals_attention_of_the_whole_pack(ranks: int) -> None:
+    """The cases have windows that are shorter and longer than a chunk and a segment, and grouped queries."""
+    requests: dict[str, dict[str, Any]] = {
         f"{dtype}, window {window}, {groups} groups": {
             "lengths": [2 * ranks * chunk for chunk in CHUNKS], "window": window, "groups": groups, "dtype": dtype,
         }
         for dtype, window, groups in itertools.product(ROUNDING, WINDOWS, GROUPS)
     }  # fmt: skip
-    for of_rank in ask("context_worker.py", ranks, asked):
-        assert of_rank.keys() == asked.keys()
+    for of_rank in ask("context_worker.py", ranks, requests):
+        assert of_rank.keys() == requests.keys()
         for name, errors in of_rank.items():
             assert errors.keys() == {"output", "query", "key", "value"}
-            if asked[name]["window"] == 1:  # a token alone has nothing to choose from
+            if requests[name]["window"] == 1:  # a single key has a constant weight
                 errors = {part: errors[part] for part in ("output", "value")}
-            assert max(errors.values()) < ROUNDING[asked[name]["dtype"]], (name, errors)
+            assert max(errors.values()) < ROUNDING[requests[name]["dtype"]], (name, errors)

@@ -1,4 +1,4 @@
-"""On gloo the distributed optimizer's weights are gathered bucket by bucket, and waited for together."""
+"""On gloo the weights of the distributed optimizer are gathered bucket by bucket with one common wait."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from megappo.runtime.megatron_cpu import gather_one_by_one
 
 
 class Collectives(TorchDispatchMode):
-    """Notes the names of those that are called."""
+    """Record the names of called collectives."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -37,7 +37,7 @@ def test_no_gather_is_coalesced(late: bool, world_of_one: None) -> None:
     group: Any = SimpleNamespace(
         ddp_config=SimpleNamespace(use_distributed_optimizer=True, overlap_param_gather=late),
         buckets=[SimpleNamespace(param_data=torch.zeros_like(x)) for x in weights],
-        # Under a dispatch mode gloo takes the ranks for the first dimension.
+        # In a dispatch mode gloo uses the ranks as the first dimension.
         cached_param_buffer_shard_list=[x.view(1, -1) for x in weights],
         intra_distributed_optimizer_instance_group=dist.group.WORLD,
         intra_distributed_optimizer_instance_size=1,
@@ -50,6 +50,6 @@ def test_no_gather_is_coalesced(late: bool, world_of_one: None) -> None:
             group.param_gather_handle.wait()
     assert called.names == ["_allgather_base_"] * 2
     assert (group.param_gather_handle is not None) == late
-    for bucket, wanted in zip(group.buckets, weights, strict=True):
-        assert torch.equal(bucket.param_data, wanted)
-    assert vars(param_and_grad_buffer) == usual, "other collectives are as they were"
+    for bucket, expected in zip(group.buckets, weights, strict=True):
+        assert torch.equal(bucket.param_data, expected)
+    assert vars(param_and_grad_buffer) == usual, "other collectives must not change"

@@ -1,4 +1,4 @@
-"""Gradients of a bfloat16 model add up in float32 over microbatches and data parallel ranks."""
+"""Gradients of a bfloat16 model are accumulated in float32 over microbatches and data parallel ranks."""
 
 from __future__ import annotations
 
@@ -12,16 +12,16 @@ from tests.support.models import write_model
 pytestmark = [pytest.mark.slow, pytest.mark.waits, pytest.mark.versions]
 
 ROUNDINGS = 12
-"""Of a sum of as many microbatches, all ranks together."""
+"""Number of roundings in a sum over the microbatches of all ranks."""
 
 
 @pytest.mark.parametrize(("processes", "overlap"), [(1, False), (2, False), (2, True)])
 def test_sums_of_gradients_are_float32(tmp_path: Path, processes: int, overlap: bool) -> None:
-    """Each microbatch's gradient is bfloat16; their sum is that of float64 within float32's rounding, which a sum in
-    bfloat16 misses by far."""
+    """The gradient of each microbatch is bfloat16. The sum equals the float64 sum within float32 rounding. A sum in
+    bfloat16 has a much larger error."""
     folder = write_model(tmp_path / "model", "qwen3", 3, num_hidden_layers=1, tie_word_embeddings=False)
-    found: dict[str, list[float]] = ask("gradients_worker.py", processes, {"folder": str(folder), "overlap": overlap})
-    assert len(found) == 11
-    for name, (error, in_bfloat16) in found.items():
+    errors: dict[str, list[float]] = ask("gradients_worker.py", processes, {"folder": str(folder), "overlap": overlap})
+    assert len(errors) == 11
+    for name, (error, in_bfloat16) in errors.items():
         assert error <= ROUNDINGS * 2.0**-24, name
         assert in_bfloat16 > 1e-4, name

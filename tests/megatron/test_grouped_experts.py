@@ -1,4 +1,4 @@
-"""Experts as grouped products, and the way of tokens to them and back, against a loop in float64."""
+"""Experts as grouped products and the dispatch of tokens, compared with a loop in float64."""
 
 from __future__ import annotations
 
@@ -23,10 +23,10 @@ from megappo_kernels.gemm import takes_grouped
 
 RAGGED = [3, 0, 7, 1, 0, 12]
 BOUNDS = {torch.float32: 1e-6, torch.bfloat16: 1e-2, torch.float64: 1e-12}
-"""Of the norm of an error over the norm of what is right, by the type that is computed in."""
+"""Bounds of the relative error norm by the dtype of the computation."""
 
 
-BOUNDED, UNFELT = ClampedSwiGLU(alpha=1.3, limit=0.5), ClampedSwiGLU(alpha=1.3, limit=50.0)
+BOUNDED, UNBOUNDED = ClampedSwiGLU(alpha=1.3, limit=0.5), ClampedSwiGLU(alpha=1.3, limit=50.0)
 
 
 def configuration(
@@ -45,7 +45,7 @@ def drawn(*shape: int, dtype: torch.dtype, seed: int = 0) -> Tensor:
 
 
 def router_weights(dtype: torch.dtype, *shape: int) -> Tensor:
-    """Float32, or what is wider."""
+    """Draw router weights in float32 or a wider dtype."""
     return drawn(*shape, dtype=torch.promote_types(dtype, torch.float32), seed=6).sigmoid()
 
 
@@ -59,7 +59,7 @@ def make_experts(config: TransformerConfig) -> GroupedExperts:
 
 
 def one(row: Tensor, of: list[Tensor], clamped: ClampedSwiGLU | None = None) -> Tensor:
-    """What one expert makes of a row; between bounds with biases, as gpt-oss' do."""
+    """Compute the output of one expert for a row, with bounds and biases as in gpt-oss if `clamped` is set."""
     if clamped is None:
         gate, up = (of[0] @ row).chunk(2)
         return of[1] @ (silu(gate) * up)
@@ -72,14 +72,14 @@ def exact(*tensors: Tensor) -> list[Tensor]:
     return [tensor.detach().double().requires_grad_() for tensor in tensors]
 
 
-def assert_close(dtype: torch.dtype, found: list[Any], right: list[Any]) -> None:
-    for tensor, true in zip(found, right, strict=True):
+def assert_close(dtype: torch.dtype, results: list[Any], right: list[Any]) -> None:
+    for tensor, true in zip(results, right, strict=True):
         error = float((tensor.detach().double() - true.detach()).norm() / true.detach().norm())
         assert error < BOUNDS[dtype], (tuple(tensor.shape), error)
 
 
 def check_against_loop(dtype: torch.dtype, hidden: int, ffn: int, clamped: ClampedSwiGLU | None = None) -> None:
-    """Output and every gradient, of experts with many rows, few and none."""
+    """Compare the output and all gradients of experts with many, few and no rows."""
     changes: dict[str, Any] = {} if clamped is None else {"activation_func": clamped, "add_bias_linear": True}
     layer = make_experts(configuration(dtype, hidden, ffn, len(RAGGED), **changes))
     rows = drawn(sum(RAGGED), hidden, dtype=dtype, seed=5).requires_grad_()
@@ -95,7 +95,7 @@ def check_against_loop(dtype: torch.dtype, hidden: int, ffn: int, clamped: Clamp
     truth.backward(upstream.double())
     grads = [leaf.grad for leaf in (rows, weights, *layer.parameters())]
     assert_close(dtype, [output, *grads], [truth, *(leaf.grad for leaf in leaves)])
-    assert all(not parameter.grad[1].any() for parameter in layer.parameters())  # nobody asked the second expert
+    assert all(not parameter.grad[1].any() for parameter in layer.parameters())  # the second expert has no rows
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -110,31 +110,31 @@ def test_grouped_experts_equal_the_loop(dtype: torch.dtype) -> None:
     [
         (torch.float32, BOUNDED),
         (torch.float64, BOUNDED),
-        # What is rounded may be on the other side of a bound, where the gradient is another.
-        (torch.bfloat16, UNFELT),
+        # A rounded value can cross a bound, which changes the gradient.
+        (torch.bfloat16, UNBOUNDED),
     ],
 )
 def test_experts_with_biases_and_bounds_equal_the_loop(dtype: torch.dtype, clamped: ClampedSwiGLU) -> None:
     check_against_loop(dtype, 32, 24, clamped)
     layer = make_experts(configuration(dtype, 32, 24, 2, activation_func=clamped, add_bias_linear=True))
     names = {name for name, _ in layer.named_parameters()}
-    assert names == {"weight1", "weight2", "bias1.bias", "bias2.bias"}  # the last two are biases in Megatron's eyes
+    assert names == {"weight1", "weight2", "bias1.bias", "bias2.bias"}  # Megatron recognises the last two as biases
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
 def test_bounds_on_either_side(dtype: torch.dtype) -> None:
-    """At a bound there is no gradient, as `clamp` of torch 2.14 has none."""
-    values = [-0.75, -0.5, -0.25, 0.25, 0.5, 0.75]  # all of them bfloat16's
+    """The gradient at a bound is 0, as in `clamp` of torch 2.14."""
+    values = [-0.75, -0.5, -0.25, 0.25, 0.5, 0.75]  # exact in bfloat16
     pairs = torch.cartesian_prod(torch.tensor(values), torch.tensor(values)).to(dtype).requires_grad_()
     weights = router_weights(dtype, len(pairs)).requires_grad_()
-    found, upstream = BOUNDED(pairs, weights), drawn(len(pairs), 1, dtype=dtype)
-    found.backward(upstream)
+    output, upstream = BOUNDED(pairs, weights), drawn(len(pairs), 1, dtype=dtype)
+    output.backward(upstream)
     wide, wide_weights = exact(pairs, weights)
     gate, up = wide.unbind(1)
     gate, up = torch.where(gate < 0.5, gate, 0.5), torch.where(up.abs() < 0.5, up, 0.5 * up.sign())
     truth = ((up + 1) * gate * torch.sigmoid(1.3 * gate) * wide_weights)[:, None]
     truth.backward(upstream.double())
-    assert_close(dtype, [found, pairs.grad, weights.grad], [truth, wide.grad, wide_weights.grad])
+    assert_close(dtype, [output, pairs.grad, weights.grad], [truth, wide.grad, wide_weights.grad])
     assert pairs.grad is not None and torch.equal(pairs.grad[:, 0] == 0, wide.detach()[:, 0] >= 0.5)
     assert torch.equal(pairs.grad[:, 1] == 0, wide.detach()[:, 1].abs() >= 0.5)
     with pytest.raises(ValueError, match="3 columns are no gate and up side by side"):
@@ -144,8 +144,9 @@ def test_bounds_on_either_side(dtype: torch.dtype) -> None:
 @pytest.mark.parametrize(
     ("dtype", "hidden", "ffn"), [(torch.float64, 32, 24), (torch.bfloat16, 32, 18), (torch.float32, 30, 24)]
 )
-def test_what_torch_groups_not_goes_one_by_one(dtype: torch.dtype, hidden: int, ffn: int) -> None:
-    """Types other than bfloat16 and float32, and rows that are no multiple of 16 bytes."""
+def test_unsupported_shapes_use_separate_products(dtype: torch.dtype, hidden: int, ffn: int) -> None:
+    """Separate products are used for dtypes other than bfloat16 and float32, and for rows that are no multiple of 16
+    bytes."""
     assert not takes_grouped(dtype, hidden, ffn)
     with patch.object(experts, "grouped_mm", side_effect=AssertionError):
         check_against_loop(dtype, hidden, ffn)
@@ -156,7 +157,7 @@ def test_what_torch_groups_not_goes_one_by_one(dtype: torch.dtype, hidden: int, 
 
 
 @pytest.mark.parametrize("changes", [{}, {"activation_func": BOUNDED, "add_bias_linear": True}])
-def test_experts_without_a_row_have_a_gradient_of_zero(changes: dict[str, Any]) -> None:
+def test_experts_without_rows_have_zero_gradients(changes: dict[str, Any]) -> None:
     layer = make_experts(configuration(torch.float32, 32, 24, 3, **changes))
     rows = torch.empty(0, 32, requires_grad=True)
     output, _ = layer(rows, torch.zeros(3, dtype=torch.int64), torch.empty(0))
@@ -174,20 +175,20 @@ def alone() -> Iterator[ProcessGroupCollection]:
 
 
 def routing(n_tokens: int, n_experts: int, chosen: int) -> Tensor:
-    """(T, E) bool; the last expert gets nothing."""
+    """Return the chosen experts (T, E) as bool. The last expert has no tokens."""
     scores = torch.rand(n_tokens, n_experts - 1, generator=torch.Generator().manual_seed(8))
     return torch.zeros(n_tokens, n_experts, dtype=torch.bool).scatter_(1, scores.topk(chosen).indices, True)
 
 
 def routed(dispatcher: TokenDispatcher, layer: GroupedExperts, tokens: Tensor, chosen: Tensor, probs: Tensor) -> Tensor:
-    """As Megatron's layer calls it."""
+    """Call the dispatcher in the order of the Megatron layer."""
     rows, weights = dispatcher.token_dispatch(*dispatcher.dispatch_preprocess(tokens, chosen, probs))
     output, _ = layer(*(dispatcher.dispatch_postprocess(rows, weights)[i] for i in (0, 1, 2)))
     return dispatcher.combine_postprocess(dispatcher.token_combine(dispatcher.combine_preprocess(output)))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
-def test_a_token_gets_the_weighted_sum_of_its_experts(alone: ProcessGroupCollection, dtype: torch.dtype) -> None:
+def test_output_is_the_weighted_sum_of_experts(alone: ProcessGroupCollection, dtype: torch.dtype) -> None:
     config = configuration(dtype, 32, 24, 6, chosen=3)
     layer, dispatcher = make_experts(config), TokenDispatcher(config, alone)
     tokens = drawn(11, 1, 32, dtype=dtype, seed=5).requires_grad_()
@@ -207,7 +208,7 @@ def test_a_token_gets_the_weighted_sum_of_its_experts(alone: ProcessGroupCollect
     assert_close(dtype, [output, *grads], [truth, *(leaf.grad for leaf in leaves)])
 
 
-def test_rows_by_sender_come_by_expert_and_back() -> None:
+def test_rows_are_sorted_by_expert_and_restored() -> None:
     counts_PL = torch.tensor([[2, 0, 3], [1, 4, 0], [0, 0, 1], [5, 1, 1]])
     labels = [(p, e, i) for p in range(4) for e in range(3) for i in range(counts_PL[p, e])]
     order = by_own_expert(counts_PL, len(labels))
@@ -221,8 +222,8 @@ def test_rows_by_sender_come_by_expert_and_back() -> None:
 
 
 @pytest.mark.parametrize("changes", [{}, {"activation_func": BOUNDED, "add_bias_linear": True}])
-def test_nothing_is_read_on_the_host(alone: ProcessGroupCollection, changes: dict[str, Any]) -> None:
-    """Tensors without numbers go through forward and backward: whoever asked for one would raise."""
+def test_experts_need_no_host_reads(alone: ProcessGroupCollection, changes: dict[str, Any]) -> None:
+    """Forward and backward run with fake tensors, which raise an error if the host reads a value."""
     config = configuration(torch.bfloat16, 32, 24, 6, chosen=3, **changes)
     with FakeTensorMode() as mode:
         layer, dispatcher = GroupedExperts(6, config), TokenDispatcher(config, alone)
@@ -233,6 +234,6 @@ def test_nothing_is_read_on_the_host(alone: ProcessGroupCollection, changes: dic
         order = by_own_expert(torch.empty(4, 3, dtype=torch.int64), 19)
         assert order.spread(torch.empty(19, 32)).shape == (19, 32)
         assert probs.grad is not None and tokens.grad is not None and tokens.grad.shape == tokens.shape
-        with pytest.raises(DataDependentOutputException):  # as one product after the other does
+        with pytest.raises(DataDependentOutputException):  # separate products read values
             expert_products(torch.empty(9, 30), torch.empty(6, 4, 30), torch.empty(6, dtype=torch.int64))
     assert mode is not None

@@ -1,4 +1,4 @@
-"""An optimizer of which a part steps on the host computes what one that does not computes."""
+"""An optimizer with a part on the host has the same results as an optimizer on the device."""
 
 from __future__ import annotations
 
@@ -32,14 +32,14 @@ def storages(mains: list[Tensor]) -> set[int]:
 
 
 @pytest.mark.parametrize(("fraction", "on_host"), [(0.01, {50}), (0.5, {50}), (0.51, {50, 30}), (1.0, {50, 30, 20})])
-def test_the_largest_parts_step_on_the_host(fraction: float, on_host: set[int]) -> None:
+def test_largest_parts_are_updated_on_the_host(fraction: float, on_host: set[int]) -> None:
     mine, truth = weights(), weights()
     partly, plain = PartlyOnHost(adam(mine), fraction, storages(mine)), adam(truth)
     for step in range(4):
         rate = 1e-2 / (step + 1)
         for optimizer in (partly, plain):
             for group in optimizer.param_groups:
-                group["lr"] = rate  # as Megatron's schedule does
+                group["lr"] = rate  # Megatron's schedule sets the rate here
         for a, b in zip(mine, truth, strict=True):
             a.grad = torch.sin(a.detach() + step)
             b.grad = torch.sin(b.detach() + step)
@@ -54,8 +54,8 @@ def test_the_largest_parts_step_on_the_host(fraction: float, on_host: set[int]) 
         assert torch.equal(known_as.detach(), a.detach())
 
 
-def test_main_weights_are_on_the_device_for_a_moment() -> None:
-    """Those of a bfloat16 model; what the device updates stays."""
+def test_main_weights_are_on_the_device_temporarily() -> None:
+    """The weights are main weights of a bfloat16 model. Weights that the device updates stay on the device."""
     mains = weights()
     partly = PartlyOnHost(adam(mains), 0.5, set())
     assert [main.untyped_storage().nbytes() for main in mains] == [4 * 30, 0, 4 * 20]
@@ -68,31 +68,31 @@ def test_main_weights_are_on_the_device_for_a_moment() -> None:
     assert [main.untyped_storage().nbytes() for main in mains] == [4 * 30, 0, 4 * 20]
 
 
-def test_a_tied_embedding_is_updated_alike_on_both_stages() -> None:
+def test_tied_embedding_uses_the_host_on_both_stages() -> None:
     mains = weights()
     mains[2].shared = True  # type: ignore[attr-defined]
     partly = PartlyOnHost(adam(mains), 0.05, storages(mains))
     assert [partly.whereabouts(main)[1] is main for main in mains] == [True, True, False]
 
 
-def test_a_step_of_a_rank_without_a_part_raises_nothing() -> None:
-    """A distributed optimizer may have given it no parameters."""
+def test_rank_without_parameters_can_step() -> None:
+    """A distributed optimizer can assign no parameters to a rank."""
     PartlyOnHost(adam([torch.zeros(0, requires_grad=True)]), 0.5, set()).step()
 
 
 @pytest.mark.parametrize(
-    ("added", "has_further", "adds"), [(False, False, True), (True, True, True), (True, False, False)]
+    ("added", "has_other_uses", "adds"), [(False, False, True), (True, True, True), (True, False, False)]
 )
-def test_gradients_of_microbatches_are_added_up(
-    monkeypatch: pytest.MonkeyPatch, added: bool, has_further: bool, adds: bool
+def test_gradients_of_microbatches_are_accumulated(
+    monkeypatch: pytest.MonkeyPatch, added: bool, has_other_uses: bool, adds: bool
 ) -> None:
-    """To the last bit as at once, the first of them to zeros, and anew after these. The placeholder of one that the
-    head has added already is Megatron's to drop; what a tied embedding gets besides is added too."""
+    """The accumulation is bit-exact and restarts for each step from zeros. If the output layer has already added a
+    gradient, Megatron drops the placeholder. Other gradients of a tied embedding are added."""
     monkeypatch.setattr(optimization, "PIECE", 7)
     generator = torch.Generator().manual_seed(3)
     parameter: Any = torch.nn.Parameter(torch.zeros(4, 5, dtype=torch.bfloat16))
     by_head = torch.randn(4, 5, generator=generator) if added else torch.zeros(4, 5)
-    if has_further:
+    if has_other_uses:
         parameter.zero_out_wgrad = True
     parameter.register_post_accumulate_grad_hook(add_to_main_grad)
     for _ in range(2):
@@ -109,8 +109,9 @@ def test_gradients_of_microbatches_are_added_up(
 
 
 @pytest.mark.parametrize("fused", [False, True])
-def test_gradients_above_the_norm_are_scaled_down(fused: bool) -> None:
-    """In one of two steps, as by hand in float64; what AdamW divides by does not outlive its step."""
+def test_gradients_above_the_norm_are_clipped(fused: bool) -> None:
+    """The clipping is compared with a float64 reference. Only one of three steps is clipped, and the scale of AdamW
+    does not affect later steps."""
     generator = torch.Generator().manual_seed(5)
     weight = torch.randn(6, 7, generator=generator)
     main, by_hand = torch.nn.Parameter(weight.clone()), torch.nn.Parameter(weight.double())

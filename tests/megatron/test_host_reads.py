@@ -1,4 +1,4 @@
-"""A microbatch waits for nothing that a device would have to tell: reads on the host do not grow with the layers."""
+"""The number of host reads of a microbatch does not grow with the number of layers."""
 
 from __future__ import annotations
 
@@ -23,15 +23,15 @@ CASES: dict[str, dict[str, Any]] = {
 
 @pytest.fixture(scope="module")
 def reads(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[int]]:
-    """Of each case with two layers and with four."""
+    """Return the host reads of each case with two and with four layers."""
     root = tmp_path_factory.mktemp("layers")
     folders = [str(write_model(root / str(n), "qwen3", 3, num_hidden_layers=n)) for n in (2, 4)]
-    found: dict[str, list[int]] = ask("reads_worker.py", 2, {"folders": folders, "cases": CASES})
-    return found
+    counts: dict[str, list[int]] = ask("reads_worker.py", 2, {"folders": folders, "cases": CASES})
+    return counts
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_reads_do_not_grow_with_the_layers(reads: dict[str, list[int]], name: str) -> None:
+def test_host_reads_do_not_grow_with_layers(reads: dict[str, list[int]], name: str) -> None:
     few, many = reads[name]
     assert few == many
     assert few <= 4 * MICROBATCHES

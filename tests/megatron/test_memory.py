@@ -1,5 +1,7 @@
-"""With everything offloaded a process holds little more than its largest stage needs, and an optimizer of adapters next
-to nothing: a model of 71M parameters."""
+"""Memory of a process with a model of 71M parameters.
+
+With offloading the process needs little more memory than the largest stage. An optimizer of adapters is very small.
+"""
 
 from __future__ import annotations
 
@@ -16,15 +18,16 @@ from tests.support.harness import ask
 pytestmark = [pytest.mark.slow, pytest.mark.waits]
 
 PARAMETERS = 70_793_280
-"""Of SmolLM2-135M with 12 of its 30 layers."""
+"""Number of parameters of SmolLM2-135M with 12 of its 30 layers."""
 MOST = 1.15
 LEAST = 0.05
-"""Of the optimizer's memory, where adapters of rank 16 are trained."""
+"""Largest fraction of the optimizer memory for adapters of rank 16."""
 OFFLOAD = [f"{role}.offload=true" for role in ("actor", "critic", "reference")]
 
 
 def write_config(root: Path) -> Path:
-    """A step of two samples with a model of SmolLM2-135M's widths, in float32: 16 bytes a parameter in an update."""
+    """Write a configuration of a step with two samples and a float32 model with the widths of SmolLM2-135M. An
+    update needs 16 bytes per parameter."""
     model = AutoConfig.for_model(
         "llama", hidden_size=576, num_hidden_layers=12, num_attention_heads=9, num_key_value_heads=3,
         intermediate_size=1536, vocab_size=49152, max_position_embeddings=64, tie_word_embeddings=True,
@@ -44,11 +47,11 @@ def write_config(root: Path) -> Path:
 
 def measured(config: Path, *, alone: bool, overrides: list[str]) -> dict[str, Any]:
     case = {"config": str(config), "overrides": overrides, "alone": alone}
-    found: dict[str, Any] = ask("memory_worker.py", 1, case, timeout_seconds=900)
-    return found
+    result: dict[str, Any] = ask("memory_worker.py", 1, case, timeout_seconds=900)
+    return result
 
 
-def test_memory_is_that_of_the_largest_stage(tmp_path: Path) -> None:
+def test_memory_equals_the_largest_stage(tmp_path: Path) -> None:
     config = write_config(tmp_path)
     alone = measured(config, alone=True, overrides=[])
     moved = measured(config, alone=False, overrides=OFFLOAD)
@@ -58,5 +61,5 @@ def test_memory_is_that_of_the_largest_stage(tmp_path: Path) -> None:
     assert of_update <= max(moved["storages"].values()) <= MOST * of_update, moved["storages"]
     assert alone["optimizers"] == 8 * PARAMETERS
     assert 0 < adapters["optimizers"] < LEAST * alone["optimizers"], adapters
-    largest, found = (max(m["anonymous"].values()) for m in (alone, moved))
-    assert of_update < found <= MOST * largest, (alone, moved)
+    largest, peak = (max(m["anonymous"].values()) for m in (alone, moved))
+    assert of_update < peak <= MOST * largest, (alone, moved)

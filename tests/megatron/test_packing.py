@@ -1,4 +1,4 @@
-"""Plans of microbatches: complete, within budget, balanced, the same on every rank."""
+"""Microbatch plans are complete, within budget, balanced and equal on all ranks."""
 
 from __future__ import annotations
 
@@ -32,8 +32,8 @@ def test_pack_is_complete_and_within_budget(lengths: list[int], budget: int) -> 
 
 
 @given(LENGTHS, st.integers(50, 120))
-def test_pack_makes_no_more_bins_than_it_needs(lengths: list[int], budget: int) -> None:
-    """The tokens ask for so many, or one bin less would overflow."""
+def test_pack_uses_the_minimum_number_of_bins(lengths: list[int], budget: int) -> None:
+    """The tokens require the number of bins, or one bin fewer would exceed the budget."""
     bins = pack(lengths, budget, TOKENS)
     fewest = math.ceil(sum(lengths) / budget)
     if len(bins) > fewest:
@@ -43,15 +43,15 @@ def test_pack_makes_no_more_bins_than_it_needs(lengths: list[int], budget: int) 
 
 
 def test_pack_by_hand() -> None:
-    """Bins are full to the last token, equal lengths go to bins in turn, and nothing makes no bin."""
+    """Bins can be completely full. Equal lengths are distributed in turn. An empty list has no bins."""
     assert pack([8] * 6, 16, TOKENS) == [[0, 3], [1, 4], [2, 5]]
     assert pack([16, 10, 6, 9, 7], 16, TOKENS) == [[0], [1, 2], [3, 4]]
     assert pack([5], 5, TOKENS) == [[0]]
     assert pack([], 5, TOKENS) == []
 
 
-def test_a_plan_by_hand() -> None:
-    """The longest samples go to different replicas; the shortest, the first of several, fills what is missing."""
+def test_plan_by_hand() -> None:
+    """The longest samples go to different replicas. The first of the shortest samples is the filler."""
     plan = plan_microbatches({7: 50, 3: 40, 5: 30, 2: 10, 9: 10}, cost=TOKENS, replicas=2, budget_tokens=60)
     assert [[m.sample_ids for m in replica] for replica in plan.replicas] == [[(7,), (2, 9)], [(3,), (5,)]]
     assert not any(m.is_filler for replica in plan.replicas for m in replica)
@@ -69,8 +69,8 @@ def test_a_plan_by_hand() -> None:
 @given(st.integers(1, 20), st.integers(1, 200))
 @example(1, 2)
 @example(3, 7)
-def test_the_first_packing_is_found_by_steps_that_double(start: int, fits: int) -> None:
-    """Of all numbers of bins from `start` on the first that fits; in as many tries as twice its digits."""
+def test_smallest_number_of_bins_by_doubling_steps(start: int, fits: int) -> None:
+    """The result is the smallest number of bins from `start` that fits. The number of attempts is logarithmic."""
     tried: list[int] = []
 
     def packed(n_bins: int) -> list[list[int]] | None:
@@ -84,8 +84,9 @@ def test_the_first_packing_is_found_by_steps_that_double(start: int, fits: int) 
 
 
 @pytest.mark.parametrize("lengths", [[8] * 6, [9] * 8, [16, 9, 7]])
-def test_a_packing_begins_where_fewer_bins_cannot_do(lengths: list[int]) -> None:
-    """As many as the tokens ask for, or as there are samples of more than half a bin: here the first try fits."""
+def test_packing_starts_at_the_lower_bound(lengths: list[int]) -> None:
+    """The lower bound is the number of bins that the tokens require, or the number of samples above half a bin. In
+    these cases the first attempt fits."""
     with mock.patch.object(packing, "balance", wraps=balance) as tries:
         bins = pack(lengths, 16, TOKENS)
     tries.assert_called_once_with(lengths, len(bins))
@@ -94,7 +95,7 @@ def test_a_packing_begins_where_fewer_bins_cannot_do(lengths: list[int]) -> None
 @given(st.lists(st.integers(1, 4), max_size=12), st.integers(1, 4))
 @example([4, 2, 2, 1], 2)
 def test_each_item_goes_to_the_lightest_bin(costs: list[int], n: int) -> None:
-    """The costliest first; of bins as light as each other to the one with fewer items, then to the first."""
+    """Items are assigned in order of decreasing cost. Ties go to the bin with fewer items, then to the first bin."""
     bins: list[list[int]] = [[] for _ in range(n)]
     for _, index in sorted((-cost, index) for index, cost in enumerate(costs)):
         min(bins, key=lambda b: (sum(costs[i] for i in b), len(b))).append(index)
@@ -128,7 +129,7 @@ def test_plan_places_every_sample_once(lengths: list[int], replicas: int, multip
 
 
 @given(st.integers(1, 40), st.integers(1, 50) | st.none())
-def test_a_samples_cost_counts_the_pairs_that_attend(tokens: int, window: int | None) -> None:
+def test_sample_cost_counts_attended_pairs(tokens: int, window: int | None) -> None:
     pairs = sum(1 for query in range(tokens) for key in range(query + 1) if window is None or query - key < window)
     assert SampleCost(7, 2, window).of(tokens) == 7 * tokens + 2 * pairs
     every = tokens * (tokens + 1) // 2
@@ -137,9 +138,9 @@ def test_a_samples_cost_counts_the_pairs_that_attend(tokens: int, window: int | 
 
 @pytest.mark.parametrize("tied", [True, False])
 @pytest.mark.parametrize("is_critic", [True, False])
-def test_the_cost_is_that_of_the_model(tied: bool, is_critic: bool) -> None:
-    """What PyTorch counts for transformers' model forward and backward, which computes all pairs of tokens; of a critic
-    without the output matrix."""
+def test_cost_matches_the_model(tied: bool, is_critic: bool) -> None:
+    """The cost equals the FLOPs that PyTorch counts for forward and backward of the transformers model. The model
+    computes all pairs of tokens. A critic has no output layer."""
     config = AutoConfig.for_model(
         "qwen3", hidden_size=32, num_hidden_layers=3, num_attention_heads=4, num_key_value_heads=2, head_dim=16,
         intermediate_size=48, vocab_size=50, tie_word_embeddings=tied,
@@ -165,8 +166,7 @@ def drawn_lengths(kind: str, count: int, generator: random.Random) -> list[int]:
 
 @pytest.mark.parametrize("kind", ["uniform", "lognormal", "giant"])
 def test_replicas_have_equal_work(kind: str) -> None:
-    """3,334 sets of lengths each: within 5% of what no plan can be below, in replicas and, where they wait for each
-    other in each of them, in microbatches."""
+    """For 3,334 sets of lengths, the largest replica is within 5% of the lower bound."""
     generator = random.Random(kind)
     for _ in range(3334):
         replicas = generator.choice([2, 3, 4, 8, 16])
@@ -178,8 +178,8 @@ def test_replicas_have_equal_work(kind: str) -> None:
         assert largest <= 1.05 * max(sum(costs) / replicas, *costs)
 
 
-def test_the_plans_work_by_hand() -> None:
-    """Fillers are work. Replicas that run in step wait for the costliest of each microbatch."""
+def test_work_of_a_plan_by_hand() -> None:
+    """Fillers count as work. Replicas in step wait for the most expensive replica of each microbatch."""
     settings: dict[str, Any] = {"cost": TOKENS, "replicas": 2, "budget_tokens": 60}
     lengths = {7: 50, 3: 40, 5: 30, 2: 10, 9: 10}
     free, in_step = (plan_microbatches(lengths, in_step=step, **settings) for step in (False, True))
@@ -189,8 +189,8 @@ def test_the_plans_work_by_hand() -> None:
     assert (alone.busiest_flops, alone.mean_flops) == (14, 14 / 3)
 
 
-def test_a_long_sample_is_work_for_more_than_its_tokens() -> None:
-    """By tokens, the long one would get company."""
+def test_long_sample_costs_more_than_its_tokens() -> None:
+    """With a cost per token, the replica of the long sample also has another sample."""
     lengths = {0: 100, 1: 40, 2: 40, 3: 40, 4: 40}
     for cost, company in ((SampleCost(1, 1), {0}), (TOKENS, {0, 4})):
         replica_of = plan_microbatches(lengths, cost=cost, replicas=2, budget_tokens=200).replica_of()
@@ -198,8 +198,8 @@ def test_a_long_sample_is_work_for_more_than_its_tokens() -> None:
 
 
 @given(LENGTHS, st.integers(50, 120))
-def test_a_budget_of_tokens_holds_whatever_samples_cost(lengths: list[int], budget: int) -> None:
-    """Bins are no more than tokens ask for, and the costliest comes first."""
+def test_token_budget_applies_with_any_cost(lengths: list[int], budget: int) -> None:
+    """The cost adds no bins, and the most expensive bin is first."""
     bins = pack(lengths, budget, QUADRATIC)
     assert sorted(i for b in bins for i in b) == list(range(len(lengths)))
     assert all(sum(lengths[i] for i in b) <= budget for b in bins)
@@ -209,7 +209,7 @@ def test_a_budget_of_tokens_holds_whatever_samples_cost(lengths: list[int], budg
 
 
 @given(LENGTHS, st.integers(2, 5), st.integers(1, 3))
-def test_replicas_that_share_experts_run_as_many_microbatches(lengths: list[int], replicas: int, multiple: int) -> None:
+def test_replicas_in_step_have_equal_microbatch_counts(lengths: list[int], replicas: int, multiple: int) -> None:
     settings: dict[str, Any] = {"cost": QUADRATIC, "replicas": replicas, "budget_tokens": 60, "multiple_of": multiple}
     plan = plan_microbatches(dict(enumerate(lengths)), in_step=True, **settings)
     assert len({len(r) for r in plan.replicas}) == 1
@@ -220,6 +220,6 @@ def test_replicas_that_share_experts_run_as_many_microbatches(lengths: list[int]
     assert len(plan.replicas[0]) == max(len(r) for r in without.replicas)
 
 
-def test_too_long_a_sample_is_refused() -> None:
+def test_too_long_sample_is_rejected() -> None:
     with pytest.raises(ValueError, match="101 tokens exceeds the microbatch budget of 100 tokens; raise"):
         pack([101], 100, TOKENS)

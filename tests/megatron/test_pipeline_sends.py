@@ -1,4 +1,4 @@
-"""What a pipeline stage sends while it computes arrives as it was, however late it is received."""
+"""Outputs that a pipeline stage sends during computation arrive unchanged, also with a late receive."""
 
 from __future__ import annotations
 
@@ -9,5 +9,5 @@ from tests.support.harness import launch
 pytestmark = [pytest.mark.slow, pytest.mark.waits, pytest.mark.versions]
 
 
-def test_outputs_that_are_freed_arrive() -> None:
+def test_freed_outputs_arrive_unchanged() -> None:
     launch("sends_worker.py", 2, 64, 4096, 100000, timeout_seconds=60)

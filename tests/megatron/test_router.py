@@ -1,4 +1,4 @@
-"""Which experts a router is told to take, and what it reports, on layers that are stand-ins."""
+"""Replayed experts of a router and the reports of the router, on stand-in layers."""
 
 from __future__ import annotations
 
@@ -27,10 +27,10 @@ NONE = RoutingShape(1, K, E).unknown(1)[0, 0].tolist()
 
 
 class Layer(nn.Module):
-    """Asks for a choice as Megatron's router does."""
+    """A layer that requests a choice of experts like Megatron's router."""
 
     def __init__(self, softmax_first: bool = False, biases: Tensor | None = None) -> None:
-        """With `biases` the scores are sigmoids."""
+        """Create the layer. With `biases` the scores are sigmoids."""
         super().__init__()
         function = "softmax" if biases is None else "sigmoid"
         config = SimpleNamespace(moe_router_pre_softmax=softmax_first, moe_router_score_function=function)
@@ -39,15 +39,15 @@ class Layer(nn.Module):
 
     def forward(self, scores_TE: Tensor, *, packed_seq_params: Any) -> tuple[Tensor, Tensor]:
         def largest(scores: Tensor, chosen: int, **_groups: Any) -> tuple[Tensor, Tensor]:
-            found = scores.topk(chosen, dim=1)
-            return found.values, found.indices
+            result = scores.topk(chosen, dim=1)
+            return result.values, result.indices
 
         choice = self.mlp.router.router_replay
-        found: tuple[Tensor, Tensor] = choice.get_replay_topk(scores_TE, K, None, None, largest)
-        return found
+        result: tuple[Tensor, Tensor] = choice.get_replay_topk(scores_TE, K, None, None, largest)
+        return result
 
 
-def ask(
+def route(
     scores_TE: Tensor,
     microbatch: MicrobatchRouting | None,
     tensor_rank: int = 0,
@@ -57,60 +57,62 @@ def ask(
 ) -> tuple[Tensor, Tensor]:
     layer = Layer(softmax_first, biases)
     RouterChoice(layer, 0, tensor_rank)
-    found: tuple[Tensor, Tensor] = layer(scores_TE, packed_seq_params=SimpleNamespace(routing=microbatch))
-    return found
+    result: tuple[Tensor, Tensor] = layer(scores_TE, packed_seq_params=SimpleNamespace(routing=microbatch))
+    return result
 
 
-def test_a_token_goes_where_it_is_said_and_elsewhere_where_the_router_says() -> None:
-    """Gradients reach the scores of the experts that are taken. What is not K different experts says nothing."""
+def test_replayed_experts_override_the_router() -> None:
+    """Gradients reach the scores of the chosen experts. Replayed entries without K different experts are ignored."""
     scores_TE = torch.tensor([[0.0, 1, 2, 3, 4, 5]]).repeat(6, 1).requires_grad_()
-    given = torch.tensor([[0, 1], [4, 5], NONE, [3, 3], [5, 2], [0, 1]], dtype=torch.uint8)
+    replayed = torch.tensor([[0, 1], [4, 5], NONE, [3, 3], [5, 2], [0, 1]], dtype=torch.uint8)
     counted = torch.tensor([True, True, True, True, True, False])
-    microbatch = MicrobatchRouting(counted, given[None])
-    values_TK, experts_TK = ask(scores_TE, microbatch)
+    microbatch = MicrobatchRouting(counted, replayed[None])
+    values_TK, experts_TK = route(scores_TE, microbatch)
     assert experts_TK.tolist() == [[0, 1], [4, 5], [5, 4], [5, 4], [5, 2], [0, 1]]
     assert torch.equal(values_TK, experts_TK.float())
     values_TK.sum().backward()
     assert scores_TE.grad is not None and scores_TE.grad.nonzero()[:4].tolist() == [[0, 0], [0, 1], [1, 4], [1, 5]]
-    # Tokens of each expert, those whose experts were said, and those of them whom the router would send elsewhere.
+    # Number of tokens of each expert, tokens with replayed experts, and replayed tokens with another router choice.
     assert microbatch.reports[0].tolist() == [1, 1, 1, 0, 3, 4, 3, 2]
     again = MicrobatchRouting(counted)
-    assert ask(scores_TE, again)[1].tolist() == [[5, 4]] * 6 and again.reports[0].tolist() == [0, 0, 0, 0, 5, 5, 0, 0]
-    assert ask(scores_TE, None)[1].tolist() == [[5, 4]] * 6
+    assert route(scores_TE, again)[1].tolist() == [[5, 4]] * 6 and again.reports[0].tolist() == [0, 0, 0, 0, 5, 5, 0, 0]
+    assert route(scores_TE, None)[1].tolist() == [[5, 4]] * 6
     total = summed_reports([microbatch, again, None])
     assert total is not None and total.tolist() == [[1, 1, 1, 0, 8, 9, 3, 2]] and summed_reports([None]) is None
 
 
-def test_a_bias_chooses_and_does_not_weigh() -> None:
-    """Experts 0 and 3 by their sigmoids and biases; what is said of a token counts more than both."""
+def test_biases_affect_only_the_choice_of_experts() -> None:
+    """The sigmoids and biases select experts 0 and 3. Replayed experts take precedence."""
     sigmoids = torch.tensor([[0.1, 0.5, 0.6, 0.4, 0.2, 0.3]]).repeat(2, 1).requires_grad_()
     biases = torch.tensor([1.0, 0.0, 0.0, 0.3, 0.0, 0.0])
-    given = torch.tensor([NONE, [1, 2]], dtype=torch.uint8)
-    microbatch = MicrobatchRouting(torch.ones(2, dtype=torch.bool), given[None])
-    values_TK, experts_TK = ask(sigmoids, microbatch, biases=biases)
+    replayed = torch.tensor([NONE, [1, 2]], dtype=torch.uint8)
+    microbatch = MicrobatchRouting(torch.ones(2, dtype=torch.bool), replayed[None])
+    values_TK, experts_TK = route(sigmoids, microbatch, biases=biases)
     assert experts_TK.tolist() == [[0, 3], [1, 2]]
     torch.testing.assert_close(values_TK, torch.tensor([[0.1, 0.4], [0.5, 0.6]]))
     assert microbatch.reports[0].tolist() == [1, 1, 1, 1, 0, 0, 1, 1]
-    assert ask(sigmoids, None, biases=biases)[1].tolist() == [[0, 3]] * 2
+    assert route(sigmoids, None, biases=biases)[1].tolist() == [[0, 3]] * 2
 
 
 @pytest.mark.parametrize(
-    ("given", "softmax_first", "of_sigmoids"),
+    ("replayed", "softmax_first", "of_sigmoids"),
     [(True, False, False), (False, False, False), (True, True, False), (False, False, True)],
 )
-def test_what_spreads_tokens_evenly(given: bool, softmax_first: bool, of_sigmoids: bool) -> None:
-    """Two samples of five and two tokens and one of padding, against the formula in float64. Families whose experts'
-    weights do not sum to 1 hand the router's choice the softmax itself; sigmoids are made to sum to 1 for it."""
+def test_load_balancing_loss_matches_its_formula(replayed: bool, softmax_first: bool, of_sigmoids: bool) -> None:
+    """Samples of five and two tokens and one padding token are compared with the formula in float64. Families with
+    expert weights that do not sum to 1 pass the softmax to the choice. Sigmoids are normalised to a sum of 1."""
     weight, lengths, g = 0.3, (5, 2), torch.Generator().manual_seed(1)
     scores_TE = torch.randn(8, E, generator=g, dtype=torch.float64).requires_grad_()
-    routings = [torch.rand(n - 1, 1, E, generator=g).topk(K).indices.to(torch.uint8) for n in lengths] if given else []
+    routings = (
+        [torch.rand(n - 1, 1, E, generator=g).topk(K).indices.to(torch.uint8) for n in lengths] if replayed else []
+    )
     tensors = routing_tensors(lengths, [5, 2, 1], torch.arange(8), routings, counts=True, balance=weight)
     microbatch = told_routers(tensors, 2)
     scored_TE = scores_TE.softmax(-1) if softmax_first else scores_TE.sigmoid() if of_sigmoids else scores_TE
     biases = torch.linspace(-1, 1, E) if of_sigmoids else None
-    values_TK, experts_TK = ask(scored_TE.float(), microbatch, softmax_first=softmax_first, biases=biases)
+    values_TK, experts_TK = route(scored_TE.float(), microbatch, softmax_first=softmax_first, biases=biases)
     (0 * values_TK).sum().backward()
-    found, scores_TE.grad = scores_TE.grad, None
+    gradient, scores_TE.grad = scores_TE.grad, None
     loss = torch.zeros((), dtype=torch.float64)
     for start, length in ((0, 5), (5, 2)):
         taken, own = experts_TK[start : start + length], scores_TE[start : start + length].softmax(-1)
@@ -120,35 +122,35 @@ def test_what_spreads_tokens_evenly(given: bool, softmax_first: bool, of_sigmoid
         loads = torch.stack([(taken == e).sum() for e in range(E)])
         loss = loss + weight * E / (K * length**2) * (loads * own.sum(0)).sum()
     loss.backward()
-    torch.testing.assert_close(found, scores_TE.grad, rtol=1e-5, atol=1e-7)
+    torch.testing.assert_close(gradient, scores_TE.grad, rtol=1e-5, atol=1e-7)
     assert summed_losses([microbatch]) == pytest.approx(float(loss.detach()), rel=1e-5)
     with torch.no_grad():
-        ask(scores_TE.float(), again := told_routers(tensors, 2))
+        route(scores_TE.float(), again := told_routers(tensors, 2))
     assert not again.losses and summed_losses([again, None]) == 0.0
     assert told_routers(routing_tensors(lengths, [5, 2, 1], torch.arange(8), [], counts=True), 2).balance is None
 
 
-def test_even_tokens_have_a_loss_of_one() -> None:
+def test_balanced_tokens_have_a_loss_of_one() -> None:
     tensors = routing_tensors([6], [6], torch.arange(6), [], counts=True, balance=1.0)
     microbatch = told_routers(tensors, 1)
     scores = torch.zeros(6, E, requires_grad=True)
-    ask(
+    route(
         scores + 1e-6 * torch.stack([torch.eye(E).roll(n, 0)[0] + torch.eye(E).roll(n, 0)[1] for n in range(E)]),
         microbatch,
     )
     assert summed_losses([microbatch]) == pytest.approx(1.0, abs=1e-5)
 
 
-def test_a_tensor_rank_takes_what_is_said_of_its_own_tokens() -> None:
-    given = torch.tensor([[0, 1], [1, 2], [2, 3], [3, 4]], dtype=torch.uint8)[None]
+def test_tensor_rank_uses_routing_of_its_tokens() -> None:
+    replayed = torch.tensor([[0, 1], [1, 2], [2, 3], [3, 4]], dtype=torch.uint8)[None]
     for rank in (0, 1):
-        microbatch = MicrobatchRouting(torch.ones(4, dtype=torch.bool), given)
-        found = ask(torch.zeros(2, E), microbatch, rank)[1]
-        assert found.tolist() == given[0, 2 * rank : 2 * rank + 2].tolist()
+        microbatch = MicrobatchRouting(torch.ones(4, dtype=torch.bool), replayed)
+        experts = route(torch.zeros(2, E), microbatch, rank)[1]
+        assert experts.tolist() == replayed[0, 2 * rank : 2 * rank + 2].tolist()
 
 
-def test_a_layer_that_is_computed_again_meets_its_own_microbatch() -> None:
-    """Megatron's recomputation of experts comes when the layer has begun with another microbatch."""
+def test_recomputed_layer_uses_its_own_microbatch() -> None:
+    """Megatron recomputes experts after the layer has started another microbatch."""
     layer = Layer()
     layer.mlp.moe_layer_recompute = True
     layer.mlp.forward = lambda hidden, **_options: (forwarded(layer, hidden), None)
@@ -173,8 +175,9 @@ def test_a_layer_that_is_computed_again_meets_its_own_microbatch() -> None:
 
 
 @pytest.mark.parametrize("rank", [0, 1])
-def test_routing_is_cut_as_tokens_are(rank: int) -> None:
-    """Padding, the last token of a sample and fillers have none; context ranks have that of their own tokens."""
+def test_routing_is_split_like_tokens(rank: int) -> None:
+    """Padding, the last token of a sample and fillers have no routing. Context ranks have the routing of their
+    tokens."""
     shard = ContextShard(2, rank)
     shape = RoutingShape(3, K, E)
     samples = []
@@ -182,11 +185,11 @@ def test_routing_is_cut_as_tokens_are(rank: int) -> None:
         routing = torch.arange(length - 1)[:, None, None].expand(-1, 3, K) + 10 * number
         samples.append(PlacedSample(number, torch.arange(length) + 10 * number, 2, routing=routing.to(shape.dtype)))
     batch = pack_samples(samples, torch.device("cpu"), shard=shard, multiple_of=2, balance=0.0)
-    told, tokens = batch.segments.routing, batch.tokens_1l[0]
-    assert told is not None and told.given_LlK is not None and told.given_LlK.shape == (3, len(tokens), K)
-    known = told.given_LlK[0, :, 0] < 200
-    assert torch.equal(told.given_LlK[2, known, 1].long(), tokens[known])
-    mine = set(tokens[told.counted_l].tolist())
+    routed, tokens = batch.segments.routing, batch.tokens_1l[0]
+    assert routed is not None and routed.given_LlK is not None and routed.given_LlK.shape == (3, len(tokens), K)
+    known = routed.given_LlK[0, :, 0] < 200
+    assert torch.equal(routed.given_LlK[2, known, 1].long(), tokens[known])
+    mine = set(tokens[routed.counted_l].tolist())
     assert mine - set(tokens[known].tolist()) == mine & {6, 14}
     filler = pack_samples(samples, torch.device("cpu"), shard=shard, is_filler=True, balance=0.0).segments.routing
     assert filler is not None and not filler.counted_l.any()
@@ -194,8 +197,8 @@ def test_routing_is_cut_as_tokens_are(rank: int) -> None:
 
 
 def test_routing_is_optional() -> None:
-    found = routing_tensors([2], [2, 2], torch.arange(4), [], counts=True)
-    assert found.keys() == {"counted"} and found["counted"].tolist() == [True, True, False, False]
+    tensors = routing_tensors([2], [2, 2], torch.arange(4), [], counts=True)
+    assert tensors.keys() == {"counted"} and tensors["counted"].tolist() == [True, True, False, False]
 
 
 @pytest.mark.parametrize(
@@ -206,14 +209,14 @@ def test_routing_is_optional() -> None:
         ((1, 2, 1, 1), 2, ((0, 3), (1, 2, 4))),
     ],
 )
-def test_a_stage_has_the_layers_of_its_chunks(
+def test_stage_has_the_layers_of_its_chunks(
     chunks: tuple[int, ...], stages: int, expected: tuple[tuple[int, ...], ...]
 ) -> None:
     assert stage_layers(chunks, stages) == expected
 
 
 @pytest.mark.parametrize(("experts", "dtype"), [(8, torch.uint8), (255, torch.uint8), (256, torch.int16)])
-def test_numbers_take_as_few_bytes_as_there_can_be(experts: int, dtype: torch.dtype) -> None:
+def test_routing_uses_the_smallest_integer_type(experts: int, dtype: torch.dtype) -> None:
     shape = RoutingShape(2, 3, experts)
     unknown = shape.unknown(4)
     assert unknown.dtype == dtype and unknown.shape == (4, 2, 3)

@@ -1,4 +1,4 @@
-"""Folders that transformers loads."""
+"""Exported folders load with transformers."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from tests.support.places import TINY
 
 
 def write(out: Path, folder: Path, *, without: str = "") -> None:
-    """Export what a folder holds."""
+    """Export the model of a folder."""
     tensors = load_file(folder / "model.safetensors")
     write_policy(
         out,
@@ -36,8 +36,8 @@ def write(out: Path, folder: Path, *, without: str = "") -> None:
     )
 
 
-def test_exports_say_how_to_generate(tmp_path: Path) -> None:
-    """The model's own settings, and every token that ended a response in the run."""
+def test_exports_have_generation_settings(tmp_path: Path) -> None:
+    """The export has the settings of the model and all stop tokens of the run."""
     folder = write_model(tmp_path / "model", "llama", 3)
     (folder / "generation_config.json").write_text(json.dumps({"temperature": 0.6, "top_p": 0.95, "eos_token_id": 1}))
     write(tmp_path / "out", folder)
@@ -60,7 +60,7 @@ WITHOUT_SCALING = (("gemma3_text", "yarn"), ("gemma4_text", "linear"), ("gemma4_
 
 
 @pytest.mark.parametrize(("family", "kind"), sorted({*itertools.product(FAMILIES, ROPES)} - {*WITHOUT_SCALING}))
-def test_transformers_4_and_5_read_the_same_rope_and_dtype(tmp_path: Path, family: str, kind: str) -> None:
+def test_export_works_with_transformers_4_and_5(tmp_path: Path, family: str, kind: str) -> None:
     """Transformers 4 reads the fields at the top level of config.json only. Its defaults differ from these values."""
     folder = write_model(tmp_path / "model", family, 3)
     config: Any = AutoConfig.from_pretrained(folder)
@@ -73,7 +73,7 @@ def test_transformers_4_and_5_read_the_same_rope_and_dtype(tmp_path: Path, famil
     written = json.loads((tmp_path / "out" / "config.json").read_text())
     assert written["torch_dtype"] == written["dtype"] == "float32"
     assert AutoConfig.from_pretrained(tmp_path / "out").rope_parameters == config.rope_parameters
-    if family == "gemma4_text":  # has no form for transformers 4
+    if family == "gemma4_text":  # transformers 4 has no format for these ropes
         assert "rope_theta" not in written
         return
     assert written["rope_theta"] == rope["rope_theta"]
@@ -85,14 +85,14 @@ def test_transformers_4_and_5_read_the_same_rope_and_dtype(tmp_path: Path, famil
         assert written["rope_local_base_freq"] == config.rope_parameters["sliding_attention"]["rope_theta"]
 
 
-def test_a_model_without_ropes_has_no_fields_of_transformers_4() -> None:
-    """A family of the user may have different positions."""
+def test_model_without_ropes_has_no_rope_fields() -> None:
+    """A family of the user may use other position embeddings."""
     assert earlier_rope_fields({"model_type": "mine"}) == {}
     assert earlier_rope_fields({"model_type": "mine", "rope_parameters": None}) == {}
 
 
 def test_transformers_4_and_5_read_the_same_tokenizer(tmp_path: Path) -> None:
-    """Transformers 4 knows neither the class TokenizersBackend nor a list of `extra_special_tokens`."""
+    """Transformers 4 supports neither the class TokenizersBackend nor a list of `extra_special_tokens`."""
     folder = write_model(tmp_path / "model", "llama", 3)
     tokenizer = AutoTokenizer.from_pretrained(TINY, extra_special_tokens=["<one>", "<two>"])
     arch, tensors = read_architecture(folder), load_file(folder / "model.safetensors")
@@ -117,10 +117,10 @@ def test_files_follow_the_umask(tmp_path: Path) -> None:
     assert set(modes.values()) == {0o640}, modes
 
 
-def test_an_export_is_whole_or_none(tmp_path: Path) -> None:
+def test_incomplete_export_leaves_no_files(tmp_path: Path) -> None:
     folder = write_model(tmp_path / "model", "llama", 3)
     (tmp_path / "out").mkdir()
-    (tmp_path / "out" / "model.safetensors.index.json").write_text("{}")  # of an earlier export in several files
+    (tmp_path / "out" / "model.safetensors.index.json").write_text("{}")  # from an earlier export in several files
     with pytest.raises(ValueError, match=r"not form a complete model: model\.norm\.weight; the export was not"):
         write(tmp_path / "out", folder, without="model.norm.weight")
     assert not list((tmp_path / "out").iterdir())
@@ -129,11 +129,11 @@ def test_an_export_is_whole_or_none(tmp_path: Path) -> None:
 
 
 UNCLASSIFIED = ("gemma3_text", "gemma4_text", "glm4_moe", "qwen3_5_text", "qwen3_5_moe_text")
-"""Of which transformers has no classifier of tokens."""
+"""Families without a token classifier in transformers."""
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_an_exported_critic_is_a_token_classifier(tmp_path: Path, family: str) -> None:
+def test_exported_critic_is_a_token_classifier(tmp_path: Path, family: str) -> None:
     folder = write_value_model(tmp_path / "model", family, 3, tie_word_embeddings=True)
     tensors = load_file(folder / "model.safetensors")
     tokenizer = AutoTokenizer.from_pretrained(TINY)
@@ -155,11 +155,12 @@ def test_an_exported_critic_is_a_token_classifier(tmp_path: Path, family: str) -
     torch.testing.assert_close(values, expected)
 
 
-def test_a_normalised_head_is_exported_as_it_was_read(tmp_path: Path) -> None:
-    """The scale is in the weights by then, and what config.json said of it and of a missing bias is gone."""
+def test_normalised_head_is_exported_with_scaled_weights(tmp_path: Path) -> None:
+    """The exported weights include the scale. The exported config.json has no fields for the scale or a missing
+    bias."""
     folder = write_value_model(tmp_path / "model", "llama", 3, "value_head", 0.25)
-    said = {"normalize_reward": True, "mean": 2.0, "std": 0.5, "value_head_prefix": "value_head"}
-    content = json.loads((folder / "config.json").read_text()) | said | {"token_classification_bias": False}
+    normalisation = {"normalize_reward": True, "mean": 2.0, "std": 0.5, "value_head_prefix": "value_head"}
+    content = json.loads((folder / "config.json").read_text()) | normalisation | {"token_classification_bias": False}
     (folder / "config.json").write_text(json.dumps(content))
     arch = read_architecture(folder)
     head = SafetensorsSource(folder, arch).value_head()
@@ -171,7 +172,7 @@ def test_a_normalised_head_is_exported_as_it_was_read(tmp_path: Path) -> None:
     again = SafetensorsSource(out, read_architecture(out)).value_head()
     assert again is not None
     assert torch.equal(again.weight, head.weight) and torch.equal(again.bias, head.bias)
-    assert not said.keys() & json.loads((out / "config.json").read_text()).keys()
+    assert not normalisation.keys() & json.loads((out / "config.json").read_text()).keys()
     model, info = AutoModelForTokenClassification.from_pretrained(out, output_loading_info=True)
     assert not any(info.values()), info
     assert torch.equal(model.score.bias, head.bias)

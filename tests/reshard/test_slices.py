@@ -1,4 +1,4 @@
-"""Slices of weights for whoever needs them: every rank of small worlds is played here, without processes."""
+"""Slices of weights reach their receivers. The tests simulate each rank of small worlds without processes."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ SPARSE = (Attention(), Experts())
 
 
 class World:
-    """All ranks of a role and beyond, each with its shards, and who has received how much from others."""
+    """All ranks of a world with the shards of a role. Counts the bytes that each rank receives from other ranks."""
 
     def __init__(self, model: ArchitectureConfig, grid: Grid, world: int) -> None:
         stage = {None: grid.pp - 1} | {layer: layer * grid.pp // model.layers for layer in range(model.layers)}
@@ -38,7 +38,7 @@ class World:
         self.received = dict.fromkeys(range(world), 0)
 
     def shard(self, rank: int, parameter: Parameter) -> Tensor:
-        """What the rank has of it; KeyError where it has nothing."""
+        """Return the shard of a rank. Raises KeyError if the rank has no shard of the parameter."""
         place = self.grid.place(rank)
         if place is None or place[1] != self.holdings.stage_of[parameter.megatron]:
             raise KeyError(rank)
@@ -48,24 +48,24 @@ class World:
                 raise KeyError(rank)
         slices = pieces(self.holdings.arch, parameter, place[3], self.grid.tp, self.holdings.padded_vocab)
         parts = [self.whole[s.name].narrow(s.dim, s.start, s.size) for s in slices]
-        found = torch.cat(parts, slices[0].dim)
-        if parameter.kind == "vocab":  # padding that must never arrive
-            rows = self.holdings.padded_vocab // self.grid.tp - len(found)
-            found = torch.cat([found, torch.full((rows, found.shape[1]), float("nan"))])
-        return found
+        result = torch.cat(parts, slices[0].dim)
+        if parameter.kind == "vocab":  # receivers must not get padding
+            rows = self.holdings.padded_vocab // self.grid.tp - len(result)
+            result = torch.cat([result, torch.full((rows, result.shape[1]), float("nan"))])
+        return result
 
     def deliver(self, receivers: Sequence[Receiver], bucket_bytes: int) -> dict[Receiver, dict[str, Tensor]]:
-        """What every receiver has in the end."""
+        """Deliver all buckets, and return the tensors of each receiver."""
         ways = {
             rank: Delivery(self.holdings, receivers, bucket_bytes, torch.float32, rank) for rank in range(self.world)
         }
-        letters: dict[tuple[int, int], list[Tensor]] = defaultdict(list)
+        messages: dict[tuple[int, int], list[Tensor]] = defaultdict(list)
         for rank, way in ways.items():
             for bucket in way.buckets:
                 for number, message in bucket.sends:
                     flat = torch.cat([self.shard(rank, c.parameter)[c.source].flatten() for c in message.copies])
-                    letters[rank, receivers[number].rank].append(flat)
-        found: dict[Receiver, dict[str, Tensor]] = {receiver: {} for receiver in receivers}
+                    messages[rank, receivers[number].rank].append(flat)
+        result: dict[Receiver, dict[str, Tensor]] = {receiver: {} for receiver in receivers}
         for rank, way in ways.items():
             for bucket in way.buckets:
                 flats = {p.receiver: torch.full((p.n_bytes,), 255, dtype=torch.uint8) for p in bucket.payloads}
@@ -73,7 +73,7 @@ class World:
                 for message in bucket.incoming:
                     into = tensors[receivers[message.receivers[0]]]
                     if message.rank != rank:
-                        flat = letters[message.rank, rank].pop(0)
+                        flat = messages[message.rank, rank].pop(0)
                         self.received[rank] += flat.nbytes
                         assert len(flat) == message.elements
                         parts = list(flat.split([c.elements for c in message.copies]))
@@ -83,10 +83,10 @@ class World:
                         into[copy.name][copy.target] = part.view(copy.shape)
                 for payload in bucket.payloads:
                     self.check_bound(payload.parameters, payload.n_bytes, bucket_bytes)
-                    assert not found[payload.receiver].keys() & tensors[payload.receiver].keys()
-                    found[payload.receiver] |= tensors[payload.receiver]
-        assert not any(letters.values()), "messages that nobody takes"
-        return found
+                    assert not result[payload.receiver].keys() & tensors[payload.receiver].keys()
+                    result[payload.receiver] |= tensors[payload.receiver]
+        assert not any(messages.values()), "sent messages must be received"
+        return result
 
     @staticmethod
     def check_bound(parameters: Sequence[Parameter], n_bytes: int, bucket_bytes: int) -> None:
@@ -97,7 +97,7 @@ EMBEDDING = "embedding.word_embeddings.weight"
 
 
 def engine_part(model: ArchitectureConfig, name: str, whole: Tensor, tp: int, rank: int) -> Tensor:
-    """What a rank of an engine has of a tensor, the long way."""
+    """Return the slice of a tensor that an engine rank needs, computed independently."""
     last = name.split(".")[-2]
     if last in ("o_proj", "down_proj"):
         return whole.chunk(tp, dim=1)[rank]
@@ -133,55 +133,55 @@ LAYOUTS: list[tuple[str, Grid, int]] = [
 
 @pytest.mark.parametrize(("grid", "world"), [layout[1:] for layout in LAYOUTS], ids=[layout[0] for layout in LAYOUTS])
 @pytest.mark.parametrize("tp", [1, 2, 4])
-def test_every_receiver_gets_what_it_wants_and_nobody_else_anything(grid: Grid, world: int, tp: int) -> None:
-    """Whole tensors, or what engines of two and four ranks hold, key and value heads repeated; on all ranks, on one of
-    them, and on none that holds any."""
+def test_only_receivers_get_their_slices(grid: Grid, world: int, tp: int) -> None:
+    """Receivers get whole tensors or the slices of engines with two and four ranks, with repeated key and value heads.
+    Receivers are all ranks or only the last rank, which can have no shard."""
     for blocks in (SPARSE,) if grid.ep > 1 else (DENSE, SPARSE):
         model = arch(*blocks, experts=4 if blocks == SPARSE else 0, layers=4)
         everywhere = [Receiver(rank, tp, rank % tp) for rank in range(world)]
         for receivers in (everywhere, everywhere[-1:]):
-            played = World(model, grid, world)
-            found = played.deliver(receivers, 4000)
-            for receiver, tensors in found.items():
-                assert tensors.keys() == played.whole.keys()
+            simulated = World(model, grid, world)
+            delivered = simulated.deliver(receivers, 4000)
+            for receiver, tensors in delivered.items():
+                assert tensors.keys() == simulated.whole.keys()
                 for name, tensor in tensors.items():
-                    expected = engine_part(model, name, played.whole[name], tp, receiver.tensor_rank)
+                    expected = engine_part(model, name, simulated.whole[name], tp, receiver.tensor_rank)
                     assert torch.equal(tensor, expected), (receiver, name)
             for rank in range(world):
-                planned = sum(played.holdings.sources(r, 4).total() for r in receivers if r.rank == rank)
-                assert played.received[rank] == planned
-                assert played.received[rank] == 0 or any(r.rank == rank for r in receivers)
+                planned = sum(simulated.holdings.sources(r, 4).total() for r in receivers if r.rank == rank)
+                assert simulated.received[rank] == planned
+                assert simulated.received[rank] == 0 or any(r.rank == rank for r in receivers)
 
 
-def test_who_has_everything_itself_receives_nothing() -> None:
-    played = World(arch(*DENSE), Grid(range(4), 1, 1), 5)
-    played.deliver([Receiver(rank) for rank in range(5)], 10_000)
-    assert played.received == {0: 0, 1: 0, 2: 0, 3: 0, 4: sum(tensor.nbytes for tensor in played.whole.values())}
+def test_ranks_with_all_weights_receive_nothing() -> None:
+    simulated = World(arch(*DENSE), Grid(range(4), 1, 1), 5)
+    simulated.deliver([Receiver(rank) for rank in range(5)], 10_000)
+    assert simulated.received == {0: 0, 1: 0, 2: 0, 3: 0, 4: sum(tensor.nbytes for tensor in simulated.whole.values())}
 
 
-def test_ranks_of_one_stage_are_fed_by_it_alone() -> None:
-    played = World(arch(*DENSE, layers=4), Grid(range(8), 2, 2), 8)
-    found = played.deliver([Receiver(1, stage=0), Receiver(6, stage=1)], 4000)
-    first, second = found.values()
-    assert first.keys() | second.keys() == played.whole.keys() and not first.keys() & second.keys()
+def test_stage_receivers_get_weights_of_their_stage() -> None:
+    simulated = World(arch(*DENSE, layers=4), Grid(range(8), 2, 2), 8)
+    delivered = simulated.deliver([Receiver(1, stage=0), Receiver(6, stage=1)], 4000)
+    first, second = delivered.values()
+    assert first.keys() | second.keys() == simulated.whole.keys() and not first.keys() & second.keys()
     assert "model.embed_tokens.weight" in first and "lm_head.weight" in second
-    assert {rank for rank, received in played.received.items() if received} == {1, 6}
-    bystander = Delivery(played.holdings, [Receiver(1, stage=0)], 4000, torch.float32, 2)
-    assert bystander.buckets == ()  # of the other stage
-    assert Delivery(played.holdings, [Receiver(1, stage=0)], 4000, torch.float32, 4).buckets == ()  # another replica
+    assert {rank for rank, received in simulated.received.items() if received} == {1, 6}
+    bystander = Delivery(simulated.holdings, [Receiver(1, stage=0)], 4000, torch.float32, 2)
+    assert bystander.buckets == ()  # a rank of the other stage
+    assert Delivery(simulated.holdings, [Receiver(1, stage=0)], 4000, torch.float32, 4).buckets == ()  # another replica
 
 
-def test_shares_are_of_all_parameters_together() -> None:
-    played = World(arch(*DENSE, layers=4), Grid(range(4), 2, 2), 4)
-    shares = played.deliver([Receiver(rank, share=(rank, 4)) for rank in range(4)], 4000).values()
-    assert sum(map(len, shares)) == len(played.whole) == len({name for share in shares for name in share})
+def test_shares_cover_each_parameter_once() -> None:
+    simulated = World(arch(*DENSE, layers=4), Grid(range(4), 2, 2), 4)
+    shares = simulated.deliver([Receiver(rank, share=(rank, 4)) for rank in range(4)], 4000).values()
+    assert sum(map(len, shares)) == len(simulated.whole) == len({name for share in shares for name in share})
 
 
 @pytest.mark.parametrize("tp", [1, 2])
-def test_memory_that_all_share_is_filled_by_those_that_hold_one_copy(tp: int) -> None:
-    played = World(arch(*SPARSE, experts=4, layers=4), Grid(range(8), 2, 2, 2), 8)
+def test_one_replica_fills_shared_memory(tp: int) -> None:
+    simulated = World(arch(*SPARSE, experts=4, layers=4), Grid(range(8), 2, 2, 2), 8)
     receivers = [Receiver(0, tp, r) for r in range(tp)]
-    ways = [Delivery(played.holdings, receivers, 4000, torch.float32, rank, shared=True) for rank in range(8)]
+    ways = [Delivery(simulated.holdings, receivers, 4000, torch.float32, rank, shared=True) for rank in range(8)]
     assert len({len(way.buckets) for way in ways}) == 1
     for buckets in zip(*(way.buckets for way in ways), strict=True):
         flats = {p.receiver: torch.full((p.n_bytes,), 255, dtype=torch.uint8) for p in buckets[0].payloads}
@@ -191,11 +191,13 @@ def test_memory_that_all_share_is_filled_by_those_that_hold_one_copy(tp: int) ->
             for message in bucket.incoming:
                 (payload,) = (p for p in bucket.payloads if p.receiver == receivers[message.receivers[0]])
                 for copy in message.copies:
-                    part = played.shard(rank, copy.parameter)[copy.source]
+                    part = simulated.shard(rank, copy.parameter)[copy.source]
                     payload.tensors(flats[payload.receiver])[copy.name][copy.target] = part
         for payload in buckets[0].payloads:
             for name, tensor in payload.tensors(flats[payload.receiver]).items():
-                expected = engine_part(played.holdings.arch, name, played.whole[name], tp, payload.receiver.tensor_rank)
+                expected = engine_part(
+                    simulated.holdings.arch, name, simulated.whole[name], tp, payload.receiver.tensor_rank
+                )
                 assert torch.equal(tensor, expected)
 
 
@@ -210,26 +212,26 @@ def grids(draw: st.DrawFn) -> Grid:
 @settings(max_examples=25, deadline=None)
 @given(grids(), st.sampled_from([1, 2, 4]), st.integers(1, 20_000))
 def test_any_layout_in_any_world(grid: Grid, tp: int, bucket_bytes: int) -> None:
-    played = World(arch(*SPARSE, experts=4, layers=2), grid, 18)
+    simulated = World(arch(*SPARSE, experts=4, layers=2), grid, 18)
     receivers = [Receiver(rank, tp, rank % tp) for rank in range(0, 18, 5)]
-    for receiver, tensors in played.deliver(receivers, bucket_bytes).items():
+    for receiver, tensors in simulated.deliver(receivers, bucket_bytes).items():
         for name, tensor in tensors.items():
-            expected = engine_part(played.holdings.arch, name, played.whole[name], tp, receiver.tensor_rank)
+            expected = engine_part(simulated.holdings.arch, name, simulated.whole[name], tp, receiver.tensor_rank)
             assert torch.equal(tensor, expected)
 
 
-def test_every_rank_of_a_copy_sends_at_any_time() -> None:
-    """Stages and the owners of experts in turns: in no bucket does one rank send much more than its part."""
-    played = World(arch(*SPARSE, experts=16, layers=4), Grid(range(8), 1, 2, 4), 8)
+def test_all_ranks_of_a_replica_send_evenly() -> None:
+    """Buckets alternate between stages and expert owners. No rank sends much more than an equal part of a bucket."""
+    simulated = World(arch(*SPARSE, experts=16, layers=4), Grid(range(8), 1, 2, 4), 8)
     receivers = [Receiver(rank, 2, rank % 2) for rank in range(8)]
-    ways = [Delivery(played.holdings, receivers, 20_000, torch.float32, rank) for rank in range(8)]
+    ways = [Delivery(simulated.holdings, receivers, 20_000, torch.float32, rank) for rank in range(8)]
     assert len({len(way.buckets) for way in ways}) == 1 and len(ways[0].buckets) > 3
-    for number in range(1, len(ways[0].buckets) - 1):  # the vocabulary's are first and last
+    for number in range(1, len(ways[0].buckets) - 1):  # the first and last buckets have the vocabulary
         sent = [sum(message.elements for _, message in way.buckets[number].sends) for way in ways]
         assert min(sent) > 0 and max(sent) < 2.5 * sum(sent) / 8
 
 
-def test_one_layer_of_each_stage_stands_for_all() -> None:
+def test_one_layer_per_stage_has_the_same_totals() -> None:
     model = arch(*SPARSE, experts=4, layers=6)
     grid, vocab = Grid(range(4), 2, 2, 2), padded_vocab_size(131, 2, 8)
     stage_of = {p.megatron: 1 if p.layer is None else int(p.layer >= 4) for p in model_parameters(model)}
@@ -245,21 +247,21 @@ def feeding(hosts: Sequence[int], tp: int, **changes: Any) -> Feeding:
     return Feeding(tuple(hosts), tp, **({"colocated": True, "on_cuda": True, "sliced": tp > 1} | changes))
 
 
-def test_who_feeds_servers_on_the_trainers_gpus() -> None:
-    """The ranks on whose devices the ranks of a server stand."""
+def test_feeders_of_colocated_servers() -> None:
+    """The feeders are the trainer ranks on the devices of the server."""
     two_nodes = [0] * 8 + [1] * 8
     grid = Grid(range(16), 4, 2)
     assert feeding(two_nodes, 4).sender(3) == 12
     assert feeding(two_nodes, 4).feeders(3, grid) == tuple(Receiver(12 + r, 4, r) for r in range(4))
     assert feeding(two_nodes, 1).feeders(5, grid) == (Receiver(5),)
     assert feeding(two_nodes, 4, sliced=False).feeders(3, grid) == (Receiver(12),)
-    beyond = feeding([0] * 2, 4).feeders(0, Grid(range(2), 2, 1))  # a server larger than what trains there
+    beyond = feeding([0] * 2, 4).feeders(0, Grid(range(2), 2, 1))  # a server with more ranks than trainers
     assert beyond == (Receiver(0, 4, 0), Receiver(1, 4, 1), Receiver(0, 4, 2), Receiver(0, 4, 3))
 
 
-def test_servers_larger_than_a_machine() -> None:
-    """On the trainers' GPUs each rank feeds the one beside it, or the first of each machine those on it; others stand
-    on the first machines."""
+def test_feeders_of_servers_on_several_machines() -> None:
+    """On the GPUs of the trainers, each rank feeds the server rank on the same GPU. Without slices, the first rank of
+    each machine feeds the server ranks of the machine. Other servers use the first machines."""
     hosts, grid = [0] * 4 + [1] * 4 + [2] * 4 + [3] * 4, Grid(range(16), 4, 2)
     large = feeding(hosts, 8, nodes=2)
     assert large.starters(1) == (8, 12) and large.sender(1) == 8 and large.problem(1) is None
@@ -274,19 +276,20 @@ def test_servers_larger_than_a_machine() -> None:
     )
 
 
-def test_servers_that_do_not_stand_on_the_trainers_machines() -> None:
+def test_server_placement_problems_are_reported() -> None:
     hosts = [0] * 4 + [1] * 4
     assert feeding(hosts, 8, nodes=2).problem(0) is None
-    words = feeding(hosts, 4, nodes=2).problem(1)
-    assert words == "the ranks 4 to 7 on its devices are not 2 on each of 2 machines"
+    problem = feeding(hosts, 4, nodes=2).problem(1)
+    assert problem == "the ranks 4 to 7 on its devices are not 2 on each of 2 machines"
     assert "the ranks 0 to 15 beside" in (feeding(hosts, 16, nodes=2).problem(0) or "")
     assert feeding(hosts, 4, nodes=4, colocated=False).problem(0) == "the trainers have 2 machines"
     assert feeding([0], 2, nodes=2, on_cuda=False).problem(0) == "the trainers have 1 machine"
     assert feeding(hosts, 16, nodes=4, colocated=False, anywhere=True).problem(0) is None
 
 
-def test_who_feeds_servers_elsewhere() -> None:
-    """A rank of every stage: of the first machine where only it reaches them; others for other servers."""
+def test_feeders_of_disaggregated_servers() -> None:
+    """One rank of each stage feeds a server. The rank is on the first machine if only this machine reaches the servers.
+    Otherwise each server has different feeders."""
     hosts, grid = [0] * 4 + [1] * 4, Grid(range(8), 2, 2)
     everywhere = feeding(hosts, 2, colocated=False, anywhere=True)
     assert [everywhere.feeders(i, grid) for i in (0, 1, 5)] == [
@@ -297,11 +300,11 @@ def test_who_feeds_servers_elsewhere() -> None:
     assert everywhere.feeders(2, grid) == (Receiver(4, stage=0), Receiver(6, stage=1))
     own = feeding(hosts, 2, colocated=False)
     assert own.feeders(2, grid) == own.feeders(0, grid) == (Receiver(0, stage=0), Receiver(2, stage=1))
-    second = own.feeders(1, Grid(range(4, 8), 1, 2))  # the actor is on the other machine alone
+    second = own.feeders(1, Grid(range(4, 8), 1, 2))  # the actor is only on the other machine
     assert second == (Receiver(1, stage=0), Receiver(1, stage=1))
 
 
-def test_ranks_of_one_machine_without_gpus_share_memory() -> None:
+def test_cpu_ranks_of_one_machine_share_memory() -> None:
     shared = feeding([0, 0], 2, on_cuda=False)
     assert shared.shares_memory and shared.feeders(1, Grid(range(2), 2, 1)) == (Receiver(1, 2, 0), Receiver(1, 2, 1))
     assert not feeding([0, 1], 2, on_cuda=False).shares_memory

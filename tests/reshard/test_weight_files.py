@@ -1,4 +1,4 @@
-"""The files of a model folder: float8 weights become plain ones, and what the model does not have is refused."""
+"""Files of a model folder: float8 weights are dequantised, and unexpected tensors are rejected."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ from tests.support.models import VOCAB, quantise, write_model
 from tests.support.places import BASE, QUICKSTART, TINY
 
 SIZES = {"hidden_size": 40, "head_dim": 12, "intermediate_size": 56}
-"""No multiples of blocks of 16, and tensor parallel shares that end within blocks."""
+"""Sizes that are no multiples of 16, so that tensor parallel shards end within blocks."""
 
 
 def read(folder: Path) -> ArchitectureConfig:
@@ -42,7 +42,7 @@ def read(folder: Path) -> ArchitectureConfig:
 
 
 def whole_tensors(folder: Path, dtype: torch.dtype, tp: int) -> dict[str, Tensor]:
-    """Everything in a folder, read shard by shard as the ranks of a layout do."""
+    """Return all tensors of a folder, read shard by shard for each rank of a layout."""
     arch = read(folder)
     source = SafetensorsSource(folder, arch)
     source.check(with_output_layer=True)
@@ -73,8 +73,8 @@ def test_float8_weights_are_dequantised_exactly(
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_float8_weights_are_those_of_transformers(tmp_path: Path, dtype: torch.dtype) -> None:
-    """Where blocks divide the matrices: transformers takes the size of blocks from the number of scales."""
+def test_float8_weights_match_transformers(tmp_path: Path, dtype: torch.dtype) -> None:
+    """The blocks must divide the matrices, because transformers derives the block size from the number of scales."""
     quantise(write_model(tmp_path / "m", "qwen3", 1), tmp_path / "float8", (16, 8))
     theirs = dict(AutoModelForCausalLM.from_pretrained(tmp_path / "float8", dtype=dtype).named_parameters())
     ours = whole_tensors(tmp_path / "float8", dtype, 2)
@@ -83,7 +83,7 @@ def test_float8_weights_are_those_of_transformers(tmp_path: Path, dtype: torch.d
 
 
 @pytest.mark.parametrize("kind", [torch.bfloat16, torch.float8_e8m0fnu])
-def test_scales_may_be_of_other_types(tmp_path: Path, kind: torch.dtype) -> None:
+def test_scales_support_other_dtypes(tmp_path: Path, kind: torch.dtype) -> None:
     quantise(write_model(tmp_path / "m", "llama", 1), tmp_path / "float8", (16, 16), scale_fmt="ue8m0")
     file = tmp_path / "float8" / "model-00002-of-00002.safetensors"
     scales = {name: tensor.to(kind) for name, tensor in load_file(file).items()}
@@ -95,9 +95,7 @@ def test_scales_may_be_of_other_types(tmp_path: Path, kind: torch.dtype) -> None
 
 
 @pytest.mark.waits
-def test_a_float8_folder_is_planned_and_exported_as_a_plain_one(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_float8_folder_is_planned_and_exported_as_plain(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     write_model(tmp_path / "m", "qwen3", 1, max_position_embeddings=512)
     quantise(tmp_path / "m", tmp_path / "float8", (16, 16))
     arch, plain = read(tmp_path / "float8"), read(tmp_path / "m")
@@ -122,7 +120,7 @@ def test_a_float8_folder_is_planned_and_exported_as_a_plain_one(
 
 
 @pytest.mark.parametrize(
-    ("said", "words"),
+    ("quantisation", "part_of_message"),
     [
         ({"quant_method": "gptq", "bits": 4}, "quant_method gptq"),
         ({"quant_method": "bitsandbytes", "load_in_4bit": True}, "quant_method bitsandbytes"),
@@ -138,26 +136,31 @@ def test_a_float8_folder_is_planned_and_exported_as_a_plain_one(
         ({"weight_block_size": [128, 128]}, "quant_method None"),
     ],
 )
-def test_other_quantisations_are_refused(tmp_path: Path, said: dict[str, Any], words: str) -> None:
+def test_other_quantisations_are_rejected(tmp_path: Path, quantisation: dict[str, Any], part_of_message: str) -> None:
     folder = write_model(tmp_path / "m", "llama", 1)
-    content = json.loads((folder / "config.json").read_text()) | {"quantization_config": said}
+    content = json.loads((folder / "config.json").read_text()) | {"quantization_config": quantisation}
     (folder / "config.json").write_text(json.dumps(content))
     with pytest.raises(ConfigError) as caught:
         read_architecture(str(folder), key="reference.path")
     assert len(caught.value.problems) == 1
-    for part in ("reference.path", "quantization_config", words, "use the model's plain weights, or float8 weights"):
+    for part in (
+        "reference.path",
+        "quantization_config",
+        part_of_message,
+        "use the model's plain weights, or float8 weights",
+    ):
         assert part in caught.value.problems[0]
 
 
 def changed(folder: Path, file: str, **tensors: Tensor | None) -> None:
-    """Put tensors into a file, or take them out; `__` stands for a dot."""
-    held = load_file(folder / file)
+    """Add tensors to a file or remove tensors. In names, `__` means a dot."""
+    stored = load_file(folder / file)
     for key, tensor in tensors.items():
         name = key.replace("__", ".")
-        held.pop(name, None)
+        stored.pop(name, None)
         if tensor is not None:
-            held[name] = tensor
-    save_file(held, folder / file, metadata={"format": "pt"})
+            stored[name] = tensor
+    save_file(stored, folder / file, metadata={"format": "pt"})
     index = folder / "model.safetensors.index.json"
     if index.exists():
         content = json.loads(index.read_text())
@@ -169,7 +172,7 @@ UP = "model__layers__0__mlp__up_proj__weight"
 
 
 @pytest.mark.parametrize(
-    ("change", "words"),
+    ("change", "message"),
     [
         ({UP: torch.zeros(48, 32, dtype=torch.int8)}, "is of type I8, which cannot be read"),
         ({UP: torch.zeros(48, 32, dtype=torch.float8_e5m2)}, "is of type F8_E5M2, which cannot be read"),
@@ -180,13 +183,13 @@ UP = "model__layers__0__mlp__up_proj__weight"
         ({f"{UP}_scale": torch.ones(1)}, f"contains {UP.replace('__', '.')}_scale, which a llama"),
     ],
 )
-def test_other_types_of_tensors_are_refused(tmp_path: Path, change: dict[str, Tensor], words: str) -> None:
+def test_unsupported_tensor_dtypes_are_rejected(tmp_path: Path, change: dict[str, Tensor], message: str) -> None:
     quantise(write_model(tmp_path / "m", "llama", 1), tmp_path / "float8", (16, 16))
     file = "model-00002-of-00002.safetensors" if "_scale" in next(iter(change)) else "model-00001-of-00002.safetensors"
     changed(tmp_path / "float8", file, **change)
     with pytest.raises(ValueError) as caught:
         SafetensorsSource(tmp_path / "float8", read(tmp_path / "float8")).check(with_output_layer=True)
-    assert words in str(caught.value)
+    assert message in str(caught.value)
 
 
 HEAD = "model__norm__weight"
@@ -194,12 +197,12 @@ HEAD = "model__norm__weight"
 
 @pytest.mark.parametrize("number", [float("nan"), float("inf"), float("-inf"), 1e300])
 @pytest.mark.parametrize("name", [UP, HEAD, "lm_head__weight"])
-def test_what_is_not_finite_is_named_with_its_file(tmp_path: Path, name: str, number: float) -> None:
-    """One number of one tensor, on the rank that reads it."""
+def test_non_finite_tensor_is_reported_with_its_file(tmp_path: Path, name: str, number: float) -> None:
+    """One number of one tensor is not finite. The rank that reads the tensor reports the error."""
     folder = write_model(tmp_path / "m", "llama", 1)
-    held = load_file(folder / "model.safetensors")[name.replace("__", ".")].double()
-    held.view(-1)[-1] = number
-    changed(folder, "model.safetensors", **{name: held})
+    tensor = load_file(folder / "model.safetensors")[name.replace("__", ".")].double()
+    tensor.view(-1)[-1] = number
+    changed(folder, "model.safetensors", **{name: tensor})
     with pytest.raises(ValueError) as caught:
         whole_tensors(folder, torch.float32, 2)
     shown = number if number != 1e300 else "inf"
@@ -210,24 +213,24 @@ def test_what_is_not_finite_is_named_with_its_file(tmp_path: Path, name: str, nu
 
 @pytest.mark.waits
 @pytest.mark.slow
-def test_every_rank_of_a_run_ends_with_the_tensor(tmp_path: Path) -> None:
-    """A number that only the second of two tensor parallel ranks reads."""
+def test_all_ranks_report_a_non_finite_tensor(tmp_path: Path) -> None:
+    """Only the second of two tensor parallel ranks reads the number."""
     folder = write_model(tmp_path / "m", "llama", 1, vocab_size=len(AutoTokenizer.from_pretrained(TINY)))
     for name in ("tokenizer.json", "tokenizer_config.json"):
         shutil.copy(TINY / name, folder / name)
-    held = load_file(folder / "model.safetensors")[UP.replace("__", ".")]
-    held[-1, -1] = float("nan")
-    changed(folder, "model.safetensors", **{UP: held})
-    words = [f"model.path={folder}", "model.init=pretrained", f"run.directory={tmp_path / 'run'}"]
-    done = start("megappo", "train", QUICKSTART, *words, processes=2)
-    told = [line for line in done.stderr.splitlines() if line.startswith("megappo: error")]
-    assert done.returncode == 2 and len(told) == 2, done.stderr
+    tensor = load_file(folder / "model.safetensors")[UP.replace("__", ".")]
+    tensor[-1, -1] = float("nan")
+    changed(folder, "model.safetensors", **{UP: tensor})
+    overrides = [f"model.path={folder}", "model.init=pretrained", f"run.directory={tmp_path / 'run'}"]
+    done = start("megappo", "train", QUICKSTART, *overrides, processes=2)
+    errors = [line for line in done.stderr.splitlines() if line.startswith("megappo: error")]
+    assert done.returncode == 2 and len(errors) == 2, done.stderr
     sentence = f"tensor '{UP.replace('__', '.')}' in {folder / 'model.safetensors'} contains nan, must be finite"
-    assert all(sentence in line and "(on rank 1, but not on every rank)" in line for line in told)
+    assert all(sentence in line and "(on rank 1, but not on every rank)" in line for line in errors)
     assert "Traceback" not in done.stderr, done.stderr
 
 
-def test_scales_and_experts_that_are_not_finite_are_named(tmp_path: Path) -> None:
+def test_non_finite_scales_and_experts_are_reported(tmp_path: Path) -> None:
     quantise(write_model(tmp_path / "m", "llama", 1), tmp_path / "float8", (16, 16))
     file = "model-00002-of-00002.safetensors"
     scales = load_file(tmp_path / "float8" / file)[f"{UP.replace('__', '.')}_scale_inv"]
@@ -243,7 +246,7 @@ def test_scales_and_experts_that_are_not_finite_are_named(tmp_path: Path) -> Non
         whole_tensors(folder, torch.float32, 1)
 
 
-def test_float8_weights_need_their_configuration(tmp_path: Path) -> None:
+def test_float8_weights_require_quantization_config(tmp_path: Path) -> None:
     quantise(write_model(tmp_path / "m", "llama", 1), tmp_path / "float8", (16, 16))
     content = json.loads((tmp_path / "float8" / "config.json").read_text())
     del content["quantization_config"]
@@ -253,33 +256,31 @@ def test_float8_weights_need_their_configuration(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("written", "changes", "words"),
+    ("written", "changes", "message"),
     [
         ("qwen3", {"model_type": "llama"}, r"self_attn.k_norm.weight, .* which a llama of its config.json does not"),
         ("qwen2", {"model_type": "llama"}, r"self_attn.k_proj.bias, .* which a llama of its config.json does not"),
         ("llama", {"num_hidden_layers": 3}, r"contains model.layers.3.* the weights do not fit .*num_hidden_layers"),
     ],
 )
-def test_tensors_that_the_model_does_not_have_are_refused(
-    tmp_path: Path, written: str, changes: dict[str, Any], words: str
-) -> None:
+def test_unexpected_tensors_are_rejected(tmp_path: Path, written: str, changes: dict[str, Any], message: str) -> None:
     folder = write_model(tmp_path / "m", written, 1)
     content = json.loads((folder / "config.json").read_text()) | changes
     content.pop("layer_types", None)
     (folder / "config.json").write_text(json.dumps(content))
-    with pytest.raises(ValueError, match=words):
+    with pytest.raises(ValueError, match=message):
         SafetensorsSource(folder, read(folder))
 
 
-def test_names_that_carry_no_weights_are_ignored(tmp_path: Path) -> None:
+def test_tensors_without_weights_are_ignored(tmp_path: Path) -> None:
     folder = write_model(tmp_path / "m", "llama", 1)
     others = {"model__layers__0__self_attn__rotary_emb__inv_freq": torch.ones(4), "score__weight": torch.ones(1, 32)}
     changed(folder, "model.safetensors", **others)
     assert SafetensorsSource(folder, read(folder)).check(with_output_layer=True) == 39
 
 
-def test_layers_that_predict_further_tokens_are_passed_over(tmp_path: Path) -> None:
-    """Those behind the model's own, as many as its config.json says."""
+def test_mtp_layers_are_ignored(tmp_path: Path) -> None:
+    """The MTP layers follow the layers of the model. The config.json has the number of MTP layers."""
     folder = write_model(tmp_path / "m", "glm4_moe", 1)
     whole = SafetensorsSource(folder, read(folder)).check(with_output_layer=True)
     changed(folder, "model.safetensors", model__layers__4__eh_proj__weight=torch.ones(2, 2))
@@ -290,23 +291,23 @@ def test_layers_that_predict_further_tokens_are_passed_over(tmp_path: Path) -> N
 
 
 @pytest.mark.parametrize(
-    ("family", "beside", "name"),
+    ("family", "extra_names", "name"),
     [
         ("qwen3_5_text", ("mtp.fc", "model.visual.pos_embed"), "model.layers.0.linear_attn.A_log"),
         ("gemma4_text", ("model.vision_tower.std", "model.embed_vision.x"), "model.layers.0.input_layernorm.weight"),
     ],
 )
-def test_a_language_model_may_have_the_names_it_had_beside_images(
-    tmp_path: Path, family: str, beside: tuple[str, ...], name: str
+def test_language_model_accepts_multimodal_names(
+    tmp_path: Path, family: str, extra_names: tuple[str, ...], name: str
 ) -> None:
-    """As transformers saves it, and as published, with layers that predict further tokens; in the larger model's
-    configuration where the family reads that."""
+    """The names can be from transformers or from the published multimodal model with MTP layers. The test uses the
+    configuration of the multimodal model if the family reads this configuration."""
     folder = write_model(tmp_path / "m", family, 1, tie_word_embeddings=False)
     plain = SafetensorsSource(folder, read(folder))
     whole = plain.check(with_output_layer=True)
     tensors = load_file(folder / "model.safetensors")
     renamed = {name.replace("model.", "model.language_model."): tensor for name, tensor in tensors.items()}
-    renamed |= {f"{stem}.weight": torch.ones(2, 2) for stem in beside}
+    renamed |= {f"{stem}.weight": torch.ones(2, 2) for stem in extra_names}
     save_file(renamed, folder / "model.safetensors", metadata={"format": "pt"})
     if within := FAMILIES[family].within:
         text = json.loads((folder / "config.json").read_text())
@@ -318,7 +319,7 @@ def test_a_language_model_may_have_the_names_it_had_beside_images(
 
 
 @pytest.mark.parametrize("role", ["actor", "critic", "reference"])
-def test_the_files_of_every_role_are_looked_through(tmp_path: Path, role: str) -> None:
+def test_files_of_each_role_are_checked(tmp_path: Path, role: str) -> None:
     folders = {name: write_model(tmp_path / name, "llama", 1) for name in ("actor", "critic", "reference")}
     paths = [f"model.path={folders['actor']}", *(f"{r}.path={folders[r]}" for r in ("critic", "reference"))]
     config = load_config(BASE, [*paths, "model.init=pretrained"])
@@ -328,7 +329,7 @@ def test_the_files_of_every_role_are_looked_through(tmp_path: Path, role: str) -
         weight_sources(config, ROLES)
 
 
-def test_a_tied_model_with_another_head_is_refused(tmp_path: Path) -> None:
+def test_tied_model_with_a_different_head_is_rejected(tmp_path: Path) -> None:
     folder = write_model(tmp_path / "m", "llama", 1, tie_word_embeddings=True)
     embedding = load_file(folder / "model.safetensors")["model.embed_tokens.weight"]
     changed(folder, "model.safetensors", lm_head__weight=embedding.clone())
@@ -346,8 +347,8 @@ def test_a_tied_model_with_another_head_is_refused(tmp_path: Path) -> None:
     assert torch.equal(whole_tensors(folder, torch.float32, 1)["lm_head.weight"], other)
 
 
-def test_a_critic_has_no_head_to_tie(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A folder with another head is refused for whoever uses the head, and read once for all of them."""
+def test_critic_ignores_the_tied_output_layer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Only roles that use the output layer reject a different output layer. All roles share one check of a folder."""
     folder = write_model(tmp_path / "m", "llama", 1, tie_word_embeddings=True)
     changed(folder, "model.safetensors", lm_head__weight=torch.zeros(VOCAB, 32))
     assert SafetensorsSource(folder, read(folder)).check(with_output_layer=False) == 38
@@ -355,13 +356,13 @@ def test_a_critic_has_no_head_to_tie(tmp_path: Path, monkeypatch: pytest.MonkeyP
     assert set(weight_sources(config, ("critic",))) == {folder}
     with pytest.raises(ValueError, match=r"an lm_head.weight that differs from its embedding"):
         weight_sources(config, ROLES)
-    asked: list[bool] = []
-    monkeypatch.setattr(SafetensorsSource, "check", lambda _, with_output_layer: asked.append(with_output_layer))
+    checks: list[bool] = []
+    monkeypatch.setattr(SafetensorsSource, "check", lambda _, with_output_layer: checks.append(with_output_layer))
     weight_sources(config, ROLES)
-    assert asked == [True]
+    assert checks == [True]
 
 
-def test_a_broken_index_is_named(tmp_path: Path) -> None:
+def test_broken_index_is_reported(tmp_path: Path) -> None:
     quantise(write_model(tmp_path / "m", "llama", 1), tmp_path / "float8", (16, 16))
     (tmp_path / "float8" / "model.safetensors.index.json").write_text("{}")
     with pytest.raises(ValueError, match=r"is not an index of safetensors, .*; fetch or save it again"):
@@ -369,16 +370,16 @@ def test_a_broken_index_is_named(tmp_path: Path) -> None:
 
 
 def disk_bytes() -> int:
-    """That this process has had read from a disk."""
+    """Return the number of bytes that this process has read from a disk."""
     lines = Path("/proc/self/io").read_text().splitlines()
     return int(next(line.split()[1] for line in lines if line.startswith("read_bytes")))
 
 
-def test_ranks_of_a_node_read_a_file_from_the_disk_once(tmp_path: Path) -> None:
-    """Each maps the file, so that what one has read is there for the others."""
+def test_ranks_of_a_node_read_a_file_once(tmp_path: Path) -> None:
+    """Each rank maps the file, so ranks share the page cache."""
     folder = write_model(tmp_path / "model", "qwen3", 1, hidden_size=512, intermediate_size=4096)
     path = folder / "model.safetensors"
-    whole_tensors(folder, torch.float32, 2)  # what is read once in a process comes before
+    whole_tensors(folder, torch.float32, 2)  # excludes one-time reads of the process
     with path.open("rb") as file:
         os.fsync(file.fileno())
         os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
@@ -392,7 +393,8 @@ def test_ranks_of_a_node_read_a_file_from_the_disk_once(tmp_path: Path) -> None:
 
 
 def with_index(folder: Path, shards: dict[str, Tensor] | None, files: int = 2) -> None:
-    """Beside the single file an index of so many others, which hold these tensors; None: they are gone."""
+    """Add an index of several files next to the single file. The files contain the shards, or are missing if
+    `shards` is None."""
     named: dict[str, str] = {}
     for number, name in enumerate(sorted(load_file(folder / "model.safetensors"))):
         named[name] = f"model-{number % files + 1:05d}-of-{files:05d}.safetensors"
@@ -405,33 +407,33 @@ def with_index(folder: Path, shards: dict[str, Tensor] | None, files: int = 2) -
 
 @pytest.mark.parametrize("family", ["llama", "qwen3_moe", "gemma2"])
 @pytest.mark.parametrize("shards", ["older", "gone", "cut short"])
-def test_a_single_file_is_the_model_whatever_an_index_says(tmp_path: Path, family: str, shards: str) -> None:
-    """As transformers takes it: an index may be left of an older save."""
+def test_single_file_takes_precedence_over_an_index(tmp_path: Path, family: str, shards: str) -> None:
+    """The index can be from an older save. Transformers follows the same rule."""
     folder = write_model(tmp_path / "m", family, 1)
     older = {name: tensor + 1 for name, tensor in load_file(folder / "model.safetensors").items()}
     truth = whole_tensors(folder, torch.float32, 2)
     with_index(folder, None if shards == "gone" else older)
     if shards == "cut short":
         (folder / "model-00001-of-00002.safetensors").write_bytes(b"xx")
-    found = whole_tensors(folder, torch.float32, 2)
-    assert found.keys() == truth.keys() and all(torch.equal(found[name], truth[name]) for name in truth)
+    loaded = whole_tensors(folder, torch.float32, 2)
+    assert loaded.keys() == truth.keys() and all(torch.equal(loaded[name], truth[name]) for name in truth)
     theirs = dict(AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).named_parameters())
-    assert all(torch.equal(found[name], theirs[name].data) for name in found.keys() & theirs.keys())
+    assert all(torch.equal(loaded[name], theirs[name].data) for name in loaded.keys() & theirs.keys())
 
 
-def test_an_index_alone_is_read_and_one_that_is_none_is_refused(tmp_path: Path) -> None:
+def test_index_without_a_single_file_is_read(tmp_path: Path) -> None:
     folder = write_model(tmp_path / "m", "llama", 1)
     truth = load_file(folder / "model.safetensors")
     with_index(folder, truth)
     (folder / "model.safetensors").unlink()
-    found = whole_tensors(folder, torch.float32, 1)
-    assert all(torch.equal(found[name], truth[name].float()) for name in found)
+    loaded = whole_tensors(folder, torch.float32, 1)
+    assert all(torch.equal(loaded[name], truth[name].float()) for name in loaded)
     (folder / "model.safetensors.index.json").write_text("{}")
     with pytest.raises(ValueError, match="is not an index of safetensors"):
         whole_tensors(folder, torch.float32, 1)
 
 
-def test_files_beside_the_single_one_are_not_counted(tmp_path: Path) -> None:
+def test_other_files_are_not_counted(tmp_path: Path) -> None:
     folder = write_model(tmp_path / "m", "llama", 1)
     truth = load_file(folder / "model.safetensors")
     with_index(folder, truth)
@@ -442,10 +444,10 @@ def test_files_beside_the_single_one_are_not_counted(tmp_path: Path) -> None:
     assert reward_parameters(str(folder)) == sum(tensor.numel() for tensor in truth.values())
 
 
-@pytest.mark.skipif(not Path("/dev/full").exists(), reason="of Linux")
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="requires Linux")
 @pytest.mark.parametrize("name", ["config.json", "generation_config.json"])
-def test_a_full_disk_is_told_with_its_path(tmp_path: Path, name: str) -> None:
-    """An export, one file of which has no room."""
+def test_full_disk_error_includes_the_path(tmp_path: Path, name: str) -> None:
+    """One file of the export cannot be written."""
     folder, out = write_model(tmp_path / "m", "llama", 1), tmp_path / "out"
     out.mkdir()
     (out / name).symlink_to("/dev/full")
@@ -455,8 +457,8 @@ def test_a_full_disk_is_told_with_its_path(tmp_path: Path, name: str) -> None:
     assert (caught.value.errno, str(caught.value.filename).startswith(str(out))) == (errno.ENOSPC, True)
 
 
-def test_tensors_that_find_no_room_name_their_file(tmp_path: Path) -> None:
-    """safetensors has an error of its own, which names nothing."""
+def test_failed_tensor_write_names_the_file(tmp_path: Path) -> None:
+    """The error of safetensors does not name the file."""
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (1000, hard))
     try:

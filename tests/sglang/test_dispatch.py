@@ -1,4 +1,7 @@
-"""Requests are spread over servers and survive those that die, hang, refuse or lie; those here are stand-ins."""
+"""Requests are distributed over servers and survive failed, hanging and incorrect servers.
+
+The servers of these tests are stand-ins.
+"""
 
 from __future__ import annotations
 
@@ -55,40 +58,40 @@ Answer = Callable[[dict[str, Any]], Any]
 
 
 class StandIn:
-    """A server that answers /generate as told and counts the samples it was asked for."""
+    """A configurable server that answers /generate and counts the requested samples."""
 
     def __init__(self, index: int, seconds: float = 0.0) -> None:
-        self.index, self.seconds, self.asked = index, seconds, 0
+        self.index, self.seconds, self.requested_samples = index, seconds, 0
         self.version, self.status, self.healthy = "7", 200, True
         self.health_seconds = 0.0
         self.answered_at: list[float] = []
         self.fail_after: int | None = None
-        """Breaks the connection once so many samples were asked for."""
+        """Number of requested samples after which the server breaks the connection."""
         self.hang_after: int | None = None
         self.page: str | None = None
-        """What it says instead of an answer."""
+        """HTML page that the server returns instead of an answer."""
         self.logprob: float | None = -0.5
-        """Of the first token of each answer."""
+        """Log-probability of the first token of each answer."""
         self.bodies: list[dict[str, Any]] = []
         self.routing: Callable[[int], str] | None = None
-        """What it says of the experts of a sample, by the last token of its prompt."""
+        """Function that returns the experts of a sample from the last token of the prompt."""
         self.cached_tokens: Callable[[list[int]], int] = lambda ids: 0
-        """How many of a prompt's tokens its prefix cache has."""
+        """Function that returns the number of prompt tokens in the prefix cache."""
         self.running = 0
-        """Samples that it is making tokens for."""
+        """Number of samples in generation."""
         self.under_way = self.most_under_way = 0
-        """Requests at a time."""
+        """Number of concurrent requests."""
         self.aborts = 0
         self.ends_on_abort: set[asyncio.Event] = set()
-        """Of the requests under way."""
+        """Events of the requests in progress."""
         self.spans: list[dict[str, Any]] | None = None
-        """Which tokens are of which weights."""
+        """Weight version of each span of tokens."""
         self.finish = "stop"
-        """Reason for which each answer ends."""
+        """Finish reason of each answer."""
         self.begins = True
-        """Whether a request that is aborted has a token by then."""
+        """Whether an aborted request has generated a token."""
         self.may_answer: Callable[[], bool] = lambda: True
-        """Answers are held back until this is so."""
+        """Function that returns whether the server may answer."""
         self._ready = threading.Event()
         threading.Thread(target=self._serve, daemon=True).start()
         assert self._ready.wait(10)
@@ -127,11 +130,11 @@ class StandIn:
         assert request.headers["Authorization"] == "Bearer key"
         body = await request.json()
         self.bodies.append(body)
-        self.asked += len(body["input_ids"])
-        if self.fail_after is not None and self.asked > self.fail_after:
+        self.requested_samples += len(body["input_ids"])
+        if self.fail_after is not None and self.requested_samples > self.fail_after:
             assert request.transport is not None
             request.transport.abort()
-        if self.hang_after is not None and self.asked > self.hang_after:
+        if self.hang_after is not None and self.requested_samples > self.hang_after:
             await asyncio.sleep(60)
         self.running += len(body["input_ids"])
         self.under_way += 1
@@ -169,7 +172,7 @@ class StandIn:
         }
 
     def _aborted(self, ids: list[int]) -> dict[str, Any]:
-        """As SGLang answers: without a word of log-probabilities for what it has not begun."""
+        """Return the answer of SGLang to an aborted request. Unstarted requests have no log-probabilities."""
         meta: dict[str, Any] = {"finish_reason": {"type": "abort"}, "weight_version": self.version}
         if not self.begins:
             return {"output_ids": [], "meta_info": meta}
@@ -181,10 +184,10 @@ def settings(**changes: Any) -> SGLangSettings:
 
 
 def limits(**changes: Any) -> RoundLimits:
-    """Those of `settings`, with the request's deadline that is given there."""
-    given = settings(**changes)
-    request_seconds = given.request_timeout_seconds or LEAST_REQUEST_SECONDS
-    return RoundLimits.of(given, replace(Deadlines.of(RuntimeSettings()), request_seconds=request_seconds))
+    """Return the limits of `settings`, with the request timeout of the settings."""
+    engine_settings = settings(**changes)
+    request_seconds = engine_settings.request_timeout_seconds or LEAST_REQUEST_SECONDS
+    return RoundLimits.of(engine_settings, replace(Deadlines.of(RuntimeSettings()), request_seconds=request_seconds))
 
 
 def spread(servers: list[StandIn], count: int = 200, params: SamplingParams = PARAMS, **changes: Any) -> Outcome:
@@ -193,7 +196,7 @@ def spread(servers: list[StandIn], count: int = 200, params: SamplingParams = PA
 
 
 def complete(outcome: Outcome, count: int = 200) -> bool:
-    """Every request has its own answer, once."""
+    """Return whether each request has exactly one answer."""
     return (
         all(outcome.completions[i].token_ids == (100 + i, 1) for i in range(count))
         and len(outcome.completions) == count
@@ -204,21 +207,22 @@ def test_work_follows_speed() -> None:
     fast, slow = StandIn(0, 0.001), StandIn(1, 0.02)
     outcome = spread([fast, slow], max_inflight_sequences=16)
     assert complete(outcome) and not outcome.failures
-    assert fast.asked + slow.asked == 200
-    assert fast.asked > 2 * slow.asked > 0
+    assert fast.requested_samples + slow.requested_samples == 200
+    assert fast.requested_samples > 2 * slow.requested_samples > 0
     assert outcome.completions[3].logprobs == (-0.5, -0.25)
     sampling = fast.bodies[0]["sampling_params"][0]
     assert sampling["temperature"] == 0.5 and sampling["stop_token_ids"] == [1] and "sampling_seed" in sampling
 
 
 @pytest.mark.parametrize(("temperature", "expected"), [(1.0, (1, 1.0)), (0.5, (-1, 1e-9))])
-def test_greedy_requests_keep_the_scale_of_log_probabilities(temperature: float, expected: tuple[int, float]) -> None:
-    """SGLang gives those of the unscaled distribution where it takes the largest, which at 1 are the same."""
+def test_greedy_requests_keep_the_scale_of_logprobs(temperature: float, expected: tuple[int, float]) -> None:
+    """SGLang returns log-probabilities of the unscaled distribution for greedy sampling. At temperature 1 the two
+    distributions are equal."""
     server = StandIn(0)
     spread([server], 1, replace(PARAMS, temperature=temperature, greedy=True))
-    (asked,) = server.bodies[0]["sampling_params"]
-    assert (asked["top_k"], asked["top_p"]) == expected
-    assert asked["temperature"] == temperature
+    (sampling,) = server.bodies[0]["sampling_params"]
+    assert (sampling["top_k"], sampling["top_p"]) == expected
+    assert sampling["temperature"] == temperature
 
 
 def test_samples_and_tokens_are_counted() -> None:
@@ -226,7 +230,7 @@ def test_samples_and_tokens_are_counted() -> None:
     PROGRESS.enter("rollout")
     requests = {i: GenerateRequest((2, 100 + i), seed=i, prompt_id=i) for i in range(9)}
     servers = [StandIn(0, 0.01).endpoint]
-    on_tokens = lambda: seen.append(PROGRESS.text())  # noqa: E731 - asked just before the answers are counted
+    on_tokens = lambda: seen.append(PROGRESS.text())  # noqa: E731 - called before the answers are counted
     sent = Round(servers, requests, PARAMS, 7, limits(max_inflight_sequences=3), on_tokens)
     assert "0 of 9 samples of this rank" in PROGRESS.text()
     assert complete(sent.result(), 9)
@@ -238,8 +242,9 @@ def test_samples_and_tokens_are_counted() -> None:
     assert all("1 of 1 servers busy" in text for text in seen[:-1]) and "busy" not in seen[-1]
 
 
-def test_everything_is_under_way_at_once() -> None:
-    """In groups of at most 32 that shrink towards the end, and no more samples than a server may have."""
+def test_all_requests_are_sent_at_once() -> None:
+    """Requests are sent in groups of at most 32 samples. The groups shrink towards the end and respect the limit of a
+    server."""
     server = StandIn(0, 0.05)
     assert complete(spread([server], 200))
     sizes = [len(body["input_ids"]) for body in server.bodies]
@@ -250,19 +255,19 @@ def test_everything_is_under_way_at_once() -> None:
     assert max(len(body["input_ids"]) for body in limited.bodies) == 3
 
 
-def test_ranks_with_few_prompts_load_all_engines_alike() -> None:
-    """Four prompts of two samples on each of 16 ranks, over eight servers."""
+def test_ranks_with_few_prompts_balance_engines() -> None:
+    """Sixteen ranks send four prompts of two samples each to eight servers."""
     servers = [StandIn(i) for i in range(8)]
     for rank in range(16):
         numbers = range(8 * rank, 8 * rank + 8)
         requests = {i: GenerateRequest((2, 100 + i), seed=i, prompt_id=i // 2) for i in numbers}
         assert len(Round([s.endpoint for s in servers], requests, PARAMS, 7, limits()).result().completions) == 8
-    assert [server.asked for server in servers] == [16] * 8
+    assert [server.requested_samples for server in servers] == [16] * 8
     prompts = [{(ids[-1] - 100) // 2 for body in server.bodies for ids in body["input_ids"]} for server in servers]
-    assert [len(found) for found in prompts] == [8] * 8  # both samples of each
+    assert [len(server_prompts) for server_prompts in prompts] == [8] * 8  # both samples of each prompt
 
 
-def test_a_dead_engine_gives_its_work_to_the_others() -> None:
+def test_dead_engine_moves_its_work_to_others() -> None:
     well, dying = StandIn(0, 0.002), StandIn(1, 0.002)
     dying.fail_after = 30
     outcome = spread([well, dying])
@@ -270,7 +275,7 @@ def test_a_dead_engine_gives_its_work_to_the_others() -> None:
     assert list(outcome.failures) == [1] and "closed the connection during generation" in outcome.failures[1]
 
 
-def test_a_hung_engine_is_asked_for_its_health_first() -> None:
+def test_hung_engine_fails_after_a_health_check() -> None:
     well, hanging = StandIn(0), StandIn(1)
     hanging.hang_after, hanging.healthy = 20, False
     started = time.monotonic()
@@ -280,23 +285,23 @@ def test_a_hung_engine_is_asked_for_its_health_first() -> None:
     assert time.monotonic() - started < 10
 
 
-def test_others_go_on_while_a_hung_engine_is_asked() -> None:
+def test_engines_continue_during_a_health_check() -> None:
     well, hanging = StandIn(0, 0.01), StandIn(1)
     hanging.hang_after, hanging.health_seconds = 0, 60.0
     outcome = spread([well, hanging], max_inflight_sequences=4, health_timeout_seconds=3.0)
     assert complete(outcome) and list(outcome.failures) == [1]
     pauses = [later - earlier for earlier, later in zip(well.answered_at, well.answered_at[1:], strict=False)]
-    assert max(pauses[:40]) < 1.5  # groups of at most four, 196 samples: all of that while the other one is waited for
+    assert max(pauses[:40]) < 1.5  # 196 samples in groups of at most four, during the health check of the other engine
 
 
-def test_a_slow_engine_that_is_well_is_waited_for() -> None:
+def test_slow_healthy_engine_does_not_fail() -> None:
     slow = StandIn(0, 0.2)
     outcome = spread([slow], 20)
     assert complete(outcome, 20) and not outcome.failures
 
 
-def test_a_request_that_nothing_comes_of_has_a_deadline() -> None:
-    """The server is well, but works on nothing."""
+def test_request_without_progress_has_a_deadline() -> None:
+    """The server is healthy but has no request in progress."""
     lost = StandIn(0)
     lost.hang_after = 0
     outcome = spread([lost], 5, request_timeout_seconds=1.0)
@@ -304,22 +309,24 @@ def test_a_request_that_nothing_comes_of_has_a_deadline() -> None:
     assert "returned no response within 1 seconds and has no request in progress" in outcome.failures[0]
 
 
-def test_no_deadline_ends_a_request_that_tokens_are_made_for() -> None:
+def test_request_in_generation_has_no_deadline() -> None:
     slow = StandIn(0, 0.6)
-    told: list[float] = []
+    progress_times: list[float] = []
     requests = {i: GenerateRequest((2, 100 + i), seed=i, prompt_id=i) for i in range(5)}
     patient = limits(request_timeout_seconds=0.5, stall_timeout_seconds=60.0)
-    outcome = Round([slow.endpoint], requests, PARAMS, 7, patient, lambda: told.append(time.monotonic())).result()
+    outcome = Round(
+        [slow.endpoint], requests, PARAMS, 7, patient, lambda: progress_times.append(time.monotonic())
+    ).result()
     assert complete(outcome, 5) and not outcome.failures
-    assert len(told) >= 3  # and whoever waits for the rollout was told that it goes on
+    assert len(progress_times) >= 3  # progress was reported during the rollout
 
 
-def test_without_engines_everything_is_left() -> None:
+def test_requests_remain_without_engines() -> None:
     outcome = spread([], 5)
     assert outcome.completions == {}
 
 
-def test_other_weights_are_not_taken() -> None:
+def test_answers_of_other_weights_are_rejected() -> None:
     well, old = StandIn(0), StandIn(1)
     old.version = "6"
     outcome = spread([well, old])
@@ -327,7 +334,7 @@ def test_other_weights_are_not_taken() -> None:
     assert "generated with weights ['6'], not 7" in outcome.failures[1]
 
 
-def test_log_probabilities_that_json_has_no_word_for_are_nan() -> None:
+def test_null_logprobs_are_read_as_nan() -> None:
     """SGLang writes null for them; who trains on the answers refuses them."""
     server = StandIn(0)
     server.logprob = None
@@ -335,8 +342,8 @@ def test_log_probabilities_that_json_has_no_word_for_are_nan() -> None:
     assert math.isnan(answer.logprobs[0]) and answer.logprobs[1] == -0.25
 
 
-def test_what_is_no_answer_is_a_failed_server() -> None:
-    """A proxy's page, say, with a status that promises an answer."""
+def test_invalid_json_fails_the_server() -> None:
+    """A proxy can return an HTML page with the status 200."""
     page, well = StandIn(0), StandIn(1)
     page.page = "<html>please wait</html>"
     outcome = spread([page, well])
@@ -345,7 +352,7 @@ def test_what_is_no_answer_is_a_failed_server() -> None:
 
 
 @pytest.mark.parametrize(
-    ("said", "words"),
+    ("response", "message"),
     [
         ('{"detail": "ok"}', "returned a response that is not a list of answers"),
         ('[{"text": "ok"}]', "returned a response that is not a list of answers (KeyError('meta_info')): b'[{"),
@@ -353,17 +360,17 @@ def test_what_is_no_answer_is_a_failed_server() -> None:
         ("[]", "gave 0 answers to"),
     ],
 )
-def test_an_answer_of_another_form_is_a_failed_servers(said: str, words: str) -> None:
-    """Such as another version's; its requests are answered by others."""
+def test_unknown_response_format_fails_the_server(response: str, message: str) -> None:
+    """Servers of other versions can use a different format. Other servers then answer the requests."""
     strange, well = StandIn(0), StandIn(1)
-    strange.page = said
+    strange.page = response
     outcome = spread([strange, well])
     assert complete(outcome)
-    assert words in outcome.failures[0]
+    assert message in outcome.failures[0]
 
 
 def test_answers_are_read_without_the_garbage_collector() -> None:
-    """It is back afterwards, and stays off where it was."""
+    """The garbage collector is restored to the previous state afterwards."""
     collecting: list[bool] = []
     loads = json.loads
 
@@ -381,15 +388,15 @@ def test_answers_are_read_without_the_garbage_collector() -> None:
             gc.enable()
 
 
-def test_a_refused_request_stops_the_run() -> None:
+def test_rejected_request_stops_the_run() -> None:
     server = StandIn(0)
     server.status = 400
     refusal = spread([server]).refusal
     assert refusal is not None and "rejected a generation request: because" in refusal
 
 
-def test_what_makes_servers_fail_each_time_ends_the_run(world_of_one: None) -> None:
-    """Not what fails while something else is answered, nor failures in rounds apart."""
+def test_repeated_failures_of_all_servers_end_the_run(world_of_one: None) -> None:
+    """Failures do not count if another request is answered. Failures of separate rounds do not count either."""
     rounds, left = Rounds(), [GenerateRequest((5,) * 9, seed=0, prompt_id=41)]
     failing = [StandIn(0), StandIn(1)]
     for server in failing:
@@ -417,7 +424,7 @@ def test_what_makes_servers_fail_each_time_ends_the_run(world_of_one: None) -> N
     assert rounds.agree(0, Outcome()) == (True, {})
 
 
-def test_a_round_can_be_given_up() -> None:
+def test_round_can_be_cancelled() -> None:
     server = StandIn(0)
     server.hang_after = 0
     requests = {0: GenerateRequest((2, 3), seed=0, prompt_id=0)}
@@ -427,24 +434,25 @@ def test_a_round_can_be_given_up() -> None:
     assert time.monotonic() - started < 5
 
 
-class AskedLater:
-    """Asked to stop once a round has taken an answer, which on busy cores is later than the server gives it."""
+class StopRequest:
+    """Stop request that becomes active once a round has read an answer. On busy cores the round reads later than the
+    server answers."""
 
     asked = False
 
-    def ask(self) -> None:
+    def request(self) -> None:
         self.asked = True
 
     def check(self) -> None:
-        raise AssertionError("the round leaves that to its caller")
+        raise AssertionError("the round must not check for the stop")
 
 
-def test_a_run_that_is_asked_to_stop_takes_what_has_come() -> None:
+def test_stop_request_keeps_completed_answers() -> None:
     server = StandIn(0)
     server.hang_after = 40
     requests = {i: GenerateRequest((2, 100 + i), seed=i, prompt_id=i) for i in range(200)}
-    stop = AskedLater()
-    round_ = Round([server.endpoint], requests, PARAMS, 7, limits(stall_timeout_seconds=60.0), stop.ask)
+    stop = StopRequest()
+    round_ = Round([server.endpoint], requests, PARAMS, 7, limits(stall_timeout_seconds=60.0), stop.request)
     started = time.monotonic()
     outcome = round_.result(stop)
     assert time.monotonic() - started < 20
@@ -454,7 +462,7 @@ def test_a_run_that_is_asked_to_stop_takes_what_has_come() -> None:
 
 @contextmanager
 def silent_port() -> Iterator[str]:
-    """Something that takes connections and says nothing."""
+    """Yield the URL of a socket that accepts connections and never answers."""
     with socket.create_server(("127.0.0.1", 0)) as listener:
         yield f"http://127.0.0.1:{listener.getsockname()[1]}"
 
@@ -466,8 +474,9 @@ def test_every_control_request_has_a_deadline() -> None:
         call(Endpoint(0, "http://127.0.0.1:9", "", 0), "/x", timeout_seconds=0.5)
 
 
-def test_routing_is_asked_for_and_read() -> None:
-    """In as few bytes as it fits into; what is no expert's number stays none. Each answer travels alone."""
+def test_routing_is_requested_and_read() -> None:
+    """Routing is stored in the smallest integer type that fits. Invalid expert numbers stay invalid. Each request has
+    one sample."""
     shape = RoutingShape(layers=2, experts_per_token=2, experts=200)
     server = StandIn(0)
 
@@ -480,22 +489,22 @@ def test_routing_is_asked_for_and_read() -> None:
     assert complete(outcome, 40) and not outcome.failures
     assert all(len(body["input_ids"]) == 1 for body in server.bodies)
     for i in (0, 39):
-        found = outcome.completions[i].routing
-        assert found is not None and found.dtype == torch.uint8
-        assert found.tolist() == [[[0, 1], [2, 3]], [[199, i], [255, 7]], [[255, 5], [6, 8]]]
+        expert_numbers = outcome.completions[i].routing
+        assert expert_numbers is not None and expert_numbers.dtype == torch.uint8
+        assert expert_numbers.tolist() == [[[0, 1], [2, 3]], [[199, i], [255, 7]], [[255, 5], [6, 8]]]
 
 
-@pytest.mark.parametrize("said", [None, "", "AAAA", "AAAAAAAA"])
-def test_a_server_without_routing_failed(said: str | None) -> None:
+@pytest.mark.parametrize("encoded", [None, "", "AAAA", "AAAAAAAA"])
+def test_server_without_routing_fails(encoded: str | None) -> None:
     server = StandIn(0)
-    server.routing = None if said is None else lambda _: str(said)
+    server.routing = None if encoded is None else lambda _: str(encoded)
     outcome = spread([server], 2, replace(PARAMS, routing=RoutingShape(1, 1, 4)))
     assert not outcome.completions
     assert "did not return the experts of all 3 x 1 x 1 positions" in outcome.failures[0]
 
 
 class Chats:
-    """So many chats of three turns each, all at the same time: the next is asked for once one is answered."""
+    """Concurrent chats of three turns each. A turn is requested once the previous turn is answered."""
 
     def __init__(self, count: int) -> None:
         self.waiting = {i: GenerateRequest((2, 100 + i), seed=i, prompt_id=i) for i in range(count)}
@@ -523,13 +532,13 @@ class Chats:
 
 
 def chat(servers: list[StandIn], count: int = 40, **changes: Any) -> tuple[Chats, int, Outcome]:
-    """What came of it, the requests that are left, and which servers failed."""
+    """Return the chats, the number of remaining requests, and the outcome."""
     chats = Chats(count)
     return chats, *drive(servers, chats, **changes)
 
 
 def drive(servers: list[StandIn], chats: Chats, **changes: Any) -> tuple[int, Outcome]:
-    """Hold the chats with these servers; the requests that are left of them, and which servers failed."""
+    """Run the chats with these servers, and return the number of remaining requests and the outcome."""
     line = OpenRound([s.endpoint for s in servers], chats, PARAMS, 7, limits(**changes))
     try:
         left = chats.drive(line)
@@ -538,10 +547,11 @@ def drive(servers: list[StandIn], chats: Chats, **changes: Any) -> tuple[int, Ou
     return left, outcome
 
 
-def test_turns_are_answered_while_others_come() -> None:
-    """Each alone, all of an episode by one server; who is slow holds nobody up."""
+def test_turns_are_answered_while_others_arrive() -> None:
+    """Each turn is a separate request, and one server answers all turns of an episode. A slow server does not delay
+    other servers."""
     fast, slow, chats = StandIn(0), StandIn(1), Chats(40)
-    slow.may_answer = lambda: len(chats.ended) >= 10  # which have ended without it
+    slow.may_answer = lambda: len(chats.ended) >= 10  # chats that end on the fast server
     left, outcome = drive([fast, slow], chats, max_inflight_sequences=64)
     assert left == 0 and not outcome.failures
     assert all(turns == [(100 + i, 1)] * 3 for i, turns in chats.turns.items())
@@ -551,8 +561,9 @@ def test_turns_are_answered_while_others_come() -> None:
     assert {prompt + 100 for prompt in chats.ended[:10]} <= by_server[0]
 
 
-def test_turns_stay_with_the_server_of_the_first_though_another_fails() -> None:
-    """Which then answers what the lost one's episodes have left, all turns of an episode by one of the others."""
+def test_turns_stay_with_their_server_after_failure() -> None:
+    """Other servers answer the remaining turns of the failed server. One server answers all remaining turns of an
+    episode."""
     servers = [StandIn(i, 0.005) for i in range(4)]
     servers[1].fail_after = 5
     chats, left, outcome = chat(servers)
@@ -564,35 +575,35 @@ def test_turns_stay_with_the_server_of_the_first_though_another_fails() -> None:
     assert all(served[fine.index(servers[i % 4])][i] == 3 for i in range(40) if i % 4 != 1)
 
 
-def test_answers_asked_for_piece_by_piece_stay_with_their_server() -> None:
-    """However their lengths differ by then, and though numbers of prompts are those of others in between."""
+def test_continued_prompts_stay_with_their_server() -> None:
+    """The server of a prompt does not depend on the lengths or on other prompts with the same number."""
     servers, homes = [StandIn(i) for i in range(3)], Homes()
 
-    def ask(prompts: dict[int, tuple[int, ...]]) -> dict[int, int]:
-        """The server of each prompt, whose two samples are asked for."""
+    def servers_of(prompts: dict[int, tuple[int, ...]]) -> dict[int, int]:
+        """Request two samples of each prompt, and return the server of each prompt."""
         for server in servers:
             server.bodies.clear()
         requests = {2 * p + s: GenerateRequest((*ids, 100 + p), s, p) for p, ids in prompts.items() for s in (0, 1)}
         endpoints = [server.endpoint for server in servers]
         outcome = Round(endpoints, requests, PARAMS, 7, limits(), homes=homes).result()
         assert len(outcome.completions) == 2 * len(prompts)
-        found = [(ids[-1] - 100, s.index) for s in servers for body in s.bodies for ids in body["input_ids"]]
-        assert len(set(found)) == len(prompts), "the samples of a prompt went to several servers"
-        return dict(found)
+        assignments = [(ids[-1] - 100, s.index) for s in servers for body in s.bodies for ids in body["input_ids"]]
+        assert len(set(assignments)) == len(prompts), "all samples of a prompt must use one server"
+        return dict(assignments)
 
-    first = ask({p: (2, p) for p in range(12)})
+    first = servers_of({p: (2, p) for p in range(12)})
     assert Counter(first.values()) == {0: 4, 1: 4, 2: 4}
     longer = {p: (2, p, 100 + p, *[5] * (7 * p % 31)) for p in range(1, 12, 2)}
-    assert ask(longer) == {p: first[p] for p in longer}
-    others = ask({p: (3, p, *[5] * (11 * p % 31)) for p in range(12)})
+    assert servers_of(longer) == {p: first[p] for p in longer}
+    others = servers_of({p: (3, p, *[5] * (11 * p % 31)) for p in range(12)})
     assert Counter(others.values()) == {0: 4, 1: 4, 2: 4} and others != first
     homes.forget()
-    assert ask({p: (2, p) for p in range(12)}) == first
+    assert servers_of({p: (2, p) for p in range(12)}) == first
 
 
 @pytest.mark.parametrize("continued", [False, True])
-def test_the_longest_prompts_are_sent_first(continued: bool) -> None:
-    """Also among those that stay with the server that answered their beginnings."""
+def test_longest_prompts_are_sent_first(continued: bool) -> None:
+    """The order also applies to prompts that stay with the server of their prefixes."""
     server, homes = StandIn(0), Homes()
     begun = {p: GenerateRequest((2, 100 + p), p, p) for p in range(5)}
     if continued:
@@ -604,36 +615,36 @@ def test_the_longest_prompts_are_sent_first(continued: bool) -> None:
     assert [len(ids) for body in server.bodies for ids in body["input_ids"]] == [6, 5, 4, 3, 2]
 
 
-def test_hits_of_the_prefix_caches_are_counted_by_server() -> None:
-    """Of what one answered before it failed, too."""
+def test_prefix_cache_hits_are_counted_by_server() -> None:
+    """The count includes answers of a server before a failure."""
     servers = [StandIn(0), StandIn(1)]
     servers[1].cached_tokens = lambda ids: len(ids) - 1
     outcome = spread(servers, 40)
     assert complete(outcome, 40) and not outcome.failures
     assert outcome.cache == {0: CacheUse(40, 0), 1: CacheUse(40, 20)}
-    servers[1].fail_after = servers[1].asked
+    servers[1].fail_after = servers[1].requested_samples
     _, left, outcome = chat(servers, 4)
     assert left == 0
     assert outcome.cache == {0: CacheUse(sum(range(2, 5)) * 4, 0)}
 
 
-def test_turns_of_a_lost_server_go_elsewhere_or_are_left() -> None:
+def test_turns_of_a_lost_server_move_or_remain() -> None:
     fine, broken = StandIn(0), StandIn(1)
     broken.fail_after = 10
     chats, left, outcome = chat([fine, broken])
     assert left == 0 and outcome.failures.keys() == {1}
     assert all(turns == [(100 + i, 1)] * 3 for i, turns in chats.turns.items())
-    fine.fail_after = fine.asked + 10
+    fine.fail_after = fine.requested_samples + 10
     chats, left, outcome = chat([fine, broken])
     assert left == len(chats.waiting) > 0 and outcome.failures.keys() == {0, 1}
     again = StandIn(2)
     line = OpenRound([again.endpoint], chats, PARAMS, 7, limits())
-    assert chats.drive(line) == 0  # what is left is asked again
+    assert chats.drive(line) == 0  # the remaining requests are sent again
     line.hang_up()
     assert all(turns == [(100 + i, 1)] * 3 for i, turns in chats.turns.items())
 
 
-def test_a_refused_turn_ends_the_round() -> None:
+def test_rejected_turn_ends_the_round() -> None:
     server = StandIn(0)
     server.status = 400
     _, left, outcome = chat([server])
@@ -648,34 +659,38 @@ def in_flight(servers: list[StandIn], count: int, **changes: Any) -> InFlightRou
 
 
 def taken(line: InFlightRound, count: int) -> dict[int, Completion]:
-    found: dict[int, Completion] = {}
-    assert wait_until(lambda: len(found.update(line.take(0.01)) or found) >= count, 20.0, every_seconds=0.0)
-    return found
+    completions: dict[int, Completion] = {}
+    assert wait_until(lambda: len(completions.update(line.take(0.01)) or completions) >= count, 20.0, every_seconds=0.0)
+    return completions
 
 
-def test_answers_are_taken_as_they_come_and_the_rest_is_broken_off(world_of_one: None) -> None:
-    """Begun, not begun by the server, and not sent any more."""
+def test_answers_are_read_early_and_the_rest_aborted(world_of_one: None) -> None:
+    """Aborted requests are in generation, not started by the server, or not sent."""
     fast, slow, full = StandIn(0, 0.001), StandIn(1, 30.0), StandIn(2, 30.0)
     full.begins = False
     line = in_flight([fast, slow, full], 30, max_inflight_sequences=4)
-    found = taken(line, 22)  # all but what the others have in hand
-    assert all(found[i] == Completion((100 + i, 1), (-0.5, -0.25), False, 7) for i in range(0, 30, 3))
+    completions = taken(line, 22)  # all except the requests in progress on the other servers
+    assert all(completions[i] == Completion((100 + i, 1), (-0.5, -0.25), False, 7) for i in range(0, 30, 3))
     assert wait_until(lambda: slow.running == full.running == 4, 10.0, every_seconds=0.01) and line.take(0.0) == {}
     line.break_off()
     line.send(30, GenerateRequest((2, 130), seed=30, prompt_id=30))
     assert abort_servers(line, [s.endpoint for s in (fast, slow, full)], settings()) == {}
     assert fast.aborts == slow.aborts == full.aborts >= 2
     rest, outcome = line.end()
-    assert not outcome.failures and rest.keys() | found.keys() == set(range(31)) and not rest.keys() & found.keys()
+    assert (
+        not outcome.failures
+        and rest.keys() | completions.keys() == set(range(31))
+        and not rest.keys() & completions.keys()
+    )
     assert all(answer.broken_off and not answer.truncated and answer.weight_version == 7 for answer in rest.values())
     begun = {i: answer.token_ids for i, answer in rest.items() if answer.token_ids}
     assert len(begun) == 4 and all(tokens == (100 + i,) and i % 3 == 1 for i, tokens in begun.items())
 
 
 @pytest.mark.parametrize("listens", [False, True])
-def test_a_round_that_lasts_forgets_what_was_answered(world_of_one: None, listens: bool) -> None:
-    server, hears = StandIn(0, 0.001), Hears()
-    line = InFlightRound([server.endpoint], PARAMS, 7, limits(), listener=hears if listens else None)
+def test_long_round_releases_answered_requests(world_of_one: None, listens: bool) -> None:
+    server, recorder = StandIn(0, 0.001), RecordingListener()
+    line = InFlightRound([server.endpoint], PARAMS, 7, limits(), listener=recorder if listens else None)
     requests = []
     for i in range(20):
         request = GenerateRequest((2, 100 + i), seed=i, prompt_id=i)
@@ -683,40 +698,40 @@ def test_a_round_that_lasts_forgets_what_was_answered(world_of_one: None, listen
         line.send(i, request)
     del request
     if listens:
-        assert wait_until(lambda: len(hears.found) == 20, 20.0, every_seconds=0.01)
+        assert wait_until(lambda: len(recorder.answers) == 20, 20.0, every_seconds=0.01)
     else:
         taken(line, 20)
     assert wait_until(lambda: gc.collect() >= 0 and not any(one() for one in requests), 20.0, every_seconds=0.01)
     line.end()
 
 
-class Hears:
-    """A `Listener`."""
+class RecordingListener:
+    """A `Listener` that records the answers."""
 
     def __init__(self) -> None:
-        self.found: list[tuple[int, Completion]] = []
+        self.answers: list[tuple[int, Completion]] = []
 
     def answered(self, number: int, completion: Completion) -> None:
-        self.found.append((number, completion))
+        self.answers.append((number, completion))
 
 
-def test_turns_in_flight_come_to_who_listens(world_of_one: None) -> None:
-    """Also those that are broken off; while servers are started again they are kept back."""
-    server, hears, departures = StandIn(0, 0.001), Hears(), Departures()
+def test_turns_in_flight_reach_the_listener(world_of_one: None) -> None:
+    """The listener also receives aborted turns. Turns are delayed while servers are restarted."""
+    server, recorder, departures = StandIn(0, 0.001), RecordingListener(), Departures()
 
     def send(number: int, last: int) -> None:
         request = GenerateRequest((2, last), seed=number, prompt_id=number)
         departures.send(
-            {number: request}, lambda: InFlightRound([server.endpoint], PARAMS, 7, limits(), listener=hears)
+            {number: request}, lambda: InFlightRound([server.endpoint], PARAMS, 7, limits(), listener=recorder)
         )
 
     with departures.kept_back():
         send(3, 100)
         assert departures.stream is None
-    assert wait_until(lambda: len(hears.found) == 1, 10.0, every_seconds=0.01)
+    assert wait_until(lambda: len(recorder.answers) == 1, 10.0, every_seconds=0.01)
     send(3, 101)  # the next turn has the same number
-    assert wait_until(lambda: len(hears.found) == 2, 10.0, every_seconds=0.01)
-    assert [(n, c.token_ids[0], c.broken_off) for n, c in hears.found] == [(3, 100, False), (3, 101, False)]
+    assert wait_until(lambda: len(recorder.answers) == 2, 10.0, every_seconds=0.01)
+    assert [(n, c.token_ids[0], c.broken_off) for n, c in recorder.answers] == [(3, 100, False), (3, 101, False)]
     server.seconds = 30.0
     send(4, 102)
     assert wait_until(lambda: server.running == 1, 10.0, every_seconds=0.01)
@@ -727,37 +742,37 @@ def test_turns_in_flight_come_to_who_listens(world_of_one: None) -> None:
     assert abort_servers(line, [server.endpoint], settings()) == {}
     rest, _ = line.end()
     assert rest.keys() == {5} and rest[5].broken_off and not rest[5].token_ids
-    assert hears.found[2:] == [(4, replace(hears.found[2][1], broken_off=True))]
+    assert recorder.answers[2:] == [(4, replace(recorder.answers[2][1], broken_off=True))]
 
 
-def test_a_server_that_gives_nothing_back_is_named(world_of_one: None) -> None:
-    deaf = StandIn(0, 30.0)
-    line = in_flight([deaf], 3, sync_timeout_seconds=0.3, stall_timeout_seconds=60.0)
-    assert wait_until(lambda: deaf.running == 3, 10.0, every_seconds=0.01)
+def test_server_without_an_abort_response_fails(world_of_one: None) -> None:
+    hanging = StandIn(0, 30.0)
+    line = in_flight([hanging], 3, sync_timeout_seconds=0.3, stall_timeout_seconds=60.0)
+    assert wait_until(lambda: hanging.running == 3, 10.0, every_seconds=0.01)
     line.break_off()
-    failed = abort_servers(line, [], settings(sync_timeout_seconds=0.3))  # nobody tells it
+    failed = abort_servers(line, [], settings(sync_timeout_seconds=0.3))  # the server receives no abort
     assert failed.keys() == {0} and "did not return its requests after an abort" in failed[0]
     rest, _ = line.end()
     assert rest.keys() == {0, 1, 2} and not any(answer.token_ids for answer in rest.values())
 
 
-def test_an_abort_ends_at_once_after_a_refusal(world_of_one: None) -> None:
-    """Neither the refused request nor those of other servers have an answer. The refusal itself ends the run when it is
-    read."""
+def test_abort_ends_immediately_after_a_rejection(world_of_one: None) -> None:
+    """The rejected request and the requests of other servers have no answer. The rejection ends the run once the
+    outcome is read."""
     refusing, slow = StandIn(0, 0.01), StandIn(1, 30.0)
     refusing.status = 400
     line = in_flight([refusing, slow], 6, sync_timeout_seconds=60.0)
     assert wait_until(lambda: line.is_over, 10.0, every_seconds=0.01)
     assert "rejected a generation request: because" in str(line.refusal)
     line.break_off()
-    given = settings(sync_timeout_seconds=9.0, health_timeout_seconds=30.0)
-    assert abort_servers(line, [refusing.endpoint, slow.endpoint], given) == {}
+    engine_settings = settings(sync_timeout_seconds=9.0, health_timeout_seconds=30.0)
+    assert abort_servers(line, [refusing.endpoint, slow.endpoint], engine_settings) == {}
     rest, outcome = line.end()
     assert rest.keys() == {*range(6)} and all(answer.broken_off and not answer.token_ids for answer in rest.values())
     assert outcome.refusal and not outcome.failures
 
 
-def test_a_probe_that_is_refused_says_why(world_of_one: None) -> None:
+def test_rejected_probe_reports_the_reason(world_of_one: None) -> None:
     well, refusing = StandIn(0), StandIn(1)
     refusing.status = 400
     request = GenerateRequest((2, 100), seed=0, prompt_id=0)
@@ -772,8 +787,8 @@ def test_a_probe_that_is_refused_says_why(world_of_one: None) -> None:
     assert answers.keys() == {0} and failures.keys() == {1} and "failed to generate" in failures[1]
 
 
-def test_a_response_that_ends_before_its_limit_is_refused() -> None:
-    """SGLang ends a response early where its context or its pool is full, and names the limit as the reason."""
+def test_response_below_its_length_limit_is_rejected() -> None:
+    """SGLang ends a response early if the context or the pool is full, and reports the length limit as the reason."""
     server = StandIn(0)
     server.finish = "length"
     assert "ended a response after 2 of 4 tokens because its context or its pool is full" in str(
@@ -782,8 +797,9 @@ def test_a_response_that_ends_before_its_limit_is_refused() -> None:
     assert complete(spread([server], 3, replace(PARAMS, max_new_tokens=2)), 3)
 
 
-def test_servers_that_hold_their_requests_are_not_missed(world_of_one: None) -> None:
-    """They give nothing, and are not well, for longer than others may. Their answers say which weights made a token."""
+def test_paused_servers_do_not_fail(world_of_one: None) -> None:
+    """Paused servers may stay silent and unhealthy for longer than other servers. Their answers report the weight
+    version of each token."""
     server = StandIn(0, 2.5)
     server.healthy = False
     server.version, server.spans = "8", [{"version": "7", "start": 0, "end": 1}, {"version": "8", "start": 1, "end": 2}]
@@ -791,14 +807,14 @@ def test_servers_that_hold_their_requests_are_not_missed(world_of_one: None) -> 
     line.hold()
     with line.given(8):
         assert not wait_until(lambda: line.is_over, 2.0, every_seconds=0.1)
-        found = taken(line, 3)
+        completions = taken(line, 3)
     assert not line.failures
-    assert found[1] == Completion((101, 1), (-0.5, -0.25), False, 7, stretches=((7, 1), (8, 1)))
+    assert completions[1] == Completion((101, 1), (-0.5, -0.25), False, 7, stretches=((7, 1), (8, 1)))
     line.end()
 
 
 @pytest.mark.parametrize(
-    ("spans", "words"),
+    ("spans", "message"),
     [
         ([("7", 0, 1), ("9", 1, 2)], r"generated with weights \['7', '8', '9'\], not 7 to 8"),
         ([("7", 0, 1), ("8", 1, 3)], "does not report the weight version of each of 2 tokens"),
@@ -806,8 +822,8 @@ def test_servers_that_hold_their_requests_are_not_missed(world_of_one: None) -> 
         ([("7", 0, 0), ("8", 1, 2)], "does not report the weight version of each of 2 tokens"),
     ],
 )
-def test_what_a_server_says_of_weights_is_checked(
-    spans: list[tuple[str, int, int]], words: str, world_of_one: None
+def test_reported_weight_versions_are_checked(
+    spans: list[tuple[str, int, int]], message: str, world_of_one: None
 ) -> None:
     server = StandIn(0, 0.2)
     server.version = "8"
@@ -815,11 +831,11 @@ def test_what_a_server_says_of_weights_is_checked(
     line = in_flight([server], 1)
     with line.given(8):
         assert wait_until(lambda: line.is_over, 10.0, every_seconds=0.01)
-    assert re.search(words, line.failures[0])
+    assert re.search(message, line.failures[0])
     line.end()
 
 
-def test_an_abort_that_nobody_asked_for_is_a_failure(world_of_one: None) -> None:
+def test_unrequested_abort_is_a_failure(world_of_one: None) -> None:
     server = StandIn(0, 30.0)
     line = in_flight([server], 1)
     assert wait_until(lambda: server.running == 1, 10.0, every_seconds=0.01)
@@ -828,8 +844,8 @@ def test_an_abort_that_nobody_asked_for_is_a_failure(world_of_one: None) -> None
     line.end()
 
 
-def test_an_engine_that_holds_no_weights_says_why(world_of_one: None) -> None:
-    """And gives back nothing where nothing is under way."""
+def test_engine_without_weights_reports_the_reason(world_of_one: None) -> None:
+    """An abort without requests in progress returns no answers."""
     spec = SimpleNamespace(returns_routing=False, memory_saver=True)
     fleet: Any = SimpleNamespace(spec=spec, each_own=lambda endpoints, act: {})
     runtime: Any = SimpleNamespace(deadlines=Deadlines.of(RuntimeSettings()), rank=0, is_main=True)

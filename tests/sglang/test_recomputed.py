@@ -1,9 +1,8 @@
-"""Every saved token has the log-probability of the weights that are recorded for it: runs with real SGLang, drawn at
-random, whose tokens transformers computes again.
+"""Each saved token has the log-probability of its recorded weights.
 
-The cases are at the edges that served runs have: prompts that repeat, responses up to a model's last position, pools
-that hold one sequence, retractions, least numbers of tokens, and servers that are killed while they generate, take
-weights or start again.
+The tests run random configurations with real SGLang, and transformers recomputes the tokens. The cases include
+repeated prompts, responses up to the last position of a model, pools of one sequence, retractions and a minimum
+number of tokens. Servers are also killed during generation, a weight sync or a restart.
 """
 
 from __future__ import annotations
@@ -33,16 +32,16 @@ CASES = [
 
 
 @pytest.mark.parametrize(("seed", "family", "ahead"), CASES)
-def test_saved_tokens_are_of_their_recorded_versions(tmp_path: Path, seed: int, family: str, ahead: int) -> None:
+def test_saved_tokens_match_their_recorded_versions(tmp_path: Path, seed: int, family: str, ahead: int) -> None:
     case = draw_case(seed, family, ahead)
     print(case)
     output = run_case(case, tmp_path)
     print(output)
-    found = recompute(case, tmp_path)
-    print(found)
+    result = recompute(case, tmp_path)
+    print(result)
     lines = read_metrics(tmp_path / "run" / "metrics.jsonl")
     assert [line["step"] for line in lines][-STEPS:] == [*range(1, STEPS + 1)]
-    assert found.gap < TOLERANCE_NATS and found.tokens > 24 * STEPS
-    assert max(found.versions) <= STEPS and (ahead == 1 or len(found.versions) > 1)
-    assert found.longest <= case.positions
+    assert result.gap < TOLERANCE_NATS and result.tokens > 24 * STEPS
+    assert max(result.versions) <= STEPS and (ahead == 1 or len(result.versions) > 1)
+    assert result.longest <= case.positions
     assert lines[-1]["engine/restarts"] == len(set(re.findall(r"killed start (\d+)", output)))

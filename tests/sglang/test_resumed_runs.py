@@ -1,4 +1,4 @@
-"""A run through SGLang that is killed and started again is the run that was not killed."""
+"""A run with SGLang that is killed and resumed equals the run without interruption."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ OFFLOAD = ("actor.offload=true", "critic.offload=true")
 
 
 @pytest.mark.exhaustive
-def test_on_policy_killed_and_continued(tmp_path: Path) -> None:
-    """While the servers are given weights, which rest outside of the device."""
+def test_on_policy_run_resumes_after_kill(tmp_path: Path) -> None:
+    """The run is killed during a weight sync. The weights are offloaded."""
     settings = ("run.steps=3", "checkpoint.every_steps=1")
     killed = tmp_path / "killed"
     attempts(
@@ -33,10 +33,11 @@ def test_on_policy_killed_and_continued(tmp_path: Path) -> None:
     assert_same_run(tmp_path / "whole", killed, 3)
 
 
-def test_one_step_ahead_stopped_killed_and_continued(tmp_path: Path) -> None:
-    """Stopped while the servers owe the next step's responses: what is left of them is generated with the weights that
-    were due, which are older than the actor's. Then killed while they generate: what was generated ahead is in the
-    checkpoint, so it is trained on although newer weights are there. Weights rest meanwhile."""
+def test_one_step_ahead_run_resumes_after_kill(tmp_path: Path) -> None:
+    """The run is first stopped before the responses of the next step are complete. The resumed run generates the
+    remaining responses with the same weights, which are older than the actor. The run is then killed during
+    generation. The checkpoint contains the responses of the next step, so the resumed run trains on these responses
+    although newer weights exist. The weights are offloaded."""
     settings = ("run.steps=4", "checkpoint.every_steps=1", "checkpoint.keep_last=9", "rollout.when_stopped=keep",
                 "rollout.sglang.engines=1")  # fmt: skip
     config, run = "sglang_disaggregated", tmp_path / "killed"

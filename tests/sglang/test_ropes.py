@@ -1,4 +1,4 @@
-"""The real SGLang's ropes beside transformers': what is refused of a rope is what makes them differ."""
+"""Ropes of the real SGLang compared with transformers. A rope is rejected exactly if the two libraries differ."""
 
 from __future__ import annotations
 
@@ -48,25 +48,26 @@ FIELDS: dict[str, dict[str, list[Any]]] = {
         "extrapolation_factor": [None, 1, 0.5],
     },
 }
-"""Rope parameters and what they may be; None: they do not stand there."""
+"""Rope parameters and their possible values. None means that the parameter is absent."""
 
 
 def ropes() -> list[dict[str, Any]]:
-    """Each value of each parameter alone, and two hundred mixtures."""
-    found = []
+    """Return ropes with each value of each parameter, and two hundred random combinations per kind."""
+    result = []
     for kind, fields in FIELDS.items():
         plain = {name: values[0] for name, values in fields.items()}
         alone = [{**plain, name: value} for name, values in fields.items() for value in values]
         draw = random.Random(1)
         mixed = [{name: draw.choice(values) for name, values in fields.items()} for _ in range(200 if fields else 0)]
         for chosen in [plain, *alone, *mixed]:
-            given = {name: value for name, value in chosen.items() if value is not None}
-            found.append({"rope_type": kind, "rope_theta": THETA, **given})
-    return found
+            parameters = {name: value for name, value in chosen.items() if value is not None}
+            result.append({"rope_type": kind, "rope_theta": THETA, **parameters})
+    return result
 
 
 def of_sglang(rope: Mapping[str, Any], part: float) -> torch.Tensor:
-    """Cosines and sines of the first positions, (positions, channels), of heads of which a part is rotated."""
+    """Return cosines and sines of the first positions in SGLang, (positions, channels), for heads with partial
+    rotation."""
     from sglang.srt.layers.rotary_embedding.factory import get_rope
 
     size = round(CHANNELS / part)
@@ -75,18 +76,16 @@ def of_sglang(rope: Mapping[str, Any], part: float) -> torch.Tensor:
 
 
 def of_transformers(arch: Any, positions: int) -> torch.Tensor:
-    """The same."""
+    """Return the same values as transformers computes them."""
     ((frequencies, scale),) = rotary(arch)
     angles = torch.arange(positions).double()[:, None] * frequencies.double()
     return scale * torch.cat([angles.cos(), angles.sin()], dim=-1)
 
 
 @pytest.mark.parametrize(("family", "part"), [("llama", 1.0), ("glm4_moe", 0.5), ("glm4_moe", 0.25)])
-def test_what_is_not_refused_is_equal(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, family: str, part: float
-) -> None:
-    """And what is refused is another rope; every parameter is refused somewhere or read by both."""
-    kernel = ModuleType("vllm._custom_ops")  # asked for on a CPU, and not called
+def test_accepted_ropes_are_equal(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, family: str, part: float) -> None:
+    """Rejected ropes differ. For each parameter, some rope is rejected or both libraries read the parameter."""
+    kernel = ModuleType("vllm._custom_ops")  # imported on a CPU, but not called
     kernel.rotary_embedding = None  # type: ignore[attr-defined]
     monkeypatch.setitem(sys.modules, "vllm", ModuleType("vllm"))
     monkeypatch.setitem(sys.modules, "vllm._custom_ops", kernel)

@@ -1,4 +1,4 @@
-"""Whole runs through SGLang from the command line, and how they end."""
+"""Complete runs with SGLang from the command line, and the end of runs."""
 
 from __future__ import annotations
 
@@ -39,12 +39,12 @@ SMALL = ("rollout.prompts_per_step=10", "actor.minibatch_sequences=40", "critic.
         pytest.param("sglang_quickstart", 45, 0.8, marks=exhaustive),
     ],
 )
-def test_a_run_learns(tmp_path: Path, config: str, steps: int, reward: float) -> None:
+def test_run_learns(tmp_path: Path, config: str, steps: int, reward: float) -> None:
     """The reward reaches the level of the embedded engine in fewer steps than the configurations set. Without learning,
-    the mean reward of the last five steps (2,000 samples) has the mean 0.02 and the standard deviation 0.003."""
+    the mean reward of the last five steps (2,000 samples) has a mean of 0.02 and a standard deviation of 0.003."""
     changes = (f"run.steps={steps}", "actor.optimizer.schedule=constant", "evaluation.every_steps=20")
-    words = ("train", f"configs/{config}.yaml", f"run.directory={tmp_path / 'run'}", *changes)
-    done = start("megappo", *words, processes=2, timeout_seconds=560)
+    command = ("train", f"configs/{config}.yaml", f"run.directory={tmp_path / 'run'}", *changes)
+    done = start("megappo", *command, processes=2, timeout_seconds=560)
     assert done.returncode == 0, (done.stdout + done.stderr)[-4000:]
     lines = read_metrics(tmp_path / "run" / "metrics.jsonl")
     names = {name for line in lines for name in line} - {"step"}
@@ -56,7 +56,7 @@ def test_a_run_learns(tmp_path: Path, config: str, steps: int, reward: float) ->
         assert line["rollout/lag"] == (1 if ahead and line["step"] > 1 else 0)
         if line["rollout/lag"] == 0:
             assert line["mismatch/max"] < 1e-5
-        else:  # an update lies between what sampled and what is trained
+        else:  # the trained weights are one update ahead of the sampling weights
             assert 1e-4 < line["mismatch/mean"] < 0.5
         assert line.get("sync/probe_gap", 0) < 1e-5
     assert sum(line["reward/mean"] for line in lines[-5:]) / 5 > reward
@@ -65,10 +65,11 @@ def test_a_run_learns(tmp_path: Path, config: str, steps: int, reward: float) ->
 
 
 def test_prompts_in_flight_through_servers(tmp_path: Path) -> None:
-    """Three steps of them: the first step's are of the weights that it trains, later ones' of up to three before."""
+    """Prompts of three steps are in flight. Responses of the first step have the trained weights, and later responses
+    have weights that are up to three versions older."""
     settings = ("rollout.ahead=3", "rollout.max_lag=3", "run.steps=5", "evaluation.every_steps=2", *SMALL, ONE)
-    words = ("train", "configs/sglang_disaggregated.yaml", f"run.directory={tmp_path / 'run'}")
-    done = start("megappo", *words, *settings, processes=2, timeout_seconds=300)
+    command = ("train", "configs/sglang_disaggregated.yaml", f"run.directory={tmp_path / 'run'}")
+    done = start("megappo", *command, *settings, processes=2, timeout_seconds=300)
     assert done.returncode == 0, (done.stdout + done.stderr)[-4000:]
     lines = read_metrics(tmp_path / "run" / "metrics.jsonl")
     assert [line["step"] for line in lines] == list(range(6))
@@ -82,15 +83,15 @@ def test_prompts_in_flight_through_servers(tmp_path: Path) -> None:
 
 
 def test_episodes_through_servers(tmp_path: Path) -> None:
-    """Two turns and a tool: the log-probabilities of both turns are those of the trainer, also after its adapters have
-    been trained and went into the servers with the weights."""
-    words = (
+    """Episodes have two turns and a tool. The log-probabilities of both turns match the trainer, also after trained
+    adapters are synced to the servers."""
+    command = (
         "train", "tests/examples/lookup.yaml", f"run.directory={tmp_path / 'run'}", "run.steps=2", "evaluation=null",
         "data.validation=null", "rollout.engine=sglang", "rollout.environment.arguments={}",
-        "rollout.sglang={max_total_tokens: 16384, threads: 1, deterministic: false}",  # or there is no prefix cache
+        "rollout.sglang={max_total_tokens: 16384, threads: 1, deterministic: false}",  # for a prefix cache
         "actor.lora={rank: 8, alpha: 16}",
     )  # fmt: skip
-    done = start("megappo", *words, processes=2, timeout_seconds=560)
+    done = start("megappo", *command, processes=2, timeout_seconds=560)
     assert done.returncode == 0, (done.stdout + done.stderr)[-4000:]
     for line in read_metrics(tmp_path / "run" / "metrics.jsonl"):
         assert line["episode/turns"] == 2 and line["episode/failures"] == 0 and line["tool/lookup/calls"] == 1
@@ -102,15 +103,15 @@ def test_episodes_through_servers(tmp_path: Path) -> None:
 @pytest.mark.parametrize("ahead", [1, 2])
 @exhaustive
 def test_episodes_ahead_through_servers(tmp_path: Path, ahead: int) -> None:
-    """Those of the next step are played while a step is trained on, with the weights that it began with, or they are in
-    flight over two syncs."""
-    words = (
+    """With `ahead=1`, episodes of the next step run during a training step with the initial weights of the step. With
+    `ahead=2`, episodes are in flight over two syncs."""
+    command = (
         "train", "tests/examples/lookup.yaml", f"run.directory={tmp_path / 'run'}", "run.steps=3", "evaluation=null",
         "data.validation=null", "rollout.engine=sglang", "rollout.environment.arguments={}",
         f"rollout.ahead={ahead}", *(["rollout.max_lag=2"] if ahead > 1 else []),
         "rollout.sglang={max_total_tokens: 16384, threads: 1}", "algorithm.old_logprob=corrected", *SMALL, *ALONE,
     )  # fmt: skip
-    done = start("megappo", *words, processes=1, timeout_seconds=560)
+    done = start("megappo", *command, processes=1, timeout_seconds=560)
     assert done.returncode == 0, (done.stdout + done.stderr)[-4000:]
     lines = read_metrics(tmp_path / "run" / "metrics.jsonl")[-3:]
     assert lines[0]["rollout/lag"] == 0 < lines[1]["rollout/lag"] and lines[2]["rollout/lag"] > 0
@@ -122,7 +123,7 @@ def test_episodes_ahead_through_servers(tmp_path: Path, ahead: int) -> None:
 
 @pytest.fixture
 def running(tmp_path: Path) -> Iterator[tuple[subprocess.Popen[str], list[int]]]:
-    """A run in its third step or later, in a process group of its own, and the sessions of its servers."""
+    """Yield a run in the third step or later, in a separate process group, and the sessions of its servers."""
     command = [sys.executable, "-m", "megappo", "train", "configs/sglang_quickstart.yaml", *SMALL, *ALONE]
     run = subprocess.Popen(
         [*command, "run.steps=100000", f"run.directory={tmp_path / 'run'}"],
@@ -146,17 +147,17 @@ def running(tmp_path: Path) -> Iterator[tuple[subprocess.Popen[str], list[int]]]
 
 
 def children(parent: int, word: str) -> list[int]:
-    """Child processes with a word in their command."""
-    found = []
+    """Return the child processes with `word` in the command line."""
+    pids = []
     for entry in Path("/proc").iterdir():
         if entry.name.isdigit():
             try:
                 fields = (entry / "stat").read_text().rpartition(")")[2].split()
                 if int(fields[1]) == parent and word.encode() in (entry / "cmdline").read_bytes():
-                    found.append(int(entry.name))
+                    pids.append(int(entry.name))
             except OSError:
                 continue
-    return found
+    return pids
 
 
 @pytest.mark.parametrize(
@@ -173,26 +174,26 @@ def test_servers_end_with_the_run(running: tuple[subprocess.Popen[str], list[int
         time.sleep(0.2)
 
 
-def stops_with(directory: Path, sglang: str, timeout: float) -> str:
-    """What a run of one process says that cannot have its servers."""
-    words = ("train", "configs/sglang_quickstart.yaml", f"run.directory={directory}", *ALONE)
-    done = start("megappo", *words, f"rollout.sglang={sglang}", timeout_seconds=timeout)
+def failed_output(directory: Path, sglang: str, timeout: float) -> str:
+    """Return the output of a run of one process that cannot start its servers."""
+    command = ("train", "configs/sglang_quickstart.yaml", f"run.directory={directory}", *ALONE)
+    done = start("megappo", *command, f"rollout.sglang={sglang}", timeout_seconds=timeout)
     output = done.stdout + done.stderr
     assert done.returncode == 1, output[-4000:]
     assert 'Traceback (most recent call last):\n  File "/' not in output.split("megappo: error")[0]
     return output
 
 
-def test_external_servers_that_are_not_there(tmp_path: Path) -> None:
-    """The deadline is kept, and the sentence names the server."""
+def test_unreachable_external_servers_fail_at_the_deadline(tmp_path: Path) -> None:
+    """The error names the server."""
     sglang = "{placement: disaggregated, urls: ['http://127.0.0.1:9'], start_timeout_seconds: 2}"
-    output = stops_with(tmp_path / "run", sglang, 120)
+    output = failed_output(tmp_path / "run", sglang, 120)
     assert "server 0 (http://127.0.0.1:9) of rollout.sglang.urls returned no healthy response" in output
     assert "Traceback" not in output
 
 
-def test_a_server_that_cannot_start(tmp_path: Path) -> None:
-    """What SGLang said stands in the sentence."""
-    output = stops_with(tmp_path / "run", "{arguments: {no-such-argument: 1}, max_restarts: 0}", 200)
+def test_failed_server_start_reports_the_sglang_error(tmp_path: Path) -> None:
+    """The error of the run includes the error of SGLang."""
+    output = failed_output(tmp_path / "run", "{arguments: {no-such-argument: 1}, max_restarts: 0}", 200)
     assert "the servers cannot be started: server 0" in output
     assert "no-such-argument" in output

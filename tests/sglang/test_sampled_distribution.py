@@ -1,4 +1,4 @@
-"""Real SGLang servers sample from the distribution of the model, whatever a server's own defaults are."""
+"""Real SGLang servers sample from the distribution of the model, independent of the defaults of the server."""
 
 from __future__ import annotations
 
@@ -37,14 +37,15 @@ PREFERRED = {
 
 
 def chi_square(counts: torch.Tensor, probabilities: torch.Tensor) -> float:
-    """Pearson's statistic over the 15 most likely tokens and all others together: 15 degrees of freedom."""
+    """Return Pearson's statistic of the 15 most likely tokens and one class of all other tokens: 15 degrees of
+    freedom."""
     top = probabilities.topk(15).indices
     expected = torch.cat([probabilities[top], 1 - probabilities[top].sum(0, keepdim=True)]) * counts.sum()
-    found = torch.cat([counts[top], (counts.sum() - counts[top].sum())[None]])
-    return float(((found - expected) ** 2 / expected).sum())
+    observed = torch.cat([counts[top], (counts.sum() - counts[top].sum())[None]])
+    return float(((observed - expected) ** 2 / expected).sum())
 
 
-def test_a_servers_own_sampling_parameters_change_no_sample(tmp_path: Path) -> None:
+def test_server_sampling_defaults_change_no_sample(tmp_path: Path) -> None:
     write_model(tmp_path / "model", "qwen3", 3, initializer_range=0.3)
     model, params = reference(tmp_path / "model"), SamplingParams(1.0, 3, (STOP,))
     requests = [GenerateRequest(PROMPT, seed=i, prompt_id=0) for i in range(2000)]
@@ -56,12 +57,12 @@ def test_a_servers_own_sampling_parameters_change_no_sample(tmp_path: Path) -> N
     assert {len(a.token_ids) for a in answers if a.token_ids[-1] != STOP} == {3}
     first = torch.bincount(torch.tensor([a.token_ids[0] for a in answers]), minlength=VOCAB).float()
     probabilities = torch.stack([token_logprobs(model, PROMPT, (token,))[0] for token in range(VOCAB)]).exp()
-    assert chi_square(first, probabilities) < 45  # of 15 degrees of freedom: 1 in 10,000; seeds are fixed
+    assert chi_square(first, probabilities) < 45  # 15 degrees of freedom: probability of 1 in 10,000; seeds are fixed
     assert largest_gap(model, requests[:200], answers[:200]) < 1e-5
 
 
-def test_stop_tokens_lack_at_the_first_positions_alone_after_retractions(tmp_path: Path) -> None:
-    """SGLang takes requests back every second pass, and half of the vocabulary ends a response."""
+def test_stop_tokens_are_masked_only_before_the_minimum(tmp_path: Path) -> None:
+    """SGLang retracts requests in every second pass, and half of the vocabulary ends a response."""
     write_model(tmp_path / "model", "qwen3", 3)
     stops, least = tuple(range(1, 66)), 6
     params = SamplingParams(0.8, 24, stops, min_new_tokens=least)
@@ -79,8 +80,8 @@ def test_stop_tokens_lack_at_the_first_positions_alone_after_retractions(tmp_pat
     )
 
 
-def test_servers_of_a_run_have_the_hooks_on_gpus_too(tmp_path: Path) -> None:
-    """The processes of a server load the same plugins there. A judge's server stays as SGLang has it."""
+def test_servers_of_a_run_have_hooks_on_gpus(tmp_path: Path) -> None:
+    """The processes of a server load the same plugins on GPUs. The server of a judge has no hooks."""
     config = load_config(ROOT / "configs/sglang_quickstart.yaml")
     spec = ServerSpec.of(config, ROOT / "configs/models/tiny_arithmetic", (1,), on_cuda=False)
     assert SAMPLES_FOR_A_RUN in spec.environment(tmp_path)
@@ -109,10 +110,8 @@ YARN = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 2.0, "original_max_pos
     ],
     ids=["llama", "yarn", "qwen3_moe", "glm4_moe"],
 )
-def test_responses_reach_the_last_position_of_a_model_and_of_a_pool(
-    tmp_path: Path, family: str, changes: dict[str, Any]
-) -> None:
-    """Inputs of every length, in a pool with room for one of them at a time."""
+def test_responses_reach_the_last_position(tmp_path: Path, family: str, changes: dict[str, Any]) -> None:
+    """The inputs have different lengths. The pool has room for one input at a time."""
     write_model(tmp_path / "model", family, 3, max_position_embeddings=64, eos_token_id=None, **changes)
     inputs = (33, *range(54, 64))
     requests = [
@@ -132,8 +131,8 @@ def test_responses_reach_the_last_position_of_a_model_and_of_a_pool(
     assert largest_gap(reference(tmp_path / "model"), requests, answers) < 1e-5
 
 
-def test_a_prompt_is_computed_again_under_new_weights_where_servers_keep_their_caches(tmp_path: Path) -> None:
-    """With `pause: in_place` a sync drops no cache. Within a version the cache is used."""
+def test_new_weights_invalidate_caches(tmp_path: Path) -> None:
+    """With `pause: in_place` a sync keeps the caches. The cache is used only within a version."""
     for name, seed in (("model", 3), ("newer", 4)):
         write_model(tmp_path / name, "qwen3", seed)
     params, prompt = SamplingParams(1.0, 8, ()), tuple(range(2, 50))

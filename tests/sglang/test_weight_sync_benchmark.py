@@ -1,4 +1,4 @@
-"""The benchmark of the weight sync runs and says what it should."""
+"""The benchmark of the weight sync runs and prints the expected table."""
 
 from __future__ import annotations
 
@@ -17,17 +17,17 @@ pytestmark = [
 ]
 
 
-def test_the_table(tmp_path: Path) -> None:
+def test_benchmark_prints_the_table(tmp_path: Path) -> None:
     out = tmp_path / "sync.json"
-    words = ("configs/sglang_quickstart.yaml", "rollout.sync_bucket_bytes=50000", "--repeat", "2", "--json", out)
-    done = start("benchmarks.weight_sync", *words, processes=2)
+    command = ("configs/sglang_quickstart.yaml", "rollout.sync_bucket_bytes=50000", "--repeat", "2", "--json", out)
+    done = start("benchmarks.weight_sync", *command, processes=2)
     assert done.returncode == 0, done.stderr[-3000:]
-    found = json.loads(out.read_text())
-    rows = {row["way"]: row for row in found["rows"]}
+    results = json.loads(out.read_text())
+    rows = {row["way"]: row for row in results["rows"]}
     assert list(rows) == ["copy", "sync", "unverified", "verl", "slime"]
     assert all(row["seconds"] > 0 and row["gigabytes_per_second"] > 0 for row in rows.values())
     assert rows["sync"]["phases"].keys() == {"gather", "load", "verify", "session", "wake"}
     assert rows["sync"]["phases"]["verify"] > rows["unverified"]["phases"]["verify"]
-    assert found["received_bytes"] == [0, 0]  # into memory that both ranks share
+    assert results["received_bytes"] == [0, 0]  # both ranks share the memory
     assert "received: rank 0 0 GB, rank 1 0 GB" in done.stdout
     assert "of the copy" in done.stdout and "x slime's way" in done.stdout
