@@ -189,12 +189,7 @@ def with_kl(*changes: str) -> Config:
         ({"target": 3.0}, (), "response", 3.0),  # a checkpoint without the setting
         ({"per": "token", "target": 3.0}, ("target: 5.0",), "token", 5.0),
         ({"per": "token", "target": 3.0}, ("per: token",), "token", 3.0),
-        (
-            {"per": "token", "target": 3.0},
-            ("per: response",),
-            "response",
-            None,
-        ),  # the target has no meaning in another unit
+        ({"per": "token", "target": 3.0}, ("per: response",), "response", None),  # the unit of the target differs
         ({"per": "response", "target": 3.0}, ("per: token", "target: 0.5"), "token", 0.5),
     ],
 )

@@ -129,7 +129,7 @@ def test_failed_deletion_is_a_warning_and_retried(
     assert writer.warnings() == [] and os.listdir(tmp_path) == ["step-000004"]
 
 
-def test_checkpoint_that_cannot_be_moved_is_not_changed(
+def test_checkpoint_is_unchanged_if_a_move_fails(
     tmp_path: Path, runtime: Runtime, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def denied(path: Path, target: Path) -> None:
@@ -378,7 +378,7 @@ def test_swapped_and_renamed_checkpoints_are_detected(tmp_path: Path, runtime: R
         select_checkpoint(tmp_path, runtime)
 
 
-def test_folder_that_is_not_writable_is_reported(tmp_path: Path, runtime: Runtime) -> None:
+def test_missing_write_access_is_reported(tmp_path: Path, runtime: Runtime) -> None:
     (tmp_path / "checkpoints").write_text("a file is in the way")
     with pytest.raises(CheckpointError, match=r"checkpoint of step 1 could not be written in .*; make room or fix"):
         write(tmp_path / "checkpoints", runtime, 1)

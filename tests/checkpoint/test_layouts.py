@@ -92,9 +92,7 @@ def test_layouts_read_checkpoints_of_each_other(name: str, tmp_path: Path) -> No
     out = tmp_path / "second"
     updates = ask("checkpoint_worker.py", 2, {**case, "overrides": second, "out": str(out), "read": read})
     assert [counts[2:] for counts in updates] == [[{"actor": 7, "critic": 9}, {"actor": 0, "critic": 0}]] * 2
-    least = (
-        0.2 if name == "uneven" else 0.4
-    )  # ranks with the same tensors share them, and stages write their own tensors
+    least = 0.2 if name == "uneven" else 0.4  # ranks share equal tensors, and stages write separate tensors
     assert all(share > least for folder in (steps[1], out / "step-000002") for share in shares(folder))
     before, after = map(everything, steps)
     fresh, updated, restored, again = (everything(out / f"step-00000{step}") for step in (1, 2, 3, 4))

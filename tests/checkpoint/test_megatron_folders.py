@@ -445,9 +445,7 @@ def test_export_has_the_files_for_megatron(first: Path) -> None:
     root = first / "megatron"
     assert (root / "latest_checkpointed_iteration.txt").read_text() == "release"
     assert json.loads((root / "release/metadata.json").read_text())["sharded_backend"] == "torch_dist"
-    common = torch.load(
-        root / "release/common.pt", weights_only=True
-    )  # with only the classes that Megatron-Core allows
+    common = torch.load(root / "release/common.pt", weights_only=True)  # with the classes of Megatron-Core
     assert (common["iteration"], common["checkpoint_version"]) == (3, 3.0)
     arguments = vars(common["args"])
     expected = {"num_layers": 2, "num_query_groups": 2, "padded_vocab_size": VOCAB, "normalization": "RMSNorm"}

@@ -374,10 +374,7 @@ def test_float16_is_refused_with_the_reason() -> None:
             {"schedule": "wsd", "decay_ratio": 0.25, "warmup_ratio": 0.1, "min_learning_rate": 0.5},
             {0: 0.0, 1: 0.5, 2: 1.0, 15: 1.0, 16: 0.9, 18: 0.7, 20: 0.5},
         ),
-        (
-            {"schedule": "linear", "warmup_ratio": 0.24},
-            {2: 0.5, 4: 1.0, 12: 0.5, 20: 0.0},
-        ),  # 4.8 is rounded down
+        ({"schedule": "linear", "warmup_ratio": 0.24}, {2: 0.5, 4: 1.0, 12: 0.5, 20: 0.0}),  # 4.8 is rounded down
     ],
 )
 def test_learning_rate_after_a_number_of_updates(optimizer: dict[str, Any], rates: dict[int, float]) -> None:

@@ -61,9 +61,8 @@ def answers(tmp_path: Path, commands: list[list[str]], **environment: str) -> li
     assert done.returncode == 0, done.stderr
     assert not re.search("retry|huggingface", done.stderr, re.IGNORECASE), "the output has raw lines of the client"
     results = json.loads(done.stdout.rpartition("answers")[2])
-    assert all(
-        seconds < 60 for _, _, seconds in results
-    )  # busy machines import slowly, and the client retries each file for longer
+    # Busy machines import slowly, and the client retries each file for longer.
+    assert all(seconds < 60 for _, _, seconds in results)
     return [(code, output) for code, output, _ in results]
 
 

@@ -59,13 +59,13 @@ def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 @pytest.mark.parametrize("key", PATHS)
-def test_a_tilde_is_the_home_folder(key: str, home: Path) -> None:
+def test_tilde_is_the_home_folder(key: str, home: Path) -> None:
     config = load_config(BASE, [*PATHS[key], f"{key}=~/there/one"])
     assert str(value_at(config, key)) == f"{home}/there/one"
 
 
 @pytest.mark.parametrize("key", PATHS)
-def test_a_variable_in_a_path_is_refused(key: str, home: Path) -> None:
+def test_variable_in_a_path_is_refused(key: str, home: Path) -> None:
     with pytest.raises(ConfigError) as refused:
         load_config(BASE, [*PATHS[key], f"{key}=${{SCRATCH}}/one"])
     (problem,) = refused.value.problems
@@ -79,7 +79,7 @@ def test_every_form_of_a_variable_is_refused(text: str, home: Path) -> None:
         load_config(BASE, [f"run.directory={text}"])
 
 
-def test_a_dollar_sign_in_the_name_of_an_existing_folder_is_no_variable(tmp_path: Path) -> None:
+def test_dollar_sign_in_an_existing_folder_is_no_variable(tmp_path: Path) -> None:
     folder = tmp_path / "a$b"
     with pytest.raises(ConfigError, match=r"has the variable \$b"):
         load_config(BASE, [f"run.directory={folder}/run"])
@@ -165,7 +165,7 @@ def test_configurations_and_machines_are_found_at_home(home: Path) -> None:
         ["init", "--model=PATH"],
     ],
 )
-def test_arguments_that_are_paths(arguments: list[str], home: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_path_arguments_are_expanded(arguments: list[str], home: Path, capsys: pytest.CaptureFixture[str]) -> None:
     values = vars(parse([word.replace("PATH", "~/x.yaml") for word in arguments])).values()
     assert f"{home}/x.yaml" in values or ["a", f"{home}/x.yaml"] in values
     with pytest.raises(SystemExit) as ended:

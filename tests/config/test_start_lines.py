@@ -40,7 +40,7 @@ def test_lines_without_programs_on_the_path(tmp_path: Path, monkeypatch: pytest.
 
 
 @pytest.mark.parametrize("folder", [ROOT, ROOT / "configs", Path("/tmp")])
-def test_lines_of_a_clone_name_scripts_that_exist(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_lines_of_a_clone_name_existing_scripts(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(folder)
     monkeypatch.setenv("MEGAPPO_LAUNCH", str(ROOT / "launch"))
     start = "" if folder == ROOT else f"{ROOT}/"

@@ -273,7 +273,7 @@ def test_saved_samples_of_another_vocabulary_are_refused(tmp_path: Path) -> None
 
 
 END = len(TOKENIZER)
-"""The id of `ADDED` among the tokens of episodes. The model has no row for it."""
+"""The id of `ADDED` among the tokens of episodes. The model has no row for this id."""
 WITH_ADDED = (
     "{% for m in messages %}{{ m.content }}<|im_end|>{% if m.role == 'tool' %}" + ADDED + "{% endif %}{% endfor %}"
 )

@@ -126,7 +126,7 @@ def test_products_of_capped_scores() -> None:
 
 @pytest.mark.parametrize("fused", [True, False])
 @pytest.mark.parametrize("e", [2, 4])
-def test_elements_that_a_layer_moves_per_token(e: int, fused: bool) -> None:
+def test_elements_moved_by_a_layer_per_token(e: int, fused: bool) -> None:
     """Norms are negligible. Each routed row is read and written for each of two reorderings."""
     dense, sparse = (model.declaration.per_token(model, e, fused=fused) for model in (arch(), with_experts()))
     assert dense.live_elements == dense.moved_elements == (3 if fused else 4) * F
@@ -161,9 +161,8 @@ def test_attention_bytes_of_short_samples(tokens: int, seen: int, qk_norm: bool)
     keeps its output. From 256 tokens on, the bytes equal those of 256 tokens."""
     short = work(on_cuda=False, prompt_tokens=PROMPT, response_tokens=tokens - PROMPT)
     model = arch(qk_norm=qk_norm)
-    replaced = (
-        sum(attention(2, fused=False, qk_norm=False, kernel=True)) - Q * 2
-    )  # without the input of the output matrix
+    # Without the input of the output matrix.
+    replaced = sum(attention(2, fused=False, qk_norm=False, kernel=True)) - Q * 2
     if qk_norm:
         replaced -= (Q + 2 * K) * 2
     products = (Q + 2 * K) * 2 + HEADS * seen * 2
@@ -173,9 +172,8 @@ def test_attention_bytes_of_short_samples(tokens: int, seen: int, qk_norm: bool)
     for other in (role(model, tp=TP, dtype_bytes=4), role(model, tp=TP, cp=2), role(capped())):
         assert shares_bytes(other, short) == 0
     assert shares_bytes(role(model, tp=TP), dataclasses.replace(short, on_cuda=True)) == 0
-    total_shares = (
-        77 * (2 * 3 * shares) if tokens == 30 else None
-    )  # two microbatches of three layers on the first stage
+    # The first stage has two microbatches of three layers.
+    total_shares = 77 * (2 * 3 * shares) if tokens == 30 else None
     setups = [role(model, tp=TP, recompute="selective", recompute_modules=parts) for parts in ((), ("core_attn",))]
     if total_shares is not None:
         kernel = sum(attention(2, False, False, True)) - sum(attention(2, False, False, False))
@@ -298,8 +296,9 @@ def test_largest_weight() -> None:
 def test_outputs_of_stages_are_kept_unless_freed(
     vpp: int, sending: tuple[float, float], sequence_parallel: bool
 ) -> None:
-    """A stage keeps the outputs of two microbatches in flight and of the previous one. With three chunks, a stage keeps
-    eight outputs and two thirds of six."""
+    """Without chunks, the first stage keeps the outputs of two microbatches in flight and of the previous one. The last
+    stage sends no output. With three chunks, the first stage keeps eight outputs, and the last one two thirds of six.
+    """
     setup = role(vpp=vpp, sequence_parallel=sequence_parallel, frees_outputs=False)
     for stage in (0, 1):
         more = kept_bytes(setup, stage, work()) - kept_bytes(

@@ -493,7 +493,7 @@ def test_sync_into_servers_on_other_devices(count: int, of_the_busiest: int, sha
     assert cost.seconds * 0.7 == about(max(FIRST_BYTES + LAST_BYTES, of_the_busiest * LAST_BYTES))
 
 
-def test_ranks_that_send_to_remote_servers() -> None:
+def test_sending_ranks_for_remote_servers() -> None:
     """There are two nodes of two ranks. Only ranks of the first node reach servers on that node, with one rank of each
     stage. All ranks reach servers that have no room on a node, and servers of `urls`."""
     nodes = machine(inter_node_bandwidth=1.0, devices_per_node=2)

@@ -213,7 +213,7 @@ def test_engines_with_equal_time_are_reported() -> None:
         assert message in other_engine(config, models, instant, 2).sentence
 
 
-def test_engine_that_does_not_fit_is_reported() -> None:
+def test_missing_memory_for_an_engine_is_reported() -> None:
     config = load_config(EXPERTS)
     models = read_models(config, ROOT / "configs" / "models").models
     other = other_engine(config, models, MACHINES["h100"], 32)

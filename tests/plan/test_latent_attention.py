@@ -106,7 +106,9 @@ YARN = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0, "original_max_pos
         ({"rope_type": "default", "rope_theta": 1e4}, ""),
     ],
 )
-def test_ropes_that_sglang_reads_differently_are_refused(tmp_path: Path, rope: dict[str, Any], message: str) -> None:
+def test_ropes_with_a_different_reading_in_sglang_are_refused(
+    tmp_path: Path, rope: dict[str, Any], message: str
+) -> None:
     arch = read_architecture(write_model(tmp_path / "m", "deepseek_v3", 1, num_hidden_layers=2, rope_parameters=rope))
     problem = arch.declaration.unserved(arch, Served(on_cuda=True, tokens=40))
     assert message in problem and bool(message) == bool(problem)

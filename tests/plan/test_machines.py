@@ -39,7 +39,7 @@ def in_repository(monkeypatch: pytest.MonkeyPatch) -> None:
         (["actor.microbatch_budget_tokens=65536", "--json"], 1, '"fits": false'),
     ],
 )
-def test_plan_that_does_not_fit_exits_with_an_error(
+def test_plan_without_room_exits_with_an_error(
     overrides: list[str], code: int, verdict: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main(["plan", SMALL, "--machine", "h100", "--gpus", "1", *overrides]) == code
@@ -235,7 +235,7 @@ def test_unknown_machine(name: str, message: str) -> None:
         find_machine(name)
 
 
-def test_file_that_describes_no_machine(tmp_path: Path) -> None:
+def test_file_without_a_machine(tmp_path: Path) -> None:
     path = tmp_path / "list.yaml"
     path.write_text("[1, 2]")
     with pytest.raises(ConfigError, match="must describe a machine by words, kind"):

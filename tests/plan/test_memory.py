@@ -73,9 +73,8 @@ def test_memory_of_a_role(e: int, state: int, cuda: bool, distributed: bool) -> 
     assert (memory.role, memory.stage, memory.parameters) == ("actor", 1, shared + experts)
     assert (memory.weights, memory.gradients) == (e * memory.parameters, 4 * memory.parameters)
     assert memory.optimizer == state * rank_parameters
-    assert memory.optimizer_step == 4 * (
-        rank_parameters if cuda else 2 * 2 * F * H if e == 4 else 0
-    )  # two experts in one tensor
+    # Two experts are in one tensor.
+    assert memory.optimizer_step == 4 * (rank_parameters if cuda else 2 * 2 * F * H if e == 4 else 0)
     running = [
         kept_bytes(setup, 1, where),
         *(part(setup, 1, where, train=True) for part in (head_bytes, transient_bytes)),

@@ -205,11 +205,11 @@ def test_tensor_parallelism_reduces_memory_per_rank() -> None:
         ("critic.microbatch_budget_tokens=4096", "critic.microbatch_budget_tokens=8192", "critic"),
     ],
 )
-def test_settings_that_reduce_memory_of_updates(less: str, more: str, role: str) -> None:
+def test_settings_reduce_memory_of_updates(less: str, more: str, role: str) -> None:
     assert update(plan(MIDDLE, less), role) < update(plan(MIDDLE, more), role)
 
 
-def test_settings_that_reduce_resident_memory() -> None:
+def test_settings_reduce_resident_memory() -> None:
     pipelines = [
         plan(LARGE, "actor.layout.tensor_parallel=4", f"actor.layout.pipeline_parallel={p}") for p in (1, 2, 4)
     ]
@@ -381,7 +381,7 @@ def test_nearest_layout_fits_if_the_plan_does_not(path: Path, overrides: list[st
     assert (result.fullest.peak, result.step_seconds) == (proposal.peak_bytes, proposal.step_seconds)
 
 
-def test_plan_that_fits_is_its_nearest_layout() -> None:
+def test_fitting_plan_is_the_nearest_layout() -> None:
     proposal = nearest_fit(load(MIDDLE), models_of(MIDDLE), MACHINES["h100"], 8)
     assert proposal is not None and proposal.overrides == ()
 

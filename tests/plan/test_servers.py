@@ -118,9 +118,8 @@ def test_servers_have_the_planned_cache_for_any_free_memory(path: str, machine: 
     trainers = max(sum(role.at_rest for role in ranks.roles) for ranks in planned.ranks)
     assert token_capacity(device - trainers) == token_capacity(device) == arguments["max-total-tokens"]
     if not config.offloads:
-        assert (
-            share * (device - trainers) - weights < 0.7 * arguments["max-total-tokens"] * of_token
-        )  # the share of the remaining memory
+        # The share of the remaining memory would be too small.
+        assert share * (device - trainers) - weights < 0.7 * arguments["max-total-tokens"] * of_token
 
 
 def test_servers_on_a_cpu_share_the_machine() -> None:

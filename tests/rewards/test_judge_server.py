@@ -130,7 +130,7 @@ def test_judge_with_its_own_server(tmp_path: Path, capsys: pytest.CaptureFixture
 
 
 @pytest.mark.waits
-def test_judge_that_cannot_be_restarted_ends_the_run(tmp_path: Path) -> None:
+def test_failing_restarts_of_a_judge_end_the_run(tmp_path: Path) -> None:
     """The run ends soon with the output of the server, despite a long request timeout. The first server may have ended
     before it was ready."""
     sentence = (

@@ -87,7 +87,7 @@ def test_reward_model_of_the_hub(tmp_path: Path, llama: Any, monkeypatch: pytest
     assert [problem[:50] for problem in reward_rules(missing)] == ["reward.model_path './nowhere' is not a folder (fro"]
 
 
-def test_template_that_fails_is_reported(tmp_path: Path, llama: Any) -> None:
+def test_failing_template_is_reported(tmp_path: Path, llama: Any) -> None:
     model = load(save(tmp_path, llama, "{{ 1 + messages[1]['content'] }}"))
     with pytest.raises(ValueError, match=r"the reward model's chat template fails on .* \(TypeError: .*; fix the"):
         model.score([[{"role": "user", "content": "a"}]], ["b"])

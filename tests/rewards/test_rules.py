@@ -112,7 +112,7 @@ def test_answer_may_be_one_number_with_its_unit(rule: str, gold: str) -> None:
 
 @pytest.mark.parametrize("rule", ["number", "gsm8k"])
 @pytest.mark.parametrize("gold", NOT_ONE)
-def test_answer_that_is_not_one_number_is_an_error(rule: str, gold: str) -> None:
+def test_answer_with_several_numbers_is_an_error(rule: str, gold: str) -> None:
     """A comparison with the last number would accept 2 for the answer 1/2."""
     for answer in (gold, f"so\n#### {gold}") if rule == "gsm8k" else (gold,):
         with pytest.raises(ValueError, match="is not exactly one number"):
@@ -182,7 +182,7 @@ def test_dry_run_checks_answers_and_unknown_tokens(tmp_path: Path, capsys: pytes
     ],
 )
 def test_dollars_of_an_answer_are_money_or_delimiters(gold: str, right: str, wrong: str) -> None:
-    """The library itself also reads these answers."""
+    """The answers are scored by the library itself."""
     pytest.importorskip("math_verify")
     assert score("math_verify", right, gold) == 1 and score("math_verify", wrong, gold) == 0
 

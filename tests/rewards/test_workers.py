@@ -238,7 +238,7 @@ def test_all_workers_are_closed_before_the_first_wait(monkeypatch: pytest.Monkey
 
 
 @pytest.mark.parametrize(("function", "batch"), [("obey", False), ("lengths", True)])
-def test_failure_names_the_line_that_raised(tmp_path: Path, function: str, batch: bool) -> None:
+def test_failure_names_the_raising_line(tmp_path: Path, function: str, batch: bool) -> None:
     lines = (tmp_path / "user_rewards.py").read_text().splitlines()
     line = next(n for n, text in enumerate(lines, 1) if "raise KeyError" in text and ("if" in text) == batch)
     with RewardPool(settings(function=f"user_rewards:{function}", batch=batch)) as pool:
@@ -246,7 +246,7 @@ def test_failure_names_the_line_that_raised(tmp_path: Path, function: str, batch
     assert reasons == {f"KeyError: 'k' ({tmp_path / 'user_rewards.py'}:{line})"}
 
 
-def test_one_number_for_a_whole_batch_fails_with_the_remedy() -> None:
+def test_one_number_for_a_batch_fails_with_the_remedy() -> None:
     with RewardPool(settings(function="user_rewards:one_number", batch=True)) as pool:
         reason = dict(pool.score(requests("a", "b")).failures)[1]
     assert reason == "returned 1.0, must be a list of numbers; set reward.batch: false for a function of one sample"
@@ -343,7 +343,7 @@ def test_signals_to_the_whole_job_cost_no_sample() -> None:
         assert (result.scores.tolist(), result.failures) == ([float(pid), -15.0], [])
 
 
-def test_worker_that_leaks_is_replaced() -> None:
+def test_leaking_worker_is_replaced() -> None:
     with RewardPool(settings(worker_memory_gigabytes=0.5, timeout_seconds=5)) as pool:
         pids = [int(pool.score(requests("leak")).scores[0]) for _ in range(6)]
         result = pool.score(requests("fine", "metadata"))
@@ -352,14 +352,14 @@ def test_worker_that_leaks_is_replaced() -> None:
     assert max(pids.count(pid) for pid in pids) <= 3  # two or three calls exceed 0.5 GB
 
 
-def test_function_that_is_too_large_is_refused() -> None:
+def test_too_large_function_is_refused() -> None:
     """Otherwise its workers would be restarted after every first sample."""
     sentence = r"uses 0.0\d+ GB after the import of reward.function '.*', above reward.worker_memory_gigabytes 0.01; "
     with pytest.raises(ValueError, match=sentence):
         RewardPool(settings(worker_memory_gigabytes=0.01))
 
 
-def test_call_that_uses_all_memory_costs_its_own_sample() -> None:
+def test_exhausted_memory_costs_only_one_sample() -> None:
     with RewardPool(settings(worker_memory_gigabytes=0.3, timeout_seconds=30)) as pool:
         start = time.monotonic()
         result = pool.score(requests("fine", "grow", "fine"))
@@ -374,7 +374,7 @@ def test_stopped_worker_is_replaced() -> None:
         assert (result.scores.tolist(), result.timeouts) == ([-1.0, 1.0], 1)
 
 
-def test_function_that_forks_answers_once() -> None:
+def test_forking_function_answers_once() -> None:
     """A score of the child would be read as the score of the next sample."""
     with RewardPool(settings()) as pool:
         for _ in range(5):
@@ -410,7 +410,7 @@ class Unpicklable:
         raise self.error
 
 
-def test_metadata_that_cannot_be_sent_is_refused() -> None:
+def test_unpicklable_metadata_is_refused() -> None:
     with RewardPool(settings()) as pool:
         for value, reason in [
             (lambda: 0, ""),
@@ -459,7 +459,7 @@ def test_functions_can_receive_special_tokens(function: str, batch: bool, expect
         ({"function": "user_rewards:lengths", "batch": True, "workers": 2}, ValueError, "set workers: 1"),
     ],
 )
-def test_pool_that_cannot_start(changes: dict[str, Any], error: type[Exception], sentence: str) -> None:
+def test_failing_start_of_a_pool(changes: dict[str, Any], error: type[Exception], sentence: str) -> None:
     with pytest.raises(error, match=sentence):
         RewardPool(settings(**changes))
 
